@@ -1,0 +1,188 @@
+"""
+Where keys and values live, and how a batch is laid out: the second half of "which keys may each token see?"
+
+A *plan* says how many tokens of which request go into one forward pass: [(request, n), ...]. A
+*layout* turns it into what the model takes, and gives each request its share of the result back:
+
+    request -> plan -> layout: tokens, positions -> model -> logits of `rows` -> token -> request
+                               attend(layer, q, k, v)
+
+Two layouts of one plan, three decodes A, B, C and a prefill chunk of 4 tokens of D:
+
+    Rectangle  (B, T) = (4, 4)              Flat  (N,) = (7,)
+        .  .  .  A                          A  B  C  D  D  D  D
+        .  .  .  B                          cu_seqlens = [0, 1, 2, 3, 7]
+        .  .  .  C          9 pad slots     no pad slots
+        D  D  D  D
+
+Every layout has the same few parts, so a stage can swap one for another in one line:
+
+    plan, starts, sampled   the plan, where each request's tokens begin, and who gets a next token from this pass
+    tokens, positions       what to compute: long, (B, T) or (N,)
+    attend, rows            the model's two other arguments: how tokens meet, whose logits are wanted
+    padded_keys, score_entries, copied_bytes    what it costs; the trace shows it
+
+Sources: the rectangle is Adding Interleaving to NanoGPT (claims I1 to I6, and its bug I8, which is
+mended here); the flat stream is the ragged batching of Continuous batching, from first principles (H11)
+and the varlen loop of the tensor parallelism article (R3, R4).
+"""
+import torch
+
+from model import Head
+
+head = Head()
+
+
+class KV:
+    """
+    Keys and values of one sequence, for each layer (nh, capacity, hs), written in place.
+
+    Shape, dtype and device are those of the first keys written, so half of the heads need no special
+    case, and neither does a leading batch axis. Zeros to begin with: even where the mask hides a key,
+    its weight 0 times an uninitialised NaN would be NaN.
+    """
+
+    def __init__(self, capacity):
+        self.capacity = capacity   # in tokens
+        self.k, self.v = {}, {}    # layer -> (..., capacity, hs)
+
+    def write(self, layer, start, k, v):
+        """Puts k and v (..., T, hs) at start..start+T of the sequence. ValueError if they do not fit."""
+        end = start + k.size(-2)
+        if end > self.capacity:
+            raise ValueError(f"KV of {self.capacity} tokens cannot take tokens {start} to {end}")
+        if layer not in self.k:
+            self.k[layer] = k.new_zeros(*k.shape[:-2], self.capacity, k.size(-1))
+            self.v[layer] = torch.zeros_like(self.k[layer])
+        self.k[layer][..., start:end, :] = k
+        self.v[layer][..., start:end, :] = v
+
+    def read(self, layer, end):
+        """Keys and values of the first `end` tokens, (..., end, hs) each: views, nothing is copied."""
+        return self.k[layer][..., :end, :], self.v[layer][..., :end, :]
+
+
+def open_plan(plan):
+    """For each (request, n) of a plan its new tokens and their first position; a newcomer gets its cache."""
+    for request, n in plan:
+        if request.kv is None:
+            request.kv = KV(request.kv_tokens)   # exactly what the scheduler has granted
+        yield request.tokens[request.computed:request.computed + n], request.computed
+
+
+class Rectangle:
+    """
+    Left-padded (B, T): one row per request, as wide as the longest row, so the next token always comes
+    from the last column. Each request keeps its own cache, so the pasts, of different lengths too, are
+    gathered into a second rectangle in front. For each layer a row of keys is
+
+        | . . . past past past | . . new new |
+          P - p pads, p past     T - n pads, n new      S = P + T keys
+
+    and the mask must hide the pads of *both* parts. The published version of this layout marks all new
+    slots as valid; there, a decode row that shares the pass with a chunk attends to its own padding.
+    """
+
+    def __init__(self, plan, device=None):
+        self.plan = plan
+        news, starts = zip(*open_plan(plan))
+        B, T, P = len(plan), max(map(len, news)), max(starts)
+        self.P, self.starts, self.widths = P, starts, [len(new) for new in news]
+
+        tokens = torch.zeros(B, T, dtype=torch.long)
+        positions = torch.zeros(B, T, dtype=torch.long)
+        mask = torch.zeros(B, 1, 1, P + T, dtype=torch.bool)      # (B, nh, T, S): for all heads, all queries
+        for b, (new, start) in enumerate(zip(news, starts)):
+            n = len(new)
+            tokens[b, T - n:] = torch.tensor(new)
+            positions[b, T - n:] = torch.arange(start, start + n)  # its own, not the column's
+            mask[b, ..., P - start:P] = True                       # its past
+            mask[b, ..., P + T - n:] = True                        # its new tokens; not the pads before them
+        self.tokens, self.positions, self.mask = tokens.to(device), positions.to(device), mask.to(device)
+
+        # A partial prefill has a last column too, but no next token yet: it is not sampled from.
+        complete = [b for b, (request, n) in enumerate(plan) if n == request.todo]
+        self.sampled = [plan[b][0] for b in complete]
+        self.rows = (torch.tensor(complete, dtype=torch.long, device=device), -1)
+
+        self.padded_keys = int((~mask).sum())
+        self.score_entries = B * T * (P + T)
+        self.copied_bytes = 0
+
+    def attend(self, layer, q, k, v):
+        B, nh, T, hs = k.shape
+        past_k, past_v = k.new_zeros(2, B, nh, self.P, hs)
+        for b, ((request, _), start) in enumerate(zip(self.plan, self.starts)):
+            if start:
+                past_k[b, :, self.P - start:], past_v[b, :, self.P - start:] = request.kv.read(layer, start)
+        out, all_k, all_v = head(q, k, v, past_k, past_v, self.mask)
+        for b, ((request, _), start, n) in enumerate(zip(self.plan, self.starts, self.widths)):
+            request.kv.write(layer, start, k[b, :, T - n:], v[b, :, T - n:])   # each row without its own padding
+        if self.P:   # once into the padded past, once more to put the new keys behind it
+            self.copied_bytes += past_k.nbytes + past_v.nbytes + all_k.nbytes + all_v.nbytes
+        return out
+
+
+class Flat:
+    """
+    Ragged: all new tokens of all requests in one stream (N,), with no batch axis and so no padding.
+    `cu_seqlens` holds the boundaries: request i owns tokens cu_seqlens[i] to cu_seqlens[i + 1].
+
+    attention="mask":    one attention over everything, with a block-diagonal mask. Right, but the scores
+                         across requests are computed and thrown away, and the keys must be brought together.
+
+                keys   A A A A   B B   D D D D D
+            A          x x x x   . .   . . . . .
+            B          . . . .   x x   . . . . .
+            D          . . . .   . .   x x x . .
+            D          . . . .   . .   x x x x .
+            D          . . . .   . .   x x x x x
+
+    attention="varlen":  only the blocks: each request's queries against its own cache, read as a view.
+                         On a GPU one kernel runs this loop; the arithmetic is the same.
+    """
+
+    def __init__(self, plan, device=None, attention="varlen"):
+        if attention not in ("mask", "varlen"):
+            raise ValueError(f"attention must be 'mask' or 'varlen', not {attention!r}")
+        self.plan, self.attention = plan, attention
+        news, self.starts = zip(*open_plan(plan))
+        widths = torch.tensor([len(new) for new in news])
+        self.ends = [start + len(new) for new, start in zip(news, self.starts)]       # each one's number of keys
+        self.cu_seqlens = [0, *widths.cumsum(0).tolist()]
+
+        self.tokens = torch.tensor([token for new in news for token in new], device=device)          # (N,)
+        self.positions = torch.cat([torch.arange(s, e) for s, e in zip(self.starts, self.ends)]).to(device)
+
+        complete = [i for i, (request, n) in enumerate(plan) if n == request.todo]
+        self.sampled = [plan[i][0] for i in complete]
+        self.rows = torch.tensor([self.cu_seqlens[i + 1] - 1 for i in complete], dtype=torch.long, device=device)
+
+        self.padded_keys = 0
+        self.copied_bytes = 0
+        if attention == "varlen":
+            self.score_entries = sum(n * end for (_, n), end in zip(plan, self.ends))
+        else:
+            keys = torch.tensor(self.ends)
+            owner_q = torch.arange(len(plan)).repeat_interleave(widths)               # (N,) whose token is this?
+            owner_k = torch.arange(len(plan)).repeat_interleave(keys)                 # (S,)
+            position_k = torch.cat([torch.arange(end) for end in self.ends])          # (S,)
+            self.mask = ((owner_q[:, None] == owner_k) & (position_k <= self.positions.cpu()[:, None])).to(device)   # (N, S)
+            self.score_entries = self.mask.numel()
+
+    def attend(self, layer, q, k, v):                                                 # (nh, N, hs)
+        slices = [slice(s, e) for s, e in zip(self.cu_seqlens, self.cu_seqlens[1:])]
+        for (request, _), new, start in zip(self.plan, slices, self.starts):
+            request.kv.write(layer, start, k[:, new], v[:, new])
+        pasts = [request.kv.read(layer, end) for (request, _), end in zip(self.plan, self.ends)]
+
+        if self.attention == "varlen":                                                # skip: compute the blocks alone
+            out = torch.empty_like(q)
+            for new, (keys, values) in zip(slices, pasts):
+                out[:, new], _, _ = head(q[:, new], keys, values)                     # (nh, n, hs)
+            return out
+
+        all_k, all_v = (torch.cat(part, dim=-2) for part in zip(*pasts))              # (nh, S, hs)
+        self.copied_bytes += all_k.nbytes + all_v.nbytes
+        out, _, _ = head(q, all_k, all_v, mask=self.mask)                             # compute all, hide most
+        return out

@@ -1,0 +1,79 @@
+"""
+Stage 0: one request at a time. The reference that every other stage is compared with.
+
+Without a cache, each new token runs the whole sequence through the model again, O(n^2) score entries a
+token. The last token never changes what earlier tokens computed (claim H3), so their keys and values can be
+kept: with a cache a new token computes one key, one value and one row of scores, O(n) (claim H4).
+
+    without        with
+    #              #
+    # #            # #              rows: tokens computed
+    # # #          # # #            columns: keys seen
+    # # # #              new -> # # # #
+
+Wasted: the weights are read from memory for a single token. That is why one batches.
+"""
+import torch
+
+from cache import KV
+from model import Head, sample
+from scheduler import start
+from toolbox.trace import Trace
+
+head = Head()
+
+
+class Alone:
+    """(1, T): the new tokens of one request; without a cache, all of them every time."""
+
+    def __init__(self, request, use_cache, device):
+        if use_cache and request.kv is None:
+            request.kv = KV(request.kv_tokens)
+        self.kv, self.start = (request.kv, request.computed) if use_cache else (None, 0)
+        self.end = len(request.tokens)
+        self.plan, self.starts, self.sampled = [(request, self.end - self.start)], [self.start], [request]
+        self.tokens = torch.tensor([request.tokens[self.start:]], device=device)                  # (1, T)
+        self.positions = torch.arange(self.start, self.end, device=device)[None]
+        self.rows = (slice(None), -1)
+        self.padded_keys, self.copied_bytes = 0, 0
+        self.score_entries = (self.end - self.start) * self.end
+
+    def attend(self, layer, q, k, v):                                                             # (1, nh, T, hs)
+        if self.kv is not None:
+            self.kv.write(layer, self.start, k, v)
+            k, v = self.kv.read(layer, self.end)                                                  # (1, nh, S, hs)
+        out, _, _ = head(q, k, v)
+        return out
+
+
+@torch.inference_mode()
+def generate(model, requests, use_cache=True, on_token=None):
+    """
+    Runs `requests` one after the other, by arrival, and fills them in place. Returns the trace.
+
+    use_cache: False recomputes every token at every step; the same tokens come out
+    on_token:  on_token(request, token, logits) is called as each token appears
+    """
+    trace = Trace("unbatched" if use_cache else "unbatched, no cache", requests)
+    step = 0
+    for request in start(requests, model.config):
+        step = max(step, request.arrival)
+        while not request.finished:
+            # 1. the batch is this one request
+            batch = Alone(request, use_cache, model.device)
+            # 2. one forward pass
+            with trace.forward_pass(step, batch):
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)           # (1, V)
+            # 3. one token
+            tokens = sample(logits, batch.sampled)
+            request.computed = len(request.tokens)
+            request.append(tokens[0])
+            trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
+            step += 1
+        request.kv = None
+    return trace
+
+
+if __name__ == "__main__":
+    from toolbox.cli import main
+    main(generate, __doc__)

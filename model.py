@@ -1,0 +1,232 @@
+"""
+A GPT in the architecture of GPT-2, written so that any way of batching fits around it.
+
+Almost everything in a transformer is *token-wise*: embeddings, LayerNorm, every linear layer,
+GELU and the residual adds look at one token and never at its neighbours. Tokens meet in exactly
+one line of this file, the one that calls `attend`:
+
+    token ids, positions                         any leading shape: (B, T) or (N,)
+        |
+    wte + wpe                                    token-wise
+        |
+    +-- ln_1 -> query, key, value                token-wise
+    |               |
+    |         attend(layer, q, k, v)   <-------- the only place where tokens meet
+    |               |
+    |           c_proj, + residual               token-wise
+    |           ln_2 -> mlp, + residual          token-wise
+    +-- n_layer times
+        |
+    ln_f -> logits                               token-wise, and only for the `rows` asked for
+
+So the model knows nothing of requests, padding or caches. *Which tokens* are in a forward pass is
+the scheduler's business (scheduler.py); *which keys each of them may see* is the business of the
+batch's layout, which supplies `attend` (cache.py). That is claim H1 of the sources: attention is
+the only place where tokens interact.
+
+Read bottom-up like nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
+The letters: B rows, T new tokens a row, S keys (past + new), N tokens of a flat stream,
+C = n_embd, nh heads of hs = C / nh features each.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024   # context length: the number of positions
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"GPTConfig: {name} must be at least 1, not {value}")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"GPTConfig: n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+
+
+class Head(nn.Module):
+    """
+    Scaled dot-product attention: softmax(q k^T / sqrt(hs)) v, for queries that may see a past.
+
+    It is *stateless*: no cache, no weights, no global, no training flag; what it is given is all
+    that it knows. It is written for one head, and its leading axes `...` are free: (B, nh) for all
+    heads of all rows of a rectangle at once, (nh,) for a flat stream. A head axis is one more batch axis.
+    """
+
+    def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
+        """
+        q:              (..., T, hs)  queries of the T new tokens
+        k, v:           (..., T, hs)  their keys and values; or (..., S, hs) with the past already in
+                                      front, as views of a cache that was written in place
+        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, or None
+        mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask over
+                        past *and* new keys is (B, 1, 1, S). It is ANDed to the causal rule.
+
+        Returns the output (..., T, hs), and the keys and values (..., S, hs), past and new together.
+        A query that may see no key at all (a pad slot) yields zeros, never NaN.
+        """
+        if past_k is not None:
+            k = torch.cat([past_k, k], dim=-2)                     # (..., S, hs)
+            v = torch.cat([past_v, v], dim=-2)
+        T, S = q.size(-2), k.size(-2)
+
+        # The causal rule: new token i sees the whole past and the new tokens 0..i. The new tokens are
+        # the last T of the S keys, so the triangle ends in the bottom right corner, at diagonal S - T.
+        see = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
+        if mask is not None:
+            see = see & mask                                       # (..., T, S)
+
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))   # (..., T, S)
+        weights = scores.masked_fill(~see, -math.inf).softmax(dim=-1)
+        out = weights @ v                                          # (..., T, hs)
+        # A row of nothing but -inf has no softmax: it comes out as NaN, which would spread from here.
+        return out.masked_fill(~see.any(dim=-1, keepdim=True), 0.0), k, v
+
+
+def causal(layer, q, k, v):
+    """The plainest `attend`: each row is one whole sequence, nothing cached, nothing padded."""
+    out, _, _ = Head()(q, k, v)
+    return out
+
+
+class MultiHeadAttention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer = layer   # the layer's number: the layout keeps one cache per layer
+        self.head_size = config.n_embd // config.n_head
+        self.query = nn.Linear(config.n_embd, config.n_embd)
+        self.key = nn.Linear(config.n_embd, config.n_embd)
+        self.value = nn.Linear(config.n_embd, config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def split_heads(self, x):
+        # -1, not n_head: a tensor parallel rank that owns half of the heads runs this same line
+        return x.unflatten(-1, (-1, self.head_size)).transpose(-3, -2)        # (..., T, C) -> (..., nh, T, hs)
+
+    def forward(self, x, attend):
+        q, k, v = self.split_heads(self.query(x)), self.split_heads(self.key(x)), self.split_heads(self.value(x))
+        y = attend(self.layer, q, k, v)                                       # here tokens meet, nowhere else
+        return self.c_proj(y.transpose(-3, -2).flatten(-2))                   # (..., nh, T, hs) -> (..., T, C)
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = MultiHeadAttention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x, attend):
+        x = x + self.attn(self.ln_1(x), attend)
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)   # token embedding, and the output head (tied)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)   # position embedding
+        self.h = nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)])
+        self.ln_f = nn.LayerNorm(config.n_embd)
+
+        # GPT-2's initialisation; projections into the residual stream are scaled down by its depth
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
+                nn.init.normal_(p, mean=0.0, std=std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+
+    def forward(self, tokens, positions=None, attend=causal, rows=None):
+        """
+        tokens:    long, (B, T) or (N,)
+        positions: long, the same shape; each token's place in its own sequence, 0..block_size-1.
+                   None: every row is one whole sequence that starts at 0.
+        attend:    attend(layer, q, k, v) -> output, all (..., nh, T, hs); supplied by the batch's layout
+        rows:      an index into the leading axes, the tokens whose logits are wanted; None: all.
+                   The vocabulary projection is the widest layer of all: it touches no other token.
+
+        Returns logits (..., vocab_size), one row per token wanted.
+        """
+        if positions is None:
+            if tokens.size(-1) > self.config.block_size:
+                raise ValueError(f"{tokens.size(-1)} tokens do not fit block_size {self.config.block_size}")
+            positions = torch.arange(tokens.size(-1), device=tokens.device)
+        x = self.wte(tokens) + self.wpe(positions)                  # (..., T, C)
+        for block in self.h:
+            x = block(x, attend)
+        if rows is not None:
+            x = x[rows]                                             # (R, C)
+        return F.linear(self.ln_f(x), self.wte.weight)              # (..., V)
+
+    @property
+    def device(self):
+        return self.wte.weight.device
+
+    @classmethod
+    def from_pretrained(cls, name="builtin"):
+        """
+        A GPT with trained weights, in float32 on the CPU.
+
+        name: "builtin" (the small model of this repository), "gpt2", "gpt2-medium", "gpt2-large" or
+              "gpt2-xl" (downloaded once), or a local folder or file in Hugging Face's GPT-2 layout.
+        Raises ValueError for an unknown name and for files that hold no GPT-2.
+        """
+        from toolbox.weights import read_gpt2   # file formats are no lesson
+        config, weights = read_gpt2(name)
+        model = cls(GPTConfig(**config))
+        model.load_state_dict(weights)
+        return model
+
+
+def sample(logits, requests):
+    """
+    The next token of each request: logits (R, V), row i for requests[i] -> list of R token ids.
+
+    temperature 0 takes the largest logit (greedy). Otherwise the distribution, cut to the `top_k`
+    largest logits if set, is sampled by its inverse CDF: one uniform number in [0, 1), drawn from
+    the request's *own* random stream, falls into exactly one token's interval.
+
+        CDF   0 |----- the -----|-- a --|- of -|...| 1
+                          ^ u = 0.31  ->  "the"
+
+    Whatever else is in the batch, the same request draws the same numbers, one per token that it
+    generates. In float64 on the CPU, so that every device turns them into the same tokens.
+    """
+    tokens = []
+    for x, request in zip(logits.double().cpu(), requests):
+        if request.temperature == 0:
+            tokens.append(int(x.argmax()))
+        else:
+            tokens.append(int(torch.searchsorted(cdf(x, request.temperature, request.top_k), request.draw(), right=True)))
+    return tokens
+
+
+def cdf(logits, temperature, top_k=None):
+    """Cumulative distribution over the vocabulary, (V,) in float64; ends in exactly 1."""
+    x = logits.double().cpu()
+    if top_k is not None and top_k < x.numel():
+        x = x.masked_fill(x < x.topk(top_k).values[-1], -math.inf)
+    total = ((x - x.max()) / temperature).softmax(dim=-1).cumsum(dim=-1)
+    return total / total[-1]   # the sum may miss 1 by a rounding, and u must not fall beside it

@@ -1,0 +1,66 @@
+"""
+Tokenizers, all as `tiktoken.Encoding`: byte-level BPE, so every Unicode string round-trips.
+
+The built-in model has its own of 1,024 tokens, in a local ranks file of tiktoken's format (one
+line per token: base64 of its bytes, and its rank). GPT-2's comes with tiktoken, which downloads it once.
+"""
+import base64
+from pathlib import Path
+
+import tiktoken
+
+BUILTIN = Path(__file__).parent / "builtin"
+END_OF_TEXT = "<|endoftext|>"
+# GPT-2's own pattern: text is cut into these pieces first, and no token crosses a cut
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+def from_ranks(ranks, name):
+    """An Encoding of `ranks` (bytes -> rank), with <|endoftext|> as the one token after them."""
+    return tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks,
+                             special_tokens={END_OF_TEXT: len(ranks)}, explicit_n_vocab=len(ranks) + 1)
+
+
+def from_ranks_file(path):
+    """Reads a ranks file. Raises ValueError if it is none."""
+    try:
+        lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
+        return from_ranks({base64.b64decode(token): int(rank) for token, rank in lines}, Path(path).stem)
+    except (OSError, ValueError, AssertionError) as error:
+        raise ValueError(f"tokenizer '{path}': not a ranks file in tiktoken's format ({error})") from None
+
+
+def gpt2():
+    """GPT-2's tokenizer. tiktoken downloads it at the first use; ValueError if there is no network then."""
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:   # requests' ConnectionError, HTTPError, ...: whatever it is, it has one cause
+        raise ValueError("tokenizer 'gpt2': tiktoken downloads it at its first use and cannot reach the network "
+                         f"({type(error).__name__}); connect once, or use the built-in model") from None
+
+
+def train_ranks(texts, n_tokens):
+    """
+    Trains a byte-level BPE of `n_tokens` tokens on `texts` with Hugging Face's tokenizers (a
+    development requirement) and returns tiktoken's ranks, bytes -> rank.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)   # the same pattern as PATTERN
+    trainer = trainers.BpeTrainer(vocab_size=n_tokens, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    bpe.train_from_iterator(texts, trainer)
+    # ByteLevel writes every byte as one printable character: printable Latin-1 as itself, the others from 256 on
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    ranks = {bytes([b]): b for b in range(256)}
+    for token, _ in sorted(bpe.get_vocab().items(), key=lambda item: item[1]):   # in the order of the merges
+        ranks.setdefault(bytes(byte_of[c] for c in token), len(ranks))
+    return ranks
+
+
+def write_ranks_file(ranks, path):
+    with open(path, "wb") as f:
+        for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+            f.write(base64.b64encode(token) + b" " + str(rank).encode() + b"\n")
