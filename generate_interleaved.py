@@ -3,9 +3,9 @@ Stage 4: prefill and decode interleaved. One forward pass a step, decodes and ch
 
 The model does not care whether a row decodes or prefills: it sees tokens and positions. So both go into the
 same left-padded rectangle, and the weights are read once a step (claim I3). The example of the source:
-A, B and C decode, D brings a chunk of 8 (claim I1; the source draws A at position 22 for 22 tokens: it is 21).
+A, B and C decode, D brings a chunk of 8 (claim I1):
 
-    A   .  .  .  .  .  .  .  21         positions
+    A   .  .  .  .  .  .  .  22         positions (A has 23 tokens; the source says 22, but counts from 0)
     B   .  .  .  .  .  .  .  15         11 tokens, 21 pad slots
     C   .  .  .  .  .  .  .   9
     D   0  1  2  3  4  5  6   7

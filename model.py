@@ -46,8 +46,8 @@ class GPTConfig:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"GPTConfig: {name} must be at least 1, not {value}")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"GPTConfig: {name} must be a whole number of at least 1, not {value!r}")
         if self.n_embd % self.n_head:
             raise ValueError(f"GPTConfig: n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
 
@@ -213,9 +213,12 @@ def sample(logits, requests):
 
     Whatever else is in the batch, the same request draws the same numbers, one per token that it
     generates. In float64 on the CPU, so that every device turns them into the same tokens.
+    Raises ValueError for logits that are NaN.
     """
     tokens = []
     for x, request in zip(logits.double().cpu(), requests):
+        if x.isnan().any():
+            raise ValueError(f"{request}: the model's logits are NaN")
         if request.temperature == 0:
             tokens.append(int(x.argmax()))
         else:

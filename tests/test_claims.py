@@ -1,0 +1,371 @@
+"""What the source documents state about batching, claim by claim; each test is named after the claim's id."""
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from common import SCHEDULED, STAGES, VOCAB, alone, assert_contract, toy
+
+import cache
+from cache import KV, Flat, Rectangle
+from generate_naive import StaticBatch
+from model import Block, GPTConfig, Head, causal
+from scheduler import Request, start
+
+MODEL = toy(block_size=256)
+CONFIG = MODEL.config
+head = Head()
+
+
+def ready(*lengths, new=8, **arguments):
+    """Requests with prompts of these lengths, all different."""
+    requests = [Request([(7 * i + 3 * j + j * j) % VOCAB for j in range(n)], new, name=f"r{i}", **arguments) for i, n in enumerate(lengths)]
+    return start(requests, CONFIG)
+
+
+@torch.inference_mode()
+def run(batch, model=MODEL):
+    """One forward pass, and what it tells the requests; returns the logits of batch.rows."""
+    logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)
+    for request, n in batch.plan:
+        request.computed += n
+    return logits
+
+
+def prefilled(*lengths):
+    """Requests whose cache holds `length` tokens, with exactly one more to compute."""
+    requests = ready(*[n + 1 for n in lengths])
+    for request in requests:
+        run(Flat([(request, len(request.prompt) - 1)]))
+    return requests
+
+
+def close(a, b):
+    return (a - b).abs().max() <= 1e-10 * b.abs().max()
+
+
+# --- H: Continuous batching, from first principles ---------------------------------------------------------------------
+
+@torch.inference_mode()
+def test_H1_attention_is_the_only_place_where_tokens_interact():
+    tokens = torch.tensor([[1, 2, 3, 4, 5]])
+    changed = torch.tensor([[1, 2, 9, 4, 5]])
+
+    def nothing_visible(layer, q, k, v):
+        return head(q, k, v, mask=torch.zeros(1, 1, dtype=torch.bool))[0]
+
+    a, b = MODEL(tokens, attend=nothing_visible), MODEL(changed, attend=nothing_visible)
+    assert [bool((a[0, i] != b[0, i]).any()) for i in range(5)] == [False, False, True, False, False]
+    a, b = MODEL(tokens), MODEL(changed)
+    assert [bool((a[0, i] != b[0, i]).any()) for i in range(5)] == [False, False, True, True, True]
+
+
+def test_H2_scores_are_queries_times_keys_and_keys_and_values_have_equal_length():
+    shapes = []
+    for n in 5, 10, 20:
+        requests = ready(n)
+        batch = Flat([(requests[0], n)])
+        run(batch)
+        shapes.append(batch.score_entries)
+        k, v = requests[0].kv.read(0, n)
+        assert k.shape == v.shape == (CONFIG.n_head, n, CONFIG.n_embd // CONFIG.n_head)
+    assert shapes == [25, 100, 400]                                   # n_Q x n_K, quadratic in n
+    q, k = torch.randn(3, 4), torch.randn(7, 4)
+    out, _, _ = head(q, k, torch.randn(7, 4))                         # different numbers of queries and keys
+    assert out.shape == q.shape
+    with pytest.raises(RuntimeError):
+        head(q, k, torch.randn(6, 4))                                 # but never of keys and values
+
+
+@torch.inference_mode()
+def test_H3_the_last_token_never_changes_earlier_ones_and_only_its_logits_are_needed():
+    tokens = torch.randint(VOCAB, (VOCAB, 9), generator=torch.Generator().manual_seed(0))
+    tokens[:] = tokens[0]
+    tokens[:, -1] = torch.arange(VOCAB)                               # every possible last token
+    logits = MODEL(tokens)
+    assert close(logits[:, :-1], logits[:1, :-1].expand(VOCAB, -1, -1))
+    assert (logits[0, -1] - logits[1, -1]).abs().max() > 0.1 * logits.abs().max()
+    assert close(MODEL(tokens, rows=(slice(None), -1)), logits[:, -1])
+
+
+def test_H4_with_a_cache_token_n_plus_1_costs_n_instead_of_n_squared():
+    n = 10
+    passes = {name: STAGES[name](MODEL, ready(n)).passes for name in ("no_cache", "unbatched")}
+    for i in range(1, 8):
+        without, with_cache = passes["no_cache"][i], passes["unbatched"][i]
+        assert without.shape == (1, n + i) and without.score_entries == (n + i) ** 2
+        assert with_cache.shape == (1, 1) and with_cache.score_entries == n + i    # 1 key and value instead of n + i
+        assert without.recomputed == n + i - 1 and with_cache.recomputed == 0
+
+
+def test_H5_cache_size_per_token():
+    request, = ready(20)
+    run(Flat([(request, 20)]))
+    values = sum(t.numel() for t in [*request.kv.k.values(), *request.kv.v.values()])
+    assert values / request.kv.capacity == 2 * CONFIG.n_layer * CONFIG.n_embd          # 2 L A H
+    kv = KV(1)                                                                         # Llama-2-7B: one token, one layer, fp16
+    k = torch.zeros(32, 1, 128, dtype=torch.float16)
+    kv.write(0, 0, k, k)
+    assert kv.k[0].numel() + kv.v[0].numel() == 8192
+    assert kv.k[0].nbytes + kv.v[0].nbytes == 16 * 1024
+    assert 32 * (kv.k[0].nbytes + kv.v[0].nbytes) == 512 * 1024                        # all 32 layers
+
+
+@pytest.mark.parametrize("layout", [Rectangle, Flat])
+def test_H6_chunked_prefill_gives_the_same_logits_and_cache_for_any_split(layout):
+    n, whole = 7, ready(7)[0]
+    expected = run(Flat([(whole, n)]))
+    for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, n), r) for r in range(n)):   # all 64 splits
+        request = ready(7)[0]
+        for a, b in itertools.pairwise([0, *cuts, n]):
+            logits = run(layout([(request, b - a)]))
+            assert len(logits) == (b == n)
+        assert close(logits, expected)
+        for layer in range(CONFIG.n_layer):
+            for mine, theirs in zip(request.kv.read(layer, n), whole.kv.read(layer, n)):
+                assert close(mine, theirs)
+    trace = STAGES["chunked"](MODEL, ready(7, new=1), token_budget=4)                  # n = 7, m = 4
+    assert len(trace.passes) == math.ceil(7 / 4) == 2 and [p.useful for p in trace.passes] == [4, 3]
+
+
+def test_H7_left_padding_so_that_the_next_token_comes_from_the_rightmost_column():
+    requests = ready(3, 9, 5)
+    batch = StaticBatch(requests, "cpu")
+    assert batch.tokens.shape == (3, 9) and batch.rows[1] == -1
+    for row, request in zip(batch.tokens.tolist(), requests):
+        assert row == [0] * (9 - len(request.prompt)) + request.prompt
+    assert [row[-1] for row in batch.positions.tolist()] == [2, 8, 4]                  # its own position, not the column's
+    logits = run(batch)
+    for row, request in zip(logits, requests):
+        assert close(row, alone(MODEL, request)[1][0])
+
+
+def test_H8_static_batches_waste_every_step_of_a_finished_row():
+    def requests():
+        return start([Request([1, 2, 3], new, name=f"r{new}") for new in (2, 5, 10)], CONFIG)
+    naive, dynamic = STAGES["naive"](MODEL, requests()), STAGES["dynamic"](MODEL, requests())
+    assert sum(p.finished_slots for p in naive.passes) == (10 - 2) + (10 - 5)
+    assert sum(p.finished_slots for p in dynamic.passes) == 0
+    assert len(naive.passes) == 10
+
+
+def test_H9_admitting_a_prompt_of_n_needs_n_minus_1_times_B_minus_1_pads():
+    """Linear in n and in B, not quadratic in both as published; padded keys come on top."""
+    def pads(n, B):
+        newcomer, = ready(n)
+        newcomer.name = "new"
+        batch = Rectangle([*[(request, 1) for request in prefilled(*[5] * (B - 1))], (newcomer, n)])
+        assert batch.padded_keys > (n - 1) * (B - 1)                                   # the pads of the new slots, and of the pasts
+        return batch.tokens.numel() - (B - 1) - n
+    assert pads(100, 8) == 693
+    assert pads(200, 8) == 1393
+    assert all(pads(n, B) == (n - 1) * (B - 1) for n in (1, 2, 50) for B in (2, 3, 5))
+    assert pads(199, 8) == 2 * pads(100, 8)                                            # twice n - 1: twice the pads
+    assert pads(100, 15) == 2 * pads(100, 8)                                           # twice B - 1: twice the pads
+
+
+@pytest.mark.parametrize("stage", ["ragged_mask", "ragged_varlen"])
+def test_H11_ragged_batching_has_no_padding_and_the_same_outputs(stage):
+    trace = assert_contract(MODEL, STAGES[stage], ready(1, 30, 7, 12), token_budget=16)
+    assert all(p.pad_slots == p.padded_keys == 0 and len(p.shape) == 1 for p in trace.passes)
+    batch = Flat([(request, len(request.prompt)) for request in ready(2, 3)], attention="mask")
+    assert batch.mask.int().tolist() == [[1, 0, 0, 0, 0],
+                                         [1, 1, 0, 0, 0],
+                                         [0, 0, 1, 0, 0],
+                                         [0, 0, 1, 1, 0],
+                                         [0, 0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("stage", SCHEDULED)
+def test_H12_continuous_batching_fills_a_budget_decodes_first(stage):
+    m = 16
+    requests = ready(40, 3, 25, 1, 60, 9, 14, new=12)
+    trace = STAGES[stage](MODEL, requests, max_batch=4, token_budget=m)
+    steps = {}
+    for p in trace.passes:
+        steps.setdefault(p.step, []).extend(p.work)
+        assert p.recomputed == p.finished_slots == 0                                   # every computed token is useful
+    prompts = {request.name: len(request.prompt) for request in requests}
+    last = {request.name: request.token_steps[-1] for request in requests}
+    first = {name: min(step for step, work in steps.items() if name in [w[0] for w in work]) for name in prompts}
+    for step, work in steps.items():
+        decodes = [(name, n) for name, position, n in work if position >= prompts[name]]
+        assert all(n == 1 for _, n in decodes)
+        running = [name for name in prompts if first[name] < step <= last[name]]
+        decoding = [name for name in running if requests_of(requests, name).token_steps[0] < step]
+        assert {name for name, _ in decodes} == set(decoding)                          # no decode ever waits
+        prefill_left = any(first[name] <= step and requests_of(requests, name).token_steps[0] > step for name in prompts)
+        total = sum(n for _, _, n in work)
+        assert total == m if prefill_left else total <= m                              # full, unless there is no more to prefill
+    assert sum(p.useful for p in trace.passes) == sum(len(request.tokens) - 1 for request in requests)
+    for name in list(prompts)[4:]:                                                     # a place is taken again in the very next step
+        assert first[name] - 1 in last.values()
+
+
+def requests_of(requests, name):
+    return next(request for request in requests if request.name == name)
+
+
+# --- R: request batching and tensor parallelism --------------------------------------------------------------------------
+
+def test_R1_padding_A_10_and_B_30_to_2_x_30():
+    requests = ready(10, 30)
+    batch = StaticBatch(requests, "cpu")
+    assert batch.tokens.shape == (2, 30)
+    assert batch.score_entries / 2 == 900 == 9 * 10 * 10                               # A's share: 900 instead of 100
+    assert batch.tokens.numel() / (10 + 30) == 1.5                                     # the linears: 1.5 x, not 2 x as published
+
+
+@torch.inference_mode()
+def test_R2_all_steps_of_a_block_but_attention_give_the_same_rows_whatever_else_is_in_the_tensor():
+    torch.manual_seed(0)
+    config = GPTConfig(n_embd=512, n_head=8, n_layer=1, block_size=64, vocab_size=8)
+    block = Block(config, 0).double()
+    A, B = torch.randn(10, 512, dtype=torch.float64), torch.randn(30, 512, dtype=torch.float64)
+    both = torch.cat([A, B])
+    wide = torch.cat([both, both, both, both], dim=-1)
+    steps = {"ln_1": block.ln_1, "query": block.attn.query, "key": block.attn.key, "value": block.attn.value,
+             "c_proj": block.attn.c_proj, "residual 1": lambda x: x + x.flip(-1), "ln_2": block.ln_2, "ffn up": block.mlp.c_fc,
+             "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"), "residual 2": lambda x: x + x.flip(-1)}
+    for name, step in steps.items():
+        torch.testing.assert_close(step(both)[:10], step(A), rtol=1e-12, atol=1e-13, msg=name)
+        torch.testing.assert_close(step(both)[10:], step(B), rtol=1e-12, atol=1e-13, msg=name)
+    torch.testing.assert_close(block.mlp.c_proj(wide)[:10], block.mlp.c_proj(wide[:10]), rtol=1e-12, atol=1e-13)   # ffn down
+    out = block(both, causal)                                                          # and attention, without boundaries
+    torch.testing.assert_close(out[:10], block(A, causal))                             # A comes first and sees nothing of B
+    assert (out[10:] - block(B, causal)).abs().max() > 0.1                             # but B sees A
+    bounds = [slice(0, 10), slice(10, 40)]                                             # with boundaries, all is well
+    out = block(both, lambda layer, q, k, v: torch.cat([head(q[:, s], k[:, s], v[:, s])[0] for s in bounds], dim=-2))
+    torch.testing.assert_close(out[10:], block(B, causal))
+
+
+def test_R3_flat_scores_1600_computed_1000_within_a_request_520_useful():
+    requests = ready(10, 30)
+    plan = [(request, len(request.prompt)) for request in requests]
+    masked, skipped = Flat(plan, attention="mask"), Flat(plan, attention="varlen")
+    assert masked.score_entries == 1600 and skipped.score_entries == 1000 and masked.score_entries - skipped.score_entries == 600
+    assert int(masked.mask.sum()) == 520
+    passes = STAGES["ragged_mask"](MODEL, ready(10, 30, new=1)).passes
+    assert [(p.score_entries, p.useful_scores) for p in passes] == [(1600, 520)]
+    for R, L in (2, 5), (4, 8), (7, 3):
+        plan = [(request, L) for request in ready(*[L] * R)]
+        assert Flat(plan, attention="mask").score_entries == (R * L) ** 2
+        assert Flat(plan, attention="varlen").score_entries == R * L**2
+
+
+def test_R4_varlen_loops_over_cu_seqlens_and_computes_nothing_across_requests(monkeypatch):
+    plan = [(request, len(request.prompt)) for request in ready(10, 30)]
+    batch, seen = Flat(plan), []
+    assert batch.cu_seqlens == [0, 10, 40]
+
+    def counting(q, k, v, mask=None):
+        seen.append((q.size(-2), k.size(-2)))
+        return head(q, k, v, mask=mask)
+
+    monkeypatch.setattr(cache, "head", counting)
+    run(batch)
+    assert seen == [(10, 10), (30, 30)] * CONFIG.n_layer                               # 100 + 900 = 1,000 a layer
+
+
+def test_R6_the_same_1000_tokens():
+    def scores(*lengths):
+        requests = [Request([0] * n, name=f"r{i}") for i, n in enumerate(lengths)]
+        start(requests, SimpleNamespace(block_size=1000, vocab_size=1))
+        return Flat([(request, len(request.prompt)) for request in requests]).score_entries
+    assert scores(1000) == 10**6
+    assert scores(*[100] * 10) == 10**5
+
+
+# --- I: Adding Interleaving to NanoGPT -----------------------------------------------------------------------------------
+
+def fused():
+    """The source's example: A, B, C decode at positions 22, 15, 9, and D brings a chunk of 8 of its prompt."""
+    a, b, c = prefilled(22, 15, 9)
+    d = ready(12)[0]
+    d.name = "D"
+    return [(a, 1), (b, 1), (c, 1), (d, 8)]
+
+
+def test_I1_the_fused_rectangle():
+    plan = fused()
+    batch = Rectangle(plan)
+    assert batch.tokens.shape == (4, 8)
+    assert sum(n for _, n in plan) == 11 and batch.tokens.numel() - 11 == 21
+    assert batch.positions.tolist() == [[0] * 7 + [22], [0] * 7 + [15], [0] * 7 + [9], list(range(8))]
+    assert batch.padded_keys == 21 + (22 - 15) + (22 - 9) + 22                         # padded past keys besides
+    # wrong as published: a request of 22 tokens is at position 21 by the source's own formula, len - 1
+    request, = prefilled(21)
+    assert len(request.tokens) == 22 and Rectangle([(request, 1)]).positions.tolist() == [[21]]
+
+
+def visible(T, S, past, mask=None):
+    """Which keys does each query of a Head see? Equal scores and values that are the keys' numbers tell."""
+    q, k = torch.zeros(T, S), torch.zeros(S, S)
+    out, _, _ = head(q, k[past:], torch.eye(S)[past:], k[:past], torch.eye(S)[:past], mask)
+    return (out > 0).int().tolist()
+
+
+def test_I2_one_head_for_prefill_and_decode():
+    assert visible(1, 5, 4) == [[1, 1, 1, 1, 1]]                                       # decode: all True
+    assert visible(3, 3, 0) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]                       # prefill: lower triangle
+    lower = [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]]
+    assert visible(3, 7, 4) == lower                                                   # chunk: the triangle on the last T columns
+    padding = torch.tensor([0, 0, 1, 1, 1, 1, 1], dtype=torch.bool)                    # AND the padding mask: the source's sequence A
+    assert visible(3, 7, 4, padding) == [[0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1, 1]]
+
+
+def test_I3_a_fused_step_is_one_model_call_where_chunked_prefill_makes_two():
+    calls = {}
+    for stage in "chunked", "interleaved":
+        trace = STAGES[stage](MODEL, ready(3, 40, 20, new=10), token_budget=8)
+        calls[stage] = [[p.step for p in trace.passes].count(step) for step in range(trace.passes[-1].step + 1)]
+    assert len(calls["chunked"]) == len(calls["interleaved"])                          # the same steps
+    assert set(calls["interleaved"]) == {1}
+    assert max(calls["chunked"]) == 2 and sum(calls["chunked"]) > sum(calls["interleaved"])
+
+
+def test_I4_padding_is_stripped_per_row_when_the_cache_is_written_back():
+    plan = fused()
+    before = [request.computed for request, _ in plan]
+    run(Rectangle(plan))
+    for (request, n), computed in zip(plan, before):
+        assert request.computed == computed + n                                        # each row added a different number
+        twin = ready(len(request.prompt))[0]
+        twin.prompt = request.prompt
+        run(Flat([(twin, request.computed)]))                                          # the same tokens, alone
+        for layer in range(CONFIG.n_layer):
+            for mine, theirs in zip(request.kv.read(layer, request.computed), twin.kv.read(layer, request.computed)):
+                assert close(mine, theirs)
+        assert all((k[:, request.computed:] == 0).all() for k in request.kv.k.values())   # and nothing beyond
+
+
+def test_I5_a_partial_prefill_is_never_sampled_from():
+    plan = fused()
+    d = plan[-1][0]
+    batch = Rectangle(plan)
+    assert d not in batch.sampled and len(run(batch)) == 3
+    batch = Rectangle([(d, 4)])                                                        # now the prompt is complete
+    assert batch.sampled == [d]
+    assert close(run(batch)[-1], alone(MODEL, d)[1][0])                                # the last row's last logit is the first token's
+
+
+def test_I6_without_decodes_a_plain_prefill_without_prefill_a_plain_decode():
+    request, = ready(9)
+    batch = Rectangle([(request, 9)])
+    assert batch.tokens.tolist() == [request.prompt] and batch.positions.tolist() == [list(range(9))] and batch.mask.all()
+    assert close(run(batch), MODEL(batch.tokens)[:, -1])
+    batch = Rectangle([(request, 1) for request in prefilled(4, 4, 4)])
+    assert batch.tokens.shape == (3, 1) and batch.padded_keys == 0 and batch.mask.all()
+
+
+def test_I8_wrong_as_published_all_new_slots_marked_valid():
+    """The source's own mask on its own example: the decode rows attend to their pads."""
+    published = Rectangle(fused())
+    published.mask[..., published.P:] = True
+    wrong, right = run(published), run(Rectangle(fused()))
+    expected = torch.stack([alone(MODEL, request)[1][0] for request, _ in fused()[:3]])
+    assert close(right, expected)
+    error = (wrong - expected).abs().max() / expected.abs().max()
+    assert error > 0.1
+    assert (wrong.argmax(dim=-1) != expected.argmax(dim=-1)).any()                     # and a greedy token flips

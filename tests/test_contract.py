@@ -1,0 +1,121 @@
+"""The contract: whatever the stage, the knobs and the neighbours, each request gets what it would have got alone."""
+from dataclasses import replace
+
+import pytest
+import torch
+from common import BATCHED, BLOCK_SIZE, SCHEDULED, STAGES, VOCAB, alone, assert_contract, toy, workloads
+from hypothesis import HealthCheck, given, settings
+
+from scheduler import Request
+
+MODEL = toy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(workload=workloads())
+def test_contract(stage, workload):
+    requests = [replace(request) for request in workload.requests]
+    trace = assert_contract(MODEL, STAGES[stage], requests, workload.cancels, **workload.knobs(stage))
+    for p in trace.passes:
+        if stage in SCHEDULED:
+            assert p.useful <= workload.token_budget
+        if stage.startswith("ragged"):
+            assert p.pad_slots == p.padded_keys == 0
+        if stage not in ("no_cache",):
+            assert p.recomputed == 0
+        if stage in ("unbatched", "naive", "ragged_varlen"):
+            assert p.copied_bytes == 0   # caches are written in place and read as views
+        assert stage == "naive" or p.finished_slots == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_float32(stage):
+    """In float32 the tokens of this workload are the same too, and the logits to 1e-4."""
+    model = toy(dtype=torch.float32)
+    assert_contract(model, STAGES[stage], mixed(), tolerance=1e-4)
+
+
+def mixed():
+    return [Request([i % VOCAB for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7, temperature=n % 2, seed=n, name=f"r{n}", arrival=n // 3)
+            for n in range(1, 12)]
+
+
+EDGES = {   # trap 10, and the ends of every range
+    "one-token prompt": [Request([3], 6), Request(range(9), 6)],
+    "one new token": [Request([3, 4], 1), Request([5] * 7, 1), Request([6], 1)],
+    "prompt fills the context": [Request([i % VOCAB for i in range(BLOCK_SIZE)], 5), Request([2, 2], 5)],
+    "one position left": [Request([i % VOCAB for i in range(BLOCK_SIZE - 1)], 5), Request([2, 2], 40)],
+    "runs into the context limit": [Request([1], 1000), Request([7, 8, 9], 1000, 1.0)],
+    "a request for the far future": [Request([1, 2], 3), Request([3], 3, arrival=10**12)],
+    "chunk - 1, chunk, chunk + 1": [Request([4] * n, 3) for n in (7, 8, 9)],
+    "same prompt, different seeds": [Request([1, 2, 3], 8, 1.5, seed=seed) for seed in range(5)],
+    "same prompt, same seed": [Request([1, 2, 3], 8, 1.5, seed=7) for _ in range(5)],
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges(stage, edge):
+    assert_contract(MODEL, STAGES[stage], [replace(request) for request in EDGES[edge]],
+                    **({"token_budget": 8} if stage in SCHEDULED else {}))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_end_of_text_as_the_very_first_token(stage):
+    first = [alone(MODEL, request)[0][0] for request in mixed()]
+    requests = [replace(request, eos_token=token) for request, token in zip(mixed(), first)]
+    assert_contract(MODEL, STAGES[stage], requests)
+    assert all(request.generated == [token] and request.finish_reason == "stop" for request, token in zip(requests, first))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_arrivals_are_respected_and_order_does_not_matter(stage):
+    requests = mixed()
+    for request, arrival in zip(requests, (40, 0, 7, 3, 3, 90, 0, 1, 0, 11, 2)):
+        request.arrival = arrival
+    assert_contract(MODEL, STAGES[stage], requests[::-1])
+
+
+@pytest.mark.parametrize("stage", BATCHED)
+def test_batching_saves_forward_passes(stage):
+    """The contract would hold for a stage that runs one request after the other, too."""
+    requests = [Request([i, i + 1, i + 2], 10, name=f"r{i}") for i in range(8)]
+    trace = STAGES[stage](MODEL, requests)
+    assert len(trace.passes) == 10 and sum(p.useful for p in trace.passes) == 8 * 12
+
+
+def test_cancel_from_another_thread_stops_a_running_request():
+    import threading
+    for stage in STAGES:
+        requests = [Request([1, 2], 22, name="a"), Request([3], 22, name="b")]
+
+        def on_token(request, token, logits):
+            if request is requests[0] and len(request.generated) == 4:
+                thread = threading.Thread(target=requests[0].cancel)
+                thread.start()
+                thread.join()
+
+        STAGES[stage](MODEL, requests, on_token=on_token)
+        assert requests[0].finish_reason == "cancelled" and len(requests[0].generated) == 4
+        assert requests[1].generated == alone(MODEL, requests[1])[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_failed_step_does_no_harm(stage):
+    """An exception in the middle of a forward pass reaches the caller, and no token is counted that was not computed."""
+    model, calls = toy(), []
+
+    def fail(module, args):
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("injected")
+
+    handle = model.h[1].register_forward_pre_hook(fail)
+    requests = mixed()
+    with pytest.raises(RuntimeError, match="injected"):
+        STAGES[stage](model, requests)
+    handle.remove()
+    for request in requests:
+        assert request.generated == alone(model, request)[0][:len(request.generated)]
+        assert len(request.generated) == 0 or request.computed == len(request.tokens) - 1

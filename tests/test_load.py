@@ -1,0 +1,175 @@
+"""Tokenizer and weights: round trips, and one clear line for every way that a file can be wrong."""
+import json
+import shutil
+from urllib.error import URLError
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import toolbox.weights
+from model import GPT, GPTConfig
+from toolbox.load import load
+from toolbox.tokenizer import BUILTIN, from_ranks_file
+from toolbox.weights import read_gpt2, write_gpt2
+
+MODEL, TOKENIZER = load()
+
+
+def test_the_built_in_model_is_small_and_its_own():
+    assert (BUILTIN / "model.safetensors").stat().st_size <= 4e6
+    assert MODEL.config == GPTConfig(block_size=256, vocab_size=1024, n_layer=4, n_head=4, n_embd=128)
+    assert TOKENIZER.n_vocab == 1024 and TOKENIZER.eot_token == 1023
+    assert next(MODEL.parameters()).dtype == torch.float32
+
+
+def test_the_built_in_model_has_learnt_something():
+    """Bits per byte on text that it was not trained on: uniform tokens would give about 4, this text's letters alone 4.2."""
+    text = "Return the name of the file. If the argument is not given, the default value is used instead of the current one."
+    tokens = torch.tensor(TOKENIZER.encode("# os.path\n" + text))
+    with torch.inference_mode():
+        nats = torch.nn.functional.cross_entropy(MODEL(tokens[:-1]), tokens[1:], reduction="sum")
+    assert nats / torch.tensor(2.0).log() / len(text) < 2
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text())
+def test_every_string_round_trips(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text, disallowed_special=())) == text
+
+
+def test_the_prompts_have_varied_lengths_and_fit():
+    prompts = (BUILTIN / "prompts.txt").read_text(encoding="utf-8").split("\n\n")
+    lengths = [len(TOKENIZER.encode(prompt)) for prompt in prompts]
+    assert len(prompts) == 12 and min(lengths) < 8 and max(lengths) > 100 and max(lengths) + 64 <= MODEL.config.block_size
+
+
+def test_written_weights_are_read_again_exactly(tmp_path):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=9, vocab_size=11, n_layer=2, n_head=3, n_embd=12))
+    write_gpt2(model, tmp_path, torch.float32)
+    again = GPT.from_pretrained(tmp_path)
+    assert again.config == model.config
+    for (name, a), (_, b) in zip(model.state_dict().items(), again.state_dict().items()):
+        assert torch.equal(a, b), name
+
+
+def test_transformers_reads_what_we_write():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(BUILTIN, dtype=torch.float32).eval()
+    tokens = torch.tensor([TOKENIZER.encode("# json.dumps\nSerialize")])
+    with torch.inference_mode():
+        torch.testing.assert_close(MODEL(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for file in "config.json", "model.safetensors", "ranks.tiktoken":
+        shutil.copy(BUILTIN / file, tmp_path / file)
+    return tmp_path
+
+
+def test_a_local_folder_and_a_file_in_it(folder):
+    for name in folder, folder / "model.safetensors", str(folder):
+        model, tokenizer = load(name)
+        assert torch.equal(model.wte.weight, MODEL.wte.weight) and tokenizer.n_vocab == 1024
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def edit_config(folder, **change):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+
+
+def without(mapping, key):
+    return {k: v for k, v in mapping.items() if k != key}
+
+
+BROKEN = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds neither model.safetensors nor pytorch_model.bin"),
+    "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not that of a GPT-2"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[1]"), "config.json is not that of a GPT-2"),
+    "config of another model": (lambda f: (f / "config.json").write_text('{"hidden_size": 8}'), "config.json is not that of a GPT-2"),
+    "layers missing": (lambda f: edit_config(f, n_layer=5), "not a GPT-2 of 5 layers"),
+    "another width": (lambda f: edit_config(f, n_embd=64), "has shape"),
+    "heads do not divide": (lambda f: edit_config(f, n_head=3), "not a multiple of n_head 3"),
+    "no heads": (lambda f: edit_config(f, n_head=0), "n_head must be"),
+    "a config of words": (lambda f: edit_config(f, n_head="four"), "n_head must be"),
+    "truncated": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:1000]), "cannot be read"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "cannot be read"),
+    "not weights": (lambda f: (f / "model.safetensors").write_bytes(b"GIF89a" * 100), "cannot be read"),
+    "a weight missing": (lambda f: save_file(without(weights(f), "transformer.h.2.mlp.c_fc.bias"), f / "model.safetensors"), "h.2.mlp.c_fc.bias"),
+    "a weight too many": (lambda f: save_file({**weights(f), "odd": torch.zeros(1)}, f / "model.safetensors"), "'odd'"),
+    "broken .bin": (lambda f: ((f / "model.safetensors").unlink(), (f / "pytorch_model.bin").write_bytes(b"PK\3\4 no")), "cannot be read"),
+    "a .bin that is code": (lambda f: ((f / "model.safetensors").unlink(), torch.save({"a": print}, f / "pytorch_model.bin")), "cannot be read"),
+    "a .bin that is no state dict": (lambda f: ((f / "model.safetensors").unlink(), torch.save([1], f / "pytorch_model.bin")), "cannot be read"),
+    "ranks are no ranks": (lambda f: (f / "ranks.tiktoken").write_text("hello world\n"), "not a ranks file"),
+    "ranks file of a larger vocabulary": (lambda f: (f / "ranks.tiktoken").write_bytes((BUILTIN / "ranks.tiktoken").read_bytes() + b"enp6eno= 1023\n"), "smaller than its tokenizer's 1025"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_folder_is_refused_in_one_line(folder, case):
+    break_it, message = BROKEN[case]
+    break_it(folder)
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    assert message in str(error.value) and "\n" not in str(error.value), error.value
+
+
+@pytest.mark.parametrize("name", ["gpt3", "no/such/folder", "README.md", ""])
+def test_an_unknown_name_is_refused(name):
+    with pytest.raises(ValueError, match="model '"):
+        load(name)
+
+
+def test_a_gpt2_name_is_downloaded_once_with_torchs_loader(folder, tmp_path, monkeypatch):
+    """The download itself cannot run in a test; a file URL takes the same way through torch.hub."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    monkeypatch.setattr(toolbox.weights, "HUB", folder.as_uri() + "/{file}")
+    config, weights = read_gpt2("gpt2")
+    assert config["n_layer"] == 4 and (tmp_path / "hub/checkpoints/gpt2/model.safetensors").is_file()
+    monkeypatch.setattr(toolbox.weights, "HUB", "file:///nowhere/{name}/{file}")
+    read_gpt2("gpt2")   # from the cache
+
+
+def test_no_network_is_one_clear_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+
+    def unreachable(*args, **kwargs):
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", unreachable)
+    with pytest.raises(ValueError, match="model 'gpt2-xl': downloading config.json failed .*local folder or the built-in model"):
+        GPT.from_pretrained("gpt2-xl")
+    assert not list((tmp_path / "checkpoints/gpt2-xl").glob("*"))
+
+    import tiktoken
+    import toolbox.tokenizer
+
+    def offline(name):
+        import requests
+        raise requests.exceptions.ConnectionError("Max retries exceeded with url")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(ValueError, match="tokenizer 'gpt2': .*cannot reach the network .*ConnectionError"):
+        toolbox.tokenizer.gpt2()
+
+
+def test_a_ranks_file_equals_its_trainer(tmp_path):
+    pytest.importorskip("tokenizers")
+    from toolbox.tokenizer import train_ranks, write_ranks_file
+    texts = ["the theme of the thesis is there", "naïve café ☕ ☕ ☕", "aaaa aaa aa a"]
+    ranks = train_ranks(texts, 280)
+    assert len(ranks) == 280 and sorted(ranks.values()) == list(range(280)) and all(ranks[bytes([b])] == b for b in range(256))
+    write_ranks_file(ranks, tmp_path / "x.tiktoken")
+    encoding = from_ranks_file(tmp_path / "x.tiktoken")
+    for text in texts:
+        assert encoding.decode(encoding.encode(text)) == text
+    assert len(encoding.encode("the the the")) < 9

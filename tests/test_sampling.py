@@ -1,0 +1,88 @@
+"""The inverse CDF, the random streams, and who draws when."""
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from common import STAGES, toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import cdf, sample
+from scheduler import Request
+
+LOGITS = torch.tensor([2.0, -1.0, 0.5, 3.0, 2.9, -4.0], dtype=torch.float64)
+
+
+def probabilities(temperature, top_k=None):
+    x = LOGITS.numpy() / temperature
+    if top_k:
+        x = np.where(x >= np.sort(x)[-top_k], x, -np.inf)
+    p = np.exp(x - x.max())
+    return p / p.sum()
+
+
+@pytest.mark.parametrize("temperature, top_k", [(1.0, None), (0.3, None), (2.0, 3), (1.0, 1), (1.0, 100)])
+def test_each_token_has_an_interval_as_wide_as_its_probability(temperature, top_k):
+    p = probabilities(temperature, None if top_k == 100 else top_k)
+    np.testing.assert_allclose(np.diff(cdf(LOGITS, temperature, top_k).numpy(), prepend=0), p, atol=1e-15)
+    n = 20_000
+    request = Request([1], temperature=temperature, top_k=top_k, seed=3)
+    counts = Counter(token for _ in range(n) for token in sample(LOGITS[None], [request]))
+    observed = np.array([counts[i] / n for i in range(6)])
+    assert np.abs(observed - p).max() < 5 * np.sqrt(0.25 / n)
+    assert all(counts[i] == 0 for i in range(6) if p[i] == 0)
+
+
+class Fixed(Request):
+    """Draws what it is told."""
+    u = 0.0
+
+    def draw(self):
+        return self.u
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(logits=st.lists(st.floats(-50, 50), min_size=1, max_size=20), u=st.floats(0, 1, exclude_max=True),
+       temperature=st.sampled_from([1e-300, 1e-3, 0.7, 1.0, 100.0]), top_k=st.one_of(st.none(), st.integers(1, 25)))
+def test_any_logits_any_number_give_a_token_of_positive_probability(logits, u, temperature, top_k):
+    request = Fixed([0], temperature=temperature, top_k=top_k)
+    request.u = u
+    x = torch.tensor([logits], dtype=torch.float64)
+    token, = sample(x, [request])
+    assert 0 <= token < len(logits)
+    edges = cdf(x[0], temperature, top_k)
+    low = edges[token - 1] if token else 0.0
+    assert low <= u < edges[token]
+    assert top_k is None or sum(value > logits[token] for value in logits) < top_k
+
+
+def test_greedy_takes_the_largest_and_draws_nothing():
+    request = Request([1])
+    state = request._stream.getstate()
+    assert sample(LOGITS[None], [request]) == [3]
+    assert request._stream.getstate() == state
+
+
+def test_nan_logits_are_refused_by_name():
+    with pytest.raises(ValueError, match="request 'r3': the model's logits are NaN"):
+        sample(LOGITS[None] * float("nan"), [Request([1], name="r3")])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_number_per_generated_token(stage):
+    """Whatever the chunks, the padding and the neighbours."""
+    requests = [Request([i + 1] * (3 * i + 1), 2 + i, 1.0, seed=i) for i in range(6)]
+    STAGES[stage](toy(), requests, **({"token_budget": 4} if stage in ("chunked", "interleaved", "ragged_mask", "ragged_varlen") else {}))
+    for request in requests:
+        twin = replace(request)
+        for _ in request.generated:
+            twin.draw()
+        assert twin.draw() == request.draw()
+
+
+def test_requests_with_the_same_seed_draw_the_same_numbers_and_others_do_not():
+    a, b, c = Request([1], seed=5), Request([2, 3], seed=5), Request([1], seed=6)
+    drawn = [[r.draw() for _ in range(4)] for r in (a, b, c)]
+    assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 4
