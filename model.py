@@ -216,7 +216,7 @@ def sample(logits, requests):
     Raises ValueError for logits that are NaN.
     """
     tokens = []
-    for x, request in zip(logits.double().cpu(), requests):
+    for x, request in zip(logits.cpu().double(), requests):
         if x.isnan().any():
             raise ValueError(f"{request}: the model's logits are NaN")
         if request.temperature == 0:
@@ -228,7 +228,7 @@ def sample(logits, requests):
 
 def cdf(logits, temperature, top_k=None):
     """Cumulative distribution over the vocabulary, (V,) in float64; ends in exactly 1."""
-    x = logits.double().cpu()
+    x = logits.cpu().double()
     if top_k is not None and top_k < x.numel():
         x = x.masked_fill(x < x.topk(top_k).values[-1], -math.inf)
     total = ((x - x.max()) / temperature).softmax(dim=-1).cumsum(dim=-1)

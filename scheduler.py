@@ -13,6 +13,7 @@ hands out a budget of tokens a step: one to each decode first, then prefill chun
 (claim H12). Finished requests leave at once, and waiting ones take their places.
 """
 import math
+import operator
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -52,9 +53,19 @@ class Request:
     block_size: int | None = field(default=None, init=False)     # the model's, from `start`
 
     def __post_init__(self):
-        self.prompt = list(self.prompt)
+        if not isinstance(self.name, str):
+            name, self.name = self.name, ""
+            raise ValueError(f"{self}: name must be a text, not {name!r}")
+        try:
+            self.prompt = [operator.index(token) for token in self.prompt]   # ints of any library
+        except TypeError:
+            raise ValueError(f"{self}: prompt must be a list of token ids, whole numbers, not {self.prompt!r:.60}") from None
         if not self.prompt:
             raise ValueError(f"{self}: the prompt is empty, it needs at least one token")
+        for name in "seed", "eos_token":
+            value = getattr(self, name)
+            if not is_whole(value) and not (name == "eos_token" and value is None):
+                raise ValueError(f"{self}: {name} must be a whole number, not {value!r}")
         for name, least in ("max_new_tokens", 1), ("top_k", 1), ("arrival", 0), ("priority", 0):
             value = getattr(self, name)
             if not (is_whole(value) and value >= least) and not (name == "top_k" and value is None):
@@ -123,8 +134,8 @@ def start(requests, config):
         if len(request.prompt) > config.block_size:
             raise ValueError(f"{request}: prompt of {len(request.prompt)} tokens does not fit block_size {config.block_size}")
         for token in request.prompt:
-            if not is_whole(token) or not 0 <= token < config.vocab_size:
-                raise ValueError(f"{request}: token id {token!r} is not in the vocabulary, 0 to {config.vocab_size - 1}")
+            if not 0 <= token < config.vocab_size:
+                raise ValueError(f"{request}: token id {token} is not in the vocabulary, 0 to {config.vocab_size - 1}")
     for name, count in Counter(request.name for request in requests).items():
         if count > 1:
             raise ValueError(f"request '{name}' is there {count} times: each needs a name of its own, and runs once")

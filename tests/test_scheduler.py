@@ -114,6 +114,11 @@ def test_limits_hold_and_the_budget_is_used(sizes, max_batch, token_budget, slac
     (dict(arrival=-1), "arrival"),
     (dict(arrival=1.5), "arrival"),
     (dict(priority=-1), "priority"),
+    (dict(prompt=[1.5]), "prompt must be a list of token ids"),
+    (dict(prompt=None), "prompt must be a list of token ids"),
+    (dict(prompt="text"), "prompt must be a list of token ids"),
+    (dict(seed="x"), "seed must be a whole number, not 'x'"),
+    (dict(eos_token=1.0), "eos_token must be a whole number"),
 ])
 def test_a_request_refuses_bad_values(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
@@ -126,12 +131,18 @@ def test_a_request_refuses_bad_values(arguments, message):
     ([Request([1] * 65, name="long")], "request 'long': prompt of 65 tokens does not fit block_size 64"),
     ([Request([1, 10], name="odd")], "request 'odd': token id 10 is not in the vocabulary, 0 to 9"),
     ([Request([-1])], "request 'r0': token id -1"),
-    ([Request([1.0])], "request 'r0': token id 1.0"),
     ([Request([1], name="x"), Request([2], name="x")], "request 'x' is there 2 times"),
 ])
 def test_start_refuses_what_the_model_cannot_run_before_anything_ran(requests, message):
     with pytest.raises(ValueError, match=message):
         start(requests, CONFIG)
+
+
+def test_token_ids_of_any_library():
+    import numpy
+    import torch
+    for prompt in torch.tensor([1, 2]), numpy.array([1, 2]), (1, 2), range(1, 3):
+        assert Request(prompt).prompt == [1, 2] and all(type(token) is int for token in Request(prompt).prompt)
 
 
 def test_a_request_runs_once():

@@ -25,7 +25,7 @@ def test_with_its_defaults(script):
     assert result.stdout.count("--- r") == 12 and "<|endoftext|>" in result.stdout
     for word in "forward passes", "useful tokens", "pad slots", "tokens/s", "TTFT", "ITL", "12/12 requests identical to unbatched":
         assert word in result.stdout
-    assert result.stderr == ""
+    assert sorted(line.split(":")[0] for line in result.stderr.splitlines()) == sorted(f"r{i}" for i in range(12))   # plain progress
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -45,42 +45,6 @@ def test_exit_status_1_if_a_request_is_wrong():
             "sys.argv = ['generate_interleaved.py']; runpy.run_path('generate_interleaved.py', run_name='__main__')")
     result = run("-c", code)
     assert result.returncode == 1 and "WRONG: request 'r" in result.stdout, result.stdout + result.stderr
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--model", "gpt3"], "model 'gpt3': no such file or folder"),
-    (["--prompts", "missing.txt"], "--prompts missing.txt"),
-    (["--max_new_tokens", "0"], "max_new_tokens must be a whole number of at least 1"),
-    (["--temperature", "nan"], "temperature must be a number of at least 0"),
-    (["--top_k", "0"], "top_k"),
-    (["--max_batch", "0"], "max_batch must be a whole number of at least 1"),
-    (["--token_budget", "-3"], "token_budget"),
-    (["--max_kv_tokens", "60"], "max_kv_tokens is 60"),
-    (["--prompt", ""], "the prompt is empty"),
-    (["--prompt", "word " * 400], "does not fit block_size 256"),
-    (["--device", "cuda"], "no CUDA device"),
-])
-def test_bad_input_is_one_line_and_exit_status_2(flags, message, monkeypatch, capsys):
-    import torch
-
-    import generate_interleaved
-    from toolbox.cli import main
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stop:
-        main(generate_interleaved.generate, generate_interleaved.__doc__, flags)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and message in error and error.count("\n") == 1
-
-
-def test_own_prompts_and_dtypes(tmp_path, capsys):
-    import generate_ragged
-    from toolbox.cli import main
-    (tmp_path / "mine.txt").write_text("# os.path\n\n# json\nLoad a\n\n\n\n# été\n", encoding="utf-8")
-    for flags in ["--prompts", str(tmp_path / "mine.txt")], ["--prompt", "# a", "--prompt", "# b", "--prompt", "# c"]:
-        for dtype in "float64", "bfloat16":
-            with pytest.raises(SystemExit) as stop:
-                main(generate_ragged.generate, generate_ragged.__doc__, [*flags, "--max_new_tokens", "8", "--dtype", dtype, "--attention", "mask"])
-            assert stop.value.code == 0 and "3/3 requests identical" in capsys.readouterr().out
 
 
 def test_training_is_reproducible_and_an_interruption_changes_nothing(tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ class Check:
 
 def near_tie(logits, token, rounding, request, i):
     """Could logits within `rounding` (absolute) of these (V,) have given `token` as the i-th of this request?"""
-    x = logits.double().cpu()
+    x = logits.cpu().double()
     if request.temperature == 0:
         return bool(x.max() - x[token] <= 2 * rounding)
     if request.top_k is not None and request.top_k < x.numel():

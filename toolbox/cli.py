@@ -1,91 +1,213 @@
-"""The command line, the same for every stage: `main(generate, __doc__)`."""
+"""
+The command line, the same words on every script. A stage script calls `main(generate, __doc__)`.
+
+Exit status: 0 all is well, 1 a request is WRONG, 2 bad input (one line on stderr), 130 interrupted.
+"""
 import argparse
+import contextlib
 import inspect
 import sys
+from pathlib import Path
 
 import torch
 
-from scheduler import Request
+from toolbox import plots
 from toolbox.check import Check, summary
 from toolbox.load import load
-from toolbox.report import report
-from toolbox.tokenizer import BUILTIN
+from toolbox.measure import forward_times
+from toolbox.progress import Progress
+from toolbox.report import report, write_trace
+from toolbox.stages import knobs_of
+from toolbox.workload import PROMPTS, make_requests, read_prompts
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KNOBS = ("max_batch", "token_budget", "max_kv_tokens", "attention", "use_cache")
+FLAGS = {"use_cache": "no_cache"}   # a knob whose flag has another name
 
 
-def parse(doc, argv=None):
-    lines = doc.strip().splitlines()
-    parser = argparse.ArgumentParser(description=lines[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    what = parser.add_argument_group("what to generate")
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+
+
+def parser(doc):
+    """doc: a script's docstring; its first two paragraphs tell the idea."""
+    p = Parser(description=" ".join(" ".join(doc.strip().split("\n\n")[:2]).split()), formatter_class=Help, allow_abbrev=False)
+    what = p.add_argument_group("what to generate")
     what.add_argument("--model", default="builtin", help="builtin, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a local folder or file")
     what.add_argument("--prompt", action="append", help="a prompt; may be repeated")
-    what.add_argument("--prompts", default=str(BUILTIN / "prompts.txt"), help="a text file of prompts, with blank lines between them")
-    what.add_argument("--max_new_tokens", type=int, default=64, help="tokens to generate for each prompt at most")
-    what.add_argument("--temperature", type=float, default=0.7, help="0 takes the most likely token, above 0 samples")
-    what.add_argument("--top_k", type=int, default=None, help="sample from the k most likely tokens only")
-    what.add_argument("--seed", type=int, default=0, help="of the first request; the next ones count up")
-    knobs = parser.add_argument_group("how to batch")
-    knobs.add_argument("--max_batch", type=int, default=None, help="requests that run at the same time")
-    knobs.add_argument("--token_budget", type=int, default=None, help="tokens computed in a step")
-    knobs.add_argument("--max_kv_tokens", type=int, default=None, help="cache entries of all running requests together")
-    knobs.add_argument("--attention", choices=("varlen", "mask"), default=None, help="how the ragged stage keeps requests apart")
-    knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False, default=None, help="recompute everything (unbatched)")
-    where = parser.add_argument_group("where and how")
-    where.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    what.add_argument("--prompts", metavar="FILE", help="a text file of prompts with blank lines between them, or a .jsonl file whose lines have prompt "
+                      "and perhaps max_new_tokens, temperature, top_k, seed, priority, arrival, name (default: twelve built-in ones)")
+    what.add_argument("--max_new_tokens", type=int, default=64, metavar="N", help="tokens to generate for each prompt at most")
+    what.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 takes the most likely token, above 0 samples")
+    what.add_argument("--top_k", type=int, metavar="K", help="sample from the K most likely tokens only (default: from all)")
+    what.add_argument("--seed", type=int, default=0, metavar="N", help="of the first request; the next ones count up")
+    knobs = p.add_argument_group("how to batch (changes when a token comes, never which)")
+    knobs.add_argument("--max_batch", type=int, metavar="N", help="requests that run at the same time (default: 8)")
+    knobs.add_argument("--token_budget", type=int, metavar="N", help="tokens computed in a step (default: 64)")
+    knobs.add_argument("--max_kv_tokens", type=int, metavar="N", help="cache entries of all running requests together (default: no limit)")
+    knobs.add_argument("--attention", choices=("varlen", "mask"), help="how the ragged stage keeps requests apart (default: varlen)")
+    knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False, help="compute everything again for each token (unbatched)")
+    where = p.add_argument_group("where")
+    where.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto takes cuda or mps where there is one")
     where.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and arithmetic")
-    where.add_argument("--no_check", action="store_true", help="do not compare with the unbatched run")
-    return parser, parser.parse_args(argv)
+    out = p.add_argument_group("what to show")
+    out.add_argument("--plot", metavar="FILE.png", help="draw this run: who computed what at which step")
+    out.add_argument("--trace", metavar="FILE.json", help="write every forward pass and every token's time")
+    out.add_argument("--quiet", action="store_true", help="no texts and no progress: report and check only")
+    out.add_argument("--no_check", action="store_true", help="do not compare with the unbatched run")
+    return p
 
 
-def read_prompts(args):
-    """The prompts as text."""
-    if args.prompt:
-        return args.prompt
+def place(args):
+    """The torch device for --device and --dtype. ValueError if there is no such device here."""
+    mps = torch.backends.mps.is_available()
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if mps and args.dtype != "float64" else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: there is no CUDA device here, allowed are cpu and auto")
+    if device == "mps" and not mps:
+        raise ValueError("--device mps: there is no Apple GPU here, allowed are cpu and auto")
+    if device == "mps" and args.dtype == "float64":
+        raise ValueError("--dtype float64: an Apple GPU has none, use --device cpu or another --dtype")
+    return torch.device(device)
+
+
+def prepare(args):
+    """Everything that can be wrong with the flags is found out here, before any work. Returns (model, tokenizer, requests)."""
+    device = place(args)
+    if args.plot:
+        plots.check_path(args.plot, "--plot", (".png", ".pdf", ".svg"))
+    if args.trace:
+        plots.check_path(args.trace, "--trace")
+    if args.prompt and args.prompts:
+        raise ValueError("--prompt and --prompts: give one of the two")
+    prompts = [{"prompt": text} for text in args.prompt] if args.prompt else read_prompts(args.prompts or PROMPTS)
+    model, tokenizer = load(args.model)
+    requests = make_requests(prompts, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
+    model.to(device, DTYPES[args.dtype])
+    model(torch.zeros(1, 1, dtype=torch.long, device=device))   # the first call pays for torch's own set-up
+    return model, tokenizer, requests
+
+
+def given_knobs(args):
+    return {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
+
+
+def show(requests, tokenizer):
+    for request in requests:
+        print(f"--- {request.name}: {len(request.prompt)} prompt tokens, {len(request.generated)} generated, {request.finish_reason or 'unfinished'}")
+        print(tokenizer.decode(request.prompt) + "▸" + tokenizer.decode(request.generated))
+    print()
+
+
+def guarded(prog, work):
+    """Runs `work()`, an exit status, and turns what may go wrong into one line."""
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")   # a console without Unicode still gets its text
     try:
-        text = open(args.prompts, encoding="utf-8").read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts {args.prompts}: {error}") from None
-    prompts = [prompt.strip("\n") for prompt in text.split("\n\n") if prompt.strip()]
-    if not prompts:
-        raise ValueError(f"--prompts {args.prompts}: no prompt in it")
-    return prompts
+        return work()
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 130
 
 
 def main(generate, doc, argv=None):
-    """Runs a stage on the prompts, prints completions, report and check. Exit status 1 if one is WRONG, 2 for bad input."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")   # a console without Unicode still gets its text
-    parser, args = parse(doc, argv)
-    has = inspect.signature(generate).parameters
-    knobs = {}
-    for knob in KNOBS:
-        if getattr(args, knob) is not None:
-            if knob in has:
-                knobs[knob] = getattr(args, knob)
-            else:
-                print(f"--{knob if knob != 'use_cache' else 'no_cache'} has no meaning for this stage: ignored")
-    try:
-        if args.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ValueError("--device cuda: there is no CUDA device here; use cpu")
-        model, tokenizer = load(args.model)
-        model.to(args.device, DTYPES[args.dtype])
-        requests = [Request(tokenizer.encode(text, allowed_special="all"), args.max_new_tokens, args.temperature, args.top_k,
-                            args.seed + i, tokenizer.eot_token, name=f"r{i}") for i, text in enumerate(read_prompts(args))]
-        model(torch.zeros(1, 1, dtype=torch.long, device=args.device))   # the first call pays for torch's own set-up
-        check = Check(model, use_cache="use_cache" not in has)
-        trace = generate(model, requests, on_token=None if args.no_check else check.on_token, **knobs)
-    except ValueError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+    """Runs a stage on the prompts, prints texts, report and check, and exits."""
+    p = parser(doc)
+    is_reference = "use_cache" in inspect.signature(generate).parameters
+    if is_reference:
+        p.add_argument("--rows", nargs="?", const="rows.png", metavar="FILE.png", help="instead: measure forward time against the number of rows, and draw it")
+    args = p.parse_args(argv)
+    work = (lambda: measure_rows(args)) if is_reference and args.rows else (lambda: run(generate, args))
+    sys.exit(guarded(p.prog, work))
 
-    for request in requests:
-        print(f"--- {request.name}: {len(request.prompt)} prompt tokens, {len(request.generated)} generated, {request.finish_reason}")
-        print(tokenizer.decode(request.prompt) + "▸" + tokenizer.decode(request.generated))
-    print()
+
+def run(generate, args):
+    parameters = inspect.signature(generate).parameters
+    knobs, ignored = knobs_of(generate, given_knobs(args))
+    for knob in ignored:
+        print(f"--{FLAGS.get(knob, knob)} has no meaning for this stage: ignored")
+    model, tokenizer, requests = prepare(args)
+    check = None if args.no_check else Check(model, use_cache="use_cache" not in parameters)   # the reference is compared with itself without a cache
+    budget = knobs.get("token_budget", parameters["token_budget"].default) if "token_budget" in parameters else None
+    progress = contextlib.nullcontext() if args.quiet else Progress(model, requests, tokenizer, budget)
+    try:
+        with progress:
+            trace = generate(model, requests, on_token=check and check.on_token, **knobs)
+    except KeyboardInterrupt:
+        finished = [request for request in requests if request.finished]
+        show(finished, tokenizer)
+        print(f"{len(finished)} of {len(requests)} requests were finished")
+        raise
+    if not args.quiet:
+        show(requests, tokenizer)
     print(report(trace))
-    if not args.no_check:
-        verdicts = check(requests)
-        print(check.cost())
-        print(summary(verdicts))
-        sys.exit(any(v.verdict == "WRONG" for v in verdicts))
+    if args.trace:
+        write_trace(trace, args.trace)
+    if args.plot:
+        plots.stage(trace, args.plot)
+    if check is None:
+        return 0
+    verdicts = check(requests)
+    print(check.cost())
+    print(summary(verdicts))
+    return int(any(v.verdict == "WRONG" for v in verdicts))
+
+
+def measure_rows(args):
+    """Why one batches at all: a forward pass over many rows takes little longer than over one."""
+    plots.check_path(args.rows, "--rows", (".png", ".pdf", ".svg"))
+    model, _ = load(args.model)
+    model.to(place(args), DTYPES[args.dtype])
+    points = forward_times(model)
+    print("rows   ms per forward pass   ms per row")
+    for n, seconds in points:
+        print(f"{n:4}   {seconds * 1e3:19.2f}   {seconds / n * 1e3:10.3f}")
+    plots.rows({f"{args.model}, {args.dtype}, {model.device}": points}, args.rows)
+    print(f"drawn in {args.rows}")
+    return 0
+
+
+def compare(doc, argv=None):
+    """Runs all stages on one workload and prints the ladder; returns the exit status."""
+    from toolbox import ladder
+    p = parser(doc)
+    p.add_argument("--pictures", metavar="DIR", help="draw the README's pictures into this folder")
+    p.add_argument("--repeats", type=int, default=3, help="runs of each stage, in turn; the median one counts")
+    args = p.parse_args(argv)
+
+    def work():
+        if args.repeats < 1:
+            raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
+        if args.pictures:
+            try:
+                Path(args.pictures).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"--pictures {args.pictures}: {error.strerror}") from None
+            plots.check_path(Path(args.pictures) / "mask.png", "--pictures")
+        model, _, requests = prepare(args)
+        knobs = {knob: value for knob, value in given_knobs(args).items() if knob not in ("attention", "use_cache")}
+        print(f"{len(requests)} requests, {sum(len(r.prompt) for r in requests)} prompt tokens, {args.dtype} on {model.device}, "
+              f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+        traces = ladder.run(model, requests, repeats=args.repeats, **knobs)
+        print(ladder.table(traces))
+        if args.pictures:
+            ladder.pictures(model, Path(args.pictures), traces)
+        if args.no_check:
+            return 0
+        wrong = ladder.wrong(model, requests, **knobs)
+        print("\n".join(wrong) or f"{len(traces)} stages: each of {len(requests)} requests identical to unbatched")
+        return int(bool(wrong))
+
+    return guarded(p.prog, work)

@@ -1,24 +1,27 @@
 """Figures from a trace: totals over its forward passes, and how long requests waited, in seconds and in steps."""
 import bisect
+import json
 
 import numpy as np
 
+SUMS = ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", "score_entries", "useful_scores", "copied_bytes", "slots")
+
 
 def totals(trace):
-    """Sums over all forward passes, and what they are worth."""
-    total = {name: sum(getattr(p, name) for p in trace.passes)
-             for name in ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", "score_entries",
-                          "useful_scores", "copied_bytes", "seconds")}
+    """Sums over all forward passes, as a dict; `key_slots` counts padded and real keys, `seconds` is from start to last token."""
+    total = {name: sum(getattr(p, name) for p in trace.passes) for name in SUMS}
     total["forward_passes"] = len(trace.passes)
-    total["slots"] = sum(p.slots for p in trace.passes)
+    total["key_slots"] = total["padded_keys"] + sum(first + n for p in trace.passes for _, first, n in p.work)
     total["generated"] = sum(len(request.generated) for request in trace.requests)
+    total["seconds"] = max((time for request in trace.requests for time in request.token_times), default=trace.started) - trace.started
+    total["tokens_per_second"] = total["generated"] / total["seconds"] if total["seconds"] else 0.0
     return total
 
 
 def latencies(trace):
     """
-    Time to first token of each request and the times between its tokens, as four flat lists:
-    ttft_steps, itl_steps, ttft_seconds, itl_seconds. A request served in the step it arrives has a TTFT of 1 step.
+    Times to first token (one for each request that got one) and between tokens, as four flat lists: ttft_steps,
+    itl_steps, ttft_seconds, itl_seconds. A request that is served in the step of its arrival has a TTFT of 1 step.
     """
     steps = sorted(trace.step_times)
     result = {"ttft_steps": [], "itl_steps": [], "ttft_seconds": [], "itl_seconds": []}
@@ -32,35 +35,37 @@ def latencies(trace):
     return result
 
 
+def percentile(values, q):
+    return float(np.percentile(values, q)) if values else float("nan")
+
+
 def report(trace):
-    """A short table as text."""
+    """The table that every script prints."""
     t, waits = totals(trace), latencies(trace)
-    elapsed = max([time for request in trace.requests for time in request.token_times], default=trace.started) - trace.started
 
-    def line(name, text):
-        return f"  {name:16}{text}"
+    def share(n, whole, of):
+        return f"{n:,}  ({n / max(whole, 1):.0%} of {whole:,} {of})"
 
-    def of_slots(n):
-        return f"{n:,} ({n / max(t['slots'], 1):.1%} of {t['slots']:,} slots)"
+    rows = [("forward passes", f"{t['forward_passes']:,}"),
+            ("useful tokens", share(t["useful"], t["slots"], "slots")),
+            ("pad slots", share(t["pad_slots"], t["slots"], "slots")),
+            ("finished slots", share(t["finished_slots"], t["slots"], "slots")),
+            ("recomputed", share(t["recomputed"], t["slots"], "slots")),
+            ("padded keys", share(t["padded_keys"], t["key_slots"], "key slots")),
+            ("useful scores", share(t["useful_scores"], t["score_entries"], "a head and layer")),
+            ("copied K/V", f"{t['copied_bytes'] / 1e6:,.1f} MB"),
+            ("throughput", f"{t['generated']:,} tokens in {t['seconds']:.2f} s = {t['tokens_per_second']:,.0f} tokens/s"),
+            ("TTFT", f"mean {np.mean(waits['ttft_steps'] or [np.nan]):.1f}, p95 {percentile(waits['ttft_steps'], 95):.1f} steps; "
+                     f"mean {np.mean(waits['ttft_seconds'] or [np.nan]) * 1e3:.0f}, p95 {percentile(waits['ttft_seconds'], 95) * 1e3:.0f} ms"),
+            ("ITL", f"p50 {percentile(waits['itl_steps'], 50):.1f}, p99 {percentile(waits['itl_steps'], 99):.1f} steps; "
+                    f"p50 {percentile(waits['itl_seconds'], 50) * 1e3:.1f}, p99 {percentile(waits['itl_seconds'], 99) * 1e3:.1f} ms")]
+    return "\n".join([f"stage: {trace.stage}", *(f"  {name:15} {text}" for name, text in rows)])
 
-    def spread(steps, seconds):
-        if not steps:
-            return "none"
-        return (f"p50 {np.percentile(steps, 50):.0f}, p99 {np.percentile(steps, 99):.0f} steps; "
-                f"p50 {np.percentile(seconds, 50) * 1e3:.1f}, p99 {np.percentile(seconds, 99) * 1e3:.1f} ms")
 
-    lines = [f"stage: {trace.stage}",
-             line("forward passes", f"{t['forward_passes']:,}"),
-             line("useful tokens", of_slots(t["useful"])),
-             line("pad slots", of_slots(t["pad_slots"]))]
-    if t["finished_slots"]:
-        lines.append(line("finished slots", of_slots(t["finished_slots"])))
-    if t["recomputed"]:
-        lines.append(line("recomputed", of_slots(t["recomputed"])))
-    lines += [line("padded keys", f"{t['padded_keys']:,}"),
-              line("scores", f"{t['score_entries']:,} computed, {t['useful_scores']:,} useful"),
-              line("copied K/V", f"{t['copied_bytes'] / 1e6:,.1f} MB"),
-              line("throughput", f"{t['generated']:,} tokens in {elapsed:.2f} s = {t['generated'] / max(elapsed, 1e-9):,.0f} tokens/s"),
-              line("TTFT", spread(waits["ttft_steps"], waits["ttft_seconds"])),
-              line("ITL", spread(waits["itl_steps"], waits["itl_seconds"]))]
-    return "\n".join(lines)
+def write_trace(trace, path):
+    """The trace as JSON: {"stage", "requests": [...], "passes": [...], "totals": {...}}; times in seconds from the start."""
+    requests = [{"name": r.name, "arrival": r.arrival, "prompt_tokens": len(r.prompt), "generated": r.generated,
+                 "finish_reason": r.finish_reason, "token_steps": r.token_steps, "token_times": [t - trace.started for t in r.token_times]}
+                for r in trace.requests]
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"stage": trace.stage, "requests": requests, "passes": [vars(p) for p in trace.passes], "totals": totals(trace)}, file, indent=1)

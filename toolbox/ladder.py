@@ -1,0 +1,85 @@
+"""
+All stages on one workload, as a table, and with --pictures as the pictures of the README:
+
+    python -m toolbox.ladder
+    python -m toolbox.ladder --pictures toolbox/pictures
+"""
+import sys
+from dataclasses import replace
+
+from model import GPT, GPTConfig
+from scheduler import Request, start
+from toolbox import plots
+from toolbox.check import Check
+from toolbox.measure import decode_gaps, forward_times
+from toolbox.report import latencies, percentile, totals
+from toolbox.stages import STAGES, knobs_of
+
+def run(model, requests, stages=STAGES, repeats=1, **knobs):
+    """
+    Runs each stage on copies of `requests`, `repeats` times in turn, and keeps of each the run that was faster
+    than half of them. Returns {stage: trace}.
+    """
+    traces = {name: [] for name in stages}
+    for _ in range(repeats):
+        for name, generate in stages.items():
+            traces[name].append(generate(model, [replace(request) for request in requests], **knobs_of(generate, knobs)[0]))
+    return {name: sorted(runs, key=lambda trace: totals(trace)["seconds"])[len(runs) // 2] for name, runs in traces.items()}
+
+
+def wrong(model, requests, stages=STAGES, **knobs):
+    """Runs each stage once more and checks it against the unbatched run; a line for each request that is WRONG."""
+    lines = []
+    for name, generate in stages.items():
+        check, copies = Check(model), [replace(request) for request in requests]
+        generate(model, copies, on_token=check.on_token, **knobs_of(generate, knobs)[0])
+        lines += [f"WRONG: {name}: request '{v.name}': {v.detail}" for v in check(copies) if v.verdict == "WRONG"]
+    return lines
+
+
+def table(traces):
+    """The ladder as text. Steps and counts are the same on every machine, seconds are not."""
+    head = ("stage", "passes", "slots", "useful", "scores", "copied MB", "tokens/s", "TTFT mean", "ITL p99 steps", "ITL p50 ms", "ITL p99 ms")
+    rows = [head]
+    for name, trace in traces.items():
+        t, waits = totals(trace), latencies(trace)
+        rows.append((name, f"{t['forward_passes']:,}", f"{t['slots']:,}", f"{t['useful'] / t['slots']:.0%}", f"{t['score_entries']:,}",
+                     f"{t['copied_bytes'] / 1e6:,.0f}", f"{t['tokens_per_second']:,.0f}", f"{sum(waits['ttft_seconds']) / len(waits['ttft_seconds']) * 1e3:,.0f} ms",
+                     f"{percentile(waits['itl_steps'], 99):.0f}", f"{percentile(waits['itl_seconds'], 50) * 1e3:.1f}", f"{percentile(waits['itl_seconds'], 99) * 1e3:.1f}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return "\n".join(row[0].ljust(widths[0]) + "  " + "  ".join(cell.rjust(width) for cell, width in zip(row[1:], widths[1:])) for row in rows)
+
+
+def small_workload(config):
+    """Eight requests that fit on a picture: short and long prompts and answers, a long prompt that comes late."""
+    sizes = [(4, 9, 0), (9, 4, 0), (3, 14, 0), (12, 6, 0), (5, 7, 0), (40, 5, 3), (6, 8, 5), (3, 5, 6)]
+    return [Request([(5 * i + 3 * j) % config.vocab_size for j in range(prompt)], new, name=chr(ord("A") + i), arrival=arrival)
+            for i, (prompt, new, arrival) in enumerate(sizes)]
+
+
+def one_step(model):
+    """A plan of three decodes and a prefill chunk, as they stand after some steps: what the mask picture shows."""
+    requests = [Request([(5 * i + 3 * j) % 64 for j in range(n)], 4, name=name) for i, (name, n) in enumerate(zip("ABCD", (5, 3, 2, 6)))]
+    start(requests, model.config)
+    for request in requests[:3]:
+        request.computed = len(request.prompt) - 1
+    requests[3].computed = 2
+    return [(request, request.todo) for request in requests]
+
+
+def pictures(model, folder, traces):
+    """Draws all pictures into a folder."""
+    small = run(model, small_workload(model.config), max_batch=4, token_budget=16)
+    plots.timelines([trace for name, trace in small.items() if name in ("naive", "dynamic", "chunked", "interleaved", "ragged, varlen")], folder / "timelines.png")
+    plots.masks(one_step(model), folder / "mask.png")
+    plots.slots([trace for name, trace in traces.items() if "no cache" not in name], folder / "slots.png")
+    large = GPT(GPTConfig()).to(model.device, model.wte.weight.dtype)   # random weights: as fast as trained ones
+    plots.rows({"the built-in model, 0.9M parameters": forward_times(model), "GPT-2 small, 124M parameters": forward_times(large, seconds=30)},
+               folder / "rows.png")
+    gaps = decode_gaps(large, {name: STAGES[name] for name in ("dynamic", "chunked", "interleaved", "ragged, varlen")}, prompt_tokens=768)
+    plots.itl(gaps, 8, 768, folder / "itl.png")
+
+
+if __name__ == "__main__":
+    from toolbox.cli import compare
+    sys.exit(compare(__doc__))

@@ -1,0 +1,288 @@
+"""
+The pictures, all drawn from traces and live layouts, in one visual language:
+
+    blue    prefill               grey, hatched    padding
+    green   decode                red, hatched     finished, computed all the same
+    purple  computed again        thin grey line   waiting
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; hatching says it once more.
+Each function draws into the Axes it is given; `save` checks a path before any work is done.
+"""
+import os
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4", "finished": "#D55E00", "waiting": "#999999"}
+NAMES = {"prefill": "prefill", "decode": "decode", "recomputed": "computed again", "pad": "padding",
+         "finished": "finished, still computed", "waiting": "waiting"}
+
+
+def pyplot():
+    """pyplot without a display, unless a notebook has chosen a backend already."""
+    if "inline" not in matplotlib.get_backend():
+        matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.4,
+                         "figure.dpi": 110, "savefig.dpi": 140, "legend.frameon": False})
+    return plt
+
+
+def check_path(path, flag, suffixes=None):
+    """ValueError if a file cannot be written there; found out before the work, not after it."""
+    path = Path(path)
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ValueError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
+    if path.is_dir():
+        raise ValueError(f"{flag} {path}: is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
+    existed = path.exists()
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+    if not existed:
+        os.remove(path)
+
+
+def patch(kind, **arguments):
+    """A legend entry."""
+    from matplotlib.patches import Patch
+    return Patch(facecolor=COLORS[kind], hatch=hatch(kind), edgecolor=edge(kind), linewidth=0, label=NAMES[kind], **arguments)
+
+
+def hatch(kind):
+    return {"pad": "////", "finished": "xxxx"}.get(kind)
+
+
+def edge(kind):
+    return {"pad": "#999999", "finished": "white"}.get(kind, "none")   # the colour of the hatching
+
+
+def legend(figure, kinds, **arguments):
+    figure.legend(handles=[patch(kind) for kind in kinds], loc="lower center", ncols=len(kinds), handlelength=1.4, columnspacing=1.6, **arguments)
+
+
+# --- requests x steps ---------------------------------------------------------------------------------------------------
+
+def timeline(ax, trace, title=None, last_step=None):
+    """
+    One row per request, one column per step. A cell is as high as the request's row in the tensor was wide; its
+    coloured part holds tokens, the grey part padding: a decode beside a chunk of 16 is 1/16 green.
+    """
+    order = {request.name: i for i, request in enumerate(trace.requests)}
+    prompt = {request.name: len(request.prompt) for request in trace.requests}
+    for request in trace.requests:
+        served = [p.step for p in trace.passes if request.name in [name for name, _, _ in p.work]]
+        if served:
+            ax.plot([request.arrival, served[0]], [order[request.name]] * 2, color=COLORS["waiting"], linewidth=1)
+    reached = {}
+    for p in trace.passes:
+        for name, first, n in p.work:
+            width = p.shape[1] if len(p.shape) == 2 else n
+            y, bottom = order[name], order[name] - 0.42
+            again = max(0, min(reached.get(name, 0), first + n) - first)
+            reached[name] = max(reached.get(name, 0), first + n)
+            new = "decode" if first + again >= prompt[name] else "prefill"
+            for kind, count in ("recomputed", again), (new, n - again), ("pad", width - n):
+                if count:
+                    ax.bar(p.step + 0.5, 0.84 * count / width, 0.92, bottom=bottom, color=COLORS[kind], hatch=hatch(kind),
+                           edgecolor=edge(kind), linewidth=0)
+                    bottom += 0.84 * count / width
+        for name in p.finished:
+            ax.bar(p.step + 0.5, 0.84, 0.92, bottom=order[name] - 0.42, color=COLORS["finished"], hatch=hatch("finished"),
+                   edgecolor=edge("finished"), linewidth=0)
+    ax.set_ylim(len(order) - 0.4, -0.6)
+    ax.set_yticks(range(len(order)), order, fontsize=8)
+    ax.set_xlim(0, last_step or trace.passes[-1].step + 1)
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.set_xlabel("step")
+    slots, useful = sum(p.slots for p in trace.passes), sum(p.useful for p in trace.passes)
+    ax.set_title(f"{title or trace.stage}: {len(trace.passes)} forward passes, {useful / slots:.0%} of {slots:,} slots useful", loc="left", fontsize=10)
+
+
+def timelines(traces, path=None, columns=2):
+    """All stages on one workload, one step axis, so that who is done first shows."""
+    plt = pyplot()
+    rows = -(-len(traces) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(11, 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))), squeeze=False)
+    last = max(trace.passes[-1].step for trace in traces) + 1
+    for ax, trace in zip(axes.flat, traces):
+        timeline(ax, trace, last_step=last)
+    for ax in list(axes.flat)[len(traces):]:
+        ax.axis("off")
+        ax.text(0.06, 0.5, "A cell is one request in one step. It is as high as\nits row in the tensor was wide: grey is the share of\n"
+                "that row that was padding. All stages serve the\nsame requests, and give them the same tokens.", va="center", fontsize=10, linespacing=1.5)
+    figure.tight_layout(rect=(0, 0.045, 1, 1), h_pad=1.4)
+    kinds = ["prefill", "decode", "pad", "finished", "waiting"]
+    if any(p.recomputed for trace in traces for p in trace.passes):
+        kinds.insert(2, "recomputed")
+    legend(figure, kinds)
+    return save(figure, path)
+
+
+# --- one step's mask ----------------------------------------------------------------------------------------------------
+
+def effective_mask(batch, row=None):
+    """Who sees whom in a layout, causal rule included: (T, S) of one row of a Rectangle, (N, S) of a Flat with attention="mask"."""
+    import torch
+    T, S = batch.tokens.size(-1), batch.mask.size(-1)
+    causal = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+    return (causal & (batch.mask if row is None else batch.mask[row, 0])).numpy()
+
+
+def cells(ax, see, is_pad_query, is_pad_key, is_past, queries, keys):
+    """A grid: coloured where a query sees a key, hatched where the slot is padding."""
+    from matplotlib.patches import Rectangle as Box
+    for i, j in np.ndindex(see.shape):
+        pad = is_pad_query[i] or is_pad_key[j]
+        color = "#FFFFFF" if not see[i, j] or pad else COLORS["decode"] if is_past[j] else COLORS["prefill"]
+        ax.add_patch(Box((j, i), 1, 1, facecolor=COLORS["pad"] if pad else color, edgecolor="#BBBBBB", linewidth=0.5, hatch="////" if pad else None))
+    ax.set_xlim(-0.04, see.shape[1] + 0.04)
+    ax.set_ylim(see.shape[0] + 0.04, -0.04)
+    ax.set_xticks(np.arange(see.shape[1]) + 0.5, keys, fontsize=7)
+    ax.set_yticks(np.arange(see.shape[0]) + 0.5, queries, fontsize=7)
+    ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
+    ax.set_aspect("equal")
+    for side in ax.spines.values():
+        side.set_visible(False)
+
+
+def masks(plan, path=None):
+    """One step's attention, the same plan as a Rectangle and as a Flat: what a score may be, and what is padding."""
+    from cache import Flat, Rectangle
+    plt = pyplot()
+    rectangle, flat = Rectangle(plan), Flat(plan, attention="mask")
+    B, T = rectangle.tokens.shape
+    letters = [request.name for request, _ in plan]
+    labels = [[f"{letter}{i}" for i in range(request.computed + n)] for letter, (request, n) in zip(letters, plan)]
+    P = rectangle.P
+    figure = plt.figure(figsize=(11, 6.6))
+    left = figure.add_gridspec(B, 1, left=0.045, right=0.4, top=0.86, bottom=0.08, hspace=0.4)
+    for b, ((request, n), label) in enumerate(zip(plan, labels)):
+        past = request.computed
+        keys = ["·"] * (P - past) + label[:past] + ["·"] * (T - n) + label[past:]
+        queries = ["·"] * (T - n) + label[past:]
+        ax = figure.add_subplot(left[b], anchor="NW")
+        cells(ax, effective_mask(rectangle, b), [q == "·" for q in queries], [k == "·" for k in keys], [j < P for j in range(P + T)], queries, keys)
+    right = figure.add_subplot(figure.add_gridspec(1, 1, left=0.36, right=0.985, top=0.86, bottom=0.08)[0], anchor="NW")
+    keys = [key for label in labels for key in label]
+    past = [i < request.computed for (request, _), label in zip(plan, labels) for i in range(len(label))]
+    queries = [key for (request, _), label in zip(plan, labels) for key in label[request.computed:]]
+    cells(right, effective_mask(flat), [False] * len(queries), [False] * len(keys), past, queries, keys)
+    new = sum(n for _, n in plan)
+    useful = int(flat.mask.sum())
+    figure.text(0.045, 0.955, f"Rectangle (B, T) = ({B}, {T})", fontsize=12, weight="bold")
+    figure.text(0.045, 0.925, f"{B * T - new} of {B * T} slots are padding; {rectangle.score_entries} scores, {useful} useful", fontsize=10)
+    figure.text(0.36, 0.955, f"Ragged (N,) = ({new},)", fontsize=12, weight="bold")
+    figure.text(0.36, 0.925, f"no padding; {flat.score_entries} scores masked, or {Flat(plan).score_entries} by skipping, {useful} useful", fontsize=10)
+    from matplotlib.patches import Patch
+    figure.legend(handles=[Patch(color=COLORS["decode"], label="sees a key from the cache"), Patch(color=COLORS["prefill"], label="sees a new key"),
+                           patch("pad"), Patch(facecolor="white", edgecolor="#BBBBBB", label="may not see")], loc="lower center", ncols=4)
+    return save(figure, path)
+
+
+# --- slots, rows, waiting --------------------------------------------------------------------------------------------------
+
+def slots(traces, path=None):
+    """Useful, padded and finished slots of each stage, as bars."""
+    plt = pyplot()
+    figure, ax = plt.subplots(figsize=(8, 0.9 + 0.42 * len(traces)))
+    kinds = {"useful": ("decode", "useful"), "recomputed": ("recomputed", "computed again"), "pad_slots": ("pad", "padding"),
+             "finished_slots": ("finished", "finished, still computed")}
+    left = np.zeros(len(traces))
+    for name, (kind, label) in kinds.items():
+        values = np.array([sum(getattr(p, name) for p in trace.passes) for trace in traces])
+        if values.any():
+            ax.barh(range(len(traces)), values, left=left, height=0.72, color=COLORS[kind], hatch=hatch(kind),
+                    edgecolor=edge(kind), linewidth=0, label=label)
+            left += values
+    for i, (trace, total) in enumerate(zip(traces, left)):
+        useful = sum(p.useful for p in trace.passes)
+        ax.text(total, i, f"  {useful / total:.0%} useful, {len(trace.passes)} passes", va="center", fontsize=9)
+    ax.set_yticks(range(len(traces)), [trace.stage for trace in traces])
+    ax.set_ylim(len(traces) - 0.5, -0.5)
+    ax.set_xlim(0, left.max() * 1.32)
+    ax.set_xlabel("slots computed for the same workload")
+    ax.legend(loc="lower right")
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def rows(measured, path=None):
+    """
+    Forward time against the number of rows: why one batches at all.
+
+    measured: {label: [(rows, seconds), ...]}
+    """
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
+    for (label, points), color, marker in zip(measured.items(), ("#0072B2", "#D55E00", "#009E73"), "os^"):
+        n, seconds = np.array(points).T
+        left.plot(n, seconds * 1e3, color=color, marker=marker, markersize=4, label=label)
+        right.plot(n, seconds / n * 1e3, color=color, marker=marker, markersize=4, label=label)
+    for ax, title in (left, "one forward pass, ms"), (right, "the same, ms per row"):
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.set_xlabel("rows (tokens of different requests)")
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.grid(True, color="#EEEEEE")
+    left.legend()
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def itl(gaps, arrival, prompt_tokens, path=None):
+    """
+    Time between tokens of the running decodes, step by step, when a long prompt arrives.
+
+    gaps: {stage: [(step, seconds), ...]}
+    """
+    plt = pyplot()
+    figure, ax = plt.subplots(figsize=(9, 3.8))
+    for (stage, points), color, marker in zip(gaps.items(), ("#D55E00", "#0072B2", "#E69F00", "#009E73"), "osD^"):
+        step, seconds = np.array(points).T
+        ax.plot(step, seconds * 1e3, color=color, marker=marker, markersize=4, linewidth=1.4, label=f"{stage}: worst {seconds.max() * 1e3:.1f} ms")
+    ax.axvline(arrival, color="#444444", linewidth=0.8, linestyle="--")
+    ax.annotate(f"a prompt of {prompt_tokens} tokens arrives", (arrival, 1), (-6, -2), xycoords=("data", "axes fraction"), textcoords="offset points",
+                ha="right", va="top", fontsize=9)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("step")
+    ax.set_ylabel("time since the last token, ms")
+    ax.grid(True, axis="y", color="#EEEEEE")
+    ax.legend()
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def stage(trace, path):
+    """What --plot draws: this run's timeline, and below it what each forward pass computed."""
+    plt = pyplot()
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(11, 2.6 + 0.22 * len(trace.requests)), height_ratios=[len(trace.requests) + 2, 8])
+    timeline(top, trace)
+    base = np.zeros(len(trace.passes))
+    for name, kind in ("useful", "decode"), ("recomputed", "recomputed"), ("pad_slots", "pad"), ("finished_slots", "finished"):
+        values = np.array([getattr(p, name) for p in trace.passes])
+        bottom.bar(range(len(values)), values, 0.92, bottom=base, color=COLORS[kind], hatch=hatch(kind), edgecolor=edge(kind),
+                   linewidth=0, align="edge")
+        base += values
+    bottom.set_xlim(0, len(trace.passes))
+    bottom.set_xlabel("forward pass (green: useful slots)")
+    bottom.set_ylabel("slots")
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    legend(figure, ["prefill", "decode", "recomputed", "pad", "finished", "waiting"])
+    return save(figure, path)
+
+
+def save(figure, path):
+    """Writes the figure and closes it; without a path returns it, for a notebook to show."""
+    if path is None:
+        return figure
+    figure.savefig(path)
+    pyplot().close(figure)
+    return path

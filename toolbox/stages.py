@@ -1,0 +1,27 @@
+"""All stages by name, for whoever runs more than one of them."""
+import inspect
+from functools import partial
+
+import generate_chunked
+import generate_dynamic
+import generate_interleaved
+import generate_naive
+import generate_ragged
+import generate_unbatched
+
+STAGES = {
+    "unbatched, no cache": partial(generate_unbatched.generate, use_cache=False),
+    "unbatched": generate_unbatched.generate,
+    "naive": generate_naive.generate,
+    "dynamic": generate_dynamic.generate,
+    "chunked": generate_chunked.generate,
+    "interleaved": generate_interleaved.generate,
+    "ragged, mask": partial(generate_ragged.generate, attention="mask"),
+    "ragged, varlen": generate_ragged.generate,
+}
+
+
+def knobs_of(generate, knobs):
+    """Those of the knobs that a stage has, and the names of the others."""
+    has = inspect.signature(generate).parameters
+    return {name: value for name, value in knobs.items() if name in has}, [name for name in knobs if name not in has]
