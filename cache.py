@@ -21,11 +21,14 @@ Every layout has the same few parts, so a stage can swap one for another in one 
     tokens, positions       what to compute: long, (B, T) or (N,)
     attend, rows            the model's two other arguments: how tokens meet, whose logits are wanted
     padded_keys, score_entries, copied_bytes    what it costs; the trace shows it
+    finished                requests in it that are finished and computed all the same (static batches alone have any)
 
 Sources: the rectangle is Adding Interleaving to NanoGPT (claims I1 to I6, and its bug I8, which is
 mended here); the flat stream is the ragged batching of Continuous batching, from first principles (H11)
 and the varlen loop of the tensor parallelism article (R3, R4).
 """
+from itertools import accumulate
+
 import torch
 
 from model import Head
@@ -62,12 +65,11 @@ class KV:
         return self.k[layer][..., :end, :], self.v[layer][..., :end, :]
 
 
-def open_plan(plan):
-    """For each (request, n) of a plan its new tokens and their first position; a newcomer gets its cache."""
-    for request, n in plan:
+def allocate(plan):
+    """Gives each newcomer its cache, of exactly the size that the scheduler has granted."""
+    for request, _ in plan:
         if request.kv is None:
-            request.kv = KV(request.kv_tokens)   # exactly what the scheduler has granted
-        yield request.tokens[request.computed:request.computed + n], request.computed
+            request.kv = KV(request.kv_tokens)
 
 
 class Rectangle:
@@ -84,17 +86,16 @@ class Rectangle:
     """
 
     def __init__(self, plan, device=None):
-        self.plan = plan
-        news, starts = zip(*open_plan(plan))
-        B, T, P = len(plan), max(map(len, news)), max(starts)
-        self.P, self.starts, self.widths = P, starts, [len(new) for new in news]
+        allocate(plan)
+        self.plan, self.starts, self.finished = plan, [request.computed for request, _ in plan], []
+        B, T, P = len(plan), max(n for _, n in plan), max(self.starts)
+        self.P = P
 
         tokens = torch.zeros(B, T, dtype=torch.long)
         positions = torch.zeros(B, T, dtype=torch.long)
-        mask = torch.zeros(B, 1, 1, P + T, dtype=torch.bool)      # (B, nh, T, S): for all heads, all queries
-        for b, (new, start) in enumerate(zip(news, starts)):
-            n = len(new)
-            tokens[b, T - n:] = torch.tensor(new)
+        mask = torch.zeros(B, 1, 1, P + T, dtype=torch.bool)       # (B, 1, 1, S): the same for all heads and queries
+        for b, ((request, n), start) in enumerate(zip(plan, self.starts)):
+            tokens[b, T - n:] = torch.tensor(request.tokens[start:start + n])
             positions[b, T - n:] = torch.arange(start, start + n)  # its own, not the column's
             mask[b, ..., P - start:P] = True                       # its past
             mask[b, ..., P + T - n:] = True                        # its new tokens; not the pads before them
@@ -116,10 +117,10 @@ class Rectangle:
             if start:
                 past_k[b, :, self.P - start:], past_v[b, :, self.P - start:] = request.kv.read(layer, start)
         out, all_k, all_v = head(q, k, v, past_k, past_v, self.mask)
-        for b, ((request, _), start, n) in enumerate(zip(self.plan, self.starts, self.widths)):
+        for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
             request.kv.write(layer, start, k[b, :, T - n:], v[b, :, T - n:])   # each row without its own padding
-        if self.P:   # once into the padded past, once more to put the new keys behind it
-            self.copied_bytes += past_k.nbytes + past_v.nbytes + all_k.nbytes + all_v.nbytes
+        # once into the padded past, once more to put the new keys behind it
+        self.copied_bytes += past_k.nbytes + past_v.nbytes + all_k.nbytes + all_v.nbytes
         return out
 
 
@@ -145,14 +146,16 @@ class Flat:
     def __init__(self, plan, device=None, attention="varlen"):
         if attention not in ("mask", "varlen"):
             raise ValueError(f"attention must be 'mask' or 'varlen', not {attention!r}")
-        self.plan, self.attention = plan, attention
-        news, self.starts = zip(*open_plan(plan))
-        widths = torch.tensor([len(new) for new in news])
-        self.ends = [start + len(new) for new, start in zip(news, self.starts)]       # each one's number of keys
-        self.cu_seqlens = [0, *widths.cumsum(0).tolist()]
+        allocate(plan)
+        self.attention = attention
+        self.plan, self.starts, self.finished = plan, [request.computed for request, _ in plan], []
+        self.ends = [start + n for (_, n), start in zip(plan, self.starts)]           # each request's number of keys
+        self.cu_seqlens = [0, *accumulate(n for _, n in plan)]
 
-        self.tokens = torch.tensor([token for new in news for token in new], device=device)          # (N,)
-        self.positions = torch.cat([torch.arange(s, e) for s, e in zip(self.starts, self.ends)]).to(device)
+        new = [request.tokens[start:end] for (request, _), start, end in zip(plan, self.starts, self.ends)]
+        positions = torch.cat([torch.arange(start, end) for start, end in zip(self.starts, self.ends)])
+        self.tokens = torch.tensor(sum(new, []), device=device)                       # (N,)
+        self.positions = positions.to(device)
 
         complete = [i for i, (request, n) in enumerate(plan) if n == request.todo]
         self.sampled = [plan[i][0] for i in complete]
@@ -163,26 +166,27 @@ class Flat:
         if attention == "varlen":
             self.score_entries = sum(n * end for (_, n), end in zip(plan, self.ends))
         else:
-            keys = torch.tensor(self.ends)
-            owner_q = torch.arange(len(plan)).repeat_interleave(widths)               # (N,) whose token is this?
-            owner_k = torch.arange(len(plan)).repeat_interleave(keys)                 # (S,)
+            owner = torch.arange(len(plan))
+            owner_q = owner.repeat_interleave(torch.tensor([n for _, n in plan]))     # (N,) whose token is this?
+            owner_k = owner.repeat_interleave(torch.tensor(self.ends))                # (S,) whose key?
             position_k = torch.cat([torch.arange(end) for end in self.ends])          # (S,)
-            self.mask = ((owner_q[:, None] == owner_k) & (position_k <= self.positions.cpu()[:, None])).to(device)   # (N, S)
+            self.mask = ((owner_q[:, None] == owner_k) & (position_k <= positions[:, None])).to(device)   # (N, S)
             self.score_entries = self.mask.numel()
 
     def attend(self, layer, q, k, v):                                                 # (nh, N, hs)
         slices = [slice(s, e) for s, e in zip(self.cu_seqlens, self.cu_seqlens[1:])]
         for (request, _), new, start in zip(self.plan, slices, self.starts):
             request.kv.write(layer, start, k[:, new], v[:, new])
-        pasts = [request.kv.read(layer, end) for (request, _), end in zip(self.plan, self.ends)]
+        caches = [request.kv.read(layer, end) for (request, _), end in zip(self.plan, self.ends)]
 
         if self.attention == "varlen":                                                # skip: compute the blocks alone
             out = torch.empty_like(q)
-            for new, (keys, values) in zip(slices, pasts):
+            for new, (keys, values) in zip(slices, caches):
                 out[:, new], _, _ = head(q[:, new], keys, values)                     # (nh, n, hs)
             return out
 
-        all_k, all_v = (torch.cat(part, dim=-2) for part in zip(*pasts))              # (nh, S, hs)
+        all_k, all_v = (torch.cat(part, dim=-2) for part in zip(*caches))              # (nh, S, hs)
         self.copied_bytes += all_k.nbytes + all_v.nbytes
+        # Head's own triangle over the whole stream hides nothing more: the keys of earlier requests only move it right
         out, _, _ = head(q, all_k, all_v, mask=self.mask)                             # compute all, hide most
         return out

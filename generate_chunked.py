@@ -13,13 +13,13 @@ tokens a step: one for each decode, and what is left to the prompts in chunks.
     C         c0 c1  c2 c3  c4 c5  c6     d        no token for C before step 3: a partial prefill has none
 
 Better than stage 2: a long prompt no longer stalls the decodes; time between tokens stays even.
-Wasted: two forward passes a step, decodes and chunks, so the weights are read twice.
+Wasted: two forward passes in a step that has both decodes and chunks, so the weights are read twice.
 """
 import torch
 
 from cache import Rectangle
 from model import sample
-from scheduler import Scheduler, start
+from scheduler import Scheduler, prepare
 from toolbox.trace import Trace
 
 
@@ -29,13 +29,13 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     Runs `requests` and fills them in place. Returns the trace.
 
     max_batch:     requests that run at the same time
-    token_budget:  tokens computed in a step
+    token_budget:  useful tokens of a step; a rectangle adds its pads
     max_kv_tokens: cache entries of all running requests together; None: no limit
     on_token:      on_token(request, token, logits) is called as each token appears
     """
     trace = Trace("chunked", requests)
     scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
-    for request in start(requests, model.config):
+    for request in prepare(requests, model.config):
         scheduler.add(request)
     step = 0
     while scheduler.busy:
@@ -45,16 +45,16 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         # 2. two forward passes, one for the decodes, one for the chunks
         decodes = [(request, n) for request, n in plan if request.todo == 1]
         chunks = [(request, n) for request, n in plan if request.todo > 1]
-        for plan in decodes, chunks:
-            plan = [(request, n) for request, n in plan if not request.finished]
-            if not plan:
+        for part in decodes, chunks:
+            part = [(request, n) for request, n in part if not request.finished]   # cancelled during the first pass
+            if not part:
                 continue
-            batch = Rectangle(plan, model.device)
+            batch = Rectangle(part, model.device)
             with trace.forward_pass(step, batch):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)               # (R, V)
             # 3. one token for each row that has nothing more to compute
             tokens = sample(logits, batch.sampled)
-            scheduler.report(plan, tokens)
+            scheduler.report(part, tokens)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         step += 1
     return trace

@@ -5,7 +5,7 @@ The model does not care whether a row decodes or prefills: it sees tokens and po
 same left-padded rectangle, and the weights are read once a step (claim I3). The example of the source:
 A, B and C decode, D brings a chunk of 8 (claim I1):
 
-    A   .  .  .  .  .  .  .  22         positions (A has 23 tokens; the source says 22, but counts from 0)
+    A   .  .  .  .  .  .  .  22         positions
     B   .  .  .  .  .  .  .  15         11 tokens, 21 pad slots
     C   .  .  .  .  .  .  .   9
     D   0  1  2  3  4  5  6   7
@@ -13,14 +13,14 @@ A, B and C decode, D brings a chunk of 8 (claim I1):
 Trap: the pads of a decode row are *new* slots. Whoever masks only the padding of the past lets A attend to
 seven of them. The source does (claim I8); the outputs are wrong and nothing else tells.
 
-Better than stage 3: half as many forward passes.
+Better than stage 3: one forward pass where a step with decodes and chunks took two.
 Wasted: the right pass in the wrong shape. One chunk of n among B rows makes (B - 1)(n - 1) pad slots (claim H9).
 """
 import torch
 
 from cache import Rectangle
 from model import sample
-from scheduler import Scheduler, start
+from scheduler import Scheduler, prepare
 from toolbox.trace import Trace
 
 
@@ -30,13 +30,13 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     Runs `requests` and fills them in place. Returns the trace.
 
     max_batch:     requests that run at the same time
-    token_budget:  tokens computed in a step
+    token_budget:  useful tokens of a step; a rectangle adds its pads
     max_kv_tokens: cache entries of all running requests together; None: no limit
     on_token:      on_token(request, token, logits) is called as each token appears
     """
     trace = Trace("interleaved", requests)
     scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
-    for request in start(requests, model.config):
+    for request in prepare(requests, model.config):
         scheduler.add(request)
     step = 0
     while scheduler.busy:
@@ -44,7 +44,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
         # 2. one forward pass for decodes and chunks together
-        if plan:
+        if plan:   # all may have been cancelled
             batch = Rectangle(plan, model.device)
             with trace.forward_pass(step, batch):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)               # (R, V)

@@ -1,25 +1,22 @@
 """
 Stage 1: static batching. Pad the prompts into one rectangle, decode until the longest answer is done.
 
-Padding goes on the left, so that every row's next token comes from the last column (claim H7). A pad has
-no position, a mask hides it, and each row counts its positions from its own first token.
+Padding goes on the left, so that every row's next token comes from the last column (claim H7). Each row counts
+its positions from its own first token; a mask hides the pads, so their positions mean nothing.
 
-    prefill                decode
-    .  .  a  b  c  |  d  e  -  -  -       . pad
-    .  f  g  h  i  |  j  k  l  m  n       - finished, computed all the same (claim H8)
-    o  p  q  r  s  |  t  -  -  -  -
-         T columns    one column a step
+    prefill           decode, one column a step
+    .  .  a  b  c  |  d  -  -  -       . pad
+    .  f  g  h  i  |  j  k  l  m       - finished, computed all the same (claim H8)
+    o  p  q  r  s  |  -  -  -  -       (each row's last token is never computed: nothing comes after it)
 
 Better than stage 0: one read of the weights serves all rows.
 Wasted: padding; rows that are finished keep running; nobody new gets in before the last one is done.
 """
-from collections import deque
-
 import torch
 
 from cache import KV
 from model import Head, sample
-from scheduler import at_least_1, start
+from scheduler import at_least_1, prepare
 from toolbox.trace import Trace
 
 head = Head()
@@ -36,19 +33,19 @@ class StaticBatch:
         T = max(len(request.prompt) for request in requests)
         self.kv = KV(T + max(request.kv_tokens - len(request.prompt) for request in requests))
         self.pads = torch.tensor([T - len(request.prompt) for request in requests], device=device)    # (B,)
-        rows = [[0] * (T - len(request.prompt)) + request.prompt for request in requests]
         self.start, self.end = 0, T
-        self.lay_out(rows)
+        self.lay_out([[0] * (T - len(request.prompt)) + request.prompt for request in requests])
 
     def add_column(self):
         """The tokens just generated are the next column."""
         self.start, self.end = self.end, self.end + 1
         self.lay_out([[0 if request.finished else request.generated[-1]] for request in self.requests])
 
-    def lay_out(self, rows):
+    def lay_out(self, token_ids):
         columns = torch.arange(self.end, device=self.device)
-        self.tokens = torch.tensor(rows, device=self.device)                                          # (B, T)
-        self.positions = (columns[self.start:] - self.pads[:, None]).clamp(0, self.requests[0].block_size - 1)
+        self.tokens = torch.tensor(token_ids, device=self.device)                                     # (B, T)
+        self.positions = columns[self.start:] - self.pads[:, None]
+        self.positions.clamp_(0, self.requests[0].block_size - 1)      # those of pads and finished rows may lie outside
         self.mask = (columns >= self.pads[:, None])[:, None, None, :]                                 # (B, 1, 1, S)
 
         running = [b for b, request in enumerate(self.requests) if not request.finished]
@@ -57,7 +54,7 @@ class StaticBatch:
         self.plan = [(request, request.todo) for request in self.sampled]
         self.starts = [request.computed for request in self.sampled]
         self.rows = (torch.tensor(running, device=self.device), -1)
-        self.padded_keys = len(rows) * self.end - sum(len(request.tokens) for request in self.sampled)
+        self.padded_keys = len(token_ids) * self.end - sum(len(request.tokens) for request in self.sampled)
         self.score_entries = self.tokens.numel() * self.end
         self.copied_bytes = 0
 
@@ -70,23 +67,23 @@ class StaticBatch:
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, on_token=None):
     """
-    Runs `requests` in batches of up to `max_batch`, by arrival, and fills them in place. Returns the trace.
+    Runs `requests` and fills them in place. Returns the trace.
 
-    on_token: on_token(request, token, logits) is called as each token appears
+    max_batch: requests in a batch
+    on_token:  on_token(request, token, logits) is called as each token appears
     """
     at_least_1(max_batch=max_batch)
     trace = Trace("naive", requests)
-    waiting = deque(start(requests, model.config))
+    waiting = prepare(requests, model.config)
     step = 0
-    while waiting:
+    while waiting := [request for request in waiting if not request.finished]:   # cancelled ones never start
         # 1. those who have arrived make a batch; it stays as it is until all of it is done
         step = max(step, waiting[0].arrival)
         running = []
         while waiting and waiting[0].arrival <= step and len(running) < max_batch:
-            running.append(waiting.popleft())
-        running = [request for request in running if not request.finished]   # cancelled while it waited
-        batch = StaticBatch(running, model.device) if running else None
-        while not all(request.finished for request in running):
+            running.append(waiting.pop(0))
+        batch = StaticBatch(running, model.device)
+        while True:
             # 2. one forward pass for all rows
             with trace.forward_pass(step, batch):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)               # (R, V)
@@ -96,8 +93,11 @@ def generate(model, requests, max_batch=8, on_token=None):
                 request.computed += n
                 request.append(token)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
-            batch.add_column()
             step += 1
+            # 4. the whole batch goes on until its last request is finished
+            if all(request.finished for request in running):
+                break
+            batch.add_column()
     return trace
 
 

@@ -6,18 +6,18 @@ All padding comes from the batch axis, so it goes. The tokens of all requests st
 know the boundaries, and it does so in one of two ways (claims H11, R3, R4):
 
     "mask":    scores between all tokens and all keys, with a block-diagonal mask: (sum of n) x (sum of S)
-    "varlen":  each request's tokens against its own keys, nothing else is ever computed: sum of (n x S)
+    "varlen":  each request's tokens against its own keys, other requests' are never computed: sum of (n x S)
 
     cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, 0 pad slots
 
 Better than stage 4: every slot computed is a token somebody needs.
-Wasted: nothing but attention's own cost.
+Wasted: nothing but attention's own cost (within a chunk, scores above the diagonal are computed and masked).
 """
 import torch
 
 from cache import Flat
 from model import sample
-from scheduler import Scheduler, start
+from scheduler import Scheduler, prepare
 from toolbox.trace import Trace
 
 
@@ -27,14 +27,14 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     Runs `requests` and fills them in place. Returns the trace.
 
     max_batch:     requests that run at the same time
-    token_budget:  tokens computed in a step
+    token_budget:  tokens of a step
     max_kv_tokens: cache entries of all running requests together; None: no limit
-    attention:     "varlen" skips what a token may not see, "mask" computes and hides it
+    attention:     "varlen" skips the keys of other requests, "mask" computes and hides them
     on_token:      on_token(request, token, logits) is called as each token appears
     """
     trace = Trace(f"ragged, {attention}", requests)
     scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
-    for request in start(requests, model.config):
+    for request in prepare(requests, model.config):
         scheduler.add(request)
     step = 0
     while scheduler.busy:
@@ -42,7 +42,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
         # 2. one forward pass for decodes and chunks together
-        if plan:
+        if plan:   # all may have been cancelled
             batch = Flat(plan, model.device, attention)
             with trace.forward_pass(step, batch):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)               # (R, V)

@@ -6,10 +6,10 @@ token. The last token never changes what earlier tokens computed (claim H3), so 
 kept: with a cache a new token computes one key, one value and one row of scores, O(n) (claim H4).
 
     without        with
-    #              #
-    # #            # #              rows: tokens computed
-    # # #          # # #            columns: keys seen
-    # # # #              new -> # # # #
+    # . . .
+    # # . .                        rows: tokens computed for the new one
+    # # # .                        columns: keys (. computed, then masked)
+    # # # #        # # # #
 
 Wasted: the weights are read from memory for a single token. That is why one batches.
 """
@@ -17,7 +17,7 @@ import torch
 
 from cache import KV
 from model import Head, sample
-from scheduler import start
+from scheduler import prepare
 from toolbox.trace import Trace
 
 head = Head()
@@ -29,9 +29,9 @@ class Alone:
     def __init__(self, request, use_cache, device):
         if use_cache and request.kv is None:
             request.kv = KV(request.kv_tokens)
-        self.kv, self.start = (request.kv, request.computed) if use_cache else (None, 0)
-        self.end = len(request.tokens)
-        self.plan, self.starts, self.sampled = [(request, self.end - self.start)], [self.start], [request]
+        self.kv = request.kv   # without a cache this stays None
+        self.start, self.end = request.computed if use_cache else 0, len(request.tokens)
+        self.plan, self.starts, self.sampled, self.finished = [(request, self.end - self.start)], [self.start], [request], []
         self.tokens = torch.tensor([request.tokens[self.start:]], device=device)                  # (1, T)
         self.positions = torch.arange(self.start, self.end, device=device)[None]
         self.rows = (slice(None), -1)
@@ -56,7 +56,7 @@ def generate(model, requests, use_cache=True, on_token=None):
     """
     trace = Trace("unbatched" if use_cache else "unbatched, no cache", requests)
     step = 0
-    for request in start(requests, model.config):
+    for request in prepare(requests, model.config):
         step = max(step, request.arrival)
         while not request.finished:
             # 1. the batch is this one request

@@ -200,6 +200,15 @@ class GPT(nn.Module):
         return model
 
 
+def cdf(logits, temperature, top_k=None):
+    """Cumulative distribution over the vocabulary for logits (V,) in float64; ends in exactly 1."""
+    x = logits
+    if top_k is not None and top_k < x.numel():
+        x = x.masked_fill(x < x.topk(top_k).values[-1], -math.inf)
+    total = ((x - x.max()) / temperature).softmax(dim=-1).cumsum(dim=-1)
+    return total / total[-1]   # the sum may miss 1 by a rounding, and u must not fall beside it
+
+
 def sample(logits, requests):
     """
     The next token of each request: logits (R, V), row i for requests[i] -> list of R token ids.
@@ -216,7 +225,7 @@ def sample(logits, requests):
     Raises ValueError for logits that are NaN.
     """
     tokens = []
-    for x, request in zip(logits.cpu().double(), requests):
+    for x, request in zip(logits.cpu().double(), requests):   # one transfer for all
         if x.isnan().any():
             raise ValueError(f"{request}: the model's logits are NaN")
         if request.temperature == 0:
@@ -224,12 +233,3 @@ def sample(logits, requests):
         else:
             tokens.append(int(torch.searchsorted(cdf(x, request.temperature, request.top_k), request.draw(), right=True)))
     return tokens
-
-
-def cdf(logits, temperature, top_k=None):
-    """Cumulative distribution over the vocabulary, (V,) in float64; ends in exactly 1."""
-    x = logits.cpu().double()
-    if top_k is not None and top_k < x.numel():
-        x = x.masked_fill(x < x.topk(top_k).values[-1], -math.inf)
-    total = ((x - x.max()) / temperature).softmax(dim=-1).cumsum(dim=-1)
-    return total / total[-1]   # the sum may miss 1 by a rounding, and u must not fall beside it

@@ -4,19 +4,21 @@ Who computes how many tokens in the next step: the first half of every batching 
 Pure bookkeeping: no tensors, no clock, no model. A Request knows how far its computation has come, and
 prefill and decode are the same thing to it:
 
-    prompt + generated    t0 t1 t2 t3 t4 t5 | g0 g1
-    computed (in cache)   ##############              = 4
-    todo                                ^  ^  ^  ^    = 4     more than 1: prefill; exactly 1: decode
+    prefill   p0 p1 p2 p3 p4 p5                  decode   p0 p1 p2 p3 p4 p5 g0 g1
+              ## ## ## ##        computed 4               ## ## ## ## ## ## ##      computed 7
+                          ^^ ^^  todo 2                                        ^^   todo 1
 
 When a plan covers all that is to do, and only then, the request gets its next token. The Scheduler
 hands out a budget of tokens a step: one to each decode first, then prefill chunks until it is full
 (claim H12). Finished requests leave at once, and waiting ones take their places.
 """
+import bisect
 import math
 import operator
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count
 
 
 @dataclass(eq=False)
@@ -30,7 +32,7 @@ class Request:
     top_k:          sample from the k largest logits only (more if the k-th is tied); None: from all
     seed:           of this request's own random stream
     eos_token:      ends the request when generated (it is kept as the last token); None: never
-    name:           for messages and plots; given by `start` if empty
+    name:           for messages and plots; given by `prepare` if empty
     priority:       0 is the most urgent
     arrival:        the step at which it comes in
     """
@@ -50,7 +52,7 @@ class Request:
     token_steps: list = field(default_factory=list, init=False)  # step of each token
     computed: int = field(default=0, init=False)                 # tokens whose keys and values are in the cache
     kv: object = field(default=None, init=False, repr=False)     # the cache itself, while it runs
-    block_size: int | None = field(default=None, init=False)     # the model's, from `start`
+    block_size: int | None = field(default=None, init=False)     # the model's, from `prepare`
 
     def __post_init__(self):
         if not isinstance(self.name, str):
@@ -62,13 +64,9 @@ class Request:
             raise ValueError(f"{self}: prompt must be a list of token ids, whole numbers, not {self.prompt!r:.60}") from None
         if not self.prompt:
             raise ValueError(f"{self}: the prompt is empty, it needs at least one token")
-        for name in "seed", "eos_token":
+        for name, least in ("max_new_tokens", 1), ("top_k", 1), ("seed", 0), ("eos_token", 0), ("priority", 0), ("arrival", 0):
             value = getattr(self, name)
-            if not is_whole(value) and not (name == "eos_token" and value is None):
-                raise ValueError(f"{self}: {name} must be a whole number, not {value!r}")
-        for name, least in ("max_new_tokens", 1), ("top_k", 1), ("arrival", 0), ("priority", 0):
-            value = getattr(self, name)
-            if not (is_whole(value) and value >= least) and not (name == "top_k" and value is None):
+            if not (is_whole(value) and value >= least) and not (name in ("top_k", "eos_token") and value is None):
                 raise ValueError(f"{self}: {name} must be a whole number of at least {least}, not {value!r}")
         if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < math.inf:
             raise ValueError(f"{self}: temperature must be a number of at least 0, not {self.temperature!r}")
@@ -83,12 +81,12 @@ class Request:
 
     @property
     def todo(self):
-        """Known tokens that are not computed yet: 1 while decoding, more while prefilling."""
+        """Known tokens that are not computed yet. 1: a decode, or the last token of a prompt, which costs the same."""
         return len(self.prompt) + len(self.generated) - self.computed
 
     @property
     def kv_tokens(self):
-        """The most tokens its cache can come to hold: what admission reserves and the cache allocates."""
+        """Room for all tokens it can come to have: what admission reserves and the cache allocates."""
         return min(len(self.prompt) + self.max_new_tokens, self.block_size)
 
     @property
@@ -119,7 +117,7 @@ def is_whole(value):
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def start(requests, config):
+def prepare(requests, config):
     """
     Makes requests ready for a model with this GPTConfig and returns them by arrival, ties as given.
     Raises ValueError before any of them has run, naming the one that cannot.
@@ -127,8 +125,10 @@ def start(requests, config):
     requests = list(requests)
     if not requests:
         raise ValueError("there are no requests: at least one is needed")
+    taken = {request.name for request in requests}
     for i, request in enumerate(requests):
-        request.name = request.name or f"r{i}"
+        request.name = request.name or next(name for j in count(i) if (name := f"r{j}") not in taken)
+        taken.add(request.name)
         if request.computed or request.generated:
             raise ValueError(f"{request} has already run: make a new one")
         if len(request.prompt) > config.block_size:
@@ -136,9 +136,9 @@ def start(requests, config):
         for token in request.prompt:
             if not 0 <= token < config.vocab_size:
                 raise ValueError(f"{request}: token id {token} is not in the vocabulary, 0 to {config.vocab_size - 1}")
-    for name, count in Counter(request.name for request in requests).items():
-        if count > 1:
-            raise ValueError(f"request '{name}' is there {count} times: each needs a name of its own, and runs once")
+    for name, times in Counter(request.name for request in requests).items():
+        if times > 1:
+            raise ValueError(f"request '{name}' is there {times} times: each needs a name of its own, and runs once")
     for request in requests:
         request.block_size = config.block_size
     return sorted(requests, key=lambda request: request.arrival)
@@ -157,9 +157,9 @@ class Scheduler:
 
     max_batch:     requests that run at the same time
     token_budget:  tokens of one step. Every running decode takes one, so no more than token_budget requests
-                   run either: a request that still prefills finds at least one token left for it.
-    max_kv_tokens: cache entries of all running requests together; None: no limit. A request reserves
-                   prompt + max_new_tokens when it is admitted, so it can always finish.
+                   run either: the first that still prefills always finds a token left for it.
+    max_kv_tokens: cache entries of all running requests together; None: no limit. A request reserves room for
+                   prompt + max_new_tokens when it is admitted (no more than block_size), so it can always finish.
     """
 
     def __init__(self, max_batch, token_budget, max_kv_tokens=None):
@@ -172,12 +172,11 @@ class Scheduler:
         self.waiting, self.running = [], []   # by arrival; in the order of admission
 
     def add(self, request):
-        """Queues a request that `start` has made ready. ValueError if it could never be admitted."""
+        """Queues a request that `prepare` has made ready. ValueError if it could never be admitted."""
         if request.kv_tokens > self.max_kv_tokens:
             raise ValueError(f"{request}: prompt of {len(request.prompt)} + max_new_tokens {request.max_new_tokens} needs "
                              f"{request.kv_tokens} KV tokens, max_kv_tokens is {self.max_kv_tokens}")
-        self.waiting.append(request)
-        self.waiting.sort(key=lambda r: r.arrival)   # stable: ties stay as they were added
+        bisect.insort(self.waiting, request, key=lambda r: r.arrival)   # behind those of the same arrival
 
     @property
     def busy(self):
@@ -189,7 +188,7 @@ class Scheduler:
         return sum(request.kv_tokens for request in self.running)
 
     def schedule(self, step):
-        """The plan of this step, [(request, number of tokens), ...]. Empty only if none has arrived yet."""
+        """The plan of this step, [(request, number of tokens), ...]. Empty if none has arrived yet, or all were cancelled."""
         self.release()
 
         # 1. whoever has arrived and fits takes a free place; nobody overtakes the first in the queue

@@ -1,5 +1,5 @@
 """
-Trains the small model of this repository on the documentation inside Python: about ten minutes on two cores.
+Trains the small model of this repository on the documentation inside Python: about eight minutes on two cores.
 
     python train.py                       # writes out/: ranks file, prompts, weights
     python generate_naive.py --model out

@@ -11,7 +11,7 @@ import cache
 from cache import KV, Flat, Rectangle
 from generate_naive import StaticBatch
 from model import Block, GPTConfig, Head, causal
-from scheduler import Request, start
+from scheduler import Request, prepare
 
 MODEL = toy(block_size=256)
 CONFIG = MODEL.config
@@ -21,7 +21,7 @@ head = Head()
 def ready(*lengths, new=8, **arguments):
     """Requests with prompts of these lengths, all different."""
     requests = [Request([(7 * i + 3 * j + j * j) % VOCAB for j in range(n)], new, name=f"r{i}", **arguments) for i, n in enumerate(lengths)]
-    return start(requests, CONFIG)
+    return prepare(requests, CONFIG)
 
 
 @torch.inference_mode()
@@ -143,7 +143,7 @@ def test_H7_left_padding_so_that_the_next_token_comes_from_the_rightmost_column(
 
 def test_H8_static_batches_waste_every_step_of_a_finished_row():
     def requests():
-        return start([Request([1, 2, 3], new, name=f"r{new}") for new in (2, 5, 10)], CONFIG)
+        return prepare([Request([1, 2, 3], new, name=f"r{new}") for new in (2, 5, 10)], CONFIG)
     naive, dynamic = STAGES["naive"](MODEL, requests()), STAGES["dynamic"](MODEL, requests())
     assert sum(p.finished_slots for p in naive.passes) == (10 - 2) + (10 - 5)
     assert sum(p.finished_slots for p in dynamic.passes) == 0
@@ -271,7 +271,7 @@ def test_R4_varlen_loops_over_cu_seqlens_and_computes_nothing_across_requests(mo
 def test_R6_the_same_1000_tokens():
     def scores(*lengths):
         requests = [Request([0] * n, name=f"r{i}") for i, n in enumerate(lengths)]
-        start(requests, SimpleNamespace(block_size=1000, vocab_size=1))
+        prepare(requests, SimpleNamespace(block_size=1000, vocab_size=1))
         return Flat([(request, len(request.prompt)) for request in requests]).score_entries
     assert scores(1000) == 10**6
     assert scores(*[100] * 10) == 10**5

@@ -162,6 +162,22 @@ def test_no_network_is_one_clear_line(tmp_path, monkeypatch):
         toolbox.tokenizer.gpt2()
 
 
+def test_a_vocab_json_is_read(folder):
+    """Hugging Face writes the tokenizer as vocab.json, bytes spelled as printable characters."""
+    from toolbox.tokenizer import END_OF_TEXT, byte_of
+    char_of = {b: c for c, b in byte_of().items()}
+    tokens = {"".join(char_of[b] for b in TOKENIZER.decode_single_token_bytes(i)): i for i in range(1023)}
+    (folder / "vocab.json").write_text(json.dumps({**tokens, END_OF_TEXT: 1023}), encoding="utf-8")
+    (folder / "ranks.tiktoken").unlink()
+    _, tokenizer = load(folder)
+    text = "# été\nReturn the ☕ of 12 things.<|endoftext|>"
+    assert tokenizer.encode(text, allowed_special="all") == TOKENIZER.encode(text, allowed_special="all")
+    for broken in '{"a": 5}', '["a"]', "{", '{"\u4e2d": 0}':
+        (folder / "vocab.json").write_text(broken)
+        with pytest.raises(ValueError, match="not a byte-level vocabulary like GPT-2's"):
+            load(folder)
+
+
 def test_a_ranks_file_equals_its_trainer(tmp_path):
     pytest.importorskip("tokenizers")
     from toolbox.tokenizer import train_ranks, write_ranks_file

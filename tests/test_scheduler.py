@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import GPTConfig
-from scheduler import Request, Scheduler, start
+from scheduler import Request, Scheduler, prepare
 
 CONFIG = GPTConfig(block_size=64, vocab_size=10, n_layer=1, n_head=1, n_embd=2)
 
@@ -20,7 +20,7 @@ def plans(sizes, arrivals=None, cancel=(), **limits):
     scheduler = Scheduler(**limits)
     requests = [Request([0] * prompt, new, name="ABCDEFGH"[i], arrival=arrivals[i] if arrivals else 0)
                 for i, (prompt, new) in enumerate(sizes)]
-    for request in start(requests, CONFIG):
+    for request in prepare(requests, CONFIG):
         scheduler.add(request)
     result, step = [], 0
     while scheduler.busy:
@@ -55,7 +55,7 @@ def test_first_come_first_served_nobody_overtakes():
 def test_arrivals():
     assert plans([(2, 2), (3, 2)], arrivals=[3, 1], max_batch=8, token_budget=8) == ["", "B3", "B1", "A2", "A1"]
     scheduler = Scheduler(1, 1)
-    scheduler.add(start([Request([0], arrival=10**9)], CONFIG)[0])
+    scheduler.add(prepare([Request([0], arrival=10**9)], CONFIG)[0])
     assert scheduler.schedule(5) == [] and scheduler.next_step(5) == 10**9
 
 
@@ -84,7 +84,7 @@ def test_a_prompt_remainder_of_one_token_is_handed_out_like_a_decode():
 def test_limits_hold_and_the_budget_is_used(sizes, max_batch, token_budget, slack):
     need = max(min(prompt + new, 64) for prompt, new in sizes)
     scheduler = Scheduler(max_batch, token_budget, None if slack is None else need + slack)
-    for request in start([Request([0] * prompt, new) for prompt, new in sizes], CONFIG):
+    for request in prepare([Request([0] * prompt, new) for prompt, new in sizes], CONFIG):
         scheduler.add(request)
     bound = sum(prompt + new for prompt, new in sizes)
     for step in range(bound):
@@ -117,7 +117,8 @@ def test_limits_hold_and_the_budget_is_used(sizes, max_batch, token_budget, slac
     (dict(prompt=[1.5]), "prompt must be a list of token ids"),
     (dict(prompt=None), "prompt must be a list of token ids"),
     (dict(prompt="text"), "prompt must be a list of token ids"),
-    (dict(seed="x"), "seed must be a whole number, not 'x'"),
+    (dict(seed="x"), "seed must be a whole number of at least 0, not 'x'"),
+    (dict(seed=-1), "seed must be a whole number of at least 0"),
     (dict(eos_token=1.0), "eos_token must be a whole number"),
 ])
 def test_a_request_refuses_bad_values(arguments, message):
@@ -133,9 +134,9 @@ def test_a_request_refuses_bad_values(arguments, message):
     ([Request([-1])], "request 'r0': token id -1"),
     ([Request([1], name="x"), Request([2], name="x")], "request 'x' is there 2 times"),
 ])
-def test_start_refuses_what_the_model_cannot_run_before_anything_ran(requests, message):
+def test_prepare_refuses_what_the_model_cannot_run_before_anything_ran(requests, message):
     with pytest.raises(ValueError, match=message):
-        start(requests, CONFIG)
+        prepare(requests, CONFIG)
 
 
 def test_token_ids_of_any_library():
@@ -145,12 +146,21 @@ def test_token_ids_of_any_library():
         assert Request(prompt).prompt == [1, 2] and all(type(token) is int for token in Request(prompt).prompt)
 
 
+def test_automatic_names_keep_clear_of_given_ones():
+    requests = [Request([1], name="r1"), Request([1]), Request([1]), Request([1], name="r2")]
+    prepare(requests, CONFIG)
+    assert [request.name for request in requests] == ["r1", "r3", "r4", "r2"]
+    same = Request([1])
+    with pytest.raises(ValueError, match="is there 2 times"):
+        prepare([same, same], CONFIG)
+
+
 def test_a_request_runs_once():
-    request = start([Request([1, 2])], CONFIG)[0]
+    request = prepare([Request([1, 2])], CONFIG)[0]
     request.computed = 1
     with pytest.raises(ValueError, match="request 'r0' has already run"):
-        start([request], CONFIG)
-    start([replace(request)], CONFIG)   # a copy is a new request
+        prepare([request], CONFIG)
+    prepare([replace(request)], CONFIG)   # a copy is a new request
 
 
 @pytest.mark.parametrize("limits", [dict(max_batch=0), dict(token_budget=0), dict(max_kv_tokens=0), dict(max_batch=1.5), dict(token_budget="8")])

@@ -64,7 +64,7 @@ class Check:
             if not difference <= tolerance:   # also if it is NaN
                 return Verdict(request.name, "WRONG", difference, f"logits of token {i} differ by {difference:.1e} of the largest")
             if request.generated[i] != alone.generated[i]:
-                if near_tie(b, request.generated[i], tolerance * scale, alone, i):
+                if near_tie(b, request.generated[i], difference * scale, alone, i):   # the rounding that really happened
                     return Verdict(request.name, "near-tie", worst, f"token {i}")
                 return Verdict(request.name, "WRONG", worst, f"token {i} is {request.generated[i]}, alone it is {alone.generated[i]}")
         if request.finish_reason != "cancelled" and (request.generated, request.finish_reason) != (alone.generated, alone.finish_reason):

@@ -139,7 +139,7 @@ def run(generate, args):
     for knob in ignored:
         print(f"--{FLAGS.get(knob, knob)} has no meaning for this stage: ignored")
     model, tokenizer, requests = prepare(args)
-    check = None if args.no_check else Check(model, use_cache="use_cache" not in parameters)   # the reference is compared with itself without a cache
+    check = None if args.no_check else Check(model, use_cache="use_cache" not in parameters or not knobs.get("use_cache", True))   # stage 0: with a cache against without
     budget = knobs.get("token_budget", parameters["token_budget"].default) if "token_budget" in parameters else None
     progress = contextlib.nullcontext() if args.quiet else Progress(model, requests, tokenizer, budget)
     try:

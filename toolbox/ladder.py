@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 from model import GPT, GPTConfig
-from scheduler import Request, start
+from scheduler import Request, prepare
 from toolbox import plots
 from toolbox.check import Check
 from toolbox.measure import decode_gaps, forward_times
@@ -60,7 +60,7 @@ def small_workload(config):
 def one_step(model):
     """A plan of three decodes and a prefill chunk, as they stand after some steps: what the mask picture shows."""
     requests = [Request([(5 * i + 3 * j) % 64 for j in range(n)], 4, name=name) for i, (name, n) in enumerate(zip("ABCD", (5, 3, 2, 6)))]
-    start(requests, model.config)
+    prepare(requests, model.config)
     for request in requests[:3]:
         request.computed = len(request.prompt) - 1
     requests[3].computed = 2

@@ -5,6 +5,7 @@ The built-in model has its own of 1,024 tokens, in a local ranks file of tiktoke
 line per token: base64 of its bytes, and its rank). GPT-2's comes with tiktoken, which downloads it once.
 """
 import base64
+import json
 from pathlib import Path
 
 import tiktoken
@@ -30,6 +31,26 @@ def from_ranks_file(path):
         raise ValueError(f"tokenizer '{path}': not a ranks file in tiktoken's format ({error})") from None
 
 
+def byte_of():
+    """GPT-2's files write each byte as one printable character: printable Latin-1 as itself, the others from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def from_vocab_file(path):
+    """Reads GPT-2's vocab.json, whose ids are in the order of the merges. Raises ValueError if it is none."""
+    try:
+        table = byte_of()
+        vocab = json.loads(Path(path).read_text(encoding="utf-8"))
+        ranks = {bytes(table[c] for c in token): rank for token, rank in vocab.items() if token != END_OF_TEXT}
+        if sorted(ranks.values()) != list(range(len(ranks))):
+            raise ValueError("its ids have gaps")
+        return from_ranks(ranks, Path(path).parent.name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"tokenizer '{path}': not a byte-level vocabulary like GPT-2's ({type(error).__name__}: {error})") from None
+
+
 def gpt2():
     """GPT-2's tokenizer. tiktoken downloads it at the first use; ValueError if there is no network then."""
     try:
@@ -50,13 +71,9 @@ def train_ranks(texts, n_tokens):
     trainer = trainers.BpeTrainer(vocab_size=n_tokens, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(texts, trainer)
-    # ByteLevel writes every byte as one printable character: printable Latin-1 as itself, the others from 256 on
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    ranks = {bytes([b]): b for b in range(256)}
+    table, ranks = byte_of(), {bytes([b]): b for b in range(256)}
     for token, _ in sorted(bpe.get_vocab().items(), key=lambda item: item[1]):   # in the order of the merges
-        ranks.setdefault(bytes(byte_of[c] for c in token), len(ranks))
+        ranks.setdefault(bytes(table[c] for c in token), len(ranks))
     return ranks
 
 

@@ -62,11 +62,9 @@ class Trace:
             useful_scores += sum(range(end - new + 1, end + 1))
             self.reached[request.name] = max(seen, end)
             work.append((request.name, first, n))
-        finished = getattr(batch, "finished", [])
-        planned = sum(n for _, n in batch.plan)
-        finished_slots = len(finished)
+        planned, finished_slots = sum(n for _, n in batch.plan), len(batch.finished)
         self.passes.append(ForwardPass(
-            self.stage, step, tuple(batch.tokens.shape), work, [request.name for request in finished], useful, planned - useful,
+            self.stage, step, tuple(batch.tokens.shape), work, [request.name for request in batch.finished], useful, planned - useful,
             batch.tokens.numel() - planned - finished_slots, finished_slots, batch.padded_keys, batch.score_entries,
             useful_scores, batch.copied_bytes, seconds))
 

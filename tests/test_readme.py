@@ -1,0 +1,48 @@
+"""What the README says is so."""
+import re
+from pathlib import Path
+
+from toolbox.ladder import run
+from toolbox.load import load
+from toolbox.report import totals
+from toolbox.stages import STAGES
+from toolbox.workload import PROMPTS, make_requests, read_prompts
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_ladder_of_counts():
+    """Counts depend on what is generated; a row that differs on your machine alone may be a near-tie that rounding flipped."""
+    model, tokenizer = load()
+    requests = make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64, temperature=0.7, top_k=None, seed=0)
+    traces = run(model, requests)
+    generated = sum(len(request.generated) for request in traces["naive"].requests)
+    assert f"({sum(len(r.prompt) for r in requests)} prompt tokens, {generated} generated" in README
+    for name, trace in traces.items():
+        t = totals(trace)
+        row = next(line for line in README.splitlines() if re.match(rf"\| {name} \|", line))
+        counts = [cell.strip() for cell in row.strip("|").split("|")[1:6]]
+        assert counts == [f"{t['forward_passes']:,}", f"{t['slots']:,}", f"{t['useful'] / t['slots']:.0%}", f"{t['score_entries']:,}",
+                          f"{t['copied_bytes'] / 1e6:,.0f} MB"], name
+
+
+def test_files_and_pictures_are_there():
+    for path in re.findall(r"\]\(((?!http)[^)#]+)\)", README) + re.findall(r'src="([^"]+)"', README):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|ipynb))`", README):
+        assert (ROOT / path).exists(), path
+
+
+def test_line_counts_are_about_right():
+    said = re.findall(r"`(\w+\.py)` \((\d+) lines", README)
+    assert len(said) >= 9
+    for name, lines in said:
+        assert abs(len((ROOT / name).read_text().splitlines()) - int(lines)) <= 0.1 * int(lines), name
+
+
+def test_the_python_example_runs():
+    code = re.search(r"```python\n(.*?)```", README, re.S).group(1)
+    scope = {}
+    exec(code, scope)
+    assert all(request.finish_reason for request in scope["requests"])
