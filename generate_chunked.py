@@ -33,9 +33,10 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     max_kv_tokens: cache entries of all running requests together; None: no limit
     on_token:      on_token(request, token, logits) is called as each token appears
     """
+    requests = prepare(requests, model.config)
     trace = Trace("chunked", requests)
     scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
-    for request in prepare(requests, model.config):
+    for request in requests:
         scheduler.add(request)
     step = 0
     while scheduler.busy:

@@ -37,10 +37,10 @@ def generate(model, requests, max_batch=8, on_token=None):
     on_token:  on_token(request, token, logits) is called as each token appears
     """
     at_least_1(max_batch=max_batch)
+    requests = prepare(requests, model.config)
     trace = Trace("dynamic", requests)
-    waiting, running = prepare(requests, model.config), []
-    step = 0
-    while waiting or running:
+    waiting, running, step = requests, [], 0
+    while running or (waiting := [request for request in waiting if not request.finished]):
         # 1. who has arrived takes a free place
         if not running:
             step = max(step, waiting[0].arrival)
@@ -63,10 +63,10 @@ def generate(model, requests, max_batch=8, on_token=None):
                 request.append(token)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         # 4. who is finished leaves, and takes its cache along
-        for request in running:
-            if request.finished:
-                request.kv = None
-        running = [request for request in running if not request.finished]
+        finished = [request for request in running if request.finished]
+        for request in finished:
+            request.kv = None
+        running = [request for request in running if request not in finished]
         step += 1
     return trace
 

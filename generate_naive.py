@@ -48,9 +48,10 @@ class StaticBatch:
         self.positions.clamp_(0, self.requests[0].block_size - 1)      # those of pads and finished rows may lie outside
         self.mask = (columns >= self.pads[:, None])[:, None, None, :]                                 # (B, 1, 1, S)
 
-        running = [b for b, request in enumerate(self.requests) if not request.finished]
+        done = [request.finished for request in self.requests]
+        running = [b for b, finished in enumerate(done) if not finished]
         self.sampled = [self.requests[b] for b in running]
-        self.finished = [request for request in self.requests if request.finished]
+        self.finished = [request for request, finished in zip(self.requests, done) if finished]
         self.plan = [(request, request.todo) for request in self.sampled]
         self.starts = [request.computed for request in self.sampled]
         self.rows = (torch.tensor(running, device=self.device), -1)
@@ -73,9 +74,9 @@ def generate(model, requests, max_batch=8, on_token=None):
     on_token:  on_token(request, token, logits) is called as each token appears
     """
     at_least_1(max_batch=max_batch)
+    requests = prepare(requests, model.config)
     trace = Trace("naive", requests)
-    waiting = prepare(requests, model.config)
-    step = 0
+    waiting, step = requests, 0
     while waiting := [request for request in waiting if not request.finished]:   # cancelled ones never start
         # 1. those who have arrived make a batch; it stays as it is until all of it is done
         step = max(step, waiting[0].arrival)

@@ -54,9 +54,10 @@ def generate(model, requests, use_cache=True, on_token=None):
     use_cache: False recomputes every token at every step; the same tokens come out
     on_token:  on_token(request, token, logits) is called as each token appears
     """
+    requests = prepare(requests, model.config)
     trace = Trace("unbatched" if use_cache else "unbatched, no cache", requests)
     step = 0
-    for request in prepare(requests, model.config):
+    for request in requests:
         step = max(step, request.arrival)
         while not request.finished:
             # 1. the batch is this one request

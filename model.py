@@ -46,7 +46,7 @@ class GPTConfig:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"GPTConfig: {name} must be a whole number of at least 1, not {value!r}")
         if self.n_embd % self.n_head:
             raise ValueError(f"GPTConfig: n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
@@ -222,12 +222,12 @@ def sample(logits, requests):
 
     Whatever else is in the batch, the same request draws the same numbers, one per token that it
     generates. In float64 on the CPU, so that every device turns them into the same tokens.
-    Raises ValueError for logits that are NaN.
+    Raises ValueError for logits that are NaN or infinite.
     """
     tokens = []
     for x, request in zip(logits.cpu().double(), requests):   # one transfer for all
-        if x.isnan().any():
-            raise ValueError(f"{request}: the model's logits are NaN")
+        if not x.max().isfinite():   # the maximum of anything with a NaN is NaN
+            raise ValueError(f"{request}: the model's logits are not finite, no token can be chosen")
         if request.temperature == 0:
             tokens.append(int(x.argmax()))
         else:

@@ -16,6 +16,7 @@ import bisect
 import math
 import operator
 import random
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
@@ -68,7 +69,7 @@ class Request:
             value = getattr(self, name)
             if not (is_whole(value) and value >= least) and not (name in ("top_k", "eos_token") and value is None):
                 raise ValueError(f"{self}: {name} must be a whole number of at least {least}, not {value!r}")
-        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < math.inf:
+        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"{self}: temperature must be a number of at least 0, not {self.temperature!r}")
         self._stream = random.Random(self.seed)
 
@@ -104,7 +105,7 @@ class Request:
         self.generated.append(token)
         if token == self.eos_token:
             self.finish_reason = "stop"
-        elif len(self.generated) == self.max_new_tokens or len(self.prompt) + len(self.generated) > self.block_size:
+        elif len(self.generated) >= self.max_new_tokens or len(self.prompt) + len(self.generated) > self.block_size:
             self.finish_reason = "length"
 
     def cancel(self):
@@ -122,25 +123,29 @@ def prepare(requests, config):
     Makes requests ready for a model with this GPTConfig and returns them by arrival, ties as given.
     Raises ValueError before any of them has run, naming the one that cannot.
     """
-    requests = list(requests)
+    requests = [requests] if isinstance(requests, Request) else list(requests)
     if not requests:
         raise ValueError("there are no requests: at least one is needed")
-    taken = {request.name for request in requests}
+    names, taken = [], {getattr(request, "name", "") for request in requests}
     for i, request in enumerate(requests):
-        request.name = request.name or next(name for j in count(i) if (name := f"r{j}") not in taken)
-        taken.add(request.name)
+        if not isinstance(request, Request):
+            raise ValueError(f"requests must be Requests, not {request!r:.60}")
+        name = request.name or next(name for j in count(i) if (name := f"r{j}") not in taken)
+        names.append(name)
+        taken.add(name)
         if request.computed or request.generated:
-            raise ValueError(f"{request} has already run: make a new one")
+            raise ValueError(f"request '{name}' has already run: make a new one")
         if len(request.prompt) > config.block_size:
-            raise ValueError(f"{request}: prompt of {len(request.prompt)} tokens does not fit block_size {config.block_size}")
+            raise ValueError(f"request '{name}': prompt of {len(request.prompt)} tokens does not fit block_size {config.block_size}")
         for token in request.prompt:
             if not 0 <= token < config.vocab_size:
-                raise ValueError(f"{request}: token id {token} is not in the vocabulary, 0 to {config.vocab_size - 1}")
-    for name, times in Counter(request.name for request in requests).items():
+                raise ValueError(f"request '{name}': token id {token} is not in the vocabulary, 0 to {config.vocab_size - 1}")
+    for key, times in Counter(names + [id(request) for request in requests]).items():
         if times > 1:
+            name = key if isinstance(key, str) else names[[id(request) for request in requests].index(key)]
             raise ValueError(f"request '{name}' is there {times} times: each needs a name of its own, and runs once")
-    for request in requests:
-        request.block_size = config.block_size
+    for request, name in zip(requests, names):
+        request.name, request.block_size, request.kv = name, config.block_size, None
     return sorted(requests, key=lambda request: request.arrival)
 
 
@@ -176,6 +181,8 @@ class Scheduler:
         if request.kv_tokens > self.max_kv_tokens:
             raise ValueError(f"{request}: prompt of {len(request.prompt)} + max_new_tokens {request.max_new_tokens} needs "
                              f"{request.kv_tokens} KV tokens, max_kv_tokens is {self.max_kv_tokens}")
+        if request in self.waiting + self.running:
+            raise ValueError(f"{request} is in the queue already")
         bisect.insort(self.waiting, request, key=lambda r: r.arrival)   # behind those of the same arrival
 
     @property
@@ -226,14 +233,14 @@ class Scheduler:
         self.release()
 
     def cancel(self, request):
-        """Ends a request in any state and frees what it holds."""
+        """Ends a request in any state and frees what it holds. Between steps; `Request.cancel` may come at any time."""
         request.cancel()
         self.release()
 
     def release(self):
         """Lets go of everything that is finished."""
-        for request in self.waiting + self.running:
-            if request.finished:
-                request.kv = None
-        self.waiting = [request for request in self.waiting if not request.finished]
-        self.running = [request for request in self.running if not request.finished]
+        finished = [request for request in self.waiting + self.running if request.finished]   # once: another thread may cancel
+        for request in finished:
+            request.kv = None
+        self.waiting = [request for request in self.waiting if request not in finished]
+        self.running = [request for request in self.running if request not in finished]

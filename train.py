@@ -13,7 +13,9 @@ The text that it learns to write is English-like, not sensible. It is here to be
 import argparse
 import math
 import os
+import pickle
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig
+from toolbox.cli import guarded
 from toolbox.corpus import documents
 from toolbox.tokenizer import from_ranks, train_ranks, write_ranks_file
 from toolbox.weights import write_gpt2
@@ -103,8 +106,15 @@ def learning_rate(step, args):
 
 
 def train(args):
+    for name in "steps", "batch_size", "lr":
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name} must be above 0, not {getattr(args, name)}")
     out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "train_state.pt.new").write_bytes(b"")   # can anything be written there?
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error.strerror}") from None
 
     # 1. text and tokenizer
     train_texts, held_out = split(documents())
@@ -132,7 +142,10 @@ def train(args):
     settings = {"steps": args.steps, "lr": args.lr, "seed": args.seed, "batch_size": args.batch_size,
                 "train_tokens": sum(map(len, docs))}   # another Python has another text
     if state_file.exists():
-        state = torch.load(state_file, weights_only=True)
+        try:
+            state = torch.load(state_file, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError):
+            raise ValueError(f"{state_file} cannot be read: delete it to start from the beginning") from None
         if state["settings"] == settings:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
@@ -171,6 +184,7 @@ def train(args):
     # 5. the result, which GPT.from_pretrained reads
     write_gpt2(model, out)
     state_file.unlink(missing_ok=True)
+    Path(str(state_file) + ".new").unlink(missing_ok=True)
     print(f"wrote {out}: try  python generate_naive.py --model {out}")
 
 
@@ -181,4 +195,5 @@ if __name__ == "__main__":
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    train(parser.parse_args())
+    arguments = parser.parse_args()
+    sys.exit(guarded(parser.prog, lambda: train(arguments)))

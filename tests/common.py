@@ -99,7 +99,14 @@ def assert_contract(model, generate, requests, cancels=(), tolerance=1e-10, **kn
             assert difference <= tolerance, f"request {i}: logits differ by {difference:.1e}"
         assert request.kv is None, f"request {i} still holds its cache"
         assert request.token_steps == sorted(set(request.token_steps)) and all(s >= request.arrival for s in request.token_steps)
+    steps = [p.step for p in trace.passes]
+    assert steps == sorted(steps), "time runs backwards"
+    ended = {request.name: (request.token_steps or [-1])[-1] for request in requests}
     for p in trace.passes:
+        for name, _, _ in p.work:   # nobody is computed after its last token, but for the rest of the step in which it was cancelled
+            request = next(request for request in requests if request.name == name)
+            assert p.step >= request.arrival
+            assert p.step <= ended[name] or request.finish_reason == "cancelled"
         assert p.slots == p.useful + p.recomputed + p.pad_slots + p.finished_slots
         assert p.useful_scores <= p.score_entries and min(p.useful, p.recomputed, p.pad_slots, p.finished_slots) >= 0
     return trace

@@ -77,6 +77,87 @@ def test_arrivals_are_respected_and_order_does_not_matter(stage):
     assert_contract(MODEL, STAGES[stage], requests[::-1])
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_requests_are_served_in_the_order_of_their_arrival(stage):
+    """Whatever the order in which they are given, with room for one at a time."""
+    requests = [Request([i + 1] * 3, 2, name=f"r{i}", arrival=arrival) for i, arrival in enumerate([30, 0, 9, 9, 4])]
+    STAGES[stage](MODEL, requests, **({} if stage in ("no_cache", "unbatched") else {"max_batch": 1}))
+    assert sorted(range(5), key=lambda i: requests[i].token_steps[0]) == [1, 4, 2, 3, 0]
+    assert all(request.token_steps[0] >= request.arrival for request in requests)
+    assert requests[1].token_steps == [0, 1] and requests[0].token_steps == [30, 31]   # not before, and not later than need be
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_request_cancelled_while_it_waits_is_never_computed_and_takes_no_place(stage):
+    requests = [Request([1, 2], 3, name="a"), Request([3] * 5, 3, name="b"), Request([4, 5], 2, name="c")]
+    trace = STAGES[stage](MODEL, requests, on_token=lambda *_: requests[1].cancel(), **({} if stage in ("no_cache", "unbatched") else {"max_batch": 1}))
+    assert "b" not in [name for p in trace.passes for name, _, _ in p.work] and requests[1].generated == []
+    assert requests[2].token_steps == [3, 4]
+
+
+@pytest.mark.parametrize("stage", SCHEDULED)
+def test_a_request_cancelled_between_two_passes_of_a_step_is_not_computed(stage):
+    requests = [Request([1, 2], 9, name="a"), Request([3] * 20, 3, name="b")]
+    trace = STAGES[stage](MODEL, requests, token_budget=4, on_token=lambda *_: requests[1].cancel())
+    first = requests[0].token_steps[0]
+    assert all(p.step <= first for p in trace.passes if "b" in [name for name, _, _ in p.work])
+
+
+@pytest.mark.parametrize("stage", ["dynamic", *SCHEDULED])
+def test_what_is_allocated_is_what_is_granted(stage):
+    requests, seen = [Request([1, 2, 3], 4, name="a"), Request([1] * 20, 100, name="b")], {}
+
+    def on_token(request, token, logits):
+        for r in requests:
+            if r.kv:
+                seen[r.name] = {k.shape[-2] for k in [*r.kv.k.values(), *r.kv.v.values()]} | {r.kv.capacity}
+
+    STAGES[stage](MODEL, requests, on_token=on_token)
+    assert seen == {"a": {3 + 4}, "b": {BLOCK_SIZE}}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_vocabulary_projection_touches_wanted_tokens_only(stage):
+    model, rows = toy(), []
+    model.ln_f.register_forward_pre_hook(lambda module, args: rows.append(args[0].numel() // args[0].size(-1)))
+    requests = mixed()
+    STAGES[stage](model, requests)
+    assert sum(rows) == sum(len(request.generated) for request in requests)
+
+
+def test_a_cache_left_from_a_failed_run_is_not_used_again():
+    request = Request([1, 2, 3], 4)
+    single = toy(dtype=torch.float32)
+    handle = single.h[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    for stage in BATCHED:
+        with pytest.raises(ZeroDivisionError):
+            STAGES[stage](single, [request])
+        assert request.computed == 0
+        assert_contract(MODEL, STAGES[stage], [request])
+        request = replace(request)
+    handle.remove()
+
+
+def test_any_iterable_of_requests_will_do():
+    for stage in STAGES:
+        trace = STAGES[stage](MODEL, (Request([i], 2) for i in range(3)))
+        assert [len(request.generated) for request in trace.requests] == [2, 2, 2]
+        assert STAGES[stage](MODEL, Request([5], 2)).requests[0].generated
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_callback_that_raises_leaves_whole_tokens(stage):
+    requests = [Request([i, i + 1], 5) for i in range(4)]
+
+    def on_token(request, token, logits):
+        if len(request.generated) == 3:
+            raise RuntimeError("injected")
+
+    with pytest.raises(RuntimeError, match="injected"):
+        STAGES[stage](MODEL, requests, on_token=on_token)
+    assert all(len(request.generated) == len(request.token_times) == len(request.token_steps) for request in requests)
+
+
 @pytest.mark.parametrize("stage", BATCHED)
 def test_batching_saves_forward_passes(stage):
     """The contract would hold for a stage that runs one request after the other, too."""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import toolbox.weights
 from model import GPT, GPTConfig
-from toolbox.load import load
+from toolbox.load import decode, load
 from toolbox.tokenizer import BUILTIN, from_ranks_file
 from toolbox.weights import read_gpt2, write_gpt2
 
@@ -101,6 +101,16 @@ BROKEN = {
     "heads do not divide": (lambda f: edit_config(f, n_head=3), "not a multiple of n_head 3"),
     "no heads": (lambda f: edit_config(f, n_head=0), "n_head must be"),
     "a config of words": (lambda f: edit_config(f, n_head="four"), "n_head must be"),
+    "a truth for a number": (lambda f: edit_config(f, n_head=True), "n_head must be"),
+    "absurdly large": (lambda f: edit_config(f, vocab_size=10**18), "its config.json: "),
+    "nested too deeply": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is not that of a GPT-2"),
+    "another activation": (lambda f: edit_config(f, activation_function="relu"), "activation_function 'relu' is not GPT-2's"),
+    "another epsilon": (lambda f: edit_config(f, layer_norm_epsilon=1e-2), "layer_norm_epsilon 0.01 is not GPT-2's"),
+    "untied": (lambda f: edit_config(f, tie_word_embeddings=False), "tie_word_embeddings False is not GPT-2's"),
+    "scaled by layer": (lambda f: edit_config(f, scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx True"),
+    "unscaled": (lambda f: edit_config(f, scale_attn_weights=False), "scale_attn_weights False"),
+    "c_attn of three axes": (lambda f: save_file({**weights(f), "transformer.h.0.attn.c_attn.weight": torch.zeros(2, 3, 3)}, f / "model.safetensors"), "missing or unknown"),
+    "c_attn of no axes": (lambda f: save_file({**weights(f), "transformer.h.0.attn.c_attn.weight": torch.zeros(())}, f / "model.safetensors"), "missing or unknown"),
     "truncated": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:1000]), "cannot be read"),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "cannot be read"),
     "not weights": (lambda f: (f / "model.safetensors").write_bytes(b"GIF89a" * 100), "cannot be read"),
@@ -110,6 +120,9 @@ BROKEN = {
     "a .bin that is code": (lambda f: ((f / "model.safetensors").unlink(), torch.save({"a": print}, f / "pytorch_model.bin")), "cannot be read"),
     "a .bin that is no state dict": (lambda f: ((f / "model.safetensors").unlink(), torch.save([1], f / "pytorch_model.bin")), "cannot be read"),
     "ranks are no ranks": (lambda f: (f / "ranks.tiktoken").write_text("hello world\n"), "not a ranks file"),
+    "ranks are doubled": (lambda f: (f / "ranks.tiktoken").write_text("YQ== 0\nYg== 0\n"), "without gaps and duplicates"),
+    "ranks are negative": (lambda f: (f / "ranks.tiktoken").write_text("YQ== -1\n"), "without gaps and duplicates"),
+    "bytes are missing": (lambda f: (f / "ranks.tiktoken").write_text("YQ== 0\nYg== 1\n"), "does not have all 256 bytes"),
     "ranks file of a larger vocabulary": (lambda f: (f / "ranks.tiktoken").write_bytes((BUILTIN / "ranks.tiktoken").read_bytes() + b"enp6eno= 1023\n"), "smaller than its tokenizer's 1025"),
 }
 
@@ -123,7 +136,7 @@ def test_a_broken_folder_is_refused_in_one_line(folder, case):
     assert message in str(error.value) and "\n" not in str(error.value), error.value
 
 
-@pytest.mark.parametrize("name", ["gpt3", "no/such/folder", "README.md", ""])
+@pytest.mark.parametrize("name", ["gpt3", "no/such/folder", "README.md", "", "x" * 300, "a\0b"])
 def test_an_unknown_name_is_refused(name):
     with pytest.raises(ValueError, match="model '"):
         load(name)
@@ -160,6 +173,11 @@ def test_no_network_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(ValueError, match="tokenizer 'gpt2': .*cannot reach the network .*ConnectionError"):
         toolbox.tokenizer.gpt2()
+
+
+def test_a_token_that_the_tokenizer_does_not_have_is_shown_all_the_same():
+    """A model's vocabulary may be padded beyond its tokenizer's."""
+    assert decode(TOKENIZER, TOKENIZER.encode("été ☕") + [5000]) == "été ☕\ufffd"
 
 
 def test_a_vocab_json_is_read(folder):

@@ -1,4 +1,5 @@
 """The inverse CDF, the random streams, and who draws when."""
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -23,9 +24,10 @@ def probabilities(temperature, top_k=None):
     return p / p.sum()
 
 
-@pytest.mark.parametrize("temperature, top_k", [(1.0, None), (0.3, None), (2.0, 3), (1.0, 1), (1.0, 100)])
+@pytest.mark.parametrize("temperature, top_k", [(1.0, None), (0.3, None), (2.0, 3), (1.0, 1), (1.0, 5), (1.0, 100)])
 def test_each_token_has_an_interval_as_wide_as_its_probability(temperature, top_k):
     p = probabilities(temperature, None if top_k == 100 else top_k)
+    assert cdf(LOGITS, temperature, top_k)[-1] == 1
     np.testing.assert_allclose(np.diff(cdf(LOGITS, temperature, top_k).numpy(), prepend=0), p, atol=1e-15)
     n = 20_000
     request = Request([1], temperature=temperature, top_k=top_k, seed=3)
@@ -65,9 +67,12 @@ def test_greedy_takes_the_largest_and_draws_nothing():
     assert request._stream.getstate() == state
 
 
-def test_nan_logits_are_refused_by_name():
-    with pytest.raises(ValueError, match="request 'r3': the model's logits are NaN"):
-        sample(LOGITS[None] * float("nan"), [Request([1], name="r3")])
+@pytest.mark.parametrize("logits", [[1.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf]])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_refused_by_name(logits, temperature):
+    with pytest.raises(ValueError, match="request 'r3': the model's logits are not finite"):
+        sample(torch.tensor([logits]), [Request([1], temperature=temperature, name="r3")])
+    assert sample(torch.tensor([[-math.inf, 0.0]]), [Request([1], temperature=temperature)]) == [1]   # a token may be impossible
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -11,7 +11,7 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("generate_*.py"))
 
 def run(*arguments):
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, encoding="utf-8", timeout=120,
-                          env={"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "2"})
+                          env={"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"})
 
 
 def test_there_are_all_of_them():
@@ -45,6 +45,23 @@ def test_exit_status_1_if_a_request_is_wrong():
             "sys.argv = ['generate_interleaved.py']; runpy.run_path('generate_interleaved.py', run_name='__main__')")
     result = run("-c", code)
     assert result.returncode == 1 and "WRONG: request 'r" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--steps", "0"], "--steps must be above 0, not 0"),
+    (["--batch_size", "-1"], "--batch_size must be above 0"),
+    (["--lr", "nan"], "--lr must be above 0"),
+    (["--out", "README.md"], "--out README.md: "),
+    (["--out", "/proc/x"], "--out /proc/x: "),
+])
+def test_training_refuses_bad_flags(flags, message):
+    result = run("train.py", *flags)
+    assert result.returncode == 2 and message in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+
+def test_a_broken_pipe_is_no_traceback():
+    result = subprocess.run(f"'{sys.executable}' generate_ragged.py --quiet | head -1", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in result.stderr and "stage:" in result.stdout
 
 
 def test_training_is_reproducible_and_an_interruption_changes_nothing(tmp_path, monkeypatch):

@@ -1,17 +1,24 @@
 """
 The contract: each request gets exactly the tokens it would have got alone.
 
-`Check` listens to a stage through `on_token`, then runs each request alone and compares tokens and
-logits. Rounding can flip a near-tie, so at the first divergence it looks at the reference's own margin:
-if what the stage chose lies within the rounding, that is a near-tie, and otherwise it is WRONG.
+    check = Check(model, requests)
+    generate(model, requests, on_token=check.on_token)
+    verdicts = check()
+
+For each request its prompt and tokens go through the model once more, alone, with no batch and no cache. By the
+causal rule that gives the logits of every one of its tokens. Then, token by token:
+
+1. the stage's logits must be those, to rounding;
+2. its token must be what `sample` makes of its own logits and of the next number of the request's own stream, exactly;
+3. if `sample` makes another one of the logits of the request alone, rounding has flipped a near-tie.
+
+And the request must have ended where its own limits end it. Whatever fails is WRONG; a near-tie is not.
 """
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
-import generate_unbatched
-from model import cdf
+from model import sample
 
 # How far logits may be apart, relative to the largest of them
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -20,94 +27,80 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, tor
 @dataclass
 class Verdict:
     name: str
-    verdict: str            # "identical" | "near-tie" | "WRONG"
-    difference: float       # largest |logit difference| before any divergence, relative to the largest |logit|
+    verdict: str            # "identical" | "near-tie" | "cancelled" | "WRONG"
+    difference: float       # largest |logit difference|, relative to the largest |logit|
     detail: str = ""
 
 
 class Check:
-    """
-    check = Check(model)
-    generate(model, requests, on_token=check.on_token)
-    verdicts = check(requests)
-    """
-
-    def __init__(self, model, use_cache=True):
-        self.model, self.use_cache = model, use_cache
-        self.logits = {}     # request name -> its logits, (V,) for each token
-        self.passes = []     # the reference's forward passes
-        self.generated = 0   # tokens of the reference
+    def __init__(self, model, requests):
+        self.model, self.requests = model, list(requests)
+        self.asked = [replace(request) for request in self.requests]          # as they were before the run
+        self.logits = {id(request): [] for request in self.requests}          # (V,) for each token
 
     def on_token(self, request, token, logits):
-        self.logits.setdefault(request.name, []).append(logits)
+        self.logits[id(request)].append(logits)
 
-    def __call__(self, requests):
-        """Runs each request alone; a list of verdicts in the same order."""
-        return [self.judge(request) for request in requests]
+    def __call__(self):
+        """A list of verdicts, in the order of the requests."""
+        return [self.judge(*pair) for pair in zip(self.requests, self.asked)]
 
     @torch.inference_mode()
-    def judge(self, request):
-        alone = replace(request, arrival=0)
-        mine, theirs = self.logits.get(request.name, []), []
-        trace = generate_unbatched.generate(self.model, [alone], use_cache=self.use_cache,
-                                            on_token=lambda r, token, logits: theirs.append(logits))
-        self.passes += trace.passes
-        self.generated += len(alone.generated)
-        if len(mine) != len(request.generated):
-            return Verdict(request.name, "WRONG", math.inf, f"{len(request.generated)} tokens, but {len(mine)} calls of on_token")
+    def judge(self, request, asked):
+        generated, mine, worst = request.generated, self.logits[id(request)], 0.0
 
-        tolerance, worst = TOLERANCE[self.model.wte.weight.dtype], 0.0
-        for i, (a, b) in enumerate(zip(mine, theirs)):
-            scale = float(b.abs().max())
-            difference = float((a - b).abs().max()) / scale
+        def wrong(detail):
+            return Verdict(request.name, "WRONG", worst, detail)
+
+        if (request.prompt, request.max_new_tokens, request.eos_token) != (asked.prompt, asked.max_new_tokens, asked.eos_token):
+            return wrong("is not the request that came in: its prompt or its limits have changed")
+        if len(mine) != len(generated):
+            return wrong(f"{len(generated)} tokens, but {len(mine)} calls of on_token")
+        expected = self.ending(asked, generated)
+        if request.finish_reason != expected and request.finish_reason != "cancelled":
+            return wrong(f"ends with '{request.finish_reason}' after {len(generated)} tokens, where '{expected}' is due")
+        if request.finish_reason == "cancelled" and expected == "too long":
+            return wrong(f"{len(generated)} tokens, which is beyond its limits")
+
+        theirs = self.alone(asked.prompt + generated[:-1], len(generated)) if generated else []
+        tolerance, ties, one, two = TOLERANCE[self.model.wte.weight.dtype], [], replace(asked), replace(asked)
+        for i, (token, a, b) in enumerate(zip(generated, mine, theirs)):
+            difference = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-300))
             worst = max(worst, difference)
-            if not difference <= tolerance:   # also if it is NaN
-                return Verdict(request.name, "WRONG", difference, f"logits of token {i} differ by {difference:.1e} of the largest")
-            if request.generated[i] != alone.generated[i]:
-                if near_tie(b, request.generated[i], difference * scale, alone, i):   # the rounding that really happened
-                    return Verdict(request.name, "near-tie", worst, f"token {i}")
-                return Verdict(request.name, "WRONG", worst, f"token {i} is {request.generated[i]}, alone it is {alone.generated[i]}")
-        if request.finish_reason != "cancelled" and (request.generated, request.finish_reason) != (alone.generated, alone.finish_reason):
-            return Verdict(request.name, "WRONG", worst, f"{len(request.generated)} tokens and '{request.finish_reason}', "
-                                                         f"alone {len(alone.generated)} and '{alone.finish_reason}'")
-        return Verdict(request.name, "identical", worst)
+            if not difference <= tolerance:                                   # also if it is NaN
+                worst = difference
+                return wrong(f"logits of token {i} differ by {difference:.1e} of the largest")
+            if sample(a[None], [one]) != [token]:
+                return wrong(f"token {i} is {token}, which its own logits and its own random number do not give")
+            if sample(b[None], [two]) != [token]:
+                ties.append(i)
+        if request.finish_reason == "cancelled":
+            return Verdict(request.name, "cancelled", worst, f"after {len(generated)} tokens, which are right")
+        return Verdict(request.name, "near-tie", worst, f"token {ties[0]}") if ties else Verdict(request.name, "identical", worst)
 
+    def alone(self, tokens, n):
+        """Logits (n, V) of the last n tokens of one sequence that is run all by itself."""
+        tokens = torch.tensor([tokens], device=self.model.device)             # (1, T)
+        return self.model(tokens, rows=(0, slice(-n, None))).cpu()
 
-    def cost(self):
-        """One line on what the reference run took."""
-        slots, seconds = sum(p.slots for p in self.passes), sum(p.seconds for p in self.passes)
-        return (f"alone ({self.passes[0].stage}): {self.generated:,} tokens in {seconds:.2f} s of forward passes, "
-                f"{len(self.passes):,} passes over {slots:,} slots")
-
-
-def near_tie(logits, token, rounding, request, i):
-    """Could logits within `rounding` (absolute) of these (V,) have given `token` as the i-th of this request?"""
-    x = logits.cpu().double()
-    if request.temperature == 0:
-        return bool(x.max() - x[token] <= 2 * rounding)
-    if request.top_k is not None and request.top_k < x.numel():
-        edge = x.topk(request.top_k + 1).values
-        if edge[-2] - edge[-1] <= 2 * rounding:   # which token is the k-th is a tie itself
-            return bool(x[token] >= edge[-1] - 2 * rounding)
-    fresh = replace(request)                      # the same random stream, from its beginning
-    for _ in range(i + 1):
-        u = fresh.draw()
-    edges = cdf(x, request.temperature, request.top_k)
-    low, high = float(edges[token - 1]) if token else 0.0, float(edges[token])
-    # logits off by at most r change each probability by a factor of at most exp(2r / temperature)
-    slack = math.expm1(min(2 * rounding / request.temperature, 50.0))
-    return low - slack <= u <= high + slack
+    def ending(self, asked, generated):
+        """The finish reason that these tokens must have; "too long" or None if they cannot be all."""
+        room = self.model.config.block_size + 1 - len(asked.prompt)           # the last token needs no position of its own
+        limit = min(asked.max_new_tokens, room)
+        if asked.eos_token in generated[:-1] or len(generated) > limit:
+            return "too long"
+        if generated and generated[-1] == asked.eos_token:
+            return "stop"
+        return "length" if len(generated) == limit else None
 
 
 def summary(verdicts):
-    """One line, e.g. "12/12 requests identical to unbatched, max |Δlogit| 2.1e-07 relative"."""
-    good = [v for v in verdicts if v.verdict != "WRONG"]
-    ties = sum(v.verdict == "near-tie" for v in verdicts)
-    line = f"{len(good)}/{len(verdicts)} requests identical to unbatched"
-    if ties:
-        line += f" ({ties} near-tie{'s' * (ties > 1)})"
-    line += f", max |Δlogit| {max(v.difference for v in verdicts):.1e} relative"
-    for v in verdicts:
-        if v.verdict == "WRONG":
-            line += f"\nWRONG: request '{v.name}': {v.detail}"
-    return line
+    """One line, e.g. "12/12 requests identical to unbatched (1 near-tie), max |Δlogit| 2.1e-07 relative"; then one for each WRONG."""
+    count = {kind: sum(v.verdict == kind for v in verdicts) for kind in ("identical", "near-tie", "cancelled", "WRONG")}
+    line = f"{count['identical'] + count['near-tie']}/{len(verdicts) - count['cancelled']} requests identical to unbatched"
+    if count["near-tie"]:
+        line += f" ({count['near-tie']} near-tie{'s' * (count['near-tie'] > 1)})"
+    if count["cancelled"]:
+        line += f", {count['cancelled']} cancelled"
+    line += f", max |Δlogit| {max((v.difference for v in verdicts), default=0.0):.1e} relative"
+    return "\n".join([line, *(f"WRONG: request '{v.name}': {v.detail}" for v in verdicts if v.verdict == "WRONG")])

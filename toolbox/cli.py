@@ -6,14 +6,16 @@ Exit status: 0 all is well, 1 a request is WRONG, 2 bad input (one line on stder
 import argparse
 import contextlib
 import inspect
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from toolbox import plots
 from toolbox.check import Check, summary
-from toolbox.load import load
+from toolbox.load import decode, load
 from toolbox.measure import forward_times
 from toolbox.progress import Progress
 from toolbox.report import report, write_trace
@@ -103,7 +105,7 @@ def given_knobs(args):
 def show(requests, tokenizer):
     for request in requests:
         print(f"--- {request.name}: {len(request.prompt)} prompt tokens, {len(request.generated)} generated, {request.finish_reason or 'unfinished'}")
-        print(tokenizer.decode(request.prompt) + "▸" + tokenizer.decode(request.generated))
+        print(decode(tokenizer, request.prompt) + "▸" + decode(tokenizer, request.generated))
     print()
 
 
@@ -120,6 +122,9 @@ def guarded(prog, work):
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:   # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def main(generate, doc, argv=None):
@@ -139,7 +144,8 @@ def run(generate, args):
     for knob in ignored:
         print(f"--{FLAGS.get(knob, knob)} has no meaning for this stage: ignored")
     model, tokenizer, requests = prepare(args)
-    check = None if args.no_check else Check(model, use_cache="use_cache" not in parameters or not knobs.get("use_cache", True))   # stage 0: with a cache against without
+    check = None if args.no_check else Check(model, requests)
+    twins = [replace(request) for request in requests]
     budget = knobs.get("token_budget", parameters["token_budget"].default) if "token_budget" in parameters else None
     progress = contextlib.nullcontext() if args.quiet else Progress(model, requests, tokenizer, budget)
     try:
@@ -153,14 +159,15 @@ def run(generate, args):
     if not args.quiet:
         show(requests, tokenizer)
     print(report(trace))
+    if "use_cache" in parameters and "use_cache" not in knobs:
+        print("\nfor comparison,", report(generate(model, twins, use_cache=False)), end="\n\n")
     if args.trace:
         write_trace(trace, args.trace)
     if args.plot:
         plots.stage(trace, args.plot)
     if check is None:
         return 0
-    verdicts = check(requests)
-    print(check.cost())
+    verdicts = check()
     print(summary(verdicts))
     return int(any(v.verdict == "WRONG" for v in verdicts))
 

@@ -31,9 +31,10 @@ def wrong(model, requests, stages=STAGES, **knobs):
     """Runs each stage once more and checks it against the unbatched run; a line for each request that is WRONG."""
     lines = []
     for name, generate in stages.items():
-        check, copies = Check(model), [replace(request) for request in requests]
+        copies = [replace(request) for request in requests]
+        check = Check(model, copies)
         generate(model, copies, on_token=check.on_token, **knobs_of(generate, knobs)[0])
-        lines += [f"WRONG: {name}: request '{v.name}': {v.detail}" for v in check(copies) if v.verdict == "WRONG"]
+        lines += [f"WRONG: {name}: request '{v.name}': {v.detail}" for v in check() if v.verdict == "WRONG"]
     return lines
 
 

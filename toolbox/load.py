@@ -12,9 +12,9 @@ def load(name="builtin"):
 
     A local folder's tokenizer is its ranks.tiktoken or its vocab.json; with neither it is GPT-2's.
     """
+    model = GPT.from_pretrained(name)
     path = Path(name)
     folder = BUILTIN if name == "builtin" else path if path.is_dir() else path.parent
-    model = GPT.from_pretrained(name)
     if (folder / "ranks.tiktoken").is_file():
         tokenizer = from_ranks_file(folder / "ranks.tiktoken")
     elif path.exists() and (folder / "vocab.json").is_file():
@@ -24,3 +24,9 @@ def load(name="builtin"):
     if tokenizer.n_vocab > model.config.vocab_size:
         raise ValueError(f"model '{name}': its vocabulary of {model.config.vocab_size} is smaller than its tokenizer's {tokenizer.n_vocab}")
     return model, tokenizer
+
+
+def decode(tokenizer, tokens):
+    """Text; a token id that the tokenizer does not have (a model's vocabulary may be padded) becomes U+FFFD."""
+    pieces = [tokenizer.decode_single_token_bytes(token) if token < tokenizer.n_vocab else "\ufffd".encode() for token in tokens]
+    return b"".join(pieces).decode("utf-8", errors="replace")

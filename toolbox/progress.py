@@ -3,6 +3,8 @@ import shutil
 import sys
 import time
 
+from toolbox.load import decode
+
 
 class Progress:
     """
@@ -75,7 +77,7 @@ class Progress:
             return f"  {request.name:6} waiting     {len(request.prompt)} prompt tokens" + (f", arrives at step {request.arrival}" if request.arrival else "")
         if state == "prefilling":
             return f"  {request.name:6} prefilling  {request.computed}/{len(request.prompt)}"
-        words = " ".join(self.tokenizer.decode(request.generated[-24:]).split())
+        words = " ".join(decode(self.tokenizer, request.generated[-24:]).split())
         last = f"{request.finish_reason}: {words[-50:]}" if state == "done" else f"... {words[-50:]}"
         return f"  {request.name:6} {state:11} {len(request.generated)}/{request.max_new_tokens}  {last}"
 

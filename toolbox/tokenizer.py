@@ -17,7 +17,11 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 
 
 def from_ranks(ranks, name):
-    """An Encoding of `ranks` (bytes -> rank), with <|endoftext|> as the one token after them."""
+    """An Encoding of `ranks` (bytes -> rank), with <|endoftext|> as the one token after them. ValueError if ranks are missing."""
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError("its ranks are not 0, 1, 2, ... without gaps and duplicates")
+    if not all(bytes([b]) in ranks for b in range(256)):
+        raise ValueError("it does not have all 256 bytes")
     return tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks,
                              special_tokens={END_OF_TEXT: len(ranks)}, explicit_n_vocab=len(ranks) + 1)
 
@@ -44,8 +48,6 @@ def from_vocab_file(path):
         table = byte_of()
         vocab = json.loads(Path(path).read_text(encoding="utf-8"))
         ranks = {bytes(table[c] for c in token): rank for token, rank in vocab.items() if token != END_OF_TEXT}
-        if sorted(ranks.values()) != list(range(len(ranks))):
-            raise ValueError("its ids have gaps")
         return from_ranks(ranks, Path(path).parent.name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"tokenizer '{path}': not a byte-level vocabulary like GPT-2's ({type(error).__name__}: {error})") from None
@@ -65,7 +67,10 @@ def train_ranks(texts, n_tokens):
     Trains a byte-level BPE of `n_tokens` tokens on `texts` with Hugging Face's tokenizers (a
     development requirement) and returns tiktoken's ranks, bytes -> rank.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    try:
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    except ImportError:
+        raise ValueError("training a tokenizer needs the package tokenizers: pip install -r requirements-dev.txt") from None
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)   # the same pattern as PATTERN
     trainer = trainers.BpeTrainer(vocab_size=n_tokens, show_progress=False,

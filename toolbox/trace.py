@@ -25,7 +25,7 @@ class ForwardPass:
     padded_keys: int          # key slots that hold no key of a running request
     score_entries: int        # computed
     useful_scores: int        # of those, the ones a token may see: position + 1 for each useful token
-    copied_bytes: int         # keys and values that were copied to bring them together
+    copied_bytes: int         # keys and values that were copied to bring them together, their padding included
     seconds: float
 
     @property
@@ -71,9 +71,11 @@ class Trace:
     def record_tokens(self, step, requests, tokens, logits, on_token=None):
         """Stamps each new token with the time and the step, and tells `on_token(request, token, logits)`."""
         now = time.perf_counter()
-        for request, token, row in zip(requests, tokens, logits):
-            if len(request.generated) > len(request.token_times):   # not if it was cancelled in the meantime
-                request.token_times.append(now)
-                request.token_steps.append(step)
-                if on_token:
-                    on_token(request, token, row)
+        new = [(request, token, row) for request, token, row in zip(requests, tokens, logits)
+               if len(request.generated) > len(request.token_times)]   # not if it was cancelled in the meantime
+        for request, _, _ in new:
+            request.token_times.append(now)
+            request.token_steps.append(step)
+        for request, token, row in new:
+            if on_token:
+                on_token(request, token, row)

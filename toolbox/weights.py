@@ -21,6 +21,9 @@ HUB = "https://huggingface.co/openai-community/{name}/resolve/main/{file}"
 FILES = ("model.safetensors", "pytorch_model.bin")
 CONFIG = {"block_size": ("n_positions", "n_ctx"), "vocab_size": ("vocab_size",), "n_layer": ("n_layer",),
           "n_head": ("n_head",), "n_embd": ("n_embd",)}   # ours: theirs
+# settings that change the arithmetic: what GPT-2 has, and all that is built here
+FIXED = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,), "tie_word_embeddings": (True,), "scale_attn_weights": (True,),
+         "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)}
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
@@ -36,7 +39,7 @@ def read_gpt2(name):
     config = read_config(path.parent / "config.json", name)
     try:
         theirs = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
-        theirs = {key.removeprefix("transformer."): tensor.float() for key, tensor in theirs.items()}
+        theirs = {key.removeprefix("transformer."): tensor.to_dense().float() for key, tensor in theirs.items()}
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError) as error:
         raise ValueError(f"model '{name}': {path.name} cannot be read, it is corrupt, cut short or of another kind "
                          f"({type(error).__name__})") from None
@@ -50,12 +53,16 @@ def locate(name):
     if name in NAMES:
         return download(name)
     path = Path(name)
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError):   # a name that no file can have
+        is_folder = is_file = False
+    if is_folder:
         found = [path / file for file in FILES if (path / file).is_file()]
         if not found:
             raise ValueError(f"model '{name}': the folder holds neither {FILES[0]} nor {FILES[1]}")
         return found[0]
-    if not path.is_file():
+    if not is_file:
         raise ValueError(f"model '{name}': no such file or folder, and none of the names builtin, {', '.join(NAMES)}")
     return path
 
@@ -76,29 +83,33 @@ def download(name):
 
 def read_config(path, name):
     try:
-        theirs = json.loads(path.read_text())
-        return {ours: next(theirs[key] for key in keys if key in theirs) for ours, keys in CONFIG.items()}
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+        config = {ours: next(theirs[key] for key in keys if key in theirs) for ours, keys in CONFIG.items()}
     except OSError:
-        raise ValueError(f"model '{name}': there is no config.json beside {path.parent.name}'s weights") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, StopIteration, TypeError):
+        raise ValueError(f"model '{name}': there is no config.json beside its weights") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, StopIteration, TypeError):
         raise ValueError(f"model '{name}': its config.json is not that of a GPT-2, which has "
                          f"{', '.join(keys[0] for keys in CONFIG.values())}") from None
+    for key, allowed in FIXED.items():
+        if theirs.get(key, allowed[0]) not in allowed:
+            raise ValueError(f"model '{name}': {key} {theirs[key]!r} is not GPT-2's, allowed is {' or '.join(map(repr, allowed))}")
+    return config
 
 
 def from_hugging_face(theirs, config, name):
     """Their state dict -> ours. Buffers (their causal masks) and the tied lm_head are left out."""
     ours = {}
+    expected = shapes(config, name)
     for key, tensor in theirs.items():
         if key.endswith((".attn.bias", ".attn.masked_bias")) or key == "lm_head.weight":
             continue
-        if key.endswith(CONV1D):
+        if key.endswith(CONV1D) and tensor.dim() == 2:
             tensor = tensor.t()
-        if "attn.c_attn" in key:
+        if "attn.c_attn" in key and tensor.dim():
             for part, piece in zip(("query", "key", "value"), tensor.chunk(3)):
                 ours[key.replace("c_attn", part)] = piece.contiguous()
         else:
             ours[key] = tensor.contiguous()
-    expected = shapes(config)
     if ours.keys() != expected.keys():
         odd = sorted(ours.keys() ^ expected.keys())
         raise ValueError(f"model '{name}': not a GPT-2 of {config['n_layer']} layers: "
@@ -109,11 +120,14 @@ def from_hugging_face(theirs, config, name):
     return ours
 
 
-def shapes(config):
+def shapes(config, name):
     """The shape of each weight a GPT of this configuration has."""
     from model import GPT, GPTConfig
-    with torch.device("meta"):   # shapes only: allocates nothing
-        return {key: tuple(tensor.shape) for key, tensor in GPT(GPTConfig(**config)).state_dict().items()}
+    try:
+        with torch.device("meta"):   # shapes only: allocates nothing
+            return {key: tuple(tensor.shape) for key, tensor in GPT(GPTConfig(**config)).state_dict().items()}
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"model '{name}': its config.json: {str(error).splitlines()[0]}") from None
 
 
 def write_gpt2(model, folder, dtype=torch.float16):
