@@ -65,6 +65,7 @@ class Check:
         theirs = self.alone(asked.prompt + generated[:-1], len(generated)) if generated else []
         tolerance, ties, one, two = TOLERANCE[self.model.wte.weight.dtype], [], replace(asked), replace(asked)
         for i, (token, a, b) in enumerate(zip(generated, mine, theirs)):
+            a = a.cpu()
             difference = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-300))
             worst = max(worst, difference)
             if not difference <= tolerance:                                   # also if it is NaN

@@ -71,7 +71,10 @@ def place(args):
     mps = torch.backends.mps.is_available()
     device = args.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if mps and args.dtype != "float64" else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+        if device == "mps" and args.dtype == "float64":
+            print("an Apple GPU has no float64: running on the CPU")
+            device = "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: there is no CUDA device here, allowed are cpu and auto")
     if device == "mps" and not mps:
