@@ -27,7 +27,8 @@ Sources: the rectangle is Adding Interleaving to NanoGPT (claims I1 to I6, and i
 mended here); the flat stream is the ragged batching of Continuous batching, from first principles (H11)
 and the varlen loop of the tensor parallelism article (R3, R4).
 """
-from itertools import accumulate
+from collections import Counter
+from itertools import accumulate, count
 
 import torch
 
@@ -64,12 +65,123 @@ class KV:
         """Keys and values of the first `end` tokens, (..., end, hs) each: views, nothing is copied."""
         return self.k[layer][..., :end, :], self.v[layer][..., :end, :]
 
+    def append_to(self, other, start, first=0, last=None):
+        """Copies tokens first..last into another KV, from `start` on. Returns the bytes copied."""
+        copied = 0
+        for layer in self.k:
+            k, v = self.k[layer][..., first:last, :], self.v[layer][..., first:last, :]
+            other.write(layer, start, k, v)
+            copied += k.nbytes + v.nbytes
+        return copied
+
 
 def allocate(plan):
-    """Gives each newcomer its cache, of exactly the size that the scheduler has granted."""
+    """
+    Gives each request of a plan a cache of exactly the size that the scheduler has granted: a newcomer a new
+    one, which begins with the pages it found in the prefix cache, and one that has grown a larger one (here all pages
+    of a request lie in one piece, so that they can be read as a view; paged attention reads them where they lie).
+    Returns the bytes copied.
+    """
+    copied = 0
     for request, _ in plan:
         if request.kv is None:
-            request.kv = KV(request.kv_tokens)
+            request.kv = KV(request.granted)
+            for i, page in enumerate(request.pages):
+                copied += page.kv.append_to(request.kv, i * page.size)
+        elif request.kv.capacity < request.granted:
+            old, request.kv = request.kv, KV(request.granted)
+            copied += old.append_to(request.kv, 0, last=request.computed)
+    return copied
+
+
+class Page:
+    """A full page of prompt tokens: its keys and values, the page before it, and how many hold it (requests and pages behind it)."""
+
+    def __init__(self, key, size, kv):
+        self.key, self.size, self.kv, self.holders, self.used = key, size, kv, 0, 0
+
+
+class PrefixCache:
+    """
+    Keys and values of prompts that have been computed, for later prompts that begin with the same tokens
+    (claim I7), page by page, also across runs. A page is found by its tokens and the page before it,
+    so that the same tokens after another beginning are another page. Pages that somebody holds stay; of the
+    others the least recently used goes first. It is filled and emptied by the Scheduler, within max_kv_tokens.
+
+        cache = PrefixCache(page_size=16)
+        generate(model, requests, prefix_cache=cache)
+    """
+
+    def __init__(self, page_size=16):
+        if not isinstance(page_size, int) or page_size < 1:
+            raise ValueError(f"page_size must be a whole number of at least 1, not {page_size!r}")
+        self.page_size = page_size
+        self.pages = {}        # (page before it or None, tokens) -> Page
+        self.clock = count(1)
+        self.owner = None
+
+    def bind(self, model):
+        """
+        At the beginning of a run. Its pages are of one model, dtype and device: ValueError for another one. (If you
+        change the weights, make a new one yourself.)
+        """
+        owner = (id(model), model.wte.weight.dtype, model.device)
+        if self.pages and self.owner != owner:
+            raise ValueError("prefix_cache: it holds keys and values of another model, dtype or device; make a new one")
+        self.owner = owner
+        parents = Counter(page.key[0] for page in self.pages.values())
+        for page in self.pages.values():
+            page.holders = parents[page]   # a run that failed has left its requests among them
+
+    @property
+    def tokens(self):
+        """What it holds, in tokens."""
+        return self.page_size * len(self.pages)
+
+    def find(self, pages, tokens):
+        """The page of these tokens behind `pages`, or None."""
+        return self.pages.get((pages[-1] if pages else None, tuple(tokens)))
+
+    def take(self, tokens):
+        """The longest chain of full pages that these tokens begin with; they are held until given back."""
+        pages = []
+        for end in range(self.page_size, len(tokens) + 1, self.page_size):
+            page = self.find(pages, tokens[end - self.page_size:end])
+            if page is None:
+                break
+            self.hold(page)
+            pages.append(page)
+        return pages
+
+    def hold(self, page):
+        page.holders += 1
+        page.used = next(self.clock)
+
+    def give_back(self, pages):
+        for page in pages:
+            page.holders -= 1
+
+    def add(self, pages, tokens, kv, end):
+        """A new page behind `pages`: a copy of the last tokens before `end` of a request's cache."""
+        copy = KV(self.page_size)
+        if kv is not None:
+            kv.append_to(copy, 0, end - self.page_size, end)
+        page = Page((pages[-1] if pages else None, tuple(tokens)), self.page_size, copy)
+        self.pages[page.key] = page
+        if pages:
+            pages[-1].holders += 1   # what lies behind a page keeps it
+        return page
+
+    def evict(self):
+        """Drops the least recently used page that nobody holds. False if there is none."""
+        free = [page for page in self.pages.values() if not page.holders]
+        if not free:
+            return False
+        page = min(free, key=lambda page: page.used)
+        del self.pages[page.key]
+        if page.key[0] is not None:
+            page.key[0].holders -= 1
+        return True
 
 
 class Rectangle:
@@ -86,7 +198,7 @@ class Rectangle:
     """
 
     def __init__(self, plan, device=None):
-        allocate(plan)
+        self.copied_bytes = allocate(plan)
         self.plan, self.starts, self.finished = plan, [request.computed for request, _ in plan], []
         B, T, P = len(plan), max(n for _, n in plan), max(self.starts)
         self.P = P
@@ -108,7 +220,6 @@ class Rectangle:
 
         self.padded_keys = int((~mask).sum())
         self.score_entries = B * T * (P + T)
-        self.copied_bytes = 0
 
     def attend(self, layer, q, k, v):
         B, nh, T, hs = k.shape
@@ -146,7 +257,7 @@ class Flat:
     def __init__(self, plan, device=None, attention="varlen"):
         if attention not in ("mask", "varlen"):
             raise ValueError(f"attention must be 'mask' or 'varlen', not {attention!r}")
-        allocate(plan)
+        self.copied_bytes = allocate(plan)
         self.attention = attention
         self.plan, self.starts, self.finished = plan, [request.computed for request, _ in plan], []
         self.ends = [start + n for (_, n), start in zip(plan, self.starts)]           # each request's number of keys
@@ -162,7 +273,6 @@ class Flat:
         self.rows = torch.tensor([self.cu_seqlens[i + 1] - 1 for i in complete], dtype=torch.long, device=device)
 
         self.padded_keys = 0
-        self.copied_bytes = 0
         if attention == "varlen":
             self.score_entries = sum(n * end for (_, n), end in zip(plan, self.ends))
         else:

@@ -22,19 +22,25 @@ from toolbox.trace import Trace
 
 
 @torch.inference_mode()
-def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, attention="varlen", on_token=None):
+def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, policy="fcfs", admission="reserve", page_size=16, prefix_cache=None,
+             attention="varlen", on_token=None):
     """
     Runs `requests` and fills them in place. Returns the trace.
 
     max_batch:     requests that run at the same time
     token_budget:  tokens of a step
-    max_kv_tokens: cache entries of all running requests together; None: no limit
+    max_kv_tokens: tokens that all caches together may hold; None: no limit
+    policy:        who of the waiting goes first: "fcfs", "sjf" or "priority"
+    admission:     "reserve" all that a request can need, or "grow" by pages of page_size tokens and preempt
+    prefix_cache:  a cache.PrefixCache, to reuse what prompts have in common; None: no reuse
     attention:     "varlen" skips the keys of other requests, "mask" computes and hides them
     on_token:      on_token(request, token, logits) is called as each token appears
     """
     requests = prepare(requests, model.config)
-    trace = Trace(f"ragged, {attention}", requests)
-    scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
+    scheduler = Scheduler(max_batch, token_budget, max_kv_tokens, policy, admission, page_size, prefix_cache)
+    trace = Trace(f"ragged, {attention}", requests, scheduler.counts)
+    if prefix_cache is not None:
+        prefix_cache.bind(model)
     for request in requests:
         scheduler.add(request)
     step = 0

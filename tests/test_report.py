@@ -20,7 +20,7 @@ def golden():
     """Two requests: a comes at step 0 and b at step 2, while step 3 runs (no step 2 was)."""
     a, b, c = (SimpleNamespace(name=name, arrival=arrival, generated=list(range(n)), token_steps=steps, token_times=times, prompt=[0], finish_reason="length")
                for name, arrival, n, steps, times in [("a", 0, 3, [1, 3, 6], [11.0, 13.0, 17.0]), ("b", 2, 2, [4, 5], [14.5, 15.0]), ("c", 0, 0, [], [])])
-    trace = Trace("x", [a, b, c], [a_pass(0), a_pass(1, shape=(7,), useful=6, recomputed=1, pad_slots=0)], started=10.0)
+    trace = Trace("x", [a, b, c], passes=[a_pass(0), a_pass(1, shape=(7,), useful=6, recomputed=1, pad_slots=0)], started=10.0)
     trace.step_times = {0: 10.5, 1: 10.75, 3: 12.0, 4: 14.0, 5: 14.6, 6: 16.0}
     return trace
 

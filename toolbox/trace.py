@@ -38,6 +38,7 @@ class Trace:
     """What `generate` returns."""
     stage: str
     requests: list
+    counts: dict = field(default_factory=dict)   # the Scheduler's: preemptions, prefix_hits, saved_tokens, evicted_pages
     passes: list = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)   # perf_counter; TTFT of a request that came at step 0 counts from here
     step_times: dict = field(default_factory=dict)              # step -> perf_counter at its beginning
