@@ -62,6 +62,11 @@ def refused(message, *flags, stage=generate_interleaved):
     (["--max_batch", "0"], "max_batch must be a whole number of at least 1, not 0"),
     (["--token_budget", "-3"], "token_budget must be a whole number of at least 1, not -3"),
     (["--max_kv_tokens", "0"], "max_kv_tokens must be a whole number of at least 1, not 0"),
+    (["--policy", "lifo"], "--policy"),
+    (["--admission", "hope"], "--admission"),
+    (["--page_size", "0"], "page_size must be a whole number of at least 1, not 0"),
+    (["--arrival_rate", "0"], "--arrival_rate must be above 0, not 0.0"),
+    (["--arrival_rate", "nan"], "--arrival_rate must be above 0, not nan"),
     (["--max_kv_tokens", "60"], "KV tokens, max_kv_tokens is 60"),
     (["--device", "cuda"], "--device cuda: there is no CUDA device here, allowed are cpu and auto"),
     (["--device", "mps"], "--device mps: there is no Apple GPU here"),
@@ -140,7 +145,7 @@ def test_text_files_of_any_kind(tmp_path):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_flag_without_meaning_is_ignored_and_says_so(stage):
-    flags = {"max_batch": 2, "token_budget": 9, "max_kv_tokens": 200, "attention": "mask"}
+    flags = {"max_batch": 2, "token_budget": 9, "max_kv_tokens": 200, "policy": "sjf", "admission": "grow", "page_size": 4, "attention": "mask"}
     code, out, err = run(stage, "--prompt", "# a", "--max_new_tokens", 2, *[x for knob, value in flags.items() for x in (f"--{knob}", value)], "--no_cache")
     assert code == 0
     import inspect
@@ -163,6 +168,19 @@ def test_plot_and_trace_are_written(stage, tmp_path):
     pixels = matplotlib.image.imread(tmp_path / "x.png")
     assert pixels.shape[0] > 200 and pixels[..., :3].std() > 0.05
     assert json.loads((tmp_path / "x.json").read_text())["stage"]
+
+
+def test_pressure_by_flags(tmp_path):
+    """Everything at once: the outputs are the same, the report tells what it took."""
+    flags = ["--quiet", "--max_kv_tokens", 256, "--admission", "grow", "--page_size", 8, "--policy", "priority", "--arrival_rate", 0.5]
+    for stage in generate_chunked, generate_interleaved, generate_ragged:
+        code, out, err = run(stage, *flags, "--trace", tmp_path / "t.json")
+        assert code == 0 and "12/12 requests identical" in out and re.search(r"preemptions +[1-9]", out)
+        arrivals = [r["arrival"] for r in json.loads((tmp_path / "t.json").read_text())["requests"]]
+        assert arrivals == sorted(arrivals) and 10 < arrivals[-1] < 50   # twelve at 0.5 a step, a function of the seed
+    same = [part for i in range(4) for part in ("--prompt", "# json.load\nRead a file, " + "x" * i)]
+    code, out, err = run(generate_ragged, "--quiet", "--prefix_cache", "--page_size", 4, "--max_batch", 1, "--max_new_tokens", 3, *same)
+    assert code == 0 and re.search(r"prefix cache +3 hits, [1-9]\d* tokens saved", out)
 
 
 def test_rows_are_measured_and_drawn(tmp_path, monkeypatch):
@@ -209,7 +227,8 @@ FLAG = {
     "--max_new_tokens": st.sampled_from([1, 2, 5, 0, -1, "x", 10**20]), "--max_batch": st.sampled_from([1, 3, 0, "", 10**20]),
     "--token_budget": st.sampled_from([1, 7, 0, -5, "1.5", 10**20]), "--max_kv_tokens": st.sampled_from([1, 60, 300, 0, "nan"]),
     "--temperature": st.sampled_from([0, 0.7, 1e-300, 1e300, "nan", "inf", -1, "hot"]), "--top_k": st.sampled_from([1, 5, 10**9, 0, -1]),
-    "--seed": st.sampled_from([0, -7, 2**70, "s"]), "--attention": st.sampled_from(["mask", "varlen", "flash"]),
+    "--policy": st.sampled_from(["sjf", "x"]), "--admission": st.sampled_from(["grow", "reserve"]), "--page_size": st.sampled_from([1, 7, 0, 10**9]),
+    "--arrival_rate": st.sampled_from([0.1, 1e9, 1e-9, 1e-300, 0, "nan", "inf"]), "--seed": st.sampled_from([0, -7, 2**70, "s"]), "--attention": st.sampled_from(["mask", "varlen", "flash"]),
     "--dtype": st.sampled_from(["float32", "float64", "bfloat16", "float8"]), "--prompt": st.text(max_size=40), "--model": st.sampled_from(["builtin", "x"]),
 }
 

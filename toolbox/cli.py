@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from cache import PrefixCache
+from scheduler import POLICIES
 from toolbox import plots
 from toolbox.check import Check, summary
 from toolbox.load import decode, load
@@ -23,7 +25,7 @@ from toolbox.stages import knobs_of
 from toolbox.workload import PROMPTS, make_requests, read_prompts
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KNOBS = ("max_batch", "token_budget", "max_kv_tokens", "attention", "use_cache")
+KNOBS = ("max_batch", "token_budget", "max_kv_tokens", "policy", "admission", "page_size", "prefix_cache", "attention", "use_cache")
 FLAGS = {"use_cache": "no_cache"}   # a knob whose flag has another name
 
 
@@ -49,10 +51,15 @@ def parser(doc):
     what.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 takes the most likely token, above 0 samples")
     what.add_argument("--top_k", type=int, metavar="K", help="sample from the K most likely tokens only (default: from all)")
     what.add_argument("--seed", type=int, default=0, metavar="N", help="of the first request; the next ones count up")
+    what.add_argument("--arrival_rate", type=float, metavar="R", help="requests come in at random, R a step (default: all at step 0)")
     knobs = p.add_argument_group("how to batch (changes when a token comes, never which)")
     knobs.add_argument("--max_batch", type=int, metavar="N", help="requests that run at the same time (default: 8)")
     knobs.add_argument("--token_budget", type=int, metavar="N", help="tokens computed in a step (default: 64)")
     knobs.add_argument("--max_kv_tokens", type=int, metavar="N", help="cache entries of all running requests together (default: no limit)")
+    knobs.add_argument("--policy", choices=tuple(POLICIES), help="who of the waiting goes first (default: fcfs)")
+    knobs.add_argument("--admission", choices=("reserve", "grow"), help="room for a whole answer at once, or page by page with preemption (default: reserve)")
+    knobs.add_argument("--page_size", type=int, metavar="N", help="tokens in a page of cache (default: 16)")
+    knobs.add_argument("--prefix_cache", action="store_const", const=True, help="reuse what prompts have in common")
     knobs.add_argument("--attention", choices=("varlen", "mask"), help="how the ragged stage keeps requests apart (default: varlen)")
     knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False, help="compute everything again for each token (unbatched)")
     where = p.add_argument_group("where")
@@ -95,7 +102,8 @@ def prepare(args):
         raise ValueError("--prompt and --prompts: give one of the two")
     prompts = [{"prompt": text} for text in args.prompt] if args.prompt else read_prompts(args.prompts or PROMPTS)
     model, tokenizer = load(args.model)
-    requests = make_requests(prompts, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
+    requests = make_requests(prompts, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed,
+                             arrival_rate=args.arrival_rate)
     model.to(device, DTYPES[args.dtype])
     model(torch.zeros(1, 1, dtype=torch.long, device=device))   # the first call pays for torch's own set-up
     return model, tokenizer, requests
@@ -147,6 +155,8 @@ def run(generate, args):
     for knob in ignored:
         print(f"--{FLAGS.get(knob, knob)} has no meaning for this stage: ignored")
     model, tokenizer, requests = prepare(args)
+    if "prefix_cache" in knobs:
+        knobs["prefix_cache"] = PrefixCache(knobs.get("page_size", parameters["page_size"].default))
     check = None if args.no_check else Check(model, requests)
     twins = [replace(request) for request in requests]
     budget = knobs.get("token_budget", parameters["token_budget"].default) if "token_budget" in parameters else None
@@ -207,7 +217,7 @@ def compare(doc, argv=None):
                 raise ValueError(f"--pictures {args.pictures}: {error.strerror}") from None
             plots.check_path(Path(args.pictures) / "mask.png", "--pictures")
         model, _, requests = prepare(args)
-        knobs = {knob: value for knob, value in given_knobs(args).items() if knob not in ("attention", "use_cache")}
+        knobs = {knob: value for knob, value in given_knobs(args).items() if knob not in ("prefix_cache", "attention", "use_cache")}
         print(f"{len(requests)} requests, {sum(len(r.prompt) for r in requests)} prompt tokens, {args.dtype} on {model.device}, "
               f"{torch.get_num_threads()} threads, torch {torch.__version__}")
         traces = ladder.run(model, requests, repeats=args.repeats, **knobs)

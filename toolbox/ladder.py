@@ -58,6 +58,17 @@ def small_workload(config):
             for i, (prompt, new, arrival) in enumerate(sizes)]
 
 
+def storm(model):
+    """Eight requests that need twice the room there is, with the two kinds of admission: {title: trace}."""
+    requests = [Request([(5 * i + 3 * j) % model.config.vocab_size for j in range(6)], 26, name=chr(ord("A") + i), priority=i // 4) for i in range(8)]
+    traces = {}
+    for admission in "reserve", "grow":
+        trace = STAGES["ragged, varlen"](model, [replace(request) for request in requests], max_kv_tokens=128, admission=admission, page_size=8)
+        trace.stage = f"{admission}, {trace.counts['preemptions']} preemptions"
+        traces[admission] = trace
+    return traces
+
+
 def one_step(model):
     """A plan of three decodes and a prefill chunk, as they stand after some steps: what the mask picture shows."""
     requests = [Request([(5 * i + 3 * j) % 64 for j in range(n)], 4, name=name) for i, (name, n) in enumerate(zip("ABCD", (5, 3, 2, 6)))]
@@ -72,6 +83,7 @@ def pictures(model, folder, traces):
     """Draws all pictures into a folder."""
     small = run(model, small_workload(model.config), max_batch=4, token_budget=16)
     plots.timelines([trace for name, trace in small.items() if name in ("naive", "dynamic", "chunked", "interleaved", "ragged, varlen")], folder / "timelines.png")
+    plots.timelines(list(storm(model).values()), folder / "storm.png")
     plots.masks(one_step(model), folder / "mask.png")
     plots.slots([trace for name, trace in traces.items() if "no cache" not in name], folder / "slots.png")
     large = GPT(GPTConfig()).to(model.device, model.wte.weight.dtype)   # random weights: as fast as trained ones

@@ -16,7 +16,7 @@ import numpy as np
 
 COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4", "finished": "#D55E00", "waiting": "#999999"}
 NAMES = {"prefill": "prefill", "decode": "decode", "recomputed": "computed again", "pad": "padding",
-         "finished": "finished, still computed", "waiting": "waiting"}
+         "finished": "finished, still computed", "waiting": "waiting, perhaps preempted"}
 
 
 def pyplot():
@@ -75,9 +75,12 @@ def timeline(ax, trace, title=None, last_step=None):
     order = {request.name: i for i, request in enumerate(trace.requests)}
     prompt = {request.name: len(request.prompt) for request in trace.requests}
     for request in trace.requests:
-        served = [p.step for p in trace.passes if request.name in [name for name, _, _ in p.work]]
-        if served:
-            ax.plot([request.arrival, served[0]], [order[request.name]] * 2, color=COLORS["waiting"], linewidth=1)
+        since = request.arrival
+        for p in trace.passes:
+            if request.name in [name for name, _, _ in p.work]:
+                if p.step > since:
+                    ax.plot([since, p.step], [order[request.name]] * 2, color=COLORS["waiting"], linewidth=1)
+                since = p.step + 1
     reached = {}
     for p in trace.passes:
         for name, first, n in p.work:
@@ -101,7 +104,7 @@ def timeline(ax, trace, title=None, last_step=None):
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("step")
     slots, useful = sum(p.slots for p in trace.passes), sum(p.useful for p in trace.passes)
-    ax.set_title(f"{title or trace.stage}: {len(trace.passes)} forward passes, {useful / slots:.0%} of {slots:,} slots useful", loc="left", fontsize=10)
+    ax.set_title(f"{title or trace.stage}: {len(trace.passes)} passes, {useful / slots:.0%} of {slots:,} slots useful", loc="left", fontsize=10)
 
 
 def timelines(traces, path=None, columns=2):
@@ -116,11 +119,10 @@ def timelines(traces, path=None, columns=2):
         ax.axis("off")
         ax.text(0.06, 0.5, "A cell is one request in one step. It is as high as\nits row in the tensor was wide: grey is the share of\n"
                 "that row that was padding. All stages serve the\nsame requests, and give them the same tokens.", va="center", fontsize=10, linespacing=1.5)
-    figure.tight_layout(rect=(0, 0.045, 1, 1), h_pad=1.4)
-    kinds = ["prefill", "decode", "pad", "finished", "waiting"]
-    if any(p.recomputed for trace in traces for p in trace.passes):
-        kinds.insert(2, "recomputed")
-    legend(figure, kinds)
+    figure.tight_layout(rect=(0, 0.38 / figure.get_figheight(), 1, 1), h_pad=1.4, w_pad=2)
+    passes = [p for trace in traces for p in trace.passes]
+    seen = {"recomputed": any(p.recomputed for p in passes), "pad": any(p.pad_slots for p in passes), "finished": any(p.finished_slots for p in passes)}
+    legend(figure, ["prefill", "decode", *(kind for kind in seen if seen[kind]), "waiting"])
     return save(figure, path)
 
 

@@ -1,6 +1,7 @@
 """Figures from a trace: totals over its forward passes, and how long requests waited, in seconds and in steps."""
 import bisect
 import json
+from collections import Counter
 
 import numpy as np
 
@@ -59,13 +60,18 @@ def report(trace):
                      f"mean {np.mean(waits['ttft_seconds'] or [np.nan]) * 1e3:.0f}, p95 {percentile(waits['ttft_seconds'], 95) * 1e3:.0f} ms"),
             ("ITL", f"p50 {percentile(waits['itl_steps'], 50):.1f}, p99 {percentile(waits['itl_steps'], 99):.1f} steps; "
                     f"p50 {percentile(waits['itl_seconds'], 50) * 1e3:.1f}, p99 {percentile(waits['itl_seconds'], 99) * 1e3:.1f} ms")]
+    counts = Counter(trace.counts)
+    if counts["preemptions"]:
+        rows.append(("preemptions", f"{counts['preemptions']:,}"))
+    if counts["prefix_hits"] or counts["evicted_pages"]:
+        rows.append(("prefix cache", f"{counts['prefix_hits']:,} hits, {counts['saved_tokens']:,} tokens saved, {counts['evicted_pages']:,} pages evicted"))
     return "\n".join([f"stage: {trace.stage}", *(f"  {name:15} {text}" for name, text in rows)])
 
 
 def write_trace(trace, path):
-    """The trace as JSON: {"stage", "requests": [...], "passes": [...], "totals": {...}}; times in seconds from the start."""
+    """The trace as JSON: {"stage", "requests": [...], "passes": [...], "counts": {...}, "totals": {...}}; times in seconds from the start."""
     requests = [{"name": r.name, "arrival": r.arrival, "prompt_tokens": len(r.prompt), "generated": r.generated,
                  "finish_reason": r.finish_reason, "token_steps": r.token_steps, "token_times": [t - trace.started for t in r.token_times]}
                 for r in trace.requests]
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({"stage": trace.stage, "requests": requests, "passes": [vars(p) for p in trace.passes], "totals": totals(trace)}, file, indent=1)
+        json.dump({"stage": trace.stage, "requests": requests, "passes": [vars(p) for p in trace.passes], "counts": dict(trace.counts), "totals": totals(trace)}, file, indent=1)

@@ -1,5 +1,7 @@
 """Prompts from the command line or a file -> requests. Every error names its flag, file and line."""
 import json
+import math
+import random
 
 from scheduler import Request
 from toolbox.tokenizer import BUILTIN
@@ -43,11 +45,19 @@ def parse_line(line, where):
     return entry | {"where": where}
 
 
-def make_requests(prompts, tokenizer, **defaults):
-    """One Request per prompt; what a prompt does not say comes from `defaults`, with seeds counted up."""
-    requests = []
+def make_requests(prompts, tokenizer, arrival_rate=None, **defaults):
+    """
+    One Request per prompt; what a prompt does not say comes from `defaults`, with seeds counted up.
+
+    arrival_rate: requests per step, as a Poisson process of the seed; in steps, so that every machine sees the same
+    """
+    if arrival_rate is not None and not 0 < arrival_rate < math.inf:
+        raise ValueError(f"--arrival_rate must be above 0, not {arrival_rate}")
+    stream, time, requests = random.Random(f"arrivals {defaults['seed']}"), 0.0, []
     for i, entry in enumerate(prompts):
-        entry = {**defaults, "seed": defaults["seed"] + i, "name": f"r{i}", **entry}
+        entry = {**defaults, "seed": defaults["seed"] + i, "name": f"r{i}", "arrival": min(int(time), 10**9), **entry}
+        if arrival_rate:
+            time += stream.expovariate(arrival_rate)
         where, text = entry.pop("where", None), entry.pop("prompt")
         try:
             requests.append(Request(tokenizer.encode(text, allowed_special="all"), eos_token=tokenizer.eot_token, **entry))
