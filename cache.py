@@ -79,8 +79,8 @@ def allocate(plan):
     """
     Gives each request of a plan a cache of exactly the size that the scheduler has granted: a newcomer a new
     one, which begins with the pages it found in the prefix cache, and one that has grown a larger one (here all pages
-    of a request lie in one piece, so that they can be read as a view; paged attention reads them where they lie).
-    Returns the bytes copied.
+    of a request lie in one piece, so that they can be read as a view, and while it moves both pieces exist; paged
+    attention reads pages where they lie). Returns the bytes copied.
     """
     copied = 0
     for request, _ in plan:

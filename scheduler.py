@@ -249,7 +249,8 @@ class Scheduler:
         if least + tokens > self.max_kv_tokens:
             return False
         while self.kv_tokens + tokens > self.max_kv_tokens:
-            self.prefix_cache.evict()
+            if not self.prefix_cache.evict():   # somebody else holds them
+                return False
             self.counts["evicted_pages"] += 1
         return True
 

@@ -1,31 +1,16 @@
 """The oracle and the workloads that every test of the contract shares."""
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from hypothesis import strategies as st
 
-import generate_chunked
-import generate_dynamic
-import generate_interleaved
-import generate_naive
-import generate_ragged
-import generate_unbatched
 from model import GPT, GPTConfig, sample
 from scheduler import Request
+from toolbox.stages import STAGES as ALL
 
 BLOCK_SIZE, VOCAB = 24, 13
 
-STAGES = {
-    "no_cache": partial(generate_unbatched.generate, use_cache=False),
-    "unbatched": generate_unbatched.generate,
-    "naive": generate_naive.generate,
-    "dynamic": generate_dynamic.generate,
-    "chunked": generate_chunked.generate,
-    "interleaved": generate_interleaved.generate,
-    "ragged_mask": partial(generate_ragged.generate, attention="mask"),
-    "ragged_varlen": partial(generate_ragged.generate, attention="varlen"),
-}
+STAGES = {name.replace("unbatched, no cache", "no_cache").replace(", ", "_"): generate for name, generate in ALL.items()}
 SCHEDULED = ("chunked", "interleaved", "ragged_mask", "ragged_varlen")
 BATCHED = ("naive", "dynamic", *SCHEDULED)
 

@@ -8,7 +8,7 @@ import torch
 from common import SCHEDULED, STAGES, VOCAB, alone, assert_contract, toy
 
 import cache
-from cache import KV, Flat, Rectangle
+from cache import KV, Flat, PrefixCache, Rectangle
 from generate_naive import StaticBatch
 from model import Block, GPTConfig, Head, causal
 from scheduler import Request, prepare
@@ -357,6 +357,17 @@ def test_I6_without_decodes_a_plain_prefill_without_prefill_a_plain_decode():
     assert close(run(batch), MODEL(batch.tokens)[:, -1])
     batch = Rectangle([(request, 1) for request in prefilled(4, 4, 4)])
     assert batch.tokens.shape == (3, 1) and batch.padded_keys == 0 and batch.mask.all()
+
+
+def test_I7_completed_prompt_pages_are_reused_by_later_requests_with_the_same_prefix():
+    stem = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    prefix_cache = PrefixCache(page_size=4)
+    first, later, other = Request(stem + [10], 3, name="first"), Request(stem + [11, 12], 3, name="later"), Request([2] + stem, 3, name="other")
+    for request, saved in (first, 0), (later, 8), (other, 0):   # two full pages; the same tokens behind another beginning are no hit
+        trace = assert_contract(MODEL, STAGES["interleaved"], [request], prefix_cache=prefix_cache, token_budget=5)
+        assert trace.counts["saved_tokens"] == saved
+        assert sum(p.useful for p in trace.passes) == len(request.tokens) - 1 - saved
+        assert (trace.passes[0].copied_bytes >= saved * 2 * 3 * 15 * 8) and trace.counts["prefix_hits"] == bool(saved)
 
 
 def test_I8_wrong_as_published_all_new_slots_marked_valid():

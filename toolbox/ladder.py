@@ -91,6 +91,10 @@ def pictures(model, folder, traces):
                folder / "rows.png")
     gaps = decode_gaps(large, {name: STAGES[name] for name in ("dynamic", "chunked", "interleaved", "ragged, varlen")}, prompt_tokens=768)
     plots.itl(gaps, 8, 768, folder / "itl.png")
+    print("time between tokens of four decodes of GPT-2 small while a prompt of 768 tokens comes in")
+    for name, points in gaps.items():
+        seconds = [gap for _, gap in points]
+        print(f"{name:15} p50 {percentile(seconds, 50) * 1e3:5.0f}  p99 {percentile(seconds, 99) * 1e3:5.0f}  worst {max(seconds) * 1e3:5.0f} ms")
 
 
 if __name__ == "__main__":
