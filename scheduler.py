@@ -334,11 +334,9 @@ class Scheduler:
         """From the queue into a free place, if there is room."""
         pages = self.prefix_cache.take(request.tokens[:-1]) if self.prefix_cache else []   # the last token is always computed
         room = self.room_for(request)
-        if pages and not self.make_room(room, pages):
+        if pages and not self.make_room(room, pages):   # the pages themselves may be in its way
             self.prefix_cache.give_back(pages)
             pages = []
-            if self.running:   # it can wait for them; alone it must go on without
-                return False
         if not self.make_room(room, pages):
             return False
         self.waiting.remove(request)

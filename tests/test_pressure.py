@@ -1,4 +1,5 @@
 """Scheduling under pressure: policies, KV budget, preemption, prefix cache. Outputs never change; only who waits does."""
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -150,16 +151,27 @@ def test_nobody_starves(policy, monkeypatch):
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(data=st.data(), page=st.integers(1, 6), policy=st.sampled_from(["fcfs", "sjf", "priority"]), max_batch=st.integers(1, 8), budget=st.integers(1, 30))
-def test_no_live_lock_from_the_smallest_legal_budget_up(data, page, policy, max_batch, budget):
-    """Every step computes something, and all are done within the bound that the docstring states."""
+@given(data=st.data(), limit=st.sampled_from([0, 1, 2, MAX_PASSED]), page=st.integers(1, 6), policy=st.sampled_from(["fcfs", "sjf", "priority"]), max_batch=st.integers(1, 8), budget=st.integers(1, 30))
+def test_no_live_lock_from_the_smallest_legal_budget_up(data, limit, page, policy, max_batch, budget):
+    """Every step computes something, nobody is preempted more often than allowed, all are done within the stated bound."""
+    scheduler_module.MAX_PASSED, before = limit, MAX_PASSED
+    try:
+        run_to_the_end(data, limit, page, policy, max_batch, budget)
+    finally:
+        scheduler_module.MAX_PASSED = before
+
+
+def run_to_the_end(data, limit, page, policy, max_batch, budget):
     requests = [Request([0] * data.draw(st.integers(1, 30)), data.draw(st.integers(1, 20)), priority=data.draw(st.integers(0, 3)), arrival=data.draw(st.integers(0, 20)))
                 for _ in range(data.draw(st.integers(1, 8)))]
     need = max(-(-min(len(r.prompt) + r.max_new_tokens, 64) // page) * page for r in requests)
     scheduler = Scheduler(max_batch, budget, need + data.draw(st.integers(0, need)), policy, "grow", page)
     for request in prepare(requests, CONFIG):
         scheduler.add(request)
-    bound, step, taken = (MAX_PASSED + 1) * sum(len(r.prompt) + r.max_new_tokens for r in requests), 0, 0
+    preempted = Counter()
+    preempt = scheduler.preempt
+    scheduler.preempt = lambda request: (preempted.update([request.name]), preempt(request))
+    bound, step, taken = (limit + 1) * sum(len(r.prompt) + r.max_new_tokens for r in requests), 0, 0
     while scheduler.busy:
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
@@ -168,7 +180,26 @@ def test_no_live_lock_from_the_smallest_legal_budget_up(data, page, policy, max_
         scheduler.report(plan, [0 for r, n in plan if n == r.todo])
         step, taken = step + 1, taken + 1
         assert taken <= bound
+        assert max(preempted.values(), default=0) <= limit
     assert scheduler.kv_tokens == 0
+
+
+@pytest.mark.parametrize("limit, most", [(10**9, 5), (1, 1), (0, 0)])
+def test_nobody_is_preempted_without_end(limit, most, monkeypatch):
+    """All arrive together, so that nobody is overtaken: what counts here is preemption alone."""
+    monkeypatch.setattr(scheduler_module, "MAX_PASSED", limit)
+    sizes = [(3, 20), (3, 3), (4, 5), (3, 9), (4, 20), (2, 12), (5, 19)]
+    scheduler, preempted = Scheduler(8, 64, max_kv_tokens=30, admission="grow", page_size=1), Counter()
+    preempt = scheduler.preempt
+    scheduler.preempt = lambda request: (preempted.update([request.name]), preempt(request))
+    for request in prepare([Request([0] * prompt, new) for prompt, new in sizes], CONFIG):
+        scheduler.add(request)
+    step = 0
+    while scheduler.busy:
+        plan = scheduler.schedule(step)
+        scheduler.report(plan, [0 for r, n in plan if n == r.todo])
+        step += 1
+    assert max(preempted.values(), default=0) == most
 
 
 # --- prefix cache -----------------------------------------------------------------------------------------------------
@@ -327,6 +358,7 @@ class Engine(RuleBasedStateMachine):
             s = self.scheduler
             assert allocated(self.requests, self.prefix_cache) <= s.kv_tokens <= s.max_kv_tokens
             assert sum(r.granted for r in self.requests if r not in s.running and not r.finished and r not in s.waiting) == 0
+            assert all(r.computed == 0 and r.kv is None and not r.pages for r in s.waiting)
             held = [page for r in s.running for page in r.pages]
             for page in self.prefix_cache.pages.values() if self.prefix_cache else []:
                 assert page.holders == held.count(page) + sum(other.key[0] is page for other in self.prefix_cache.pages.values())
