@@ -40,8 +40,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(doc):
-    """doc: a script's docstring; its first two paragraphs tell the idea."""
-    p = Parser(description=" ".join(" ".join(doc.strip().split("\n\n")[:2]).split()), formatter_class=Help, allow_abbrev=False)
+    """doc: a script's docstring; its first paragraph and the next sentence tell the idea."""
+    first, second = (" ".join(paragraph.split()) for paragraph in doc.strip().split("\n\n")[:2])
+    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.", formatter_class=Help, allow_abbrev=False)
     what = p.add_argument_group("what to generate")
     what.add_argument("--model", default="builtin", help="builtin, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a local folder or file")
     what.add_argument("--prompt", action="append", help="a prompt; may be repeated")

@@ -1,5 +1,7 @@
 """
-All stages on one workload, as a table, and with --pictures as the pictures of the README:
+All stages on one workload, as a table, and with --pictures as the pictures of the README.
+
+Steps and counts are the same on every machine, seconds are not. Each stage is checked against the unbatched run.
 
     python -m toolbox.ladder
     python -m toolbox.ladder --pictures toolbox/pictures
