@@ -2,7 +2,7 @@
 import re
 from pathlib import Path
 
-from toolbox.ladder import run
+from toolbox.ladder import run, storm
 from toolbox.load import load
 from toolbox.report import totals
 from toolbox.stages import STAGES
@@ -46,3 +46,12 @@ def test_the_python_example_runs():
     scope = {}
     exec(code, scope)
     assert all(request.finish_reason for request in scope["requests"])
+
+
+def test_the_preemption_storm():
+    model, _ = load()
+    reserve, grow = storm(model).values()
+    steps = [trace.passes[-1].step + 1 for trace in (reserve, grow)]
+    assert f"takes {steps[0]} steps" in README and f"is done after {steps[1]}" in README and grow.counts["preemptions"] == 4
+    t = totals(grow)
+    assert f"{t['recomputed'] / t['slots']:.0%} of its slots" in README
