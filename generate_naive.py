@@ -54,7 +54,7 @@ class StaticBatch:
         self.finished = [request for request, finished in zip(self.requests, done) if finished]
         self.plan = [(request, request.todo) for request in self.sampled]
         self.starts = [request.computed for request in self.sampled]
-        self.rows = (torch.tensor(running, device=self.device), -1)
+        self.rows = (torch.tensor(running, dtype=torch.long, device=self.device), -1)   # none, if all are cancelled just now
         self.padded_keys = len(token_ids) * self.end - sum(len(request.tokens) for request in self.sampled)
         self.score_entries = self.tokens.numel() * self.end
         self.copied_bytes = 0

@@ -144,9 +144,9 @@ def prepare(requests, config):
         for token in request.prompt:
             if not 0 <= token < config.vocab_size:
                 raise ValueError(f"request '{name}': token id {token} is not in the vocabulary, 0 to {config.vocab_size - 1}")
-    for key, times in Counter(names + [id(request) for request in requests]).items():
+    # two of one name, or one request twice: then both places count for the name of the first
+    for name, times in (Counter(names) | Counter(names[requests.index(request)] for request in requests)).items():
         if times > 1:
-            name = key if isinstance(key, str) else names[[id(request) for request in requests].index(key)]
             raise ValueError(f"request '{name}' is there {times} times: each needs a name of its own, and runs once")
     for request, name in zip(requests, names):
         request.name, request.block_size, request.kv = name, config.block_size, None

@@ -182,6 +182,15 @@ def test_cancel_from_another_thread_stops_a_running_request():
         assert requests[1].generated == alone(MODEL, requests[1])[0]
 
 
+def test_all_are_cancelled_while_a_static_batch_is_laid_out(monkeypatch):
+    """Another thread may cancel the last request between the end of one pass and the beginning of the next."""
+    from generate_naive import StaticBatch
+    request = Request([1, 2], 22)
+    monkeypatch.setattr(StaticBatch, "add_column", lambda self, original=StaticBatch.add_column: (request.cancel(), original(self)))
+    trace = STAGES["naive"](MODEL, [request])
+    assert request.finish_reason == "cancelled" and len(request.generated) == 1 and trace.passes[-1].finished_slots == 1
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failed_step_does_no_harm(stage):
     """An exception in the middle of a forward pass reaches the caller, and no token is counted that was not computed."""

@@ -96,7 +96,7 @@ def prepare(args):
     """Everything that can be wrong with the flags is found out here, before any work. Returns (model, tokenizer, requests)."""
     device = place(args)
     if args.plot:
-        plots.check_path(args.plot, "--plot", (".png", ".pdf", ".svg"))
+        plots.check_path(args.plot, "--plot", plots.SUFFIXES)
     if args.trace:
         plots.check_path(args.trace, "--trace")
     if args.prompt and args.prompts:
@@ -112,6 +112,11 @@ def prepare(args):
 
 def given_knobs(args):
     return {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
+
+
+def say_ignored(names, where):
+    for name in names:
+        print(f"--{FLAGS.get(name, name)} has no meaning {where}: ignored")
 
 
 def show(requests, tokenizer):
@@ -153,13 +158,11 @@ def main(generate, doc, argv=None):
 def run(generate, args):
     parameters = inspect.signature(generate).parameters
     knobs, ignored = knobs_of(generate, given_knobs(args))
-    for knob in ignored:
-        print(f"--{FLAGS.get(knob, knob)} has no meaning for this stage: ignored")
+    say_ignored(ignored, "for this stage")
     model, tokenizer, requests = prepare(args)
     if "prefix_cache" in knobs:
         knobs["prefix_cache"] = PrefixCache(knobs.get("page_size", parameters["page_size"].default))
     check = None if args.no_check else Check(model, requests)
-    twins = [replace(request) for request in requests]
     budget = knobs.get("token_budget", parameters["token_budget"].default) if "token_budget" in parameters else None
     progress = contextlib.nullcontext() if args.quiet else Progress(model, requests, tokenizer, budget)
     try:
@@ -174,7 +177,8 @@ def run(generate, args):
         show(requests, tokenizer)
     print(report(trace))
     if "use_cache" in parameters and "use_cache" not in knobs:
-        print("\nfor comparison,", report(generate(model, twins, use_cache=False)), end="\n\n")
+        without = generate(model, [replace(request) for request in requests], use_cache=False)
+        print("\nfor comparison,", report(without), end="\n\n")
     if args.trace:
         write_trace(trace, args.trace)
     if args.plot:
@@ -187,8 +191,8 @@ def run(generate, args):
 
 
 def measure_rows(args):
-    """Why one batches at all: a forward pass over many rows takes little longer than over one."""
-    plots.check_path(args.rows, "--rows", (".png", ".pdf", ".svg"))
+    """Why one batches at all: a forward pass over n rows takes far less than n times as long as over one."""
+    plots.check_path(args.rows, "--rows", plots.SUFFIXES)
     model, _ = load(args.model)
     model.to(place(args), DTYPES[args.dtype])
     points = forward_times(model)
@@ -218,7 +222,9 @@ def compare(doc, argv=None):
                 raise ValueError(f"--pictures {args.pictures}: {error.strerror}") from None
             plots.check_path(Path(args.pictures) / "mask.png", "--pictures")
         model, _, requests = prepare(args)
-        knobs = {knob: value for knob, value in given_knobs(args).items() if knob not in ("prefix_cache", "attention", "use_cache")}
+        knobs = given_knobs(args)
+        say_ignored([name for name in ("prefix_cache", "attention", "use_cache") if knobs.pop(name, None) is not None], "where all stages run")
+        say_ignored([name for name in ("plot", "trace", "quiet") if getattr(args, name)], "where all stages run")
         print(f"{len(requests)} requests, {sum(len(r.prompt) for r in requests)} prompt tokens, {args.dtype} on {model.device}, "
               f"{torch.get_num_threads()} threads, torch {torch.__version__}")
         traces = ladder.run(model, requests, repeats=args.repeats, **knobs)

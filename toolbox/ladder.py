@@ -17,6 +17,7 @@ from toolbox.measure import decode_gaps, forward_times
 from toolbox.report import latencies, percentile, totals
 from toolbox.stages import STAGES, knobs_of
 
+
 def run(model, requests, stages=STAGES, repeats=1, **knobs):
     """
     Runs each stage on copies of `requests`, `repeats` times in turn, and keeps of each the run that was faster

@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+SUFFIXES = (".png", ".pdf", ".svg")
 COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4", "finished": "#D55E00", "waiting": "#999999"}
 NAMES = {"prefill": "prefill", "decode": "decode", "recomputed": "computed again", "pad": "padding",
          "finished": "finished, still computed", "waiting": "waiting, perhaps preempted"}
@@ -47,10 +48,10 @@ def check_path(path, flag, suffixes=None):
         os.remove(path)
 
 
-def patch(kind, **arguments):
+def patch(kind):
     """A legend entry."""
     from matplotlib.patches import Patch
-    return Patch(facecolor=COLORS[kind], hatch=hatch(kind), edgecolor=edge(kind), linewidth=0, label=NAMES[kind], **arguments)
+    return Patch(facecolor=COLORS[kind], hatch=hatch(kind), edgecolor=edge(kind), linewidth=0, label=NAMES[kind])
 
 
 def hatch(kind):
@@ -61,13 +62,13 @@ def edge(kind):
     return {"pad": "#999999", "finished": "white"}.get(kind, "none")   # the colour of the hatching
 
 
-def legend(figure, kinds, **arguments):
-    figure.legend(handles=[patch(kind) for kind in kinds], loc="lower center", ncols=len(kinds), handlelength=1.4, columnspacing=1.6, **arguments)
+def legend(figure, kinds):
+    figure.legend(handles=[patch(kind) for kind in kinds], loc="lower center", ncols=len(kinds), handlelength=1.4, columnspacing=1.6)
 
 
 # --- requests x steps ---------------------------------------------------------------------------------------------------
 
-def timeline(ax, trace, title=None, last_step=None):
+def timeline(ax, trace, last_step=None):
     """
     One row per request, one column per step. A cell is as high as the request's row in the tensor was wide; its
     coloured part holds tokens, the grey part padding: a decode beside a chunk of 16 is 1/16 green.
@@ -104,7 +105,7 @@ def timeline(ax, trace, title=None, last_step=None):
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("step")
     slots, useful = sum(p.slots for p in trace.passes), sum(p.useful for p in trace.passes)
-    ax.set_title(f"{title or trace.stage}: {len(trace.passes)} passes, {useful / slots:.0%} of {slots:,} slots useful", loc="left", fontsize=10)
+    ax.set_title(f"{trace.stage}: {len(trace.passes)} passes, {useful / slots:.0%} of {slots:,} slots useful", loc="left", fontsize=10)
 
 
 def timelines(traces, path=None, columns=2):
