@@ -254,11 +254,11 @@ class Flat:
                          On a GPU one kernel runs this loop; the arithmetic is the same.
     """
 
-    def __init__(self, plan, device=None, attention="varlen"):
+    def __init__(self, plan, device=None, attention="varlen", kernel=None):
         if attention not in ("mask", "varlen"):
             raise ValueError(f"attention must be 'mask' or 'varlen', not {attention!r}")
         self.copied_bytes = allocate(plan)
-        self.attention = attention
+        self.attention, self.kernel = attention, kernel
         self.plan, self.starts, self.finished = plan, [request.computed for request, _ in plan], []
         self.ends = [start + n for (_, n), start in zip(plan, self.starts)]           # each request's number of keys
         self.cu_seqlens = [0, *accumulate(n for _, n in plan)]
@@ -284,6 +284,8 @@ class Flat:
             self.score_entries = self.mask.numel()
 
     def attend(self, layer, q, k, v):                                                 # (nh, N, hs)
+        if self.kernel and self.attention == "varlen":
+            return self.kernel(self, layer, q, k, v)                                  # the same loop, with fewer calls from Python
         slices = [slice(s, e) for s, e in zip(self.cu_seqlens, self.cu_seqlens[1:])]
         for (request, _), new, start in zip(self.plan, slices, self.starts):
             request.kv.write(layer, start, k[:, new], v[:, new])

@@ -50,7 +50,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         plan = scheduler.schedule(step)
         # 2. one forward pass for decodes and chunks together
         if plan:   # all may have been cancelled
-            batch = Flat(plan, model.device, attention)
+            batch = Flat(plan, model.device, attention, model.varlen)
             with trace.forward_pass(step, batch):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)               # (R, V)
             # 3. one token for each request that has nothing more to compute

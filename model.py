@@ -178,7 +178,19 @@ class GPT(nn.Module):
             x = block(x, attend)
         if rows is not None:
             x = x[rows]                                             # (R, C)
-        return F.linear(self.ln_f(x), self.wte.weight)              # (..., V)
+        return self.unembed(self.ln_f(x))                           # (..., V)
+
+    def unembed(self, x):
+        """(..., C) -> logits (..., V): how well each fits each token's embedding (GPT-2 ties the two)."""
+        return F.linear(x, self.wte.weight)
+
+    varlen = None   # a kernel for the loop of cache.Flat, where optimize() has put one
+
+    def optimize(self):
+        """Turns to the fastest kernels that this machine has (toolbox/kernels.py). The same results. Returns self."""
+        from toolbox.kernels import optimize   # how to multiply fast is no lesson
+        optimize(self)
+        return self
 
     @property
     def device(self):
@@ -225,11 +237,13 @@ def sample(logits, requests):
     Raises ValueError for logits that are NaN or infinite.
     """
     tokens = []
-    for x, request in zip(logits.cpu().double(), requests):   # one transfer for all
-        if not x.max().isfinite():   # the maximum of anything with a NaN is NaN
+    for x, request in zip(logits.cpu(), requests):   # one transfer for all
+        x = x.double()
+        best = int(x.numpy().argmax())   # numpy's is many times as fast as torch's; a NaN counts as the largest
+        if not math.isfinite(x[best]):
             raise ValueError(f"{request}: the model's logits are not finite, no token can be chosen")
         if request.temperature == 0:
-            tokens.append(int(x.argmax()))
+            tokens.append(best)
         else:
             tokens.append(int(torch.searchsorted(cdf(x, request.temperature, request.top_k), request.draw(), right=True)))
     return tokens

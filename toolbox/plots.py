@@ -263,6 +263,35 @@ def itl(gaps, arrival, prompt_tokens, path=None):
     return save(figure, path)
 
 
+def bench(results, path):
+    """bench.py's figures: useful tokens a second of every system, a panel for each model and workload, and the roofline."""
+    plt = pyplot()
+    models = list(dict.fromkeys(result["model"] for result in results))
+    per_model = [[result for result in results if result["model"] == model] for model in models]
+    columns, systems = max(map(len, per_model)), list(dict.fromkeys(name for result in results for name in result["systems"]))
+    figure, axes = plt.subplots(len(models), columns, figsize=(4 * columns + 2.2, len(models) * (0.22 * len(systems) + 1.1)), sharey=True, squeeze=False)
+    for line, row in zip(per_model, axes):
+        for ax in row[len(line):]:
+            ax.axis("off")
+        for result, ax in zip(line, row):
+            for y, name in enumerate(systems):
+                if name in result["systems"]:
+                    speed = result["tokens"] / result["systems"][name]["seconds"]
+                    kind = "waiting" if name.startswith("transformers") else "decode" if name == "ragged, varlen" else "prefill"
+                    ax.barh(y, speed, color=COLORS[kind], height=0.75)
+                    ax.text(speed, y, f" {speed:,.0f}", va="center", fontsize=8)
+            least = result["tokens"] / result["roofline"]
+            ax.axvline(least, color="black", linestyle="--", linewidth=1)
+            ax.text(least, -0.9, f"roofline {least:,.0f} ", ha="right", va="center", fontsize=8)
+            ax.set_ylim(len(systems) - 0.4, -1.4)
+            ax.set_xlim(0, 1.08 * least)
+            ax.set_yticks(range(len(systems)), systems, fontsize=9)
+            ax.set_title({"W1": "W1, mixed", "W2": "W2, prefill", "W3": "W3, decode"}[result["workload"]] + f": {result['model']}", fontsize=10, loc="left")
+            ax.set_xlabel("prompt tokens/s" if result["workload"] == "W2" else "tokens/s")
+    figure.tight_layout()
+    save(figure, path)
+
+
 def stage(trace, path):
     """What --plot draws: this run's timeline, and below it what each forward pass computed."""
     plt = pyplot()

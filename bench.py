@@ -1,0 +1,222 @@
+"""
+Every stage of this repository and its peers, on the same weights and the same requests, side by side in one process.
+
+Systems take turns, so that a slow moment of the machine hits all of them; of each the run with the median time counts.
+Only tokens that somebody asked for count. Beside it the *roofline*: how long the schedule of the ragged stage would take if each
+forward pass ran at the machine's measured peak of arithmetic or of memory, whichever takes longer (claim R7 says which that is):
+
+    seconds  =  sum over passes of  max(floating point operations / peak,  bytes of weights, keys and values / bandwidth)
+
+W1 is a mixture of long and short, W2 nearly all prefill, W3 nearly all decode. Output is greedy, and the weights are random: they
+run as fast as trained ones.
+
+    python bench.py --quick                             a minute's look
+    python bench.py --json bench.json --plot bench.png  the whole
+"""
+import argparse
+import json
+import math
+import platform
+import random
+import statistics
+import sys
+import time
+from dataclasses import replace
+
+import torch
+from torch.nn import functional as F
+
+from model import GPT, GPTConfig
+from scheduler import Request
+from toolbox import plots
+from toolbox.cli import DTYPES, Help, guarded, place
+from toolbox.peers import peers
+from toolbox.report import percentile
+from toolbox.stages import STAGES, knobs_of
+
+MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384)}
+KNOBS = {"W1": dict(max_batch=32, token_budget=256), "W2": dict(max_batch=64, token_budget=1024), "W3": dict(max_batch=32, token_budget=256)}
+
+
+def workload(name, vocab_size, quick=False):
+    """The requests of W1, W2 or W3, the same every time; for a quick look a quarter of them, and of W3's answers."""
+    rng = random.Random(name)
+
+    def log_uniform(low, high):
+        return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+    sizes = {"W1": lambda: (log_uniform(8, 512), log_uniform(8, 128)),
+             "W2": lambda: (rng.randint(1, 512), 1),
+             "W3": lambda: (16, rng.randint(32, 256) // (4 if quick else 1))}[name]
+    sizes = [sizes() for _ in range(64 if name == "W2" else 32)]
+    requests = [Request([rng.randrange(vocab_size) for _ in range(prompt)], new, name=f"r{i}") for i, (prompt, new) in enumerate(sizes)]
+    return requests[:len(requests) // 4] if quick else requests
+
+
+def loud(model):
+    """Random weights at GPT-2's own scale soon repeat one token for ever, and then everybody's output agrees. Larger ones do not."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 2:
+                p.mul_(3 if name == "wpe.weight" else 1 if name == "wte.weight" else 4)
+    return model.requires_grad_(False)
+
+
+def stage(model, generate, knobs):
+    """A stage of this repository as a peer is: requests -> (tokens, times); keeps its trace."""
+    def run(requests):
+        requests = [replace(request) for request in requests]
+        run.trace = generate(model, requests, **knobs_of(generate, knobs)[0])
+        return [request.generated for request in requests], [request.token_times for request in requests]
+    return run
+
+
+def systems(plain, fast, theirs, knobs):
+    """{name: requests -> (tokens, times)}: the stages on optimized weights, the last one without, and the peers."""
+    found = {name: stage(fast, generate, knobs) for name, generate in STAGES.items() if name != "unbatched, no cache"}
+    found["ragged, varlen, not optimized"] = stage(plain, STAGES["ragged, varlen"], knobs)
+    return {**found, **theirs}
+
+
+def median_seconds(work, device, repeats=7):
+    taken = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
+
+
+@torch.inference_mode()
+def machine_peaks(fast):
+    """(floating point operations, bytes) a second: the fastest of some large multiplications, with and without optimize(); a read."""
+    layer, best = fast.h[0].mlp.c_fc, 0.0
+    for rows in (256, 512, 1024, 2048):
+        x = torch.randn(rows, layer.in_features, device=fast.device).to(layer.weight.dtype)
+        for multiply in (layer, lambda x: F.linear(x, layer.weight, layer.bias)):
+            seconds = median_seconds(lambda: [multiply(x) for _ in range(4)], fast.device)
+            best = max(best, 4 * 2 * rows * layer.weight.numel() / seconds)
+    x = torch.ones(2**27, device=fast.device)
+    return best, x.nbytes / median_seconds(x.sum, fast.device)
+
+
+def roofline(config, trace, peak, bandwidth, size=4):
+    """Seconds that the passes of a ragged trace take at least. size: bytes of a number."""
+    C, L, V = config.n_embd, config.n_layer, config.vocab_size
+    block_weights, vocabulary = L * 12 * C * C, V * C
+    sampled = {}
+    for request in trace.requests:
+        for step in request.token_steps:
+            sampled[step] = sampled.get(step, 0) + 1
+    total = 0.0
+    for p in trace.passes:
+        rows, tokens = sampled.get(p.step, 0), sum(n for _, _, n in p.work)
+        keys = sum(first + 2 * n for _, first, n in p.work)   # read once, and the new ones written too
+        operations = 2 * tokens * block_weights + 2 * rows * vocabulary + 4 * L * C * p.useful_scores
+        memory = size * (block_weights + vocabulary * bool(rows) + 2 * L * C * keys)
+        total += max(operations / peak, memory / bandwidth)
+    return total
+
+
+def measure(names, run, requests, reference, repeats, say):
+    """Runs the systems in turn; {name: figures of the median run}."""
+    runs = {name: [] for name in names}
+    for repeat in range(repeats):
+        for name in names:
+            start = time.perf_counter()
+            tokens, times = run[name](requests)
+            runs[name].append((time.perf_counter() - start, start, tokens, times))
+            say(f"  {repeat + 1}/{repeats}  {name:32} {runs[name][-1][0]:7.2f} s")
+    figures = {}
+    for name, taken in runs.items():
+        seconds, start, tokens, times = sorted(taken, key=lambda run: run[0])[len(taken) // 2]
+        gaps = [b - a for t in times for a, b in zip(t, t[1:])]
+        wanted = sum(map(len, reference))
+        figures[name] = {
+            "seconds": seconds, "spread": (max(t[0] for t in taken) - min(t[0] for t in taken)) / seconds,
+            "ttft_mean": statistics.mean(t[0] - start for t in times),
+            "itl_p50": percentile(gaps, 50) if gaps else None, "itl_p99": percentile(gaps, 99) if gaps else None,
+            "equal": sum(a == b for mine, theirs in zip(tokens, reference) for a, b in zip(mine, theirs)) / wanted}
+    return figures
+
+
+def table(result):
+    """A workload's figures as text."""
+    def ms(x):
+        return "-" if x is None else f"{x * 1e3:,.0f}"
+
+    unit = "prompt tok/s" if result["workload"] == "W2" else "tok/s"
+    rows = [("system", unit, "spread", "of best peer", "of roofline", "TTFT mean ms", "ITL p50 ms", "ITL p99 ms", "equal")]
+    best = min((f["seconds"] for name, f in result["systems"].items() if name.startswith("transformers")), default=None)
+    for name, f in result["systems"].items():
+        rows.append((name, f"{result['tokens'] / f['seconds']:,.0f}", f"±{f['spread'] / 2:.0%}", f"{best / f['seconds']:.2f}x" if best else "-",
+                     f"{result['roofline'] / f['seconds']:.0%}", ms(f["ttft_mean"]), ms(f["itl_p50"]), ms(f["itl_p99"]), f"{f['equal']:.1%}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(row[0].ljust(widths[0]) + "".join("  " + cell.rjust(width) for cell, width in zip(row[1:], widths[1:])) for row in rows)
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()), formatter_class=Help, allow_abbrev=False)
+    p.add_argument("--quick", action="store_true", help="a quarter of the requests, the small model, one run each")
+    p.add_argument("--models", nargs="+", choices=MODELS, help="gpt2: 124M parameters; small: 6 layers, 384 wide (default: both)")
+    p.add_argument("--workloads", nargs="+", choices=KNOBS, default=list(KNOBS), help="W1 mixed, W2 prefill, W3 decode")
+    p.add_argument("--systems", nargs="+", metavar="WORD", help="only those whose name has one of these words in it")
+    p.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each, in turn; the median counts")
+    p.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto takes cuda or mps where there is one")
+    p.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and arithmetic")
+    p.add_argument("--json", metavar="FILE.json", help="write the figures")
+    p.add_argument("--plot", metavar="FILE.png", help="draw them")
+    args = p.parse_args(argv)
+    return guarded(p.prog, lambda: run(args))
+
+
+def run(args):
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
+    if args.json:
+        plots.check_path(args.json, "--json")
+    if args.plot:
+        plots.check_path(args.plot, "--plot", plots.SUFFIXES)
+    device, dtype = place(args), DTYPES[args.dtype]
+    where = f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}"
+    print(where)
+    results = []
+    for model_name in args.models or (["small"] if args.quick else list(MODELS)):
+        config = MODELS[model_name]
+        torch.manual_seed(0)
+        plain = loud(GPT(config)).to(device, dtype)
+        fast = GPT(config).to(device, dtype)
+        fast.load_state_dict(plain.state_dict())
+        fast.requires_grad_(False).optimize()
+        theirs = peers(plain)
+        peak, bandwidth = machine_peaks(fast)
+        print(f"\n{model_name}: peak {peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:,.0f} GB/s", flush=True)
+        for name in args.workloads:
+            requests, knobs = workload(name, config.vocab_size, args.quick), KNOBS[name]
+            run = systems(plain, fast, theirs, knobs)
+            names = [system for system in run if not args.systems or any(word in system for word in args.systems)]
+            names = [system for system in names if not (args.quick and "sorted" in system)]
+            if not names:
+                raise ValueError(f"--systems {' '.join(args.systems)}: there is none of that name, allowed are words out of: {', '.join(run)}")
+            print(f"\n{model_name} {name}: {len(requests)} requests, {sum(len(r.prompt) for r in requests):,} prompt tokens, "
+                  f"{sum(r.max_new_tokens for r in requests):,} to generate, max_batch {knobs['max_batch']}, token_budget {knobs['token_budget']}", flush=True)
+            reference, _ = run["unbatched"](requests)      # and the roofline's schedule; both also warm up
+            run["ragged, varlen"](requests)
+            least = roofline(config, run["ragged, varlen"].trace, peak, bandwidth, size=plain.wte.weight.element_size())
+            figures = measure(names, run, requests, reference, 1 if args.quick else args.repeats, lambda line: print(line, file=sys.stderr, flush=True))
+            useful = sum(len(r.prompt) if name == "W2" else r.max_new_tokens for r in requests)
+            results.append({"model": model_name, "workload": name, "tokens": useful, "roofline": least, "peak": peak, "bandwidth": bandwidth,
+                            "where": where, "systems": figures})
+            print(table(results[-1]), flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(results, file, indent=1)
+    if args.plot:
+        plots.bench(results, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
