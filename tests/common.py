@@ -12,7 +12,7 @@ BLOCK_SIZE, VOCAB = 24, 13
 
 STAGES = {name.replace("unbatched, no cache", "no_cache").replace(", ", "_"): generate for name, generate in ALL.items()}
 SCHEDULED = ("chunked", "interleaved", "ragged_mask", "ragged_varlen")
-BATCHED = ("naive", "dynamic", *SCHEDULED)
+BATCHED = ("naive", "dynamic", "prepacked", "prepacked_dataset", *SCHEDULED)
 
 
 def toy(loud=True, seed=0, dtype=torch.float64, **config):
@@ -107,7 +107,7 @@ class Workload:
 
     def knobs(self, stage):
         """Those of the knobs that a stage has."""
-        names = {"naive": ["max_batch"], "dynamic": ["max_batch"]}.get(stage, ["max_batch", "token_budget", "max_kv_tokens"] if stage in SCHEDULED else [])
+        names = ["max_batch", "token_budget", "max_kv_tokens"] if stage in SCHEDULED else ["max_batch"] if stage in BATCHED else []
         return {name: getattr(self, name) for name in names}
 
 

@@ -19,6 +19,7 @@ import generate_chunked
 import generate_dynamic
 import generate_interleaved
 import generate_naive
+import generate_prepacked
 import generate_ragged
 import generate_unbatched
 from scheduler import Request
@@ -27,7 +28,7 @@ from toolbox.load import load
 from toolbox.progress import Progress
 
 ROOT = Path(__file__).parent.parent
-STAGES = [generate_unbatched, generate_naive, generate_dynamic, generate_chunked, generate_interleaved, generate_ragged]
+STAGES = [generate_unbatched, generate_naive, generate_dynamic, generate_chunked, generate_interleaved, generate_prepacked, generate_ragged]
 
 
 def run(stage, *flags):

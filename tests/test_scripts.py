@@ -15,7 +15,7 @@ def run(*arguments):
 
 
 def test_there_are_all_of_them():
-    assert SCRIPTS == [f"generate_{stage}.py" for stage in ("chunked", "dynamic", "interleaved", "naive", "ragged", "unbatched")]
+    assert SCRIPTS == [f"generate_{stage}.py" for stage in ("chunked", "dynamic", "interleaved", "naive", "prepacked", "ragged", "unbatched")]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -33,7 +33,7 @@ def test_with_its_defaults(script):
 def test_with_flags(script, flags):
     result = run(script, *flags)
     assert result.returncode == 0 and "12/12 requests identical to unbatched" in result.stdout, result.stdout + result.stderr
-    knobless = {"--max_batch": ["generate_unbatched.py"], "--token_budget": ["generate_unbatched.py", "generate_naive.py", "generate_dynamic.py"]}
+    knobless = {"--max_batch": ["generate_unbatched.py"], "--token_budget": ["generate_unbatched.py", "generate_naive.py", "generate_dynamic.py", "generate_prepacked.py"]}
     assert ("ignored" in result.stdout) == (script in knobless.get(flags[0], []))
 
 

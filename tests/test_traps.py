@@ -16,13 +16,14 @@ import generate_chunked
 import generate_dynamic
 import generate_interleaved
 import generate_naive
+import generate_prepacked
 import generate_ragged
 import generate_unbatched
 from model import Head, sample
 from scheduler import Request, Scheduler
 
 MODEL = toy()
-MODULES = (generate_unbatched, generate_naive, generate_dynamic, generate_chunked, generate_interleaved, generate_ragged)
+MODULES = (generate_unbatched, generate_naive, generate_dynamic, generate_chunked, generate_interleaved, generate_prepacked, generate_ragged)
 RECTANGLES = ("dynamic", "chunked", "interleaved")
 
 
@@ -37,14 +38,16 @@ def run(stage, requests=None, **knobs):
     assert_contract(MODEL, STAGES[stage], requests or workload(), max_batch=4, **({"token_budget": 8, **knobs} if stage in SCHEDULED else {}))
 
 
+PACKED = set()   # mutants of the layout Packed alone
+
 # --- the mutants ------------------------------------------------------------------------------------------------------
 
 def in_layout(change):
-    """A mutant that changes each Rectangle, or else each Flat, after it was made."""
+    """A mutant that changes each Rectangle, Packed or Flat after it was made."""
     @functools.wraps(change)
     def mutate(monkeypatch):
         for module in MODULES:
-            for name in "Rectangle", "Flat":
+            for name in ("Packed",) if change in PACKED else ("Rectangle", "Flat"):
                 if hasattr(module, name):
                     def mutant(*args, original=getattr(module, name), **kwargs):
                         layout = original(*args, **kwargs)
@@ -142,6 +145,41 @@ def static_padding_on_the_right(monkeypatch):
     monkeypatch.setattr(generate_naive.StaticBatch, "lay_out", lay_out)
 
 
+def of_packed(change):
+    PACKED.add(change)
+    return in_layout(change)
+
+
+@of_packed
+def packed_prompts_see_their_neighbours(batch):
+    """Claim P2: the causal rule alone, over the whole row."""
+    batch.mask[:] = True
+
+
+@of_packed
+def packed_positions_run_on(batch):
+    """Claim P3: the second prompt of a row does not start at 0 again."""
+    batch.positions[:] = torch.arange(batch.positions.size(1))
+
+
+@of_packed
+def caches_in_packed_order(batch):
+    """Trap 11: the k-th request gets the k-th prompt in the order of the rows."""
+    batch.places.sort()
+
+
+@of_packed
+def one_token_prompts_are_lost(batch):
+    """Trap 11: prompts are found again as runs of rising positions, by where a run starts; one token is no run."""
+    def attend(layer, q, k, v, original=batch.attend):
+        out = original(layer, q, k, v)
+        for request, n in batch.plan:
+            if n == 1:
+                request.kv.write(layer, 0, torch.zeros_like(k[0, :, :1]), torch.zeros_like(v[0, :, :1]))
+        return out
+    batch.attend = attend
+
+
 def draws_for_a_partial_prefill(monkeypatch):
     """Trap 5: the result is thrown away, but the request's random stream has moved on."""
     def report(self, plan, tokens, original=Scheduler.report):
@@ -233,11 +271,15 @@ def one_random_stream_for_all(monkeypatch):
 
 TRAPS = [
     (new_slots_are_all_valid, RECTANGLES),
-    (past_slots_are_all_valid, RECTANGLES),
+    (past_slots_are_all_valid, (*RECTANGLES, "prepacked")),
     (no_causal_rule_in_a_continuation_chunk, ("chunked", "interleaved", "ragged_varlen")),   # the flat mask has a causal rule of its own
-    (causal_rule_from_the_top_left, ("unbatched", "naive", *RECTANGLES, "ragged_varlen", "ragged_mask")),
-    (nan_for_a_query_without_keys, ("naive", *RECTANGLES)),
-    (padding_is_not_zeroed, RECTANGLES),
+    (causal_rule_from_the_top_left, ("unbatched", "naive", "prepacked", *RECTANGLES, "ragged_varlen", "ragged_mask")),
+    (nan_for_a_query_without_keys, ("naive", "prepacked", *RECTANGLES)),
+    (padding_is_not_zeroed, (*RECTANGLES, "prepacked")),
+    (packed_prompts_see_their_neighbours, ("prepacked", "prepacked_dataset")),
+    (packed_positions_run_on, ("prepacked", "prepacked_dataset")),
+    (caches_in_packed_order, ("prepacked",)),   # dataset packing admits in the order of the rows
+    (one_token_prompts_are_lost, ("prepacked", "prepacked_dataset")),
     (positions_of_the_column, RECTANGLES),
     (static_positions_of_the_column, ("naive",)),
     (static_padding_on_the_right, ("naive",)),
@@ -247,11 +289,12 @@ TRAPS = [
     (chunk_reads_to_the_end_of_the_prompt, ("ragged_varlen",)),
     (end_of_text_only_after_the_first_token, tuple(STAGES)),
     (one_token_more_than_asked_for, tuple(STAGES)),
-    (first_token_broadcast_to_all, ("naive", *RECTANGLES, "ragged_mask", "ragged_varlen")),
+    (first_token_broadcast_to_all, ("naive", "prepacked", *RECTANGLES, "ragged_mask", "ragged_varlen")),
     (one_random_stream_for_all, tuple(STAGES)),
 ]
 CASES = {   # a trap that needs more than the workload above
     no_end_at_the_context_limit: lambda: [Request([1, 2, 3], 40)],
+    caches_in_packed_order: lambda: [Request([n] * n, 9, name=f"r{n}") for n in (3, 2, 5, 4)],   # each fits where the other should be
     end_of_text_only_after_the_first_token: lambda: [replace(r, eos_token=alone(MODEL, r)[0][0]) for r in workload()],
 }
 

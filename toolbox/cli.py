@@ -5,6 +5,7 @@ Exit status: 0 all is well, 1 a request is WRONG, 2 bad input (one line on stder
 """
 import argparse
 import contextlib
+import copy
 import inspect
 import os
 import sys
@@ -25,7 +26,7 @@ from toolbox.stages import knobs_of
 from toolbox.workload import PROMPTS, make_requests, read_prompts
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KNOBS = ("max_batch", "token_budget", "max_kv_tokens", "policy", "admission", "page_size", "prefix_cache", "attention", "use_cache")
+KNOBS = ("max_batch", "token_budget", "max_kv_tokens", "policy", "admission", "page_size", "prefix_cache", "pack", "attention", "use_cache")
 FLAGS = {"use_cache": "no_cache"}   # a knob whose flag has another name
 
 
@@ -61,6 +62,7 @@ def parser(doc):
     knobs.add_argument("--admission", choices=("reserve", "grow"), help="room for a whole answer at once, or page by page with preemption (default: reserve)")
     knobs.add_argument("--page_size", type=int, metavar="N", help="tokens in a page of cache (default: 16)")
     knobs.add_argument("--prefix_cache", action="store_const", const=True, help="reuse what prompts have in common")
+    knobs.add_argument("--pack", choices=("batch", "dataset"), help="prepacking: pack who was admitted, or let the packing admit (default: batch)")
     knobs.add_argument("--attention", choices=("varlen", "mask"), help="how the ragged stage keeps requests apart (default: varlen)")
     knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False, help="compute everything again for each token (unbatched)")
     where = p.add_argument_group("where")
@@ -126,15 +128,16 @@ def show(requests, tokenizer):
     print()
 
 
-def guarded(prog, work):
-    """Runs `work()`, an exit status, and turns what may go wrong into one line."""
+def guarded(prog, work, speaks=True):
+    """Runs `work()`, an exit status, and turns what may go wrong into one line; a rank that does not speak leaves it to another one."""
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")   # a console without Unicode still gets its text
     try:
         return work()
     except ValueError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        if speaks:
+            print(f"{prog}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
@@ -155,7 +158,8 @@ def main(generate, doc, argv=None):
     sys.exit(guarded(p.prog, work))
 
 
-def run(generate, args):
+def run(generate, args, shard=None):
+    """One stage on the prompts. shard: what to do to the model that it runs on, but not to the one that checks it."""
     parameters = inspect.signature(generate).parameters
     knobs, ignored = knobs_of(generate, given_knobs(args))
     say_ignored(ignored, "for this stage")
@@ -163,6 +167,8 @@ def run(generate, args):
     if "prefix_cache" in knobs:
         knobs["prefix_cache"] = PrefixCache(knobs.get("page_size", parameters["page_size"].default))
     check = None if args.no_check else Check(model, requests)
+    if shard is not None:
+        model = shard(copy.deepcopy(model))
     budget = knobs.get("token_budget", parameters["token_budget"].default) if "token_budget" in parameters else None
     progress = contextlib.nullcontext() if args.quiet else Progress(model, requests, tokenizer, budget)
     try:
@@ -223,7 +229,7 @@ def compare(doc, argv=None):
             plots.check_path(Path(args.pictures) / "mask.png", "--pictures")
         model, _, requests = prepare(args)
         knobs = given_knobs(args)
-        say_ignored([name for name in ("prefix_cache", "attention", "use_cache") if knobs.pop(name, None) is not None], "where all stages run")
+        say_ignored([name for name in ("prefix_cache", "pack", "attention", "use_cache") if knobs.pop(name, None) is not None], "where all stages run")
         say_ignored([name for name in ("plot", "trace", "quiet") if getattr(args, name)], "where all stages run")
         print(f"{len(requests)} requests, {sum(len(r.prompt) for r in requests)} prompt tokens, {args.dtype} on {model.device}, "
               f"{torch.get_num_threads()} threads, torch {torch.__version__}")

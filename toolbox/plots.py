@@ -292,6 +292,77 @@ def bench(results, path):
     save(figure, path)
 
 
+METHOD_COLORS = {"full batching": "#999999", "length-ordered": "#E69F00", "prepacking, batch": "#56B4E9", "prepacking, dataset": "#0072B2", "ragged": "#009E73"}
+
+
+def prepacking(result, path):
+    """The figures of toolbox.prepacking: six panels, one for each of its tables."""
+    plt = pyplot()
+    figure, ((kinds, sizes, memory), (ratio, gap, latency)) = plt.subplots(2, 3, figsize=(15, 8.4))
+
+    methods = [method for method in METHOD_COLORS if method != "full batching"]
+    for i, method in enumerate(methods):
+        speedups = [figures["full batching"]["prefill_ms"] / figures[method]["prefill_ms"] for figures in result["kinds"].values()]
+        x = np.arange(len(speedups)) + 0.2 * (i - 1.5)
+        kinds.bar(x, speedups, width=0.19, color=METHOD_COLORS[method], label=method)
+        for at, speedup in zip(x, speedups):
+            kinds.text(at, speedup, f"{speedup:.1f}", ha="center", va="bottom", fontsize=7)
+    kinds.axhline(1, color=METHOD_COLORS["full batching"], linestyle="--", linewidth=1)
+    kinds.set_xticks(range(len(result["kinds"])), [str(kind).replace(" ", "\n") for kind in result["kinds"]], fontsize=8)
+    kinds.set_ylim(top=1.35 * kinds.get_ylim()[1])
+    kinds.legend(fontsize=8, ncols=2, loc="upper left")
+    kinds.set_title("prefill, times as fast as full batching, k = 16", loc="left", fontsize=10)
+
+    for (kind, points), color, marker in zip(result["batch_size"].items(), ("#0072B2", "#D55E00"), "os"):
+        k, speedup, _ = np.array(points).T
+        sizes.plot(k, speedup, color=color, marker=marker, markersize=4, label=f"{kind} lengths")
+    sizes.axhline(1, color="#999999", linestyle="--", linewidth=1)
+    sizes.set_xscale("log", base=2)
+    sizes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    sizes.set_xlabel("k, prompts in a batch")
+    sizes.set_title("the same for other k, prepacking a batch", loc="left", fontsize=10)
+    sizes.legend(fontsize=8)
+
+    for i, method in enumerate(("full batching", "prepacking, batch", "ragged")):
+        k = [largest[method] for largest in result["largest"].values()]
+        x = np.arange(len(k)) + 0.27 * (i - 1)
+        memory.bar(x, k, width=0.25, color=METHOD_COLORS[method], label=method)
+        for at, size in zip(x, k):
+            memory.text(at, size, f"{size}", ha="center", va="bottom", fontsize=7)
+    memory.set_xticks(range(len(result["largest"])), result["largest"], fontsize=8)
+    memory.set_yscale("log")
+    memory.set_ylim(top=6 * memory.get_ylim()[1])
+    memory.legend(fontsize=8, loc="upper right")
+    memory.set_title("largest k whose prefill fits (GPT-2 124M)", loc="left", fontsize=10)
+
+    for (k, points), color, marker in zip(result["predictors"].items(), ("#0072B2", "#D55E00"), "os"):
+        rows, tokens, speedup = np.array(points).T
+        ratio.scatter(rows, speedup, s=8, color=color, marker=marker, alpha=0.5, linewidths=0, label=f"k = {k}")
+        gap.scatter(tokens, speedup, s=8, color=color, marker=marker, alpha=0.5, linewidths=0, label=f"k = {k}")
+    x = np.linspace(*ratio.get_xlim(), 50)
+    ratio.plot(x, 1 / x, color="black", linewidth=1, linestyle="--", label="1 / (r/k)")
+    ratio.set_xlabel("r / k, rows for each prompt")
+    gap.set_xlabel("m - L/k, tokens: longest minus mean length")
+    for ax in ratio, gap:
+        ax.set_title("speedup of single batches, uniform lengths", loc="left", fontsize=10)
+        ax.legend(fontsize=8)
+
+    k, seconds = np.array(result["latency"]).T
+    latency.plot(k, seconds, color="#0072B2", marker="o", markersize=4)
+    latency.plot(k, seconds[0] * k / k[0], color="#999999", linewidth=1, linestyle="--", label="k times one prompt")
+    latency.set_xscale("log", base=2)
+    latency.set_yscale("log")
+    for axis in latency.xaxis, latency.yaxis:
+        axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    latency.set_xlabel("k, prompts of 128 tokens")
+    latency.set_title("seconds of one prefill", loc="left", fontsize=10)
+    latency.legend(fontsize=8)
+    for ax in (sizes, ratio, gap, latency):
+        ax.grid(True, color="#EEEEEE")
+    figure.tight_layout()
+    save(figure, path)
+
+
 def stage(trace, path):
     """What --plot draws: this run's timeline, and below it what each forward pass computed."""
     plt = pyplot()

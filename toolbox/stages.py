@@ -6,16 +6,23 @@ import generate_chunked
 import generate_dynamic
 import generate_interleaved
 import generate_naive
+import generate_prepacked
 import generate_ragged
 import generate_unbatched
 
-STAGES = {
-    "unbatched, no cache": partial(generate_unbatched.generate, use_cache=False),
+SCRIPTS = {
     "unbatched": generate_unbatched.generate,
     "naive": generate_naive.generate,
     "dynamic": generate_dynamic.generate,
     "chunked": generate_chunked.generate,
     "interleaved": generate_interleaved.generate,
+    "prepacked": generate_prepacked.generate,
+    "ragged": generate_ragged.generate,
+}
+STAGES = {   # with the variants of some, in the ladder's order
+    "unbatched, no cache": partial(generate_unbatched.generate, use_cache=False),
+    **{name: SCRIPTS[name] for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "prepacked")},
+    "prepacked, dataset": partial(generate_prepacked.generate, pack="dataset"),
     "ragged, mask": partial(generate_ragged.generate, attention="mask"),
     "ragged, varlen": generate_ragged.generate,
 }
