@@ -231,6 +231,7 @@ def work(args, generate):
         return status
     except ConnectionError as error:
         print(f"tensor_parallel.py: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
         os._exit(1)   # nothing to hand back, and taking down a broken process group may wait for ever
     finally:
         if dist.is_initialized():

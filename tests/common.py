@@ -1,7 +1,11 @@
 """The oracle and the workloads that every test of the contract shares."""
+import tempfile
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 
 from model import GPT, GPTConfig, sample
@@ -50,10 +54,11 @@ def alone(model, request):
             return new, torch.stack(logits), "length"
 
 
-def assert_contract(model, generate, requests, cancels=(), tolerance=1e-10, **knobs):
+def assert_contract(model, generate, requests, cancels=(), tolerance=1e-10, whole=None, **knobs):
     """
     Runs `generate` and asserts that each request got exactly what it would have got alone.
 
+    whole:   the model to compare with; None: the same one
     cancels: (i, j, k): request i is cancelled when request j has got its k-th token; k = 0: before the start
     """
     logits = {}
@@ -71,7 +76,7 @@ def assert_contract(model, generate, requests, cancels=(), tolerance=1e-10, **kn
     trace = generate(model, requests, on_token=on_token, **knobs)
     may_be_cut = {i for i, _, _ in cancels}
     for i, request in enumerate(requests):
-        tokens, reference, reason = alone(model, request)
+        tokens, reference, reason = alone(whole or model, request)
         n = len(request.generated)
         if request.finish_reason == "cancelled":
             assert i in may_be_cut
@@ -95,6 +100,21 @@ def assert_contract(model, generate, requests, cancels=(), tolerance=1e-10, **kn
         assert p.slots == p.useful + p.recomputed + p.pad_slots + p.finished_slots
         assert p.useful_scores <= p.score_entries and min(p.useful, p.recomputed, p.pad_slots, p.finished_slots) >= 0
     return trace
+
+
+def on_ranks(ranks, work, *arguments):
+    """Calls `work(*arguments)`, a function at the top of a test module, on so many gloo ranks, each a process. An assertion that fails there fails here."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (ranks, Path(folder, "store").as_uri(), work, arguments), nprocs=ranks)
+
+
+def _rank(rank, ranks, store, work, arguments):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    try:
+        work(*arguments)
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import SCHEDULED, STAGES, VOCAB, alone, assert_contract, toy
+from common import SCHEDULED, STAGES, VOCAB, alone, assert_contract, on_ranks, toy
+from torch.distributed.tensor.debug import CommDebugMode
 
 import cache
 from cache import KV, Flat, PrefixCache, Rectangle
@@ -16,6 +17,7 @@ from generate_naive import StaticBatch
 from generate_prepacked import Packed, first_fit_decreasing
 from model import GPT, Block, GPTConfig, Head, causal
 from scheduler import Request, prepare
+from tensor_parallel import count_collectives, shard
 from toolbox import prepacking
 
 MODEL = toy(block_size=256)
@@ -307,6 +309,30 @@ def test_R4_varlen_loops_over_cu_seqlens_and_computes_nothing_across_requests(mo
     monkeypatch.setattr(cache, "head", counting)
     run(batch)
     assert seen == [(10, 10), (30, 30)] * CONFIG.n_layer                               # 100 + 900 = 1,000 a layer
+
+
+def test_R5_16_all_reduces_for_8_layers_whatever_is_in_the_batch():
+    """Two a block. ("16 sync events per block" is wrong as published: it is 16 a pass.)"""
+    on_ranks(2, two_all_reduces_a_block)
+
+
+def two_all_reduces_a_block():
+    config = GPTConfig(block_size=1000, vocab_size=VOCAB, n_layer=8, n_head=4, n_embd=16)
+    model, sent = shard(GPT(config).requires_grad_(False)), {}
+    for tokens, n in (10, 1), (1000, 1), (1000, 50), (50, 50):
+        before = model.traffic.bytes
+        assert count_collectives(model, tokens, n) == {"allreduce_": 16}     # nothing else is sent, by the varlen loop least of all
+        sent[tokens, n] = model.traffic.bytes - before
+    assert model.traffic.all_reduces == 4 * 16
+    assert sent == {(tokens, n): 16 * tokens * config.n_embd * 4 for tokens, n in sent}   # [N x hidden] each, in 4-byte numbers
+    one_block = GPT(GPTConfig(block_size=1000, vocab_size=VOCAB, n_layer=1, n_head=4, n_embd=16)).requires_grad_(False)
+    assert count_collectives(shard(one_block), 10, 1) == {"allreduce_": 2}
+    with CommDebugMode() as counter, torch.no_grad():                        # torch's own counter says so too
+        model(torch.zeros(1, 10, dtype=torch.long))
+    assert counter.get_total_counts() == 16
+    request = ready(10)[0]
+    run(Flat([(request, 10)]), model)
+    assert request.kv.k[0].shape == (2, 18, 4)                               # half of the heads: a rank keeps its own K/V
 
 
 def test_R6_the_same_1000_tokens():

@@ -68,6 +68,7 @@ def parser(doc):
     where = p.add_argument_group("where")
     where.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto takes cuda or mps where there is one")
     where.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and arithmetic")
+    where.add_argument("--optimize", action="store_true", help="use the fastest kernels there are, model.optimize()")
     out = p.add_argument_group("what to show")
     out.add_argument("--plot", metavar="FILE.png", help="draw this run: who computed what at which step")
     out.add_argument("--trace", metavar="FILE.json", help="write every forward pass and every token's time")
@@ -108,6 +109,8 @@ def prepare(args):
     requests = make_requests(prompts, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed,
                              arrival_rate=args.arrival_rate)
     model.to(device, DTYPES[args.dtype])
+    if args.optimize:
+        model.optimize()
     model(torch.zeros(1, 1, dtype=torch.long, device=device))   # the first call pays for torch's own set-up
     return model, tokenizer, requests
 

@@ -51,11 +51,11 @@ class Packed:
 
 def linear(module, x, bias=None, gelu=False):
     """x (..., in) @ module.weight (out, in)^T + bias, then perhaps GELU while the numbers are still in the cache."""
-    weight = module.weight
+    weight, packed = module.weight, getattr(module, "packed", None)   # a layer that came later, a shard say, has none
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)   # these kernels have no backward
     several = x.numel() > x.size(-1)   # one row is a matrix times a vector, for which the plain kernel is the faster one
-    if can_pack() and several and weight.dtype == x.dtype == torch.float32 and weight.device.type == "cpu" and not learning:
-        return torch.ops.mkldnn._linear_pointwise(x, module.packed(weight), bias, "gelu" if gelu else "none", [], "tanh")
+    if packed and can_pack() and several and weight.dtype == x.dtype == torch.float32 and weight.device.type == "cpu" and not learning:
+        return torch.ops.mkldnn._linear_pointwise(x, packed(weight), bias, "gelu" if gelu else "none", [], "tanh")
     y = F.linear(x, weight, bias)
     return F.gelu(y, approximate="tanh") if gelu else y
 

@@ -82,12 +82,19 @@ def one_step(model):
     return [(request, request.todo) for request in requests]
 
 
+def some_prompts():
+    """Five prompts of different lengths: what the picture of prepacking shows."""
+    requests = [Request([1] * n, 1, name=name) for name, n in zip("ABCDE", (9, 3, 5, 1, 6))]
+    return [(request, len(request.prompt)) for request in prepare(requests, GPTConfig())]
+
+
 def pictures(model, folder, traces):
     """Draws all pictures into a folder."""
     small = run(model, small_workload(model.config), max_batch=4, token_budget=16)
     plots.timelines([trace for name, trace in small.items() if name in ("naive", "dynamic", "chunked", "interleaved", "ragged, varlen")], folder / "timelines.png")
     plots.timelines(list(storm(model).values()), folder / "storm.png")
     plots.masks(one_step(model), folder / "mask.png")
+    plots.packed(some_prompts(), folder / "packed.png")
     plots.slots([trace for name, trace in traces.items() if "no cache" not in name], folder / "slots.png")
     large = GPT(GPTConfig()).to(model.device, model.wte.weight.dtype)   # random weights: as fast as trained ones
     plots.rows({"the built-in model, 0.9M parameters": forward_times(model), "GPT-2 small, 124M parameters": forward_times(large, seconds=30)},

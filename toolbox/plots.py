@@ -188,6 +188,46 @@ def masks(plan, path=None):
     return save(figure, path)
 
 
+OWNERS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+
+
+def packed(plan, path=None):
+    """The prompts of a plan padded to one length and packed into rows, and who sees whom in the row that most of them share."""
+    from matplotlib.patches import Rectangle as Box
+
+    from generate_prepacked import Packed
+    plt = pyplot()
+    batch = Packed(plan)
+    rows, m = batch.tokens.shape
+    lengths = [n for _, n in plan]
+    padded = [(b, m - n, m) for b, n in enumerate(lengths)]
+    shared = max(range(rows), key=lambda row: sum(place[0] == row for place in batch.places))
+    figure, axes = plt.subplots(1, 3, figsize=(12, 0.6 + 0.34 * max(len(plan), m)), width_ratios=[m, m, m])
+    for ax, places, title in ((axes[0], padded, f"padded ({len(plan)}, {m}): {len(plan) * m - sum(lengths)} pad slots"),
+                              (axes[1], batch.places, f"packed ({rows}, {m}): {rows * m - sum(lengths)} pad slots")):
+        height = max(row for row, _, _ in places) + 1
+        for i, j in np.ndindex(height, m):
+            ax.add_patch(Box((j, i), 1, 1, facecolor=COLORS["pad"], edgecolor="#BBBBBB", linewidth=0.5, hatch="////"))
+        for (request, _), (row, first, end), color in zip(plan, places, OWNERS * len(plan)):
+            for position, j in enumerate(range(first, end)):
+                ax.add_patch(Box((j, row), 1, 1, facecolor=color, edgecolor="white", linewidth=0.5))
+                ax.text(j + 0.5, row + 0.5, f"{request.name}{position}", ha="center", va="center", fontsize=7, color="white")
+        ax.set_xlim(-0.04, m + 0.04)
+        ax.set_ylim(len(plan) + 0.04, -0.04)
+        ax.set_title(title, fontsize=10, loc="left")
+        ax.set_aspect("equal")
+        ax.axis("off")
+    labels = ["·"] * m
+    for (request, _), (row, first, end) in zip(plan, batch.places):
+        if row == shared:
+            labels[first:end] = [f"{request.name}{position}" for position in range(end - first)]
+    pads = [label == "·" for label in labels]
+    cells(axes[2], effective_mask(batch, shared), pads, pads, [False] * m, labels, labels)
+    axes[2].set_title(f"who sees whom in row {shared + 1}", fontsize=10, loc="left", pad=16)
+    figure.tight_layout()
+    return save(figure, path)
+
+
 # --- slots, rows, waiting --------------------------------------------------------------------------------------------------
 
 def slots(traces, path=None):

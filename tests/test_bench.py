@@ -1,0 +1,113 @@
+"""The benchmark: what it counts, that peers and stages give the same tokens, and a quick run of it."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from common import toy
+
+import bench
+from model import GPT, GPTConfig
+from scheduler import Request
+from toolbox.stages import STAGES
+
+ROOT = Path(__file__).parent.parent
+TINY = GPTConfig(block_size=1024, vocab_size=300, n_layer=2, n_head=2, n_embd=32)
+
+
+def test_the_workloads_are_those_of_the_docstring():
+    mixed, prefill, decode = (bench.workload(name, 50257) for name in ("W1", "W2", "W3"))
+    assert [len(w) for w in (mixed, prefill, decode)] == [32, 64, 32]
+    assert all(8 <= len(r.prompt) <= 512 and 8 <= r.max_new_tokens <= 128 for r in mixed)
+    assert all(1 <= len(r.prompt) <= 512 and r.max_new_tokens == 1 for r in prefill)
+    assert all(len(r.prompt) == 16 and 32 <= r.max_new_tokens <= 256 for r in decode)
+    assert sorted(len(r.prompt) for r in mixed)[16] < 100                                       # log-uniform: half are below 64
+    assert [r.prompt for r in mixed] == [r.prompt for r in bench.workload("W1", 50257)]         # the same every time
+
+
+def test_the_roofline_by_hand():
+    """A prompt of 3 tokens and one decode, on a model small enough to count."""
+    config = GPTConfig(block_size=8, vocab_size=10, n_layer=1, n_head=1, n_embd=4)
+    trace = STAGES["ragged, varlen"](GPT(config), [Request([1, 2, 3], 2)])
+    assert len(trace.passes) == 2
+    weights, vocabulary = 12 * 16, 40
+    operations = [2 * 3 * weights + 2 * vocabulary + 4 * 4 * 6, 2 * weights + 2 * vocabulary + 4 * 4 * 4]
+    memory = [4 * (weights + vocabulary + 2 * 4 * (3 + 3)), 4 * (weights + vocabulary + 2 * 4 * (4 + 1))]
+    assert bench.roofline(config, trace, peak=1, bandwidth=1e9) == pytest.approx(sum(operations))
+    assert bench.roofline(config, trace, peak=1e9, bandwidth=1) == pytest.approx(sum(memory))
+    assert bench.roofline(config, trace, peak=1e9, bandwidth=1, size=2) == pytest.approx(sum(memory) / 2)
+
+
+@torch.inference_mode()
+def test_its_outputs_could_differ():
+    """Were the weights at GPT-2's own scale, all would repeat one token, and agreement would mean nothing."""
+    torch.manual_seed(0)
+    model = bench.loud(GPT(TINY))
+    requests = bench.workload("W3", TINY.vocab_size, quick=True)
+    tokens, _ = bench.stage(model, STAGES["unbatched"], {})(requests)
+    assert len({token for row in tokens for token in row}) > 50 and len({tuple(row[:8]) for row in tokens}) == len(requests)
+
+
+def test_peers_and_stages_give_the_same_tokens():
+    pytest.importorskip("transformers")
+    from toolbox.peers import peers
+    model = toy(block_size=64, n_layer=2).double()
+    requests = [Request([i % 13 for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7, name=f"r{n}") for n in range(1, 12)]
+    reference, times = bench.stage(model, STAGES["unbatched"], {})(requests)
+    found = peers(model, batch_tokens=32)
+    assert len(found) == 6
+    for name, peer in found.items():
+        tokens, times = peer(requests)
+        assert tokens == reference, name
+        assert [len(t) for t in times] == [r.max_new_tokens for r in requests] and all(t == sorted(t) for t in times), name
+
+
+def test_without_transformers_its_rows_are_left_out(monkeypatch, capsys):
+    import toolbox.peers
+    monkeypatch.setattr(toolbox.peers, "find_spec", lambda name: None)
+    assert toolbox.peers.peers(toy()) == {} and "transformers is not installed" in capsys.readouterr().out
+
+
+def test_all_of_it_on_a_tiny_model(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(bench.MODELS, "small", TINY)
+    file, picture = tmp_path / "b.json", tmp_path / "b.png"
+    assert bench.main(["--quick", "--systems", "unbatched", "ragged", "one at a time", "--json", str(file), "--plot", str(picture)]) == 0
+    said, results = capsys.readouterr().out, json.loads(file.read_text())
+    assert [r["workload"] for r in results] == ["W1", "W2", "W3"] and picture.stat().st_size > 10_000
+    for words in "of best peer", "of roofline", "TTFT mean ms", "ITL p99 ms", "prompt tok/s", "peak":
+        assert words in said
+    for result in results:
+        assert set(result["systems"]) >= {"unbatched", "ragged, mask", "ragged, varlen", "ragged, varlen, not optimized"}
+        assert all(f["seconds"] > 0 and f["equal"] > 0.95 for f in result["systems"].values())
+
+
+def test_the_script_in_quick_form():
+    result = subprocess.run([sys.executable, "bench.py", "--quick", "--workloads", "W1", "--systems", "ragged", "naive"], cwd=ROOT, capture_output=True,
+                            text=True, encoding="utf-8", timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "small W1: 8 requests" in result.stdout and "ragged, varlen, not optimized" in result.stdout
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--repeats", "0"], "--repeats must be at least 1"),
+    (["--plot", "x.doc"], "--plot x.doc: the name must end in"),
+    (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
+    (["--quick", "--systems", "vllm"], "--systems vllm: there is none of that name"),
+])
+def test_bad_flags(flags, message, capsys):
+    assert bench.main(flags) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_what_the_readme_says_was_measured():
+    """The README's table is the committed run, rounded."""
+    results = json.loads((ROOT / "toolbox" / "results" / "bench.json").read_text())
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for result in results:
+        if result["model"] == "gpt2":
+            for name in result["systems"]:
+                row = next(line for line in readme.splitlines() if line.startswith(f"| {name} |") and "%" in line)
+                assert f" {result['tokens'] / result['systems'][name]['seconds']:,.0f} (" in row, (result["workload"], name)
