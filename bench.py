@@ -1,7 +1,8 @@
 """
 Every stage of this repository and its peers, on the same weights and the same requests, side by side in one process.
 
-Systems take turns, so that a slow moment of the machine hits all of them; of each the run with the median time counts.
+Systems take turns, round by round, so that a slow moment of the machine hits all of them. Of each the run with the median time counts,
+and "of best peer" is the median of the ratios within the rounds.
 Only tokens that somebody asked for count. Beside it the *roofline*: how long the schedule of the ragged stage would take if each
 forward pass ran at the machine's measured peak of arithmetic or of memory, whichever takes longer (claim R7 says which that is):
 
@@ -120,34 +121,43 @@ def roofline(config, trace, peak, bandwidth, size=4):
     return total
 
 
-def best_peer(seconds):
-    """Of {name: seconds}; None if there is no peer."""
-    return min((name for name in seconds if name.startswith("transformers")), key=seconds.get, default=None)
+def best_peer(systems):
+    """The peer that was fastest in the first round, when all ran; None if there is none."""
+    return min((name for name in systems if name.startswith("transformers")), key=lambda name: systems[name]["rounds"][0], default=None)
+
+
+def times_best_peer(systems, name):
+    """How many times as fast as the best peer: the median over the rounds in which both ran."""
+    peer = best_peer(systems)
+    return peer and statistics.median(theirs / mine for mine, theirs in zip(systems[name]["rounds"], systems[peer]["rounds"]) if mine and theirs)
 
 
 def measure(names, run, requests, reference, repeats, say):
-    """Runs the systems in turn; {name: figures of the median run}. Who takes twice as long as the fastest runs once, its place is clear; but the best peer never."""
-    runs = {name: [] for name in names}
+    """
+    Runs the systems in turn; {name: figures}. Who takes twice as long as the fastest runs in the first round only, its place is clear; but the
+    best peer runs in all. "rounds" holds seconds, None where it did not run.
+    """
+    runs, systems = {name: [] for name in names}, {name: {"rounds": []} for name in names}
     for repeat in range(repeats):
-        for name in names:
-            if repeat and first[name] > 2 * min(first.values()) and name != best_peer(first):
+        fastest = min((system["rounds"][0] for system in systems.values() if repeat), default=None)
+        for name, system in systems.items():
+            if repeat and system["rounds"][0] > 2 * fastest and name != best_peer(systems):
+                system["rounds"].append(None)
                 continue
             start = time.perf_counter()
             tokens, times = run[name](requests)
-            runs[name].append((time.perf_counter() - start, start, tokens, times))
+            system["rounds"].append(time.perf_counter() - start)
+            runs[name].append((system["rounds"][-1], start, tokens, times))
             say(f"  {repeat + 1}/{repeats}  {name:32} {runs[name][-1][0]:7.2f} s")
-        first = {name: taken[0][0] for name, taken in runs.items()}
-    figures = {}
     for name, taken in runs.items():
         seconds, start, tokens, times = sorted(taken, key=lambda run: run[0])[len(taken) // 2]
         gaps = [b - a for t in times for a, b in zip(t, t[1:])]
-        wanted = sum(map(len, reference))
-        figures[name] = {
-            "seconds": seconds, "runs": len(taken), "spread": (max(t[0] for t in taken) - min(t[0] for t in taken)) / seconds,
+        systems[name].update({
+            "seconds": seconds, "spread": (max(t[0] for t in taken) - min(t[0] for t in taken)) / seconds,
             "ttft_mean": statistics.mean(t[0] - start for t in times),
             "itl_p50": percentile(gaps, 50) if gaps else None, "itl_p99": percentile(gaps, 99) if gaps else None,
-            "equal": sum(a == b for mine, theirs in zip(tokens, reference) for a, b in zip(mine, theirs)) / wanted}
-    return figures
+            "equal": sum(a == b for mine, theirs in zip(tokens, reference) for a, b in zip(mine, theirs)) / sum(map(len, reference))})
+    return systems
 
 
 def table(result):
@@ -157,10 +167,9 @@ def table(result):
 
     unit = "prompt tok/s" if result["workload"] == "W2" else "tok/s"
     rows = [("system", unit, "runs", "spread", "of best peer", "of roofline", "TTFT mean ms", "ITL p50 ms", "ITL p99 ms", "equal")]
-    peer = best_peer({name: f["seconds"] for name, f in result["systems"].items()})
-    best = peer and result["systems"][peer]["seconds"]
     for name, f in result["systems"].items():
-        rows.append((name, f"{result['tokens'] / f['seconds']:,.0f}", f["runs"], f"±{f['spread'] / 2:.0%}" if f["runs"] > 1 else "-", f"{best / f['seconds']:.2f}x" if best else "-",
+        ratio, runs = times_best_peer(result["systems"], name), sum(t is not None for t in f["rounds"])
+        rows.append((name, f"{result['tokens'] / f['seconds']:,.0f}", runs, f"±{f['spread'] / 2:.0%}" if runs > 1 else "-", f"{ratio:.2f}x" if ratio else "-",
                      f"{result['roofline'] / f['seconds']:.0%}", ms(f["ttft_mean"]), ms(f["itl_p50"]), ms(f["itl_p99"]), f"{f['equal']:.1%}"))
     rows = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -201,8 +210,6 @@ def run(args):
         fast.load_state_dict(plain.state_dict())
         fast.requires_grad_(False).optimize()
         theirs = peers(plain)
-        peak, bandwidth = machine_peaks(fast)
-        print(f"\n{model_name}: peak {peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:,.0f} GB/s", flush=True)
         for name in args.workloads:
             requests, knobs = workload(name, config.vocab_size, args.quick), KNOBS[name]
             run = systems(plain, fast, theirs, knobs)
@@ -214,12 +221,14 @@ def run(args):
                   f"{sum(r.max_new_tokens for r in requests):,} to generate, max_batch {knobs['max_batch']}, token_budget {knobs['token_budget']}", flush=True)
             reference, _ = run["unbatched"](requests)      # and the roofline's schedule; both also warm up
             run["ragged, varlen"](requests)
-            least = roofline(config, run["ragged, varlen"].trace, peak, bandwidth, size=plain.wte.weight.element_size())
+            schedule, before = run["ragged, varlen"].trace, machine_peaks(fast)
             figures = measure(names, run, requests, reference, 1 if args.quick else args.repeats, lambda line: print(line, file=sys.stderr, flush=True))
+            peak, bandwidth = map(max, zip(before, machine_peaks(fast)))   # the machine at its better moment
+            least = roofline(config, schedule, peak, bandwidth, size=plain.wte.weight.element_size())
             useful = sum(len(r.prompt) if name == "W2" else r.max_new_tokens for r in requests)
             results.append({"model": model_name, "workload": name, "tokens": useful, "roofline": least, "peak": peak, "bandwidth": bandwidth,
                             "where": where, "systems": figures})
-            print(table(results[-1]), flush=True)
+            print(table(results[-1]), f"peak {peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:,.0f} GB/s; roofline {useful / least:,.0f} tokens/s", sep="\n", flush=True)
             if args.json:   # after each, so that an interrupted run keeps what it has
                 with open(args.json, "w") as file:
                     json.dump(results, file, indent=1)

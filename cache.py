@@ -252,6 +252,8 @@ class Flat:
 
     attention="varlen":  only the blocks: each request's queries against its own cache, read as a view.
                          On a GPU one kernel runs this loop; the arithmetic is the same.
+
+    kernel: a faster loop for "varlen", from `model.optimize()`; None: this one
     """
 
     def __init__(self, plan, device=None, attention="varlen", kernel=None):
@@ -285,7 +287,7 @@ class Flat:
 
     def attend(self, layer, q, k, v):                                                 # (nh, N, hs)
         if self.kernel and self.attention == "varlen":
-            return self.kernel(self, layer, q, k, v)                                  # the same loop, with fewer calls from Python
+            return self.kernel(self, layer, q, k, v)
         slices = [slice(s, e) for s, e in zip(self.cu_seqlens, self.cu_seqlens[1:])]
         for (request, _), new, start in zip(self.plan, slices, self.starts):
             request.kv.write(layer, start, k[:, new], v[:, new])

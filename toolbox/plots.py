@@ -308,7 +308,8 @@ def bench(results, path):
     plt = pyplot()
     models = list(dict.fromkeys(result["model"] for result in results))
     per_model = [[result for result in results if result["model"] == model] for model in models]
-    columns, systems = max(map(len, per_model)), list(dict.fromkeys(name for result in results for name in result["systems"]))
+    columns = max(map(len, per_model))
+    systems = list(dict.fromkeys(name for result in sorted(results, key=lambda result: -len(result["systems"])) for name in result["systems"]))
     figure, axes = plt.subplots(len(models), columns, figsize=(4 * columns + 2.2, len(models) * (0.22 * len(systems) + 1.1)), sharey=True, squeeze=False)
     for line, row in zip(per_model, axes):
         for ax in row[len(line):]:
@@ -373,7 +374,7 @@ def prepacking(result, path):
     memory.set_yscale("log")
     memory.set_ylim(top=6 * memory.get_ylim()[1])
     memory.legend(fontsize=8, loc="upper right")
-    memory.set_title("largest k whose prefill fits (GPT-2 124M)", loc="left", fontsize=10)
+    memory.set_title("largest k whose prefill fits in memory", loc="left", fontsize=10)
 
     for (k, points), color, marker in zip(result["predictors"].items(), ("#0072B2", "#D55E00"), "os"):
         rows, tokens, speedup = np.array(points).T

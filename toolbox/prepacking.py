@@ -166,7 +166,7 @@ def peak_bytes(model, method, lengths):
     return counted.peak
 
 
-def largest_batch(config, method, kind, limit, most=4096):
+def largest_batch(config, method, kind, limit, most=1024):
     """The largest k whose prefill stays within `limit` bytes. On the meta device, whose tensors have sizes and no contents."""
     with torch.device("meta"):
         model = GPT(config)
@@ -174,7 +174,7 @@ def largest_batch(config, method, kind, limit, most=4096):
     low, high = 0, 1
     while high <= most and peak_bytes(model, method, lengths[:high]) <= limit:
         low, high = high, 2 * high
-    while high - low > max(1, low // 32):   # to 3%
+    while high - low > max(1, low // 16):   # to 6%
         middle = (low + high) // 2
         if middle <= most and peak_bytes(model, method, lengths[:middle]) <= limit:
             low = middle
@@ -185,9 +185,9 @@ def largest_batch(config, method, kind, limit, most=4096):
 
 # --- the experiments ----------------------------------------------------------------------------------------------------
 
-def by_kind(model, kinds, k, prompts, repeats):
+def by_kind(model, kinds, k, repeats):
     """Each method on each kind of prompts; `kinds`: {name: lengths}."""
-    return {kind: compare(model, lengths[:prompts], k, repeats) for kind, lengths in kinds.items()}
+    return {kind: compare(model, lengths, k, repeats) for kind, lengths in kinds.items()}
 
 
 def by_batch_size(model, sizes, repeats, kinds=("uniform", "instructions")):
@@ -202,10 +202,10 @@ def by_batch_size(model, sizes, repeats, kinds=("uniform", "instructions")):
     return found
 
 
-def predictors(model, k, prompts, kind="uniform"):
-    """For each batch of k out of `prompts` lengths: (r / k, m - L / k, speedup of its prefill)."""
+def predictors(model, k, prompts, every=4, kind="uniform"):
+    """For every fourth batch of k out of `prompts` lengths: (r / k, m - L / k, speedup of its prefill)."""
     lengths, points = lengths_of(kind, prompts), []
-    for i in range(0, prompts - k + 1, k):
+    for i in range(0, prompts - k + 1, k * every):
         batch = lengths[i:i + k]
         seconds = {}
         for method in ("full batching", "prepacking, batch"):
@@ -242,17 +242,17 @@ def run(args):
         texts = [prompt["prompt"] for prompt in read_prompts(args.prompts)]
         kinds = {args.prompts: [min(max(len(tokenizer.encode(text, disallowed_special=())), 1), CONTEXT) for text in texts]}
     else:
-        kinds = {kind: lengths_of(kind, 64) for kind in KINDS}
+        kinds = {kind: lengths_of(kind, 32 if args.quick else 64) for kind in KINDS}
     device, dtype, quick = place(args), DTYPES[args.dtype], args.quick
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=CONTEXT, n_layer=2 if quick else 6, n_head=6, n_embd=384)).to(device, dtype).requires_grad_(False)
-    small = GPT(GPTConfig(block_size=CONTEXT, vocab_size=1024, n_layer=2, n_head=4, n_embd=256)).to(device, dtype).requires_grad_(False)
+    model = GPT(GPTConfig(block_size=CONTEXT, n_layer=2, n_head=6, n_embd=384)).to(device, dtype).requires_grad_(False)
+    small = GPT(GPTConfig(block_size=CONTEXT, vocab_size=1024, n_layer=1, n_head=4, n_embd=256)).to(device, dtype).requires_grad_(False)
     repeats = 1 if quick else 3
     result = {"where": f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {args.dtype}",
-              "model": f"{model.config.n_layer} layers, {model.config.n_embd} wide"}
+              "lengths": kinds, "model": f"{model.config.n_layer} layers, {model.config.n_embd} wide"}
     print(f"{result['where']}; {result['model']}, random weights" + ("" if args.prompts else "; synthetic lengths"))
 
-    result["kinds"] = by_kind(model, kinds, 16, 32 if quick else 64, repeats)
+    result["kinds"] = by_kind(model, kinds, 16, repeats)
     for kind, figures in result["kinds"].items():
         full = figures["full batching"]
         show(f"{kind}, {len(kinds[kind])} prompts, mean length {statistics.mean(kinds[kind]):.0f}, longest {max(kinds[kind])}, k = 16",
@@ -273,7 +273,7 @@ def run(args):
         result["predictors"][k] = points
         x, y, speedup = zip(*points)
         rows.append((k, len(points), f"{statistics.mean(x):.2f}", f"{statistics.mean(speedup):.2f}x", f"{statistics.correlation(x, speedup):+.2f}", f"{statistics.correlation(y, speedup):+.2f}"))
-    show("what predicts the speedup: lengths uniform in 1..512, a small model (2 layers, 256 wide)",
+    show("what predicts the speedup: lengths uniform in 1..512, a small model (1 layer, 256 wide)",
          ("k", "batches", "mean r/k", "mean speedup", "correlation with r/k", "with m - L/k"), rows)
     print("  the paper: both predict it, about linearly")
 
@@ -283,9 +283,9 @@ def run(args):
 
     limit, result["largest"] = args.memory * 1e9, {}
     for kind in ("dialogue", "instructions", "articles", "uniform"):
-        result["largest"][kind] = {method: largest_batch(GPTConfig(block_size=CONTEXT), method, kind, limit, 256 if quick else 4096)
+        result["largest"][kind] = {method: largest_batch(GPTConfig(block_size=CONTEXT, n_layer=4), method, kind, limit, 64 if quick else 1024)
                                    for method in ("full batching", "prepacking, batch", "ragged")}
-    show(f"the largest k whose prefill fits in {args.memory:g} GB, GPT-2 124M in float32, weights aside", ("", "full batching", "prepacking, batch", "ragged"),
+    show(f"the largest k whose prefill fits in {args.memory:g} GB, 4 layers as wide as GPT-2's (768) in float32, weights aside", ("", "full batching", "prepacking, batch", "ragged"),
          [(kind, *(f"{k} ({k / found['full batching']:.1f}x)" for k in found.values())) for kind, found in result["largest"].items()])
     print("  the paper: up to 16x larger batches")
 
@@ -300,10 +300,10 @@ def run(args):
 
 def main(argv=None):
     p = argparse.ArgumentParser(prog="python -m toolbox.prepacking", description=" ".join(__doc__.split("\n\n")[0].split()), formatter_class=Help, allow_abbrev=False)
-    p.add_argument("--quick", action="store_true", help="fewer prompts, batches and layers: about a minute")
+    p.add_argument("--quick", action="store_true", help="fewer prompts and batches: about a minute")
     p.add_argument("--prompts", metavar="FILE", help="take the lengths of these prompts in the first table, instead of synthetic ones")
     p.add_argument("--model", default="builtin", help="whose tokenizer counts them")
-    p.add_argument("--memory", type=float, default=4.0, metavar="GB", help="the limit of the last table")
+    p.add_argument("--memory", type=float, default=1.0, metavar="GB", help="the limit of the last table")
     p.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto takes cuda or mps where there is one")
     p.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and arithmetic")
     p.add_argument("--json", metavar="FILE.json", help="write the figures")
