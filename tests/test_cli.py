@@ -195,7 +195,7 @@ def test_all_stages_as_a_table(capsys):
     from toolbox import ladder
     assert cli.compare(ladder.__doc__, ["--prompt", "# a", "--prompt", "# json\nLoad a file", "--max_new_tokens", "4", "--repeats", "1", "--max_batch", "2"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ladder.STAGES) and "8 stages: each of 2 requests identical to unbatched" in out
+    assert all(name in out for name in ladder.STAGES) and "10 stages: each of 2 requests identical to unbatched" in out
     cli.compare(ladder.__doc__, ["--prompt", "# a", "--max_new_tokens", "2", "--repeats", "1", "--no_cache", "--attention", "mask", "--trace", "t.json"])
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines() if "where all stages run: ignored" in line] == ["--attention", "--no_cache", "--trace"]
