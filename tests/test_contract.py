@@ -12,7 +12,7 @@ MODEL = toy()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(workload=workloads())
 def test_contract(stage, workload):
     requests = [replace(request) for request in workload.requests]

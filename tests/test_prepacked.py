@@ -41,7 +41,7 @@ def test_first_fit_decreasing(lengths, size, bins):
     assert first_fit_decreasing(lengths, size) == bins
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40))
 def test_rows_are_as_few_as_a_packing_package_makes_them(lengths):
     import binpacking
@@ -57,7 +57,7 @@ def test_rows_are_as_few_as_a_packing_package_makes_them(lengths):
     assert len(bins) <= 11 / 9 * theirs + 6 / 9 and theirs <= 11 / 9 * len(bins) + 6 / 9   # what is proven of both against the best there is
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(lengths=LENGTHS)
 def test_unpacked_caches_are_those_of_each_prompt_alone(lengths):
     plan, alone = plan_of(lengths), plan_of(lengths)
