@@ -32,7 +32,7 @@ from scheduler import Request
 from toolbox import plots
 from toolbox.cli import DTYPES, Help, guarded, place
 from toolbox.peers import peers
-from toolbox.report import percentile
+from toolbox.report import aligned, percentile
 from toolbox.stages import STAGES, knobs_of
 
 MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384)}
@@ -171,9 +171,7 @@ def table(result):
         ratio, runs = times_best_peer(result["systems"], name), sum(t is not None for t in f["rounds"])
         rows.append((name, f"{result['tokens'] / f['seconds']:,.0f}", runs, f"±{f['spread'] / 2:.0%}" if runs > 1 else "-", f"{ratio:.2f}x" if ratio else "-",
                      f"{result['roofline'] / f['seconds']:.0%}", ms(f["ttft_mean"]), ms(f["itl_p50"]), ms(f["itl_p99"]), f"{f['equal']:.1%}"))
-    rows = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(row[0].ljust(widths[0]) + "".join("  " + cell.rjust(width) for cell, width in zip(row[1:], widths[1:])) for row in rows)
+    return "\n".join(aligned(rows))
 
 
 def main(argv=None):

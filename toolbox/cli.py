@@ -171,7 +171,7 @@ def run(generate, args, shard=None):
         knobs["prefix_cache"] = PrefixCache(knobs.get("page_size", parameters["page_size"].default))
     check = None if args.no_check else Check(model, requests)
     if shard is not None:
-        model = shard(copy.deepcopy(model))
+        model = shard(copy.deepcopy(model) if check else model)   # a rank that does not check needs no second one
     budget = knobs.get("token_budget", parameters["token_budget"].default) if "token_budget" in parameters else None
     progress = contextlib.nullcontext() if args.quiet else Progress(model, requests, tokenizer, budget)
     try:

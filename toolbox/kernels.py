@@ -30,6 +30,10 @@ def can_pack():
         return False
 
 
+def packable(weight):
+    return can_pack() and weight.dtype == torch.float32 and weight.device.type == "cpu"
+
+
 class Packed:
     """
     A weight matrix in oneDNN's order: packed(weight) -> an opaque tensor. It follows its weight: one that was changed
@@ -54,7 +58,7 @@ def linear(module, x, bias=None, gelu=False):
     weight, packed = module.weight, getattr(module, "packed", None)   # a layer that came later, a shard say, has none
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)   # these kernels have no backward
     several = x.numel() > x.size(-1)   # one row is a matrix times a vector, for which the plain kernel is the faster one
-    if packed and can_pack() and several and weight.dtype == x.dtype == torch.float32 and weight.device.type == "cpu" and not learning:
+    if packed and packable(weight) and x.dtype == weight.dtype and several and not learning:
         return torch.ops.mkldnn._linear_pointwise(x, packed(weight), bias, "gelu" if gelu else "none", [], "tanh")
     y = F.linear(x, weight, bias)
     return F.gelu(y, approximate="tanh") if gelu else y
@@ -107,6 +111,6 @@ def optimize(model):
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.packed = Packed()
-            if can_pack() and module is not model.wpe and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu":
+            if packable(module.weight) and module is not model.wpe:
                 module.packed(module.weight)
         module.__class__ = FAST.get(type(module), type(module))

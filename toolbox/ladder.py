@@ -14,7 +14,7 @@ from scheduler import Request, prepare
 from toolbox import plots
 from toolbox.check import Check
 from toolbox.measure import decode_gaps, forward_times
-from toolbox.report import latencies, percentile, totals
+from toolbox.report import aligned, latencies, percentile, totals
 from toolbox.stages import STAGES, knobs_of
 
 
@@ -50,8 +50,7 @@ def table(traces):
         rows.append((name, f"{t['forward_passes']:,}", f"{t['slots']:,}", f"{t['useful'] / t['slots']:.0%}", f"{t['score_entries']:,}",
                      f"{t['copied_bytes'] / 1e6:,.0f}", f"{t['tokens_per_second']:,.0f}", f"{sum(waits['ttft_seconds']) / len(waits['ttft_seconds']) * 1e3:,.0f} ms",
                      f"{percentile(waits['itl_steps'], 99):.0f}", f"{percentile(waits['itl_seconds'], 50) * 1e3:.1f}", f"{percentile(waits['itl_seconds'], 99) * 1e3:.1f}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return "\n".join(row[0].ljust(widths[0]) + "  " + "  ".join(cell.rjust(width) for cell, width in zip(row[1:], widths[1:])) for row in rows)
+    return "\n".join(aligned(rows))
 
 
 def small_workload(config):

@@ -36,6 +36,7 @@ from scheduler import Request, prepare
 from toolbox import plots
 from toolbox.cli import DTYPES, Help, guarded, place
 from toolbox.load import load
+from toolbox.report import aligned
 from toolbox.workload import read_prompts
 
 CONTEXT = 512
@@ -223,11 +224,9 @@ def by_rows(model, sizes, length, repeats):
 # --- the command --------------------------------------------------------------------------------------------------------
 
 def show(title, head, rows):
-    rows = [[str(cell) for cell in row] for row in (head, *rows)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     print(f"\n{title}")
-    for row in rows:
-        print("  " + row[0].ljust(widths[0]) + "".join("  " + cell.rjust(width) for cell, width in zip(row[1:], widths[1:])), flush=True)
+    for line in aligned([head, *rows]):
+        print(f"  {line}", flush=True)
 
 
 def run(args):

@@ -75,3 +75,10 @@ def write_trace(trace, path):
                 for r in trace.requests]
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"stage": trace.stage, "requests": requests, "passes": [vars(p) for p in trace.passes], "counts": dict(trace.counts), "totals": totals(trace)}, file, indent=1)
+
+
+def aligned(rows):
+    """Rows of cells as lines of text: the first column to the left, the others to the right."""
+    rows = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [row[0].ljust(widths[0]) + "".join("  " + cell.rjust(width) for cell, width in zip(row[1:], widths[1:])) for row in rows]
