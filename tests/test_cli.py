@@ -220,7 +220,8 @@ def test_interrupted_prints_what_is_finished_and_leaves_with_130(monkeypatch):
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
 def test_control_c(tmp_path):
     process = subprocess.Popen([sys.executable, "generate_unbatched.py", "--no_cache", "--temperature", "0", "--max_new_tokens", "250", "--no_check"],
-                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
+                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))   # a shell's background job ignores it, and so would its children
     assert process.stderr.readline().startswith("r0: ")   # at least one is done
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
