@@ -75,9 +75,9 @@ class KV:
         return copied
 
 
-def allocate(plan):
+def allocate(plan, new=KV):
     """
-    Gives each request of a plan a cache of exactly the size that the scheduler has granted: a newcomer a new
+    Gives each request of a plan a cache, new(size), of exactly the size that the scheduler has granted: a newcomer a new
     one, which begins with the pages it found in the prefix cache, and one that has grown a larger one (here all pages
     of a request lie in one piece, so that they can be read as a view, and while it moves both pieces exist; paged
     attention reads pages where they lie). Returns the bytes copied.
@@ -85,11 +85,11 @@ def allocate(plan):
     copied = 0
     for request, _ in plan:
         if request.kv is None:
-            request.kv = KV(request.granted)
+            request.kv = new(request.granted)
             for i, page in enumerate(request.pages):
                 copied += page.kv.append_to(request.kv, i * page.size)
         elif request.kv.capacity < request.granted:
-            old, request.kv = request.kv, KV(request.granted)
+            old, request.kv = request.kv, new(request.granted)
             copied += old.append_to(request.kv, 0, last=request.computed)
     return copied
 
@@ -253,14 +253,15 @@ class Flat:
     attention="varlen":  only the blocks: each request's queries against its own cache, read as a view.
                          On a GPU one kernel runs this loop; the arithmetic is the same.
 
-    kernel: a faster loop for "varlen", from `model.optimize()`; None: this one
+    kernel: a faster way for "varlen", from `model.optimize()`: where caches lie, and the loop; None: as here
     """
 
     def __init__(self, plan, device=None, attention="varlen", kernel=None):
         if attention not in ("mask", "varlen"):
             raise ValueError(f"attention must be 'mask' or 'varlen', not {attention!r}")
-        self.copied_bytes = allocate(plan)
-        self.attention, self.kernel = attention, kernel
+        kernel = kernel if attention == "varlen" else None
+        self.copied_bytes = allocate(plan, kernel.kv if kernel else KV)
+        self.attention = attention
         self.plan, self.starts, self.finished = plan, [request.computed for request, _ in plan], []
         self.ends = [start + n for (_, n), start in zip(plan, self.starts)]           # each request's number of keys
         self.cu_seqlens = [0, *accumulate(n for _, n in plan)]
@@ -284,10 +285,11 @@ class Flat:
             position_k = torch.cat([torch.arange(end) for end in self.ends])          # (S,)
             self.mask = ((owner_q[:, None] == owner_k) & (position_k <= positions[:, None])).to(device)   # (N, S)
             self.score_entries = self.mask.numel()
+        self.fast = kernel.step(self) if kernel else None
 
     def attend(self, layer, q, k, v):                                                 # (nh, N, hs)
-        if self.kernel and self.attention == "varlen":
-            return self.kernel(self, layer, q, k, v)
+        if self.fast:
+            return self.fast(layer, q, k, v)
         slices = [slice(s, e) for s, e in zip(self.cu_seqlens, self.cu_seqlens[1:])]
         for (request, _), new, start in zip(self.plan, slices, self.starts):
             request.kv.write(layer, start, k[:, new], v[:, new])

@@ -184,7 +184,7 @@ class GPT(nn.Module):
         """(..., C) -> logits (..., V): how well each fits each token's embedding (GPT-2 ties the two)."""
         return F.linear(x, self.wte.weight)
 
-    varlen = None   # a kernel for the loop of cache.Flat, where optimize() has put one
+    varlen = None   # for cache.Flat, where optimize() has put something faster than its loop
 
     def optimize(self):
         """Turns to the fastest kernels that this machine has (toolbox/kernels.py). The same results. Returns self."""

@@ -117,6 +117,12 @@ def _rank(rank, ranks, store, work, arguments):
         dist.destroy_process_group()
 
 
+def mixed():
+    """Prompts and answers of many lengths, greedy and sampled, arriving one after another."""
+    return [Request([i % VOCAB for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7, temperature=n % 2, seed=n, name=f"r{n}", arrival=n // 3)
+            for n in range(1, 12)]
+
+
 @dataclass
 class Workload:
     requests: list

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import BATCHED, BLOCK_SIZE, SCHEDULED, STAGES, VOCAB, alone, assert_contract, toy, workloads
+from common import BATCHED, BLOCK_SIZE, SCHEDULED, STAGES, VOCAB, alone, assert_contract, mixed, toy, workloads
 from hypothesis import HealthCheck, given, settings
 
 from scheduler import Request
@@ -34,11 +34,6 @@ def test_float32(stage):
     """In float32 the tokens of this workload are the same too, and the logits to 1e-4."""
     model = toy(dtype=torch.float32)
     assert_contract(model, STAGES[stage], mixed(), tolerance=1e-4)
-
-
-def mixed():
-    return [Request([i % VOCAB for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7, temperature=n % 2, seed=n, name=f"r{n}", arrival=n // 3)
-            for n in range(1, 12)]
 
 
 EDGES = {   # trap 10, and the ends of every range

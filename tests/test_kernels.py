@@ -5,23 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import BLOCK_SIZE, STAGES, VOCAB, alone, assert_contract, toy, workloads
+from common import BLOCK_SIZE, STAGES, VOCAB, alone, assert_contract, mixed, toy, workloads
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import cache
 import toolbox.kernels as kernels
-from scheduler import Request
+from model import Head
 from toolbox.check import Check
 
 PLAIN = toy(dtype=torch.float32)
 FAST = toy(dtype=torch.float32).optimize()
 TOKENS = torch.tensor([[i % VOCAB for i in range(BLOCK_SIZE)]])
-
-
-def requests():
-    return [Request([i % VOCAB for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7, temperature=n % 2, seed=n, name=f"r{n}", arrival=n // 3)
-            for n in range(1, 12)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -45,10 +41,10 @@ def test_its_kernels_are_really_in_use(monkeypatch):
     used = []
     monkeypatch.setattr(kernels.F, "linear", lambda *args: used.append("plain") or torch.nn.functional.linear(*args))
     assert type(FAST.h[0].attn.query) is kernels.FastLinear and type(FAST) is kernels.FastGPT
-    monkeypatch.setattr(kernels.Packed, "__call__", lambda self, weight: used.append("packed") or torch.ops.mkldnn._reorder_linear_weight(weight))
+    monkeypatch.setattr(kernels.Packed, "__call__", lambda self, *weights: used.append("packed") or torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights)))
     with torch.no_grad():
         FAST(TOKENS)
-    assert used == ["packed"] * (6 * 3 + 1)
+    assert used == ["packed"] * (4 * 3 + 1)   # query, key and value are one
 
 
 @pytest.mark.parametrize("model", [PLAIN, FAST])
@@ -74,7 +70,7 @@ def test_no_step_copies_the_past(model, monkeypatch):
 
     import generate_ragged
     monkeypatch.setattr(generate_ragged, "Flat", Watching)
-    trace = generate_ragged.generate(model, requests())
+    trace = generate_ragged.generate(model, mixed())
     assert sum(p.copied_bytes for p in trace.passes) == 0 and len(trace.passes) > 10
 
 
@@ -89,9 +85,9 @@ def test_returns_self_and_changes_nothing_that_is_saved():
 def test_other_dtypes_run_as_before():
     model, plain = toy(dtype=torch.float32).optimize().double(), toy()
     model.load_state_dict(plain.state_dict())
-    assert_contract(model, STAGES["ragged_varlen"], requests())
-    tokens, logits, reason = alone(plain, requests()[4])
-    torch.testing.assert_close(alone(model, requests()[4])[1], logits, rtol=0, atol=1e-10 * float(logits.abs().max()))
+    assert_contract(model, STAGES["ragged_varlen"], mixed())
+    tokens, logits, reason = alone(plain, mixed()[4])
+    torch.testing.assert_close(alone(model, mixed()[4])[1], logits, rtol=0, atol=1e-10 * float(logits.abs().max()))
     model.bfloat16()(TOKENS)
 
 
@@ -134,7 +130,7 @@ def test_where_the_kernels_are_missing(monkeypatch):
         assert not kernels.can_pack()
         model = toy(dtype=torch.float32).optimize()
         torch.testing.assert_close(model(TOKENS), PLAIN(TOKENS), rtol=1e-5, atol=1e-5)
-        assert_contract(model, STAGES["ragged_varlen"], requests(), tolerance=1e-4)
+        assert_contract(model, STAGES["ragged_varlen"], mixed(), tolerance=1e-4)
     finally:
         kernels.can_pack.cache_clear()
 
@@ -143,3 +139,131 @@ def test_where_the_kernels_are_missing(monkeypatch):
 def test_no_rows_wanted():
     """A step that is all partial prefill asks for the logits of nobody."""
     assert FAST(TOKENS, rows=(torch.tensor([], dtype=torch.long), -1)).shape == (0, VOCAB)
+
+
+# --- caches in a pool, and attention in one call --------------------------------------------------------------------------
+
+DOUBLE = toy().optimize()
+
+
+def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size):
+    """
+    What torch.nn.attention.varlen.varlen_attn says of itself, for a machine without its kernel: sequence i has the queries
+    cu_seq_q[i] to cu_seq_q[i + 1] of (T_q, H, D) and likewise its keys; (-1, 0) is causal, its triangle ends bottom right.
+    """
+    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and len(cu_seq_q) == len(cu_seq_k)
+    assert cu_seq_q[0] == cu_seq_k[0] == 0 and cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key) == len(value)
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1   # FlashAttention's own condition
+    assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max() and cu_seq_k.diff().min() >= 0
+    out = torch.empty_like(query)
+    for q0, q1, k0, k1 in zip(cu_seq_q, cu_seq_q[1:], cu_seq_k, cu_seq_k[1:]):
+        y, _, _ = Head()(*(t.transpose(0, 1) for t in (query[q0:q1], key[k0:k1], value[k0:k1])))
+        out[q0:q1] = y.transpose(0, 1)
+    return out
+
+
+@pytest.fixture(params=["one by one", "in one call"])
+def way(request, monkeypatch):
+    """Attention as on a CPU, and as on a GPU with a stand-in for its kernel. Room that nobody has written is NaN, so that reading it shows."""
+    real = kernels.Pool.__init__
+
+    def init(pool, *args):
+        real(pool, *args)
+        for part in *pool.k, *pool.v:
+            part.fill_(torch.nan)
+
+    monkeypatch.setattr(kernels.Pool, "__init__", init)
+    if request.param == "in one call":
+        monkeypatch.setattr(kernels, "varlen_attn", varlen_attn)
+        monkeypatch.setattr(kernels, "has_varlen", lambda q: True)
+    return request.param
+
+
+@pytest.mark.parametrize("several_pools", [False, True])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(workload=workloads(), admission=st.sampled_from(["reserve", "grow"]), cached=st.booleans())
+def test_contract_of_attention_in_a_pool(way, several_pools, workload, admission, cached):
+    """In float64, to 1e-10 and exact tokens; with preemption and a prefix cache. Afterwards the pools are gone."""
+    prefix_cache = cache.PrefixCache(4) if cached else None
+    knobs = {**workload.knobs("ragged_varlen"), "admission": admission, "page_size": 4, "prefix_cache": prefix_cache}
+    if knobs["max_kv_tokens"]:
+        knobs["max_kv_tokens"] += 4   # grow grants whole pages
+    pools = DOUBLE.varlen
+    pools.block_size = 1 if several_pools else BLOCK_SIZE
+    assert_contract(DOUBLE, STAGES["ragged_varlen"], [replace(request) for request in workload.requests], workload.cancels, whole=toy(), **knobs)
+    assert DOUBLE.varlen is pools and pools.pools == []
+
+
+def test_a_step_with_several_pools(way):
+    DOUBLE.varlen.block_size = 1
+    most = []
+    logits = lambda *_: most.append(len(DOUBLE.varlen.pools))
+    STAGES["ragged_varlen"](DOUBLE, mixed(), on_token=logits)
+    assert max(most) > 2   # or the test above has not seen any
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=30), drops=st.lists(st.integers(0, 29), max_size=30))
+def test_slots_never_overlap_and_all_come_back(sizes, drops):
+    pools, slots = kernels.Varlen(4, 1, 2, 3, torch.float32, torch.device("cpu")), []
+    for size, drop in zip(sizes, drops + [99] * 30):
+        slots.append(pools.kv(size))
+        if drop < len(slots):
+            del slots[drop]
+        for pool in pools.pools:
+            pieces = sorted((slot.first, slot.first + slot.capacity) for slot in slots if slot.pool is pool)
+            assert pool.taken == pieces and pieces and all(0 <= a < b <= pool.size for a, b in pieces)
+            assert all(b <= c for (_, b), (c, _) in zip(pieces, pieces[1:]))
+    assert sum(pool.size for pool in pools.pools) <= 4 * (16 + sum(sizes))
+    slots.clear()
+    assert pools.pools == []
+
+
+def test_a_model_that_was_moved_gets_other_pools():
+    model = toy().optimize()
+    before = model.varlen
+    assert model.varlen is before and model.float().varlen is not before and model.varlen.shape[3] == torch.float32
+    assert copy.deepcopy(model).varlen is not model.varlen
+
+
+def wrong(change):
+    return lambda q, k, v, cu_q, cu_k, max_q, max_k, **rest: change(q, k, v, cu_q, cu_k)
+
+
+def top_left(q, k, v, cu_q, cu_k):
+    outs = [F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q[a:b], k[c:d], v[c:d])), is_causal=True).transpose(0, 1)
+            for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]) if b > a]
+    return torch.cat(outs)
+
+
+def refuses(*args):
+    raise RuntimeError("FlashAttention only supports Ampere GPUs or newer")
+
+
+def test_varlen_attn_is_taken_only_where_it_agrees(monkeypatch):
+    def agrees(function):
+        monkeypatch.setattr(kernels, "varlen_attn", function)
+        kernels.varlen_agrees.cache_clear()
+        return kernels.varlen_agrees(torch.device("cpu"), torch.bfloat16, 8)
+
+    try:
+        assert agrees(varlen_attn)
+        assert not agrees(wrong(top_left))                                       # another triangle
+        assert not agrees(wrong(lambda q, k, v, cu_q, cu_k: torch.zeros_like(q)))
+        assert not agrees(wrong(lambda q, *rest: torch.full_like(q, torch.nan)))   # it read between the requests
+        assert not agrees(wrong(refuses)) and not agrees(lambda q, k: q)           # not on this GPU; another signature
+    finally:
+        kernels.varlen_agrees.cache_clear()
+    x = torch.zeros(1, 1, 8)
+    assert not kernels.has_varlen(x) and not kernels.has_varlen(x.bfloat16())     # not on a CPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_contract_on_a_gpu(dtype):
+    model, asked = toy(dtype=dtype, n_head=2, n_embd=64).cuda(), mixed()
+    check = Check(model, asked)
+    fast = copy.deepcopy(model).optimize()
+    assert dtype == torch.float32 or kernels.has_varlen(torch.zeros(2, 1, 32, dtype=dtype, device="cuda"))
+    STAGES["ragged_varlen"](fast, asked, on_token=check.on_token)
+    assert [v.verdict for v in check() if v.verdict not in ("identical", "near-tie")] == []

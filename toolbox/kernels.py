@@ -1,23 +1,41 @@
 """
 What `model.optimize()` puts in place: the same arithmetic through the fastest kernels at hand. Nothing here is a lesson
-about batching; it is here so that the ladder's top rung can be held against other programs.
+about batching; it is here so that the ladder's top rung can be held against other programs. Three things:
 
-A forward pass of a few tokens, which is what decoding is, does little else than read the weights. The kernel behind
-`nn.Linear` takes them in the order in which they are trained, and on a CPU reads them slowly. oneDNN can bring them
-into the order in which it multiplies, once; with 2 to 64 rows that is up to twice as fast, the same multiplications. torch
-has it under two private names, which its own compiler uses when it freezes a model (torch.compile reaches them too, for
+Linear layers on a CPU. A forward pass of a few tokens, which is what decoding is, does little else than read the weights.
+The kernel behind `nn.Linear` takes them in the order in which they are trained, and on a CPU reads them slowly. oneDNN can
+bring them into the order in which it multiplies, once; with 2 to 64 rows that is up to twice as fast, the same multiplications.
+torch has it under two private names, which its own compiler uses when it freezes a model (torch.compile reaches them too, for
 seconds of compiling). Where they are missing, or the model is not in float32 on a CPU, everything runs as before.
 
-Three classes turn into a faster sister in place, so that weights, their names and the state_dict stay as they are.
+Caches in a pool. The caches of all requests are pieces of one tensor per layer, so that one call writes the new keys of
+all of them, and one call gives all views.
+
+Attention for all requests in one call, on a CUDA GPU in half precision (varlen_attn); elsewhere torch's fused attention in a
+loop over requests.
+
+Four classes turn into a faster sister in place, so that weights, their names and the state_dict stay as they are.
 """
+import weakref
+from bisect import insort
 from functools import cache
+from itertools import accumulate
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from model import GPT, MLP
+from cache import KV
+from model import GPT, MLP, MultiHeadAttention
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:   # a torch without FlashAttention
+    varlen_attn = None
+
+
+# --- linear layers --------------------------------------------------------------------------------------------------------
 
 @cache
 def can_pack():
@@ -36,16 +54,17 @@ def packable(weight):
 
 class Packed:
     """
-    A weight matrix in oneDNN's order: packed(weight) -> an opaque tensor. It follows its weight: one that was changed
-    or moved is packed again at its next use, and so is that of a copied model.
+    Weight matrices (out, in), one below the other, in oneDNN's order: packed(*weights) -> an opaque tensor. It follows
+    its weights: ones that were changed or moved are packed again at their next use, and so are those of a copied model.
     """
 
     def __init__(self):
         self.tensor, self.of = None, None
 
-    def __call__(self, weight):
-        now = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+    def __call__(self, *weights):
+        now = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
         if self.of != now:
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             self.tensor, self.of = torch.ops.mkldnn._reorder_linear_weight(weight.detach()), now
         return self.tensor
 
@@ -53,12 +72,17 @@ class Packed:
         return Packed, ()   # opaque tensors can be neither copied nor saved
 
 
+def multiplies(x, *weights):
+    """Whether oneDNN's kernel is the one to take for x (..., in) and these weights."""
+    learning = torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights))   # it has no backward
+    several = x.numel() > x.size(-1)   # one row is a matrix times a vector, for which the plain kernel is the faster one
+    return several and not learning and all(packable(weight) and weight.dtype == x.dtype for weight in weights)
+
+
 def linear(module, x, bias=None, gelu=False):
     """x (..., in) @ module.weight (out, in)^T + bias, then perhaps GELU while the numbers are still in the cache."""
     weight, packed = module.weight, getattr(module, "packed", None)   # a layer that came later, a shard say, has none
-    learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)   # these kernels have no backward
-    several = x.numel() > x.size(-1)   # one row is a matrix times a vector, for which the plain kernel is the faster one
-    if packed and packable(weight) and x.dtype == weight.dtype and several and not learning:
+    if packed and multiplies(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, packed(weight), bias, "gelu" if gelu else "none", [], "tanh")
     y = F.linear(x, weight, bias)
     return F.gelu(y, approximate="tanh") if gelu else y
@@ -74,43 +98,213 @@ class FastMLP(MLP):
         return self.c_proj(linear(self.c_fc, x, self.c_fc.bias, gelu=True))
 
 
+class FastAttention(MultiHeadAttention):
+    """query, key and value in one multiplication."""
+
+    def forward(self, x, attend):
+        parts = self.query, self.key, self.value
+        weights = [part.weight for part in parts]
+        if not multiplies(x, *weights):
+            return super().forward(x, attend)
+        bias = torch.cat([part.bias for part in parts])
+        qkv = torch.ops.mkldnn._linear_pointwise(x, self.packed(*weights), bias, "none", [], "")     # (..., T, 3 C)
+        y = attend(self.layer, *(self.split_heads(part) for part in qkv.chunk(3, dim=-1)))
+        return self.c_proj(y.transpose(-3, -2).flatten(-2))
+
+
+# --- caches and attention -------------------------------------------------------------------------------------------------
+
+class Pool:
+    """Room for the keys and values of many requests: for each layer (nh, size, hs), `taken` in pieces first..end of it."""
+
+    def __init__(self, size, layers, heads, head_size, dtype, device):
+        # Uninitialised: what nobody has written nobody reads, neither the views nor varlen_attn
+        self.k, self.v = (torch.empty(layers, heads, size, head_size, dtype=dtype, device=device).unbind() for _ in "kv")
+        self.size, self.taken = size, []
+
+    def take(self, tokens):
+        """The beginning of the first gap that is large enough, None if there is none."""
+        first = 0
+        for start, end in self.taken:
+            if start - first >= tokens:
+                break
+            first = end
+        if self.size - first < tokens:
+            return None
+        insort(self.taken, (first, first + tokens))
+        return first
+
+
+class Slot(KV):
+    """One request's keys and values: a piece of a pool, as views. The pool has it back when nobody holds it any more."""
+
+    def __init__(self, pool, first, capacity):
+        super().__init__(capacity)
+        self.pool, self.first = pool, first
+        self.k, self.v = ({layer: t.narrow(1, first, capacity) for layer, t in enumerate(part)} for part in (pool.k, pool.v))
+
+
+class Varlen:
+    """What cache.Flat does with attention="varlen", for one model: where its caches lie, `kv`, and how tokens meet, `step`."""
+
+    def __init__(self, block_size, *shape):
+        self.block_size, self.shape, self.pools = block_size, shape, []
+
+    def kv(self, capacity):
+        """A request's cache. If no pool has room there comes another one, as large as all together: nothing ever moves."""
+        for pool in self.pools:
+            if (first := pool.take(capacity)) is not None:
+                break
+        else:
+            pool = Pool(max(capacity, 4 * self.block_size, sum(pool.size for pool in self.pools)), *self.shape)
+            self.pools.append(pool)
+            first = pool.take(capacity)
+        slot = Slot(pool, first, capacity)
+        weakref.finalize(slot, self.give_back, pool, (first, first + capacity)).atexit = False
+        return slot
+
+    def give_back(self, pool, piece):
+        pool.taken.remove(piece)
+        if not pool.taken:
+            self.pools.remove(pool)
+
+    def step(self, flat):
+        return Step(flat, [pool for pool in self.pools if any(request.kv.pool is pool for request, _ in flat.plan)])
+
+    def __reduce__(self):
+        return Varlen, (self.block_size, *self.shape)   # a copied model has pools of its own
+
+
+class Share:
+    """A step's requests whose caches lie in one pool. What can be known before the first layer."""
+
+    def __init__(self, flat, pool):
+        self.pool, device = pool, pool.k[0].device
+        mine = [i for i, (request, _) in enumerate(flat.plan) if request.kv.pool is pool]
+        firsts = {i: flat.plan[i][0].kv.first for i in mine}
+        self.order = sorted(mine, key=firsts.get)
+
+        def stream(requests):   # the places of their tokens in the stream
+            return [place for i in requests for place in range(flat.cu_seqlens[i], flat.cu_seqlens[i + 1])]
+
+        self.whole = len(mine) == len(flat.plan)
+        self.tokens = torch.tensor(stream(mine), device=device)
+        self.where = torch.tensor([firsts[i] + place for i in mine for place in range(flat.starts[i], flat.ends[i])], device=device)
+
+        # The pool from end to end: what lies between, a request's keys, what lies between, ...
+        self.stretches, end = [], 0
+        for i in self.order:
+            self.stretches += [firsts[i] - end, flat.ends[i]]
+            end = firsts[i] + flat.ends[i]
+        self.stretches.append(pool.size - end)
+
+        # varlen_attn wants sequences without anything between them. So that is a sequence too, one without queries.
+        queries = [n for i in self.order for n in (0, flat.plan[i][1])] + [0]
+        self.in_order = torch.tensor(stream(self.order), device=device)
+        self.cu_q, self.cu_k = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, self.stretches))
+        self.max_q, self.max_k = max(queries), max(self.stretches)
+
+
+class Step:
+    """`attend` of one step. Nothing of the past is copied."""
+
+    def __init__(self, flat, pools):
+        self.shares = [Share(flat, pool) for pool in pools]
+        self.sizes = [n for _, n in flat.plan]
+        # A chunk behind a past needs a mask, is_causal would align its triangle to the top left
+        self.masks = [torch.ones(end - start, end, dtype=torch.bool, device=flat.tokens.device).tril(start) if start and end - start > 1 else None
+                      for start, end in zip(flat.starts, flat.ends)]
+
+    def __call__(self, layer, q, k, v):                                                   # (nh, N, hs)
+        self.write(layer, k, v)
+        return self.in_one(layer, q) if has_varlen(q) else self.one_by_one(layer, q)
+
+    def write(self, layer, k, v):
+        for share in self.shares:
+            for cached, new in (share.pool.k[layer], k), (share.pool.v[layer], v):
+                cached.index_copy_(1, share.where, new if share.whole else new[:, share.tokens])
+
+    def one_by_one(self, layer, q):
+        keys, values = [None] * len(self.sizes), [None] * len(self.sizes)
+        for share in self.shares:
+            for cached, views in (share.pool.k[layer], keys), (share.pool.v[layer], values):
+                for i, view in zip(share.order, cached.unsqueeze(0).split(share.stretches, dim=2)[1::2]):
+                    views[i] = view                                                       # (1, nh, S, hs)
+        queries = q.unsqueeze(0).split(self.sizes, dim=2)
+        return torch.cat([F.scaled_dot_product_attention(*one, attn_mask=mask, is_causal=n > 1 and mask is None)
+                          for *one, mask, n in zip(queries, keys, values, self.masks, self.sizes)], dim=2).squeeze(0)
+
+    def in_one(self, layer, q):
+        out = torch.empty_like(q)
+        for share in self.shares:
+            new, k, v = (t.transpose(0, 1) for t in (q[:, share.in_order], share.pool.k[layer], share.pool.v[layer]))   # (..., nh, hs)
+            y = varlen_attn(new, k, v, share.cu_q, share.cu_k, share.max_q, share.max_k, window_size=(-1, 0))
+            out[:, share.in_order] = y.transpose(0, 1)
+        return out
+
+
+def has_varlen(q):
+    """Whether torch's varlen_attn is the kernel for queries like these."""
+    return varlen_attn is not None and q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and varlen_agrees(q.device, q.dtype, q.size(-1))
+
+
+@cache
+def varlen_agrees(device, dtype, head_size):
+    """Whether varlen_attn gives what the loop gives: for a chunk behind a past, a whole prompt and a decode, in a pool with NaN between."""
+    pool, random = Pool(60, 1, 2, head_size, dtype, device), torch.Generator().manual_seed(0)
+    pool.k[0].fill_(torch.nan)
+    pool.v[0].fill_(torch.nan)
+    plan, starts, ends = [], [], []
+    for first, start, n in (30, 5, 3), (0, 0, 4), (12, 9, 1):
+        slot = Slot(pool, first, 15)
+        for cached in slot.k[0], slot.v[0]:
+            cached[:, :start] = torch.randn(2, start, head_size, generator=random)
+        plan.append((SimpleNamespace(kv=slot), n))
+        starts.append(start)
+        ends.append(start + n)
+    flat = SimpleNamespace(plan=plan, starts=starts, ends=ends, cu_seqlens=[0, 3, 7, 8], tokens=torch.zeros(8, device=device))
+    q, k, v = torch.randn(3, 2, 8, head_size, generator=random).to(device, dtype)
+    step = Step(flat, [pool])
+    step.write(0, k, v)
+    try:
+        return torch.allclose(step.in_one(0, q), step.one_by_one(0, q), rtol=0, atol=0.03)
+    except (RuntimeError, TypeError, ValueError):   # no FlashAttention for this GPU, another signature
+        return False
+
+
+# --- the model ------------------------------------------------------------------------------------------------------------
+
 class FastGPT(GPT):
     def unembed(self, x):
         return linear(self.wte, x)
 
-    def varlen(self, flat, layer, q, k, v):
-        """
-        Flat's loop over requests, attention="varlen", with torch's fused attention in place of Head and with fewer
-        calls from Python. flat: the layout; q, k, v (nh, N, hs) -> (nh, N, hs). Nothing of the past is copied.
-        """
-        sizes = [n for _, n in flat.plan]
-        kvs = [request.kv for request, _ in flat.plan]
-        new_k, new_v = k.split(sizes, dim=1), v.split(sizes, dim=1)
-        slots_k, slots_v, outs = [], [], []
-        for kv, start, n, one_k, one_v in zip(kvs, flat.starts, sizes, new_k, new_v):
-            if layer not in kv.k:   # its first write
-                kv.write(layer, start, one_k, one_v)
-            slots_k.append(kv.k[layer].narrow(1, start, n))
-            slots_v.append(kv.v[layer].narrow(1, start, n))
-        torch._foreach_copy_(slots_k, new_k)
-        torch._foreach_copy_(slots_v, new_v)
-        for kv, start, end, one_q in zip(kvs, flat.starts, flat.ends, q.unsqueeze(0).split(sizes, dim=2)):
-            n, mask = end - start, None
-            if n > 1 and start:   # a chunk behind a past; is_causal would align its triangle to the top left
-                mask = torch.ones(n, end, dtype=torch.bool, device=q.device).tril(start)
-            keys, values = kv.k[layer].narrow(1, 0, end).unsqueeze(0), kv.v[layer].narrow(1, 0, end).unsqueeze(0)
-            outs.append(F.scaled_dot_product_attention(one_q, keys, values, attn_mask=mask, is_causal=n > 1 and not start))
-        return torch.cat(outs, dim=2).squeeze(0)
+    @property
+    def varlen(self):
+        attn = self.h[0].attn
+        weight = attn.key.weight   # a tensor parallel rank has some of the heads
+        shape = self.config.n_layer, weight.size(0) // attn.head_size, attn.head_size, weight.dtype, weight.device
+        if self.caches is None or self.caches.shape != shape:   # the first time, or the model was moved
+            self.caches = Varlen(self.config.block_size, *shape)
+        return self.caches
 
 
-FAST = {nn.Linear: FastLinear, MLP: FastMLP, GPT: FastGPT}
+FAST = {nn.Linear: FastLinear, MLP: FastMLP, MultiHeadAttention: FastAttention, GPT: FastGPT}
 
 
 def optimize(model):
     """Turns a GPT into a FastGPT in place, and packs its weights now rather than at their first use."""
+    model.caches = None
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, MultiHeadAttention):
+            weights = module.query.weight, module.key.weight, module.value.weight
+            for part in module.query, module.key, module.value:
+                part.packed = None   # together or, where that is slower, plain
+        elif module is model.wte or isinstance(module, nn.Linear) and not hasattr(module, "packed"):
+            weights = (module.weight,)
+        else:
+            weights = ()
+        if weights:
             module.packed = Packed()
-            if packable(module.weight) and module is not model.wpe:
-                module.packed(module.weight)
+            if all(map(packable, weights)):
+                module.packed(*weights)
         module.__class__ = FAST.get(type(module), type(module))
