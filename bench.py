@@ -14,10 +14,8 @@ run as fast as trained ones.
     python bench.py --quick                             a minute's look
     python bench.py --json bench.json --plot bench.png  the whole
 """
-import argparse
 import json
 import math
-import platform
 import random
 import statistics
 import sys
@@ -30,7 +28,7 @@ from torch.nn import functional as F
 from model import GPT, GPTConfig
 from scheduler import Request
 from toolbox import plots
-from toolbox.cli import DTYPES, Help, guarded, place
+from toolbox.cli import guarded, measuring_parser, measuring_place
 from toolbox.peers import peers
 from toolbox.report import aligned, percentile
 from toolbox.stages import STAGES, knobs_of
@@ -175,16 +173,11 @@ def table(result):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()), formatter_class=Help, allow_abbrev=False)
-    p.add_argument("--quick", action="store_true", help="a quarter of the requests, the small model, one run each")
+    p = measuring_parser("bench.py", __doc__, quick="a quarter of the requests, the small model, one run each")
     p.add_argument("--models", nargs="+", choices=MODELS, help="gpt2: 124M parameters; small: 6 layers, 384 wide (default: both)")
     p.add_argument("--workloads", nargs="+", choices=KNOBS, default=list(KNOBS), help="W1 mixed, W2 prefill, W3 decode")
     p.add_argument("--systems", nargs="+", metavar="WORD", help="only those whose name has one of these words in it")
     p.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each, in turn; the median counts")
-    p.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto takes cuda or mps where there is one")
-    p.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and arithmetic")
-    p.add_argument("--json", metavar="FILE.json", help="write the figures")
-    p.add_argument("--plot", metavar="FILE.png", help="draw them")
     args = p.parse_args(argv)
     return guarded(p.prog, lambda: run(args))
 
@@ -192,12 +185,7 @@ def main(argv=None):
 def run(args):
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
-    if args.json:
-        plots.check_path(args.json, "--json")
-    if args.plot:
-        plots.check_path(args.plot, "--plot", plots.SUFFIXES)
-    device, dtype = place(args), DTYPES[args.dtype]
-    where = f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}"
+    device, dtype, where = measuring_place(args)
     print(where)
     results = []
     for model_name in args.models or (["small"] if args.quick else list(MODELS)):

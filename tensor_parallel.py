@@ -43,6 +43,9 @@ class Traffic:
     bytes: int = 0          # of the tensors that were summed
     seconds: float = 0.0
 
+    def reset(self):
+        self.all_reduces, self.bytes, self.seconds = 0, 0, 0.0
+
 
 class RowParallel(nn.Module):
     """y = x W^T + b where this rank holds some columns of W, and x (..., in/ranks) are the features that belong to them."""
@@ -220,7 +223,7 @@ def work(args, generate):
             found["model"] = model = shard(model)
             most = model.config.block_size
             found["counts"] = {(tokens, n): sum(count_collectives(model, tokens, n).values()) for tokens, n in ((10, 1), (most, 1), (10, 5), (20 * most, 50))}
-            model.traffic.__init__()
+            model.traffic.reset()
             return model
 
         status = cli.run(generate, args, shard=prepared)

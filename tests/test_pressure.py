@@ -280,7 +280,7 @@ def test_a_request_that_needs_all_the_room_gets_it_from_the_prefix_cache():
     """Even when its own first page is there: it must not wait for ever for room that it holds itself."""
     prefix_cache = PrefixCache(4)
     for _ in range(2):
-        trace = assert_contract(MODEL, STAGES["ragged_varlen"], [Request([1, 2, 3, 4, 5, 6], 10)], max_kv_tokens=16, prefix_cache=prefix_cache)
+        assert_contract(MODEL, STAGES["ragged_varlen"], [Request([1, 2, 3, 4, 5, 6], 10)], max_kv_tokens=16, prefix_cache=prefix_cache)
     assert prefix_cache.tokens <= 16
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from toolbox.ladder import run, storm
 from toolbox.load import load
 from toolbox.report import totals
-from toolbox.stages import STAGES
 from toolbox.workload import PROMPTS, make_requests, read_prompts
 
 ROOT = Path(__file__).parent.parent

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import inspect
 import os
+import platform
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -66,8 +67,7 @@ def parser(doc):
     knobs.add_argument("--attention", choices=("varlen", "mask"), help="how the ragged stage keeps requests apart (default: varlen)")
     knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False, help="compute everything again for each token (unbatched)")
     where = p.add_argument_group("where")
-    where.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto takes cuda or mps where there is one")
-    where.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and arithmetic")
+    add_place(where)
     where.add_argument("--optimize", action="store_true", help="use the fastest kernels there are, model.optimize()")
     out = p.add_argument_group("what to show")
     out.add_argument("--plot", metavar="FILE.png", help="draw this run: who computed what at which step")
@@ -75,6 +75,32 @@ def parser(doc):
     out.add_argument("--quiet", action="store_true", help="no texts and no progress: report and check only")
     out.add_argument("--no_check", action="store_true", help="do not compare with the unbatched run")
     return p
+
+
+def add_place(group):
+    group.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto takes cuda or mps where there is one")
+    group.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and arithmetic")
+
+
+def measuring_parser(prog, doc, quick):
+    """For a command that measures and keeps its figures. quick: what its --quick does."""
+    p = Parser(prog=prog, description=" ".join(doc.split("\n\n")[0].split()), formatter_class=Help, allow_abbrev=False)
+    p.add_argument("--quick", action="store_true", help=quick)
+    add_place(p)
+    p.add_argument("--json", metavar="FILE.json", help="write the figures")
+    p.add_argument("--plot", metavar="FILE.png", help="draw them")
+    return p
+
+
+def measuring_place(args):
+    """(device, dtype, a text that says where it was measured) for a measuring command, whose files can be written. ValueError otherwise."""
+    if args.json:
+        plots.check_path(args.json, "--json")
+    if args.plot:
+        plots.check_path(args.plot, "--plot", plots.SUFFIXES)
+    device = place(args)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}, {torch.get_num_threads()} threads"
+    return device, DTYPES[args.dtype], f"{name}, torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}"
 
 
 def place(args):

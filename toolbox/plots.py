@@ -86,7 +86,7 @@ def timeline(ax, trace, last_step=None):
     for p in trace.passes:
         for name, first, n in p.work:
             width = p.shape[1] if len(p.shape) == 2 else n
-            y, bottom = order[name], order[name] - 0.42
+            bottom = order[name] - 0.42
             again = max(0, min(reached.get(name, 0), first + n) - first)
             reached[name] = max(reached.get(name, 0), first + n)
             new = "decode" if first + again >= prompt[name] else "prefill"

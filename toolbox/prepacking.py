@@ -15,7 +15,6 @@ times are medians of runs that took turns, and memory is counted: bytes of all t
     python -m toolbox.prepacking --quick
     python -m toolbox.prepacking --json prepacking.json --plot prepacking.png
 """
-import argparse
 import json
 import math
 import random
@@ -34,7 +33,7 @@ from generate_prepacked import Packed, first_fit_decreasing
 from model import GPT, GPTConfig, sample
 from scheduler import Request, prepare
 from toolbox import plots
-from toolbox.cli import DTYPES, Help, guarded, place
+from toolbox.cli import guarded, measuring_parser, measuring_place
 from toolbox.load import load
 from toolbox.report import aligned
 from toolbox.workload import read_prompts
@@ -230,10 +229,6 @@ def show(title, head, rows):
 
 
 def run(args):
-    if args.plot:
-        plots.check_path(args.plot, "--plot", plots.SUFFIXES)
-    if args.json:
-        plots.check_path(args.json, "--json")
     if not args.memory > 0:
         raise ValueError(f"--memory must be above 0 GB, not {args.memory}")
     if args.prompts:
@@ -242,13 +237,12 @@ def run(args):
         kinds = {args.prompts: [min(max(len(tokenizer.encode(text, disallowed_special=())), 1), CONTEXT) for text in texts]}
     else:
         kinds = {kind: lengths_of(kind, 32 if args.quick else 64) for kind in KINDS}
-    device, dtype, quick = place(args), DTYPES[args.dtype], args.quick
+    (device, dtype, where), quick = measuring_place(args), args.quick
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=CONTEXT, n_layer=2, n_head=6, n_embd=384)).to(device, dtype).requires_grad_(False)
     small = GPT(GPTConfig(block_size=CONTEXT, vocab_size=1024, n_layer=1, n_head=4, n_embd=256)).to(device, dtype).requires_grad_(False)
     repeats = 1 if quick else 3
-    result = {"where": f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {args.dtype}",
-              "lengths": kinds, "model": f"{model.config.n_layer} layers, {model.config.n_embd} wide"}
+    result = {"where": where, "lengths": kinds, "model": f"{model.config.n_layer} layers, {model.config.n_embd} wide"}
     print(f"{result['where']}; {result['model']}, random weights" + ("" if args.prompts else "; synthetic lengths"))
 
     result["kinds"] = by_kind(model, kinds, 16, repeats)
@@ -298,15 +292,10 @@ def run(args):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(prog="python -m toolbox.prepacking", description=" ".join(__doc__.split("\n\n")[0].split()), formatter_class=Help, allow_abbrev=False)
-    p.add_argument("--quick", action="store_true", help="fewer prompts and batches: about a minute")
+    p = measuring_parser("python -m toolbox.prepacking", __doc__, quick="fewer prompts and batches: about a minute")
     p.add_argument("--prompts", metavar="FILE", help="take the lengths of these prompts in the first table, instead of synthetic ones")
     p.add_argument("--model", default="builtin", help="whose tokenizer counts them")
     p.add_argument("--memory", type=float, default=1.0, metavar="GB", help="the limit of the last table")
-    p.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto takes cuda or mps where there is one")
-    p.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and arithmetic")
-    p.add_argument("--json", metavar="FILE.json", help="write the figures")
-    p.add_argument("--plot", metavar="FILE.png", help="draw them")
     args = p.parse_args(argv)
     return guarded(p.prog, lambda: run(args))
 
