@@ -14,7 +14,7 @@ all of them, and one call gives all views.
 Attention for all requests in one call, on a CUDA GPU in half precision (varlen_attn); elsewhere torch's fused attention in a
 loop over requests.
 
-Four classes turn into a faster sister in place, so that weights, their names and the state_dict stay as they are.
+Three classes turn into a faster sister in place, so that weights, their names and the state_dict stay as they are.
 """
 import weakref
 from bisect import insort
@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cache import KV
-from model import GPT, MLP, MultiHeadAttention
+from model import GPT, MLP, causal
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -54,17 +54,16 @@ def packable(weight):
 
 class Packed:
     """
-    Weight matrices (out, in), one below the other, in oneDNN's order: packed(*weights) -> an opaque tensor. It follows
-    its weights: ones that were changed or moved are packed again at their next use, and so are those of a copied model.
+    A weight matrix in oneDNN's order: packed(weight) -> an opaque tensor. It follows its weight: one that was changed
+    or moved is packed again at its next use, and so is that of a copied model.
     """
 
     def __init__(self):
         self.tensor, self.of = None, None
 
-    def __call__(self, *weights):
-        now = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+    def __call__(self, weight):
+        now = weight.data_ptr(), 0 if weight.is_inference() else weight._version
         if self.of != now:
-            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             self.tensor, self.of = torch.ops.mkldnn._reorder_linear_weight(weight.detach()), now
         return self.tensor
 
@@ -72,17 +71,12 @@ class Packed:
         return Packed, ()   # opaque tensors can be neither copied nor saved
 
 
-def multiplies(x, *weights):
-    """Whether oneDNN's kernel is the one to take for x (..., in) and these weights."""
-    learning = torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights))   # it has no backward
-    several = x.numel() > x.size(-1)   # one row is a matrix times a vector, for which the plain kernel is the faster one
-    return several and not learning and all(packable(weight) and weight.dtype == x.dtype for weight in weights)
-
-
 def linear(module, x, bias=None, gelu=False):
     """x (..., in) @ module.weight (out, in)^T + bias, then perhaps GELU while the numbers are still in the cache."""
     weight, packed = module.weight, getattr(module, "packed", None)   # a layer that came later, a shard say, has none
-    if packed and multiplies(x, weight):
+    learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)   # these kernels have no backward
+    several = x.numel() > x.size(-1)   # one row is a matrix times a vector, for which the plain kernel is the faster one
+    if packed and packable(weight) and x.dtype == weight.dtype and several and not learning:
         return torch.ops.mkldnn._linear_pointwise(x, packed(weight), bias, "gelu" if gelu else "none", [], "tanh")
     y = F.linear(x, weight, bias)
     return F.gelu(y, approximate="tanh") if gelu else y
@@ -98,20 +92,6 @@ class FastMLP(MLP):
         return self.c_proj(linear(self.c_fc, x, self.c_fc.bias, gelu=True))
 
 
-class FastAttention(MultiHeadAttention):
-    """query, key and value in one multiplication."""
-
-    def forward(self, x, attend):
-        parts = self.query, self.key, self.value
-        weights = [part.weight for part in parts]
-        if not multiplies(x, *weights):
-            return super().forward(x, attend)
-        bias = torch.cat([part.bias for part in parts])
-        qkv = torch.ops.mkldnn._linear_pointwise(x, self.packed(*weights), bias, "none", [], "")     # (..., T, 3 C)
-        y = attend(self.layer, *(self.split_heads(part) for part in qkv.chunk(3, dim=-1)))
-        return self.c_proj(y.transpose(-3, -2).flatten(-2))
-
-
 # --- caches and attention -------------------------------------------------------------------------------------------------
 
 class Pool:
@@ -119,7 +99,7 @@ class Pool:
 
     def __init__(self, size, layers, heads, head_size, dtype, device):
         # Uninitialised: what nobody has written nobody reads, neither the views nor varlen_attn
-        self.k, self.v = (torch.empty(layers, heads, size, head_size, dtype=dtype, device=device).unbind() for _ in "kv")
+        self.k, self.v = (torch.empty(layers, size, heads, head_size, dtype=dtype, device=device).transpose(1, 2).unbind() for _ in "kv")
         self.size, self.taken = size, []
 
     def take(self, tokens):
@@ -145,7 +125,10 @@ class Slot(KV):
 
 
 class Varlen:
-    """What cache.Flat does with attention="varlen", for one model: where its caches lie, `kv`, and how tokens meet, `step`."""
+    """
+    What cache.Flat does with attention="varlen", for one model: where its caches lie, `kv`, and how tokens meet, `step`.
+    Its pools stay for the next run: the first touch of fresh memory costs more than the writing itself.
+    """
 
     def __init__(self, block_size, *shape):
         self.block_size, self.shape, self.pools = block_size, shape, []
@@ -165,8 +148,8 @@ class Varlen:
 
     def give_back(self, pool, piece):
         pool.taken.remove(piece)
-        if not pool.taken:
-            self.pools.remove(pool)
+        if len(self.pools) > 1 and not any(pool.taken for pool in self.pools):
+            self.pools = [Pool(sum(pool.size for pool in self.pools), *self.shape)]   # one is faster than several
 
     def step(self, flat):
         return Step(flat, [pool for pool in self.pools if any(request.kv.pool is pool for request, _ in flat.plan)])
@@ -275,6 +258,23 @@ def varlen_agrees(device, dtype, head_size):
 # --- the model ------------------------------------------------------------------------------------------------------------
 
 class FastGPT(GPT):
+    def forward(self, tokens, positions=None, attend=causal, rows=None):
+        """As GPT.forward. What the last block makes of a token is of use only where its logits are wanted, but for keys and values."""
+        if rows is None or positions is None or tokens[rows].numel() == tokens.numel():
+            return super().forward(tokens, positions, attend, rows)
+        *blocks, last = self.h
+        x = self.wte(tokens) + self.wpe(positions)                                                # (..., T, C)
+        for block in blocks:
+            x = block(x, attend)
+        attn, y = last.attn, last.ln_1(x)
+        k, v, of_rows = attn.key(y), attn.value(y), attn.query(y[rows])                           # of_rows (R, C)
+        q = of_rows.new_zeros(k.shape)
+        q[rows] = of_rows
+        y = attend(attn.layer, *(attn.split_heads(part) for part in (q, k, v)))
+        x = x[rows] + attn.c_proj(y.transpose(-3, -2).flatten(-2)[rows])                          # (R, C)
+        x = x + last.mlp(last.ln_2(x))
+        return self.unembed(self.ln_f(x))
+
     def unembed(self, x):
         return linear(self.wte, x)
 
@@ -288,23 +288,15 @@ class FastGPT(GPT):
         return self.caches
 
 
-FAST = {nn.Linear: FastLinear, MLP: FastMLP, MultiHeadAttention: FastAttention, GPT: FastGPT}
+FAST = {nn.Linear: FastLinear, MLP: FastMLP, GPT: FastGPT}
 
 
 def optimize(model):
     """Turns a GPT into a FastGPT in place, and packs its weights now rather than at their first use."""
     model.caches = None
     for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
-            weights = module.query.weight, module.key.weight, module.value.weight
-            for part in module.query, module.key, module.value:
-                part.packed = None   # together or, where that is slower, plain
-        elif module is model.wte or isinstance(module, nn.Linear) and not hasattr(module, "packed"):
-            weights = (module.weight,)
-        else:
-            weights = ()
-        if weights:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
             module.packed = Packed()
-            if all(map(packable, weights)):
-                module.packed(*weights)
+            if packable(module.weight) and module is not model.wpe:
+                module.packed(module.weight)
         module.__class__ = FAST.get(type(module), type(module))
