@@ -19,6 +19,7 @@ import math
 import random
 import statistics
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -29,7 +30,7 @@ from model import GPT, GPTConfig
 from scheduler import Request
 from toolbox import plots
 from toolbox.cli import guarded, measuring_parser, measuring_place
-from toolbox.peers import peers
+from toolbox.peers import NAMES, peers
 from toolbox.report import aligned, percentile
 from toolbox.stages import STAGES, knobs_of
 
@@ -61,6 +62,15 @@ def loud(model):
     return model.requires_grad_(False)
 
 
+def models(config, device, dtype):
+    """The same weights three times: as they are, optimized, and those of the peers."""
+    torch.manual_seed(0)
+    plain = loud(GPT(config)).to(device, dtype)
+    fast = GPT(config).to(device, dtype)
+    fast.load_state_dict(plain.state_dict())
+    return plain, fast.requires_grad_(False).optimize(), peers(plain)
+
+
 def stage(model, generate, knobs):
     """A stage of this repository as a peer is: requests -> (tokens, times); keeps its trace."""
     def run(requests):
@@ -75,6 +85,29 @@ def systems(plain, fast, theirs, knobs):
     found = {name: stage(fast, generate, knobs) for name, generate in STAGES.items() if name != "unbatched, no cache"}
     found["ragged, varlen, not optimized"] = stage(plain, STAGES["ragged, varlen"], knobs)
     return {**found, **theirs}
+
+
+def apart(work, *args):
+    """
+    Calls work(*args) in a thread that ends with it, and so do the OpenMP threads that it made. While more of them exist than the machine
+    has cores, all go to sleep between two operations, and every operation takes longer. transformers' continuous batching computes in
+    a thread of its own: beside idle OpenMP threads of another one it takes 1.5 times as long.
+    """
+    done = []
+
+    def call():
+        try:
+            done.append((work(*args), None))
+        except BaseException as error:
+            done.append((None, error))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join()
+    (result, error), = done
+    if error:
+        raise error
+    return result
 
 
 def median_seconds(work, device, repeats=7):
@@ -121,7 +154,7 @@ def roofline(config, trace, peak, bandwidth, size=4):
 
 def best_peer(systems):
     """The peer that was fastest in the first round, when all ran; None if there is none."""
-    return min((name for name in systems if name.startswith("transformers")), key=lambda name: systems[name]["rounds"][0], default=None)
+    return min((name for name in systems if name.startswith(NAMES)), key=lambda name: systems[name]["rounds"][0], default=None)
 
 
 def times_best_peer(systems, name):
@@ -130,11 +163,12 @@ def times_best_peer(systems, name):
     return peer and statistics.median(theirs / mine for mine, theirs in zip(systems[name]["rounds"], systems[peer]["rounds"]) if mine and theirs)
 
 
-def measure(names, run, requests, reference, repeats, say):
+def measure(names, run, requests, repeats, say):
     """
     Runs the systems in turn; {name: figures}. Who takes twice as long as the fastest runs in the first round only, its place is clear; but the
     best peer runs in all. "rounds" holds seconds, None where it did not run.
     """
+    reference = None if names[0] == "unbatched" else apart(run["unbatched"], requests)[0]
     runs, systems = {name: [] for name in names}, {name: {"rounds": []} for name in names}
     for repeat in range(repeats):
         fastest = min((system["rounds"][0] for system in systems.values() if repeat), default=None)
@@ -143,7 +177,8 @@ def measure(names, run, requests, reference, repeats, say):
                 system["rounds"].append(None)
                 continue
             start = time.perf_counter()
-            tokens, times = run[name](requests)
+            tokens, times = apart(run[name], requests)
+            reference = reference or tokens
             system["rounds"].append(time.perf_counter() - start)
             runs[name].append((system["rounds"][-1], start, tokens, times))
             say(f"  {repeat + 1}/{repeats}  {name:32} {runs[name][-1][0]:7.2f} s")
@@ -190,12 +225,7 @@ def run(args):
     results = []
     for model_name in args.models or (["small"] if args.quick else list(MODELS)):
         config = MODELS[model_name]
-        torch.manual_seed(0)
-        plain = loud(GPT(config)).to(device, dtype)
-        fast = GPT(config).to(device, dtype)
-        fast.load_state_dict(plain.state_dict())
-        fast.requires_grad_(False).optimize()
-        theirs = peers(plain)
+        plain, fast, theirs = apart(models, config, device, dtype)
         for name in args.workloads:
             requests, knobs = workload(name, config.vocab_size, args.quick), KNOBS[name]
             run = systems(plain, fast, theirs, knobs)
@@ -205,11 +235,10 @@ def run(args):
                 raise ValueError(f"--systems {' '.join(args.systems)}: there is none of that name, allowed are words out of: {', '.join(run)}")
             print(f"\n{model_name} {name}: {len(requests)} requests, {sum(len(r.prompt) for r in requests):,} prompt tokens, "
                   f"{sum(r.max_new_tokens for r in requests):,} to generate, max_batch {knobs['max_batch']}, token_budget {knobs['token_budget']}", flush=True)
-            reference, _ = run["unbatched"](requests)      # and the roofline's schedule; both also warm up
-            run["ragged, varlen"](requests)
-            schedule, before = run["ragged, varlen"].trace, machine_peaks(fast)
-            figures = measure(names, run, requests, reference, 1 if args.quick else args.repeats, lambda line: print(line, file=sys.stderr, flush=True))
-            peak, bandwidth = map(max, zip(before, machine_peaks(fast)))   # the machine at its better moment
+            apart(run["ragged, varlen"], requests)      # the roofline's schedule, and a warm-up
+            schedule, before = run["ragged, varlen"].trace, apart(machine_peaks, fast)
+            figures = measure(names, run, requests, 1 if args.quick else args.repeats, lambda line: print(line, file=sys.stderr, flush=True))
+            peak, bandwidth = map(max, zip(before, apart(machine_peaks, fast)))   # the machine at its better moment
             least = roofline(config, schedule, peak, bandwidth, size=plain.wte.weight.element_size())
             useful = sum(len(r.prompt) if name == "W2" else r.max_new_tokens for r in requests)
             results.append({"model": model_name, "workload": name, "tokens": useful, "roofline": least, "peak": peak, "bandwidth": bandwidth,

@@ -318,7 +318,7 @@ def bench(results, path):
             for y, name in enumerate(systems):
                 if name in result["systems"]:
                     speed = result["tokens"] / result["systems"][name]["seconds"]
-                    kind = "waiting" if name.startswith("transformers") else "decode" if name == "ragged, varlen" else "prefill"
+                    kind = "waiting" if name.split(",")[0] in ("transformers", "CTranslate2") else "decode" if name == "ragged, varlen" else "prefill"
                     ax.barh(y, speed, color=COLORS[kind], height=0.75)
                     ax.text(speed, y, f" {speed:,.0f}", va="center", fontsize=8)
             least = result["tokens"] / result["roofline"]
