@@ -238,12 +238,11 @@ def sample(logits, requests):
     """
     tokens = []
     for x, request in zip(logits.cpu(), requests):   # one transfer for all
-        x = x.double()
-        best = int(x.numpy().argmax())   # numpy's is many times as fast as torch's; a NaN counts as the largest
+        best = int(x.to(torch.promote_types(x.dtype, torch.float32)).numpy().argmax())   # many times as fast as torch's; a NaN counts as the largest
         if not math.isfinite(x[best]):
             raise ValueError(f"{request}: the model's logits are not finite, no token can be chosen")
         if request.temperature == 0:
             tokens.append(best)
         else:
-            tokens.append(int(torch.searchsorted(cdf(x, request.temperature, request.top_k), request.draw(), right=True)))
+            tokens.append(int(torch.searchsorted(cdf(x.double(), request.temperature, request.top_k), request.draw(), right=True)))
     return tokens

@@ -2,11 +2,13 @@
 import json
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from common import toy
+from common import mixed, toy
 
 import bench
 from model import GPT, GPTConfig
@@ -54,14 +56,37 @@ def test_peers_and_stages_give_the_same_tokens():
     pytest.importorskip("transformers")
     from toolbox.peers import peers
     model = toy(block_size=64, n_layer=2).double()
-    requests = [Request([i % 13 for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7, name=f"r{n}") for n in range(1, 12)]
+    requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
     reference, times = bench.stage(model, STAGES["unbatched"], {})(requests)
     found = peers(model, batch_tokens=32)
-    assert len(found) == 6
+    assert len(found) == 6   # CTranslate2 has no float64
+    agree(found, requests, reference)
+
+
+def agree(found, requests, reference):
     for name, peer in found.items():
         tokens, times = peer(requests)
         assert tokens == reference, name
         assert [len(t) for t in times] == [r.max_new_tokens for r in requests] and all(t == sorted(t) for t in times), name
+
+
+def test_ctranslate2_gives_the_same_tokens():
+    pytest.importorskip("transformers")
+    pytest.importorskip("ctranslate2")
+    from toolbox.peers import peers
+    model = toy(block_size=64, n_layer=2, dtype=torch.float32)
+    found = {name: peer for name, peer in peers(model).items() if name.startswith("CTranslate2")}
+    assert len(found) == 3
+    requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
+    agree(found, requests, bench.stage(model, STAGES["unbatched"], {})(requests)[0])
+
+
+def test_apart_returns_what_comes_of_it_and_leaves_no_thread():
+    before = threading.active_count()
+    assert bench.apart(lambda a, b: (a + b, threading.current_thread() is threading.main_thread()), 2, 3) == (5, False)
+    with pytest.raises(ZeroDivisionError):
+        bench.apart(lambda: 1 / 0)
+    assert threading.active_count() == before
 
 
 def test_without_transformers_its_rows_are_left_out(monkeypatch, capsys):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import cache
 import toolbox.kernels as kernels
 from model import Head
+from scheduler import prepare
 from toolbox.check import Check
 
 PLAIN = toy(dtype=torch.float32)
@@ -136,6 +137,18 @@ def test_where_the_kernels_are_missing(monkeypatch):
 
 
 @torch.no_grad()
+def test_the_last_block_computes_only_what_is_wanted():
+    seen = {"first": [], "last": []}
+    model, rows = copy.deepcopy(FAST), (torch.tensor([0, 1]), torch.tensor([5, -1]))
+    for name, block in ("first", model.h[0]), ("last", model.h[-1]):
+        block.mlp.register_forward_hook(lambda module, args, out, name=name: seen[name].append(out.shape[:-1].numel()))
+    tokens = TOKENS.view(2, -1)
+    positions = torch.arange(tokens.size(1)).expand_as(tokens)
+    torch.testing.assert_close(model(tokens, positions, rows=rows), PLAIN(tokens, positions)[rows], rtol=1e-4, atol=1e-4)
+    assert seen == {"first": [tokens.numel()], "last": [2]}
+
+
+@torch.no_grad()
 def test_no_rows_wanted():
     """A step that is all partial prefill asks for the logits of nobody."""
     assert FAST(TOKENS, rows=(torch.tensor([], dtype=torch.long), -1)).shape == (0, VOCAB)
@@ -218,6 +231,16 @@ def test_slots_never_overlap_and_all_come_back(sizes, drops):
     size = sum(pool.size for pool in pools.pools)
     slots.clear()
     assert [(pool.size, pool.taken) for pool in pools.pools] == [(size, [])]
+
+
+def test_pools_serve_runs_in_any_mode():
+    model = toy().optimize()
+    STAGES["ragged_varlen"](model, mixed())           # in inference mode
+    plan = [(request, len(request.prompt)) for request in prepare(mixed(), model.config)]
+    for mode in torch.no_grad, torch.inference_mode:
+        with mode():
+            batch = cache.Flat(plan, model.device, "varlen", model.varlen)
+            model(batch.tokens, batch.positions, batch.attend, batch.rows)
 
 
 def test_a_model_that_was_moved_gets_other_pools():

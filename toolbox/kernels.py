@@ -1,6 +1,6 @@
 """
 What `model.optimize()` puts in place: the same arithmetic through the fastest kernels at hand. Nothing here is a lesson
-about batching; it is here so that the ladder's top rung can be held against other programs. Three things:
+about batching; it is here so that the ladder's top rung can be held against other programs. Four things:
 
 Linear layers on a CPU. A forward pass of a few tokens, which is what decoding is, does little else than read the weights.
 The kernel behind `nn.Linear` takes them in the order in which they are trained, and on a CPU reads them slowly. oneDNN can
@@ -13,6 +13,8 @@ all of them, and one call gives all views.
 
 Attention for all requests in one call, on a CUDA GPU in half precision (varlen_attn); elsewhere torch's fused attention in a
 loop over requests.
+
+The last block only for tokens whose logits are wanted, apart from its keys and values: of a prompt that is one, the last.
 
 Three classes turn into a faster sister in place, so that weights, their names and the state_dict stay as they are.
 """
@@ -98,8 +100,9 @@ class Pool:
     """Room for the keys and values of many requests: for each layer (nh, size, hs), `taken` in pieces first..end of it."""
 
     def __init__(self, size, layers, heads, head_size, dtype, device):
-        # Uninitialised: what nobody has written nobody reads, neither the views nor varlen_attn
-        self.k, self.v = (torch.empty(layers, size, heads, head_size, dtype=dtype, device=device).transpose(1, 2).unbind() for _ in "kv")
+        # Uninitialised: what nobody has written nobody reads. And no inference tensors, so that the next run may be in another mode.
+        with torch.inference_mode(False):
+            self.k, self.v = (torch.empty(layers, size, heads, head_size, dtype=dtype, device=device).transpose(1, 2).unbind() for _ in "kv")
         self.size, self.taken = size, []
 
     def take(self, tokens):
