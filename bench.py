@@ -30,7 +30,7 @@ from model import GPT, GPTConfig
 from scheduler import Request
 from toolbox import plots
 from toolbox.cli import guarded, measuring_parser, measuring_place
-from toolbox.peers import NAMES, peers
+from toolbox.peers import PEERS, peers
 from toolbox.report import aligned, percentile
 from toolbox.stages import STAGES, knobs_of
 
@@ -154,7 +154,7 @@ def roofline(config, trace, peak, bandwidth, size=4):
 
 def best_peer(systems):
     """The peer that was fastest in the first round, when all ran; None if there is none."""
-    return min((name for name in systems if name.startswith(NAMES)), key=lambda name: systems[name]["rounds"][0], default=None)
+    return min((name for name in systems if name.startswith(PEERS)), key=lambda name: systems[name]["rounds"][0], default=None)
 
 
 def times_best_peer(systems, name):

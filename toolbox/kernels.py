@@ -20,7 +20,7 @@ Three classes turn into a faster sister in place, so that weights, their names a
 """
 import weakref
 from bisect import insort
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -155,27 +155,22 @@ class Varlen:
             self.pools = [Pool(sum(pool.size for pool in self.pools), *self.shape)]   # one is faster than several
 
     def step(self, flat):
-        return Step(flat, [pool for pool in self.pools if any(request.kv.pool is pool for request, _ in flat.plan)])
+        return Step(flat)
 
     def __reduce__(self):
         return Varlen, (self.block_size, *self.shape)   # a copied model has pools of its own
 
 
 class Share:
-    """A step's requests whose caches lie in one pool. What can be known before the first layer."""
+    """A step's requests whose caches lie in one pool, `mine` out of the plan's. What can be known before the first layer."""
 
-    def __init__(self, flat, pool):
-        self.pool, device = pool, pool.k[0].device
-        mine = [i for i, (request, _) in enumerate(flat.plan) if request.kv.pool is pool]
+    def __init__(self, flat, pool, mine):
+        self.pool, self.device = pool, pool.k[0].device
         firsts = {i: flat.plan[i][0].kv.first for i in mine}
-        self.order = sorted(mine, key=firsts.get)
-
-        def stream(requests):   # the places of their tokens in the stream
-            return [place for i in requests for place in range(flat.cu_seqlens[i], flat.cu_seqlens[i + 1])]
-
-        self.whole = len(mine) == len(flat.plan)
-        self.tokens = torch.tensor(stream(mine), device=device)
-        self.where = torch.tensor([firsts[i] + place for i in mine for place in range(flat.starts[i], flat.ends[i])], device=device)
+        self.order = sorted(mine, key=firsts.get)                                         # as they lie in the pool
+        self.places = {i: range(flat.cu_seqlens[i], flat.cu_seqlens[i + 1]) for i in mine}   # of their tokens in the stream
+        self.tokens = None if len(mine) == len(flat.plan) else self.stream(mine)          # None: all
+        self.where = torch.tensor([firsts[i] + place for i in mine for place in range(flat.starts[i], flat.ends[i])], device=self.device)
 
         # The pool from end to end: what lies between, a request's keys, what lies between, ...
         self.stretches, end = [], 0
@@ -184,22 +179,35 @@ class Share:
             end = firsts[i] + flat.ends[i]
         self.stretches.append(pool.size - end)
 
-        # varlen_attn wants sequences without anything between them. So that is a sequence too, one without queries.
-        queries = [n for i in self.order for n in (0, flat.plan[i][1])] + [0]
-        self.in_order = torch.tensor(stream(self.order), device=device)
-        self.cu_q, self.cu_k = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, self.stretches))
-        self.max_q, self.max_k = max(queries), max(self.stretches)
+    def stream(self, requests):
+        return torch.tensor([place for i in requests for place in self.places[i]], device=self.device)
+
+    @cached_property
+    def sequences(self):
+        """
+        For varlen_attn: the places of the queries in the pool's order, and (cu_seq_q, cu_seq_k, max_q, max_k). It wants sequences
+        without anything between them. So what lies between is a sequence too, one without queries.
+        """
+        queries = [n for i in self.order for n in (0, len(self.places[i]))] + [0]
+        cu_q, cu_k = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.device) for lengths in (queries, self.stretches))
+        return self.stream(self.order), (cu_q, cu_k, max(queries), max(self.stretches))
 
 
 class Step:
     """`attend` of one step. Nothing of the past is copied."""
 
-    def __init__(self, flat, pools):
-        self.shares = [Share(flat, pool) for pool in pools]
-        self.sizes = [n for _, n in flat.plan]
-        # A chunk behind a past needs a mask, is_causal would align its triangle to the top left
-        self.masks = [torch.ones(end - start, end, dtype=torch.bool, device=flat.tokens.device).tril(start) if start and end - start > 1 else None
-                      for start, end in zip(flat.starts, flat.ends)]
+    def __init__(self, flat):
+        mine = {}
+        for i, (request, _) in enumerate(flat.plan):
+            mine.setdefault(request.kv.pool, []).append(i)
+        self.shares = [Share(flat, pool, requests) for pool, requests in mine.items()]
+        self.sizes, self.starts = [n for _, n in flat.plan], flat.starts
+
+    @cached_property
+    def masks(self):
+        """A chunk behind a past needs one, is_causal would align its triangle to the top left; None for the others."""
+        device = self.shares[0].device
+        return [torch.ones(n, start + n, dtype=torch.bool, device=device).tril(start) if start and n > 1 else None for start, n in zip(self.starts, self.sizes)]
 
     def __call__(self, layer, q, k, v):                                                   # (nh, N, hs)
         self.write(layer, k, v)
@@ -208,7 +216,7 @@ class Step:
     def write(self, layer, k, v):
         for share in self.shares:
             for cached, new in (share.pool.k[layer], k), (share.pool.v[layer], v):
-                cached.index_copy_(1, share.where, new if share.whole else new[:, share.tokens])
+                cached.index_copy_(1, share.where, new if share.tokens is None else new[:, share.tokens])
 
     def one_by_one(self, layer, q):
         keys, values = [None] * len(self.sizes), [None] * len(self.sizes)
@@ -223,9 +231,9 @@ class Step:
     def in_one(self, layer, q):
         out = torch.empty_like(q)
         for share in self.shares:
-            new, k, v = (t.transpose(0, 1) for t in (q[:, share.in_order], share.pool.k[layer], share.pool.v[layer]))   # (..., nh, hs)
-            y = varlen_attn(new, k, v, share.cu_q, share.cu_k, share.max_q, share.max_k, window_size=(-1, 0))
-            out[:, share.in_order] = y.transpose(0, 1)
+            places, lengths = share.sequences
+            new, k, v = (t.transpose(0, 1) for t in (q[:, places], share.pool.k[layer], share.pool.v[layer]))   # (..., nh, hs)
+            out[:, places] = varlen_attn(new, k, v, *lengths, window_size=(-1, 0)).transpose(0, 1)
         return out
 
 
@@ -248,9 +256,9 @@ def varlen_agrees(device, dtype, head_size):
         plan.append((SimpleNamespace(kv=slot), n))
         starts.append(start)
         ends.append(start + n)
-    flat = SimpleNamespace(plan=plan, starts=starts, ends=ends, cu_seqlens=[0, 3, 7, 8], tokens=torch.zeros(8, device=device))
+    flat = SimpleNamespace(plan=plan, starts=starts, ends=ends, cu_seqlens=[0, 3, 7, 8])
     q, k, v = torch.randn(3, 2, 8, head_size, generator=random).to(device, dtype)
-    step = Step(flat, [pool])
+    step = Step(flat)
     step.write(0, k, v)
     try:
         return torch.allclose(step.in_one(0, q), step.one_by_one(0, q), rtol=0, atol=0.03)

@@ -15,7 +15,7 @@ import torch
 from toolbox.weights import write_gpt2
 
 
-NAMES = ("transformers", "CTranslate2")   # the first word of a peer's name
+PEERS = ("transformers", "CTranslate2")   # the first word of a peer's name
 
 
 def peers(model, batch_tokens=1024):

@@ -14,6 +14,8 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+from toolbox.peers import PEERS
+
 SUFFIXES = (".png", ".pdf", ".svg")
 COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4", "finished": "#D55E00", "waiting": "#999999"}
 NAMES = {"prefill": "prefill", "decode": "decode", "recomputed": "computed again", "pad": "padding",
@@ -318,7 +320,7 @@ def bench(results, path):
             for y, name in enumerate(systems):
                 if name in result["systems"]:
                     speed = result["tokens"] / result["systems"][name]["seconds"]
-                    kind = "waiting" if name.split(",")[0] in ("transformers", "CTranslate2") else "decode" if name == "ragged, varlen" else "prefill"
+                    kind = "waiting" if name.startswith(PEERS) else "decode" if name == "ragged, varlen" else "prefill"
                     ax.barh(y, speed, color=COLORS[kind], height=0.75)
                     ax.text(speed, y, f" {speed:,.0f}", va="center", fontsize=8)
             least = result["tokens"] / result["roofline"]
