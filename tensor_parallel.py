@@ -169,7 +169,7 @@ def table(config, device, dtype):
     latency, bandwidth = fit(points)
     print(f"\ncost model, fitted to {world} ranks: all-reduces x {latency * 1e6:.0f} us + bytes / {bandwidth / 1e9:.2f} GB/s")
     print("  said against measured: " + ", ".join(f"{(count * latency + size / bandwidth) * 1e3:.2f}/{seconds * 1e3:.2f} ms" for count, size, seconds in points))
-    print("\nCALCULATED, not measured, with the same formula, for 32 layers, 4096 wide, 2-byte numbers; ms in all-reduces of a pass")
+    print("\nCALCULATED, not measured, with the same formula for a ring, for 32 layers, 4096 wide, 2-byte numbers; ms in all-reduces of a pass")
     print("                                                 8 tokens  1,000 tokens")
     for name, n, link_latency, link in (("8 GPUs, NVLink (10 us, 450 GB/s each way)", 8, 10e-6, 450e9), ("2 machines, 25 Gbit/s Ethernet (50 us)", 2, 50e-6, 25e9 / 8)):
         # a ring sends 2 (n - 1) / n times the tensor through each link

@@ -5,6 +5,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,13 +31,16 @@ def test_the_workloads_are_those_of_the_docstring():
 
 
 def test_the_roofline_by_hand():
-    """A prompt of 3 tokens and one decode, on a model small enough to count."""
-    config = GPTConfig(block_size=8, vocab_size=10, n_layer=1, n_head=1, n_embd=4)
-    trace = STAGES["ragged, varlen"](GPT(config), [Request([1, 2, 3], 2)])
-    assert len(trace.passes) == 2
-    weights, vocabulary = 12 * 16, 40
-    operations = [2 * 3 * weights + 2 * vocabulary + 4 * 4 * 6, 2 * weights + 2 * vocabulary + 4 * 4 * 4]
-    memory = [4 * (weights + vocabulary + 2 * 4 * (3 + 3)), 4 * (weights + vocabulary + 2 * 4 * (4 + 1))]
+    """
+    A prompt of 4 tokens in chunks of 3 and 1, and one decode, on a model small enough to count. Of the last block's 12 C^2 weights
+    a token that is not sampled from needs 2 C^2, for its key and value, and no scores.
+    """
+    config = GPTConfig(block_size=8, vocab_size=10, n_layer=2, n_head=1, n_embd=4)
+    trace = STAGES["ragged, varlen"](GPT(config), [Request([1, 2, 3, 4], 2)], max_batch=3, token_budget=3)
+    assert [p.work for p in trace.passes] == [[("r0", 0, 3)], [("r0", 3, 1)], [("r0", 4, 1)]]
+    block, kv, vocabulary = 12 * 16, 2 * 16, 40
+    operations = [2 * 3 * (block + kv) + 4 * 4 * 6] + [2 * (2 * block + vocabulary) + 4 * 4 * 2 * keys for keys in (4, 5)]
+    memory = [4 * (2 * block + 2 * 2 * 4 * (3 + 3))] + [4 * (2 * block + vocabulary + 2 * 2 * 4 * (keys + 1)) for keys in (4, 5)]
     assert bench.roofline(config, trace, peak=1, bandwidth=1e9) == pytest.approx(sum(operations))
     assert bench.roofline(config, trace, peak=1e9, bandwidth=1) == pytest.approx(sum(memory))
     assert bench.roofline(config, trace, peak=1e9, bandwidth=1, size=2) == pytest.approx(sum(memory) / 2)
@@ -79,6 +83,33 @@ def test_ctranslate2_gives_the_same_tokens():
     assert len(found) == 3
     requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
     agree(found, requests, bench.stage(model, STAGES["unbatched"], {})(requests)[0])
+
+
+@pytest.mark.parametrize("takes, rounds, best, ratio", [
+    # a slow moment in the first round makes nobody lose his place, three times as slow as the fastest does
+    ({"unbatched": [1, 1, 1], "transformers, a": [2.75, 1.5, 1.5], "CTranslate2, b": [2, 2, 2], "naive": [4]},
+     {"transformers, a": [2.75, 1.5, 1.5], "naive": [4, None, None]}, "transformers, a", 1.5),
+    # but the best peer is always there to compare with
+    ({"unbatched": [1, 2, 1], "transformers, a": [5, 6, 7], "CTranslate2, b": [9]},
+     {"transformers, a": [5, 6, 7], "CTranslate2, b": [9, None, None]}, "transformers, a", 5),
+    ({"unbatched": [1, 1, 1]}, {"unbatched": [1, 1, 1]}, None, None),
+])
+def test_who_runs_again_and_who_is_the_best_peer(takes, rounds, best, ratio, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def system(seconds):
+        left = iter(seconds)
+
+        def run(requests):
+            clock[0] += next(left)
+            return [[7]], [[clock[0]]]
+        return run
+
+    figures = bench.measure(list(takes), {name: system(seconds) for name, seconds in takes.items()}, [], 3, lambda line: None)
+    assert all(figures[name]["rounds"] == expected for name, expected in rounds.items())
+    assert bench.best_peer(figures) == best and bench.times_best_peer(figures, "unbatched") == ratio
+    assert all(f["equal"] == 1 and f["seconds"] == f["ttft_mean"] == sorted(takes[name])[len(takes[name]) // 2] for name, f in figures.items())
 
 
 def test_apart_returns_what_comes_of_it_and_leaves_no_thread():

@@ -202,6 +202,21 @@ def test_all_stages_as_a_table(capsys):
     assert cli.compare(ladder.__doc__, ["--repeats", "0"]) == 2 and "--repeats must be at least 1" in capsys.readouterr().err
 
 
+def test_what_optimize_changes_does_not_check_itself(monkeypatch, capsys):
+    from toolbox import kernels, ladder
+    flags = ["--optimize", "--prompt", "# json\nLoad a file", "--max_new_tokens", "4"]
+    code, out, _ = run(generate_ragged, *flags)
+    assert code == 0 and "1/1 requests identical to unbatched" in out
+    assert cli.compare(ladder.__doc__, [*flags, "--repeats", "1"]) == 0
+    monkeypatch.setattr(kernels.FastLinear, "forward", lambda self, x: x @ self.weight.T)   # it has lost its bias
+    code, out, _ = run(generate_ragged, *flags)
+    assert code == 1 and "WRONG: request 'r0': logits of token 0 differ" in out
+    capsys.readouterr()
+    assert cli.compare(ladder.__doc__, [*flags, "--repeats", "1"]) == 1
+    out = capsys.readouterr().out
+    assert all(f"WRONG: {name}: request 'r0'" in out for name in ladder.STAGES)
+
+
 def test_interrupted_prints_what_is_finished_and_leaves_with_130(monkeypatch):
     calls = []
 

@@ -135,8 +135,6 @@ def prepare(args):
     requests = make_requests(prompts, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed,
                              arrival_rate=args.arrival_rate)
     model.to(device, DTYPES[args.dtype])
-    if args.optimize:
-        model.optimize()
     model(torch.zeros(1, 1, dtype=torch.long, device=device))   # the first call pays for torch's own set-up
     return model, tokenizer, requests
 
@@ -196,8 +194,12 @@ def run(generate, args, shard=None):
     if "prefix_cache" in knobs:
         knobs["prefix_cache"] = PrefixCache(knobs.get("page_size", parameters["page_size"].default))
     check = None if args.no_check else Check(model, requests)
+    if check and (shard or args.optimize):
+        model = copy.deepcopy(model)   # what is changed now shall not check itself
     if shard is not None:
-        model = shard(copy.deepcopy(model) if check else model)   # a rank that does not check needs no second one
+        model = shard(model)
+    if args.optimize:
+        model.optimize()
     budget = knobs.get("token_budget", parameters["token_budget"].default) if "token_budget" in parameters else None
     progress = contextlib.nullcontext() if args.quiet else Progress(model, requests, tokenizer, budget)
     try:
@@ -256,7 +258,8 @@ def compare(doc, argv=None):
             except OSError as error:
                 raise ValueError(f"--pictures {args.pictures}: {error.strerror}") from None
             plots.check_path(Path(args.pictures) / "mask.png", "--pictures")
-        model, _, requests = prepare(args)
+        plain, _, requests = prepare(args)
+        model = copy.deepcopy(plain).optimize() if args.optimize else plain
         knobs = given_knobs(args)
         say_ignored([name for name in ("prefix_cache", "pack", "attention", "use_cache") if knobs.pop(name, None) is not None], "where all stages run")
         say_ignored([name for name in ("plot", "trace", "quiet") if getattr(args, name)], "where all stages run")
@@ -268,7 +271,7 @@ def compare(doc, argv=None):
             ladder.pictures(model, Path(args.pictures), traces)
         if args.no_check:
             return 0
-        wrong = ladder.wrong(model, requests, **knobs)
+        wrong = ladder.wrong(model, plain, requests, **knobs)
         print("\n".join(wrong) or f"{len(traces)} stages: each of {len(requests)} requests identical to unbatched")
         return int(bool(wrong))
 

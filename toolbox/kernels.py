@@ -27,14 +27,10 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from cache import KV
 from model import GPT, MLP, causal
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:   # a torch without FlashAttention
-    varlen_attn = None
 
 
 # --- linear layers --------------------------------------------------------------------------------------------------------
@@ -43,9 +39,9 @@ except ImportError:   # a torch without FlashAttention
 def can_pack():
     """Whether this torch, on this processor, has oneDNN's two kernels, and they multiply right."""
     try:
-        x, weight = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
-        y = torch.ops.mkldnn._linear_pointwise(x, torch.ops.mkldnn._reorder_linear_weight(weight), None, "none", [], "")
-        return torch.allclose(y, x @ weight.T)
+        x, weight, bias = torch.arange(6.0).view(2, 3) - 3, torch.arange(12.0).view(4, 3) / 6, torch.arange(4.0)
+        y = torch.ops.mkldnn._linear_pointwise(x, torch.ops.mkldnn._reorder_linear_weight(weight), bias, "gelu", [], "tanh")
+        return torch.allclose(y, F.gelu(F.linear(x, weight, bias), approximate="tanh"), atol=1e-5)
     except (AttributeError, RuntimeError, TypeError):   # no such op, no oneDNN, another signature
         return False
 
@@ -57,7 +53,8 @@ def packable(weight):
 class Packed:
     """
     A weight matrix in oneDNN's order: packed(weight) -> an opaque tensor. It follows its weight: one that was changed
-    or moved is packed again at its next use, and so is that of a copied model.
+    or moved is packed again at its next use, and so is that of a copied model. torch counts changes, but not those through
+    weight.data or of an inference tensor: after one of them, optimize() again.
     """
 
     def __init__(self):
@@ -133,8 +130,8 @@ class Varlen:
     Its pools stay for the next run: the first touch of fresh memory costs more than the writing itself.
     """
 
-    def __init__(self, block_size, *shape):
-        self.block_size, self.shape, self.pools = block_size, shape, []
+    def __init__(self, size, *shape):
+        self.size, self.shape, self.pools = size, shape, []   # size: of the next pool, at least
 
     def kv(self, capacity):
         """A request's cache. If no pool has room there comes another one, as large as all together: nothing ever moves."""
@@ -142,7 +139,7 @@ class Varlen:
             if (first := pool.take(capacity)) is not None:
                 break
         else:
-            pool = Pool(max(capacity, 4 * self.block_size, sum(pool.size for pool in self.pools)), *self.shape)
+            pool = Pool(max(capacity, self.size, sum(pool.size for pool in self.pools)), *self.shape)
             self.pools.append(pool)
             first = pool.take(capacity)
         slot = Slot(pool, first, capacity)
@@ -152,13 +149,14 @@ class Varlen:
     def give_back(self, pool, piece):
         pool.taken.remove(piece)
         if len(self.pools) > 1 and not any(pool.taken for pool in self.pools):
-            self.pools = [Pool(sum(pool.size for pool in self.pools), *self.shape)]   # one is faster than several
+            self.size = sum(pool.size for pool in self.pools)   # from now on one, which is faster than several
+            self.pools = []
 
     def step(self, flat):
         return Step(flat)
 
     def __reduce__(self):
-        return Varlen, (self.block_size, *self.shape)   # a copied model has pools of its own
+        return Varlen, (self.size, *self.shape)   # a copied model has pools of its own
 
 
 class Share:
@@ -169,7 +167,7 @@ class Share:
         firsts = {i: flat.plan[i][0].kv.first for i in mine}
         self.order = sorted(mine, key=firsts.get)                                         # as they lie in the pool
         self.places = {i: range(flat.cu_seqlens[i], flat.cu_seqlens[i + 1]) for i in mine}   # of their tokens in the stream
-        self.tokens = None if len(mine) == len(flat.plan) else self.stream(mine)          # None: all
+        self.rows = None if len(mine) == len(flat.plan) else self.stream(mine)            # of the stream; None: all
         self.where = torch.tensor([firsts[i] + place for i in mine for place in range(flat.starts[i], flat.ends[i])], device=self.device)
 
         # The pool from end to end: what lies between, a request's keys, what lies between, ...
@@ -216,7 +214,7 @@ class Step:
     def write(self, layer, k, v):
         for share in self.shares:
             for cached, new in (share.pool.k[layer], k), (share.pool.v[layer], v):
-                cached.index_copy_(1, share.where, new if share.tokens is None else new[:, share.tokens])
+                cached.index_copy_(1, share.where, new if share.rows is None else new[:, share.rows])
 
     def one_by_one(self, layer, q):
         keys, values = [None] * len(self.sizes), [None] * len(self.sizes)
@@ -239,7 +237,7 @@ class Step:
 
 def has_varlen(q):
     """Whether torch's varlen_attn is the kernel for queries like these."""
-    return varlen_attn is not None and q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and varlen_agrees(q.device, q.dtype, q.size(-1))
+    return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and varlen_agrees(q.device, q.dtype, q.size(-1))
 
 
 @cache
@@ -295,7 +293,7 @@ class FastGPT(GPT):
         weight = attn.key.weight   # a tensor parallel rank has some of the heads
         shape = self.config.n_layer, weight.size(0) // attn.head_size, attn.head_size, weight.dtype, weight.device
         if self.caches is None or self.caches.shape != shape:   # the first time, or the model was moved
-            self.caches = Varlen(self.config.block_size, *shape)
+            self.caches = Varlen(4 * self.config.block_size, *shape)
         return self.caches
 
 
@@ -306,8 +304,8 @@ def optimize(model):
     """Turns a GPT into a FastGPT in place, and packs its weights now rather than at their first use."""
     model.caches = None
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, nn.Linear) or module is model.wte:
             module.packed = Packed()
-            if packable(module.weight) and module is not model.wpe:
+            if packable(module.weight):
                 module.packed(module.weight)
         module.__class__ = FAST.get(type(module), type(module))

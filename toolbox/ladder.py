@@ -30,12 +30,12 @@ def run(model, requests, stages=STAGES, repeats=1, **knobs):
     return {name: sorted(runs, key=lambda trace: totals(trace)["seconds"])[len(runs) // 2] for name, runs in traces.items()}
 
 
-def wrong(model, requests, stages=STAGES, **knobs):
-    """Runs each stage once more and checks it against the unbatched run; a line for each request that is WRONG."""
+def wrong(model, plain, requests, stages=STAGES, **knobs):
+    """Runs each stage once more and checks it against `plain`, the model before optimize(), unbatched; a line for each request that is WRONG."""
     lines = []
     for name, generate in stages.items():
         copies = [replace(request) for request in requests]
-        check = Check(model, copies)
+        check = Check(plain, copies)
         generate(model, copies, on_token=check.on_token, **knobs_of(generate, knobs)[0])
         lines += [f"WRONG: {name}: request '{v.name}': {v.detail}" for v in check() if v.verdict == "WRONG"]
     return lines

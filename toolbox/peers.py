@@ -14,14 +14,13 @@ import torch
 
 from toolbox.weights import write_gpt2
 
-
 PEERS = ("transformers", "CTranslate2")   # the first word of a peer's name
 
 
 def peers(model, batch_tokens=1024):
     """{name: peer} with the model's weights, dtype and device; without those that are not installed, a line says so."""
     if find_spec("transformers") is None:
-        print("transformers is not installed, its rows are left out, and CTranslate2's, which it converts for (pip install -r requirements-dev.txt)")
+        print("transformers is not installed: its rows are left out, and CTranslate2's, whose model it reads (pip install -r requirements-dev.txt)")
         return {}
     import transformers
     transformers.utils.logging.set_verbosity_error()
@@ -95,7 +94,8 @@ def continuous(model, requests, batch_tokens):
             generation_config=GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0), continuous_batching_config=config, block=True,
             timeout=5, warmup=False) as manager:
         for i, request in enumerate(requests):
-            manager.add_request(request.prompt, request_id=str(i), max_new_tokens=request.max_new_tokens, record_timestamps=True, eos_token_id=-1)
+            manager.add_request(request.prompt, request_id=str(i), max_new_tokens=request.max_new_tokens, record_timestamps=True,
+                                eos_token_id=-1)   # no token is -1: each is as long as it asks
         while len(results) < len(requests):
             result = manager.get_result(timeout=1)
             if result is not None and result.is_finished():
@@ -151,7 +151,7 @@ def ctranslate2_process(pipe, folder, threads):
                 return len(times[i]) >= length
 
             results = generator.generate_batch([[str(token) for token in prompt] for _, prompt, _ in batch], include_prompt_in_result=False,
-                                               max_length=max(length for _, _, length in batch), end_token=[], callback=ends)
+                                               max_length=max(length for _, _, length in batch), end_token=[], callback=ends)   # no token ends it but `ends`
             for (i, _, _), result in zip(batch, results):
                 tokens[i] = result.sequences_ids[0]
         pipe.send((tokens, times))
