@@ -452,8 +452,7 @@ def test_P6_speedup_at_k_16_and_the_same_runtime_when_r_is_k():
         assert 1.6 <= speedup["dialogue"] <= 3.5 and 1.6 <= speedup["instructions"] <= 3.5
         assert all(1 < speedup[kind] < 1.6 for kind in ("few-shot questions", "articles", "uniform"))
     for points in experiment()["batch_size"].values():
-        # k = 1 is r = k: the same slots. Not quite the same time: our static batch reads its keys back from its cache, a strided view
-        assert 0.8 < points[0][1] < 1.4
+        assert 0.9 < points[0][1] < 1.1   # k = 1 is r = k
         assert max(speedup for _, speedup, _ in points) > points[0][1]
 
 
@@ -462,8 +461,7 @@ def test_P7_r_over_k_and_m_minus_L_over_k_predict_the_speedup():
         rows, gap, speedup = zip(*points)
         assert len(points) >= 5000 // int(k) // 4 - 2
         assert 0.5 < statistics.mean(rows) < 0.65                           # uniform lengths
-        # each batch was timed once on a busy machine, so the correlation is weaker than the paper's
-        assert statistics.correlation(rows, speedup) < -0.4 and statistics.correlation(gap, speedup) > 0.4
+        assert statistics.correlation(rows, speedup) < -0.6 and statistics.correlation(gap, speedup) > 0.6
 
 
 def test_P8_peak_memory_falls_with_the_pad_tokens():
@@ -478,8 +476,8 @@ def test_P8_peak_memory_falls_with_the_pad_tokens():
 
 def test_P9_at_fixed_length_latency_grows_with_k():
     seconds = [s for _, s in experiment()["latency"]]
-    assert seconds[-1] > 10 * seconds[0]
-    assert all(b > 1.3 * a for a, b in zip(seconds[1:], seconds[2:]))       # k doubles each time; one prompt takes as long as two
+    assert seconds[-1] > 20 * seconds[0]
+    assert all(b > 1.3 * a for a, b in zip(seconds, seconds[1:]))           # k doubles each time
 
 
 def test_P10_length_ordered_batching_still_pads_and_dataset_prepacking_beats_it():

@@ -328,6 +328,7 @@ def bench(results, path):
             ax.text(least, -0.9, f"roofline {least:,.0f} ", ha="right", va="center", fontsize=8)
             ax.set_ylim(len(systems) - 0.4, -1.4)
             ax.set_xlim(0, 1.08 * least)
+            ax.locator_params(axis="x", nbins=5)
             ax.set_yticks(range(len(systems)), systems, fontsize=9)
             ax.set_title({"W1": "W1, mixed", "W2": "W2, prefill", "W3": "W3, decode"}[result["workload"]] + f": {result['model']}", fontsize=10, loc="left")
             ax.set_xlabel("prompt tokens/s" if result["workload"] == "W2" else "tokens/s")

@@ -91,7 +91,7 @@ METHODS = {
 @torch.inference_mode()
 def prefill(model, method, lengths, k):
     """
-    Prefills prompts of these lengths. Returns a list with a dict for each forward pass: its prompts, its rows, seconds of the pass itself
+    Prefills prompts of these lengths. Returns a list with a dict for each forward pass: its prompts, its slots, seconds of the pass itself
     (unpacking included) and seconds from laying it out to its prompts' first tokens.
     """
     group, layout = METHODS[method]
@@ -105,8 +105,7 @@ def prefill(model, method, lengths, k):
             torch.cuda.synchronize()
         after = time.perf_counter()
         sample(logits, batch.sampled)
-        passes.append({"prompts": len(requests), "rows": batch.tokens.size(0) if batch.tokens.dim() > 1 else None, "slots": batch.tokens.numel(),
-                       "prefill": after - before, "ttft": time.perf_counter() - start})
+        passes.append({"prompts": len(requests), "slots": batch.tokens.numel(), "prefill": after - before, "ttft": time.perf_counter() - start})
     return passes
 
 
@@ -202,17 +201,15 @@ def by_batch_size(model, sizes, repeats, kinds=("uniform", "instructions")):
     return found
 
 
-def predictors(model, k, prompts, every=4, kind="uniform"):
+def predictors(model, k, prompts, repeats, every=4, kind="uniform"):
     """For every fourth batch of k out of `prompts` lengths: (r / k, m - L / k, speedup of its prefill)."""
     lengths, points = lengths_of(kind, prompts), []
     for i in range(0, prompts - k + 1, k * every):
         batch = lengths[i:i + k]
-        seconds = {}
-        for method in ("full batching", "prepacking, batch"):
-            passes = prefill(model, method, batch, k)[0]
-            seconds[method] = passes["prefill"]
-        points.append((passes["rows"] / k, max(batch) - sum(batch) / k, seconds["full batching"] / seconds["prepacking, batch"]))
-    return points[1:]   # the first one warms up
+        figures = compare(model, batch, k, repeats, ("full batching", "prepacking, batch"))
+        rows = len(first_fit_decreasing(batch, max(batch)))
+        points.append((rows / k, max(batch) - sum(batch) / k, figures["full batching"]["prefill_ms"] / figures["prepacking, batch"]["prefill_ms"]))
+    return points
 
 
 def by_rows(model, sizes, length, repeats):
@@ -262,7 +259,7 @@ def run(args):
 
     result["predictors"], rows = {}, []
     for k in (16, 32):
-        points = predictors(small, k, 640 if quick else 5000)
+        points = predictors(small, k, 640 if quick else 5000, repeats)
         result["predictors"][k] = points
         x, y, speedup = zip(*points)
         rows.append((k, len(points), f"{statistics.mean(x):.2f}", f"{statistics.mean(speedup):.2f}x", f"{statistics.correlation(x, speedup):+.2f}", f"{statistics.correlation(y, speedup):+.2f}"))
