@@ -92,6 +92,9 @@ def test_ctranslate2_gives_the_same_tokens():
     # but the best peer is always there to compare with
     ({"unbatched": [1, 2, 1], "transformers, a": [5, 6, 7], "CTranslate2, b": [9]},
      {"transformers, a": [5, 6, 7], "CTranslate2, b": [9, None, None]}, "transformers, a", 5),
+    # or comes back when another one has turned out to be slower; a round in which it did not run does not count
+    ({"unbatched": [1, 1, 1], "CTranslate2, b": [9, 9], "transformers, a": [5, 20]},
+     {"CTranslate2, b": [9, None, 9], "transformers, a": [5, 20, None]}, "CTranslate2, b", 9),
     ({"unbatched": [1, 1, 1]}, {"unbatched": [1, 1, 1]}, None, None),
 ])
 def test_who_runs_again_and_who_is_the_best_peer(takes, rounds, best, ratio, monkeypatch):
