@@ -115,6 +115,12 @@ def test_who_runs_again_and_who_is_the_best_peer(takes, rounds, best, ratio, mon
     assert all(f["equal"] == 1 and f["seconds"] == f["ttft_mean"] == sorted(takes[name])[len(takes[name]) // 2] for name, f in figures.items())
 
 
+def test_the_share_of_equal_tokens():
+    run = {"unbatched": lambda requests: ([[1, 2], [3, 4]], [[0.0, 0.0]] * 2), "naive": lambda requests: ([[1, 2], [3, 5]], [[0.0, 0.0]] * 2)}
+    assert bench.measure(list(run), run, [], 1, lambda line: None)["naive"]["equal"] == 0.75
+    assert bench.measure(["naive"], run, [], 1, lambda line: None)["naive"]["equal"] == 0.75   # compared with unbatched all the same
+
+
 def test_apart_returns_what_comes_of_it_and_leaves_no_thread():
     before = threading.active_count()
     assert bench.apart(lambda a, b: (a + b, threading.current_thread() is threading.main_thread()), 2, 3) == (5, False)
