@@ -103,7 +103,7 @@ def apart(work, *args):
         except BaseException as error:
             done.append((None, error))
 
-    thread = threading.Thread(target=call, daemon=True)
+    thread = threading.Thread(target=call, daemon=True)   # Control-C need not wait for it
     thread.start()
     thread.join()
     (result, error), = done

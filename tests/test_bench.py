@@ -60,14 +60,14 @@ def test_peers_and_stages_give_the_same_tokens():
     pytest.importorskip("transformers")
     from toolbox.peers import peers
     model = toy(block_size=64, n_layer=2).double()
-    requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
-    reference, times = bench.stage(model, STAGES["unbatched"], {})(requests)
     found = peers(model, batch_tokens=32)
     assert len(found) == 6   # CTranslate2 has no float64
-    agree(found, requests, reference)
+    agree(found, model)
 
 
-def agree(found, requests, reference):
+def agree(found, model):
+    requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
+    reference, _ = bench.stage(model, STAGES["unbatched"], {})(requests)
     for name, peer in found.items():
         tokens, times = peer(requests)
         assert tokens == reference, name
@@ -81,8 +81,7 @@ def test_ctranslate2_gives_the_same_tokens():
     model = toy(block_size=64, n_layer=2, dtype=torch.float32)
     found = {name: peer for name, peer in peers(model).items() if name.startswith("CTranslate2")}
     assert len(found) == 3
-    requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
-    agree(found, requests, bench.stage(model, STAGES["unbatched"], {})(requests)[0])
+    agree(found, model)
 
 
 @pytest.mark.parametrize("takes, rounds, best, ratio", [

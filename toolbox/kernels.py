@@ -167,7 +167,7 @@ class Share:
         firsts = {i: flat.plan[i][0].kv.first for i in mine}
         self.order = sorted(mine, key=firsts.get)                                         # as they lie in the pool
         self.places = {i: range(flat.cu_seqlens[i], flat.cu_seqlens[i + 1]) for i in mine}   # of their tokens in the stream
-        self.rows = None if len(mine) == len(flat.plan) else self.stream(mine)            # of the stream; None: all
+        self.part = None if len(mine) == len(flat.plan) else self.stream(mine)            # of the stream; None: all of it
         self.where = torch.tensor([firsts[i] + place for i in mine for place in range(flat.starts[i], flat.ends[i])], device=self.device)
 
         # The pool from end to end: what lies between, a request's keys, what lies between, ...
@@ -214,7 +214,7 @@ class Step:
     def write(self, layer, k, v):
         for share in self.shares:
             for cached, new in (share.pool.k[layer], k), (share.pool.v[layer], v):
-                cached.index_copy_(1, share.where, new if share.rows is None else new[:, share.rows])
+                cached.index_copy_(1, share.where, new if share.part is None else new[:, share.part])
 
     def one_by_one(self, layer, q):
         keys, values = [None] * len(self.sizes), [None] * len(self.sizes)
