@@ -1,20 +1,24 @@
 """
-Every stage of this repository and its peers, on the same weights and the same requests, side by side in one run.
+All stages of this repository and their peers, on the same weights and the same requests.
 
-Systems take turns, round by round, so that a slow moment of the machine hits all of them. Of each the run with the median time counts,
-and "of best peer" is the median of the ratios within the rounds. Who takes three times as long as the fastest in the first round runs no
-second time. Only tokens that somebody asked for count. Beside it the *roofline*: how long the schedule of the ragged stage would take
-if each forward pass ran at the machine's measured peak of arithmetic or of memory, whichever takes longer (claim R7 says which that is):
+Systems take turns, round by round, so that a slow moment of the machine affects all of them. For
+each system the run of median time counts; "of best peer" is the median of the ratios within the
+rounds. Systems more than 3x slower than the fastest in round one are not repeated. Only requested
+tokens count. The *roofline* is the time that the ragged stage's schedule would take if each forward
+pass ran at the machine's measured peak of arithmetic or of memory, whichever takes longer (claim R7
+says which):
 
-    seconds  =  sum over passes of  max(floating point operations / peak,  bytes of weights, keys and values / bandwidth)
+    seconds  =  sum over passes of  max(floating point operations / peak,
+                                        bytes of weights, keys and values / bandwidth)
 
-An operation counts if a token's logits need it: in the last block those of a token that is not sampled from do not, but for its keys and values.
+An operation counts if a token's logits need it. In the last block, tokens that are not sampled from
+need only their keys and values.
 
-W1 is a mixture of long and short, W2 nearly all prefill, W3 nearly all decode. Output is greedy, and the weights are random: they
-run as fast as trained ones.
+W1 is a mixture of long and short requests, W2 nearly all prefill, W3 nearly all decode. Output is
+greedy. The weights are random, which run as fast as trained ones.
 
-    python bench.py --quick                             a minute's look
-    python bench.py --json bench.json --plot bench.png  the whole
+    python bench.py --quick                             about a minute
+    python bench.py --json bench.json --plot bench.png  all of it
 """
 import json
 import math
@@ -28,35 +32,44 @@ from dataclasses import replace
 import torch
 from torch.nn import functional as F
 
+from experiments import figures
+from experiments.peers import PEERS, peers
 from model import GPT, GPTConfig
-from scheduler import Request
-from toolbox import plots
+from request import Request
 from toolbox.cli import guarded, measuring_parser, measuring_place
-from toolbox.peers import PEERS, peers
 from toolbox.report import aligned, percentile
 from toolbox.stages import STAGES, knobs_of
+from toolbox.trace import synchronize
 
 MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384)}
-KNOBS = {"W1": dict(max_batch=32, token_budget=256), "W2": dict(max_batch=64, token_budget=1024), "W3": dict(max_batch=32, token_budget=256)}
+KNOBS = {"W1": dict(max_batch=32, token_budget=256), "W2": dict(max_batch=64, token_budget=1024),
+         "W3": dict(max_batch=32, token_budget=256)}
 
 
 def workload(name, vocab_size, quick=False):
-    """The requests of W1, W2 or W3, the same every time; for a quick look a quarter of them, and of W3's answers."""
+    """
+    The requests of W1, W2 or W3, the same every time. `quick` keeps a quarter of them, and of W3's
+    answers.
+    """
     rng = random.Random(name)
 
     def log_uniform(low, high):
         return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
-    sizes = {"W1": lambda: (log_uniform(8, 512), log_uniform(8, 128)),
-             "W2": lambda: (rng.randint(1, 512), 1),
-             "W3": lambda: (16, rng.randint(32, 256) // (4 if quick else 1))}[name]
-    sizes = [sizes() for _ in range(64 if name == "W2" else 32)]
-    requests = [Request([rng.randrange(vocab_size) for _ in range(prompt)], new, name=f"r{i}") for i, (prompt, new) in enumerate(sizes)]
+    draw = {"W1": lambda: (log_uniform(8, 512), log_uniform(8, 128)),
+            "W2": lambda: (rng.randint(1, 512), 1),
+            "W3": lambda: (16, rng.randint(32, 256) // (4 if quick else 1))}[name]
+    sizes = [draw() for _ in range(64 if name == "W2" else 32)]
+    requests = [Request([rng.randrange(vocab_size) for _ in range(prompt)], new, name=f"r{i}")
+                for i, (prompt, new) in enumerate(sizes)]
     return requests[:len(requests) // 4] if quick else requests
 
 
 def loud(model):
-    """Random weights at GPT-2's own scale soon repeat one token for ever, and then everybody's output agrees. Larger ones do not."""
+    """
+    Scales a model's random weights up. At GPT-2's own scale the output soon repeats one token for
+    ever, and all systems would agree for that reason alone.
+    """
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 2:
@@ -65,7 +78,7 @@ def loud(model):
 
 
 def models(config, device, dtype):
-    """The same weights three times: as they are, optimized, and those of the peers."""
+    """The same weights three times: (plain model, optimized model, {name: peer})."""
     torch.manual_seed(0)
     plain = loud(GPT(config)).to(device, dtype)
     fast = GPT(config).to(device, dtype)
@@ -74,26 +87,29 @@ def models(config, device, dtype):
 
 
 def stage(model, generate, knobs):
-    """A stage of this repository as a peer is: requests -> (tokens, times); keeps its trace."""
+    """A stage with a peer's interface: requests -> (tokens, times). Keeps the trace."""
     def run(requests):
         requests = [replace(request) for request in requests]
         run.trace = generate(model, requests, **knobs_of(generate, knobs)[0])
-        return [request.generated for request in requests], [request.token_times for request in requests]
+        return ([request.generated for request in requests],
+                [request.token_times for request in requests])
     return run
 
 
 def systems(plain, fast, theirs, knobs):
-    """{name: requests -> (tokens, times)}: the stages on optimized weights, the last one without, and the peers."""
-    found = {name: stage(fast, generate, knobs) for name, generate in STAGES.items() if name != "unbatched, no cache"}
+    """{name: requests -> (tokens, times)}: the stages, optimized; ragged as it is; the peers."""
+    found = {name: stage(fast, generate, knobs) for name, generate in STAGES.items()
+             if name != "unbatched, no cache"}
     found["ragged, varlen, not optimized"] = stage(plain, STAGES["ragged, varlen"], knobs)
     return {**found, **theirs}
 
 
 def apart(work, *args):
     """
-    Calls work(*args) in a thread that ends with it, and so do the OpenMP threads that it made. While more of them exist than the machine
-    has cores, all go to sleep between two operations, and every operation takes longer. transformers' continuous batching computes in
-    a thread of its own: beside idle OpenMP threads of another one it takes 1.5 times as long.
+    Calls work(*args) in a thread of its own, and so ends the OpenMP threads that it started. When
+    there are more of these than cores, they sleep between two operations, and every operation takes
+    longer. Systems that compute in worker threads then appear slower than they are: transformers'
+    continuous batching takes 1.5 times as long beside another thread's idle OpenMP threads.
     """
     done = []
 
@@ -103,7 +119,7 @@ def apart(work, *args):
         except BaseException as error:
             done.append((None, error))
 
-    thread = threading.Thread(target=call, daemon=True)   # Control-C need not wait for it
+    thread = threading.Thread(target=call, daemon=True)   # so that Control-C need not wait for it
     thread.start()
     thread.join()
     (result, error), = done
@@ -117,15 +133,17 @@ def median_seconds(work, device, repeats=7):
     for _ in range(repeats + 2):
         start = time.perf_counter()
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken[2:])
+    return statistics.median(taken[2:])   # the first two warm up
 
 
 @torch.inference_mode()
 def machine_peaks(fast):
-    """(floating point operations, bytes) a second: the fastest of some large multiplications, with and without optimize(); a read."""
+    """
+    (floating point operations, bytes) per second: the fastest of several large multiplications,
+    with and without optimize(), and reading a large tensor.
+    """
     layer, best = fast.h[0].mlp.c_fc, 0.0
     for rows in (256, 512, 1024, 2048):
         x = torch.randn(rows, layer.in_features, device=fast.device).to(layer.weight.dtype)
@@ -137,123 +155,168 @@ def machine_peaks(fast):
 
 
 def roofline(config, trace, peak, bandwidth, size=4):
-    """Seconds that the passes of a ragged trace take at least. size: bytes of a number."""
+    """The least seconds for the passes of a ragged trace. size: bytes per number."""
     C, L, V = config.n_embd, config.n_layer, config.vocab_size
-    block_weights, vocabulary = 12 * C * C, V * C
+    block, kv, vocabulary = 12 * C * C, 2 * C * C, V * C   # weights
     sampled = {(step, request.name) for request in trace.requests for step in request.token_steps}
     total = 0.0
     for p in trace.passes:
         tokens = sum(n for _, _, n in p.work)
-        seen = [first + n for name, first, n in p.work if (p.step, name) in sampled]   # keys that each sampled token sees
-        keys = sum(first + 2 * n for _, first, n in p.work)   # read once, and the new ones written too
-        multiplied = ((L - 1) * block_weights + 2 * C * C) * tokens + (block_weights - 2 * C * C + vocabulary) * len(seen)
+        # keys that each sampled token sees
+        seen = [first + n for name, first, n in p.work if (p.step, name) in sampled]
+        keys = sum(first + 2 * n for _, first, n in p.work)   # all are read, the new ones written
+        multiplied = (((L - 1) * block + kv) * tokens
+                      + (block - kv + vocabulary) * len(seen))
         operations = 2 * multiplied + 4 * C * ((L - 1) * p.useful_scores + sum(seen))
-        memory = size * (L * block_weights + vocabulary * bool(seen) + 2 * L * C * keys)
+        memory = size * (L * block + vocabulary * bool(seen) + 2 * L * C * keys)
         total += max(operations / peak, memory / bandwidth)
     return total
 
 
 def best_peer(systems):
-    """The peer with the lowest median; None if there is none."""
-    return min((name for name in systems if name.startswith(PEERS)), key=lambda name: statistics.median(filter(None, systems[name]["rounds"])), default=None)
+    """The name of the peer with the lowest median time; None if there is no peer."""
+    def median(name):
+        return statistics.median(filter(None, systems[name]["rounds"]))
+
+    return min((name for name in systems if name.startswith(PEERS)), key=median, default=None)
 
 
 def times_best_peer(systems, name):
     """How many times as fast as the best peer: the median over the rounds in which both ran."""
     peer = best_peer(systems)
-    return peer and statistics.median(theirs / mine for mine, theirs in zip(systems[name]["rounds"], systems[peer]["rounds"]) if mine and theirs)
+    if peer is None:
+        return None
+    pairs = zip(systems[name]["rounds"], systems[peer]["rounds"])
+    return statistics.median(theirs / mine for mine, theirs in pairs if mine and theirs)
 
 
 def measure(names, run, requests, repeats, say):
     """
-    Runs the systems in turn; {name: figures}. Who takes three times as long as the fastest runs in the first round only, its place is clear; but
-    the best peer runs in all. "rounds" holds seconds, None where it did not run.
+    Runs the systems in turn and returns {name: figures}. "rounds" has seconds, or None for a round
+    in which the system did not run: those more than 3x slower than the fastest run in the first
+    round only, except the best peer.
     """
     reference = None
-    if "unbatched" not in names:   # what all are compared with
+    if "unbatched" not in names:   # what all tokens are compared with
         say("  unbatched, once and not timed")
         reference = apart(run["unbatched"], requests)[0]
     runs, systems = {name: [] for name in names}, {name: {"rounds": []} for name in names}
     for repeat in range(repeats):
-        fastest = min((system["rounds"][0] for system in systems.values() if repeat), default=None)
+        first_round = [system["rounds"][0] for system in systems.values() if repeat]
         for name, system in systems.items():
-            if repeat and system["rounds"][0] > 3 * fastest and name != best_peer(systems):
+            slow = repeat and system["rounds"][0] > 3 * min(first_round)
+            if slow and name != best_peer(systems):
                 system["rounds"].append(None)
                 continue
             start = time.perf_counter()
             tokens, times = apart(run[name], requests)
+            seconds = time.perf_counter() - start
             reference = reference or tokens
-            system["rounds"].append(time.perf_counter() - start)
-            runs[name].append((system["rounds"][-1], start, tokens, times))
-            say(f"  {repeat + 1}/{repeats}  {name:32} {runs[name][-1][0]:7.2f} s")
+            system["rounds"].append(seconds)
+            runs[name].append((seconds, start, tokens, times))
+            say(f"  {repeat + 1}/{repeats}  {name:32} {seconds:7.2f} s")
     for name, taken in runs.items():
-        seconds, start, tokens, times = sorted(taken, key=lambda run: run[0])[len(taken) // 2]
-        gaps = [b - a for t in times for a, b in zip(t, t[1:])]
-        systems[name].update({
-            "seconds": seconds, "spread": (max(t[0] for t in taken) - min(t[0] for t in taken)) / seconds,
-            "ttft_mean": statistics.mean(t[0] - start for t in times),
-            "itl_p50": percentile(gaps, 50) if gaps else None, "itl_p99": percentile(gaps, 99) if gaps else None,
-            "equal": sum(a == b for mine, theirs in zip(tokens, reference) for a, b in zip(mine, theirs)) / sum(map(len, reference))})
+        systems[name].update(figures_of(taken, reference))
     return systems
 
 
-def table(result):
+def figures_of(runs, reference):
+    """A system's figures, of its run of median time. runs: [(seconds, start, tokens, times)]."""
+    runs = sorted(runs, key=lambda run: run[0])
+    seconds, start, tokens, times = runs[len(runs) // 2]
+    gaps = [b - a for t in times for a, b in zip(t, t[1:])]
+    equal = sum(a == b for mine, theirs in zip(tokens, reference) for a, b in zip(mine, theirs))
+    return {
+        "seconds": seconds, "spread": (runs[-1][0] - runs[0][0]) / seconds,
+        "ttft_mean": statistics.mean(t[0] - start for t in times),
+        "itl_p50": percentile(gaps, 50) if gaps else None,
+        "itl_p99": percentile(gaps, 99) if gaps else None,
+        "equal": equal / sum(map(len, reference))}
+
+
+def results_table(result):
     """A workload's figures as text."""
     def ms(x):
         return "-" if x is None else f"{x * 1e3:,.0f}"
 
     unit = "prompt tok/s" if result["workload"] == "W2" else "tok/s"
-    rows = [("system", unit, "runs", "spread", "of best peer", "of roofline", "TTFT mean ms", "ITL p50 ms", "ITL p99 ms", "equal")]
+    rows = [("system", unit, "runs", "spread", "of best peer", "of roofline", "TTFT mean ms",
+             "ITL p50 ms", "ITL p99 ms", "equal")]
     for name, f in result["systems"].items():
-        ratio, runs = times_best_peer(result["systems"], name), sum(t is not None for t in f["rounds"])
-        rows.append((name, f"{result['tokens'] / f['seconds']:,.0f}", runs, f"±{f['spread'] / 2:.0%}" if runs > 1 else "-", f"{ratio:.2f}x" if ratio else "-",
-                     f"{result['roofline'] / f['seconds']:.0%}", ms(f["ttft_mean"]), ms(f["itl_p50"]), ms(f["itl_p99"]), f"{f['equal']:.1%}"))
+        ratio = times_best_peer(result["systems"], name)
+        runs = sum(t is not None for t in f["rounds"])
+        rows.append((name, f"{result['tokens'] / f['seconds']:,.0f}", runs,
+                     f"±{f['spread'] / 2:.0%}" if runs > 1 else "-",
+                     f"{ratio:.2f}x" if ratio else "-",
+                     f"{result['roofline'] / f['seconds']:.0%}",
+                     ms(f["ttft_mean"]), ms(f["itl_p50"]), ms(f["itl_p99"]), f"{f['equal']:.1%}"))
     return "\n".join(aligned(rows))
 
 
 def main(argv=None):
-    p = measuring_parser("bench.py", __doc__, quick="a quarter of the requests, the small model, one run each")
-    p.add_argument("--models", nargs="+", choices=MODELS, help="gpt2: 124M parameters; small: 6 layers, 384 wide (default: both)")
-    p.add_argument("--workloads", nargs="+", choices=KNOBS, default=list(KNOBS), help="W1 mixed, W2 prefill, W3 decode")
-    p.add_argument("--systems", nargs="+", metavar="WORD", help="only those whose name has one of these words in it")
-    p.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each, in turn; the median counts")
+    p = measuring_parser("bench.py", __doc__,
+                         quick="a quarter of the requests, the small model, one run each")
+    p.add_argument("--models", nargs="+", choices=MODELS,
+                   help="gpt2: 124M parameters; small: 6 layers, 384 wide (default: both)")
+    p.add_argument("--workloads", nargs="+", choices=KNOBS, default=list(KNOBS),
+                   help="W1 mixed, W2 prefill, W3 decode")
+    p.add_argument("--systems", nargs="+", metavar="WORD",
+                   help="only systems whose name contains one of these words")
+    p.add_argument("--repeats", type=int, default=3, metavar="N",
+                   help="runs of each system, in turn; the one of median time counts")
     args = p.parse_args(argv)
-    return guarded(p.prog, lambda: run(args))
+    return guarded(p.prog, lambda: run_benchmark(args))
 
 
-def run(args):
+def run_benchmark(args):
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
     device, dtype, where = measuring_place(args)
     print(where)
     results = []
     for model_name in args.models or (["small"] if args.quick else list(MODELS)):
-        config = MODELS[model_name]
-        plain, fast, theirs = apart(models, config, device, dtype)
+        plain, fast, theirs = apart(models, MODELS[model_name], device, dtype)
         for name in args.workloads:
-            requests, knobs = workload(name, config.vocab_size, args.quick), KNOBS[name]
-            run = systems(plain, fast, theirs, knobs)
-            allowed = [system for system in run if not (args.quick and "sorted" in system)]
-            names = [system for system in allowed if not args.systems or any(word in system for word in args.systems)]
-            if not names:
-                raise ValueError(f"--systems {' '.join(args.systems)}: there is none of that name, allowed are words out of: {', '.join(allowed)}")
-            print(f"\n{model_name} {name}: {len(requests)} requests, {sum(len(r.prompt) for r in requests):,} prompt tokens, "
-                  f"{sum(r.max_new_tokens for r in requests):,} to generate, max_batch {knobs['max_batch']}, token_budget {knobs['token_budget']}", flush=True)
-            apart(run["ragged, varlen"], requests)      # the roofline's schedule, and a warm-up
-            schedule, before = run["ragged, varlen"].trace, apart(machine_peaks, fast)
-            figures = measure(names, run, requests, 1 if args.quick else args.repeats, lambda line: print(line, file=sys.stderr, flush=True))
-            peak, bandwidth = map(max, zip(before, apart(machine_peaks, fast)))   # the machine at its better moment
-            least = roofline(config, schedule, peak, bandwidth, size=plain.wte.weight.element_size())
-            useful = sum(len(r.prompt) if name == "W2" else r.max_new_tokens for r in requests)
-            results.append({"model": model_name, "workload": name, "tokens": useful, "roofline": least, "peak": peak, "bandwidth": bandwidth,
-                            "where": where, "systems": figures})
-            print(table(results[-1]), f"peak {peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:,.0f} GB/s; roofline {useful / least:,.0f} tokens/s", sep="\n", flush=True)
-            if args.json:   # after each, so that an interrupted run keeps what it has
+            run = systems(plain, fast, theirs, KNOBS[name])
+            result = run_workload(args, model_name, name, run, fast)
+            results.append({**result, "where": where})
+            if args.json:   # after each workload, so that an interrupted run keeps its results
                 with open(args.json, "w") as file:
                     json.dump(results, file, indent=1)
     if args.plot:
-        plots.bench(results, args.plot)
+        figures.bench(results, args.plot)
     return 0
+
+
+def run_workload(args, model_name, name, run, fast):
+    """Measures the chosen systems on one workload, prints the table, and returns its figures."""
+    config, knobs = MODELS[model_name], KNOBS[name]
+    requests = workload(name, config.vocab_size, args.quick)
+    allowed = [system for system in run if not (args.quick and "sorted" in system)]
+    names = [system for system in allowed
+             if not args.systems or any(word in system for word in args.systems)]
+    if not names:
+        raise ValueError(f"--systems {' '.join(args.systems)}: there is none of that name, "
+                         f"allowed are words out of: {', '.join(allowed)}")
+    print(f"\n{model_name} {name}: {len(requests)} requests, "
+          f"{sum(len(r.prompt) for r in requests):,} prompt tokens, "
+          f"{sum(r.max_new_tokens for r in requests):,} to generate, "
+          f"max_batch {knobs['max_batch']}, token_budget {knobs['token_budget']}", flush=True)
+
+    apart(run["ragged, varlen"], requests)   # the roofline's schedule, and a warm-up
+    schedule, before = run["ragged, varlen"].trace, apart(machine_peaks, fast)
+    measured = measure(names, run, requests, 1 if args.quick else args.repeats,
+                       lambda line: print(line, file=sys.stderr, flush=True))
+    # the machine's better moment counts
+    peak, bandwidth = map(max, zip(before, apart(machine_peaks, fast)))
+    least = roofline(config, schedule, peak, bandwidth, size=fast.wte.weight.element_size())
+    useful = sum(len(r.prompt) if name == "W2" else r.max_new_tokens for r in requests)
+    result = {"model": model_name, "workload": name, "tokens": useful, "roofline": least,
+              "peak": peak, "bandwidth": bandwidth, "systems": measured}
+    print(results_table(result))
+    print(f"peak {peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:,.0f} GB/s; "
+          f"roofline {useful / least:,.0f} tokens/s", flush=True)
+    return result
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """
 Stage 2: dynamic batching. A finished request leaves at once, a waiting one takes its place.
 
-The batch is put together anew at each step, so caches can no longer belong to it: each request has its own,
-and the layout `Rectangle` gathers them. A newcomer's prompt and the others' decodes differ in width, so a
-step has up to two forward passes, one rectangle for the decodes and one for the newcomers' prompts.
+The batch is put together anew at each step, so the cache can no longer belong to the batch: each
+request has its own, and the layout `Rectangle` gathers them. A newcomer's prompt and the others'
+decodes differ in width, so a step has up to two forward passes: one rectangle for the decodes and
+one for the newcomers' prompts.
 
     max_batch 2, C arrives at step 1:
 
@@ -12,20 +13,81 @@ step has up to two forward passes, one rectangle for the decodes and one for the
     B         P   d   d   d   d   d   d       P prefill, d decode
     C             .   .   P   d   d           . waiting
 
-Better than stage 1: no finished rows, and nobody waits for a whole batch.
-Wasted: padding still; the pasts are copied into a new rectangle at every step; and a long prompt is prefilled in
-one piece, while every running decode waits for it.
+Better than stage 1: no finished rows, and no request waits for a whole batch.
+Wasted: padding still; the pasts are copied into a new rectangle at every step; and a long prompt is
+prefilled in one piece, while every running decode waits for it.
 
-Names: Hugging Face calls this dynamic scheduling or dynamic batching, others call it continuous batching
-(Orca: iteration-level scheduling). Servers such as Triton mean by dynamic batching that queued
-requests are grouped, which is stage 1.
+Names: Hugging Face calls this dynamic scheduling or dynamic batching; others call it continuous
+batching (Orca: iteration-level scheduling). Servers such as Triton use "dynamic batching" for
+grouping queued requests, which is stage 1.
 """
 import torch
 
-from cache import Rectangle
-from model import sample
-from scheduler import at_least_1, prepare
+from cache import KV
+from model import Head, sample
+from request import at_least_1, complete, prepare
 from toolbox.trace import Trace
+
+head = Head()
+
+
+class Rectangle:
+    """
+    Left-padded (B, T): one row per request, as wide as the longest row. Each request keeps its own
+    cache, so the pasts, of different lengths too, are gathered into a second rectangle in front of
+    the new tokens. In each layer a row of keys is
+
+        | . . . past past past | . . new new |
+          P - p pads, p past     T - n pads, n new      S = P + T keys
+
+    and the mask must hide the pads of *both* parts. The published version of this layout marks all
+    new slots as valid. There, a decode row beside a chunk attends to its own padding.
+    """
+
+    def __init__(self, plan, device=None):
+        for request, _ in plan:
+            request.kv = request.kv or KV(request.kv_tokens)
+        self.plan, self.starts = plan, [request.computed for request, _ in plan]
+        self.lay_out(device)
+
+    def lay_out(self, device):
+        B, T, P = len(self.plan), max(n for _, n in self.plan), max(self.starts)
+        tokens = torch.zeros(B, T, dtype=torch.long)
+        positions = torch.zeros(B, T, dtype=torch.long)
+        mask = torch.zeros(B, 1, 1, P + T, dtype=torch.bool)        # for all heads and queries
+        for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
+            tokens[b, T - n:] = torch.tensor(request.slice(start, start + n))
+            positions[b, T - n:] = torch.arange(start, start + n)   # its own, not the column's
+            mask[b, ..., P - start:P] = True                        # its past
+            mask[b, ..., P + T - n:] = True                         # its new tokens, not their pads
+        self.tokens, self.positions, self.mask = (t.to(device) for t in (tokens, positions, mask))
+        self.P = P
+
+        # A partial prefill has a last column too, but no next token yet: it is not sampled from.
+        rows = complete(self.plan)
+        self.sampled = [self.plan[row][0] for row in rows]
+        self.rows = (torch.tensor(rows, dtype=torch.long, device=device), -1)
+
+    def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
+        T, P = k.size(-2), self.P
+        past_k, past_v = (t.new_zeros(*t.shape[:-2], P, t.size(-1)) for t in (k, v))
+        for b, ((request, _), start) in enumerate(zip(self.plan, self.starts)):
+            if start:                                               # a newcomer has no past
+                past = request.kv.read(layer, start)
+                past_k[b, :, P - start:], past_v[b, :, P - start:] = past
+        out, _, _ = head(q, k, v, past_k, past_v, self.mask)
+        for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
+            new = k[b, :, T - n:], v[b, :, T - n:]                  # each row without its padding
+            request.kv.write(layer, start, *new)
+        return out
+
+    def cost(self):
+        (B, T), P = self.tokens.shape, self.P
+        keys = sum(start + n for (_, n), start in zip(self.plan, self.starts))
+        # The pasts are copied into their rectangle, then once more with the new keys after them.
+        copied = B * P + B * (P + T)
+        return {"score_entries": B * T * (P + T), "padded_keys": B * (P + T) - keys,
+                "copied_bytes": copied * self.plan[0][0].kv.bytes_per_token}
 
 
 @torch.inference_mode()
@@ -40,29 +102,31 @@ def generate(model, requests, max_batch=8, on_token=None):
     requests = prepare(requests, model.config)
     trace = Trace("dynamic", requests)
     waiting, running, step = requests, [], 0
-    while running or (waiting := [request for request in waiting if not request.finished]):
-        # 1. who has arrived takes a free place
+    while (waiting := [request for request in waiting if not request.finished]) or running:
+        # 1. requests that have arrived take free places
         if not running:
             step = max(step, waiting[0].arrival)
-        while waiting and waiting[0].arrival <= step and len(running) < max_batch:
-            running.append(waiting.pop(0))
-        # 2. two forward passes, one for the decodes, one for whole prompts
+        arrived = [request for request in waiting if request.arrival <= step]
+        admitted = arrived[:max_batch - len(running)]
+        running, waiting = running + admitted, waiting[len(admitted):]
+        # 2. two forward passes: one for the decodes, one for whole prompts
         decodes = [(request, 1) for request in running if request.generated]
-        prompts = [(request, len(request.prompt)) for request in running if not request.generated]
+        prompts = [(request, request.todo) for request in running if not request.generated]
         for part in decodes, prompts:
-            part = [(request, n) for request, n in part if not request.finished]   # cancelled during the first pass
+            part = [(request, n) for request, n in part if not request.finished]   # not cancelled
             if not part:
                 continue
             batch = Rectangle(part, model.device)
             with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)               # (R, V)
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
             # 3. one token for each row
             tokens = sample(logits, batch.sampled)
-            for (request, n), token in zip(batch.plan, tokens):
+            for request, n in batch.plan:
                 request.computed += n
+            for request, token in zip(batch.sampled, tokens):
                 request.append(token)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
-        # 4. who is finished leaves, and takes its cache along
+        # 4. finished requests leave, and their caches with them
         finished = [request for request in running if request.finished]
         for request in finished:
             request.kv = None

@@ -1,22 +1,23 @@
 """
-Stage 1: static batching. Pad the prompts into one rectangle, decode until the longest answer is done.
+Stage 1: static batching. Pad the prompts into one rectangle, decode until the longest is done.
 
-Padding goes on the left, so that every row's next token comes from the last column (claim H7). Each row counts
-its positions from its own first token; a mask hides the pads, so their positions mean nothing.
+Padding goes on the left, so that every row's next token comes from the last column (claim H7). Each
+row counts its positions from its own first token. A mask hides the pads from every token, so what a
+pad computes is never read.
 
     prefill           decode, one column a step
     .  .  a  b  c  |  d  -  -  -       . pad
     .  f  g  h  i  |  j  k  l  m       - finished, computed all the same (claim H8)
-    o  p  q  r  s  |  -  -  -  -       (each row's last token is never computed: nothing comes after it)
+    o  p  q  r  s  |  -  -  -  -       (a row's last token is never computed: nothing follows it)
 
 Better than stage 0: one read of the weights serves all rows.
-Wasted: padding; rows that are finished keep running; nobody new gets in before the last one is done.
+Wasted: padding; finished rows keep running; no new request gets in before the last one is done.
 """
 import torch
 
 from cache import KV
 from model import Head, sample
-from scheduler import at_least_1, prepare
+from request import at_least_1, complete, prepare
 from toolbox.trace import Trace
 
 head = Head()
@@ -24,45 +25,46 @@ head = Head()
 
 class StaticBatch:
     """
-    Left-padded (B, T), first the prompts, then one column at a time. One cache of S columns belongs to
-    the whole batch, (B, nh, S, hs), pads and finished rows included.
+    Left-padded (B, T): first the prompts, then one column at a time. One cache of S columns belongs
+    to the whole batch, (B, nh, S, hs), pads and finished rows included.
     """
 
-    def __init__(self, requests, device):
+    def __init__(self, requests, device=None):
         self.requests, self.device = requests, device
         T = max(len(request.prompt) for request in requests)
+        self.pads = torch.tensor([T - len(request.prompt) for request in requests], device=device)
         self.kv = KV(T + max(request.kv_tokens - len(request.prompt) for request in requests))
-        self.pads = torch.tensor([T - len(request.prompt) for request in requests], device=device)    # (B,)
-        self.start, self.end = 0, T
+        self.start, self.end = 0, T                                 # columns computed in this pass
         self.lay_out([[0] * (T - len(request.prompt)) + request.prompt for request in requests])
 
     def add_column(self):
-        """The tokens just generated are the next column."""
+        """The tokens just generated are the next column; a finished row repeats a pad."""
         self.start, self.end = self.end, self.end + 1
-        self.lay_out([[0 if request.finished else request.generated[-1]] for request in self.requests])
+        self.lay_out([[0 if r.finished else r.generated[-1]] for r in self.requests])
 
-    def lay_out(self, token_ids):
-        columns = torch.arange(self.end, device=self.device)
-        self.tokens = torch.tensor(token_ids, device=self.device)                                     # (B, T)
-        self.positions = columns[self.start:] - self.pads[:, None]
-        self.positions.clamp_(0, self.requests[0].block_size - 1)      # those of pads and finished rows may lie outside
-        self.mask = (columns >= self.pads[:, None])[:, None, None, :]                                 # (B, 1, 1, S)
+    def lay_out(self, columns_of_rows):
+        columns = torch.arange(self.end, device=self.device)        # (S,)
+        self.tokens = torch.tensor(columns_of_rows, device=self.device)               # (B, T)
+        self.positions = columns[self.start:] - self.pads[:, None]  # its own, not the column's
+        self.positions.clamp_(0, self.requests[0].block_size - 1)   # of pads: any will do
+        self.mask = (columns >= self.pads[:, None])[:, None, None]  # (B, 1, 1, S)
 
-        done = [request.finished for request in self.requests]
-        running = [b for b, finished in enumerate(done) if not finished]
-        self.sampled = [self.requests[b] for b in running]
-        self.finished = [request for request, finished in zip(self.requests, done) if finished]
-        self.plan = [(request, request.todo) for request in self.sampled]
-        self.starts = [request.computed for request in self.sampled]
-        self.rows = (torch.tensor(running, dtype=torch.long, device=self.device), -1)   # none, if all are cancelled just now
-        self.padded_keys = len(token_ids) * self.end - sum(len(request.tokens) for request in self.sampled)
-        self.score_entries = self.tokens.numel() * self.end
-        self.copied_bytes = 0
+        # A finished request stays in the plan with 0 tokens: its row is computed all the same.
+        self.plan = [(r, 0 if r.finished else r.todo) for r in self.requests]
+        self.starts = [r.computed for r in self.requests]
+        rows = complete(self.plan)
+        self.sampled = [self.requests[row] for row in rows]
+        self.rows = (torch.tensor(rows, dtype=torch.long, device=self.device), -1)
 
-    def attend(self, layer, q, k, v):                                                                 # (B, nh, T, hs)
+    def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
         self.kv.write(layer, self.start, k, v)
         out, _, _ = head(q, *self.kv.read(layer, self.end), mask=self.mask)
         return out
+
+    def cost(self):
+        keys = sum(start + n for (_, n), start in zip(self.plan, self.starts) if n)
+        return {"score_entries": self.tokens.numel() * self.end,
+                "padded_keys": len(self.plan) * self.end - keys, "copied_bytes": 0}
 
 
 @torch.inference_mode()
@@ -77,21 +79,21 @@ def generate(model, requests, max_batch=8, on_token=None):
     requests = prepare(requests, model.config)
     trace = Trace("naive", requests)
     waiting, step = requests, 0
-    while waiting := [request for request in waiting if not request.finished]:   # cancelled ones never start
-        # 1. those who have arrived make a batch; it stays as it is until all of it is done
+    while waiting := [request for request in waiting if not request.finished]:
+        # 1. those that have arrived make a batch; it stays as it is until all of it is done
         step = max(step, waiting[0].arrival)
-        running = []
-        while waiting and waiting[0].arrival <= step and len(running) < max_batch:
-            running.append(waiting.pop(0))
+        running = [request for request in waiting if request.arrival <= step][:max_batch]
+        waiting = waiting[len(running):]
         batch = StaticBatch(running, model.device)
         while True:
             # 2. one forward pass for all rows
             with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)               # (R, V)
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
             # 3. one token for each row that is not finished
             tokens = sample(logits, batch.sampled)
-            for (request, n), token in zip(batch.plan, tokens):
+            for request, n in batch.plan:
                 request.computed += n
+            for request, token in zip(batch.sampled, tokens):
                 request.append(token)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
             step += 1

@@ -1,8 +1,9 @@
 """
 Stage 5: prepacking. A row need not be a request: pack several prompts into one row.
 
-Stage 2 pads every prompt to the longest. But what keeps requests apart is the mask, not the row. So short
-prompts share a row: each sees itself alone, and counts its positions from 0 (claims P2, P3).
+A branch off stage 2, which pads every prompt to the longest. What keeps requests apart is the mask,
+not the row, so short prompts can share a row: each sees only itself, and counts its positions from
+0 (claims P2, P3).
 
     padded (4, 6)        packed (2, 6)          mask of the second row
     a a a a a a          a a a a a a            b  x . . . . .
@@ -12,25 +13,31 @@ prompts share a row: each sees itself alone, and counts its positions from 0 (cl
                                                 c  . . . x x .
                                                 d  . . . . . x
 
-Which prompt goes into which row is bin packing, for bins as large as the longest prompt (claim P1). First fit decreasing:
-take the prompts from the longest to the shortest, and put each into the first row that has room. Afterwards the keys
-and values are unpacked into each request's own cache (claim P4), and decoding goes on as in stage 2.
+Which prompt goes into which row is bin packing, with bins as large as the longest prompt (claim
+P1). First fit decreasing: take the prompts from the longest to the shortest, and put each into the
+first row that has room. Afterwards the keys and values are unpacked into each request's own cache
+(claim P4), and decoding goes on as in stage 2.
 
-Better than stage 2: prefill has hardly any padding, if lengths differ.
-Wasted: decode is still padded; and attention within a packed row scores every prompt against its neighbours, to hide it.
+Better than stage 2: prefill has hardly any padding, even if lengths differ.
+Wasted: decode is still padded; and attention within a packed row scores every prompt against its
+neighbours, only to hide the result.
 """
 import torch
 
-from cache import Rectangle, allocate
+from cache import KV
+from generate_dynamic import Rectangle
 from model import Head, sample
-from scheduler import at_least_1, prepare
+from request import at_least_1, complete, prepare
 from toolbox.trace import Trace
 
 head = Head()
 
 
 def first_fit_decreasing(lengths, size):
-    """Bins [[index, ...], ...], each of a total length of at most `size`. The plain loop; a search tree over the rooms makes it O(k log k)."""
+    """
+    Bins [[index, ...], ...], each with a total length of at most `size`. This is the plain loop; a
+    search tree over the room left in each bin makes it O(k log k).
+    """
     bins, room = [], []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         for b in range(len(bins)):
@@ -46,42 +53,51 @@ def first_fit_decreasing(lengths, size):
 
 
 class Packed:
-    """Whole prompts in rows of the longest one's length, (r, m), r rows for k >= r prompts. The results come back in the plan's order."""
+    """
+    Whole prompts in rows as long as the longest of them, (r, m): r rows for k >= r prompts. Results
+    come back in the plan's order.
+    """
 
     def __init__(self, plan, device=None):
-        self.copied_bytes = allocate(plan)
-        self.plan, self.starts, self.finished = plan, [0] * len(plan), []
-        lengths = [n for _, n in plan]
+        for request, _ in plan:
+            request.kv = request.kv or KV(request.kv_tokens)
+        self.plan, self.starts = plan, [0] * len(plan)
+        self.lay_out(device)
+
+    def lay_out(self, device):
+        lengths = [n for _, n in self.plan]
         m = max(lengths)
         bins = first_fit_decreasing(lengths, m)
-
         tokens = torch.zeros(len(bins), m, dtype=torch.long)
         positions = torch.zeros(len(bins), m, dtype=torch.long)
-        owner = torch.full((len(bins), m), -1)                     # whose slot is this? -1: nobody's
-        self.places = [None] * len(plan)                           # (row, first column, end), for each of the plan
+        owner = torch.full((len(bins), m), -1)                      # -1: a pad slot
+        self.places = [None] * len(self.plan)                       # (row, first column, end)
         for row, members in enumerate(bins):
-            first = 0
+            end = 0
             for i in members:
-                request, end = plan[i][0], first + lengths[i]
-                tokens[row, first:end] = torch.tensor(request.prompt)
+                first, end = end, end + lengths[i]
+                tokens[row, first:end] = torch.tensor(self.plan[i][0].prompt)
                 positions[row, first:end] = torch.arange(lengths[i])
                 owner[row, first:end] = i
                 self.places[i] = (row, first, end)
-                first = end
         mask = (owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)
-        self.tokens, self.positions, self.mask = tokens.to(device), positions.to(device), mask[:, None].to(device)   # mask (r, 1, m, m)
+        self.tokens, self.positions = tokens.to(device), positions.to(device)         # (r, m)
+        self.mask = mask[:, None].to(device)                        # (r, 1, m, m)
 
-        self.sampled = [request for request, _ in plan]
-        self.rows = (torch.tensor([row for row, _, _ in self.places], device=device),
-                     torch.tensor([end - 1 for _, _, end in self.places], device=device))
-        self.padded_keys = tokens.numel() - sum(lengths)
-        self.score_entries = len(bins) * m * m
+        self.sampled = [self.plan[i][0] for i in complete(self.plan)]
+        last = [(self.places[i][0], self.places[i][2] - 1) for i in complete(self.plan)]
+        self.rows = tuple(torch.tensor(last, device=device).T)      # (row, last column) of each
 
-    def attend(self, layer, q, k, v):                                                                 # (r, nh, m, hs)
+    def attend(self, layer, q, k, v):                               # (r, nh, m, hs)
         out, _, _ = head(q, k, v, mask=self.mask)
-        for (request, _), (row, first, end) in zip(self.plan, self.places):
-            request.kv.write(layer, 0, k[row, :, first:end], v[row, :, first:end])                    # unpack
+        for (request, _), (row, first, end) in zip(self.plan, self.places):   # unpack
+            request.kv.write(layer, 0, k[row, :, first:end], v[row, :, first:end])
         return out
+
+    def cost(self):
+        r, m = self.tokens.shape
+        return {"score_entries": r * m * m, "padded_keys": r * m - sum(n for _, n in self.plan),
+                "copied_bytes": 0}
 
 
 @torch.inference_mode()
@@ -90,8 +106,9 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     Runs `requests` and fills them in place. Returns the trace.
 
     max_batch: requests that run at the same time
-    pack:      "batch" packs the prompts that have just been admitted; "dataset" also chooses whom to admit together: all who
-               wait are packed first, and come in row by row
+    pack:      "batch" packs the prompts that have just been admitted. "dataset" also decides which
+               requests to admit together: all waiting prompts are packed first, and admitted row by
+               row.
     on_token:  on_token(request, token, logits) is called as each token appears
     """
     at_least_1(max_batch=max_batch)
@@ -100,34 +117,36 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     requests = prepare(requests, model.config)
     trace = Trace(f"prepacked, {pack}", requests)
     waiting, running, step = requests, [], 0
-    while running or (waiting := [request for request in waiting if not request.finished]):
-        # 1. who has arrived takes a free place
+    while (waiting := [request for request in waiting if not request.finished]) or running:
+        # 1. requests that have arrived take free places
         if not running:
             step = max(step, waiting[0].arrival)
         arrived = [request for request in waiting if request.arrival <= step]
         if pack == "dataset" and arrived and len(running) < max_batch:
             lengths = [len(request.prompt) for request in arrived]
-            arrived = [arrived[i] for members in first_fit_decreasing(lengths, max(lengths)) for i in members]
+            bins = first_fit_decreasing(lengths, max(lengths))
+            arrived = [arrived[i] for members in bins for i in members]
         admitted = arrived[:max_batch - len(running)]
         running += admitted
         waiting = [request for request in waiting if request not in admitted]
-        # 2. two forward passes, one for the decodes, one for whole prompts
+        # 2. two forward passes: one for the decodes, one for whole prompts
         decodes = [(request, 1) for request in running if request.generated]
-        prompts = [(request, len(request.prompt)) for request in running if not request.generated]
+        prompts = [(request, request.todo) for request in running if not request.generated]
         for layout, part in (Rectangle, decodes), (Packed, prompts):
-            part = [(request, n) for request, n in part if not request.finished]   # cancelled during the first pass
+            part = [(request, n) for request, n in part if not request.finished]   # not cancelled
             if not part:
                 continue
             batch = layout(part, model.device)
             with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)               # (R, V)
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
             # 3. one token for each row
             tokens = sample(logits, batch.sampled)
-            for (request, n), token in zip(batch.plan, tokens):
+            for request, n in batch.plan:
                 request.computed += n
+            for request, token in zip(batch.sampled, tokens):
                 request.append(token)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
-        # 4. who is finished leaves, and takes its cache along
+        # 4. finished requests leave, and their caches with them
         finished = [request for request in running if request.finished]
         for request in finished:
             request.kv = None

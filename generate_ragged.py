@@ -1,61 +1,145 @@
 """
 Stage 6: ragged continuous batching. Drop the rows altogether: one flat stream of tokens.
 
-All padding comes from the batch axis, so it goes. The tokens of all requests stand in one line, (N,), and
-`cu_seqlens` says where each request's begin. Every token-wise layer is content with that; only attention must
-know the boundaries, and it does so in one of two ways (claims H11, R3, R4):
+All padding comes from the batch axis, so it goes. The tokens of all requests form one stream (N,),
+and `cu_seqlens` says where each request's tokens begin. Every token-wise layer accepts that as it
+is. Only attention must know the boundaries, in one of two ways (claims H11, R3, R4):
 
-    "mask":    scores between all tokens and all keys, with a block-diagonal mask: (sum of n) x (sum of S)
-    "varlen":  each request's tokens against its own keys, other requests' are never computed: sum of (n x S)
+    "mask":    scores between all tokens and all keys, and a block-diagonal mask: (sum n) x (sum S)
+    "varlen":  each request's tokens against its own keys, the others are skipped: sum of (n x S)
 
-    cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, 0 pad slots
+    cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, no pads
 
-Better than stage 4: every slot computed is a token somebody needs.
-Wasted: nothing but attention's own cost (within a chunk, scores above the diagonal are computed and masked).
+Better than stage 4: every slot computed is a token that some request needs.
+Wasted: room in memory is reserved for answers that may never come; and a prompt that many requests
+share is computed and kept once for each of them.
 """
+from itertools import accumulate
+
 import torch
 
-from cache import Flat
-from model import sample
-from scheduler import Scheduler, prepare
+from cache import KV
+from model import Head, sample
+from request import complete, prepare
+from scheduler import Scheduler
 from toolbox.trace import Trace
+
+head = Head()
+
+
+class Flat:
+    """
+    Ragged (N,): all new tokens of all requests in one stream, with no batch axis and so no padding.
+    Request i owns tokens cu_seqlens[i] to cu_seqlens[i + 1]. Three requests, D in mid-prefill:
+
+                keys   A A A A   B B   D D D D D
+            A          x x x x   . .   . . . . .       "mask" computes every entry and
+            B          . . . .   x x   . . . . .       hides the dots; "varlen" computes
+            D          . . . .   . .   x x x . .       only the three blocks. On a GPU one
+            D          . . . .   . .   x x x x .       kernel runs that loop.
+            D          . . . .   . .   x x x x x
+    """
+
+    def __init__(self, plan, device=None, attention="varlen"):
+        if attention not in ("mask", "varlen"):
+            raise ValueError(f"attention must be 'mask' or 'varlen', not {attention!r}")
+        self.plan, self.attention = plan, attention
+        self.starts = [request.computed for request, _ in plan]
+        self.ends = [start + n for (_, n), start in zip(plan, self.starts)]   # its number of keys
+        self.cu_seqlens = [0, *accumulate(n for _, n in plan)]
+        self.find_room()
+        self.lay_out(device)
+
+    def lay_out(self, device):
+        tokens, positions = [], []
+        for (request, _), start, end in zip(self.plan, self.starts, self.ends):
+            tokens += request.slice(start, end)
+            positions += range(start, end)
+        self.tokens = torch.tensor(tokens, device=device)                       # (N,)
+        self.positions = torch.tensor(positions, device=device)                 # (N,)
+        if self.attention == "mask":
+            self.mask = self.block_diagonal().to(device)                        # (N, S)
+
+        last = [self.cu_seqlens[i + 1] - 1 for i in complete(self.plan)]
+        self.sampled = [self.plan[i][0] for i in complete(self.plan)]
+        self.rows = torch.tensor(last, dtype=torch.long, device=device)
+
+    def block_diagonal(self):
+        """(N, S): a token sees the keys of its own request, up to its own position."""
+        see = [torch.ones(n, end, dtype=torch.bool).tril(start)
+               for (_, n), start, end in zip(self.plan, self.starts, self.ends)]
+        return torch.block_diag(*see).bool()
+
+    def attend(self, layer, q, k, v):                                           # (nh, N, hs)
+        self.write(layer, k, v)
+        caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
+        if self.attention == "mask":                    # compute all scores, hide most of them
+            # Head's own triangle over the whole stream hides nothing more: it is shifted right by
+            # all pasts, so a token's own key is left of it by the pasts of *later* requests.
+            keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
+            return head(q, keys, values, mask=self.mask)[0]
+        out = []                                        # skip: compute the diagonal blocks alone
+        for i, (keys, values) in enumerate(caches):
+            new = slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])
+            out.append(head(q[:, new], keys, values)[0])                        # (nh, n, hs)
+        return torch.cat(out, dim=-2)
+
+    # Where keys and values live: stage 7 replaces these three and nothing else.
+
+    def find_room(self):
+        """A newcomer gets a cache, in one piece."""
+        for request, _ in self.plan:
+            request.kv = request.kv or KV(request.kv_tokens)
+
+    def write(self, layer, k, v):
+        """Puts each request's new keys and values (nh, N, hs) into its own cache."""
+        for i, (request, _) in enumerate(self.plan):
+            new = slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])
+            request.kv.write(layer, self.starts[i], k[:, new], v[:, new])
+
+    def read(self, layer, i):
+        """Keys and values (nh, S, hs) of the plan's i-th request: views, nothing is copied."""
+        return self.plan[i][0].kv.read(layer, self.ends[i])
+
+    def cost(self):
+        if self.attention == "varlen":
+            scores = sum(n * end for (_, n), end in zip(self.plan, self.ends))
+            return {"score_entries": scores, "padded_keys": 0, "copied_bytes": 0}
+        keys, kv = sum(self.ends), self.plan[0][0].kv   # all keys are brought together
+        return {"score_entries": self.mask.numel(), "padded_keys": 0,
+                "copied_bytes": keys * kv.bytes_per_token}
 
 
 @torch.inference_mode()
-def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, policy="fcfs", admission="reserve", page_size=16, prefix_cache=None,
+def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None,
              attention="varlen", on_token=None):
     """
     Runs `requests` and fills them in place. Returns the trace.
 
     max_batch:     requests that run at the same time
     token_budget:  tokens of a step
-    max_kv_tokens: tokens that all caches together may hold; None: no limit
-    policy:        who of the waiting goes first: "fcfs", "sjf" or "priority"
-    admission:     "reserve" all that a request can need, or "grow" by pages of page_size tokens and preempt
-    prefix_cache:  a cache.PrefixCache, to reuse what prompts have in common; None: no reuse
+    max_kv_tokens: tokens that all caches together may come to hold; None: no limit
     attention:     "varlen" skips the keys of other requests, "mask" computes and hides them
     on_token:      on_token(request, token, logits) is called as each token appears
     """
     requests = prepare(requests, model.config)
-    scheduler = Scheduler(max_batch, token_budget, max_kv_tokens, policy, admission, page_size, prefix_cache)
-    trace = Trace(f"ragged, {attention}", requests, scheduler.counts)
-    if prefix_cache is not None:
-        prefix_cache.bind(model)
+    scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
+    trace = Trace(f"ragged, {attention}", requests)
     for request in requests:
         scheduler.add(request)
     step = 0
     while scheduler.busy:
-        # 1. who has arrived may get a share of this step
+        # 1. which requests compute how many tokens in this step
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
         # 2. one forward pass for decodes and chunks together
-        if plan:   # all may have been cancelled
-            batch = Flat(plan, model.device, attention, model.varlen)
+        if plan:   # empty if all requests were cancelled
+            batch = Flat(plan, model.device, attention)
             with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)               # (R, V)
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
             # 3. one token for each request that has nothing more to compute
             tokens = sample(logits, batch.sampled)
-            scheduler.report(plan, tokens)
+            scheduler.update(plan, tokens)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         step += 1
     return trace

@@ -1,9 +1,10 @@
 """
 Stage 0: one request at a time. The reference that every other stage is compared with.
 
-Without a cache, each new token runs the whole sequence through the model again, O(n^2) score entries a
-token. The last token never changes what earlier tokens computed (claim H3), so their keys and values can be
-kept: with a cache a new token computes one key, one value and one row of scores, O(n) (claim H4).
+Without a cache, each new token runs the whole sequence through the model again: O(n^2) scores per
+token. The last token never changes what earlier tokens computed (claim H3), so their keys and
+values can be kept. With a cache a new token computes one key, one value and one row of scores: O(n)
+(claim H4).
 
     without        with
     # . . .
@@ -17,33 +18,46 @@ import torch
 
 from cache import KV
 from model import Head, sample
-from scheduler import prepare
+from request import complete, prepare
 from toolbox.trace import Trace
 
 head = Head()
 
 
 class Alone:
-    """(1, T): the new tokens of one request; without a cache, all of them every time."""
+    """
+    (1, T): the new tokens of one request; without a cache, all of its tokens every time.
 
-    def __init__(self, request, use_cache, device):
+    This is the first *layout*: it turns a plan into what the model takes (`lay_out`), says how
+    tokens meet (`attend`) and what that costs (`cost`). Every stage has one.
+    """
+
+    def __init__(self, request, use_cache, device=None):
         if use_cache and request.kv is None:
             request.kv = KV(request.kv_tokens)
-        self.kv = request.kv   # without a cache this stays None
-        self.start, self.end = request.computed if use_cache else 0, len(request.tokens)
-        self.plan, self.starts, self.sampled, self.finished = [(request, self.end - self.start)], [self.start], [request], []
-        self.tokens = torch.tensor([request.tokens[self.start:]], device=device)                  # (1, T)
-        self.positions = torch.arange(self.start, self.end, device=device)[None]
-        self.rows = (slice(None), -1)
-        self.padded_keys, self.copied_bytes = 0, 0
-        self.score_entries = (self.end - self.start) * self.end
+        self.kv = request.kv                                        # None without a cache
+        self.plan, self.starts = [(request, request.todo)], [request.computed]
+        self.lay_out(device)
 
-    def attend(self, layer, q, k, v):                                                             # (1, nh, T, hs)
+    def lay_out(self, device):
+        (request, n), = self.plan
+        self.start, self.end = request.computed, request.computed + n
+        tokens, positions = request.slice(self.start, self.end), range(self.start, self.end)
+        self.tokens = torch.tensor([tokens], device=device)         # (1, T)
+        self.positions = torch.tensor([positions], device=device)   # (1, T)
+        self.sampled = [self.plan[i][0] for i in complete(self.plan)]
+        self.rows = (slice(None), -1)                               # the last token's logits
+
+    def attend(self, layer, q, k, v):                               # (1, nh, T, hs)
         if self.kv is not None:
             self.kv.write(layer, self.start, k, v)
-            k, v = self.kv.read(layer, self.end)                                                  # (1, nh, S, hs)
+            k, v = self.kv.read(layer, self.end)                    # (1, nh, S, hs)
         out, _, _ = head(q, k, v)
         return out
+
+    def cost(self):
+        scores = self.tokens.numel() * self.end
+        return {"score_entries": scores, "padded_keys": 0, "copied_bytes": 0}
 
 
 @torch.inference_mode()
@@ -51,7 +65,7 @@ def generate(model, requests, use_cache=True, on_token=None):
     """
     Runs `requests` one after the other, by arrival, and fills them in place. Returns the trace.
 
-    use_cache: False recomputes every token at every step; the same tokens come out
+    use_cache: False computes every token again at every step; the same tokens come out
     on_token:  on_token(request, token, logits) is called as each token appears
     """
     requests = prepare(requests, model.config)
@@ -64,10 +78,10 @@ def generate(model, requests, use_cache=True, on_token=None):
             batch = Alone(request, use_cache, model.device)
             # 2. one forward pass
             with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)           # (1, V)
-            # 3. one token
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (1, V)
+            # 3. one token; without a cache nothing stays computed
             tokens = sample(logits, batch.sampled)
-            request.computed = len(request.tokens)
+            request.computed += request.todo if use_cache else 0
             request.append(tokens[0])
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
             step += 1

@@ -20,13 +20,13 @@ one line of this file, the one that calls `attend`:
     ln_f -> logits                               token-wise, and only for the `rows` asked for
 
 So the model knows nothing of requests, padding or caches. *Which tokens* are in a forward pass is
-the scheduler's business (scheduler.py); *which keys each of them may see* is the business of the
-batch's layout, which supplies `attend` (cache.py). That is claim H1 of the sources: attention is
+up to the scheduler. *Which keys each of them may see* is up to the layout of the batch, which
+supplies `attend`; each stage, generate_*.py, has one. That is claim H1 of the sources: attention is
 the only place where tokens interact.
 
 Read bottom-up like nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
-The letters: B rows, T new tokens a row, S keys (past + new), N tokens of a flat stream,
-C = n_embd, nh heads of hs = C / nh features each.
+The letters: B rows, T new tokens per row, S keys (past + new), N tokens of a flat stream,
+C = n_embd, nh heads of hs = C / nh features each, V tokens in the vocabulary.
 """
 import math
 from dataclasses import dataclass
@@ -46,31 +46,31 @@ class GPTConfig:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"GPTConfig: {name} must be a whole number of at least 1, not {value!r}")
+            if type(value) is not int or value < 1:
+                raise ValueError(f"GPTConfig: {name} must be a whole number >= 1, not {value!r}")
         if self.n_embd % self.n_head:
-            raise ValueError(f"GPTConfig: n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+            raise ValueError(f"GPTConfig: n_embd {self.n_embd} is not n_head {self.n_head} x n")
 
 
 class Head(nn.Module):
     """
     Scaled dot-product attention: softmax(q k^T / sqrt(hs)) v, for queries that may see a past.
 
-    It is *stateless*: no cache, no weights, no global, no training flag; what it is given is all
-    that it knows. It is written for one head, and its leading axes `...` are free: (B, nh) for all
-    heads of all rows of a rectangle at once, (nh,) for a flat stream. A head axis is one more batch axis.
+    It is *stateless*: no cache, no weights, no global, no training flag. It is written for one
+    head, and its leading axes `...` are free: (B, nh) for all heads of all rows of a rectangle at
+    once, (nh,) for a flat stream. The head axis is just one more batch axis.
     """
 
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
         """
         q:              (..., T, hs)  queries of the T new tokens
-        k, v:           (..., T, hs)  their keys and values; or (..., S, hs) with the past already in
-                                      front, as views of a cache that was written in place
+        k, v:           (..., T, hs)  their keys and values; or (..., S, hs) with the past already
+                                      in front, as views of a cache that was written in place
         past_k, past_v: (..., P, hs)  keys and values of earlier tokens, or None
-        mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask over
-                        past *and* new keys is (B, 1, 1, S). It is ANDed to the causal rule.
+        mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
+                        over past *and* new keys is (B, 1, 1, S). It is ANDed to the causal rule.
 
-        Returns the output (..., T, hs), and the keys and values (..., S, hs), past and new together.
+        Returns the output (..., T, hs), and keys and values (..., S, hs), past and new together.
         A query that may see no key at all (a pad slot) yields zeros, never NaN.
         """
         if past_k is not None:
@@ -78,8 +78,8 @@ class Head(nn.Module):
             v = torch.cat([past_v, v], dim=-2)
         T, S = q.size(-2), k.size(-2)
 
-        # The causal rule: new token i sees the whole past and the new tokens 0..i. The new tokens are
-        # the last T of the S keys, so the triangle ends in the bottom right corner, at diagonal S - T.
+        # The causal rule: new token i sees the whole past and the new tokens 0..i. These are the
+        # last T of the S keys, so the triangle ends in the bottom right corner: diagonal S - T.
         see = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
         if mask is not None:
             see = see & mask                                       # (..., T, S)
@@ -87,7 +87,7 @@ class Head(nn.Module):
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))   # (..., T, S)
         weights = scores.masked_fill(~see, -math.inf).softmax(dim=-1)
         out = weights @ v                                          # (..., T, hs)
-        # A row of nothing but -inf has no softmax: it comes out as NaN, which would spread from here.
+        # A row of nothing but -inf has no softmax: it comes out as NaN, which would spread.
         return out.masked_fill(~see.any(dim=-1, keepdim=True), 0.0), k, v
 
 
@@ -107,14 +107,14 @@ class MultiHeadAttention(nn.Module):
         self.value = nn.Linear(config.n_embd, config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def split_heads(self, x):
+    def split_heads(self, x):                                      # (..., T, C) -> (..., nh, T, hs)
         # -1, not n_head: a tensor parallel rank that owns half of the heads runs this same line
-        return x.unflatten(-1, (-1, self.head_size)).transpose(-3, -2)        # (..., T, C) -> (..., nh, T, hs)
+        return x.unflatten(-1, (-1, self.head_size)).transpose(-3, -2)
 
-    def forward(self, x, attend):
-        q, k, v = self.split_heads(self.query(x)), self.split_heads(self.key(x)), self.split_heads(self.value(x))
-        y = attend(self.layer, q, k, v)                                       # here tokens meet, nowhere else
-        return self.c_proj(y.transpose(-3, -2).flatten(-2))                   # (..., nh, T, hs) -> (..., T, C)
+    def forward(self, x, attend):                                  # (..., T, C)
+        q, k, v = (self.split_heads(part(x)) for part in (self.query, self.key, self.value))
+        y = attend(self.layer, q, k, v)                            # here tokens meet, nowhere else
+        return self.c_proj(y.transpose(-3, -2).flatten(-2))        # (..., nh, T, hs) -> (..., T, C)
 
 
 class MLP(nn.Module):
@@ -145,16 +145,16 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)   # token embedding, and the output head (tied)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)   # position embedding
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)   # tokens; also the output head
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)   # positions
         self.h = nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd)
 
         # GPT-2's initialisation; projections into the residual stream are scaled down by its depth
+        residual_std = 0.02 / math.sqrt(2 * config.n_layer)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
-                nn.init.normal_(p, mean=0.0, std=std)
+                nn.init.normal_(p, std=residual_std if name.endswith("c_proj.weight") else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
@@ -163,34 +163,28 @@ class GPT(nn.Module):
         tokens:    long, (B, T) or (N,)
         positions: long, the same shape; each token's place in its own sequence, 0..block_size-1.
                    None: every row is one whole sequence that starts at 0.
-        attend:    attend(layer, q, k, v) -> output, all (..., nh, T, hs); supplied by the batch's layout
+        attend:    attend(layer, q, k, v) -> output, all (..., nh, T, hs); supplied by the layout
         rows:      an index into the leading axes, the tokens whose logits are wanted; None: all.
-                   The vocabulary projection is the widest layer of all: it touches no other token.
+                   The vocabulary projection, the widest layer of all, touches no other token.
 
         Returns logits (..., vocab_size), one row per token wanted.
         """
         if positions is None:
-            if tokens.size(-1) > self.config.block_size:
-                raise ValueError(f"{tokens.size(-1)} tokens do not fit block_size {self.config.block_size}")
-            positions = torch.arange(tokens.size(-1), device=tokens.device)
+            T, most = tokens.size(-1), self.config.block_size
+            if T > most:
+                raise ValueError(f"{T} tokens do not fit block_size {most}")
+            positions = torch.arange(T, device=tokens.device)
         x = self.wte(tokens) + self.wpe(positions)                  # (..., T, C)
         for block in self.h:
             x = block(x, attend)
         if rows is not None:
             x = x[rows]                                             # (R, C)
-        return self.unembed(self.ln_f(x))                           # (..., V)
-
-    def unembed(self, x):
-        """(..., C) -> logits (..., V): how well each fits each token's embedding (GPT-2 ties the two)."""
-        return F.linear(x, self.wte.weight)
-
-    varlen = None   # for cache.Flat, where optimize() has put something faster than its loop
+        return F.linear(self.ln_f(x), self.wte.weight)              # (..., V): the tied output head
 
     def optimize(self):
-        """Turns to the fastest kernels that this machine has (toolbox/kernels.py). The same results. Returns self."""
-        from toolbox.kernels import optimize   # how to multiply fast is no lesson
-        optimize(self)
-        return self
+        """Switches to the fastest kernels available (kernels/). Same results. Returns self."""
+        from kernels import optimize  # how to multiply fast is not the lesson
+        return optimize(self)
 
     @property
     def device(self):
@@ -199,13 +193,11 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, name="builtin"):
         """
-        A GPT with trained weights, in float32 on the CPU.
-
-        name: "builtin" (the small model of this repository), "gpt2", "gpt2-medium", "gpt2-large" or
-              "gpt2-xl" (downloaded once), or a local folder or file in Hugging Face's GPT-2 layout.
-        Raises ValueError for an unknown name and for files that hold no GPT-2.
+        A GPT with trained weights, in float32 on the CPU. name: "builtin", this repository's small
+        model; "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", downloaded once; or a local folder
+        or file in Hugging Face's layout. ValueError for any other name, and for other files.
         """
-        from toolbox.weights import read_gpt2   # file formats are no lesson
+        from toolbox.weights import read_gpt2  # file formats are not the lesson
         config, weights = read_gpt2(name)
         model = cls(GPTConfig(**config))
         model.load_state_dict(weights)
@@ -214,11 +206,10 @@ class GPT(nn.Module):
 
 def cdf(logits, temperature, top_k=None):
     """Cumulative distribution over the vocabulary for logits (V,) in float64; ends in exactly 1."""
-    x = logits
-    if top_k is not None and top_k < x.numel():
-        x = x.masked_fill(x < x.topk(top_k).values[-1], -math.inf)
-    total = ((x - x.max()) / temperature).softmax(dim=-1).cumsum(dim=-1)
-    return total / total[-1]   # the sum may miss 1 by a rounding, and u must not fall beside it
+    if top_k is not None and top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
+    total = ((logits - logits.max()) / temperature).softmax(dim=-1).cumsum(dim=-1)
+    return total / total[-1]   # the sum may miss 1 by a rounding, and u must not fall beyond it
 
 
 def sample(logits, requests):
@@ -232,17 +223,18 @@ def sample(logits, requests):
         CDF   0 |----- the -----|-- a --|- of -|...| 1
                           ^ u = 0.31  ->  "the"
 
-    Whatever else is in the batch, the same request draws the same numbers, one per token that it
-    generates. In float64 on the CPU, so that every device turns them into the same tokens.
+    Whatever else is in the batch, a request draws the same numbers, one per token it generates.
+    They are turned into tokens in float64 on the CPU, so that every device chooses the same ones.
     Raises ValueError for logits that are NaN or infinite.
     """
     tokens = []
     for x, request in zip(logits.cpu(), requests):   # one transfer for all
-        best = int(x.to(torch.promote_types(x.dtype, torch.float32)).numpy().argmax())   # many times as fast as torch's; a NaN counts as the largest
-        if not math.isfinite(x[best]):
-            raise ValueError(f"{request}: the model's logits are not finite, no token can be chosen")
-        if request.temperature == 0:
-            tokens.append(best)
-        else:
-            tokens.append(int(torch.searchsorted(cdf(x.double(), request.temperature, request.top_k), request.draw(), right=True)))
+        # NumPy's argmax is many times as fast as torch's here; a NaN counts as the largest
+        token = int(x.to(torch.promote_types(x.dtype, torch.float32)).numpy().argmax())
+        if not math.isfinite(x[token]):
+            raise ValueError(f"{request}: the model's logits are not finite")
+        if request.temperature > 0:
+            edges = cdf(x.double(), request.temperature, request.top_k)      # (V,)
+            token = int(torch.searchsorted(edges, request.draw(), right=True))
+        tokens.append(token)
     return tokens

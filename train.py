@@ -1,14 +1,15 @@
 """
-Trains the small model of this repository on the documentation inside Python: about eight minutes on two cores.
+Trains the built-in model on Python's own documentation, in about eight minutes on two cores.
 
     python train.py                       # writes out/: ranks file, prompts, weights
     python generate_naive.py --model out
 
-Nothing is downloaded. The tokenizer, 4 layers of 4 heads and the held-out prompts are all made here;
-what is committed in toolbox/builtin is such a run. Interrupt it at will: the state is saved twice a
-minute, and the same command goes on where it stopped, with the same result as an uninterrupted run.
+Nothing is downloaded. The script trains the tokenizer and a model of 4 layers with 4 heads each,
+and picks the prompts from held-out text; toolbox/builtin holds the result of such a run. It may be
+interrupted: the state is saved twice a minute, and the same command continues from there, with the
+same result as an uninterrupted run.
 
-The text that it learns to write is English-like, not sensible. It is here to be batched.
+The model's output is fluent nonsense; it exists only as a workload.
 """
 import argparse
 import math
@@ -23,12 +24,12 @@ import torch
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig
+from toolbox.builtin.corpus import documents
 from toolbox.cli import guarded
-from toolbox.corpus import documents
 from toolbox.tokenizer import from_ranks, train_ranks, write_ranks_file
 from toolbox.weights import write_gpt2
 
-N_TOKENS = 1023         # of the tokenizer, <|endoftext|> comes on top
+N_TOKENS = 1023         # of the tokenizer, without <|endoftext|>
 SAVE_EVERY = 30         # seconds
 LOG_EVERY = 50          # steps
 VALIDATE_EVERY = 500    # steps
@@ -44,9 +45,8 @@ def split(documents, seed=0):
 
 def pick_prompts(held_out, encoding, lengths=(5, 6, 7, 9, 12, 16, 22, 31, 45, 64, 90, 130)):
     """
-    Held-out documents cut off at varied lengths in tokens: the short ones are a title and the start
-    of its text, the long ones most of a text. One paragraph each, no blank lines, so that a plain text
-    file can hold them.
+    Held-out documents, cut to various lengths in tokens: from a title and a few words to most of a
+    text. Each is one paragraph without blank lines, so that a plain text file can hold them.
     """
     prompts = []
     paragraphs = [(title, " ".join(body.split("\n\n")[0].split())) for title, body in held_out]
@@ -55,21 +55,22 @@ def pick_prompts(held_out, encoding, lengths=(5, 6, 7, 9, 12, 16, 22, 31, 45, 64
             break
         head, words = f"# {title}\n", text.split(" ")
         target = lengths[len(prompts)]
-        # the first paragraph that can reach this length, but leaves something to say
+        # the first paragraph that reaches this length before its last word
         for n in range(1, len(words)):
             prompt = head + " ".join(words[:n])
-            if len(encoding.encode(prompt)) >= target:
-                if len(encoding.encode(prompt)) <= target + 3 and text.isascii() and not set("`[") & set(prompt):
+            size = len(encoding.encode(prompt))
+            if size >= target:
+                if size <= target + 3 and text.isascii() and not set("`[") & set(prompt):
                     prompts.append(prompt)
                 break
-    random.Random(1).shuffle(prompts)   # long and short mixed, as requests come
+    random.Random(1).shuffle(prompts)   # long and short mixed, as requests arrive
     return prompts
 
 
 def get_batch(docs, step, batch_size, block_size, seed):
     """
-    (x, y) of shape (B, T). Each row is a run of random documents, and starts where a document starts,
-    as every prompt will. A function of (seed, step), so that a resumed run sees the same data.
+    (x, y) of shape (B, T). Each row is a sequence of random documents that begins at the start of
+    one, as every prompt does. A function of (seed, step), so a resumed run sees the same data.
     """
     rng = random.Random(f"{seed} {step}")
     rows = []
@@ -83,7 +84,7 @@ def get_batch(docs, step, batch_size, block_size, seed):
 
 
 def attend(layer, q, k, v):
-    """The same causal attention as model.causal, through torch's fused kernel: training wants its backward pass."""
+    """What model.causal computes, by torch's fused kernel, whose backward pass is fast."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -93,8 +94,9 @@ def loss_of(model, x, y):
 
 
 @torch.no_grad()
-def validate(model, docs, args):
-    batches = [get_batch(docs, step, 8, model.config.block_size, "validation") for step in range(20)]
+def validate(model, docs):
+    T = model.config.block_size
+    batches = [get_batch(docs, step, 8, T, "validation") for step in range(20)]
     return sum(loss_of(model, x, y).item() for x, y in batches) / len(batches)
 
 
@@ -112,7 +114,7 @@ def train(args):
     out = Path(args.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "train_state.pt.new").write_bytes(b"")   # can anything be written there?
+        (out / "train_state.pt.new").write_bytes(b"")   # is it writable?
     except OSError as error:
         raise ValueError(f"--out {out}: {error.strerror}") from None
 
@@ -122,47 +124,52 @@ def train(args):
     ranks = train_ranks(texts, N_TOKENS)
     encoding = from_ranks(ranks, "builtin")
     write_ranks_file(ranks, out / "ranks.tiktoken")
-    (out / "prompts.txt").write_text("\n\n".join(pick_prompts(held_out, encoding)) + "\n", encoding="utf-8")
+    prompts = "\n\n".join(pick_prompts(held_out, encoding)) + "\n"
+    (out / "prompts.txt").write_text(prompts, encoding="utf-8")
     docs = [tokens + [encoding.eot_token] for tokens in encoding.encode_ordinary_batch(texts)]
-    val = [tokens + [encoding.eot_token] for tokens in
-           encoding.encode_ordinary_batch([f"# {title}\n{body}" for title, body in held_out])]
+    val_texts = [f"# {title}\n{body}" for title, body in held_out]
+    val = [tokens + [encoding.eot_token] for tokens in encoding.encode_ordinary_batch(val_texts)]
     bytes_per_token = sum(len(text.encode()) for text in texts) / sum(map(len, docs))
     print(f"{len(docs)} documents of {sum(map(len, docs)):,} tokens, {len(val)} held out")
 
     # 2. model and optimizer; weight decay for matrices only
     torch.manual_seed(args.seed)
-    model = GPT(GPTConfig(block_size=256, vocab_size=encoding.n_vocab, n_layer=4, n_head=4, n_embd=128))
+    model = GPT(GPTConfig(block_size=256, vocab_size=encoding.n_vocab,
+                          n_layer=4, n_head=4, n_embd=128))
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1},
+                                   {"params": vectors, "weight_decay": 0.0}],
                                   lr=args.lr, betas=(0.9, 0.99))
 
-    # 3. go on where an interrupted run of the same settings stopped
+    # 3. resume an interrupted run of the same settings
     state_file, first = out / "train_state.pt", 0
-    settings = {"steps": args.steps, "lr": args.lr, "seed": args.seed, "batch_size": args.batch_size,
-                "train_tokens": sum(map(len, docs))}   # another Python has another text
+    settings = {name: getattr(args, name) for name in ("steps", "lr", "seed", "batch_size")}
+    settings["train_tokens"] = sum(map(len, docs))   # the text depends on the Python version
     if state_file.exists():
         try:
             state = torch.load(state_file, weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError):
-            raise ValueError(f"{state_file} cannot be read: delete it to start from the beginning") from None
+            raise ValueError(f"{state_file} cannot be read: delete it to start from the "
+                             "beginning") from None
         if state["settings"] == settings:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             first = state["step"]
-            print(f"going on at step {first}")
+            print(f"resuming at step {first}")
 
     def save(step):
         torch.save({"settings": settings, "step": step, "model": model.state_dict(),
                     "optimizer": optimizer.state_dict()}, str(state_file) + ".new")
-        os.replace(str(state_file) + ".new", state_file)   # whole or not at all
+        os.replace(str(state_file) + ".new", state_file)   # never leaves half a file
 
     # 4. train
     started = saved = time.perf_counter()
     for step in range(first, args.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        loss = loss_of(model, *get_batch(docs, step, args.batch_size, model.config.block_size, args.seed))
+        x, y = get_batch(docs, step, args.batch_size, model.config.block_size, args.seed)
+        loss = loss_of(model, x, y)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -174,12 +181,14 @@ def train(args):
             saved = now
         if done % LOG_EVERY == 0 or done == args.steps:
             rate = (done - first) / (now - started)
+            speed = rate * args.batch_size * model.config.block_size
             left = (args.steps - done) / rate
-            print(f"step {done:5d}/{args.steps}  loss {loss.item():.3f}  {rate * args.batch_size * model.config.block_size:,.0f}"
-                  f" tokens/s  {left // 60:.0f}:{left % 60:02.0f} left", flush=True)
+            print(f"step {done:5d}/{args.steps}  loss {loss.item():.3f}  {speed:,.0f} tokens/s  "
+                  f"{left // 60:.0f}:{left % 60:02.0f} left", flush=True)
         if done % VALIDATE_EVERY == 0 or done == args.steps:
-            nats = validate(model, val, args)
-            print(f"validation loss {nats:.3f} ({nats / math.log(2) / bytes_per_token:.2f} bits per byte)", flush=True)
+            nats = validate(model, val)
+            bits = nats / math.log(2) / bytes_per_token
+            print(f"validation loss {nats:.3f} ({bits:.2f} bits per byte)", flush=True)
 
     # 5. the result, which GPT.from_pretrained reads
     write_gpt2(model, out)
@@ -189,7 +198,8 @@ def train(args):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="out", help="folder for the result and the saved state")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch_size", type=int, default=8)

@@ -1,31 +1,38 @@
-"""The oracle and the workloads that every test of the contract shares."""
+"""The oracle and the workloads that all tests of the contract share."""
 import tempfile
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from model import GPT, GPTConfig, sample
-from scheduler import Request
+from paging import MAX_OVERTAKEN, POLICIES
+from request import Request, prepare
 from toolbox.stages import STAGES as ALL
 
 BLOCK_SIZE, VOCAB = 24, 13
 
-STAGES = {name.replace("unbatched, no cache", "no_cache").replace(", ", "_"): generate for name, generate in ALL.items()}
-SCHEDULED = ("chunked", "interleaved", "ragged_mask", "ragged_varlen")
+STAGES = {name.replace("unbatched, no cache", "no_cache").replace(", ", "_"): generate
+          for name, generate in ALL.items()}
+RAGGED = ("ragged_mask", "ragged_varlen")
+SCHEDULED = ("chunked", "interleaved", *RAGGED, "paged")
 BATCHED = ("naive", "dynamic", "prepacked", "prepacked_dataset", *SCHEDULED)
 
 
 def toy(loud=True, seed=0, dtype=torch.float64, **config):
     """
-    A random model of odd sizes. Loud: the matrices of its blocks x 20, positions x 3. At its plain initialisation
-    a tied head soon repeats one token for ever, and hides nearly every bug (trap 13).
+    A random model of odd sizes. Loud: the matrices of its blocks x 20, positions x 3. At its plain
+    initialisation a tied head soon repeats one token for ever, and hides nearly every bug
+    (trap 13).
     """
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(**{"block_size": BLOCK_SIZE, "vocab_size": VOCAB, "n_layer": 3, "n_head": 3, "n_embd": 15, **config})).to(dtype)
+    sizes = dict(block_size=BLOCK_SIZE, vocab_size=VOCAB, n_layer=3, n_head=3, n_embd=15)
+    model = GPT(GPTConfig(**{**sizes, **config})).to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("bias"):
@@ -40,8 +47,8 @@ def toy(loud=True, seed=0, dtype=torch.float64, **config):
 @torch.inference_mode()
 def alone(model, request):
     """
-    The oracle, written without any of the repository's caches, layouts and loops: the whole sequence through
-    the model for each token. Returns (tokens, logits (n, V), finish reason).
+    The oracle, written without any of the repository's caches, layouts and loops: the whole
+    sequence runs through the model for each token. Returns (tokens, logits (n, V), finish reason).
     """
     twin, sequence, logits = replace(request), list(request.prompt), []
     while True:
@@ -59,12 +66,14 @@ def assert_contract(model, generate, requests, cancels=(), tolerance=1e-10, whol
     Runs `generate` and asserts that each request got exactly what it would have got alone.
 
     whole:   the model to compare with; None: the same one
-    cancels: (i, j, k): request i is cancelled when request j has got its k-th token; k = 0: before the start
+    cancels: (i, j, k): request i is cancelled when request j gets its k-th token; k = 0: before
+             the start
     """
     logits = {}
 
     def on_token(request, token, row):
-        assert request.generated[-1] == token and len(request.generated) == len(request.token_times) == len(request.token_steps)
+        assert request.generated[-1] == token
+        assert len(request.generated) == len(request.token_times) == len(request.token_steps)
         logits.setdefault(request.name, []).append(row)
         for i, j, k in cancels:
             if requests[j] is request and len(request.generated) == k:
@@ -85,32 +94,47 @@ def assert_contract(model, generate, requests, cancels=(), tolerance=1e-10, whol
         assert request.generated == tokens[:n], f"request {i}"
         assert len(logits.get(request.name, [])) == n
         if n:
-            difference = (torch.stack(logits[request.name]) - reference[:n]).abs().max() / reference[:n].abs().max()
+            difference = (torch.stack(logits[request.name]) - reference[:n]).abs().max()
+            difference /= reference[:n].abs().max()
             assert difference <= tolerance, f"request {i}: logits differ by {difference:.1e}"
         assert request.kv is None, f"request {i} still holds its cache"
-        assert request.token_steps == sorted(set(request.token_steps)) and all(s >= request.arrival for s in request.token_steps)
+        assert request.token_steps == sorted(set(request.token_steps))
+        assert all(step >= request.arrival for step in request.token_steps)
+    assert_trace(trace, requests)
+    return trace
+
+
+def assert_trace(trace, requests):
+    """What holds of the passes of every run."""
     steps = [p.step for p in trace.passes]
     assert steps == sorted(steps), "time runs backwards"
     ended = {request.name: (request.token_steps or [-1])[-1] for request in requests}
     for p in trace.passes:
-        for name, _, _ in p.work:   # nobody is computed after its last token, but for the rest of the step in which it was cancelled
+        for name, _, _ in p.work:
+            # No request is computed after its last token, except for the rest of the step in
+            # which it was cancelled.
             request = next(request for request in requests if request.name == name)
             assert p.step >= request.arrival
             assert p.step <= ended[name] or request.finish_reason == "cancelled"
         assert p.slots == p.useful + p.recomputed + p.pad_slots + p.finished_slots
-        assert p.useful_scores <= p.score_entries and min(p.useful, p.recomputed, p.pad_slots, p.finished_slots) >= 0
-    return trace
+        assert min(p.useful, p.recomputed, p.pad_slots, p.finished_slots) >= 0
+        assert p.useful_scores <= p.score_entries
 
 
 def on_ranks(ranks, work, *arguments):
-    """Calls `work(*arguments)`, a function at the top of a test module, on so many gloo ranks, each a process. An assertion that fails there fails here."""
+    """
+    Calls `work(*arguments)`, a function at the top of a test module, on so many gloo ranks, each a
+    process. An assertion that fails there fails here.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (ranks, Path(folder, "store").as_uri(), work, arguments), nprocs=ranks)
+        store = Path(folder, "store").as_uri()
+        torch.multiprocessing.spawn(_rank, (ranks, store, work, arguments), nprocs=ranks)
 
 
 def _rank(rank, ranks, store, work, arguments):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks,
+                            timeout=timedelta(seconds=60))
     try:
         work(*arguments)
     finally:
@@ -119,7 +143,8 @@ def _rank(rank, ranks, store, work, arguments):
 
 def mixed():
     """Prompts and answers of many lengths, greedy and sampled, arriving one after another."""
-    return [Request([i % VOCAB for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7, temperature=n % 2, seed=n, name=f"r{n}", arrival=n // 3)
+    return [Request([i % VOCAB for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7,
+                    temperature=n % 2, seed=n, name=f"r{n}", arrival=n // 3)
             for n in range(1, 12)]
 
 
@@ -130,27 +155,146 @@ class Workload:
     max_batch: int
     token_budget: int
     max_kv_tokens: int | None
+    pages: int | None
+    page_size: int
+    policy: str
+    share_prefixes: bool
 
     def knobs(self, stage):
         """Those of the knobs that a stage has."""
-        names = ["max_batch", "token_budget", "max_kv_tokens"] if stage in SCHEDULED else ["max_batch"] if stage in BATCHED else []
+        names = ["max_batch"] if stage in BATCHED else []
+        if stage in SCHEDULED:
+            names += ["token_budget"]
+            names += (["pages", "page_size", "policy", "share_prefixes"] if stage == "paged"
+                      else ["max_kv_tokens"])
         return {name: getattr(self, name) for name in names}
+
+
+def smallest_pool(requests, page_size, block_size=BLOCK_SIZE):
+    """Pages that the largest request needs; no smaller pool is legal."""
+    longest = max(min(len(r.prompt) + r.max_new_tokens, block_size) for r in requests)
+    return -(-longest // page_size)
 
 
 @st.composite
 def workloads(draw):
     token = st.integers(0, VOCAB - 1)
     budget = draw(st.integers(1, 40))
+    edges = st.sampled_from([budget - 1, budget, budget + 1, 2 * budget, BLOCK_SIZE])
     length = st.one_of(st.integers(1, 6), st.integers(1, BLOCK_SIZE),
-                       st.sampled_from([budget - 1, budget, budget + 1, 2 * budget, BLOCK_SIZE]).map(lambda n: min(max(n, 1), BLOCK_SIZE)))
+                       edges.map(lambda n: min(max(n, 1), BLOCK_SIZE)))
+    stem = draw(st.lists(token, max_size=BLOCK_SIZE))   # some prompts begin with some of it
     requests = []
     for i in range(draw(st.integers(1, 6))):
         n = draw(length)
-        requests.append(Request(draw(st.lists(token, min_size=n, max_size=n)), draw(st.integers(1, 12)),
-                                draw(st.sampled_from([0.0, 0.0, 0.7, 1.5])), draw(st.sampled_from([None, None, 1, 3])),
-                                draw(st.integers(0, 2**32)), draw(st.one_of(st.none(), token)), name=f"r{i}",
+        own = draw(st.lists(token, min_size=n, max_size=n))
+        common = stem[:draw(st.sampled_from([0, 0, 3, 8, BLOCK_SIZE]))]
+        requests.append(Request((common + own[len(common):])[:n],
+                                max_new_tokens=draw(st.integers(1, 12)),
+                                temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.5])),
+                                top_k=draw(st.sampled_from([None, None, 1, 3])),
+                                seed=draw(st.integers(0, 2**32)),
+                                eos_token=draw(st.one_of(st.none(), token)), name=f"r{i}",
+                                priority=draw(st.integers(0, 2)),
                                 arrival=draw(st.sampled_from([0, 0, 0, 1, 2, 5, 30]))))
-    who = st.integers(0, len(requests) - 1)
-    cancels = draw(st.one_of(st.just([]), st.lists(st.tuples(who, who, st.integers(0, 3)), max_size=2)))
-    need = max(min(len(r.prompt) + r.max_new_tokens, BLOCK_SIZE) for r in requests)
-    return Workload(requests, cancels, draw(st.integers(1, 7)), budget, draw(st.one_of(st.none(), st.integers(need, 3 * need))))
+    index = st.integers(0, len(requests) - 1)
+    cancel = st.tuples(index, index, st.integers(0, 3))
+    cancels = draw(st.one_of(st.just([]), st.lists(cancel, max_size=2)))
+    need, size = smallest_pool(requests, 1), draw(st.integers(1, 6))
+    pages = smallest_pool(requests, size)
+    return Workload(requests, cancels, draw(st.integers(1, 7)), budget,
+                    max_kv_tokens=draw(st.one_of(st.none(), st.integers(need, 3 * need))),
+                    pages=draw(st.one_of(st.none(), st.integers(pages, 3 * pages))),
+                    page_size=size, policy=draw(st.sampled_from(list(POLICIES))),
+                    share_prefixes=draw(st.booleans()))
+
+
+class Engine(RuleBasedStateMachine):
+    """
+    A Scheduler, a layout and a model, step by step: add, step, cancel and failing steps in any
+    order. A subclass begins with a scheduler, lays out plans and says what must hold.
+    """
+    model, scheduler = toy(), None
+
+    def __init__(self):
+        super().__init__()
+        self.requests, self.step_number = [], 0
+
+    def lay_out(self, plan):
+        raise NotImplementedError
+
+    def books_are_right(self):
+        raise NotImplementedError
+
+    def progress(self):
+        return [(r.computed, list(r.generated), r.finish_reason) for r in self.requests]
+
+    @rule(stem=st.sampled_from([[], [1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9], [8, 7] * 6]),
+          tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
+          new=st.integers(1, 10), temperature=st.sampled_from([0.0, 1.0]),
+          priority=st.integers(0, 2), delay=st.integers(0, 3))
+    def add(self, stem, tail, new, temperature, priority, delay):
+        n, arrival = len(self.requests), self.step_number + delay
+        if n == 10:
+            return
+        if n:
+            arrival = max(arrival, self.requests[-1].arrival)
+        request, = prepare(Request(stem + tail, new, temperature, seed=n, name=f"r{n}",
+                                   priority=priority, arrival=arrival), self.model.config)
+        self.requests.append(request)
+        self.scheduler.add(request)
+
+    @rule(times=st.integers(1, 4), fails_at=st.sampled_from([None, None, None, 0, 1, 2, 3]),
+          cancel=st.one_of(st.none(), st.integers(0, 9)), in_the_pass=st.booleans())
+    @torch.inference_mode()
+    def step(self, times=1, fails_at=None, cancel=None, in_the_pass=False):
+        """
+        fails_at: the forward pass fails before this block, when those before it have written
+        cancel:   this request is cancelled, in the last forward pass or when a token appears
+        """
+        for _ in range(times):
+            plan = self.scheduler.schedule(self.step_number)
+            self.step_number += 1
+            if not plan:
+                continue
+            batch = self.lay_out(plan)
+            before, counts = self.progress(), dict(getattr(self.scheduler, "counts", {}))
+            if fails_at is not None:
+                block = [*self.model.h, self.model.ln_f][fails_at]
+                handle = block.register_forward_pre_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    self.model(batch.tokens, batch.positions, batch.attend, batch.rows)
+                handle.remove()
+                assert self.progress() == before
+                assert dict(getattr(self.scheduler, "counts", {})) == counts
+                continue
+            logits = self.model(batch.tokens, batch.positions, batch.attend, batch.rows)
+            if in_the_pass and cancel is not None and cancel < len(self.requests):
+                self.requests[cancel].cancel()
+            self.scheduler.update(plan, sample(logits, batch.sampled))
+            if batch.sampled and cancel is not None and cancel < len(self.requests):
+                self.requests[cancel].cancel()
+
+    @rule(i=st.integers(0, 9))
+    def cancel(self, i):
+        if i < len(self.requests):
+            request = self.requests[i]
+            self.scheduler.cancel(request)
+            assert request.kv is None
+            assert request not in [*self.scheduler.running, *self.scheduler.waiting]
+
+    def teardown(self):
+        if self.scheduler is None:
+            return
+        work = sum(len(r.prompt) + r.max_new_tokens for r in self.requests)
+        bound = self.step_number + 20 + (MAX_OVERTAKEN + 1) * work
+        while self.scheduler.busy:
+            self.step()
+            self.books_are_right()
+            assert self.step_number <= bound
+        for request in self.requests:
+            tokens, _, reason = alone(self.model, request)
+            assert request.kv is None
+            assert request.generated == tokens[:len(request.generated)]
+            if request.finish_reason != "cancelled":
+                assert (request.generated, request.finish_reason) == (tokens, reason)

@@ -1,15 +1,38 @@
 """Golden plans: what the Scheduler hands out, step by step, and what a Request refuses."""
 import math
+import subprocess
+import sys
+from collections import deque
 from dataclasses import replace
+from pathlib import Path
 
+import numpy
 import pytest
-from hypothesis import given, settings
+import torch
+from common import BLOCK_SIZE, Engine
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant
 
+import scheduler
+from generate_ragged import Flat
 from model import GPTConfig
-from scheduler import Request, Scheduler, prepare
+from request import Request, complete, prepare
+from scheduler import Scheduler
 
 CONFIG = GPTConfig(block_size=64, vocab_size=10, n_layer=1, n_head=1, n_embd=2)
+
+
+def queue(scheduler, requests):
+    """Adds them to a scheduler in order of arrival, and returns them in that order."""
+    for request in (prepared := prepare(requests, CONFIG)):
+        scheduler.add(request)
+    return prepared
+
+
+def finish(scheduler, plan):
+    """The step has been computed; all tokens are 0."""
+    scheduler.update(plan, [0 for request, n in plan if n == request.todo])
 
 
 def plans(sizes, arrivals=None, cancel=(), **limits):
@@ -18,10 +41,10 @@ def plans(sizes, arrivals=None, cancel=(), **limits):
     cancel: (step, name) pairs, before that step is scheduled.
     """
     scheduler = Scheduler(**limits)
-    requests = [Request([0] * prompt, new, name="ABCDEFGH"[i], arrival=arrivals[i] if arrivals else 0)
+    requests = [Request([0] * prompt, new, name="ABCDEFGH"[i],
+                        arrival=arrivals[i] if arrivals else 0)
                 for i, (prompt, new) in enumerate(sizes)]
-    for request in prepare(requests, CONFIG):
-        scheduler.add(request)
+    queue(scheduler, requests)
     result, step = [], 0
     while scheduler.busy:
         for when, name in cancel:
@@ -29,7 +52,7 @@ def plans(sizes, arrivals=None, cancel=(), **limits):
                 scheduler.cancel(next(request for request in requests if request.name == name))
         plan = scheduler.schedule(step)
         result.append(" ".join(f"{request.name}{n}" for request, n in plan))
-        scheduler.report(plan, [0 for request, n in plan if n == request.todo])
+        finish(scheduler, plan)
         step += 1
     return result
 
@@ -43,35 +66,70 @@ def test_decodes_first_then_chunks_of_several_prompts():
 
 
 def test_a_finished_request_is_replaced_in_the_next_step():
-    assert plans([(2, 1), (2, 3), (3, 2)], max_batch=2, token_budget=8) == ["A2 B2", "B1 C3", "B1 C1"]
+    assert plans([(2, 1), (2, 3), (3, 2)], max_batch=2, token_budget=8) == [
+        "A2 B2", "B1 C3", "B1 C1"]
 
 
-def test_first_come_first_served_nobody_overtakes():
-    assert plans([(5, 1), (6, 1), (2, 1)], max_batch=8, token_budget=4) == ["A4", "A1 B3", "B3 C1", "C1"]
+def test_first_come_first_served_and_none_is_overtaken():
+    assert plans([(5, 1), (6, 1), (2, 1)], max_batch=8, token_budget=4) == [
+        "A4", "A1 B3", "B3 C1", "C1"]
     # B does not fit beside A; C would, but it came after B
-    assert plans([(6, 2), (8, 2), (2, 2)], max_batch=8, token_budget=8, max_kv_tokens=12) == ["A6", "A1", "B8", "B1", "C2", "C1"]
+    limits = dict(max_batch=8, token_budget=8, max_kv_tokens=12)
+    assert plans([(6, 2), (8, 2), (2, 2)], **limits) == ["A6", "A1", "B8", "B1", "C2", "C1"]
+
+
+def test_none_is_admitted_while_the_running_ones_have_a_budget_full_to_do():
+    """A place is free, but there is nothing that a fourth request could compute in this step."""
+    scheduler = Scheduler(max_batch=4, token_budget=6)
+    queue(scheduler, [Request([0] * 3, name="A"), Request([0] * 9, name="B"),
+                      Request([0] * 3, name="C")])
+    running = []
+    for step in range(4):
+        plan = scheduler.schedule(step)
+        running.append(" ".join(f"{request.name}{request.todo}" for request in scheduler.running))
+        finish(scheduler, plan)
+    assert running == ["A3 B9",         # 3 + 9 are at least 6, so C waits
+                       "A1 B6",         # 1 + 6, still
+                       "A1 B1 C3",      # 2
+                       "A1 B1 C1"]
 
 
 def test_arrivals():
-    assert plans([(2, 2), (3, 2)], arrivals=[3, 1], max_batch=8, token_budget=8) == ["", "B3", "B1", "A2", "A1"]
+    assert plans([(2, 2), (3, 2)], arrivals=[3, 1], max_batch=8, token_budget=8) == [
+        "", "B3", "B1", "A2", "A1"]
     scheduler = Scheduler(1, 1)
-    scheduler.add(prepare([Request([0], arrival=10**9)], CONFIG)[0])
+    queue(scheduler, [Request([0], arrival=10**9)])
     assert scheduler.schedule(5) == [] and scheduler.next_step(5) == 10**9
 
 
+def test_requests_are_added_in_order_of_arrival():
+    scheduler = Scheduler(1, 1)
+    early, late, tie = (prepare(Request([0], name=name, arrival=arrival), CONFIG)[0]
+                        for name, arrival in [("early", 3), ("late", 4), ("tie", 4)])
+    scheduler.add(late)
+    with pytest.raises(ValueError, match="request 'early' arrives before request 'late': add it"):
+        scheduler.add(early)
+    scheduler.add(tie)
+    assert list(scheduler.waiting) == [late, tie]   # nothing has come of the one that was refused
+
+
 def test_budget_of_one():
-    assert plans([(3, 2), (1, 2)], max_batch=8, token_budget=1) == ["A1", "A1", "A1", "A1", "B1", "B1"]
+    assert plans([(3, 2), (1, 2)], max_batch=8, token_budget=1) == [
+        "A1", "A1", "A1", "A1", "B1", "B1"]
 
 
 def test_max_batch_of_one():
     assert plans([(3, 2), (1, 2)], max_batch=1, token_budget=2) == ["A2", "A1", "A1", "B1", "B1"]
 
 
-def test_cancel_frees_the_place_and_the_reservation_in_any_state():
+@pytest.mark.parametrize("cancel, expected", [
+    ([(1, "A")], ["A4", "B2 C2", "B1 C2", "B1", "B1"]),          # while it prefills
+    ([(3, "A")], ["A4", "A2 B2", "A1 B1", "B1 C3", "B1 C1"]),    # while it decodes
+    ([(0, "A"), (0, "C")], ["B2", "B1", "B1", "B1"]),            # while it waits
+])
+def test_cancel_frees_the_place_and_the_reservation_in_any_state(cancel, expected):
     limits = dict(max_batch=2, token_budget=4, max_kv_tokens=20)
-    assert plans([(6, 4), (2, 4), (4, 1)], cancel=[(1, "A")], **limits) == ["A4", "B2 C2", "B1 C2", "B1", "B1"]    # prefilling
-    assert plans([(6, 4), (2, 4), (4, 1)], cancel=[(3, "A")], **limits)[3] == "B1 C3"                              # decoding
-    assert plans([(6, 4), (2, 4), (4, 1)], cancel=[(0, "A"), (0, "C")], **limits) == ["B2", "B1", "B1", "B1"]      # waiting
+    assert plans([(6, 4), (2, 4), (4, 1)], cancel=cancel, **limits) == expected
 
 
 def test_a_prompt_remainder_of_one_token_is_handed_out_like_a_decode():
@@ -80,25 +138,82 @@ def test_a_prompt_remainder_of_one_token_is_handed_out_like_a_decode():
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(sizes=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 12)), min_size=1, max_size=8),
-       max_batch=st.integers(1, 9), token_budget=st.integers(1, 30), slack=st.one_of(st.none(), st.integers(0, 100)))
+       max_batch=st.integers(1, 9), token_budget=st.integers(1, 30),
+       slack=st.one_of(st.none(), st.integers(0, 100)))
 def test_limits_hold_and_the_budget_is_used(sizes, max_batch, token_budget, slack):
     need = max(min(prompt + new, 64) for prompt, new in sizes)
     scheduler = Scheduler(max_batch, token_budget, None if slack is None else need + slack)
-    for request in prepare([Request([0] * prompt, new) for prompt, new in sizes], CONFIG):
-        scheduler.add(request)
+    queue(scheduler, [Request([0] * prompt, new) for prompt, new in sizes])
     bound = sum(prompt + new for prompt, new in sizes)
     for step in range(bound):
         if not scheduler.busy:
             return
-        plan = scheduler.schedule(step)
-        decoding = [request for request in scheduler.running if request.todo == 1]
-        assert plan[:len(decoding)] == [(request, 1) for request in decoding]                   # all decodes, and first
-        total, left = sum(n for _, n in plan), sum(request.todo for request in scheduler.running)
-        assert total == min(token_budget, left) > 0                                             # as much as there is to do
-        assert len(scheduler.running) <= min(max_batch, token_budget)
-        assert scheduler.kv_tokens <= scheduler.max_kv_tokens
-        scheduler.report(plan, [0 for request, n in plan if n == request.todo])
+        plan, running = scheduler.schedule(step), scheduler.running
+        decodes = [(request, 1) for request in running if request.todo == 1]
+        assert plan[:len(decodes)] == decodes                            # all decodes, and first
+        total, left = sum(n for _, n in plan), sum(request.todo for request in running)
+        assert total == min(token_budget, left) > 0                      # as much as there is to do
+        assert len(running) <= min(max_batch, token_budget)
+        assert sum(request.kv_tokens for request in running) <= scheduler.max_kv_tokens
+        if scheduler.waiting:   # then there is a reason
+            assert (len(running) == max_batch or left >= token_budget
+                    or not scheduler.grant_room(scheduler.waiting[0]))
+        finish(scheduler, plan)
     assert not scheduler.busy, "not done although each step computes at least one token"
+
+
+class Watched(Request):
+    """Counts how often an attribute of a request is read."""
+    reads = 0
+
+    def __getattribute__(self, name):
+        Watched.reads += 1
+        return super().__getattribute__(name)
+
+
+class Queue(deque):
+    """A queue that is used at its ends only."""
+
+    def __iter__(self):
+        raise AssertionError("a step looks at every waiting request")
+
+    def __getitem__(self, index):
+        assert index in (0, -1)
+        return super().__getitem__(index)
+
+    def remove(self, request):
+        assert request is self[0]
+        super().remove(request)
+
+
+def reads_per_step(waiting, arrival):
+    """Of the attributes of so many waiting requests, while two others run and finish."""
+    scheduler = Scheduler(max_batch=2, token_budget=8, max_kv_tokens=40)
+    queue(scheduler, [Request([0] * 4, 3, name="A"), Request([0] * 9, 3, name="B"),
+                      *(Watched([0] * 4, 3, name=f"w{i}", arrival=arrival)
+                        for i in range(waiting))])
+    assert type(scheduler.waiting) is deque
+    scheduler.waiting = Queue(scheduler.waiting)
+    reads = []
+    for step in range(6):
+        Watched.reads = 0
+        plan = scheduler.schedule(scheduler.next_step(step))
+        finish(scheduler, plan)
+        reads.append(Watched.reads)
+    return reads
+
+
+@pytest.mark.parametrize("arrival", [0, 1, 100])
+def test_a_step_does_not_look_at_every_waiting_request(arrival, monkeypatch):
+    few, many = reads_per_step(10, arrival), reads_per_step(1000, arrival)
+    assert few == many and any(many)
+
+    def next_waiting(self, step):   # a mutant that sorts out who has arrived
+        arrived = [self.waiting[0], *(r for r in deque.__iter__(self.waiting) if r.arrival <= step)]
+        return arrived[0] if arrived[1:] else None
+
+    monkeypatch.setattr(Scheduler, "next_waiting", next_waiting)
+    assert reads_per_step(10, arrival) != reads_per_step(1000, arrival)
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -129,10 +244,11 @@ def test_a_request_refuses_bad_values(arguments, message):
 
 @pytest.mark.parametrize("requests, message", [
     ([], "there are no requests"),
-    ([Request([1] * 65, name="long")], "request 'long': prompt of 65 tokens does not fit block_size 64"),
+    ([Request([1] * 65, name="long")],
+     "request 'long': prompt of 65 tokens does not fit block_size 64"),
     ([Request([1, 10], name="odd")], "request 'odd': token id 10 is not in the vocabulary, 0 to 9"),
     ([Request([-1])], "request 'r0': token id -1"),
-    ([Request([1], name="x"), Request([2], name="x")], "request 'x' is there 2 times"),
+    ([Request([1], name="x"), Request([2], name="x")], "request 'x' appears 2 times: each needs"),
 ])
 def test_prepare_refuses_what_the_model_cannot_run_before_anything_ran(requests, message):
     with pytest.raises(ValueError, match=message):
@@ -140,38 +256,94 @@ def test_prepare_refuses_what_the_model_cannot_run_before_anything_ran(requests,
 
 
 def test_token_ids_of_any_library():
-    import numpy
-    import torch
     for prompt in torch.tensor([1, 2]), numpy.array([1, 2]), (1, 2), range(1, 3):
-        assert Request(prompt).prompt == [1, 2] and all(type(token) is int for token in Request(prompt).prompt)
+        request = Request(prompt)
+        assert request.prompt == [1, 2] and all(type(token) is int for token in request.prompt)
+
+
+def test_a_slice_of_the_tokens_is_what_it_is_of_the_whole_list():
+    request, = prepare(Request([5, 6, 7], 4), CONFIG)
+    for token in 8, 9:
+        request.append(token)
+    for start in range(6):
+        for end in range(start, 7):
+            assert request.slice(start, end) == [5, 6, 7, 8, 9][start:end]
+    request.slice(0, 5).append(0)
+    request.tokens.append(0)
+    assert request.tokens == [5, 6, 7, 8, 9]   # both are copies
+
+
+def test_complete_names_the_requests_that_have_nothing_more_to_compute():
+    whole, part, decode, gone = prepare([Request([0] * n, 4) for n in (3, 5, 2, 2)], CONFIG)
+    decode.computed = 1
+    gone.computed = 2   # its token was being computed when it was cancelled
+    assert complete([(whole, 3), (part, 4), (decode, 1), (gone, 0)]) == [0, 2]
+
+
+def test_a_request_may_still_be_imported_from_scheduler():
+    assert scheduler.Request is Request
 
 
 def test_automatic_names_keep_clear_of_given_ones():
     requests = [Request([1], name="r1"), Request([1]), Request([1]), Request([1], name="r2")]
     prepare(requests, CONFIG)
-    assert [request.name for request in requests] == ["r1", "r3", "r4", "r2"]
+    assert [request.name for request in requests] == ["r1", "r0", "r3", "r2"]
     same = Request([1])
-    with pytest.raises(ValueError, match="is there 2 times"):
+    with pytest.raises(ValueError, match="appears 2 times"):
         prepare([same, same], CONFIG)
 
 
 def test_a_request_runs_once():
     request = prepare([Request([1, 2])], CONFIG)[0]
     request.computed = 1
-    with pytest.raises(ValueError, match="request 'r0' has already run"):
+    with pytest.raises(ValueError, match=r"request 'r0' has already run: "
+                                         r"dataclasses\.replace\(request\) makes a new one"):
         prepare([request], CONFIG)
     prepare([replace(request)], CONFIG)   # a copy is a new request
 
 
-@pytest.mark.parametrize("limits", [dict(max_batch=0), dict(token_budget=0), dict(max_kv_tokens=0), dict(max_batch=1.5), dict(token_budget="8")])
+@pytest.mark.parametrize("limits", [
+    dict(max_batch=0), dict(token_budget=0), dict(max_kv_tokens=0), dict(max_batch=1.5),
+    dict(token_budget="8"),
+])
 def test_the_scheduler_refuses_bad_limits(limits):
-    with pytest.raises(ValueError, match=f"{next(iter(limits))} must be a whole number of at least 1"):
+    name = next(iter(limits))
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1"):
         Scheduler(**{"max_batch": 1, "token_budget": 1, **limits})
 
 
-def test_the_scheduler_knows_no_tensors():
-    import subprocess
-    import sys
-    from pathlib import Path
-    code = "import sys, scheduler; assert not {'torch', 'numpy', 'time'} & set(vars(scheduler)) and 'torch' not in sys.modules"
+@pytest.mark.parametrize("module", ["scheduler", "paging"])
+def test_the_bookkeeping_knows_no_tensors(module):
+    code = (f"import sys, {module} as module; assert 'torch' not in sys.modules; "
+            "assert not {'torch', 'numpy', 'time'} & set(vars(module))")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+
+
+class RaggedEngine(Engine):
+    """add, step, cancel and failing steps in any order, with reserved room."""
+
+    @initialize(max_batch=st.integers(1, 5), budget=st.integers(1, 12),
+                room=st.integers(BLOCK_SIZE, 80))
+    def begin(self, max_batch, budget, room):
+        self.scheduler = Scheduler(max_batch, budget, room)
+
+    def lay_out(self, plan):
+        return Flat(plan)
+
+    @invariant()
+    def books_are_right(self):
+        running = self.scheduler.running
+        assert sum(request.kv_tokens for request in running) <= self.scheduler.max_kv_tokens
+        for request in self.requests:
+            if request not in running:
+                assert request.kv is None
+            elif request.kv:
+                buffers = [*request.kv.k.values(), *request.kv.v.values()]
+                assert {buffer.size(-2) for buffer in buffers} <= {request.kv_tokens}
+        assert all(request.computed == 0 for request in self.scheduler.waiting)
+
+
+RaggedEngine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True,
+    suppress_health_check=list(HealthCheck))
+TestRaggedEngine = RaggedEngine.TestCase

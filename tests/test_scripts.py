@@ -1,21 +1,48 @@
 """Each script as a reader runs it."""
+import argparse
+import contextlib
+import io
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import train
+from toolbox.load import load
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in ROOT.glob("generate_*.py"))
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, encoding="utf-8", timeout=120,
-                          env={"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"})
+    """A process of its own."""
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=ENVIRONMENT, timeout=120,
+                          capture_output=True, text=True, encoding="utf-8")
+
+
+@pytest.fixture
+def run_here(monkeypatch):
+    """The same within this process, which has already imported torch: (status, stdout, stderr)."""
+    def run(script, *flags):
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", [script, *flags])
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            with pytest.raises(SystemExit) as stop:
+                runpy.run_path(script, run_name="__main__")
+        return stop.value.code, out.getvalue(), err.getvalue()
+
+    return run
 
 
 def test_there_are_all_of_them():
-    assert SCRIPTS == [f"generate_{stage}.py" for stage in ("chunked", "dynamic", "interleaved", "naive", "prepacked", "ragged", "unbatched")]
+    stages = ("chunked", "dynamic", "interleaved", "naive", "paged", "prepacked", "ragged",
+              "unbatched")
+    assert SCRIPTS == [f"generate_{stage}.py" for stage in stages]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -23,29 +50,56 @@ def test_with_its_defaults(script):
     result = run(script)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("--- r") == 12 and "<|endoftext|>" in result.stdout
-    for word in "forward passes", "useful tokens", "pad slots", "tokens/s", "TTFT", "ITL", "12/12 requests identical to unbatched":
-        assert word in result.stdout
-    assert sorted(line.split(":")[0] for line in result.stderr.splitlines()) == sorted(f"r{i}" for i in range(12))   # plain progress
+    for words in ("forward passes", "useful tokens", "pad slots", "tokens/s", "TTFT", "ITL",
+                  "12/12 requests identical to unbatched"):
+        assert words in result.stdout
+    done = [line.split(":")[0] for line in result.stderr.splitlines()]   # plain progress
+    assert sorted(done) == sorted(f"r{i}" for i in range(12))
+
+
+KNOBLESS = {
+    "--max_batch": ["generate_unbatched.py"],
+    "--token_budget": ["generate_unbatched.py", "generate_naive.py", "generate_dynamic.py",
+                       "generate_prepacked.py"]}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("flags", [["--temperature", "0", "--max_batch", "1"], ["--token_budget", "3"]], ids=" ".join)
-def test_with_flags(script, flags):
-    result = run(script, *flags)
-    assert result.returncode == 0 and "12/12 requests identical to unbatched" in result.stdout, result.stdout + result.stderr
-    knobless = {"--max_batch": ["generate_unbatched.py"], "--token_budget": ["generate_unbatched.py", "generate_naive.py", "generate_dynamic.py", "generate_prepacked.py"]}
-    assert ("ignored" in result.stdout) == any(script in knobless.get(flag, []) for flag in flags)
+@pytest.mark.parametrize("flags", [["--temperature", "0", "--max_batch", "1"],
+                                   ["--token_budget", "3"]], ids=" ".join)
+def test_with_flags(script, flags, run_here):
+    code, out, err = run_here(script, *flags)
+    assert code == 0 and "12/12 requests identical to unbatched" in out, out + err
+    assert ("ignored" in out) == any(script in KNOBLESS.get(flag, []) for flag in flags)
 
 
 def test_exit_status_1_if_a_request_is_wrong():
     """The published mask, put back: the script itself must say so."""
-    code = ("import sys, runpy, cache; old = cache.Rectangle.__init__\n"
-            "def published(self, *args):\n    old(self, *args); self.mask[..., self.P:] = True\n"
-            "cache.Rectangle.__init__ = published\n"
-            "sys.argv = ['generate_interleaved.py']; runpy.run_path('generate_interleaved.py', run_name='__main__')")
-    result = run("-c", code)
-    assert result.returncode == 1 and "WRONG: request 'r" in result.stdout, result.stdout + result.stderr
+    code = """
+import runpy, sys
+from generate_dynamic import Rectangle
+lay_out = Rectangle.lay_out
 
+def published(self, device):
+    lay_out(self, device)
+    self.mask[..., self.P:] = True
+
+Rectangle.lay_out = published
+sys.argv = ["generate_interleaved.py"]
+runpy.run_path("generate_interleaved.py", run_name="__main__")
+"""
+    result = run("-c", code)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "WRONG: request 'r" in result.stdout
+
+
+def test_a_broken_pipe_is_no_traceback():
+    command = f"'{sys.executable}' generate_ragged.py --quiet | head -1"
+    result = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True,
+                            timeout=120)
+    assert "Traceback" not in result.stderr and "stage:" in result.stdout
+
+
+# --- train.py -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("flags, message", [
     (["--steps", "0"], "--steps must be above 0, not 0"),
@@ -54,25 +108,15 @@ def test_exit_status_1_if_a_request_is_wrong():
     (["--out", "README.md"], "--out README.md: "),
     (["--out", "/proc/x"], "--out /proc/x: "),
 ])
-def test_training_refuses_bad_flags(flags, message):
-    result = run("train.py", *flags)
-    assert result.returncode == 2 and message in result.stderr and result.stderr.count("\n") == 1, result.stderr
-
-
-def test_a_broken_pipe_is_no_traceback():
-    result = subprocess.run(f"'{sys.executable}' generate_ragged.py --quiet | head -1", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "Traceback" not in result.stderr and "stage:" in result.stdout
+def test_training_refuses_bad_flags(flags, message, run_here):
+    code, out, err = run_here("train.py", *flags)
+    assert code == 2 and message in err and err.count("\n") == 1, err
 
 
 def test_training_is_reproducible_and_an_interruption_changes_nothing(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
-    import argparse
-
-    import torch
-
-    import train
-    from toolbox.load import load
-    documents = [("a.b", "Return the name of the thing, which is a string."), ("a.c", "Close it. It cannot be used any more.")] * 30
+    documents = [("a.b", "Return the name of the thing, which is a string."),
+                 ("a.c", "Close it. It cannot be used any more.")] * 30
     monkeypatch.setattr(train, "documents", lambda: documents)
     monkeypatch.setattr(train, "N_TOKENS", 280)
     monkeypatch.setattr(train, "SAVE_EVERY", 0)
@@ -96,5 +140,6 @@ def test_training_is_reproducible_and_an_interruption_changes_nothing(tmp_path, 
     train.train(args("parts"))
     assert len(calls) > 4 and not (tmp_path / "parts/train_state.pt").exists()
     (a, tokenizer), (b, _) = load(tmp_path / "whole"), load(tmp_path / "parts")
-    assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
+    for mine, theirs in zip(a.state_dict().values(), b.state_dict().values()):
+        assert torch.equal(mine, theirs)
     assert tokenizer.n_vocab == a.config.vocab_size == 281

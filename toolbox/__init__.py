@@ -1,1 +1,1 @@
-"""What every stage needs and none teaches: weights, tokenizer, workloads, the check, trace, report, command line."""
+"""What every script needs and none teaches: command line, loading, trace, report, check, plots."""

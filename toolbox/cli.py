@@ -1,7 +1,7 @@
 """
-The command line, the same words on every script. A stage script calls `main(generate, __doc__)`.
+The command line, with the same flags for every script. A stage calls `main(generate, __doc__)`.
 
-Exit status: 0 all is well, 1 a request is WRONG, 2 bad input (one line on stderr), 130 interrupted.
+Exit status: 0 success, 1 a request is WRONG, 2 bad input (one line on stderr), 130 interrupted.
 """
 import argparse
 import contextlib
@@ -11,24 +11,24 @@ import os
 import platform
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from cache import PrefixCache
-from scheduler import POLICIES
+from paging import POLICIES
 from toolbox import plots
 from toolbox.check import Check, summary
 from toolbox.load import decode, load
-from toolbox.measure import forward_times
 from toolbox.progress import Progress
 from toolbox.report import report, write_trace
 from toolbox.stages import knobs_of
 from toolbox.workload import PROMPTS, make_requests, read_prompts
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KNOBS = ("max_batch", "token_budget", "max_kv_tokens", "policy", "admission", "page_size", "prefix_cache", "pack", "attention", "use_cache")
-FLAGS = {"use_cache": "no_cache"}   # a knob whose flag has another name
+DTYPES = {"float64": torch.float64, "float32": torch.float32,
+          "bfloat16": torch.bfloat16, "float16": torch.float16}
+KNOBS = ("max_batch", "token_budget", "max_kv_tokens", "pages", "page_size", "policy",
+         "share_prefixes", "pack", "attention", "use_cache")
+# knobs that are set by a flag of another name
+FLAGS = {("use_cache", False): "no_cache", ("share_prefixes", False): "no_share_prefixes"}
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -42,49 +42,88 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(doc):
-    """doc: a script's docstring; its first paragraph and the next sentence tell the idea."""
+    """doc: a script's docstring; the help shows its first paragraph and its next sentence."""
     first, second = (" ".join(paragraph.split()) for paragraph in doc.strip().split("\n\n")[:2])
-    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.", formatter_class=Help, allow_abbrev=False)
+    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.",
+               formatter_class=Help, allow_abbrev=False)
+
     what = p.add_argument_group("what to generate")
-    what.add_argument("--model", default="builtin", help="builtin, gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a local folder or file")
+    what.add_argument("--model", default="builtin",
+                      help="builtin, gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
+                           "or a local folder or file")
     what.add_argument("--prompt", action="append", help="a prompt; may be repeated")
-    what.add_argument("--prompts", metavar="FILE", help="a text file of prompts with blank lines between them, or a .jsonl file whose lines have prompt "
-                      "and perhaps max_new_tokens, temperature, top_k, seed, priority, arrival, name (default: twelve built-in ones)")
-    what.add_argument("--max_new_tokens", type=int, default=64, metavar="N", help="tokens to generate for each prompt at most")
-    what.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 takes the most likely token, above 0 samples")
-    what.add_argument("--top_k", type=int, metavar="K", help="sample from the K most likely tokens only (default: from all)")
-    what.add_argument("--seed", type=int, default=0, metavar="N", help="of the first request; the next ones count up")
-    what.add_argument("--arrival_rate", type=float, metavar="R", help="requests come in at random, R a step (default: all at step 0)")
+    what.add_argument("--prompts", metavar="FILE",
+                      help="a text file of prompts separated by blank lines, or a .jsonl file "
+                           "whose lines have a prompt and optionally max_new_tokens, "
+                           "temperature, top_k, seed, priority, arrival, name "
+                           "(default: twelve built-in prompts)")
+    what.add_argument("--max_new_tokens", type=int, default=64, metavar="N",
+                      help="the most tokens to generate for a prompt")
+    what.add_argument("--temperature", type=float, default=0.7, metavar="T",
+                      help="0 takes the most likely token, above 0 samples")
+    what.add_argument("--top_k", type=int, metavar="K",
+                      help="sample from the K most likely tokens only (default: from all)")
+    what.add_argument("--seed", type=int, default=0, metavar="N",
+                      help="random seed of the first request; each further one adds 1")
+    what.add_argument("--arrival_rate", type=float, metavar="R",
+                      help="requests arrive at random, R per step (default: all at step 0)")
+
     knobs = p.add_argument_group("how to batch (changes when a token comes, never which)")
-    knobs.add_argument("--max_batch", type=int, metavar="N", help="requests that run at the same time (default: 8)")
-    knobs.add_argument("--token_budget", type=int, metavar="N", help="tokens computed in a step (default: 64)")
-    knobs.add_argument("--max_kv_tokens", type=int, metavar="N", help="cache entries of all running requests together (default: no limit)")
-    knobs.add_argument("--policy", choices=tuple(POLICIES), help="who of the waiting goes first (default: fcfs)")
-    knobs.add_argument("--admission", choices=("reserve", "grow"), help="room for a whole answer at once, or page by page with preemption (default: reserve)")
-    knobs.add_argument("--page_size", type=int, metavar="N", help="tokens in a page of cache (default: 16)")
-    knobs.add_argument("--prefix_cache", action="store_const", const=True, help="reuse what prompts have in common")
-    knobs.add_argument("--pack", choices=("batch", "dataset"), help="prepacking: pack who was admitted, or let the packing admit (default: batch)")
-    knobs.add_argument("--attention", choices=("varlen", "mask"), help="how the ragged stage keeps requests apart (default: varlen)")
-    knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False, help="compute everything again for each token (unbatched)")
+    knobs.add_argument("--max_batch", type=int, metavar="N",
+                       help="the most requests that run at the same time (default: 8)")
+    knobs.add_argument("--token_budget", type=int, metavar="N",
+                       help="the most tokens computed in a step (default: 64)")
+    knobs.add_argument("--max_kv_tokens", type=int, metavar="N",
+                       help="cache entries reserved by all running requests together "
+                            "(default: no limit)")
+    knobs.add_argument("--pages", type=int, metavar="N",
+                       help="pages in the pool of the paged stage "
+                            "(default: as many as the largest requests can fill)")
+    knobs.add_argument("--page_size", type=int, metavar="N",
+                       help="tokens per page (default: 16)")
+    knobs.add_argument("--policy", choices=tuple(POLICIES),
+                       help="which waiting request goes first (default: fcfs)")
+    knobs.add_argument("--share_prefixes", action="store_const", const=True,
+                       help="share pages between requests that begin with the same tokens "
+                            "(the default)")
+    knobs.add_argument("--no_share_prefixes", dest="share_prefixes", action="store_const",
+                       const=False, help="keep the pages of all requests apart")
+    knobs.add_argument("--pack", choices=("batch", "dataset"),
+                       help="prepacking: pack the prompts that were admitted, or let the packing "
+                            "decide which to admit (default: batch)")
+    knobs.add_argument("--attention", choices=("varlen", "mask"),
+                       help="how the ragged stage keeps requests apart (default: varlen)")
+    knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False,
+                       help="unbatched: compute everything again for each token")
+
     where = p.add_argument_group("where")
     add_place(where)
-    where.add_argument("--optimize", action="store_true", help="use the fastest kernels there are, model.optimize()")
+    where.add_argument("--optimize", action="store_true",
+                       help="use the fastest kernels available, model.optimize()")
+
     out = p.add_argument_group("what to show")
-    out.add_argument("--plot", metavar="FILE.png", help="draw this run: who computed what at which step")
-    out.add_argument("--trace", metavar="FILE.json", help="write every forward pass and every token's time")
-    out.add_argument("--quiet", action="store_true", help="no texts and no progress: report and check only")
-    out.add_argument("--no_check", action="store_true", help="do not compare with the unbatched run")
+    out.add_argument("--plot", metavar="FILE.png",
+                     help="draw this run: what was computed for each request at each step")
+    out.add_argument("--trace", metavar="FILE.json",
+                     help="write all forward passes and the time of every token")
+    out.add_argument("--quiet", action="store_true",
+                     help="no texts and no progress: report and check only")
+    out.add_argument("--no_check", action="store_true",
+                     help="do not compare with the unbatched run")
     return p
 
 
 def add_place(group):
-    group.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="auto takes cuda or mps where there is one")
-    group.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and arithmetic")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
+                       help="auto takes cuda or mps if available")
+    group.add_argument("--dtype", choices=DTYPES, default="float32",
+                       help="of weights and arithmetic")
 
 
 def measuring_parser(prog, doc, quick):
     """For a command that measures and keeps its figures. quick: what its --quick does."""
-    p = Parser(prog=prog, description=" ".join(doc.split("\n\n")[0].split()), formatter_class=Help, allow_abbrev=False)
+    p = Parser(prog=prog, description=" ".join(doc.split("\n\n")[0].split()),
+               formatter_class=Help, allow_abbrev=False)
     p.add_argument("--quick", action="store_true", help=quick)
     add_place(p)
     p.add_argument("--json", metavar="FILE.json", help="write the figures")
@@ -93,18 +132,24 @@ def measuring_parser(prog, doc, quick):
 
 
 def measuring_place(args):
-    """(device, dtype, a text that says where it was measured) for a measuring command, whose files can be written. ValueError otherwise."""
+    """
+    (device, dtype, a text that says where it was measured) for a measuring command. Raises
+    ValueError if there is no such device, or if the files cannot be written.
+    """
     if args.json:
         plots.check_path(args.json, "--json")
     if args.plot:
         plots.check_path(args.plot, "--plot", plots.SUFFIXES)
-    device = place(args)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}, {torch.get_num_threads()} threads"
-    return device, DTYPES[args.dtype], f"{name}, torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}"
+    device = device_of(args)
+    name = f"{device}, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    where = f"{name}, torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}"
+    return device, DTYPES[args.dtype], where
 
 
-def place(args):
-    """The torch device for --device and --dtype. ValueError if there is no such device here."""
+def device_of(args):
+    """The torch device for --device and --dtype. ValueError if it is not available."""
     mps = torch.backends.mps.is_available()
     device = args.device
     if device == "auto":
@@ -117,49 +162,63 @@ def place(args):
     if device == "mps" and not mps:
         raise ValueError("--device mps: there is no Apple GPU here, allowed are cpu and auto")
     if device == "mps" and args.dtype == "float64":
-        raise ValueError("--dtype float64: an Apple GPU has none, use --device cpu or another --dtype")
+        raise ValueError("--dtype float64: an Apple GPU has none, "
+                         "use --device cpu or another --dtype")
     return torch.device(device)
 
 
-def prepare(args):
-    """Everything that can be wrong with the flags is found out here, before any work. Returns (model, tokenizer, requests)."""
-    device = place(args)
+def load_inputs(args):
+    """
+    (model, tokenizer, requests) for a stage. Bad flags are found here, before any work: ValueError.
+    """
+    device = device_of(args)
     if args.plot:
         plots.check_path(args.plot, "--plot", plots.SUFFIXES)
     if args.trace:
         plots.check_path(args.trace, "--trace")
     if args.prompt and args.prompts:
         raise ValueError("--prompt and --prompts: give one of the two")
-    prompts = [{"prompt": text} for text in args.prompt] if args.prompt else read_prompts(args.prompts or PROMPTS)
+    if args.prompt:
+        prompts = [{"prompt": text} for text in args.prompt]
+    else:
+        prompts = read_prompts(args.prompts or PROMPTS)
     model, tokenizer = load(args.model)
-    requests = make_requests(prompts, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed,
-                             arrival_rate=args.arrival_rate)
+    requests = make_requests(
+        prompts, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+        top_k=args.top_k, seed=args.seed, arrival_rate=args.arrival_rate)
     model.to(device, DTYPES[args.dtype])
-    model(torch.zeros(1, 1, dtype=torch.long, device=device))   # the first call pays for torch's own set-up
+    model(torch.zeros(1, 1, dtype=torch.long, device=device))   # warm-up: torch's own set-up
     return model, tokenizer, requests
 
 
 def given_knobs(args):
+    """{knob: value} for those that are set on the command line."""
     return {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
 
 
-def say_ignored(names, where):
+def say_ignored(args, names, where):
     for name in names:
-        print(f"--{FLAGS.get(name, name)} has no meaning {where}: ignored")
+        flag = FLAGS.get((name, getattr(args, name)), name)
+        print(f"--{flag} has no meaning {where}: ignored")
 
 
-def show(requests, tokenizer):
+def print_texts(requests, tokenizer):
     for request in requests:
-        print(f"--- {request.name}: {len(request.prompt)} prompt tokens, {len(request.generated)} generated, {request.finish_reason or 'unfinished'}")
+        print(f"--- {request.name}: {len(request.prompt)} prompt tokens, "
+              f"{len(request.generated)} generated, {request.finish_reason or 'unfinished'}")
         print(decode(tokenizer, request.prompt) + "▸" + decode(tokenizer, request.generated))
     print()
 
 
 def guarded(prog, work, speaks=True):
-    """Runs `work()`, an exit status, and turns what may go wrong into one line; a rank that does not speak leaves it to another one."""
+    """
+    Runs `work()`, which returns an exit status. Expected errors become one line on stderr.
+
+    speaks: False for a rank of tensor_parallel.py that leaves the message to rank 0
+    """
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")   # a console without Unicode still gets its text
+            stream.reconfigure(errors="replace")   # for consoles without Unicode
     try:
         return work()
     except ValueError as error:
@@ -169,7 +228,7 @@ def guarded(prog, work, speaks=True):
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:   # `| head` has read enough
+    except BrokenPipeError:   # e.g. `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -177,43 +236,38 @@ def guarded(prog, work, speaks=True):
 def main(generate, doc, argv=None):
     """Runs a stage on the prompts, prints texts, report and check, and exits."""
     p = parser(doc)
-    is_reference = "use_cache" in inspect.signature(generate).parameters
-    if is_reference:
-        p.add_argument("--rows", nargs="?", const="rows.png", metavar="FILE.png", help="instead: measure forward time against the number of rows, and draw it")
     args = p.parse_args(argv)
-    work = (lambda: measure_rows(args)) if is_reference and args.rows else (lambda: run(generate, args))
-    sys.exit(guarded(p.prog, work))
+    sys.exit(guarded(p.prog, lambda: run_stage(generate, args)))
 
 
-def run(generate, args, shard=None):
-    """One stage on the prompts. shard: what to do to the model that it runs on, but not to the one that checks it."""
-    parameters = inspect.signature(generate).parameters
+def run_stage(generate, args, shard=None):
+    """
+    One stage on the prompts. Returns the exit status.
+
+    shard: called with the model before it runs; the check still uses the whole model
+    """
     knobs, ignored = knobs_of(generate, given_knobs(args))
-    say_ignored(ignored, "for this stage")
-    model, tokenizer, requests = prepare(args)
-    if "prefix_cache" in knobs:
-        knobs["prefix_cache"] = PrefixCache(knobs.get("page_size", parameters["page_size"].default))
+    say_ignored(args, ignored, "for this stage")
+    model, tokenizer, requests = load_inputs(args)
     check = None if args.no_check else Check(model, requests)
     if check and (shard or args.optimize):
-        model = copy.deepcopy(model)   # what is changed now shall not check itself
+        model = copy.deepcopy(model)   # or the changed model would check itself
     if shard is not None:
         model = shard(model)
     if args.optimize:
         model.optimize()
-    budget = knobs.get("token_budget", parameters["token_budget"].default) if "token_budget" in parameters else None
-    progress = contextlib.nullcontext() if args.quiet else Progress(model, requests, tokenizer, budget)
     try:
-        with progress:
+        with progress(generate, args, model, requests, tokenizer):
             trace = generate(model, requests, on_token=check and check.on_token, **knobs)
     except KeyboardInterrupt:
         finished = [request for request in requests if request.finished]
-        show(finished, tokenizer)
+        print_texts(finished, tokenizer)
         print(f"{len(finished)} of {len(requests)} requests were finished")
         raise
     if not args.quiet:
-        show(requests, tokenizer)
+        print_texts(requests, tokenizer)
     print(report(trace))
-    if "use_cache" in parameters and "use_cache" not in knobs:
+    if "use_cache" in inspect.signature(generate).parameters and "use_cache" not in knobs:
         without = generate(model, [replace(request) for request in requests], use_cache=False)
         print("\nfor comparison,", report(without), end="\n\n")
     if args.trace:
@@ -227,52 +281,10 @@ def run(generate, args, shard=None):
     return int(any(v.verdict == "WRONG" for v in verdicts))
 
 
-def measure_rows(args):
-    """Why one batches at all: a forward pass over n rows takes far less than n times as long as over one."""
-    plots.check_path(args.rows, "--rows", plots.SUFFIXES)
-    model, _ = load(args.model)
-    model.to(place(args), DTYPES[args.dtype])
-    points = forward_times(model)
-    print("rows   ms per forward pass   ms per row")
-    for n, seconds in points:
-        print(f"{n:4}   {seconds * 1e3:19.2f}   {seconds / n * 1e3:10.3f}")
-    plots.rows({f"{args.model}, {args.dtype}, {model.device}": points}, args.rows)
-    print(f"drawn in {args.rows}")
-    return 0
-
-
-def compare(doc, argv=None):
-    """Runs all stages on one workload and prints the ladder; returns the exit status."""
-    from toolbox import ladder
-    p = parser(doc)
-    p.add_argument("--pictures", metavar="DIR", help="draw the README's pictures into this folder")
-    p.add_argument("--repeats", type=int, default=3, help="runs of each stage, in turn; the median one counts")
-    args = p.parse_args(argv)
-
-    def work():
-        if args.repeats < 1:
-            raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
-        if args.pictures:
-            try:
-                Path(args.pictures).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"--pictures {args.pictures}: {error.strerror}") from None
-            plots.check_path(Path(args.pictures) / "mask.png", "--pictures")
-        plain, _, requests = prepare(args)
-        model = copy.deepcopy(plain).optimize() if args.optimize else plain
-        knobs = given_knobs(args)
-        say_ignored([name for name in ("prefix_cache", "pack", "attention", "use_cache") if knobs.pop(name, None) is not None], "where all stages run")
-        say_ignored([name for name in ("plot", "trace", "quiet") if getattr(args, name)], "where all stages run")
-        print(f"{len(requests)} requests, {sum(len(r.prompt) for r in requests)} prompt tokens, {args.dtype} on {model.device}, "
-              f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-        traces = ladder.run(model, requests, repeats=args.repeats, **knobs)
-        print(ladder.table(traces))
-        if args.pictures:
-            ladder.pictures(model, Path(args.pictures), traces)
-        if args.no_check:
-            return 0
-        wrong = ladder.wrong(model, plain, requests, **knobs)
-        print("\n".join(wrong) or f"{len(traces)} stages: each of {len(requests)} requests identical to unbatched")
-        return int(bool(wrong))
-
-    return guarded(p.prog, work)
+def progress(generate, args, model, requests, tokenizer):
+    """The context manager that shows a run's progress, or shows nothing with --quiet."""
+    if args.quiet:
+        return contextlib.nullcontext()
+    default = inspect.signature(generate).parameters.get("token_budget")
+    budget = default and (args.token_budget or default.default)
+    return Progress(model, requests, tokenizer, budget)

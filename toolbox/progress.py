@@ -1,4 +1,4 @@
-"""What is going on right now: who waits, prefills, decodes, is done, and how full this step's budget is."""
+"""Live progress: which requests wait, prefill, decode or are done, and how full the budget is."""
 import shutil
 import sys
 import time
@@ -8,17 +8,22 @@ from toolbox.load import decode
 
 class Progress:
     """
-    A forward hook of the model: redraws a few lines on a terminal ten times a second, and elsewhere
-    prints one plain line for each request that is done.
+    A forward hook of the model. On a terminal it redraws a few lines ten times a second; elsewhere
+    it prints one plain line for each request that is done.
 
-        with Progress(model, requests, tokenizer, token_budget=64): generate(...)
+        with Progress(model, requests, tokenizer, token_budget=64):
+            generate(...)
     """
 
     def __init__(self, model, requests, tokenizer, token_budget=None, stream=None, every=0.1):
-        self.model, self.requests, self.tokenizer, self.token_budget = model, requests, tokenizer, token_budget
+        self.model, self.requests, self.tokenizer = model, requests, tokenizer
+        self.token_budget = token_budget
         self.stream = stream or sys.stderr
         self.live = self.stream.isatty()
-        self.every, self.drawn, self.lines, self.told = every, 0.0, 0, set()
+        self.every = every       # seconds between two drawings
+        self.drawn_at = 0.0      # when the last one was
+        self.drawn_lines = 0     # and how many lines it had
+        self.announced = set()   # names of requests whose end has been printed
 
     def __enter__(self):
         self.handle = self.model.register_forward_pre_hook(self.hook)
@@ -29,61 +34,75 @@ class Progress:
         if self.live:
             self.draw(self.frame("finishing"))
         else:
-            self.tell()
+            self.announce()
 
     def hook(self, model, arguments):
-        """Called with the model's arguments at each forward pass: (tokens, positions, attend, rows)."""
+        """Called before each forward pass with the model's arguments: (tokens, positions, ...)."""
         if not self.live:
-            self.tell()
-        elif time.perf_counter() - self.drawn >= self.every:
-            plan = arguments[2].__self__.plan   # attend is a method of the batch's layout
-            self.draw(self.frame(self.budget(sum(n for _, n in plan), arguments[0].shape)))
+            self.announce()
+        elif time.perf_counter() - self.drawn_at >= self.every:
+            self.draw(self.frame(self.headline(*arguments)))
 
-    def budget(self, used, shape):
-        text = f"{used} tokens in {' x '.join(map(str, shape))} slots"
+    def headline(self, tokens, positions=None, attend=None, *_):
+        slots = " x ".join(map(str, tokens.shape))
+        # usually a method of the batch's layout, which has the plan
+        plan = getattr(getattr(attend, "__self__", None), "plan", None)
+        if plan is None:
+            return f"{slots} slots"
+        used = sum(n for _, n in plan)
+        text = f"{used} tokens in {slots} slots"
         if self.token_budget:
             full = min(round(20 * used / self.token_budget), 20)
-            text = f"budget {used}/{self.token_budget} [{'#' * full}{'.' * (20 - full)}]  {text}"
+            bar = "#" * full + "." * (20 - full)
+            text = f"budget {used}/{self.token_budget} [{bar}]  {text}"
         return text
 
-    def tell(self):
+    def announce(self):
+        """Prints a line for each request that has finished since the last call."""
         for request in self.requests:
-            if request.finished and request.name not in self.told:
-                self.told.add(request.name)
-                print(f"{request.name}: {request.finish_reason} after {len(request.generated)} tokens", file=self.stream, flush=True)
+            if request.finished and request.name not in self.announced:
+                self.announced.add(request.name)
+                print(f"{request.name}: {request.finish_reason} after "
+                      f"{len(request.generated)} tokens", file=self.stream, flush=True)
 
     def frame(self, headline):
-        """The lines to show: those that run first, as many as the terminal has room for."""
+        """As many lines as fit the terminal: decoding requests first, those done last."""
         size = shutil.get_terminal_size()
         states = {"decoding": [], "prefilling": [], "waiting": [], "done": []}
         for request in self.requests:
             states[self.state(request)].append(request)
         counts = ", ".join(f"{len(requests)} {state}" for state, requests in states.items())
-        rows = [f"{headline}   {counts}"]
-        rows += [self.row(request, state) for state, requests in states.items() for request in requests]
+        lines = [f"{headline}   {counts}"]
+        for state, requests in states.items():
+            lines += [self.line(request, state) for request in requests]
         room = max(size.lines - 2, 3)
-        if len(rows) > room:
-            rows = rows[:room - 1] + [f"... and {len(rows) - room + 1} more"]
-        return [row[:size.columns - 1] for row in rows]
+        if len(lines) > room:
+            lines = lines[:room - 1] + [f"... and {len(lines) - room + 1} more"]
+        return [line[:size.columns - 1] for line in lines]
 
     @staticmethod
     def state(request):
         if request.finished:
             return "done"
-        return "decoding" if request.generated else "prefilling" if request.computed else "waiting"
+        if request.generated:
+            return "decoding"
+        return "prefilling" if request.computed else "waiting"
 
-    def row(self, request, state):
+    def line(self, request, state):
+        start = f"  {request.name:6} {state:11}"
         if state == "waiting":
-            return f"  {request.name:6} waiting     {len(request.prompt)} prompt tokens" + (f", arrives at step {request.arrival}" if request.arrival else "")
+            arrival = f", arrives at step {request.arrival}" if request.arrival else ""
+            return f"{start} {len(request.prompt)} prompt tokens{arrival}"
         if state == "prefilling":
-            return f"  {request.name:6} prefilling  {request.computed}/{len(request.prompt)}"
-        words = " ".join(decode(self.tokenizer, request.generated[-24:]).split())
-        last = f"{request.finish_reason}: {words[-50:]}" if state == "done" else f"... {words[-50:]}"
-        return f"  {request.name:6} {state:11} {len(request.generated)}/{request.max_new_tokens}  {last}"
+            return f"{start} {request.computed}/{len(request.prompt)}"
+        words = " ".join(decode(self.tokenizer, request.generated[-24:]).split())[-50:]
+        last = f"{request.finish_reason}: {words}" if state == "done" else f"... {words}"
+        return f"{start} {len(request.generated)}/{request.max_new_tokens}  {last}"
 
-    def draw(self, rows):
-        self.drawn = time.perf_counter()
-        back = f"\x1b[{self.lines}F" if self.lines else ""   # up to the first of the lines drawn last time, and clear from there
-        self.stream.write(back + "\x1b[J" + "\n".join(rows) + "\n")
+    def draw(self, lines):
+        self.drawn_at = time.perf_counter()
+        # back to the first line of the last drawing, and clear everything from there
+        back = f"\x1b[{self.drawn_lines}F" if self.drawn_lines else ""
+        self.stream.write(back + "\x1b[J" + "\n".join(lines) + "\n")
         self.stream.flush()
-        self.lines = len(rows)
+        self.drawn_lines = len(lines)

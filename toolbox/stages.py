@@ -1,4 +1,4 @@
-"""All stages by name, for whoever runs more than one of them."""
+"""All stages by name, for code that runs more than one of them."""
 import inspect
 from functools import partial
 
@@ -6,6 +6,7 @@ import generate_chunked
 import generate_dynamic
 import generate_interleaved
 import generate_naive
+import generate_paged
 import generate_prepacked
 import generate_ragged
 import generate_unbatched
@@ -18,17 +19,25 @@ SCRIPTS = {
     "interleaved": generate_interleaved.generate,
     "prepacked": generate_prepacked.generate,
     "ragged": generate_ragged.generate,
+    "paged": generate_paged.generate,
 }
-STAGES = {   # with the variants of some, in the ladder's order
+STAGES = {   # in the ladder's order, with variants
     "unbatched, no cache": partial(generate_unbatched.generate, use_cache=False),
-    **{name: SCRIPTS[name] for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "prepacked")},
+    "unbatched": generate_unbatched.generate,
+    "naive": generate_naive.generate,
+    "dynamic": generate_dynamic.generate,
+    "chunked": generate_chunked.generate,
+    "interleaved": generate_interleaved.generate,
+    "prepacked": generate_prepacked.generate,
     "prepacked, dataset": partial(generate_prepacked.generate, pack="dataset"),
     "ragged, mask": partial(generate_ragged.generate, attention="mask"),
     "ragged, varlen": generate_ragged.generate,
+    "paged": generate_paged.generate,
 }
 
 
 def knobs_of(generate, knobs):
-    """Those of the knobs that a stage has, and the names of the others."""
+    """The knobs that a stage has, as a dict, and the names of the others."""
     has = inspect.signature(generate).parameters
-    return {name: value for name, value in knobs.items() if name in has}, [name for name in knobs if name not in has]
+    mine = {name: value for name, value in knobs.items() if name in has}
+    return mine, [name for name in knobs if name not in has]

@@ -1,4 +1,4 @@
-"""What happened: one record per forward pass, and the time of every token."""
+"""What happened in a run: one record per forward pass, and the time of every token."""
 import math
 import time
 from contextlib import contextmanager
@@ -7,25 +7,36 @@ from dataclasses import dataclass, field
 import torch
 
 
+def synchronize(device):
+    """Waits for the work that has been queued on a GPU; timings are meaningless without it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 @dataclass
 class ForwardPass:
     """
-    Slots are places in the tensor that was computed: slots = useful + recomputed + pad_slots + finished_slots.
-    Scores are entries of one head's q k^T in one layer. Bytes are of all layers.
+    Slots are places in the tensor that was computed:
+
+        slots = useful + recomputed + pad_slots + finished_slots
+
+    Scores are entries of q k^T, of one head in one layer. Bytes are summed over all layers.
     """
     stage: str
     step: int
     shape: tuple              # of the token ids: (B, T) or (N,)
-    work: list                # (request name, first position, number of tokens) of each request in it
-    finished: list            # names of the finished requests that were computed all the same
+    work: list                # (request name, first position, number of tokens) of each request
+    finished: list            # names of finished requests that a static batch still computes
     useful: int               # tokens computed for the first time
     recomputed: int           # tokens that had been computed before
     pad_slots: int            # slots without a token
     finished_slots: int       # slots of finished requests
     padded_keys: int          # key slots that hold no key of a running request
     score_entries: int        # computed
-    useful_scores: int        # of those, the ones a token may see: position + 1 for each useful token
-    copied_bytes: int         # keys and values that were copied to bring them together, their padding included
+    useful_scores: int        # of these, the ones a token may see: position + 1 per useful token
+    copied_bytes: int         # keys and values copied to bring them together, padding included
     seconds: float
 
     @property
@@ -38,24 +49,31 @@ class Trace:
     """What `generate` returns."""
     stage: str
     requests: list
-    counts: dict = field(default_factory=dict)   # the Scheduler's: preemptions, prefix_hits, saved_tokens, evicted_pages
+    # Stage 7 counts preemptions, shared_pages, saved_tokens and evicted_pages
+    counts: dict = field(default_factory=dict)
     passes: list = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)   # perf_counter; TTFT of a request that came at step 0 counts from here
-    step_times: dict = field(default_factory=dict)              # step -> perf_counter at its beginning
-    reached: dict = field(default_factory=dict, repr=False)     # request name -> tokens computed so far
+    # perf_counter; the TTFT of a request that arrives at step 0 counts from here
+    started: float = field(default_factory=time.perf_counter)
+    # step -> perf_counter at its beginning
+    step_times: dict = field(default_factory=dict)
+    # request name -> tokens computed so far
+    reached: dict = field(default_factory=dict, repr=False)
 
     @contextmanager
     def forward_pass(self, step, batch):
-        """Times the forward pass inside the `with` and records what it cost."""
+        """Times the forward pass inside the `with` block, then records its work and its cost."""
         start = time.perf_counter()
         self.step_times.setdefault(step, start)
         yield
-        if batch.tokens.is_cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+        synchronize(batch.tokens.device)
+        self.record_pass(step, batch, time.perf_counter() - start)
 
-        work, useful, useful_scores = [], 0, 0
+    def record_pass(self, step, batch, seconds):
+        work, finished, useful, useful_scores = [], [], 0, 0
         for (request, n), first in zip(batch.plan, batch.starts):
+            if n == 0:   # a row of a static batch that goes on after its request has finished
+                finished.append(request.name)
+                continue
             end = first + n
             seen = self.reached.get(request.name, 0)
             new = max(0, end - max(first, seen))
@@ -63,17 +81,23 @@ class Trace:
             useful_scores += sum(range(end - new + 1, end + 1))
             self.reached[request.name] = max(seen, end)
             work.append((request.name, first, n))
-        planned, finished_slots = sum(n for _, n in batch.plan), len(batch.finished)
+        planned = sum(n for _, n in batch.plan)
         self.passes.append(ForwardPass(
-            self.stage, step, tuple(batch.tokens.shape), work, [request.name for request in batch.finished], useful, planned - useful,
-            batch.tokens.numel() - planned - finished_slots, finished_slots, batch.padded_keys, batch.score_entries,
-            useful_scores, batch.copied_bytes, seconds))
+            self.stage, step, tuple(batch.tokens.shape), work, finished,
+            useful=useful,
+            recomputed=planned - useful,
+            pad_slots=batch.tokens.numel() - planned - len(finished),
+            finished_slots=len(finished),
+            useful_scores=useful_scores,
+            seconds=seconds,
+            **batch.cost(),
+        ))
 
     def record_tokens(self, step, requests, tokens, logits, on_token=None):
-        """Stamps each new token with the time and the step, and tells `on_token(request, token, logits)`."""
+        """Records time and step of each new token, and calls `on_token(request, token, logits)`."""
         now = time.perf_counter()
         new = [(request, token, row) for request, token, row in zip(requests, tokens, logits)
-               if len(request.generated) > len(request.token_times)]   # not if it was cancelled in the meantime
+               if len(request.generated) > len(request.token_times)]   # not if it was cancelled
         for request, _, _ in new:
             request.token_times.append(now)
             request.token_steps.append(step)

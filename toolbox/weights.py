@@ -1,8 +1,8 @@
 """
 Reads and writes GPT-2 weights in Hugging Face's layout: config.json beside model.safetensors or
-pytorch_model.bin. Two things differ from ours:
+pytorch_model.bin. It differs from model.py in two ways:
 
-- its linear layers are `Conv1D`, whose weight is the transpose of nn.Linear's;
+- linear layers are `Conv1D`, whose weight is the transpose of nn.Linear's;
 - query, key and value are one layer, `c_attn`, 3 * n_embd wide.
 """
 import json
@@ -19,12 +19,18 @@ from toolbox.tokenizer import BUILTIN
 NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 HUB = "https://huggingface.co/openai-community/{name}/resolve/main/{file}"
 FILES = ("model.safetensors", "pytorch_model.bin")
-CONFIG = {"block_size": ("n_positions", "n_ctx"), "vocab_size": ("vocab_size",), "n_layer": ("n_layer",),
-          "n_head": ("n_head",), "n_embd": ("n_embd",)}   # ours: theirs
-# settings that change the arithmetic: what GPT-2 has, and all that is built here
-FIXED = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,), "tie_word_embeddings": (True,), "scale_attn_weights": (True,),
-         "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)}
+CONFIG = {   # our names: theirs
+    "block_size": ("n_positions", "n_ctx"), "vocab_size": ("vocab_size",),
+    "n_layer": ("n_layer",), "n_head": ("n_head",), "n_embd": ("n_embd",),
+}
+FIXED = {   # settings that change the arithmetic: GPT-2's values, the only ones supported
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
+    "tie_word_embeddings": (True,), "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+}
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+READ_ERRORS = (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError,
+               AttributeError)
 
 
 def read_gpt2(name):
@@ -38,16 +44,20 @@ def read_gpt2(name):
         raise ValueError(f"model '{name}': {path.name} is neither .safetensors nor .bin")
     config = read_config(path.parent / "config.json", name)
     try:
-        theirs = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
-        theirs = {key.removeprefix("transformer."): tensor.to_dense().float() for key, tensor in theirs.items()}
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError) as error:
-        raise ValueError(f"model '{name}': {path.name} cannot be read, it is corrupt, cut short or of another kind "
-                         f"({type(error).__name__})") from None
+        if path.suffix == ".safetensors":
+            theirs = load_file(path)
+        else:
+            theirs = torch.load(path, map_location="cpu", weights_only=True)
+        theirs = {key.removeprefix("transformer."): tensor.to_dense().float()
+                  for key, tensor in theirs.items()}
+    except READ_ERRORS as error:
+        raise ValueError(f"model '{name}': {path.name} cannot be read, it is corrupt, cut short or "
+                         f"of another kind ({type(error).__name__})") from None
     return config, from_hugging_face(theirs, config, name)
 
 
 def locate(name):
-    """The weights file for a name; downloads it if need be."""
+    """The weights file for a name, downloaded if necessary."""
     if name == "builtin":
         return BUILTIN / FILES[0]
     if name in NAMES:
@@ -60,10 +70,12 @@ def locate(name):
     if is_folder:
         found = [path / file for file in FILES if (path / file).is_file()]
         if not found:
-            raise ValueError(f"model '{name}': the folder holds neither {FILES[0]} nor {FILES[1]}")
+            raise ValueError(f"model '{name}': the folder holds neither {FILES[0]} "
+                             f"nor {FILES[1]}")
         return found[0]
     if not is_file:
-        raise ValueError(f"model '{name}': no such file or folder, and none of the names builtin, {', '.join(NAMES)}")
+        raise ValueError(f"model '{name}': no such file or folder, and none of the names "
+                         f"builtin, {', '.join(NAMES)}")
     return path
 
 
@@ -74,17 +86,19 @@ def download(name):
         if not (folder / file).is_file():
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                torch.hub.download_url_to_file(HUB.format(name=name, file=file), str(folder / file))   # writes it whole or not at all
+                # writes the whole file or nothing
+                torch.hub.download_url_to_file(HUB.format(name=name, file=file), str(folder / file))
             except (URLError, OSError) as error:
-                raise ValueError(f"model '{name}': downloading {file} failed ({error}); connect once, "
-                                 "or use a local folder or the built-in model") from None
+                raise ValueError(f"model '{name}': downloading {file} failed ({error}); connect "
+                                 "once, or use a local folder or the built-in model") from None
     return folder / FILES[0]
 
 
 def read_config(path, name):
     try:
         theirs = json.loads(path.read_text(encoding="utf-8"))
-        config = {ours: next(theirs[key] for key in keys if key in theirs) for ours, keys in CONFIG.items()}
+        config = {ours: next(theirs[key] for key in keys if key in theirs)
+                  for ours, keys in CONFIG.items()}
     except OSError:
         raise ValueError(f"model '{name}': there is no config.json beside its weights") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, StopIteration, TypeError):
@@ -92,12 +106,13 @@ def read_config(path, name):
                          f"{', '.join(keys[0] for keys in CONFIG.values())}") from None
     for key, allowed in FIXED.items():
         if theirs.get(key, allowed[0]) not in allowed:
-            raise ValueError(f"model '{name}': {key} {theirs[key]!r} is not GPT-2's, allowed is {' or '.join(map(repr, allowed))}")
+            raise ValueError(f"model '{name}': {key} {theirs[key]!r} is not GPT-2's, "
+                             f"allowed is {' or '.join(map(repr, allowed))}")
     return config
 
 
 def from_hugging_face(theirs, config, name):
-    """Their state dict -> ours. Buffers (their causal masks) and the tied lm_head are left out."""
+    """Their state dict as ours, without buffers (their causal masks) and the tied lm_head."""
     ours = {}
     expected = shapes(config, name)
     for key, tensor in theirs.items():
@@ -116,35 +131,38 @@ def from_hugging_face(theirs, config, name):
                          f"{len(odd)} weights missing or unknown, first '{odd[0]}'")
     for key, tensor in ours.items():
         if tuple(tensor.shape) != expected[key]:
-            raise ValueError(f"model '{name}': weight '{key}' has shape {tuple(tensor.shape)}, its config.json says {expected[key]}")
+            raise ValueError(f"model '{name}': weight '{key}' has shape {tuple(tensor.shape)}, "
+                             f"its config.json says {expected[key]}")
     return ours
 
 
 def shapes(config, name):
-    """The shape of each weight a GPT of this configuration has."""
+    """The shape of each weight in a GPT of this configuration."""
     from model import GPT, GPTConfig
     try:
         with torch.device("meta"):   # shapes only: allocates nothing
-            return {key: tuple(tensor.shape) for key, tensor in GPT(GPTConfig(**config)).state_dict().items()}
+            weights = GPT(GPTConfig(**config)).state_dict()
+        return {key: tuple(tensor.shape) for key, tensor in weights.items()}
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"model '{name}': its config.json: {str(error).splitlines()[0]}") from None
 
 
 def write_gpt2(model, folder, dtype=torch.float16):
     """Writes config.json and model.safetensors, which Hugging Face's GPT2LMHeadModel reads too."""
-    theirs = {}
-    for key, tensor in model.state_dict().items():
-        key = "transformer." + key
+    ours, theirs = model.state_dict(), {}
+    for key, tensor in ours.items():
         if ".attn.key" in key or ".attn.value" in key:
             continue
         if ".attn.query" in key:
-            tensor = torch.cat([model.state_dict()[key.removeprefix("transformer.").replace("query", part)]
-                                for part in ("query", "key", "value")])
-            key = key.replace("query", "c_attn")
-        theirs[key] = (tensor.t() if key.endswith(CONV1D) else tensor).to(dtype).contiguous()
+            parts = [ours[key.replace("query", part)] for part in ("query", "key", "value")]
+            tensor, key = torch.cat(parts), key.replace("query", "c_attn")
+        if key.endswith(CONV1D):
+            tensor = tensor.t()
+        theirs["transformer." + key] = tensor.to(dtype).contiguous()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {keys[0]: getattr(model.config, ours) for ours, keys in CONFIG.items()}
-    (folder / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
-                                                    "activation_function": "gelu_new", **config}, indent=1) + "\n")
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
+              "activation_function": "gelu_new",
+              **{keys[0]: getattr(model.config, name) for name, keys in CONFIG.items()}}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     save_file(theirs, folder / FILES[0], metadata={"format": "pt"})

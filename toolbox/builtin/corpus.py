@@ -1,12 +1,13 @@
 """
-The built-in model's text: the documentation inside Python itself, so that training needs no download.
+The built-in model's training text: Python's own documentation, so training needs no download.
 
-Prose of `pydoc_data.topics` and the docstrings of the standard library, as short documents:
+It is the prose of `pydoc_data.topics` and the docstrings of the standard library, as short
+documents:
 
     # json.dumps
     Serialize ``obj`` to a JSON formatted ``str``. ...
 
-The text differs a little between Python versions, which is why the trained files are committed.
+The text differs slightly between Python versions, which is why the trained files are committed.
 """
 import ast
 import inspect
@@ -27,25 +28,27 @@ def documents():
 
 
 def topics():
-    """The language reference as pydoc carries it: prose paragraphs only, no code, no tables."""
+    """The language reference that pydoc includes: prose paragraphs only, no code, no tables."""
     from pydoc_data.topics import topics as pages
     for name in sorted(pages):
         seen = set()
         for paragraph in re.split(r"\n\s*\n", pages[name]):
             prose = " ".join(paragraph.split())
-            # an indented or symbol-laden paragraph is code, a table or a grammar rule
-            if (not paragraph.startswith((" ", "+", "|", "*")) and len(prose) > 60
-                    and sum(c.isalpha() or c == " " for c in prose) > 0.85 * len(prose) and prose not in seen):
+            letters = sum(c.isalpha() or c == " " for c in prose)
+            # indented paragraphs, and those full of symbols, are code, tables or grammar rules
+            is_code = paragraph.startswith((" ", "+", "|", "*")) or letters <= 0.85 * len(prose)
+            if not is_code and len(prose) > 60 and prose not in seen:
                 seen.add(prose)
                 yield name, prose
 
 
 def docstrings():
-    """Every docstring of the standard library, read with ast: nothing is imported or run."""
+    """All docstrings of the standard library, read with ast: nothing is imported or executed."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        if parts[0] in ("site-packages", "test", "idlelib", "lib2to3") or "test" in parts or "tests" in parts:
+        left_out = {"site-packages", "test", "idlelib", "lib2to3"}
+        if parts[0] in left_out or {"test", "tests"} & set(parts):
             continue
         module = ".".join(p for p in parts if p != "__init__")
         try:

@@ -1,0 +1,1 @@
+"""Commands that measure and compare the stages, and the results and pictures that they produced."""

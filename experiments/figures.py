@@ -1,0 +1,444 @@
+"""
+The pictures of README and docs, drawn from traces, live layouts and measured results, in the visual
+language of toolbox/plots.py. Without a path, a function returns its figure for a notebook to show.
+"""
+import numpy as np
+import torch
+from matplotlib.patches import Patch
+from matplotlib.patches import Rectangle as Box
+from matplotlib.ticker import FuncFormatter
+
+from experiments.peers import PEERS
+from generate_dynamic import Rectangle
+from generate_prepacked import Packed
+from generate_ragged import Flat
+from toolbox.plots import COLORS, edge, hatch, legend, patch, pyplot, save, timeline
+
+BLUE, GREEN, RED, ORANGE = "#0072B2", "#009E73", "#D55E00", "#E69F00"
+SKY, PURPLE, YELLOW, GREY, BROWN = "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#8C6239"
+
+
+def log_axis(axis, base=10):
+    """A logarithmic axis whose labels are plain numbers."""
+    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log", base=base)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+# --- requests x steps -----------------------------------------------------------------------------
+
+def timelines(traces, path=None, columns=2):
+    """All stages on one workload, with the same axis of steps: which stage is done first shows."""
+    plt = pyplot()
+    rows = -(-len(traces) // columns)
+    height = 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))
+    figure, axes = plt.subplots(rows, columns, figsize=(11, height), squeeze=False)
+    last = max(trace.passes[-1].step for trace in traces) + 1
+    for ax, trace in zip(axes.flat, traces):
+        timeline(ax, trace, last_step=last)
+    for ax in list(axes.flat)[len(traces):]:
+        ax.axis("off")
+        ax.text(0.06, 0.5, "A cell is one request in one step. Its full height\n"
+                "is the width of its row in the tensor: grey is the\nshare of that row which was "
+                "padding. All stages serve\nthe same requests, and give them the same tokens.",
+                va="center", fontsize=10, linespacing=1.5)
+    figure.tight_layout(rect=(0, 0.38 / figure.get_figheight(), 1, 1), h_pad=1.4, w_pad=2)
+    passes = [p for trace in traces for p in trace.passes]
+    counted = {"recomputed": "recomputed", "pad": "pad_slots", "finished": "finished_slots"}
+    seen = [kind for kind, name in counted.items() if any(getattr(p, name) for p in passes)]
+    legend(figure, ["prefill", "decode", *seen, "waiting"])
+    return save(figure, path)
+
+
+# --- one step's mask ------------------------------------------------------------------------------
+
+def effective_mask(batch, row=None):
+    """
+    Which keys each query sees in a layout, causal rule included: (T, S) for one row of a Rectangle,
+    (N, S) for a Flat with attention="mask".
+    """
+    T, S = batch.tokens.size(-1), batch.mask.size(-1)
+    causal = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+    return (causal & (batch.mask if row is None else batch.mask[row, 0])).numpy()
+
+
+def draw_slot(ax, row, column, color, line="#BBBBBB", hatch=None):
+    ax.add_patch(Box((column, row), 1, 1, facecolor=color, edgecolor=line, linewidth=0.5,
+                     hatch=hatch))
+
+
+def grid(ax, see, is_past, queries, keys):
+    """A cell per query and key: coloured where the query sees the key, hatched where "·" pads."""
+    for i, j in np.ndindex(see.shape):
+        if queries[i] == "·" or keys[j] == "·":
+            draw_slot(ax, i, j, COLORS["pad"], hatch="////")
+        elif see[i, j]:
+            draw_slot(ax, i, j, COLORS["decode" if is_past[j] else "prefill"])
+        else:
+            draw_slot(ax, i, j, "white")
+    ax.set_xlim(-0.04, see.shape[1] + 0.04)
+    ax.set_ylim(see.shape[0] + 0.04, -0.04)
+    ax.set_xticks(np.arange(see.shape[1]) + 0.5, keys, fontsize=7)
+    ax.set_yticks(np.arange(see.shape[0]) + 0.5, queries, fontsize=7)
+    ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
+    ax.set_aspect("equal")
+    for side in ax.spines.values():
+        side.set_visible(False)
+
+
+def masks(plan, path=None):
+    """One step's attention, the same plan as a Rectangle and as a Flat: scores and padding."""
+    figure = pyplot().figure(figsize=(11, 6.6))
+    rectangle, flat = Rectangle(plan), Flat(plan, attention="mask")
+    draw_rectangle(figure, rectangle)
+    draw_flat(figure, flat)
+
+    (B, T), (N,), useful = rectangle.tokens.shape, flat.tokens.shape, int(flat.mask.sum())
+    scores = [batch.cost()["score_entries"] for batch in (rectangle, flat, Flat(plan))]
+    figure.text(0.045, 0.955, f"Rectangle (B, T) = ({B}, {T})", fontsize=12, weight="bold")
+    figure.text(0.045, 0.925, f"{B * T - N} of {B * T} slots are padding; {scores[0]} scores, "
+                f"{useful} useful", fontsize=10)
+    figure.text(0.36, 0.955, f"Ragged (N,) = ({N},)", fontsize=12, weight="bold")
+    figure.text(0.36, 0.925, f"no padding; {scores[1]} scores masked, or {scores[2]} by skipping, "
+                f"{useful} useful", fontsize=10)
+    figure.legend(handles=[Patch(color=COLORS["decode"], label="sees a key from the cache"),
+                           Patch(color=COLORS["prefill"], label="sees a new key"), patch("pad"),
+                           Patch(facecolor="white", edgecolor="#BBBBBB", label="may not see")],
+                  loc="lower center", ncols=4)
+    return save(figure, path)
+
+
+def labels_of(plan):
+    """[["A0", "A1", ...], ...]: a label for each token of each request, past and new."""
+    return [[f"{request.name}{i}" for i in range(request.computed + n)] for request, n in plan]
+
+
+def draw_rectangle(figure, batch):
+    B, T = batch.tokens.shape
+    left = figure.add_gridspec(B, 1, left=0.045, right=0.4, top=0.86, bottom=0.08, hspace=0.4)
+    for b, ((request, n), label) in enumerate(zip(batch.plan, labels_of(batch.plan))):
+        past = request.computed
+        queries = ["·"] * (T - n) + label[past:]
+        keys = ["·"] * (batch.P - past) + label[:past] + queries
+        is_past = [j < batch.P for j in range(batch.P + T)]
+        ax = figure.add_subplot(left[b], anchor="NW")
+        grid(ax, effective_mask(batch, b), is_past, queries, keys)
+
+
+def draw_flat(figure, batch):
+    labels = labels_of(batch.plan)
+    keys = [key for label in labels for key in label]
+    queries = [key for (request, _), label in zip(batch.plan, labels)
+               for key in label[request.computed:]]
+    is_past = [i < request.computed for (request, _), label in zip(batch.plan, labels)
+               for i in range(len(label))]
+    right = figure.add_gridspec(1, 1, left=0.36, right=0.985, top=0.86, bottom=0.08)
+    ax = figure.add_subplot(right[0], anchor="NW")
+    grid(ax, effective_mask(batch), is_past, queries, keys)
+
+
+def packing(plan, path=None):
+    """
+    A plan's prompts padded to one length, and packed into rows; and the mask of the row that holds
+    the most prompts.
+    """
+    batch = Packed(plan)
+    rows, m = batch.tokens.shape
+    lengths = [n for _, n in plan]
+    figure, axes = pyplot().subplots(1, 3, figsize=(12, 0.6 + 0.34 * max(len(plan), m)))
+    padded = [(b, m - n, m) for b, n in enumerate(lengths)]
+    draw_places(axes[0], plan, padded, m)
+    axes[0].set_title(f"padded ({len(plan)}, {m}): {len(plan) * m - sum(lengths)} pad slots",
+                      fontsize=10, loc="left")
+    draw_places(axes[1], plan, batch.places, m)
+    axes[1].set_title(f"packed ({rows}, {m}): {rows * m - sum(lengths)} pad slots",
+                      fontsize=10, loc="left")
+
+    shared = max(range(rows), key=lambda row: sum(place[0] == row for place in batch.places))
+    labels = ["·"] * m
+    for label, (row, first, end) in zip(labels_of(plan), batch.places):
+        if row == shared:
+            labels[first:end] = label
+    grid(axes[2], effective_mask(batch, shared), [False] * m, labels, labels)
+    axes[2].set_title(f"what each query sees in row {shared + 1}", fontsize=10, loc="left", pad=16)
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def draw_places(ax, plan, places, m):
+    """Prompts in rows of m slots: places holds (row, first column, end) for each of them."""
+    for i, j in np.ndindex(max(row for row, _, _ in places) + 1, m):
+        draw_slot(ax, i, j, COLORS["pad"], hatch="////")
+    colors = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW) * len(plan)
+    for label, (row, first, end), color in zip(labels_of(plan), places, colors):
+        for text, j in zip(label, range(first, end)):
+            draw_slot(ax, row, j, color, line="white")
+            ax.text(j + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7, color="white")
+    ax.set_xlim(-0.04, m + 0.04)
+    ax.set_ylim(len(plan) + 0.04, -0.04)
+    ax.set_aspect("equal")
+    ax.axis("off")
+
+
+# --- a pool of pages ------------------------------------------------------------------------------
+
+def pool(seen, path=None):
+    """
+    A pool over the steps of a run, and the block tables of its fullest step.
+
+    seen: for each step {"tables": {request name: its pages}, "kept": pages, "number": of pages}
+    """
+    names = list(dict.fromkeys(name for step in seen for name in step["tables"]))
+    color_of = dict(zip(names, (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, BROWN)))
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 5.2), width_ratios=[2.2, 1])
+    for step, at in enumerate(seen):
+        holders = {page: [name for name, table in at["tables"].items() if page in table]
+                   for page in range(at["number"])}
+        for page, held_by in holders.items():
+            draw_page(left, step, page, held_by, page in at["kept"], color_of)
+    left.set_xlim(0, len(seen))
+    left.set_ylim(seen[0]["number"], 0)
+    left.set_xlabel("step")
+    left.set_ylabel("page")
+    left.set_title("the pool, step by step", fontsize=10, loc="left")
+
+    fullest = max(range(len(seen)), key=lambda i: len(seen[i]["tables"]))
+    tables = seen[fullest]["tables"]
+    for row, (name, table) in enumerate(tables.items()):
+        right.text(-0.3, row + 0.5, name, ha="right", va="center", fontsize=10)
+        for column, page in enumerate(table):
+            held_by = [other for other, pages in tables.items() if page in pages]
+            draw_page(right, column, row, held_by, False, color_of)
+            right.text(column + 0.5, row + 0.5, page, ha="center", va="center", fontsize=9,
+                       color="white")
+    right.set_xlim(-1, max(map(len, tables.values())))
+    right.set_ylim(max(len(tables), 8), 0)
+    right.axis("off")
+    right.set_title(f"the block tables at step {fullest}", fontsize=10, loc="left")
+    handles = [Patch(facecolor=color_of[name], label=name) for name in names]
+    handles += [Patch(facecolor=SHARED, label="shared"),
+                Patch(facecolor=COLORS["pad"], label="kept, not in use")]
+    figure.legend(handles=handles, loc="lower center", ncols=len(handles), handlelength=1.2)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    return save(figure, path)
+
+
+SHARED = "#444444"
+
+
+def draw_page(ax, x, y, held_by, kept, color_of):
+    """One page as a box: the colour of its holder, dark if it has several; grey if only kept."""
+    if not held_by and not kept:
+        return
+    color = COLORS["pad"]
+    if held_by:
+        color = SHARED if len(held_by) > 1 else color_of[held_by[0]]
+    ax.add_patch(Box((x, y), 1, 1, facecolor=color, edgecolor="white", linewidth=0.5))
+
+
+# --- slots, rows, time between tokens -------------------------------------------------------------
+
+def slots(traces, path=None):
+    """Useful, padded and finished slots of each stage, as bars."""
+    figure, ax = pyplot().subplots(figsize=(8, 0.9 + 0.42 * len(traces)))
+    kinds = {"useful": ("decode", "useful"), "recomputed": ("recomputed", "computed again"),
+             "pad_slots": ("pad", "padding"),
+             "finished_slots": ("finished", "finished, still computed")}
+    left = np.zeros(len(traces))
+    for name, (kind, label) in kinds.items():
+        values = np.array([sum(getattr(p, name) for p in trace.passes) for trace in traces])
+        if values.any():
+            ax.barh(range(len(traces)), values, left=left, height=0.72, color=COLORS[kind],
+                    hatch=hatch(kind), edgecolor=edge(kind), linewidth=0, label=label)
+            left += values
+    for i, (trace, total) in enumerate(zip(traces, left)):
+        useful = sum(p.useful for p in trace.passes)
+        ax.text(total, i, f"  {useful / total:.0%} useful, {len(trace.passes)} passes",
+                va="center", fontsize=9)
+    ax.set_yticks(range(len(traces)), [trace.stage for trace in traces])
+    ax.set_ylim(len(traces) - 0.5, -0.5)
+    ax.set_xlim(0, left.max() * 1.32)
+    ax.set_xlabel("slots computed for the same workload")
+    ax.legend(loc="lower right")
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def rows(measured, path=None):
+    """
+    Forward time against the number of rows: why batching pays.
+
+    measured: {label: [(rows, seconds), ...]}
+    """
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 3.8))
+    for (label, points), color, marker in zip(measured.items(), (BLUE, RED, GREEN), "os^"):
+        n, seconds = np.array(points).T
+        style = dict(color=color, marker=marker, markersize=4, label=label)
+        left.plot(n, seconds * 1e3, **style)
+        right.plot(n, seconds / n * 1e3, **style)
+    for ax, title in (left, "one forward pass, ms"), (right, "the same, ms per row"):
+        log_axis(ax.xaxis, base=2)
+        log_axis(ax.yaxis)
+        ax.set_xlabel("rows (tokens of different requests)")
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.grid(True, color="#EEEEEE")
+    left.legend()
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def itl(gaps, arrival, prompt_tokens, path=None):
+    """
+    Time between tokens of running requests, step by step, while a long prompt arrives.
+
+    gaps: {stage: [(step, seconds), ...]}
+    """
+    figure, ax = pyplot().subplots(figsize=(9, 3.8))
+    for (name, points), color, marker in zip(gaps.items(), (RED, BLUE, ORANGE, GREEN), "osD^"):
+        step, seconds = np.array(points).T
+        ax.plot(step, seconds * 1e3, color=color, marker=marker, markersize=4, linewidth=1.4,
+                label=f"{name}: worst {seconds.max() * 1e3:.1f} ms")
+    ax.axvline(arrival, color="#444444", linewidth=0.8, linestyle="--")
+    ax.annotate(f"a prompt of {prompt_tokens} tokens arrives", (arrival, 1), (-6, -2),
+                xycoords=("data", "axes fraction"), textcoords="offset points",
+                ha="right", va="top", fontsize=9)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("step")
+    ax.set_ylabel("time since the last token, ms")
+    ax.grid(True, axis="y", color="#EEEEEE")
+    ax.legend()
+    figure.tight_layout()
+    return save(figure, path)
+
+
+# --- bench.py -------------------------------------------------------------------------------------
+
+WORKLOADS = {"W1": "W1, mixed", "W2": "W2, prefill", "W3": "W3, decode"}
+
+
+def bench(results, path):
+    """Useful tokens per second of all systems, and the roofline: a panel per model and workload."""
+    models = list(dict.fromkeys(result["model"] for result in results))
+    per_model = [[result for result in results if result["model"] == model] for model in models]
+    by_size = sorted(results, key=lambda result: -len(result["systems"]))
+    systems = list(dict.fromkeys(name for result in by_size for name in result["systems"]))
+    columns = max(map(len, per_model))
+    size = 4 * columns + 2.2, len(models) * (0.22 * len(systems) + 1.1)
+    figure, axes = pyplot().subplots(len(models), columns, figsize=size, sharey=True, squeeze=False)
+    for line, row in zip(per_model, axes):
+        for result, ax in zip(line, row):
+            bench_panel(ax, result, systems)
+        for ax in row[len(line):]:
+            ax.axis("off")
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def bench_panel(ax, result, systems):
+    for y, name in enumerate(systems):
+        if name in result["systems"]:
+            speed = result["tokens"] / result["systems"][name]["seconds"]
+            color = GREY if name.startswith(PEERS) else GREEN if name == "ragged, varlen" else BLUE
+            ax.barh(y, speed, color=color, height=0.75)
+            ax.text(speed, y, f" {speed:,.0f}", va="center", fontsize=8)
+    most = result["tokens"] / result["roofline"]
+    ax.axvline(most, color="black", linestyle="--", linewidth=1)
+    ax.text(most, -0.9, f"roofline {most:,.0f} ", ha="right", va="center", fontsize=8)
+    ax.set_ylim(len(systems) - 0.4, -1.4)
+    ax.set_xlim(0, 1.08 * most)
+    ax.locator_params(axis="x", nbins=5)
+    ax.set_yticks(range(len(systems)), systems, fontsize=9)
+    ax.set_title(f"{WORKLOADS[result['workload']]}: {result['model']}", fontsize=10, loc="left")
+    ax.set_xlabel("prompt tokens/s" if result["workload"] == "W2" else "tokens/s")
+
+
+# --- experiments/prepacking.py --------------------------------------------------------------------
+
+METHOD_COLORS = {"full batching": GREY, "length-ordered": ORANGE, "prepacking, batch": SKY,
+                 "prepacking, dataset": BLUE, "ragged": GREEN}
+
+
+def prepacking(result, path):
+    """The figures of experiments.prepacking: six panels, one for each of its tables."""
+    figure, ((kinds, sizes, memory), (ratio, gap, latency)) = pyplot().subplots(
+        2, 3, figsize=(15, 8.4))
+    draw_kinds(kinds, result["kinds"])
+    draw_batch_sizes(sizes, result["batch_size"])
+    draw_memory(memory, result["largest"])
+    draw_predictors(ratio, gap, result["predictors"])
+    draw_latency(latency, result["latency"])
+    for ax in sizes, ratio, gap, latency:
+        ax.grid(True, color="#EEEEEE")
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def grouped_bars(ax, values, width, form):
+    """values: {method: [a height for each group, ...]}"""
+    for i, (method, heights) in enumerate(values.items()):
+        x = np.arange(len(heights)) + width * (i - (len(values) - 1) / 2)
+        ax.bar(x, heights, width=0.94 * width, color=METHOD_COLORS[method], label=method)
+        for at, height in zip(x, heights):
+            ax.text(at, height, format(height, form), ha="center", va="bottom", fontsize=7)
+
+
+def draw_kinds(ax, kinds):
+    def speedups(method):
+        return [figures["full batching"]["prefill_ms"] / figures[method]["prefill_ms"]
+                for figures in kinds.values()]
+
+    methods = [method for method in METHOD_COLORS if method != "full batching"]
+    grouped_bars(ax, {method: speedups(method) for method in methods}, 0.2, ".1f")
+    ax.axhline(1, color=METHOD_COLORS["full batching"], linestyle="--", linewidth=1)
+    ax.set_xticks(range(len(kinds)), [str(kind).replace(" ", "\n") for kind in kinds], fontsize=8)
+    ax.set_ylim(top=1.35 * ax.get_ylim()[1])
+    ax.legend(fontsize=8, ncols=2, loc="upper left")
+    ax.set_title("prefill, speedup over full batching, k = 16", loc="left", fontsize=10)
+
+
+def draw_batch_sizes(ax, batch_size):
+    for (kind, points), color, marker in zip(batch_size.items(), (BLUE, RED), "os"):
+        k, speedup, _ = np.array(points).T
+        ax.plot(k, speedup, color=color, marker=marker, markersize=4, label=f"{kind} lengths")
+    ax.axhline(1, color=GREY, linestyle="--", linewidth=1)
+    log_axis(ax.xaxis, base=2)
+    ax.set_xlabel("k, prompts in a batch")
+    ax.set_title("the same for other k, prepacking a batch", loc="left", fontsize=10)
+    ax.legend(fontsize=8)
+
+
+def draw_memory(ax, largest):
+    methods = ("full batching", "prepacking, batch", "ragged")
+    k = {method: [found[method] for found in largest.values()] for method in methods}
+    grouped_bars(ax, k, 0.27, "d")
+    ax.set_xticks(range(len(largest)), largest, fontsize=8)
+    ax.set_yscale("log")
+    ax.set_ylim(top=6 * ax.get_ylim()[1])
+    ax.legend(fontsize=8, loc="upper right")
+    ax.set_title("largest k whose prefill fits in memory", loc="left", fontsize=10)
+
+
+def draw_predictors(ratio, gap, predictors):
+    for (k, points), color, marker in zip(predictors.items(), (BLUE, RED), "os"):
+        rows, tokens, speedup = np.array(points).T
+        style = dict(s=8, color=color, marker=marker, alpha=0.5, linewidths=0, label=f"k = {k}")
+        ratio.scatter(rows, speedup, **style)
+        gap.scatter(tokens, speedup, **style)
+    x = np.linspace(*ratio.get_xlim(), 50)
+    ratio.plot(x, 1 / x, color="black", linewidth=1, linestyle="--", label="1 / (r/k)")
+    ratio.set_xlabel("r / k, rows per prompt")
+    gap.set_xlabel("m - L/k, tokens: longest minus mean length")
+    for ax in ratio, gap:
+        ax.set_title("speedup of single batches, uniform lengths", loc="left", fontsize=10)
+        ax.legend(fontsize=8)
+
+
+def draw_latency(ax, points):
+    k, seconds = np.array(points).T
+    ax.plot(k, seconds, color=BLUE, marker="o", markersize=4)
+    ax.plot(k, seconds[0] * k / k[0], color=GREY, linewidth=1, linestyle="--",
+            label="k times one prompt")
+    log_axis(ax.xaxis, base=2)
+    log_axis(ax.yaxis)
+    ax.set_xlabel("k, prompts of 128 tokens")
+    ax.set_title("seconds of one prefill", loc="left", fontsize=10)
+    ax.legend(fontsize=8)

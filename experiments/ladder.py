@@ -1,0 +1,173 @@
+"""
+All stages on one workload, as a table, and with --pictures the README's pictures.
+
+Steps and counts are the same on every machine, seconds are not. Every stage is checked against the
+unbatched run.
+
+    python -m experiments.ladder
+    python -m experiments.ladder --pictures experiments/pictures
+"""
+import copy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from experiments import figures, memory
+from experiments.rows import ARRIVAL, decode_gaps, forward_times, gaps_table
+from model import GPT, GPTConfig
+from request import Request, prepare
+from toolbox import cli, plots
+from toolbox.check import Check
+from toolbox.report import aligned, latencies, mean, percentile, totals
+from toolbox.stages import STAGES, knobs_of
+
+
+def run_stages(model, requests, stages=STAGES, repeats=1, **knobs):
+    """
+    Runs each stage on copies of `requests`, `repeats` times in turn, and keeps its run of median
+    time. Returns {stage: trace}.
+    """
+    traces = {name: [] for name in stages}
+    for _ in range(repeats):
+        for name, generate in stages.items():
+            copies = [replace(request) for request in requests]
+            traces[name].append(generate(model, copies, **knobs_of(generate, knobs)[0]))
+    return {name: sorted(runs, key=lambda trace: totals(trace)["seconds"])[len(runs) // 2]
+            for name, runs in traces.items()}
+
+
+def wrong_lines(model, plain, requests, stages=STAGES, **knobs):
+    """
+    Runs each stage once more and checks it against the unbatched run of `plain`, the model before
+    optimize(). Returns a line for each request that is WRONG.
+    """
+    lines = []
+    for name, generate in stages.items():
+        copies = [replace(request) for request in requests]
+        check = Check(plain, copies)
+        generate(model, copies, on_token=check.on_token, **knobs_of(generate, knobs)[0])
+        lines += [f"WRONG: {name}: request '{v.name}': {v.detail}"
+                  for v in check() if v.verdict == "WRONG"]
+    return lines
+
+
+def ladder_table(traces):
+    """The ladder as text."""
+    rows = [("stage", "passes", "slots", "useful", "scores", "copied MB", "tokens/s", "TTFT mean",
+             "ITL p99 steps", "ITL p50 ms", "ITL p99 ms")]
+    for name, trace in traces.items():
+        t, waits = totals(trace), latencies(trace)
+        itl_ms = [seconds * 1e3 for seconds in waits["itl_seconds"]]
+        rows.append((
+            name, f"{t['forward_passes']:,}", f"{t['slots']:,}", f"{t['useful'] / t['slots']:.0%}",
+            f"{t['score_entries']:,}", f"{t['copied_bytes'] / 1e6:,.0f}",
+            f"{t['tokens_per_second']:,.0f}", f"{mean(waits['ttft_seconds']) * 1e3:,.0f} ms",
+            f"{percentile(waits['itl_steps'], 99):.0f}",
+            f"{percentile(itl_ms, 50):.1f}", f"{percentile(itl_ms, 99):.1f}"))
+    return "\n".join(aligned(rows))
+
+
+# --- workloads small enough for a picture ---------------------------------------------------------
+
+def small_workload(config):
+    """Eight requests, short and long prompts and answers; the longest prompt arrives late."""
+    sizes = [(4, 9, 0), (9, 4, 0), (3, 14, 0), (12, 6, 0), (5, 7, 0), (40, 5, 3), (6, 8, 5),
+             (3, 5, 6)]
+    return [Request([(5 * i + 3 * j) % config.vocab_size for j in range(prompt)], new, name=name,
+                    arrival=arrival)
+            for i, (name, (prompt, new, arrival)) in enumerate(zip("ABCDEFGH", sizes))]
+
+
+def one_step(model):
+    """A plan of three decodes and a prefill chunk, as they might stand after some steps."""
+    requests = [Request([(5 * i + 3 * j) % 64 for j in range(n)], 4, name=name)
+                for i, (name, n) in enumerate(zip("ABCD", (5, 3, 2, 6)))]
+    prepare(requests, model.config)
+    for request in requests[:3]:
+        request.computed = len(request.prompt) - 1
+    requests[3].computed = 2
+    return [(request, request.todo) for request in requests]
+
+
+def some_prompts():
+    """A plan of five whole prompts of different lengths."""
+    requests = [Request([1] * n, 1, name=name) for name, n in zip("ABCDE", (9, 3, 5, 1, 6))]
+    return [(request, len(request.prompt)) for request in prepare(requests, GPTConfig())]
+
+
+def draw_pictures(model, folder, traces):
+    """Draws the pictures into a folder; prints the table of time between tokens."""
+    small = run_stages(model, small_workload(model.config), max_batch=4, token_budget=16)
+    shown = ("naive", "dynamic", "chunked", "interleaved", "ragged, varlen")
+    figures.timelines([small[name] for name in shown], folder / "timelines.png")
+    figures.timelines(list(memory.storm(model).values()), folder / "storm.png")
+    figures.pool(memory.filling_pool(model), folder / "pool.png")
+    figures.masks(one_step(model), folder / "mask.png")
+    figures.packing(some_prompts(), folder / "packing.png")
+    figures.slots([trace for name, trace in traces.items() if "no cache" not in name],
+                  folder / "slots.png")
+    # random weights: as fast as trained ones
+    large = GPT(GPTConfig()).to(model.device, model.wte.weight.dtype).requires_grad_(False)
+    times = {"the built-in model, 0.9M parameters": forward_times(model),
+             "GPT-2 small, 124M parameters": forward_times(large, seconds=30)}
+    figures.rows(times, folder / "rows.png")
+    gaps = decode_gaps(large, 768)
+    figures.itl(gaps, ARRIVAL, 768, folder / "itl.png")
+    print("GPT-2 small: a prompt of 768 tokens arrives while four requests decode")
+    print(gaps_table(gaps))
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+def check_folder(path, flag):
+    """Makes a folder. ValueError if nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+    plots.check_path(path / "mask.png", flag)
+
+
+def compare(args):
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
+    if args.pictures:
+        check_folder(Path(args.pictures), "--pictures")
+    plain, _, requests = cli.load_inputs(args)
+    model = copy.deepcopy(plain).optimize() if args.optimize else plain
+    knobs = cli.given_knobs(args)
+    of_variants = [knob for knob in ("pack", "attention", "use_cache") if knob in knobs]
+    for knob in of_variants:   # STAGES itself sets these
+        del knobs[knob]
+    of_one_run = [name for name in ("plot", "trace", "quiet") if getattr(args, name)]
+    cli.say_ignored(args, of_variants + of_one_run, "where all stages run")
+
+    print(f"{len(requests)} requests, {sum(len(r.prompt) for r in requests)} prompt tokens, "
+          f"{args.dtype} on {model.device}, {torch.get_num_threads()} threads, "
+          f"torch {torch.__version__}")
+    traces = run_stages(model, requests, repeats=args.repeats, **knobs)
+    print(ladder_table(traces))
+    if args.pictures:
+        draw_pictures(model, Path(args.pictures), traces)
+    if args.no_check:
+        return 0
+    wrong = wrong_lines(model, plain, requests, **knobs)
+    print("\n".join(wrong) or f"{len(traces)} stages: each of {len(requests)} requests identical "
+          "to unbatched")
+    return int(bool(wrong))
+
+
+def main(argv=None):
+    p = cli.parser(__doc__)
+    p.prog = "python -m experiments.ladder"
+    p.add_argument("--pictures", metavar="DIR", help="draw the README's pictures into this folder")
+    p.add_argument("--repeats", type=int, default=3,
+                   help="runs of each stage, in turn; the one of median time counts")
+    args = p.parse_args(argv)
+    return cli.guarded(p.prog, lambda: compare(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

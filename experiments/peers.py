@@ -1,0 +1,196 @@
+"""
+Other programs that run the same GPT-2 on the same requests, for bench.py. Output is greedy, and
+each request gets exactly max_new_tokens tokens.
+
+A peer is a function peer(requests) -> (tokens, times): for each request the ids that it generated,
+and time.perf_counter() at each of them.
+"""
+import logging
+import multiprocessing
+import tempfile
+import time
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+
+from toolbox.weights import write_gpt2
+
+PEERS = ("transformers", "CTranslate2")   # the first word of a peer's name
+SHAPES = {   # batch size, and whether prompts are sorted by length
+    "one at a time": (1, False),
+    "static 8": (8, False), "static 8 sorted": (8, True),
+    "static 32": (32, False), "static 32 sorted": (32, True),
+}
+
+
+def peers(model, batch_tokens=1024):
+    """
+    {name: peer} with the model's weights, dtype and device. Prints a line for each program that is
+    missing.
+    """
+    if find_spec("transformers") is None:
+        print("transformers is not installed: its rows are left out, and those of CTranslate2, "
+              "which reads its model (pip install -r requirements-dev.txt)")
+        return {}
+    theirs = transformers_model(model)
+    found = {f"transformers, {name}": partial(static, theirs, size=size, by_length=by_length)
+             for name, (size, by_length) in SHAPES.items()}
+    if hasattr(theirs, "continuous_batching_context_manager"):
+        found["transformers, continuous"] = partial(continuous, theirs, batch_tokens=batch_tokens)
+    else:
+        print("this version of transformers has no continuous batching: its row is left out")
+    if find_spec("ctranslate2") is None:
+        print("CTranslate2 is not installed: its rows are left out "
+              "(pip install -r requirements-dev.txt)")
+    elif model.device.type != "cpu" or model.wte.weight.dtype != torch.float32:
+        print("CTranslate2 runs only in float32 on a CPU here: its rows are left out")
+    else:
+        compiled = CTranslate2(theirs)
+        for name in "one at a time", "static 8 sorted", "static 32 sorted":
+            size, by_length = SHAPES[name]
+            found[f"CTranslate2, {name}"] = partial(compiled, size=size, by_length=by_length)
+    return found
+
+
+def transformers_model(model):
+    import transformers
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    dtype = model.wte.weight.dtype
+    with tempfile.TemporaryDirectory() as folder:
+        write_gpt2(model, folder, dtype=dtype)
+        theirs = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=dtype)
+    theirs.generation_config.eos_token_id = None
+    theirs.generation_config.pad_token_id = 0
+    return theirs.to(model.device).eval()
+
+
+def batches(requests, size, by_length):
+    """Lists of up to `size` indices: longest prompt first if `by_length`, else in order."""
+    order = list(range(len(requests)))
+    if by_length:
+        order.sort(key=lambda i: -len(requests[i].prompt))
+    return [order[first:first + size] for first in range(0, len(order), size)]
+
+
+class Clock:
+    """A streamer for `generate`, which calls `put` with the prompt, then with each new column."""
+
+    def __init__(self):
+        self.times = []
+
+    def put(self, tokens):
+        self.times.append(time.perf_counter())
+
+    def end(self):
+        pass
+
+
+@torch.inference_mode()
+def static(model, requests, size, by_length=False):
+    """Left-padded batches of `size`, each of which runs until its longest request is done."""
+    tokens, times = [None] * len(requests), [None] * len(requests)
+    for batch in batches(requests, size, by_length):
+        prompts = [requests[i].prompt for i in batch]
+        lengths = [requests[i].max_new_tokens for i in batch]
+        T = max(map(len, prompts))
+        ids = torch.tensor([[0] * (T - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        clock = Clock()
+        out = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
+                             do_sample=False, max_new_tokens=max(lengths), streamer=clock)
+        for row, i, length in zip(out[:, T:].tolist(), batch, lengths):
+            tokens[i], times[i] = row[:length], clock.times[1:1 + length]
+    return tokens, times
+
+
+def continuous(model, requests, batch_tokens):
+    """transformers' continuous batching: `generate_batch`, but with a length for each request."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+    page = 32
+    sizes = [len(request.prompt) + request.max_new_tokens for request in requests]
+    settings = dict(
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=page, num_blocks=sum(-(-size // page) + 1 for size in sizes),
+            max_batch_tokens=batch_tokens),
+        block=True, timeout=5, warmup=False)
+    results = {}
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    with torch.no_grad(), model.continuous_batching_context_manager(**settings) as manager:
+        for i, request in enumerate(requests):
+            # no token is -1, so none ends a request early
+            manager.add_request(request.prompt, request_id=str(i), eos_token_id=-1,
+                                max_new_tokens=request.max_new_tokens, record_timestamps=True)
+        while len(results) < len(requests):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                if result.error is not None:
+                    raise RuntimeError(f"transformers, continuous: {result.error}")
+                results[int(result.request_id)] = result
+            elif result is None and not manager.is_running():
+                raise RuntimeError("transformers, continuous: its thread has stopped")
+    in_order = [results[i] for i in range(len(requests))]
+    return [r.generated_tokens for r in in_order], [r.timestamps for r in in_order]
+
+
+class CTranslate2:
+    """
+    An inference engine in C++. Its batches drop a request as soon as it is complete. It runs in a
+    process of its own: its threads outlive the call, and would slow all other systems down (see
+    bench.apart).
+    """
+
+    def __init__(self, theirs):
+        from ctranslate2.converters.transformers import GPT2Loader
+        with torch.no_grad():
+            spec = GPT2Loader().get_model_spec(theirs)
+        spec.register_vocabulary([str(token) for token in range(theirs.config.vocab_size)])
+        spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
+        spec.validate()
+        spec.optimize()
+        self.pipe, far = multiprocessing.Pipe()
+        with tempfile.TemporaryDirectory() as folder:
+            spec.save(folder)
+            multiprocessing.get_context("spawn").Process(
+                target=ctranslate2_process, args=(far, folder, torch.get_num_threads()),
+                daemon=True).start()
+            far.close()
+            self.pipe.recv()   # the process has read the folder
+
+    def __call__(self, requests, size, by_length=False):
+        self.pipe.send([[(i, requests[i].prompt, requests[i].max_new_tokens) for i in batch]
+                        for batch in batches(requests, size, by_length)])
+        return self.pipe.recv()
+
+
+def ctranslate2_process(pipe, folder, threads):
+    import ctranslate2
+    generator = ctranslate2.Generator(folder, device="cpu", intra_threads=threads,
+                                      compute_type="float32")
+    pipe.send("ready")
+    while True:
+        try:
+            work = pipe.recv()
+        except EOFError:   # the benchmark has ended
+            return
+        tokens, times = {}, {i: [] for batch in work for i, _, _ in batch}
+        for batch in work:
+            run_ctranslate2(generator, batch, tokens, times)
+        pipe.send(([tokens[i] for i in range(len(tokens))], [times[i] for i in range(len(times))]))
+
+
+def run_ctranslate2(generator, batch, tokens, times):
+    """One batch [(i, prompt, length), ...]: fills tokens[i] and times[i]."""
+    def is_last(result):
+        i, _, length = batch[result.batch_id]
+        times[i].append(time.perf_counter())   # a machine's processes share this clock
+        return len(times[i]) >= length
+
+    results = generator.generate_batch(
+        [[str(token) for token in prompt] for _, prompt, _ in batch],
+        include_prompt_in_result=False, max_length=max(length for _, _, length in batch),
+        end_token=[], callback=is_last)   # no token ends a request, only the callback does
+    for (i, _, _), result in zip(batch, results):
+        tokens[i] = result.sequences_ids[0]

@@ -1,0 +1,378 @@
+"""
+The experiments of the prepacking paper (source P), run live on this machine.
+
+Prefill only: each prompt yields one token. The ways to batch are the paper's (claim P5), with
+ragged beside them:
+
+    full batching          k prompts in order, padded to the longest
+    length-ordered         all prompts sorted by length first, then as above
+    prepacking, batch      k prompts in order, packed into r <= k rows
+    prepacking, dataset    all prompts packed first, then k rows at a time
+    ragged                 k prompts in order, no rows
+
+The lengths are synthetic, shaped like the paper's datasets; `--prompts FILE` takes the lengths of
+real prompts. Weights are random. Times are medians of runs in turn. Memory is counted: the bytes of
+all tensors alive at the same time, except the weights.
+
+    python -m experiments.prepacking --quick
+    python -m experiments.prepacking --json prepacking.json --plot prepacking.png
+"""
+import json
+import math
+import random
+import statistics
+import sys
+import time
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from experiments import figures
+from generate_naive import StaticBatch
+from generate_prepacked import Packed, first_fit_decreasing
+from generate_ragged import Flat
+from model import GPT, GPTConfig, sample
+from request import Request, prepare
+from toolbox.cli import guarded, measuring_parser, measuring_place
+from toolbox.load import load
+from toolbox.report import aligned
+from toolbox.trace import synchronize
+from toolbox.workload import read_prompts
+
+CONTEXT = 512
+SHOTS = (120, 150, 190, 230, 280, 330, 390, 450)   # lengths of a few-shot question's examples
+KINDS = {   # the paper's kinds of prompts, as distributions of lengths
+    "dialogue": lambda rng: rng.lognormvariate(math.log(25), 0.7),
+    "instructions": lambda rng: rng.lognormvariate(math.log(40), 1.0),
+    "few-shot questions": lambda rng: rng.choice(SHOTS) + rng.lognormvariate(math.log(40), 0.5),
+    "articles": lambda rng: rng.lognormvariate(math.log(350), 0.5),
+    "uniform": lambda rng: rng.randint(1, CONTEXT),
+}
+
+
+def lengths_of(kind, n, seed=0):
+    """n prompt lengths of a kind, 1..CONTEXT, the same every time."""
+    rng = random.Random(f"{kind} {seed}")
+    return [min(max(round(KINDS[kind](rng)), 1), CONTEXT) for _ in range(n)]
+
+
+def requests_of(lengths, vocab_size=97):
+    """Requests for one token, with prompts of these lengths."""
+    return [Request([(7 * i + 3 * j) % vocab_size for j in range(n)], 1, name=f"r{i}")
+            for i, n in enumerate(lengths)]
+
+
+# --- the ways to batch: requests -> groups, one forward pass each, and the layout of a group ------
+
+def in_order(requests, k):
+    return [requests[i:i + k] for i in range(0, len(requests), k)]
+
+
+def by_length(requests, k):
+    return in_order(sorted(requests, key=lambda request: len(request.prompt)), k)
+
+
+def by_row(requests, k):
+    lengths = [len(request.prompt) for request in requests]
+    rows = first_fit_decreasing(lengths, max(lengths))
+    return [[requests[i] for row in rows[j:j + k] for i in row] for j in range(0, len(rows), k)]
+
+
+def whole(layout):
+    """A layout of whole prompts, made from requests instead of a plan."""
+    return lambda requests, device: layout([(r, len(r.prompt)) for r in requests], device)
+
+
+METHODS = {
+    "full batching": (in_order, StaticBatch),
+    "length-ordered": (by_length, StaticBatch),
+    "prepacking, batch": (in_order, whole(Packed)),
+    "prepacking, dataset": (by_row, whole(Packed)),
+    "ragged": (in_order, whole(Flat)),
+}
+
+
+@torch.inference_mode()
+def prefill(model, method, lengths, k):
+    """
+    Prefills prompts of these lengths. Returns a list with a dict for each forward pass: its number
+    of prompts and slots, seconds of the pass itself (unpacking included), and seconds from its
+    layout to its prompts' first tokens.
+    """
+    group, layout = METHODS[method]
+    passes = []
+    for requests in group(prepare(requests_of(lengths), model.config), k):
+        start = time.perf_counter()
+        batch = layout(requests, model.device)
+        before = time.perf_counter()
+        logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)
+        synchronize(model.device)
+        after = time.perf_counter()
+        sample(logits, batch.sampled)
+        passes.append({"prompts": len(requests), "slots": batch.tokens.numel(),
+                       "prefill": after - before, "ttft": time.perf_counter() - start})
+    return passes
+
+
+def time_methods(model, lengths, k, repeats, methods=METHODS):
+    """
+    {method: milliseconds of prefill per prompt, mean TTFT within a batch, share of useful slots},
+    medians over `repeats` runs in turn.
+    """
+    runs = {method: [] for method in methods}
+    for _ in range(repeats + 1):
+        for method in methods:
+            runs[method].append(prefill(model, method, lengths, k))
+
+    def ms_per_prompt(taken, seconds):
+        """Median over runs; seconds: a forward pass -> seconds for all of its prompts."""
+        return statistics.median(sum(map(seconds, passes)) for passes in taken) / len(lengths) * 1e3
+
+    return {method: {
+        "prefill_ms": ms_per_prompt(taken, lambda p: p["prefill"]),
+        "ttft_ms": ms_per_prompt(taken, lambda p: p["ttft"] * p["prompts"]),
+        "useful": sum(lengths) / sum(p["slots"] for p in taken[0]),
+    } for method, (_, *taken) in runs.items()}   # the first run warms up
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+class Bytes(TorchDispatchMode):
+    """Counts the bytes of all tensors made inside that are still alive: `now`, and their `peak`."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.peak, self.alive = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor.untyped_storage())
+        return out
+
+    def count(self, storage):
+        key, size = storage._cdata, storage.nbytes()   # views share a storage
+        if key not in self.alive:
+            self.alive.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.forget, key, size)
+
+    def forget(self, key, size):
+        self.alive.discard(key)
+        self.now -= size
+
+
+@torch.inference_mode()
+def peak_bytes(model, method, lengths):
+    """The peak of memory while one batch of these prompts prefills, weights excluded."""
+    requests = prepare(requests_of(lengths), model.config)
+    group, layout = METHODS[method]
+    with Bytes() as counted:
+        for requests in group(requests, len(requests)):
+            batch = layout(requests, model.device)
+            model(batch.tokens, batch.positions, batch.attend, batch.rows)
+    return counted.peak
+
+
+def largest_batch(config, method, kind, limit, most=1024):
+    """The largest k whose prefill stays within `limit` bytes, to 6%, by bisection."""
+    with torch.device("meta"):   # tensors with sizes but no contents
+        model = GPT(config)
+    lengths = lengths_of(kind, most)
+
+    def fits(k):
+        return k <= most and peak_bytes(model, method, lengths[:k]) <= limit
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+# --- the experiments ------------------------------------------------------------------------------
+
+def by_kind(model, kinds, k, repeats):
+    """All methods on each kind of prompts. kinds: {name: lengths}."""
+    return {kind: time_methods(model, lengths, k, repeats) for kind, lengths in kinds.items()}
+
+
+def packing_speedup(model, lengths, k, repeats):
+    """How many times as fast as padding it is to pack a batch: (prefill, ttft)."""
+    f = time_methods(model, lengths, k, repeats, ("full batching", "prepacking, batch"))
+    padded, packed = f["full batching"], f["prepacking, batch"]
+    return padded["prefill_ms"] / packed["prefill_ms"], padded["ttft_ms"] / packed["ttft_ms"]
+
+
+def by_batch_size(model, sizes, repeats, kinds=("uniform", "instructions")):
+    """The speedup of packing a batch of k, for each k: {kind: [(k, prefill, ttft), ...]}."""
+    return {kind: [(k, *packing_speedup(model, lengths_of(kind, max(2 * k, 16)), k, repeats))
+                   for k in sizes] for kind in kinds}
+
+
+def predictors(model, k, prompts, repeats, every=4, kind="uniform"):
+    """
+    (r / k, m - L / k, speedup of prefill) for every fourth batch of k out of `prompts` prompts.
+    r rows, m the longest prompt, L all tokens of the batch.
+    """
+    lengths, points = lengths_of(kind, prompts), []
+    for i in range(0, prompts - k + 1, k * every):
+        batch = lengths[i:i + k]
+        speedup, _ = packing_speedup(model, batch, k, repeats)
+        rows = len(first_fit_decreasing(batch, max(batch)))
+        points.append((rows / k, max(batch) - sum(batch) / k, speedup))
+    return points
+
+
+def by_rows(model, sizes, length, repeats):
+    """Seconds of a prefill of k prompts of one length, for each k: [(k, seconds), ...]."""
+    points = []
+    for k in sizes:
+        f = time_methods(model, [length] * k, k, repeats, ("full batching",))["full batching"]
+        points.append((k, f["prefill_ms"] * k / 1e3))
+    return points
+
+
+def by_memory(limit, most):
+    """The largest batch that fits into `limit` bytes: {kind: {method: k}}."""
+    config = GPTConfig(block_size=CONTEXT, n_layer=4)
+    return {kind: {method: largest_batch(config, method, kind, limit, most)
+                   for method in ("full batching", "prepacking, batch", "ragged")}
+            for kind in ("dialogue", "instructions", "articles", "uniform")}
+
+
+# --- their tables ---------------------------------------------------------------------------------
+
+def print_table(title, head, rows):
+    print(f"\n{title}")
+    for line in aligned([head, *rows]):
+        print(f"  {line}", flush=True)
+
+
+def print_paper(text):
+    print(f"  the paper: {text}", flush=True)
+
+
+def print_kinds(measured, kinds):
+    for kind, figures_of in measured.items():
+        full, lengths, rows = figures_of["full batching"], kinds[kind], []
+        for method, f in figures_of.items():
+            rows.append((method, f"{f['useful']:.0%}",
+                         f"{f['prefill_ms']:.1f}", f"{full['prefill_ms'] / f['prefill_ms']:.2f}x",
+                         f"{f['ttft_ms']:.0f}", f"{full['ttft_ms'] / f['ttft_ms']:.2f}x"))
+        print_table(
+            f"{kind}, {len(lengths)} prompts, mean length {statistics.mean(lengths):.0f}, "
+            f"longest {max(lengths)}, k = 16",
+            ("", "slots useful", "prefill ms/prompt", "speedup", "TTFT ms", "speedup"), rows)
+    print_paper("prepacking 1.6x to 3.5x at k = 16 (prefill and TTFT)")
+
+
+def print_batch_sizes(measured, sizes):
+    print_table(
+        "speedup of prefill by prepacking a batch of k", ("k", *map(str, sizes)),
+        [(kind, *(f"{prefill:.2f}x" for _, prefill, _ in points))
+         for kind, points in measured.items()])
+    print_paper("up to 4.5x (prefill) and 6x (TTFT) at larger k; k = 1 is r = k, the same runtime")
+
+
+def print_predictors(measured):
+    rows = []
+    for k, points in measured.items():
+        x, y, speedup = zip(*points)
+        rows.append((k, len(points),
+                     f"{statistics.mean(x):.2f}", f"{statistics.mean(speedup):.2f}x",
+                     f"{statistics.correlation(x, speedup):+.2f}",
+                     f"{statistics.correlation(y, speedup):+.2f}"))
+    print_table(
+        "what predicts the speedup: uniform lengths in 1..512, a small model (1 layer, 256 wide)",
+        ("k", "batches", "mean r/k", "mean speedup", "correlation with r/k", "with m - L/k"), rows)
+    print_paper("both predict it, about linearly")
+
+
+def print_latency(measured, sizes):
+    print_table(
+        "seconds of a prefill of k prompts of 128 tokens", ("k", *map(str, sizes)),
+        [("s", *(f"{seconds:.3f}" for _, seconds in measured))])
+    print_paper("latency grows with k, hardware does not parallelise a batch for free")
+
+
+def print_memory(measured, gigabytes):
+    print_table(
+        f"the largest k whose prefill fits in {gigabytes:g} GB, weights excluded; "
+        "4 layers as wide as GPT-2's (768), float32",
+        ("", "full batching", "prepacking, batch", "ragged"),
+        [(kind, *(f"{k} ({k / found['full batching']:.1f}x)" for k in found.values()))
+         for kind, found in measured.items()])
+    print_paper("up to 16x larger batches")
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+def kinds_of(args):
+    """{kind: prompt lengths}, synthetic or of a file's prompts."""
+    if not args.prompts:
+        return {kind: lengths_of(kind, 32 if args.quick else 64) for kind in KINDS}
+    _, tokenizer = load(args.model)
+    texts = [prompt["prompt"] for prompt in read_prompts(args.prompts)]
+    tokens = [len(tokenizer.encode(text, disallowed_special=())) for text in texts]
+    return {args.prompts: [min(max(n, 1), CONTEXT) for n in tokens]}
+
+
+def run_experiments(args):
+    if not args.memory > 0:
+        raise ValueError(f"--memory must be above 0 GB, not {args.memory}")
+    kinds = kinds_of(args)
+    device, dtype, where = measuring_place(args)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=CONTEXT, n_layer=2, n_head=6, n_embd=384))
+    small = GPT(GPTConfig(block_size=CONTEXT, vocab_size=1024, n_layer=1, n_head=4, n_embd=256))
+    for each in model, small:
+        each.to(device, dtype).requires_grad_(False)
+    name = f"{model.config.n_layer} layers, {model.config.n_embd} wide"
+    print(f"{where}; {name}, random weights" + ("" if args.prompts else "; synthetic lengths"))
+    quick, repeats = args.quick, 1 if args.quick else 3
+    sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32, 64)
+    result = {"where": where, "lengths": kinds, "model": name}
+
+    result["kinds"] = by_kind(model, kinds, 16, repeats)
+    print_kinds(result["kinds"], kinds)
+    result["batch_size"] = by_batch_size(model, sizes, repeats)
+    print_batch_sizes(result["batch_size"], sizes)
+    prompts = 640 if quick else 5000
+    result["predictors"] = {k: predictors(small, k, prompts, repeats) for k in (16, 32)}
+    print_predictors(result["predictors"])
+    result["latency"] = by_rows(model, sizes, min(128, CONTEXT), repeats)
+    print_latency(result["latency"], sizes)
+    result["largest"] = by_memory(args.memory * 1e9, 64 if quick else 1024)
+    print_memory(result["largest"], args.memory)
+
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(result, file)
+    if args.plot:
+        figures.prepacking(result, args.plot)
+        print(f"drawn in {args.plot}")
+    return 0
+
+
+def main(argv=None):
+    p = measuring_parser("python -m experiments.prepacking", __doc__,
+                         quick="fewer prompts and batches: about a minute")
+    p.add_argument("--prompts", metavar="FILE",
+                   help="take the lengths of these prompts in the first table, "
+                        "instead of synthetic ones")
+    p.add_argument("--model", default="builtin", help="the model whose tokenizer counts them")
+    p.add_argument("--memory", type=float, default=1.0, metavar="GB",
+                   help="the limit of the last table")
+    args = p.parse_args(argv)
+    return guarded(p.prog, lambda: run_experiments(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""
+Forward time against the number of rows: why batching pays.
+
+A forward pass reads all weights once, however many rows it computes. So a pass over 32 rows takes
+much less than 32 times as long as one over a single row, until arithmetic is the limit.
+
+With --gaps the command measures something else, why long prompts are cut into chunks: the time
+between the tokens of running requests while a long prompt arrives.
+
+    python -m experiments.rows
+    python -m experiments.rows --plot rows.png
+    python -m experiments.rows --gaps --plot gaps.png
+"""
+import json
+import statistics
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from experiments import figures
+from request import Request
+from toolbox.cli import guarded, measuring_parser, measuring_place
+from toolbox.load import load
+from toolbox.report import aligned, percentile
+from toolbox.stages import STAGES, knobs_of
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GAP_STAGES = {name: STAGES[name]
+              for name in ("dynamic", "chunked", "interleaved", "ragged, varlen")}
+ARRIVAL = 8   # the step at which the long prompt arrives
+
+
+@torch.inference_mode()
+def forward_times(model, rows=ROWS, repeats=7, seconds=8.0):
+    """
+    Median seconds of one forward pass over N tokens of N requests, without a past, for each N in
+    `rows`: [(N, seconds), ...]. Starts no further N after `seconds`.
+    """
+    def attend(layer, q, k, v):
+        return v   # each token sees only itself, so that the layers' own cost shows
+
+    points, started = [], time.perf_counter()
+    for n in rows:
+        tokens = torch.zeros(n, dtype=torch.long, device=model.device)
+        taken = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            model(tokens, tokens, attend).flatten()[0].item()   # .item() waits for the device
+            taken.append(time.perf_counter() - start)
+        points.append((n, statistics.median(taken[1:])))        # the first one warms up
+        if time.perf_counter() - started > seconds:
+            break
+    return points
+
+
+def rows_table(points):
+    head = ("rows", "ms per forward pass", "ms per row")
+    return "\n".join(aligned([head, *((n, f"{seconds * 1e3:.2f}", f"{seconds / n * 1e3:.3f}")
+                                      for n, seconds in points)]))
+
+
+def decode_gaps(model, prompt_tokens, stages=GAP_STAGES, running=4, budget=64, repeats=3):
+    """
+    Some short requests decode, and at step ARRIVAL a long prompt arrives. For each of `stages`,
+    {name: generate}: the time between tokens of the short ones, [(step, seconds), ...]. Medians
+    over `repeats` runs, for which the stages take turns.
+    """
+    vocab = model.config.vocab_size
+    short = [Request([(7 * i + j) % vocab for j in range(4)], ARRIVAL + 20, name=f"short{i}")
+             for i in range(running)]
+    long = Request([(11 * j) % vocab for j in range(prompt_tokens)], 8, name="long",
+                   arrival=ARRIVAL)
+    knobs = {"max_batch": running + 1, "token_budget": budget}
+    gaps = {name: {} for name in stages}
+    for repeat in range(repeats + 1):
+        for name, generate in stages.items():
+            requests = [replace(request) for request in [*short, long]]
+            generate(model, requests, **knobs_of(generate, knobs)[0])
+            if repeat == 0:   # the first one warms up
+                continue
+            for request in requests[:-1]:
+                times = request.token_times
+                for step, before, now in zip(request.token_steps[1:], times, times[1:]):
+                    gaps[name].setdefault(step, []).append(now - before)
+    return {name: sorted((step, statistics.median(values)) for step, values in steps.items())
+            for name, steps in gaps.items()}
+
+
+def gaps_table(gaps):
+    rows = [("time between tokens, ms", "p50", "p99", "worst")]
+    for name, points in gaps.items():
+        ms = [gap * 1e3 for _, gap in points]
+        rows.append((name, f"{percentile(ms, 50):.1f}", f"{percentile(ms, 99):.1f}",
+                     f"{max(ms):.1f}"))
+    return "\n".join(aligned(rows))
+
+
+def measure(args):
+    device, dtype, where = measuring_place(args)
+    model, _ = load(args.model)
+    model.to(device, dtype)
+    print(f"{args.model} on {where}")
+    if args.gaps:
+        prompt_tokens = 3 * model.config.block_size // 4
+        points = decode_gaps(model, prompt_tokens, repeats=1 if args.quick else 3)
+        print(f"a prompt of {prompt_tokens} tokens arrives while four requests decode")
+        print(gaps_table(points))
+    else:
+        points = forward_times(model, ROWS[:5] if args.quick else ROWS)
+        print(rows_table(points))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"where": where, "model": args.model, "points": points}, file)
+    if args.plot:
+        if args.gaps:
+            figures.itl(points, ARRIVAL, prompt_tokens, args.plot)
+        else:
+            figures.rows({f"{args.model}, {args.dtype}, {device}": points}, args.plot)
+        print(f"drawn in {args.plot}")
+    return 0
+
+
+def main(argv=None):
+    p = measuring_parser("python -m experiments.rows", __doc__,
+                         quick="at most 16 rows; with --gaps, one run of each stage")
+    p.add_argument("--model", default="builtin",
+                   help="builtin, a GPT-2 name, or a local folder or file")
+    p.add_argument("--gaps", action="store_true",
+                   help="instead: the time between tokens while a long prompt arrives")
+    args = p.parse_args(argv)
+    return guarded(p.prog, lambda: measure(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""
+Stage 7: paged memory. Keys and values live in a pool of pages, and equal beginnings are shared.
+
+The batch stays the flat stream of stage 6. What changes is where the keys are. A request's block
+table lists its pages (paging.py), and a *slot mapping* says where in the pool each new token's keys
+and values go:
+
+    block table of A = [0, 2, 1], page_size 4
+
+    position        0  1  2  3    4  5  6  7     8  9
+    slot            0  1  2  3    8  9 10 11     4  5          slot = table[p // 4] * 4 + p % 4
+
+Attention must look every key up in that table. On a GPU a kernel reads through it. Here a request's
+keys are a view of the pool where its pages are neighbours, and are gathered into a copy elsewhere.
+
+Better than stage 6: more requests fit into the same memory, because none reserves room for an
+answer that may never come; and a common prompt is computed and kept once.
+Wasted: the work of a request that is preempted when memory runs out; and copies of scattered pages.
+
+Names: this is the memory manager of PagedAttention (vLLM). It calls a page a block.
+"""
+from itertools import pairwise
+
+import torch
+
+from cache import KV
+from generate_ragged import Flat
+from model import sample
+from paging import PagedScheduler, Pages
+from request import at_least_1, prepare
+from toolbox.trace import Trace
+
+
+class Paged(Flat):
+    """
+    Flat, but with keys and values in a pool: one KV whose "sequence" is all pages, one after
+    another. Only where they are written and read differs.
+    """
+
+    def __init__(self, plan, pool, pages, device=None):
+        self.pool, self.pages = pool, pages   # the tensors, and the books that paging.py keeps
+        super().__init__(plan, device)
+
+    def find_room(self):
+        """Nothing to do: the scheduler has granted pages, and request.kv is the block table."""
+
+    def lay_out(self, device):
+        super().lay_out(device)
+        new_slots, self.spans = [], []   # spans: where in the pool each request's keys are
+        for (request, _), start, end in zip(self.plan, self.starts, self.ends):
+            table, first = request.kv, request.kv[0] * self.pages.size
+            new_slots += self.slots(table, start, end)
+            neighbours = all(b == a + 1 for a, b in pairwise(table))
+            self.spans.append(slice(first, first + end) if neighbours
+                              else torch.tensor(self.slots(table, 0, end), device=device))
+        self.slot_mapping = torch.tensor(new_slots, device=device)              # (N,)
+
+    def slots(self, table, start, end):
+        """Where in the pool the positions from start to end are."""
+        size = self.pages.size
+        return [table[p // size] * size + p % size for p in range(start, end)]
+
+    def write(self, layer, k, v):
+        """Puts the new keys and values (nh, N, hs) of all requests into their slots."""
+        pool_k, pool_v = self.pool.buffers(layer, k, v)                         # (nh, slots, hs)
+        pool_k[:, self.slot_mapping], pool_v[:, self.slot_mapping] = k, v
+
+    def read(self, layer, i):
+        """Keys and values (nh, S, hs) of the plan's i-th request: a view, or else a copy."""
+        return self.pool.k[layer][:, self.spans[i]], self.pool.v[layer][:, self.spans[i]]
+
+    def cost(self):
+        gathered = sum(len(span) for span in self.spans if not isinstance(span, slice))
+        return {**super().cost(), "copied_bytes": gathered * self.pool.bytes_per_token}
+
+
+@torch.inference_mode()
+def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
+             policy="fcfs", share_prefixes=True, on_token=None):
+    """
+    Runs `requests` and fills them in place. Returns the trace.
+
+    max_batch:      requests that run at the same time
+    token_budget:   tokens of a step
+    pages:          pages in the pool; None: enough for the max_batch largest requests
+    page_size:      tokens in a page
+    policy:         which waiting request goes first: "fcfs", "sjf" or "priority"
+    share_prefixes: whether requests share the full pages of equal beginnings
+    on_token:       on_token(request, token, logits) is called as each token appears
+    """
+    requests = prepare(requests, model.config)
+    if pages is None:
+        pages = enough_pages(requests, max_batch, page_size)
+    pages = Pages(pages, page_size)
+    pool = KV(pages.number * page_size)
+    scheduler = PagedScheduler(max_batch, token_budget, pages, policy, share_prefixes)
+    trace = Trace("paged", requests, scheduler.counts)
+    for request in requests:
+        scheduler.add(request)
+    step = 0
+    while scheduler.busy:
+        # 1. which requests compute how many tokens in this step
+        step = scheduler.next_step(step)
+        plan = scheduler.schedule(step)
+        # 2. one forward pass for decodes and chunks together
+        if plan:   # empty if all requests were cancelled
+            batch = Paged(plan, pool, pages, model.device)
+            with trace.forward_pass(step, batch):
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
+            # 3. one token for each request that has nothing more to compute
+            tokens = sample(logits, batch.sampled)
+            scheduler.update(plan, tokens)
+            trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
+        step += 1
+    return trace
+
+
+def enough_pages(requests, max_batch, page_size):
+    """Pages for the longest answers of the max_batch largest requests: none is ever preempted."""
+    at_least_1(max_batch=max_batch, page_size=page_size)
+    needs = sorted(-(-request.kv_tokens // page_size) for request in requests)
+    return sum(needs[-max_batch:])
+
+
+if __name__ == "__main__":
+    from toolbox.cli import main
+    main(generate, __doc__)

@@ -1,0 +1,81 @@
+"""
+What `model.optimize()` puts in place: the same arithmetic through the fastest kernels available.
+
+Nothing here is a lesson about batching. It is here so that the ladder's top rungs can be compared
+with other programs. Three classes become a faster subclass in place, so that weights, their names
+and the state_dict stay as they are:
+
+    Linear, MLP   weights in the order in which oneDNN multiplies (linear.py)
+    GPT           for a Flat or Paged batch, caches in pools and fused attention (attention.py);
+                  for any batch, a last block that computes only the tokens whose logits are wanted
+
+The layouts know nothing of this. The one seam is FastGPT.forward: it looks at whose method `attend`
+is, and takes its place.
+"""
+from torch import nn
+
+from generate_ragged import Flat
+from kernels.attention import Pools
+from kernels.linear import FastLinear, FastMLP, ReorderedWeight, can_reorder, fused_linear
+from model import GPT, MLP, causal
+
+
+class FastGPT(GPT):
+    def forward(self, tokens, positions=None, attend=causal, rows=None):
+        """As GPT.forward."""
+        if positions is None:   # whole sequences: a bare call, or training
+            return super().forward(tokens, positions, attend, rows)
+        batch = getattr(attend, "__self__", None)
+        if isinstance(batch, Flat) and batch.attention == "varlen":
+            attend = self.pools.step(batch)
+        *blocks, last = self.h
+        x = self.wte(tokens) + self.wpe(positions)                                # (..., T, C)
+        for block in blocks:
+            x = block(x, attend)
+        if rows is None:
+            x = last(x, attend)
+        elif tokens[rows].numel() == tokens.numel():
+            x = last(x, attend)[rows]                                             # (R, C)
+        else:
+            x = self.last_block(x, attend, rows)                                  # (R, C)
+        return fused_linear(self.wte, self.ln_f(x))
+
+    def last_block(self, x, attend, rows):
+        """
+        Block.forward for the tokens of `rows` alone, (R, C): after the last block nothing reads
+        what the other tokens are, only their keys and values.
+        """
+        block, attn = self.h[-1], self.h[-1].attn
+        y = block.ln_1(x)
+        k, v, of_rows = attn.key(y), attn.value(y), attn.query(y[rows])
+        q = of_rows.new_zeros(k.shape)
+        q[rows] = of_rows
+        y = attend(attn.layer, *(attn.split_heads(part) for part in (q, k, v)))
+        x = x[rows] + attn.c_proj(y.transpose(-3, -2).flatten(-2)[rows])
+        return x + block.mlp(block.ln_2(x))
+
+    @property
+    def pools(self):
+        """The pools for its caches, made at first use, and again if the model was moved."""
+        attn = self.h[0].attn
+        weight = attn.key.weight   # a tensor parallel rank has some of the heads
+        heads = weight.size(0) // attn.head_size
+        shape = self.config.n_layer, heads, attn.head_size, weight.dtype, weight.device
+        if self._pools is None or self._pools.shape != shape:
+            self._pools = Pools(4 * self.config.block_size, *shape)
+        return self._pools
+
+
+FAST = {nn.Linear: FastLinear, MLP: FastMLP, GPT: FastGPT}
+
+
+def optimize(model):
+    """Turns a GPT into a FastGPT in place, and reorders its weights now. Returns the model."""
+    model._pools = None
+    for module in model.modules():
+        if isinstance(module, nn.Linear) or module is model.wte:
+            module.reordered = ReorderedWeight()
+            if can_reorder(module.weight):
+                module.reordered(module.weight)
+        module.__class__ = FAST.get(type(module), type(module))
+    return model

@@ -1,0 +1,1 @@
+"""The built-in model: weights, tokenizer, prompts, and the corpus that it was trained on."""
