@@ -50,5 +50,4 @@ class KV:
     @property
     def bytes_per_token(self):
         """Of all layers together."""
-        buffers = [*self.k.values(), *self.v.values()]
-        return sum(buffer.nbytes for buffer in buffers) // self.capacity
+        return sum(t.nbytes for t in (*self.k.values(), *self.v.values())) // self.capacity

@@ -105,20 +105,14 @@ class Request:
 
 
 def complete(plan):
-    """
-    Indices of the requests in a plan which get a next token from this pass. A partial prefill does
-    not: the token that follows is known already.
-    """
+    """Indices of a plan's requests that get a next token. A partial prefill's next one is known."""
     return [i for i, (request, n) in enumerate(plan) if n == request.todo > 0]
 
 
 # --- validation: nothing below this line is needed to follow the stages ---------------------------
 
 def prepare(requests, config):
-    """
-    Makes requests ready for a model with this GPTConfig and returns them by arrival, ties as given.
-    ValueError, before any of them runs, that names the request which cannot.
-    """
+    """Requests made ready for a model, by arrival. ValueError, before any runs, names a bad one."""
     requests = [requests] if isinstance(requests, Request) else list(requests)
     if not requests:
         raise ValueError("there are no requests: at least one is needed")

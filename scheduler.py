@@ -51,9 +51,8 @@ class Scheduler:
         self.release()
         self.admit(step)
         plan = self.share_budget()
-        if not plan and self.next_waiting(step):
-            raise RuntimeError(f"{self.next_waiting(step)} has arrived at step {step}, but nothing "
-                               "can run: better an error than an endless loop")
+        if not plan and (request := self.next_waiting(step)):   # better an error than no end
+            raise RuntimeError(f"{request} has arrived at step {step}, but nothing can go on")
         return plan
 
     def admit(self, step):

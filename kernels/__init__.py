@@ -14,7 +14,6 @@ is, and takes its place.
 """
 from torch import nn
 
-from generate_ragged import Flat
 from kernels.attention import Pools
 from kernels.linear import FastLinear, FastMLP, ReorderedWeight, can_reorder, fused_linear
 from model import GPT, MLP, causal
@@ -25,9 +24,9 @@ class FastGPT(GPT):
         """As GPT.forward."""
         if positions is None:   # whole sequences: a bare call, or training
             return super().forward(tokens, positions, attend, rows)
-        batch = getattr(attend, "__self__", None)
-        if isinstance(batch, Flat) and batch.attention == "varlen":
-            attend = self.pools.step(batch)
+        layout = getattr(attend, "__self__", None)
+        if getattr(layout, "attention", None) == "varlen":   # a Flat or a Paged batch
+            attend = self.pools.step(layout)
         *blocks, last = self.h
         x = self.wte(tokens) + self.wpe(positions)                                # (..., T, C)
         for block in blocks:

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from cache import KV
-from generate_paged import Paged
 
 
 class Pool:
@@ -96,7 +95,7 @@ class Pools:
 
     def step(self, batch):
         """`attend` for a Flat or Paged batch, whose caches move into a pool if they are new."""
-        if isinstance(batch, Paged):
+        if is_paged(batch):
             batch.pool.in_pool = self.pooled(getattr(batch.pool, "in_pool", batch.pool))
             batch.pool.k, batch.pool.v = batch.pool.in_pool.k, batch.pool.in_pool.v
         else:
@@ -223,9 +222,14 @@ class Step:
         return out
 
 
+def is_paged(batch):
+    """Known by what it has, not by its class: a script that is run has classes of its own."""
+    return hasattr(batch, "pool")
+
+
 def shares_of(batch):
     """[(pool, members, spans, where), ...] of a batch whose caches are in pools."""
-    if isinstance(batch, Paged):
+    if is_paged(batch):
         kv, members = batch.pool.in_pool, list(range(len(batch.plan)))
         spans = [slice(span.start + kv.first, span.stop + kv.first) if isinstance(span, slice)
                  else span + kv.first for span in batch.spans]

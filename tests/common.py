@@ -230,22 +230,25 @@ class Engine(RuleBasedStateMachine):
         return [(r.computed, list(r.generated), r.finish_reason) for r in self.requests]
 
     @rule(stem=st.sampled_from([[], [1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9], [8, 7] * 6]),
-          tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
-          new=st.integers(1, 10), temperature=st.sampled_from([0.0, 1.0]),
+          tails=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
+                         min_size=1, max_size=4),
+          new=st.integers(1, 14), temperature=st.sampled_from([0.0, 1.0]),
           priority=st.integers(0, 2), delay=st.integers(0, 3))
-    def add(self, stem, tail, new, temperature, priority, delay):
-        n, arrival = len(self.requests), self.step_number + delay
-        if n == 10:
-            return
-        if n:
-            arrival = max(arrival, self.requests[-1].arrival)
-        request, = prepare(Request(stem + tail, new, temperature, seed=n, name=f"r{n}",
-                                   priority=priority, arrival=arrival), self.model.config)
-        self.requests.append(request)
-        self.scheduler.add(request)
+    def add(self, stem, tails, new, temperature, priority, delay):
+        """Requests with a common prefix, which arrive together."""
+        for tail in tails:
+            n, arrival = len(self.requests), self.step_number + delay
+            if n == 12:
+                return
+            if n:
+                arrival = max(arrival, self.requests[-1].arrival)
+            request, = prepare(Request(stem + tail, new, temperature, seed=n, name=f"r{n}",
+                                       priority=priority, arrival=arrival), self.model.config)
+            self.requests.append(request)
+            self.scheduler.add(request)
 
     @rule(times=st.integers(1, 4), fails_at=st.sampled_from([None, None, None, 0, 1, 2, 3]),
-          cancel=st.one_of(st.none(), st.integers(0, 9)), in_the_pass=st.booleans())
+          cancel=st.one_of(st.none(), st.integers(0, 11)), in_the_pass=st.booleans())
     @torch.inference_mode()
     def step(self, times=1, fails_at=None, cancel=None, in_the_pass=False):
         """
@@ -275,7 +278,7 @@ class Engine(RuleBasedStateMachine):
             if batch.sampled and cancel is not None and cancel < len(self.requests):
                 self.requests[cancel].cancel()
 
-    @rule(i=st.integers(0, 9))
+    @rule(i=st.integers(0, 11))
     def cancel(self, i):
         if i < len(self.requests):
             request = self.requests[i]

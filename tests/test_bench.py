@@ -1,9 +1,10 @@
-"""The benchmark: what it counts, that peers and stages give the same tokens, and a quick run of it."""
+"""The benchmark: what it counts, that peers and stages give the same tokens, and a quick run."""
 import json
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,9 @@ import torch
 from common import mixed, toy
 
 import bench
+from experiments import peers
 from model import GPT, GPTConfig
-from scheduler import Request
+from request import Request
 from toolbox.stages import STAGES
 
 ROOT = Path(__file__).parent.parent
@@ -21,49 +23,56 @@ TINY = GPTConfig(block_size=1024, vocab_size=300, n_layer=2, n_head=2, n_embd=32
 
 
 def test_the_workloads_are_those_of_the_docstring():
-    mixed, prefill, decode = (bench.workload(name, 50257) for name in ("W1", "W2", "W3"))
-    assert [len(w) for w in (mixed, prefill, decode)] == [32, 64, 32]
-    assert all(8 <= len(r.prompt) <= 512 and 8 <= r.max_new_tokens <= 128 for r in mixed)
+    mixture, prefill, decode = (bench.workload(name, 50257) for name in ("W1", "W2", "W3"))
+    assert [len(w) for w in (mixture, prefill, decode)] == [32, 64, 32]
+    assert all(8 <= len(r.prompt) <= 512 and 8 <= r.max_new_tokens <= 128 for r in mixture)
     assert all(1 <= len(r.prompt) <= 512 and r.max_new_tokens == 1 for r in prefill)
     assert all(len(r.prompt) == 16 and 32 <= r.max_new_tokens <= 256 for r in decode)
-    assert sorted(len(r.prompt) for r in mixed)[16] < 100                                       # log-uniform: half are below 64
-    assert [r.prompt for r in mixed] == [r.prompt for r in bench.workload("W1", 50257)]         # the same every time
+    # log-uniform: half are below 64
+    assert sorted(len(r.prompt) for r in mixture)[16] < 100
+    # the same every time
+    assert [r.prompt for r in mixture] == [r.prompt for r in bench.workload("W1", 50257)]
 
 
 def test_the_roofline_by_hand():
     """
-    A prompt of 4 tokens in chunks of 3 and 1, and one decode, on a model small enough to count. Of the last block's 12 C^2 weights
-    a token that is not sampled from needs 2 C^2, for its key and value, and no scores.
+    A prompt of 4 tokens in chunks of 3 and 1, and one decode, on a model small enough to count. Of
+    the last block's 12 C^2 weights, a token that is not sampled from needs 2 C^2, for its key and
+    value, and no scores.
     """
     config = GPTConfig(block_size=8, vocab_size=10, n_layer=2, n_head=1, n_embd=4)
-    trace = STAGES["ragged, varlen"](GPT(config), [Request([1, 2, 3, 4], 2)], max_batch=3, token_budget=3)
+    trace = STAGES["ragged, varlen"](GPT(config), [Request([1, 2, 3, 4], 2)], max_batch=3,
+                                     token_budget=3)
     assert [p.work for p in trace.passes] == [[("r0", 0, 3)], [("r0", 3, 1)], [("r0", 4, 1)]]
     block, kv, vocabulary = 12 * 16, 2 * 16, 40
-    operations = [2 * 3 * (block + kv) + 4 * 4 * 6] + [2 * (2 * block + vocabulary) + 4 * 4 * 2 * keys for keys in (4, 5)]
-    memory = [4 * (2 * block + 2 * 2 * 4 * (3 + 3))] + [4 * (2 * block + vocabulary + 2 * 2 * 4 * (keys + 1)) for keys in (4, 5)]
-    assert bench.roofline(config, trace, peak=1, bandwidth=1e9) == pytest.approx(sum(operations))
-    assert bench.roofline(config, trace, peak=1e9, bandwidth=1) == pytest.approx(sum(memory))
-    assert bench.roofline(config, trace, peak=1e9, bandwidth=1, size=2) == pytest.approx(sum(memory) / 2)
+    operations = [2 * 3 * (block + kv) + 4 * 4 * 6]
+    operations += [2 * (2 * block + vocabulary) + 4 * 4 * 2 * keys for keys in (4, 5)]
+    memory = [4 * (2 * block + 2 * 2 * 4 * (3 + 3))]
+    memory += [4 * (2 * block + vocabulary + 2 * 2 * 4 * (keys + 1)) for keys in (4, 5)]
+
+    def roofline(**machine):
+        return bench.roofline(config, trace, **machine)
+
+    assert roofline(peak=1, bandwidth=1e9) == pytest.approx(sum(operations))
+    assert roofline(peak=1e9, bandwidth=1) == pytest.approx(sum(memory))
+    assert roofline(peak=1e9, bandwidth=1, size=2) == pytest.approx(sum(memory) / 2)
 
 
 @torch.inference_mode()
 def test_its_outputs_could_differ():
-    """Were the weights at GPT-2's own scale, all would repeat one token, and agreement would mean nothing."""
+    """
+    Were the weights at GPT-2's own scale, all would repeat one token, and agreement would mean
+    nothing.
+    """
     torch.manual_seed(0)
     model = bench.loud(GPT(TINY))
     requests = bench.workload("W3", TINY.vocab_size, quick=True)
     tokens, _ = bench.stage(model, STAGES["unbatched"], {})(requests)
-    assert len({token for row in tokens for token in row}) > 50 and len({tuple(row[:8]) for row in tokens}) == len(requests)
+    assert len({token for row in tokens for token in row}) > 50
+    assert len({tuple(row[:8]) for row in tokens}) == len(requests)
 
 
-def test_peers_and_stages_give_the_same_tokens():
-    pytest.importorskip("transformers")
-    from toolbox.peers import peers
-    model = toy(block_size=64, n_layer=2).double()
-    found = peers(model, batch_tokens=32)
-    assert len(found) == 6   # CTranslate2 has no float64
-    agree(found, model)
-
+# --- peers ----------------------------------------------------------------------------------------
 
 def agree(found, model):
     requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
@@ -71,32 +80,52 @@ def agree(found, model):
     for name, peer in found.items():
         tokens, times = peer(requests)
         assert tokens == reference, name
-        assert [len(t) for t in times] == [r.max_new_tokens for r in requests] and all(t == sorted(t) for t in times), name
+        assert [len(t) for t in times] == [r.max_new_tokens for r in requests], name
+        assert all(t == sorted(t) for t in times), name
+
+
+def test_peers_and_stages_give_the_same_tokens():
+    pytest.importorskip("transformers")
+    model = toy(block_size=64, n_layer=2)
+    found = peers.peers(model, batch_tokens=32)
+    assert len(found) == 6   # CTranslate2 has no float64
+    agree(found, model)
 
 
 def test_ctranslate2_gives_the_same_tokens():
     pytest.importorskip("transformers")
     pytest.importorskip("ctranslate2")
-    from toolbox.peers import peers
     model = toy(block_size=64, n_layer=2, dtype=torch.float32)
-    found = {name: peer for name, peer in peers(model).items() if name.startswith("CTranslate2")}
+    found = {name: peer for name, peer in peers.peers(model).items()
+             if name.startswith("CTranslate2")}
     assert len(found) == 3
     agree(found, model)
 
 
+def test_without_transformers_its_rows_are_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert peers.peers(toy()) == {}
+    assert "transformers is not installed" in capsys.readouterr().out
+
+
+# --- rounds ---------------------------------------------------------------------------------------
+
 @pytest.mark.parametrize("takes, rounds, best, ratio", [
-    # a slow moment in the first round makes nobody lose his place, three times as slow as the fastest does
-    ({"unbatched": [1, 1, 1], "transformers, a": [2.75, 1.5, 1.5], "CTranslate2, b": [2, 2, 2], "naive": [4]},
+    # one slow moment in the first round does not exclude a system; 3x the fastest time does
+    ({"unbatched": [1, 1, 1], "transformers, a": [2.75, 1.5, 1.5], "CTranslate2, b": [2, 2, 2],
+      "naive": [4]},
      {"transformers, a": [2.75, 1.5, 1.5], "naive": [4, None, None]}, "transformers, a", 1.5),
-    # but the best peer is always there to compare with
+    # but the best peer always runs, to compare with
     ({"unbatched": [1, 2, 1], "transformers, a": [5, 6, 7], "CTranslate2, b": [9]},
      {"transformers, a": [5, 6, 7], "CTranslate2, b": [9, None, None]}, "transformers, a", 5),
-    # or comes back when another one has turned out to be slower; a round in which it did not run does not count
+    # or comes back when another one has turned out to be slower; a round in which it did not run
+    # does not count
     ({"unbatched": [1, 1, 1], "CTranslate2, b": [9, 9], "transformers, a": [5, 20]},
      {"CTranslate2, b": [9, None, 9], "transformers, a": [5, 20, None]}, "CTranslate2, b", 9),
     ({"unbatched": [1, 1, 1]}, {"unbatched": [1, 1, 1]}, None, None),
 ])
-def test_who_runs_again_and_who_is_the_best_peer(takes, rounds, best, ratio, monkeypatch):
+def test_which_systems_run_again_and_which_is_the_best_peer(takes, rounds, best, ratio,
+                                                            monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
@@ -108,50 +137,75 @@ def test_who_runs_again_and_who_is_the_best_peer(takes, rounds, best, ratio, mon
             return [[7]], [[clock[0]]]
         return run
 
-    figures = bench.measure(list(takes), {name: system(seconds) for name, seconds in takes.items()}, [], 3, lambda line: None)
+    run = {name: system(seconds) for name, seconds in takes.items()}
+    figures = bench.measure(list(takes), run, [], 3, lambda line: None)
     assert all(figures[name]["rounds"] == expected for name, expected in rounds.items())
-    assert bench.best_peer(figures) == best and bench.times_best_peer(figures, "unbatched") == ratio
-    assert all(f["equal"] == 1 and f["seconds"] == f["ttft_mean"] == sorted(takes[name])[len(takes[name]) // 2] for name, f in figures.items())
+    assert bench.best_peer(figures) == best
+    assert bench.times_best_peer(figures, "unbatched") == ratio
+    for name, f in figures.items():
+        median = sorted(takes[name])[len(takes[name]) // 2]
+        assert f["equal"] == 1 and f["seconds"] == f["ttft_mean"] == median
 
 
 def test_the_share_of_equal_tokens():
-    run = {"unbatched": lambda requests: ([[1, 2], [3, 4]], [[0.0, 0.0]] * 2), "naive": lambda requests: ([[1, 2], [3, 5]], [[0.0, 0.0]] * 2)}
-    assert bench.measure(list(run), run, [], 1, lambda line: None)["naive"]["equal"] == 0.75
-    assert bench.measure(["naive"], run, [], 1, lambda line: None)["naive"]["equal"] == 0.75   # compared with unbatched all the same
+    run = {"unbatched": lambda requests: ([[1, 2], [3, 4]], [[0.0, 0.0]] * 2),
+           "naive": lambda requests: ([[1, 2], [3, 5]], [[0.0, 0.0]] * 2)}
+    # compared with unbatched, whether or not that is measured
+    for names in ["unbatched", "naive"], ["naive"]:
+        assert bench.measure(names, run, [], 1, lambda line: None)["naive"]["equal"] == 0.75
 
 
-def test_apart_returns_what_comes_of_it_and_leaves_no_thread():
+def test_apart_returns_the_result_and_leaves_no_thread():
+    def work(a, b):
+        return a + b, threading.current_thread() is threading.main_thread()
+
     before = threading.active_count()
-    assert bench.apart(lambda a, b: (a + b, threading.current_thread() is threading.main_thread()), 2, 3) == (5, False)
+    assert bench.apart(work, 2, 3) == (5, False)
     with pytest.raises(ZeroDivisionError):
         bench.apart(lambda: 1 / 0)
     assert threading.active_count() == before
 
 
-def test_without_transformers_its_rows_are_left_out(monkeypatch, capsys):
-    import toolbox.peers
-    monkeypatch.setattr(toolbox.peers, "find_spec", lambda name: None)
-    assert toolbox.peers.peers(toy()) == {} and "transformers is not installed" in capsys.readouterr().out
-
+# --- the command ----------------------------------------------------------------------------------
 
 def test_all_of_it_on_a_tiny_model(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(bench.MODELS, "small", TINY)
+    monkeypatch.setattr(bench, "machine_peaks", lru_cache(bench.machine_peaks))   # once is enough
     file, picture = tmp_path / "b.json", tmp_path / "b.png"
-    assert bench.main(["--quick", "--systems", "unbatched", "ragged", "one at a time", "--json", str(file), "--plot", str(picture)]) == 0
+    flags = ["--quick", "--systems", "unbatched", "ragged", "paged", "one at a time",
+             "--json", file, "--plot", picture]
+    assert bench.main([str(flag) for flag in flags]) == 0
     said, results = capsys.readouterr().out, json.loads(file.read_text())
-    assert [r["workload"] for r in results] == ["W1", "W2", "W3"] and picture.stat().st_size > 10_000
-    for words in "of best peer", "of roofline", "TTFT mean ms", "ITL p99 ms", "prompt tok/s", "peak":
+    assert [r["workload"] for r in results] == ["W1", "W2", "W3"]
+    assert picture.stat().st_size > 10_000
+    for words in ("of best peer", "of roofline", "TTFT mean ms", "ITL p99 ms", "prompt tok/s",
+                  "peak"):
         assert words in said
     for result in results:
-        assert set(result["systems"]) >= {"unbatched", "ragged, mask", "ragged, varlen", "ragged, varlen, not optimized"}
+        assert set(result["systems"]) >= {"unbatched", "ragged, mask", "ragged, varlen", "paged",
+                                          "ragged, varlen, not optimized"}
         assert all(f["seconds"] > 0 and f["equal"] > 0.95 for f in result["systems"].values())
 
 
 def test_the_script_in_quick_form():
-    result = subprocess.run([sys.executable, "bench.py", "--quick", "--workloads", "W1", "--systems", "ragged", "naive"], cwd=ROOT, capture_output=True,
-                            text=True, encoding="utf-8", timeout=300)
+    """
+    bench.py itself in a process of its own, as on a machine without transformers; with a tiny
+    model, or it takes half a minute.
+    """
+    code = f"""
+import runpy, sys, model
+sys.modules["transformers"] = None
+tiny = model.{TINY}
+model.GPTConfig = lambda **sizes: tiny
+sys.argv = "bench.py --quick --workloads W1 --systems ragged naive".split()
+runpy.run_path("bench.py", run_name="__main__")
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300,
+                            capture_output=True, text=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr
-    assert "small W1: 8 requests" in result.stdout and "ragged, varlen, not optimized" in result.stdout
+    assert "transformers is not installed: its rows are left out" in result.stdout
+    assert "small W1: 8 requests" in result.stdout
+    assert "ragged, varlen, not optimized" in result.stdout
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -160,18 +214,38 @@ def test_the_script_in_quick_form():
     (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
     (["--quick", "--systems", "vllm"], "--systems vllm: there is none of that name"),
 ])
-def test_bad_flags(flags, message, capsys):
+def test_bad_flags(flags, message, monkeypatch, capsys):
+    monkeypatch.setitem(bench.MODELS, "small", TINY)
+    monkeypatch.setattr(bench, "peers", lambda model: {})
     assert bench.main(flags) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 
 
+def test_a_table_by_hand():
+    """Two systems, one of them a peer that takes twice as long."""
+    def figures(seconds):
+        return {"seconds": seconds, "rounds": [seconds], "spread": 0.0, "ttft_mean": 0.25,
+                "itl_p50": 0.002, "itl_p99": None, "equal": 1.0}
+
+    result = {"workload": "W1", "tokens": 1000, "roofline": 0.25,
+              "systems": {"naive": figures(0.5), "transformers, a": figures(1.0)}}
+    head, *rows = (line.split("  ") for line in bench.results_table(result).splitlines())
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert cells == [
+        ["naive", "2,000", "1", "-", "2.00x", "50%", "250", "2", "-", "100.0%"],
+        ["transformers, a", "1,000", "1", "-", "1.00x", "25%", "250", "2", "-", "100.0%"]]
+
+
 def test_what_the_readme_says_was_measured():
     """The README's table is the committed run, rounded."""
-    results = json.loads((ROOT / "toolbox" / "results" / "bench.json").read_text())
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    path = ROOT / "experiments" / "results" / "bench.json"
+    results = json.loads(path.read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     for result in results:
         if result["model"] == "gpt2":
-            for name in result["systems"]:
-                row = next(line for line in readme.splitlines() if line.startswith(f"| {name} |") and "×" in line)
-                assert f" {result['tokens'] / result['systems'][name]['seconds']:,.0f} (" in row, (result["workload"], name)
+            for name, f in result["systems"].items():
+                row = next(line for line in readme
+                           if line.startswith(f"| {name} |") and "×" in line)
+                said = f" {result['tokens'] / f['seconds']:,.0f} ("
+                assert said in row, (result["workload"], name)

@@ -2,7 +2,9 @@
 import copy
 import pickle
 import platform
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +98,18 @@ def test_no_step_copies_the_past(model, monkeypatch):
     monkeypatch.setattr(generate_ragged, "Flat", Watched)
     trace = generate_ragged.generate(model, mixed())
     assert sum(p.copied_bytes for p in trace.passes) == 0 and len(batches) > 10
+
+
+@pytest.mark.parametrize("script", ["generate_ragged", "generate_paged"])
+def test_it_serves_a_script_that_is_run(script, monkeypatch):
+    """Run as a program, a stage has layout classes of its own: those of __main__."""
+    calls = []
+    monkeypatch.setattr(attention.Step, "__call__", lambda self, layer, q, k, v: (
+        calls.append(layer), self.write(layer, k, v), self.one_by_one(layer, q))[-1])
+    path = Path(__file__).parent.parent / f"{script}.py"
+    generate = runpy.run_path(str(path), run_name="another")["generate"]
+    trace = assert_contract(FAST, generate, mixed(), whole=PLAIN, tolerance=1e-4)
+    assert len(calls) == 3 * len(trace.passes)
 
 
 def test_paged_keys_are_views_where_pages_are_neighbours(monkeypatch):

@@ -4,15 +4,24 @@ import shutil
 from urllib.error import URLError
 
 import pytest
+import tiktoken
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import toolbox.tokenizer
 import toolbox.weights
 from model import GPT, GPTConfig
 from toolbox.load import decode, load
-from toolbox.tokenizer import BUILTIN, from_ranks_file
+from toolbox.tokenizer import (
+    BUILTIN,
+    END_OF_TEXT,
+    byte_of,
+    from_ranks_file,
+    train_ranks,
+    write_ranks_file,
+)
 from toolbox.weights import read_gpt2, write_gpt2
 
 MODEL, TOKENIZER = load()
@@ -20,17 +29,23 @@ MODEL, TOKENIZER = load()
 
 def test_the_built_in_model_is_small_and_its_own():
     assert (BUILTIN / "model.safetensors").stat().st_size <= 4e6
-    assert MODEL.config == GPTConfig(block_size=256, vocab_size=1024, n_layer=4, n_head=4, n_embd=128)
+    config = GPTConfig(block_size=256, vocab_size=1024, n_layer=4, n_head=4, n_embd=128)
+    assert MODEL.config == config
     assert TOKENIZER.n_vocab == 1024 and TOKENIZER.eot_token == 1023
     assert next(MODEL.parameters()).dtype == torch.float32
 
 
 def test_the_built_in_model_has_learnt_something():
-    """Bits per byte on text that it was not trained on: uniform tokens would give about 4, this text's letters alone 4.2."""
-    text = "Return the name of the file. If the argument is not given, the default value is used instead of the current one."
+    """
+    Bits per byte on text that it was not trained on: uniform tokens would give about 4, this
+    text's letters alone 4.2.
+    """
+    text = ("Return the name of the file. If the argument is not given, the default value is used "
+            "instead of the current one.")
     tokens = torch.tensor(TOKENIZER.encode("# os.path\n" + text))
     with torch.inference_mode():
-        nats = torch.nn.functional.cross_entropy(MODEL(tokens[:-1]), tokens[1:], reduction="sum")
+        logits = MODEL(tokens[:-1])
+    nats = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum")
     assert nats / torch.tensor(2.0).log() / len(text) < 2
 
 
@@ -43,7 +58,8 @@ def test_every_string_round_trips(text):
 def test_the_prompts_have_varied_lengths_and_fit():
     prompts = (BUILTIN / "prompts.txt").read_text(encoding="utf-8").split("\n\n")
     lengths = [len(TOKENIZER.encode(prompt)) for prompt in prompts]
-    assert len(prompts) == 12 and min(lengths) < 8 and max(lengths) > 100 and max(lengths) + 64 <= MODEL.config.block_size
+    assert len(prompts) == 12 and min(lengths) < 8 and max(lengths) > 100
+    assert max(lengths) + 64 <= MODEL.config.block_size
 
 
 def test_written_weights_are_read_again_exactly(tmp_path):
@@ -77,53 +93,97 @@ def test_a_local_folder_and_a_file_in_it(folder):
         assert torch.equal(model.wte.weight, MODEL.wte.weight) and tokenizer.n_vocab == 1024
 
 
-def weights(folder):
-    return load_file(folder / "model.safetensors")
+def edit_config(**change):
+    def edit(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+    return edit
 
 
-def edit_config(folder, **change):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **change}))
+def write(file, content):
+    def edit(folder):
+        (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return edit
 
 
-def without(mapping, key):
-    return {k: v for k, v in mapping.items() if k != key}
+def edit_weight(name, tensor):
+    """Replaces or adds a weight; None removes it."""
+    def edit(folder):
+        weights = {**load_file(folder / "model.safetensors"), name: tensor}
+        if tensor is None:
+            del weights[name]
+        save_file(weights, folder / "model.safetensors")
+    return edit
 
 
-BROKEN = {
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds neither model.safetensors nor pytorch_model.bin"),
-    "no config": (lambda f: (f / "config.json").unlink(), "there is no config.json"),
-    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not that of a GPT-2"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[1]"), "config.json is not that of a GPT-2"),
-    "config of another model": (lambda f: (f / "config.json").write_text('{"hidden_size": 8}'), "config.json is not that of a GPT-2"),
-    "layers missing": (lambda f: edit_config(f, n_layer=5), "not a GPT-2 of 5 layers"),
-    "another width": (lambda f: edit_config(f, n_embd=64), "has shape"),
-    "heads do not divide": (lambda f: edit_config(f, n_head=3), "not a multiple of n_head 3"),
-    "no heads": (lambda f: edit_config(f, n_head=0), "n_head must be"),
-    "a config of words": (lambda f: edit_config(f, n_head="four"), "n_head must be"),
-    "a truth for a number": (lambda f: edit_config(f, n_head=True), "n_head must be"),
-    "absurdly large": (lambda f: edit_config(f, vocab_size=10**18), "its config.json: "),
-    "nested too deeply": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is not that of a GPT-2"),
-    "another activation": (lambda f: edit_config(f, activation_function="relu"), "activation_function 'relu' is not GPT-2's"),
-    "another epsilon": (lambda f: edit_config(f, layer_norm_epsilon=1e-2), "layer_norm_epsilon 0.01 is not GPT-2's"),
-    "untied": (lambda f: edit_config(f, tie_word_embeddings=False), "tie_word_embeddings False is not GPT-2's"),
-    "scaled by layer": (lambda f: edit_config(f, scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx True"),
-    "unscaled": (lambda f: edit_config(f, scale_attn_weights=False), "scale_attn_weights False"),
-    "c_attn of three axes": (lambda f: save_file({**weights(f), "transformer.h.0.attn.c_attn.weight": torch.zeros(2, 3, 3)}, f / "model.safetensors"), "missing or unknown"),
-    "c_attn of no axes": (lambda f: save_file({**weights(f), "transformer.h.0.attn.c_attn.weight": torch.zeros(())}, f / "model.safetensors"), "missing or unknown"),
-    "truncated": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:1000]), "cannot be read"),
-    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "cannot be read"),
-    "not weights": (lambda f: (f / "model.safetensors").write_bytes(b"GIF89a" * 100), "cannot be read"),
-    "a weight missing": (lambda f: save_file(without(weights(f), "transformer.h.2.mlp.c_fc.bias"), f / "model.safetensors"), "h.2.mlp.c_fc.bias"),
-    "a weight too many": (lambda f: save_file({**weights(f), "odd": torch.zeros(1)}, f / "model.safetensors"), "'odd'"),
-    "broken .bin": (lambda f: ((f / "model.safetensors").unlink(), (f / "pytorch_model.bin").write_bytes(b"PK\3\4 no")), "cannot be read"),
-    "a .bin that is code": (lambda f: ((f / "model.safetensors").unlink(), torch.save({"a": print}, f / "pytorch_model.bin")), "cannot be read"),
-    "a .bin that is no state dict": (lambda f: ((f / "model.safetensors").unlink(), torch.save([1], f / "pytorch_model.bin")), "cannot be read"),
-    "ranks are no ranks": (lambda f: (f / "ranks.tiktoken").write_text("hello world\n"), "not a ranks file"),
-    "ranks are doubled": (lambda f: (f / "ranks.tiktoken").write_text("YQ== 0\nYg== 0\n"), "without gaps and duplicates"),
-    "ranks are negative": (lambda f: (f / "ranks.tiktoken").write_text("YQ== -1\n"), "without gaps and duplicates"),
-    "bytes are missing": (lambda f: (f / "ranks.tiktoken").write_text("YQ== 0\nYg== 1\n"), "does not have all 256 bytes"),
-    "ranks file of a larger vocabulary": (lambda f: (f / "ranks.tiktoken").write_bytes((BUILTIN / "ranks.tiktoken").read_bytes() + b"enp6eno= 1023\n"), "smaller than its tokenizer's 1025"),
+def old_bin(content):
+    """pytorch_model.bin instead of model.safetensors: bytes, or what torch.save is given."""
+    def edit(folder):
+        (folder / "model.safetensors").unlink()
+        if isinstance(content, bytes):
+            (folder / "pytorch_model.bin").write_bytes(content)
+        else:
+            torch.save(content, folder / "pytorch_model.bin")
+    return edit
+
+
+def cut_short(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def add_a_rank(folder):
+    path = folder / "ranks.tiktoken"
+    path.write_bytes(path.read_bytes() + b"enp6eno= 1023\n")
+
+
+NOT_GPT2 = "config.json is not that of a GPT-2"
+BROKEN = {   # what is done to a folder, and what is said about it
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(),
+                   "holds neither model.safetensors nor pytorch_model.bin"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "there is no config.json"),
+    "config is no JSON": (write("config.json", "{"), NOT_GPT2),
+    "config is a list": (write("config.json", "[1]"), NOT_GPT2),
+    "config of another model": (write("config.json", '{"hidden_size": 8}'), NOT_GPT2),
+    "nested too deeply": (write("config.json", "[" * 100_000), NOT_GPT2),
+    "layers missing": (edit_config(n_layer=5), "not a GPT-2 of 5 layers"),
+    "another width": (edit_config(n_embd=64), "has shape"),
+    "heads do not divide": (edit_config(n_head=3), "n_head 3"),
+    "no heads": (edit_config(n_head=0), "n_head must be"),
+    "a config of words": (edit_config(n_head="four"), "n_head must be"),
+    "a truth for a number": (edit_config(n_head=True), "n_head must be"),
+    "absurdly large": (edit_config(vocab_size=10**18), "its config.json: "),
+    "another activation": (edit_config(activation_function="relu"),
+                           "activation_function 'relu' is not GPT-2's"),
+    "another epsilon": (edit_config(layer_norm_epsilon=1e-2),
+                        "layer_norm_epsilon 0.01 is not GPT-2's"),
+    "untied": (edit_config(tie_word_embeddings=False),
+               "tie_word_embeddings False is not GPT-2's"),
+    "scaled by layer": (edit_config(scale_attn_by_inverse_layer_idx=True),
+                        "scale_attn_by_inverse_layer_idx True"),
+    "unscaled": (edit_config(scale_attn_weights=False), "scale_attn_weights False"),
+    "c_attn of three axes": (
+        edit_weight("transformer.h.0.attn.c_attn.weight", torch.zeros(2, 3, 3)),
+        "missing or unknown"),
+    "c_attn of no axes": (
+        edit_weight("transformer.h.0.attn.c_attn.weight", torch.zeros(())),
+        "missing or unknown"),
+    "truncated": (cut_short, "cannot be read"),
+    "empty": (write("model.safetensors", b""), "cannot be read"),
+    "not weights": (write("model.safetensors", b"GIF89a" * 100), "cannot be read"),
+    "a weight missing": (edit_weight("transformer.h.2.mlp.c_fc.bias", None),
+                         "h.2.mlp.c_fc.bias"),
+    "a weight too many": (edit_weight("odd", torch.zeros(1)), "'odd'"),
+    "broken .bin": (old_bin(b"PK\3\4 no"), "cannot be read"),
+    "a .bin that is code": (old_bin({"a": print}), "cannot be read"),
+    "a .bin that is no state dict": (old_bin([1]), "cannot be read"),
+    "ranks are no ranks": (write("ranks.tiktoken", "hello world\n"), "not a ranks file"),
+    "ranks are doubled": (write("ranks.tiktoken", "YQ== 0\nYg== 0\n"),
+                          "without gaps and duplicates"),
+    "ranks are negative": (write("ranks.tiktoken", "YQ== -1\n"), "without gaps and duplicates"),
+    "bytes are missing": (write("ranks.tiktoken", "YQ== 0\nYg== 1\n"),
+                          "does not have all 256 bytes"),
+    "ranks file of a larger vocabulary": (add_a_rank, "smaller than its tokenizer's 1025"),
 }
 
 
@@ -143,11 +203,12 @@ def test_an_unknown_name_is_refused(name):
 
 
 def test_a_gpt2_name_is_downloaded_once_with_torchs_loader(folder, tmp_path, monkeypatch):
-    """The download itself cannot run in a test; a file URL takes the same way through torch.hub."""
+    """No test can download; a file URL takes the same way through torch.hub."""
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     monkeypatch.setattr(toolbox.weights, "HUB", folder.as_uri() + "/{file}")
     config, weights = read_gpt2("gpt2")
-    assert config["n_layer"] == 4 and (tmp_path / "hub/checkpoints/gpt2/model.safetensors").is_file()
+    assert config["n_layer"] == 4
+    assert (tmp_path / "hub/checkpoints/gpt2/model.safetensors").is_file()
     monkeypatch.setattr(toolbox.weights, "HUB", "file:///nowhere/{name}/{file}")
     read_gpt2("gpt2")   # from the cache
 
@@ -159,37 +220,39 @@ def test_no_network_is_one_clear_line(tmp_path, monkeypatch):
         raise URLError("Name or service not known")
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", unreachable)
-    with pytest.raises(ValueError, match="model 'gpt2-xl': downloading config.json failed .*local folder or the built-in model"):
+    message = ("model 'gpt2-xl': downloading config.json failed "
+               ".*local folder or the built-in model")
+    with pytest.raises(ValueError, match=message):
         GPT.from_pretrained("gpt2-xl")
     assert not list((tmp_path / "checkpoints/gpt2-xl").glob("*"))
-
-    import tiktoken
-    import toolbox.tokenizer
 
     def offline(name):
         import requests
         raise requests.exceptions.ConnectionError("Max retries exceeded with url")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(ValueError, match="tokenizer 'gpt2': .*cannot reach the network .*ConnectionError"):
+    message = "tokenizer 'gpt2': .*cannot reach the network .*ConnectionError"
+    with pytest.raises(ValueError, match=message):
         toolbox.tokenizer.gpt2()
 
 
-def test_a_token_that_the_tokenizer_does_not_have_is_shown_all_the_same():
+def test_a_token_that_the_tokenizer_does_not_have_is_shown_as_a_replacement():
     """A model's vocabulary may be padded beyond its tokenizer's."""
     assert decode(TOKENIZER, TOKENIZER.encode("été ☕") + [5000]) == "été ☕\ufffd"
 
 
 def test_a_vocab_json_is_read(folder):
     """Hugging Face writes the tokenizer as vocab.json, bytes spelled as printable characters."""
-    from toolbox.tokenizer import END_OF_TEXT, byte_of
     char_of = {b: c for c, b in byte_of().items()}
-    tokens = {"".join(char_of[b] for b in TOKENIZER.decode_single_token_bytes(i)): i for i in range(1023)}
-    (folder / "vocab.json").write_text(json.dumps({**tokens, END_OF_TEXT: 1023}), encoding="utf-8")
+    vocab = {"".join(char_of[b] for b in TOKENIZER.decode_single_token_bytes(i)): i
+             for i in range(1023)}
+    vocab[END_OF_TEXT] = 1023
+    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     (folder / "ranks.tiktoken").unlink()
     _, tokenizer = load(folder)
     text = "# été\nReturn the ☕ of 12 things.<|endoftext|>"
-    assert tokenizer.encode(text, allowed_special="all") == TOKENIZER.encode(text, allowed_special="all")
+    expected = TOKENIZER.encode(text, allowed_special="all")
+    assert tokenizer.encode(text, allowed_special="all") == expected
     for broken in '{"a": 5}', '["a"]', "{", '{"\u4e2d": 0}':
         (folder / "vocab.json").write_text(broken)
         with pytest.raises(ValueError, match="not a byte-level vocabulary like GPT-2's"):
@@ -198,10 +261,10 @@ def test_a_vocab_json_is_read(folder):
 
 def test_a_ranks_file_equals_its_trainer(tmp_path):
     pytest.importorskip("tokenizers")
-    from toolbox.tokenizer import train_ranks, write_ranks_file
     texts = ["the theme of the thesis is there", "naïve café ☕ ☕ ☕", "aaaa aaa aa a"]
     ranks = train_ranks(texts, 280)
-    assert len(ranks) == 280 and sorted(ranks.values()) == list(range(280)) and all(ranks[bytes([b])] == b for b in range(256))
+    assert len(ranks) == 280 and sorted(ranks.values()) == list(range(280))
+    assert all(ranks[bytes([b])] == b for b in range(256))
     write_ranks_file(ranks, tmp_path / "x.tiktoken")
     encoding = from_ranks_file(tmp_path / "x.tiktoken")
     for text in texts:

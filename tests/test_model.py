@@ -1,20 +1,25 @@
-"""The model against a third party's: Hugging Face's GPT2LMHeadModel with the same random, loud weights."""
+"""The model against a third party's: Hugging Face's GPT2LMHeadModel with the same, loud weights."""
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from common import STAGES
 
 from model import GPT, Head
-from scheduler import Request
+from request import Request
 
 transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).parent.parent
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 @pytest.fixture(scope="module")
 def theirs():
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=37, n_positions=32, n_embd=20, n_layer=3, n_head=5, resid_pdrop=0, embd_pdrop=0,
-                                     attn_pdrop=0, bos_token_id=None, eos_token_id=None, attn_implementation="eager")
+    config = transformers.GPT2Config(
+        vocab_size=37, n_positions=32, n_embd=20, n_layer=3, n_head=5, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0, bos_token_id=None, eos_token_id=None, attn_implementation="eager")
     model = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -39,7 +44,8 @@ def ours(theirs, request, tmp_path_factory):
 
 
 def close(a, b, dtype):
-    assert (a - b).abs().max() <= TOLERANCE[dtype] * b.abs().max(), f"{(a - b).abs().max() / b.abs().max():.1e}"
+    difference = (a - b).abs().max() / b.abs().max()
+    assert difference <= TOLERANCE[dtype], f"{difference:.1e}"
 
 
 @pytest.fixture(params=TOLERANCE, ids=str)
@@ -52,33 +58,40 @@ def both(ours, theirs, request):
 def test_full_prompts(both):
     ours, theirs, dtype = both
     tokens = torch.randint(37, (4, 32))
-    close(ours(tokens), theirs(tokens).logits, dtype)
-    close(ours(tokens[0], positions=torch.arange(32)), theirs(tokens[:1]).logits[0], dtype)   # (N,) as well as (B, T)
-    close(ours(tokens, rows=(slice(None), -1)), theirs(tokens).logits[:, -1], dtype)
+    expected = theirs(tokens).logits
+    close(ours(tokens), expected, dtype)
+    close(ours(tokens, rows=(slice(None), -1)), expected[:, -1], dtype)
+    # (N,) as well as (B, T)
+    close(ours(tokens[0], positions=torch.arange(32)), theirs(tokens[:1]).logits[0], dtype)
 
 
 @torch.inference_mode()
 def test_left_padded_batch_with_a_cache(both):
-    """A padded prefill and three decode steps, through our Head with past_k, past_v and a padding mask, and through their cache."""
+    """
+    A padded prefill and three decode steps, through our Head with past_k, past_v and a padding
+    mask, and through their cache.
+    """
     ours, theirs, dtype = both
     lengths, T = [3, 11, 7, 1], 11
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(37, (4, T + 3), generator=generator)
-    valid = torch.arange(T + 3) >= torch.tensor([T - n for n in lengths])[:, None]             # (B, T + 3)
+    tokens = torch.randint(37, (4, T + 3), generator=torch.Generator().manual_seed(0))
+    pads = torch.tensor([T - n for n in lengths])
+    valid = torch.arange(T + 3) >= pads[:, None]                       # (B, T + 3)
     positions = (valid.cumsum(dim=1) - 1).clamp(min=0)
     head, past, cache = Head(), {}, None
     for start, end in (0, T), (T, T + 1), (T + 1, T + 3):
 
         def attend(layer, q, k, v):
-            out, *past[layer] = head(q, k, v, *past.get(layer, (None, None)), mask=valid[:, None, None, :end])
+            mask = valid[:, None, None, :end]
+            out, *past[layer] = head(q, k, v, *past.get(layer, (None, None)), mask=mask)
             return out
 
-        mine = ours(tokens[:, start:end], positions[:, start:end], attend)
-        output = theirs(tokens[:, start:end], attention_mask=valid[:, :end].long(), position_ids=positions[:, start:end],
-                        past_key_values=cache, use_cache=True)
+        new = slice(start, end)
+        mine = ours(tokens[:, new], positions[:, new], attend)
+        output = theirs(tokens[:, new], attention_mask=valid[:, :end].long(),
+                        position_ids=positions[:, new], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        for b in range(4):                                                                     # pads are nobody's business
-            row = valid[b, start:end]
+        for b in range(4):   # what pads compute does not matter
+            row = valid[b, new]
             close(mine[b][row], output.logits[b][row], dtype)
 
 
@@ -90,14 +103,15 @@ def test_greedy_tokens_equal_their_generate_one_prompt_at_a_time(ours, theirs, s
     requests = [Request(prompt, 12) for prompt in prompts]
     STAGES[stage](ours, requests)
     for prompt, request in zip(prompts, requests):
-        expected = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                                   max_new_tokens=12, do_sample=False, pad_token_id=0)
+        expected = theirs.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert request.generated == expected[0, len(prompt):].tolist()
         assert len(set(request.generated)) > 3
     ours.float(), theirs.float()
 
 
-# --- Head by itself ----------------------------------------------------------------------------------------------------
+# --- Head by itself -------------------------------------------------------------------------------
 
 def textbook(q, k, v, past_k, past_v, mask):
     """Attention for one head, one query at a time, in plain loops."""
@@ -106,7 +120,8 @@ def textbook(q, k, v, past_k, past_v, mask):
     for i in range(len(q)):
         seen = [j for j in range(len(k)) if j <= len(past_k) + i and mask[i, j]]
         if seen:
-            w = torch.tensor([float(q[i] @ k[j]) / q.size(1) ** 0.5 for j in seen], dtype=q.dtype).softmax(0)
+            scores = [float(q[i] @ k[j]) / q.size(1) ** 0.5 for j in seen]
+            w = torch.tensor(scores, dtype=q.dtype).softmax(0)
             out[i] = sum(w[n] * v[j] for n, j in enumerate(seen))
     return out
 
@@ -114,10 +129,10 @@ def textbook(q, k, v, past_k, past_v, mask):
 @pytest.mark.parametrize("T, P", [(1, 0), (1, 7), (5, 0), (5, 7), (3, 1)])
 def test_head_is_textbook_attention(T, P):
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 4, T, 6, dtype=torch.float64)                                  # (B, nh, T, hs)
+    q, k, v = torch.randn(3, 2, 4, T, 6, dtype=torch.float64)          # (B, nh, T, hs)
     past_k, past_v = torch.randn(2, 2, 4, P, 6, dtype=torch.float64)
     mask = torch.rand(2, 1, T, P + T) < 0.7
-    mask[0, 0, 0] = False                                                                      # a query without any key
+    mask[0, 0, 0] = False                                              # a query without any key
     out, all_k, all_v = Head()(q, k, v, past_k, past_v, mask)
     for b in range(2):
         for h in range(4):
@@ -125,7 +140,7 @@ def test_head_is_textbook_attention(T, P):
             torch.testing.assert_close(out[b, h], expected, rtol=1e-12, atol=1e-12)
     assert (out[0, :, 0] == 0).all()
     assert all_k.shape == all_v.shape == (2, 4, P + T, 6)
-    in_place, _, _ = Head()(q, all_k, all_v, mask=mask)                                        # k and v that hold the past already
+    in_place, _, _ = Head()(q, all_k, all_v, mask=mask)                # the past already in k and v
     assert torch.equal(in_place, out)
 
 
@@ -146,11 +161,24 @@ def test_too_long_a_row_is_refused():
         model(torch.zeros(1, 257, dtype=torch.long))
 
 
-def test_the_core_imports_no_helper():
-    import ast
-    from pathlib import Path
-    for name in "model", "cache", "scheduler":
-        tree = ast.parse((Path(__file__).parent.parent / f"{name}.py").read_text())
-        for node in tree.body:
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                assert not (getattr(node, "module", None) or node.names[0].name).startswith("toolbox"), name
+# --- the rooms of the house -----------------------------------------------------------------------
+
+def imported(path):
+    """First words of what a file imports at module level."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+
+
+@pytest.mark.parametrize("name", ["model", "request", "cache", "scheduler", "paging"])
+def test_the_core_imports_no_helper(name):
+    assert not {"toolbox", "experiments", "kernels"} & set(imported(ROOT / f"{name}.py"))
+
+
+def test_no_room_imports_a_higher_one():
+    stages = sorted(ROOT.glob("generate_*.py"))
+    assert len(stages) == 8
+    for path in [*stages, *(ROOT / "toolbox").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        assert "experiments" not in imported(path), path

@@ -1,34 +1,49 @@
 """The figures of trace and report, counted by hand."""
 import json
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
 from common import STAGES, toy
 
-from scheduler import Request
+from request import Request
 from toolbox.report import latencies, report, totals, write_trace
 from toolbox.trace import ForwardPass, Trace
 
+TOKEN = 2 * 3 * 15 * 8   # bytes of one token's keys and values: 3 layers, 15 wide, float64
+
 
 def a_pass(step, **figures):
-    return ForwardPass(**{**dict(stage="x", step=step, shape=(2, 3), work=[("a", 0, 3), ("b", 4, 1)], finished=[], useful=4, recomputed=0, pad_slots=2,
-                                 finished_slots=0, padded_keys=5, score_entries=30, useful_scores=11, copied_bytes=1_000_000, seconds=0.5), **figures})
+    usual = dict(stage="x", step=step, shape=(2, 3), work=[("a", 0, 3), ("b", 4, 1)], finished=[],
+                 useful=4, recomputed=0, pad_slots=2, finished_slots=0, padded_keys=5,
+                 score_entries=30, useful_scores=11, copied_bytes=1_000_000, seconds=0.5)
+    return ForwardPass(**{**usual, **figures})
 
 
-def golden():
-    """Two requests: a comes at step 0 and b at step 2, while step 3 runs (no step 2 was)."""
-    a, b, c = (SimpleNamespace(name=name, arrival=arrival, generated=list(range(n)), token_steps=steps, token_times=times, prompt=[0], finish_reason="length")
-               for name, arrival, n, steps, times in [("a", 0, 3, [1, 3, 6], [11.0, 13.0, 17.0]), ("b", 2, 2, [4, 5], [14.5, 15.0]), ("c", 0, 0, [], [])])
-    trace = Trace("x", [a, b, c], passes=[a_pass(0), a_pass(1, shape=(7,), useful=6, recomputed=1, pad_slots=0)], started=10.0)
+def a_request(name, arrival=0, steps=(), times=()):
+    return SimpleNamespace(name=name, arrival=arrival, generated=list(range(len(steps))),
+                           token_steps=list(steps), token_times=list(times), prompt=[0],
+                           finish_reason="length")
+
+
+def golden(**arguments):
+    """Two requests, and one without a token. b arrives at step 2, which is not computed."""
+    requests = [a_request("a", 0, [1, 3, 6], [11.0, 13.0, 17.0]),
+                a_request("b", 2, [4, 5], [14.5, 15.0]),
+                a_request("c")]
+    passes = [a_pass(0), a_pass(1, shape=(7,), useful=6, recomputed=1, pad_slots=0)]
+    trace = Trace("x", requests, passes=passes, started=10.0, **arguments)
     trace.step_times = {0: 10.5, 1: 10.75, 3: 12.0, 4: 14.0, 5: 14.6, 6: 16.0}
     return trace
 
 
 def test_latencies():
     assert latencies(golden()) == {
-        "ttft_steps": [2, 3],                # tokens in step 1 and step 4, counted from the step of arrival, that step included
-        "ttft_seconds": [1.0, 2.5],          # from the start, and from step 3, the first at or after its arrival
+        # tokens in step 1 and step 4, counted from the step of arrival, that step included
+        "ttft_steps": [2, 3],
+        # from the start, and from step 3, the first at or after its arrival
+        "ttft_seconds": [1.0, 2.5],
         "itl_steps": [2, 3, 1],
         "itl_seconds": [2.0, 4.0, 0.5],
     }
@@ -36,32 +51,51 @@ def test_latencies():
 
 def test_totals():
     t = totals(golden())
-    assert t["forward_passes"] == 2 and t["slots"] == 6 + 7 and t["useful"] == 10 and t["recomputed"] == 1 and t["pad_slots"] == 2
-    assert t["key_slots"] == 2 * (5 + 3 + 5) and t["padded_keys"] == 10 and t["copied_bytes"] == 2_000_000
-    assert t["generated"] == 5 and t["seconds"] == 7.0 and math.isclose(t["tokens_per_second"], 5 / 7)
+    assert t["forward_passes"] == 2 and t["slots"] == 6 + 7
+    assert t["useful"] == 10 and t["recomputed"] == 1 and t["pad_slots"] == 2
+    assert t["key_slots"] == 2 * (5 + 3 + 5) and t["padded_keys"] == 10
+    assert t["copied_bytes"] == 2_000_000
+    assert t["generated"] == 5 and t["seconds"] == 7.0
+    assert math.isclose(t["tokens_per_second"], 5 / 7)
+
+
+GOLDEN_REPORT = [
+    "stage: x",
+    "  forward passes  2",
+    "  useful tokens   10  (77% of 13 slots)",
+    "  pad slots       2  (15% of 13 slots)",
+    "  finished slots  0  (0% of 13 slots)",
+    "  recomputed      1  (8% of 13 slots)",
+    "  padded keys     10  (38% of 26 key slots)",
+    "  useful scores   22  (37% of 60 a head and layer)",
+    "  copied K/V      2.0 MB",
+    "  throughput      5 tokens in 7.00 s = 1 tokens/s",
+    "  TTFT            mean 2.5, p95 3.0 steps; mean 1750, p95 2425 ms",
+    "  ITL             p50 2.0, p99 3.0 steps; p50 2000.0, p99 3960.0 ms",
+]
 
 
 def test_report():
-    assert report(golden()).splitlines() == [
-        "stage: x",
-        "  forward passes  2",
-        "  useful tokens   10  (77% of 13 slots)",
-        "  pad slots       2  (15% of 13 slots)",
-        "  finished slots  0  (0% of 13 slots)",
-        "  recomputed      1  (8% of 13 slots)",
-        "  padded keys     10  (38% of 26 key slots)",
-        "  useful scores   22  (37% of 60 a head and layer)",
-        "  copied K/V      2.0 MB",
-        "  throughput      5 tokens in 7.00 s = 1 tokens/s",
-        "  TTFT            mean 2.5, p95 3.0 steps; mean 1750, p95 2425 ms",
-        "  ITL             p50 2.0, p99 3.0 steps; p50 2000.0, p99 3960.0 ms",
+    assert report(golden()).splitlines() == GOLDEN_REPORT
+
+
+def test_report_of_paged_memory():
+    counts = {"preemptions": 1234, "shared_pages": 5, "saved_tokens": 20, "evicted_pages": 2}
+    assert report(golden(counts=counts)).splitlines() == [
+        *GOLDEN_REPORT,
+        "  preemptions     1,234",
+        "  shared pages    5 taken from other requests, 20 tokens saved, 2 evicted",
     ]
+    none = {name: 0 for name in counts}
+    assert report(golden(counts=none)).splitlines() == GOLDEN_REPORT
 
 
 def test_written_traces(tmp_path):
-    write_trace(golden(), tmp_path / "t.json")
+    write_trace(golden(counts={"preemptions": 3}), tmp_path / "t.json")
     trace = json.loads((tmp_path / "t.json").read_text())
-    assert trace["stage"] == "x" and trace["requests"][0]["token_times"] == [1.0, 3.0, 7.0] and trace["passes"][1]["shape"] == [7]
+    assert trace["stage"] == "x" and trace["counts"] == {"preemptions": 3}
+    assert trace["requests"][0]["token_times"] == [1.0, 3.0, 7.0]
+    assert trace["passes"][1]["shape"] == [7]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -74,7 +108,6 @@ def test_a_report_of_next_to_nothing(stage):
 
 
 def test_seconds_are_measured():
-    import time
     model = toy()
     model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
     for generate in STAGES.values():
@@ -83,27 +116,44 @@ def test_seconds_are_measured():
         assert totals(trace)["seconds"] >= 0.02
 
 
+def two_prompts():
+    """Prompts of 3 and 5 tokens: one step of prefill and one of decode."""
+    return [Request([1] * 3, 2, name="a"), Request([2] * 5, 2, name="b")]
+
+
 def test_costs_of_a_rectangle_counted_by_hand():
-    """Two prompts of 3 and 5, one step of prefill and one of decode; 3 layers of 3 heads of 5 features in float64."""
-    trace = STAGES["dynamic"](toy(), [Request([1] * 3, 2, name="a"), Request([2] * 5, 2, name="b")])
-    prefill, decode = trace.passes
-    token = 2 * 3 * 15 * 8                                         # bytes of one token's keys and values, all layers
-    assert prefill.shape == (2, 5) and prefill.pad_slots == 2 and prefill.padded_keys == 2 and prefill.score_entries == 2 * 5 * 5
-    assert prefill.useful_scores == 6 + 15 and prefill.copied_bytes == 2 * 5 * token
-    assert decode.shape == (2, 1) and decode.pad_slots == 0 and decode.padded_keys == 2 and decode.score_entries == 2 * 1 * 6
-    assert decode.useful_scores == 4 + 6 and decode.copied_bytes == 2 * 5 * token + 2 * 6 * token
+    prefill, decode = STAGES["dynamic"](toy(), two_prompts()).passes
+    assert prefill.shape == (2, 5) and prefill.pad_slots == 2 and prefill.padded_keys == 2
+    assert prefill.score_entries == 2 * 5 * 5 and prefill.useful_scores == 6 + 15
+    assert prefill.copied_bytes == 2 * 5 * TOKEN
+    assert decode.shape == (2, 1) and decode.pad_slots == 0 and decode.padded_keys == 2
+    assert decode.score_entries == 2 * 1 * 6 and decode.useful_scores == 4 + 6
+    assert decode.copied_bytes == 2 * 5 * TOKEN + 2 * 6 * TOKEN
 
 
 def test_costs_of_a_static_batch_counted_by_hand():
     trace = STAGES["naive"](toy(), [Request([1] * 3, 3, name="a"), Request([2] * 5, 1, name="b")])
     prefill, first, second = trace.passes
     assert prefill.padded_keys == 2 and prefill.finished_slots == 0
-    assert first.shape == (2, 1) and first.finished == ["b"] and first.finished_slots == 1 and first.pad_slots == 0
-    assert first.padded_keys == 2 * 6 - 4 and first.score_entries == 12 and first.useful_scores == 4
+    assert first.shape == (2, 1) and first.finished == ["b"]
+    assert first.finished_slots == 1 and first.pad_slots == 0
+    assert first.padded_keys == 2 * 6 - 4
+    assert first.score_entries == 12 and first.useful_scores == 4
     assert second.padded_keys == 2 * 7 - 5
 
 
 def test_costs_of_masked_ragged_attention_counted_by_hand():
-    trace = STAGES["ragged_mask"](toy(), [Request([1] * 3, 2, name="a"), Request([2] * 5, 2, name="b")])
-    token = 2 * 3 * 15 * 8
-    assert [p.score_entries for p in trace.passes] == [8 * 8, 2 * 10] and [p.copied_bytes for p in trace.passes] == [8 * token, 10 * token]
+    passes = STAGES["ragged_mask"](toy(), two_prompts()).passes
+    assert [p.score_entries for p in passes] == [8 * 8, 2 * 10]
+    assert [p.copied_bytes for p in passes] == [8 * TOKEN, 10 * TOKEN]
+
+
+def test_costs_of_paged_attention_counted_by_hand():
+    """
+    Pages of 2 tokens: a begins with 2 of them and has room for its second token; b begins with 3,
+    in the place that remains, and has room too. All tables are neighbours, so nothing is copied.
+    """
+    passes = STAGES["paged"](toy(), two_prompts(), page_size=2).passes
+    assert [p.score_entries for p in passes] == [3 * 3 + 5 * 5, 4 + 6]
+    assert [p.useful_scores for p in passes] == [6 + 15, 4 + 6]
+    assert all(p.copied_bytes == p.pad_slots == p.padded_keys == 0 for p in passes)

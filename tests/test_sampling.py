@@ -1,4 +1,4 @@
-"""The inverse CDF, the random streams, and who draws when."""
+"""The inverse CDF, the random streams, and which request draws when."""
 import math
 from collections import Counter
 from dataclasses import replace
@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import STAGES, toy
+from common import SCHEDULED, STAGES, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import cdf, sample
-from scheduler import Request
+from request import Request
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 3.0, 2.9, -4.0], dtype=torch.float64)
 
@@ -24,11 +24,13 @@ def probabilities(temperature, top_k=None):
     return p / p.sum()
 
 
-@pytest.mark.parametrize("temperature, top_k", [(1.0, None), (0.3, None), (2.0, 3), (1.0, 1), (1.0, 5), (1.0, 100)])
+@pytest.mark.parametrize("temperature, top_k", [(1.0, None), (0.3, None), (2.0, 3), (1.0, 1),
+                                                (1.0, 5), (1.0, 100)])
 def test_each_token_has_an_interval_as_wide_as_its_probability(temperature, top_k):
     p = probabilities(temperature, None if top_k == 100 else top_k)
-    assert cdf(LOGITS, temperature, top_k)[-1] == 1
-    np.testing.assert_allclose(np.diff(cdf(LOGITS, temperature, top_k).numpy(), prepend=0), p, atol=1e-15)
+    edges = cdf(LOGITS, temperature, top_k)
+    assert edges[-1] == 1
+    np.testing.assert_allclose(np.diff(edges.numpy(), prepend=0), p, atol=1e-15)
     n = 20_000
     request = Request([1], temperature=temperature, top_k=top_k, seed=3)
     counts = Counter(token for _ in range(n) for token in sample(LOGITS[None], [request]))
@@ -46,8 +48,10 @@ class Fixed(Request):
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(logits=st.lists(st.floats(-50, 50), min_size=1, max_size=20), u=st.floats(0, 1, exclude_max=True),
-       temperature=st.sampled_from([1e-300, 1e-3, 0.7, 1.0, 100.0]), top_k=st.one_of(st.none(), st.integers(1, 25)))
+@given(logits=st.lists(st.floats(-50, 50), min_size=1, max_size=20),
+       u=st.floats(0, 1, exclude_max=True),
+       temperature=st.sampled_from([1e-300, 1e-3, 0.7, 1.0, 100.0]),
+       top_k=st.one_of(st.none(), st.integers(1, 25)))
 def test_any_logits_any_number_give_a_token_of_positive_probability(logits, u, temperature, top_k):
     request = Fixed([0], temperature=temperature, top_k=top_k)
     request.u = u
@@ -62,24 +66,36 @@ def test_any_logits_any_number_give_a_token_of_positive_probability(logits, u, t
 
 def test_greedy_takes_the_largest_and_draws_nothing():
     request = Request([1])
-    state = request._stream.getstate()
+    state = request.random_stream.getstate()
     assert sample(LOGITS[None], [request]) == [3]
-    assert request._stream.getstate() == state
+    assert request.random_stream.getstate() == state
 
 
 @pytest.mark.parametrize("logits", [[1.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_refused_by_name(logits, temperature):
+    request = Request([1], temperature=temperature, name="r3")
     with pytest.raises(ValueError, match="request 'r3': the model's logits are not finite"):
-        sample(torch.tensor([logits]), [Request([1], temperature=temperature, name="r3")])
-    assert sample(torch.tensor([[-math.inf, 0.0]]), [Request([1], temperature=temperature)]) == [1]   # a token may be impossible
+        sample(torch.tensor([logits]), [request])
+    assert sample(torch.tensor([[-math.inf, 0.0]]), [request]) == [1]   # one may be impossible
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_number_per_generated_token(stage):
     """Whatever the chunks, the padding and the neighbours."""
     requests = [Request([i + 1] * (3 * i + 1), 2 + i, 1.0, seed=i) for i in range(6)]
-    STAGES[stage](toy(), requests, **({"token_budget": 4} if stage in ("chunked", "interleaved", "ragged_mask", "ragged_varlen") else {}))
+    STAGES[stage](toy(), requests, **({"token_budget": 4} if stage in SCHEDULED else {}))
+    for request in requests:
+        twin = replace(request)
+        for _ in request.generated:
+            twin.draw()
+        assert twin.draw() == request.draw()
+
+
+def test_one_number_per_generated_token_whatever_was_preempted():
+    requests = [Request([i + 1] * (3 * i + 1), 8, 1.0, seed=i) for i in range(6)]
+    trace = STAGES["paged"](toy(), requests, pages=6, page_size=4)
+    assert trace.counts["preemptions"]
     for request in requests:
         twin = replace(request)
         for _ in request.generated:

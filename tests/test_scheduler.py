@@ -154,6 +154,7 @@ def test_limits_hold_and_the_budget_is_used(sizes, max_batch, token_budget, slac
         total, left = sum(n for _, n in plan), sum(request.todo for request in running)
         assert total == min(token_budget, left) > 0                      # as much as there is to do
         assert len(running) <= min(max_batch, token_budget)
+        assert {request for request, _ in plan} == {*running}            # all of them go on
         assert sum(request.kv_tokens for request in running) <= scheduler.max_kv_tokens
         if scheduler.waiting:   # then there is a reason
             assert (len(running) == max_batch or left >= token_budget
