@@ -30,31 +30,34 @@ class StaticBatch:
     """
 
     def __init__(self, requests, device=None):
-        self.requests, self.device = requests, device
         T = max(len(request.prompt) for request in requests)
         self.pads = torch.tensor([T - len(request.prompt) for request in requests], device=device)
         self.kv = KV(T + max(request.kv_tokens - len(request.prompt) for request in requests))
-        self.start, self.end = 0, T                                 # columns computed in this pass
-        self.lay_out([[0] * (T - len(request.prompt)) + request.prompt for request in requests])
+        self.requests, self.device, self.end = requests, device, 0
+        self.add_columns(T)
 
-    def add_column(self):
-        """The tokens just generated are the next column; a finished row repeats a pad."""
-        self.start, self.end = self.end, self.end + 1
-        self.lay_out([[0 if r.finished else r.generated[-1]] for r in self.requests])
+    def add_columns(self, number=1):
+        """The next columns to compute: first the prompts, then the tokens just generated."""
+        # A finished request stays in the plan with 0 tokens: its row is computed all the same.
+        self.plan = [(r, 0 if r.finished else r.todo) for r in self.requests]
+        self.starts = [r.computed for r in self.requests]
+        self.start, self.end = self.end, self.end + number
+        self.lay_out(self.device)
 
-    def lay_out(self, columns_of_rows):
-        columns = torch.arange(self.end, device=self.device)        # (S,)
-        self.tokens = torch.tensor(columns_of_rows, device=self.device)               # (B, T)
+    def lay_out(self, device):
+        B, T = len(self.plan), self.end - self.start
+        tokens = torch.zeros(B, T, dtype=torch.long)
+        for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
+            tokens[b, T - n:] = torch.tensor(request.slice(start, start + n))
+        self.tokens = tokens.to(device)                             # (B, T)
+        columns = torch.arange(self.end, device=device)             # (S,)
         self.positions = columns[self.start:] - self.pads[:, None]  # its own, not the column's
         self.positions.clamp_(0, self.requests[0].block_size - 1)   # of pads: any will do
         self.mask = (columns >= self.pads[:, None])[:, None, None]  # (B, 1, 1, S)
 
-        # A finished request stays in the plan with 0 tokens: its row is computed all the same.
-        self.plan = [(r, 0 if r.finished else r.todo) for r in self.requests]
-        self.starts = [r.computed for r in self.requests]
         rows = complete(self.plan)
-        self.sampled = [self.requests[row] for row in rows]
-        self.rows = (torch.tensor(rows, dtype=torch.long, device=self.device), -1)
+        self.sampled = [self.plan[row][0] for row in rows]
+        self.rows = (torch.tensor(rows, dtype=torch.long, device=device), -1)
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
         self.kv.write(layer, self.start, k, v)
@@ -100,7 +103,7 @@ def generate(model, requests, max_batch=8, on_token=None):
             # 4. the whole batch goes on until its last request is finished
             if all(request.finished for request in running):
                 break
-            batch.add_column()
+            batch.add_columns()
     return trace
 
 

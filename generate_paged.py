@@ -89,9 +89,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     on_token:       on_token(request, token, logits) is called as each token appears
     """
     requests = prepare(requests, model.config)
-    if pages is None:
-        pages = enough_pages(requests, max_batch, page_size)
-    pages = Pages(pages, page_size)
+    pages = Pages(pool_size(requests, max_batch, pages, page_size), page_size)
     pool = KV(pages.number * page_size)
     scheduler = PagedScheduler(max_batch, token_budget, pages, policy, share_prefixes)
     trace = Trace("paged", requests, scheduler.counts)
@@ -115,11 +113,16 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     return trace
 
 
-def enough_pages(requests, max_batch, page_size):
-    """Pages for the longest answers of the max_batch largest requests: none is ever preempted."""
+def pool_size(requests, max_batch, pages, page_size):
+    """Pages to allocate: those that were asked for, but not more than the requests can fill."""
     at_least_1(max_batch=max_batch, page_size=page_size)
+    if page_size > requests[0].block_size:
+        raise ValueError(f"page_size {page_size} exceeds block_size {requests[0].block_size}")
     needs = sorted(-(-request.kv_tokens // page_size) for request in requests)
-    return sum(needs[-max_batch:])
+    if pages is None:
+        return sum(needs[-max_batch:])   # of those that can run together: none is ever preempted
+    at_least_1(pages=pages)
+    return min(pages, sum(needs))
 
 
 if __name__ == "__main__":

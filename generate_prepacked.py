@@ -76,7 +76,7 @@ class Packed:
             end = 0
             for i in members:
                 first, end = end, end + lengths[i]
-                tokens[row, first:end] = torch.tensor(self.plan[i][0].prompt)
+                tokens[row, first:end] = torch.tensor(self.plan[i][0].slice(0, lengths[i]))
                 positions[row, first:end] = torch.arange(lengths[i])
                 owner[row, first:end] = i
                 self.places[i] = (row, first, end)

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import torch
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 from cache import KV
 
@@ -244,6 +243,12 @@ def shares_of(batch):
         where = [first[i] + p for i in members for p in range(batch.starts[i], batch.ends[i])]
         shares.append((pool, members, spans, where))
     return shares
+
+
+def varlen_attn(*args, **keywords):
+    """torch's, imported when it is needed: that loads torch's compiler, which takes seconds."""
+    from torch.nn.attention.varlen import varlen_attn
+    return varlen_attn(*args, **keywords)
 
 
 def has_varlen(q):

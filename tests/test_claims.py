@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import generate_ragged
 from cache import KV
 from experiments import prepacking
+from experiments.ranks import count_collectives
 from generate_dynamic import Rectangle
 from generate_naive import StaticBatch
 from generate_prepacked import Packed, first_fit_decreasing
@@ -375,7 +376,6 @@ def test_R5_16_all_reduces_for_8_layers_whatever_is_in_the_batch():
 
 
 def two_all_reduces_per_block():
-    from experiments.ranks import count_collectives
     sizes = dict(block_size=1000, vocab_size=VOCAB, n_head=4, n_embd=16)
     config = GPTConfig(n_layer=8, **sizes)
     model, sent = shard(GPT(config).requires_grad_(False)), {}
@@ -690,22 +690,30 @@ STEM = [1, 2, 3, 4, 5, 6, 7, 8, 9]   # two full pages of 4, and a token of a thi
 
 
 def test_I7_completed_prompt_blocks_are_reused_by_later_requests_with_the_same_prefix():
+    requests = [Request(STEM + [10], 2, name="first"),
+                Request(STEM + [11, 12], 3, name="later"),
+                Request([2] + STEM, 3, name="shifted"),
+                Request([0] * 4 + STEM, 3, name="behind"),
+                Request([0] * 4 + STEM[4:] + [10], 3, name="crossed")]
     saved = {"first": 0,
              "later": 8,       # two full pages
              "shifted": 0,     # the same tokens, but at other positions
-             "behind": 0}      # the same full pages, after another beginning
-    requests = [Request(STEM + [10], 2, name="first"), Request(STEM + [11, 12], 3, name="later"),
-                Request([2] + STEM, 3, name="shifted"), Request([0] * 4 + STEM, 3, name="behind")]
+             "behind": 0,      # the same pages, after another beginning
+             "crossed": 4}     # a page of "behind"; then one that is known after "first" only
     trace = assert_contract(MODEL, STAGES["paged"], requests, max_batch=1, token_budget=5,
-                            pages=12, page_size=4)
-    assert trace.counts["shared_pages"] == 2 and trace.counts["saved_tokens"] == 8
+                            pages=20, page_size=4)
+    assert trace.counts["shared_pages"] == 3 and trace.counts["saved_tokens"] == 12
     for request in requests:
         computed = [(start, n) for p in trace.passes for name, start, n in p.work
                     if name == request.name]
-        assert computed[0][0] == saved[request.name]
+        assert computed[0][0] == saved[request.name], request
         assert sum(n for _, n in computed) == len(request.tokens) - 1 - saved[request.name]
-    # one request at a time: its pages are neighbours, so its keys are views of the pool
-    assert all(p.copied_bytes == 0 and p.recomputed == 0 for p in trace.passes)
+    # Nothing is copied in order to share. A request whose pages are neighbours reads a view of the
+    # pool; "crossed" continues elsewhere, because the page after its first one is taken.
+    for p in trace.passes:
+        (name, start, n), = p.work
+        assert p.recomputed == 0
+        assert p.copied_bytes == ((start + n) * KV_BYTES if name == "crossed" else 0)
 
     apart = assert_contract(MODEL, STAGES["paged"], [Request(r.prompt, 3) for r in requests],
                             page_size=4, share_prefixes=False)

@@ -276,11 +276,12 @@ def test_all_are_cancelled_while_a_static_batch_is_laid_out(monkeypatch):
     """Another thread may cancel the last request between two passes."""
     request = Request([1, 2], 22)
 
-    def add_column(self, original=StaticBatch.add_column):
-        request.cancel()
-        original(self)
+    def add_columns(self, *number, original=StaticBatch.add_columns):
+        if not number:   # not the prompts
+            request.cancel()
+        original(self, *number)
 
-    monkeypatch.setattr(StaticBatch, "add_column", add_column)
+    monkeypatch.setattr(StaticBatch, "add_columns", add_columns)
     trace = STAGES["naive"](MODEL, [request])
     assert request.finish_reason == "cancelled" and len(request.generated) == 1
     assert trace.passes[-1].finished_slots == 1

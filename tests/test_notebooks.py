@@ -71,6 +71,15 @@ def test_it_is_executed_and_clean(path, which):
 
 
 @EACH
+def test_it_is_built_from_its_source(path):
+    """notebooks/build.py writes an .ipynb from the .py beside it."""
+    jupytext = pytest.importorskip("jupytext")
+    source = jupytext.read(path.with_suffix(".py"))
+    assert [(cell.cell_type, cell.source) for cell in read(path).cells] == \
+        [(cell.cell_type, cell.source) for cell in source.cells]
+
+
+@EACH
 def test_it_is_small_and_knows_no_machine(path):
     assert path.stat().st_size < 1_000_000
     raw = path.read_text(encoding="utf-8")

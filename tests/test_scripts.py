@@ -5,6 +5,7 @@ import io
 import runpy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ def run(*arguments):
     """A process of its own."""
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=ENVIRONMENT, timeout=120,
                           capture_output=True, text=True, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def with_defaults():
+    """{script: its finished process}, run two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(SCRIPTS, pool.map(run, SCRIPTS)))
 
 
 @pytest.fixture
@@ -46,8 +54,8 @@ def test_there_are_all_of_them():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_with_its_defaults(script):
-    result = run(script)
+def test_with_its_defaults(script, with_defaults):
+    result = with_defaults[script]
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("--- r") == 12 and "<|endoftext|>" in result.stdout
     for words in ("forward passes", "useful tokens", "pad slots", "tokens/s", "TTFT", "ITL",

@@ -149,13 +149,12 @@ def static_positions_of_the_column(batch):
     batch.positions = columns.expand_as(batch.tokens)
 
 
-def static_padding_on_the_right(monkeypatch):
+@in_layout(StaticBatch)
+def static_padding_on_the_right(batch):
     """Claim H7: with the padding on the right, the last column of all but the longest is a pad."""
-    def lay_out(self, rows, original=StaticBatch.lay_out):
-        if self.start == 0:
-            rows = [row[pad:] + row[:pad] for row, pad in zip(rows, self.pads.tolist())]
-        original(self, rows)
-    monkeypatch.setattr(StaticBatch, "lay_out", lay_out)
+    if batch.start == 0:
+        rows = zip(batch.tokens, batch.pads.tolist())
+        batch.tokens = torch.stack([row.roll(-pad) for row, pad in rows])
 
 
 @in_layout(Packed)

@@ -5,16 +5,24 @@ The contract: each request gets exactly the tokens it would have got alone.
     generate(model, requests, on_token=check.on_token)
     verdicts = check()
 
-For each request its prompt and tokens go through the model once more, alone, with no batch and no cache. By the
-causal rule that gives the logits of every one of its tokens. Then, token by token:
+For each request, its prompt and tokens go through the model once more, alone, with no batch and no
+cache: the *reference*. By the causal rule, one pass gives the logits of every token. Then:
 
-1. the stage's logits must be those, to rounding;
-2. its token must be what `sample` makes of its own logits and of the next number of the request's own stream, exactly;
-3. if `sample` makes another one of the logits of the request alone, rounding has flipped a near-tie.
+1. The stage's logits must be the reference's, up to TOLERANCE.
+2. Each token must be exactly what `sample` makes of the stage's own logits and of the next number
+   of the request's own stream.
+3. If `sample` makes another token of the reference's logits, the token has *flipped*. That is a
+   near-tie if the reference's *margin* at that token lies within the *rounding*, else WRONG.
+4. The request must have ended where its own limits end it.
 
-And the request must have ended where its own limits end it. Whatever fails is WRONG; a near-tie is not.
+The margin says how far the reference's logits are from giving the token. The rounding is FACTOR
+times their largest change when the model runs in the next wider dtype. The stage has no say in it:
+its logits gave the token, so how far they are from the reference's always covers the margin.
 """
+import copy
+import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -22,6 +30,8 @@ from model import sample
 
 # How far logits may be apart, relative to the largest of them
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+WIDER = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+FACTOR = 4   # a margin compares two logits; each is rounded in the reference and in the stage
 
 
 @dataclass
@@ -32,11 +42,15 @@ class Verdict:
     detail: str = ""
 
 
+class Wrong(Exception):
+    """Says what is wrong with a request."""
+
+
 class Check:
     def __init__(self, model, requests):
         self.model, self.requests = model, list(requests)
-        self.asked = [replace(request) for request in self.requests]          # as they were before the run
-        self.logits = {id(request): [] for request in self.requests}          # (V,) for each token
+        self.asked = [replace(request) for request in self.requests]   # as they were before the run
+        self.logits = {id(request): [] for request in self.requests}   # (V,) for each token
 
     def on_token(self, request, token, logits):
         self.logits[id(request)].append(logits)
@@ -47,61 +61,111 @@ class Check:
 
     @torch.inference_mode()
     def judge(self, request, asked):
-        generated, mine, worst = request.generated, self.logits[id(request)], 0.0
+        verdict = Verdict(request.name, "identical", 0.0)
+        try:
+            self.check_limits(request, asked)
+            if request.generated:
+                self.check_tokens(request, asked, verdict)
+            if request.finish_reason == "cancelled":
+                verdict.verdict = "cancelled"
+        except Wrong as wrong:
+            verdict.verdict, verdict.detail = "WRONG", str(wrong)
+        return verdict
 
-        def wrong(detail):
-            return Verdict(request.name, "WRONG", worst, detail)
+    def check_limits(self, request, asked):
+        for limit in "prompt", "max_new_tokens", "eos_token":
+            if getattr(request, limit) != getattr(asked, limit):
+                raise Wrong(f"is not the request that came in: its {limit} has changed")
+        n, calls = len(request.generated), len(self.logits[id(request)])
+        due = ending(request, self.model.config.block_size)
+        if calls != n:
+            raise Wrong(f"{n} tokens, but {calls} calls of on_token")
+        if due == "too long":
+            raise Wrong(f"{n} tokens, which is beyond its limits")
+        if request.finish_reason not in (due, "cancelled"):
+            raise Wrong(f"ends with '{request.finish_reason}' after {n} tokens, not with '{due}'")
 
-        if (request.prompt, request.max_new_tokens, request.eos_token) != (asked.prompt, asked.max_new_tokens, asked.eos_token):
-            return wrong("is not the request that came in: its prompt or its limits have changed")
-        if len(mine) != len(generated):
-            return wrong(f"{len(generated)} tokens, but {len(mine)} calls of on_token")
-        expected = self.ending(asked, generated)
-        if request.finish_reason != expected and request.finish_reason != "cancelled":
-            return wrong(f"ends with '{request.finish_reason}' after {len(generated)} tokens, where '{expected}' is due")
-        if request.finish_reason == "cancelled" and expected == "too long":
-            return wrong(f"{len(generated)} tokens, which is beyond its limits")
+    def check_tokens(self, request, asked, verdict):
+        sequence, mine = asked.prompt + request.generated[:-1], self.logits[id(request)]
+        theirs = self.alone(self.model, sequence, len(request.generated))    # (n, V)
+        stage, alone, stream, flips = replace(asked), replace(asked), replace(asked), {}
+        for i, (token, a, b) in enumerate(zip(request.generated, mine, theirs)):
+            a, b, u = a.cpu().double(), b.double(), stream.draw()            # (V,)
+            difference = float((a - b).abs().max() / b.abs().max().clamp(min=1e-300))
+            verdict.difference = max(difference, verdict.difference)
+            if not difference <= TOLERANCE[theirs.dtype]:                    # also if it is NaN
+                raise Wrong(f"logits of token {i} differ by {difference:.1e} of the largest")
+            if sample(a[None], [stage]) != [token]:
+                raise Wrong(f"token {i} is not what its own logits and random number give")
+            if sample(b[None], [alone]) != [token]:
+                flips[i] = margin(token, a, b, asked, u)
+        rounding = self.rounding(sequence, theirs) if flips else []
+        for i, gap in flips.items():
+            verdict.verdict = "near-tie"
+            verdict.detail = f"token {i} has flipped: margin {gap:.1e}, rounding {rounding[i]:.1e}"
+            if not gap <= rounding[i]:
+                raise Wrong(verdict.detail)
 
-        theirs = self.alone(asked.prompt + generated[:-1], len(generated)) if generated else []
-        tolerance, ties, one, two = TOLERANCE[self.model.wte.weight.dtype], [], replace(asked), replace(asked)
-        for i, (token, a, b) in enumerate(zip(generated, mine, theirs)):
-            a = a.cpu()
-            difference = float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-300))
-            worst = max(worst, difference)
-            if not difference <= tolerance:                                   # also if it is NaN
-                worst = difference
-                return wrong(f"logits of token {i} differ by {difference:.1e} of the largest")
-            if sample(a[None], [one]) != [token]:
-                return wrong(f"token {i} is {token}, which its own logits and its own random number do not give")
-            if sample(b[None], [two]) != [token]:
-                ties.append(i)
-        if request.finish_reason == "cancelled":
-            return Verdict(request.name, "cancelled", worst, f"after {len(generated)} tokens, which are right")
-        return Verdict(request.name, "near-tie", worst, f"token {ties[0]}") if ties else Verdict(request.name, "identical", worst)
-
-    def alone(self, tokens, n):
+    def alone(self, model, sequence, n):
         """Logits (n, V) of the last n tokens of one sequence that is run all by itself."""
-        tokens = torch.tensor([tokens], device=self.model.device)             # (1, T)
-        return self.model(tokens, rows=(0, slice(-n, None))).cpu()
+        tokens = torch.tensor([sequence], device=model.device)               # (1, T)
+        return model(tokens, rows=(0, slice(-n, None))).cpu()
 
-    def ending(self, asked, generated):
-        """The finish reason that these tokens must have; "too long" or None if they cannot be all."""
-        room = self.model.config.block_size + 1 - len(asked.prompt)           # the last token needs no position of its own
-        limit = min(asked.max_new_tokens, room)
-        if asked.eos_token in generated[:-1] or len(generated) > limit:
-            return "too long"
-        if generated and generated[-1] == asked.eos_token:
-            return "stop"
-        return "length" if len(generated) == limit else None
+    def rounding(self, sequence, theirs):
+        """The largest margin that rounding explains, for each row of the logits (n, V)."""
+        if theirs.dtype == torch.float64:   # nothing wider; random models showed up to 80 eps
+            changes = 100 * torch.finfo(theirs.dtype).eps * theirs
+        else:
+            changes = theirs - self.alone(self.wider, sequence, len(theirs))
+        return (FACTOR * changes.abs().amax(dim=-1)).tolist()
+
+    @cached_property
+    def wider(self):
+        """The model in the next wider dtype; float64 on the CPU, as an Apple GPU has none."""
+        dtype = WIDER[self.model.wte.weight.dtype]
+        device = "cpu" if dtype == torch.float64 else self.model.device
+        return copy.deepcopy(self.model).to(device).to(dtype)
+
+
+def ending(request, block_size):
+    """The finish reason that is due after the request's tokens; None: it should go on."""
+    generated = request.generated   # the last one needs no position:
+    limit = min(request.max_new_tokens, block_size + 1 - len(request.prompt))
+    if request.eos_token in generated[:-1] or len(generated) > limit:
+        return "too long"
+    if generated and generated[-1] == request.eos_token:
+        return "stop"
+    return "length" if len(generated) == limit else None
+
+
+def margin(token, mine, theirs, request, u):
+    """
+    How far the reference's logits `theirs` (V,) are from giving the token that `mine` give.
+
+    Greedy: the largest logit minus the token's. Sampled: the distance of the random number u from
+    the token's interval of the CDF, in log-odds, times the temperature: logits that move by d move
+    the log-odds of a CDF by up to 2 d / temperature. With top_k, the CDF is over the tokens that
+    `mine` keep; a token that only one of the two keep must be as close to the k-th largest logit.
+    """
+    if request.temperature == 0:
+        return float(theirs.max() - theirs[token])
+    k = min(request.top_k or len(theirs), len(theirs))
+    kth, kept = theirs.topk(k).values[-1], mine >= mine.topk(k).values[-1]
+    edge = (theirs - kth)[kept != (theirs >= kth)].abs().tolist()
+    x = (theirs - theirs.max()).masked_fill(~kept, -math.inf) / request.temperature
+    low, high = (x[:n].logsumexp(0) - x[n:].logsumexp(0) for n in (token, token + 1))
+    odds = torch.tensor(u, dtype=x.dtype).logit()
+    return max(*edge, request.temperature * float(max(low - odds, odds - high)), 0.0)
 
 
 def summary(verdicts):
-    """One line, e.g. "12/12 requests identical to unbatched (1 near-tie), max |Δlogit| 2.1e-07 relative"; then one for each WRONG."""
-    count = {kind: sum(v.verdict == kind for v in verdicts) for kind in ("identical", "near-tie", "cancelled", "WRONG")}
-    line = f"{count['identical'] + count['near-tie']}/{len(verdicts) - count['cancelled']} requests identical to unbatched"
-    if count["near-tie"]:
-        line += f" ({count['near-tie']} near-tie{'s' * (count['near-tie'] > 1)})"
-    if count["cancelled"]:
-        line += f", {count['cancelled']} cancelled"
+    """E.g. "11/12 requests identical to unbatched, 1 near-tie, max |Δlogit| 2.1e-07 relative", then
+    a line for each request that is WRONG."""
+    kinds = [v.verdict for v in verdicts]
+    identical, ties, cancelled = (kinds.count(k) for k in ("identical", "near-tie", "cancelled"))
+    line = f"{identical}/{len(kinds) - cancelled} requests identical to unbatched"
+    line += f", {ties} near-tie{'s' * (ties > 1)}" if ties else ""
+    line += f", {cancelled} cancelled" if cancelled else ""
     line += f", max |Δlogit| {max((v.difference for v in verdicts), default=0.0):.1e} relative"
-    return "\n".join([line, *(f"WRONG: request '{v.name}': {v.detail}" for v in verdicts if v.verdict == "WRONG")])
+    wrong = (f"WRONG: request '{v.name}': {v.detail}" for v in verdicts if v.verdict == "WRONG")
+    return "\n".join([line, *wrong])

@@ -1,0 +1,170 @@
+"""
+What tensor parallelism costs: forward passes on 1, 2, 4 and 8 ranks, and a cost model of their
+all-reduces.
+
+Each all-reduce costs a latency, and each of its bytes costs time on the link:
+seconds = all-reduces x latency + bytes / bandwidth. `fit` finds both from the measured passes.
+
+    torchrun --nproc_per_node 2 -m experiments.ranks
+"""
+import copy
+import time
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from generate_ragged import Flat
+from model import GPT, GPTConfig
+from request import Request, prepare
+from tensor_parallel import shard
+from toolbox import cli
+from toolbox.torchrun import run_on_ranks
+
+TOKENS = (1, 8, 64, 512)   # of the passes that are timed
+LINKS = {                  # ranks, latency in s, bytes/s each way
+    "8 GPUs, NVLink (10 us, 450 GB/s each way)": (8, 10e-6, 450e9),
+    "2 machines, 25 Gbit/s Ethernet (50 us)": (2, 50e-6, 25e9 / 8),
+}
+
+
+# --- counting -------------------------------------------------------------------------------------
+
+class Collectives(TorchDispatchMode):
+    """Counts the operations that reach torch.distributed, whoever calls them."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(model, tokens, requests):
+    """{operation: times} of one forward pass over `tokens` tokens of `requests` requests."""
+    sizes = [tokens // requests + (i < tokens % requests) for i in range(requests)]
+    prompts = [[i % model.config.vocab_size for i in range(size)] for size in sizes]
+    waiting = prepare([Request(prompt, name=f"r{i}") for i, prompt in enumerate(prompts)],
+                      model.config)
+    batch = Flat([(request, len(request.prompt)) for request in waiting], model.device)
+    with torch.inference_mode(), Collectives() as counter:
+        model(batch.tokens, batch.positions, batch.attend, batch.rows)
+    return counter.counts
+
+
+def count_examples(model):
+    """The number of collectives in passes of very different sizes, in words."""
+    size, counts = model.config.block_size, []
+    for tokens, n in (10, 1), (size, 1), (10, 5), (20 * size, 50):
+        count = sum(count_collectives(model, tokens, n).values())
+        counts.append(f"{count} for {tokens:,} tokens of {n} request{'s' * (n > 1)}")
+    return ", ".join(counts)
+
+
+# --- timing ---------------------------------------------------------------------------------------
+
+def gpu_clock():
+    """Seconds, after all work on the GPU is done: without the wait only launches are timed."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@torch.inference_mode()
+def forward_seconds(model, tokens, repeats=9):
+    """
+    Times passes over so many tokens, each of which attends only to itself. Returns, of the median
+    pass: (seconds, seconds of them in all-reduces, all-reduces, bytes).
+    """
+    ids = torch.zeros(tokens, dtype=torch.long, device=model.device)
+    last = torch.tensor([0], device=model.device)
+    clock = model.traffic.clock = gpu_clock if model.device.type == "cuda" else time.perf_counter
+    taken = []
+    for _ in range(repeats + 2):
+        before, start = copy.copy(model.traffic), clock()
+        model(ids, ids, attend=lambda layer, q, k, v: v, rows=last)
+        seconds, now = clock() - start, model.traffic
+        taken.append((seconds, now.seconds - before.seconds,
+                      now.all_reduces - before.all_reduces, now.bytes - before.bytes))
+    return sorted(taken[2:])[repeats // 2]   # the first two warm up
+
+
+def fit(points):
+    """
+    latency, bandwidth of  seconds = count x latency + bytes / bandwidth,  by least squares of the
+    relative errors. points: (count, bytes, seconds).
+    """
+    count, size, seconds = torch.tensor(points, dtype=torch.float64).T
+    terms = torch.stack([count / seconds, size / seconds], dim=1)
+    ones = torch.ones(len(points), 1, dtype=torch.float64)
+    latency, per_byte = torch.linalg.lstsq(terms, ones).solution.flatten().tolist()
+    return max(latency, 0.0), 1 / max(per_byte, 1e-15)
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+def measure_ranks(config, device, dtype):
+    """Times 1, 2, 4, ... ranks on the same random weights; rank 0 prints table and cost model."""
+    world = dist.get_world_size()
+    print(f"{config.n_layer} layers, {config.n_embd} wide, {str(dtype).removeprefix('torch.')} "
+          f"on {device}, {torch.get_num_threads()} thread(s) a rank, torch {torch.__version__}")
+    print("ranks  tokens  ms a pass  ms in all-reduces  share  all-reduces        MB")
+    points = []
+    for ranks in (n for n in (1, 2, 4, 8) if n <= world):
+        group = dist.new_group(range(ranks))
+        if dist.get_rank() < ranks:
+            torch.manual_seed(0)
+            model = shard(GPT(config).to(device, dtype).requires_grad_(False), group)
+            for tokens in TOKENS:
+                seconds, waiting, count, size = forward_seconds(model, tokens)
+                print(f"{ranks:5}  {tokens:6}  {seconds * 1e3:9.2f}  {waiting * 1e3:17.2f}  "
+                      f"{waiting / seconds:5.0%}  {count:11}  {size / 1e6:8.2f}")
+                if ranks == world > 1:
+                    points.append((count, size, waiting))
+        dist.barrier()
+    if points:
+        print_cost_model(points, world)
+    else:
+        print("one rank sends nothing: more of them, torchrun --nproc_per_node 2, "
+              "show what it costs")
+
+
+def print_cost_model(points, ranks):
+    """The model fitted to measured points (count, bytes, seconds), then what it says elsewhere."""
+    latency, bandwidth = fit(points)
+    predicted = [count * latency + size / bandwidth for count, size, _ in points]
+    print(f"\ncost model, fitted to {ranks} ranks: "
+          f"all-reduces x {latency * 1e6:.0f} us + bytes / {bandwidth / 1e9:.2f} GB/s")
+    print("  predicted/measured: "
+          + ", ".join(f"{seconds * 1e3:.2f}/{measured * 1e3:.2f} ms"
+                      for seconds, (_, _, measured) in zip(predicted, points)))
+    print("\nCALCULATED, not measured, with the same formula for a ring, for 32 layers, 4096 wide, "
+          "2-byte numbers; ms in all-reduces of a pass")
+    print("                                                 8 tokens  1,000 tokens")
+    for name, (n, latency, bandwidth) in LINKS.items():
+        # a ring sends 2 (n - 1) / n times the tensor through each link
+        sent = [2 * (n - 1) / n * tokens * 4096 * 2 for tokens in (8, 1000)]
+        ms = [2 * 32 * (latency + size / bandwidth) * 1e3 for size in sent]
+        print(f"  {name:45}  {ms[0]:8.1f}  {ms[1]:12.1f}")
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+def measure(args):
+    config = GPTConfig(n_layer=8, n_head=8, n_embd=512, vocab_size=1024)
+    measure_ranks(config, cli.device_of(args), cli.DTYPES[args.dtype])
+    return 0
+
+
+def main(argv=None):
+    p = cli.Parser(prog="python -m experiments.ranks", formatter_class=cli.Help,
+                   description=" ".join(__doc__.split("\n\n")[0].split()), allow_abbrev=False)
+    cli.add_place(p)
+    run_on_ranks(p, measure, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""
+The frame of a command that torchrun starts once per rank: flags, process group, errors, exit.
+"""
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Imported before init_process_group, and not lazily by torch after it: default arguments in this
+# module (`group=group.WORLD`) would keep the process group alive beyond destroy_process_group, and
+# with it gloo's threads. A thread that releases its last tensor while Python exits cannot take the
+# GIL; Python ends it, and the rank aborts: "terminate called without an active exception".
+import torch.distributed.nn
+
+from toolbox import cli
+
+
+def run_on_ranks(p, command, argv=None):
+    """
+    Parses the flags with `p`, runs `command(args)` on every rank, and exits with the status that it
+    returns. Only rank 0 prints. Without torchrun, or with a wrong flag, it exits with 2.
+    """
+    p.add_argument("--timeout", type=float, default=60.0, metavar="S",
+                   help="seconds after which a rank that does not answer counts as lost")
+    rank = int(os.environ.get("RANK", 0))
+    if rank:
+        sys.stdout = open(os.devnull, "w")
+        p.error = lambda message: sys.exit(2)
+    args = p.parse_args(argv)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        p.error("it runs under torchrun, which starts the ranks: "
+                f"torchrun --nproc_per_node 2 {p.prog.removeprefix('python ')}")
+    if not args.timeout > 0:
+        p.error(f"--timeout must be above 0 seconds, not {args.timeout}")
+    if rank:   # rank 0 alone prints, checks, writes and draws
+        args.quiet, args.no_check, args.trace, args.plot = True, True, None, None
+    sys.exit(cli.guarded(p.prog, lambda: run_in_group(p.prog, command, args), speaks=not rank))
+
+
+def run_in_group(prog, command, args):
+    """Joins the other ranks, runs the command and leaves. ValueError if the ranks cannot join."""
+    device = cli.device_of(args)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    elif device.type == "mps":
+        raise ValueError("--device mps: torch.distributed has no backend for an Apple GPU, "
+                         "allowed are cpu and cuda")
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                                timeout=timedelta(seconds=args.timeout))
+    except (RuntimeError, ValueError) as error:
+        raise ValueError("the ranks did not find each other: "
+                         f"{str(error).splitlines()[0]:.150}") from None
+    try:
+        return command(args)
+    except ConnectionError as error:
+        print(f"{prog}: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)   # there is no result, and destroying a broken process group may never return
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

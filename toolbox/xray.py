@@ -1,0 +1,173 @@
+"""
+The X-ray: which keys each query really sees, measured inside a layout while a stage runs.
+
+    with XRay(model, requests) as xray:
+        trace = generate(model, requests, ...)
+    xray.faults()      []: every token saw exactly its own request's tokens up to itself
+
+At every forward pass the layout's `attend` is called once more, under a layer name of its own, with
+queries and keys of zero, and with values that are one-hot: a slot's value says which token of which
+request it holds. Zero scores give uniform weights, so the output of a query *is* the set of keys
+that it sees: past, pages and pads included, whatever the layout does inside.
+
+             a0 a1 c0 c1 pad      output of the query c1        reads as
+    a0       1  0  0  0  0        0  0  1/2  1/2  0             c1 sees c0 and c1: right
+    a1       0  1  0  0  0        0  0  1/3  1/3  1/3           c1 sees c0, c1 and a pad slot
+    c0       0  0  1  0  0        0  0  1/3  1/3  0             c1 sees c0, c1 and a blank: a key
+    c1       0  0  0  1  0                                      that nothing was written to
+    pad      0  0  0  0  1
+
+It is a second witness beside the check, not a replacement: its own keys are zero, so it does not
+notice wrong keys, and it knows nothing of sampling.
+"""
+import copy
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from cache import KV
+from model import GPTConfig
+
+PAD = 0   # the id of every slot that holds no token
+
+
+class ScriptedModel(torch.nn.Module):
+    """
+    Called like a GPT, but without weights: the logits always favour the token's id + 1. So every
+    right answer is known beforehand, and a mix-up says whose token turned up where.
+
+    scripted_requests() makes the prompts: token p of request r has the id r * stride + p + 1.
+    """
+
+    def __init__(self, requests, stride=64):
+        super().__init__()
+        self.config = GPTConfig(block_size=stride - 1, vocab_size=requests * stride + 1, n_layer=1,
+                                n_head=1, n_embd=1)
+        self.device = torch.device("cpu")
+
+    def forward(self, tokens, positions, attend, rows):
+        blank = torch.zeros(*tokens.shape, 1).unsqueeze(-3)          # one head of one feature
+        attend(0, blank, blank, blank)
+        following = (tokens[rows] + 1) % self.config.vocab_size
+        return torch.nn.functional.one_hot(following, self.config.vocab_size).float()
+
+
+@dataclass
+class Sight:
+    """
+    What one forward pass saw.
+
+    batch: the layout
+    ids:   of the slots, in the shape of batch.tokens
+    seen:  (..., D) for each slot how many keys of each id it sees, blanks last
+    """
+    batch: object
+    ids: torch.Tensor
+    seen: torch.Tensor
+
+
+class StandIn:
+    """A request as the layout sees it, but its tokens are the X-ray's ids."""
+
+    def __init__(self, request, first):
+        self.request, self.first = request, first
+
+    def slice(self, start, end):
+        return list(range(self.first + start, self.first + end))
+
+    def __getattr__(self, name):
+        return getattr(self.request, name)
+
+
+class XRay:
+    """A hook on any model that the stages run: a GPT or a ScriptedModel."""
+
+    def __init__(self, model, requests):
+        self.model, self.requests, self.passes = model, list(requests), []
+        self.first, self.token_of = {}, [None]   # request -> its first id; id -> its token
+        for request in self.requests:
+            self.first[request] = len(self.token_of)
+            length = len(request.prompt) + request.max_new_tokens
+            self.token_of += [(request, position) for position in range(length)]
+        self.buffers = {}                        # of the X-ray's own layer, for each cache
+
+    def __enter__(self):
+        self.handle = self.model.register_forward_pre_hook(self.look)
+        return self
+
+    def __exit__(self, *error):
+        self.handle.remove()
+
+    @torch.inference_mode()
+    def look(self, model, arguments):
+        """Called with the model's arguments: (tokens, positions, attend, rows)."""
+        batch = arguments[2].__self__
+        twin = copy.copy(batch)
+        twin.plan = [(StandIn(request, self.first[request]), n) for request, n in batch.plan]
+        twin.lay_out(batch.tokens.device)
+        v = torch.nn.functional.one_hot(twin.tokens, len(self.token_of)).double().unsqueeze(-3)
+        q = v.new_zeros(*v.shape[:-1], 1)
+        with self.own_layer(batch):
+            out = batch.attend("xray", q, q, v).squeeze(-3)          # (..., D)
+        self.passes.append(Sight(batch, twin.tokens, counts_of(out)))
+
+    @contextmanager
+    def own_layer(self, batch):
+        """Puts the X-ray's layer into the caches, and takes it out again: no stage notices it."""
+        caches = {request: request.kv for request, _ in batch.plan}
+        caches |= {kv: kv for kv in (getattr(batch, "kv", None), getattr(batch, "pool", None))}
+        caches = {owner: kv for owner, kv in caches.items() if isinstance(kv, KV)}
+        for owner, kv in caches.items():
+            if owner in self.buffers:
+                kv.k["xray"], kv.v["xray"] = self.buffers[owner]
+        yield
+        for owner, kv in caches.items():
+            if "xray" in kv.k:
+                self.buffers[owner] = kv.k.pop("xray"), kv.v.pop("xray")
+
+    def faults(self):
+        """A sentence for everything that was seen and should not have been, or the reverse."""
+        return [sentence for number, sight in enumerate(self.passes)
+                for sentence in self.faults_of(number, sight)]
+
+    def faults_of(self, number, sight):
+        for slot, id in enumerate(sight.ids.flatten().tolist()):
+            if id == PAD:
+                continue
+            request, position = self.token_of[id]
+            expected = Counter(range(id - position, id + 1))
+            seen = Counter({key: n for key, n in enumerate(sight.seen.flatten(0, -2)[slot].tolist())
+                            if n})
+            for wrong, verb in (seen - expected, "sees"), (expected - seen, "does not see"):
+                if wrong:
+                    yield (f"pass {number}, {self.place(sight, slot)} = {request} (position "
+                           f"{position}) {verb} {self.describe(wrong)}")
+
+    def place(self, sight, slot):
+        """Where a slot is: "row 2, column 5" or "token 7"."""
+        if sight.ids.dim() == 1:
+            return f"token {slot}"
+        row, column = divmod(slot, sight.ids.size(1))
+        return f"row {row}, column {column}"
+
+    def describe(self, keys):
+        """{id: number} in words: "7 pad slots, 2 blanks, positions 3 to 5 of request 'B'"."""
+        blank, words, positions = len(self.token_of), [], {}
+        for id, n in keys.items():
+            if id in (PAD, blank):
+                words.append(f"{n} {'pad slot' if id == PAD else 'blank'}{'s' * (n > 1)}")
+            else:
+                request, position = self.token_of[id]
+                positions.setdefault(request, []).append(position)
+        words += [f"position{'s' * (len(at) > 1)} {', '.join(map(str, sorted(at)))} of {request}"
+                  for request, at in positions.items()]
+        return ", ".join(words)
+
+
+def counts_of(out):
+    """Numbers of keys (..., D + 1) from uniform weights (..., D); the smallest is one key's."""
+    each = out.masked_fill(out < 1e-9, 1).amin(dim=-1, keepdim=True)
+    blanks = (1 - out.sum(dim=-1, keepdim=True)) / each
+    return torch.cat([out / each, blanks], dim=-1).round().long()
