@@ -48,9 +48,10 @@ class Paged(Flat):
         super().lay_out(device)
         new_slots, self.spans = [], []   # spans: where in the pool each request's keys are
         for (request, _), start, end in zip(self.plan, self.starts, self.ends):
-            table, first = request.kv, request.kv[0] * self.pages.size
+            table = request.kv[:self.pages.needed(end)]   # it may hold more, for later tokens
             new_slots += self.slots(table, start, end)
             neighbours = all(b == a + 1 for a, b in pairwise(table))
+            first = table[0] * self.pages.size
             self.spans.append(slice(first, first + end) if neighbours
                               else torch.tensor(self.slots(table, 0, end), device=device))
         self.slot_mapping = torch.tensor(new_slots, device=device)              # (N,)
@@ -114,15 +115,15 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
 
 
 def pool_size(requests, max_batch, pages, page_size):
-    """Pages to allocate: those that were asked for, but not more than the requests can fill."""
+    """Pages to allocate: those that were asked for, but not more than could ever be of use."""
     at_least_1(max_batch=max_batch, page_size=page_size)
-    if page_size > requests[0].block_size:
-        raise ValueError(f"page_size {page_size} exceeds block_size {requests[0].block_size}")
-    needs = sorted(-(-request.kv_tokens // page_size) for request in requests)
-    if pages is None:
-        return sum(needs[-max_batch:])   # of those that can run together: none is ever preempted
+    block_size = requests[0].block_size
+    if page_size > block_size:
+        raise ValueError(f"page_size {page_size} exceeds block_size {block_size}")
+    if pages is None:   # for the requests that can run together: none is ever preempted
+        return sum(sorted(-(-r.kv_tokens // page_size) for r in requests)[-max_batch:])
     at_least_1(pages=pages)
-    return min(pages, sum(needs))
+    return min(pages, len(requests) * -(-block_size // page_size))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class GPTConfig:
             if type(value) is not int or value < 1:
                 raise ValueError(f"GPTConfig: {name} must be a whole number >= 1, not {value!r}")
         if self.n_embd % self.n_head:
-            raise ValueError(f"GPTConfig: n_head {self.n_head} does not divide n_embd {self.n_embd}")
+            raise ValueError(f"GPTConfig: n_head {self.n_head} must divide n_embd {self.n_embd}")
 
 
 class Head(nn.Module):

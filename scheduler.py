@@ -51,8 +51,8 @@ class Scheduler:
         self.release()
         self.admit(step)
         plan = self.share_budget()
-        if not plan and (request := self.next_waiting(step)):   # better an error than no end
-            raise RuntimeError(f"{request} has arrived at step {step}, but nothing can go on")
+        if not plan and (stuck := [*self.running, self.next_waiting(step)][0]):
+            raise RuntimeError(f"{stuck} has arrived at step {step}, but nothing can go on")
         return plan
 
     def admit(self, step):

@@ -1,5 +1,5 @@
 """
-Stage 7: pages, sharing, growth, preemption and policies. Outputs never change; only who waits does.
+Stage 7: pages, sharing, growth, preemption and policies. Outputs never change, only waiting times.
 """
 from collections import Counter
 from contextlib import contextmanager
@@ -82,6 +82,7 @@ def watched():
 
         def schedule(self, step):
             plan = super().schedule(step)
+            assert not any(request.finished for request, _ in plan)
             assert_books(self)
             assert_tables(self)
             return plan
@@ -156,6 +157,8 @@ def test_float32(pages, page_size):
     (dict(pages=2.5), "pages must be a whole number of at least 1, not 2.5"),
     (dict(page_size=0), "page_size must be a whole number of at least 1, not 0"),
     (dict(pages=9, page_size="4"), "page_size must be a whole number of at least 1, not '4'"),
+    (dict(page_size=25), "page_size 25 exceeds block_size 24"),
+    (dict(pages=1, page_size=25), "page_size 25 exceeds block_size 24"),
     (dict(max_batch=0), "max_batch must be"),
     (dict(pages=9, max_batch=0), "max_batch must be"),
     (dict(token_budget=0), "token_budget must be"),
@@ -175,6 +178,19 @@ def test_a_request_that_can_never_fit_is_refused_in_pages_with_the_numbers():
     assert requests[0].generated == []   # refused before anything ran
     assert_contract(MODEL, PAGED, requests, pages=4, page_size=4)
     assert_contract(MODEL, PAGED, [Request([1] * 9, 10**9)], pages=6, page_size=4)   # the context
+
+
+@pytest.mark.parametrize("max_batch, pages, made_of", [
+    (2, None, 6 + 2),     # all that can run together have their longest answers
+    (8, None, 6 + 2 + 1),
+    (1, 6, 6), (1, 8, 8),
+    (1, 10**12, 3 * 6),   # no request ever holds more pages than fill its context
+])
+def test_the_size_of_the_pool(max_batch, pages, made_of):
+    requests = [Request([1, 2], 2), Request([1] * 20, 9), Request([1] * 5, 3)]
+    with watched() as made:
+        assert_contract(MODEL, PAGED, requests, max_batch=max_batch, pages=pages, page_size=4)
+    assert made[0].pages.number == made_of
 
 
 # --- storms: more work than memory ----------------------------------------------------------------
@@ -276,6 +292,8 @@ def run(scheduler, step=0, token=lambda request: 0):
     while scheduler.busy:
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
+        if not scheduler.busy:   # those that were left had been cancelled
+            break
         assert 0 < sum(n for _, n in plan) <= scheduler.token_budget
         assert {request for request, _ in plan} == {*scheduler.running}   # all of them go on
         assert_books(scheduler)
@@ -304,6 +322,34 @@ def test_policies_are_sort_keys(policy, expected):
                 for name, n, priority, arrival in [("A", 9, 2, 0), ("B", 3, 1, 0), ("C", 5, 0, 0),
                                                    ("D", 3, 1, 0), ("E", 1, 0, 1)]]
     assert order(policy, requests) == expected
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
+def test_a_request_cancelled_while_it_waits_is_never_admitted(policy):
+    """Request.cancel leaves it in the queue, where it may well rank first."""
+    scheduler = PagedScheduler(1, 64, Pages(64, 4), policy)
+    requests = queue(scheduler, [Request([0] * 2, 2, name="A"), Request([0] * 9, 2, name="B"),
+                                 Request([0] * 3, 2, name="C"), Request([0] * 4, 2, name="D")])
+    for request, priority in zip(requests, (0, 2, 1, 1)):
+        request.priority = priority
+    plan = scheduler.schedule(0)
+    requests[2].cancel()
+    finish(scheduler, plan)
+    later = run(scheduler, step=1)
+    assert "C" not in "".join(later) and len(later) == 5 and requests[2].generated == []
+
+
+def test_a_request_cancelled_in_the_middle_of_a_step_gives_its_pages_back():
+    """Nothing that the step computes for it counts, and nothing of it is published."""
+    scheduler = PagedScheduler(2, 64, Pages(4, 2))
+    a, b = queue(scheduler, [Request([1, 2, 3], 3, name="a"), Request([4, 5], 3, name="b")])
+    plan = scheduler.schedule(0)
+    scheduler.cancel(a)
+    finish(scheduler, plan)
+    assert_books(scheduler)
+    assert [*scheduler.pages.published] == [(4, 5)] and a.generated == [] and a.kv is None
+    run(scheduler, step=1)
+    assert len(b.generated) == 3
 
 
 def waits(policy):
@@ -670,10 +716,10 @@ BYTES_PER_TOKEN = 2 * 3 * 15 * 8   # k and v, 3 layers, 15 wide, float64
 
 
 @pytest.mark.parametrize("table, slots, copied", [
-    ([1, 2, 3], [2, 3, 4, 5, 6], 0),            # neighbours: a view
-    ([4, 0, 2], [8, 9, 0, 1, 4], 5),            # scattered: all five keys are gathered
-    ([1, 2, 4], [2, 3, 4, 5, 8], 5),
-    ([3, 2, 1], [6, 7, 4, 5, 2], 5),            # neighbours, but in the wrong order
+    ([1, 2, 3], [2, 3, 4, 5, 6], [0, 0]),       # neighbours: a view
+    ([4, 0, 2], [8, 9, 0, 1, 4], [3, 5]),       # scattered: all three, then five keys are gathered
+    ([1, 2, 4], [2, 3, 4, 5, 8], [0, 5]),       # neighbours as far as the first chunk goes
+    ([3, 2, 1], [6, 7, 4, 5, 2], [3, 5]),       # neighbours, but in the wrong order
 ])
 @torch.inference_mode()
 def test_scattered_pages_are_gathered_and_neighbours_are_not(table, slots, copied):
@@ -683,24 +729,25 @@ def test_scattered_pages_are_gathered_and_neighbours_are_not(table, slots, copie
     reference = MODEL(torch.tensor([prompt]))[0, -1]
     assert (logits[0] - reference).abs().max() <= 1e-10 * reference.abs().max()
     assert [batch.cost()["copied_bytes"] for batch in batches] == [
-        (3 if copied else 0) * BYTES_PER_TOKEN, copied * BYTES_PER_TOKEN]
+        keys * BYTES_PER_TOKEN for keys in copied]
     assert pool.bytes_per_token == BYTES_PER_TOKEN
     for layer in range(3):
         keys, values = batches[-1].read(layer, 0)
         shares = keys.untyped_storage().data_ptr() == pool.k[layer].untyped_storage().data_ptr()
-        assert shares == (copied == 0) and keys.shape == values.shape == (3, 5, 5)
+        assert shares == (copied[-1] == 0) and keys.shape == values.shape == (3, 5, 5)
 
 
 def test_a_shared_page_is_not_copied():
     """The second request reads the first one's page where it is, and goes on right after it."""
     requests = [Request([1, 2, 3, 4, 5, 6], 2, name=name) for name in ("a", "b")]
+    requests.append(Request([9] * 20, 4, name="later", arrival=50))   # the pool may be larger
     tables = []
     with watched() as made:
-        trace = PAGED(MODEL, requests, max_batch=1, pages=4, page_size=4,
+        trace = PAGED(MODEL, requests, max_batch=1, pages=8, page_size=4,
                       on_token=lambda request, *_: tables.append(list(request.kv or [])))
-    a, b = (next(table for table in half if table) for half in (tables[:2], tables[2:]))
-    assert a == b == [1, 2] and made[0].counts["shared_pages"] == 1
-    assert all(p.copied_bytes == 0 for p in trace.passes)
+    a, b = (next(table for table in half if table) for half in (tables[:2], tables[2:4]))
+    assert a == b == [3, 4] and made[0].counts["shared_pages"] == 1
+    assert all(p.copied_bytes == 0 for p in trace.passes if p.step < 50)
 
 
 def test_the_trace_counts_what_is_gathered():
@@ -747,6 +794,7 @@ class PagedEngine(Engine):
         self.scheduler = PagedScheduler(max_batch, budget, pages, policy, share)
 
     def lay_out(self, plan):
+        assert not any(request.finished for request, _ in plan)
         assert_books(self.scheduler)
         assert_tables(self.scheduler)
         batch = Paged(plan, self.pool, self.scheduler.pages)

@@ -209,7 +209,7 @@ def test_a_step_does_not_look_at_every_waiting_request(arrival, monkeypatch):
     few, many = reads_per_step(10, arrival), reads_per_step(1000, arrival)
     assert few == many and any(many)
 
-    def next_waiting(self, step):   # a mutant that sorts out who has arrived
+    def next_waiting(self, step):   # a mutant that looks for those that have arrived
         arrived = [self.waiting[0], *(r for r in deque.__iter__(self.waiting) if r.arrival <= step)]
         return arrived[0] if arrived[1:] else None
 

@@ -129,17 +129,29 @@ class XRay:
 
     def faults(self):
         """A sentence for everything that was seen and should not have been, or the reverse."""
+        same = self.equal_tokens()
         return [sentence for number, sight in enumerate(self.passes)
-                for sentence in self.faults_of(number, sight)]
+                for sentence in self.faults_of(number, sight, same)]
 
-    def faults_of(self, number, sight):
-        for slot, id in enumerate(sight.ids.flatten().tolist()):
+    def equal_tokens(self):
+        """
+        id -> the first id with the same tokens up to it: in stage 7 such tokens share their keys.
+        """
+        first_of, same = {}, {}
+        for request in self.requests:
+            for position in range(len(request.tokens)):
+                id = self.first[request] + position
+                same[id] = first_of.setdefault(tuple(request.tokens[:position + 1]), id)
+        return same
+
+    def faults_of(self, number, sight, same):
+        for slot, (id, row) in enumerate(zip(sight.ids.flatten().tolist(),
+                                             sight.seen.flatten(0, -2).tolist())):
             if id == PAD:
                 continue
             request, position = self.token_of[id]
-            expected = Counter(range(id - position, id + 1))
-            seen = Counter({key: n for key, n in enumerate(sight.seen.flatten(0, -2)[slot].tolist())
-                            if n})
+            expected = Counter(same[key] for key in range(id - position, id + 1))
+            seen = Counter({same.get(key, key): n for key, n in enumerate(row) if n})
             for wrong, verb in (seen - expected, "sees"), (expected - seen, "does not see"):
                 if wrong:
                     yield (f"pass {number}, {self.place(sight, slot)} = {request} (position "
@@ -169,5 +181,6 @@ class XRay:
 def counts_of(out):
     """Numbers of keys (..., D + 1) from uniform weights (..., D); the smallest is one key's."""
     each = out.masked_fill(out < 1e-9, 1).amin(dim=-1, keepdim=True)
-    blanks = (1 - out.sum(dim=-1, keepdim=True)) / each
+    whole = out.sum(dim=-1, keepdim=True)
+    blanks = ((1 - whole) / each).masked_fill(whole == 0, 0)   # it sees no key at all
     return torch.cat([out / each, blanks], dim=-1).round().long()
