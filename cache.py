@@ -48,6 +48,5 @@ class KV:
         return self.k[layer][..., :end, :], self.v[layer][..., :end, :]
 
     @property
-    def bytes_per_token(self):
-        """Of all layers together."""
+    def bytes_per_token(self):   # of all layers together
         return sum(t.nbytes for t in (*self.k.values(), *self.v.values())) // self.capacity

@@ -25,7 +25,7 @@ import torch
 
 from cache import KV
 from model import Head, sample
-from request import at_least_1, complete, prepare
+from request import advance, at_least_1, complete, prepare
 from toolbox.trace import Trace
 
 head = Head()
@@ -90,6 +90,21 @@ class Rectangle:
                 "copied_bytes": copied * self.plan[0][0].kv.bytes_per_token}
 
 
+def admit(waiting, running, step, max_batch):
+    """Requests that have arrived take free places, in order. Returns (waiting, running)."""
+    arrived = [request for request in waiting if request.arrival <= step]
+    admitted = arrived[:max_batch - len(running)]
+    return waiting[len(admitted):], running + admitted
+
+
+def leave(running):
+    """Finished requests let go of their caches. Returns the others."""
+    finished = [request for request in running if request.finished]
+    for request in finished:
+        request.kv = None
+    return [request for request in running if request not in finished]
+
+
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, on_token=None):
     """
@@ -104,11 +119,8 @@ def generate(model, requests, max_batch=8, on_token=None):
     waiting, running, step = requests, [], 0
     while (waiting := [request for request in waiting if not request.finished]) or running:
         # 1. requests that have arrived take free places
-        if not running:
-            step = max(step, waiting[0].arrival)
-        arrived = [request for request in waiting if request.arrival <= step]
-        admitted = arrived[:max_batch - len(running)]
-        running, waiting = running + admitted, waiting[len(admitted):]
+        step = step if running else max(step, waiting[0].arrival)
+        waiting, running = admit(waiting, running, step, max_batch)
         # 2. two forward passes: one for the decodes, one for whole prompts
         decodes = [(request, 1) for request in running if request.generated]
         prompts = [(request, request.todo) for request in running if not request.generated]
@@ -121,16 +133,10 @@ def generate(model, requests, max_batch=8, on_token=None):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
             # 3. one token for each row
             tokens = sample(logits, batch.sampled)
-            for request, n in batch.plan:
-                request.computed += n
-            for request, token in zip(batch.sampled, tokens):
-                request.append(token)
+            advance(batch.plan, tokens)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         # 4. finished requests leave, and their caches with them
-        finished = [request for request in running if request.finished]
-        for request in finished:
-            request.kv = None
-        running = [request for request in running if request not in finished]
+        running = leave(running)
         step += 1
     return trace
 

@@ -17,7 +17,7 @@ import torch
 
 from cache import KV
 from model import Head, sample
-from request import at_least_1, complete, prepare
+from request import advance, at_least_1, complete, prepare
 from toolbox.trace import Trace
 
 head = Head()
@@ -94,10 +94,7 @@ def generate(model, requests, max_batch=8, on_token=None):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
             # 3. one token for each row that is not finished
             tokens = sample(logits, batch.sampled)
-            for request, n in batch.plan:
-                request.computed += n
-            for request, token in zip(batch.sampled, tokens):
-                request.append(token)
+            advance(batch.plan, tokens)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
             step += 1
             # 4. the whole batch goes on until its last request is finished

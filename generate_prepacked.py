@@ -25,9 +25,9 @@ neighbours, only to hide the result.
 import torch
 
 from cache import KV
-from generate_dynamic import Rectangle
+from generate_dynamic import Rectangle, admit, leave
 from model import Head, sample
-from request import at_least_1, complete, prepare
+from request import advance, at_least_1, complete, prepare
 from toolbox.trace import Trace
 
 head = Head()
@@ -100,6 +100,14 @@ class Packed:
                 "copied_bytes": 0}
 
 
+def row_by_row(waiting, step):
+    """Those that have arrived, in the order in which they would be packed; then the others."""
+    arrived = [request for request in waiting if request.arrival <= step]
+    lengths = [len(request.prompt) for request in arrived]
+    bins = first_fit_decreasing(lengths, max(lengths, default=0))
+    return [arrived[i] for members in bins for i in members] + waiting[len(arrived):]
+
+
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     """
@@ -119,16 +127,10 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     waiting, running, step = requests, [], 0
     while (waiting := [request for request in waiting if not request.finished]) or running:
         # 1. requests that have arrived take free places
-        if not running:
-            step = max(step, waiting[0].arrival)
-        arrived = [request for request in waiting if request.arrival <= step]
-        if pack == "dataset" and arrived and len(running) < max_batch:
-            lengths = [len(request.prompt) for request in arrived]
-            bins = first_fit_decreasing(lengths, max(lengths))
-            arrived = [arrived[i] for members in bins for i in members]
-        admitted = arrived[:max_batch - len(running)]
-        running += admitted
-        waiting = [request for request in waiting if request not in admitted]
+        step = step if running else max(step, waiting[0].arrival)
+        if pack == "dataset":
+            waiting = row_by_row(waiting, step)
+        waiting, running = admit(waiting, running, step, max_batch)
         # 2. two forward passes: one for the decodes, one for whole prompts
         decodes = [(request, 1) for request in running if request.generated]
         prompts = [(request, request.todo) for request in running if not request.generated]
@@ -141,16 +143,10 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
             # 3. one token for each row
             tokens = sample(logits, batch.sampled)
-            for request, n in batch.plan:
-                request.computed += n
-            for request, token in zip(batch.sampled, tokens):
-                request.append(token)
+            advance(batch.plan, tokens)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         # 4. finished requests leave, and their caches with them
-        finished = [request for request in running if request.finished]
-        for request in finished:
-            request.kv = None
-        running = [request for request in running if request not in finished]
+        running = leave(running)
         step += 1
     return trace
 

@@ -18,7 +18,7 @@ import torch
 
 from cache import KV
 from model import Head, sample
-from request import complete, prepare
+from request import advance, complete, prepare
 from toolbox.trace import Trace
 
 head = Head()
@@ -81,8 +81,8 @@ def generate(model, requests, use_cache=True, on_token=None):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (1, V)
             # 3. one token; without a cache nothing stays computed
             tokens = sample(logits, batch.sampled)
-            request.computed += request.todo if use_cache else 0
-            request.append(tokens[0])
+            advance(batch.plan, tokens)
+            request.computed = request.computed if use_cache else 0
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
             step += 1
         request.kv = None

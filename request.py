@@ -109,8 +109,16 @@ def complete(plan):
     return [i for i, (request, n) in enumerate(plan) if n == request.todo > 0]
 
 
-# --- validation: nothing below this line is needed to follow the stages ---------------------------
+def advance(plan, tokens):
+    """After a pass: its tokens are computed, and the plan's complete requests get their next."""
+    sampled = [plan[i][0] for i in complete(plan)]
+    for request, n in plan:
+        request.computed += n
+    for request, token in zip(sampled, tokens):
+        request.append(token)
 
+
+# --- validation: nothing below this line is needed to follow the stages ---------------------------
 def prepare(requests, config):
     """Requests made ready for a model, by arrival. ValueError, before any runs, names a bad one."""
     requests = [requests] if isinstance(requests, Request) else list(requests)

@@ -16,7 +16,7 @@ import math
 from collections import deque
 
 from request import Request as Request  # also importable from here
-from request import at_least_1, complete
+from request import advance, at_least_1
 
 
 class Scheduler:
@@ -78,15 +78,8 @@ class Scheduler:
         return plan
 
     def update(self, plan, tokens):
-        """
-        What came of a plan: `tokens` are the next tokens of its complete requests, in its order.
-        Only now do the planned tokens count as computed, so a pass that failed changes nothing.
-        """
-        sampled = [plan[i][0] for i in complete(plan)]
-        for request, n in plan:
-            request.computed += n
-        for request, token in zip(sampled, tokens):
-            request.append(token)
+        """After a pass. Not before: a pass that fails changes nothing."""
+        advance(plan, tokens)
         self.release()
 
     def cancel(self, request):
