@@ -10,17 +10,17 @@ instead of all of them (claim H4).
     layer 1   ...  \_________/                   read: a view of the first `end` tokens
 
 One token costs 2 x n_layer x n_embd numbers (claim H5): 18,432 for the smallest GPT-2, 72 KiB in
-float32. The weights serve all requests of a batch; a cache serves one request alone (claim R7).
+float32. The weights serve all requests of a batch; keys and values serve one (claim R7).
 """
 
 
 class KV:
     """
-    Keys and values of one sequence, for each layer (nh, capacity, hs), written in place.
-
-    A layer may be any key. Its buffers take leading axes, dtype and device of the first keys and
-    values written, so neither half of the heads nor a leading batch axis is a special case. They
-    begin as zeros: where the mask hides a key, a weight of 0 times an uninitialised NaN is NaN.
+    Keys and values, for each layer (nh, capacity, hs), written in place: of one sequence, or of a
+    static batch (stage 1), or of a pool (stage 7).
+    `layer` may be any hashable value. Its buffers take leading axes, dtype and device of the first
+    keys and values written: half of the heads, or a batch axis, is no special case. They begin as
+    zeros: where the mask hides a key, a weight of 0 times an uninitialised NaN is NaN.
     """
 
     def __init__(self, capacity):

@@ -14,7 +14,7 @@ one for the newcomers' prompts.
     C             .   .   P   d   d           . waiting
 
 Better than stage 1: no finished rows, and no request waits for a whole batch.
-Wasted: padding still; the pasts are copied into a new rectangle at every step; and a long prompt is
+Wasted: still padding; the pasts are copied into a new rectangle at every step; and a long prompt is
 prefilled in one piece, while every running decode waits for it.
 
 Names: Hugging Face calls this dynamic scheduling or dynamic batching; others call it continuous
@@ -35,13 +35,13 @@ class Rectangle:
     """
     Left-padded (B, T): one row per request, as wide as the longest row. Each request keeps its own
     cache, so the pasts, of different lengths too, are gathered into a second rectangle in front of
-    the new tokens. In each layer a row of keys is
+    the new tokens. In each layer a row of keys is, with the longest past P and width T,
 
         | . . . past past past | . . new new |
           P - p pads, p past     T - n pads, n new      S = P + T keys
 
     and the mask must hide the pads of *both* parts. The published version of this layout marks all
-    new slots as valid. There, a decode row beside a chunk attends to its own padding.
+    new slots as valid. There, a shorter row attends to its own padding.
     """
 
     def __init__(self, plan, device=None):

@@ -11,7 +11,7 @@ and values go:
     slot            0  1  2  3    8  9 10 11     4  5          slot = table[p // 4] * 4 + p % 4
 
 Attention must look every key up in that table. On a GPU a kernel reads through it. Here a request's
-keys are a view of the pool where its pages are neighbours, and are gathered into a copy elsewhere.
+keys are a view of the pool where its pages are neighbours, and otherwise are gathered into a copy.
 
 Better than stage 6: more requests fit into the same memory, because none reserves room for an
 answer that may never come; and a common prompt is computed and kept once.

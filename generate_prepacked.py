@@ -1,9 +1,9 @@
 """
 Stage 5: prepacking. A row need not be a request: pack several prompts into one row.
 
-A branch off stage 2, which pads every prompt to the longest. What keeps requests apart is the mask,
-not the row, so short prompts can share a row: each sees only itself, and counts its positions from
-0 (claims P2, P3).
+A branch off stage 2. That stage pads every prompt to the longest. What keeps requests apart is the
+mask, not the row, so short prompts can share a row: each sees only itself, and counts its positions
+from 0 (claims P2, P3).
 
     padded (4, 6)        packed (2, 6)          mask of the second row
     a a a a a a          a a a a a a            b  x . . . . .
@@ -18,7 +18,7 @@ P1). First fit decreasing: take the prompts from the longest to the shortest, an
 first row that has room. Afterwards the keys and values are unpacked into each request's own cache
 (claim P4), and decoding goes on as in stage 2.
 
-Better than stage 2: prefill has hardly any padding, even if lengths differ.
+Better than stage 2: prefill has hardly any padding, as long as short prompts fit beside others.
 Wasted: decode is still padded; and attention within a packed row scores every prompt against its
 neighbours, only to hide the result.
 """
@@ -100,7 +100,7 @@ class Packed:
                 "copied_bytes": 0}
 
 
-def row_by_row(waiting, step):
+def in_packing_order(waiting, step):
     """Those that have arrived, in the order in which they would be packed; then the others."""
     arrived = [request for request in waiting if request.arrival <= step]
     lengths = [len(request.prompt) for request in arrived]
@@ -115,7 +115,7 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
 
     max_batch: requests that run at the same time
     pack:      "batch" packs the prompts that have just been admitted. "dataset" also decides which
-               requests to admit together: all waiting prompts are packed first, and admitted row by
+               requests to admit together: all arrived prompts are packed first, and admitted row by
                row.
     on_token:  on_token(request, token, logits) is called as each token appears
     """
@@ -128,8 +128,7 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     while (waiting := [request for request in waiting if not request.finished]) or running:
         # 1. requests that have arrived take free places
         step = step if running else max(step, waiting[0].arrival)
-        if pack == "dataset":
-            waiting = row_by_row(waiting, step)
+        waiting = in_packing_order(waiting, step) if pack == "dataset" else waiting
         waiting, running = admit(waiting, running, step, max_batch)
         # 2. two forward passes: one for the decodes, one for whole prompts
         decodes = [(request, 1) for request in running if request.generated]

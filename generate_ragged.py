@@ -1,9 +1,9 @@
 """
 Stage 6: ragged continuous batching. Drop the rows altogether: one flat stream of tokens.
 
-All padding comes from the batch axis, so it goes. The tokens of all requests form one stream (N,),
-and `cu_seqlens` says where each request's tokens begin. Every token-wise layer accepts that as it
-is. Only attention must know the boundaries, in one of two ways (claims H11, R3, R4):
+All padding comes from the batch axis, so that axis goes. The tokens of all requests form one stream
+(N,), and `cu_seqlens` says where each request's tokens begin. Every token-wise layer accepts that as
+it is. Only attention must know the boundaries, in one of two ways (claims H11, R3, R4):
 
     "mask":    scores between all tokens and all keys, and a block-diagonal mask: (sum n) x (sum S)
     "varlen":  each request's tokens against its own keys, the others are skipped: sum of (n x S)
@@ -35,8 +35,8 @@ class Flat:
                 keys   A A A A   B B   D D D D D
             A          x x x x   . .   . . . . .       "mask" computes every entry and
             B          . . . .   x x   . . . . .       hides the dots; "varlen" computes
-            D          . . . .   . .   x x x . .       only the three blocks. On a GPU one
-            D          . . . .   . .   x x x x .       kernel runs that loop.
+            D          . . . .   . .   x x x . .       only the three blocks. A GPU has a
+            D          . . . .   . .   x x x x .       kernel for that.
             D          . . . .   . .   x x x x x
     """
 
@@ -74,8 +74,8 @@ class Flat:
         self.write(layer, k, v)
         caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
         if self.attention == "mask":                    # compute all scores, hide most of them
-            # Head's own triangle over the whole stream hides nothing more: it is shifted right by
-            # all pasts, so a token's own key is left of it by the pasts of *later* requests.
+            # Head's own triangle over the whole stream hides nothing more: all pasts shift it right,
+            # so it ends right of a token's own key by the pasts of *later* requests.
             keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
             return head(q, keys, values, mask=self.mask)[0]
         out = []                                        # skip: compute the diagonal blocks alone
@@ -84,7 +84,7 @@ class Flat:
             out.append(head(q[:, new], keys, values)[0])                        # (nh, n, hs)
         return torch.cat(out, dim=-2)
 
-    # Where keys and values live: stage 7 replaces these three and nothing else.
+    # Where keys and values live: stage 7 replaces these three.
 
     def find_room(self):
         """A newcomer gets a cache, in one piece."""

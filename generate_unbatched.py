@@ -8,7 +8,7 @@ values can be kept. With a cache a new token computes one key, one value and one
 
     without        with
     # . . .
-    # # . .                        rows: tokens computed for the new one
+    # # . .                        rows: tokens computed in this step
     # # # .                        columns: keys (. computed, then masked)
     # # # #        # # # #
 

@@ -19,13 +19,13 @@ one line of this file, the one that calls `attend`:
         |
     ln_f -> logits                               token-wise, and only for the `rows` asked for
 
-So the model knows nothing of requests, padding or caches. *Which tokens* are in a forward pass is
-up to the scheduler. *Which keys each of them may see* is up to the layout of the batch, which
-supplies `attend`; each stage, generate_*.py, has one. That is claim H1 of the sources: attention is
-the only place where tokens interact.
+So the model knows nothing of requests, padding or caches. It leaves two questions open. *Which
+tokens are in this forward pass?* The scheduler decides. *Which keys may each of them see?* The layout
+of the batch decides, which supplies `attend`; each stage, generate_*.py, has one. (Claim H1 of the
+sources, see README: attention is the only place where tokens interact.)
 
-Read bottom-up like nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
-The letters: B rows, T new tokens per row, S keys (past + new), N tokens of a flat stream,
+Read small parts first, like nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
+The letters: B rows, T new tokens per row, P past keys, S = P + T keys, N tokens of a flat stream,
 C = n_embd, nh heads of hs = C / nh features each, V tokens in the vocabulary.
 """
 import math
@@ -68,10 +68,10 @@ class Head(nn.Module):
                                       in front, as views of a cache that was written in place
         past_k, past_v: (..., P, hs)  keys and values of earlier tokens, or None
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
-                        over past *and* new keys is (B, 1, 1, S). It is ANDed to the causal rule.
+                        over past *and* new keys is (B, 1, 1, S). ANDed with the causal rule.
 
         Returns the output (..., T, hs), and keys and values (..., S, hs), past and new together.
-        A query that may see no key at all (a pad slot) yields zeros, never NaN.
+        A query that may see no key at all (some pad slots) yields zeros, never NaN.
         """
         if past_k is not None:
             k = torch.cat([past_k, k], dim=-2)                     # (..., S, hs)
@@ -100,7 +100,7 @@ def causal(layer, q, k, v):
 class MultiHeadAttention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.layer = layer   # the layer's number: the layout keeps one cache per layer
+        self.layer = layer   # the layer's number: a cache keeps the layers apart
         self.head_size = config.n_embd // config.n_head
         self.query = nn.Linear(config.n_embd, config.n_embd)
         self.key = nn.Linear(config.n_embd, config.n_embd)
@@ -223,9 +223,9 @@ def sample(logits, requests):
         CDF   0 |----- the -----|-- a --|- of -|...| 1
                           ^ u = 0.31  ->  "the"
 
-    Whatever else is in the batch, a request draws the same numbers, one per token it generates.
-    They are turned into tokens in float64 on the CPU, so that every device chooses the same ones.
-    Raises ValueError for logits that are NaN or infinite.
+    Whatever else is in the batch, a request draws the same numbers, one per sampled token.
+    They are turned into tokens in float64 on the CPU, so equal logits give equal tokens.
+    Raises ValueError if the largest logit is NaN or infinite.
     """
     tokens = []
     for x, request in zip(logits.cpu(), requests):   # one transfer for all

@@ -1,7 +1,7 @@
 """
 Memory in pages: a request holds what its tokens need now, not what its answer might need one day.
 
-Stage 6 reserves room for the longest answer, and keeps an equal prompt once per request. Here all
+Stage 6 reserves room for the longest answer, and keeps a common prompt once per request. Here all
 memory is one pool of pages, each for `page_size` tokens. A request holds a *block table*, the list
 of its page numbers in the order of its tokens. Equal beginnings of prompts share their pages:
 
@@ -9,12 +9,12 @@ of its page numbers in the order of its tokens. Equal beginnings of prompts shar
                  S S S S  A A a .  S S S S  B b . .  free     free         page_size 4
 
     A's table    0, 2, 1       S: the 8 tokens of a common system prompt, computed and kept once
-    B's table    0, 2, 3       a, b: generated, page by page as they come
+    B's table    0, 2, 3       A, B: the rest of the prompts;  a, b: generated
 
 Only full pages are shared, and the last token of a prompt is always computed. So a page that others
-may read is never written again, and no page is ever copied. When no page is left, the request that
-ranks last is *preempted*: it gives its pages back, returns to the queue with the tokens it has, and
-computes them again later. It draws no random number twice.
+may read is never written again: no copy-on-write. When no page is left, the least urgent request is
+*preempted*: it gives its pages back, returns to the queue with the tokens it has, and later
+computes again what was evicted. It draws no random number twice.
 
 This is PagedAttention's memory manager (vLLM calls a page a block), and claim I7 of the sources.
 Like the Scheduler it is pure bookkeeping; generate_paged.py has the tensors.
@@ -30,7 +30,7 @@ class Pages:
     """
     The books of a pool: each page is free, held by block tables, or kept.
 
-    free:       never written, or forgotten
+    free:       hold nothing that a request could find
     holders:    how many block tables a page is in; a request writes only pages it alone holds
     published:  full pages that others may find: the tokens from the sequence's beginning to the
                 page's end -> page. The whole beginning, because keys and values depend on it: the
@@ -48,7 +48,7 @@ class Pages:
         self.evictions = 0
 
     def needed(self, tokens):
-        """How many pages hold so many tokens."""
+        """How many pages hold this many tokens."""
         return -(-tokens // self.size)
 
     def available(self):
@@ -67,7 +67,7 @@ class Pages:
             self.kept.pop(page, None)
 
     def allocate(self, number, after=None):
-        """So many pages for one block table whose last page so far is `after`."""
+        """`number` pages for a block table whose last page so far is `after`."""
         pages = []
         for left in range(number, 0, -1):
             if not self.free:
@@ -174,7 +174,7 @@ class PagedScheduler(Scheduler):
         return sum(number > self.number_of[request] for number in self.admitted)
 
     def rank(self, request, key=lambda request: request.priority):
-        """Sort key. The last of the running requests is the one that is preempted."""
+        """Sort key. By priority, the last of the running requests is the one to preempt."""
         return request not in self.due, key(request), self.number_of[request]
 
     # --- memory: page by page ---
@@ -194,7 +194,7 @@ class PagedScheduler(Scheduler):
         return self.pages.needed(request.computed + request.todo) - len(request.kv)
 
     def preempt(self, request):
-        """Back to the queue. What it computed is lost; what it generated is not."""
+        """Back to the queue. What it generated stays, and its published pages, until evicted."""
         self.running.remove(request)
         self.free(request)
         request.computed = 0

@@ -49,7 +49,7 @@ class Request:
     token_times: list = field(default_factory=list, init=False)  # perf_counter() at each token
     token_steps: list = field(default_factory=list, init=False)  # step of each token
     computed: int = field(default=0, init=False)                 # tokens in the cache
-    kv: object = field(default=None, init=False, repr=False)     # the cache itself, while it runs
+    kv: object = field(default=None, init=False, repr=False)     # its KV; stage 7: block table
     block_size: int | None = field(default=None, init=False)     # the model's, set by `prepare`
 
     def __post_init__(self):
@@ -76,7 +76,7 @@ class Request:
 
     @property
     def kv_tokens(self):
-        """Room for all the tokens that it can come to have."""
+        """Room for all the tokens that it can come to have (the last one needs none)."""
         return min(len(self.prompt) + self.max_new_tokens, self.block_size)
 
     @property
@@ -84,7 +84,7 @@ class Request:
         return self.finish_reason is not None
 
     def draw(self):
-        """A uniform number in [0, 1) from its own stream: one for each token it generates."""
+        """A uniform number in [0, 1) from its own stream: one for each token that it samples."""
         return self.random_stream.random()
 
     def append(self, token):
@@ -118,9 +118,9 @@ def advance(plan, tokens):
         request.append(token)
 
 
-# --- validation: nothing below this line is needed to follow the stages ---------------------------
+# --- validation: below this line only what `prepare` does matters to the stages -------------------
 def prepare(requests, config):
-    """Requests made ready for a model, by arrival. ValueError, before any runs, names a bad one."""
+    """Checks requests, sets name and block_size, sorts by arrival. ValueError before any runs."""
     requests = [requests] if isinstance(requests, Request) else list(requests)
     if not requests:
         raise ValueError("there are no requests: at least one is needed")

@@ -1,8 +1,8 @@
 """
 The Scheduler: which requests compute how many tokens in the next step.
 
-That is the first of the two questions, and pure bookkeeping: no tensors, no clock, no model. Every
-step has a budget of tokens, which is shared out in this order (claim H12):
+That is the first of the two questions in model.py. It is pure bookkeeping: no tensors, no clock.
+Every step has a budget of tokens, which is shared out in this order (claim H12):
 
     token_budget 8     A d                1. each decode gets its one token
                        B d

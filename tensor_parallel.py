@@ -1,5 +1,5 @@
 """
-Way out: tensor parallelism. Each rank holds part of every weight matrix; batching does not change.
+Way out: tensor parallelism. Each rank holds part of each block; batching does not change.
 
 Two all-reduces per layer: the number of tokens N changes their size, not their number (claim R5).
 
@@ -30,7 +30,7 @@ import torch.nn as nn
 
 @dataclass
 class Traffic:
-    """What a rank has sent and waited for."""
+    """What a rank has summed and waited for."""
     all_reduces: int = 0
     bytes: int = 0          # of the tensors that were summed
     seconds: float = 0.0    # on a GPU only those to launch the sums, unless the clock waits for it
