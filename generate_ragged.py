@@ -2,8 +2,8 @@
 Stage 6: ragged continuous batching. Drop the rows altogether: one flat stream of tokens.
 
 All padding comes from the batch axis, so that axis goes. The tokens of all requests form one stream
-(N,), and `cu_seqlens` says where each request's tokens begin. Every token-wise layer accepts that as
-it is. Only attention must know the boundaries, in one of two ways (claims H11, R3, R4):
+(N,), and `cu_seqlens` says where each request's tokens begin. Every token-wise layer accepts that
+as it is. Only attention must know the boundaries, in one of two ways (claims H11, R3, R4):
 
     "mask":    scores between all tokens and all keys, and a block-diagonal mask: (sum n) x (sum S)
     "varlen":  each request's tokens against its own keys, the others are skipped: sum of (n x S)
@@ -74,8 +74,8 @@ class Flat:
         self.write(layer, k, v)
         caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
         if self.attention == "mask":                    # compute all scores, hide most of them
-            # Head's own triangle over the whole stream hides nothing more: all pasts shift it right,
-            # so it ends right of a token's own key by the pasts of *later* requests.
+            # Head's own triangle over the whole stream hides nothing more: all pasts shift it to
+            # the right, so it passes a token's own key by the pasts of *later* requests.
             keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
             return head(q, keys, values, mask=self.mask)[0]
         out = []                                        # skip: compute the diagonal blocks alone

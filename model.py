@@ -20,9 +20,9 @@ one line of this file, the one that calls `attend`:
     ln_f -> logits                               token-wise, and only for the `rows` asked for
 
 So the model knows nothing of requests, padding or caches. It leaves two questions open. *Which
-tokens are in this forward pass?* The scheduler decides. *Which keys may each of them see?* The layout
-of the batch decides, which supplies `attend`; each stage, generate_*.py, has one. (Claim H1 of the
-sources, see README: attention is the only place where tokens interact.)
+tokens are in this forward pass?* The scheduler decides. *Which keys may each of them see?* The
+layout of the batch decides, which supplies `attend`; each stage, generate_*.py, has one. (Claim H1
+of the sources, see README: attention is the only place where tokens interact.)
 
 Read small parts first, like nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
 The letters: B rows, T new tokens per row, P past keys, S = P + T keys, N tokens of a flat stream,
