@@ -14,7 +14,7 @@ pytest.importorskip("ipykernel")
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-MACHINES = ("/home/", "/Users/", "/root/", "/tmp/", "/work/", str(FOLDER.parent))
+MACHINES = ("/home/", "/Users/", "/root/", "/tmp/", str(FOLDER.parent))
 TOUR = FOLDER / "00_tour.ipynb"
 
 
