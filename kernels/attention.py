@@ -116,9 +116,8 @@ class Share:
     """
 
     def __init__(self, pool, members, spans, where, cu_seqlens):
-        self.pool, self.members, self.spans = pool, members, spans
+        self.pool, self.members, self.spans, self.where = pool, members, spans, where
         self.device = pool.all_k.device
-        self.where = torch.tensor(where, device=self.device)
         self.tokens = {i: range(cu_seqlens[i], cu_seqlens[i + 1]) for i in members}
         whole = len(members) == len(cu_seqlens) - 1
         self.part = None if whole else self.stream_index(members)   # None: the whole stream
@@ -232,7 +231,7 @@ def shares_of(batch):
         kv, members = batch.pool.in_pool, list(range(len(batch.plan)))
         spans = [slice(span.start + kv.first, span.stop + kv.first) if isinstance(span, slice)
                  else span + kv.first for span in batch.spans]
-        return [(kv.pool, members, spans, (batch.slot_mapping + kv.first).tolist())]
+        return [(kv.pool, members, spans, batch.slot_mapping + kv.first)]
     members_of = {}
     for i, (request, _) in enumerate(batch.plan):
         members_of.setdefault(request.kv.pool, []).append(i)
@@ -241,6 +240,7 @@ def shares_of(batch):
         first = {i: batch.plan[i][0].kv.first for i in members}
         spans = [slice(first[i], first[i] + batch.ends[i]) for i in members]
         where = [first[i] + p for i in members for p in range(batch.starts[i], batch.ends[i])]
+        where = torch.tensor(where, device=pool.all_k.device)
         shares.append((pool, members, spans, where))
     return shares
 

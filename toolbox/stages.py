@@ -23,12 +23,7 @@ SCRIPTS = {
 }
 STAGES = {   # in the ladder's order, with variants
     "unbatched, no cache": partial(generate_unbatched.generate, use_cache=False),
-    "unbatched": generate_unbatched.generate,
-    "naive": generate_naive.generate,
-    "dynamic": generate_dynamic.generate,
-    "chunked": generate_chunked.generate,
-    "interleaved": generate_interleaved.generate,
-    "prepacked": generate_prepacked.generate,
+    **{name: generate for name, generate in SCRIPTS.items() if name not in ("ragged", "paged")},
     "prepacked, dataset": partial(generate_prepacked.generate, pack="dataset"),
     "ragged, mask": partial(generate_ragged.generate, attention="mask"),
     "ragged, varlen": generate_ragged.generate,
