@@ -40,15 +40,13 @@ def first_fit_decreasing(lengths, size):
     """
     bins, room = [], []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for b in range(len(bins)):
-            if lengths[i] <= room[b]:
-                break
-        else:
-            b = len(bins)
+        fits = [b for b in range(len(bins)) if lengths[i] <= room[b]]
+        if not fits:
+            fits = [len(bins)]
             bins.append([])
             room.append(size)
-        bins[b].append(i)
-        room[b] -= lengths[i]
+        bins[fits[0]].append(i)
+        room[fits[0]] -= lengths[i]
     return bins
 
 

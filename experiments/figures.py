@@ -1,18 +1,15 @@
 """
-The pictures of README and docs, drawn from traces, live layouts and measured results, in the visual
+The pictures of README and docs, drawn from traces, X-rays and measured results, in the visual
 language of toolbox/plots.py. Without a path, a function returns its figure for a notebook to show.
 """
 import numpy as np
-import torch
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
 from matplotlib.ticker import FuncFormatter
 
 from experiments.peers import PEERS
-from generate_dynamic import Rectangle
-from generate_prepacked import Packed
-from generate_ragged import Flat
-from toolbox.plots import COLORS, edge, hatch, legend, patch, pyplot, save, timeline
+from toolbox import sights
+from toolbox.plots import COLORS, edge, hatch, legend, pyplot, save, timeline
 
 BLUE, GREEN, RED, ORANGE = "#0072B2", "#009E73", "#D55E00", "#E69F00"
 SKY, PURPLE, YELLOW, GREY, BROWN = "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#8C6239"
@@ -22,6 +19,8 @@ def log_axis(axis, base=10):
     """A logarithmic axis whose labels are plain numbers."""
     {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log", base=base)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(FuncFormatter(
+        lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else ""))
 
 
 # --- requests x steps -----------------------------------------------------------------------------
@@ -49,116 +48,29 @@ def timelines(traces, path=None, columns=2):
     return save(figure, path)
 
 
-# --- one step's mask ------------------------------------------------------------------------------
+# --- prompts in rows ------------------------------------------------------------------------------
 
-def effective_mask(batch, row=None):
+def packing(sight, path=None):
     """
-    Which keys each query sees in a layout, causal rule included: (T, S) for one row of a Rectangle,
-    (N, S) for a Flat with attention="mask".
+    A batch's prompts padded to one length, and packed into rows; and who sees whom in the row that
+    holds the most prompts.
+
+    sight: of stage 5 (toolbox/xray.py)
     """
-    T, S = batch.tokens.size(-1), batch.mask.size(-1)
-    causal = torch.ones(T, S, dtype=torch.bool).tril(S - T)
-    return (causal & (batch.mask if row is None else batch.mask[row, 0])).numpy()
-
-
-def draw_slot(ax, row, column, color, line="#BBBBBB", hatch=None):
-    ax.add_patch(Box((column, row), 1, 1, facecolor=color, edgecolor=line, linewidth=0.5,
-                     hatch=hatch))
-
-
-def grid(ax, see, is_past, queries, keys):
-    """A cell per query and key: coloured where the query sees the key, hatched where "·" pads."""
-    for i, j in np.ndindex(see.shape):
-        if queries[i] == "·" or keys[j] == "·":
-            draw_slot(ax, i, j, COLORS["pad"], hatch="////")
-        elif see[i, j]:
-            draw_slot(ax, i, j, COLORS["decode" if is_past[j] else "prefill"])
-        else:
-            draw_slot(ax, i, j, "white")
-    ax.set_xlim(-0.04, see.shape[1] + 0.04)
-    ax.set_ylim(see.shape[0] + 0.04, -0.04)
-    ax.set_xticks(np.arange(see.shape[1]) + 0.5, keys, fontsize=7)
-    ax.set_yticks(np.arange(see.shape[0]) + 0.5, queries, fontsize=7)
-    ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
-    ax.set_aspect("equal")
-    for side in ax.spines.values():
-        side.set_visible(False)
-
-
-def masks(plan, path=None):
-    """One step's attention, the same plan as a Rectangle and as a Flat: scores and padding."""
-    figure = pyplot().figure(figsize=(11, 6.6))
-    rectangle, flat = Rectangle(plan), Flat(plan, attention="mask")
-    draw_rectangle(figure, rectangle)
-    draw_flat(figure, flat)
-
-    (B, T), (N,), useful = rectangle.tokens.shape, flat.tokens.shape, int(flat.mask.sum())
-    scores = [batch.cost()["score_entries"] for batch in (rectangle, flat, Flat(plan))]
-    figure.text(0.045, 0.955, f"Rectangle (B, T) = ({B}, {T})", fontsize=12, weight="bold")
-    figure.text(0.045, 0.925, f"{B * T - N} of {B * T} slots are padding; {scores[0]} scores, "
-                f"{useful} useful", fontsize=10)
-    figure.text(0.36, 0.955, f"Ragged (N,) = ({N},)", fontsize=12, weight="bold")
-    figure.text(0.36, 0.925, f"no padding; {scores[1]} scores masked, or {scores[2]} by skipping, "
-                f"{useful} useful", fontsize=10)
-    figure.legend(handles=[Patch(color=COLORS["decode"], label="sees a key from the cache"),
-                           Patch(color=COLORS["prefill"], label="sees a new key"), patch("pad"),
-                           Patch(facecolor="white", edgecolor="#BBBBBB", label="may not see")],
-                  loc="lower center", ncols=4)
-    return save(figure, path)
-
-
-def labels_of(plan):
-    """[["A0", "A1", ...], ...]: a label for each token of each request, past and new."""
-    return [[f"{request.name}{i}" for i in range(request.computed + n)] for request, n in plan]
-
-
-def draw_rectangle(figure, batch):
-    B, T = batch.tokens.shape
-    left = figure.add_gridspec(B, 1, left=0.045, right=0.4, top=0.86, bottom=0.08, hspace=0.4)
-    for b, ((request, n), label) in enumerate(zip(batch.plan, labels_of(batch.plan))):
-        past = request.computed
-        queries = ["·"] * (T - n) + label[past:]
-        keys = ["·"] * (batch.P - past) + label[:past] + queries
-        is_past = [j < batch.P for j in range(batch.P + T)]
-        ax = figure.add_subplot(left[b], anchor="NW")
-        grid(ax, effective_mask(batch, b), is_past, queries, keys)
-
-
-def draw_flat(figure, batch):
-    labels = labels_of(batch.plan)
-    keys = [key for label in labels for key in label]
-    queries = [key for (request, _), label in zip(batch.plan, labels)
-               for key in label[request.computed:]]
-    is_past = [i < request.computed for (request, _), label in zip(batch.plan, labels)
-               for i in range(len(label))]
-    right = figure.add_gridspec(1, 1, left=0.36, right=0.985, top=0.86, bottom=0.08)
-    ax = figure.add_subplot(right[0], anchor="NW")
-    grid(ax, effective_mask(batch), is_past, queries, keys)
-
-
-def packing(plan, path=None):
-    """
-    A plan's prompts padded to one length, and packed into rows; and the mask of the row that holds
-    the most prompts.
-    """
-    batch = Packed(plan)
-    rows, m = batch.tokens.shape
+    plan, places, (rows, m) = sight.batch.plan, sight.batch.places, sight.ids.shape
     lengths = [n for _, n in plan]
     figure, axes = pyplot().subplots(1, 3, figsize=(12, 0.6 + 0.34 * max(len(plan), m)))
     padded = [(b, m - n, m) for b, n in enumerate(lengths)]
     draw_places(axes[0], plan, padded, m)
     axes[0].set_title(f"padded ({len(plan)}, {m}): {len(plan) * m - sum(lengths)} pad slots",
                       fontsize=10, loc="left")
-    draw_places(axes[1], plan, batch.places, m)
+    draw_places(axes[1], plan, places, m)
     axes[1].set_title(f"packed ({rows}, {m}): {rows * m - sum(lengths)} pad slots",
                       fontsize=10, loc="left")
 
-    shared = max(range(rows), key=lambda row: sum(place[0] == row for place in batch.places))
-    labels = ["·"] * m
-    for label, (row, first, end) in zip(labels_of(plan), batch.places):
-        if row == shared:
-            labels[first:end] = label
-    grid(axes[2], effective_mask(batch, shared), [False] * m, labels, labels)
+    shared = max(range(rows), key=lambda row: sum(place[0] == row for place in places))
+    sights.draw_panel(axes[2], sights.panels(sight)[shared])
+    axes[2].set_aspect("equal")
     axes[2].set_title(f"what each query sees in row {shared + 1}", fontsize=10, loc="left", pad=16)
     figure.tight_layout()
     return save(figure, path)
@@ -167,16 +79,22 @@ def packing(plan, path=None):
 def draw_places(ax, plan, places, m):
     """Prompts in rows of m slots: places holds (row, first column, end) for each of them."""
     for i, j in np.ndindex(max(row for row, _, _ in places) + 1, m):
-        draw_slot(ax, i, j, COLORS["pad"], hatch="////")
+        draw_slot(ax, i, j, COLORS["pad"], line="#BBBBBB", hatch="////")
     colors = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW) * len(plan)
-    for label, (row, first, end), color in zip(labels_of(plan), places, colors):
-        for text, j in zip(label, range(first, end)):
-            draw_slot(ax, row, j, color, line="white")
-            ax.text(j + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7, color="white")
+    for (request, _), (row, first, end), color in zip(plan, places, colors):
+        for j in range(first, end):
+            draw_slot(ax, row, j, color)
+            ax.text(j + 0.5, row + 0.5, f"{request.name}{j - first}", ha="center", va="center",
+                    fontsize=7, color="white")
     ax.set_xlim(-0.04, m + 0.04)
     ax.set_ylim(len(plan) + 0.04, -0.04)
     ax.set_aspect("equal")
     ax.axis("off")
+
+
+def draw_slot(ax, row, column, color, line="white", hatch=None):
+    ax.add_patch(Box((column, row), 1, 1, facecolor=color, edgecolor=line, linewidth=0.5,
+                     hatch=hatch))
 
 
 # --- a pool of pages ------------------------------------------------------------------------------

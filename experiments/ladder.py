@@ -17,11 +17,12 @@ import torch
 from experiments import figures, memory
 from experiments.rows import ARRIVAL, decode_gaps, forward_times, gaps_table
 from model import GPT, GPTConfig
-from request import Request, prepare
-from toolbox import cli, plots
+from request import Request
+from toolbox import cli, plots, sights
 from toolbox.check import Check
 from toolbox.report import aligned, latencies, mean, percentile, totals
 from toolbox.stages import STAGES, knobs_of
+from toolbox.xray import sights_at
 
 
 def run_stages(model, requests, stages=STAGES, repeats=1, **knobs):
@@ -81,20 +82,18 @@ def small_workload(config):
 
 
 def one_step(model):
-    """A plan of three decodes and a prefill chunk, as they might stand after some steps."""
+    """Three decodes and a prefill chunk, as a rectangle and as a flat stream: {title: Sight}."""
     requests = [Request([(5 * i + 3 * j) % 64 for j in range(n)], 4, name=name)
-                for i, (name, n) in enumerate(zip("ABCD", (5, 3, 2, 6)))]
-    prepare(requests, model.config)
-    for request in requests[:3]:
-        request.computed = len(request.prompt) - 1
-    requests[3].computed = 2
-    return [(request, request.todo) for request in requests]
+                for i, (name, n) in enumerate(zip("ABCD", (4, 2, 1, 6)))]
+    stages = {"stage 4: rectangle": "interleaved", "stage 6: flat stream": "ragged, mask"}
+    return {title: sights_at(STAGES[stage], model, requests, step=1, token_budget=7)[0]
+            for title, stage in stages.items()}
 
 
-def some_prompts():
-    """A plan of five whole prompts of different lengths."""
+def some_prompts(model):
+    """Five prompts of different lengths in stage 5: a Sight."""
     requests = [Request([1] * n, 1, name=name) for name, n in zip("ABCDE", (9, 3, 5, 1, 6))]
-    return [(request, len(request.prompt)) for request in prepare(requests, GPTConfig())]
+    return sights_at(STAGES["prepacked"], model, requests, step=0)[0]
 
 
 def draw_pictures(model, folder, traces):
@@ -104,8 +103,8 @@ def draw_pictures(model, folder, traces):
     figures.timelines([small[name] for name in shown], folder / "timelines.png")
     figures.timelines(list(memory.storm(model).values()), folder / "storm.png")
     figures.pool(memory.filling_pool(model), folder / "pool.png")
-    figures.masks(one_step(model), folder / "mask.png")
-    figures.packing(some_prompts(), folder / "packing.png")
+    sights.draw(one_step(model), folder / "mask.png")
+    figures.packing(some_prompts(model), folder / "packing.png")
     figures.slots([trace for name, trace in traces.items() if "no cache" not in name],
                   folder / "slots.png")
     # random weights: as fast as trained ones

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 from experiments import figures
+from model import GPT, GPTConfig
 from request import Request
 from toolbox.cli import guarded, measuring_parser, measuring_place
 from toolbox.load import load
@@ -99,7 +100,10 @@ def gaps_table(gaps):
 
 def measure(args):
     device, dtype, where = measuring_place(args)
-    model, _ = load(args.model)
+    if args.model == "random":   # as fast as trained weights
+        model = GPT(GPTConfig()).requires_grad_(False)
+    else:
+        model, _ = load(args.model)
     model.to(device, dtype)
     print(f"{args.model} on {where}")
     if args.gaps:
@@ -112,7 +116,7 @@ def measure(args):
         print(rows_table(points))
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"where": where, "model": args.model, "points": points}, file)
+            json.dump({"where": where, "model": args.model, "points": points}, file, indent=1)
     if args.plot:
         if args.gaps:
             figures.itl(points, ARRIVAL, prompt_tokens, args.plot)
@@ -126,7 +130,8 @@ def main(argv=None):
     p = measuring_parser("python -m experiments.rows", __doc__,
                          quick="at most 16 rows; with --gaps, one run of each stage")
     p.add_argument("--model", default="builtin",
-                   help="builtin, a GPT-2 name, or a local folder or file")
+                   help="builtin, a GPT-2 name, a local folder or file; or random: of the size of "
+                        "GPT-2 small, with random weights")
     p.add_argument("--gaps", action="store_true",
                    help="instead: the time between tokens while a long prompt arrives")
     args = p.parse_args(argv)

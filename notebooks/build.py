@@ -4,8 +4,8 @@ Builds the executed notebooks from their sources: notebooks/NN_name.py -> notebo
     python notebooks/build.py            all of them
     python notebooks/build.py 00_tour    some of them
 
-A source is a Python file in jupytext's percent format. Cells tagged "seconds" print times, which
-differ from run to run; the tests compare the output of all other cells with a fresh run.
+A source is a Python file in jupytext's percent format. The tests run every notebook again and
+compare what it prints, except in cells tagged "seconds", whose times differ from run to run.
 """
 import sys
 from pathlib import Path

@@ -59,6 +59,9 @@ NAMED = {   # what the sentence must hold for each layout bug of the known traps
     "no_causal_rule_in_a_continuation_chunk": "sees position",
     "causal_rule_from_the_top_left": "does not see position",
     "packed_prompts_see_their_neighbours": "of request 'r",
+    "positions_of_the_column": "as if at position",
+    "static_positions_of_the_column": "as if at position",
+    "packed_positions_run_on": "as if at position",
 }
 
 
@@ -90,5 +93,5 @@ def test_the_sentence(monkeypatch):
     monkeypatch.setattr(generate_interleaved, "Rectangle", Published)
     with XRay(model, requests) as xray:
         generate_interleaved.generate(model, requests, token_budget=9)
-    assert xray.faults()[0] == ("pass 1, row 0, column 7 = request 'C' (position 2) "
+    assert xray.faults()[0] == ("pass 1, row 0, column 7 = request 'C' (decode, position 2) "
                                 "sees 7 pad slots")

@@ -17,13 +17,14 @@ that it sees: past, pages and pads included, whatever the layout does inside.
     c1       0  0  0  1  0                                      that nothing was written to
     pad      0  0  0  0  1
 
-It is a second witness beside the check, not a replacement: its own keys are zero, so it does not
-notice wrong keys, and it knows nothing of sampling.
+It also notes whether a token is computed at its own position. It is a second witness beside the
+check, not a replacement: its own keys are zero, so it does not notice wrong keys, and it knows
+nothing of sampling.
 """
 import copy
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -59,13 +60,19 @@ class Sight:
     """
     What one forward pass saw.
 
-    batch: the layout
-    ids:   of the slots, in the shape of batch.tokens
-    seen:  (..., D) for each slot how many keys of each id it sees, blanks last
+    xray:      the XRay, which knows whose token an id is
+    batch:     the layout
+    ids:       of the slots, in the shape of batch.tokens
+    positions: that the model was given for them
+    seen:      (..., D) for each slot how many keys of each id it sees, blanks last
+    record:    what the trace says of the pass, in sights_at
     """
+    xray: object
     batch: object
     ids: torch.Tensor
+    positions: torch.Tensor
     seen: torch.Tensor
+    record: object = None
 
 
 class StandIn:
@@ -103,7 +110,8 @@ class XRay:
     @torch.inference_mode()
     def look(self, model, arguments):
         """Called with the model's arguments: (tokens, positions, attend, rows)."""
-        batch = arguments[2].__self__
+        _, positions, attend, _ = arguments
+        batch = attend.__self__
         twin = copy.copy(batch)
         twin.plan = [(StandIn(request, self.first[request]), n) for request, n in batch.plan]
         twin.lay_out(batch.tokens.device)
@@ -111,7 +119,8 @@ class XRay:
         q = v.new_zeros(*v.shape[:-1], 1)
         with self.own_layer(batch):
             out = batch.attend("xray", q, q, v).squeeze(-3)          # (..., D)
-        self.passes.append(Sight(batch, twin.tokens, counts_of(out)))
+        batch = copy.copy(batch)   # a static batch is the same object in the next pass
+        self.passes.append(Sight(self, batch, twin.tokens, positions, counts_of(out)))
 
     @contextmanager
     def own_layer(self, batch):
@@ -145,17 +154,22 @@ class XRay:
         return same
 
     def faults_of(self, number, sight, same):
-        for slot, (id, row) in enumerate(zip(sight.ids.flatten().tolist(),
-                                             sight.seen.flatten(0, -2).tolist())):
+        slots = zip(sight.ids.flatten().tolist(), sight.positions.flatten().tolist(),
+                    sight.seen.flatten(0, -2).tolist())
+        for slot, (id, given, row) in enumerate(slots):
             if id == PAD:
                 continue
             request, position = self.token_of[id]
+            kind = "prefill" if position < len(request.prompt) else "decode"
+            token = (f"pass {number}, {self.place(sight, slot)} = {request} "
+                     f"({kind}, position {position})")
+            if given != position:
+                yield f"{token} is computed as if at position {given}"
             expected = Counter(same[key] for key in range(id - position, id + 1))
             seen = Counter({same.get(key, key): n for key, n in enumerate(row) if n})
             for wrong, verb in (seen - expected, "sees"), (expected - seen, "does not see"):
                 if wrong:
-                    yield (f"pass {number}, {self.place(sight, slot)} = {request} (position "
-                           f"{position}) {verb} {self.describe(wrong)}")
+                    yield f"{token} {verb} {self.describe(wrong)}"
 
     def place(self, sight, slot):
         """Where a slot is: "row 2, column 5" or "token 7"."""
@@ -176,6 +190,23 @@ class XRay:
         words += [f"position{'s' * (len(at) > 1)} {', '.join(map(str, sorted(at)))} of {request}"
                   for request, at in positions.items()]
         return ", ".join(words)
+
+
+def sights_at(generate, model, requests, step, **knobs):
+    """
+    What the forward passes of one step saw, in a run of copies of `requests`: [Sight, ...].
+    generate: of a stage. ValueError if that step has no forward pass.
+    """
+    copies = [replace(request) for request in requests]
+    with XRay(model, copies) as xray:
+        trace = generate(model, copies, **knobs)
+    for sight, p in zip(xray.passes, trace.passes):
+        sight.record = p
+    sights = [sight for sight in xray.passes if sight.record.step == step]
+    if not sights:
+        raise ValueError(f"{trace.stage}: no forward pass in step {step}, the last step is "
+                         f"{trace.passes[-1].step}")
+    return sights
 
 
 def counts_of(out):

@@ -1,0 +1,353 @@
+# %% [markdown]
+# # 1. One request
+#
+# Before we batch requests, we look at a single one. After this notebook you can
+#
+# - read an attention mask, and say which token may see which;
+# - explain why keys and values can be kept, and why nothing else need be;
+# - say what that costs in bytes.
+#
+# A cell that begins with `ask` wants a guess from you: replace `...` by your answer and run it
+# again. A cell with `@exercise` wants a few lines of code, and tells you whether they are right.
+
+# %%
+from lesson import (
+    ask, broken, check, exercise, letters, look, model, run, show, source, texts, tokenizer,
+    word,
+)
+import torch
+from model import Block, Head, MultiHeadAttention
+from cache import KV
+from generate_unbatched import Alone
+
+request = texts("Return the value of this function if")[0]
+print([word(request, i) for i in range(len(request.prompt))])
+
+# %% [markdown]
+# Seven tokens; `␣` stands for a space. The model is small, with 4 layers of 4 heads, 128 wide, and
+# trained on Python's documentation. Its texts make little sense. It is here to be batched.
+#
+# ## Where tokens meet
+#
+# A model's layers are the same code four times. This is one of them:
+
+# %%
+source(Block.forward)
+source(MultiHeadAttention.forward)
+
+# %% [markdown]
+# `x` holds one row for each token. LayerNorm, the projections, the residual adds and the MLP work
+# on each row by itself, as if the others were not there. There is a single exception: the line that
+# calls `attend`.
+#
+# > **Claim R2.** A block has ten steps: LayerNorm twice, QKV, attention, output projection,
+# > residual twice, FFN-up, GELU, FFN-down. All but attention give the same rows whatever else
+# > is in the tensor. *It holds.*
+#
+# We test it. `step_by_step` runs the steps of the first block on a tensor of 7 rows, and then on
+# one of its rows alone.
+
+
+# %%
+def step_by_step(x):
+    """The token-wise steps of the first block: {step: its output}."""
+    block, out = model.h[0], {}
+    out["LayerNorm"] = block.ln_1(x)
+    out["QKV"] = block.attn.query(x)
+    out["output projection"] = block.attn.c_proj(x)
+    out["FFN-up"] = block.mlp.c_fc(x)
+    out["GELU"] = torch.nn.functional.gelu(x, approximate="tanh")
+    out["FFN-down"] = block.mlp.c_proj(x.repeat(1, 4))
+    out["residual"] = x + x
+    return out
+
+
+x = torch.randn(7, 128, generator=torch.Generator().manual_seed(0))
+with torch.no_grad():
+    for (name, together), alone in zip(step_by_step(x).items(), step_by_step(x[3:4]).values()):
+        print(f"{name:18} row 3 is the same alone:", torch.allclose(together[3], alone[0],
+                                                                    atol=1e-6))
+
+# %% [markdown]
+# ## Change one token
+#
+# Now the whole model. Token 3 becomes another one. Which rows change, after which layer?
+
+
+# %%
+def moved_rows(changed_token, attend=None):
+    """After each layer, the rows that differ if one token of the prompt is replaced."""
+    tokens = torch.tensor([request.prompt, request.prompt])
+    tokens[1, changed_token] = 5
+    after = []
+    hooks = [block.register_forward_hook(lambda m, i, out: after.append(out)) for block in model.h]
+    model(tokens, attend=attend) if attend else model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return [[i for i in range(7) if (x[0, i] - x[1, i]).abs().max() > 1e-4] for x in after]
+
+
+# %%
+ask("Token 3 of 7 changes. Which of the rows 0 to 6 differ after the last layer? (a list)",
+    guess=...,
+    answer=lambda: moved_rows(changed_token=3)[-1],
+    why="The new token's own row, and all rows after it: they see it.")
+
+# %%
+for layer, rows in enumerate(moved_rows(changed_token=3)):
+    print(f"after layer {layer}: rows {rows} differ")
+
+# %% [markdown]
+# Rows 0, 1 and 2 stay as they were, in every layer. A token influences itself and what comes later.
+# And if no token may see any other?
+
+# %%
+def sees_nothing(layer, q, k, v):
+    """Attention with a mask that is False everywhere."""
+    return Head()(q, k, v, mask=torch.tensor([[False]]))[0]
+
+
+for layer, rows in enumerate(moved_rows(changed_token=3, attend=sees_nothing)):
+    print(f"after layer {layer}: rows {rows} differ")
+
+# %% [markdown]
+# > **Claim H1.** Attention is the only place where tokens interact: with every mask entry False, no
+# > token influences another. *It holds*, as you have just seen.
+#
+# This is what makes batching easy. Put any tokens you like into one tensor, of any number of
+# requests; you only have to get attention right.
+#
+# ## Reading a mask
+#
+# `look` runs a stage of the repository and X-rays one of its forward passes: it measures which keys
+# each query really sees. A row is a query, a column is a key.
+
+# %%
+show({"stage 0, the whole prompt": look("unbatched", [request], step=0)}, label=word);
+
+# %% [markdown]
+# Take a token on the left and read to the right: the blue keys are those it sees. `␣value` sees
+# `Return`, `␣the` and itself. A query may not look ahead, because when a token is generated, what
+# comes later does not exist yet. That is the *causal rule*.
+#
+# What happens in a blue cell? The query's dot product with the key is a *score*. A softmax over a
+# row's scores gives weights, and the row's output is the weighted sum of the values. In code:
+
+
+# %%
+def attention(q, k, v, see):
+    """q (T, hs), k and v (S, hs), see (T, S): True where the query may see the key."""
+    scores = q @ k.T / q.size(-1) ** 0.5                  # (T, S)
+    weights = scores.masked_fill(~see, -torch.inf).softmax(dim=-1)
+    return weights @ v                                    # (T, hs)
+
+
+g = torch.Generator().manual_seed(0)
+q, k, v = (torch.randn(7, 32, generator=g) for _ in "qkv")
+ours = attention(q, k, v, see=torch.ones(7, 7, dtype=torch.bool).tril())
+print("the same as the model's Head:", torch.allclose(ours, Head()(q, k, v)[0], atol=1e-6))
+
+# %% [markdown]
+# > **Claim H2.** Scores are (number of queries, number of keys), so the cost of `q @ k.T` grows
+# > with the square of a prompt's length. Keys and values always have equal length. *It holds.*
+
+# %%
+ask("A prompt of 7 tokens has 49 scores (per head and layer). How many has one of 70?",
+    guess=...,
+    answer=lambda: run("unbatched", letters(A=70, new=1)).passes[0].score_entries,
+    why="Ten times the tokens, a hundred times the scores.")
+
+# %%
+for n in 7, 14, 28, 70:
+    prefill = run("unbatched", letters(A=n, new=1)).passes[0]
+    print(f"{n:3} tokens: {prefill.score_entries:5,} scores, of which the causal rule uses "
+          f"{prefill.useful_scores:,}")
+
+# %% [markdown]
+# ## Why a cache is exact
+#
+# To generate, we append the new token and run the model again. Then the last token is new and
+# everything before it is old. What does the last token change in the rows before it?
+
+# %%
+ask("The LAST token of 7 changes. Which rows differ after the last layer? (a list)",
+    guess=...,
+    answer=lambda: moved_rows(changed_token=6)[-1],
+    why="Only its own: no earlier token sees it.")
+
+# %%
+for layer, rows in enumerate(moved_rows(changed_token=6)):
+    print(f"after layer {layer}: rows {rows} differ")
+
+# %% [markdown]
+# > **Claim H3.** The last token never changes the attention output of earlier tokens, and only the
+# > last token's logits are needed to go on. *It holds.*
+#
+# So the old rows come out as they did before, in every layer, and computing them again is wasted.
+# But the new token's query needs the old tokens' *keys and values*. Those we keep: that is the KV
+# cache. Queries are not needed again, and nothing else is.
+
+# %%
+source(KV.write)
+source(KV.read)
+source(Alone.attend)
+
+# %% [markdown]
+# The new tokens' keys and values are written at `start`; then all of them are read. Without a
+# cache the forward passes for four new tokens compute 7, 8, 9 and 10 rows. With it:
+
+# %%
+without, with_cache = (run(stage, [request]) for stage in ("unbatched, no cache", "unbatched"))
+for a, b in list(zip(without.passes, with_cache.passes))[:4]:
+    print(f"without a cache {a.shape[1]:2} rows, {a.score_entries:3} scores     "
+          f"with a cache {b.shape[1]} rows, {b.score_entries:2} scores")
+texts_are = [tokenizer.decode(trace.requests[0].tokens) for trace in (without, with_cache)]
+print(texts_are)
+
+# %% [markdown]
+# > **Claim H4.** With a KV cache, token n + 1 costs O(n) instead of O(n²): exactly one projection
+# > to a key and a value instead of n + 1. *It holds:* one row, and one row of scores.
+#
+# What it gains in time depends on the machine and on the length. Here are 200 tokens, on yours:
+
+# %% tags=["seconds"]
+long = letters(A=8, new=200)
+for stage in "unbatched, no cache", "unbatched":
+    trace = run(stage, long)
+    print(f"{stage}: {sum(p.seconds for p in trace.passes):.2f} s for 200 tokens")
+
+# %% [markdown]
+# The gain looks small beside the counts: at some point it is not arithmetic that takes the time. To
+# compute one row, the processor still reads all weights from memory. Why that matters, and what
+# helps, is the subject of the other notebooks.
+#
+# ## What a cache costs
+#
+# > **Claim H5.** One token costs 2 · L · A · H values (keys and values, L layers, A heads of H
+# > features each). For Llama-2-7B (L = 32, A = 32, H = 128) in fp16 that is 8,192 values or 16 KB
+# > per token *per layer*, 512 KB per token. *It holds.*
+
+
+# %%
+def cache_bytes(tokens, layers, heads, head_size, bytes_per_number=2):
+    return tokens * 2 * layers * heads * head_size * bytes_per_number
+
+
+ask("Llama-2-7B in fp16: how many GB (10⁹ bytes) do the caches of 32 requests with 4,096 tokens "
+    "each take?",
+    guess=...,
+    answer=lambda: cache_bytes(32 * 4096, layers=32, heads=32, head_size=128) / 1e9,
+    why="The weights take 13.5 GB. Not the model but the caches fill a GPU.")
+
+# %%
+print(f"Llama-2-7B, a token, one layer: {cache_bytes(1, 1, 32, 128) / 1024:.0f} KB")
+print(f"Llama-2-7B, a token:            {cache_bytes(1, 32, 32, 128) / 1024:.0f} KB")
+kv = KV(capacity=1)
+for layer in range(4):
+    kv.write(layer, 0, torch.zeros(4, 1, 32), torch.zeros(4, 1, 32))   # 4 heads of 32, float32
+print(f"our model, a token:             {kv.bytes_per_token / 1024:.0f} KB,",
+      "calculated" if kv.bytes_per_token == cache_bytes(1, 4, 4, 32, 4) else "NOT", "as above")
+
+# %% [markdown]
+# ## In pieces
+#
+# A prompt's cache can be filled in pieces, too. Seven tokens in chunks of four: first four queries,
+# then three queries that see the first four keys in the cache. (Stage 3 of the ladder does this; we
+# borrow it.) Three masks side by side:
+
+# %%
+show({"a prompt: 7 x 7": look("unbatched", [request], step=0),
+      "one more token: 1 x 8": look("unbatched", [request], step=1),
+      "the second chunk: 3 x 7": look("chunked", [request], step=1, token_budget=4)}, label=word);
+
+# %% [markdown]
+# The three are one and the same rule: with S keys and T new tokens, the new tokens are the last T
+# of the S keys, and new token i sees everything up to itself. For T = S that is the triangle, for
+# T = 1 everything, and between them a triangle in the bottom right corner.
+#
+# > **Claim I2.** One Head serves prefill and decode: an all-True mask, a lower triangle on its last
+# > T columns, ANDed with the padding mask. *It holds.*
+#
+# > **Claim H6.** Chunked prefill of n = 7 tokens in chunks of m = 4 takes ⌈7/4⌉ = 2 chunks and
+# > gives the same logits and the same cache as one pass, and so does any other split. *It
+# > holds.*
+
+# %%
+for budget in 1, 2, 3, 4, 7:
+    trace = run("chunked", [request], token_budget=budget)
+    chunks = [n for p in trace.passes for _, first, n in p.work if first < 7]
+    print(f"chunks {chunks}: {tokenizer.decode(trace.requests[0].generated)!r}")
+
+# %% [markdown]
+# ## Your turn: the causal rule with a past
+#
+# Write the mask for T new tokens and S keys, past included. Your function takes the place of the
+# line in `Head`, and stage 3 runs with it.
+
+
+# %% tags=["exercise"]
+@exercise
+def causal_rule(T, S):
+    """Returns a boolean tensor (T, S), True where query i may see key j. T <= S."""
+    ...
+
+
+# %% [markdown]
+# <details><summary>Our answer</summary>
+#
+# ```python
+# @exercise
+# def causal_rule(T, S):
+#     query = torch.arange(S - T, S)[:, None]     # the position of each new token
+#     key = torch.arange(S)[None, :]
+#     return key <= query
+# ```
+# </details>
+#
+# ## Break it
+#
+# A mistake that is easy to make: let the triangle begin in the top left corner, as PyTorch's
+# `scaled_dot_product_attention(is_causal=True)` does. For a whole prompt there is no difference. So
+# every test that only looks at prompts will pass.
+
+# %%
+with broken("causal rule from the top left"):
+    check("unbatched", [request])
+    wrong = look("chunked", [request], step=1, token_budget=4)
+show({"diagonal 0: 3 x 7": wrong,
+      "right: 3 x 7": look("chunked", [request], step=1, token_budget=4)}, label=word);
+
+# %% [markdown]
+# The three queries are at positions 4, 5 and 6, but see only as much as positions 0, 1 and 2 would.
+#
+# ## Three questions
+#
+# **1.** A friend wants to cache the attention *outputs* too, so that a new token need not look at
+# the old keys at all. Why does that not work?
+#
+# <details><summary>Answer</summary>
+#
+# The old tokens' outputs are indeed final, but nobody needs them again. The new token's own output
+# is a weighted sum of all values, and its weights depend on its own query, which is new. So it
+# needs every key and every value.
+# </details>
+#
+# **2.** Why must keys and values of one layer be kept, although they can be computed from the row
+# `x` that enters the layer?
+#
+# <details><summary>Answer</summary>
+#
+# One could keep `x` (half as many numbers) and project it again. That trades memory for arithmetic:
+# n projections per layer and step instead of one, which is what the cache was to avoid.
+# </details>
+#
+# **3.** Causal attention makes the cache exact. Would a model whose tokens see each other in both
+# directions, like BERT, profit from a KV cache when a text grows by one word?
+#
+# <details><summary>Answer</summary>
+#
+# No. There the new token changes every earlier row of the first layer's output, hence the keys and
+# values of the second layer, and so on: everything must be computed again.
+# </details>
+#
+# **Next:** `02_rectangles` puts several requests into one tensor.

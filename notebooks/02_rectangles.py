@@ -1,0 +1,265 @@
+# %% [markdown]
+# # 2. Rectangles
+#
+# One request alone leaves the machine idle: a forward pass reads all weights, whether it computes
+# one row or thirty. So let us compute several requests at once. After this notebook you can
+#
+# - put prompts of different lengths into one tensor, and say why the padding goes on the left;
+# - give every token the right position;
+# - name three kinds of waste, and count them.
+#
+# (In a cell with `ask`, replace `...` by your guess. An `@exercise` judges your code.)
+
+# %%
+from lesson import (
+    ask, broken, check, exercise, letters, look, model, run, show, source, survivors, texts,
+    tokenizer, word,
+)
+from experiments import figures
+from generate_dynamic import Rectangle, admit, leave
+
+requests = texts("Return the value of this function if", "The class", "Return True if the")
+for request in requests:
+    print(request.name, [word(request, i) for i in range(len(request.prompt))])
+
+# %% [markdown]
+# ## One tensor for three prompts
+#
+# A tensor has one width, so the shorter prompts are filled up with *pads*: slots that hold no
+# token. Stage 1, `generate_naive.py`, puts them on the left. This is the tensor of its first
+# forward pass, where a dot is a pad:
+
+# %%
+prefill = look("naive", requests, step=0)
+for row in prefill.batch.tokens.tolist():
+    print("  ".join("·" if token == 0 else tokenizer.decode([token]) for token in row))
+
+# %% [markdown]
+# No token may look at a pad. So the causal rule is joined by a padding mask. This is what the X-ray
+# measured in that forward pass, row by row of the tensor:
+
+# %%
+show({"stage 1, step 0": prefill}, label=word);
+
+# %% [markdown]
+# What does a pad's own query see? Its row is hatched, because it does not matter: a pad computes
+# something, but no token ever looks at its key or value, and its logits are not used. The garbage
+# stays in its own slot.
+#
+# ## Why on the left?
+#
+# After the prefill, each row needs the logits of its last token. With the padding on the left,
+# these tokens all stand in the last column.
+#
+# > **Claim H7.** Batched prompts are padded on the left, so that the next token always comes from
+# > the rightmost column. *It holds.*
+#
+# Here is the same batch padded on the right. The mask hides the pads there, the positions are
+# right, and every later token goes where it belongs. Only one thing is left as it was: the next
+# token comes from the last column.
+
+# %%
+ask("With the padding on the right, which of A, B, C still get the right tokens?",
+    guess=...,
+    answer=lambda: survivors("right padding", "naive", requests),
+    why="A is the longest: its last column holds its last token. For B and C it holds a pad.")
+
+# %%
+with broken("right padding"):
+    check("naive", requests)
+    right_padded = look("naive", requests, step=0)
+show({"padded on the right": right_padded}, label=word);
+
+# %% [markdown]
+# There is no red in this picture. Every token sees what it should, and yet B and C are wrong,
+# because the wrong column was read. So we keep two witnesses: the X-ray says who sees whom, and
+# the check compares tokens and logits with the request run alone.
+#
+# ## Which position?
+#
+# The model adds an embedding for each position. In a left-padded row the token in column 5 may be
+# the row's first. Its position is 0 then, not 5.
+
+# %%
+print(prefill.positions)
+
+# %% [markdown]
+# (A pad's position is arbitrary. Ours are set to 0.)
+#
+# ### Your turn: positions from pads
+#
+# `columns` are the columns of the tensor, from first to last, and `pads` says how many pads each
+# row has on its left. Return every slot's position. Of a pad it may be negative; we take care of
+# that.
+
+
+# %% tags=["exercise"]
+@exercise
+def own_positions(columns, pads):
+    """columns (T,), pads (B,) -> (B, T): the position of each slot in its own request."""
+    ...
+
+
+# %% [markdown]
+# <details><summary>Our answer</summary>
+#
+# ```python
+# @exercise
+# def own_positions(columns, pads):
+#     return columns - pads[:, None]
+# ```
+# </details>
+#
+# ### Break it
+#
+# Suppose that the position were simply the column. The program runs, and the text looks no worse.
+
+# %%
+ask("Positions are columns. Which of A, B, C still get the right tokens?",
+    guess=...,
+    answer=lambda: survivors("static column positions", "naive", requests),
+    why="A has no pads, so its columns are its positions. A test with one prompt sees nothing.")
+
+# %%
+with broken("static column positions"):
+    check("naive", requests)
+
+# %% [markdown]
+# ## Waste, first kind: padding
+#
+# > **Claim R1.** A (10 tokens) and B (30) are padded to [2, 30]: A computes 900 score entries per
+# > head and layer instead of 100, nine times as many. *This holds.* But *wrong as published:* the
+# > linear layers' waste is not "2×". They compute 60 slots for 40 tokens, which is 1.5×.
+
+# %%
+two = letters(A=10, B=30)
+padded = look("naive", two, step=0)
+print("slots:", tuple(padded.ids.shape), "=", padded.ids.numel(), "for 40 tokens:",
+      padded.ids.numel() / 40)
+print("scores of both rows:", padded.record.score_entries, "so A's row has",
+      padded.record.score_entries // 2)
+
+# %% [markdown]
+# ## Waste, second kind: finished rows
+#
+# A static batch starts together and ends together. Three requests want 2, 5 and 10 tokens:
+
+# %%
+uneven = letters(A=3, B=3, C=3, new={"A": 2, "B": 5, "C": 10})
+ask("The batch runs until the last request has its 10 tokens. How many slots does it compute for "
+    "rows that are already finished?",
+    guess=...,
+    answer=lambda: sum(p.finished_slots for p in run("naive", uneven).passes),
+    why="8 steps for the first, 5 for the second.")
+
+# %%
+static = run("naive", uneven)
+figures.timelines([static], columns=1);
+
+# %% [markdown]
+# > **Claim H8.** Static batches waste every step of a finished row until the longest row ends.
+# > *It holds:* the red cells.
+#
+# ## Waste, third kind: waiting
+#
+# No new request gets in before the last one is done. Here are eight requests, four at a time. Look
+# at the thin lines: these requests wait although rows are free.
+
+# %%
+from experiments.ladder import small_workload
+
+eight = small_workload(model.config)
+figures.timelines([run("naive", eight, max_batch=4)], columns=1);
+
+# %% [markdown]
+# ## Stage 2: a new batch at every step
+#
+# The way out is to ask at every step: who is finished, who may start? These two functions are all
+# of stage 2's scheduling:
+
+# %%
+source(leave)
+source(admit)
+
+# %%
+figures.timelines([run("dynamic", eight, max_batch=4)], columns=1);
+
+# %% [markdown]
+# It takes a different rectangle at each step, so the cache can no longer belong to the batch. Each
+# request carries its own, of its own length, and stage 2 gathers them: it copies the pasts into a
+# rectangle, left-padded as well, and puts the new tokens after them.
+
+# %%
+source(Rectangle.attend)
+
+# %% [markdown]
+# A step in which B and C decode with pasts of different lengths, and D's prompt begins. Prompts and
+# decodes differ in width, so stage 2 makes two forward passes:
+
+# %%
+newcomer = letters(A=5, B=2, C=4, D=6, new={"A": 1, "B": 6, "C": 6, "D": 2})
+show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
+      "prompts": look("dynamic", newcomer, step=1, number=1, max_batch=3)});
+
+# %% [markdown]
+# There is padding among the *past* keys now, because B has computed fewer tokens than C. These
+# slots are masked like all others.
+
+# %%
+ask("The same bug in stage 2: positions are columns. Which of the eight requests survive?",
+    guess=...,
+    answer=lambda: survivors("column positions", "dynamic", eight, max_batch=4),
+    why="Each of them is the longest row of every rectangle that it is in.")
+
+# %%
+with broken("column positions"):
+    check("dynamic", eight, max_batch=4)
+
+# %% [markdown]
+# ## The bill
+
+# %%
+print("               passes  slots  padding  finished  copied KB")
+for stage in "unbatched", "naive", "dynamic":
+    trace = run(stage, eight, **({} if stage == "unbatched" else {"max_batch": 4}))
+    slots, pads, finished, copied = (
+        sum(getattr(p, what) for p in trace.passes)
+        for what in ("slots", "pad_slots", "finished_slots", "copied_bytes"))
+    print(f"{stage:15}{len(trace.passes):5}{slots:7}{pads:9}{finished:9}{copied // 1024:11,}")
+
+# %% [markdown]
+# Batching makes far fewer passes, and it pays for that with padding. Dynamic batching has no
+# finished rows, but it copies the pasts. And it has a new problem, which the timeline shows: when
+# F's long prompt is computed, in one piece, every running request waits. That is for notebook 3.
+#
+# ## Three questions
+#
+# **1.** Two requests have the same prompt, and are padded to the same length with a third. Do they
+# get the same logits? Are they still the same if the third one's prompt is replaced?
+#
+# <details><summary>Answer</summary>
+#
+# Yes and yes, up to rounding. Neither sees the third request, nor the pads. (The last bits may
+# change with the shape of the tensor, because sums are taken in a different order.)
+# </details>
+#
+# **2.** Sort the prompts by length before cutting them into static batches. Which of the three
+# kinds of waste does that reduce?
+#
+# <details><summary>Answer</summary>
+#
+# Padding among prompts. It does nothing about finished rows, because the lengths of the answers are
+# not known in advance. And the requests at the end of the order wait longer.
+# </details>
+#
+# **3.** Stage 2 copies every past at every step, so a token that stays for 100 steps is copied 100
+# times. Why not keep the rectangle of pasts and write into it?
+#
+# <details><summary>Answer</summary>
+#
+# One can, as long as no request leaves or arrives. But a newcomer with a longer prompt widens the
+# rectangle for all of them, and a request that leaves makes a hole. Stage 6 drops the rectangle
+# instead, and stage 7 shows where the keys can live then.
+# </details>
+#
+# **Next:** `03_chunks_and_fusion` cuts the long prompts into pieces.

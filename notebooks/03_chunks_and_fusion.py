@@ -1,0 +1,309 @@
+# %% [markdown]
+# # 3. Chunks and fusion
+#
+# Stage 2 computes a prompt in one piece, while all others wait. After this notebook you can
+#
+# - write down what a scheduler with a token budget does, step by step;
+# - say which rows of a batch get a next token, and which must not;
+# - put decodes and prompts into one forward pass, and build its mask;
+# - find the bug in a published tutorial's mask.
+
+# %%
+from lesson import (
+    ask, broken, check, exercise, letters, look, model, results, run, show, source, survivors,
+)
+import torch  # noqa: F401 (your code below needs it)
+from experiments import figures
+from request import complete
+from scheduler import Scheduler
+
+# %% [markdown]
+# ## The stall
+#
+# Four requests decode. At step 8 a prompt of 768 tokens arrives. The picture shows, for each step,
+# how long the four waited for their next token. (A GPT-2 of 124M parameters, measured with
+# `python -m experiments.rows --gaps`; the results
+# are committed. *Interleaved* is the subject of this notebook, *ragged* of the next.)
+
+# %%
+measured = results("gaps")
+print(measured["where"])
+figures.itl(measured["points"], arrival=8, prompt_tokens=768);
+
+# %% [markdown]
+# With *dynamic*, stage 2, all of them stand still until the whole prompt is computed. But a
+# prompt's cache can be filled in pieces, with the same result (notebook 1). So let a step compute
+# a limited number of tokens, the *token budget*.
+#
+# > **Claim H12.** Continuous batching is a budget of m tokens per step: all decodes first, at 1
+# > token each; the rest is filled with prefill chunks. Finished requests leave at once and are
+# > replaced. Every computed token is a useful one (until preemption recomputes some). *It
+# > holds.*
+#
+# In our Scheduler the budget is shared out in these lines. `todo` is how many of a request's known
+# tokens are not computed yet: a decode has 1.
+
+# %%
+source(Scheduler.share_budget)
+
+# %% [markdown]
+# ## By hand
+#
+# Three requests, at most 8 tokens a step. A's prompt has 3 tokens, B's 2, C's 12. All are there at
+# step 0, and each wants many tokens. Write a plan as `"A3 B2 C3"`: A computes 3 tokens, B 2, C 3.
+
+
+# %%
+def plans(requests, **knobs):
+    """What each step computes: ["A3 B2 C3", ...]."""
+    passes = run("interleaved", requests, **knobs).passes
+    return [" ".join(f"{name}{n}" for name, _, n in p.work) for p in passes]
+
+
+ask("The plans of steps 0, 1 and 2? (a list of three strings)",
+    guess=...,
+    answer=lambda: plans(letters(A=3, B=2, C=12, new=6), token_budget=8)[:3],
+    why="Decodes come first, at one token each; C gets what is left. C's prompt is done in step 2.")
+
+# %%
+ask("The same with a budget of 4: after which step (0, 1, 2, ...) is C's prompt complete?",
+    guess=...,
+    answer=lambda: run("interleaved", letters(A=3, B=2, C=12, new=20),
+                       token_budget=4).requests[2].token_steps[0],
+    why="Two of the four tokens go to the decodes of A and B, so C advances by two a step.")
+
+# %%
+for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=4)[:8]):
+    print(f"step {step}: {plan}")
+
+# %% [markdown]
+# ### What if prompts go first?
+#
+# It is only a matter of order. What does it change?
+
+# %%
+ask("Prompts before decodes. How many of three requests get wrong tokens?",
+    guess=...,
+    answer=lambda: 3 - len(survivors("prompts before decodes", "interleaved",
+                                     letters(A=3, B=2, C=30, new=20), token_budget=4).split(", ")),
+    why="A scheduling choice changes when a token comes, never which.")
+
+# %%
+three = letters(A=3, B=2, C=30, new=12)
+with broken("prompts before decodes"):
+    check("interleaved", three, token_budget=4)
+    figures.timelines([run("interleaved", three, token_budget=4)], columns=1)
+figures.timelines([run("interleaved", three, token_budget=4)], columns=1);
+
+# %% [markdown]
+# In the first picture, A and B wait until C's whole prompt is computed: the stall is back. In the
+# second one nothing waits.
+#
+# ## When may one sample?
+#
+# C's prompt is computed in chunks. Each chunk has a last token, and that token has logits. Is the
+# largest of them C's next token?
+
+# %%
+source(complete)
+
+# %% [markdown]
+# No: C's next token is known already, because it is the next token of the prompt. Only when the
+# plan covers all that a request has to do does its last token's logits say something new.
+#
+# > **Claim I5.** Never sample from a partial prefill; the last row's last logit is the first token
+# > only when the prompt is complete. *It holds.*
+
+# %%
+with broken("samples from a partial prefill"):
+    check("interleaved", three, token_budget=4)
+
+# %% [markdown]
+# Only A is right. C's prompt was cut into many chunks, but so was B's: A's three tokens left it one
+# of the four in step 0. And once a request has a token too many in its middle, all that follows is
+# another text.
+#
+# ## One pass instead of two
+#
+# Stage 3 makes two forward passes in a step: one for the decodes, one for the chunks. Each reads
+# all weights. But the model does not know what a decode is. It sees tokens and positions.
+#
+# > **Claim I3.** A fused step makes one model call where chunked prefill makes two. *It holds.*
+#
+# > **Claim I6.** With no decodes the fused call is a plain prefill, with no prefill a plain decode.
+# > *It holds.*
+
+# %%
+for stage in "chunked", "interleaved":
+    print(stage, "shapes of the passes:",
+          [p.shape for p in run(stage, three, token_budget=8).passes[:9]])
+
+# %% [markdown]
+# Stage 3 alternates between `(2, 1)`, decodes, and `(1, 6)`, a chunk. Stage 4 begins with `(3, 3)`,
+# prompts alone, then mixes both in `(3, 6)`, and ends with `(3, 1)`, decodes alone.
+#
+# ### The example of the source
+#
+# A, B and C decode at positions 22, 15 and 9. D brings a chunk of 8 tokens. We let it happen: three
+# prompts of 22, 15 and 9 tokens at step 0, and D at step 1.
+
+# %%
+example = letters(A=22, B=15, C=9, D=8, new=3, arrivals={"D": 1})
+fused = look("interleaved", example, step=1)
+print(fused.positions)
+
+# %%
+ask("How many of the 32 slots are padding?",
+    guess=...,
+    answer=lambda: int((fused.ids == 0).sum()),
+    why="Three decode rows of one token each: 3 x 7 pads.")
+
+# %%
+show({"stage 4: decodes of A, B, C, and a chunk of D": fused});
+
+# %% [markdown]
+# > **Claim I1.** A, B and C decode at positions 22, 15 and 9, beside a chunk of 8 of D: a
+# > rectangle of 4 × 8, 11 tokens within a budget of 16, 21 pad slots, and padded past keys
+# > besides. *It holds* with one slip, *wrong as published:* "22 tokens produced" means position
+# > 21, by the source's own formula (the first is at 0).
+#
+# There are *two kinds of pads* in this picture. On the left, the pasts have different lengths. In
+# the middle, the rows have different numbers of new tokens, because the rectangle is as wide as the
+# chunk. Both must be hidden.
+#
+# ### Your turn: the mask of one row
+#
+# A row's keys are P slots for the past, with the request's `start` cached tokens at their right
+# end, then T slots for new tokens, with its `n` tokens at their right end. Which may be seen?
+# (`Head` adds the causal rule.)
+
+
+# %% tags=["exercise"]
+@exercise
+def row_mask(start, n, P, T):
+    """Returns a boolean tensor (P + T,), True where a slot holds a token of this request."""
+    ...
+
+
+# %% [markdown]
+# <details><summary>Our answer</summary>
+#
+# ```python
+# @exercise
+# def row_mask(start, n, P, T):
+#     mask = torch.zeros(P + T, dtype=torch.bool)
+#     mask[P - start:P] = True        # its past
+#     mask[P + T - n:] = True         # its new tokens, not their pads
+#     return mask
+# ```
+# </details>
+#
+# ## The published mask
+#
+# A tutorial that introduced this fused rectangle builds a mask for the padding of the past, and
+# marks *all* T new slots as valid. The code runs. The text looks no worse. Here it is:
+
+# %%
+with broken("published mask"):
+    check("interleaved", example)
+    published = look("interleaved", example, step=1)
+show({"the published mask": published});
+
+# %% [markdown]
+# > **Claim I8.** *Wrong as published:* all new slots are marked valid, so left-padded decode
+# > rows attend to pad slots. On a toy of three layers that moves logits by 0.22, enough for
+# > other tokens; with the pads masked, the difference is 4e-16.
+#
+# The red keys belong to nothing: pads with arbitrary contents, and each takes part of the softmax's
+# weight. What would have found the bug? Not an error message, and not reading the output. Only the
+# comparison with the unbatched run.
+#
+# ## Writing back
+#
+# After attention, the new keys and values go into each request's own cache. Row D has added 8
+# tokens, the others one each, and the pads must stay out.
+#
+# > **Claim I4.** Padding must be stripped per row when the cache is written back, since each row
+# > added a different number of tokens. *It holds.*
+
+# %%
+with broken("pads written to the cache"):
+    check("interleaved", example)
+
+# %% [markdown]
+# D has no pads in its row, so the mistake spares it. A, B and C cached a pad where a token belongs.
+#
+# ## What the fused rectangle wastes
+#
+# > **Claim H9.** Dynamic batching in one rectangle needs (n − 1)(B − 1) pad tokens to admit a
+# > prompt of n beside B − 1 decodes: for n = 100 and B = 8, 693. *The formula holds.* *Wrong as
+# > published:* "grows quadratically with both batch size and prompt length". It is linear in
+# > each, and padded keys come on top.
+
+
+# %%
+def pads(n, B):
+    """Pad slots of the step in which a prompt of n arrives beside B - 1 decodes."""
+    running = letters(**{f"r{i}": 4 for i in range(B - 1)})
+    newcomer = letters(N=n, arrivals={"N": 1})
+    fused = look("interleaved", running + newcomer, step=1, max_batch=B, token_budget=256)
+    return int((fused.ids == 0).sum())
+
+
+ask("693 pads for n = 100 and B = 8. How many for n = 200?",
+    guess=...,
+    answer=lambda: pads(200, 8),
+    why="199 x 7: about twice as many. If it were quadratic, it would be four times.")
+
+# %%
+for n, B in (100, 8), (200, 8), (100, 15):
+    print(f"n = {n}, B = {B:2}: {pads(n, B):,} pad slots")
+
+# %%
+from experiments.ladder import small_workload
+
+eight = small_workload(model.config)
+print("              passes  slots  padding  padded keys")
+for stage in "dynamic", "chunked", "interleaved":
+    passes = run(stage, eight, max_batch=4,
+                 **({} if stage == "dynamic" else {"token_budget": 16})).passes
+    print(f"{stage:14}{len(passes):5}{sum(p.slots for p in passes):8}"
+          f"{sum(p.pad_slots for p in passes):8}{sum(p.padded_keys for p in passes):12,}")
+
+# %% [markdown]
+# The fused pass saves reading the weights twice, and pays with padding. It is the right pass in
+# the wrong shape. Which of the two wins depends on the machine. On a CPU, where arithmetic is
+# scarce, the fused rectangle of stage 4 is often *slower* than stage 3's two passes. Notebook 4
+# keeps the pass and drops the rectangle.
+#
+# ## Three questions
+#
+# **1.** With a budget of 8 and eight requests that decode, a ninth arrives with a prompt of 100
+# tokens. When does its prefill begin?
+#
+# <details><summary>Answer</summary>
+#
+# When one of the eight is finished: their decodes fill the budget. Our Scheduler does not even
+# admit it before, so that it holds no memory while it makes no progress. (Engines set the budget
+# well above the number of requests that may run.)
+# </details>
+#
+# **2.** A smaller budget makes the worst time between tokens shorter. What does it make worse?
+#
+# <details><summary>Answer</summary>
+#
+# The time to first token of long prompts, which now take more steps, and the number of passes: each
+# of them reads all weights. In the first picture the *median* time between tokens rises with
+# chunks, because while the prompt is being computed every step carries a chunk.
+# </details>
+#
+# **3.** Under the published mask, one request of the example gets exactly the right tokens in that
+# step. Which, and why?
+#
+# <details><summary>Answer</summary>
+#
+# D. It is as wide as the rectangle, so it has no pads among its new slots. Its past would have been
+# masked correctly. Later, when D itself decodes beside a new chunk, it is hit as well.
+# </details>
+#
+# **Next:** `04_no_rows`.

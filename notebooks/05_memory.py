@@ -1,0 +1,306 @@
+# %% [markdown]
+# # 5. Memory
+#
+# A request's cache grows with every token, and no one knows how long its answer will be. After this
+# notebook you can
+#
+# - say what reserving memory wastes, and what pages do about it;
+# - translate a token's position into a slot of the pool, by its block table;
+# - share the pages of a common prompt, and say which pages must never be shared;
+# - choose the request to preempt when no page is left.
+
+# %%
+from lesson import ask, broken, check, exercise, letters, model, results, run, source, texts, word
+from dataclasses import replace
+from types import SimpleNamespace
+from experiments import figures, memory
+from generate_paged import Paged
+from paging import Pages, PagedScheduler
+from scheduler import Scheduler
+from toolbox.report import latencies, mean
+
+# %% [markdown]
+# ## Reserving
+#
+# Stages 3, 4 and 6 admit a request when its prompt *and its longest answer* fit beside what the
+# others have reserved:
+
+# %%
+source(Scheduler.grant_room)
+
+# %% [markdown]
+# Eight requests, with prompts of 6 tokens, may generate up to 26 tokens each. There is memory for
+# the keys and values of 128 tokens.
+
+# %%
+ask("How many of the eight can run at the same time?",
+    guess=...,
+    answer=lambda: max(len(p.work) for p in memory.storm(model)["reserve"].passes),
+    why="Each reserves 6 + 26 = 32 tokens, and 128 / 32 = 4.")
+
+# %%
+storm = memory.storm(model)
+figures.timelines([storm["reserve"]], columns=1);
+
+# %% [markdown]
+# Four wait until the first four are done. How much of the memory was in use meanwhile?
+
+
+# %%
+def in_use(trace, step):
+    """Tokens whose keys and values exist after this step."""
+    done = [request.name for request in trace.requests if request.token_steps[-1] < step]
+    reached = {}
+    for p in trace.passes:
+        if p.step <= step:
+            reached |= {name: first + n for name, first, n in p.work}
+    return sum(tokens for name, tokens in reached.items() if name not in done)
+
+
+for step in 0, 5, 10, 15, 20, 25:
+    print(f"step {step:2}: {in_use(storm['reserve'], step):3} of 128 tokens in use")
+
+# %% [markdown]
+# On average, half of the room stays empty; and if an answer ends early, as most do, even more.
+#
+# ## Pages
+#
+# So hand memory out in small pieces of a fixed size, *pages*, and only when they are needed. All
+# pages lie in one pool. A request's *block table* lists its pages, in the order of its tokens.
+#
+#     pool         page 0    page 1    page 2    page 3
+#                  A0-A3     A8, A9    A4-A7     (free)          4 tokens to a page
+#
+#     A's table    [0, 2, 1]
+#
+# Pages of one request need not be neighbours. (vLLM calls a page a *block*, hence the name of the
+# table.) Where in the pool is a token, given its position?
+
+# %%
+source(Paged.slots)
+
+# %%
+ask("A's block table is [0, 2, 1], 4 tokens to a page. In which slot of the pool is position 9?",
+    guess=...,
+    answer=lambda: Paged.slots(SimpleNamespace(pages=Pages(4, 4)), [0, 2, 1], 9, 10)[0],
+    why="Position 9 is in the third page of the table, page 1, at offset 1: 1 x 4 + 1.")
+
+# %% [markdown]
+# Here is the pool of a run, step by step. Eight prompts begin with the same 20 tokens, and at most
+# five requests run at a time:
+
+# %%
+figures.pool(memory.filling_pool(model));
+
+# %% [markdown]
+# Each request grows by a page when its last one is full. The dark pages are shared. Grey ones
+# belong to no running request, but what they hold may be wanted again.
+#
+# Reading is where pages can go wrong. Our layout reads neighbouring pages as one view and gathers
+# scattered ones. Suppose that it took all pages for neighbours:
+
+# %%
+eight = letters(A=9, B=5, C=7, D=3, E=6, F=8, G=4, H=5, new=12)
+with broken("pages read in one piece"):
+    check("paged", eight, max_batch=4, pages=24, page_size=4)
+
+# %% [markdown]
+# Requests whose pages happen to be neighbours are right. Such a bug shows only when memory is
+# fragmented, so a test must fragment it.
+#
+# ## Sharing
+#
+# Sixteen requests begin with the same 128 tokens, as if they had one system prompt, and go on with
+# 16 tokens of their own. A key depends on its token and on what comes before it, and here both are
+# the same. So the keys and values are the same, and may be computed and kept once.
+#
+# > **Claim I7.** Completed prompt blocks are committed to a block cache, for reuse by later
+# > requests with the same prefix. *It holds.*
+
+
+# %%
+def alike(share):
+    """Sixteen requests with 128 tokens in common."""
+    return run("paged", memory.alike(model.config.vocab_size), max_batch=16, token_budget=64,
+               pages=160, share_prefixes=share)
+
+
+ask("Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the sixteen "
+    "requests compute?",
+    guess=...,
+    answer=lambda: sum(n for p in alike(True).passes for name, first, n in p.work
+                       if name == "r15" and first < 144),
+    why="Eight full pages are found; what is left is its own.")
+
+# %%
+for share in True, False:
+    with memory.watch(model) as pool:
+        trace = alike(share)
+    held = max(len({page for table in step["tables"].values() for page in table})
+               for step in pool)
+    print(f"{'shared' if share else 'not shared':10} {held:3} pages held at most, "
+          f"{sum(p.slots for p in trace.passes):5,} tokens computed, {len(trace.passes)} passes")
+
+# %% [markdown]
+# Only *full* pages are shared, and the last token of a prompt is always computed, because its
+# logits are needed. So no request ever writes into a page that another one reads, and nothing is
+# copied.
+#
+# How is a page found again?
+
+# %%
+source(Pages.find)
+
+# %% [markdown]
+# By *all* tokens from the beginning to the page's end. Why not by the page's own tokens? That key
+# would be shorter:
+
+# %%
+first, later = texts("Return the value of this function if", " of this function is")
+later.arrival = 9
+for request in first, later:
+    print(request.name, [word(request, i) for i in range(len(request.prompt))])
+with broken("pages known by their own tokens"):
+    check("paged", [first, later], page_size=3)
+
+# %% [markdown]
+# B begins with the three tokens that fill A's second page, and it was given that page. But in A
+# these tokens stand at other positions, and each layer has mixed in what came before them. So
+# their keys and values are others.
+#
+# ## Preemption
+#
+# Pages are granted one by one, so they may run out in the middle of an answer. Then one request
+# gives its pages back and returns to the queue, with the tokens that it has. Later it computes its
+# prompt and those tokens again.
+
+# %%
+source(PagedScheduler.preempt)
+
+# %%
+figures.timelines([storm["pages"]], columns=1);
+
+# %% [markdown]
+# All eight begin at once. Around step 10 there is no page left, and four are preempted; *computed
+# again* is what it costs.
+
+# %%
+print("                preemptions  steps  mean TTFT (steps)  computed again")
+for name, trace in storm.items():
+    slots = sum(p.slots for p in trace.passes)
+    print(f"{name:16}{trace.counts.get('preemptions', 0):11}{trace.passes[-1].step + 1:7}"
+          f"{mean(latencies(trace)['ttft_steps']):19.1f}"
+          f"{sum(p.recomputed for p in trace.passes) / slots:15.0%}")
+
+# %% [markdown]
+# ### Your turn: whom to preempt
+#
+# `running` lists the running requests. Each has a `priority` (0 is the most urgent), an `arrival`
+# (a step) and a `name`. Preempt the least urgent; among equals the last to arrive; and among those
+# the last by name.
+
+
+# %% tags=["exercise"]
+@exercise
+def victim(running):
+    """Returns the request to preempt."""
+    ...
+
+
+# %% [markdown]
+# <details><summary>Our answer</summary>
+#
+# ```python
+# @exercise
+# def victim(running):
+#     return max(running, key=lambda request: (request.priority, request.arrival, request.name))
+# ```
+# </details>
+#
+# Why the last one? Because the order must be the same at every step. The first request in it is
+# never preempted, so it always gets on, and so does the next one after it. If victims were chosen
+# at random, two requests could take pages from each other for ever.
+#
+# ### How much memory is enough?
+
+
+# %%
+def preemptions(pages):
+    requests = letters(A=6, B=6, C=6, D=6, new=10)
+    return run("paged", requests, pages=pages, page_size=4).counts["preemptions"]
+
+
+ask("Four requests, prompts of 6 tokens, 10 to generate, 4 tokens to a page. How many pages does "
+    "the smallest pool have in which none is preempted?",
+    guess=...,
+    answer=lambda: next(pages for pages in range(4, 40) if not preemptions(pages)),
+    why="Each comes to 16 tokens, of which the last needs no room: 15 tokens fill 4 pages.")
+
+# %%
+for pages in 5, 8, 12, 14, 15:
+    print(f"{pages:2} pages: {preemptions(pages)} preemptions")
+
+# %% [markdown]
+# ## Who goes first?
+#
+# With memory short, some wait. A *policy* is a sort key for the waiting requests: first come first
+# served, shortest job first, or by priority.
+
+# %%
+mixed = [replace(request, max_new_tokens=new, priority=priority) for request, new, priority in zip(
+    letters(A=40, B=6, C=30, D=4, E=5, F=8), (30, 6, 20, 5, 4, 8), (1, 2, 2, 0, 0, 1))]
+for policy in "fcfs", "sjf", "priority":
+    trace = run("paged", mixed, max_batch=2, token_budget=16, policy=policy)
+    ttft = {request.name: request.token_steps[0] for request in trace.requests}
+    print(f"{policy:9} mean TTFT {mean(latencies(trace)['ttft_steps']):4.1f} steps;  "
+          f"first tokens in steps {ttft}")
+
+# %% [markdown]
+# Shortest first makes the mean smaller, and the long requests wait. In theory they wait for ever
+# if short ones keep coming, so our Scheduler lets at most sixteen later requests overtake an
+# earlier one.
+#
+# ## What do pages cost?
+#
+# Where a request's pages are neighbours, nothing. Where they are scattered, its keys must be
+# gathered at every step and layer. Committed measurements, as multiples of stage 6's time:
+
+# %%
+measured = results("memory")
+print(measured["where"])
+for name, ways in measured["scatter"].items():
+    print(f"{name:32} neighbours {ways['neighbours']['ratio']:.2f}, "
+          f"scattered {ways['scattered']['ratio']:.2f}")
+
+# %% [markdown]
+# On a GPU a kernel reads through the block table, and gathers nothing.
+#
+# ## Three questions
+#
+# **1.** Larger pages or smaller pages: what speaks for each?
+#
+# <details><summary>Answer</summary>
+#
+# Small pages waste less in each request's last page and share more of a common prefix. Large pages
+# mean shorter tables, fewer lookups and longer contiguous reads. 16 tokens is a common choice.
+# </details>
+#
+# **2.** Why is a preempted request recomputed rather than copied to the CPU's memory and back?
+#
+# <details><summary>Answer</summary>
+#
+# Both are done. Recomputing is a prefill, which runs at the speed of arithmetic, all tokens at
+# once; copying is bound by the link. And recomputing needs no second memory. (Here only
+# recomputing is implemented; vLLM does the same by default.)
+# </details>
+#
+# **3.** A request is preempted when it has generated 10 tokens at temperature 0.7. Do the same 10
+# tokens come out when it is computed again?
+#
+# <details><summary>Answer</summary>
+#
+# They are not drawn again: it returns with the tokens it has, and only their keys and values are
+# computed again. The eleventh is drawn with the next number of its own random stream.
+# </details>
+#
+# **Next:** `06_cost`.

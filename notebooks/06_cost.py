@@ -1,0 +1,270 @@
+# %% [markdown]
+# # 6. Cost
+#
+# The other notebooks count slots, scores and pages. Here they become time. Afterwards you can
+#
+# - say whether a step is limited by arithmetic or by memory, with a calculator;
+# - read TTFT and ITL, and say which stage improves which;
+# - say when prepacking is useless;
+# - say what tensor parallelism costs, and what it does not depend on.
+#
+# Seconds come from results that are committed with their machine, not from yours.
+
+# %%
+from lesson import ask, exercise, model, results, source, torchrun
+from experiments import figures
+from tensor_parallel import column_parallel
+from toolbox.plots import pyplot
+
+# %% [markdown]
+# ## Two limits
+#
+# A forward pass reads every weight once, and multiplies each with every row. So a pass over M rows
+# needs at least the larger of two times: all bytes divided by the memory's bandwidth, and all
+# operations divided by the arithmetic's peak. That is a *roofline*. GPT-2 with 124M parameters, in
+# float32, on two CPU cores:
+
+# %%
+W1 = next(result for result in results("bench") if result["model"] == "gpt2")
+print(W1["where"])
+PEAK, BANDWIDTH = 310e9, 20e9               # operations per second, bytes per second, measured
+print(f"peak {W1['peak'] / 1e9:.0f} GFLOP/s, bandwidth {W1['bandwidth'] / 1e9:.0f} GB/s")
+
+
+# %%
+def linears(rows, parameters=123.5e6, bytes_per_number=4):
+    """(bytes of weights, operations) of all linear layers for so many rows."""
+    return parameters * bytes_per_number, 2 * rows * parameters
+
+
+ask("Below how many rows does reading the weights take longer than multiplying? (a whole number)",
+    guess=...,
+    answer=lambda: next(rows for rows in range(1, 1000)
+                        if linears(rows)[1] / PEAK > linears(rows)[0] / BANDWIDTH),
+    why="Operations per byte are rows / 2 in float32, and 310 / 20 = 15.5 is what the machine has.")
+
+# %%
+for rows in 1, 8, 32, 128, 512:
+    weights, operations = linears(rows)
+    print(f"{rows:3} rows: reading {weights / BANDWIDTH * 1e3:3.0f} ms, "
+          f"multiplying {operations / PEAK * 1e3:6.1f} ms")
+
+# %% [markdown]
+# Up to some 30 rows, a row more is nearly free. This is why one batches. The same model, measured
+# on another machine (the right-hand picture is the time of a pass divided by its rows):
+
+# %%
+measured = results("rows")
+print(measured["where"])
+figures.rows({"GPT-2, 124M parameters": measured["points"]});
+
+# %% [markdown]
+# ## What does not get cheaper
+#
+# Weights serve all rows. Keys and values do not: each request has its own, and reads all of them
+# for one new token.
+
+# %%
+ask("32 requests with 300 cached tokens each, GPT-2 in float32. How many MB (10⁶ bytes) of keys "
+    "and values does a decode step read?",
+    guess=...,
+    answer=lambda: 32 * 300 * 2 * 12 * 768 * 4 / 1e6,
+    why="Tokens x 2 x 12 layers x 768 x 4 bytes. The weights are 494 MB.")
+
+# %%
+print("requests   operations per byte: linears   attention")
+for requests in 1, 8, 32:
+    weights, operations = linears(requests)
+    keys = requests * 300 * 2 * 12 * 768 * 4                   # bytes of keys and values
+    attention = requests * 300 * 2 * 2 * 12 * 768              # q k, and weights v
+    print(f"{requests:8} {operations / weights:30.1f} {attention / keys:11.1f}")
+
+# %% [markdown]
+# > **Claim R7.** At decode, the arithmetic intensity of each request's attention is about 1 in fp16
+# > (0.5 in fp32) and stays there, while that of the linears rises with the number of rows: batching
+# > helps the weights, not the cache. *It holds.*
+#
+# ## Which stage improves what
+#
+# Tokens per second is what the operator pays for. A user sees two other times: *TTFT*, until the
+# first token appears, and *ITL*, between one token and the next. Workload W1: 32 requests, prompts
+# of 8 to 512 tokens, answers of 8 to 128, on the machine above.
+
+# %%
+print("                         tokens/s   TTFT mean   ITL p50    ITL p99")
+for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen"):
+    system = W1["systems"][name]
+    print(f"{name:22} {W1['tokens'] / system['seconds']:10.0f} {system['ttft_mean']:10.1f} s "
+          f"{system['itl_p50'] * 1e3:6.0f} ms {system['itl_p99'] * 1e3:7.0f} ms")
+
+# %% [markdown]
+# The way down the table is not a way up in every column. Unbatched has the best ITL, because
+# nothing disturbs it, and a TTFT of twenty seconds, because everyone else waits. Interleaved makes
+# fewer passes than chunked, and is three times slower: a CPU has no idle arithmetic for pads.
+
+# %%
+ask("Chunks are there to lower the worst ITL. Compare 'dynamic' and 'chunked' in the table. Is ITL "
+    "p99 lower? (yes or no)",
+    guess=...,
+    answer=lambda: "yes" if (W1["systems"]["chunked"]["itl_p99"]
+                             < W1["systems"]["dynamic"]["itl_p99"]) else "no",
+    why="All requests arrive at once here, so nearly every step carries a chunk, in a second "
+        "forward pass and with pads. Without pads (ragged) it works.")
+
+# %% [markdown]
+# A measurement can contradict what a method is for. Then one has to know what was measured. When
+# one long prompt comes in while others decode, chunks do what they promise (notebook 3).
+#
+# ## When prepacking pays
+#
+# The paper packs prompts into rows, and compares the prefill with padding to the longest. Our
+# figures, for its kinds of prompts and k = 16:
+
+# %%
+packing = results("prepacking")
+print(packing["where"])
+figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4.4))
+figures.draw_kinds(left, packing["kinds"])
+figures.draw_batch_sizes(right, packing["batch_size"])
+figure.tight_layout()
+
+# %% [markdown]
+# > **Claim P6.** Prefill and TTFT are 1.6 to 3.5 times faster than full batching at k = 16, up
+# > to 4.5 and 6 times at larger k, and the same in the worst case r = k. *It holds for short,
+# > skewed lengths* (dialogue, instructions); our long ones gain less.
+
+# %%
+figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4))
+figures.draw_predictors(left, right, packing["predictors"])
+figure.tight_layout()
+
+# %% [markdown]
+# > **Claim P7.** The speedup is predicted by r/k, the batch-size reduction (about 1/(r/k) at best),
+# > and by m − L/k, the longest minus the mean length; uniform lengths give r/k ≈ 0.6. *It holds.*
+
+# %%
+figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4))
+figures.draw_memory(left, packing["largest"])
+figures.draw_latency(right, packing["latency"])
+figure.tight_layout()
+
+# %% [markdown]
+# > **Claim P8.** Peak memory falls with the pad tokens, and allows up to 16 times larger prefill
+# > batches. *It falls;* with our lengths 3 times more prompts fit, not 16.
+#
+# > **Claim P9.** Hardware does not parallelise a batch for free: at fixed m, latency grows with k.
+# > *It holds:* here nearly in proportion.
+#
+# ### Your turn: when is prepacking useless?
+#
+# Find eight prompts, *all of different lengths*, for which packing needs as many rows as padding.
+
+
+# %% tags=["exercise"]
+@exercise
+def useless():
+    """Returns a list of eight different lengths for which first-fit decreasing needs 8 rows."""
+    ...
+
+
+# %% [markdown]
+# <details><summary>Our answer</summary>
+#
+# ```python
+# @exercise
+# def useless():
+#     return [16, 15, 14, 13, 12, 11, 10, 9]   # no two of them fit into a row of 16
+# ```
+# </details>
+#
+# ## More than one device
+#
+# If the weights do not fit, or one device is too slow, one splits every weight matrix. A rank holds
+# half of the heads, and half of the MLP. Its partial results must be added up, twice in a block: an
+# *all-reduce* after attention and one after the MLP.
+
+# %%
+source(column_parallel)
+
+
+# %%
+def counts():
+    """What a run on two processes counts: ["2 ranks (gloo)", "4 layers", ...]."""
+    printed = torchrun(2, "tensor_parallel.py", "--quiet", "--max_new_tokens", "3")
+    line = next(line for line in printed.splitlines() if "all-reduces of a forward pass" in line)
+    return line.replace(": ", ", ").split(", ")
+
+
+ask("Our model has 4 layers. How many all-reduces does a forward pass make on 2 ranks, for 10 "
+    "tokens of 1 request and for 5,120 tokens of 50 requests? (two numbers: [.., ..])",
+    guess=...,
+    answer=lambda: [int(counts()[i].split()[0]) for i in (3, 6)],
+    why="Two in each block, whatever is in the batch; only the size of each grows.")
+
+# %%
+print(*counts(), sep="\n  ")
+
+# %% [markdown]
+# > **Claim R5.** Tensor parallel over 2 ranks, 8 layers: 16 all-reduces per forward pass, for
+# > 10 tokens or 10,000, for one request or fifty; each rank owns half the heads, and the varlen
+# > loop needs no communication. *It holds:* the model above has 4 layers, hence 8. *Wrong as
+# > published* in one place: "16 sync events per block" is 2 per block, 16 per pass.
+#
+# So nothing in this repository's batching changes for tensor parallelism, and tensor parallelism
+# changes nothing in the batching.
+#
+# ## Shapes and compilers
+#
+# A ragged batch has another shape at each step. Does that keep a compiler away?
+
+# %%
+import torch
+from torch._dynamo.testing import CompileCounter
+
+
+def compiles(dynamic):
+    """How often torch.compile compiles the first block's MLP for four numbers of rows."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model.h[0].mlp, backend=counter, dynamic=dynamic)
+    for rows in 3, 5, 8, 21:
+        with torch.no_grad():
+            compiled(torch.randn(rows, 128))
+    return counter.frame_count
+
+
+print("static shapes: ", compiles(dynamic=False), "compiles for 4 shapes")
+print("dynamic shapes:", compiles(dynamic=True), "compile")
+
+# %% [markdown]
+# > **Claim H10.** CUDA graphs want static shapes, which forces padding to a fixed maximum;
+# > torch.compile does too. *The first holds:* a graph replays fixed addresses and sizes. *The
+# > second no longer does:* with dynamic shapes, one compile serves all numbers of rows.
+#
+# ## Three questions
+#
+# **1.** A server decodes for 8 users and is limited by memory. A ninth arrives. What does it cost
+# the other eight?
+#
+# <details><summary>Answer</summary>
+#
+# Nearly nothing in the linears, whose weights are read anyway. In attention, its own keys and
+# values are read in addition, so the step grows by that share.
+# </details>
+#
+# **2.** All prompts of a batch have the same length. What do prepacking and ragged batching save?
+#
+# <details><summary>Answer</summary>
+#
+# Prepacking nothing: r = k, and there were no pads. Ragged batching saves no pads in this prefill
+# either, but it does as soon as the answers' lengths differ.
+# </details>
+#
+# **3.** Two machines are joined by a slow network. Tensor parallelism over both, or a whole copy of
+# the model on each?
+#
+# <details><summary>Answer</summary>
+#
+# Copies, if the model fits: requests are independent, so copies need no communication at all, while
+# tensor parallelism waits for the network twice in every layer of every step.
+# </details>

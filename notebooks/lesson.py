@@ -1,0 +1,292 @@
+"""
+What the notebooks share: import it first, since it also finds the repository's modules.
+
+    source(function)                          prints a short function
+    ask(question, guess=..., answer=f)        compares a guess with what the code gives
+    with broken("published mask"): ...        puts a known bug in, and takes it out again
+    @exercise                                 tries a reader's function inside the real stages
+    run, look, check                          run a stage: its trace, who sees whom, is it right?
+
+The model is the built-in one. Prompts are words where text helps, and letters where only lengths
+matter: `letters(A=4, B=2)` are two requests with prompts of 4 and 2 arbitrary tokens.
+"""
+import ast
+import inspect
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))   # the repository's modules
+
+import torch
+
+from generate_naive import StaticBatch
+from generate_prepacked import first_fit_decreasing
+from model import Head
+from paging import PagedScheduler
+from request import Request
+from toolbox import sights
+from toolbox.check import Check, summary
+from toolbox.load import load
+from toolbox.stages import STAGES
+from toolbox.traps import Flat, Rectangle, broken, swapped
+from toolbox.xray import XRay, sights_at
+
+__all__ = ["ask", "broken", "check", "exercise", "letters", "look", "model", "results", "run",
+           "show", "source", "survivors", "texts", "tokenizer", "torchrun", "word"]
+
+torch.set_num_threads(1)   # a model this small gains nothing from more
+model, tokenizer = load("builtin")
+MOST_LINES = 12
+
+
+# --- to show -------------------------------------------------------------------------------------
+
+def source(function):
+    """Prints a function as it stands in its file, without its docstring. At most 12 lines."""
+    text = textwrap.dedent(inspect.getsource(function))
+    definition = ast.parse(text).body[0]
+    lines = text.splitlines()
+    if ast.get_docstring(definition):
+        docstring = definition.body[0]
+        del lines[docstring.lineno - 1:docstring.end_lineno]
+    if len(lines) > MOST_LINES:
+        raise ValueError(f"{function.__qualname__} has {len(lines)} lines, too many to show at "
+                         f"once: at most {MOST_LINES}")
+    print(f"# {function.__module__}.py")
+    print("\n".join(lines))
+
+
+def letters(new=4, arrivals=None, **lengths):
+    """
+    Requests named by letters, with prompts of these lengths.
+
+    new:      tokens to generate; or {name: number}
+    arrivals: {name: step}, 0 for the others
+    """
+    new = new if isinstance(new, dict) else dict.fromkeys(lengths, new)
+    return [Request([(7 * i + 3 * j * j + j) % 1000 for j in range(length)], new[name], name=name,
+                    arrival=(arrivals or {}).get(name, 0))
+            for i, (name, length) in enumerate(lengths.items())]
+
+
+def texts(*prompts, new=8, temperature=0.0):
+    """Requests A, B, ... from texts. They end with <|endoftext|>, or after `new` tokens."""
+    return [Request(tokenizer.encode(text), new, temperature, name=chr(65 + i), seed=i,
+                    eos_token=tokenizer.eot_token) for i, text in enumerate(prompts)]
+
+
+def word(request, position):
+    """A token as text, for the axes of a picture; ␣ is a space."""
+    return tokenizer.decode([request.tokens[position]]).replace(" ", "␣").replace("\n", "⏎")
+
+
+def results(name):
+    """Measurements that are committed, with the machine's description: see experiments/."""
+    path = ROOT / "experiments" / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def run(stage, requests, **knobs):
+    """Runs a stage on copies of `requests`. Returns its trace; trace.requests are the copies."""
+    return STAGES[stage](model, [replace(request) for request in requests], **knobs)
+
+
+def look(stage, requests, step, number=0, **knobs):
+    """What a forward pass of that step really saw: a Sight. number: 1 for its second pass."""
+    return sights_at(STAGES[stage], model, requests, step, **knobs)[number]
+
+
+def show(seen, label=None):
+    """Draws who sees whom, side by side: show({title: Sight, ...}). label=word writes text."""
+    return sights.draw(seen, label=label)
+
+
+def check(stage, requests, **knobs):
+    """Runs a stage and compares each request with the same request alone."""
+    copies = [replace(request) for request in requests]
+    listener = Check(model, copies)
+    STAGES[stage](model, copies, on_token=listener.on_token, **knobs)
+    first, *wrong = summary(listener()).splitlines()
+    print(f"{stage}: {first.split(', max')[0]}", *wrong, sep="\n  ")
+
+
+def torchrun(ranks, script, *flags):
+    """What a script prints on several processes of this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
+               script, *flags]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                          capture_output=True, text=True, check=True).stdout
+
+
+def survivors(trap, stage, requests, **knobs):
+    """The names of the requests that a bug leaves right: "A, C"."""
+    copies = [replace(request) for request in requests]
+    listener = Check(model, copies)
+    with broken(trap, show=False):
+        STAGES[stage](model, copies, on_token=listener.on_token, **knobs)
+    return ", ".join(v.name for v in listener() if v.verdict != "WRONG")
+
+
+# --- to predict ----------------------------------------------------------------------------------
+
+def ask(question, guess=..., answer=None, why=""):
+    """Prints the question. Once `...` is replaced by a guess, compares it with `answer()`."""
+    print(f"Question: {question}")
+    if guess is ...:
+        return
+    right = answer()
+    verdict = "Right" if same(guess, right) else f"You say {guess}; it is"
+    print(f"{verdict}: {right}. {why}".rstrip())
+
+
+def same(guess, right):
+    """Equal; numbers with a fraction need only be close."""
+    if isinstance(right, float) and isinstance(guess, (int, float)):
+        return abs(guess - right) <= 0.02 * abs(right)
+    return str(guess).strip().lower() == str(right).strip().lower()
+
+
+# --- to write ------------------------------------------------------------------------------------
+
+def exercise(function):
+    """
+    Judges a function of a notebook's reader, in a sentence. It is put into the repository's own
+    code, and a stage runs with it. Silent as long as the body is `...`.
+    """
+    if not is_blank(function):
+        try:
+            fault = JUDGES[function.__name__](function)
+        except Exception as error:   # of the reader's function, whatever it is
+            fault = f"it raises {type(error).__name__}: {error}"
+        print(f"{function.__name__}: " + (f"not yet. {fault}" if fault else "right."))
+    return function
+
+
+def is_blank(function):
+    def blank():
+        ...
+
+    def blank_with_docstring():
+        """..."""
+        ...
+
+    return function.__code__.co_code in (blank.__code__.co_code,
+                                         blank_with_docstring.__code__.co_code)
+
+
+def first_fault(stage, requests, **knobs):
+    """What goes wrong in a run, in a sentence: who sees whom, and if that is right, the tokens."""
+    copies = [replace(request) for request in requests]
+    listener = Check(model, copies)
+    with XRay(model, copies) as xray:
+        STAGES[stage](model, copies, on_token=listener.on_token, **knobs)
+    wrong = (f"request '{v.name}': {v.detail}" for v in listener() if v.verdict == "WRONG")
+    return next(iter(xray.faults()), None) or next(wrong, None)
+
+
+def is_tensor(value, shape, of, dtype=torch.bool):
+    """None, or what is wrong with a returned value."""
+    if not isinstance(value, torch.Tensor):
+        return f"{of} it returns {type(value).__name__}, not a tensor"
+    if tuple(value.shape) != shape:
+        return f"{of} it returns shape {tuple(value.shape)}, not {shape}"
+    if dtype is torch.bool and value.dtype != dtype:
+        return f"{of} it returns {value.dtype}, not torch.bool"
+
+
+def judge_causal_rule(function):
+    for T, S in (3, 3), (1, 5), (3, 7):
+        if fault := is_tensor(function(T, S), (T, S), f"for T = {T}, S = {S}"):
+            return fault
+    with swapped(Head.forward, [(
+            "torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)",
+            "causal_rule_of_reader(T, S)")], causal_rule_of_reader=function):
+        return first_fault("chunked", letters(A=7, B=3), token_budget=4)
+
+
+def judge_own_positions(function):
+    columns, pads = torch.arange(4), torch.tensor([0, 3, 1])
+    if fault := is_tensor(function(columns, pads), (3, 4), "for 4 columns and 3 rows", torch.long):
+        return fault
+    with swapped(StaticBatch.lay_out, [("columns[self.start:] - self.pads[:, None]",
+                                        "positions_of_reader(columns[self.start:], self.pads)")],
+                 positions_of_reader=function):
+        return first_fault("naive", letters(A=3, B=7, C=1))
+
+
+def judge_row_mask(function):
+    for arguments in (4, 1, 4, 8), (0, 8, 4, 8), (2, 3, 4, 3):
+        words = "for start, n, P, T = {}, {}, {}, {}".format(*arguments)
+        if fault := is_tensor(function(*arguments), (arguments[2] + arguments[3],), words):
+            return fault
+    with swapped(Rectangle.lay_out, [
+            ("mask[b, ..., P - start:P] = True", "mask[b] = mask_of_reader(start, n, P, T)"),
+            ("mask[b, ..., P + T - n:] = True", "pass")], mask_of_reader=function):
+        return first_fault("interleaved", letters(A=4, B=2, C=1, D=11), token_budget=8)
+
+
+def judge_varlen(function):
+    with swapped(Flat.attend, [
+            ("for i, (keys, values) in enumerate(caches):", "if True:"),
+            ("new = slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])",
+             "return varlen_of_reader(q, caches, self.cu_seqlens, head)"),
+            ("out.append(head(q[:, new], keys, values)[0])", "pass")], varlen_of_reader=function):
+        return first_fault("ragged, varlen", letters(A=4, B=2, C=1, D=11), token_budget=8)
+
+
+class Stuck(Exception):
+    """A run that does not come to an end."""
+
+
+def judge_victim(function):
+    """Runs a workload without enough memory, and looks at each preemption."""
+    requests = [replace(request, priority=priority, arrival=i // 2)
+                for i, (request, priority) in enumerate(zip(letters(
+                    A=4, B=5, C=4, D=6, E=4, F=5, new=14), (1, 0, 2, 1, 2, 2)))]
+    faults, calls = [], 0
+
+    def chosen(running, rank):
+        nonlocal calls
+        calls += 1
+        if calls > 200:
+            raise Stuck("it preempts for ever: those that it chooses never get on")
+        victim, right = function(list(running)), max(running, key=rank)
+        if victim not in running:
+            raise Stuck(f"for {', '.join(r.name for r in running)} it returns {victim!r:.40}, "
+                        "which is none of them")
+        if victim is not right:
+            names = [f"{r.name} (priority {r.priority}, arrival {r.arrival})" for r in
+                     (victim, right)]
+            faults.append("it preempts {} while {} runs".format(*names))
+        return victim
+
+    try:
+        with swapped(PagedScheduler.schedule, [(
+                "max(self.running, key=self.rank)", "victim_of_reader(self.running, self.rank)")],
+                victim_of_reader=chosen):
+            fault = first_fault("paged", requests, pages=12, page_size=4, policy="priority")
+    except Stuck as stuck:
+        fault = str(stuck)
+    return next(iter(faults), fault)
+
+
+def judge_useless(function):
+    lengths = function()
+    if not isinstance(lengths, list) or not all(type(n) is int and n > 0 for n in lengths):
+        return "it must return a list of whole numbers above 0"
+    if len(lengths) != 8 or len(set(lengths)) != 8:
+        return f"it returns {len(set(lengths))} different lengths, not 8"
+    for row in first_fit_decreasing(lengths, max(lengths)):
+        if len(row) > 1:
+            return f"prompts of {' and '.join(str(lengths[i]) for i in row)} tokens share a row"
+
+
+JUDGES = {"causal_rule": judge_causal_rule, "own_positions": judge_own_positions,
+          "row_mask": judge_row_mask, "varlen": judge_varlen, "victim": judge_victim,
+          "useless": judge_useless}

@@ -1,0 +1,183 @@
+"""
+Draws who sees whom, as the X-ray measured it: queries down, keys across.
+
+    green   a key from the cache          grey, hatched   padding, seen by no token
+    blue    a new key                     red             seen, and should not be
+    white   not seen                      red outline     not seen, and should be
+
+Pads of one kind look alike to the X-ray, which counts them: where a query sees three of seven, the
+three on the right are drawn.
+"""
+from dataclasses import dataclass
+
+from matplotlib.patches import Patch
+from matplotlib.patches import Rectangle as Box
+
+from toolbox.plots import COLORS, patch, pyplot, save
+from toolbox.xray import PAD
+
+RED, LINE = COLORS["finished"], "#BBBBBB"
+CELL, TOP, WIDEST = 0.2, 0.5, 10.5   # inches
+
+
+@dataclass
+class Panel:
+    """What the queries of one row see; of a flat stream, what all queries see."""
+    queries: list   # labels; "·" is a pad
+    keys: list      # labels
+    cells: list     # for each query, for each key "past", "new", "pad", "wrong", "missing" or ""
+
+
+def panels(sight, label=None):
+    """
+    A Panel for each row of a rectangle, or one for a flat stream.
+
+    label: label(request, position) names a token; by default A0, A1, ...
+    """
+    label = label or (lambda request, position: f"{request.name}{position}")
+    rows = [sight.ids] if sight.ids.dim() == 1 else sight.ids
+    seen = [sight.seen] if sight.ids.dim() == 1 else sight.seen
+    return [panel(sight, ids.tolist(), counts.tolist(), label) for ids, counts in zip(rows, seen)]
+
+
+def panel(sight, ids, seen, label):
+    token_of, same = sight.xray.token_of, sight.xray.equal_tokens()
+    columns, past_pads = key_columns(sight, ids)
+    cells, extra = [], {}
+    for id, counts in zip(ids, seen):
+        if id == PAD:
+            cells.append(["pad"] * len(columns))
+            continue
+        request, position = token_of[id]
+        mine = {same[key]: key for key in range(id - position, id + 1)}
+        # A page that equal beginnings share counts as the request's own.
+        seen_keys = {mine.get(same.get(key, key), key) for key, n in enumerate(counts[1:-1], 1)
+                     if n}
+        pads = seen_pads(columns, past_pads, counts[PAD], counts[-1])
+        cells.append([cell(key, i in pads, key in mine.values(), key in seen_keys, sight, token_of)
+                      for i, key in enumerate(columns)])
+        for key in sorted(seen_keys - set(columns)):
+            extra.setdefault(key, []).append(len(cells) - 1)
+    for key, queries in extra.items():   # seen, although it is in no column
+        for i, row in enumerate(cells):
+            row.append("wrong" if i in queries else "")
+    names = ["·" if id == PAD else label(*token_of[id]) for id in [*columns, *extra]]
+    return Panel(["·" if id == PAD else label(*token_of[id]) for id in ids], names, cells)
+
+
+def key_columns(sight, ids):
+    """The keys of a panel: [id, ...], and how many pads of the past are among them, in front."""
+    token_of, first = sight.xray.token_of, sight.xray.first
+    past = {request: range(first[request], first[request] + start)
+            for (request, _), start in zip(sight.batch.plan, sight.batch.starts)}
+    owners = list(dict.fromkeys(token_of[id][0] for id in ids if id != PAD))
+    if sight.ids.dim() == 1:   # request by request, its past and then its new tokens
+        return [key for request in owners
+                for key in [*past[request], *(id for id in ids if token_of[id][0] is request)]], 0
+    keys = sight.batch.mask.size(-1) if hasattr(sight.batch, "mask") else sight.batch.end
+    own = [key for request in owners for key in past[request]]
+    pads = keys - len(own) - len(ids)
+    return [PAD] * pads + own + ids, pads
+
+
+def seen_pads(columns, past_pads, pads, blanks):
+    """Which pad columns a query sees, from their numbers: blanks are past, others mostly new."""
+    new = [i for i, key in enumerate(columns) if key == PAD and i >= past_pads]
+    past = list(range(past_pads))
+    rest = blanks + max(0, pads - len(new))
+    return {*new[len(new) - min(pads, len(new)):], *past[len(past) - min(rest, len(past)):]}
+
+
+def cell(key, pad_is_seen, may_see, sees, sight, token_of):
+    if key == PAD:
+        return "wrong" if pad_is_seen else "pad"
+    if sees != may_see:
+        return "wrong" if sees else "missing"
+    request, position = token_of[key]
+    is_past = position < dict(zip((r for r, _ in sight.batch.plan), sight.batch.starts))[request]
+    return ("past" if is_past else "new") if sees else ""
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+FILL = {"past": COLORS["decode"], "new": COLORS["prefill"], "wrong": RED, "pad": COLORS["pad"]}
+
+
+def draw(sights, path=None, label=None):
+    """
+    One or several forward passes, side by side.
+
+    sights: {title: Sight}
+    label:  label(request, position) names a token on the axes
+    """
+    groups = [panels(sight, label) for sight in sights.values()]
+    longest = max(len(key) for group in groups for part in group for key in part.keys)
+    margin, gap = max(0.5, 0.085 * longest + 0.1), max(0.32, 0.075 * longest + 0.1)
+    places, lefts, left, bottom = [], [], 0.0, 0.0   # (panel, left, top) in inches from top left
+    for group in groups:
+        lefts.append(left)
+        wide = [margin + 0.15 + CELL * len(part.keys) for part in group]
+        in_a_row = len(groups) == 1 and sum(wide) < WIDEST
+        across, down = left, TOP
+        for part, width in zip(group, wide):
+            places.append((part, across + margin, down + gap))
+            bottom = max(bottom, down + gap + CELL * len(part.queries))
+            if in_a_row:
+                across += width
+            else:
+                down += gap + CELL * len(part.queries)
+        left += sum(wide) if in_a_row else max(3.2, *wide)
+
+    kinds = {kind for part, _, _ in places for row in part.cells for kind in row}
+    handles = [entry for kind, entry in legend_entries().items() if kind in kinds]
+    width = max(6.4, left)
+    in_a_line = int(width / 1.65)
+    height = bottom + 0.25 + 0.2 * -(-len(handles) // in_a_line)
+    figure = pyplot().figure(figsize=(width, height))
+    for (title, sight), left in zip(sights.items(), lefts):
+        figure.text((left + 0.1) / width, 1 - 0.08 / height, title, fontsize=11, weight="bold",
+                    va="top")
+        figure.text((left + 0.1) / width, 1 - 0.3 / height, bill(sight), fontsize=9, va="top")
+    for part, left, top in places:
+        w, h = CELL * len(part.keys), CELL * len(part.queries)
+        draw_panel(figure.add_axes((left / width, 1 - (top + h) / height, w / width, h / height)),
+                   part)
+    figure.legend(handles=handles, loc="lower center", ncols=in_a_line, fontsize=9,
+                  handlelength=1.2, columnspacing=1.2)
+    return save(figure, path)
+
+
+def bill(sight):
+    """A pass's cost in words."""
+    slots, tokens = sight.ids.numel(), int((sight.ids != PAD).sum())
+    padding = f"{slots - tokens} of {slots} slots padding" if slots > tokens else f"{slots} slots"
+    return f"{padding}; {sight.record.score_entries:,} scores"
+
+
+def legend_entries():
+    return {"past": Patch(color=FILL["past"], label="sees a cached key"),
+            "new": Patch(color=FILL["new"], label="sees a new key"),
+            "": Patch(facecolor="white", edgecolor=LINE, label="does not see"),
+            "pad": patch("pad"),
+            "wrong": Patch(color=RED, label="sees, and must not"),
+            "missing": Patch(facecolor="white", edgecolor=RED, linewidth=1.5,
+                             label="must see, and does not")}
+
+
+def draw_panel(ax, part):
+    for i, row in enumerate(part.cells):
+        for j, kind in enumerate(row):
+            ax.add_patch(Box((j, i), 1, 1, facecolor=FILL.get(kind, "white"), linewidth=0.5,
+                             edgecolor=LINE, hatch="////" if kind == "pad" else None))
+            if kind == "missing":
+                ax.add_patch(Box((j + 0.12, i + 0.12), 0.76, 0.76, fill=False, edgecolor=RED,
+                                 linewidth=1.5))
+    longest = max(map(len, part.keys))
+    ax.set_xlim(-0.04, len(part.keys) + 0.04)
+    ax.set_ylim(len(part.queries) + 0.04, -0.04)
+    ax.set_xticks([j + 0.5 for j in range(len(part.keys))], part.keys, fontsize=7,
+                  rotation=90 if longest > 2 else 0)
+    ax.set_yticks([i + 0.5 for i in range(len(part.queries))], part.queries, fontsize=7)
+    ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False, pad=1.5)
+    for line in ax.spines.values():
+        line.set_visible(False)

@@ -1,0 +1,130 @@
+"""
+Known bugs of batching code, put in and taken out again while a program runs.
+
+    with broken("published mask"):
+        generate(model, requests)
+
+A trap changes a line or two of the code itself. So the reader sees what is wrong, and everything
+around it is the repository as it stands. Most of them have been seen in published code.
+"""
+import inspect
+import textwrap
+from contextlib import ExitStack, contextmanager
+
+from generate_dynamic import Rectangle
+from generate_naive import StaticBatch
+from generate_paged import Paged
+from generate_prepacked import Packed
+from generate_ragged import Flat
+from model import Head
+from paging import Pages
+from request import complete
+from scheduler import Scheduler
+
+TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
+    "published mask": [
+        (Rectangle.lay_out, "mask[b, ..., P + T - n:] = True", "mask[b, ..., P:] = True")],
+    "pads written to the cache": [
+        (Rectangle.attend, "k[b, :, T - n:], v[b, :, T - n:]", "k[b, :, :n], v[b, :, :n]")],
+    "column positions": [
+        (Rectangle.lay_out, "torch.arange(start, start + n)", "torch.arange(P + T - n, P + T)")],
+    "static column positions": [
+        (StaticBatch.lay_out, "columns[self.start:] - self.pads[:, None]",
+         "columns[self.start:].expand(B, T).clone()")],
+    "right padding": [   # all is right but the last column, which is sampled from
+        (StaticBatch.lay_out, "tokens[b, T - n:]", "tokens[b, :n]"),
+        (StaticBatch.lay_out, "- self.pads[:, None]", "- self.pads[:, None] * (self.start > 0)"),
+        (StaticBatch.lay_out, "(columns >= self.pads[:, None])",
+         "((columns < W - self.pads[:, None]) | (columns >= W))"),
+        (StaticBatch.lay_out, "B, T = len(self.plan), self.end - self.start",
+         "B, T, W = len(self.plan), self.end - self.start, "
+         "max(len(r.prompt) for r in self.requests)")],
+    "no causal rule in a chunk": [
+        (Head.forward, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")],
+    "causal rule from the top left": [
+        (Head.forward, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
+    "samples from a partial prefill": [
+        (complete, "n == request.todo > 0", "n > 0")],
+    "prompts before decodes": [
+        (Scheduler.share_budget, "for request in self.running if request.todo == 1]",
+         "for request in self.running if request.todo == 1\n"
+         "            and all(other.todo == 1 for other in self.running)]")],
+    "neighbours in a packed row": [
+        (Packed.lay_out, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
+         "owner[:, None, :] >= 0")],
+    "positions that run on in a packed row": [
+        (Packed.lay_out, "torch.arange(lengths[i])", "torch.arange(first, end)")],
+    "a stream without boundaries": [
+        (Flat.attend, "head(q, keys, values, mask=self.mask)", "head(q, keys, values)")],
+    "pages read in one piece": [
+        (Paged.lay_out, "all(b == a + 1 for a, b in pairwise(table))", "True")],
+    "pages known by their own tokens": [
+        (Pages.find, "tuple(tokens[:end])", "tuple(tokens[end - self.size:end])"),
+        (Pages.publish, "tuple(tokens[:(i + 1) * self.size])",
+         "tuple(tokens[i * self.size:(i + 1) * self.size])")],
+}
+
+
+@contextmanager
+def broken(name, show=True):
+    """Puts a trap in for the `with` block, and prints the lines that it changes."""
+    if name not in TRAPS:
+        raise ValueError(f"there is no trap {name!r}, only {', '.join(map(repr, TRAPS))}")
+    edits = {}   # function -> its edits: they are put in together
+    for function, old, new in TRAPS[name]:
+        edits.setdefault(function, []).append((old, new))
+    with ExitStack() as traps:
+        for function, changes in edits.items():
+            if show:
+                print_change(function, changes)
+            traps.enter_context(swapped(function, changes))
+        yield
+
+
+@contextmanager
+def swapped(function, changes, **names):
+    """
+    Changes a function's code for the `with` block, wherever it is called from.
+
+    changes: [(old, new), ...]: each `old` stands exactly once in its source, or ValueError
+    names:   what `new` uses besides
+    """
+    source, before = inspect.getsource(function), function.__code__
+    for old, new in changes:
+        if source.count(old) != 1:
+            raise ValueError(f"{function.__qualname__}: {old!r} stands there {source.count(old)} "
+                             "times instead of once")
+        source = source.replace(old, new)
+    # The class gives super() the same meaning as in the original; it is compiled, never run.
+    module = compile("class _:\n" + textwrap.indent(textwrap.dedent(source), " "),
+                     f"<{function.__qualname__}, changed>", "exec")
+    function.__globals__.update(names)
+    function.__code__ = code_named(function.__name__, module)
+    try:
+        yield
+    finally:
+        function.__code__ = before
+        for name in names:
+            del function.__globals__[name]
+
+
+def code_named(name, code):
+    """The code object of that name, which is defined somewhere inside `code`."""
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            found = constant if constant.co_name == name else code_named(name, constant)
+            if found:
+                return found
+
+
+def print_change(function, changes):
+    """The lines that change, as `diff` would print them."""
+    before = after = inspect.getsource(function)
+    for old, new in changes:
+        after = after.replace(old, new)
+    print(f"{function.__module__}.py, {function.__qualname__}:")
+    kept = set(before.splitlines()) & set(after.splitlines())
+    for sign, lines in ("-", before.splitlines()), ("+", after.splitlines()):
+        for line in lines:
+            if line not in kept:
+                print(f"  {sign} {line.split('  #')[0].strip()}")
