@@ -10,8 +10,9 @@ from matplotlib.ticker import FuncFormatter
 from experiments.peers import PEERS
 from toolbox import sights
 from toolbox.plots import COLORS, edge, hatch, legend, pyplot, save, timeline
+from toolbox.xray import PAD
 
-BLUE, GREEN, RED, ORANGE = "#0072B2", "#009E73", "#D55E00", "#E69F00"
+BLUE, GREEN, RED, ORANGE = "#0072B2", "#009E73", "#CC3311", "#E69F00"
 SKY, PURPLE, YELLOW, GREY, BROWN = "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#8C6239"
 
 
@@ -36,9 +37,9 @@ def timelines(traces, path=None, columns=2):
         timeline(ax, trace, last_step=last)
     for ax in list(axes.flat)[len(traces):]:
         ax.axis("off")
-        ax.text(0.06, 0.5, "A cell is one request in one step. Its full height\n"
-                "is the width of its row in the tensor: grey is the\nshare of that row which was "
-                "padding. All stages serve\nthe same requests, and give them the same tokens.",
+        ax.text(0.06, 0.5, "A cell is one request in one step. It is as high as the\n"
+                "request's row is wide: the coloured part holds tokens,\nthe grey part is padding. "
+                "All stages serve the same\nrequests, and give them the same tokens.",
                 va="center", fontsize=10, linespacing=1.5)
     figure.tight_layout(rect=(0, 0.38 / figure.get_figheight(), 1, 1), h_pad=1.4, w_pad=2)
     passes = [p for trace in traces for p in trace.passes]
@@ -71,9 +72,17 @@ def packing(sight, path=None):
     shared = max(range(rows), key=lambda row: sum(place[0] == row for place in places))
     sights.draw_panel(axes[2], sights.panels(sight)[shared])
     axes[2].set_aspect("equal")
-    axes[2].set_title(f"what each query sees in row {shared + 1}", fontsize=10, loc="left", pad=16)
+    names = " and ".join(request.name for request in requests_in(sight, shared))
+    axes[2].set_title(f"what each token sees in the row of {names}", fontsize=10, loc="left",
+                      pad=16)
     figure.tight_layout()
     return save(figure, path)
+
+
+def requests_in(sight, row):
+    """The requests of a packed row, from left to right."""
+    ids = [id for id in sight.ids[row].tolist() if id != PAD]
+    return list(dict.fromkeys(sight.xray.token_of[id][0] for id in ids))
 
 
 def draw_places(ax, plan, places, m):
@@ -85,7 +94,7 @@ def draw_places(ax, plan, places, m):
         for j in range(first, end):
             draw_slot(ax, row, j, color)
             ax.text(j + 0.5, row + 0.5, f"{request.name}{j - first}", ha="center", va="center",
-                    fontsize=7, color="white")
+                    fontsize=7, color="white" if color in (BLUE, GREEN, RED) else "black")
     ax.set_xlim(-0.04, m + 0.04)
     ax.set_ylim(len(plan) + 0.04, -0.04)
     ax.set_aspect("equal")
@@ -134,7 +143,8 @@ def pool(seen, path=None):
     right.set_title(f"the block tables at step {fullest}", fontsize=10, loc="left")
     handles = [Patch(facecolor=color_of[name], label=name) for name in names]
     handles += [Patch(facecolor=SHARED, label="shared"),
-                Patch(facecolor=COLORS["pad"], label="kept, not in use")]
+                Patch(facecolor=COLORS["pad"], label="kept, not in use"),
+                Patch(facecolor="white", edgecolor="#BBBBBB", label="free")]
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), handlelength=1.2)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return save(figure, path)
@@ -310,7 +320,8 @@ def draw_kinds(ax, kinds):
     ax.set_xticks(range(len(kinds)), [str(kind).replace(" ", "\n") for kind in kinds], fontsize=8)
     ax.set_ylim(top=1.35 * ax.get_ylim()[1])
     ax.legend(fontsize=8, ncols=2, loc="upper left")
-    ax.set_title("prefill, speedup over full batching, k = 16", loc="left", fontsize=10)
+    ax.set_ylabel("times as fast as full batching")
+    ax.set_title("prefill, k = 16", loc="left", fontsize=10)
 
 
 def draw_batch_sizes(ax, batch_size):
@@ -320,7 +331,7 @@ def draw_batch_sizes(ax, batch_size):
     ax.axhline(1, color=GREY, linestyle="--", linewidth=1)
     log_axis(ax.xaxis, base=2)
     ax.set_xlabel("k, prompts in a batch")
-    ax.set_title("the same for other k, prepacking a batch", loc="left", fontsize=10)
+    ax.set_title("prepacking a batch, other prompts, by k", loc="left", fontsize=10)
     ax.legend(fontsize=8)
 
 
@@ -332,17 +343,19 @@ def draw_memory(ax, largest):
     ax.set_yscale("log")
     ax.set_ylim(top=6 * ax.get_ylim()[1])
     ax.legend(fontsize=8, loc="upper right")
-    ax.set_title("largest k whose prefill fits in memory", loc="left", fontsize=10)
+    ax.set_ylabel("k, logarithmic")
+    ax.set_title("largest k whose prefill fits into 1 GB", loc="left", fontsize=10)
 
 
 def draw_predictors(ratio, gap, predictors):
     for (k, points), color, marker in zip(predictors.items(), (BLUE, RED), "os"):
         rows, tokens, speedup = np.array(points).T
-        style = dict(s=8, color=color, marker=marker, alpha=0.5, linewidths=0, label=f"k = {k}")
+        style = dict(s=14, color=color, marker=marker, alpha=0.7, linewidths=0, label=f"k = {k}")
         ratio.scatter(rows, speedup, **style)
         gap.scatter(tokens, speedup, **style)
     x = np.linspace(*ratio.get_xlim(), 50)
     ratio.plot(x, 1 / x, color="black", linewidth=1, linestyle="--", label="1 / (r/k)")
+    ratio.set_ylabel("times as fast as full batching")
     ratio.set_xlabel("r / k, rows per prompt")
     gap.set_xlabel("m - L/k, tokens: longest minus mean length")
     for ax in ratio, gap:
@@ -352,7 +365,7 @@ def draw_predictors(ratio, gap, predictors):
 
 def draw_latency(ax, points):
     k, seconds = np.array(points).T
-    ax.plot(k, seconds, color=BLUE, marker="o", markersize=4)
+    ax.plot(k, seconds, color=BLUE, marker="o", markersize=4, label="measured")
     ax.plot(k, seconds[0] * k / k[0], color=GREY, linewidth=1, linestyle="--",
             label="k times one prompt")
     log_axis(ax.xaxis, base=2)

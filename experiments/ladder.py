@@ -8,6 +8,7 @@ unbatched run.
     python -m experiments.ladder --pictures experiments/pictures
 """
 import copy
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,7 @@ from pathlib import Path
 import torch
 
 from experiments import figures, memory
-from experiments.rows import ARRIVAL, decode_gaps, forward_times, gaps_table
-from model import GPT, GPTConfig
+from experiments.rows import ARRIVAL
 from request import Request
 from toolbox import cli, plots, sights
 from toolbox.check import Check
@@ -97,7 +97,7 @@ def some_prompts(model):
 
 
 def draw_pictures(model, folder, traces):
-    """Draws the pictures into a folder; prints the table of time between tokens."""
+    """Draws the pictures into a folder. Seconds come from the committed results."""
     small = run_stages(model, small_workload(model.config), max_batch=4, token_budget=16)
     shown = ("naive", "dynamic", "chunked", "interleaved", "ragged, varlen")
     figures.timelines([small[name] for name in shown], folder / "timelines.png")
@@ -107,15 +107,19 @@ def draw_pictures(model, folder, traces):
     figures.packing(some_prompts(model), folder / "packing.png")
     figures.slots([trace for name, trace in traces.items() if "no cache" not in name],
                   folder / "slots.png")
-    # random weights: as fast as trained ones
-    large = GPT(GPTConfig()).to(model.device, model.wte.weight.dtype).requires_grad_(False)
-    times = {"the built-in model, 0.9M parameters": forward_times(model),
-             "GPT-2 small, 124M parameters": forward_times(large, seconds=30)}
+    times = {"the built-in model, 0.9M parameters": results("rows_builtin")["points"],
+             "GPT-2 small, 124M parameters": results("rows")["points"]}
     figures.rows(times, folder / "rows.png")
-    gaps = decode_gaps(large, 768)
-    figures.itl(gaps, ARRIVAL, 768, folder / "itl.png")
-    print("GPT-2 small: a prompt of 768 tokens arrives while four requests decode")
-    print(gaps_table(gaps))
+    gaps = results("gaps")
+    figures.itl(gaps["points"], ARRIVAL, gaps["prompt_tokens"], folder / "itl.png")
+    figures.prepacking(results("prepacking"), folder / "prepacking.png")
+    figures.bench(results("bench"), folder / "bench.png")
+
+
+def results(name):
+    """Measurements that are committed, with the machine they were made on: results/NAME.json."""
+    path = Path(__file__).parent / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 # --- the command ----------------------------------------------------------------------------------

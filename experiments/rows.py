@@ -116,7 +116,8 @@ def measure(args):
         print(rows_table(points))
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"where": where, "model": args.model, "points": points}, file, indent=1)
+            json.dump({"where": where, "model": args.model, "points": points,
+                       **({"prompt_tokens": prompt_tokens} if args.gaps else {})}, file, indent=1)
     if args.plot:
         if args.gaps:
             figures.itl(points, ARRIVAL, prompt_tokens, args.plot)

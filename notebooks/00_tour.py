@@ -1,13 +1,15 @@
 # %% [markdown]
 # # The tour: why batch, and how, in ten minutes
 #
-# An LLM server gets many requests at once. This repository serves them in nine ways, each better
-# than the last by one idea, and each in a script that you can read in one sitting. This notebook
-# shows where that leads. Notebooks 1 to 6 take it apart, with questions to answer and code to
-# write.
+# An LLM server gets many requests at once. This repository serves them in eight ways, called
+# *stages*. Each removes one fault of an earlier one, in a script that you can read in one sitting.
+# This notebook shows where that leads. Notebooks 1 to 6 take it apart, with questions to answer
+# and code to write.
 
 # %%
-from lesson import ask, broken, check, look, model, run, show, source, survivors, texts, tokenizer
+from lesson import (
+    ask, broken, check, look, model, run, show, sizes, source, survivors, texts, tokenizer,
+)
 from experiments import figures
 from experiments.ladder import one_step, run_stages, small_workload
 from experiments.rows import forward_times
@@ -17,8 +19,8 @@ from toolbox import sights
 # %% [markdown]
 # ## Six requests, one batch
 #
-# A small trained model comes with the repository. It continues Python's documentation, fluently and
-# without sense. Six prompts, served together by stage 6:
+# A small trained model comes with the repository. It has learned how Python's documentation looks,
+# not what it says. Here are six prompts, served together by stage 6:
 
 # %%
 prompts = ["# json\n", "Return the value of", "# asyncio.run\nRun", "The class", "If the file",
@@ -29,7 +31,9 @@ for request in trace.requests:
     print(f"{request.name}: {tokenizer.decode(request.tokens)!r}")
 
 # %% [markdown]
-# Did batching change what came out? Every request is run once more, alone, without batch and cache:
+# Did batching change what came out? `check` runs every request once more, alone, without batch and
+# cache. It compares the logits of each generated token, up to rounding, and then the tokens. (They
+# were sampled at random. But each request draws from a random stream of its own.)
 
 # %%
 check("ragged, varlen", requests, token_budget=16)
@@ -64,64 +68,72 @@ source(MultiHeadAttention.forward)
 # 1. *Which tokens are in this forward pass?* The scheduler decides.
 # 2. *Which keys may each of them see?* The layout decides: mask, positions, cache.
 #
-# ## The first question: who computes when?
+# ## The first question: which request computes when?
+#
+# *Prefill* computes the tokens of a prompt, many at once. *Decode* computes the one token that was
+# generated last. A *step* is one round of the serving loop. A *slot* is a place in the tensor of a
+# forward pass: it holds a token, or it is padding.
 #
 # Eight requests, at most four at a time; `F` brings a long prompt, and arrives when others are
-# already running. A cell is one request in one step. Its full height is the width of its row in the
-# tensor, and grey is the share of it that was padding.
+# already running. A cell is one request in one step. It is as high as the request's row is wide:
+# the coloured part holds tokens, the grey part is padding.
 
 # %%
 eight = small_workload(model.config)
+sizes(eight)
 traces = run_stages(model, eight, max_batch=4, token_budget=16)
 shown = "naive", "dynamic", "chunked", "interleaved", "prepacked", "ragged, varlen"
 figures.timelines([traces[name] for name in shown]);
 
 # %% [markdown]
-# - **naive**, static batching: pad all prompts to one length and run until the longest answer is
-#   done. Red rows are finished, and computed all the same; E to H wait for a whole batch.
-# - **dynamic:** finished requests leave at once, and waiting ones take their places. But F's
-#   prompt is computed in one piece, while the others wait.
+# - **naive**, static batching: pad all prompts to one length, and run until the longest answer is
+#   done. Red cells are finished requests, computed all the same; E to H wait for a whole batch.
+# - **dynamic:** finished requests leave at once, and waiting ones take their places. But step 6
+#   computes F's prompt of 40 tokens in one piece, and takes that much longer for all.
 # - **chunked:** no step computes more than 16 tokens, decodes first; F's prompt comes in pieces.
-#   That takes two forward passes a step.
-# - **interleaved:** decodes and chunks in one forward pass, in one rectangle, hence mostly padding.
-# - **prepacked:** several prompts share a row.
+#   That takes up to two forward passes a step.
+# - **interleaved:** decodes and chunks in one forward pass, in one rectangle, hence mostly
+#   padding.
+# - **prepacked:** several prompts share a row. (Their pads belong to no request, and are not
+#   drawn.)
 # - **ragged:** no rows any more, only a stream of tokens, and no padding.
 
 # %%
 print("                      passes  slots  useful   scores")
-for name, trace in traces.items():
+for name in (*shown, "paged"):
+    trace = traces[name]
     slots, useful, scores = (sum(getattr(p, what) for p in trace.passes)
                              for what in ("slots", "useful", "score_entries"))
     print(f"{name:20}{len(trace.passes):8}{slots:7}{useful / slots:8.0%}{scores:9,}")
 
 # %% [markdown]
-# A *slot* is a place in the tensor, for a token or a pad; *scores* are products of a query and a
-# key. The last line is stage 7: as stage 6, but with memory in pages, which requests can share.
+# *Scores* are products of a query and a key, in one head of one layer. The last line is stage 7:
+# as stage 6, but with memory in pages, which requests can share.
 #
-# ## The second question: who sees whom?
+# ## The second question: which token sees which?
 #
-# One step of two stages: A, B and C decode, and four tokens of D's prompt are computed. A row is a
-# token, a column is a key. The picture does not come from a rule: it was measured in a forward pass
-# that really ran.
+# One step of two stages: A, B and C decode, and four tokens of D's prompt are computed. A line is
+# a query, a column is a key. On the left, each panel is one request, a row of the rectangle. The
+# picture does not come from a rule: it was measured in a forward pass that really ran.
 
 # %%
 sights.draw(one_step(model));
 
 # %% [markdown]
-# On the left, each request is a row of a rectangle, and most of it is padding, of two kinds: B and
-# C have shorter pasts than A, and all three have fewer new tokens than D. On the right, the same
-# tokens as one stream.
+# Most of the rectangle is padding, of two kinds: B and C have shorter pasts than A, and all three
+# have fewer new tokens than D. On the right, the same tokens are one stream.
 #
 # ## Break it
 #
-# A published tutorial on stage 4 hides the padding of the past, and marks *all new slots* as valid.
-# It runs, and its texts read no worse.
+# A published tutorial on stage 4 hides the padding of the past, and marks *all new slots* as
+# valid. No error is raised. To answer the question, replace `...` by a name and run the cell
+# again. (The timeline of *interleaved* holds the answer: look for a request without grey.)
 
 # %%
-ask("Under that mask, exactly one of the eight requests still gets the right tokens. Which?",
+ask("Under that mask, exactly one of the eight requests still passes the check. Which?",
     guess=...,
     answer=lambda: survivors("published mask", "interleaved", eight, max_batch=4, token_budget=16),
-    why="H comes last. When it decodes, no prompt is left beside it, so its row has no new pads.")
+    why="Its prompt is the widest row of its step, and when it decodes, no prompt is beside it.")
 
 # %%
 with broken("published mask"):

@@ -4,11 +4,13 @@
 # Before we batch requests, we look at a single one. After this notebook you can
 #
 # - read an attention mask, and say which token may see which;
-# - explain why keys and values can be kept, and why nothing else need be;
+# - explain why keys and values are kept, and why nothing else is needed;
 # - say what that costs in bytes.
 #
 # A cell that begins with `ask` wants a guess from you: replace `...` by your answer and run it
 # again. A cell with `@exercise` wants a few lines of code, and tells you whether they are right.
+# Boxes quote claims of the texts that this course is built on (listed in `README.md` beside the
+# notebooks), and say whether they hold.
 
 # %%
 from lesson import (
@@ -24,8 +26,13 @@ request = texts("Return the value of this function if")[0]
 print([word(request, i) for i in range(len(request.prompt))])
 
 # %% [markdown]
-# Seven tokens; `␣` stands for a space. The model is small, with 4 layers of 4 heads, 128 wide, and
-# trained on Python's documentation. Its texts make little sense. It is here to be batched.
+# Seven tokens; `␣` stands for a space. The model is small: 4 layers of 4 heads, 128 wide, trained
+# on Python's documentation. Its texts make little sense.
+#
+# A *request* is a prompt that is to be continued. *Prefill* computes the tokens of the prompt,
+# many at once. *Decode* computes one token, the one that was generated last. A *step* is one round
+# of this: a *forward pass* through the model, and then a new token. A *stage* is one of the
+# repository's scripts, numbered from 0; stage 0 runs one request at a time.
 #
 # ## Where tokens meet
 #
@@ -37,8 +44,8 @@ source(MultiHeadAttention.forward)
 
 # %% [markdown]
 # `x` holds one row for each token. LayerNorm, the projections, the residual adds and the MLP work
-# on each row by itself, as if the others were not there. There is a single exception: the line that
-# calls `attend`.
+# on each row by itself, as if the others were not there. There is a single exception: the line
+# that calls `attend`.
 #
 # > **Claim R2.** A block has ten steps: LayerNorm twice, QKV, attention, output projection,
 # > residual twice, FFN-up, GELU, FFN-down. All but attention give the same rows whatever else
@@ -53,7 +60,8 @@ def step_by_step(x):
     """The token-wise steps of the first block: {step: its output}."""
     block, out = model.h[0], {}
     out["LayerNorm"] = block.ln_1(x)
-    out["QKV"] = block.attn.query(x)
+    out["query"], out["key"], out["value"] = (
+        part(x) for part in (block.attn.query, block.attn.key, block.attn.value))
     out["output projection"] = block.attn.c_proj(x)
     out["FFN-up"] = block.mlp.c_fc(x)
     out["GELU"] = torch.nn.functional.gelu(x, approximate="tanh")
@@ -98,8 +106,9 @@ for layer, rows in enumerate(moved_rows(changed_token=3)):
     print(f"after layer {layer}: rows {rows} differ")
 
 # %% [markdown]
-# Rows 0, 1 and 2 stay as they were, in every layer. A token influences itself and what comes later.
-# And if no token may see any other?
+# Rows 0, 1 and 2 stay as they were, in every layer. A token influences itself and what comes
+# later. And if no token may see any other? (`Head` is the repository's attention. For a query that
+# sees no key it returns zeros.)
 
 # %%
 def sees_nothing(layer, q, k, v):
@@ -111,16 +120,17 @@ for layer, rows in enumerate(moved_rows(changed_token=3, attend=sees_nothing)):
     print(f"after layer {layer}: rows {rows} differ")
 
 # %% [markdown]
-# > **Claim H1.** Attention is the only place where tokens interact: with every mask entry False, no
-# > token influences another. *It holds*, as you have just seen.
+# > **Claim H1.** Attention is the only place where tokens interact: with every mask entry
+# > False, no token influences another. *It holds*, as you have just seen.
 #
 # This is what makes batching easy. Put any tokens you like into one tensor, of any number of
 # requests; you only have to get attention right.
 #
 # ## Reading a mask
 #
-# `look` runs a stage of the repository and X-rays one of its forward passes: it measures which keys
-# each query really sees. A row is a query, a column is a key.
+# `look` runs a stage of the repository and X-rays one of its forward passes: it measures which
+# keys each query really sees. A line is a query, a column is a key; *new* keys are computed in
+# this pass.
 
 # %%
 show({"stage 0, the whole prompt": look("unbatched", [request], step=0)}, label=word);
@@ -180,12 +190,12 @@ for layer, rows in enumerate(moved_rows(changed_token=6)):
     print(f"after layer {layer}: rows {rows} differ")
 
 # %% [markdown]
-# > **Claim H3.** The last token never changes the attention output of earlier tokens, and only the
-# > last token's logits are needed to go on. *It holds.*
+# > **Claim H3.** The last token never changes the attention output of earlier tokens, and only
+# > the last token's logits are needed to go on. *It holds.*
 #
 # So the old rows come out as they did before, in every layer, and computing them again is wasted.
 # But the new token's query needs the old tokens' *keys and values*. Those we keep: that is the KV
-# cache. Queries are not needed again, and nothing else is.
+# cache. Old queries, outputs and logits are not needed again.
 
 # %%
 source(KV.write)
@@ -205,8 +215,9 @@ texts_are = [tokenizer.decode(trace.requests[0].tokens) for trace in (without, w
 print(texts_are)
 
 # %% [markdown]
-# > **Claim H4.** With a KV cache, token n + 1 costs O(n) instead of O(n²): exactly one projection
-# > to a key and a value instead of n + 1. *It holds:* one row, and one row of scores.
+# > **Claim H4.** With a KV cache, token n + 1 costs O(n) instead of O(n²): exactly one
+# > projection to a key and a value instead of n + 1. *It holds:* one row, and one row of
+# > scores.
 #
 # What it gains in time depends on the machine and on the length. Here are 200 tokens, on yours:
 
@@ -214,18 +225,19 @@ print(texts_are)
 long = letters(A=8, new=200)
 for stage in "unbatched, no cache", "unbatched":
     trace = run(stage, long)
-    print(f"{stage}: {sum(p.seconds for p in trace.passes):.2f} s for 200 tokens")
+    print(f"{stage}: {sum(p.slots for p in trace.passes):,} rows, "
+          f"{sum(p.seconds for p in trace.passes):.2f} s")
 
 # %% [markdown]
-# The gain looks small beside the counts: at some point it is not arithmetic that takes the time. To
-# compute one row, the processor still reads all weights from memory. Why that matters, and what
-# helps, is the subject of the other notebooks.
+# A hundred times fewer rows, and far less than a hundred times less time. For one row, the
+# processor still reads all weights from memory, and Python takes its share. What helps against
+# that is the subject of the other notebooks.
 #
 # ## What a cache costs
 #
 # > **Claim H5.** One token costs 2 · L · A · H values (keys and values, L layers, A heads of H
-# > features each). For Llama-2-7B (L = 32, A = 32, H = 128) in fp16 that is 8,192 values or 16 KB
-# > per token *per layer*, 512 KB per token. *It holds.*
+# > features each). For Llama-2-7B (L = 32, A = 32, H = 128) in fp16 that is 8,192 values or 16
+# > KB per token *per layer*, 512 KB per token. *It holds.*
 
 
 # %%
@@ -240,6 +252,7 @@ ask("Llama-2-7B in fp16: how many GB (10⁹ bytes) do the caches of 32 requests 
     why="The weights take 13.5 GB. Not the model but the caches fill a GPU.")
 
 # %%
+print("1 KB = 1,024 bytes")
 print(f"Llama-2-7B, a token, one layer: {cache_bytes(1, 1, 32, 128) / 1024:.0f} KB")
 print(f"Llama-2-7B, a token:            {cache_bytes(1, 32, 32, 128) / 1024:.0f} KB")
 kv = KV(capacity=1)
@@ -251,9 +264,9 @@ print(f"our model, a token:             {kv.bytes_per_token / 1024:.0f} KB,",
 # %% [markdown]
 # ## In pieces
 #
-# A prompt's cache can be filled in pieces, too. Seven tokens in chunks of four: first four queries,
-# then three queries that see the first four keys in the cache. (Stage 3 of the ladder does this; we
-# borrow it.) Three masks side by side:
+# A prompt's cache can be filled in pieces, too. Seven tokens in chunks of four: first four
+# queries, then three queries that see the first four keys in the cache. (Stage 3 of the ladder
+# does this; we borrow it.) Three masks side by side:
 
 # %%
 show({"a prompt: 7 x 7": look("unbatched", [request], step=0),
@@ -262,11 +275,11 @@ show({"a prompt: 7 x 7": look("unbatched", [request], step=0),
 
 # %% [markdown]
 # The three are one and the same rule: with S keys and T new tokens, the new tokens are the last T
-# of the S keys, and new token i sees everything up to itself. For T = S that is the triangle, for
-# T = 1 everything, and between them a triangle in the bottom right corner.
+# of the S keys, and each new token sees everything up to itself. For T = S that is the triangle,
+# for T = 1 everything, and between them the whole past and a triangle over the last T columns.
 #
-# > **Claim I2.** One Head serves prefill and decode: an all-True mask, a lower triangle on its last
-# > T columns, ANDed with the padding mask. *It holds.*
+# > **Claim I2.** One Head serves prefill and decode: an all-True mask, a lower triangle on its
+# > last T columns, ANDed with the padding mask (notebook 2). *It holds.*
 #
 # > **Claim H6.** Chunked prefill of n = 7 tokens in chunks of m = 4 takes ⌈7/4⌉ = 2 chunks and
 # > gives the same logits and the same cache as one pass, and so does any other split. *It
@@ -277,12 +290,16 @@ for budget in 1, 2, 3, 4, 7:
     trace = run("chunked", [request], token_budget=budget)
     chunks = [n for p in trace.passes for _, first, n in p.work if first < 7]
     print(f"chunks {chunks}: {tokenizer.decode(trace.requests[0].generated)!r}")
+    check("chunked", [request], token_budget=budget)
 
 # %% [markdown]
+# `check` compares the logits of every generated token with those of the request run alone, up to
+# rounding, and then the tokens. *Identical* means that both agree.
+#
 # ## Your turn: the causal rule with a past
 #
 # Write the mask for T new tokens and S keys, past included. Your function takes the place of the
-# line in `Head`, and stage 3 runs with it.
+# causal rule in `Head`, and stage 3 runs with it.
 
 
 # %% tags=["exercise"]
@@ -307,18 +324,19 @@ def causal_rule(T, S):
 # ## Break it
 #
 # A mistake that is easy to make: let the triangle begin in the top left corner, as PyTorch's
-# `scaled_dot_product_attention(is_causal=True)` does. For a whole prompt there is no difference. So
-# every test that only looks at prompts will pass.
+# `scaled_dot_product_attention(is_causal=True)` does. For a whole prompt there is no difference,
+# so token 0 of the answer will be right. Token 1 comes from the first pass with a past.
 
 # %%
 with broken("causal rule from the top left"):
     check("unbatched", [request])
     wrong = look("chunked", [request], step=1, token_budget=4)
-show({"diagonal 0: 3 x 7": wrong,
-      "right: 3 x 7": look("chunked", [request], step=1, token_budget=4)}, label=word);
+show({"broken: 3 x 7": wrong,
+      "correct: 3 x 7": look("chunked", [request], step=1, token_budget=4)}, label=word);
 
 # %% [markdown]
-# The three queries are at positions 4, 5 and 6, but see only as much as positions 0, 1 and 2 would.
+# The three queries are at positions 4, 5 and 6, but see only as much as positions 0, 1 and 2
+# would.
 #
 # ## Three questions
 #
@@ -327,9 +345,9 @@ show({"diagonal 0: 3 x 7": wrong,
 #
 # <details><summary>Answer</summary>
 #
-# The old tokens' outputs are indeed final, but nobody needs them again. The new token's own output
-# is a weighted sum of all values, and its weights depend on its own query, which is new. So it
-# needs every key and every value.
+# The old tokens' outputs are indeed final, but no later step reads them. The new token's own
+# output is a weighted sum of all values, and its weights depend on its own query, which is new. So
+# it needs every key and every value.
 # </details>
 #
 # **2.** Why must keys and values of one layer be kept, although they can be computed from the row
@@ -337,8 +355,9 @@ show({"diagonal 0: 3 x 7": wrong,
 #
 # <details><summary>Answer</summary>
 #
-# One could keep `x` (half as many numbers) and project it again. That trades memory for arithmetic:
-# n projections per layer and step instead of one, which is what the cache was to avoid.
+# One could keep `x` (half as many numbers) and project it again. That trades memory for
+# arithmetic: n projections per layer and step instead of one, which is what the cache was to
+# avoid.
 # </details>
 #
 # **3.** Causal attention makes the cache exact. Would a model whose tokens see each other in both

@@ -8,11 +8,12 @@
 # - give every token the right position;
 # - name three kinds of waste, and count them.
 #
-# (In a cell with `ask`, replace `...` by your guess. An `@exercise` judges your code.)
+# (In a cell with `ask`, replace `...` by your guess. An `@exercise` judges your code. Boxes quote
+# claims of the texts that this course is built on.)
 
 # %%
 from lesson import (
-    ask, broken, check, exercise, letters, look, model, run, show, source, survivors, texts,
+    ask, broken, check, exercise, letters, look, model, run, show, sizes, source, survivors, texts,
     tokenizer, word,
 )
 from experiments import figures
@@ -32,11 +33,12 @@ for request in requests:
 # %%
 prefill = look("naive", requests, step=0)
 for row in prefill.batch.tokens.tolist():
-    print("  ".join("·" if token == 0 else tokenizer.decode([token]) for token in row))
+    words = ("·" if token == 0 else tokenizer.decode([token]).strip() for token in row)
+    print("".join(f"{word:10}" for word in words))
 
 # %% [markdown]
-# No token may look at a pad. So the causal rule is joined by a padding mask. This is what the X-ray
-# measured in that forward pass, row by row of the tensor:
+# No token may look at a pad. So the causal rule is joined by a padding mask. This is what the
+# X-ray measured in that forward pass. Each panel is one row of the tensor, one request:
 
 # %%
 show({"stage 1, step 0": prefill}, label=word);
@@ -51,15 +53,15 @@ show({"stage 1, step 0": prefill}, label=word);
 # After the prefill, each row needs the logits of its last token. With the padding on the left,
 # these tokens all stand in the last column.
 #
-# > **Claim H7.** Batched prompts are padded on the left, so that the next token always comes from
-# > the rightmost column. *It holds.*
+# > **Claim H7.** Batched prompts are padded on the left, so that the next token always comes
+# > from the rightmost column. *It holds.*
 #
 # Here is the same batch padded on the right. The mask hides the pads there, the positions are
 # right, and every later token goes where it belongs. Only one thing is left as it was: the next
 # token comes from the last column.
 
 # %%
-ask("With the padding on the right, which of A, B, C still get the right tokens?",
+ask("With the padding on the right, which of A, B and C still pass the check?",
     guess=...,
     answer=lambda: survivors("right padding", "naive", requests),
     why="A is the longest: its last column holds its last token. For B and C it holds a pad.")
@@ -72,8 +74,8 @@ show({"padded on the right": right_padded}, label=word);
 
 # %% [markdown]
 # There is no red in this picture. Every token sees what it should, and yet B and C are wrong,
-# because the wrong column was read. So we keep two witnesses: the X-ray says who sees whom, and
-# the check compares tokens and logits with the request run alone.
+# because the wrong column was read. So we keep two witnesses. The X-ray says which token sees
+# which; the check compares logits and tokens with the request run alone.
 #
 # ## Which position?
 #
@@ -88,9 +90,10 @@ print(prefill.positions)
 #
 # ### Your turn: positions from pads
 #
-# `columns` are the columns of the tensor, from first to last, and `pads` says how many pads each
-# row has on its left. Return every slot's position. Of a pad it may be negative; we take care of
-# that.
+# `columns` are the numbers of the columns that this pass computes: 0 to T − 1 for the prompts,
+# later only the newest one. `pads` says how many pads each row has on its left. Return every
+# slot's position: columns [0, 1, 2] and pads [0, 1] give [[0, 1, 2], [-1, 0, 1]]. A pad's position
+# may be negative; we take care of that.
 
 
 # %% tags=["exercise"]
@@ -112,10 +115,10 @@ def own_positions(columns, pads):
 #
 # ### Break it
 #
-# Suppose that the position were simply the column. The program runs, and the text looks no worse.
+# Suppose that the position were simply the column.
 
 # %%
-ask("Positions are columns. Which of A, B, C still get the right tokens?",
+ask("Positions are columns. Which of A, B and C still pass the check?",
     guess=...,
     answer=lambda: survivors("static column positions", "naive", requests),
     why="A has no pads, so its columns are its positions. A test with one prompt sees nothing.")
@@ -123,13 +126,18 @@ ask("Positions are columns. Which of A, B, C still get the right tokens?",
 # %%
 with broken("static column positions"):
     check("naive", requests)
+    for request in run("naive", requests).requests:
+        print(repr(tokenizer.decode(request.tokens)))
 
 # %% [markdown]
+# No error is raised, and the texts look no worse than before.
+#
 # ## Waste, first kind: padding
 #
-# > **Claim R1.** A (10 tokens) and B (30) are padded to [2, 30]: A computes 900 score entries per
-# > head and layer instead of 100, nine times as many. *This holds.* But *wrong as published:* the
-# > linear layers' waste is not "2×". They compute 60 slots for 40 tokens, which is 1.5×.
+# > **Claim R1.** A (10 tokens) and B (30) are padded to [2, 30]: A computes 900 score entries
+# > per head and layer instead of 100, nine times as many. *This holds.* But *wrong as
+# > published:* the linear layers' waste is not "2×". They compute 60 slots for 40 tokens, which
+# > is 1.5×.
 
 # %%
 two = letters(A=10, B=30)
@@ -163,19 +171,20 @@ figures.timelines([static], columns=1);
 # ## Waste, third kind: waiting
 #
 # No new request gets in before the last one is done. Here are eight requests, four at a time. Look
-# at the thin lines: these requests wait although rows are free.
+# at the thin lines: these requests wait although some rows hold only finished requests.
 
 # %%
 from experiments.ladder import small_workload
 
 eight = small_workload(model.config)
+sizes(eight)
 figures.timelines([run("naive", eight, max_batch=4)], columns=1);
 
 # %% [markdown]
 # ## Stage 2: a new batch at every step
 #
-# The way out is to ask at every step: who is finished, who may start? These two functions are all
-# of stage 2's scheduling:
+# The way out is to ask at every step which requests are finished and which may start. These two
+# functions are all of stage 2's scheduling:
 
 # %%
 source(leave)
@@ -185,16 +194,16 @@ source(admit)
 figures.timelines([run("dynamic", eight, max_batch=4)], columns=1);
 
 # %% [markdown]
-# It takes a different rectangle at each step, so the cache can no longer belong to the batch. Each
-# request carries its own, of its own length, and stage 2 gathers them: it copies the pasts into a
-# rectangle, left-padded as well, and puts the new tokens after them.
+# Stage 2 builds a new rectangle in every step, so the cache can no longer belong to the batch.
+# Each request carries its own, of its own length, and stage 2 gathers them: it copies the pasts
+# into a rectangle, left-padded as well, and puts the new tokens after them.
 
 # %%
 source(Rectangle.attend)
 
 # %% [markdown]
-# A step in which B and C decode with pasts of different lengths, and D's prompt begins. Prompts and
-# decodes differ in width, so stage 2 makes two forward passes:
+# A step in which B and C decode with pasts of different lengths, and D's whole prompt is computed.
+# Prompts and decodes differ in width, so stage 2 makes two forward passes:
 
 # %%
 newcomer = letters(A=5, B=2, C=4, D=6, new={"A": 1, "B": 6, "C": 6, "D": 2})
@@ -206,7 +215,7 @@ show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
 # slots are masked like all others.
 
 # %%
-ask("The same bug in stage 2: positions are columns. Which of the eight requests survive?",
+ask("The same bug in stage 2: positions are columns. Which of the eight requests pass the check?",
     guess=...,
     answer=lambda: survivors("column positions", "dynamic", eight, max_batch=4),
     why="Each of them is the longest row of every rectangle that it is in.")
@@ -229,8 +238,10 @@ for stage in "unbatched", "naive", "dynamic":
 
 # %% [markdown]
 # Batching makes far fewer passes, and it pays for that with padding. Dynamic batching has no
-# finished rows, but it copies the pasts. And it has a new problem, which the timeline shows: when
-# F's long prompt is computed, in one piece, every running request waits. That is for notebook 3.
+# finished rows, but it copies the pasts. And it has a new problem, which the timeline cannot show,
+# because it draws all steps equally wide. Step 6 computes the 40 tokens of F's prompt in one
+# piece. It takes much longer than the others, and A, C and E wait that long for their next tokens.
+# That is for notebook 3.
 #
 # ## Three questions
 #
@@ -248,8 +259,8 @@ for stage in "unbatched", "naive", "dynamic":
 #
 # <details><summary>Answer</summary>
 #
-# Padding among prompts. It does nothing about finished rows, because the lengths of the answers are
-# not known in advance. And the requests at the end of the order wait longer.
+# Padding among prompts. It does nothing about finished rows, because the lengths of the answers
+# are not known in advance. And the requests at the end of the order wait longer.
 # </details>
 #
 # **3.** Stage 2 copies every past at every step, so a token that stays for 100 steps is copied 100

@@ -21,27 +21,29 @@ from scheduler import Scheduler
 # ## The stall
 #
 # Four requests decode. At step 8 a prompt of 768 tokens arrives. The picture shows, for each step,
-# how long the four waited for their next token. (A GPT-2 of 124M parameters, measured with
-# `python -m experiments.rows --gaps`; the results
-# are committed. *Interleaved* is the subject of this notebook, *ragged* of the next.)
+# how long the four waited for their next token. (A model of GPT-2's size with random weights, 64
+# tokens a step: `python -m experiments.rows --gaps --model random`; the results are committed.
+# *Interleaved* is the subject of this notebook, *ragged* of the next.)
 
 # %%
 measured = results("gaps")
 print(measured["where"])
-figures.itl(measured["points"], arrival=8, prompt_tokens=768);
+figures.itl(measured["points"], arrival=8, prompt_tokens=measured["prompt_tokens"]);
 
 # %% [markdown]
-# With *dynamic*, stage 2, all of them stand still until the whole prompt is computed. But a
-# prompt's cache can be filled in pieces, with the same result (notebook 1). So let a step compute
-# a limited number of tokens, the *token budget*.
+# With *dynamic*, stage 2, all of them stand still until the whole prompt is computed. (Stages 2
+# and 3 compute the decodes of a step first, so there the delay shows in the token of step 9.) But
+# a prompt's cache can be filled in pieces, with the same result (notebook 1). So let a step
+# compute a limited number of tokens, the *token budget*.
 #
 # > **Claim H12.** Continuous batching is a budget of m tokens per step: all decodes first, at 1
 # > token each; the rest is filled with prefill chunks. Finished requests leave at once and are
-# > replaced. Every computed token is a useful one (until preemption recomputes some). *It
-# > holds.*
+# > replaced. Every computed token is a useful one (until preemption, notebook 5, recomputes
+# > some). *It holds* for tokens; a rectangle's pads come on top.
 #
 # In our Scheduler the budget is shared out in these lines. `todo` is how many of a request's known
-# tokens are not computed yet: a decode has 1.
+# tokens are not computed yet. A decode has 1. So has a prompt of which only the last token is
+# left, and the Scheduler treats it in the same way.
 
 # %%
 source(Scheduler.share_budget)
@@ -70,7 +72,7 @@ ask("The same with a budget of 4: after which step (0, 1, 2, ...) is C's prompt 
     guess=...,
     answer=lambda: run("interleaved", letters(A=3, B=2, C=12, new=20),
                        token_budget=4).requests[2].token_steps[0],
-    why="Two of the four tokens go to the decodes of A and B, so C advances by two a step.")
+    why="Step 0 goes to A and B. From step 1 on each of them takes one token and leaves two to C.")
 
 # %%
 for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=4)[:8]):
@@ -85,19 +87,21 @@ for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=
 ask("Prompts before decodes. How many of three requests get wrong tokens?",
     guess=...,
     answer=lambda: 3 - len(survivors("prompts before decodes", "interleaved",
-                                     letters(A=3, B=2, C=30, new=20), token_budget=4).split(", ")),
+                                     letters(A=3, B=2, C=30, new=12), token_budget=5).split(", ")),
     why="A scheduling choice changes when a token comes, never which.")
 
 # %%
 three = letters(A=3, B=2, C=30, new=12)
 with broken("prompts before decodes"):
-    check("interleaved", three, token_budget=4)
-    figures.timelines([run("interleaved", three, token_budget=4)], columns=1)
-figures.timelines([run("interleaved", three, token_budget=4)], columns=1);
+    check("interleaved", three, token_budget=5)
+    prompts_first = run("interleaved", three, token_budget=5)
+decodes_first = run("interleaved", three, token_budget=5)
+prompts_first.stage, decodes_first.stage = "prompts first", "decodes first"
+figures.timelines([prompts_first, decodes_first], columns=1);
 
 # %% [markdown]
-# In the first picture, A and B wait until C's whole prompt is computed: the stall is back. In the
-# second one nothing waits.
+# Prompts first: A and B wait until C's whole prompt is computed, and the stall is back. Decodes
+# first: A and B get a token in every step. The price is that C's first token comes later.
 #
 # ## When may one sample?
 #
@@ -111,17 +115,16 @@ source(complete)
 # No: C's next token is known already, because it is the next token of the prompt. Only when the
 # plan covers all that a request has to do does its last token's logits say something new.
 #
-# > **Claim I5.** Never sample from a partial prefill; the last row's last logit is the first token
-# > only when the prompt is complete. *It holds.*
+# > **Claim I5.** Never sample from a partial prefill; the last row's last logit is the first
+# > token only when the prompt is complete. *It holds.*
 
 # %%
 with broken("samples from a partial prefill"):
-    check("interleaved", three, token_budget=4)
+    check("interleaved", three, token_budget=5)
 
 # %% [markdown]
-# Only A is right. C's prompt was cut into many chunks, but so was B's: A's three tokens left it one
-# of the four in step 0. And once a request has a token too many in its middle, all that follows is
-# another text.
+# A and B were computed in one piece, and are right. C's prompt was cut into chunks, and its first
+# "token" was sampled in the middle of it.
 #
 # ## One pass instead of two
 #
@@ -130,22 +133,24 @@ with broken("samples from a partial prefill"):
 #
 # > **Claim I3.** A fused step makes one model call where chunked prefill makes two. *It holds.*
 #
-# > **Claim I6.** With no decodes the fused call is a plain prefill, with no prefill a plain decode.
-# > *It holds.*
+# > **Claim I6.** With no decodes the fused call is a plain prefill, with no prefill a plain
+# > decode. *It holds.*
 
 # %%
 for stage in "chunked", "interleaved":
     print(stage, "shapes of the passes:",
-          [p.shape for p in run(stage, three, token_budget=8).passes[:9]])
+          [p.shape for p in run(stage, three, token_budget=12).passes[:9]])
 
 # %% [markdown]
-# Stage 3 alternates between `(2, 1)`, decodes, and `(1, 6)`, a chunk. Stage 4 begins with `(3, 3)`,
-# prompts alone, then mixes both in `(3, 6)`, and ends with `(3, 1)`, decodes alone.
+# Both begin with prompts alone, `(3, 7)`. Then stage 3 alternates between `(2, 1)`, decodes, and a
+# chunk of C's prompt, while stage 4 mixes both in one rectangle of three rows. Both end with `(3,
+# 1)`, decodes alone.
 #
 # ### The example of the source
 #
-# A, B and C decode at positions 22, 15 and 9. D brings a chunk of 8 tokens. We let it happen: three
-# prompts of 22, 15 and 9 tokens at step 0, and D at step 1.
+# The tutorial that introduced this fused pass has an example. A, B and C decode at positions 22,
+# 15 and 9. D brings a chunk of 8 tokens. We let it happen: three prompts of 22, 15 and 9 tokens at
+# step 0, and D at step 1.
 
 # %%
 example = letters(A=22, B=15, C=9, D=8, new=3, arrivals={"D": 1})
@@ -163,13 +168,14 @@ show({"stage 4: decodes of A, B, C, and a chunk of D": fused});
 
 # %% [markdown]
 # > **Claim I1.** A, B and C decode at positions 22, 15 and 9, beside a chunk of 8 of D: a
-# > rectangle of 4 × 8, 11 tokens within a budget of 16, 21 pad slots, and padded past keys
-# > besides. *It holds* with one slip, *wrong as published:* "22 tokens produced" means position
-# > 21, by the source's own formula (the first is at 0).
+# > rectangle of 4 × 8, 11 tokens within a budget of 16 (ours is 64, so that three prompts fit
+# > into step 0), 21 pad slots, and padded past keys besides. *It holds*, but for one slip.
+# > *Wrong as published:* A has "produced 22 tokens" and decodes at position 22. By the source's
+# > own formula, position = tokens − 1, its newest token is at 21.
 #
 # There are *two kinds of pads* in this picture. On the left, the pasts have different lengths. In
-# the middle, the rows have different numbers of new tokens, because the rectangle is as wide as the
-# chunk. Both must be hidden.
+# the middle, the rows have different numbers of new tokens, because the rectangle is as wide as
+# the chunk. Both must be hidden.
 #
 # ### Your turn: the mask of one row
 #
@@ -200,8 +206,8 @@ def row_mask(start, n, P, T):
 #
 # ## The published mask
 #
-# A tutorial that introduced this fused rectangle builds a mask for the padding of the past, and
-# marks *all* T new slots as valid. The code runs. The text looks no worse. Here it is:
+# The tutorial builds a mask for the padding of the past, and marks *all* T new slots as valid. No
+# error is raised. Here it is:
 
 # %%
 with broken("published mask"):
@@ -210,28 +216,30 @@ with broken("published mask"):
 show({"the published mask": published});
 
 # %% [markdown]
-# > **Claim I8.** *Wrong as published:* all new slots are marked valid, so left-padded decode
-# > rows attend to pad slots. On a toy of three layers that moves logits by 0.22, enough for
-# > other tokens; with the pads masked, the difference is 4e-16.
+# > **Claim I8.** *Wrong as published:* all new slots are marked valid, so left-padded rows attend
+# > to their pad slots. Here that moves logits by up to a third of the largest. With the pads
+# > masked, only rounding is left.
 #
-# The red keys belong to nothing: pads with arbitrary contents, and each takes part of the softmax's
-# weight. What would have found the bug? Not an error message, and not reading the output. Only the
-# comparison with the unbatched run.
+# The red keys belong to no token. They are pads with arbitrary contents, and each takes part of
+# the softmax's weight. B and C are wrong from their first token on: their prompts are shorter than
+# A's, so their rows had new pads in step 0, too. No message and no look at the output reveals the
+# bug, only the comparison with the unbatched run.
 #
 # ## Writing back
 #
 # After attention, the new keys and values go into each request's own cache. Row D has added 8
 # tokens, the others one each, and the pads must stay out.
 #
-# > **Claim I4.** Padding must be stripped per row when the cache is written back, since each row
-# > added a different number of tokens. *It holds.*
+# > **Claim I4.** Padding must be stripped per row when the cache is written back, since each
+# > row added a different number of tokens. *It holds.*
 
 # %%
 with broken("pads written to the cache"):
     check("interleaved", example)
 
 # %% [markdown]
-# D has no pads in its row, so the mistake spares it. A, B and C cached a pad where a token belongs.
+# D has no pads in its row, so the mistake spares it. A, B and C have cached a pad where a token
+# belongs.
 #
 # ## What the fused rectangle wastes
 #
@@ -271,15 +279,15 @@ for stage in "dynamic", "chunked", "interleaved":
           f"{sum(p.pad_slots for p in passes):8}{sum(p.padded_keys for p in passes):12,}")
 
 # %% [markdown]
-# The fused pass saves reading the weights twice, and pays with padding. It is the right pass in
-# the wrong shape. Which of the two wins depends on the machine. On a CPU, where arithmetic is
-# scarce, the fused rectangle of stage 4 is often *slower* than stage 3's two passes. Notebook 4
-# keeps the pass and drops the rectangle.
+# The fused pass reads the weights once a step instead of twice, and pays with padding. One pass is
+# right; the rectangle is not. Which of the two wins depends on the machine. On a CPU, where
+# arithmetic is scarce, the fused rectangle of stage 4 is often *slower* than stage 3's two passes.
+# Notebook 4 keeps the pass and drops the rectangle.
 #
 # ## Three questions
 #
-# **1.** With a budget of 8 and eight requests that decode, a ninth arrives with a prompt of 100
-# tokens. When does its prefill begin?
+# **1.** Nine requests may run at a time, and the budget is 8. Eight decode, and a ninth arrives
+# with a prompt of 100 tokens. When does its prefill begin?
 #
 # <details><summary>Answer</summary>
 #
@@ -292,18 +300,17 @@ for stage in "dynamic", "chunked", "interleaved":
 #
 # <details><summary>Answer</summary>
 #
-# The time to first token of long prompts, which now take more steps, and the number of passes: each
-# of them reads all weights. In the first picture the *median* time between tokens rises with
-# chunks, because while the prompt is being computed every step carries a chunk.
+# The time to first token of long prompts, which now take more steps, and the number of passes:
+# each of them reads all weights. In the first picture all of steps 9 to 20 are slower with chunks
+# than *dynamic* is after its stall, because each of them carries a chunk.
 # </details>
 #
-# **3.** Under the published mask, one request of the example gets exactly the right tokens in that
-# step. Which, and why?
+# **3.** Under the published mask, one request of the example passes the check. Which, and why?
 #
 # <details><summary>Answer</summary>
 #
-# D. It is as wide as the rectangle, so it has no pads among its new slots. Its past would have been
-# masked correctly. Later, when D itself decodes beside a new chunk, it is hit as well.
+# D. It is as wide as the rectangle, so it has no pads among its new slots. Its past would have
+# been masked correctly. Later, when D itself decodes beside a new chunk, it is hit as well.
 # </details>
 #
 # **Next:** `04_no_rows`.

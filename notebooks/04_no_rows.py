@@ -23,7 +23,8 @@ from request import prepare
 # ## Several prompts in one row
 #
 # Five prompts of 9, 3, 5, 1 and 6 tokens. Padded to the longest they fill 5 rows of 9, and 21 of
-# the 45 slots are pads. Now put several prompts into one row, as long as there is room.
+# the 45 slots are pads. Now put several prompts into one row, as long as there is room. This is
+# called *prepacking*.
 
 # %%
 ask("Rows of 9 slots: how few rows can hold prompts of 9, 3, 5, 1 and 6 tokens?",
@@ -31,12 +32,17 @@ ask("Rows of 9 slots: how few rows can hold prompts of 9, 3, 5, 1 and 6 tokens?"
     answer=lambda: len(first_fit_decreasing([9, 3, 5, 1, 6], 9)),
     why="24 tokens need at least 3 rows of 9, and 9, 6 + 3, 5 + 1 fit.")
 
+# %% [markdown]
+# Which prompt goes into which row is a problem known as *bin packing*; a row is a bin. *First-fit
+# decreasing* takes the prompts from the longest to the shortest, and puts each into the first bin
+# that has room:
+
 # %%
 source(first_fit_decreasing)
 
 # %% [markdown]
-# > **Claim P1.** Prepacking puts prompts into bins of size m, the longest prompt, first-fit
-# > decreasing; r ≤ k rows for k prompts; packing costs O(k log k) and is negligible. *It
+# > **Claim P1.** Prepacking puts k prompts into bins of size m, the longest prompt, by
+# > first-fit decreasing; they fill r ≤ k rows; packing costs O(k log k) and is negligible. *It
 # > holds,* if a search tree finds the bin. The plain loop above is O(k · r), and negligible as
 # > well.
 
@@ -44,11 +50,11 @@ source(first_fit_decreasing)
 figures.packing(some_prompts(model));
 
 # %% [markdown]
-# On the right is the mask of the row that E and B share, as the X-ray measured it. E comes before B
-# in the same row, and the causal rule alone would let B see all of E.
+# On the right is the mask of the row that E and B share, as the X-ray measured it. E comes before
+# B in the same row, and the causal rule alone would let B see all of E.
 #
-# > **Claim P2.** Independent mask: within a bin, M'[a:b, a:b] is lower triangular for each prompt,
-# > and 0 elsewhere. *It holds.*
+# > **Claim P2.** Independent mask: within a bin, the mask M'[a:b, a:b] is lower triangular for
+# > each prompt, which stands in columns a to b, and M' is 0 elsewhere. *It holds.*
 #
 # > **Claim P3.** Restart positions: each prompt in a bin counts from 0. *It holds.*
 
@@ -56,9 +62,14 @@ figures.packing(some_prompts(model));
 packed = some_prompts(model)
 print(packed.positions)
 
+# %% [markdown]
+# In notebook 2 the next token always came from the last column. Here a row has several prompts, so
+# each prompt's next token is read where its own last token stands. The pads may be on the right
+# now.
+
 # %%
 five = letters(A=9, B=3, C=5, D=1, E=6)
-ask("Without the independent mask, the causal rule alone: which of A to E stay right? (\"A, B\")",
+ask("Without the independent mask, the causal rule alone: which of A to E pass the check?",
     guess=...,
     answer=lambda: survivors("neighbours in a packed row", "prepacked", five),
     why="The first prompt of each row has no neighbour before it.")
@@ -68,6 +79,9 @@ with broken("neighbours in a packed row"):
     check("prepacked", five)
     neighbours = look("prepacked", five, step=0)
 show({"the causal rule alone": neighbours});
+
+# %% [markdown]
+# Now the mask is right again, but the positions run on from one prompt to the next:
 
 # %%
 with broken("positions that run on in a packed row"):
@@ -79,17 +93,21 @@ with broken("positions that run on in a packed row"):
 # Afterwards each prompt's keys and values go into its own cache.
 #
 # > **Claim P4.** The unpacked KV caches are *exactly* those of the padded batch; time to first
-# > token includes unpacking. *It holds*, to rounding.
+# > token includes unpacking. *It holds up to rounding;* we unpack inside the forward pass, so
+# > its time is included.
+#
+# We compare the keys and values of the last layer. They depend on all masks and positions before.
 
 
 # %%
 @torch.inference_mode()
 def caches(layout):
-    """{name: keys of layer 0} after one forward pass over whole prompts."""
+    """{name: keys and values of the last layer} after a forward pass over whole prompts."""
     requests = prepare(letters(A=9, B=3, C=5, D=1, E=6), model.config)
     batch = layout([(request, len(request.prompt)) for request in requests])
     model(batch.tokens, batch.positions, batch.attend, batch.rows)
-    return {request.name: request.kv.read(0, len(request.prompt))[0] for request in requests}
+    return {request.name: torch.stack(request.kv.read(3, len(request.prompt)))
+            for request in requests}
 
 
 padded, unpacked = caches(Rectangle), caches(Packed)
@@ -111,9 +129,10 @@ for method, (group, layout) in prepacking.METHODS.items():
     print(f"{method:20} {str(shapes):20} {slots:3} slots for {sum(lengths)} tokens")
 
 # %% [markdown]
-# > **Claim P10.** Length-ordered batching still pads, and dataset prepacking beats it per prompt.
-# > *Not always.* Counted in slots, it does on four of our five kinds of prompts. Lengths that crowd
-# > together just above half of the longest sort well and pack badly.
+# > **Claim P10.** Length-ordered batching still pads, and dataset prepacking beats it per
+# > prompt. *Not always.* Counted in slots, it does on four of five synthetic kinds of prompts,
+# > and loses on few-shot questions: lengths just above half of the longest sort well, but do
+# > not fit side by side.
 
 # %%
 for kind in prepacking.KINDS:
@@ -130,8 +149,9 @@ for kind in prepacking.KINDS:
 # ## No rows at all
 #
 # If the mask keeps requests apart, not the row, then why have rows? Every layer but attention
-# takes a stream `(N,)` of tokens as it is. So stage 6 puts all tokens of all requests one after
-# another, and notes where each request begins.
+# takes a stream `(N,)` of tokens as it is. So stage 6, `generate_ragged.py`, puts the tokens of
+# all requests one after another. `cu_seqlens` holds the cumulative lengths: request i owns the
+# tokens from `cu_seqlens[i]` to `cu_seqlens[i + 1]`. Such a batch is called *ragged*.
 
 # %%
 requests = letters(A=10, B=30)
@@ -142,10 +162,14 @@ print("tokens:", tuple(stream.ids.shape), " cu_seqlens:", stream.batch.cu_seqlen
 # > **Claim H11.** Ragged batching: concatenate, with a block-diagonal causal mask; no padding
 # > at all, the same outputs. *It holds.*
 
+# %% [markdown]
+# `starts` says how many tokens of each request are cached, `ends` how many it has with the new
+# ones:
+
 # %%
 source(Flat.block_diagonal)
-show({"stage 6, a step with decodes and a chunk": look(
-    "ragged, mask", letters(A=4, B=2, C=1, D=6, arrivals={"D": 1}), step=1, token_budget=16)});
+show({"stage 6: three decodes and a chunk of D's prompt": look(
+    "ragged, mask", letters(A=4, B=2, C=1, D=6, arrivals={"D": 1}), step=1, token_budget=7)});
 
 # %%
 check("ragged, mask", requests)
@@ -153,12 +177,14 @@ with broken("a stream without boundaries"):
     check("ragged, mask", requests)
 
 # %% [markdown]
-# Without the mask, B sees A, for nothing else separates them any more.
+# Nothing else separates them any more. In the prompts' pass B sees A; and when both decode, A sees
+# B, because the causal rule alone compares places in the stream.
 #
 # ## Masking is not skipping
 #
-# The white cells of the picture are computed, too, and then thrown away. How many are there for A
-# (10 tokens) and B (30)?
+# The white cells of the picture are computed, too, and then hidden. The alternative, called
+# *varlen* for variable lengths, goes from request to request and computes only the diagonal
+# blocks.
 
 # %%
 ask("Scores of the stream, one head, one layer: how many are computed?",
@@ -183,8 +209,8 @@ print(f"masked {masked.score_entries:,}, skipped {skipped.score_entries:,}, "
 # > (counting the causal rule, 520 are useful). With R requests of length L, (R L)² against R
 # > L². *It holds.*
 #
-# > **Claim R6.** The same 1,000 tokens: one request has 10⁶ score entries per head and layer, ten
-# > requests of 100 have 10⁵. *It holds.*
+# > **Claim R6.** The same 1,000 tokens: one request has 10⁶ score entries per head and layer,
+# > ten requests of 100 have 10⁵. *It holds.*
 
 
 # %%
@@ -207,9 +233,8 @@ print(f"one of 1,000: {scores(1000):,}      ten of 100: {scores(*[100] * 10):,}"
 # ### Your turn: the varlen loop
 #
 # Write the attention that skips. `q` holds the queries of all requests, `(heads, N, features)`.
-# `caches[i]` is `(keys, values)` of request i, its new tokens already among them. Request i owns
-# the queries from `cu_seqlens[i]` to `cu_seqlens[i + 1]`. `head(q, k, v)` returns a tuple whose
-# first element is the output.
+# `caches[i]` is `(keys, values)` of request i, its new tokens already among them. `head(q, k, v)`
+# returns a tuple whose first element is the output.
 
 
 # %% tags=["exercise"]
@@ -233,8 +258,9 @@ def varlen(q, caches, cu_seqlens, head):
 # ```
 # </details>
 #
-# > **Claim R4.** Varlen: the loop over `cu_seqlens = [0, 10, 40]` computes 1,000 entries, and none
-# > across requests. *It holds.* On a GPU, FlashAttention's varlen kernel does this in one launch.
+# > **Claim R4.** Varlen: the loop over `cu_seqlens = [0, 10, 40]` computes 1,000 entries, and
+# > none across requests. *It holds.* On a GPU, FlashAttention's varlen kernel does this in one
+# > launch.
 #
 # ## The bill
 #
@@ -266,8 +292,8 @@ for stage in "interleaved", "prepacked", "ragged, mask", "ragged, varlen":
 # the past keys, whose lengths differ.
 # </details>
 #
-# **2.** A stream has 32 decodes, each with 300 cached tokens, and no chunk. How many scores does
-# the masked way compute, and how many the varlen loop?
+# **2.** A stream has 32 decodes, each with 300 keys (its own new one included), and no chunk. How
+# many scores does the masked way compute, and how many the varlen loop?
 #
 # <details><summary>Answer</summary>
 #
@@ -280,8 +306,8 @@ for stage in "interleaved", "prepacked", "ragged, mask", "ragged, varlen":
 #
 # <details><summary>Answer</summary>
 #
-# No. The mask hides everything but B, and its positions count from 0. So nothing of what B computes
-# knows the column that it is in.
+# No. The mask hides everything but B, and its positions count from 0. So nothing that B computes
+# depends on its column.
 # </details>
 #
 # **Next:** `05_memory`.

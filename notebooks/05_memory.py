@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 5. Memory
 #
-# A request's cache grows with every token, and no one knows how long its answer will be. After this
-# notebook you can
+# A request's cache grows with every token, and the length of its answer is not known in advance.
+# After this notebook you can
 #
 # - say what reserving memory wastes, and what pages do about it;
 # - translate a token's position into a slot of the pool, by its block table;
@@ -36,7 +36,8 @@ source(Scheduler.grant_room)
 ask("How many of the eight can run at the same time?",
     guess=...,
     answer=lambda: max(len(p.work) for p in memory.storm(model)["reserve"].passes),
-    why="Each reserves 6 + 26 = 32 tokens, and 128 / 32 = 4.")
+    why="Each reserves 6 + 26 = 32 tokens, and 128 / 32 = 4. (31 would do. A token's keys are "
+        "computed when the next token is generated, so the last one needs no room.)")
 
 # %%
 storm = memory.storm(model)
@@ -61,12 +62,14 @@ for step in 0, 5, 10, 15, 20, 25:
     print(f"step {step:2}: {in_use(storm['reserve'], step):3} of 128 tokens in use")
 
 # %% [markdown]
-# On average, half of the room stays empty; and if an answer ends early, as most do, even more.
+# On average 54 of the 128 places stay empty, although every answer here is as long as it may be.
+# If answers end early, as most do, more stay empty.
 #
 # ## Pages
 #
-# So hand memory out in small pieces of a fixed size, *pages*, and only when they are needed. All
-# pages lie in one pool. A request's *block table* lists its pages, in the order of its tokens.
+# So stage 7, `generate_paged.py`, hands memory out in small pieces of a fixed size, *pages*, and
+# only when they are needed. All pages lie in one pool. A request's *block table* lists its pages,
+# in the order of its tokens.
 #
 #     pool         page 0    page 1    page 2    page 3
 #                  A0-A3     A8, A9    A4-A7     (free)          4 tokens to a page
@@ -74,7 +77,8 @@ for step in 0, 5, 10, 15, 20, 25:
 #     A's table    [0, 2, 1]
 #
 # Pages of one request need not be neighbours. (vLLM calls a page a *block*, hence the name of the
-# table.) Where in the pool is a token, given its position?
+# table.) The pool's slots are numbered from page to page: slots 0 to 3 are page 0, slots 4 to 7
+# page 1, and so on. Which slot is a position's?
 
 # %%
 source(Paged.slots)
@@ -86,15 +90,16 @@ ask("A's block table is [0, 2, 1], 4 tokens to a page. In which slot of the pool
     why="Position 9 is in the third page of the table, page 1, at offset 1: 1 x 4 + 1.")
 
 # %% [markdown]
-# Here is the pool of a run, step by step. Eight prompts begin with the same 20 tokens, and at most
-# five requests run at a time:
+# Here is the pool of a run, step by step, with pages of 4 tokens. One request arrives at each
+# step, at most five run at a time, and all eight prompts begin with the same 20 tokens. White
+# pages are free:
 
 # %%
 figures.pool(memory.filling_pool(model));
 
 # %% [markdown]
-# Each request grows by a page when its last one is full. The dark pages are shared. Grey ones
-# belong to no running request, but what they hold may be wanted again.
+# Each request grows by a page when its last one is full. A dark page is in several block tables at
+# that step. A grey one is in none, but what it holds may be wanted again.
 #
 # Reading is where pages can go wrong. Our layout reads neighbouring pages as one view and gathers
 # scattered ones. Suppose that it took all pages for neighbours:
@@ -114,8 +119,11 @@ with broken("pages read in one piece"):
 # 16 tokens of their own. A key depends on its token and on what comes before it, and here both are
 # the same. So the keys and values are the same, and may be computed and kept once.
 #
-# > **Claim I7.** Completed prompt blocks are committed to a block cache, for reuse by later
-# > requests with the same prefix. *It holds.*
+# > **Claim I7.** Completed prompt blocks (our pages) are entered into a block cache, for reuse
+# > by later requests with the same prefix. *It holds.* We enter pages of generated tokens, too.
+#
+# All sixteen arrive at step 0. But a step computes at most 64 tokens, so the later ones begin when
+# the first has computed the common part.
 
 
 # %%
@@ -152,8 +160,8 @@ for share in True, False:
 source(Pages.find)
 
 # %% [markdown]
-# By *all* tokens from the beginning to the page's end. Why not by the page's own tokens? That key
-# would be shorter:
+# `published` is a dictionary. It finds a page by *all* tokens from the beginning to the page's
+# end. Would the page's own tokens not do? The lookup would be shorter:
 
 # %%
 first, later = texts("Return the value of this function if", " of this function is")
@@ -181,8 +189,9 @@ source(PagedScheduler.preempt)
 figures.timelines([storm["pages"]], columns=1);
 
 # %% [markdown]
-# All eight begin at once. Around step 10 there is no page left, and four are preempted; *computed
-# again* is what it costs.
+# The pool has 16 pages of 8 tokens, and all eight begin at once. At step 11 all pages are full,
+# and each request needs another one: F, G and H are preempted, and E follows at step 19. They
+# return when pages are free; *computed again* is what it costs.
 
 # %%
 print("                preemptions  steps  mean TTFT (steps)  computed again")
@@ -193,11 +202,11 @@ for name, trace in storm.items():
           f"{sum(p.recomputed for p in trace.passes) / slots:15.0%}")
 
 # %% [markdown]
-# ### Your turn: whom to preempt
+# ### Your turn: which request to preempt
 #
-# `running` lists the running requests. Each has a `priority` (0 is the most urgent), an `arrival`
-# (a step) and a `name`. Preempt the least urgent; among equals the last to arrive; and among those
-# the last by name.
+# `running` lists the running requests, in any order. Each has a `priority` (0 is the most urgent),
+# an `arrival` (a step) and a `name`. Preempt the least urgent; among equals the last to arrive;
+# and among those the last by name.
 
 
 # %% tags=["exercise"]
@@ -217,9 +226,9 @@ def victim(running):
 # ```
 # </details>
 #
-# Why the last one? Because the order must be the same at every step. The first request in it is
-# never preempted, so it always gets on, and so does the next one after it. If victims were chosen
-# at random, two requests could take pages from each other for ever.
+# Any order would do, if it is the same at every step. The first request in it is never preempted,
+# so it finishes; then the next one is first. With victims chosen at random, two requests could
+# take pages from each other for ever.
 #
 # ### How much memory is enough?
 
@@ -234,17 +243,18 @@ ask("Four requests, prompts of 6 tokens, 10 to generate, 4 tokens to a page. How
     "the smallest pool have in which none is preempted?",
     guess=...,
     answer=lambda: next(pages for pages in range(4, 40) if not preemptions(pages)),
-    why="Each comes to 16 tokens, of which the last needs no room: 15 tokens fill 4 pages.")
+    why="Each comes to 16 tokens, of which the last needs no room. 15 tokens fill 4 pages.")
 
 # %%
 for pages in 5, 8, 12, 14, 15:
     print(f"{pages:2} pages: {preemptions(pages)} preemptions")
 
 # %% [markdown]
-# ## Who goes first?
+# ## Which request goes first?
 #
-# With memory short, some wait. A *policy* is a sort key for the waiting requests: first come first
-# served, shortest job first, or by priority.
+# If not all can run, some wait. A *policy* is a sort key for the waiting requests: first come
+# first served, shortest job first, or by priority. *TTFT* is the time to a request's first token,
+# here counted in steps; a token of step 0 takes one step.
 
 # %%
 mixed = [replace(request, max_new_tokens=new, priority=priority) for request, new, priority in zip(
@@ -253,7 +263,7 @@ for policy in "fcfs", "sjf", "priority":
     trace = run("paged", mixed, max_batch=2, token_budget=16, policy=policy)
     ttft = {request.name: request.token_steps[0] for request in trace.requests}
     print(f"{policy:9} mean TTFT {mean(latencies(trace)['ttft_steps']):4.1f} steps;  "
-          f"first tokens in steps {ttft}")
+          f"first token in step {ttft}")
 
 # %% [markdown]
 # Shortest first makes the mean smaller, and the long requests wait. In theory they wait for ever
@@ -262,8 +272,8 @@ for policy in "fcfs", "sjf", "priority":
 #
 # ## What do pages cost?
 #
-# Where a request's pages are neighbours, nothing. Where they are scattered, its keys must be
-# gathered at every step and layer. Committed measurements, as multiples of stage 6's time:
+# Where a request's pages are neighbours, little. Where they are scattered, its keys must be
+# gathered at every step and layer. Measured, stage 7's time as a multiple of stage 6's:
 
 # %%
 measured = results("memory")

@@ -12,6 +12,7 @@
 
 # %%
 from lesson import ask, exercise, model, results, source, torchrun
+from functools import cache
 from experiments import figures
 from tensor_parallel import column_parallel
 from toolbox.plots import pyplot
@@ -27,8 +28,8 @@ from toolbox.plots import pyplot
 # %%
 W1 = next(result for result in results("bench") if result["model"] == "gpt2")
 print(W1["where"])
-PEAK, BANDWIDTH = 310e9, 20e9               # operations per second, bytes per second, measured
-print(f"peak {W1['peak'] / 1e9:.0f} GFLOP/s, bandwidth {W1['bandwidth'] / 1e9:.0f} GB/s")
+PEAK, BANDWIDTH = W1["peak"], W1["bandwidth"]
+print(f"peak {PEAK / 1e9:.0f} GFLOP/s, bandwidth {BANDWIDTH / 1e9:.0f} GB/s")
 
 
 # %%
@@ -37,11 +38,12 @@ def linears(rows, parameters=123.5e6, bytes_per_number=4):
     return parameters * bytes_per_number, 2 * rows * parameters
 
 
-ask("Below how many rows does reading the weights take longer than multiplying? (a whole number)",
+ask("From how many rows on does multiplying take longer than reading the weights?",
     guess=...,
     answer=lambda: next(rows for rows in range(1, 1000)
                         if linears(rows)[1] / PEAK > linears(rows)[0] / BANDWIDTH),
-    why="Operations per byte are rows / 2 in float32, and 310 / 20 = 15.5 is what the machine has.")
+    why="In float32 each row is half an operation per byte of weights, and the machine can do 15.6 "
+        "operations while it reads a byte: 31.2 rows.")
 
 # %%
 for rows in 1, 8, 32, 128, 512:
@@ -50,8 +52,8 @@ for rows in 1, 8, 32, 128, 512:
           f"multiplying {operations / PEAK * 1e3:6.1f} ms")
 
 # %% [markdown]
-# Up to some 30 rows, a row more is nearly free. This is why one batches. The same model, measured
-# on another machine (the right-hand picture is the time of a pass divided by its rows):
+# By this estimate, a row more is free up to some 30 rows. This is why one batches. A measurement is
+# less kind, but its shape is the same (all axes are logarithmic):
 
 # %%
 measured = results("rows")
@@ -59,17 +61,20 @@ print(measured["where"])
 figures.rows({"GPT-2, 124M parameters": measured["points"]});
 
 # %% [markdown]
+# 32 rows take three times as long as one, so each costs a tenth. (Two rows take longer than eight:
+# the library multiplies such narrow matrices in another way.)
+#
 # ## What does not get cheaper
 #
 # Weights serve all rows. Keys and values do not: each request has its own, and reads all of them
 # for one new token.
 
 # %%
-ask("32 requests with 300 cached tokens each, GPT-2 in float32. How many MB (10⁶ bytes) of keys "
-    "and values does a decode step read?",
+ask("32 requests with 300 cached tokens each, GPT-2 (12 layers, 768 wide) in float32. How many MB "
+    "(10⁶ bytes) of keys and values does a decode step read?",
     guess=...,
     answer=lambda: 32 * 300 * 2 * 12 * 768 * 4 / 1e6,
-    why="Tokens x 2 x 12 layers x 768 x 4 bytes. The weights are 494 MB.")
+    why="Tokens x 2 x 12 layers x 768 x 4 bytes. That is more than the 494 MB of weights.")
 
 # %%
 print("requests   operations per byte: linears   attention")
@@ -80,15 +85,18 @@ for requests in 1, 8, 32:
     print(f"{requests:8} {operations / weights:30.1f} {attention / keys:11.1f}")
 
 # %% [markdown]
-# > **Claim R7.** At decode, the arithmetic intensity of each request's attention is about 1 in fp16
-# > (0.5 in fp32) and stays there, while that of the linears rises with the number of rows: batching
-# > helps the weights, not the cache. *It holds.*
+# Operations per byte are called *arithmetic intensity*.
+#
+# > **Claim R7.** At decode, the arithmetic intensity of each request's attention is about 1 in
+# > fp16 (0.5 in fp32) and stays there, while that of the linears rises with the number of rows:
+# > batching helps the weights, not the cache. *It holds.*
 #
 # ## Which stage improves what
 #
-# Tokens per second is what the operator pays for. A user sees two other times: *TTFT*, until the
-# first token appears, and *ITL*, between one token and the next. Workload W1: 32 requests, prompts
-# of 8 to 512 tokens, answers of 8 to 128, on the machine above.
+# The operator of a server wants many tokens per second. A user sees two other times: *TTFT*, the
+# time to the first token, and *ITL*, the time between one token and the next. p50 is the median,
+# and p99 is the value that 99% of them do not exceed. Workload W1: 32 requests, prompts of 8 to
+# 512 tokens, answers of 8 to 128, on the first machine of this notebook.
 
 # %%
 print("                         tokens/s   TTFT mean   ITL p50    ITL p99")
@@ -98,9 +106,10 @@ for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged,
           f"{system['itl_p50'] * 1e3:6.0f} ms {system['itl_p99'] * 1e3:7.0f} ms")
 
 # %% [markdown]
-# The way down the table is not a way up in every column. Unbatched has the best ITL, because
-# nothing disturbs it, and a TTFT of twenty seconds, because everyone else waits. Interleaved makes
-# fewer passes than chunked, and is three times slower: a CPU has no idle arithmetic for pads.
+# Later stages are not better in every column. Unbatched has the best ITL, because nothing disturbs
+# the one request that runs; but its mean TTFT is twenty seconds, because a request waits until all
+# before it are done. Interleaved makes one pass a step where chunked makes two, and is three times
+# slower: a CPU has no idle arithmetic for pads.
 
 # %%
 ask("Chunks are there to lower the worst ITL. Compare 'dynamic' and 'chunked' in the table. Is ITL "
@@ -131,7 +140,12 @@ figure.tight_layout()
 # %% [markdown]
 # > **Claim P6.** Prefill and TTFT are 1.6 to 3.5 times faster than full batching at k = 16, up
 # > to 4.5 and 6 times at larger k, and the same in the worst case r = k. *It holds for short,
-# > skewed lengths* (dialogue, instructions); our long ones gain less.
+# > skewed lengths* (dialogue, instructions), where we even find 8.9 at k = 64; our long ones
+# > gain less. Packing the whole dataset makes TTFT worse, since a prompt waits until its row is
+# > due.
+#
+# (The right picture has other prompts than the left one, hence other values at k = 16. With k = 1
+# each row is one prompt: r = k, and the speedup is 1.)
 
 # %%
 figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4))
@@ -139,8 +153,10 @@ figures.draw_predictors(left, right, packing["predictors"])
 figure.tight_layout()
 
 # %% [markdown]
-# > **Claim P7.** The speedup is predicted by r/k, the batch-size reduction (about 1/(r/k) at best),
-# > and by m − L/k, the longest minus the mean length; uniform lengths give r/k ≈ 0.6. *It holds.*
+# > **Claim P7.** The speedup is predicted by r/k, the batch-size reduction (about 1/(r/k) at
+# > best), and by m − L/k, the longest minus the mean length (L tokens in k prompts); uniform
+# > lengths give r/k ≈ 0.6. *Both predict it, but 1/(r/k) is no upper limit here:* many points
+# > lie above the line.
 
 # %%
 figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4))
@@ -149,11 +165,12 @@ figures.draw_latency(right, packing["latency"])
 figure.tight_layout()
 
 # %% [markdown]
-# > **Claim P8.** Peak memory falls with the pad tokens, and allows up to 16 times larger prefill
-# > batches. *It falls;* with our lengths 3 times more prompts fit, not 16.
+# > **Claim P8.** Peak memory falls with the pad tokens, and allows up to 16 times larger
+# > prefill batches. *It falls;* with our lengths, and 1 GB besides the weights, 1.2 (articles)
+# > to 3.4 times (dialogue) as many prompts fit.
 #
-# > **Claim P9.** Hardware does not parallelise a batch for free: at fixed m, latency grows with k.
-# > *It holds:* here nearly in proportion.
+# > **Claim P9.** Hardware does not parallelise a batch for free: at fixed m, latency grows with
+# > k. *It holds:* 64 prompts take 38 times as long as one.
 #
 # ### Your turn: when is prepacking useless?
 #
@@ -179,15 +196,20 @@ def useless():
 #
 # ## More than one device
 #
-# If the weights do not fit, or one device is too slow, one splits every weight matrix. A rank holds
-# half of the heads, and half of the MLP. Its partial results must be added up, twice in a block: an
-# *all-reduce* after attention and one after the MLP.
+# If the weights do not fit, or one device is too slow, one splits every weight matrix. With two
+# processes, called *ranks*, each holds half of the heads and half of the MLP. The first layer of
+# each pair is split by its outputs:
 
 # %%
 source(column_parallel)
 
+# %% [markdown]
+# The second one is split by its inputs, so each rank has only a part of every sum. An *all-reduce*
+# adds the parts up: one after attention's output projection, one after the MLP.
+
 
 # %%
+@cache
 def counts():
     """What a run on two processes counts: ["2 ranks (gloo)", "4 layers", ...]."""
     printed = torchrun(2, "tensor_parallel.py", "--quiet", "--max_new_tokens", "3")
@@ -210,8 +232,7 @@ print(*counts(), sep="\n  ")
 # > loop needs no communication. *It holds:* the model above has 4 layers, hence 8. *Wrong as
 # > published* in one place: "16 sync events per block" is 2 per block, 16 per pass.
 #
-# So nothing in this repository's batching changes for tensor parallelism, and tensor parallelism
-# changes nothing in the batching.
+# So schedulers and layouts stay as they are; only the weights are split.
 #
 # ## Shapes and compilers
 #
@@ -260,11 +281,11 @@ print("dynamic shapes:", compiles(dynamic=True), "compile")
 # either, but it does as soon as the answers' lengths differ.
 # </details>
 #
-# **3.** Two machines are joined by a slow network. Tensor parallelism over both, or a whole copy of
-# the model on each?
+# **3.** Two machines are joined by a slow network. Tensor parallelism over both, or a whole copy
+# of the model on each?
 #
 # <details><summary>Answer</summary>
 #
-# Copies, if the model fits: requests are independent, so copies need no communication at all, while
-# tensor parallelism waits for the network twice in every layer of every step.
+# Copies, if the model fits: requests are independent, so copies need no communication at all,
+# while tensor parallelism waits for the network twice in every layer of every step.
 # </details>

@@ -5,14 +5,13 @@ What the notebooks share: import it first, since it also finds the repository's 
     ask(question, guess=..., answer=f)        compares a guess with what the code gives
     with broken("published mask"): ...        puts a known bug in, and takes it out again
     @exercise                                 tries a reader's function inside the real stages
-    run, look, check                          run a stage: its trace, who sees whom, is it right?
+    run, look, check                          run a stage: its trace, what tokens see, is it right?
 
 The model is the built-in one. Prompts are words where text helps, and letters where only lengths
 matter: `letters(A=4, B=2)` are two requests with prompts of 4 and 2 arbitrary tokens.
 """
 import ast
 import inspect
-import json
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ sys.path.insert(0, str(ROOT))   # the repository's modules
 
 import torch
 
+from experiments.ladder import results
 from generate_naive import StaticBatch
 from generate_prepacked import first_fit_decreasing
 from model import Head
@@ -38,7 +38,7 @@ from toolbox.traps import Flat, Rectangle, broken, swapped
 from toolbox.xray import XRay, sights_at
 
 __all__ = ["ask", "broken", "check", "exercise", "letters", "look", "model", "results", "run",
-           "show", "source", "survivors", "texts", "tokenizer", "torchrun", "word"]
+           "show", "sizes", "source", "survivors", "texts", "tokenizer", "torchrun", "word"]
 
 torch.set_num_threads(1)   # a model this small gains nothing from more
 model, tokenizer = load("builtin")
@@ -81,15 +81,16 @@ def texts(*prompts, new=8, temperature=0.0):
                     eos_token=tokenizer.eot_token) for i, text in enumerate(prompts)]
 
 
+def sizes(requests):
+    """Prints a line for each request."""
+    for request in requests:
+        print(f"{request.name}: a prompt of {len(request.prompt):2} tokens, "
+              f"{request.max_new_tokens:2} to generate, arrives at step {request.arrival}")
+
+
 def word(request, position):
     """A token as text, for the axes of a picture; ␣ is a space."""
     return tokenizer.decode([request.tokens[position]]).replace(" ", "␣").replace("\n", "⏎")
-
-
-def results(name):
-    """Measurements that are committed, with the machine's description: see experiments/."""
-    path = ROOT / "experiments" / "results" / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def run(stage, requests, **knobs):
@@ -103,7 +104,7 @@ def look(stage, requests, step, number=0, **knobs):
 
 
 def show(seen, label=None):
-    """Draws who sees whom, side by side: show({title: Sight, ...}). label=word writes text."""
+    """Draws what each token sees: show({title: Sight, ...}), side by side. label=word: as text."""
     return sights.draw(seen, label=label)
 
 
@@ -125,7 +126,7 @@ def torchrun(ranks, script, *flags):
 
 
 def survivors(trap, stage, requests, **knobs):
-    """The names of the requests that a bug leaves right: "A, C"."""
+    """The names of the requests that pass the check in spite of a bug: "A, C"."""
     copies = [replace(request) for request in requests]
     listener = Check(model, copies)
     with broken(trap, show=False):
@@ -141,15 +142,32 @@ def ask(question, guess=..., answer=None, why=""):
     if guess is ...:
         return
     right = answer()
-    verdict = "Right" if same(guess, right) else f"You say {guess}; it is"
-    print(f"{verdict}: {right}. {why}".rstrip())
+    print("Right." if same(guess, right) else f"You say {guess}.", f"It is {right}. {why}")
 
 
 def same(guess, right):
-    """Equal; numbers with a fraction need only be close."""
-    if isinstance(right, float) and isinstance(guess, (int, float)):
-        return abs(guess - right) <= 0.02 * abs(right)
-    return str(guess).strip().lower() == str(right).strip().lower()
+    """Equal; numbers with a fraction need only be close, and names come in any order."""
+    if isinstance(right, (int, float)):
+        guess = float(str(guess).replace(",", "")) if is_number(guess) else guess
+        close = 0.02 * abs(right) if isinstance(right, float) else 0
+        return isinstance(guess, float) and abs(guess - right) <= close
+    if isinstance(right, list):
+        return isinstance(guess, (list, tuple)) and len(guess) == len(right) and all(
+            map(same, guess, right))
+    return names_in(guess) == names_in(right)
+
+
+def is_number(value):
+    try:
+        return float(str(value).replace(",", "")) is not None
+    except ValueError:
+        return False
+
+
+def names_in(value):
+    """The words of "A, C" or ["A", "C"], sorted."""
+    text = " ".join(map(str, value)) if isinstance(value, (list, tuple, set)) else str(value)
+    return sorted(text.lower().replace(",", " ").split())
 
 
 # --- to write ------------------------------------------------------------------------------------
@@ -169,6 +187,7 @@ def exercise(function):
 
 
 def is_blank(function):
+    """Whether there is nothing in it but a docstring and `...`."""
     def blank():
         ...
 
@@ -176,12 +195,13 @@ def is_blank(function):
         """..."""
         ...
 
-    return function.__code__.co_code in (blank.__code__.co_code,
-                                         blank_with_docstring.__code__.co_code)
+    constants = function.__code__.co_consts[function.__doc__ is not None:]
+    return set(constants) <= {None, ...} and function.__code__.co_code in (
+        blank.__code__.co_code, blank_with_docstring.__code__.co_code)
 
 
 def first_fault(stage, requests, **knobs):
-    """What goes wrong in a run, in a sentence: who sees whom, and if that is right, the tokens."""
+    """What goes wrong in a run, in a sentence: first what tokens see, then logits and tokens."""
     copies = [replace(request) for request in requests]
     listener = Check(model, copies)
     with XRay(model, copies) as xray:
@@ -196,8 +216,8 @@ def is_tensor(value, shape, of, dtype=torch.bool):
         return f"{of} it returns {type(value).__name__}, not a tensor"
     if tuple(value.shape) != shape:
         return f"{of} it returns shape {tuple(value.shape)}, not {shape}"
-    if dtype is torch.bool and value.dtype != dtype:
-        return f"{of} it returns {value.dtype}, not torch.bool"
+    if value.dtype != dtype:
+        return f"{of} it returns {value.dtype}, not {dtype}"
 
 
 def judge_causal_rule(function):
@@ -216,7 +236,7 @@ def judge_own_positions(function):
         return fault
     with swapped(StaticBatch.lay_out, [("columns[self.start:] - self.pads[:, None]",
                                         "positions_of_reader(columns[self.start:], self.pads)")],
-                 positions_of_reader=function):
+                 positions_of_reader=lambda *arguments: function(*arguments).clone()):
         return first_fault("naive", letters(A=3, B=7, C=1))
 
 
@@ -232,6 +252,20 @@ def judge_row_mask(function):
 
 
 def judge_varlen(function):
+    calls = []
+
+    def head(q, k, v):
+        calls.append(q.size(-2) * k.size(-2))
+        return Head()(q, k, v)
+
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 40, 4, generator=g) for _ in "qkv")
+    caches = [(k[:, a:b], v[:, a:b]) for a, b in ((0, 10), (10, 40))]
+    if fault := is_tensor(function(q, caches, [0, 10, 40], head), (2, 40, 4),
+                          "for 40 tokens, 2 heads and 4 features", torch.float):
+        return fault
+    if sum(calls) != 1000:
+        return f"for cu_seqlens [0, 10, 40] it computes {sum(calls):,} scores, not 1,000"
     with swapped(Flat.attend, [
             ("for i, (keys, values) in enumerate(caches):", "if True:"),
             ("new = slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])",
@@ -246,9 +280,9 @@ class Stuck(Exception):
 
 def judge_victim(function):
     """Runs a workload without enough memory, and looks at each preemption."""
-    requests = [replace(request, priority=priority, arrival=i // 2)
-                for i, (request, priority) in enumerate(zip(letters(
-                    A=4, B=5, C=4, D=6, E=4, F=5, new=14), (1, 0, 2, 1, 2, 2)))]
+    requests = [replace(request, priority=priority, arrival=arrival) for request, priority, arrival
+                in zip(letters(B=4, F=5, A=4, D=6, C=4, E=5, new=14),
+                       (1, 0, 2, 1, 2, 2), (0, 0, 1, 1, 2, 2))]
     faults, calls = [], 0
 
     def chosen(running, rank):
@@ -256,7 +290,8 @@ def judge_victim(function):
         calls += 1
         if calls > 200:
             raise Stuck("it preempts for ever: those that it chooses never get on")
-        victim, right = function(list(running)), max(running, key=rank)
+        victim, right = function(sorted(running, key=lambda request: request.prompt)), max(
+            running, key=rank)
         if victim not in running:
             raise Stuck(f"for {', '.join(r.name for r in running)} it returns {victim!r:.40}, "
                         "which is none of them")

@@ -55,7 +55,7 @@ def test_the_script_of_the_scripted_model(stage):
 
 
 NAMED = {   # what the sentence must hold for each layout bug of the known traps
-    "new_slots_are_all_valid": "pad slot", "past_slots_are_all_valid": "blank",
+    "new_slots_are_all_valid": "pad slot", "past_slots_are_all_valid": "empty key slot",
     "no_causal_rule_in_a_continuation_chunk": "sees position",
     "causal_rule_from_the_top_left": "does not see position",
     "packed_prompts_see_their_neighbours": "of request 'r",

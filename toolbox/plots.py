@@ -5,21 +5,22 @@ What every script can draw with --plot, in one visual language:
     green   decode                red, hatched     finished, still computed
     purple  computed again        thin grey line   waiting
 
-The colours are Okabe and Ito's, which colour-blind readers can tell apart; hatching repeats the
-distinction. The README's figures, in experiments/figures.py, use the same language.
+Colour-blind readers can tell the colours apart (Okabe and Ito's, and Tol's red); hatching repeats
+the distinction. The README's figures, in experiments/figures.py, use the same language.
 """
 import os
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 SUFFIXES = (".png", ".pdf", ".svg")
 COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4",
-          "finished": "#D55E00", "waiting": "#999999"}
+          "finished": "#CC3311", "waiting": "#999999"}
 NAMES = {"prefill": "prefill", "decode": "decode", "recomputed": "computed again", "pad": "padding",
-         "finished": "finished, still computed", "waiting": "waiting, perhaps preempted"}
+         "finished": "finished, still computed", "waiting": "waiting"}
 
 
 def pyplot():
@@ -53,6 +54,8 @@ def check_path(path, flag, suffixes=None):
 
 def patch(kind):
     """A legend entry."""
+    if kind == "waiting":
+        return Line2D([], [], color=COLORS[kind], linewidth=1, label=NAMES[kind])
     return Patch(facecolor=COLORS[kind], hatch=hatch(kind), edgecolor=edge(kind), linewidth=0,
                  label=NAMES[kind])
 
@@ -73,16 +76,16 @@ def legend(figure, kinds):
 
 def timeline(ax, trace, last_step=None):
     """
-    One row per request, one column per step. The full height of a cell is the width of the
-    request's row in the tensor: coloured for tokens, grey for padding. So a decode in the same
-    rectangle as a chunk of 16 is 1/16 green.
+    One row per request, one column per step. A cell is as high as the request's row in the tensor
+    is wide: coloured for tokens, grey for padding. So a decode in the same rectangle as a chunk of
+    16 is 1/16 green. Pads of a row that several prompts share belong to none, and are not drawn.
     """
     row_of = {request.name: i for i, request in enumerate(trace.requests)}
     draw_waiting(ax, trace, row_of)
     draw_work(ax, trace, row_of)
     ax.set_ylim(len(row_of) - 0.4, -0.6)
     ax.set_yticks(range(len(row_of)), row_of, fontsize=8)
-    ax.set_xlim(0, last_step or trace.passes[-1].step + 1)
+    ax.set_xlim(-0.5, (last_step or trace.passes[-1].step + 1) - 0.5)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("step")
@@ -98,8 +101,8 @@ def draw_waiting(ax, trace, row_of):
         for p in trace.passes:
             if request.name in [name for name, _, _ in p.work]:
                 if p.step > since:
-                    ax.plot([since, p.step], [row_of[request.name]] * 2, color=COLORS["waiting"],
-                            linewidth=1)
+                    ax.plot([since - 0.5, p.step - 0.5], [row_of[request.name]] * 2,
+                            color=COLORS["waiting"], linewidth=1)
                 since = p.step + 1
 
 
@@ -108,12 +111,13 @@ def draw_work(ax, trace, row_of):
     reached = {}   # name -> tokens computed so far
 
     def draw(step, name, kind, height, base=0.0):
-        ax.bar(step + 0.5, 0.84 * height, 0.92, bottom=row_of[name] - 0.42 + 0.84 * base,
+        ax.bar(step, 0.84 * height, 0.92, bottom=row_of[name] - 0.42 + 0.84 * base,
                color=COLORS[kind], hatch=hatch(kind), edgecolor=edge(kind), linewidth=0)
 
     for p in trace.passes:
         for name, first, n in p.work:
-            width, base = p.shape[1] if len(p.shape) == 2 else n, 0.0
+            own_row = len(p.shape) == 2 and p.shape[0] == len(p.work) + len(p.finished)
+            width, base = p.shape[1] if own_row else n, 0.0
             again = max(0, min(reached.get(name, 0), first + n) - first)
             reached[name] = max(reached.get(name, 0), first + n)
             new = "decode" if first + again >= prompt[name] else "prefill"

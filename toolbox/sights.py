@@ -1,5 +1,5 @@
 """
-Draws who sees whom, as the X-ray measured it: queries down, keys across.
+Draws which keys each token sees, as the X-ray measured it: queries down, keys across.
 
     green   a key from the cache          grey, hatched   padding, seen by no token
     blue    a new key                     red             seen, and should not be
@@ -22,7 +22,12 @@ CELL, TOP, WIDEST = 0.2, 0.5, 10.5   # inches
 
 @dataclass
 class Panel:
-    """What the queries of one row see; of a flat stream, what all queries see."""
+    """
+    What the queries of one row see; of a flat stream, what all queries see.
+
+    name: of the requests in it
+    """
+    name: str
     queries: list   # labels; "·" is a pad
     keys: list      # labels
     cells: list     # for each query, for each key "past", "new", "pad", "wrong", "missing" or ""
@@ -41,7 +46,7 @@ def panels(sight, label=None):
 
 
 def panel(sight, ids, seen, label):
-    token_of, same = sight.xray.token_of, sight.xray.equal_tokens()
+    token_of, shared = sight.xray.token_of, sight.xray.shared_keys(sight.batch)
     columns, past_pads = key_columns(sight, ids)
     cells, extra = [], {}
     for id, counts in zip(ids, seen):
@@ -49,9 +54,9 @@ def panel(sight, ids, seen, label):
             cells.append(["pad"] * len(columns))
             continue
         request, position = token_of[id]
-        mine = {same[key]: key for key in range(id - position, id + 1)}
+        mine = {shared[key]: key for key in range(id - position, id + 1)}
         # A page that equal beginnings share counts as the request's own.
-        seen_keys = {mine.get(same.get(key, key), key) for key, n in enumerate(counts[1:-1], 1)
+        seen_keys = {mine.get(shared.get(key, key), key) for key, n in enumerate(counts[1:-1], 1)
                      if n}
         pads = seen_pads(columns, past_pads, counts[PAD], counts[-1])
         cells.append([cell(key, i in pads, key in mine.values(), key in seen_keys, sight, token_of)
@@ -62,7 +67,9 @@ def panel(sight, ids, seen, label):
         for i, row in enumerate(cells):
             row.append("wrong" if i in queries else "")
     names = ["·" if id == PAD else label(*token_of[id]) for id in [*columns, *extra]]
-    return Panel(["·" if id == PAD else label(*token_of[id]) for id in ids], names, cells)
+    owners = dict.fromkeys(token_of[id][0].name for id in ids if id != PAD)
+    queries = ["·" if id == PAD else label(*token_of[id]) for id in ids]
+    return Panel(" ".join(owners), queries, names, cells)
 
 
 def key_columns(sight, ids):
@@ -140,8 +147,10 @@ def draw(sights, path=None, label=None):
         figure.text((left + 0.1) / width, 1 - 0.3 / height, bill(sight), fontsize=9, va="top")
     for part, left, top in places:
         w, h = CELL * len(part.keys), CELL * len(part.queries)
-        draw_panel(figure.add_axes((left / width, 1 - (top + h) / height, w / width, h / height)),
-                   part)
+        ax = figure.add_axes((left / width, 1 - (top + h) / height, w / width, h / height))
+        draw_panel(ax, part)
+        if label:   # else each token carries its request's name
+            ax.text(-0.3, -0.4, part.name, ha="right", va="bottom", fontsize=10, weight="bold")
     figure.legend(handles=handles, loc="lower center", ncols=in_a_line, fontsize=9,
                   handlelength=1.2, columnspacing=1.2)
     return save(figure, path)

@@ -138,22 +138,23 @@ class XRay:
 
     def faults(self):
         """A sentence for everything that was seen and should not have been, or the reverse."""
-        same = self.equal_tokens()
         return [sentence for number, sight in enumerate(self.passes)
-                for sentence in self.faults_of(number, sight, same)]
+                for sentence in self.faults_of(number, sight, self.shared_keys(sight.batch))]
 
-    def equal_tokens(self):
+    def shared_keys(self, batch):
         """
-        id -> the first id with the same tokens up to it: in stage 7 such tokens share their keys.
+        id -> the id whose keys it may share. In stage 7 that is the first one with the same tokens
+        up to it; elsewhere no request shares any.
         """
-        first_of, same = {}, {}
+        first_of, shared = {}, {}
         for request in self.requests:
             for position in range(len(request.tokens)):
                 id = self.first[request] + position
-                same[id] = first_of.setdefault(tuple(request.tokens[:position + 1]), id)
-        return same
+                prefix = tuple(request.tokens[:position + 1]) if hasattr(batch, "pages") else id
+                shared[id] = first_of.setdefault(prefix, id)
+        return shared
 
-    def faults_of(self, number, sight, same):
+    def faults_of(self, number, sight, shared):
         slots = zip(sight.ids.flatten().tolist(), sight.positions.flatten().tolist(),
                     sight.seen.flatten(0, -2).tolist())
         for slot, (id, given, row) in enumerate(slots):
@@ -165,8 +166,8 @@ class XRay:
                      f"({kind}, position {position})")
             if given != position:
                 yield f"{token} is computed as if at position {given}"
-            expected = Counter(same[key] for key in range(id - position, id + 1))
-            seen = Counter({same.get(key, key): n for key, n in enumerate(row) if n})
+            expected = Counter(shared[key] for key in range(id - position, id + 1))
+            seen = Counter({shared.get(key, key): n for key, n in enumerate(row) if n})
             for wrong, verb in (seen - expected, "sees"), (expected - seen, "does not see"):
                 if wrong:
                     yield f"{token} {verb} {self.describe(wrong)}"
@@ -179,11 +180,11 @@ class XRay:
         return f"row {row}, column {column}"
 
     def describe(self, keys):
-        """{id: number} in words: "7 pad slots, 2 blanks, positions 3 to 5 of request 'B'"."""
+        """{id: number} in words: "7 pad slots, 2 empty key slots, position 3 of request 'B'"."""
         blank, words, positions = len(self.token_of), [], {}
         for id, n in keys.items():
             if id in (PAD, blank):
-                words.append(f"{n} {'pad slot' if id == PAD else 'blank'}{'s' * (n > 1)}")
+                words.append(f"{n} {'pad' if id == PAD else 'empty key'} slot{'s' * (n > 1)}")
             else:
                 request, position = self.token_of[id]
                 positions.setdefault(request, []).append(position)
