@@ -65,8 +65,8 @@ source(MultiHeadAttention.forward)
 # %% [markdown]
 # So every way of batching is an answer to two questions:
 #
-# 1. *Which tokens are in this forward pass?* The scheduler decides.
-# 2. *Which keys may each of them see?* The layout decides: mask, positions, cache.
+# 1. *Which tokens are in this forward pass?* The scheduler decides. 2. *Which keys may each of
+# them see?* The layout decides: mask, positions, cache.
 #
 # ## The first question: which request computes when?
 #

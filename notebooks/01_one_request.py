@@ -200,11 +200,15 @@ for layer, rows in enumerate(moved_rows(changed_token=6)):
 # %%
 source(KV.write)
 source(KV.read)
+
+# %% [markdown]
+# Stage 0 writes the new tokens' keys and values at `start`, and then reads all of them:
+
+# %%
 source(Alone.attend)
 
 # %% [markdown]
-# The new tokens' keys and values are written at `start`; then all of them are read. Without a
-# cache the forward passes for four new tokens compute 7, 8, 9 and 10 rows. With it:
+# Without a cache the forward passes for four new tokens compute 7, 8, 9 and 10 rows. With it:
 
 # %%
 without, with_cache = (run(stage, [request]) for stage in ("unbatched, no cache", "unbatched"))

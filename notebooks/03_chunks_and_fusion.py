@@ -216,9 +216,9 @@ with broken("published mask"):
 show({"the published mask": published});
 
 # %% [markdown]
-# > **Claim I8.** *Wrong as published:* all new slots are marked valid, so left-padded rows attend
-# > to their pad slots. Here that moves logits by up to a third of the largest. With the pads
-# > masked, only rounding is left.
+# > **Claim I8.** *Wrong as published:* all new slots are marked valid, so left-padded rows
+# > attend to their pad slots. Here that moves logits by up to a third of the largest. With the
+# > pads masked, only rounding is left.
 #
 # The red keys belong to no token. They are pads with arbitrary contents, and each takes part of
 # the softmax's weight. B and C are wrong from their first token on: their prompts are shorter than

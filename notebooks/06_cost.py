@@ -52,8 +52,8 @@ for rows in 1, 8, 32, 128, 512:
           f"multiplying {operations / PEAK * 1e3:6.1f} ms")
 
 # %% [markdown]
-# By this estimate, a row more is free up to some 30 rows. This is why one batches. A measurement is
-# less kind, but its shape is the same (all axes are logarithmic):
+# By this estimate, a row more is free up to some 30 rows. This is why one batches. A measurement
+# is less kind, but its shape is the same (all axes are logarithmic):
 
 # %%
 measured = results("rows")
