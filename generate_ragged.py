@@ -14,7 +14,7 @@ Better than stage 4: every slot computed is a token that some request needs.
 Wasted: room in memory is reserved for answers that may never come; and a prompt that many requests
 share is computed and kept once for each of them.
 """
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -93,9 +93,8 @@ class Flat:
 
     def write(self, layer, k, v):
         """Puts each request's new keys and values (nh, N, hs) into its own cache."""
-        for i, (request, _) in enumerate(self.plan):
-            new = slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])
-            request.kv.write(layer, self.starts[i], k[:, new], v[:, new])
+        for (request, _), start, (a, b) in zip(self.plan, self.starts, pairwise(self.cu_seqlens)):
+            request.kv.write(layer, start, k[:, a:b], v[:, a:b])
 
     def read(self, layer, i):
         """Keys and values (nh, S, hs) of the plan's i-th request: views, nothing is copied."""

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from model import GPT, GPTConfig, sample
+from model import sample
 from paging import MAX_OVERTAKEN, POLICIES
 from request import Request, prepare
 from toolbox.stages import STAGES as ALL
+from toolbox.toy import toy as toy  # the tests import it from here
 
 BLOCK_SIZE, VOCAB = 24, 13
 
@@ -22,26 +23,6 @@ STAGES = {name.replace("unbatched, no cache", "no_cache").replace(", ", "_"): ge
 RAGGED = ("ragged_mask", "ragged_varlen")
 SCHEDULED = ("chunked", "interleaved", *RAGGED, "paged")
 BATCHED = ("naive", "dynamic", "prepacked", "prepacked_dataset", *SCHEDULED)
-
-
-def toy(loud=True, seed=0, dtype=torch.float64, **config):
-    """
-    A random model of odd sizes. Loud: the matrices of its blocks x 20, positions x 3. At its plain
-    initialisation a tied head soon repeats one token for ever, and hides nearly every bug
-    (trap 13).
-    """
-    torch.manual_seed(seed)
-    sizes = dict(block_size=BLOCK_SIZE, vocab_size=VOCAB, n_layer=3, n_head=3, n_embd=15)
-    model = GPT(GPTConfig(**{**sizes, **config})).to(dtype)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("bias"):
-                p.normal_(std=0.1)
-            elif loud and p.dim() == 2 and name.startswith("h."):
-                p.mul_(20)
-            elif loud and name == "wpe.weight":
-                p.mul_(3)
-    return model.requires_grad_(False)
 
 
 @torch.inference_mode()

@@ -84,6 +84,18 @@ class StandIn:
     def slice(self, start, end):
         return list(range(self.first + start, self.first + end))
 
+    @property
+    def prompt(self):
+        return self.slice(0, len(self.request.prompt))
+
+    @property
+    def generated(self):
+        return self.slice(len(self.request.prompt), len(self.request.tokens))
+
+    @property
+    def tokens(self):
+        return self.slice(0, len(self.request.tokens))
+
     def __getattr__(self, name):
         return getattr(self.request, name)
 
@@ -116,9 +128,9 @@ class XRay:
         twin.plan = [(StandIn(request, self.first[request]), n) for request, n in batch.plan]
         twin.lay_out(batch.tokens.device)
         v = torch.nn.functional.one_hot(twin.tokens, len(self.token_of)).double().unsqueeze(-3)
-        q = v.new_zeros(*v.shape[:-1], 1)
+        blank = torch.zeros_like(v)
         with self.own_layer(batch):
-            out = batch.attend("xray", q, q, v).squeeze(-3)          # (..., D)
+            out = batch.attend("xray", blank, blank, v).squeeze(-3)  # (..., D)
         batch = copy.copy(batch)   # a static batch is the same object in the next pass
         self.passes.append(Sight(self, batch, twin.tokens, positions, counts_of(out)))
 

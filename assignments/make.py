@@ -1,0 +1,162 @@
+"""
+Makes a student copy of one assignment, cut from the repository as it stands.
+
+    python assignments/make.py 4 out/                     the copy
+    python assignments/make.py 4 out/ --student ada       with the numbers that ada is to predict
+    python assignments/make.py 4 out/ --nbgrader          and a notebook in nbgrader's convention
+
+Signature and docstring of each function stay; its body becomes a hint and an error. Only what the
+set needs is copied: no tests, no solutions, no notebooks. Same input, same bytes.
+"""
+import argparse
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import grade  # noqa: E402
+import graft  # noqa: E402
+from mutants import MUTANTS  # noqa: E402
+from predict import questions  # noqa: E402
+from sets import SETS  # noqa: E402
+
+KIT = ("grade.py", "observe.py", "graft.py", "sets.py")   # what grades the visible workloads
+README = """# Set {number}: {title}
+
+Read HANDOUT.md. Write the functions that raise NotImplementedError, and grade yourself:
+
+    pip install torch numpy
+    python grade.py
+
+It prints the points of each part on the visible workloads, and for the first thing that is wrong a
+sentence. The instructor grades with hidden workloads as well. Rows, columns, tokens, steps and
+passes are counted from 0.
+
+Hand in this folder: the code, numbers.json (NUMBERS.md), break.json (BREAK.md), written.md.
+
+You may add helper functions, methods and imports to the files in which you write. Changes of other
+functions are ignored. You may use an AI assistant to explain the handout, an error or PyTorch. Do
+not let it write the functions, the workloads or the written answers, and say in written.md what you
+used it for. The solutions are public, and finding them teaches nothing. The numbers, the workloads
+and the answers are yours to explain.
+"""
+BREAK = """# Break it
+
+Here are five bugs. For each, hand in the smallest workload that exposes it: the right code and the
+code with the bug must give different tokens, logits, steps, plans or numbers of passes or slots.
+The size of a workload is the number of its prompt tokens and new tokens. A workload that is more
+than half as large again as the smallest known gets half of the points.
+
+{bugs}
+
+break.json has a workload for each number. A request is [prompt, new tokens], or [prompt, new
+tokens, arrival, priority, eos_token]. A prompt is a number of tokens, or a list of token ids from 0
+to 12. The knobs are those of `generate`{knobs}. The model is small and random; no sequence may have
+more than 24 tokens.
+"""
+
+
+def student_copy(number):
+    """{file: text} of a set's student copy."""
+    chosen, files = SETS[number], {}
+    for name in grade.modules_of(number):
+        files[name] = (HERE.parent / name).read_text(encoding="utf-8")
+    for part in reversed(chosen.parts):   # a function of two parts is named by the first
+        for function in part.functions:
+            file, name = function.split(":")
+            source = (HERE.parent / file).read_text(encoding="utf-8")
+            message = f"set {number}, part {part.letter}"
+            if "raise NotImplementedError(" in graft.source_of(files[file], name):
+                files[file] = graft.replaced(files[file], name, graft.source_of(source, name))
+            files[file] = graft.blanked(files[file], name, message)
+    for function in chosen.hidden:
+        file, name = function.split(":")
+        files[file] = graft.blanked(files[file], name, "not part of this set")
+    for name in KIT:
+        files[name] = (HERE / name).read_text(encoding="utf-8")
+    files["README.md"] = README.format(number=number, title=chosen.title)
+    files["HANDOUT.md"] = (HERE / "handouts" / f"{number}.md").read_text(encoding="utf-8")
+    knobs = ": max_batch, token_budget and max_kv_tokens" if number == 3 else ""
+    files["BREAK.md"] = BREAK.format(knobs=knobs, bugs="\n".join(
+        f"{i}. {MUTANTS[bug].words}" for i, bug in enumerate(chosen.bugs, 1)))
+    files["break.json"] = json.dumps(
+        {"1": {"requests": [[3, 2], [5, 2, 1]], "knobs": {}}}, indent=1) + "\n"
+    files["written.md"] = f"# Set {number}: written answers\n\n## 1\n\n## 2\n\n## AI assistants\n"
+    return files
+
+
+def expected(number):
+    """What the reference gives on the visible workloads, for grade.py in the copy."""
+    seen = grade.run(number, grade.part_names(number), grade.VISIBLE)
+    return json.dumps(seen, separators=(",", ":"), sort_keys=True) + "\n"
+
+
+def number_files(number, student):
+    asked = questions(number, student)
+    text = [f"# Numbers for {student}", "",
+            "Predict them by hand, before you run anything. The answers go into numbers.json.", ""]
+    text += [f"{key}. {question}" for key, (question, _) in asked.items()]
+    return {"NUMBERS.md": "\n".join(text) + "\n",
+            "numbers.json": json.dumps(dict.fromkeys(asked, None), indent=1) + "\n"}
+
+
+def notebook(number):
+    """A notebook in nbgrader's convention: a cell of text and one of points for each part."""
+    def cell(kind, source, grade_id, **more):
+        flags = {"grade": False, "solution": False, "locked": True, "schema_version": 3,
+                 "grade_id": grade_id, **more}
+        made = {"cell_type": kind, "id": grade_id, "metadata": {"nbgrader": flags},
+                "source": source}
+        return made if kind == "markdown" else {**made, "outputs": [], "execution_count": None}
+
+    cells = [cell("markdown", f"# Set {number}: {SETS[number].title}\n\nWrite the functions in the "
+                  "files beside this notebook, then run its cells.", "intro"),
+             cell("code", f"import grade\nscores, _ = grade.grade({number}, '.')\n"
+                  "points = {score.name: score.points for score in scores}", "run")]
+    for part in SETS[number].parts:
+        name = f"{number}{part.letter}"
+        cells += [cell("markdown", f"## {name}: {part.title}\n\n" + "\n".join(
+            f"- `{function}`" for function in part.functions), f"text-{name}"),
+            cell("code", f"print(next(score for score in scores if score.name == '{name}'))\n"
+                 f"points['{name}']", f"points-{name}", grade=True, points=part.points)]
+    return json.dumps({"cells": cells, "metadata": {"kernelspec": {
+        "name": "python3", "display_name": "Python 3", "language": "python"}},
+        "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
+
+
+def make(number, folder, student=None, nbgrader=False):
+    """Writes the copy. ValueError if the folder has something in it."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is not an empty folder")
+    files = student_copy(number) | {"expected.json": expected(number)}
+    if student:
+        files |= number_files(number, student)
+    if nbgrader:
+        files[f"set{number}.ipynb"] = notebook(number)
+    for name, text in sorted(files.items()):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return len(files)
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(prog="make.py", description=__doc__.split("\n")[1])
+    p.add_argument("set", type=int, choices=SETS)
+    p.add_argument("folder", help="a new or empty folder")
+    p.add_argument("--student", help="the id that decides the numbers to predict")
+    p.add_argument("--nbgrader", action="store_true", help="add a notebook for nbgrader")
+    args = p.parse_args(argv)
+    try:
+        count = make(args.set, args.folder, args.student, args.nbgrader)
+    except ValueError as error:
+        p.error(str(error))
+    print(f"{count} files in {args.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

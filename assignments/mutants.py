@@ -1,0 +1,385 @@
+"""
+Wrong and right solutions that prove the grader, and the bugs that students are to expose.
+
+Each mutant is a change of a line or two of the reference: the known bugs of batching code among
+them. It must lose points in its own part. Each variant is another right way to write a function,
+and must get full marks. Neither is ever copied to students.
+"""
+from dataclasses import dataclass
+
+
+@dataclass
+class Mutant:
+    """
+    part:  the part that it belongs to, "4b"
+    words: what is wrong, for the students who are to expose it
+    edits: [(function, code as it stands, code of the mutant), ...]
+    """
+    part: str
+    words: str
+    edits: list
+
+
+HEAD, ALONE = "model.py:Head.forward", "generate_unbatched.py:Alone"
+STATIC, APPEND = "generate_naive.py:StaticBatch.lay_out", "request.py:Request.append"
+ADMIT, LEAVE = "generate_dynamic.py:admit", "generate_dynamic.py:leave"
+SHARE, ENTER = "scheduler.py:Scheduler.share_budget", "scheduler.py:Scheduler.admit"
+ROOM, RELEASE = "scheduler.py:Scheduler.grant_room", "scheduler.py:Scheduler.release"
+ADVANCE, COMPLETE = "request.py:advance", "request.py:complete"
+LAY, ATTEND = "generate_dynamic.py:Rectangle.lay_out", "generate_dynamic.py:Rectangle.attend"
+FIT, PACK = "generate_prepacked.py:first_fit_decreasing", "generate_prepacked.py:Packed.lay_out"
+FLAT, BLOCK = "generate_ragged.py:Flat.lay_out", "generate_ragged.py:Flat.block_diagonal"
+VARLEN = "generate_ragged.py:Flat.attend"
+HOLD, GIVE, EVICT = (f"paging.py:Pages.{name}" for name in ("hold", "give_back", "evict"))
+FIND, PUBLISH = "paging.py:Pages.find", "paging.py:Pages.publish"
+SLOTS, WRITE = "generate_paged.py:Paged.slots", "generate_paged.py:Paged.write"
+PREEMPT, MISSING = "paging.py:PagedScheduler.preempt", "paging.py:PagedScheduler.missing"
+PUT, READ = "cache.py:KV.write", "cache.py:KV.read"
+
+MUTANTS = {
+    # set 1
+    "causal rule from the top left": Mutant(
+        "1a", "The causal triangle begins in the top left corner of the mask, past or no past.",
+        [(HEAD, "tril(diagonal=S - T)", "tril(diagonal=0)")]),
+    "no causal rule": Mutant(
+        "1a", "A new token sees all new tokens, the later ones too.",
+        [(HEAD, ".tril(diagonal=S - T)", "")]),
+    "scores that are not scaled": Mutant(
+        "1a", "The scores are not divided by the square root of the head's size.",
+        [(HEAD, " / math.sqrt(q.size(-1))", "")]),
+    "the mask replaces the causal rule": Mutant(
+        "1a", "Where a mask is given, the causal rule is forgotten.",
+        [(HEAD, "see = see & mask", "see = mask")]),
+    "NaN for a query without keys": Mutant(
+        "1a", "A query that may see no key gets NaN instead of zeros.",
+        [(HEAD, "out.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "out")]),
+    "past after the new keys": Mutant(
+        "1a", "The past is appended after the new keys.",
+        [(HEAD, "torch.cat([past_k, k], dim=-2)", "torch.cat([k, past_k], dim=-2)"),
+         (HEAD, "torch.cat([past_v, v], dim=-2)", "torch.cat([v, past_v], dim=-2)")]),
+    "keys written at the beginning": Mutant(
+        "1b", "Keys are always written at the beginning of the cache; values are written rightly.",
+        [(PUT, "all_k[..., start:end, :] = k", "all_k[..., :end - start, :] = k")]),
+    "values are not written": Mutant(
+        "1b", "Only keys are written.", [(PUT, "all_v[..., start:end, :] = v", "pass")]),
+    "reads all of the cache": Mutant(
+        "1b", "Reading returns the whole buffer, also what is not written yet.",
+        [(READ, "self.k[layer][..., :end, :], self.v[layer][..., :end, :]",
+          "self.k[layer], self.v[layer]")]),
+    "a full cache is silent": Mutant(
+        "1b", "What does not fit into the cache is dropped without an error.",
+        [(PUT, 'raise ValueError(f"KV of {self.capacity} tokens cannot take tokens {start} to '
+               '{end}")', "return")]),
+    "positions from 0": Mutant(
+        "1c", "The tokens of every pass are at positions 0, 1, 2, ...",
+        [(ALONE + ".lay_out", "range(self.start, self.end)\n", "range(self.end - self.start)\n")]),
+    "all tokens every time": Mutant(
+        "1c", "Every pass computes all tokens again, cache or not.",
+        [(ALONE + ".lay_out", "self.start, self.end = request.computed, request.computed + n",
+          "self.start, self.end = 0, request.computed + n")]),
+    # set 2
+    "static column positions": Mutant(
+        "2a", "A token's position is the number of its column.",
+        [(STATIC, "columns[self.start:] - self.pads[:, None]",
+          "columns[self.start:].expand(B, T).clone()")]),
+    "right padding": Mutant(
+        "2a", "The pads of the prompts are on the right, with right mask and positions; the next "
+        "token still comes from the last column.",
+        [(STATIC, "tokens[b, T - n:]", "tokens[b, :n]"),
+         (STATIC, "- self.pads[:, None]", "- self.pads[:, None] * (self.start > 0)"),
+         (STATIC, "(columns >= self.pads[:, None])",
+          "((columns < W - self.pads[:, None]) | (columns >= W))"),
+         (STATIC, "B, T = len(self.plan), self.end - self.start",
+          "B, T, W = len(self.plan), self.end - self.start, "
+          "max(len(r.prompt) for r in self.requests)")]),
+    "pads are seen": Mutant(
+        "2a", "Tokens see the pads on their left.",
+        [(STATIC, "(columns >= self.pads[:, None])", "(columns >= 0 * self.pads[:, None])")]),
+    "the first token is hidden": Mutant(
+        "2a", "The mask hides a row's first token as well.",
+        [(STATIC, "columns >= self.pads", "columns > self.pads")]),
+    "finished rows get tokens": Mutant(
+        "2a", "Rows of finished requests are sampled from.",
+        [(STATIC, "complete(self.plan)", "list(range(B))")]),
+    "one token too many": Mutant(
+        "2b", "A request ends one token too late.",
+        [(APPEND, "len(self.generated) >= min", "len(self.generated) > min")]),
+    "end of text is overlooked": Mutant(
+        "2b", "A first token that is the end of text does not end the request.",
+        [(APPEND, "if token == self.eos_token:",
+          "if token == self.eos_token and len(self.generated) > 1:")]),
+    "no end at the context limit": Mutant(
+        "2b", "A sequence goes on when no position is left.",
+        [(APPEND, "min(self.max_new_tokens, room)", "self.max_new_tokens")]),
+    "cancelled requests go on": Mutant(
+        "2b", "A cancelled request takes its next token.",
+        [(APPEND, "if self.finished:", "if False:")]),
+    "more requests than max_batch": Mutant(
+        "2c", "One request too many is admitted.",
+        [(ADMIT, "arrived[:max_batch - len(running)]", "arrived[:max_batch - len(running) + 1]")]),
+    "not yet arrived": Mutant(
+        "2c", "Requests are admitted one step before they arrive.",
+        [(ADMIT, "request.arrival <= step", "request.arrival <= step + 1")]),
+    "admitted twice": Mutant(
+        "2c", "Admitted requests stay in the queue.",
+        [(ADMIT, "waiting[len(admitted):]", "list(waiting)")]),
+    "caches are kept": Mutant(
+        "2c", "Finished requests keep their caches.", [(LEAVE, "request.kv = None", "pass")]),
+    # set 3
+    "prompts before decodes": Mutant(
+        "3a", "Decodes get what prompts leave of the budget.",
+        [(SHARE, "for request in self.running if request.todo == 1]",
+          "for request in self.running if request.todo == 1\n"
+          "            and all(other.todo == 1 for other in self.running)]")]),
+    "the budget is overdrawn": Mutant(
+        "3a", "Decodes do not count towards the budget.",
+        [(SHARE, "self.token_budget - len(plan)", "self.token_budget")]),
+    "one chunk a step": Mutant(
+        "3a", "Only one prompt gets a chunk in each step.",
+        [(SHARE, "budget -= n", "budget = 0")]),
+    "whole prompts only": Mutant(
+        "3a", "A prompt that does not fit into what is left of the budget waits.",
+        [(SHARE, "request.todo > 1 and budget > 0",
+          "request.todo > 1 and (budget >= request.todo or budget == self.token_budget)")]),
+    "admits without room": Mutant(
+        "3b", "A request is admitted when its prompt fits, whatever its answer will need.",
+        [(ROOM, "reserved + request.kv_tokens", "reserved + len(request.prompt)")]),
+    "the second overtakes the first": Mutant(
+        "3b", "Where the first in the queue does not fit, a later one is admitted.",
+        [(ENTER, "if request is None or not self.grant_room(request):",
+          "request = next((r for r in self.waiting if r.arrival <= step and self.grant_room(r)),"
+          " None)\n            if request is None:")]),
+    "one place too many": Mutant(
+        "3b", "One request more than max_batch runs.",
+        [(ENTER, "len(self.running) < self.max_batch", "len(self.running) <= self.max_batch")]),
+    "admits beyond the budget": Mutant(
+        "3b", "Requests are admitted although the running ones use up the budget.",
+        [(ENTER, " and todo < self.token_budget", "")]),
+    "prompts come before their arrival": Mutant(
+        "3b", "Requests are admitted before they arrive.",
+        [(ENTER, "self.next_waiting(step)", "self.next_waiting(step + 1)")]),
+    "finished requests stay": Mutant(
+        "3c", "Finished requests keep their places.",
+        [(RELEASE, "request for request in self.running if request.finished",
+          "request for request in self.running if request.finished and request.kv == 0")]),
+    "partial prefills get tokens": Mutant(
+        "3c", "Tokens go to the first requests of the plan, complete or not.",
+        [(ADVANCE, "[plan[i][0] for i in complete(plan)]",
+          "[request for request, _ in plan]")]),
+    "computed is not counted": Mutant(
+        "3c", "After a chunk a prompt counts as computed.",
+        [(ADVANCE, "request.computed += n", "request.computed += request.todo")]),
+    "caches are not freed": Mutant(
+        "3c", "Finished requests leave, and keep their caches.", [(RELEASE, "self.free(request)",
+                                                                   "pass")]),
+    # set 4
+    "column positions": Mutant(
+        "4a", "A token's position is its column, past included.",
+        [(LAY, "torch.arange(start, start + n)", "torch.arange(P + T - n, P + T)")]),
+    "positions of the new tokens from 0": Mutant(
+        "4a", "Every row's new tokens are at 0, 1, 2, ...",
+        [(LAY, "torch.arange(start, start + n)", "torch.arange(n)")]),
+    "the wrong tokens": Mutant(
+        "4a", "A chunk holds the first tokens of the prompt, whatever is computed already.",
+        [(LAY, "request.slice(start, start + n)", "request.slice(0, n)")]),
+    "published mask": Mutant(
+        "4b", "All new slots count as tokens, the pads among them too.",
+        [(LAY, "mask[b, ..., P + T - n:] = True", "mask[b, ..., P:] = True")]),
+    "pads of the past are seen": Mutant(
+        "4b", "The whole rectangle of the past may be seen, empty slots too.",
+        [(LAY, "mask[b, ..., P - start:P] = True", "mask[b, ..., :P] = True")]),
+    "the past from the left": Mutant(
+        "4b", "The mask marks the past at the left end of its part, where the pads are.",
+        [(LAY, "mask[b, ..., P - start:P] = True", "mask[b, ..., :start] = True")]),
+    "no past": Mutant(
+        "4b", "The past is hidden.", [(LAY, "mask[b, ..., P - start:P] = True", "pass")]),
+    "pads written to the cache": Mutant(
+        "4c", "The first n slots of a row are cached, instead of the last n.",
+        [(ATTEND, "k[b, :, T - n:], v[b, :, T - n:]", "k[b, :, :n], v[b, :, :n]")]),
+    "the past is aligned left": Mutant(
+        "4c", "The cached keys are gathered at the left end of the past's part.",
+        [(ATTEND, "past_k[b, :, P - start:], past_v[b, :, P - start:] = past",
+          "past_k[b, :, :start], past_v[b, :, :start] = past")]),
+    "written at 0": Mutant(
+        "4c", "New keys are always written at the beginning of the cache.",
+        [(ATTEND, "request.kv.write(layer, start, *new)", "request.kv.write(layer, 0, *new)")]),
+    "samples from a partial prefill": Mutant(
+        "4d", "A request of which only a part of the prompt is computed gets a token.",
+        [(COMPLETE, "n == request.todo > 0", "n > 0")]),
+    "only decodes get a token": Mutant(
+        "4d", "A request gets no token in the step that completes its prompt.",
+        [(COMPLETE, "n == request.todo > 0", "n == request.todo > 0 and request.generated")]),
+    "the first column": Mutant(
+        "4d", "The next token comes from a row's first column.",
+        [(LAY, "device=device), -1)", "device=device), 0)")]),
+    "no causal rule in a chunk": Mutant(
+        "4b", "Where there is a past, the new tokens of a chunk see each other, later ones too.",
+        [(HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")]),
+    # set 5
+    "first fit without sorting": Mutant(
+        "5a", "The prompts are packed as they come, not from the longest to the shortest.",
+        [(FIT, "sorted(range(len(lengths)), key=lambda i: -lengths[i])", "range(len(lengths))")]),
+    "from the shortest": Mutant(
+        "5a", "The shortest prompts are packed first.",
+        [(FIT, "-lengths[i]", "lengths[i]")]),
+    "last fit": Mutant(
+        "5a", "Each prompt goes into the last row that has room.", [(FIT, "bins[fits[0]].append(i)",
+                                                                    "bins[fits[-1]].append(i)"),
+                                                                   (FIT, "room[fits[0]] -=",
+                                                                    "room[fits[-1]] -=")]),
+    "neighbours in a packed row": Mutant(
+        "5b", "Prompts of one row see those on their left.",
+        [(PACK, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
+          "owner[:, None, :] >= 0")]),
+    "positions that run on in a packed row": Mutant(
+        "5b", "The second prompt of a row does not start at position 0.",
+        [(PACK, "torch.arange(lengths[i])", "torch.arange(first, end)")]),
+    "the last column of a packed row": Mutant(
+        "5b", "The next token of every prompt is read in the last column of its row.",
+        [(PACK, "(self.places[i][0], self.places[i][2] - 1)", "(self.places[i][0], m - 1)")]),
+    "caches in packed order": Mutant(
+        "5b", "Keys and values are unpacked in the order of the rows, not of the requests.",
+        [(PACK, "self.tokens, self.positions = tokens.to(device), positions.to(device)",
+          "self.places.sort()\n        self.tokens, self.positions = tokens.to(device), "
+          "positions.to(device)")]),
+    "a triangle without its past": Mutant(
+        "5c", "In the mask, the triangle begins at the left, as if there were no past.",
+        [(BLOCK, ".tril(start)", ".tril(0)")]),
+    "the first token's logits": Mutant(
+        "5c", "The next token is read at the first token of each request.",
+        [(FLAT, "self.cu_seqlens[i + 1] - 1", "self.cu_seqlens[i]")]),
+    "stream positions": Mutant(
+        "5c", "Positions are places in the stream.",
+        [(FLAT, "positions += range(start, end)", "positions += range(len(positions), len(tokens))"
+          )]),
+    "a stream without boundaries": Mutant(
+        "5d", "With masking, the mask is not used: only the causal rule over the whole stream.",
+        [(VARLEN, "head(q, keys, values, mask=self.mask)", "head(q, keys, values)")]),
+    "the loop is one off": Mutant(
+        "5d", "The loop gives each request the queries of the next boundary.",
+        [(VARLEN, "slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])",
+          "slice(self.cu_seqlens[i], self.cu_seqlens[-1] - self.cu_seqlens[-i - 2])")]),
+    "the loop masks instead of skipping": Mutant(
+        "5d", "The loop computes every query for every request and picks out the right ones.",
+        [(VARLEN, "out.append(head(q[:, new], keys, values)[0])",
+          "out.append(head(q.roll(-new.stop, -2), keys, values)[0][:, new.start - new.stop:])"
+          )]),
+    # set 6
+    "a kept page stays kept": Mutant(
+        "6a", "A page that is found again is still listed as kept.",
+        [(HOLD, "self.kept.pop(page, None)", "pass")]),
+    "given back in order": Mutant(
+        "6a", "A table's first pages are the first to be evicted.",
+        [(GIVE, "reversed(table)", "table")]),
+    "published pages are freed": Mutant(
+        "6a", "A page that others could find becomes free at once.",
+        [(GIVE, "if page in self.prefix_of:", "if False:")]),
+    "evicts the latest": Mutant(
+        "6a", "The page that was used last is evicted first.",
+        [(EVICT, "next(iter(self.kept))", "next(reversed(self.kept))")]),
+    "the slot of the page": Mutant(
+        "6b", "A token's slot is its page's first slot.",
+        [(SLOTS, "+ p % size", "")]),
+    "pages in order of the pool": Mutant(
+        "6b", "The block table is taken for sorted.",
+        [(SLOTS, "table[p // size]", "sorted(table)[p // size]")]),
+    "values into the wrong slots": Mutant(
+        "6b", "Values are written in another order than keys.",
+        [(WRITE, "= k, v", "= k, v.flip(1)")]),
+    "pages known by their own tokens": Mutant(
+        "6c", "A page is found by its own tokens, whatever stands before them.",
+        [(FIND, "tuple(tokens[:end])", "tuple(tokens[end - self.size:end])"),
+         (PUBLISH, "tuple(tokens[:(i + 1) * self.size])",
+          "tuple(tokens[i * self.size:(i + 1) * self.size])")]),
+    "pages known by one page before": Mutant(
+        "6c", "A page is found by its own tokens and those of the page before, no more.",
+        [(FIND, "tuple(tokens[:end])", "tuple(tokens[max(0, end - 2 * self.size):end])"),
+         (PUBLISH, "tuple(tokens[:(i + 1) * self.size])",
+          "tuple(tokens[max(0, i - 1) * self.size:(i + 1) * self.size])")]),
+    "only the first page": Mutant(
+        "6c", "Only the first page of a prefix is shared.",
+        [(FIND, "return list(takewhile(lambda page: page is not None, pages))",
+          "return list(takewhile(lambda page: page is not None, pages))[:1]")]),
+    "a preempted request goes to the end": Mutant(
+        "6d", "A preempted request goes to the end of the queue.",
+        [(PREEMPT, "self.waiting.insert(place, request)", "self.waiting.append(request)")]),
+    "a stale count after preemption": Mutant(
+        "6d", "A preempted request still counts its tokens as computed.",
+        [(PREEMPT, "request.computed = 0", "pass")]),
+    "one page too few": Mutant(
+        "6d", "A request asks for its next page one token too late.",
+        [(MISSING, "request.computed + request.todo", "request.computed + request.todo - 1")]),
+    "pages read in one piece": Mutant(
+        "6b", "Scattered pages are read as if they were neighbours.",
+        [("generate_paged.py:Paged.lay_out", "all(b == a + 1 for a, b in pairwise(table))",
+          "True")]),
+}
+
+# For each bug that students expose, the smallest workload known. A request is [prompt, new tokens,
+# arrival, priority, eos_token]; a prompt is a number of tokens, or the tokens themselves.
+SMALLEST = {
+    "stream positions": {"requests": [[1, 1], [1, 1]], "knobs": {}},
+    "causal rule from the top left": {"requests": [[1, 2]], "knobs": {}},
+    "no causal rule": {"requests": [[2, 1, 1]], "knobs": {}},
+    "scores that are not scaled": {"requests": [[[1], 2]], "knobs": {}},
+    "reads all of the cache": {"requests": [[[1], 1]], "knobs": {}},
+    "static column positions": {"requests": [[1, 1], [2, 1]], "knobs": {"max_batch": 8}},
+    "right padding": {"requests": [[[1, 1], 1], [1, 1]], "knobs": {"max_batch": 2}},
+    "one token too many": {"requests": [[1, 1]], "knobs": {"max_batch": 3}},
+    "end of text is overlooked": {"requests": [[1, 2, 0, 0, 2]], "knobs": {"max_batch": 1}},
+    "more requests than max_batch": {"requests": [[1, 1], [1, 1]], "knobs": {"max_batch": 1}},
+    "prompts before decodes": {
+        "requests": [[1, 1], [2, 1]],
+        "knobs": {"token_budget": 3, "max_batch": 2, "max_kv_tokens": 6}},
+    "the budget is overdrawn": {
+        "requests": [[1, 1], [2, 1]],
+        "knobs": {"token_budget": 2, "max_batch": 2, "max_kv_tokens": 8}},
+    "admits without room": {
+        "requests": [[[0], 1], [1, 1]],
+        "knobs": {"token_budget": 4, "max_batch": 2, "max_kv_tokens": 3}},
+    "the second overtakes the first": {
+        "requests": [[[1], 1], [1, 2], [1, 1]],
+        "knobs": {"token_budget": 4, "max_batch": 8, "max_kv_tokens": 4}},
+    "finished requests stay": {
+        "requests": [[1, 1, 1]],
+        "knobs": {"token_budget": 4, "max_batch": 8, "max_kv_tokens": 4}},
+    "published mask": {
+        "requests": [[[2, 0], 1], [1, 1]],
+        "knobs": {"token_budget": 3, "max_batch": 8}},
+    "column positions": {"requests": [[2, 1], [1, 1]], "knobs": {"max_batch": 8}},
+    "pads written to the cache": {
+        "requests": [[2, 1], [1, 2]],
+        "knobs": {"token_budget": 6, "max_batch": 2}},
+    "samples from a partial prefill": {
+        "requests": [[3, 1]],
+        "knobs": {"token_budget": 2, "max_batch": 8}},
+    "no causal rule in a chunk": {
+        "requests": [[[1, 2, 1, 0], 1]],
+        "knobs": {"token_budget": 2, "max_batch": 2}},
+    "neighbours in a packed row": {
+        "requests": [[1, 1], [2, 1], [[1], 2]],
+        "knobs": {"max_batch": 8}},
+    "positions that run on in a packed row": {
+        "requests": [[1, 1], [[1, 0], 1], [1, 2]],
+        "knobs": {"max_batch": 8}},
+    "a stream without boundaries": {"requests": [[1, 1], [1, 1]], "knobs": {"token_budget": 3}},
+    "first fit without sorting": {
+        "requests": [[1, 1], [1, 1], [3, 1], [2, 1], [2, 1]],
+        "knobs": {}},
+    "pages read in one piece": {
+        "requests": [[[1], 4, 1]],
+        "knobs": {"pages": 5, "page_size": 1, "max_batch": 1}},
+    "pages known by their own tokens": {
+        "requests": [[[2, 1], 1], [[1, 1], 1]],
+        "knobs": {"pages": 6, "page_size": 1, "max_batch": 1}},
+    "pages known by one page before": {
+        "requests": [[[1, 1, 0, 0, 0], 1, 2], [[1, 1, 1, 0], 1, 1], [[1, 2], 2]],
+        "knobs": {"pages": 6, "page_size": 1, "max_batch": 2}},
+    "a preempted request goes to the end": {
+        "requests": [[[2, 1, 1], 2], [[2, 1], 2], [[2], 3, 6]],
+        "knobs": {"pages": 6, "page_size": 1, "max_batch": 3}},
+    "a stale count after preemption": {
+        "requests": [[[2], 2], [[1, 0], 2]],
+        "knobs": {"pages": 2, "page_size": 2, "max_batch": 8}},
+    "keys written at the beginning": {"requests": [[1, 2]], "knobs": {}},
+}

@@ -1,0 +1,365 @@
+"""
+The course kit: nothing leaks into a student copy, each mutant loses its own part, each right
+solution gets full marks, and nothing that a student hands in stops the grader.
+"""
+import ast
+import json
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "assignments"))
+import grade  # noqa: E402
+import graft  # noqa: E402
+import leaderboard  # noqa: E402
+import make  # noqa: E402
+import predict  # noqa: E402
+from mutants import MUTANTS, SMALLEST  # noqa: E402
+from sets import MOST_LINES, SETS  # noqa: E402
+from variants import VARIANTS  # noqa: E402
+
+EACH_SET = pytest.mark.parametrize("number", SETS)
+OF_PARTS = {name: mutant for name, mutant in MUTANTS.items()
+            if {edit[0] for edit in mutant.edits} <= set(SETS[int(mutant.part[0])].functions)}
+
+
+def text_of(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@lru_cache
+def expected(number):
+    return grade.expected_of(number, [*grade.VISIBLE, *grade.seeds_of("ada", number, "")])
+
+
+def hand_in(folder, number, edits=()):
+    """A student's folder: the reference, with some files changed."""
+    for name in grade.modules_of(number):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dict(edits).get(name) or text_of(name), encoding="utf-8")
+    return folder
+
+
+def graded(folder, number):
+    """{part: Score}, and what was ignored."""
+    scores, ignored = grade.grade(number, folder, student="ada", expected=expected(number))
+    return {score.name: score for score in scores}, ignored
+
+
+def full(scores):
+    return all(score.points == score.of and not score.message for score in scores.values())
+
+
+# --- the manifest and the student copy ------------------------------------------------------------
+
+@EACH_SET
+def test_the_manifest_matches_the_repository(number):
+    chosen = SETS[number]
+    code = sum(part.points for part in chosen.parts)
+    assert chosen.points in (15, 20) and 0.55 <= code / chosen.points <= 0.65
+    assert len(chosen.bugs) == 5 and set(chosen.bugs) <= set(MUTANTS)
+    for function in [*chosen.functions, *chosen.hidden]:
+        file, name = function.split(":")
+        assert file in chosen.needs
+        node = graft.functions_in(text_of(file))[name]
+        assert graft.size_of(node) <= MOST_LINES, function
+
+
+@lru_cache
+def copy_of(number):
+    return make.student_copy(number)
+
+
+@EACH_SET
+def test_no_solution_leaks_into_the_copy(number):
+    files = copy_of(number)
+    haystack = "\n".join(ast.unparse(ast.parse(text)) if name.endswith(".py") else text
+                         for name, text in files.items())
+    for function in SETS[number].functions:
+        file, name = function.split(":")
+        node = graft.functions_in(text_of(file))[name]
+        assert "raise NotImplementedError(" in graft.source_of(files[file], name)
+        assert ast.get_docstring(graft.functions_in(files[file])[name]) == ast.get_docstring(node)
+        for statement in graft.statements(node):
+            assert len(statement) < 30 or statement not in haystack, (function, statement)
+
+
+@EACH_SET
+def test_the_copy_holds_what_the_set_needs_and_no_more(number):
+    allowed = {*grade.modules_of(number), *make.KIT, "README.md", "HANDOUT.md", "BREAK.md",
+               "break.json", "written.md"}
+    assert set(copy_of(number)) == allowed
+    assert not {"mutants.py", "variants.py", "predict.py", "make.py"} & allowed
+    for name, text in copy_of(number).items():
+        if name.endswith(".py"):
+            ast.parse(text)
+
+
+def test_a_copy_is_the_same_every_time_and_goes_into_an_empty_folder(tmp_path):
+    for folder in "ab":
+        assert make.main(["3", str(tmp_path / folder), "--student", "ada", "--nbgrader"]) == 0
+    files = {path.relative_to(tmp_path / "a"): path.read_bytes()
+             for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    assert files and files == {path.relative_to(tmp_path / "b"): path.read_bytes()
+                               for path in (tmp_path / "b").rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="a is not an empty folder"):
+        make.make(3, tmp_path / "a")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(tmp_path / "a" / "set3.ipynb", 4)
+    nbformat.validate(notebook)
+    points = [cell.metadata.nbgrader.points for cell in notebook.cells
+              if cell.metadata.nbgrader.grade]
+    assert points == [part.points for part in SETS[3].parts]
+
+
+def test_a_finished_copy_gets_full_marks_from_its_own_grader(tmp_path):
+    import subprocess
+    make.make(4, tmp_path / "copy")
+    blank = run_grader(tmp_path / "copy")
+    assert blank.count("is not written yet") == 4 and "0 of 12 points on the visible" in blank
+    for name in grade.modules_of(4):
+        (tmp_path / "copy" / name).write_text(text_of(name), encoding="utf-8")
+    assert "12 of 12 points on the visible workloads" in run_grader(tmp_path / "copy")
+    assert subprocess.run([sys.executable, "grade.py", "--help"], cwd=tmp_path / "copy",
+                          capture_output=True).returncode == 0
+
+
+def run_grader(folder):
+    import subprocess
+    return subprocess.run([sys.executable, "grade.py"], cwd=folder, capture_output=True, text=True,
+                          check=True).stdout
+
+
+# --- right solutions ------------------------------------------------------------------------------
+
+@EACH_SET
+def test_the_reference_gets_full_marks_and_the_blank_copy_none(number, tmp_path):
+    started = time.perf_counter()
+    scores, ignored = graded(hand_in(tmp_path / "ours", number), number)
+    assert full(scores) and not ignored and len(scores) == len(SETS[number].parts)
+    assert time.perf_counter() - started < 30
+    scores, ignored = graded(hand_in(tmp_path / "blank", number, copy_of(number)), number)
+    assert not ignored
+    assert all(score.points == 0 and score.message.startswith("is not written yet (set ")
+               for score in scores.values())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_right_but_different_solution_gets_full_marks(name, tmp_path):
+    number, functions = VARIANTS[name]
+    edits = {}
+    for function, source in functions.items():
+        file, short = function.split(":")
+        first, *helpers = source.strip("\n").split("\n\n\n")
+        text = graft.replaced(edits.get(file) or text_of(file), short, first)
+        edits[file] = "\n\n\n".join([text, *helpers])
+    scores, ignored = graded(hand_in(tmp_path, number, edits), number)
+    assert full(scores), [str(score) for score in scores.values()]
+    assert not ignored
+
+
+def test_there_are_three_variants_and_eight_mutants_a_set():
+    for number in SETS:
+        assert sum(of == number for of, _ in VARIANTS.values()) >= 3
+        assert sum(mutant.part[0] == str(number) for mutant in OF_PARTS.values()) >= 8
+
+
+# --- wrong solutions ------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_a_mutant_loses_its_own_part_and_is_named_there_first(name, tmp_path):
+    mutant = OF_PARTS[name]
+    number = int(mutant.part[0])
+    scores, _ = graded(hand_in(tmp_path, number, grade.mutated(mutant)), number)
+    lost = [score for score in scores.values() if score.points < score.of]
+    assert lost and lost[0].name == mutant.part, [str(score) for score in lost]
+    assert lost[0].message and "Traceback" not in lost[0].message
+
+
+def test_the_sentence_of_the_published_mask(tmp_path):
+    scores, _ = graded(hand_in(tmp_path, 4, grade.mutated(MUTANTS["published mask"])), 4)
+    assert str(scores["4b"]).splitlines() == [
+        "4b the mask over past and new slots         0/4",
+        "   pass 0, row 0, column 2 = request 'A' (prefill, position 0) sees 2 pad slots.",
+        "   Effect: tokens of A: first difference at 0: 9, expected 6.",
+        "   Workload: A = 1 token, B = 1 token, C = 3 tokens, max_batch 4, token_budget 9."]
+    assert all(scores[part].points == scores[part].of for part in ("4a", "4c", "4d"))
+
+
+def test_running_every_request_alone_passes_the_contract_and_loses_points(tmp_path):
+    """The plan's requests, one by one: right tokens, and no batch."""
+    text = text_of("scheduler.py")
+    text = graft.replaced(text, "Scheduler.share_budget", '''
+    def share_budget(self):
+        request = self.running[0] if self.running else None
+        return [(request, min(request.todo, self.token_budget))] if request else []
+'''.strip("\n"))
+    scores, _ = graded(hand_in(tmp_path, 3, {"scheduler.py": text}), 3)
+    assert scores["3a"].points == 0 and "plan of step" in scores["3a"].message
+
+
+def test_changes_elsewhere_are_ignored_and_said(tmp_path):
+    text = text_of("cache.py").replace("end = start + k.size(-2)", "end = start + 0")
+    scores, ignored = graded(hand_in(tmp_path, 4, {"cache.py": text}), 4)
+    assert full(scores) and ignored == ["cache.py: KV.write"]
+
+
+NASTY = {
+    "an endless loop": ("        while True: pass", "does not come to an end within"),
+    "it ends the process": ("        import os; os._exit(3)", "ends the process (status 3)"),
+    "ten megabytes of output": ("        print('x' * 10**7)", "File too large"),
+    "a deleted folder": ("        import os, shutil; shutil.rmtree(os.getcwd())\n"
+                         "        raise KeyError('gone')", "raises KeyError"),
+    "an import that fails": ("        import no_such_module", "No module named 'no_such_module'"),
+    "too much memory": ("        torch.empty(10**12).fill_(1)", "raises RuntimeError"),
+    "recursion": ("        return self.lay_out(device)", "raises RecursionError"),
+}
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_what_a_student_does_stops_nobody_elses_part(name, tmp_path, monkeypatch):
+    body, sentence = NASTY[name]
+    expected(4)
+    monkeypatch.setattr(grade, "SECONDS", 10)
+    text = graft.replaced(text_of("generate_dynamic.py"), "Rectangle.lay_out",
+                          f"    def lay_out(self, device):\n{body}")
+    scores, _ = graded(hand_in(tmp_path, 4, {"generate_dynamic.py": text}), 4)
+    assert all(scores[part].points == 0 for part in ("4a", "4b", "4d"))
+    assert sentence in scores["4a"].message and scores["4c"].points == 3
+    assert len(scores["4a"].message.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("text, sentence", [
+    ("def broken(:", "generate_dynamic.py cannot be read: line 1"),
+    ("x = 1\n", "generate_dynamic.py has no Rectangle.lay_out any more"),
+])
+def test_a_file_that_cannot_be_grafted(text, sentence, tmp_path):
+    scores, _ = graded(hand_in(tmp_path, 4, {"generate_dynamic.py": text}), 4)
+    assert all(sentence.split(" any")[0].split("lay_out")[0] in score.message
+               and score.points == 0 for score in scores.values())
+    (tmp_path / "generate_dynamic.py").unlink()
+    scores, _ = graded(tmp_path, 4)
+    assert "generate_dynamic.py cannot be read" in scores["4c"].message
+
+
+def test_helpers_and_imports_come_along_but_code_at_top_level_does_not(tmp_path):
+    text = graft.replaced(text_of("request.py"), "complete", '''
+def complete(plan):
+    return list(islice((i for i, pair in enumerate(plan) if due(*pair)), 99))
+'''.strip("\n"))
+    text += ("\n\nfrom itertools import islice\nBOUND = 0\n\n\ndef due(request, n):\n"
+             "    return n == request.todo > BOUND\n\n\nraise SystemExit('never run')\n")
+    scores, ignored = graded(hand_in(tmp_path, 4, {"request.py": text}), 4)
+    assert full(scores) and not ignored
+
+
+# --- numbers, bugs to expose, reports -------------------------------------------------------------
+
+@EACH_SET
+def test_numbers_depend_on_the_student_and_are_judged(number, tmp_path):
+    answers = {key: answer() for key, (_, answer) in predict.questions(number, "ada").items()}
+    assert len(answers) == 4 and all(type(answer) is int for answer in answers.values())
+    assert [text for text, _ in predict.questions(number, "ada").values()] != \
+        [text for text, _ in predict.questions(number, "bob").values()]
+    (tmp_path / "numbers.json").write_text(json.dumps(answers))
+    assert grade.grade_numbers(number, tmp_path, "ada").points == SETS[number].numbers
+    (tmp_path / "numbers.json").write_text(json.dumps({**answers, "2": -1}))
+    score = grade.grade_numbers(number, tmp_path, "ada")
+    assert score.message == "wrong: 2" and score.points == round(0.75 * SETS[number].numbers, 1)
+
+
+@EACH_SET
+def test_the_smallest_workloads_known_expose_the_bugs(number, tmp_path):
+    workloads = {str(i): SMALLEST[bug] for i, bug in enumerate(SETS[number].bugs, 1)}
+    (tmp_path / "break.json").write_text(json.dumps(workloads))
+    score = grade.grade_breaks(number, tmp_path)
+    assert score.points == SETS[number].breaks and not score.message
+
+
+def test_workloads_that_expose_nothing_or_are_no_workloads(tmp_path):
+    small = SMALLEST["published mask"]
+    large = {"requests": [*small["requests"], [9, 5]], "knobs": {}}
+    workloads = {"1": large, "2": {"requests": [[3, 1]]}, "3": {"requests": [[1]]},
+                 "4": {"requests": [[99, 1]]}, "5": "no"}
+    (tmp_path / "break.json").write_text(json.dumps(workloads))
+    score = grade.grade_breaks(4, tmp_path)
+    lines = score.message.splitlines()
+    assert score.points == 0.3   # half of the first
+    assert lines[0].startswith("1: exposes it with 19 tokens; half of the points")
+    assert lines[1] == "2: right and wrong code do the same"
+    assert lines[2].startswith("3: a request is [prompt, new tokens]")
+    assert "prompt of 99 tokens does not fit block_size 24" in lines[3]
+    assert lines[4].startswith("5: a workload is ")
+    (tmp_path / "break.json").write_text("{")
+    assert "break.json cannot be read" in grade.grade_breaks(4, tmp_path).message
+
+
+def test_the_command_grades_a_class(tmp_path, capsys):
+    for name in "ada", "bob":
+        hand_in(tmp_path / "class" / name, 3)
+    files = {flag: tmp_path / f"out.{flag}" for flag in ("json", "csv", "gradescope")}
+    flags = [text for flag, path in files.items() for text in (f"--{flag}", str(path))]
+    assert grade.main(["3", "--all", str(tmp_path / "class"), "--salt", "s", "--similarity",
+                       *flags]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("9 of 13 points; written answers (2) by hand") == 2
+    assert "ada and bob: share_budget" in printed and "100%" in printed
+    assert set(json.loads(files["json"].read_text())) == {"ada", "bob"}
+    assert files["csv"].read_text().splitlines()[0] == (
+        "student,3a,3b,3c,3 numbers,3 break it,total")
+    tests = json.loads(files["gradescope"].read_text())["tests"]
+    assert [test["score"] for test in tests] == [3, 3, 3, 0, 0]
+
+
+def test_hidden_workloads_depend_on_salt_and_student():
+    seeds = {tuple(grade.seeds_of(student, 4, salt)) for student in "ab" for salt in ("", "s")}
+    assert len(seeds) == 4 and grade.seeds_of("a", 4, "s") == grade.seeds_of("a", 4, "s")
+
+
+# --- the open tasks -------------------------------------------------------------------------------
+
+POLICIES = {
+    "shortest": "def share(running, budget):\n"
+                "    plan = [(r, 1) for r in running if r.todo == 1]\n"
+                "    left = budget - len(plan)\n"
+                "    for r in sorted((r for r in running if r.todo > 1), key=lambda r: r.todo):\n"
+                "        n = min(r.todo, left)\n"
+                "        if n:\n"
+                "            plan.append((r, n))\n"
+                "            left -= n\n"
+                "    return plan\n",
+    "greedy": "def share(running, budget):\n    return [(running[0], 10**6)]\n",
+    "stuck": "def share(running, budget):\n    return []\n",
+}
+
+
+def test_policies_are_ranked_by_steps(tmp_path):
+    for name, text in POLICIES.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "policy.py").write_text(text)
+    (tmp_path / "absent").mkdir()
+    found = {path.name: leaderboard.result_of(path, "policy", "") for path in tmp_path.iterdir()}
+    found |= leaderboard.baselines("policy", "")
+    lines = leaderboard.rank("policy", found)
+    assert [line.split()[1] for line in lines[:2]] == ["shortest", "ours"]
+    assert found["shortest"]["ttft"] < 0.7 * found["ours"]["ttft"]
+    assert "cannot compute 1000000 of its" in found["greedy"]["fault"]
+    assert "nothing can go on" in found["stuck"]["fault"]
+    assert found["absent"] == {"fault": "there is no policy.py that can be read"}
+
+
+def test_packings_are_ranked_by_rows(tmp_path):
+    (tmp_path / "packing.py").write_text(
+        "def pack(lengths, size):\n    return [[i] for i in range(len(lengths))]\n")
+    found = {"ada": leaderboard.result_of(tmp_path, "packing", ""),
+             **leaderboard.baselines("packing", "")}
+    assert [line.split()[1] for line in leaderboard.rank("packing", found)] == ["lower", "ours",
+                                                                                "ada"]
+    (tmp_path / "packing.py").write_text("def pack(lengths, size):\n    return [[0, 0]]\n")
+    assert "each prompt must be in exactly one row" in leaderboard.result_of(
+        tmp_path, "packing", "")["fault"]
