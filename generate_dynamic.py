@@ -51,6 +51,7 @@ class Rectangle:
         self.lay_out(device)
 
     def lay_out(self, device):
+        """Sets tokens and positions (B, T), mask (B, 1, 1, P + T), P, and which logits to take."""
         B, T, P = len(self.plan), max(n for _, n in self.plan), max(self.starts)
         tokens = torch.zeros(B, T, dtype=torch.long)
         positions = torch.zeros(B, T, dtype=torch.long)
@@ -69,6 +70,7 @@ class Rectangle:
         self.rows = (torch.tensor(rows, dtype=torch.long, device=device), -1)
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
+        """Gathers the pasts, attends, and puts the new keys and values into their caches."""
         T, P = k.size(-2), self.P
         past_k, past_v = (t.new_zeros(*t.shape[:-2], P, t.size(-1)) for t in (k, v))
         for b, ((request, _), start) in enumerate(zip(self.plan, self.starts)):

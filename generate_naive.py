@@ -45,6 +45,7 @@ class StaticBatch:
         self.lay_out(self.device)
 
     def lay_out(self, device):
+        """Sets tokens and positions (B, T), mask (B, 1, 1, S), and which logits to take."""
         B, T = len(self.plan), self.end - self.start
         tokens = torch.zeros(B, T, dtype=torch.long)
         for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):

@@ -63,6 +63,7 @@ class Packed:
         self.lay_out(device)
 
     def lay_out(self, device):
+        """Sets tokens and positions (r, m), mask (r, 1, m, m), places, and which logits to take."""
         lengths = [n for _, n in self.plan]
         m = max(lengths)
         bins = first_fit_decreasing(lengths, m)

@@ -51,6 +51,7 @@ class Flat:
         self.lay_out(device)
 
     def lay_out(self, device):
+        """Sets tokens and positions (N,), perhaps the mask, and which logits to take."""
         tokens, positions = [], []
         for (request, _), start, end in zip(self.plan, self.starts, self.ends):
             tokens += request.slice(start, end)
@@ -71,6 +72,7 @@ class Flat:
         return torch.block_diag(*see).bool()
 
     def attend(self, layer, q, k, v):                                           # (nh, N, hs)
+        """Writes the new keys and values, then attends in one of the two ways."""
         self.write(layer, k, v)
         caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
         if self.attention == "mask":                    # compute all scores, hide most of them

@@ -40,6 +40,7 @@ class Alone:
         self.lay_out(device)
 
     def lay_out(self, device):
+        """Sets start, end, tokens and positions (1, T), and which logits to take."""
         (request, n), = self.plan
         self.start, self.end = request.computed, request.computed + n
         tokens, positions = request.slice(self.start, self.end), range(self.start, self.end)

@@ -61,7 +61,7 @@ class Pages:
         return list(takewhile(lambda page: page is not None, pages))
 
     def hold(self, pages):
-        """Published pages go into one more block table."""
+        """Published pages go into one more block table, and so are not merely kept any more."""
         for page in pages:
             self.holders[page] += 1
             self.kept.pop(page, None)
@@ -191,6 +191,7 @@ class PagedScheduler(Scheduler):
         return super().schedule(step)
 
     def missing(self, request):
+        """How many pages it lacks for all tokens that it knows."""
         return self.pages.needed(request.computed + request.todo) - len(request.kv)
 
     def preempt(self, request):

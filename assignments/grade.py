@@ -137,11 +137,14 @@ def judge(part, seen, expected):
     """
     rest, right = index(seen), index(expected)
     causes = ("crash", *(cause for cause in CAUSES if cause in part.causes and cause != "crash"))
-    for cause in causes:
+    crashed = {seed for seed, kind, _ in rest if kind == "crash"}
+    for cause in ("before the crash", *causes):
         faults = []
         for (seed, kind, number), (where, value) in rest.items():
-            if kind == cause:
-                fault = difference(cause, value, right.get((seed, kind, number), ("", []))[1])
+            # What single functions did before a run crashed says more than the crash.
+            early = seed in crashed and kind in causes[1:] and not where.startswith("Workload: ")
+            if kind == cause or cause == "before the crash" and early:
+                fault = difference(kind, value, right.get((seed, kind, number), ("", []))[1])
                 if fault:
                     faults.append((len(where), where, fault, seed))
         if faults:
@@ -298,7 +301,7 @@ def read_json(folder, file):
 
 
 def grade_numbers(number, folder, student):
-    """The predicted numbers. In a student copy only whether there is one for each question."""
+    """The predicted numbers. The reference computes the keys, so not in a student copy."""
     import predict  # it imports the reference, which a student copy lacks
     answers, fault = read_json(folder, "numbers.json")
     asked = predict.questions(number, student)
@@ -420,6 +423,24 @@ def ignored(number, folder):
     return found
 
 
+def try_workload(number, folder, bug):
+    """Lines that say what a student's own code does with the workload for a bug, "1" to "5"."""
+    workloads, fault = read_json(folder, "break.json")
+    asked = workloads.get(bug) if workloads else None
+    if wrong := fault or (ill_formed(asked) if asked else f"break.json has no workload {bug}"):
+        return [wrong]
+    edits = {"workload.json": json.dumps(padded(asked))}
+    edits |= {file: read(folder, file) for file in SETS[number].needs}
+    name = f"break {number}{SETS[number].bug_parts[int(bug) - 1]}"
+    lines = [f"{size_of(asked)} tokens"]
+    for _, cause, where, value in run(number, [name], ["it"], edits)[name]:
+        if cause == "crash":
+            lines.append(f"your code {value[0]}")
+        elif cause in ("result", "counts") and not any("logits" in key for key in value):
+            lines += [f"{key}: {value[key]}" for key in value]
+    return lines
+
+
 def grade_all(number, folder, salt="", student=None, expected=None):
     """All that a machine can grade of a student: (scores, changed in vain)."""
     student = student or Path(folder).name
@@ -463,6 +484,8 @@ def main(argv=None):
     p.add_argument("--json", metavar="FILE", help="write all scores as JSON")
     p.add_argument("--csv", metavar="FILE", help="write a line for each student")
     p.add_argument("--gradescope", metavar="FILE", help="write Gradescope's results.json")
+    p.add_argument("--try", dest="bug", choices="12345", help="run the folder's code on a workload "
+                   "of its break.json")
     p.add_argument("--similarity", action="store_true", help="say which functions are alike")
     args = p.parse_args(argv)
     folders = sorted(path for path in Path(args.all).iterdir() if path.is_dir()) if args.all else [
@@ -470,6 +493,9 @@ def main(argv=None):
     for folder in folders:
         if not folder.is_dir():
             p.error(f"{folder} is not a folder")
+    if args.bug:
+        print("\n".join(try_workload(args.set, folders[0], args.bug)))
+        return 0
     with ThreadPoolExecutor(max(args.jobs, 1)) as pool:
         graded = list(pool.map(lambda folder: grade_all(
             args.set, folder, args.salt, args.student), folders))

@@ -18,6 +18,7 @@ sys.path.insert(0, str(HERE))
 
 import grade  # noqa: E402
 import graft  # noqa: E402
+import observe  # noqa: E402
 from mutants import MUTANTS  # noqa: E402
 from predict import questions  # noqa: E402
 from sets import SETS  # noqa: E402
@@ -30,9 +31,14 @@ Read HANDOUT.md. Write the functions that raise NotImplementedError, and grade y
     pip install torch numpy
     python grade.py
 
-It prints the points of each part on the visible workloads, and for the first thing that is wrong a
-sentence. The instructor grades with hidden workloads as well. Rows, columns, tokens, steps and
-passes are counted from 0.
+It prints the points of each part of the code on the visible workloads, and a sentence for the
+first thing that is wrong. It does not grade the numbers, the bugs and the written answers. What
+your code prints is not shown. The instructor grades with hidden workloads as well. Rows, columns,
+tokens, steps and passes are counted from 0. In a workload, "A = 5+3 tokens" is a request with a
+prompt of 5 tokens, and 3 to generate.
+
+The handout names a notebook to read first: your instructor has it. A fault can show in several
+parts. Read all messages, and begin with the most concrete one.
 
 Hand in this folder: the code, numbers.json (NUMBERS.md), break.json (BREAK.md), written.md.
 
@@ -51,10 +57,19 @@ than half as large again as the smallest known gets half of the points.
 
 {bugs}
 
-break.json has a workload for each number. A request is [prompt, new tokens], or [prompt, new
-tokens, arrival, priority, eos_token]. A prompt is a number of tokens, or a list of token ids from 0
-to 12. The knobs are those of `generate`{knobs}. The model is small and random; no sequence may have
-more than 24 tokens.
+Put a workload for each number into break.json, like this one:
+
+    {{"1": {{"requests": [[3, 2], [[4, 8, 1], 2, 1]], "knobs": {{"max_batch": 2}}}}, "2": ...}}
+
+A request is [prompt, new tokens], or [prompt, new tokens, arrival, priority, eos_token]. A prompt
+is a number of tokens, whose ids are then fixed, or a list of token ids from 0 to 12. The knobs are
+whole numbers: those of `generate`{knobs}. There are 1 to 8 requests, with at least one new token
+each. The model is toolbox/toy.py's; no sequence may have more than 24 tokens. Some bugs are in code
+that the set does not ask you to write.
+
+    python grade.py --try 1
+
+runs your own code on workload 1, and prints what comes out.
 """
 
 
@@ -78,13 +93,21 @@ def student_copy(number):
         files[name] = (HERE / name).read_text(encoding="utf-8")
     files["README.md"] = README.format(number=number, title=chosen.title)
     files["HANDOUT.md"] = (HERE / "handouts" / f"{number}.md").read_text(encoding="utf-8")
-    knobs = ": max_batch, token_budget and max_kv_tokens" if number == 3 else ""
+    knobs = " (max_batch, token_budget and max_kv_tokens)" if number == 3 else ""
     files["BREAK.md"] = BREAK.format(knobs=knobs, bugs="\n".join(
-        f"{i}. {MUTANTS[bug].words}" for i, bug in enumerate(chosen.bugs, 1)))
-    files["break.json"] = json.dumps(
-        {"1": {"requests": [[3, 2], [5, 2, 1]], "knobs": {}}}, indent=1) + "\n"
+        f"{i}. {MUTANTS[bug].words} Runs {runs_of(f'{number}{part}')}."
+        for i, (bug, part) in enumerate(zip(chosen.bugs, chosen.bug_parts), 1)))
+    files["break.json"] = json.dumps(dict.fromkeys("12345"), indent=1) + "\n"
     files["written.md"] = f"# Set {number}: written answers\n\n## 1\n\n## 2\n\n## AI assistants\n"
     return files
+
+
+def runs_of(part):
+    """What a workload for a bug in this part is run with."""
+    if part[0] == "3":
+        return "the scheduler alone"
+    module, fixed = observe.STAGES.get(part) or observe.STAGES[part[0]]
+    return f"{module}.py" + "".join(f" with {name}={value!r}" for name, value in fixed.items())
 
 
 def expected(number):

@@ -209,6 +209,9 @@ MUTANTS = {
     "only decodes get a token": Mutant(
         "4d", "A request gets no token in the step that completes its prompt.",
         [(COMPLETE, "n == request.todo > 0", "n == request.todo > 0 and request.generated")]),
+    "a request that computes nothing gets a token": Mutant(
+        "4d", "A request with nothing to compute gets a token.",
+        [(COMPLETE, "n == request.todo > 0", "n == request.todo")]),
     "the first column": Mutant(
         "4d", "The next token comes from a row's first column.",
         [(LAY, "device=device), -1)", "device=device), 0)")]),
@@ -242,6 +245,15 @@ MUTANTS = {
         [(PACK, "self.tokens, self.positions = tokens.to(device), positions.to(device)",
           "self.places.sort()\n        self.tokens, self.positions = tokens.to(device), "
           "positions.to(device)")]),
+    "a stream that sees the future": Mutant(
+        "5c", "In the mask, a token sees the later tokens of its request.",
+        [(BLOCK, ".tril(start)", "")]),
+    "tokens for all": Mutant(
+        "5c", "The next token of every request is read, complete or not.",
+        [(FLAT, "[self.plan[i][0] for i in complete(self.plan)]",
+          "[request for request, _ in self.plan]"),
+         (FLAT, "[self.cu_seqlens[i + 1] - 1 for i in complete(self.plan)]",
+          "[end - 1 for end in self.cu_seqlens[1:]]")]),
     "a triangle without its past": Mutant(
         "5c", "In the mask, the triangle begins at the left, as if there were no past.",
         [(BLOCK, ".tril(start)", ".tril(0)")]),
@@ -277,6 +289,9 @@ MUTANTS = {
     "evicts the latest": Mutant(
         "6a", "The page that was used last is evicted first.",
         [(EVICT, "next(iter(self.kept))", "next(reversed(self.kept))")]),
+    "evicted and still known": Mutant(
+        "6a", "An evicted page is still in prefix_of.",
+        [(EVICT, "self.prefix_of.pop(page)", "self.prefix_of[page]")]),
     "the slot of the page": Mutant(
         "6b", "A token's slot is its page's first slot.",
         [(SLOTS, "+ p % size", "")]),
@@ -296,6 +311,12 @@ MUTANTS = {
         [(FIND, "tuple(tokens[:end])", "tuple(tokens[max(0, end - 2 * self.size):end])"),
          (PUBLISH, "tuple(tokens[:(i + 1) * self.size])",
           "tuple(tokens[max(0, i - 1) * self.size:(i + 1) * self.size])")]),
+    "half a page": Mutant(
+        "6c", "A page that a request has begun to fill is published, too.",
+        [(PUBLISH, "len(tokens) // self.size)", "-(-len(tokens) // self.size))")]),
+    "a page that was begun before": Mutant(
+        "6c", "A page that a former pass began, and this one has filled, is not published.",
+        [(PUBLISH, "range(start // self.size,", "range(-(-start // self.size),")]),
     "only the first page": Mutant(
         "6c", "Only the first page of a prefix is shared.",
         [(FIND, "return list(takewhile(lambda page: page is not None, pages))",
@@ -306,6 +327,12 @@ MUTANTS = {
     "a stale count after preemption": Mutant(
         "6d", "A preempted request still counts its tokens as computed.",
         [(PREEMPT, "request.computed = 0", "pass")]),
+    "back to the front": Mutant(
+        "6d", "A preempted request goes to the front of the queue, whenever it arrived.",
+        [(PREEMPT, "self.waiting.insert(place, request)", "self.waiting.appendleft(request)")]),
+    "never due": Mutant(
+        "6d", "However often a request is preempted, it is never due.",
+        [(PREEMPT, "self.due.add(request)", "pass")]),
     "one page too few": Mutant(
         "6d", "A request asks for its next page one token too late.",
         [(MISSING, "request.computed + request.todo", "request.computed + request.todo - 1")]),
@@ -326,7 +353,7 @@ SMALLEST = {
     "static column positions": {"requests": [[1, 1], [2, 1]], "knobs": {"max_batch": 8}},
     "right padding": {"requests": [[[1, 1], 1], [1, 1]], "knobs": {"max_batch": 2}},
     "one token too many": {"requests": [[1, 1]], "knobs": {"max_batch": 3}},
-    "end of text is overlooked": {"requests": [[1, 2, 0, 0, 2]], "knobs": {"max_batch": 1}},
+    "end of text is overlooked": {"requests": [[1, 2, 0, 0, 6]], "knobs": {}},
     "more requests than max_batch": {"requests": [[1, 1], [1, 1]], "knobs": {"max_batch": 1}},
     "prompts before decodes": {
         "requests": [[1, 1], [2, 1]],
@@ -356,12 +383,10 @@ SMALLEST = {
     "no causal rule in a chunk": {
         "requests": [[[1, 2, 1, 0], 1]],
         "knobs": {"token_budget": 2, "max_batch": 2}},
-    "neighbours in a packed row": {
-        "requests": [[1, 1], [2, 1], [[1], 2]],
-        "knobs": {"max_batch": 8}},
+    "neighbours in a packed row": {"requests": [[1, 1], [1, 1], [2, 1]], "knobs": {}},
     "positions that run on in a packed row": {
-        "requests": [[1, 1], [[1, 0], 1], [1, 2]],
-        "knobs": {"max_batch": 8}},
+        "requests": [[1, 1], [1, 1], [2, 1]],
+        "knobs": {}},
     "a stream without boundaries": {"requests": [[1, 1], [1, 1]], "knobs": {"token_budget": 3}},
     "first fit without sorting": {
         "requests": [[1, 1], [1, 1], [3, 1], [2, 1], [2, 1]],

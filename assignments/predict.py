@@ -106,7 +106,7 @@ def set_4(rng):
            lambda: fused().padded_keys)
     yield (f"{words}: how many score entries, per head and layer, are computed?",
            lambda: fused().score_entries)
-    yield (f"{B - 1} requests of {short} tokens decode, and a prompt of {n} tokens arrives: how "
+    yield (f"{B - 1} requests decode, and a prompt of {n} tokens is computed in one piece: how "
            "many pad slots does the fused rectangle have?", lambda: trace_of(
                "interleaved", requests_of(*[(short, 4)] * (B - 1), (n, 1, 1))).passes[1].pad_slots)
 

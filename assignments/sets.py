@@ -31,7 +31,8 @@ class Set:
     """
     needs:   the modules of the student copy, besides TOOLS
     numbers: points for predicted numbers (predict.py asks them)
-    breaks:  points for exposing the bugs in `bugs`, names in mutants.py
+    breaks:  points for exposing the bugs in `bugs`, names in mutants.py; each is in the part with
+             its letter in `bug_parts`
     written: points for the written answers (key/N.md)
     hidden:  functions that are blank in the copy as well, because they would give others away
     """
@@ -44,6 +45,7 @@ class Set:
     breaks: int
     written: int
     bugs: list
+    bug_parts: str
     hidden: tuple = ()
 
     @property
@@ -58,7 +60,7 @@ class Set:
 
 TOOLS = ["toolbox/__init__.py", "toolbox/trace.py", "toolbox/xray.py"]
 CORE = ["model.py", "request.py", "cache.py"]
-LOOK = ("crash", "tokens", "positions", "counts")
+LOOK = ("crash", "tokens", "positions")
 
 SETS = {each.number: each for each in [
     Set(1, "Head and cache", 3, [
@@ -68,7 +70,7 @@ SETS = {each.number: each for each in [
                                         "generate_unbatched.py:Alone.attend"], 2),
     ], needs=[*CORE, "generate_unbatched.py"], numbers=2, breaks=2, written=2, bugs=[
         "causal rule from the top left", "no causal rule", "scores that are not scaled",
-        "keys written at the beginning", "reads all of the cache"]),
+        "keys written at the beginning", "reads all of the cache"], bug_parts="aaabb"),
     Set(2, "Rectangles", 4, [
         Part("a", "the static batch", ["generate_naive.py:StaticBatch.lay_out"], 4),
         Part("b", "the end of a request", ["request.py:Request.append"], 2),
@@ -76,7 +78,7 @@ SETS = {each.number: each for each in [
              3),
     ], needs=[*CORE, "generate_naive.py", "generate_dynamic.py"], numbers=2, breaks=2, written=2,
         bugs=["static column positions", "right padding", "one token too many",
-              "end of text is overlooked", "more requests than max_batch"],
+              "end of text is overlooked", "more requests than max_batch"], bug_parts="aabbc",
         hidden=("generate_dynamic.py:Rectangle.lay_out",
                 "generate_dynamic.py:Rectangle.attend")),
     Set(3, "The scheduler", 4, [
@@ -86,18 +88,19 @@ SETS = {each.number: each for each in [
         Part("c", "after a step", ["request.py:advance", "scheduler.py:Scheduler.release"], 3),
     ], needs=["request.py", "scheduler.py"], numbers=2, breaks=2, written=2, bugs=[
         "prompts before decodes", "the budget is overdrawn", "admits without room",
-        "the second overtakes the first", "finished requests stay"]),
+        "the second overtakes the first", "finished requests stay"], bug_parts="aabbc"),
     Set(4, "The fused rectangle", 5, [
         Part("a", "tokens and positions", ["generate_dynamic.py:Rectangle.lay_out"], 3, LOOK),
         Part("b", "the mask over past and new slots", ["generate_dynamic.py:Rectangle.lay_out"], 4,
              ("sees",)),
         Part("c", "gathering and writing back", ["generate_dynamic.py:Rectangle.attend"], 3),
         Part("d", "which requests get a token", ["generate_dynamic.py:Rectangle.lay_out",
-                                                 "request.py:complete"], 2, ("sampled",)),
+                                                 "request.py:complete"], 2,
+             ("sampled", "counts")),
     ], needs=[*CORE, "scheduler.py", "generate_dynamic.py", "generate_interleaved.py"],
         numbers=3, breaks=3, written=2, bugs=[
         "published mask", "column positions", "pads written to the cache",
-        "samples from a partial prefill", "no causal rule in a chunk"]),
+        "samples from a partial prefill", "no causal rule in a chunk"], bug_parts="bacdb"),
     Set(5, "No rows", 5, [
         Part("a", "bin packing", ["generate_prepacked.py:first_fit_decreasing"], 2),
         Part("b", "packed rows", ["generate_prepacked.py:Packed.lay_out"], 4),
@@ -109,7 +112,7 @@ SETS = {each.number: each for each in [
         numbers=3, breaks=3, written=2, bugs=[
         "neighbours in a packed row", "positions that run on in a packed row",
         "a stream without boundaries", "stream positions",
-        "first fit without sorting"]),
+        "first fit without sorting"], bug_parts="bbdca"),
     Set(6, "Pages", 6, [
         Part("a", "holding and giving back", ["paging.py:Pages.hold", "paging.py:Pages.give_back",
                                               "paging.py:Pages.evict"], 2),
@@ -122,5 +125,5 @@ SETS = {each.number: each for each in [
         numbers=2, breaks=2, written=2, bugs=[
         "pages read in one piece", "pages known by their own tokens",
         "pages known by one page before", "a preempted request goes to the end",
-        "a stale count after preemption"]),
+        "a stale count after preemption"], bug_parts="bccdd"),
 ]}

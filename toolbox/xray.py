@@ -127,12 +127,13 @@ class XRay:
         twin = copy.copy(batch)
         twin.plan = [(StandIn(request, self.first[request]), n) for request, n in batch.plan]
         twin.lay_out(batch.tokens.device)
-        v = torch.nn.functional.one_hot(twin.tokens, len(self.token_of)).double().unsqueeze(-3)
+        ids = twin.tokens.long()
+        v = torch.nn.functional.one_hot(ids, len(self.token_of)).double().unsqueeze(-3)
         blank = torch.zeros_like(v)
         with self.own_layer(batch):
             out = batch.attend("xray", blank, blank, v).squeeze(-3)  # (..., D)
         batch = copy.copy(batch)   # a static batch is the same object in the next pass
-        self.passes.append(Sight(self, batch, twin.tokens, positions, counts_of(out)))
+        self.passes.append(Sight(self, batch, ids, positions, counts_of(out)))
 
     @contextmanager
     def own_layer(self, batch):
