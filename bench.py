@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from experiments import figures
 from experiments.peers import PEERS, peers
+from experiments.results import provenance
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.cli import guarded, measuring_parser, measuring_place
@@ -279,12 +280,12 @@ def run_benchmark(args):
         for name in args.workloads:
             run = systems(plain, fast, theirs, KNOBS[name])
             result = run_workload(args, model_name, name, run, fast)
-            results.append({**result, "where": where})
+            results.append({**result, "where": where, "measured": provenance("python bench.py")})
             if args.json:   # after each workload, so that an interrupted run keeps its results
                 with open(args.json, "w") as file:
                     json.dump(results, file, indent=1)
     if args.plot:
-        figures.bench(results, args.plot)
+        print("drawn in", *figures.bench(results, args.plot))
     return 0
 
 

@@ -2,6 +2,8 @@
 The pictures of README and docs, drawn from traces, X-rays and measured results, in the visual
 language of toolbox/plots.py. Without a path, a function returns its figure for a notebook to show.
 """
+from pathlib import Path
+
 import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
@@ -13,6 +15,7 @@ from toolbox.plots import COLORS, edge, hatch, legend, pyplot, save, timeline
 from toolbox.xray import PAD
 
 BLUE, GREEN, RED, ORANGE = "#0072B2", "#009E73", "#CC3311", "#E69F00"
+WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
 SKY, PURPLE, YELLOW, GREY, BROWN = "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#8C6239"
 
 
@@ -31,7 +34,7 @@ def timelines(traces, path=None, columns=2):
     plt = pyplot()
     rows = -(-len(traces) // columns)
     height = 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))
-    figure, axes = plt.subplots(rows, columns, figsize=(11, height), squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(WIDTH, height), squeeze=False)
     last = max(trace.passes[-1].step for trace in traces) + 1
     for ax, trace in zip(axes.flat, traces):
         timeline(ax, trace, last_step=last)
@@ -40,7 +43,7 @@ def timelines(traces, path=None, columns=2):
         ax.text(0.06, 0.5, "A cell is one request in one step. It is as high as the\n"
                 "request's row is wide: the coloured part holds tokens,\nthe grey part is padding. "
                 "All stages serve the same\nrequests, and give them the same tokens.",
-                va="center", fontsize=10, linespacing=1.5)
+                va="center", fontsize=9, linespacing=1.5)
     figure.tight_layout(rect=(0, 0.38 / figure.get_figheight(), 1, 1), h_pad=1.4, w_pad=2)
     passes = [p for trace in traces for p in trace.passes]
     counted = {"recomputed": "recomputed", "pad": "pad_slots", "finished": "finished_slots"}
@@ -60,7 +63,7 @@ def packing(sight, path=None):
     """
     plan, places, (rows, m) = sight.batch.plan, sight.batch.places, sight.ids.shape
     lengths = [n for _, n in plan]
-    figure, axes = pyplot().subplots(1, 3, figsize=(12, 0.6 + 0.34 * max(len(plan), m)))
+    figure, axes = pyplot().subplots(1, 3, figsize=(WIDTH + 2, 0.6 + 0.3 * max(len(plan), m)))
     padded = [(b, m - n, m) for b, n in enumerate(lengths)]
     draw_places(axes[0], plan, padded, m)
     axes[0].set_title(f"padded ({len(plan)}, {m}): {len(plan) * m - sum(lengths)} pad slots",
@@ -116,7 +119,7 @@ def pool(seen, path=None):
     """
     names = list(dict.fromkeys(name for step in seen for name in step["tables"]))
     color_of = dict(zip(names, (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, BROWN)))
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 5.2), width_ratios=[2.2, 1])
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 4.6), width_ratios=[2, 1])
     for step, at in enumerate(seen):
         holders = {page: [name for name, table in at["tables"].items() if page in table]
                    for page in range(at["number"])}
@@ -197,7 +200,7 @@ def rows(measured, path=None):
 
     measured: {label: [(rows, seconds), ...]}
     """
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 3.8))
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 3.6))
     for (label, points), color, marker in zip(measured.items(), (BLUE, RED, GREEN), "os^"):
         n, seconds = np.array(points).T
         style = dict(color=color, marker=marker, markersize=4, label=label)
@@ -220,7 +223,7 @@ def itl(gaps, arrival, prompt_tokens, path=None):
 
     gaps: {stage: [(step, seconds), ...]}
     """
-    figure, ax = pyplot().subplots(figsize=(9, 3.8))
+    figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
     for (name, points), color, marker in zip(gaps.items(), (RED, BLUE, ORANGE, GREEN), "osD^"):
         step, seconds = np.array(points).T
         ax.plot(step, seconds * 1e3, color=color, marker=marker, markersize=4, linewidth=1.4,
@@ -244,39 +247,37 @@ WORKLOADS = {"W1": "W1, mixed", "W2": "W2, prefill", "W3": "W3, decode"}
 
 
 def bench(results, path):
-    """Useful tokens per second of all systems, and the roofline: a panel per model and workload."""
-    models = list(dict.fromkeys(result["model"] for result in results))
-    per_model = [[result for result in results if result["model"] == model] for model in models]
-    by_size = sorted(results, key=lambda result: -len(result["systems"]))
-    systems = list(dict.fromkeys(name for result in by_size for name in result["systems"]))
-    columns = max(map(len, per_model))
-    size = 4 * columns + 2.2, len(models) * (0.22 * len(systems) + 1.1)
-    figure, axes = pyplot().subplots(len(models), columns, figsize=size, sharey=True, squeeze=False)
-    for line, row in zip(per_model, axes):
-        for result, ax in zip(line, row):
-            bench_panel(ax, result, systems)
-        for ax in row[len(line):]:
-            ax.axis("off")
-    figure.tight_layout()
-    return save(figure, path)
+    """
+    Useful tokens per second of all systems, and the roofline: a picture for each model and
+    workload. Writes PATH with their names in it, and returns the paths.
+    """
+    return [bench_picture(result, beside(path, f"{result['model']}-{result['workload']}"))
+            for result in results]
 
 
-def bench_panel(ax, result, systems):
+def beside(path, name):
+    """pictures/bench.png, "gpt2-W1" -> pictures/bench-gpt2-W1.png"""
+    return Path(path).with_stem(f"{Path(path).stem}-{name}")
+
+
+def bench_picture(result, path=None):
+    systems = list(result["systems"])
+    figure, ax = pyplot().subplots(figsize=(WIDTH, 0.25 * len(systems) + 1.1))
     for y, name in enumerate(systems):
-        if name in result["systems"]:
-            speed = result["tokens"] / result["systems"][name]["seconds"]
-            color = GREY if name.startswith(PEERS) else GREEN if name == "ragged, varlen" else BLUE
-            ax.barh(y, speed, color=color, height=0.75)
-            ax.text(speed, y, f" {speed:,.0f}", va="center", fontsize=8)
+        speed = result["tokens"] / result["systems"][name]["seconds"]
+        color = GREY if name.startswith(PEERS) else GREEN if name == "ragged, varlen" else BLUE
+        ax.barh(y, speed, color=color, height=0.75)
+        ax.text(speed, y, f" {speed:,.0f}", va="center", fontsize=9)
     most = result["tokens"] / result["roofline"]
     ax.axvline(most, color="black", linestyle="--", linewidth=1)
-    ax.text(most, -0.9, f"roofline {most:,.0f} ", ha="right", va="center", fontsize=8)
+    ax.text(most, -0.9, f"roofline {most:,.0f} ", ha="right", va="center", fontsize=9)
     ax.set_ylim(len(systems) - 0.4, -1.4)
     ax.set_xlim(0, 1.08 * most)
-    ax.locator_params(axis="x", nbins=5)
     ax.set_yticks(range(len(systems)), systems, fontsize=9)
     ax.set_title(f"{WORKLOADS[result['workload']]}: {result['model']}", fontsize=10, loc="left")
     ax.set_xlabel("prompt tokens/s" if result["workload"] == "W2" else "tokens/s")
+    figure.tight_layout()
+    return save(figure, path)
 
 
 # --- experiments/prepacking.py --------------------------------------------------------------------
@@ -286,16 +287,18 @@ METHOD_COLORS = {"full batching": GREY, "length-ordered": ORANGE, "prepacking, b
 
 
 def prepacking(result, path):
-    """The figures of experiments.prepacking: six panels, one for each of its tables."""
-    figure, ((kinds, sizes, memory), (ratio, gap, latency)) = pyplot().subplots(
-        2, 3, figsize=(15, 8.4))
-    draw_kinds(kinds, result["kinds"])
-    draw_batch_sizes(sizes, result["batch_size"])
-    draw_memory(memory, result["largest"])
-    draw_predictors(ratio, gap, result["predictors"])
-    draw_latency(latency, result["latency"])
-    for ax in sizes, ratio, gap, latency:
-        ax.grid(True, color="#EEEEEE")
+    """A picture for each table of experiments.prepacking. Returns their paths, as `bench` does."""
+    return [prepacking_picture(name, result, beside(path, name)) for name in PANELS]
+
+
+def prepacking_picture(name, result, path=None):
+    draw, figures, size = PANELS[name]
+    plots = 2 if name == "predictors" else 1
+    figure, axes = pyplot().subplots(1, plots, figsize=size, squeeze=False)
+    draw(*axes[0], result[figures])
+    if name not in ("kinds", "memory"):
+        for ax in axes[0]:
+            ax.grid(True, color="#EEEEEE")
     figure.tight_layout()
     return save(figure, path)
 
@@ -306,7 +309,7 @@ def grouped_bars(ax, values, width, form):
         x = np.arange(len(heights)) + width * (i - (len(values) - 1) / 2)
         ax.bar(x, heights, width=0.94 * width, color=METHOD_COLORS[method], label=method)
         for at, height in zip(x, heights):
-            ax.text(at, height, format(height, form), ha="center", va="bottom", fontsize=7)
+            ax.text(at, height, format(height, form), ha="center", va="bottom", fontsize=8)
 
 
 def draw_kinds(ax, kinds):
@@ -373,3 +376,10 @@ def draw_latency(ax, points):
     ax.set_xlabel("k, prompts of 128 tokens")
     ax.set_title("seconds of one prefill", loc="left", fontsize=10)
     ax.legend(fontsize=8)
+
+
+PANELS = {"kinds": (draw_kinds, "kinds", (WIDTH, 4)),
+          "batch-size": (draw_batch_sizes, "batch_size", (6, 3.6)),
+          "predictors": (draw_predictors, "predictors", (WIDTH, 3.6)),
+          "memory": (draw_memory, "largest", (6, 3.6)),
+          "latency": (draw_latency, "latency", (6, 3.6))}

@@ -8,14 +8,13 @@ unbatched run.
     python -m experiments.ladder --pictures experiments/pictures
 """
 import copy
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from experiments import figures, memory
+from experiments import figures, memory, results
 from experiments.rows import ARRIVAL
 from request import Request
 from toolbox import cli, plots, sights
@@ -107,19 +106,30 @@ def draw_pictures(model, folder, traces):
     figures.packing(some_prompts(model), folder / "packing.png")
     figures.slots([trace for name, trace in traces.items() if "no cache" not in name],
                   folder / "slots.png")
-    times = {"the built-in model, 0.9M parameters": results("rows_builtin")["points"],
-             "GPT-2 small, 124M parameters": results("rows")["points"]}
+    times = {"the built-in model, 0.9M parameters": results.load("rows_builtin")["points"],
+             "GPT-2 small, 124M parameters": results.load("rows")["points"]}
     figures.rows(times, folder / "rows.png")
-    gaps = results("gaps")
+    gaps = results.load("gaps")
     figures.itl(gaps["points"], ARRIVAL, gaps["prompt_tokens"], folder / "itl.png")
-    figures.prepacking(results("prepacking"), folder / "prepacking.png")
-    figures.bench(results("bench"), folder / "bench.png")
+    figures.prepacking(results.load("prepacking"), folder / "prepacking.png")
+    figures.bench(results.load("bench"), folder / "bench.png")
 
 
-def results(name):
-    """Measurements that are committed, with the machine they were made on: results/NAME.json."""
-    path = Path(__file__).parent / "results" / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+def save(path, traces, where, repeats):
+    """Writes the figures of the README's table of all stages."""
+    rows = {}
+    for name, trace in traces.items():
+        t, waits = totals(trace), latencies(trace)
+        rows[name] = {
+            **{what: t[what] for what in ("forward_passes", "slots", "useful", "score_entries",
+                                          "copied_bytes", "tokens_per_second")},
+            "ttft_mean": mean(waits["ttft_seconds"]),
+            "itl_p99": percentile(waits["itl_seconds"], 99)}
+    requests = next(iter(traces.values())).requests
+    results.save(path, "python -m experiments.ladder", where, repeats=repeats, stages=rows,
+                 requests=len(requests), prompt_tokens=sum(len(r.prompt) for r in requests),
+                 generated=sum(len(r.generated) for r in requests),
+                 useful_scores=sum(p.useful_scores for p in traces["naive"].passes))
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -152,6 +162,9 @@ def compare(args):
           f"torch {torch.__version__}")
     traces = run_stages(model, requests, repeats=args.repeats, **knobs)
     print(ladder_table(traces))
+    if args.json:
+        save(args.json, traces, f"{model.device}, {torch.get_num_threads()} threads, torch "
+             f"{torch.__version__}, {args.dtype}", args.repeats)
     if args.pictures:
         draw_pictures(model, Path(args.pictures), traces)
     if args.no_check:
@@ -166,6 +179,7 @@ def main(argv=None):
     p = cli.parser(__doc__)
     p.prog = "python -m experiments.ladder"
     p.add_argument("--pictures", metavar="DIR", help="draw the README's pictures into this folder")
+    p.add_argument("--json", metavar="FILE.json", help="write the figures of the table")
     p.add_argument("--repeats", type=int, default=3,
                    help="runs of each stage, in turn; the one of median time counts")
     args = p.parse_args(argv)

@@ -10,7 +10,6 @@ Three experiments:
     python -m experiments.memory
     python -m experiments.memory --json experiments/results/memory.json
 """
-import json
 import random
 import statistics
 import sys
@@ -20,7 +19,7 @@ from dataclasses import replace
 
 import generate_paged
 import generate_ragged
-from experiments import figures
+from experiments import figures, results
 from model import GPT, GPTConfig
 from paging import Pages
 from request import Request
@@ -154,8 +153,11 @@ def scatter(model, requests, repeats):
             if repeat:   # the first one warms up
                 seconds[way].append(time.perf_counter() - start)
             copied[way] = totals(trace)["copied_bytes"]
+    ratios = {way: [a / b for a, b in zip(taken, seconds["stage 6"])]
+              for way, taken in seconds.items()}
     return {way: {"seconds": statistics.median(taken), "copied_bytes": copied[way],
-                  "ratio": statistics.median(a / b for a, b in zip(taken, seconds["stage 6"]))}
+                  "ratio": statistics.median(ratios[way]),
+                  "spread": (max(ratios[way]) - min(ratios[way])) / 2}
             for way, taken in seconds.items()}
 
 
@@ -165,9 +167,9 @@ def mixed_lengths(vocab_size, requests=24):
                     stream.randint(8, 64), name=f"r{i}") for i in range(requests)]
 
 
-def scatter_table(results):
+def scatter_table(ratios):
     rows = [("", "stage 6", "neighbours", "scattered", "copied, neighbours", "copied, scattered")]
-    for name, ways in results.items():
+    for name, ways in ratios.items():
         rows.append((name, f"{ways['stage 6']['seconds']:.2f} s",
                      *(f"{ways[way]['ratio']:.2f}x" for way in ("neighbours", "scattered")),
                      *(f"{ways[way]['copied_bytes'] / 1e6:,.0f} MB"
@@ -198,19 +200,18 @@ def measure(args):
     repeats = 1 if args.quick else 5
     shared = sharing(model, repeats)
     print("\nsixteen prompts of 144 tokens that begin with the same 128\n" + sharing_table(shared))
-    results = {}
+    ratios = {}
     small = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384)).to(device, dtype).requires_grad_(False)
     models = {"built-in model": model} if args.quick else {"built-in model": model,
                                                            "6 layers, 384 wide": small}
     for name, measured in models.items():
         requests = mixed_lengths(measured.config.vocab_size)
-        results[name] = scatter(measured, requests, repeats)
-        results[f"{name}, optimize()"] = scatter(measured.optimize(), requests, repeats)
-    print("\nstage 7 against stage 6, 24 requests of mixed lengths\n" + scatter_table(results))
+        ratios[name] = scatter(measured, requests, repeats)
+        ratios[f"{name}, optimize()"] = scatter(measured.optimize(), requests, repeats)
+    print("\nstage 7 against stage 6, 24 requests of mixed lengths\n" + scatter_table(ratios))
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"where": where, "repeats": repeats, "sharing": shared, "scatter": results},
-                      file, indent=1)
+        results.save(args.json, "python -m experiments.memory", where, repeats=repeats,
+                     sharing=shared, scatter=ratios)
     if args.plot:
         figures.pool(filling_pool(load()[0]), args.plot)
         print(f"drawn in {args.plot}")

@@ -17,7 +17,6 @@ all tensors alive at the same time, except the weights.
     python -m experiments.prepacking --quick
     python -m experiments.prepacking --json prepacking.json --plot prepacking.png
 """
-import json
 import math
 import random
 import statistics
@@ -29,7 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from experiments import figures
+from experiments import figures, results
 from generate_naive import StaticBatch
 from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
@@ -338,7 +337,7 @@ def run_experiments(args):
     print(f"{where}; {name}, random weights" + ("" if args.prompts else "; synthetic lengths"))
     quick, repeats = args.quick, 1 if args.quick else 3
     sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32, 64)
-    result = {"where": where, "lengths": kinds, "model": name}
+    result = {"lengths": kinds, "model": name, "repeats": repeats}
 
     result["kinds"] = by_kind(model, kinds, 16, repeats)
     print_kinds(result["kinds"], kinds)
@@ -353,11 +352,9 @@ def run_experiments(args):
     print_memory(result["largest"], args.memory)
 
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file)
+        results.save(args.json, "python -m experiments.prepacking", where, **result)
     if args.plot:
-        figures.prepacking(result, args.plot)
-        print(f"drawn in {args.plot}")
+        print("drawn in", *figures.prepacking(result, args.plot))
     return 0
 
 

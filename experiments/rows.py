@@ -11,7 +11,6 @@ between the tokens of running requests while a long prompt arrives.
     python -m experiments.rows --plot rows.png
     python -m experiments.rows --gaps --plot gaps.png
 """
-import json
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from experiments import figures
+from experiments import figures, results
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.cli import guarded, measuring_parser, measuring_place
@@ -115,9 +114,10 @@ def measure(args):
         points = forward_times(model, ROWS[:5] if args.quick else ROWS)
         print(rows_table(points))
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"where": where, "model": args.model, "points": points,
-                       **({"prompt_tokens": prompt_tokens} if args.gaps else {})}, file, indent=1)
+        more = {"prompt_tokens": prompt_tokens} if args.gaps else {}
+        repeats = 1 if args.gaps and args.quick else 3 if args.gaps else 7
+        results.save(args.json, "python -m experiments.rows", where, model=args.model,
+                     repeats=repeats, points=points, **more)
     if args.plot:
         if args.gaps:
             figures.itl(points, ARRIVAL, prompt_tokens, args.plot)

@@ -15,7 +15,6 @@ from lesson import ask, exercise, model, results, source, torchrun
 from functools import cache
 from experiments import figures
 from tensor_parallel import column_parallel
-from toolbox.plots import pyplot
 
 # %% [markdown]
 # ## Two limits
@@ -61,8 +60,8 @@ print(measured["where"])
 figures.rows({"GPT-2, 124M parameters": measured["points"]});
 
 # %% [markdown]
-# 32 rows take three times as long as one, so each costs a tenth. (Two rows take longer than eight:
-# the library multiplies such narrow matrices in another way.)
+# 32 rows take less than four times as long as one. (Two rows take as long as eight: the library
+# multiplies such narrow matrices in another way.)
 #
 # ## What does not get cheaper
 #
@@ -132,25 +131,21 @@ ask("Chunks are there to lower the worst ITL. Compare 'dynamic' and 'chunked' in
 # %%
 packing = results("prepacking")
 print(packing["where"])
-figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4.4))
-figures.draw_kinds(left, packing["kinds"])
-figures.draw_batch_sizes(right, packing["batch_size"])
-figure.tight_layout()
+figures.prepacking_picture("kinds", packing)
+figures.prepacking_picture("batch-size", packing);
 
 # %% [markdown]
 # > **Claim P6.** Prefill and TTFT are 1.6 to 3.5 times faster than full batching at k = 16, up
 # > to 4.5 and 6 times at larger k, and the same in the worst case r = k. *It holds for short,
-# > skewed lengths* (dialogue, instructions), where we even find 8.9 at k = 64; our long ones
+# > skewed lengths* (dialogue, instructions), where we even find 10 at k = 64; our long ones
 # > gain less. Packing the whole dataset makes TTFT worse, since a prompt waits until its row is
 # > due.
 #
-# (The right picture has other prompts than the left one, hence other values at k = 16. With k = 1
+# (The second picture has other prompts than the first one, hence other values at k = 16. With k = 1
 # each row is one prompt: r = k, and the speedup is 1.)
 
 # %%
-figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4))
-figures.draw_predictors(left, right, packing["predictors"])
-figure.tight_layout()
+figures.prepacking_picture("predictors", packing);
 
 # %% [markdown]
 # > **Claim P7.** The speedup is predicted by r/k, the batch-size reduction (about 1/(r/k) at
@@ -159,10 +154,8 @@ figure.tight_layout()
 # > lie above the line.
 
 # %%
-figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4))
-figures.draw_memory(left, packing["largest"])
-figures.draw_latency(right, packing["latency"])
-figure.tight_layout()
+figures.prepacking_picture("memory", packing)
+figures.prepacking_picture("latency", packing);
 
 # %% [markdown]
 # > **Claim P8.** Peak memory falls with the pad tokens, and allows up to 16 times larger
@@ -170,7 +163,7 @@ figure.tight_layout()
 # > to 3.4 times (dialogue) as many prompts fit.
 #
 # > **Claim P9.** Hardware does not parallelise a batch for free: at fixed m, latency grows with
-# > k. *It holds:* 64 prompts take 38 times as long as one.
+# > k. *It holds:* 64 prompts take 35 times as long as one.
 #
 # ### Your turn: when is prepacking useless?
 #

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))   # the repository's modules
 
 import torch
 
-from experiments.ladder import results
+from experiments.results import load as results
 from generate_naive import StaticBatch
 from generate_prepacked import first_fit_decreasing
 from model import Head

@@ -532,8 +532,7 @@ def test_P6_speedup_at_k_16_and_the_same_runtime_when_r_is_k():
         speedup = {kind: by["full batching"][what] / by["prepacking, batch"][what]
                    for kind, by in measured["kinds"].items()}
         assert all(1.6 <= speedup[kind] <= 3.5 for kind in ("dialogue", "instructions"))
-        assert all(1 < speedup[kind] < 1.6
-                   for kind in ("few-shot questions", "articles", "uniform"))
+        assert all(1 < speedup[kind] < 1.6 for kind in ("few-shot questions", "articles"))
     for points in measured["batch_size"].values():
         assert 0.9 < points[0][1] < 1.1   # k = 1 is r = k
         assert max(speedup for _, speedup, _ in points) > points[0][1]

@@ -1,7 +1,10 @@
-"""What the README says is so."""
+"""What README and docs say is so."""
 import re
 from pathlib import Path
 
+import pytest
+
+from experiments import results, tables
 from experiments.ladder import run_stages
 from experiments.memory import storm
 from toolbox.load import load
@@ -10,6 +13,14 @@ from toolbox.workload import PROMPTS, make_requests, read_prompts
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", ROOT / "assignments" / "README.md",
+         ROOT / "notebooks" / "README.md"]
+EACH_PAGE = pytest.mark.parametrize("path", PAGES,
+                                    ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+def test_the_readme_is_a_page():
+    assert len(README.splitlines()) <= 130
 
 
 def test_the_ladder_of_counts():
@@ -20,26 +31,55 @@ def test_the_ladder_of_counts():
     model, tokenizer = load()
     requests = make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64, temperature=0.7,
                              top_k=None, seed=0)
+    said = results.load("ladder")
     traces = run_stages(model, requests)
-    prompts = sum(len(request.prompt) for request in requests)
-    generated = sum(len(request.generated) for request in traces["naive"].requests)
-    assert f"({prompts} prompt tokens, {generated} generated" in README
+    assert said["prompt_tokens"] == sum(len(request.prompt) for request in requests)
     for name, trace in traces.items():
         t = totals(trace)
-        row = next((line for line in README.splitlines() if re.match(rf"\| {name} \|", line)), "")
-        counts = [cell.strip() for cell in row.strip("|").split("|")[1:6]]
-        assert counts == [f"{t['forward_passes']:,}", f"{t['slots']:,}",
-                          f"{t['useful'] / t['slots']:.0%}", f"{t['score_entries']:,}",
-                          f"{t['copied_bytes'] / 1e6:,.0f} MB"], name
+        assert said["generated"] == sum(len(request.generated) for request in trace.requests)
+        assert {what: t[what] for what in ("forward_passes", "slots", "useful", "score_entries",
+                                           "copied_bytes")}.items() <= said["stages"][name].items()
 
 
-def test_files_pictures_and_modules_are_there():
-    linked = re.findall(r"\]\(((?!http)[^)#]+)\)", README) + re.findall(r'src="([^"]+)"', README)
-    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|ipynb))`", README)
-    modules = set(re.findall(r"python -m (\w+(?:\.\w+)*)", README)) - {"venv", "pytest"}
-    assert linked and named and modules
-    for path in [*linked, *named, *(module.replace(".", "/") + ".py" for module in modules)]:
-        assert (ROOT / path).exists(), path
+@EACH_PAGE
+def test_tables_are_those_of_the_committed_results(path):
+    """`python -m experiments.tables` makes them."""
+    text = path.read_text(encoding="utf-8")
+    assert tables.renewed(text) == text
+
+
+def test_every_table_is_shown_and_every_result_says_where_it_was_measured():
+    shown = re.findall("<!-- table: (.+?) -->", "".join(path.read_text(encoding="utf-8")
+                                                        for path in tables.pages()))
+    assert sorted(shown) == sorted(tables.TABLES)
+    for path in results.FOLDER.glob("*.json"):
+        if path.stem != "bench":   # a list, with the machine in each of its entries
+            measured = results.load(path.stem)["measured"]
+            assert set(measured) == {"machine", "date", "commit", "command"}
+
+
+def test_a_table_that_is_old_is_found(tmp_path, monkeypatch, capsys):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("<!-- table: gaps -->\nold\n<!-- end -->\n")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.main(["--check"]) == 1 and "old: README.md" in capsys.readouterr().out
+    assert tables.main([]) == 0 and tables.main(["--check"]) == 0
+    with pytest.raises(ValueError, match="there is no table 'x'"):
+        tables.renewed("<!-- table: x -->\n<!-- end -->")
+
+
+@EACH_PAGE
+def test_files_pictures_and_modules_are_there(path):
+    text = path.read_text(encoding="utf-8")
+    linked = re.findall(r"\]\(((?!http)[^)#]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    modules = set(re.findall(r"python -m (\w+(?:\.\w+)*)", text)) - {"venv", "pytest"}
+    for name in linked:
+        assert (path.parent / name).exists(), name
+    for module in modules:
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|ipynb))`", text)
+    for name in named:
+        assert (ROOT / name).exists() or (path.parent / name).exists(), name
 
 
 def test_line_counts_are_about_right():
@@ -58,11 +98,12 @@ def test_the_python_example_runs():
 
 
 def test_the_preemption_storm():
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").replace("\n", " ")
     model, _ = load()
     traces = storm(model)
     reserve, pages = traces["reserve"], traces["pages"]
     steps = [trace.passes[-1].step + 1 for trace in (reserve, pages)]
-    assert f"takes {steps[0]} steps" in README and f"is done after {steps[1]}" in README
+    assert f"takes {steps[0]} steps" in page and f"is done after {steps[1]}" in page
     assert pages.counts["preemptions"] == 4 and not reserve.counts.get("preemptions")
     t = totals(pages)
-    assert f"{t['recomputed'] / t['slots']:.0%} of its slots" in README
+    assert f"{t['recomputed'] / t['slots']:.0%} of its slots" in page

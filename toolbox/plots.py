@@ -84,14 +84,14 @@ def timeline(ax, trace, last_step=None):
     draw_waiting(ax, trace, row_of)
     draw_work(ax, trace, row_of)
     ax.set_ylim(len(row_of) - 0.4, -0.6)
-    ax.set_yticks(range(len(row_of)), row_of, fontsize=8)
+    ax.set_yticks(range(len(row_of)), row_of, fontsize=9)
     ax.set_xlim(-0.5, (last_step or trace.passes[-1].step + 1) - 0.5)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("step")
     slots, useful = sum(p.slots for p in trace.passes), sum(p.useful for p in trace.passes)
     ax.set_title(f"{trace.stage}: {len(trace.passes)} passes, {useful / slots:.0%} of {slots:,} "
-                 "slots useful", loc="left", fontsize=10)
+                 "slots useful", loc="left", fontsize=9)
 
 
 def draw_waiting(ax, trace, row_of):

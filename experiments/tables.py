@@ -1,0 +1,252 @@
+"""
+The tables of measurements in README and docs, made from the committed results.
+
+    python -m experiments.tables          writes them anew, between their markers
+    python -m experiments.tables --check  only says which are not up to date
+
+A table stands between <!-- table: NAME --> and <!-- end -->. Do not edit it by hand.
+"""
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from experiments import results
+from toolbox.report import percentile
+
+ROOT = Path(__file__).parent.parent
+MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)
+
+
+def pages():
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def markdown(head, rows):
+    """A table; the first column is text, the others are numbers."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
+
+
+def origin(result, how):
+    """The line under a table: where it was measured, when, how often, and by which command."""
+    measured = result.get("measured", {})
+    parts = [measured.get("machine"), result["where"], measured.get("date"),
+             f"commit {measured['commit']}" if measured else None, how,
+             f"`{measured['command']}`" if measured else None]
+    return "\n<sub>" + "; ".join(part for part in parts if part) + "</sub>\n"
+
+
+# --- one function for each table ------------------------------------------------------------------
+
+def stages():
+    """The README's ladder: the idea of each stage, and what it was measured to improve."""
+    stage = results.load("ladder")["stages"]
+    worst = {name: max(gap for _, gap in points) * 1e3
+             for name, points in results.load("gaps")["points"].items()}
+    pages = {share: f["pages"] for share, f in results.load("memory")["sharing"].items()}
+
+    def step(what, before, after, form="{:,}"):
+        return " → ".join(form.format(stage[name][what]) for name in (before, after))
+
+    def useful(name):
+        return f"{stage[name]['useful'] / stage[name]['slots']:.0%}"
+
+    lines = [
+        ("0", "unbatched", "one request; a KV cache, O(n²) → O(n) per token",
+         f"slots {step('slots', 'unbatched, no cache', 'unbatched')}",
+         "the weights are read for one token at a time"),
+        ("1", "naive", "static batching: pad the prompts into one rectangle",
+         f"forward passes {step('forward_passes', 'unbatched', 'naive')}",
+         "padding; finished rows keep running; no request gets in"),
+        ("2", "dynamic", "a new batch every step; caches live with the requests",
+         f"forward passes {step('forward_passes', 'naive', 'dynamic')}",
+         "a long prompt stalls every running decode"),
+        ("3", "chunked", "a token budget: decodes first, prompts in chunks",
+         f"longest stall {worst['dynamic']:,.0f} → {worst['chunked']:,.0f} ms",
+         "two forward passes a step"),
+        ("4", "interleaved", "one fused pass for decodes and chunks",
+         f"forward passes {step('forward_passes', 'chunked', 'interleaved')}",
+         f"padding: {useful('interleaved')} of the slots are useful"),
+        ("5", "prepacked", "*a branch off stage 2:* several prompts share a row",
+         f"useful slots {useful('dynamic')} → {useful('prepacked')}", "decode is still padded"),
+        ("6", "ragged", "no rows: one stream of tokens and its boundaries",
+         f"scores {step('score_entries', 'interleaved', 'ragged, varlen')}",
+         "room reserved for answers that may never come"),
+        ("7", "paged", "memory in pages; equal beginnings share them",
+         f"pages held {pages['false']} → {pages['true']}",
+         "scattered pages are copied; preempted work is repeated")]
+    return markdown(["stage", "script", "the idea", "what it improves, measured", "what it wastes"],
+                    [[number, f"[`generate_{name}.py`](generate_{name}.py)", *rest]
+                     for number, name, *rest in lines]).replace("---:", "---")
+
+
+def ladder():
+    result = results.load("ladder")
+    head = ["stage", "passes", "slots", "useful", f"scores ({result['useful_scores']:,} useful)",
+            "K/V copied", "tokens/s", "TTFT mean", "ITL p99"]
+    rows = [[name, f"{row['forward_passes']:,}", f"{row['slots']:,}",
+             f"{row['useful'] / row['slots']:.0%}", f"{row['score_entries']:,}",
+             f"{row['copied_bytes'] / 1e6:,.0f} MB", f"{row['tokens_per_second']:,.0f}",
+             f"{row['ttft_mean'] * 1e3:,.0f} ms", f"{row['itl_p99'] * 1e3:.1f} ms"]
+            for name, row in result["stages"].items()]
+    return markdown(head, rows) + origin(
+        result, f"{result['requests']} prompts ({result['prompt_tokens']} prompt tokens, "
+        f"{result['generated']} generated), the run of median time of {result['repeats']}")
+
+
+def gaps():
+    result = results.load("gaps")
+    rows = []
+    for name, points in result["points"].items():
+        ms = [gap * 1e3 for _, gap in points]
+        rows.append([name, f"{percentile(ms, 50):,.0f} ms", f"{percentile(ms, 99):,.0f} ms",
+                     f"{max(ms):,.0f} ms"])
+    return markdown(["time between tokens of four requests", "p50", "p99", "worst"],
+                    rows) + origin(result, f"medians of {result['repeats']}")
+
+
+def rows():
+    table, names = {}, {"rows_builtin": "built-in model", "rows": "GPT-2, 124M"}
+    for file, name in names.items():
+        for n, seconds in results.load(file)["points"]:
+            table.setdefault(n, {})[name] = f"{seconds * 1e3:,.2f} ms"
+    lines = [[n, *(row.get(name, "–") for name in names.values())] for n, row in table.items()]
+    result = results.load("rows")
+    return markdown(["rows", *names.values()], lines) + origin(
+        result, f"medians of {result['repeats']}")
+
+
+def sharing():
+    result = results.load("memory")
+    names = {"true": "shared prefixes", "false": "not shared"}
+    lines = [[names[share], f["pages"], f["passes"], f"{f['tokens']:,}", f"{f['seconds']:.2f}"]
+             for share, f in result["sharing"].items()]
+    return markdown(["", "pages held at most", "passes", "tokens computed", "seconds"],
+                    lines) + origin(result, f"medians of {result['repeats']}")
+
+
+def scatter():
+    result = results.load("memory")
+    both = "neighbours", "scattered"
+    lines = [[name, *(f"{ways[way]['ratio']:.2f} ±{ways[way]['spread']:.2f}" for way in both),
+              *(f"{ways[way]['copied_bytes'] / 1e6:,.0f} MB" for way in both)]
+             for name, ways in result["scatter"].items()]
+    return markdown(["time / stage 6's", "neighbours", "scattered at random", "copied, neighbours",
+                     "copied, scattered"], lines) + origin(
+        result, f"medians of {result['repeats']} runs in turn")
+
+
+METHODS = ("length-ordered", "prepacking, batch", "prepacking, dataset", "ragged")
+
+
+def prepacking():
+    result = results.load("prepacking")
+    lines = []
+    for kind, methods in result["kinds"].items():
+        lengths, full = result["lengths"][kind], methods["full batching"]
+        lines.append([kind, f"{sum(lengths) / len(lengths):.0f} / {max(lengths)}",
+                      f"{full['useful']:.0%}", *(
+                          f"{full['prefill_ms'] / methods[method]['prefill_ms']:.2f}×"
+                          for method in METHODS)])
+    return markdown(["", "mean / longest", "useful slots, padded", *METHODS], lines) + origin(
+        result, "prefill, k = 16, times as fast as padding to the longest")
+
+
+def bench(model):
+    """All systems on all workloads, for one of the models of bench.py."""
+    found = {result["workload"]: result for result in results.load("bench")
+             if result["model"] == model}
+    names = dict.fromkeys(name for result in found.values() for name in result["systems"])
+    lines = []
+    for name in names:
+        line = [name]
+        for workload, result in found.items():
+            line += bench_cells(workload, result, name)
+        lines.append(line)
+    head = [""]
+    for workload in found:
+        head += [f"{workload} {WORKLOADS[workload]}", "runs", "roofline", "TTFT mean"]
+        head += ["ITL p99"] if workload != "W2" else []
+    return markdown(head, lines) + origin(
+        next(iter(found.values())), "requested tokens per second; ± half the spread of the runs; "
+        "in brackets, times the best peer, median over the rounds")
+
+
+WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
+
+
+def bench_cells(workload, result, name):
+    from bench import times_best_peer  # it imports half of the repository
+    system = result["systems"].get(name)
+    if system is None:
+        return ["–"] * (4 if workload == "W2" else 5)
+    runs = sum(seconds is not None for seconds in system["rounds"])
+    spread = f" ±{system['spread'] / 2:.0%}" if runs > 1 else ""
+    ratio = times_best_peer(result["systems"], name)
+    peer = f" ({ratio:.2f}×)" if ratio else ""
+    cells = [f"{result['tokens'] / system['seconds']:,.0f}{spread}{peer}", runs,
+             f"{result['roofline'] / system['seconds']:.0%}", f"{system['ttft_mean']:.1f} s"]
+    if workload != "W2":
+        cells.append(f"{system['itl_p99'] * 1e3:,.0f} ms")
+    return cells
+
+
+SPEED = {"unbatched": "stage 0, one at a time", "naive": "stage 1, static",
+         "chunked": "stage 3, two passes a step", "interleaved": "stage 4, one padded pass",
+         "ragged, varlen": "stage 6, ragged"}
+
+
+def speed():
+    """The README's five rows."""
+    found = {result["workload"]: result for result in results.load("bench")
+             if result["model"] == "gpt2"}
+    def speed_of(result, name):
+        system = result["systems"][name]
+        runs = sum(seconds is not None for seconds in system["rounds"])
+        return f"{result['tokens'] / system['seconds']:,.0f}" + "¹" * (runs == 1)
+
+    lines = [[label, *(speed_of(result, name) for result in found.values()),
+              f"{found['W1']['systems'][name]['ttft_mean']:.1f} s",
+              f"{found['W1']['systems'][name]['itl_p99'] * 1e3:,.0f} ms"]
+             for name, label in SPEED.items()]
+    head = ["tokens per second", *(f"{name} {WORKLOADS[name]}" for name in found), "TTFT mean, W1",
+            "ITL p99, W1"]
+    return markdown(head, lines) + origin(
+        found["W1"], "GPT-2's size, random weights, optimize(); ¹ one run")
+
+
+TABLES = {"stages": stages, "ladder": ladder, "gaps": gaps, "rows": rows, "sharing": sharing,
+          "scatter": scatter, "prepacking": prepacking, "bench gpt2": lambda: bench("gpt2"),
+          "bench small": lambda: bench("small"), "speed": speed}
+
+
+def renewed(text):
+    """A page's text with its tables made anew. ValueError for a table that is not known."""
+    def table(match):
+        if match[2] not in TABLES:
+            raise ValueError(f"there is no table {match[2]!r}, only {', '.join(TABLES)}")
+        return match[1] + TABLES[match[2]]() + match[3]
+
+    return MARKED.sub(table, text)
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(prog="python -m experiments.tables", description=__doc__.split(
+        "\n")[1])
+    p.add_argument("--check", action="store_true", help="write nothing; fail if a table is old")
+    args = p.parse_args(argv)
+    old = []
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        new = renewed(text)
+        if new != text:
+            old.append(path.relative_to(ROOT).as_posix())
+            if not args.check:
+                path.write_text(new, encoding="utf-8")
+    print(f"{'old' if args.check else 'renewed'}: {', '.join(old)}" if old else "up to date")
+    return int(args.check and bool(old))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
