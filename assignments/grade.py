@@ -68,7 +68,7 @@ def seeds_of(student, number, salt):
 
 def modules_of(number):
     """The files that the parts of a set run with."""
-    return [*SETS[number].needs, "toolbox/toy.py", *TOOLS]
+    return [*SETS[number].needs, *TOOLS]
 
 
 def checkout(folder, number, edits=()):
@@ -92,13 +92,7 @@ def run(number, names, seeds, edits=()):
         place.mkdir()
         report.touch()
         checkout(place, number, edits)
-        process = context().Process(target=observe.child, args=(place, names, seeds, report))
-        process.start()
-        process.join(SECONDS)
-        hangs = process.is_alive()
-        if hangs:
-            process.kill()
-            process.join()
+        hangs, status = finish(observe.child, (place, names, seeds, report), SECONDS)
         seen = {name: [] for name in names}
         for line in report.read_text().splitlines():
             try:
@@ -112,11 +106,22 @@ def run(number, names, seeds, edits=()):
         if not seen[name] or seen[name][-1][1] != "done":
             why = ("prints more than 4 MB" if flood else
                    f"does not come to an end within {SECONDS} seconds" if hangs or
-                   process.exitcode in (-9, -24) else
-                   f"ends the process (status {process.exitcode})")
+                   status in (-9, -24) else f"ends the process (status {status})")
             seen[name].append((seeds[0], "crash", "", [why]))
         seen[name] = [found for found in seen[name] if found[1] != "done"]
     return seen
+
+
+def finish(target, arguments, seconds):
+    """Runs a function in a child process. Returns whether it had to be stopped, and its status."""
+    process = context().Process(target=target, args=arguments)
+    process.start()
+    process.join(seconds)
+    hangs = process.is_alive()
+    if hangs:
+        process.kill()
+        process.join()
+    return hangs, process.exitcode
 
 
 def context():
@@ -266,7 +271,7 @@ def grafts(number, folder):
 
 
 def read(folder, file):
-    """A file of a student's, which may lie in the folder itself or be missing."""
+    """The text of a student's file."""
     return (Path(folder) / file).read_text(encoding="utf-8")
 
 

@@ -140,17 +140,13 @@ def result_of(folder, task, seed):
         checkout, report = Path(place, "checkout").resolve(), Path(place, "report").resolve()
         checkout.mkdir()
         grade.checkout(checkout, 3, edits)
-        process = grade.context().Process(target=play, args=(checkout, task, seed, report))
-        process.start()
-        process.join(SECONDS)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        hangs, status = grade.finish(play, (checkout, task, seed, report), SECONDS)
+        if hangs:
             return {"fault": f"does not come to an end within {SECONDS} seconds"}
         try:
             return json.loads(report.read_text())
         except (OSError, ValueError):
-            return {"fault": f"ends the process (status {process.exitcode})"}
+            return {"fault": f"ends the process (status {status})"}
 
 
 def baselines(task, seed):

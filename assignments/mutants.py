@@ -5,7 +5,12 @@ Each mutant is a change of a line or two of the reference: the known bugs of bat
 them. It must lose points in its own part. Each variant is another right way to write a function,
 and must get full marks. Neither is ever copied to students.
 """
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))   # the repository's modules
+from toolbox.traps import TRAPS  # noqa: E402 (the known bugs of batching code)
 
 
 @dataclass
@@ -40,7 +45,7 @@ MUTANTS = {
     # set 1
     "causal rule from the top left": Mutant(
         "1a", "The causal triangle begins in the top left corner of the mask, past or no past.",
-        [(HEAD, "tril(diagonal=S - T)", "tril(diagonal=0)")]),
+        TRAPS["causal rule from the top left"]),
     "no causal rule": Mutant(
         "1a", "A new token sees all new tokens, the later ones too.",
         [(HEAD, ".tril(diagonal=S - T)", "")]),
@@ -80,18 +85,11 @@ MUTANTS = {
     # set 2
     "static column positions": Mutant(
         "2a", "A token's position is the number of its column.",
-        [(STATIC, "columns[self.start:] - self.pads[:, None]",
-          "columns[self.start:].expand(B, T).clone()")]),
+        TRAPS["static column positions"]),
     "right padding": Mutant(
         "2a", "The pads of the prompts are on the right, with right mask and positions; the next "
         "token still comes from the last column.",
-        [(STATIC, "tokens[b, T - n:]", "tokens[b, :n]"),
-         (STATIC, "- self.pads[:, None]", "- self.pads[:, None] * (self.start > 0)"),
-         (STATIC, "(columns >= self.pads[:, None])",
-          "((columns < W - self.pads[:, None]) | (columns >= W))"),
-         (STATIC, "B, T = len(self.plan), self.end - self.start",
-          "B, T, W = len(self.plan), self.end - self.start, "
-          "max(len(r.prompt) for r in self.requests)")]),
+        TRAPS["right padding"]),
     "pads are seen": Mutant(
         "2a", "Tokens see the pads on their left.",
         [(STATIC, "(columns >= self.pads[:, None])", "(columns >= 0 * self.pads[:, None])")]),
@@ -128,9 +126,7 @@ MUTANTS = {
     # set 3
     "prompts before decodes": Mutant(
         "3a", "Decodes get what prompts leave of the budget.",
-        [(SHARE, "for request in self.running if request.todo == 1]",
-          "for request in self.running if request.todo == 1\n"
-          "            and all(other.todo == 1 for other in self.running)]")]),
+        TRAPS["prompts before decodes"]),
     "the budget is overdrawn": Mutant(
         "3a", "Decodes do not count towards the budget.",
         [(SHARE, "self.token_budget - len(plan)", "self.token_budget")]),
@@ -175,7 +171,7 @@ MUTANTS = {
     # set 4
     "column positions": Mutant(
         "4a", "A token's position is its column, past included.",
-        [(LAY, "torch.arange(start, start + n)", "torch.arange(P + T - n, P + T)")]),
+        TRAPS["column positions"]),
     "positions of the new tokens from 0": Mutant(
         "4a", "Every row's new tokens are at 0, 1, 2, ...",
         [(LAY, "torch.arange(start, start + n)", "torch.arange(n)")]),
@@ -184,7 +180,7 @@ MUTANTS = {
         [(LAY, "request.slice(start, start + n)", "request.slice(0, n)")]),
     "published mask": Mutant(
         "4b", "All new slots count as tokens, the pads among them too.",
-        [(LAY, "mask[b, ..., P + T - n:] = True", "mask[b, ..., P:] = True")]),
+        TRAPS["published mask"]),
     "pads of the past are seen": Mutant(
         "4b", "The whole rectangle of the past may be seen, empty slots too.",
         [(LAY, "mask[b, ..., P - start:P] = True", "mask[b, ..., :P] = True")]),
@@ -195,7 +191,7 @@ MUTANTS = {
         "4b", "The past is hidden.", [(LAY, "mask[b, ..., P - start:P] = True", "pass")]),
     "pads written to the cache": Mutant(
         "4c", "The first n slots of a row are cached, instead of the last n.",
-        [(ATTEND, "k[b, :, T - n:], v[b, :, T - n:]", "k[b, :, :n], v[b, :, :n]")]),
+        TRAPS["pads written to the cache"]),
     "the past is aligned left": Mutant(
         "4c", "The cached keys are gathered at the left end of the past's part.",
         [(ATTEND, "past_k[b, :, P - start:], past_v[b, :, P - start:] = past",
@@ -205,7 +201,7 @@ MUTANTS = {
         [(ATTEND, "request.kv.write(layer, start, *new)", "request.kv.write(layer, 0, *new)")]),
     "samples from a partial prefill": Mutant(
         "4d", "A request of which only a part of the prompt is computed gets a token.",
-        [(COMPLETE, "n == request.todo > 0", "n > 0")]),
+        TRAPS["samples from a partial prefill"]),
     "only decodes get a token": Mutant(
         "4d", "A request gets no token in the step that completes its prompt.",
         [(COMPLETE, "n == request.todo > 0", "n == request.todo > 0 and request.generated")]),
@@ -217,7 +213,7 @@ MUTANTS = {
         [(LAY, "device=device), -1)", "device=device), 0)")]),
     "no causal rule in a chunk": Mutant(
         "4b", "Where there is a past, the new tokens of a chunk see each other, later ones too.",
-        [(HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")]),
+        TRAPS["no causal rule in a chunk"]),
     # set 5
     "first fit without sorting": Mutant(
         "5a", "The prompts are packed as they come, not from the longest to the shortest.",
@@ -232,11 +228,10 @@ MUTANTS = {
                                                                     "room[fits[-1]] -=")]),
     "neighbours in a packed row": Mutant(
         "5b", "Prompts of one row see those on their left.",
-        [(PACK, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
-          "owner[:, None, :] >= 0")]),
+        TRAPS["neighbours in a packed row"]),
     "positions that run on in a packed row": Mutant(
         "5b", "The second prompt of a row does not start at position 0.",
-        [(PACK, "torch.arange(lengths[i])", "torch.arange(first, end)")]),
+        TRAPS["positions that run on in a packed row"]),
     "the last column of a packed row": Mutant(
         "5b", "The next token of every prompt is read in the last column of its row.",
         [(PACK, "(self.places[i][0], self.places[i][2] - 1)", "(self.places[i][0], m - 1)")]),
@@ -266,7 +261,7 @@ MUTANTS = {
           )]),
     "a stream without boundaries": Mutant(
         "5d", "With masking, the mask is not used: only the causal rule over the whole stream.",
-        [(VARLEN, "head(q, keys, values, mask=self.mask)", "head(q, keys, values)")]),
+        TRAPS["a stream without boundaries"]),
     "the loop is one off": Mutant(
         "5d", "The loop gives each request the queries of the next boundary.",
         [(VARLEN, "slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])",
@@ -303,9 +298,7 @@ MUTANTS = {
         [(WRITE, "= k, v", "= k, v.flip(1)")]),
     "pages known by their own tokens": Mutant(
         "6c", "A page is found by its own tokens, whatever stands before them.",
-        [(FIND, "tuple(tokens[:end])", "tuple(tokens[end - self.size:end])"),
-         (PUBLISH, "tuple(tokens[:(i + 1) * self.size])",
-          "tuple(tokens[i * self.size:(i + 1) * self.size])")]),
+        TRAPS["pages known by their own tokens"]),
     "pages known by one page before": Mutant(
         "6c", "A page is found by its own tokens and those of the page before, no more.",
         [(FIND, "tuple(tokens[:end])", "tuple(tokens[max(0, end - 2 * self.size):end])"),
@@ -338,8 +331,7 @@ MUTANTS = {
         [(MISSING, "request.computed + request.todo", "request.computed + request.todo - 1")]),
     "pages read in one piece": Mutant(
         "6b", "Scattered pages are read as if they were neighbours.",
-        [("generate_paged.py:Paged.lay_out", "all(b == a + 1 for a, b in pairwise(table))",
-          "True")]),
+        TRAPS["pages read in one piece"]),
 }
 
 # For each bug that students expose, the smallest workload known. A request is [prompt, new tokens,

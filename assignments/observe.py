@@ -77,7 +77,7 @@ def observe(name, seeds):
                      PROBES[name](random.Random(f"{name} {seed}")))
             yield from ((seed, *found) for found in probe)
         except Exception as error:
-            yield seed, "crash", workload_of(error), [say(error)]
+            yield seed, "crash", getattr(error, "workload", ""), [say(error)]
 
 
 def say(error):
@@ -92,10 +92,6 @@ def say(error):
     if isinstance(error, KeyError) and message == "'xray'":
         message += ", for nothing was written under this layer"
     return f"raises {type(error).__name__}: {message:.150}{place}"
-
-
-def workload_of(error):
-    return getattr(error, "workload", "")
 
 
 # --- workloads ------------------------------------------------------------------------------------
@@ -549,6 +545,16 @@ def paged(rng):
                      page_size=size, pages=rng.choice([8, 10, 24]) * 3 // size)
 
 
+def counted(generate):
+    """The stage, and a dict that will hold the counts of its trace."""
+    counts = {}
+
+    def run(model, requests, **knobs):
+        counts.update(generate(model, requests, **knobs).counts)
+
+    return run, counts
+
+
 def prefixes(rng):
     """Prompts that begin alike, and one that has the same tokens after another beginning."""
     from generate_paged import generate
@@ -560,15 +566,9 @@ def prefixes(rng):
                other + stem[4:] + tails[4]]
     requests = [Request(prompt, rng.randint(2, 5), name="ABCDE"[i], arrival=2 * i)
                 for i, prompt in enumerate(prompts)]
-    counts = {}
-
-    def counted(model, requests, **knobs):
-        trace = generate(model, requests, **knobs)
-        counts.update(trace.counts)
-        return trace
-
+    run, counts = counted(generate)
     yield from books(rng)
-    yield from stage(counted, requests, max_batch=2, token_budget=6, page_size=2, pages=30)
+    yield from stage(run, requests, max_batch=2, token_budget=6, page_size=2, pages=30)
     yield "counts", describe(requests), {"shared pages": counts.get("shared_pages", 0)}
 
 
@@ -603,14 +603,8 @@ def preemptions(rng):
     for request in requests:
         request.priority, request.max_new_tokens = rng.randrange(3), rng.randint(5, 8)
     requests[-1].arrival = 30   # while it is awaited, the others must not wait
-    counts = {}
-
-    def counted(model, requests, **knobs):
-        trace = generate(model, requests, **knobs)
-        counts.update(trace.counts)
-        return trace
-
-    yield from stage(counted, requests, max_batch=4, token_budget=8, page_size=2, pages=8,
+    run, counts = counted(generate)
+    yield from stage(run, requests, max_batch=4, token_budget=8, page_size=2, pages=8,
                      policy="priority")
     yield "counts", describe(requests), {"preemptions": counts.get("preemptions", 0)}
     yield "result", describe(requests), {f"steps of {r.name}": r.token_steps for r in requests}
@@ -646,8 +640,3 @@ PROBES = {"1a": head, "1b": kv, "1c": unbatched, "2a": naive, "2b": append, "2c"
           "3a": shared, "3b": crowded, "3c": after_a_step, "4a": interleaved, "4b": interleaved,
           "4c": interleaved, "4d": completed, "5a": packing, "5b": prepacked, "5c": masked,
           "5d": varlen, "6a": books, "6b": paged, "6c": prefixes, "6d": preemptions}
-
-
-if __name__ == "__main__":   # python observe.py FOLDER 4a,4b 0,1 REPORT
-    child(Path(sys.argv[1]).resolve(), sys.argv[2].split(","), sys.argv[3].split(","),
-          Path(sys.argv[4]).resolve())

@@ -58,7 +58,7 @@ class Set:
         return list(dict.fromkeys(name for part in self.parts for name in part.functions))
 
 
-TOOLS = ["toolbox/__init__.py", "toolbox/trace.py", "toolbox/xray.py"]
+TOOLS = [f"toolbox/{name}.py" for name in ("__init__", "toy", "trace", "xray")]
 CORE = ["model.py", "request.py", "cache.py"]
 LOOK = ("crash", "tokens", "positions")
 

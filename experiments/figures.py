@@ -12,7 +12,6 @@ from matplotlib.ticker import FuncFormatter
 from experiments.peers import PEERS
 from toolbox import sights
 from toolbox.plots import COLORS, edge, hatch, legend, pyplot, save, timeline
-from toolbox.xray import PAD
 
 BLUE, GREEN, RED, ORANGE = "#0072B2", "#009E73", "#CC3311", "#E69F00"
 WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
@@ -56,8 +55,8 @@ def timelines(traces, path=None, columns=2):
 
 def packing(sight, path=None):
     """
-    A batch's prompts padded to one length, and packed into rows; and who sees whom in the row that
-    holds the most prompts.
+    A batch's prompts padded to one length, and packed into rows; and which token sees which in the
+    row that holds the most prompts.
 
     sight: of stage 5 (toolbox/xray.py)
     """
@@ -73,19 +72,13 @@ def packing(sight, path=None):
                       fontsize=10, loc="left")
 
     shared = max(range(rows), key=lambda row: sum(place[0] == row for place in places))
-    sights.draw_panel(axes[2], sights.panels(sight)[shared])
+    panel = sights.panels(sight)[shared]
+    sights.draw_panel(axes[2], panel)
     axes[2].set_aspect("equal")
-    names = " and ".join(request.name for request in requests_in(sight, shared))
-    axes[2].set_title(f"what each token sees in the row of {names}", fontsize=10, loc="left",
-                      pad=16)
+    axes[2].set_title("what each token sees in the row of " + " and ".join(panel.name.split()),
+                      fontsize=10, loc="left", pad=16)
     figure.tight_layout()
     return save(figure, path)
-
-
-def requests_in(sight, row):
-    """The requests of a packed row, from left to right."""
-    ids = [id for id in sight.ids[row].tolist() if id != PAD]
-    return list(dict.fromkeys(sight.xray.token_of[id][0] for id in ids))
 
 
 def draw_places(ax, plan, places, m):

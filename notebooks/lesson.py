@@ -25,8 +25,10 @@ sys.path.insert(0, str(ROOT))   # the repository's modules
 import torch
 
 from experiments.results import load as results
+from generate_dynamic import Rectangle
 from generate_naive import StaticBatch
 from generate_prepacked import first_fit_decreasing
+from generate_ragged import Flat
 from model import Head
 from paging import PagedScheduler
 from request import Request
@@ -34,7 +36,7 @@ from toolbox import sights
 from toolbox.check import Check, summary
 from toolbox.load import load
 from toolbox.stages import STAGES
-from toolbox.traps import Flat, Rectangle, broken, swapped
+from toolbox.traps import broken, swapped
 from toolbox.xray import XRay, sights_at
 
 __all__ = ["ask", "broken", "check", "exercise", "letters", "look", "model", "results", "run",
@@ -95,7 +97,7 @@ def word(request, position):
 
 def run(stage, requests, **knobs):
     """Runs a stage on copies of `requests`. Returns its trace; trace.requests are the copies."""
-    return STAGES[stage](model, [replace(request) for request in requests], **knobs)
+    return STAGES[stage](model, copies_of(requests), **knobs)
 
 
 def look(stage, requests, step, number=0, **knobs):
@@ -108,12 +110,21 @@ def show(seen, label=None):
     return sights.draw(seen, label=label)
 
 
+def copies_of(requests):
+    """The same requests, not yet run."""
+    return [replace(request) for request in requests]
+
+
+def checked(stage, requests, **knobs):
+    """Runs a stage on these very requests. Returns the Check that listened; call it to judge."""
+    listener = Check(model, requests)
+    STAGES[stage](model, requests, on_token=listener.on_token, **knobs)
+    return listener
+
+
 def check(stage, requests, **knobs):
     """Runs a stage and compares each request with the same request alone."""
-    copies = [replace(request) for request in requests]
-    listener = Check(model, copies)
-    STAGES[stage](model, copies, on_token=listener.on_token, **knobs)
-    first, *wrong = summary(listener()).splitlines()
+    first, *wrong = summary(checked(stage, copies_of(requests), **knobs)()).splitlines()
     print(f"{stage}: {first.split(', max')[0]}", *wrong, sep="\n  ")
 
 
@@ -127,11 +138,9 @@ def torchrun(ranks, script, *flags):
 
 def survivors(trap, stage, requests, **knobs):
     """The names of the requests that pass the check in spite of a bug: "A, C"."""
-    copies = [replace(request) for request in requests]
-    listener = Check(model, copies)
     with broken(trap, show=False):
-        STAGES[stage](model, copies, on_token=listener.on_token, **knobs)
-    return ", ".join(v.name for v in listener() if v.verdict != "WRONG")
+        judge = checked(stage, copies_of(requests), **knobs)
+    return ", ".join(v.name for v in judge() if v.verdict != "WRONG")
 
 
 # --- to predict ----------------------------------------------------------------------------------
@@ -202,11 +211,10 @@ def is_blank(function):
 
 def first_fault(stage, requests, **knobs):
     """What goes wrong in a run, in a sentence: first what tokens see, then logits and tokens."""
-    copies = [replace(request) for request in requests]
-    listener = Check(model, copies)
+    copies = copies_of(requests)
     with XRay(model, copies) as xray:
-        STAGES[stage](model, copies, on_token=listener.on_token, **knobs)
-    wrong = (f"request '{v.name}': {v.detail}" for v in listener() if v.verdict == "WRONG")
+        judge = checked(stage, copies, **knobs)
+    wrong = (f"request '{v.name}': {v.detail}" for v in judge() if v.verdict == "WRONG")
     return next(iter(xray.faults()), None) or next(wrong, None)
 
 

@@ -10,57 +10,57 @@ around it is the repository as it stands. Most of them have been seen in publish
 import inspect
 import textwrap
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 
-from generate_dynamic import Rectangle
-from generate_naive import StaticBatch
-from generate_paged import Paged
-from generate_prepacked import Packed
-from generate_ragged import Flat
-from model import Head
-from paging import Pages
-from request import complete
-from scheduler import Scheduler
+# Functions are named by file and place, so that this table needs none of them imported.
+RECTANGLE = "generate_dynamic.py:Rectangle.lay_out"
+GATHER = "generate_dynamic.py:Rectangle.attend"
+STATIC = "generate_naive.py:StaticBatch.lay_out"
+HEAD = "model.py:Head.forward"
+PACKED = "generate_prepacked.py:Packed.lay_out"
+STREAM = "generate_ragged.py:Flat.attend"
+SHARE = "scheduler.py:Scheduler.share_budget"
 
 TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "published mask": [
-        (Rectangle.lay_out, "mask[b, ..., P + T - n:] = True", "mask[b, ..., P:] = True")],
+        (RECTANGLE, "mask[b, ..., P + T - n:] = True", "mask[b, ..., P:] = True")],
     "pads written to the cache": [
-        (Rectangle.attend, "k[b, :, T - n:], v[b, :, T - n:]", "k[b, :, :n], v[b, :, :n]")],
+        (GATHER, "k[b, :, T - n:], v[b, :, T - n:]", "k[b, :, :n], v[b, :, :n]")],
     "column positions": [
-        (Rectangle.lay_out, "torch.arange(start, start + n)", "torch.arange(P + T - n, P + T)")],
+        (RECTANGLE, "torch.arange(start, start + n)", "torch.arange(P + T - n, P + T)")],
     "static column positions": [
-        (StaticBatch.lay_out, "columns[self.start:] - self.pads[:, None]",
+        (STATIC, "columns[self.start:] - self.pads[:, None]",
          "columns[self.start:].expand(B, T).clone()")],
     "right padding": [   # all is right but the last column, which is sampled from
-        (StaticBatch.lay_out, "tokens[b, T - n:]", "tokens[b, :n]"),
-        (StaticBatch.lay_out, "- self.pads[:, None]", "- self.pads[:, None] * (self.start > 0)"),
-        (StaticBatch.lay_out, "(columns >= self.pads[:, None])",
+        (STATIC, "tokens[b, T - n:]", "tokens[b, :n]"),
+        (STATIC, "- self.pads[:, None]", "- self.pads[:, None] * (self.start > 0)"),
+        (STATIC, "(columns >= self.pads[:, None])",
          "((columns < W - self.pads[:, None]) | (columns >= W))"),
-        (StaticBatch.lay_out, "B, T = len(self.plan), self.end - self.start",
+        (STATIC, "B, T = len(self.plan), self.end - self.start",
          "B, T, W = len(self.plan), self.end - self.start, "
          "max(len(r.prompt) for r in self.requests)")],
     "no causal rule in a chunk": [
-        (Head.forward, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")],
+        (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")],
     "causal rule from the top left": [
-        (Head.forward, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
+        (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
     "samples from a partial prefill": [
-        (complete, "n == request.todo > 0", "n > 0")],
+        ("request.py:complete", "n == request.todo > 0", "n > 0")],
     "prompts before decodes": [
-        (Scheduler.share_budget, "for request in self.running if request.todo == 1]",
+        (SHARE, "for request in self.running if request.todo == 1]",
          "for request in self.running if request.todo == 1\n"
          "            and all(other.todo == 1 for other in self.running)]")],
     "neighbours in a packed row": [
-        (Packed.lay_out, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
+        (PACKED, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
          "owner[:, None, :] >= 0")],
     "positions that run on in a packed row": [
-        (Packed.lay_out, "torch.arange(lengths[i])", "torch.arange(first, end)")],
+        (PACKED, "torch.arange(lengths[i])", "torch.arange(first, end)")],
     "a stream without boundaries": [
-        (Flat.attend, "head(q, keys, values, mask=self.mask)", "head(q, keys, values)")],
+        (STREAM, "head(q, keys, values, mask=self.mask)", "head(q, keys, values)")],
     "pages read in one piece": [
-        (Paged.lay_out, "all(b == a + 1 for a, b in pairwise(table))", "True")],
+        ("generate_paged.py:Paged.lay_out", "all(b == a + 1 for a, b in pairwise(table))", "True")],
     "pages known by their own tokens": [
-        (Pages.find, "tuple(tokens[:end])", "tuple(tokens[end - self.size:end])"),
-        (Pages.publish, "tuple(tokens[:(i + 1) * self.size])",
+        ("paging.py:Pages.find", "tuple(tokens[:end])", "tuple(tokens[end - self.size:end])"),
+        ("paging.py:Pages.publish", "tuple(tokens[:(i + 1) * self.size])",
          "tuple(tokens[i * self.size:(i + 1) * self.size])")],
 }
 
@@ -72,13 +72,22 @@ def broken(name, show=True):
         raise ValueError(f"there is no trap {name!r}, only {', '.join(map(repr, TRAPS))}")
     edits = {}   # function -> its edits: they are put in together
     for function, old, new in TRAPS[name]:
-        edits.setdefault(function, []).append((old, new))
+        edits.setdefault(function_named(function), []).append((old, new))
     with ExitStack() as traps:
         for function, changes in edits.items():
             if show:
                 print_change(function, changes)
             traps.enter_context(swapped(function, changes))
         yield
+
+
+def function_named(name):
+    """The function of "file.py:Class.method"."""
+    file, path = name.split(":")
+    found = import_module(file.removesuffix(".py"))
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
 
 
 @contextmanager
