@@ -23,6 +23,7 @@ greedy. The weights are random, which run as fast as trained ones.
 import json
 import math
 import random
+import shutil
 import statistics
 import sys
 import threading
@@ -33,6 +34,7 @@ import torch
 from torch.nn import functional as F
 
 from experiments import figures
+from experiments.engines import INSTALL
 from experiments.peers import PEERS, peers
 from experiments.results import provenance
 from model import GPT, GPTConfig
@@ -43,8 +45,8 @@ from toolbox.stages import STAGES, knobs_of
 from toolbox.trace import synchronize
 
 MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384)}
-KNOBS = {"W1": dict(max_batch=32, token_budget=256), "W2": dict(max_batch=64, token_budget=1024),
-         "W3": dict(max_batch=32, token_budget=256)}
+WORKLOADS = "W1", "W2", "W3"
+KNOBS = dict(max_batch=32, token_budget=512)
 
 
 def workload(name, vocab_size, quick=False):
@@ -78,13 +80,13 @@ def loud(model):
     return model.requires_grad_(False)
 
 
-def models(config, device, dtype):
+def models(config, device, dtype, pythons):
     """The same weights three times: (plain model, optimized model, {name: peer})."""
     torch.manual_seed(0)
     plain = loud(GPT(config)).to(device, dtype)
     fast = GPT(config).to(device, dtype)
     fast.load_state_dict(plain.state_dict())
-    return plain, fast.requires_grad_(False).optimize(), peers(plain)
+    return plain, fast.requires_grad_(False).optimize(), peers(plain, pythons=pythons, **KNOBS)
 
 
 def stage(model, generate, knobs):
@@ -97,11 +99,11 @@ def stage(model, generate, knobs):
     return run
 
 
-def systems(plain, fast, theirs, knobs):
+def systems(plain, fast, theirs):
     """{name: requests -> (tokens, times)}: the stages, optimized; ragged as it is; the peers."""
-    found = {name: stage(fast, generate, knobs) for name, generate in STAGES.items()
+    found = {name: stage(fast, generate, KNOBS) for name, generate in STAGES.items()
              if name != "unbatched, no cache"}
-    found["ragged, varlen, not optimized"] = stage(plain, STAGES["ragged, varlen"], knobs)
+    found["ragged, varlen, not optimized"] = stage(plain, STAGES["ragged, varlen"], KNOBS)
     return {**found, **theirs}
 
 
@@ -259,26 +261,39 @@ def main(argv=None):
                          quick="a quarter of the requests, the small model, one run each")
     p.add_argument("--models", nargs="+", choices=MODELS,
                    help="gpt2: 124M parameters; small: 6 layers, 384 wide (default: both)")
-    p.add_argument("--workloads", nargs="+", choices=KNOBS, default=list(KNOBS),
+    p.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS,
                    help="W1 mixed, W2 prefill, W3 decode")
     p.add_argument("--systems", nargs="+", metavar="WORD",
                    help="only systems whose name contains one of these words")
     p.add_argument("--repeats", type=int, default=3, metavar="N",
                    help="runs of each system, in turn; the one of median time counts")
+    p.add_argument("--peer-python", nargs="+", metavar="NAME=PATH", default=[],
+                   help="vllm=PATH or openvino=PATH: the Python of an environment that has it")
     args = p.parse_args(argv)
     return guarded(p.prog, lambda: run_benchmark(args))
+
+
+def peer_pythons(pairs):
+    """{engine: Python} from NAME=PATH. ValueError for anything else."""
+    pythons = dict(pair.partition("=")[::2] for pair in pairs)
+    for name, path in pythons.items():
+        if name not in INSTALL or not shutil.which(path):
+            raise ValueError(f"--peer-python {name}={path}: NAME=PATH is wanted, with a name out of "
+                             f"{', '.join(INSTALL)} and the path of a Python")
+    return pythons
 
 
 def run_benchmark(args):
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
     device, dtype, where = measuring_place(args)
+    pythons = peer_pythons(args.peer_python)
     print(where)
     results = []
     for model_name in args.models or (["small"] if args.quick else list(MODELS)):
-        plain, fast, theirs = apart(models, MODELS[model_name], device, dtype)
+        plain, fast, theirs = apart(models, MODELS[model_name], device, dtype, pythons)
         for name in args.workloads:
-            run = systems(plain, fast, theirs, KNOBS[name])
+            run = systems(plain, fast, theirs)
             result = run_workload(args, model_name, name, run, fast)
             results.append({**result, "where": where, "measured": provenance("python bench.py")})
             if args.json:   # after each workload, so that an interrupted run keeps its results
@@ -291,7 +306,7 @@ def run_benchmark(args):
 
 def run_workload(args, model_name, name, run, fast):
     """Measures the chosen systems on one workload, prints the table, and returns its figures."""
-    config, knobs = MODELS[model_name], KNOBS[name]
+    config = MODELS[model_name]
     requests = workload(name, config.vocab_size, args.quick)
     allowed = [system for system in run if not (args.quick and "sorted" in system)]
     names = [system for system in allowed
@@ -302,7 +317,7 @@ def run_workload(args, model_name, name, run, fast):
     print(f"\n{model_name} {name}: {len(requests)} requests, "
           f"{sum(len(r.prompt) for r in requests):,} prompt tokens, "
           f"{sum(r.max_new_tokens for r in requests):,} to generate, "
-          f"max_batch {knobs['max_batch']}, token_budget {knobs['token_budget']}", flush=True)
+          f"max_batch {KNOBS['max_batch']}, token_budget {KNOBS['token_budget']}", flush=True)
 
     apart(run["ragged, varlen"], requests)   # the roofline's schedule, and a warm-up
     schedule, before = run["ragged, varlen"].trace, apart(machine_peaks, fast)

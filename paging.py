@@ -19,8 +19,10 @@ computes again what was evicted. It draws no random number twice.
 This is PagedAttention's memory manager (vLLM calls a page a block), and claim I7 of the sources.
 Like the Scheduler it is pure bookkeeping; generate_paged.py has the tensors.
 """
+from bisect import bisect, bisect_left, insort
 from collections import Counter
-from itertools import takewhile
+from heapq import heappop, heappush
+from itertools import pairwise, takewhile
 
 from request import at_least_1
 from scheduler import Scheduler
@@ -84,12 +86,10 @@ class Pages:
         The first of `number` free pages in the middle of the longest free stretch. Pages of one
         request that are neighbours can be read in one piece; the middle leaves room to grow.
         """
-        best, length, start = None, 0, None
-        for page in sorted(self.free):
-            start = page if page - 1 not in self.free else start
-            if page - start + 1 > length:
-                best, length = start, page - start + 1
-        return best + max(length - number, 0) // 2
+        pages = sorted(self.free)
+        edges = [i for i, (a, b) in enumerate(pairwise(pages), start=1) if b > a + 1]
+        first, end = max(pairwise([0, *edges, len(pages)]), key=lambda part: part[1] - part[0])
+        return pages[first] + max(end - first - number, 0) // 2
 
     def evict(self):
         """Forgets the published page that was used least recently among those not held."""
@@ -145,7 +145,10 @@ class PagedScheduler(Scheduler):
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
         self.pages, self.policy, self.share_prefixes = pages, POLICIES[policy], share_prefixes
         self.number_of = {}                # request -> its place in the order of arrival
-        self.admitted = set()              # numbers of the requests that have ever been admitted
+        self.in_order = []                 # the other way round
+        self.arrived = 0                   # so many of them have arrived
+        self.admitted = []                 # sorted: numbers of those that have ever been admitted
+        self.ranked = []                   # heap: ranks of the waiting that have arrived
         self.times_preempted = Counter()   # request -> times
         self.due = set()                   # requests that have reached a bound
         self.counts = Counter()            # preemptions, shared_pages, saved_tokens, evicted_pages
@@ -157,25 +160,43 @@ class PagedScheduler(Scheduler):
                              f"{request.max_new_tokens} needs {need} pages of {self.pages.size} "
                              f"tokens, pages is {self.pages.number}")
         super().add(request)
-        self.number_of[request] = len(self.number_of)
+        self.number_of[request] = len(self.in_order)
+        self.in_order.append(request)
 
     # --- which request goes first ---
 
     def next_waiting(self, step):
         """The first by policy among the arrived; but the oldest one when its turn is overdue."""
+        while (self.arrived < len(self.in_order)
+               and self.in_order[self.arrived].arrival <= step):
+            self.enter_ranks(self.in_order[self.arrived])
+            self.arrived += 1
         oldest = super().next_waiting(step)
-        if oldest and self.times_overtaken(oldest) >= MAX_OVERTAKEN:
+        if oldest and oldest not in self.due and self.times_overtaken(oldest) >= MAX_OVERTAKEN:
             self.due.add(oldest)
-        arrived = takewhile(lambda request: request.arrival <= step, self.waiting)
-        return min((request for request in arrived if not request.finished),
-                   key=lambda request: self.rank(request, self.policy), default=None)
+            self.enter_ranks(oldest)   # once more, now among the first
+        while self.ranked:
+            first = self.in_order[self.ranked[0][-1]]
+            if first.kv is None and not first.finished:
+                return first
+            heappop(self.ranked)       # runs already, or was cancelled
 
     def times_overtaken(self, request):
-        return sum(number > self.number_of[request] for number in self.admitted)
+        return len(self.admitted) - bisect(self.admitted, self.number_of[request])
 
     def rank(self, request, key=lambda request: request.priority):
         """Sort key. By priority, the last of the running requests is the one to preempt."""
         return request not in self.due, key(request), self.number_of[request]
+
+    def enter_ranks(self, request):
+        heappush(self.ranked, self.rank(request, self.policy))
+
+    def leave_queue(self, request):
+        del self.waiting[self.place_in_queue(request)]
+
+    def place_in_queue(self, request):
+        """`waiting` stays in order of arrival."""
+        return bisect_left(self.waiting, self.number_of[request], key=self.number_of.get)
 
     # --- memory: page by page ---
 
@@ -187,7 +208,9 @@ class PagedScheduler(Scheduler):
                 if self.pages.available():
                     request.kv += self.pages.allocate(1, after=request.kv[-1])
                 else:
-                    self.preempt(max(self.running, key=self.rank))   # perhaps itself
+                    victim = max(self.running, key=self.rank)   # perhaps itself
+                    self.preempt(victim)
+                    self.enter_ranks(victim)
         return super().schedule(step)
 
     def missing(self, request):
@@ -199,8 +222,8 @@ class PagedScheduler(Scheduler):
         self.running.remove(request)
         self.free(request)
         request.computed = 0
-        place = sum(self.number_of[other] < self.number_of[request] for other in self.waiting)
-        self.waiting.insert(place, request)   # where it stood: `waiting` stays in order of arrival
+        place = self.place_in_queue(request)
+        self.waiting.insert(place, request)   # where it stood
         self.counts["preemptions"] += 1
         self.times_preempted[request] += 1
         if self.times_preempted[request] >= MAX_OVERTAKEN:
@@ -215,7 +238,8 @@ class PagedScheduler(Scheduler):
         kept = sum(page in self.pages.kept for page in shared)   # not available any more
         if new > self.pages.available() - kept:
             return False
-        self.admitted.add(self.number_of[request])
+        if not self.times_preempted[request]:   # the first time
+            insort(self.admitted, self.number_of[request])
         self.pages.hold(shared)
         request.kv = shared + self.pages.allocate(new, after=shared[-1] if shared else None)
         request.computed = len(shared) * self.pages.size

@@ -62,7 +62,7 @@ class Scheduler:
             request = self.next_waiting(step)
             if request is None or not self.grant_room(request):
                 break
-            self.waiting.remove(request)
+            self.leave_queue(request)
             self.running.append(request)
             todo += request.todo
 
@@ -109,6 +109,10 @@ class Scheduler:
         while self.waiting and self.waiting[0].finished:
             self.waiting.popleft()
         return self.waiting[0] if self.waiting and self.waiting[0].arrival <= step else None
+
+    def leave_queue(self, request):
+        """Takes it out of the queue."""
+        self.waiting.remove(request)   # found at once: it is the first one
 
     def grant_room(self, request):
         """Whether there is room for it beside what the running requests have reserved."""

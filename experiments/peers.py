@@ -14,9 +14,10 @@ from importlib.util import find_spec
 
 import torch
 
+from experiments.engines import INSTALL, Engine
 from toolbox.weights import write_gpt2
 
-PEERS = ("transformers", "CTranslate2")   # the first word of a peer's name
+PEERS = ("transformers", "CTranslate2", "vLLM", "OpenVINO")   # the first word of a peer's name
 SHAPES = {   # batch size, and whether prompts are sorted by length
     "one at a time": (1, False),
     "static 8": (8, False), "static 8 sorted": (8, True),
@@ -24,11 +25,32 @@ SHAPES = {   # batch size, and whether prompts are sorted by length
 }
 
 
-def peers(model, batch_tokens=1024):
+def peers(model, batch_tokens=1024, pythons={}, max_batch=32, token_budget=512):
     """
     {name: peer} with the model's weights, dtype and device. Prints a line for each program that is
-    missing.
+    missing. pythons: {engine: the Python in whose environment it is installed}, see engines.py.
     """
+    return {**engines(model, pythons, max_batch, token_budget), **libraries(model, batch_tokens)}
+
+
+def engines(model, pythons, max_batch, token_budget):
+    found = {}
+    for engine, name in ("vllm", "vLLM"), ("openvino", "OpenVINO GenAI"):
+        if engine not in pythons:
+            print(f"{name} is left out: --peer-python {engine}=PATH names the Python of an "
+                  f"environment that has it ({INSTALL[engine]})")
+        elif model.device.type != "cpu" or model.wte.weight.dtype != torch.float32:
+            print(f"{name} runs only in float32 on a CPU here: its row is left out")
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                write_gpt2(model, folder, dtype=torch.float32)
+                found[name] = Engine(engine, pythons[engine], folder, max_batch, token_budget,
+                                     torch.get_num_threads())
+            print(found[name].settings)
+    return found
+
+
+def libraries(model, batch_tokens):
     if find_spec("transformers") is None:
         print("transformers is not installed: its rows are left out, and those of CTranslate2, "
               "which reads its model (pip install -r requirements-dev.txt)")

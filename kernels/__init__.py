@@ -12,9 +12,11 @@ and the state_dict stay as they are:
 The layouts know nothing of this. The one seam is FastGPT.forward: it looks at whose method `attend`
 is, and takes its place.
 """
+import torch
 from torch import nn
 
-from kernels.attention import Pools
+from kernels import native
+from kernels.attention import Pools, Step, pieces_of
 from kernels.linear import FastLinear, FastMLP, ReorderedWeight, can_reorder, fused_linear
 from model import GPT, MLP, causal
 
@@ -26,7 +28,10 @@ class FastGPT(GPT):
             return super().forward(tokens, positions, attend, rows)
         layout = getattr(attend, "__self__", None)
         if getattr(layout, "attention", None) == "varlen":   # a Flat or a Paged batch
-            attend = self.pools.step(layout)
+            self.pools.take_in(layout)
+            if rows is layout.rows and native.can_step(self):
+                return native.step(self, tokens, positions, *pieces_of(layout))
+            attend = Step(layout)
         *blocks, last = self.h
         x = self.wte(tokens) + self.wpe(positions)                                # (..., T, C)
         for block in blocks:
@@ -65,12 +70,19 @@ class FastGPT(GPT):
         return self._pools
 
 
+    def room(self, size):
+        """Working memory for so many numbers, kept for the next step."""
+        if self._room is None or self._room.numel() < size:
+            self._room = torch.empty(size)
+        return self._room
+
+
 FAST = {nn.Linear: FastLinear, MLP: FastMLP, GPT: FastGPT}
 
 
 def optimize(model):
     """Turns a GPT into a FastGPT in place, and reorders its weights now. Returns the model."""
-    model._pools = None
+    model._pools = model._room = None
     for module in model.modules():
         if isinstance(module, nn.Linear) or module is model.wte:
             module.reordered = ReorderedWeight()

@@ -16,18 +16,19 @@ import torch
 from torch.nn import functional as F
 
 from cache import KV
+from kernels import native
 
 
 class Pool:
     """Room for the keys and values of many requests: for each layer (nh, size, hs)."""
 
     def __init__(self, size, layers, heads, head_size, dtype, device):
-        shape = layers, size, heads, head_size
+        shape = layers, heads, size, head_size
         # Uninitialised: nothing is read before it is written. And not an inference tensor, so that
         # the next run may use another mode.
         with torch.inference_mode(False):
-            self.all_k, self.all_v = (torch.empty(shape, dtype=dtype, device=device).transpose(1, 2)
-                                      for _ in "kv")                       # (layers, nh, size, hs)
+            self.all_k, self.all_v = (
+                native.huge_pages(torch.empty(shape, dtype=dtype, device=device)) for _ in "kv")
         self.k, self.v = self.all_k.unbind(), self.all_v.unbind()
         self.size, self.taken = size, []                                   # pieces (first, end)
 
@@ -92,15 +93,14 @@ class Pools:
             new.write(layer, 0, kv.k[layer], kv.v[layer])
         return new
 
-    def step(self, batch):
-        """`attend` for a Flat or Paged batch, whose caches move into a pool if they are new."""
+    def take_in(self, batch):
+        """The caches of a Flat or Paged batch move into a pool if they are new."""
         if is_paged(batch):
             batch.pool.in_pool = self.pooled(getattr(batch.pool, "in_pool", batch.pool))
             batch.pool.k, batch.pool.v = batch.pool.in_pool.k, batch.pool.in_pool.v
         else:
             for request, _ in batch.plan:
                 request.kv = self.pooled(request.kv)
-        return Step(batch)
 
     def __reduce__(self):
         return Pools, (self.size, *self.shape)   # a copied model has pools of its own
@@ -243,6 +243,22 @@ def shares_of(batch):
         where = torch.tensor(where, device=pool.all_k.device)
         shares.append((pool, members, spans, where))
     return shares
+
+
+def pieces_of(batch):
+    """What native.step wants to know of each request of a batch whose caches are in pools."""
+    pieces, paged = [], is_paged(batch)
+    complete = set(batch.sampled)
+    for i, (request, n) in enumerate(batch.plan):
+        if paged:
+            kv, size = batch.pool.in_pool, batch.pages.size
+            table = [kv.first + page * size for page in request.kv[:batch.pages.needed(batch.ends[i])]]
+        else:   # one page, as long as the pool
+            kv, size, table = request.kv, 2**40, [request.kv.first]
+        pool = kv.pool
+        pieces.append((batch.cu_seqlens[i], n, batch.starts[i], request in complete, table,
+                       pool.all_k.data_ptr(), pool.all_v.data_ptr(), pool.size))
+    return pieces, size
 
 
 def varlen_attn(*args, **keywords):

@@ -1,13 +1,12 @@
 """
-Linear layers in oneDNN's own order of weights.
+Linear layers with their weights in the order in which a kernel multiplies.
 
 A forward pass of a few tokens, which is what decoding is, does little else than read the weights.
-The kernel behind `nn.Linear` takes them in the order in which they are trained, and on a CPU reads
-them slowly. oneDNN can reorder them once into the order in which it multiplies; with 2 to 64 rows
-that is up to twice as fast, with the same multiplications. torch has it under two private names,
-which its own compiler uses when it freezes a model (torch.compile reaches them too, for seconds of
-compiling). Where they are missing, or the model is not in float32 on a CPU, everything runs as
-before.
+`nn.Linear` takes them in the order in which they are trained, and on a CPU reads them slowly. Two
+kernels want them reordered once: ours (native.cpp), and where that cannot be built oneDNN's, which
+torch has under two private names. With 2 to 64 rows they are up to twice as fast, with the same
+multiplications. Where both are missing, or the model is not in float32 on a CPU, everything runs
+as before.
 """
 from functools import cache
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kernels import native
 from model import MLP
 
 
@@ -33,15 +33,16 @@ def has_onednn():
 
 
 def can_reorder(weight):
-    return has_onednn() and weight.dtype == torch.float32 and weight.device.type == "cpu"
+    return (weight.dtype == torch.float32 and weight.device.type == "cpu"
+            and (native.serves(weight) or has_onednn()))
 
 
 class ReorderedWeight:
     """
-    A weight matrix in oneDNN's order: reordered(weight) -> an opaque tensor. It follows its weight:
-    after a change or a move the weight is reordered again at its next use, and so is that of a
-    copied model. torch counts changes, but not those made through weight.data or to an inference
-    tensor: after one of these, call optimize() again.
+    A weight matrix in a kernel's order: reordered(weight) -> an opaque tensor. It follows its
+    weight: after a change or a move the weight is reordered again at its next use, and so is that
+    of a copied model. torch counts changes, but not those made through weight.data or to an
+    inference tensor: after one of these, call optimize() again.
     """
 
     def __init__(self):
@@ -50,7 +51,8 @@ class ReorderedWeight:
     def __call__(self, weight):
         version = weight.data_ptr(), 0 if weight.is_inference() else weight._version
         if self.version != version:
-            self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+            reorder = native.pack if native.native() else torch.ops.mkldnn._reorder_linear_weight
+            self.tensor = reorder(weight.detach())
             self.version = version
         return self.tensor
 
@@ -63,9 +65,11 @@ def fused_linear(module, x, bias=None, gelu=False):
     weight = module.weight
     reordered = getattr(module, "reordered", None)   # a shard that came later has none
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    one_row = x.numel() == x.size(-1)   # a matrix times a vector: the plain kernel is faster
-    if (reordered is None or not can_reorder(weight) or x.dtype != weight.dtype
-            or learning or one_row):    # the reordered kernel has no backward
+    plain = (reordered is None or not can_reorder(weight) or x.dtype != weight.dtype
+             or learning)                            # the kernels have no backward
+    if not plain and native.native():
+        return native.multiply(x, reordered(weight), weight.size(0), bias, gelu)
+    if plain or x.numel() == x.size(-1):             # one row: oneDNN is slower than torch
         y = F.linear(x, weight, bias)
         return F.gelu(y, approximate="tanh") if gelu else y
     after = "gelu" if gelu else "none"

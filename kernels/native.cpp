@@ -1,0 +1,342 @@
+// What a step spends its time on, for float32 on a CPU: multiplications by a weight matrix, and
+// attention through a block table. Compiled at first use (native.py), which takes two seconds.
+//
+// Everything is a multiplication of a few rows by a matrix, and all of it goes through one function,
+// `tile`. It keeps a small rectangle of the result in registers:
+//
+//        k                    COLS x W columns             w: for each k the columns side by side
+//      +-----+                 +-------------+
+// ROWS |  x  |  k   x   k      |      w      |             per k: COLS loads of w, ROWS of x, and
+//      +-----+                 +-------------+             ROWS x COLS multiply-adds, none of which
+//                                                          waits for another
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <omp.h>
+#include <vector>
+
+using std::min;
+typedef int64_t i64;
+
+#if defined(__AVX512F__)                          // 32 registers of 16 numbers
+constexpr i64 W = 16, COLS = 3, ROWS = 8;
+#elif defined(__AVX2__)                           // 16 registers of 8
+constexpr i64 W = 8, COLS = 2, ROWS = 6;
+#else                                             // 32 registers of 4 (NEON)
+constexpr i64 W = 4, COLS = 4, ROWS = 6;
+#endif
+constexpr i64 PANEL = COLS * W;                   // columns of the result that are computed together
+constexpr i64 DEPTH = 768;                        // so much of k that a panel's piece of w stays in L2
+typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
+
+// y (R, cols) += x (R, k) w (k, C * W). `ahead`: what is read next, fetched meanwhile.
+template <i64 R, i64 C>
+static void tile(const float* x, i64 x_row, const float* w, i64 w_row, float* y, i64 y_row,
+                 i64 k, i64 cols, const float* ahead, i64 ahead_k) {
+    vec sum[R][C] = {};
+    for (i64 i = 0; i < k; i++) {
+        vec b[C];
+        for (i64 c = 0; c < C; c++) b[c] = *(const vec*)(w + i * w_row + c * W);
+        if (i < ahead_k)
+            for (i64 c = 0; c < C; c++) __builtin_prefetch(ahead + i * w_row + c * W);
+        for (i64 r = 0; r < R; r++) {
+            vec a = x[r * x_row + i] - vec{};     // the same number in all places
+            for (i64 c = 0; c < C; c++) sum[r][c] += a * b[c];
+        }
+    }
+    for (i64 r = 0; r < R; r++)
+        if (cols == C * W)
+            for (i64 c = 0; c < C; c++) *(vec*)(y + r * y_row + c * W) += sum[r][c];
+        else
+            for (i64 j = 0; j < cols; j++) y[r * y_row + j] += sum[r][j / W][j % W];
+}
+
+typedef void Tile(const float*, i64, const float*, i64, float*, i64, i64, i64, const float*, i64);
+
+// The tile for these many rows and vectors, 1..ROWS and 1..COLS.
+template <i64 R = ROWS, i64 C = COLS>
+static Tile* tile_of(i64 rows, i64 vecs) {
+    if (rows == R && vecs == C) return tile<R, C>;
+    if constexpr (R > 1) if (rows < R) return tile_of<R - 1, C>(rows, vecs);
+    if constexpr (C > 1) return tile_of<R, C - 1>(rows, vecs);
+    return nullptr;
+}
+
+// exp(x) to 2e-7, in a form that the compiler turns into vector instructions; NaN stays NaN
+static inline float exponential(float x) {
+    x = x < -87.f ? -87.f : x > 88.f ? 88.f : x;
+    float n = std::nearbyint(x * 1.44269504f), r = x - n * .693359375f + n * 2.12194440e-4f;
+    float p = 1 + r * (1 + r * (.5f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r / 720)))));
+    int32_t bits = (int32_t(n) + 127) << 23;      // 2^n
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return p * power;
+}
+
+static inline float gelu(float x) {               // the tanh form: x * sigmoid(2 z)
+    return x / (1 + exponential(-1.595769122f * (x + .044715f * x * x * x)));
+}
+
+// A weight (n, k) and a bias (n). The weight lies as (panels, k, PANEL): columns of the result that
+// are computed together lie together, and the last panel is filled up with zeros.
+struct Matrix {
+    const float *packed, *bias;
+};
+
+enum After { NOTHING, GELU, ADD };
+
+// y (m, n) = x (m, k) weight^T + bias, or with ADD y += that. Called by all threads of a team, which
+// share the panels; it does not wait for the others.
+static void linear(const float* x, i64 x_row, Matrix weight, float* y, i64 y_row, i64 m, i64 k, i64 n,
+                   After after = NOTHING) {
+    i64 blocks = (m + ROWS - 1) / ROWS;
+    if (!m) return;
+    #pragma omp for schedule(static) nowait
+    for (i64 first = 0; first < n; first += PANEL) {
+        i64 cols = min(PANEL, n - first);
+        for (i64 r = 0; r < m; r++)
+            for (i64 j = 0; j < cols; j++) {
+                float bias = weight.bias ? weight.bias[first + j] : 0, &sum = y[r * y_row + first + j];
+                sum = after == ADD ? sum + bias : bias;
+            }
+        for (i64 at = 0; at < k; at += DEPTH) {
+            i64 depth = min(DEPTH, k - at), share = (depth + blocks - 1) / blocks;
+            const float* w = weight.packed + first * k + at * PANEL;
+            for (i64 block = 0; block < blocks; block++) {
+                i64 r = m * block / blocks, rows = m * (block + 1) / blocks - r;   // equal parts
+                // While one piece of w is multiplied, each block fetches its share of the next.
+                tile_of(rows, COLS)(x + r * x_row + at, x_row, w, PANEL, y + r * y_row + first, y_row,
+                                    depth, cols, w + (depth + block * share) * PANEL, share);
+            }
+        }
+        if (after == GELU)
+            for (i64 r = 0; r < m; r++)
+                #pragma omp simd
+                for (i64 j = 0; j < cols; j++) y[r * y_row + first + j] = gelu(y[r * y_row + first + j]);
+    }
+}
+
+// scores (s) -> probabilities, of the first `seen`; zeros up to `all`
+static void softmax(float* scores, i64 seen, i64 all, float scale) {
+    float most = -INFINITY, total = 0;
+    #pragma omp simd reduction(max : most)
+    for (i64 s = 0; s < seen; s++) most = scores[s] > most ? scores[s] : most;
+    #pragma omp simd reduction(+ : total)
+    for (i64 s = 0; s < seen; s++) total += scores[s] = exponential((scores[s] - most) * scale);
+    for (i64 s = 0; s < seen; s++) scores[s] /= total;
+    std::fill(scores + seen, scores + all, 0.f);
+}
+
+// The keys or values of one request and one head, wherever its pages are.
+struct Cache {
+    float* pool;              // (slots, size) of this head
+    const i64* table;         // the slot at which each page begins
+    i64 page, size;
+    float* operator[](i64 s) const { return pool + (table[s / page] + s % page) * size; }
+    template <typename Use> void each(i64 end, Use use) const {      // use(s, its numbers), s < end
+        for (i64 s = 0; s < end;) {
+            float* at = (*this)[s];
+            for (i64 stop = min(end, s + page); s < stop; s++, at += size) use(s, at);
+        }
+    }
+};
+
+constexpr i64 AHEAD = 16;     // keys and values are fetched so many tokens before they are used,
+                              // and the first values while the last keys are used, and so on
+constexpr i64 MANY = 16;      // from so many queries on it pays to bring the keys into panels
+
+static inline void fetch(const float* numbers, i64 size) {
+    for (i64 d = 0; d < size; d += 16) __builtin_prefetch(numbers + d);
+}
+
+// A few queries: each key is read once and multiplied with all of them.
+static void few(const float* q, float* out, i64 row, Cache keys, Cache values, const float* next,
+                i64 start, i64 n, float scale, std::vector<float>& room) {
+    i64 end = start + n, size = keys.size;
+    room.resize(n * end);
+    float* scores = room.data();
+    keys.each(end, [&](i64 s, const float* key) {
+        i64 left = s + AHEAD - end;
+        fetch(left < 0 ? key + AHEAD * size : values[0] + left * size, size);
+        for (i64 i = 0; i < n; i++) {
+            float sum = 0;
+            #pragma omp simd reduction(+ : sum)
+            for (i64 d = 0; d < size; d++) sum += q[i * row + d] * key[d];
+            scores[i * end + s] = sum;
+        }
+    });
+    for (i64 i = 0; i < n; i++) {
+        softmax(scores + i * end, start + i + 1, end, scale);
+        std::fill(out + i * row, out + i * row + size, 0.f);
+    }
+    values.each(end, [&](i64 s, const float* value) {
+        i64 left = s + AHEAD - end;
+        fetch(left < 0 ? value + AHEAD * size : next + left * size, size);
+        for (i64 i = 0; i < n; i++) {
+            float weight = scores[i * end + s];
+            float* o = out + i * row;
+            for (i64 d = 0; d < size; d++) o[d] += weight * value[d];
+        }
+    });
+}
+
+// Many queries: two multiplications through tiles, with a softmax between them.
+static void many(const float* q, float* out, i64 row, Cache keys, Cache values, i64 start, i64 n,
+                 float scale, std::vector<float>& room) {
+    i64 end = start + n, size = keys.size, width = (size + W - 1) / W * W;
+    i64 panels = (end + PANEL - 1) / PANEL, all = panels * PANEL;
+    room.resize(all * (size + width + ROWS));
+    float *packed = room.data(), *dense = packed + all * size, *scores = dense + all * width;
+    for (i64 s = 0; s < all; s++) {
+        const float* key = keys[min(s, end - 1)];
+        float* to = packed + s / PANEL * PANEL * size + s % PANEL;
+        for (i64 d = 0; d < size; d++) to[d * PANEL] = key[d];
+        if (s < end) {
+            std::copy_n(values[s], size, dense + s * width);
+            std::fill_n(dense + s * width + size, width - size, 0.f);
+        }
+    }
+    for (i64 i = 0; i < n; i += ROWS) {
+        i64 rows = min(ROWS, n - i), seen = start + i + rows;
+        std::fill_n(scores, rows * all, 0.f);
+        for (i64 s = 0; s < seen; s += PANEL)
+            tile_of(rows, COLS)(q + i * row, row, packed + s * size, PANEL, scores + s, all,
+                                size, PANEL, nullptr, 0);
+        for (i64 r = 0; r < rows; r++) {
+            softmax(scores + r * all, start + i + r + 1, seen, scale);
+            std::fill_n(out + (i + r) * row, size, 0.f);
+        }
+        for (i64 d = 0; d < size; d += PANEL) {
+            i64 cols = min(PANEL, size - d);
+            tile_of(rows, (cols + W - 1) / W)(scores, all, dense + d, width, out + i * row + d, row,
+                                              seen, cols, nullptr, 0);
+        }
+    }
+}
+
+// What the step computes of one request. All fields have 8 bytes, as Python passes them.
+struct Piece {
+    i64 first, n;             // its new tokens in the stream
+    i64 start;                // position of the first of them
+    i64 wanted;               // 1 if the logits of its last token are wanted, else 0
+    const i64* table;         // the slots at which its pages begin
+    float *keys, *values;     // of its pool: (layers, heads, slots, size)
+    i64 slots;
+};
+
+// Writes the new keys and values into the caches; then each query sees its request's keys up to its
+// own position. q, k, v: (N, heads * size). Only the last `wanted` queries of a request if `last`.
+static void attend(const float* q, const float* k, const float* v, float* out, i64 heads, i64 size,
+                   const Piece* pieces, i64 requests, i64 page, i64 layer, bool last) {
+    static thread_local std::vector<float> room;
+    float scale = 1 / std::sqrt(float(size));
+    i64 row = heads * size;
+    i64 together = std::max<i64>(1, requests * heads / (8 * omp_get_num_threads()));
+    #pragma omp for schedule(dynamic, together) nowait
+    for (i64 item = 0; item < requests * heads; item++) {
+        const Piece& p = pieces[item / heads];
+        i64 head = item % heads, pool = (layer * heads + head) * p.slots * size;
+        Cache keys{p.keys + pool, p.table, page, size}, values{p.values + pool, p.table, page, size};
+        for (i64 i = 0; i < p.n; i++) {
+            i64 from = (p.first + i) * row + head * size;
+            std::copy_n(k + from, size, keys[p.start + i]);
+            std::copy_n(v + from, size, values[p.start + i]);
+        }
+        i64 skip = last ? p.n - p.wanted : 0, n = p.n - skip;
+        i64 at = (p.first + skip) * row + head * size;
+        if (n >= MANY)
+            many(q + at, out + at, row, keys, values, p.start + skip, n, scale, room);
+        else if (n > 0)
+            few(q + at, out + at, row, keys, values, keys[0] + p.slots * size, p.start + skip, n, scale, room);
+    }
+}
+
+static void layer_norm(const float* x, float* y, const float* weight, const float* bias, i64 m, i64 C) {
+    #pragma omp for schedule(static)
+    for (i64 r = 0; r < m; r++) {
+        const float* in = x + r * C;
+        float mean = 0, variance = 0;
+        #pragma omp simd reduction(+ : mean)
+        for (i64 j = 0; j < C; j++) mean += in[j];
+        mean /= C;
+        #pragma omp simd reduction(+ : variance)
+        for (i64 j = 0; j < C; j++) variance += (in[j] - mean) * (in[j] - mean);
+        float scale = 1 / std::sqrt(variance / C + 1e-5f);
+        for (i64 j = 0; j < C; j++) y[r * C + j] = (in[j] - mean) * scale * weight[j] + bias[j];
+    }
+}
+
+struct Norm {
+    const float *weight, *bias;
+};
+struct Layer {
+    Norm ln_1;
+    Matrix query, key, value, c_proj;
+    Norm ln_2;
+    Matrix c_fc, c_proj_2;
+};
+struct Model {
+    i64 layers, heads, C, hidden, vocabulary;
+    const float *wte, *wpe;
+    Norm ln_f;
+    Matrix head;
+};
+
+extern "C" {
+
+i64 panel_width() { return PANEL; }
+
+void multiply(const float* x, i64 x_row, const float* packed, const float* bias, float* y,
+              i64 m, i64 k, i64 n, i64 with_gelu, i64 threads) {
+    #pragma omp parallel num_threads(threads)
+    linear(x, x_row, {packed, bias}, y, n, m, k, n, with_gelu ? GELU : NOTHING);
+}
+
+// A forward pass of N tokens. logits: (wanted, vocabulary). room: N * (5 C + hidden) numbers.
+void step(const Model* model, const Layer* layers, const i64* tokens, const i64* positions, i64 N,
+          const Piece* pieces, i64 requests, i64 page, float* room, float* logits, i64 threads) {
+    const Model& M = *model;
+    i64 C = M.C, H = M.hidden, m = N;
+    float *x = room, *y = x + N * C, *q = y + N * C, *k = q + N * C, *v = k + N * C, *h = v + N * C;
+    #pragma omp parallel num_threads(threads) firstprivate(m)
+    {
+        #pragma omp for schedule(static)
+        for (i64 r = 0; r < N; r++)
+            for (i64 j = 0; j < C; j++) x[r * C + j] = M.wte[tokens[r] * C + j] + M.wpe[positions[r] * C + j];
+
+        for (i64 i = 0; i < M.layers; i++) {
+            const Layer& layer = layers[i];
+            bool last = i == M.layers - 1;
+            layer_norm(x, y, layer.ln_1.weight, layer.ln_1.bias, m, C);
+            linear(y, C, layer.query, q, C, m, C, C);
+            linear(y, C, layer.key, k, C, m, C, C);
+            linear(y, C, layer.value, v, C, m, C, C);
+            #pragma omp barrier
+            attend(q, k, v, y, M.heads, C / M.heads, pieces, requests, page, i, last);
+            #pragma omp barrier
+            if (last) {   // from here on, only the tokens whose logits are wanted
+                #pragma omp single
+                for (i64 p = 0, to = 0; p < requests; p++)
+                    if (pieces[p].wanted) {
+                        i64 from = pieces[p].first + pieces[p].n - 1;
+                        std::memmove(x + to * C, x + from * C, 4 * C);
+                        std::memmove(y + to++ * C, y + from * C, 4 * C);
+                    }
+                m = 0;
+                for (i64 p = 0; p < requests; p++) m += pieces[p].wanted;
+            }
+            linear(y, C, layer.c_proj, x, C, m, C, C, ADD);
+            #pragma omp barrier
+            layer_norm(x, y, layer.ln_2.weight, layer.ln_2.bias, m, C);
+            linear(y, C, layer.c_fc, h, H, m, C, H, GELU);
+            #pragma omp barrier
+            linear(h, H, layer.c_proj_2, x, C, m, H, C, ADD);
+            #pragma omp barrier
+        }
+        layer_norm(x, y, M.ln_f.weight, M.ln_f.bias, m, C);
+        linear(y, C, M.head, logits, M.vocabulary, m, C, M.vocabulary);
+    }
+}
+
+}  // extern "C"
