@@ -29,7 +29,7 @@ def log_axis(axis, base=10):
 # --- requests x steps -----------------------------------------------------------------------------
 
 def timelines(traces, path=None, columns=2):
-    """All stages on one workload, with the same axis of steps: which stage is done first shows."""
+    """All stages on one workload, with one axis of steps, so that their ends can be compared."""
     plt = pyplot()
     rows = -(-len(traces) // columns)
     height = 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))
@@ -242,7 +242,7 @@ WORKLOADS = {"W1": "W1, mixed", "W2": "W2, prefill", "W3": "W3, decode"}
 def bench(results, path):
     """
     Useful tokens per second of all systems, and the roofline: a picture for each model and
-    workload. Writes PATH with their names in it, and returns the paths.
+    workload, whose names are added to `path`. Returns the paths.
     """
     return [bench_picture(result, beside(path, f"{result['model']}-{result['workload']}"))
             for result in results]

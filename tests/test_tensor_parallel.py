@@ -221,7 +221,7 @@ def test_a_rank_that_is_lost_stops_the_others_within_seconds(what, within):
         assert ranks[0].returncode == 1, said
         lines = [line for line in said.splitlines() if line.startswith("tensor_parallel.py: ")]
         assert len(lines) == 1 and "Traceback" not in said
-        assert "rank 0: an all-reduce failed, another rank has stopped or hangs" in lines[0]
+        assert "rank 0: an all-reduce failed; another rank has stopped or hangs" in lines[0]
         assert time.monotonic() - started < within + 40   # 40 to start, on a very busy machine
     finally:
         for process in ranks:

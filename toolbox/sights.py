@@ -5,8 +5,8 @@ Draws which keys each token sees, as the X-ray measured it: queries down, keys a
     blue    a new key                     red             seen, and should not be
     white   not seen                      red outline     not seen, and should be
 
-Pads of one kind look alike to the X-ray, which counts them: where a query sees three of seven, the
-three on the right are drawn.
+The X-ray counts pads of one kind, but cannot tell them apart. Where a query sees three of seven,
+the three on the right are drawn.
 """
 from dataclasses import dataclass
 
@@ -88,7 +88,7 @@ def key_columns(sight, ids):
 
 
 def seen_pads(columns, past_pads, pads, blanks):
-    """Which pad columns a query sees, from their numbers: blanks are past, others mostly new."""
+    """Which pad columns a query sees, from their counts: blanks are past, others mostly new."""
     new = [i for i, key in enumerate(columns) if key == PAD and i >= past_pads]
     past = list(range(past_pads))
     rest = blanks + max(0, pads - len(new))

@@ -1,5 +1,5 @@
 """
-The frame of a command that torchrun starts once per rank: flags, process group, errors, exit.
+Runs a command that torchrun starts once per rank: flags, process group, errors, exit status.
 """
 import os
 import sys
@@ -45,8 +45,8 @@ def run_in_group(prog, command, args):
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     elif device.type == "mps":
-        raise ValueError("--device mps: torch.distributed has no backend for an Apple GPU, "
-                         "allowed are cpu and cuda")
+        raise ValueError("--device mps: torch.distributed has no backend for an Apple GPU; "
+                         "use cpu or cuda")
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.timeout))
