@@ -482,7 +482,7 @@ def main(argv=None):
                                 epilog="\n".join(__doc__.split("\n")[3:]))
     p.add_argument("set", type=int, choices=SETS, nargs="?" if EXPECTED.exists() else None,
                    default=own_set())
-    p.add_argument("folder", nargs="?", help="a student's folder; in a student copy the copy itself")
+    p.add_argument("folder", nargs="?", help="a student's folder; by default the copy itself")
     p.add_argument("--all", metavar="DIR", help="grade every folder in this one")
     p.add_argument("--jobs", type=int, default=2, help="students at a time, with --all")
     p.add_argument("--salt", default="", help="a secret on which the hidden workloads depend")

@@ -173,7 +173,7 @@ def legend_entries():
                              label="must see, and does not")}
 
 
-def draw_panel(ax, part):
+def draw_panel(ax, part, fontsize=7):
     for i, row in enumerate(part.cells):
         for j, kind in enumerate(row):
             ax.add_patch(Box((j, i), 1, 1, facecolor=FILL.get(kind, "white"), linewidth=0.5,
@@ -184,9 +184,9 @@ def draw_panel(ax, part):
     longest = max(map(len, part.keys))
     ax.set_xlim(-0.04, len(part.keys) + 0.04)
     ax.set_ylim(len(part.queries) + 0.04, -0.04)
-    ax.set_xticks([j + 0.5 for j in range(len(part.keys))], part.keys, fontsize=7,
+    ax.set_xticks([j + 0.5 for j in range(len(part.keys))], part.keys, fontsize=fontsize,
                   rotation=90 if longest > 2 else 0)
-    ax.set_yticks([i + 0.5 for i in range(len(part.queries))], part.queries, fontsize=7)
+    ax.set_yticks([i + 0.5 for i in range(len(part.queries))], part.queries, fontsize=fontsize)
     ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False, pad=1.5)
     for line in ax.spines.values():
         line.set_visible(False)

@@ -35,7 +35,7 @@ def run_on_ranks(p, command, argv=None):
     if not args.timeout > 0:
         p.error(f"--timeout must be above 0 seconds, not {args.timeout}")
     if rank:   # rank 0 alone prints, checks, writes and draws
-        args.quiet, args.no_check, args.trace, args.plot = True, True, None, None
+        args.quiet, args.no_check, args.trace, args.plot, args.json = True, True, None, None, None
     sys.exit(cli.guarded(p.prog, lambda: run_in_group(p.prog, command, args), speaks=not rank))
 
 
