@@ -7,7 +7,7 @@ pad computes is never read.
 
     prefill           decode, one column a step
     .  .  a  b  c  |  d  -  -  -       . pad
-    .  f  g  h  i  |  j  k  l  m       - finished, computed all the same (claim H8)
+    .  f  g  h  i  |  j  k  l  m       - finished, still computed (claim H8)
     o  p  q  r  s  |  -  -  -  -       (a row's last token is never computed: nothing follows it)
 
 Better than stage 0: one read of the weights serves all rows.
@@ -38,7 +38,7 @@ class StaticBatch:
 
     def add_columns(self, number=1):
         """Moves on to the next columns: first the prompts, then the tokens just generated."""
-        # A finished request stays in the plan with 0 tokens: its row is computed all the same.
+        # A finished request stays in the plan with 0 tokens: its row is still computed.
         self.plan = [(r, 0 if r.finished else r.todo) for r in self.requests]
         self.starts = [r.computed for r in self.requests]
         self.start, self.end = self.end, self.end + number

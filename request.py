@@ -105,7 +105,7 @@ class Request:
 
 
 def complete(plan):
-    """Indices of a plan's requests that get a next token: those with nothing left to compute."""
+    """Indices of a plan's requests that get a next token: those whose todo it covers in full."""
     return [i for i, (request, n) in enumerate(plan) if n == request.todo > 0]
 
 

@@ -87,7 +87,7 @@ figures.timelines([traces[name] for name in shown]);
 
 # %% [markdown]
 # - **naive**, static batching: pad all prompts to one length, and run until the longest answer is
-#   done. Red cells are finished requests, computed all the same; E to H wait for a whole batch.
+#   done. Red cells are finished requests, still computed; E to H wait for a whole batch.
 # - **dynamic:** finished requests leave at once, and waiting ones take their places. But step 6
 #   computes F's prompt of 40 tokens in one piece, and takes that much longer for all.
 # - **chunked:** no step computes more than 16 tokens, decodes first; F's prompt comes in pieces.

@@ -5,7 +5,7 @@ The contract: each request gets exactly the tokens it would have got alone.
     generate(model, requests, on_token=check.on_token)
     verdicts = check()
 
-For each request, its prompt and tokens go through the model once more, alone, with no batch and no
+For each request, its prompt and tokens go through the model again, alone, with no batch and no
 cache: the *reference*. By the causal rule, one pass gives the logits of every token. Then:
 
 1. The stage's logits must equal the reference's, up to TOLERANCE.

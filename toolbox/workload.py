@@ -13,7 +13,7 @@ KEYS = ("prompt", "max_new_tokens", "temperature", "top_k", "seed", "priority", 
 
 def read_prompts(path):
     """
-    A list of dicts with "prompt" and perhaps other keys out of KEYS. A text file holds prompts
+    A list of dicts with "prompt" and possibly other keys of KEYS. A text file holds prompts
     separated by blank lines; in a file whose name ends in .jsonl, each line is a JSON object.
     """
     try:

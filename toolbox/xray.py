@@ -5,7 +5,7 @@ The X-ray: which keys each query really sees, measured inside a layout while a s
         trace = generate(model, requests, ...)
     xray.faults()      []: every token saw exactly its own request's tokens up to itself
 
-At every forward pass the layout's `attend` is called once more, under a layer name of its own, with
+At every forward pass the layout's `attend` is called again, under a layer name of its own, with
 queries and keys of zero, and with values that are one-hot: a slot's value says which token of which
 request it holds. Zero scores give uniform weights, so the output of a query *is* the set of keys
 that it sees: past, pages and pads included, whatever the layout does inside.
