@@ -16,11 +16,11 @@ float32. The weights serve all requests of a batch; keys and values serve one (c
 
 class KV:
     """
-    Keys and values, for each layer (nh, capacity, hs), written in place: of one sequence, or of a
-    static batch (stage 1), or of a pool (stage 7).
+    Keys and values of one sequence, of a static batch (stage 1) or of a pool (stage 7). Each layer
+    has two buffers (nh, capacity, hs), which are written in place.
     `layer` may be any hashable value. Its buffers take leading axes, dtype and device of the first
-    keys and values written: half of the heads, or a batch axis, is no special case. They begin as
-    zeros: where the mask hides a key, a weight of 0 times an uninitialised NaN is NaN.
+    keys and values written: half of the heads, or a batch axis, is no special case. They start as
+    zeros: a hidden key has weight 0, but 0 times an uninitialised NaN is NaN.
     """
 
     def __init__(self, capacity):
@@ -28,7 +28,7 @@ class KV:
         self.k, self.v = {}, {}    # layer -> (..., capacity, hs)
 
     def buffers(self, layer, k, v):
-        """Room for all keys and values of a layer, like k and v; made at the first call."""
+        """A layer's two buffers, with room for all its keys and values; made at the first call."""
         if layer not in self.k:
             self.k[layer] = k.new_zeros(*k.shape[:-2], self.capacity, k.size(-1))
             self.v[layer] = v.new_zeros(*v.shape[:-2], self.capacity, v.size(-1))

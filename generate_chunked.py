@@ -2,7 +2,7 @@
 Stage 3: chunked prefill. No step computes more than `token_budget` tokens, and decodes come first.
 
 A prompt need not be prefilled in one piece: its keys and values are in the cache, so the next piece
-goes on where the last one stopped (claim H6: the same logits for any split). The Scheduler shares
+continues where the last one stopped (claim H6: the same logits for any split). The Scheduler shares
 out a budget of tokens at each step: one for each decode, and the rest for prompts, in chunks.
 
     token_budget 4, A and B decode, C brings a prompt of 7:
@@ -11,7 +11,7 @@ out a budget of tokens at each step: one for each decode, and the rest for promp
     A         d      d      d      d      d
     B         d      d      d      d      d
     C         c0 c1  c2 c3  c4 c5  c6     d        no token for C before step 3: a partial
-                                                   prefill has none
+                                                   prefill yields none
 
 Better than stage 2: a long prompt no longer stalls the decodes; the time between tokens stays even.
 Wasted: two forward passes in a step with both decodes and chunks, so the weights are read twice.
@@ -31,8 +31,8 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     Runs `requests` and fills them in place. Returns the trace.
 
     max_batch:     requests that run at the same time
-    token_budget:  useful tokens of a step; a rectangle adds its pads
-    max_kv_tokens: tokens that all caches together may come to hold; None: no limit
+    token_budget:  useful tokens per step; a rectangle's pads are not counted
+    max_kv_tokens: cache room that running requests may reserve, in tokens; None: no limit
     on_token:      on_token(request, token, logits) is called as each token appears
     """
     requests = prepare(requests, model.config)

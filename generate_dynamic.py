@@ -1,8 +1,8 @@
 """
-Stage 2: dynamic batching. A finished request leaves at once, a waiting one takes its place.
+Stage 2: dynamic batching. A finished request leaves at once, and a waiting one takes its place.
 
-The batch is put together anew at each step, so the cache can no longer belong to the batch: each
-request has its own, and the layout `Rectangle` gathers them. A newcomer's prompt and the others'
+The batch is rebuilt at every step, so the cache can no longer belong to the batch: each request
+has its own, and the layout `Rectangle` gathers them. A newcomer's prompt and the others'
 decodes differ in width, so a step has up to two forward passes: one rectangle for the decodes and
 one for the newcomers' prompts.
 
@@ -14,8 +14,8 @@ one for the newcomers' prompts.
     C             .   .   P   d   d           . waiting
 
 Better than stage 1: no finished rows, and no request waits for a whole batch.
-Wasted: still padding; the pasts are copied into a new rectangle at every step; and a long prompt is
-prefilled in one piece, while every running decode waits for it.
+Wasted: padding, as before; the pasts are copied into a new rectangle at every step; and a long
+prompt is prefilled in one piece, while every running decode waits for it.
 
 Names: Hugging Face calls this dynamic scheduling or dynamic batching; others call it continuous
 batching (Orca: iteration-level scheduling). Servers such as Triton use "dynamic batching" for
@@ -34,7 +34,7 @@ head = Head()
 class Rectangle:
     """
     Left-padded (B, T): one row per request, as wide as the longest row. Each request keeps its own
-    cache, so the pasts, of different lengths too, are gathered into a second rectangle in front of
+    cache. The pasts differ in length too, so they are gathered into a second rectangle in front of
     the new tokens. In each layer a row of keys is, with the longest past P and width T,
 
         | . . . past past past | . . new new |
@@ -58,13 +58,13 @@ class Rectangle:
         mask = torch.zeros(B, 1, 1, P + T, dtype=torch.bool)        # for all heads and queries
         for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
             tokens[b, T - n:] = torch.tensor(request.slice(start, start + n))
-            positions[b, T - n:] = torch.arange(start, start + n)   # its own, not the column's
+            positions[b, T - n:] = torch.arange(start, start + n)   # in its own sequence
             mask[b, ..., P - start:P] = True                        # its past
             mask[b, ..., P + T - n:] = True                         # its new tokens, not their pads
         self.tokens, self.positions, self.mask = (t.to(device) for t in (tokens, positions, mask))
         self.P = P
 
-        # A partial prefill has a last column too, but no next token yet: it is not sampled from.
+        # A partial prefill has a last column too, but it gets no token yet: it is not sampled.
         rows = complete(self.plan)
         self.sampled = [self.plan[row][0] for row in rows]
         self.rows = (torch.tensor(rows, dtype=torch.long, device=device), -1)
@@ -86,7 +86,7 @@ class Rectangle:
     def cost(self):
         (B, T), P = self.tokens.shape, self.P
         keys = sum(start + n for (_, n), start in zip(self.plan, self.starts))
-        # The pasts are copied into their rectangle, then once more with the new keys after them.
+        # The pasts are copied into their rectangle, and then again, followed by the new keys.
         copied = B * P + B * (P + T)
         return {"score_entries": B * T * (P + T), "padded_keys": B * (P + T) - keys,
                 "copied_bytes": copied * self.plan[0][0].kv.bytes_per_token}
@@ -100,7 +100,7 @@ def admit(waiting, running, step, max_batch):
 
 
 def leave(running):
-    """Finished requests let go of their caches. Returns the others."""
+    """Drops the finished requests and their caches. Returns the others."""
     finished = [request for request in running if request.finished]
     for request in finished:
         request.kv = None

@@ -2,8 +2,8 @@
 Stage 4: prefill and decode interleaved. One forward pass a step, for decodes and chunks together.
 
 The model does not care whether a row decodes or prefills: it sees tokens and positions. So both go
-into the same left-padded rectangle, and the weights are read once a step (claim I3). The example of
-the source: A, B and C decode, D brings a chunk of 8 (claim I1):
+into the same left-padded rectangle, and the weights are read once a step (claim I3). The source's
+example: A, B and C decode, D brings a chunk of 8 (claim I1):
 
     A   .  .  .  .  .  .  .  22         positions
     B   .  .  .  .  .  .  .  15         11 tokens, 21 pad slots
@@ -35,8 +35,8 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     Runs `requests` and fills them in place. Returns the trace.
 
     max_batch:     requests that run at the same time
-    token_budget:  useful tokens of a step; a rectangle adds its pads
-    max_kv_tokens: tokens that all caches together may come to hold; None: no limit
+    token_budget:  useful tokens per step; a rectangle's pads are not counted
+    max_kv_tokens: cache room that running requests may reserve, in tokens; None: no limit
     on_token:      on_token(request, token, logits) is called as each token appears
     """
     requests = prepare(requests, model.config)

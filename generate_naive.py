@@ -7,7 +7,7 @@ pad computes is never read.
 
     prefill           decode, one column a step
     .  .  a  b  c  |  d  -  -  -       . pad
-    .  f  g  h  i  |  j  k  l  m       - finished, computed all the same (claim H8)
+    .  f  g  h  i  |  j  k  l  m       - finished, still computed (claim H8)
     o  p  q  r  s  |  -  -  -  -       (a row's last token is never computed: nothing follows it)
 
 Better than stage 0: one read of the weights serves all rows.
@@ -37,8 +37,8 @@ class StaticBatch:
         self.add_columns(T)
 
     def add_columns(self, number=1):
-        """The next columns to compute: first the prompts, then the tokens just generated."""
-        # A finished request stays in the plan with 0 tokens: its row is computed all the same.
+        """Moves on to the next columns: first the prompts, then the tokens just generated."""
+        # A finished request stays in the plan with 0 tokens: its row is still computed.
         self.plan = [(r, 0 if r.finished else r.todo) for r in self.requests]
         self.starts = [r.computed for r in self.requests]
         self.start, self.end = self.end, self.end + number
@@ -52,8 +52,8 @@ class StaticBatch:
             tokens[b, T - n:] = torch.tensor(request.slice(start, start + n))
         self.tokens = tokens.to(device)                             # (B, T)
         columns = torch.arange(self.end, device=device)             # (S,)
-        self.positions = columns[self.start:] - self.pads[:, None]  # its own, not the column's
-        self.positions.clamp_(0, self.requests[0].block_size - 1)   # of pads: any will do
+        self.positions = columns[self.start:] - self.pads[:, None]  # counted from its first token
+        self.positions.clamp_(0, self.requests[0].block_size - 1)   # pads: any valid one will do
         self.mask = (columns >= self.pads[:, None])[:, None, None]  # (B, 1, 1, S)
 
         rows = complete(self.plan)
@@ -76,7 +76,7 @@ def generate(model, requests, max_batch=8, on_token=None):
     """
     Runs `requests` and fills them in place. Returns the trace.
 
-    max_batch: requests in a batch
+    max_batch: the most requests in a batch
     on_token:  on_token(request, token, logits) is called as each token appears
     """
     at_least_1(max_batch=max_batch)
@@ -84,7 +84,7 @@ def generate(model, requests, max_batch=8, on_token=None):
     trace = Trace("naive", requests)
     waiting, step = requests, 0
     while waiting := [request for request in waiting if not request.finished]:
-        # 1. those that have arrived make a batch; it stays as it is until all of it is done
+        # 1. requests that have arrived form a batch, which stays together until all are done
         step = max(step, waiting[0].arrival)
         running = [request for request in waiting if request.arrival <= step][:max_batch]
         waiting = waiting[len(running):]

@@ -82,7 +82,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     Runs `requests` and fills them in place. Returns the trace.
 
     max_batch:      requests that run at the same time
-    token_budget:   tokens of a step
+    token_budget:   tokens per step
     pages:          pages in the pool; None: enough for the max_batch largest requests
     page_size:      tokens in a page
     policy:         which waiting request goes first: "fcfs", "sjf" or "priority"
@@ -115,12 +115,12 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
 
 
 def pool_size(requests, max_batch, pages, page_size):
-    """Pages to allocate: those that were asked for, but not more than could ever be of use."""
+    """Pages to allocate: as many as requested, but no more than could ever be used."""
     at_least_1(max_batch=max_batch, page_size=page_size)
     block_size = requests[0].block_size
     if page_size > block_size:
         raise ValueError(f"page_size {page_size} exceeds block_size {block_size}")
-    if pages is None:   # for the requests that can run together: none is ever preempted
+    if pages is None:   # enough for all that can run together: none is ever preempted
         return sum(sorted(-(-r.kv_tokens // page_size) for r in requests)[-max_batch:])
     at_least_1(pages=pages)
     return min(pages, len(requests) * -(-block_size // page_size))

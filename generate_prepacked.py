@@ -13,7 +13,7 @@ from 0 (claims P2, P3).
                                                 c  . . . x x .
                                                 d  . . . . . x
 
-Which prompt goes into which row is bin packing, with bins as large as the longest prompt (claim
+Choosing a row for each prompt is bin packing, with bins as large as the longest prompt (claim
 P1). First fit decreasing: take the prompts from the longest to the shortest, and put each into the
 first row that has room. Afterwards the keys and values are unpacked into each request's own cache
 (claim P4), and decoding goes on as in stage 2.
@@ -100,7 +100,7 @@ class Packed:
 
 
 def in_packing_order(waiting, step):
-    """Those that have arrived, in the order in which they would be packed; then the others."""
+    """Requests that have arrived, in packing order; then the others."""
     arrived = [request for request in waiting if request.arrival <= step]
     lengths = [len(request.prompt) for request in arrived]
     bins = first_fit_decreasing(lengths, max(lengths, default=0))

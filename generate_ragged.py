@@ -6,7 +6,7 @@ All padding comes from the batch axis, so that axis goes. The tokens of all requ
 as it is. Only attention must know the boundaries, in one of two ways (claims H11, R3, R4):
 
     "mask":    scores between all tokens and all keys, and a block-diagonal mask: (sum n) x (sum S)
-    "varlen":  each request's tokens against its own keys, the others are skipped: sum of (n x S)
+    "varlen":  each request's tokens against its own keys; other keys are skipped: sum of (n x S)
 
     cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, no pads
 
@@ -45,13 +45,13 @@ class Flat:
             raise ValueError(f"attention must be 'mask' or 'varlen', not {attention!r}")
         self.plan, self.attention = plan, attention
         self.starts = [request.computed for request, _ in plan]
-        self.ends = [start + n for (_, n), start in zip(plan, self.starts)]   # its number of keys
+        self.ends = [start + n for (_, n), start in zip(plan, self.starts)]   # numbers of keys
         self.cu_seqlens = [0, *accumulate(n for _, n in plan)]
         self.find_room()
         self.lay_out(device)
 
     def lay_out(self, device):
-        """Sets tokens and positions (N,), perhaps the mask, and which logits to take."""
+        """Sets tokens and positions (N,), the mask if needed, and which logits to take."""
         tokens, positions = [], []
         for (request, _), start, end in zip(self.plan, self.starts, self.ends):
             tokens += request.slice(start, end)
@@ -76,11 +76,11 @@ class Flat:
         self.write(layer, k, v)
         caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
         if self.attention == "mask":                    # compute all scores, hide most of them
-            # Head's own triangle over the whole stream hides nothing more: all pasts shift it to
-            # the right, so it passes a token's own key by the pasts of *later* requests.
+            # Head ANDs its own triangle over the whole stream, which hides nothing else: shifted
+            # right by all pasts, it never ends before a token's own key.
             keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
             return head(q, keys, values, mask=self.mask)[0]
-        out = []                                        # skip: compute the diagonal blocks alone
+        out = []                                        # skip: compute only the diagonal blocks
         for i, (keys, values) in enumerate(caches):
             new = slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])
             out.append(head(q[:, new], keys, values)[0])                        # (nh, n, hs)
@@ -89,7 +89,7 @@ class Flat:
     # Where keys and values live: stage 7 replaces these three.
 
     def find_room(self):
-        """A newcomer gets a cache, in one piece."""
+        """Gives a newcomer its cache, in one piece."""
         for request, _ in self.plan:
             request.kv = request.kv or KV(request.kv_tokens)
 
@@ -106,7 +106,7 @@ class Flat:
         if self.attention == "varlen":
             scores = sum(n * end for (_, n), end in zip(self.plan, self.ends))
             return {"score_entries": scores, "padded_keys": 0, "copied_bytes": 0}
-        keys, kv = sum(self.ends), self.plan[0][0].kv   # all keys are brought together
+        keys, kv = sum(self.ends), self.plan[0][0].kv   # all keys are concatenated
         return {"score_entries": self.mask.numel(), "padded_keys": 0,
                 "copied_bytes": keys * kv.bytes_per_token}
 
@@ -118,8 +118,8 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None,
     Runs `requests` and fills them in place. Returns the trace.
 
     max_batch:     requests that run at the same time
-    token_budget:  tokens of a step
-    max_kv_tokens: tokens that all caches together may come to hold; None: no limit
+    token_budget:  tokens per step
+    max_kv_tokens: cache room that running requests may reserve, in tokens; None: no limit
     attention:     "varlen" skips the keys of other requests, "mask" computes and hides them
     on_token:      on_token(request, token, logits) is called as each token appears
     """

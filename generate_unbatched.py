@@ -29,7 +29,7 @@ class Alone:
     (1, T): the new tokens of one request; without a cache, all of its tokens every time.
 
     This is the first *layout*: it turns a plan into what the model takes (`lay_out`), says how
-    tokens meet (`attend`) and what that costs (`cost`). Every stage has one.
+    tokens meet (`attend`) and what that costs (`cost`). Every stage uses one.
     """
 
     def __init__(self, request, use_cache, device=None):
@@ -64,9 +64,9 @@ class Alone:
 @torch.inference_mode()
 def generate(model, requests, use_cache=True, on_token=None):
     """
-    Runs `requests` one after the other, by arrival, and fills them in place. Returns the trace.
+    Runs `requests` one after another, by arrival, and fills them in place. Returns the trace.
 
-    use_cache: False computes every token again at every step; the same tokens come out
+    use_cache: False computes every token again at every step; the result is the same
     on_token:  on_token(request, token, logits) is called as each token appears
     """
     requests = prepare(requests, model.config)
@@ -80,7 +80,7 @@ def generate(model, requests, use_cache=True, on_token=None):
             # 2. one forward pass
             with trace.forward_pass(step, batch):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (1, V)
-            # 3. one token; without a cache nothing stays computed
+            # 3. one token; without a cache, all is computed again
             tokens = sample(logits, batch.sampled)
             advance(batch.plan, tokens)
             request.computed = request.computed if use_cache else 0

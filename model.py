@@ -19,12 +19,12 @@ one line of this file, the one that calls `attend`:
         |
     ln_f -> logits                               token-wise, and only for the `rows` asked for
 
-So the model knows nothing of requests, padding or caches. It leaves two questions open. *Which
+So the model knows nothing about requests, padding or caches. It leaves two questions open. *Which
 tokens are in this forward pass?* The scheduler decides. *Which keys may each of them see?* The
-layout of the batch decides, which supplies `attend`; each stage, generate_*.py, has one. (Claim H1
-of the sources, see README: attention is the only place where tokens interact.)
+*layout* of the batch decides: it supplies `attend`. Each stage, generate_*.py, uses one. (Claim H1
+in docs/sources.md: attention is the only place where tokens interact.)
 
-Read small parts first, like nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
+Small parts come first, as in nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
 The letters: B rows, T new tokens per row, P past keys, S = P + T keys, N tokens of a flat stream,
 C = n_embd, nh heads of hs = C / nh features each, V tokens in the vocabulary.
 """
@@ -54,10 +54,10 @@ class GPTConfig:
 
 class Head(nn.Module):
     """
-    Scaled dot-product attention: softmax(q k^T / sqrt(hs)) v, for queries that may see a past.
+    Scaled dot-product attention: softmax(q k^T / sqrt(hs)) v, with or without a past.
 
     It is *stateless*: no cache, no weights, no global, no training flag. It is written for one
-    head, and its leading axes `...` are free: (B, nh) for all heads of all rows of a rectangle at
+    head, but any leading axes `...` will do: (B, nh) for all heads of all rows of a rectangle at
     once, (nh,) for a flat stream. The head axis is just one more batch axis.
     """
 
@@ -87,7 +87,7 @@ class Head(nn.Module):
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))   # (..., T, S)
         weights = scores.masked_fill(~see, -math.inf).softmax(dim=-1)
         out = weights @ v                                          # (..., T, hs)
-        # A row of nothing but -inf has no softmax: it comes out as NaN, which would spread.
+        # The softmax of a row of only -inf is NaN, which would spread: such a row yields zeros.
         return out.masked_fill(~see.any(dim=-1, keepdim=True), 0.0), k, v
 
 
@@ -113,7 +113,7 @@ class MultiHeadAttention(nn.Module):
 
     def forward(self, x, attend):                                  # (..., T, C)
         q, k, v = (self.split_heads(part(x)) for part in (self.query, self.key, self.value))
-        y = attend(self.layer, q, k, v)                            # here tokens meet, nowhere else
+        y = attend(self.layer, q, k, v)                            # tokens meet here, nowhere else
         return self.c_proj(y.transpose(-3, -2).flatten(-2))        # (..., nh, T, hs) -> (..., T, C)
 
 
@@ -164,8 +164,8 @@ class GPT(nn.Module):
         positions: long, the same shape; each token's place in its own sequence, 0..block_size-1.
                    None: every row is one whole sequence that starts at 0.
         attend:    attend(layer, q, k, v) -> output, all (..., nh, T, hs); supplied by the layout
-        rows:      an index into the leading axes, the tokens whose logits are wanted; None: all.
-                   The vocabulary projection, the widest layer of all, touches no other token.
+        rows:      an index into the leading axes: the tokens whose logits are wanted; None: all.
+                   The vocabulary projection, the widest layer, is computed for no other token.
 
         Returns logits (..., vocab_size), one row per token wanted.
         """
@@ -195,7 +195,7 @@ class GPT(nn.Module):
         """
         A GPT with trained weights, in float32 on the CPU. name: "builtin", this repository's small
         model; "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", downloaded once; or a local folder
-        or file in Hugging Face's layout. ValueError for any other name, and for other files.
+        or file in Hugging Face's layout. ValueError for other names and other models.
         """
         from toolbox.weights import read_gpt2  # file formats are not the lesson
         config, weights = read_gpt2(name)

@@ -8,8 +8,8 @@ and values are in its cache), the others are still *to do*:
               -- -- -- --                             -- -- -- -- -- -- --
               computed 4   todo 2                     computed 7          todo 1
 
-A *plan* says how many tokens of which requests go into one forward pass: [(request, n), ...]. When
-a plan covers all that a request has to do, and only then, the request gets its next token.
+A *plan* says how many tokens of which requests go into one forward pass: [(request, n), ...]. A
+request gets its next token only when the plan covers all that it still has to do.
 """
 import operator
 import random
@@ -22,15 +22,15 @@ from itertools import count
 @dataclass(eq=False)
 class Request:
     """
-    What to generate, and what has come of it. Runs once. Raises ValueError for bad values.
+    What to generate, and what has been generated. Runs once. ValueError for bad values.
 
     prompt:         token ids, at least one
     max_new_tokens: at least 1
     temperature:    0 takes the most likely token, above 0 samples
     top_k:          sample from the k largest logits only (more if the k-th is tied); None: from all
-    seed:           of this request's own random stream
+    seed:           starts this request's own random stream
     eos_token:      ends the request when generated (it is kept as the last token); None: never
-    name:           for messages and plots; `prepare` gives it one if empty
+    name:           for messages and plots; if empty, `prepare` chooses one
     priority:       0 is the most urgent; only stage 7 looks at it
     arrival:        the step at which it arrives
     """
@@ -76,7 +76,7 @@ class Request:
 
     @property
     def kv_tokens(self):
-        """Room for all the tokens that it can come to have (the last one needs none)."""
+        """The cache room to reserve: for its prompt and its longest answer, in tokens."""
         return min(len(self.prompt) + self.max_new_tokens, self.block_size)
 
     @property
@@ -88,7 +88,7 @@ class Request:
         return self.random_stream.random()
 
     def append(self, token):
-        """Takes the next token. A sequence is never cropped: it ends when no position is left."""
+        """Adds the next token. A sequence is never cropped: it ends when no position is left."""
         if self.finished:   # cancelled while its token was being computed
             return
         self.generated.append(token)
@@ -99,18 +99,18 @@ class Request:
             self.finish_reason = "length"
 
     def cancel(self):
-        """Ends it where it is, from any thread. The running loop drops it at its next step."""
+        """Ends it as it stands, from any thread. The running loop drops it in its next step."""
         if not self.finished:
             self.finish_reason = "cancelled"
 
 
 def complete(plan):
-    """Indices of a plan's requests that get a next token. A partial prefill's next one is known."""
+    """Indices of a plan's requests that get a next token: those whose todo it covers in full."""
     return [i for i, (request, n) in enumerate(plan) if n == request.todo > 0]
 
 
 def advance(plan, tokens):
-    """After a pass: its tokens are computed, and the plan's complete requests get their next."""
+    """Records a pass: its tokens are computed, and complete requests get their next token."""
     sampled = [plan[i][0] for i in complete(plan)]
     for request, n in plan:
         request.computed += n
@@ -118,9 +118,9 @@ def advance(plan, tokens):
         request.append(token)
 
 
-# --- validation: below this line only what `prepare` does matters to the stages -------------------
+# --- validation: not needed to understand the stages ----------------------------------------------
 def prepare(requests, config):
-    """Checks requests, sets name and block_size, sorts by arrival. ValueError before any runs."""
+    """Checks all requests (ValueError), sets name and block_size, and sorts by arrival."""
     requests = [requests] if isinstance(requests, Request) else list(requests)
     if not requests:
         raise ValueError("there are no requests: at least one is needed")
@@ -156,12 +156,12 @@ def check_fits(request, name, config):
 
 
 def validate(request):
-    """ValueError for values that no model could run; turns the prompt into a list of ints."""
+    """ValueError for values that no model can run; turns the prompt into a list of ints."""
     if not isinstance(request.name, str):
         name, request.name = request.name, ""
         raise ValueError(f"{request}: name must be a string, not {name!r}")
     try:
-        request.prompt = [operator.index(token) for token in request.prompt]   # of any library
+        request.prompt = [operator.index(token) for token in request.prompt]   # any library's ints
     except TypeError:
         raise ValueError(f"{request}: prompt must be a list of token ids, not "
                          f"{request.prompt!r:.60}") from None

@@ -1,5 +1,5 @@
 """
-Way out: tensor parallelism. Each rank holds part of each block; batching does not change.
+Beyond one device: tensor parallelism. Each rank holds part of each block; batching does not change.
 
 Two all-reduces per layer: the number of tokens N changes their size, not their number (claim R5).
 
@@ -30,10 +30,10 @@ import torch.nn as nn
 
 @dataclass
 class Traffic:
-    """What a rank has summed and waited for."""
+    """Counts a rank's all-reduces."""
     all_reduces: int = 0
     bytes: int = 0          # of the tensors that were summed
-    seconds: float = 0.0    # on a GPU only those to launch the sums, unless the clock waits for it
+    seconds: float = 0.0    # on a GPU only the time to launch them, unless `clock` synchronizes
     clock = staticmethod(time.perf_counter)
 
     def reset(self):
@@ -59,7 +59,7 @@ class RowParallel(nn.Module):
             dist.all_reduce(y, group=self.group)                       # the only communication
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
-            raise ConnectionError(f"rank {dist.get_rank()}: an all-reduce failed, "
+            raise ConnectionError(f"rank {dist.get_rank()}: an all-reduce failed; "
                                   f"another rank has stopped or hangs ({reason:.120})") from None
         self.traffic.all_reduces += 1
         self.traffic.bytes += y.nbytes
@@ -84,8 +84,8 @@ def shard(model, group=None):
     rank, ranks, config = dist.get_rank(group), dist.get_world_size(group), model.config
     for what, size in ("n_head", config.n_head), ("FFN width", 4 * config.n_embd):
         if size % ranks:
-            raise ValueError(f"{ranks} ranks: {what} {size} is not a multiple of them, "
-                             "each must get an equal share")
+            raise ValueError(f"{ranks} ranks: {what} {size} is not a multiple "
+                             f"of {ranks}, and each rank must get an equal share")
     model.traffic = Traffic()
     for block in model.h:
         attn, mlp = block.attn, block.mlp

@@ -84,7 +84,7 @@ def get_batch(docs, step, batch_size, block_size, seed):
 
 
 def attend(layer, q, k, v):
-    """What model.causal computes, by torch's fused kernel, whose backward pass is fast."""
+    """The same as model.causal, by torch's fused kernel, whose backward pass is fast."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 

@@ -1,16 +1,16 @@
 """
-Grades a student's functions, in sentences.
+Grades a student's functions, and says in sentences what is wrong.
 
     python assignments/grade.py 4 STUDENT_DIR                       one student
     python assignments/grade.py 4 --all DIR --jobs 2 --csv 4.csv    a folder of students
 
 In a student copy, made by make.py, `python grade.py` grades the copy itself on the visible
-workloads. Instructors grade on hidden ones, too, which --salt and the student's name decide.
+workloads. Instructors also grade on hidden ones, which depend on --salt and the student's id.
 
-A student's functions are grafted into a clean checkout, part by part, so that nothing else which
-was changed counts, and no part can spoil another. A child process with limits on time, memory and
-output runs them and reports what it observes (observe.py). This process judges, and never runs a
-student's code. That stops mistakes, not attacks: grade hostile code in a container.
+A student's functions are grafted into a clean checkout, part by part. So other changes have no
+effect, and a fault in one part cannot affect another. A child process with limits on time, memory
+and output runs them and reports what it observes (observe.py). This process judges, and never runs
+a student's code. That stops mistakes, not attacks: grade hostile code in a container.
 """
 import argparse
 import ast
@@ -61,7 +61,7 @@ class Score:
 # --- running --------------------------------------------------------------------------------------
 
 def seeds_of(student, number, salt):
-    """The hidden workloads of a student: the same every time, and others for everyone else."""
+    """Seeds of a student's hidden workloads: always the same, and different for each student."""
     digest = hashlib.sha256(f"{salt}/{student}/{number}".encode()).hexdigest()
     return [f"{digest} {i}" for i in range(HIDDEN)]
 
@@ -84,8 +84,8 @@ def checkout(folder, number, edits=()):
 
 def run(number, names, seeds, edits=()):
     """
-    Observes parts in a child process: {"4a": [(seed, cause, where, value), ...]}. What stops the
-    child becomes a crash of the part that it was at, and of those after it.
+    Observes parts in a child process: {"4a": [(seed, cause, where, value), ...]}. If the child
+    stops early, the part that it was at counts as crashed, and so do those after it.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         place, report = Path(folder, "checkout").resolve(), Path(folder, "report").resolve()
@@ -105,7 +105,7 @@ def run(number, names, seeds, edits=()):
     for name in names:
         if not seen[name] or seen[name][-1][1] != "done":
             why = ("prints more than 4 MB" if flood else
-                   f"does not come to an end within {SECONDS} seconds" if hangs or
+                   f"does not finish within {SECONDS} seconds" if hangs or
                    status in (-9, -24) else f"ends the process (status {status})")
             seen[name].append((seeds[0], "crash", "", [why]))
         seen[name] = [found for found in seen[name] if found[1] != "done"]
@@ -248,7 +248,7 @@ def part_names(number):
 def grafts(number, folder):
     """
     For each group of parts with the same functions: (parts, edits, a fault in the files or None).
-    In a student copy all functions are grafted together, for there is no reference beside them.
+    In a student copy all functions are grafted together, since there is no reference beside them.
     """
     groups = {}
     for part in SETS[number].parts:
@@ -264,7 +264,7 @@ def grafts(number, folder):
             except SyntaxError as error:
                 fault = f"{file} cannot be read: line {error.lineno}: {error.msg}"
             except KeyError as error:
-                fault = f"{file} has no {error.args[0]} any more"
+                fault = f"{file} no longer has {error.args[0]}"
             except (OSError, UnicodeDecodeError) as error:
                 fault = f"{file} cannot be read: {error}"
         yield parts, edits, fault
@@ -276,7 +276,7 @@ def read(folder, file):
 
 
 def grade(number, folder, salt="", student=None, expected=None):
-    """The Scores of all code parts, and what was changed in vain."""
+    """The Scores of all code parts, and the changes that were ignored."""
     hidden = [] if EXPECTED.exists() else seeds_of(student or Path(folder).name, number, salt)
     seeds = [*VISIBLE, *hidden]
     expected = expected or expected_of(number, seeds)
@@ -302,7 +302,7 @@ def read_json(folder, file):
         return None, f"there is no {file}"
     except (OSError, ValueError) as error:
         return None, f"{file} cannot be read: {error}"
-    return (found, None) if isinstance(found, dict) else (None, f"{file} is no JSON object")
+    return (found, None) if isinstance(found, dict) else (None, f"{file} is not a JSON object")
 
 
 def grade_numbers(number, folder, student):
@@ -319,7 +319,7 @@ def grade_numbers(number, folder, student):
 
 
 def grade_breaks(number, folder):
-    """The workloads that are to expose bugs. The reference runs them, with and without each bug."""
+    """The workloads that should expose bugs. The reference runs them, with and without each bug."""
     from mutants import MUTANTS, SMALLEST
     workloads, fault = read_json(folder, "break.json")
     bugs, points, lines = SETS[number].bugs, 0.0, [fault] if fault else []
@@ -332,11 +332,12 @@ def grade_breaks(number, folder):
         exposed = None if wrong else exposes(number, MUTANTS[bug], asked)
         best = size_of(SMALLEST[bug])
         if wrong or exposed is not True:
-            lines.append(f"{i}: " + (wrong or exposed or "right and wrong code do the same"))
+            lines.append(f"{i}: " + (
+                wrong or exposed or "right and wrong code give the same results"))
         elif size_of(asked) > best + best // 2:
             points += 0.5
-            lines.append(f"{i}: exposes it with {size_of(asked)} tokens; half of the points, for "
-                         "it can be done with fewer")
+            lines.append(f"{i}: exposes it with {size_of(asked)} tokens; half of the points, "
+                         "since fewer are enough")
         else:
             points += 1
     return Score(f"{number} break it", "bugs exposed",
@@ -395,7 +396,7 @@ def mutated(mutant):
         text = edits.get(file) or (CLEAN / file).read_text(encoding="utf-8")
         source = graft.source_of(text, function)
         if source.count(old) != 1:
-            raise ValueError(f"{name}: {old!r} stands there {source.count(old)} times")
+            raise ValueError(f"{name}: {old!r} occurs {source.count(old)} times")
         edits[file] = graft.replaced(text, function, source.replace(old, new))
     return edits
 
@@ -447,7 +448,7 @@ def try_workload(number, folder, bug):
 
 
 def grade_all(number, folder, salt="", student=None, expected=None):
-    """All that a machine can grade of a student: (scores, changed in vain)."""
+    """All that a machine can grade of a student's work: (scores, ignored changes)."""
     student = student or Path(folder).name
     scores, vain = grade(number, folder, salt, student, expected)
     if not EXPECTED.exists():
@@ -481,20 +482,20 @@ def main(argv=None):
                                 epilog="\n".join(__doc__.split("\n")[3:]))
     p.add_argument("set", type=int, choices=SETS, nargs="?" if EXPECTED.exists() else None,
                    default=own_set())
-    p.add_argument("folder", nargs="?", help="a student's; in a student copy the copy itself")
+    p.add_argument("folder", nargs="?", help="a student's folder; by default the copy itself")
     p.add_argument("--all", metavar="DIR", help="grade every folder in this one")
     p.add_argument("--jobs", type=int, default=2, help="students at a time, with --all")
-    p.add_argument("--salt", default="", help="a secret that the hidden workloads depend on")
+    p.add_argument("--salt", default="", help="a secret on which the hidden workloads depend")
     p.add_argument("--student", help="the id; by default the folder's name")
     p.add_argument("--json", metavar="FILE", help="write all scores as JSON")
     p.add_argument("--csv", metavar="FILE", help="write a line for each student")
     p.add_argument("--gradescope", metavar="FILE", help="write Gradescope's results.json")
     p.add_argument("--try", dest="bug", choices="12345", help="run the folder's code on a workload "
                    "of its break.json")
-    p.add_argument("--similarity", action="store_true", help="say which functions are alike")
+    p.add_argument("--similarity", action="store_true", help="list the functions that are alike")
     args = p.parse_args(argv)
     folders = sorted(path for path in Path(args.all).iterdir() if path.is_dir()) if args.all else [
-        Path(args.folder or (HERE if EXPECTED.exists() else p.error("which folder?")))]
+        Path(args.folder or (HERE if EXPECTED.exists() else p.error("name a folder, or --all")))]
     for folder in folders:
         if not folder.is_dir():
             p.error(f"{folder} is not a folder")
@@ -515,7 +516,7 @@ def main(argv=None):
 def similarities(number, folders):
     """
     Lines for functions of two students, or of one and the reference, that are alike; the most alike
-    first. Information, and no proof: short functions are often alike.
+    first. This is a hint and no proof: short functions are often alike.
     """
     found = []
     for function in SETS[number].functions:

@@ -1,5 +1,5 @@
 """
-Cuts functions out of source files, and puts them into others, by the syntax tree.
+Cuts functions out of source files and puts them into others, with the help of the syntax tree.
 
 Functions have names like "scheduler.py:Scheduler.admit".
 """
@@ -59,7 +59,7 @@ def blanked(text, name, message):
 
 
 def signature_end(lines, node):
-    """How many lines end with the signature's."""
+    """The number of lines up to the end of the signature."""
     for number in range(node.lineno, node.end_lineno + 1):
         if lines[number - 1].split("#")[0].rstrip().endswith(":"):
             return number

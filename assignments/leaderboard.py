@@ -32,7 +32,7 @@ SECONDS = 120
 
 
 def workload(seed):
-    """Requests that arrive as a Poisson process, at some 95% of what the budget can serve."""
+    """Requests that arrive as a Poisson process, at about 90% of what the budget can serve."""
     from request import Request
     rng, time, requests = random.Random(f"policy {seed}"), 0.0, []
     for i in range(ARRIVALS):
@@ -85,7 +85,7 @@ def check_plan(plan, running):
     """ValueError for a plan that no step can compute."""
     names = [request.name for request, _ in plan]
     if len(set(names)) != len(names):
-        raise ValueError("a request is twice in the plan")
+        raise ValueError("a request appears twice in the plan")
     for request, n in plan:
         if request not in running or type(n) is not int or not 1 <= n <= request.todo:
             raise ValueError(f"{request} cannot compute {n} of its {request.todo} tokens")
@@ -94,7 +94,7 @@ def check_plan(plan, running):
 
 
 def batches(seed):
-    """Lengths and row size of the batches to pack: uniform, skewed, and just above a third."""
+    """Lengths and row size of the batches to pack: uniform, skewed, and from 30 to 60."""
     rng = random.Random(f"packing {seed}")
     draws = (lambda: rng.randint(1, 100), lambda: min(100, round(rng.lognormvariate(3, 0.8)) + 1),
              lambda: rng.randint(30, 60))
@@ -102,7 +102,7 @@ def batches(seed):
 
 
 def rows_of(pack, seed):
-    """How many rows a packing needs for all batches. ValueError if it is none."""
+    """How many rows a packing needs for all batches. ValueError if it is not a valid packing."""
     total = 0
     for lengths, size in batches(seed):
         rows = pack(list(lengths), size)
@@ -130,7 +130,7 @@ def play(folder, task, seed, report):
 
 
 def result_of(folder, task, seed):
-    """What one student's file achieves: a dict, with "fault" if it does not."""
+    """What one student's file achieves: a dict, with "fault" if it fails."""
     file = f"{task}.py"
     try:
         edits = {file: (Path(folder) / file).read_text(encoding="utf-8")}
@@ -142,7 +142,7 @@ def result_of(folder, task, seed):
         grade.checkout(checkout, 3, edits)
         hangs, status = grade.finish(play, (checkout, task, seed, report), SECONDS)
         if hangs:
-            return {"fault": f"does not come to an end within {SECONDS} seconds"}
+            return {"fault": f"does not finish within {SECONDS} seconds"}
         try:
             return json.loads(report.read_text())
         except (OSError, ValueError):
@@ -150,7 +150,7 @@ def result_of(folder, task, seed):
 
 
 def baselines(task, seed):
-    """What the repository itself achieves, and what nothing can beat."""
+    """What the repository itself achieves, and for packing a bound that nothing can beat."""
     sys.path.insert(0, str(HERE.parent))
     if task == "policy":
         from types import SimpleNamespace

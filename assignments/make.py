@@ -2,7 +2,7 @@
 Makes a student copy of one assignment, cut from the repository as it stands.
 
     python assignments/make.py 4 out/                     the copy
-    python assignments/make.py 4 out/ --student ada       with the numbers that ada is to predict
+    python assignments/make.py 4 out/ --student ada       with the numbers that ada has to predict
     python assignments/make.py 4 out/ --nbgrader          and a notebook in nbgrader's convention
 
 Signature and docstring of each function stay; its body becomes a hint and an error. Only what the
@@ -31,8 +31,8 @@ Read HANDOUT.md. Write the functions that raise NotImplementedError, and grade y
     pip install torch numpy
     python grade.py
 
-It prints the points of each part of the code on the visible workloads, and a sentence for the
-first thing that is wrong. It does not grade the numbers, the bugs and the written answers. What
+It prints the points of each part of the code on the visible workloads, and a sentence about the
+first thing that is wrong. It does not grade the numbers, the bugs or the written answers. What
 your code prints is not shown. The instructor grades with hidden workloads as well. Rows, columns,
 tokens, steps and passes are counted from 0. In a workload, "A = 5+3 tokens" is a request with a
 prompt of 5 tokens, and 3 to generate.
@@ -42,7 +42,7 @@ parts. Read all messages, and begin with the most concrete one.
 
 Hand in this folder: the code, numbers.json (NUMBERS.md), break.json (BREAK.md), written.md.
 
-You may add helper functions, methods and imports to the files in which you write. Changes of other
+You may add helper functions, methods and imports to the files in which you write. Changes to other
 functions are ignored. You may use an AI assistant to explain the handout, an error or PyTorch. Do
 not let it write the functions, the workloads or the written answers, and say in written.md what you
 used it for. The solutions are public, and finding them teaches nothing. The numbers, the workloads
@@ -52,8 +52,8 @@ BREAK = """# Break it
 
 Here are five bugs. For each, hand in the smallest workload that exposes it: the right code and the
 code with the bug must give different tokens, logits, steps, plans or numbers of passes or slots.
-The size of a workload is the number of its prompt tokens and new tokens. A workload that is more
-than half as large again as the smallest known gets half of the points.
+The size of a workload is the number of its prompt tokens and new tokens. A workload more than one
+and a half times as large as the smallest known one gets half of the points.
 
 {bugs}
 
@@ -103,7 +103,7 @@ def student_copy(number):
 
 
 def runs_of(part):
-    """What a workload for a bug in this part is run with."""
+    """What runs a workload for a bug in this part."""
     if part[0] == "3":
         return "the scheduler alone"
     module, fixed = observe.STAGES.get(part) or observe.STAGES[part[0]]
@@ -150,7 +150,7 @@ def notebook(number):
 
 
 def make(number, folder, student=None, nbgrader=False):
-    """Writes the copy. ValueError if the folder has something in it."""
+    """Writes the copy. ValueError if the folder is not empty."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder")

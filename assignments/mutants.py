@@ -1,9 +1,9 @@
 """
-Wrong and right solutions that prove the grader, and the bugs that students are to expose.
+Wrong solutions that test the grader, and the bugs that students have to expose.
 
-Each mutant is a change of a line or two of the reference: the known bugs of batching code among
-them. It must lose points in its own part. Each variant is another right way to write a function,
-and must get full marks. Neither is ever copied to students.
+Each mutant changes a line or two of the reference. The known bugs of batching code are among them.
+A mutant must lose points in its own part. None is ever copied to students. (Right solutions that
+must get full marks are in variants.py.)
 """
 import sys
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from toolbox.traps import TRAPS  # noqa: E402 (the known bugs of batching code)
 class Mutant:
     """
     part:  the part that it belongs to, "4b"
-    words: what is wrong, for the students who are to expose it
+    words: what is wrong, for the students who have to expose it
     edits: [(function, code as it stands, code of the mutant), ...]
     """
     part: str
@@ -47,13 +47,13 @@ MUTANTS = {
         "1a", "The causal triangle begins in the top left corner of the mask, past or no past.",
         TRAPS["causal rule from the top left"]),
     "no causal rule": Mutant(
-        "1a", "A new token sees all new tokens, the later ones too.",
+        "1a", "A new token sees all new tokens, later ones included.",
         [(HEAD, ".tril(diagonal=S - T)", "")]),
     "scores that are not scaled": Mutant(
         "1a", "The scores are not divided by the square root of the head's size.",
         [(HEAD, " / math.sqrt(q.size(-1))", "")]),
     "the mask replaces the causal rule": Mutant(
-        "1a", "Where a mask is given, the causal rule is forgotten.",
+        "1a", "Where a mask is given, the causal rule is not applied.",
         [(HEAD, "see = see & mask", "see = mask")]),
     "NaN for a query without keys": Mutant(
         "1a", "A query that may see no key gets NaN instead of zeros.",
@@ -63,12 +63,12 @@ MUTANTS = {
         [(HEAD, "torch.cat([past_k, k], dim=-2)", "torch.cat([k, past_k], dim=-2)"),
          (HEAD, "torch.cat([past_v, v], dim=-2)", "torch.cat([v, past_v], dim=-2)")]),
     "keys written at the beginning": Mutant(
-        "1b", "Keys are always written at the beginning of the cache; values are written rightly.",
+        "1b", "Keys are always written at the beginning of the cache; values are not.",
         [(PUT, "all_k[..., start:end, :] = k", "all_k[..., :end - start, :] = k")]),
     "values are not written": Mutant(
         "1b", "Only keys are written.", [(PUT, "all_v[..., start:end, :] = v", "pass")]),
     "reads all of the cache": Mutant(
-        "1b", "Reading returns the whole buffer, also what is not written yet.",
+        "1b", "Reading returns the whole buffer, slots that are not written yet included.",
         [(READ, "self.k[layer][..., :end, :], self.v[layer][..., :end, :]",
           "self.k[layer], self.v[layer]")]),
     "a full cache is silent": Mutant(
@@ -87,7 +87,7 @@ MUTANTS = {
         "2a", "A token's position is the number of its column.",
         TRAPS["static column positions"]),
     "right padding": Mutant(
-        "2a", "The pads of the prompts are on the right, with right mask and positions; the next "
+        "2a", "The pads of the prompts are on the right, with correct mask and positions; the next "
         "token still comes from the last column.",
         TRAPS["right padding"]),
     "pads are seen": Mutant(
@@ -107,7 +107,7 @@ MUTANTS = {
         [(APPEND, "if token == self.eos_token:",
           "if token == self.eos_token and len(self.generated) > 1:")]),
     "no end at the context limit": Mutant(
-        "2b", "A sequence goes on when no position is left.",
+        "2b", "A sequence continues when no position is left.",
         [(APPEND, "min(self.max_new_tokens, room)", "self.max_new_tokens")]),
     "cancelled requests go on": Mutant(
         "2b", "A cancelled request takes its next token.",
@@ -179,10 +179,10 @@ MUTANTS = {
         "4a", "A chunk holds the first tokens of the prompt, whatever is computed already.",
         [(LAY, "request.slice(start, start + n)", "request.slice(0, n)")]),
     "published mask": Mutant(
-        "4b", "All new slots count as tokens, the pads among them too.",
+        "4b", "All new slots count as tokens, pads included.",
         TRAPS["published mask"]),
     "pads of the past are seen": Mutant(
-        "4b", "The whole rectangle of the past may be seen, empty slots too.",
+        "4b", "The whole rectangle of the past may be seen, empty slots included.",
         [(LAY, "mask[b, ..., P - start:P] = True", "mask[b, ..., :P] = True")]),
     "the past from the left": Mutant(
         "4b", "The mask marks the past at the left end of its part, where the pads are.",
@@ -200,7 +200,7 @@ MUTANTS = {
         "4c", "New keys are always written at the beginning of the cache.",
         [(ATTEND, "request.kv.write(layer, start, *new)", "request.kv.write(layer, 0, *new)")]),
     "samples from a partial prefill": Mutant(
-        "4d", "A request of which only a part of the prompt is computed gets a token.",
+        "4d", "A request whose prompt is only partly computed gets a token.",
         TRAPS["samples from a partial prefill"]),
     "only decodes get a token": Mutant(
         "4d", "A request gets no token in the step that completes its prompt.",
@@ -212,7 +212,7 @@ MUTANTS = {
         "4d", "The next token comes from a row's first column.",
         [(LAY, "device=device), -1)", "device=device), 0)")]),
     "no causal rule in a chunk": Mutant(
-        "4b", "Where there is a past, the new tokens of a chunk see each other, later ones too.",
+        "4b", "Where there is a past, the new tokens of a chunk see each other, even later ones.",
         TRAPS["no causal rule in a chunk"]),
     # set 5
     "first fit without sorting": Mutant(
@@ -233,7 +233,7 @@ MUTANTS = {
         "5b", "The second prompt of a row does not start at position 0.",
         TRAPS["positions that run on in a packed row"]),
     "the last column of a packed row": Mutant(
-        "5b", "The next token of every prompt is read in the last column of its row.",
+        "5b", "The next token of every prompt is read from the last column of its row.",
         [(PACK, "(self.places[i][0], self.places[i][2] - 1)", "(self.places[i][0], m - 1)")]),
     "caches in packed order": Mutant(
         "5b", "Keys and values are unpacked in the order of the rows, not of the requests.",
@@ -253,7 +253,7 @@ MUTANTS = {
         "5c", "In the mask, the triangle begins at the left, as if there were no past.",
         [(BLOCK, ".tril(start)", ".tril(0)")]),
     "the first token's logits": Mutant(
-        "5c", "The next token is read at the first token of each request.",
+        "5c", "The next token is read from the first token of each request.",
         [(FLAT, "self.cu_seqlens[i + 1] - 1", "self.cu_seqlens[i]")]),
     "stream positions": Mutant(
         "5c", "Positions are places in the stream.",
@@ -291,13 +291,13 @@ MUTANTS = {
         "6b", "A token's slot is its page's first slot.",
         [(SLOTS, "+ p % size", "")]),
     "pages in order of the pool": Mutant(
-        "6b", "The block table is taken for sorted.",
+        "6b", "The block table is treated as if it were sorted.",
         [(SLOTS, "table[p // size]", "sorted(table)[p // size]")]),
     "values into the wrong slots": Mutant(
         "6b", "Values are written in another order than keys.",
         [(WRITE, "= k, v", "= k, v.flip(1)")]),
     "pages known by their own tokens": Mutant(
-        "6c", "A page is found by its own tokens, whatever stands before them.",
+        "6c", "A page is found by its own tokens, whatever comes before them.",
         TRAPS["pages known by their own tokens"]),
     "pages known by one page before": Mutant(
         "6c", "A page is found by its own tokens and those of the page before, no more.",
@@ -308,7 +308,7 @@ MUTANTS = {
         "6c", "A page that a request has begun to fill is published, too.",
         [(PUBLISH, "len(tokens) // self.size)", "-(-len(tokens) // self.size))")]),
     "a page that was begun before": Mutant(
-        "6c", "A page that a former pass began, and this one has filled, is not published.",
+        "6c", "A page that an earlier pass began, and this one has filled, is not published.",
         [(PUBLISH, "range(start // self.size,", "range(-(-start // self.size),")]),
     "only the first page": Mutant(
         "6c", "Only the first page of a prefix is shared.",
@@ -334,7 +334,7 @@ MUTANTS = {
         TRAPS["pages read in one piece"]),
 }
 
-# For each bug that students expose, the smallest workload known. A request is [prompt, new tokens,
+# For each bug that students expose, the smallest known workload. A request is [prompt, new tokens,
 # arrival, priority, eos_token]; a prompt is a number of tokens, or the tokens themselves.
 SMALLEST = {
     "stream positions": {"requests": [[1, 1], [1, 1]], "knobs": {}},

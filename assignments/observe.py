@@ -25,7 +25,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-STEPS = 300          # of a scheduler, after which it hangs
+STEPS = 300          # a scheduler that takes more counts as hanging
 SECONDS, MEGABYTES = 60, 6000   # limits of a child
 FOLDER = ""          # of the child's checkout
 
@@ -90,7 +90,7 @@ def say(error):
     place = f" (in {last.name}: {last.line})" if last and not last.line.startswith("raise") else ""
     message = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if isinstance(error, KeyError) and message == "'xray'":
-        message += ", for nothing was written under this layer"
+        message += ", since nothing was written under this layer"
     return f"raises {type(error).__name__}: {message:.150}{place}"
 
 
@@ -258,7 +258,7 @@ def kv(rng):
             yield "result", f"KV.read({layer!r}, {end}), keys", k.tolist()
             yield "result", f"KV.read({layer!r}, {end}), values", v.tolist()
     again = torch.ones(2, 2, 3, dtype=torch.float64)
-    cache.write("a", 1, again, again)   # a chunk that is written once more
+    cache.write("a", 1, again, again)   # a chunk that is written again
     yield "result", "keys after a second write at 1", cache.read("a", 7)[0].tolist()
     yield "result", "KV.read('a', 4), shape", list(cache.read("a", 4)[0].shape)
     try:

@@ -1,6 +1,6 @@
 """
 Numbers that students predict before they run anything. The student's id decides the parameters, and
-the repository's own code computes the keys.
+the repository's own code computes the answers.
 """
 import random
 import sys
@@ -160,11 +160,11 @@ def set_6(rng):
     yield (f"Pages of {size} tokens, block table {table}: in which slot of the pool is position "
            f"{position}?", slot)
     yield (f"Pages of {size} tokens, three requests with prompts of {prompt} tokens, all "
-           f"different, and {new} tokens to generate: how many pages has the smallest pool in "
-           "which all three begin in step 0 and none is preempted?", smallest)
+           f"different, and {new} tokens to generate: how many pages does the smallest pool have "
+           "in which all three begin in step 0 and none is preempted?", smallest)
     yield (f"Pages of {size} tokens. Three prompts of {common + 1} tokens arrive one after the "
            f"other. They have their first {common} tokens in common, and differ in the last. How "
-           "many tokens, of the second and third together, need not be computed?", shared)
+           "many tokens of the second and third together need not be computed?", shared)
     yield (f"Pages of {size} tokens: how many slots does a request of {prompt + new} cached tokens "
            "leave empty in its last page?", lambda: -(prompt + new) % size)
 

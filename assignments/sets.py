@@ -2,8 +2,8 @@
 The manifest: which functions the students of each set write, and what they are worth.
 
 A set has code parts, each judged on its own; numbers to predict; bugs to expose; written answers.
-make.py cuts the student copy from it, grade.py grades by it, and the tests hold it against the
-repository: no function may vanish from it, grow beyond MOST_LINES, or leak.
+make.py cuts the student copy by it, grade.py grades by it, and the tests compare it with the
+repository: no function may disappear, grow beyond MOST_LINES, or leak.
 """
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ CAUSES = ("crash", "tokens", "positions", "sees", "sampled", "cache", "counts", 
 @dataclass
 class Part:
     """
-    letter:    with the set's number its name, "4b"
+    letter:    its name is the set's number and this, "4b"
     functions: that the student writes, "file.py:Class.method"
     points:    40% for the visible workloads, 60% for the hidden ones
     causes:    of all that is observed, what this part is judged by, in this order

@@ -1,6 +1,6 @@
 """
-Right solutions that are written in another way than ours. The grader must give each full marks.
-A variant belongs to a set and replaces whole functions; imports that it needs stand inside them.
+Right solutions that differ from ours. The grader must give each full marks. A variant belongs to a
+set and replaces whole functions; the imports that it needs are inside them.
 """
 
 VARIANTS = {

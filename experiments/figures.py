@@ -29,7 +29,7 @@ def log_axis(axis, base=10):
 # --- requests x steps -----------------------------------------------------------------------------
 
 def timelines(traces, path=None, columns=2):
-    """All stages on one workload, with the same axis of steps: which stage is done first shows."""
+    """All stages on one workload, with one axis of steps, so that their ends can be compared."""
     plt = pyplot()
     rows = -(-len(traces) // columns)
     height = 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))
@@ -62,7 +62,7 @@ def packing(sight, path=None):
     """
     plan, places, (rows, m) = sight.batch.plan, sight.batch.places, sight.ids.shape
     lengths = [n for _, n in plan]
-    figure, axes = pyplot().subplots(1, 3, figsize=(WIDTH + 2, 0.6 + 0.3 * max(len(plan), m)))
+    figure, axes = pyplot().subplots(1, 3, figsize=(WIDTH, 0.8 + 0.29 * max(len(plan), m)))
     padded = [(b, m - n, m) for b, n in enumerate(lengths)]
     draw_places(axes[0], plan, padded, m)
     axes[0].set_title(f"padded ({len(plan)}, {m}): {len(plan) * m - sum(lengths)} pad slots",
@@ -73,11 +73,11 @@ def packing(sight, path=None):
 
     shared = max(range(rows), key=lambda row: sum(place[0] == row for place in places))
     panel = sights.panels(sight)[shared]
-    sights.draw_panel(axes[2], panel)
+    sights.draw_panel(axes[2], panel, fontsize=9)
     axes[2].set_aspect("equal")
-    axes[2].set_title("what each token sees in the row of " + " and ".join(panel.name.split()),
-                      fontsize=10, loc="left", pad=16)
-    figure.tight_layout()
+    axes[2].set_title(f"what {' and '.join(panel.name.split())} see in their row", fontsize=10,
+                      loc="left", pad=18)
+    figure.tight_layout(pad=0.4, w_pad=1)
     return save(figure, path)
 
 
@@ -90,7 +90,7 @@ def draw_places(ax, plan, places, m):
         for j in range(first, end):
             draw_slot(ax, row, j, color)
             ax.text(j + 0.5, row + 0.5, f"{request.name}{j - first}", ha="center", va="center",
-                    fontsize=7, color="white" if color in (BLUE, GREEN, RED) else "black")
+                    fontsize=9, color="white" if color in (BLUE, GREEN, RED) else "black")
     ax.set_xlim(-0.04, m + 0.04)
     ax.set_ylim(len(plan) + 0.04, -0.04)
     ax.set_aspect("equal")
@@ -242,7 +242,7 @@ WORKLOADS = {"W1": "W1, mixed", "W2": "W2, prefill", "W3": "W3, decode"}
 def bench(results, path):
     """
     Useful tokens per second of all systems, and the roofline: a picture for each model and
-    workload. Writes PATH with their names in it, and returns the paths.
+    workload, whose names are added to `path`. Returns the paths.
     """
     return [bench_picture(result, beside(path, f"{result['model']}-{result['workload']}"))
             for result in results]

@@ -3,9 +3,9 @@ What pages are worth: the same requests with reserved memory (stage 6) and with 
 
 Three experiments:
 
-    storm      eight requests in half the memory that they may come to need
+    storm      eight requests in half the memory that they may need
     sharing    sixteen requests whose prompts begin alike, with and without shared prefixes
-    scatter    the time of stage 7 against stage 6: pages that are neighbours, scattered pages
+    scatter    the time of stage 7 against stage 6: with neighbouring pages, with scattered pages
 
     python -m experiments.memory
     python -m experiments.memory --json experiments/results/memory.json
@@ -67,7 +67,7 @@ def alike(vocab_size, requests=16, prefix=128, tail=16, new=16):
 
 @contextmanager
 def watch(model):
-    """Collects the pool before every forward pass: {"step tables", "kept", "number"} each."""
+    """Collects the pool before every forward pass: [{"tables", "kept", "number"}, ...]."""
     seen = []
 
     def hook(module, arguments):
@@ -112,7 +112,7 @@ def sharing_table(found):
 # --- scatter: what it costs to read pages ---------------------------------------------------------
 
 class ScatteredPages(Pages):
-    """Pages that are handed out in random order, the worst case for reading them."""
+    """Hands out pages in random order, the worst case for reading them."""
     order = random.Random(0)
 
     def allocate(self, number, after=None):
@@ -128,7 +128,7 @@ class ScatteredPages(Pages):
 
 
 def paged(model, requests, books=Pages, **knobs):
-    """Stage 7 with other books."""
+    """Stage 7, with another class that keeps the pool's books."""
     before, generate_paged.Pages = generate_paged.Pages, books
     try:
         return generate_paged.generate(model, requests, **knobs)

@@ -178,7 +178,7 @@ def peak_bytes(model, method, lengths):
 
 
 def largest_batch(config, method, kind, limit, most=1024):
-    """The largest k whose prefill stays within `limit` bytes, to 6%, by bisection."""
+    """The largest k whose prefill stays within `limit` bytes, by bisection, to within 6%."""
     with torch.device("meta"):   # tensors with sizes but no contents
         model = GPT(config)
     lengths = lengths_of(kind, most)
@@ -203,7 +203,7 @@ def by_kind(model, kinds, k, repeats):
 
 
 def packing_speedup(model, lengths, k, repeats):
-    """How many times as fast as padding it is to pack a batch: (prefill, ttft)."""
+    """The speedup of packing a batch over padding it: (prefill, ttft)."""
     f = time_methods(model, lengths, k, repeats, ("full batching", "prepacking, batch"))
     padded, packed = f["full batching"], f["prepacking, batch"]
     return padded["prefill_ms"] / packed["prefill_ms"], padded["ttft_ms"] / packed["ttft_ms"]

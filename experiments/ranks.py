@@ -6,8 +6,10 @@ Each all-reduce costs a latency, and each of its bytes costs time on the link:
 seconds = all-reduces x latency + bytes / bandwidth. `fit` finds both from the measured passes.
 
     torchrun --nproc_per_node 2 -m experiments.ranks
+    torchrun --nproc_per_node 2 -m experiments.ranks --json experiments/results/ranks.json
 """
 import copy
+import platform
 import time
 from collections import Counter
 
@@ -15,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from experiments import results
 from generate_ragged import Flat
 from model import GPT, GPTConfig
 from request import Request, prepare
 from tensor_parallel import shard
-from toolbox import cli
+from toolbox import cli, plots
 from toolbox.torchrun import run_on_ranks
 
 TOKENS = (1, 8, 64, 512)   # of the passes that are timed
@@ -32,7 +35,7 @@ LINKS = {                  # ranks, latency in s, bytes/s each way
 # --- counting -------------------------------------------------------------------------------------
 
 class Collectives(TorchDispatchMode):
-    """Counts the operations that reach torch.distributed, whoever calls them."""
+    """Counts the operations that reach torch.distributed, whatever code calls them."""
 
     def __init__(self):
         super().__init__()
@@ -76,8 +79,8 @@ def gpu_clock():
 @torch.inference_mode()
 def forward_seconds(model, tokens, repeats=9):
     """
-    Times passes over so many tokens, each of which attends only to itself. Returns, of the median
-    pass: (seconds, seconds of them in all-reduces, all-reduces, bytes).
+    Times passes over so many tokens, each of which attends only to itself. Returns, for the median
+    pass: (seconds, seconds spent in all-reduces, all-reduces, bytes).
     """
     ids = torch.zeros(tokens, dtype=torch.long, device=model.device)
     last = torch.tensor([0], device=model.device)
@@ -106,35 +109,43 @@ def fit(points):
 
 # --- the tables -----------------------------------------------------------------------------------
 
-def measure_ranks(config, device, dtype):
-    """Times 1, 2, 4, ... ranks on the same random weights; rank 0 prints table and cost model."""
-    world = dist.get_world_size()
+def measure_ranks(config, device, dtype, repeats):
+    """
+    Times 1, 2, 4, ... ranks on the same random weights; rank 0 prints table and cost model. Returns
+    {"rows": [a dict for each line of the table], "model": the cost model, or None for one rank}.
+    """
+    world, rows = dist.get_world_size(), []
     print(f"{config.n_layer} layers, {config.n_embd} wide, {str(dtype).removeprefix('torch.')} "
           f"on {device}, {torch.get_num_threads()} thread(s) a rank, torch {torch.__version__}")
     print("ranks  tokens  ms a pass  ms in all-reduces  share  all-reduces        MB")
-    points = []
     for ranks in (n for n in (1, 2, 4, 8) if n <= world):
         group = dist.new_group(range(ranks))
         if dist.get_rank() < ranks:
             torch.manual_seed(0)
             model = shard(GPT(config).to(device, dtype).requires_grad_(False), group)
             for tokens in TOKENS:
-                seconds, waiting, count, size = forward_seconds(model, tokens)
+                seconds, waiting, count, size = forward_seconds(model, tokens, repeats)
                 print(f"{ranks:5}  {tokens:6}  {seconds * 1e3:9.2f}  {waiting * 1e3:17.2f}  "
                       f"{waiting / seconds:5.0%}  {count:11}  {size / 1e6:8.2f}")
-                if ranks == world > 1:
-                    points.append((count, size, waiting))
+                rows.append({"ranks": ranks, "tokens": tokens, "seconds": seconds,
+                             "in_all_reduces": waiting, "all_reduces": count, "bytes": size})
         dist.barrier()
-    if points:
-        print_cost_model(points, world)
-    else:
-        print("one rank sends nothing: more of them, torchrun --nproc_per_node 2, "
-              "show what it costs")
+    most = max((row["ranks"] for row in rows), default=1)
+    points = [(row["all_reduces"], row["bytes"], row["in_all_reduces"]) for row in rows
+              if row["ranks"] == most > 1]
+    if not points:
+        print("one rank sends nothing: start more to see what it costs, with "
+              "torchrun --nproc_per_node 2")
+    return {"rows": rows, "model": cost_model(points, most) if points else None}
 
 
-def print_cost_model(points, ranks):
-    """The model fitted to measured points (count, bytes, seconds), then what it says elsewhere."""
+def cost_model(points, ranks):
+    """
+    Prints the model fitted to measured points (count, bytes, seconds), and what it says elsewhere.
+    Returns {"latency": s, "bandwidth": bytes/s, "calculated": {link: ms for 8 and 1,000 tokens}}.
+    """
     latency, bandwidth = fit(points)
+    found = {"latency": latency, "bandwidth": bandwidth, "calculated": {}}
     predicted = [count * latency + size / bandwidth for count, size, _ in points]
     print(f"\ncost model, fitted to {ranks} ranks: "
           f"all-reduces x {latency * 1e6:.0f} us + bytes / {bandwidth / 1e9:.2f} GB/s")
@@ -149,19 +160,32 @@ def print_cost_model(points, ranks):
         sent = [2 * (n - 1) / n * tokens * 4096 * 2 for tokens in (8, 1000)]
         ms = [2 * 32 * (latency + size / bandwidth) * 1e3 for size in sent]
         print(f"  {name:45}  {ms[0]:8.1f}  {ms[1]:12.1f}")
+        found["calculated"][name] = ms
+    return found
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 def measure(args):
+    if args.json:
+        plots.check_path(args.json, "--json")
     config = GPTConfig(n_layer=8, n_head=8, n_embd=512, vocab_size=1024)
-    measure_ranks(config, cli.device_of(args), cli.DTYPES[args.dtype])
+    device, repeats, world = cli.device_of(args), 3 if args.quick else 9, dist.get_world_size()
+    found = measure_ranks(config, device, cli.DTYPES[args.dtype], repeats)
+    if args.json:
+        where = (f"{device}, {torch.get_num_threads()} thread(s) a rank, "
+                 f"torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}")
+        results.save(args.json, f"torchrun --nproc_per_node {world} -m experiments.ranks", where,
+                     size=f"{config.n_layer} layers, {config.n_embd} wide", repeats=repeats,
+                     **found)
     return 0
 
 
 def main(argv=None):
     p = cli.Parser(prog="python -m experiments.ranks", formatter_class=cli.Help,
                    description=" ".join(__doc__.split("\n\n")[0].split()), allow_abbrev=False)
+    p.add_argument("--quick", action="store_true", help="fewer repeats")
+    p.add_argument("--json", metavar="FILE.json", help="write the figures")
     cli.add_place(p)
     run_on_ranks(p, measure, argv)
 

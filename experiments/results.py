@@ -1,8 +1,8 @@
 """
-Measurements that are committed, results/NAME.json, and what they were measured on.
+Committed measurements, results/NAME.json, and what they were measured on.
 
 Every file says where and when: the machine, the versions, the date, the commit and the command. The
-tables of README and docs, and the pictures, are made from these files and from nothing else.
+tables of README and docs, and the pictures, are made from these files only.
 """
 import datetime
 import json
@@ -35,7 +35,7 @@ def provenance(prog):
 
 
 def machine():
-    """The processor's name, and how many cores are there."""
+    """The number of cores that may be used, and the processor's name."""
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -47,7 +47,7 @@ def machine():
 
 
 def commit():
-    """The short name of the commit, with + if files have been changed since."""
+    """The commit's short hash, with + if Python files have changed since."""
     try:
         done = [subprocess.run(["git", *words], cwd=FOLDER, capture_output=True, text=True,
                                check=True).stdout.strip()

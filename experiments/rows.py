@@ -36,10 +36,10 @@ ARRIVAL = 8   # the step at which the long prompt arrives
 def forward_times(model, rows=ROWS, repeats=7, seconds=8.0):
     """
     Median seconds of one forward pass over N tokens of N requests, without a past, for each N in
-    `rows`: [(N, seconds), ...]. Starts no further N after `seconds`.
+    `rows`: [(N, seconds), ...]. After `seconds`, no further N is started.
     """
     def attend(layer, q, k, v):
-        return v   # each token sees only itself, so that the layers' own cost shows
+        return v   # each token sees only itself: the cost is that of the other layers
 
     points, started = [], time.perf_counter()
     for n in rows:
@@ -134,7 +134,7 @@ def main(argv=None):
                    help="builtin, a GPT-2 name, a local folder or file; or random: of the size of "
                         "GPT-2 small, with random weights")
     p.add_argument("--gaps", action="store_true",
-                   help="instead: the time between tokens while a long prompt arrives")
+                   help="measure the time between tokens while a long prompt arrives, instead")
     args = p.parse_args(argv)
     return guarded(p.prog, lambda: measure(args))
 

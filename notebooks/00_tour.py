@@ -31,9 +31,9 @@ for request in trace.requests:
     print(f"{request.name}: {tokenizer.decode(request.tokens)!r}")
 
 # %% [markdown]
-# Did batching change what came out? `check` runs every request once more, alone, without batch and
+# Did batching change what came out? `check` runs every request again, alone, without a batch or a
 # cache. It compares the logits of each generated token, up to rounding, and then the tokens. (They
-# were sampled at random. But each request draws from a random stream of its own.)
+# were sampled at random, but each request draws from a random stream of its own.)
 
 # %%
 check("ragged, varlen", requests, token_budget=16)
@@ -65,8 +65,8 @@ source(MultiHeadAttention.forward)
 # %% [markdown]
 # So every way of batching is an answer to two questions:
 #
-# 1. *Which tokens are in this forward pass?* The scheduler decides. 2. *Which keys may each of
-# them see?* The layout decides: mask, positions, cache.
+# 1. *Which tokens are in this forward pass?* The scheduler decides.
+# 2. *Which keys may each of them see?* The layout decides: mask, positions, cache.
 #
 # ## The first question: which request computes when?
 #
@@ -87,16 +87,16 @@ figures.timelines([traces[name] for name in shown]);
 
 # %% [markdown]
 # - **naive**, static batching: pad all prompts to one length, and run until the longest answer is
-#   done. Red cells are finished requests, computed all the same; E to H wait for a whole batch.
+#   done. Red cells are finished requests, still computed; E to H wait for a whole batch.
 # - **dynamic:** finished requests leave at once, and waiting ones take their places. But step 6
 #   computes F's prompt of 40 tokens in one piece, and takes that much longer for all.
 # - **chunked:** no step computes more than 16 tokens, decodes first; F's prompt comes in pieces.
 #   That takes up to two forward passes a step.
-# - **interleaved:** decodes and chunks in one forward pass, in one rectangle, hence mostly
+# - **interleaved:** decodes and chunks in one forward pass, in one rectangle, which is mostly
 #   padding.
 # - **prepacked:** several prompts share a row. (Their pads belong to no request, and are not
 #   drawn.)
-# - **ragged:** no rows any more, only a stream of tokens, and no padding.
+# - **ragged:** no rows, only a stream of tokens, and no padding.
 
 # %%
 print("                      passes  slots  useful   scores")
@@ -126,7 +126,7 @@ sights.draw(one_step(model));
 # ## Break it
 #
 # A published tutorial on stage 4 hides the padding of the past, and marks *all new slots* as
-# valid. No error is raised. To answer the question, replace `...` by a name and run the cell
+# valid. No error is raised. To answer the question, replace `...` with a name and run the cell
 # again. (The timeline of *interleaved* holds the answer: look for a request without grey.)
 
 # %%

@@ -7,7 +7,7 @@
 # - explain why keys and values are kept, and why nothing else is needed;
 # - say what that costs in bytes.
 #
-# A cell that begins with `ask` wants a guess from you: replace `...` by your answer and run it
+# A cell that begins with `ask` wants a guess from you: replace `...` with your answer and run it
 # again. A cell with `@exercise` wants a few lines of code, and tells you whether they are right.
 # Boxes quote claims of the texts that this course is built on (listed in `README.md` beside the
 # notebooks), and say whether they hold.
@@ -29,7 +29,7 @@ print([word(request, i) for i in range(len(request.prompt))])
 # Seven tokens; `␣` stands for a space. The model is small: 4 layers of 4 heads, 128 wide, trained
 # on Python's documentation. Its texts make little sense.
 #
-# A *request* is a prompt that is to be continued. *Prefill* computes the tokens of the prompt,
+# A *request* is a prompt to continue. *Prefill* computes the tokens of the prompt,
 # many at once. *Decode* computes one token, the one that was generated last. A *step* is one round
 # of this: a *forward pass* through the model, and then a new token. A *stage* is one of the
 # repository's scripts, numbered from 0; stage 0 runs one request at a time.
@@ -107,8 +107,8 @@ for layer, rows in enumerate(moved_rows(changed_token=3)):
 
 # %% [markdown]
 # Rows 0, 1 and 2 stay as they were, in every layer. A token influences itself and what comes
-# later. And if no token may see any other? (`Head` is the repository's attention. For a query that
-# sees no key it returns zeros.)
+# later. What happens if no token may see any other? (`Head` is the repository's attention. For a
+# query that sees no key it returns zeros.)
 
 # %%
 def sees_nothing(layer, q, k, v):
@@ -123,8 +123,8 @@ for layer, rows in enumerate(moved_rows(changed_token=3, attend=sees_nothing)):
 # > **Claim H1.** Attention is the only place where tokens interact: with every mask entry
 # > False, no token influences another. *It holds*, as you have just seen.
 #
-# This is what makes batching easy. Put any tokens you like into one tensor, of any number of
-# requests; you only have to get attention right.
+# This is what makes batching easy. You may put any tokens into one tensor, from any number of
+# requests, as long as you get attention right.
 #
 # ## Reading a mask
 #
@@ -223,7 +223,7 @@ print(texts_are)
 # > projection to a key and a value instead of n + 1. *It holds:* one row, and one row of
 # > scores.
 #
-# What it gains in time depends on the machine and on the length. Here are 200 tokens, on yours:
+# How much time this saves depends on the machine and on the length. Here are 200 tokens, on yours:
 
 # %% tags=["seconds"]
 long = letters(A=8, new=200)
@@ -233,9 +233,9 @@ for stage in "unbatched, no cache", "unbatched":
           f"{sum(p.seconds for p in trace.passes):.2f} s")
 
 # %% [markdown]
-# A hundred times fewer rows, and far less than a hundred times less time. For one row, the
-# processor still reads all weights from memory, and Python takes its share. What helps against
-# that is the subject of the other notebooks.
+# A hundred times fewer rows, but not a hundred times faster. For one row, the processor still reads
+# all weights from memory, and Python takes its share. The other notebooks are about what helps
+# against that.
 #
 # ## What a cache costs
 #
@@ -253,7 +253,7 @@ ask("Llama-2-7B in fp16: how many GB (10⁹ bytes) do the caches of 32 requests 
     "each take?",
     guess=...,
     answer=lambda: cache_bytes(32 * 4096, layers=32, heads=32, head_size=128) / 1e9,
-    why="The weights take 13.5 GB. Not the model but the caches fill a GPU.")
+    why="The weights take 13.5 GB. It is the caches that fill a GPU, not the model.")
 
 # %%
 print("1 KB = 1,024 bytes")
@@ -269,8 +269,8 @@ print(f"our model, a token:             {kv.bytes_per_token / 1024:.0f} KB,",
 # ## In pieces
 #
 # A prompt's cache can be filled in pieces, too. Seven tokens in chunks of four: first four
-# queries, then three queries that see the first four keys in the cache. (Stage 3 of the ladder
-# does this; we borrow it.) Three masks side by side:
+# queries, then three queries that see the first four keys in the cache. (Stage 3 does this, so we
+# borrow it.) Three masks side by side:
 
 # %%
 show({"a prompt: 7 x 7": look("unbatched", [request], step=0),
@@ -360,12 +360,12 @@ show({"broken: 3 x 7": wrong,
 # <details><summary>Answer</summary>
 #
 # One could keep `x` (half as many numbers) and project it again. That trades memory for
-# arithmetic: n projections per layer and step instead of one, which is what the cache was to
-# avoid.
+# arithmetic: n projections per layer and step instead of one, which is what the cache was meant
+# to avoid.
 # </details>
 #
 # **3.** Causal attention makes the cache exact. Would a model whose tokens see each other in both
-# directions, like BERT, profit from a KV cache when a text grows by one word?
+# directions, like BERT, benefit from a KV cache when a text grows by one word?
 #
 # <details><summary>Answer</summary>
 #

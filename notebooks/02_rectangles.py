@@ -8,7 +8,7 @@
 # - give every token the right position;
 # - name three kinds of waste, and count them.
 #
-# (In a cell with `ask`, replace `...` by your guess. An `@exercise` judges your code. Boxes quote
+# (In a cell with `ask`, replace `...` with your guess. An `@exercise` judges your code. Boxes quote
 # claims of the texts that this course is built on.)
 
 # %%
@@ -51,14 +51,14 @@ show({"stage 1, step 0": prefill}, label=word);
 # ## Why on the left?
 #
 # After the prefill, each row needs the logits of its last token. With the padding on the left,
-# these tokens all stand in the last column.
+# these tokens are all in the last column.
 #
 # > **Claim H7.** Batched prompts are padded on the left, so that the next token always comes
 # > from the rightmost column. *It holds.*
 #
 # Here is the same batch padded on the right. The mask hides the pads there, the positions are
-# right, and every later token goes where it belongs. Only one thing is left as it was: the next
-# token comes from the last column.
+# right, and every later token goes where it belongs. Only one thing has not changed: the next token
+# comes from the last column.
 
 # %%
 ask("With the padding on the right, which of A, B and C still pass the check?",
@@ -212,7 +212,7 @@ show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
 
 # %% [markdown]
 # There is padding among the *past* keys now, because B has computed fewer tokens than C. These
-# slots are masked like all others.
+# slots are masked like all other pads.
 
 # %%
 ask("The same bug in stage 2: positions are columns. Which of the eight requests pass the check?",
@@ -241,7 +241,7 @@ for stage in "unbatched", "naive", "dynamic":
 # finished rows, but it copies the pasts. And it has a new problem, which the timeline cannot show,
 # because it draws all steps equally wide. Step 6 computes the 40 tokens of F's prompt in one
 # piece. It takes much longer than the others, and A, C and E wait that long for their next tokens.
-# That is for notebook 3.
+# Notebook 3 solves this problem.
 #
 # ## Three questions
 #

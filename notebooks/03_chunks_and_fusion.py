@@ -105,15 +105,15 @@ figures.timelines([prompts_first, decodes_first], columns=1);
 #
 # ## When may one sample?
 #
-# C's prompt is computed in chunks. Each chunk has a last token, and that token has logits. Is the
-# largest of them C's next token?
+# C's prompt is computed in chunks. Each chunk has a last token, and that token has logits. Does the
+# largest of them give C's next token?
 
 # %%
 source(complete)
 
 # %% [markdown]
-# No: C's next token is known already, because it is the next token of the prompt. Only when the
-# plan covers all that a request has to do does its last token's logits say something new.
+# No: C's next token is known already, because it is the next token of the prompt. The logits of a
+# last token say something new only when the plan covers all that the request has to do.
 #
 # > **Claim I5.** Never sample from a partial prefill; the last row's last logit is the first
 # > token only when the prompt is complete. *It holds.*
@@ -149,8 +149,8 @@ for stage in "chunked", "interleaved":
 # ### The example of the source
 #
 # The tutorial that introduced this fused pass has an example. A, B and C decode at positions 22,
-# 15 and 9. D brings a chunk of 8 tokens. We let it happen: three prompts of 22, 15 and 9 tokens at
-# step 0, and D at step 1.
+# 15 and 9. D brings a chunk of 8 tokens. We reproduce it: three prompts of 22, 15 and 9 tokens
+# arrive at step 0, and D at step 1.
 
 # %%
 example = letters(A=22, B=15, C=9, D=8, new=3, arrivals={"D": 1})
@@ -222,8 +222,8 @@ show({"the published mask": published});
 #
 # The red keys belong to no token. They are pads with arbitrary contents, and each takes part of
 # the softmax's weight. B and C are wrong from their first token on: their prompts are shorter than
-# A's, so their rows had new pads in step 0, too. No message and no look at the output reveals the
-# bug, only the comparison with the unbatched run.
+# A's, so their rows had new pads in step 0, too. Neither an error message nor a look at the output
+# reveals the bug; only the comparison with the unbatched run does.
 #
 # ## Writing back
 #
@@ -292,7 +292,7 @@ for stage in "dynamic", "chunked", "interleaved":
 # <details><summary>Answer</summary>
 #
 # When one of the eight is finished: their decodes fill the budget. Our Scheduler does not even
-# admit it before, so that it holds no memory while it makes no progress. (Engines set the budget
+# admit it before then, so it holds no memory while it makes no progress. (Engines set the budget
 # well above the number of requests that may run.)
 # </details>
 #
@@ -300,8 +300,8 @@ for stage in "dynamic", "chunked", "interleaved":
 #
 # <details><summary>Answer</summary>
 #
-# The time to first token of long prompts, which now take more steps, and the number of passes:
-# each of them reads all weights. In the first picture all of steps 9 to 20 are slower with chunks
+# The time to first token of long prompts, which now take more steps; and the number of passes,
+# each of which reads all weights. In the first picture all of steps 9 to 20 are slower with chunks
 # than *dynamic* is after its stall, because each of them carries a chunk.
 # </details>
 #
@@ -310,7 +310,7 @@ for stage in "dynamic", "chunked", "interleaved":
 # <details><summary>Answer</summary>
 #
 # D. It is as wide as the rectangle, so it has no pads among its new slots. Its past would have
-# been masked correctly. Later, when D itself decodes beside a new chunk, it is hit as well.
+# been masked correctly. Later, when D itself decodes beside a new chunk, it would be wrong as well.
 # </details>
 #
 # **Next:** `04_no_rows`.

@@ -22,12 +22,12 @@ from request import prepare
 # %% [markdown]
 # ## Several prompts in one row
 #
-# Five prompts of 9, 3, 5, 1 and 6 tokens. Padded to the longest they fill 5 rows of 9, and 21 of
-# the 45 slots are pads. Now put several prompts into one row, as long as there is room. This is
-# called *prepacking*.
+# Here are five prompts of 9, 3, 5, 1 and 6 tokens. Padded to the longest they fill 5 rows of 9, and
+# 21 of the 45 slots are pads. Now put several prompts into one row, as long as there is room. This
+# is called *prepacking*.
 
 # %%
-ask("Rows of 9 slots: how few rows can hold prompts of 9, 3, 5, 1 and 6 tokens?",
+ask("What is the smallest number of rows of 9 slots that hold prompts of 9, 3, 5, 1 and 6 tokens?",
     guess=...,
     answer=lambda: len(first_fit_decreasing([9, 3, 5, 1, 6], 9)),
     why="24 tokens need at least 3 rows of 9, and 9, 6 + 3, 5 + 1 fit.")
@@ -64,8 +64,7 @@ print(packed.positions)
 
 # %% [markdown]
 # In notebook 2 the next token always came from the last column. Here a row has several prompts, so
-# each prompt's next token is read where its own last token stands. The pads may be on the right
-# now.
+# each prompt's next token is read where its own last token is. The pads may be on the right now.
 
 # %%
 five = letters(A=9, B=3, C=5, D=1, E=6)
@@ -177,8 +176,8 @@ with broken("a stream without boundaries"):
     check("ragged, mask", requests)
 
 # %% [markdown]
-# Nothing else separates them any more. In the prompts' pass B sees A; and when both decode, A sees
-# B, because the causal rule alone compares places in the stream.
+# Nothing else separates the requests. In the pass over the prompts, B sees A. When both decode, A
+# sees B, because the causal rule alone compares places in the stream.
 #
 # ## Masking is not skipping
 #
@@ -280,7 +279,7 @@ for stage in "interleaved", "prepacked", "ragged, mask", "ragged, varlen":
 # %% [markdown]
 # Stage 6 has stage 4's number of passes, and not one pad. Two wastes are left, and both are about
 # memory: room is reserved for answers that may never come, and equal prompts are computed and kept
-# once per request. That is for notebook 5.
+# once per request. Notebook 5 is about both.
 #
 # ## Three questions
 #
@@ -306,7 +305,7 @@ for stage in "interleaved", "prepacked", "ragged, mask", "ragged, varlen":
 #
 # <details><summary>Answer</summary>
 #
-# No. The mask hides everything but B, and its positions count from 0. So nothing that B computes
+# No. The mask hides everything but B, and B's positions count from 0. So nothing that B computes
 # depends on its column.
 # </details>
 #

@@ -29,8 +29,8 @@ from toolbox.report import latencies, mean
 source(Scheduler.grant_room)
 
 # %% [markdown]
-# Eight requests, with prompts of 6 tokens, may generate up to 26 tokens each. There is memory for
-# the keys and values of 128 tokens.
+# Eight requests with prompts of 6 tokens may generate up to 26 tokens each. There is memory for the
+# keys and values of 128 tokens.
 
 # %%
 ask("How many of the eight can run at the same time?",
@@ -63,7 +63,7 @@ for step in 0, 5, 10, 15, 20, 25:
 
 # %% [markdown]
 # On average 54 of the 128 places stay empty, although every answer here is as long as it may be.
-# If answers end early, as most do, more stay empty.
+# If answers end early, as most do, even more stay empty.
 #
 # ## Pages
 #
@@ -99,10 +99,10 @@ figures.pool(memory.filling_pool(model));
 
 # %% [markdown]
 # Each request grows by a page when its last one is full. A dark page is in several block tables at
-# that step. A grey one is in none, but what it holds may be wanted again.
+# that step. A grey one is in none, but its contents may be needed again.
 #
 # Reading is where pages can go wrong. Our layout reads neighbouring pages as one view and gathers
-# scattered ones. Suppose that it took all pages for neighbours:
+# scattered ones. Suppose that it treated all pages as neighbours:
 
 # %%
 eight = letters(A=9, B=5, C=7, D=3, E=6, F=8, G=4, H=5, new=12)
@@ -161,7 +161,7 @@ source(Pages.find)
 
 # %% [markdown]
 # `published` is a dictionary. It finds a page by *all* tokens from the beginning to the page's
-# end. Would the page's own tokens not do? The lookup would be shorter:
+# end. Would the page's own tokens not be enough? The key would be shorter:
 
 # %%
 first, later = texts("Return the value of this function if", " of this function is")
@@ -173,8 +173,8 @@ with broken("pages known by their own tokens"):
 
 # %% [markdown]
 # B begins with the three tokens that fill A's second page, and it was given that page. But in A
-# these tokens stand at other positions, and each layer has mixed in what came before them. So
-# their keys and values are others.
+# these tokens are at other positions, and each layer has mixed in what came before them. So their
+# keys and values are different.
 #
 # ## Preemption
 #
@@ -226,9 +226,9 @@ def victim(running):
 # ```
 # </details>
 #
-# Any order would do, if it is the same at every step. The first request in it is never preempted,
-# so it finishes; then the next one is first. With victims chosen at random, two requests could
-# take pages from each other for ever.
+# Any order would do, as long as it is the same at every step. The first request in it is never
+# preempted, so it finishes; then the next one is first. With victims chosen at random, two requests
+# could take pages from each other forever.
 #
 # ### How much memory is enough?
 
@@ -266,14 +266,14 @@ for policy in "fcfs", "sjf", "priority":
           f"first token in step {ttft}")
 
 # %% [markdown]
-# Shortest first makes the mean smaller, and the long requests wait. In theory they wait for ever
+# Shortest first makes the mean smaller, and the long requests wait. In theory they wait forever
 # if short ones keep coming, so our Scheduler lets at most sixteen later requests overtake an
 # earlier one.
 #
 # ## What do pages cost?
 #
-# Where a request's pages are neighbours, little. Where they are scattered, its keys must be
-# gathered at every step and layer. Measured, stage 7's time as a multiple of stage 6's:
+# They cost little where a request's pages are neighbours. Where they are scattered, its keys must
+# be gathered at every step and layer. Measured, stage 7's time as a multiple of stage 6's:
 
 # %%
 measured = results("memory")
@@ -287,7 +287,7 @@ for name, ways in measured["scatter"].items():
 #
 # ## Three questions
 #
-# **1.** Larger pages or smaller pages: what speaks for each?
+# **1.** What are the advantages of larger pages, and of smaller ones?
 #
 # <details><summary>Answer</summary>
 #
@@ -299,9 +299,9 @@ for name, ways in measured["scatter"].items():
 #
 # <details><summary>Answer</summary>
 #
-# Both are done. Recomputing is a prefill, which runs at the speed of arithmetic, all tokens at
-# once; copying is bound by the link. And recomputing needs no second memory. (Here only
-# recomputing is implemented; vLLM does the same by default.)
+# Engines do both. Recomputing is a prefill of all tokens at once, which is limited by arithmetic;
+# copying is limited by the link. And recomputing needs no second memory. (Here only recomputing is
+# implemented; vLLM does the same by default.)
 # </details>
 #
 # **3.** A request is preempted when it has generated 10 tokens at temperature 0.7. Do the same 10

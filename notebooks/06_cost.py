@@ -8,7 +8,7 @@
 # - say when prepacking is useless;
 # - say what tensor parallelism costs, and what it does not depend on.
 #
-# Seconds come from results that are committed with their machine, not from yours.
+# The times come from committed results, which name the machine that they were measured on.
 
 # %%
 from lesson import ask, exercise, model, results, source, torchrun
@@ -51,8 +51,8 @@ for rows in 1, 8, 32, 128, 512:
           f"multiplying {operations / PEAK * 1e3:6.1f} ms")
 
 # %% [markdown]
-# By this estimate, a row more is free up to some 30 rows. This is why one batches. A measurement
-# is less kind, but its shape is the same (all axes are logarithmic):
+# By this estimate, additional rows are free up to some 30 rows. This is why one batches. Measured,
+# they are not quite free, but the curve has the same shape (all axes are logarithmic):
 
 # %%
 measured = results("rows")
@@ -105,8 +105,8 @@ for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged,
           f"{system['itl_p50'] * 1e3:6.0f} ms {system['itl_p99'] * 1e3:7.0f} ms")
 
 # %% [markdown]
-# Later stages are not better in every column. Unbatched has the best ITL, because nothing disturbs
-# the one request that runs; but its mean TTFT is twenty seconds, because a request waits until all
+# Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
+# the one request that runs. But its mean TTFT is twenty seconds, because a request waits until all
 # before it are done. Interleaved makes one pass a step where chunked makes two, and is three times
 # slower: a CPU has no idle arithmetic for pads.
 
@@ -120,8 +120,8 @@ ask("Chunks are there to lower the worst ITL. Compare 'dynamic' and 'chunked' in
         "forward pass and with pads. Without pads (ragged) it works.")
 
 # %% [markdown]
-# A measurement can contradict what a method is for. Then one has to know what was measured. When
-# one long prompt comes in while others decode, chunks do what they promise (notebook 3).
+# A measurement can seem to contradict the purpose of a method. Then ask what was measured. When one
+# long prompt arrives while others decode, chunks do what they promise (notebook 3).
 #
 # ## When prepacking pays
 #
@@ -141,8 +141,8 @@ figures.prepacking_picture("batch-size", packing);
 # > gain less. Packing the whole dataset makes TTFT worse, since a prompt waits until its row is
 # > due.
 #
-# (The second picture has other prompts than the first one, hence other values at k = 16. With k = 1
-# each row is one prompt: r = k, and the speedup is 1.)
+# (The prompts of the second picture are not those of the first, so the values at k = 16 differ.
+# With k = 1 each row is one prompt: r = k, and the speedup is about 1.)
 
 # %%
 figures.prepacking_picture("predictors", packing);
@@ -189,7 +189,7 @@ def useless():
 #
 # ## More than one device
 #
-# If the weights do not fit, or one device is too slow, one splits every weight matrix. With two
+# If the weights do not fit, or one device is too slow, every weight matrix can be split. With two
 # processes, called *ranks*, each holds half of the heads and half of the MLP. The first layer of
 # each pair is split by its outputs:
 
@@ -214,7 +214,7 @@ ask("Our model has 4 layers. How many all-reduces does a forward pass make on 2 
     "tokens of 1 request and for 5,120 tokens of 50 requests? (two numbers: [.., ..])",
     guess=...,
     answer=lambda: [int(counts()[i].split()[0]) for i in (3, 6)],
-    why="Two in each block, whatever is in the batch; only the size of each grows.")
+    why="Two in each block, whatever is in the batch; only their size grows.")
 
 # %%
 print(*counts(), sep="\n  ")
@@ -229,7 +229,7 @@ print(*counts(), sep="\n  ")
 #
 # ## Shapes and compilers
 #
-# A ragged batch has another shape at each step. Does that keep a compiler away?
+# A ragged batch has a different shape at each step. Does that rule out a compiler?
 
 # %%
 import torch
@@ -257,21 +257,21 @@ print("dynamic shapes:", compiles(dynamic=True), "compile")
 #
 # ## Three questions
 #
-# **1.** A server decodes for 8 users and is limited by memory. A ninth arrives. What does it cost
-# the other eight?
+# **1.** A server decodes for 8 users, and memory limits its speed. A ninth arrives. What does that
+# cost the other eight?
 #
 # <details><summary>Answer</summary>
 #
-# Nearly nothing in the linears, whose weights are read anyway. In attention, its own keys and
-# values are read in addition, so the step grows by that share.
+# Almost nothing in the linears, whose weights are read anyway. In attention, the ninth's own keys
+# and values are read as well, so the step takes longer by that share.
 # </details>
 #
 # **2.** All prompts of a batch have the same length. What do prepacking and ragged batching save?
 #
 # <details><summary>Answer</summary>
 #
-# Prepacking nothing: r = k, and there were no pads. Ragged batching saves no pads in this prefill
-# either, but it does as soon as the answers' lengths differ.
+# Prepacking saves nothing: r = k, and there are no pads. Ragged batching saves no pads in this
+# prefill either, but it does as soon as the answers' lengths differ.
 # </details>
 #
 # **3.** Two machines are joined by a slow network. Tensor parallelism over both, or a whole copy

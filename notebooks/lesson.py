@@ -3,7 +3,7 @@ What the notebooks share: import it first, since it also finds the repository's 
 
     source(function)                          prints a short function
     ask(question, guess=..., answer=f)        compares a guess with what the code gives
-    with broken("published mask"): ...        puts a known bug in, and takes it out again
+    with broken("published mask"): ...        inserts a known bug, and removes it again
     @exercise                                 tries a reader's function inside the real stages
     run, look, check                          run a stage: its trace, what tokens see, is it right?
 
@@ -101,7 +101,7 @@ def run(stage, requests, **knobs):
 
 
 def look(stage, requests, step, number=0, **knobs):
-    """What a forward pass of that step really saw: a Sight. number: 1 for its second pass."""
+    """What a forward pass of that step really saw, a Sight. number: 1 for its second pass."""
     return sights_at(STAGES[stage], model, requests, step, **knobs)[number]
 
 
@@ -283,7 +283,7 @@ def judge_varlen(function):
 
 
 class Stuck(Exception):
-    """A run that does not come to an end."""
+    """A run that does not end."""
 
 
 def judge_victim(function):
@@ -297,12 +297,12 @@ def judge_victim(function):
         nonlocal calls
         calls += 1
         if calls > 200:
-            raise Stuck("it preempts for ever: those that it chooses never get on")
+            raise Stuck("it preempts forever: the requests that it chooses make no progress")
         victim, right = function(sorted(running, key=lambda request: request.prompt)), max(
             running, key=rank)
         if victim not in running:
             raise Stuck(f"for {', '.join(r.name for r in running)} it returns {victim!r:.40}, "
-                        "which is none of them")
+                        "which is not one of them")
         if victim is not right:
             names = [f"{r.name} (priority {r.priority}, arrival {r.arrival})" for r in
                      (victim, right)]

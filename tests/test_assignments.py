@@ -215,7 +215,7 @@ def test_changes_elsewhere_are_ignored_and_said(tmp_path):
 
 
 NASTY = {
-    "an endless loop": ("        while True: pass", "does not come to an end within"),
+    "an endless loop": ("        while True: pass", "does not finish within"),
     "it ends the process": ("        import os; os._exit(3)", "ends the process (status 3)"),
     "ten megabytes of output": ("        print('x' * 10**7)", "File too large"),
     "a deleted folder": ("        import os, shutil; shutil.rmtree(os.getcwd())\n"
@@ -241,7 +241,7 @@ def test_what_a_student_does_stops_nobody_elses_part(name, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("text, sentence", [
     ("def broken(:", "generate_dynamic.py cannot be read: line 1"),
-    ("x = 1\n", "generate_dynamic.py has no Rectangle.lay_out any more"),
+    ("x = 1\n", "generate_dynamic.py no longer has Rectangle.lay_out"),
 ])
 def test_a_file_that_cannot_be_grafted(text, sentence, tmp_path):
     scores, _ = graded(hand_in(tmp_path, 4, {"generate_dynamic.py": text}), 4)
@@ -296,7 +296,7 @@ def test_workloads_that_expose_nothing_or_are_no_workloads(tmp_path):
     lines = score.message.splitlines()
     assert score.points == 0.3   # half of the first
     assert lines[0].startswith("1: exposes it with 19 tokens; half of the points")
-    assert lines[1] == "2: right and wrong code do the same"
+    assert lines[1] == "2: right and wrong code give the same results"
     assert lines[2].startswith("3: a request is [prompt, new tokens]")
     assert "prompt of 99 tokens does not fit block_size 24" in lines[3]
     assert lines[4].startswith("5: a workload is ")

@@ -153,11 +153,11 @@ def test_bad_text_files(text, message, tmp_path):
 
 @pytest.mark.parametrize("line, message", [
     ("{", "line 2: not JSON"),
-    ("[1]", 'line 2: not an object with a "prompt" that is a text'),
-    ("{}", 'line 2: not an object with a "prompt"'),
-    ('{"prompt": 3}', 'line 2: not an object with a "prompt"'),
+    ("[1]", 'line 2: not an object whose "prompt" is a string'),
+    ("{}", 'line 2: not an object whose "prompt"'),
+    ('{"prompt": 3}', 'line 2: not an object whose "prompt"'),
     ('{"prompt": "a", "tempreature": 1}',
-     'line 2: unknown key "tempreature", allowed are prompt, max_new_tokens'),
+     'line 2: unknown key "tempreature"; allowed: prompt, max_new_tokens'),
     ('{"prompt": ""}', "line 2: request 'r1': the prompt is empty"),
     ('{"prompt": "a", "name": "x", "max_new_tokens": 0}',
      "line 2: request 'x': max_new_tokens must be"),

@@ -91,7 +91,7 @@ def test_an_unknown_trap_and_a_line_that_is_not_there():
     with pytest.raises(ValueError, match="no trap 'x', only 'published mask', "):
         with broken("x"):
             pass
-    with pytest.raises(ValueError, match="Head.forward: 'no such code' stands there 0 times"):
+    with pytest.raises(ValueError, match="Head.forward: 'no such code' occurs 0 times"):
         with swapped(Head.forward, [("no such code", "")]):
             pass
 

@@ -67,7 +67,7 @@ GOLDEN_REPORT = [
     "  finished slots  0  (0% of 13 slots)",
     "  recomputed      1  (8% of 13 slots)",
     "  padded keys     10  (38% of 26 key slots)",
-    "  useful scores   22  (37% of 60 a head and layer)",
+    "  useful scores   22  (37% of 60 per head and layer)",
     "  copied K/V      2.0 MB",
     "  throughput      5 tokens in 7.00 s = 1 tokens/s",
     "  TTFT            mean 2.5, p95 3.0 steps; mean 1750, p95 2425 ms",

@@ -3,6 +3,7 @@ Gloo ranks on the CPU: every stage gives what a single process gives alone, and 
 stops the others.
 """
 import copy
+import json
 import os
 import random
 import re
@@ -121,8 +122,8 @@ def test_the_script(flags):
                      result.stdout, re.MULTILINE)
 
 
-def test_the_table():
-    result = torchrun("-m", "experiments.ranks")
+def test_the_table(tmp_path):
+    result = torchrun("-m", "experiments.ranks", "--quick", "--json", str(tmp_path / "ranks.json"))
     assert result.returncode == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines() if line.strip()[:1] in "12"]
     rows = [row for row in rows if len(row) == 7]
@@ -131,6 +132,10 @@ def test_the_table():
     assert [(row[0], row[1], row[5]) for row in rows] == expected
     assert "cost model, fitted to 2 ranks" in result.stdout
     assert "CALCULATED, not measured" in result.stdout
+    written = json.loads((tmp_path / "ranks.json").read_text())
+    assert [[f"{row[key]}" for key in ("ranks", "tokens", "all_reduces")]
+            for row in written["rows"]] == [list(row) for row in expected]
+    assert written["model"]["latency"] > 0 and written["repeats"] == 3
 
 
 def test_one_clear_line_from_rank_0():
@@ -221,7 +226,7 @@ def test_a_rank_that_is_lost_stops_the_others_within_seconds(what, within):
         assert ranks[0].returncode == 1, said
         lines = [line for line in said.splitlines() if line.startswith("tensor_parallel.py: ")]
         assert len(lines) == 1 and "Traceback" not in said
-        assert "rank 0: an all-reduce failed, another rank has stopped or hangs" in lines[0]
+        assert "rank 0: an all-reduce failed; another rank has stopped or hangs" in lines[0]
         assert time.monotonic() - started < within + 40   # 40 to start, on a very busy machine
     finally:
         for process in ranks:

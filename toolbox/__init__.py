@@ -1,1 +1,1 @@
-"""What every script needs and none teaches: command line, loading, trace, report, check, plots."""
+"""Supporting code for every script: command line, loading, trace, report, check, plots."""

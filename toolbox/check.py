@@ -5,19 +5,19 @@ The contract: each request gets exactly the tokens it would have got alone.
     generate(model, requests, on_token=check.on_token)
     verdicts = check()
 
-For each request, its prompt and tokens go through the model once more, alone, with no batch and no
+For each request, its prompt and tokens go through the model again, alone, with no batch and no
 cache: the *reference*. By the causal rule, one pass gives the logits of every token. Then:
 
-1. The stage's logits must be the reference's, up to TOLERANCE.
-2. Each token must be exactly what `sample` makes of the stage's own logits and of the next number
+1. The stage's logits must equal the reference's, up to TOLERANCE.
+2. Each token must be exactly what `sample` returns for the stage's own logits and the next number
    of the request's own stream.
-3. If `sample` makes another token of the reference's logits, the token has *flipped*. That is a
+3. If `sample` returns another token for the reference's logits, the token has *flipped*. That is a
    near-tie if the reference's *margin* at that token lies within the *rounding*, else WRONG.
 4. The request must have ended where its own limits end it.
 
 The margin says how far the reference's logits are from giving the token. The rounding is FACTOR
-times their largest change when the model runs in the next wider dtype. The stage has no say in it:
-its logits gave the token, so how far they are from the reference's always covers the margin.
+times their largest change when the model runs in the next wider dtype. It must not depend on the
+stage: whatever token the stage's logits give, their distance from the reference covers the margin.
 """
 import copy
 import math
@@ -107,13 +107,13 @@ class Check:
                 raise Wrong(verdict.detail)
 
     def alone(self, model, sequence, n):
-        """Logits (n, V) of the last n tokens of one sequence that is run all by itself."""
+        """Logits (n, V) of the last n tokens of one sequence, run by itself."""
         tokens = torch.tensor([sequence], device=model.device)               # (1, T)
         return model(tokens, rows=(0, slice(-n, None))).cpu()
 
     def rounding(self, sequence, theirs):
         """The largest margin that rounding explains, for each row of the logits (n, V)."""
-        if theirs.dtype == torch.float64:   # nothing wider; random models showed up to 80 eps
+        if theirs.dtype == torch.float64:   # no wider dtype; random models showed up to 80 eps
             changes = 100 * torch.finfo(theirs.dtype).eps * theirs
         else:
             changes = theirs - self.alone(self.wider, sequence, len(theirs))
@@ -128,7 +128,7 @@ class Check:
 
 
 def ending(request, block_size):
-    """The finish reason that is due after the request's tokens; None: it should go on."""
+    """The finish reason due after the request's tokens; None: it should continue."""
     generated = request.generated   # the last one needs no position:
     limit = min(request.max_new_tokens, block_size + 1 - len(request.prompt))
     if request.eos_token in generated[:-1] or len(generated) > limit:

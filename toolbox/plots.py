@@ -5,8 +5,8 @@ What every script can draw with --plot, in one visual language:
     green   decode                red, hatched     finished, still computed
     purple  computed again        thin grey line   waiting
 
-Colour-blind readers can tell the colours apart (Okabe and Ito's, and Tol's red); hatching repeats
-the distinction. The README's figures, in experiments/figures.py, use the same language.
+Colour-blind readers can tell the colours apart (Okabe and Ito's palette, with Tol's red); hatching
+repeats the distinction. The README's figures, in experiments/figures.py, use the same language.
 """
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ def pyplot():
 
 
 def check_path(path, flag, suffixes=None):
-    """ValueError if a file cannot be written there: better known before the work than after it."""
+    """ValueError if a file cannot be written there: checked before the work, not after it."""
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
@@ -78,7 +78,8 @@ def timeline(ax, trace, last_step=None):
     """
     One row per request, one column per step. A cell is as high as the request's row in the tensor
     is wide: coloured for tokens, grey for padding. So a decode in the same rectangle as a chunk of
-    16 is 1/16 green. Pads of a row that several prompts share belong to none, and are not drawn.
+    16 is 1/16 green. Where several prompts share a row, its pads belong to no request, and are not
+    drawn.
     """
     row_of = {request.name: i for i, request in enumerate(trace.requests)}
     draw_waiting(ax, trace, row_of)

@@ -72,7 +72,7 @@ def report(trace):
         ("finished slots", share("finished_slots", "slots", "slots")),
         ("recomputed", share("recomputed", "slots", "slots")),
         ("padded keys", share("padded_keys", "key_slots", "key slots")),
-        ("useful scores", share("useful_scores", "score_entries", "a head and layer")),
+        ("useful scores", share("useful_scores", "score_entries", "per head and layer")),
         ("copied K/V", f"{t['copied_bytes'] / 1e6:,.1f} MB"),
         ("throughput", f"{t['generated']:,} tokens in {t['seconds']:.2f} s"
                        f" = {t['tokens_per_second']:,.0f} tokens/s"),

@@ -5,8 +5,8 @@ Draws which keys each token sees, as the X-ray measured it: queries down, keys a
     blue    a new key                     red             seen, and should not be
     white   not seen                      red outline     not seen, and should be
 
-Pads of one kind look alike to the X-ray, which counts them: where a query sees three of seven, the
-three on the right are drawn.
+The X-ray counts pads of one kind, but cannot tell them apart. Where a query sees three of seven,
+the three on the right are drawn.
 """
 from dataclasses import dataclass
 
@@ -88,7 +88,7 @@ def key_columns(sight, ids):
 
 
 def seen_pads(columns, past_pads, pads, blanks):
-    """Which pad columns a query sees, from their numbers: blanks are past, others mostly new."""
+    """Which pad columns a query sees, from their counts: blanks are past, others mostly new."""
     new = [i for i, key in enumerate(columns) if key == PAD and i >= past_pads]
     past = list(range(past_pads))
     rest = blanks + max(0, pads - len(new))
@@ -173,7 +173,7 @@ def legend_entries():
                              label="must see, and does not")}
 
 
-def draw_panel(ax, part):
+def draw_panel(ax, part, fontsize=7):
     for i, row in enumerate(part.cells):
         for j, kind in enumerate(row):
             ax.add_patch(Box((j, i), 1, 1, facecolor=FILL.get(kind, "white"), linewidth=0.5,
@@ -184,9 +184,9 @@ def draw_panel(ax, part):
     longest = max(map(len, part.keys))
     ax.set_xlim(-0.04, len(part.keys) + 0.04)
     ax.set_ylim(len(part.queries) + 0.04, -0.04)
-    ax.set_xticks([j + 0.5 for j in range(len(part.keys))], part.keys, fontsize=7,
+    ax.set_xticks([j + 0.5 for j in range(len(part.keys))], part.keys, fontsize=fontsize,
                   rotation=90 if longest > 2 else 0)
-    ax.set_yticks([i + 0.5 for i in range(len(part.queries))], part.queries, fontsize=7)
+    ax.set_yticks([i + 0.5 for i in range(len(part.queries))], part.queries, fontsize=fontsize)
     ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False, pad=1.5)
     for line in ax.spines.values():
         line.set_visible(False)

@@ -1,5 +1,5 @@
 """
-The frame of a command that torchrun starts once per rank: flags, process group, errors, exit.
+Runs a command that torchrun starts once per rank: flags, process group, errors, exit status.
 """
 import os
 import sys
@@ -35,7 +35,7 @@ def run_on_ranks(p, command, argv=None):
     if not args.timeout > 0:
         p.error(f"--timeout must be above 0 seconds, not {args.timeout}")
     if rank:   # rank 0 alone prints, checks, writes and draws
-        args.quiet, args.no_check, args.trace, args.plot = True, True, None, None
+        args.quiet, args.no_check, args.trace, args.plot, args.json = True, True, None, None, None
     sys.exit(cli.guarded(p.prog, lambda: run_in_group(p.prog, command, args), speaks=not rank))
 
 
@@ -45,8 +45,8 @@ def run_in_group(prog, command, args):
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     elif device.type == "mps":
-        raise ValueError("--device mps: torch.distributed has no backend for an Apple GPU, "
-                         "allowed are cpu and cuda")
+        raise ValueError("--device mps: torch.distributed has no backend for an Apple GPU; "
+                         "use cpu or cuda")
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.timeout))

@@ -6,8 +6,8 @@ from model import GPT, GPTConfig
 
 def toy(loud=True, seed=0, dtype=torch.float64, **config):
     """
-    A random model of odd sizes. Loud: the matrices of its blocks x 20, positions x 3. At its plain
-    initialisation a tied head soon repeats one token for ever, and hides nearly every bug.
+    A random model of odd sizes. Loud: the matrices of its blocks x 20, positions x 3. With plain
+    initialisation, a tied head soon repeats one token forever, which hides nearly every bug.
     """
     torch.manual_seed(seed)
     sizes = dict(block_size=24, vocab_size=13, n_layer=3, n_head=3, n_embd=15)

@@ -1,18 +1,18 @@
 """
-Known bugs of batching code, put in and taken out again while a program runs.
+Known bugs of batching code, inserted and removed again while a program runs.
 
     with broken("published mask"):
         generate(model, requests)
 
-A trap changes a line or two of the code itself. So the reader sees what is wrong, and everything
-around it is the repository as it stands. Most of them have been seen in published code.
+A trap changes a line or two of the repository's own code, and nothing around them. So the reader
+sees exactly what is wrong. Most of the bugs have been seen in published code.
 """
 import inspect
 import textwrap
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 
-# Functions are named by file and place, so that this table needs none of them imported.
+# Functions are named, not imported, so that this table depends on none of them.
 RECTANGLE = "generate_dynamic.py:Rectangle.lay_out"
 GATHER = "generate_dynamic.py:Rectangle.attend"
 STATIC = "generate_naive.py:StaticBatch.lay_out"
@@ -67,10 +67,10 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
 
 @contextmanager
 def broken(name, show=True):
-    """Puts a trap in for the `with` block, and prints the lines that it changes."""
+    """Inserts a trap for the `with` block, and prints the lines that it changes."""
     if name not in TRAPS:
         raise ValueError(f"there is no trap {name!r}, only {', '.join(map(repr, TRAPS))}")
-    edits = {}   # function -> its edits: they are put in together
+    edits = {}   # function -> its edits, which are made together
     for function, old, new in TRAPS[name]:
         edits.setdefault(function_named(function), []).append((old, new))
     with ExitStack() as traps:
@@ -95,13 +95,13 @@ def swapped(function, changes, **names):
     """
     Changes a function's code for the `with` block, wherever it is called from.
 
-    changes: [(old, new), ...]: each `old` stands exactly once in its source, or ValueError
-    names:   what `new` uses besides
+    changes: [(old, new), ...]: each `old` must occur exactly once in its source, or ValueError
+    names:   further names that `new` uses
     """
     source, before = inspect.getsource(function), function.__code__
     for old, new in changes:
         if source.count(old) != 1:
-            raise ValueError(f"{function.__qualname__}: {old!r} stands there {source.count(old)} "
+            raise ValueError(f"{function.__qualname__}: {old!r} occurs {source.count(old)} "
                              "times instead of once")
         source = source.replace(old, new)
     # The class gives super() the same meaning as in the original; it is compiled, never run.

@@ -1,6 +1,6 @@
 """
 Reads and writes GPT-2 weights in Hugging Face's layout: config.json beside model.safetensors or
-pytorch_model.bin. It differs from model.py in two ways:
+pytorch_model.bin. The layout differs from model.py in two ways:
 
 - linear layers are `Conv1D`, whose weight is the transpose of nn.Linear's;
 - query, key and value are one layer, `c_attn`, 3 * n_embd wide.
@@ -51,7 +51,7 @@ def read_gpt2(name):
         theirs = {key.removeprefix("transformer."): tensor.to_dense().float()
                   for key, tensor in theirs.items()}
     except READ_ERRORS as error:
-        raise ValueError(f"model '{name}': {path.name} cannot be read, it is corrupt, cut short or "
+        raise ValueError(f"model '{name}': {path.name} cannot be read: it is corrupt, cut short or "
                          f"of another kind ({type(error).__name__})") from None
     return config, from_hugging_face(theirs, config, name)
 
@@ -106,8 +106,8 @@ def read_config(path, name):
                          f"{', '.join(keys[0] for keys in CONFIG.values())}") from None
     for key, allowed in FIXED.items():
         if theirs.get(key, allowed[0]) not in allowed:
-            raise ValueError(f"model '{name}': {key} {theirs[key]!r} is not GPT-2's, "
-                             f"allowed is {' or '.join(map(repr, allowed))}")
+            raise ValueError(f"model '{name}': {key} {theirs[key]!r} is not GPT-2's "
+                             f"{' or '.join(map(repr, allowed))}")
     return config
 
 

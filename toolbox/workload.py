@@ -7,13 +7,13 @@ from request import Request
 from toolbox.tokenizer import BUILTIN
 
 PROMPTS = BUILTIN / "prompts.txt"
-# what a line of a .jsonl file may say
+# the keys that a line of a .jsonl file may have
 KEYS = ("prompt", "max_new_tokens", "temperature", "top_k", "seed", "priority", "arrival", "name")
 
 
 def read_prompts(path):
     """
-    A list of dicts with "prompt" and perhaps other keys out of KEYS. A text file holds prompts
+    A list of dicts with "prompt" and possibly other keys of KEYS. A text file holds prompts
     separated by blank lines; in a file whose name ends in .jsonl, each line is a JSON object.
     """
     try:
@@ -43,11 +43,11 @@ def parse_line(line, where):
         reason = getattr(error, "msg", "nested too deeply")
         raise ValueError(f"{where}: not JSON ({reason})") from None
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-        raise ValueError(f"{where}: not an object with a \"prompt\" that is a text")
+        raise ValueError(f"{where}: not an object whose \"prompt\" is a string")
     unknown = sorted(entry.keys() - set(KEYS))
     if unknown:
         allowed = ", ".join(KEYS)
-        raise ValueError(f"{where}: unknown key \"{unknown[0]}\", allowed are {allowed}")
+        raise ValueError(f"{where}: unknown key \"{unknown[0]}\"; allowed: {allowed}")
     return entry | {"where": where}
 
 

@@ -5,7 +5,7 @@ The X-ray: which keys each query really sees, measured inside a layout while a s
         trace = generate(model, requests, ...)
     xray.faults()      []: every token saw exactly its own request's tokens up to itself
 
-At every forward pass the layout's `attend` is called once more, under a layer name of its own, with
+At every forward pass the layout's `attend` is called again, under a layer name of its own, with
 queries and keys of zero, and with values that are one-hot: a slot's value says which token of which
 request it holds. Zero scores give uniform weights, so the output of a query *is* the set of keys
 that it sees: past, pages and pads included, whatever the layout does inside.
@@ -17,9 +17,9 @@ that it sees: past, pages and pads included, whatever the layout does inside.
     c1       0  0  0  1  0                                      that nothing was written to
     pad      0  0  0  0  1
 
-It also notes whether a token is computed at its own position. It is a second witness beside the
+It also reports tokens that are computed at a wrong position. It is a second witness beside the
 check, not a replacement: its own keys are zero, so it does not notice wrong keys, and it knows
-nothing of sampling.
+nothing about sampling.
 """
 import copy
 from collections import Counter
@@ -37,9 +37,9 @@ PAD = 0   # the id of every slot that holds no token
 class ScriptedModel(torch.nn.Module):
     """
     Called like a GPT, but without weights: the logits always favour the token's id + 1. So every
-    right answer is known beforehand, and a mix-up says whose token turned up where.
+    right answer is known beforehand, and a wrong token shows which request it belongs to.
 
-    scripted_requests() makes the prompts: token p of request r has the id r * stride + p + 1.
+    Token p of request r must have the id r * stride + p + 1.
     """
 
     def __init__(self, requests, stride=64):
@@ -63,9 +63,9 @@ class Sight:
     xray:      the XRay, which knows whose token an id is
     batch:     the layout
     ids:       of the slots, in the shape of batch.tokens
-    positions: that the model was given for them
+    positions: the positions that the model was given for them
     seen:      (..., D) for each slot how many keys of each id it sees, blanks last
-    record:    what the trace says of the pass, in sights_at
+    record:    the trace's record of the pass; set by sights_at
     """
     xray: object
     batch: object
@@ -209,7 +209,7 @@ class XRay:
 def sights_at(generate, model, requests, step, **knobs):
     """
     What the forward passes of one step saw, in a run of copies of `requests`: [Sight, ...].
-    generate: of a stage. ValueError if that step has no forward pass.
+    generate: a stage's. ValueError if that step has no forward pass.
     """
     copies = [replace(request) for request in requests]
     with XRay(model, copies) as xray:
