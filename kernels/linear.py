@@ -51,7 +51,7 @@ class ReorderedWeight:
     def __call__(self, weight):
         version = weight.data_ptr(), 0 if weight.is_inference() else weight._version
         if self.version != version:
-            reorder = native.pack if native.native() else torch.ops.mkldnn._reorder_linear_weight
+            reorder = native.pack if native.works() else torch.ops.mkldnn._reorder_linear_weight
             self.tensor = reorder(weight.detach())
             self.version = version
         return self.tensor
@@ -67,7 +67,7 @@ def fused_linear(module, x, bias=None, gelu=False):
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     plain = (reordered is None or not can_reorder(weight) or x.dtype != weight.dtype
              or learning)                            # the kernels have no backward
-    if not plain and native.native():
+    if not plain and native.works():
         return native.multiply(x, reordered(weight), weight.size(0), bias, gelu)
     if plain or x.numel() == x.size(-1):             # one row: oneDNN is slower than torch
         y = F.linear(x, weight, bias)

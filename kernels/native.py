@@ -1,43 +1,45 @@
 """
-Builds and loads native.cpp, where that is possible: g++ is found, and what it builds agrees with
-torch. Elsewhere everything runs through torch's own kernels.
+Builds, loads and calls native.cpp: a whole forward pass of a flat stream in one call, in float32 on
+a CPU. That needs g++, and results that agree with torch's. Elsewhere everything runs through torch.
 
-The compiler is called once, for one or two seconds, and its result stays in kernels/build/. The
-library has no threads of its own: it uses those of torch's OpenMP, because two sets of threads
-that spin on the same cores would slow each other down.
+The compiler is called once, for two seconds, and what it builds stays in kernels/build/. It has no
+threads of its own but uses those of torch's OpenMP: two sets of threads on the same cores would
+slow each other down.
 """
 import ctypes
 import hashlib
 import mmap
 import os
 import subprocess
-import time
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from kernels.threads import threads
+from model import GPT, GPTConfig
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp",
-         "-fno-math-errno", "-fno-trapping-math"]   # lets exp() become vector instructions
+         "-fno-math-errno", "-fno-trapping-math"]   # these let exp() become vector instructions
 
+
+# --- building and loading -------------------------------------------------------------------------
 
 @cache
-def native():
-    """The loaded library, or None."""
+def library():
+    """The loaded library, or None where it cannot be built."""
     try:
-        library = ctypes.CDLL(build())
+        loaded = ctypes.CDLL(build())
     except (OSError, subprocess.SubprocessError):   # no compiler, no OpenMP, a read-only folder
         return None
     number, address = ctypes.c_int64, ctypes.c_void_p
-    library.multiply.argtypes = [address, number, *[address] * 3, *[number] * 5]
-    library.step.argtypes = [*[address] * 4, number, address, number, number, address, address, number]
-    library.multiply.restype = library.step.restype = None
-    library.panel_width.restype = number
-    return library if agrees(library) else None
+    loaded.panel_width.restype, loaded.multiply.restype, loaded.step.restype = number, None, None
+    loaded.multiply.argtypes = [address, number, *[address] * 3, *[number] * 5]
+    loaded.step.argtypes = [*[address] * 4, number, address, *[number] * 2, *[address] * 2, number]
+    return loaded
 
 
 def build():
@@ -45,72 +47,108 @@ def build():
     machine = subprocess.run(["g++", "-march=native", "-dM", "-E", "-x", "c++", os.devnull],
                              capture_output=True, check=True, timeout=60).stdout
     digest = hashlib.sha256(SOURCE.read_bytes() + machine + repr(FLAGS).encode()).hexdigest()
-    folder = SOURCE.with_name("build")
-    path = folder / f"native-{digest[:16]}.so"
+    path = SOURCE.with_name("build") / f"native-{digest[:16]}.so"
     if not path.exists():
-        folder.mkdir(exist_ok=True)
-        part = folder / f"{os.getpid()}"
-        # Two calls, so that OpenMP is not linked: its functions are found in what torch has loaded.
-        subprocess.run(["g++", *FLAGS, "-c", SOURCE, "-o", f"{part}.o"],
-                       capture_output=True, check=True, timeout=120)
-        subprocess.run(["g++", "-shared", f"{part}.o", "-o", f"{part}.so"],
-                       capture_output=True, check=True, timeout=120)
+        path.parent.mkdir(exist_ok=True)
+        part = path.with_name(str(os.getpid()))
+        # Two calls, so that no OpenMP is linked: its functions are found in what torch has loaded.
+        for arguments in ([*FLAGS, "-c", SOURCE, "-o", f"{part}.o"],
+                          ["-shared", f"{part}.o", "-o", f"{part}.so"]):
+            subprocess.run(["g++", *arguments], capture_output=True, check=True, timeout=120)
         os.remove(f"{part}.o")
-        os.replace(f"{part}.so", path)   # in one piece, if several processes build it
+        os.replace(f"{part}.so", path)   # in one piece: several processes may build it
     return str(path)
 
 
+@cache
+def works():
+    """Whether the library is there and computes what torch computes, on two small problems."""
+    if library() is None:
+        return False
+    random = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=random) for shape in ((11, 7), (60, 7), (60,)))
+    found = [(multiply(x, pack(weight), 60, bias, gelu=True),
+              F.gelu(F.linear(x, weight, bias), approximate="tanh"))]
+    config = GPTConfig(block_size=40, vocab_size=50, n_layer=2, n_head=2, n_embd=20)
+    with torch.no_grad():
+        plain, fast = GPT(config), GPT(config)
+        for p in plain.parameters():
+            p.copy_(torch.randn(p.shape, generator=random) / 4)
+        fast.load_state_dict(plain.state_dict())
+        fast.room = torch.empty   # what a FastGPT has, as far as `step` wants it
+        for module in (fast.wte, *chain.from_iterable(map(linears, fast.h))):
+            module.reordered = cache(pack)
+        prompts = torch.arange(37), torch.arange(40, 45)
+        keys, values = torch.full((2, 2, 2, 60, 10), torch.nan)
+        pieces = [(0, 37, 0, 1, [3]), (37, 5, 0, 1, [50])]
+        logits = step(fast, torch.cat(prompts), torch.cat([torch.arange(37), torch.arange(5)]),
+                      [(*piece, keys.data_ptr(), values.data_ptr(), 60) for piece in pieces], 40)
+        found += [(mine, plain(prompt)[-1]) for mine, prompt in zip(logits, prompts)]
+    return all(torch.allclose(mine, theirs, rtol=0, atol=1e-4) for mine, theirs in found)
+
+
+def serves(tensor):
+    """Whether the library can be called with this tensor: float32 on a CPU."""
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and works()
+
+
+# --- calling --------------------------------------------------------------------------------------
+
 def huge_pages(tensor):
     """
-    Asks Linux for pages of 2 MB for a new tensor, and returns it. Whoever reads many megabytes for
-    each token waits for the table of 4 KB pages as well: attention takes a third longer with them.
+    Asks Linux for pages of 2 MB for a new tensor, and returns it. A step reads hundreds of
+    megabytes, each once. With pages of 4 KB, finding them takes a quarter of attention's time.
     """
     size, advice = 2**21, getattr(mmap, "MADV_HUGEPAGE", None)
-    first, end = -(-tensor.data_ptr() // size) * size, (tensor.data_ptr() + tensor.nbytes) // size * size
+    first = -(-tensor.data_ptr() // size) * size
+    end = (tensor.data_ptr() + tensor.nbytes) // size * size
     if advice is not None and tensor.device.type == "cpu" and first < end:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), advice)
     return tensor
 
 
-def serves(*tensors):
-    """Whether the library can be called with these tensors: float32 on a CPU."""
-    return (all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
-            and native() is not None)
-
-
-def pack(weight, library=None):
-    """A weight (n, k) in the order in which `multiply` reads it: (panels, k, columns of a panel)."""
-    width = (library or native()).panel_width()
+def pack(weight):
+    """A weight (n, k) in the order in which it is read: (panels, k, columns of a panel)."""
+    width = library().panel_width()
     n, k = weight.shape
     packed = huge_pages(weight.new_empty(-(-n // width), k, width))
     return packed.copy_(F.pad(weight, (0, 0, 0, -n % width)).view(-1, width, k).mT)
 
 
-def multiply(x, packed, n, bias=None, gelu=False, library=None):
+def multiply(x, packed, n, bias=None, gelu=False):
     """x (..., k) times a packed weight (n, k), plus bias (n,), perhaps through GELU: (..., n)."""
     k = x.size(-1)
     rows = x.reshape(-1, k)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     y = x.new_empty(*x.shape[:-1], n)
-    (library or native()).multiply(
-        rows.data_ptr(), rows.stride(0), packed.data_ptr(), None if bias is None else bias.data_ptr(),
-        y.data_ptr(), rows.size(0), k, n, gelu, torch.get_num_threads())
+    library().multiply(
+        rows.data_ptr(), rows.stride(0), packed.data_ptr(), bias.data_ptr() if bias is not None
+        else None, y.data_ptr(), rows.size(0), k, n, gelu, torch.get_num_threads())
     return y
 
 
+def linears(block):
+    attn, mlp = block.attn, block.mlp
+    return attn.query, attn.key, attn.value, attn.c_proj, mlp.c_fc, mlp.c_proj
+
+
 def can_step(model):
-    """Whether `step` can run this GPT: float32 on a CPU, all its layers whole, and no gradients."""
+    """Whether `step` can run this FastGPT: float32 on a CPU, with all its layers, no gradients."""
     weight = model.wte.weight
-    whole = all(hasattr(block.attn.c_proj, "reordered") and hasattr(block.mlp.c_proj, "reordered")
-                for block in model.h)   # a tensor parallel rank adds up in the middle of a block
-    return whole and serves(weight) and not (torch.is_grad_enabled() and weight.requires_grad)
+    return (serves(weight) and not (torch.is_grad_enabled() and weight.requires_grad)
+            # tensor parallel ranks add up in the middle of a block
+            and all(hasattr(linear, "reordered") for block in model.h for linear in linears(block)))
 
 
 def step(model, tokens, positions, pieces, page):
     """
-    A whole forward pass of a FastGPT in one call: tokens and positions long (N,) -> logits (R, V) of
-    the pieces that want them. pieces: (first token, number, position of the first, wanted, table,
-    address of the keys, of the values, slots) of each request; a table is a list of slots.
+    A whole forward pass of a FastGPT in one call. tokens, positions: long (N,). Returns the logits
+    (R, V) of the last token of each piece that wants them.
+
+    pieces: for each request (its first token in the stream, their number, position of the first,
+            whether the logits of the last are wanted, block table, address of the pool's keys, of
+            its values, slots in the pool). A block table lists the slots at which pages begin.
+    page:   tokens in a page
     """
     def norm(module):
         return module.weight.data_ptr(), module.bias.data_ptr()
@@ -118,11 +156,11 @@ def step(model, tokens, positions, pieces, page):
     def matrix(module):
         return module.reordered(module.weight).data_ptr(), module.bias.data_ptr()
 
-    layers = []
+    layers = []   # addresses, in the order of `struct Layer`
     for block in model.h:
-        attn, mlp = block.attn, block.mlp
-        layers += [*norm(block.ln_1), *matrix(attn.query), *matrix(attn.key), *matrix(attn.value),
-                   *matrix(attn.c_proj), *norm(block.ln_2), *matrix(mlp.c_fc), *matrix(mlp.c_proj)]
+        query, key, value, c_proj, c_fc, c_proj_2 = map(matrix, linears(block))
+        layers += [*norm(block.ln_1), *query, *key, *value, *c_proj,
+                   *norm(block.ln_2), *c_fc, *c_proj_2]
     config, N, head = model.config, len(tokens), model.wte.reordered(model.wte.weight)
     whole = [config.n_layer, config.n_head, config.n_embd, 4 * config.n_embd, config.vocab_size,
              model.wte.weight.data_ptr(), model.wpe.weight.data_ptr(), *norm(model.ln_f),
@@ -132,25 +170,14 @@ def step(model, tokens, positions, pieces, page):
     for first, n, start, wanted, table, *pool in pieces:
         lines += [first, n, start, wanted, address, *pool]
         address += 8 * len(table)
-    room = model.room(N * 9 * config.n_embd)
+    room = model.room(9 * config.n_embd * N)
     logits = room.new_empty(sum(piece[3] for piece in pieces), config.vocab_size)
-    most = torch.get_num_threads()
-    used, start, cpu = threads.number(most), time.perf_counter(), time.process_time()
-    native().step(numbers(whole), numbers(layers), tokens.data_ptr(), positions.data_ptr(), N,
-                  numbers(lines), len(pieces), page, room.data_ptr(), logits.data_ptr(), used)
-    threads.record(used, most, time.perf_counter() - start, time.process_time() - cpu)
+    with threads.chosen() as count:
+        library().step(numbers(whole), numbers(layers), tokens.data_ptr(), positions.data_ptr(), N,
+                       numbers(lines), len(pieces), page, room.data_ptr(), logits.data_ptr(), count)
     return logits
 
 
 def numbers(values):
     values = list(values)
     return (ctypes.c_int64 * len(values))(*values)
-
-
-def agrees(library):
-    """Whether it multiplies as torch does."""
-    random = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=random) for shape in ((11, 7), (60, 7), (60,)))
-    y = multiply(x, pack(weight, library), 60, bias, gelu=True, library=library)
-    expected = F.gelu(F.linear(x, weight, bias), approximate="tanh")
-    return torch.allclose(y, expected, rtol=0, atol=1e-5)

@@ -1,22 +1,29 @@
 """
 How many threads a step uses, on a machine that may be busy with something else.
 
-The threads of a step wait for each other some eighty times. Where another program has one of their
-cores, all of them wait until it lets go: with one endless loop beside two threads, a step takes
-three times as long. One thread alone loses much less.
+The threads of a step wait for each other some eighty times. Where another program shares one of
+their cores, they all wait while that program runs. With one endless loop beside two threads a step
+takes three times as long; one thread alone loses much less.
 
-    quiet   | a a a a | b b b b |            busy    | a . . . a | b x x x b |
-              core 1    core 2                         core 1      core 2, shared with x
+    two threads, core 1    a a . . a a . .        one thread    a a a a a a a a
+                 core 2    b b x x b b x x                      x x x x x x x x
+
+    x: the other program    .: a waits for b
 """
+import time
+from contextlib import contextmanager
+
+import torch
+
 FIRST_PAUSE, LONGEST_PAUSE = 4, 32   # steps
 
 
 class Threads:
     """
-    The number for the next step. Threads that wait for others spin, so a step that has its cores to
-    itself takes `threads` seconds of CPU time per second. If it got much less, the next steps use
-    no more threads than it got cores. After a pause all threads are tried again; the pause doubles
-    each time that this fails.
+    Chooses the number for the next step. Threads that wait for each other spin. So a step that has
+    its cores to itself takes as many seconds of CPU time per second as it has threads. If a step
+    gets much less, the next ones use no more threads than it got cores. After a pause all are tried
+    again; the pause doubles each time that they still get less.
     """
 
     def __init__(self):
@@ -24,19 +31,29 @@ class Threads:
         self.pause, self.steps_left = FIRST_PAUSE, 0
 
     def number(self, most):
-        return most if self.limit is None or not self.steps_left else min(self.limit, most)
+        return min(self.limit, most) if self.limit and self.steps_left else most
 
-    def record(self, used, most, seconds, cpu_seconds):
-        """What a step with `used` of `most` threads took."""
-        cores = cpu_seconds / seconds
+    def record(self, used, most, cores):
+        """What a step with `used` of `most` threads got: seconds of CPU time per second."""
         if used > 1 and cores < 0.85 * used:
             if used == most:
-                self.pause = FIRST_PAUSE if self.limit is None else min(2 * self.pause, LONGEST_PAUSE)
+                longer = min(2 * self.pause, LONGEST_PAUSE)
+                self.pause = longer if self.limit else FIRST_PAUSE
             self.limit, self.steps_left = max(1, int(cores)), self.pause
         elif used == most:
             self.limit, self.steps_left = None, 0
         else:
             self.steps_left -= 1
+
+    @contextmanager
+    def chosen(self):
+        """The number of threads for the step inside the `with` block, which is then judged."""
+        most = torch.get_num_threads()
+        used = self.number(most)
+        start, cpu = time.perf_counter(), time.process_time()
+        yield used
+        seconds = time.perf_counter() - start
+        self.record(used, most, (time.process_time() - cpu) / max(seconds, 1e-9))
 
 
 threads = Threads()   # one for all models: they share the machine

@@ -1,10 +1,13 @@
 """optimize(): the same results through other kernels, in every stage; pools; what it keeps."""
 import copy
+import ctypes
 import pickle
 import platform
 import runpy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +21,14 @@ import generate_paged
 import generate_ragged
 import kernels.attention as attention
 import kernels.linear as linear
+import kernels.native as native
 from cache import KV
 from generate_ragged import Flat
 from kernels import FastGPT
-from kernels.attention import Pool, Pools
-from model import Head
-from request import prepare
+from kernels.attention import Pool, Pools, pieces_of
+from kernels.threads import FIRST_PAUSE, LONGEST_PAUSE, Threads
+from model import GPT, GPTConfig, Head
+from request import Request, prepare
 from toolbox.check import Check
 
 PLAIN = toy(dtype=torch.float32)
@@ -48,29 +53,39 @@ def test_contract_of_the_optimized_model(stage, workload):
         assert all(p.copied_bytes == 0 for p in trace.passes)
 
 
-def test_its_kernels_are_really_in_use(monkeypatch):
+@pytest.fixture
+def without_native(monkeypatch):
+    """As on a machine without a compiler."""
+    monkeypatch.setattr(native, "works", lambda: False)
+
+
+needs_native = pytest.mark.skipif(not native.works(), reason="there is no g++ here")
+
+
+def test_its_kernels_are_really_in_use(without_native, monkeypatch):
     if platform.machine() != "x86_64" or not torch.backends.mkldnn.is_available():
         pytest.skip("oneDNN's kernels are there on x86-64")
     assert linear.has_onednn()
-    modules = toy(dtype=torch.float32).optimize().modules()
-    assert all(m.reordered.tensor is not None for m in modules if hasattr(m, "reordered"))
+    model = toy(dtype=torch.float32).optimize()
+    assert all(m.reordered.tensor is not None for m in model.modules() if hasattr(m, "reordered"))
     used = []
     plain, reorder = F.linear, torch.ops.mkldnn._reorder_linear_weight
     monkeypatch.setattr(linear.F, "linear", lambda *args: used.append("plain") or plain(*args))
-    assert type(FAST.h[0].attn.query) is linear.FastLinear and type(FAST) is FastGPT
+    assert type(model.h[0].attn.query) is linear.FastLinear and type(model) is FastGPT
     monkeypatch.setattr(linear.ReorderedWeight, "__call__",
                         lambda self, weight: used.append("reordered") or reorder(weight))
     positions = torch.arange(BLOCK_SIZE)[None]
     with torch.no_grad():
-        FAST(TOKENS, positions, rows=(0, slice(-3, None)))
+        model(TOKENS, positions, rows=(0, slice(-3, None)))
     assert used == ["reordered"] * (6 * 3 + 1)
 
 
-@pytest.mark.parametrize("model", [PLAIN, FAST], ids=["plain", "optimized"])
-def test_no_step_copies_the_past(model, monkeypatch):
+@pytest.mark.parametrize("optimized", [False, True])
+def test_no_step_copies_the_past(optimized, without_native, monkeypatch):
     """The keys and values that attention gets lie where the requests' caches lie."""
-    seen, batches = [], []
-    if model is FAST:
+    model, seen, batches = toy(dtype=torch.float32), [], []
+    if optimized:
+        model.optimize()
         real = F.scaled_dot_product_attention
         monkeypatch.setattr(F, "scaled_dot_product_attention",
                             lambda q, k, v, **rest: seen.append((k, v)) or real(q, k, v, **rest))
@@ -100,20 +115,25 @@ def test_no_step_copies_the_past(model, monkeypatch):
     assert sum(p.copied_bytes for p in trace.passes) == 0 and len(batches) > 10
 
 
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_native), False])
 @pytest.mark.parametrize("script", ["generate_ragged", "generate_paged"])
-def test_it_serves_a_script_that_is_run(script, monkeypatch):
+def test_it_serves_a_script_that_is_run(script, compiled, monkeypatch):
     """Run as a program, a stage has layout classes of its own: those of __main__."""
-    calls = []
-    monkeypatch.setattr(attention.Step, "__call__", lambda self, layer, q, k, v: (
-        calls.append(layer), self.write(layer, k, v), self.one_by_one(layer, q))[-1])
+    calls, real = [], native.step
+    monkeypatch.setattr(native, "step", lambda *args: calls.extend("abc") or real(*args))
+    if not compiled:
+        monkeypatch.setattr(native, "works", lambda: False)
+        monkeypatch.setattr(attention.Step, "__call__", lambda self, layer, q, k, v: (
+            calls.append(layer), self.write(layer, k, v), self.one_by_one(layer, q))[-1])
     path = Path(__file__).parent.parent / f"{script}.py"
     generate = runpy.run_path(str(path), run_name="another")["generate"]
-    trace = assert_contract(FAST, generate, mixed(), whole=PLAIN, tolerance=1e-4)
+    fast = toy(dtype=torch.float32).optimize()
+    trace = assert_contract(fast, generate, mixed(), whole=PLAIN, tolerance=1e-4)
     assert len(calls) == 3 * len(trace.passes)
 
 
-def test_paged_keys_are_views_where_pages_are_neighbours(monkeypatch):
-    seen, real = [], F.scaled_dot_product_attention
+def test_paged_keys_are_views_where_pages_are_neighbours(without_native, monkeypatch):
+    fast, seen, real = toy(dtype=torch.float32).optimize(), [], F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention",
                         lambda q, k, v, **rest: seen.append((k, v)) or real(q, k, v, **rest))
 
@@ -131,9 +151,9 @@ def test_paged_keys_are_views_where_pages_are_neighbours(monkeypatch):
 
     monkeypatch.setattr(generate_paged, "Paged", Watched)
     roomy = dict(max_batch=2, pages=400, share_prefixes=False)   # no kept pages between the free
-    trace = generate_paged.generate(FAST, mixed(), page_size=2, **roomy)
+    trace = generate_paged.generate(fast, mixed(), page_size=2, **roomy)
     assert sum(p.copied_bytes for p in trace.passes) == 0 and len(trace.passes) > 10
-    trace = generate_paged.generate(FAST, mixed(), page_size=2, pages=24)   # crowded: scattered
+    trace = generate_paged.generate(fast, mixed(), page_size=2, pages=24)   # crowded: scattered
     assert sum(p.copied_bytes for p in trace.passes) > 0
 
 
@@ -190,7 +210,7 @@ def test_it_can_still_be_trained():
 
 
 @torch.no_grad()
-def test_where_the_kernels_are_missing(monkeypatch):
+def test_where_the_kernels_are_missing(without_native, monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     linear.has_onednn.cache_clear()
     try:
@@ -226,6 +246,162 @@ def test_rows_in_any_number_and_order():
     for rows in backwards, None:
         torch.testing.assert_close(FAST(TOKENS, positions, rows=rows),
                                    PLAIN(TOKENS, positions, rows=rows), rtol=1e-4, atol=1e-4)
+
+
+# --- native.cpp: a whole step in one call ---------------------------------------------------------
+
+@needs_native
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(m=st.integers(1, 40), k=st.integers(1, 1700), n=st.integers(1, 130), gelu=st.booleans(),
+       bias=st.booleans(), seed=st.integers(0, 99))
+def test_a_multiplication_of_any_size(m, k, n, gelu, bias, seed):
+    random = torch.Generator().manual_seed(seed)
+    x, weight, b = (torch.randn(s, generator=random) for s in ((m, k), (n, k), (n,)))
+    b = b if bias else None
+    y = native.multiply(x, native.pack(weight), n, b, gelu)
+    expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    size = float(expected.abs().max()) + k**0.5
+    expected = F.gelu(expected, approximate="tanh") if gelu else expected
+    assert (y - expected).abs().max() <= 2e-6 * size
+    # a row's result does not depend on the rows beside it, to the last bit
+    assert torch.equal(native.multiply(x[m // 2:], native.pack(weight), n, b, gelu), y[m // 2:])
+
+
+@needs_native
+def test_rows_of_any_stride():
+    weight, x = torch.randn(50, 6), torch.randn(4, 3, 12)
+    for part in x[..., :6], x[..., ::2], x[:, 1:, :6], x.transpose(0, 1)[..., 6:]:
+        torch.testing.assert_close(native.multiply(part, native.pack(weight), 50),
+                                   F.linear(part, weight), rtol=1e-5, atol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("n_head, n_embd",
+                         [(1, 1), (2, 10), (3, 48), (4, 128), (1, 100), (12, 768)])
+@torch.no_grad()
+def test_a_step_of_any_head_size(n_head, n_embd):
+    """Chunks of 1 to 60 tokens, with and without a past, against the plain model in float64."""
+    torch.manual_seed(1)
+    config = GPTConfig(block_size=120, vocab_size=53, n_layer=2, n_head=n_head, n_embd=n_embd)
+    plain = GPT(config)
+    for p in plain.parameters():
+        p.copy_(torch.randn(p.shape) / p.size(-1) ** 0.5)
+    fast = copy.deepcopy(plain).optimize()
+    plain.double()
+    prompts = [[(7 * i + j) % 53 for j in range(length)] for i, length in
+               enumerate((1, 2, 15, 16, 17, 48, 60, 97))]
+    for stage, knobs in ("ragged_varlen", {}), ("paged", {"page_size": 7}):
+        for budget in 1000, 61, 23:
+            check = Check(plain, asked := [Request(prompt, 3, name=f"r{i}")
+                                           for i, prompt in enumerate(prompts)])
+            differences = []
+
+            def on_token(request, token, logits):
+                sequence = torch.tensor(request.tokens[:-1])
+                expected = plain(sequence)[-1]
+                differences.append(float((logits - expected).abs().max() / expected.abs().max()))
+                check.on_token(request, token, logits)
+
+            STAGES[stage](fast, asked, token_budget=budget, on_token=on_token, **knobs)
+            assert max(differences) <= 2e-5
+
+
+@needs_native
+def test_a_step_is_the_same_with_any_number_of_threads():
+    logits = {}
+    for count in 1, 2, 3:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            logits[count] = []
+            STAGES["ragged_varlen"](FAST, mixed(),
+                                    on_token=lambda r, t, row: logits[count].append(row.clone()))
+        finally:
+            torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for n in (2, 3) for a, b in zip(logits[1], logits[n]))
+
+
+@needs_native
+def test_it_reads_the_keys_where_they_lie():
+    """The addresses that the library gets are those of the requests' own caches."""
+    plan = [(request, len(request.prompt)) for request in prepare(mixed(), FAST.config)]
+    batch = Flat(plan)
+    FAST.pools.take_in(batch)
+    pieces, _ = pieces_of(batch)
+    size = FAST.config.n_embd // FAST.config.n_head
+    for (request, _), (*_, table, keys, values, slots) in zip(plan, pieces):
+        for address, buffers in (keys, request.kv.k), (values, request.kv.v):
+            for layer, heads in buffers.items():
+                first = (layer * FAST.config.n_head * slots + table[0]) * size
+                assert heads.data_ptr() == address + 4 * first
+
+
+@needs_native
+def test_what_a_step_cannot_run_goes_through_torch(monkeypatch):
+    monkeypatch.setattr(native, "step", None)   # a call would raise
+    torch.testing.assert_close(
+        alone(toy(dtype=torch.float32).optimize().double(), mixed()[4])[1],
+        alone(toy(dtype=torch.float32).double(), mixed()[4])[1], rtol=0, atol=1e-8)
+    for module in "attn.c_proj", "attn.key", "mlp.c_fc":   # a layer of somebody else's
+        model, plain = copy.deepcopy(FAST), copy.deepcopy(PLAIN)
+        other = torch.nn.Linear(*reversed(plain.h[1].get_submodule(module).weight.shape))
+        for m in model, plain:
+            m.h[1].set_submodule(module, other)
+        assert not native.can_step(model)
+    with torch.enable_grad():
+        assert not native.can_step(FAST.requires_grad_(True))
+    FAST.requires_grad_(False)
+
+
+def test_without_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert fresh(monkeypatch).works() is False
+
+
+@needs_native
+def test_a_library_that_computes_something_else_is_not_used(monkeypatch):
+    module, right = fresh(monkeypatch), native.library()
+    wrong = SimpleNamespace(panel_width=right.panel_width)
+    monkeypatch.setattr(module, "library", lambda: wrong)
+    nothing = {"multiply": lambda *args: ctypes.memset(args[4], 0, 8),
+               "step": lambda *args: ctypes.memset(args[9], 0, 8)}
+    for part in nothing:   # each of the two is looked at
+        wrong.multiply, wrong.step = right.multiply, right.step
+        module.works.cache_clear()
+        assert module.works() is True
+        setattr(wrong, part, nothing[part])
+        module.works.cache_clear()
+        assert module.works() is False, part
+
+
+def fresh(monkeypatch):
+    """native with nothing loaded yet, until the test ends."""
+    for name in "library", "works":
+        monkeypatch.setattr(native, name, cache(getattr(native, name).__wrapped__))
+    return native
+
+
+def steps_on(machine, count, most=2):
+    """Numbers of threads of `count` steps. machine(step, used): the cores that a step gets."""
+    threads, used = Threads(), []
+    for step in range(count):
+        used.append(threads.number(most))
+        threads.record(used[-1], most, machine(step, used[-1]))
+    return used
+
+
+def test_threads_give_way_while_the_machine_is_busy():
+    assert set(steps_on(lambda step, used: used, 50)) == {2}               # quiet
+    busy = steps_on(lambda step, used: min(used, 1.3), 300)
+    assert busy[0] == 2 and busy[1:1 + FIRST_PAUSE] == [1] * FIRST_PAUSE
+    assert busy.count(2) < 15 and busy[-LONGEST_PAUSE - 1:].count(2) == 1   # tried now and then
+    later = steps_on(lambda step, used: min(used, 1.3 if step < 100 else 2), 200)
+    assert later[100 + LONGEST_PAUSE + 1:] == [2] * (99 - LONGEST_PAUSE)    # quiet again
+    blip = steps_on(lambda step, used: 1.2 if step == 10 else used, 40)
+    assert blip.count(1) == FIRST_PAUSE
+    eight = steps_on(lambda step, used: min(used, 6.5), 20, most=8)
+    assert eight[1] == 6 and min(eight) == 6                                # as many as it got
+    assert set(steps_on(lambda step, used: 0.5, 20, most=1)) == {1}
 
 
 # --- caches in a pool, and attention in one call --------------------------------------------------
