@@ -20,7 +20,7 @@ This is PagedAttention's memory manager (vLLM calls a page a block), and claim I
 Like the Scheduler it is pure bookkeeping; generate_paged.py has the tensors.
 """
 from bisect import bisect, bisect_left, insort
-from collections import Counter
+from collections import Counter, deque
 from heapq import heappop, heappush
 from itertools import pairwise, takewhile
 
@@ -146,7 +146,7 @@ class PagedScheduler(Scheduler):
         self.pages, self.policy, self.share_prefixes = pages, POLICIES[policy], share_prefixes
         self.number_of = {}                # request -> its place in the order of arrival
         self.in_order = []                 # the other way round
-        self.arrived = 0                   # so many of them have arrived
+        self.now, self.coming = 0, deque()   # the last step, and those that arrive after it
         self.admitted = []                 # sorted: numbers of those that have ever been admitted
         self.ranked = []                   # heap: ranks of the waiting that have arrived
         self.times_preempted = Counter()   # request -> times
@@ -162,15 +162,18 @@ class PagedScheduler(Scheduler):
         super().add(request)
         self.number_of[request] = len(self.in_order)
         self.in_order.append(request)
+        if request.arrival > self.now:
+            self.coming.append(request)
+        else:
+            self.enter_ranks(request)
 
     # --- which request goes first ---
 
     def next_waiting(self, step):
         """The first by policy among the arrived; but the oldest one when its turn is overdue."""
-        while (self.arrived < len(self.in_order)
-               and self.in_order[self.arrived].arrival <= step):
-            self.enter_ranks(self.in_order[self.arrived])
-            self.arrived += 1
+        self.now = step
+        while self.coming and self.coming[0].arrival <= step:
+            self.enter_ranks(self.coming.popleft())
         oldest = super().next_waiting(step)
         if oldest and oldest not in self.due and self.times_overtaken(oldest) >= MAX_OVERTAKEN:
             self.due.add(oldest)

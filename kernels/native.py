@@ -79,7 +79,8 @@ def works():
         for module in (fast.wte, *chain.from_iterable(map(linears, fast.h))):
             module.reordered = cache(pack)
         prompts = torch.arange(37), torch.arange(40, 45)
-        keys, values = torch.full((2, 2, 2, 60, 10), torch.nan)
+        size = config.n_embd // config.n_head
+        keys, values = torch.full((2, config.n_layer, config.n_head, 60, size), torch.nan)
         pieces = [(0, 37, 0, 1, [3]), (37, 5, 0, 1, [50])]
         logits = step(fast, torch.cat(prompts), torch.cat([torch.arange(37), torch.arange(5)]),
                       [(*piece, keys.data_ptr(), values.data_ptr(), 60) for piece in pieces], 40)

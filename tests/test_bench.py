@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from common import mixed, toy
 
 import bench
-from experiments import peers
+from experiments import engines, peers
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.stages import STAGES
@@ -106,6 +107,79 @@ def test_without_transformers_its_rows_are_left_out(monkeypatch, capsys):
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert peers.peers(toy()) == {}
     assert "transformers is not installed" in capsys.readouterr().out
+
+
+# --- engines in environments of their own ---------------------------------------------------------
+
+STAND_IN = """
+__version__ = "0"
+
+class SamplingParams:
+    def __init__(self, **options):
+        self.length = options["max_tokens"]
+
+class Output:
+    def __init__(self, name, tokens):
+        self.request_id, self.outputs = name, [self]
+        self.token_ids = tokens
+
+class LLM:
+    def __init__(self, model, **options):
+        print("engines talk a lot")
+        self.llm_engine, self.left = self, {}
+
+    def add_request(self, name, prompt, params):
+        if prompt["prompt_token_ids"] == [13]:
+            raise SystemExit("ValueError: thirteen")
+        self.left[name] = [sum(prompt["prompt_token_ids"]) + i for i in range(params.length)]
+
+    def has_unfinished_requests(self):
+        return any(self.left.values())
+
+    def step(self):
+        return [Output(name, [left.pop(0)]) for name, left in self.left.items() if left]
+"""
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """vLLM's interface, as far as it is used, without vLLM."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(STAND_IN)
+    (tmp_path / "vllm" / "sampling_params.py").write_text("class RequestOutputKind: DELTA = 1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    engine = engines.Engine("vllm", sys.executable, str(tmp_path), 4, 16, 1)
+    yield engine
+    engine.signal("SIGKILL")
+
+
+def test_an_engine_in_a_process_of_its_own(engine):
+    assert engine.settings.startswith("vLLM 0, ") and "4 sequences and 16 tokens" in engine.settings
+    for _ in range(2):
+        tokens, times = engine([Request([1, 2], 3), Request([5], 1)])
+        assert tokens == [[3, 4, 5], [5]] and [len(t) for t in times] == [3, 1]
+        assert times[0] == sorted(times[0]) and times[0][0] <= time.perf_counter()
+        if sys.platform == "linux":   # it does not spin while others run
+            time.sleep(0.1)
+            assert Path(f"/proc/{engine.process.pid}/stat").read_text().split()[2] == "T"
+
+
+def test_an_engine_that_ends_says_why(engine):
+    with pytest.raises(RuntimeError, match="vllm has ended, its last words: ValueError: thirteen"):
+        engine([Request([13], 1)])
+
+
+def test_an_engine_that_is_not_installed(tmp_path):
+    with pytest.raises(RuntimeError, match="openvino has ended, .* No module named"):
+        engines.Engine("openvino", sys.executable, str(tmp_path), 4, 16, 1)
+
+
+def test_engines_are_left_out_with_a_line(capsys):
+    assert peers.engines(toy(), {}, 4, 16) == {}
+    said = capsys.readouterr().out
+    assert said.count("\n") == 2 and "--peer-python vllm=PATH" in said and "pip install" in said
+    assert peers.engines(toy(), {"vllm": sys.executable}, 4, 16) == {}   # float64
+    assert "vLLM runs only in float32 on a CPU" in capsys.readouterr().out
 
 
 # --- rounds ---------------------------------------------------------------------------------------
@@ -215,10 +289,13 @@ runpy.run_path("bench.py", run_name="__main__")
     (["--plot", "x.doc"], "--plot x.doc: the name must end in"),
     (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
     (["--quick", "--systems", "vllm"], "--systems vllm: there is none of that name"),
+    (["--quick", "--peer-python", "vllm"], "--peer-python vllm=: use NAME=PATH"),
+    (["--quick", "--peer-python", "vllm=/no/such"], "--peer-python vllm=/no/such: use NAME=PATH"),
+    (["--quick", "--peer-python", "sglang=python"], "with the name vllm or openvino"),
 ])
 def test_bad_flags(flags, message, monkeypatch, capsys):
     monkeypatch.setitem(bench.MODELS, "small", TINY)
-    monkeypatch.setattr(bench, "peers", lambda model: {})
+    monkeypatch.setattr(bench, "peers", lambda model, **knobs: {})
     assert bench.main(flags) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1

@@ -17,6 +17,7 @@ from hypothesis.stateful import initialize, invariant
 import scheduler
 from generate_ragged import Flat
 from model import GPTConfig
+from paging import POLICIES, PagedScheduler, Pages
 from request import Request, complete, prepare
 from scheduler import Scheduler
 
@@ -187,14 +188,18 @@ class Queue(deque):
         super().remove(request)
 
 
-def reads_per_step(waiting, arrival):
+def reads_per_step(waiting, arrival, policy=None):
     """Of the attributes of so many waiting requests, while two others run and finish."""
-    scheduler = Scheduler(max_batch=2, token_budget=8, max_kv_tokens=40)
+    if policy:
+        scheduler = PagedScheduler(2, 8, Pages(20, 2), policy)
+    else:
+        scheduler = Scheduler(max_batch=2, token_budget=8, max_kv_tokens=40)
     queue(scheduler, [Request([0] * 4, 3, name="A"), Request([0] * 9, 3, name="B"),
                       *(Watched([0] * 4, 3, name=f"w{i}", arrival=arrival)
                         for i in range(waiting))])
     assert type(scheduler.waiting) is deque
-    scheduler.waiting = Queue(scheduler.waiting)
+    if not policy:
+        scheduler.waiting = Queue(scheduler.waiting)
     reads = []
     for step in range(6):
         Watched.reads = 0
@@ -215,6 +220,18 @@ def test_a_step_does_not_look_at_every_waiting_request(arrival, monkeypatch):
 
     monkeypatch.setattr(Scheduler, "next_waiting", next_waiting)
     assert reads_per_step(10, arrival) != reads_per_step(1000, arrival)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nor_does_a_step_with_any_policy(policy, monkeypatch):
+    assert reads_per_step(10, 0, policy) == reads_per_step(1000, 0, policy) != [0] * 6
+
+    def next_waiting(self, step):   # a mutant that sorts all that have arrived
+        return min((r for r in self.waiting if r.arrival <= step), default=None,
+                   key=lambda request: self.rank(request, self.policy))
+
+    monkeypatch.setattr(PagedScheduler, "next_waiting", next_waiting)
+    assert reads_per_step(10, 0, policy) != reads_per_step(1000, 0, policy)
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -120,14 +120,17 @@ def add_place(group):
                        help="of weights and arithmetic")
 
 
-def measuring_parser(prog, doc, quick):
+def measuring_parser(prog, doc, quick, plot=True):
     """For a command that measures and keeps its figures. quick: what its --quick does."""
     p = Parser(prog=prog, description=" ".join(doc.split("\n\n")[0].split()),
                formatter_class=Help, allow_abbrev=False)
     p.add_argument("--quick", action="store_true", help=quick)
     add_place(p)
     p.add_argument("--json", metavar="FILE.json", help="write the figures")
-    p.add_argument("--plot", metavar="FILE.png", help="draw them")
+    if plot:
+        p.add_argument("--plot", metavar="FILE.png", help="draw them")
+    else:
+        p.set_defaults(plot=None)
     return p
 
 
