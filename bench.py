@@ -20,6 +20,7 @@ greedy. The weights are random, which run as fast as trained ones.
     python bench.py --quick                             about a minute
     python bench.py --json bench.json --plot bench.png  all of it
 """
+import copy
 import json
 import math
 import random
@@ -37,6 +38,7 @@ from experiments import figures
 from experiments.engines import INSTALL
 from experiments.peers import PEERS, peers
 from experiments.results import provenance
+from kernels import native, optimize
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.cli import guarded, measuring_parser, measuring_place
@@ -81,12 +83,17 @@ def loud(model):
 
 
 def models(config, device, dtype, pythons):
-    """The same weights three times: (plain model, optimized model, {name: peer})."""
+    """
+    The same weights several times: ({how: our model}, {name: peer}). how: "optimized"; "without
+    native.cpp", optimized as far as it goes without a compiler; "not optimized".
+    """
     torch.manual_seed(0)
     plain = loud(GPT(config)).to(device, dtype)
-    fast = GPT(config).to(device, dtype)
-    fast.load_state_dict(plain.state_dict())
-    return plain, fast.requires_grad_(False).optimize(), peers(plain, pythons=pythons, **KNOBS)
+    ours = {"optimized": copy.deepcopy(plain).optimize()}
+    if device.type == "cpu" and native.works():
+        ours["without native.cpp"] = optimize(copy.deepcopy(plain), compiled=False)
+    ours["not optimized"] = plain
+    return ours, peers(plain, pythons=pythons, **KNOBS)
 
 
 def stage(model, generate, knobs):
@@ -99,11 +106,12 @@ def stage(model, generate, knobs):
     return run
 
 
-def systems(plain, fast, theirs):
-    """{name: requests -> (tokens, times)}: the stages, optimized; ragged as it is; the peers."""
-    found = {name: stage(fast, generate, KNOBS) for name, generate in STAGES.items()
+def systems(ours, theirs):
+    """{name: requests -> (tokens, times)}: the stages, optimized; ragged also less; the peers."""
+    found = {name: stage(ours["optimized"], generate, KNOBS) for name, generate in STAGES.items()
              if name != "unbatched, no cache"}
-    found["ragged, varlen, not optimized"] = stage(plain, STAGES["ragged, varlen"], KNOBS)
+    for how in list(ours)[1:]:
+        found[f"ragged, varlen, {how}"] = stage(ours[how], STAGES["ragged, varlen"], KNOBS)
     return {**found, **theirs}
 
 
@@ -237,6 +245,16 @@ def figures_of(runs, reference):
         "equal": equal / sum(map(len, reference))}
 
 
+def parts(run, requests):
+    """{part: seconds} of a run on native.cpp, by its own clocks; {} if it is not in use."""
+    native.SECONDS[:] = [0.0] * len(native.PARTS)
+    start = time.perf_counter()
+    run(requests)
+    total, found = time.perf_counter() - start, dict(zip(native.PARTS, native.SECONDS))
+    between = total - sum(found.values())   # layouts, scheduling, sampling
+    return {**found, "between the steps": between} if any(found.values()) else {}
+
+
 def results_table(result):
     """A workload's figures as text."""
     def ms(x):
@@ -291,10 +309,10 @@ def run_benchmark(args):
     print(where)
     results = []
     for model_name in args.models or (["small"] if args.quick else list(MODELS)):
-        plain, fast, theirs = apart(models, MODELS[model_name], device, dtype, pythons)
+        ours, theirs = apart(models, MODELS[model_name], device, dtype, pythons)
         for name in args.workloads:
-            run = systems(plain, fast, theirs)
-            result = run_workload(args, model_name, name, run, fast)
+            run = systems(ours, theirs)
+            result = run_workload(args, model_name, name, run, ours["optimized"])
             results.append({**result, "where": where, "measured": provenance("python bench.py")})
             if args.json:   # after each workload, so that an interrupted run keeps its results
                 with open(args.json, "w") as file:
@@ -328,8 +346,11 @@ def run_workload(args, model_name, name, run, fast):
     least = roofline(config, schedule, peak, bandwidth, size=fast.wte.weight.element_size())
     useful = sum(len(r.prompt) if name == "W2" else r.max_new_tokens for r in requests)
     result = {"model": model_name, "workload": name, "tokens": useful, "roofline": least,
-              "peak": peak, "bandwidth": bandwidth, "systems": measured}
+              "peak": peak, "bandwidth": bandwidth, "systems": measured,
+              "parts": apart(parts, run["ragged, varlen"], requests)}
     print(results_table(result))
+    whole = sum(result["parts"].values())
+    print(*(f"{part} {seconds / whole:.0%}" for part, seconds in result["parts"].items()), sep=", ")
     print(f"peak {peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:,.0f} GB/s; "
           f"roofline {useful / least:,.0f} tokens/s", flush=True)
     return result

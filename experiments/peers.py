@@ -19,9 +19,7 @@ from toolbox.weights import write_gpt2
 
 PEERS = ("transformers", "CTranslate2", "vLLM", "OpenVINO")   # the first word of a peer's name
 SHAPES = {   # batch size, and whether prompts are sorted by length
-    "one at a time": (1, False),
-    "static 8": (8, False), "static 8 sorted": (8, True),
-    "static 32": (32, False), "static 32 sorted": (32, True),
+    "one at a time": (1, False), "static 8 sorted": (8, True), "static 32 sorted": (32, True),
 }
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from kernels import native
 from kernels.attention import Pools, Step, pieces_of
-from kernels.linear import FastLinear, FastMLP, ReorderedWeight, can_reorder, fused_linear
+from kernels.linear import FastLinear, FastMLP, ReorderedWeight, fused_linear
 from model import GPT, MLP, causal
 
 
@@ -80,13 +80,18 @@ class FastGPT(GPT):
 FAST = {nn.Linear: FastLinear, MLP: FastMLP, GPT: FastGPT}
 
 
-def optimize(model):
-    """Turns a GPT into a FastGPT in place, and reorders its weights now. Returns the model."""
+def optimize(model, compiled=True):
+    """
+    Turns a GPT into a FastGPT in place, and reorders its weights now. Returns the model.
+
+    compiled: whether to use kernels of our own where they can be compiled, or only torch's
+    """
+    compiled = compiled and native.works()
     model._pools = model._room = None
     for module in model.modules():
         if isinstance(module, nn.Linear) or module is model.wte:
-            module.reordered = ReorderedWeight()
-            if can_reorder(module.weight):
+            module.reordered = ReorderedWeight(compiled)
+            if module.reordered.serves(module.weight):
                 module.reordered(module.weight)
         module.__class__ = FAST.get(type(module), type(module))
     return model

@@ -32,11 +32,6 @@ def has_onednn():
         return False
 
 
-def can_reorder(weight):
-    return (weight.dtype == torch.float32 and weight.device.type == "cpu"
-            and (native.serves(weight) or has_onednn()))
-
-
 class ReorderedWeight:
     """
     A weight matrix in a kernel's order: reordered(weight) -> an opaque tensor. It follows its
@@ -45,19 +40,25 @@ class ReorderedWeight:
     inference tensor: after one of these, call optimize() again.
     """
 
-    def __init__(self):
+    def __init__(self, compiled):
         self.tensor, self.version = None, None
+        self.compiled = compiled   # for native.cpp's kernel, else for oneDNN's
+
+    def serves(self, weight):
+        """Whether there is a kernel for this weight: in float32 on a CPU."""
+        return (weight.dtype == torch.float32 and weight.device.type == "cpu"
+                and (self.compiled or has_onednn()))
 
     def __call__(self, weight):
         version = weight.data_ptr(), 0 if weight.is_inference() else weight._version
         if self.version != version:
-            reorder = native.pack if native.works() else torch.ops.mkldnn._reorder_linear_weight
+            reorder = native.pack if self.compiled else torch.ops.mkldnn._reorder_linear_weight
             self.tensor = reorder(weight.detach())
             self.version = version
         return self.tensor
 
     def __reduce__(self):
-        return ReorderedWeight, ()   # opaque tensors can be neither copied nor saved
+        return ReorderedWeight, (self.compiled,)   # opaque tensors can be neither copied nor saved
 
 
 def fused_linear(module, x, bias=None, gelu=False):
@@ -65,9 +66,9 @@ def fused_linear(module, x, bias=None, gelu=False):
     weight = module.weight
     reordered = getattr(module, "reordered", None)   # a shard that came later has none
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    plain = (reordered is None or not can_reorder(weight) or x.dtype != weight.dtype
+    plain = (reordered is None or not reordered.serves(weight) or x.dtype != weight.dtype
              or learning)                            # the kernels have no backward
-    if not plain and native.works():
+    if not plain and reordered.compiled:
         return native.multiply(x, reordered(weight), weight.size(0), bias, gelu)
     if plain or x.numel() == x.size(-1):             # one row: oneDNN is slower than torch
         y = F.linear(x, weight, bias)

@@ -276,6 +276,7 @@ struct Layer {
     Norm ln_2;
     Matrix c_fc, c_proj_2;
 };
+enum Part { BLOCKS, ATTENTION, NORMS, VOCABULARY };   // of a step's time
 struct Model {
     i64 layers, heads, C, hidden, vocabulary;
     const float *wte, *wpe;
@@ -294,11 +295,20 @@ void multiply(const float* x, i64 x_row, const float* packed, const float* bias,
 }
 
 // A forward pass of N tokens. logits: (wanted, vocabulary). room: N * (5 C + hidden) numbers.
+// seconds: of each Part, added up.
 void step(const Model* model, const Layer* layers, const i64* tokens, const i64* positions, i64 N,
-          const Piece* pieces, i64 requests, i64 page, float* room, float* logits, i64 threads) {
+          const Piece* pieces, i64 requests, i64 page, float* room, float* logits, i64 threads,
+          double* seconds) {
     const Model& M = *model;
     i64 C = M.C, H = M.hidden, m = N;
     float *x = room, *y = x + N * C, *q = y + N * C, *k = q + N * C, *v = k + N * C, *h = v + N * C;
+    double since = omp_get_wtime();
+    auto spent_on = [&](Part part) {   // the first thread's time since the last call
+        if (omp_get_thread_num()) return;
+        double now = omp_get_wtime();
+        seconds[part] += now - since;
+        since = now;
+    };
     #pragma omp parallel num_threads(threads) firstprivate(m)
     {
         #pragma omp for schedule(static)
@@ -309,10 +319,12 @@ void step(const Model* model, const Layer* layers, const i64* tokens, const i64*
             const Layer& layer = layers[i];
             bool last = i == M.layers - 1;
             layer_norm(x, y, layer.ln_1.weight, layer.ln_1.bias, m, C);
+            spent_on(NORMS);
             linear(y, C, layer.query, q, C, m, C, C);
             linear(y, C, layer.key, k, C, m, C, C);
             linear(y, C, layer.value, v, C, m, C, C);
             #pragma omp barrier
+            spent_on(BLOCKS);
             attend(q, k, v, y, M.heads, C / M.heads, pieces, requests, page, i, last);
             #pragma omp barrier
             if (last) {   // from here on, only the tokens whose logits are wanted
@@ -326,16 +338,23 @@ void step(const Model* model, const Layer* layers, const i64* tokens, const i64*
                 m = 0;
                 for (i64 p = 0; p < requests; p++) m += pieces[p].wanted;
             }
+            spent_on(ATTENTION);
             linear(y, C, layer.c_proj, x, C, m, C, C, ADD);
             #pragma omp barrier
+            spent_on(BLOCKS);
             layer_norm(x, y, layer.ln_2.weight, layer.ln_2.bias, m, C);
+            spent_on(NORMS);
             linear(y, C, layer.c_fc, h, H, m, C, H, GELU);
             #pragma omp barrier
             linear(h, H, layer.c_proj_2, x, C, m, H, C, ADD);
             #pragma omp barrier
+            spent_on(BLOCKS);
         }
         layer_norm(x, y, M.ln_f.weight, M.ln_f.bias, m, C);
+        spent_on(NORMS);
         linear(y, C, M.head, logits, M.vocabulary, m, C, M.vocabulary);
+        #pragma omp barrier
+        spent_on(VOCABULARY);
     }
 }
 

@@ -21,6 +21,9 @@ from torch.nn import functional as F
 from kernels.threads import threads
 from model import GPT, GPTConfig
 
+PARTS = "blocks' multiplications", "attention", "norms", "vocabulary"
+SECONDS = (ctypes.c_double * len(PARTS))()   # what all steps so far have spent on each
+
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp",
          "-fno-math-errno", "-fno-trapping-math"]   # these let exp() become vector instructions
@@ -38,7 +41,8 @@ def library():
     number, address = ctypes.c_int64, ctypes.c_void_p
     loaded.panel_width.restype, loaded.multiply.restype, loaded.step.restype = number, None, None
     loaded.multiply.argtypes = [address, number, *[address] * 3, *[number] * 5]
-    loaded.step.argtypes = [*[address] * 4, number, address, *[number] * 2, *[address] * 2, number]
+    loaded.step.argtypes = [*[address] * 4, number, address, *[number] * 2, *[address] * 2, number,
+                            address]
     return loaded
 
 
@@ -88,11 +92,6 @@ def works():
     return all(torch.allclose(mine, theirs, rtol=0, atol=1e-4) for mine, theirs in found)
 
 
-def serves(tensor):
-    """Whether the library can be called with this tensor: float32 on a CPU."""
-    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and works()
-
-
 # --- calling --------------------------------------------------------------------------------------
 
 def huge_pages(tensor):
@@ -135,8 +134,9 @@ def linears(block):
 
 def can_step(model):
     """Whether `step` can run this FastGPT: float32 on a CPU, with all its layers, no gradients."""
-    weight = model.wte.weight
-    return (serves(weight) and not (torch.is_grad_enabled() and weight.requires_grad)
+    weight, head = model.wte.weight, model.wte.reordered
+    return (head.compiled and head.serves(weight)
+            and not (torch.is_grad_enabled() and weight.requires_grad)
             # tensor parallel ranks add up in the middle of a block
             and all(hasattr(linear, "reordered") for block in model.h for linear in linears(block)))
 
@@ -175,7 +175,8 @@ def step(model, tokens, positions, pieces, page):
     logits = room.new_empty(sum(piece[3] for piece in pieces), config.vocab_size)
     with threads.chosen() as count:
         library().step(numbers(whole), numbers(layers), tokens.data_ptr(), positions.data_ptr(), N,
-                       numbers(lines), len(pieces), page, room.data_ptr(), logits.data_ptr(), count)
+                       numbers(lines), len(pieces), page, room.data_ptr(), logits.data_ptr(), count,
+                       SECONDS)
     return logits
 
 

@@ -89,7 +89,7 @@ def test_peers_and_stages_give_the_same_tokens():
     pytest.importorskip("transformers")
     model = toy(block_size=64, n_layer=2)
     found = peers.peers(model, batch_tokens=32)
-    assert len(found) == 6   # CTranslate2 has no float64
+    assert len(found) == 4   # CTranslate2 has no float64
     agree(found, model)
 
 
