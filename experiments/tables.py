@@ -216,9 +216,57 @@ def speed():
         found["W1"], "GPT-2's size, random weights, optimize(); ¹ one run")
 
 
+def parts():
+    """Where the time of the fastest stage goes, on GPT-2's size."""
+    found = {result["workload"]: result for result in results.load("bench")
+             if result["model"] == "gpt2"}
+    lines = [[part, *(f"{result['parts'][part] / sum(result['parts'].values()):.0%}"
+                      for result in found.values())] for part in found["W1"]["parts"]]
+    return markdown(["ragged, varlen", *(f"{name} {WORKLOADS[name]}" for name in found)],
+                    lines) + origin(found["W1"], "one run")
+
+
+def queues():
+    result = results.load("overhead")
+    lines = [[name, *(f"{f['step'] * 1e3:.2f} ms" for f in taken.values()),
+              f"{list(taken.values())[-1]['add'] * 1e3:.0f} ms"]
+             for name, taken in result["queues"].items()]
+    waiting = [f"{int(n):,} waiting" for n in next(iter(result["queues"].values()))]
+    return markdown(["scheduler's time a step", *waiting, "adding them"], lines) + origin(
+        result, f"the fastest of {result['repeats']}")
+
+
+def beside():
+    result = results.load("overhead")
+    lines = [[name, f"{f['quiet'] * 1e3:.1f} ms", f"{f['busy'] * 1e3:.1f} ms",
+              f"{f['ratio']:.2f} ±{f['spread']:.2f}"] for name, f in result["beside"].items()]
+    return markdown(["a step of 16 decodes", "quiet", "beside a loop", "times as long"],
+                    lines) + origin(result, f"medians of {result['repeats']} pairs")
+
+
+def ranks():
+    result = results.load("ranks")
+    lines = [[row["ranks"], row["tokens"], f"{row['seconds'] * 1e3:.1f} ms",
+              f"{row['in_all_reduces'] * 1e3:.1f} ms", row["all_reduces"],
+              f"{row['bytes'] / 1e6:.2f} MB"] for row in result["rows"]
+             if row["tokens"] in (1, 512)]
+    return markdown(["ranks", "tokens", "a pass", "of it in all-reduces", "all-reduces", "sent"],
+                    lines) + origin(result, f"{result['size']}; medians of {result['repeats']}")
+
+
+def links():
+    model = results.load("ranks")["model"]
+    lines = [[link, *(f"{ms:,.1f} ms" for ms in values)]
+             for link, values in model["calculated"].items()]
+    fitted = f"{model['latency'] * 1e6:,.0f} us, {model['bandwidth'] / 1e9:.2f} GB/s"
+    return markdown(["calculated: in all-reduces of a pass", "8 tokens", "1,000 tokens"],
+                    lines) + f"\n<sub>fitted to the machine of the table above: {fitted}</sub>\n"
+
+
 TABLES = {"stages": stages, "ladder": ladder, "gaps": gaps, "rows": rows, "sharing": sharing,
           "scatter": scatter, "prepacking": prepacking, "bench gpt2": lambda: bench("gpt2"),
-          "bench small": lambda: bench("small"), "speed": speed}
+          "bench small": lambda: bench("small"), "speed": speed, "parts": parts, "queues": queues,
+          "beside": beside, "ranks": ranks, "links": links}
 
 
 def renewed(text):
