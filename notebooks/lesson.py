@@ -32,10 +32,12 @@ from generate_ragged import Flat
 from model import Head
 from paging import PagedScheduler
 from request import Request
-from toolbox import sights
+from toolbox import page, sights
 from toolbox.check import Check, summary
 from toolbox.load import load
+from toolbox.recorder import record
 from toolbox.stages import STAGES
+from toolbox.trace import Trace
 from toolbox.traps import broken, swapped
 from toolbox.xray import XRay, sights_at
 
@@ -96,8 +98,13 @@ def word(request, position):
 
 
 def run(stage, requests, **knobs):
-    """Runs a stage on copies of `requests`. Returns its trace; trace.requests are the copies."""
-    return STAGES[stage](model, copies_of(requests), **knobs)
+    """
+    Runs a stage on copies of `requests`. Returns its trace; trace.requests are the copies. It is
+    recorded as well, while a bug that was put in is still there, so that show(trace) can draw it.
+    """
+    trace = STAGES[stage](model, copies_of(requests), **knobs)
+    trace.recording = record(STAGES[stage], model, requests, trace, model, **knobs).recording
+    return trace
 
 
 def look(stage, requests, step, number=0, **knobs):
@@ -106,7 +113,14 @@ def look(stage, requests, step, number=0, **knobs):
 
 
 def show(seen, label=None):
-    """Draws what each token sees: show({title: Sight, ...}), side by side. label=word: as text."""
+    """
+    Draws what each token sees: show({title: Sight, ...}), side by side. label=word: as text.
+    Of a run, show(trace) is a page to step through; show({title: trace, ...}) compares two.
+    """
+    runs = {seen.stage: seen} if isinstance(seen, Trace) else seen
+    if all(isinstance(trace, Trace) for trace in runs.values()):
+        return page.inline({title: trace.recording.trace for title, trace in runs.items()},
+                           tokenizer)
     return sights.draw(seen, label=label)
 
 
