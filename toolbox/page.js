@@ -1,192 +1,50 @@
-"use strict";
-// Replays recorded runs. Top to bottom: the runs, the state and its address, the panels, the
+// Draws the runs of runs.js. Top to bottom: the state and the address that says it, the panels, the
 // controls. Whatever comes from a prompt enters the page as textContent, never as HTML.
 
-// --- the runs -----------------------------------------------------------------------------------
-
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const RUNS = new Map(DATA.runs.map(run => [run.name, prepare(run)]));
-const COUNTS = ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "padded_keys",
-                "score_entries", "useful_scores", "copied_bytes", "ms"];
-
-// Adds what is looked up often: passes of each step, running totals, and each request's events.
-function prepare(run) {
-  const p = run.passes, n = p.step.length;
-  p.slots = p.shape.map(shape => shape.reduce((a, b) => a * b));
-  run.steps = [];                        // {step, passes: [...], start, end}, only those with a pass
-  for (let i = 0; i < n; i++) {
-    const last = run.steps.at(-1);
-    if (last && last.step === p.step[i]) last.passes.push(i);
-    else run.steps.push({step: p.step[i], passes: [i], start: p.start[i]});
-  }
-  for (const request of run.requests) {
-    request.prompt = DATA.prompts[request.prompt];
-    request.tokens = [...request.prompt, ...request.generated];
-    request.work = [];                   // [pass, first, n, reached before]
-    request.rooms = [];                  // [pass, capacity, block table or null]
-    request.resets = [];                 // [pass, tokens in the cache]
-  }
-  for (let i = 0; i < n; i++) {
-    for (let j = 0; j < p.work[i].length; j += 3) {
-      const [r, first, count] = p.work[i].slice(j, j + 3), work = run.requests[r].work;
-      const before = work.at(-1);
-      work.push([i, first, count, before ? Math.max(before[3], before[1] + before[2]) : 0]);
-    }
-    for (const [r, room] of Object.entries(p.room[i] ?? {})) run.requests[r].rooms.push([i, room]);
-    for (const [r, c] of Object.entries(p.computed[i] ?? {})) run.requests[r].resets.push([i, c]);
-  }
-  run.kept = Object.entries(p.kept).map(([i, pages]) => [Number(i), pages]);
-  const tokenTimes = run.requests.flatMap(request => request.ms);
-  run.steps.forEach((step, k) => {
-    const last = step.passes.at(-1);
-    step.end = run.steps[k + 1]?.start ?? tokenTimes.reduce((a, b) => Math.max(a, b),
-                                                            step.start + p.ms[last]);
-  });
-  run.totals = {};                       // name -> sums over the passes 0..i
-  for (const name of ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "padded_keys",
-                      "score_entries", "useful_scores", "copied_bytes", "ms"]) {
-    let sum = 0;
-    run.totals[name] = p[name].map(value => sum += value);
-  }
-  run.mostTokens = Math.max(...run.steps.map(step => tokensOf(run, step)));
-  return run;
-}
-
-function tokensOf(run, step) {           // computed for running requests in a step
-  let sum = 0;
-  for (const i of step.passes) {
-    for (let j = 2; j < run.passes.work[i].length; j += 3) sum += run.passes.work[i][j];
-  }
-  return sum;
-}
-
-// The last of `events`, sorted by their first entry, at or before `key`.
-function last(events, key) {
-  let low = 0, high = events.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (events[middle][0] <= key) low = middle + 1; else high = middle;
-  }
-  return events[low - 1];
-}
-
-function countUpTo(sorted, value) {
-  let low = 0, high = sorted.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle] <= value) low = middle + 1; else high = middle;
-  }
-  return low;
-}
-
-const decoder = new TextDecoder(), encoder = new TextEncoder();
-
-function textOf(tokens) {
-  if (!DATA.vocabulary) return tokens.length + " tokens";
-  const pieces = tokens.map(id => DATA.vocabulary[id]);
-  if (pieces.every(piece => typeof piece === "string")) return pieces.join("");
-  // a character may be spread over several tokens
-  return decoder.decode(Uint8Array.from(pieces.flatMap(
-    piece => typeof piece === "string" ? [...encoder.encode(piece)] : piece)));
-}
-
-function word(run, owner, position) {    // a token, short
-  const request = run.requests[owner];
-  if (state.cells === "position" || !DATA.vocabulary) {
-    return state.cells === "position" ? String(position) : request.name + position;
-  }
-  const piece = DATA.vocabulary[request.tokens[position]];
-  if (typeof piece !== "string") return piece.map(byte => byte.toString(16)).join(" ");
-  return piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ /, "␣");
-}
-
-// What is known of a run at a step: the pass that ends it, and whether a pass runs at all.
-function momentOf(run) {
-  const value = ticks[state.tick], byStep = state.clock === "step";
-  let k = 0;
-  if (byStep) k = countUpTo(run.steps.map(step => step.step), value) - 1;
-  else k = Math.min(countUpTo(run.steps.map(step => step.end), value - 1e-9), run.steps.length - 1);
-  const step = run.steps[k];
-  const busy = step && (byStep ? step.step === value : value <= step.end + 1e-9);
-  return {k, step: byStep ? value : step.step, passes: busy ? step.passes : [],
-          pass: step ? step.passes.at(-1) : -1, over: k === run.steps.length - 1 && !busy};
-}
-
-function stateOf(run, request, now) {
-  const tokens = countUpTo(request.steps, now.step);
-  const work = last(request.work, now.pass), end = work ? work[1] + work[2] : 0;
-  const reset = last(request.resets, now.pass), holds = last(request.rooms, now.pass)?.[1] ?? null;
-  const computed = reset && (!work || reset[0] > work[0]) ? reset[1] : end;
-  const all = tokens === request.generated.length && work === request.work.at(-1);
-  const active = Boolean(work) && now.passes.includes(work[0]);
-  const result = {tokens, computed, holds, active, kind: "waiting", words: "○ waiting"};
-  const prompt = request.prompt.length;
-  if (request.arrival > now.step) {
-    Object.assign(result, {kind: "absent", words: `– arrives at ${request.arrival}`});
-  } else if (all && request.reason && (tokens || now.step >= request.arrival)) {
-    Object.assign(result, {kind: "done", words: `■ done (${request.reason})`});
-  } else if (active || (work && (holds !== null || !run.pool))) {
-    const again = active && end <= work[3];
-    const far = Math.min(computed, prompt);
-    const kind = again ? "recomputed" : tokens && computed >= prompt && work[1] >= prompt ? "decode" : "prefill";
-    const words = {recomputed: `↻ computed again, ${end} of ${work?.[3]}`, decode: "● decoding",
-                   prefill: `◐ prefilling ${far}/${prompt}`}[kind];
-    Object.assign(result, {kind, words});
-  } else if (work) {
-    Object.assign(result, {kind: "preempted", words: "↺ preempted"});
-  }
-  return result;
-}
-
-// --- the state, and the address that says it ------------------------------------------------------
-
 const names = [...RUNS.keys()];
-const state = {run: names[0], beside: "", clock: "step", tick: 0, slot: null, stop: null,
-               cells: "token"};
-let ticks = [];                          // of the clock: steps, or milliseconds at which a step ends
-let pointed = null;                      // slot under the mouse or the keyboard: "view.pass.row.column"
+const state = {run: names[0], beside: "", clock: "step", tick: 0, slot: null, stop: null, cells: "token"};
+let ticks = [];       // of the clock: the steps of the shown runs, or the milliseconds at which they end
+let pointed = null;   // the slot under the mouse or the keyboard; state.slot is the one that is held
+let views = [];       // for each run that is shown {run, number, panels: {name: element}, now, states}
 const inFrame = location.protocol === "about:";   // a notebook's frame has no address of its own
+const $ = id => document.getElementById(id);
+
+// --- the state, and the address -------------------------------------------------------------------
 
 const shown = () => [state.run, state.beside].filter(Boolean).map(name => RUNS.get(name));
+const valueOf = step => state.clock === "step" ? step.step : step.end;
 
 function setTicks(value) {
-  const steps = shown().flatMap(run => run.steps);
-  ticks = [...new Set(steps.map(step => state.clock === "step" ? step.step : step.end))];
-  ticks.sort((a, b) => a - b);
-  state.tick = Math.max(0, countUpTo(ticks, value + 1e-9) - 1);
+  const values = shown().flatMap(run => run.steps.map(valueOf));
+  ticks = [...new Set(values)].sort((a, b) => a - b);
+  state.tick = Math.max(0, atMost(ticks, value + 1e-6) - 1);
 }
 
 function address() {
   const parts = new URLSearchParams({run: state.run});
+  const {theme} = document.documentElement.dataset;
   if (state.beside) parts.set("beside", state.beside);
   parts.set(state.clock, ticks[state.tick]);
   if (state.slot) parts.set("slot", state.slot);
   if (state.stop !== null) parts.set("stop", state.stop + 1);
   if (state.cells !== "token") parts.set("cells", state.cells);
-  if (document.documentElement.dataset.theme) parts.set("theme", document.documentElement.dataset.theme);
+  if (theme) parts.set("theme", theme);
   return "#" + parts;
 }
 
-function readAddress() {
-  const parts = new URLSearchParams(location.hash.slice(1));
-  const known = (name, otherwise) => RUNS.has(parts.get(name)) ? parts.get(name) : otherwise;
-  state.run = known("run", names[0]);
-  state.beside = known("beside", parts.has("run") ? "" : names.length > 1 ? firstPair()[1] : "");
-  if (!parts.has("run")) state.run = firstPair()[0];
+function readAddress() {                 // whatever it says: what does not exist is left out
+  const parts = new URLSearchParams(location.hash.slice(1)), first = DATA.walk[0]?.show;
+  const begin = parts.has("run") ? [parts.get("run"), parts.get("beside")]
+    : first ? [first.run, first.beside] : names;
+  state.run = RUNS.has(begin[0]) ? begin[0] : names[0];
+  state.beside = RUNS.has(begin[1]) ? begin[1] : "";
   state.clock = parts.has("ms") ? "ms" : "step";
   state.cells = parts.get("cells") === "position" ? "position" : "token";
   setTheme(["dark", "light"].includes(parts.get("theme")) ? parts.get("theme") : "");
   setTicks(Number(parts.get(state.clock)) || 0);
   state.slot = slotNamed(parts.get("slot")) ? parts.get("slot") : null;
-  const stop = Number(parts.get("stop")) - 1;
-  state.stop = DATA.walk[stop] ? stop : null;
+  state.stop = DATA.walk[parts.get("stop") - 1] ? parts.get("stop") - 1 : null;
   build();
-}
-
-// Two stages that differ, to begin with: the first stop's, or else the first run alone.
-function firstPair() {
-  const show = DATA.walk[0]?.show;
-  return show ? [show.run, show.beside ?? ""] : [names[0], names[1] ?? ""];
 }
 
 function go(tick) {                      // to another moment
@@ -197,25 +55,37 @@ function go(tick) {                      // to another moment
   render();
 }
 
-function show(change) {                  // other runs, or another clock, at the same moment
-  const value = ticks[state.tick];
-  const step = momentOf(RUNS.get(state.run)).step;
-  const sameClock = !change.clock || change.clock === state.clock;
-  Object.assign(state, change, {slot: null, stop: null});
-  const run = RUNS.get(state.run), k = Math.max(0, countUpTo(run.steps.map(s => s.step), step) - 1);
-  setTicks(sameClock ? value : state.clock === "ms" ? run.steps[k].end : step);
+function change(what) {                  // other runs, or another clock, at the same moment
+  const value = ticks[state.tick], {k} = momentOf(RUNS.get(state.run), state.clock, value);
+  const step = RUNS.get(state.run).steps[Math.max(k, 0)];
+  Object.assign(state, what, {slot: null, stop: null});
+  pointed = null;
+  setTicks(what.clock ? valueOf(step) : value);
   build();
 }
 
-// --- small helpers for the DOM --------------------------------------------------------------------
+function visit(i) {                      // a stop of the walk
+  const {run, beside, step, slot} = DATA.walk[i].show;
+  Object.assign(state, {run, beside: beside ?? "", clock: "step", slot: slot ?? null, stop: i});
+  pointed = null;
+  setTicks(step);
+  build();
+  document.querySelector(".look")?.scrollIntoView({block: "nearest"});
+}
+
+// A slot's name is "view.pass.row.column". Its four numbers, if there is such a slot.
+function slotNamed(name) {
+  const parts = (name ?? "").split(".").map(Number), run = shown()[parts[0]];
+  return parts.length === 4 && run && slotAt(run, ...parts.slice(1)) ? parts : null;
+}
+
+// --- words and elements ---------------------------------------------------------------------------
 
 function element(tag, properties = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(properties)) {
-    if (name === "style") node.style.cssText = value;
-    else if (name in node) node[name] = value;
-    else node.setAttribute(name, value);
-  }
+  const node = document.createElement(tag), {style, data, ...others} = properties;
+  if (style) node.style.cssText = style;
+  Object.assign(node.dataset, data);
+  Object.assign(node, others);
   node.append(...children);
   return node;
 }
@@ -223,645 +93,485 @@ function element(tag, properties = {}, ...children) {
 const number = n => n.toLocaleString("en-US");
 const ms = x => x.toLocaleString("en-US", {minimumFractionDigits: 1, maximumFractionDigits: 1}) + " ms";
 const plural = (n, what) => `${number(n)} ${what}${n === 1 ? "" : what.endsWith("s") ? "es" : "s"}`;
+const percent = (n, of, what) => of ? `${Math.round(100 * n / of)}% of ${what}` : "";
+const mean = values => values.reduce((a, b) => a + b, 0) / values.length;
+const largest = values => values.reduce((a, b) => Math.max(a, b), 0);
+const soft = text => element("p", {className: "soft"}, text);
+const bold = text => element("b", {}, text);
+const part = (kind, share, properties) => element(
+  "span", {className: kind, style: `width: ${100 * share}%`, ...properties});
 
 // --- the panels -----------------------------------------------------------------------------------
 
-const PANELS = {run: drawRun, timeline: drawTimeline, plan: drawPlan, bill: drawBill,
-                tensor: drawTensor, sees: drawSees, requests: drawRequests, memory: drawMemory};
-const TITLES = {run: "The run", timeline: "Timeline", plan: "Plan of this step", bill: "Bill so far",
-                tensor: "Tensor", sees: "Who sees whom", requests: "Requests", memory: "Memory"};
-let views = [];                          // one for each run: {run, number, panels: {name: element}}
+const PANELS = {timeline: "Timeline", plan: "Plan of this step", tensor: "Tensor", sees: "Who sees whom",
+                bill: "Bill so far", memory: "Memory", requests: "Requests"};
 
-function build() {                       // the panels of the shown runs, then everything in them
-  const main = document.getElementById("views");
-  main.className = shown().length === 2 ? "two" : "one";
-  views = shown().map((run, i) => ({run, number: i, panels: {}}));
+function build() {                       // everything anew: other runs, another width or theme
+  const main = $("views");
+  views = shown().map((run, number) => ({run, number, panels: {}, rows: new Map()}));
+  main.className = views.length === 2 ? "two" : "one";
   main.replaceChildren();
-  for (const name of Object.keys(PANELS)) {
+  for (const [name, title] of Object.entries(PANELS)) {
     for (const view of views) {
-      const heading = element("h2", {}, TITLES[name]);
+      const heading = element("h2", {}, title);
       if (views.length === 2) heading.append(element("small", {}, " · " + view.run.name));
-      const body = element("div", {className: "body"});
-      const panel = element("section", {className: "panel " + name, style: `--area: ${name}`}, heading, body);
-      panel.setAttribute("aria-label", `${TITLES[name]}, ${view.run.name}`);
-      view.panels[name] = body;
-      main.append(panel);
+      view.panels[name] = element("div");
+      main.append(element("section", {className: "panel " + name, style: `--area: ${name}`,
+                                      ariaLabel: `${title}, ${view.run.name}`}, heading, view.panels[name]));
     }
   }
-  for (const view of views) {
-    drawRun(view);
-    drawTimeline(view);
-  }
+  views.forEach(drawTimeline);
   render();
 }
 
 function render() {                      // what depends on the moment
   for (const view of views) {
-    const now = view.now = momentOf(view.run);
-    moveCursor(view);
-    view.states = view.run.requests.map(request => stateOf(view.run, request, now));
-    drawPlan(view);
-    drawTensor(view);
-    drawRequests(view);
-    drawMemory(view);
-    drawBill(view);
+    view.now = momentOf(view.run, state.clock, ticks[state.tick]);
+    view.states = view.run.requests.map(request => stateOf(view.run, request, view.now));
+    for (const draw of [moveCursor, drawPlan, drawTensor, drawBill, drawRequests, drawMemory]) draw(view);
   }
   drawPointed();
   drawControls();
   if (!inFrame) history.replaceState(null, "", address());
 }
 
-function drawRun({run, panels}) {
-  const knobs = Object.entries(run.knobs).filter(([, value]) => value !== null)
-    .map(([name, value]) => `${name} ${value}`).join(", ");
-  const check = element("p", {className: run.check.wrong && Object.keys(run.check.wrong).length ? "bad" : ""},
-    element("b", {}, "Check: "), run.check.summary);
-  for (const [name, detail] of Object.entries(run.check.wrong ?? {})) {
-    check.append(element("br"), `WRONG: ${name}: ${detail}`);
-  }
-  const {left_out, wrong, sentences} = run.xray;
-  const xray = element("p", {className: wrong ? "bad" : ""}, element("b", {}, "X-ray: "),
-    left_out ? `left out, since ${left_out}`
-    : wrong ? `${plural(wrong, "token")} saw what no token may see: ${sentences.join("; ")}; …`
-    : "every token saw its own request up to itself, and nothing else");
-  panels.run.replaceChildren(element("p", {}, run.idea),
-    element("p", {className: "soft"}, [knobs, run.place].filter(Boolean).join(" · ")), check, xray);
+// What the run was, and whether it was right.
+function verdicts({idea, knobs, place, check, xray}) {
+  const line = (name, wrong, ...text) => element("p", {className: wrong ? "bad" : "fine"},
+                                                 bold(name + ": "), ...text);
+  const details = Object.entries(check.wrong ?? {}).map(([name, detail]) => ` WRONG: ${name}: ${detail}.`);
+  const set = Object.entries(knobs).filter(([, value]) => value !== null).map(entry => entry.join(" "));
+  return [element("p", {}, idea), soft([...set, place].join(", ")),
+          line("Check", details.length, check.summary, ...details),
+          line("X-ray", xray.wrong, xray.left_out ? `left out: ${xray.left_out}`
+            : xray.wrong ? `${plural(xray.wrong, "time")} a token saw what it must not: ${xray.sentences.join("; ")} …`
+            : "every token saw its own request up to itself, and nothing else")];
 }
 
-// The timeline: a row for each request, a column for each step, as in the repository's pictures.
+// The timeline: a row for each request and a column for each step, as in the repository's pictures.
 
-const ROOM = {band: 40, axis: 16};
-const inkOf = name => {                  // a colour as the theme resolves it
-  const probe = element("span", {style: `color: var(--${name})`});
-  document.body.append(probe);
-  const color = getComputedStyle(probe).color;
+const BAND = 36, AXIS = 16;              // pixels: the slots of each step, and the numbers below
+
+function inkOf(name) {                   // a colour of page.css as the theme resolves it
+  const probe = document.body.appendChild(element("span", {style: `color: var(--${name})`}));
+  const {color} = getComputedStyle(probe);
   probe.remove();
   return color;
-};
-
-function hatching(context, color, angles) {
-  const tile = element("canvas", {width: 6, height: 6}), pen = tile.getContext("2d");
-  pen.strokeStyle = color;
-  for (const up of angles) {
-    for (const shift of [-6, 0, 6]) {
-      pen.moveTo(shift, up ? 6 : 0);
-      pen.lineTo(shift + 6, up ? 0 : 6);
-    }
-  }
-  pen.stroke();
-  return context.createPattern(tile, "repeat");
 }
 
-const axisEnd = () => Math.max(...shown().map(run => {
-  const step = run.steps.at(-1);
-  return state.clock === "step" ? step.step + 1 : step.end;
-}));
-const spanOf = step => state.clock === "step" ? [step.step, step.step + 1] : [step.start, step.end];
+function hatching(pen, color, ...directions) {
+  const tile = element("canvas", {width: 6, height: 6}), stroke = tile.getContext("2d");
+  stroke.strokeStyle = color;
+  for (const up of directions) {
+    for (const x of [-6, 0, 6]) {
+      stroke.moveTo(x, up ? 6 : 0);
+      stroke.lineTo(x + 6, up ? 0 : 6);
+    }
+  }
+  stroke.stroke();
+  return pen.createPattern(tile, "repeat");
+}
+
+function painter(pen) {                  // paint(kind, x, y, width, height)
+  const fills = {prefill: [inkOf("prefill")], decode: [inkOf("decode")], recomputed: [inkOf("recomputed")],
+                 pad: [inkOf("blank"), hatching(pen, inkOf("stripe"), true)],
+                 finished: [inkOf("finished"), hatching(pen, "#ffffffb0", true, false)]};
+  return (kind, x, y, width, height) => {
+    for (const fill of fills[kind]) {
+      pen.fillStyle = fill;
+      pen.fillRect(x, y, width, height);
+    }
+    pen.fillStyle = kind === "decode" ? "#ffffffb0" : "#000000aa";   // marks for a grey print
+    if (kind === "decode" && height > 5) pen.fillRect(x, y + height - 3, width, 1);
+    if (kind === "recomputed" && height > 3) pen.fillRect(x + width / 2 - 1, y + height / 2 - 1, 2, 2);
+  };
+}
 
 function drawTimeline(view) {
-  const {run, panels: {timeline}} = view;
-  const rows = run.requests.length, high = Math.max(1, Math.min(13, Math.floor(240 / rows)));
-  const labels = high >= 10 ? 8 + 7 * Math.max(...run.requests.map(r => Math.min(r.name.length, 8))) : 0;
-  const canvas = element("canvas", {role: "img"});
-  canvas.setAttribute("aria-label", `Every request at every step; ${plural(run.steps.length, "step")}`);
-  const cursor = element("div", {className: "cursor"});
-  const box = element("div", {className: "box"}, canvas, cursor);
-  timeline.replaceChildren(box);
-  const wide = box.clientWidth || 300, tall = rows * high + 6 + ROOM.band + ROOM.axis;
-  const ratio = window.devicePixelRatio || 1;
-  canvas.width = wide * ratio;
-  canvas.height = tall * ratio;
-  canvas.style.height = tall + "px";
-  const pen = canvas.getContext("2d");
+  const {run, panels: {timeline}} = view, {passes, requests} = run;
+  const high = Math.max(1, Math.min(13, Math.floor(240 / requests.length)));
+  const labels = high > 9 ? Math.max(36, 8 + 7 * largest(requests.map(({name}) => Math.min(name.length, 8)))) : 0;
+  const canvas = element("canvas", {ariaLabel: `every request in each of ${plural(run.steps.length, "step")}`});
+  canvas.setAttribute("role", "img");
+  view.cursor = element("div", {className: "cursor"});
+  view.box = element("div", {className: "box"}, canvas, view.cursor);
+  timeline.replaceChildren(view.box, ...verdicts(run));
+
+  const floor = requests.length * high + 6 + BAND, wide = view.box.clientWidth || 300;
+  const ratio = window.devicePixelRatio || 1, pen = canvas.getContext("2d");
+  Object.assign(canvas, {width: wide * ratio, height: (floor + AXIS) * ratio});
+  canvas.style.height = floor + AXIS + "px";
   pen.scale(ratio, ratio);
-  const end = axisEnd(), x = value => labels + (wide - labels - 2) * value / end;
-  Object.assign(view, {x, box, cursor, labels, wide, end});
-
-  const color = Object.fromEntries(["prefill", "decode", "recomputed", "finished", "blank", "waiting",
-                                    "ink", "soft", "line"].map(name => [name, inkOf(name)]));
-  const hatch = {blank: hatching(pen, inkOf("stripe"), [true]),
-                 finished: hatching(pen, "#ffffffb0", [true, false])};
-  const paint = (kind, left, top, width, height) => {
-    for (const fill of [color[kind], hatch[kind]]) {
-      if (fill) { pen.fillStyle = fill; pen.fillRect(left, top, width, height); }
-    }
-    pen.fillStyle = kind === "decode" ? "#ffffffcc" : "#000000aa";   // marks for grey readers
-    if (kind === "decode" && height >= 5 && width >= 2) pen.fillRect(left, top + height - 3, width, 1);
-    if (kind === "recomputed" && height >= 5) pen.fillRect(left + width / 2 - 1, top + height / 2 - 1, 2, 2);
+  const end = largest(shown().map(({steps}) => valueOf(steps.at(-1)) + (state.clock === "step")));
+  const x = value => labels + (wide - labels - 2) * value / end;
+  view.valueAt = pixels => end * (pixels - labels) / (wide - labels - 2);
+  view.across = step => {                // [left, width] of its column
+    const [from, to] = state.clock === "step" ? [step.step, step.step + 1] : [step.start, step.end];
+    if (x(to) - x(from) < 3) return [x(from), Math.max(0.6, x(to) - x(from))];
+    const left = Math.round(x(from)), width = Math.round(x(to)) - left;   // sharp edges
+    return [left, width > 6 ? width - 1 : width];
   };
+  const paint = painter(pen), ink = inkOf("ink"), waiting = inkOf("waiting"), thick = high > 4 ? high - 1 : high;
+  Object.assign(pen, {font: "11px system-ui, sans-serif", textBaseline: "middle"});
 
-  pen.font = "11px system-ui, sans-serif";
-  pen.textBaseline = "middle";
-  run.requests.forEach((request, r) => {
-    const top = r * high, middle = top + high / 2;
-    pen.fillStyle = color.ink;
-    if (labels) pen.fillText(request.name.slice(0, 8), 0, middle);
-    let since = state.clock === "step" ? request.arrival : request.arrived;
-    for (const [pass, first, n, reached] of request.work) {
-      const step = run.steps[last(run.stepOfPass ??= run.steps.map((s, k) => [s.passes[0], k]), pass)[1]];
-      const [from, to] = spanOf(step), left = x(from), width = Math.max(x(to) - left - (x(to) - left > 4 ? 1 : 0), 0.5);
-      if (from > since) {
-        pen.fillStyle = color.waiting;
-        pen.fillRect(x(since), middle - 0.5, left - x(since), 1);
-      }
-      since = to;
-      const shape = run.passes.shape[pass];
-      const own = shape.length === 2 && shape[0] === run.passes.work[pass].length / 3 + run.passes.finished[pass].length;
-      const slots = own ? shape[1] : n, again = Math.max(0, Math.min(reached, first + n) - first);
-      const full = high >= 4 ? high - 1 : high;
-      let y = top;
+  requests.forEach((request, r) => {
+    let since = x(state.clock === "step" ? request.arrival : request.arrived);
+    pen.fillStyle = ink;
+    if (labels) pen.fillText(request.name.slice(0, 8), 0, (r + 0.5) * high);
+    for (const [pass, first, n, reached, step] of request.work) {
+      const [left, width] = view.across(run.stepOf.get(step)), shape = passes.shape[pass];
+      pen.fillStyle = waiting;
+      if (left > since) pen.fillRect(since, (r + 0.5) * high - 0.5, left - since, 1);
+      since = left + width;
+      // Its row in the tensor, if it has one of its own: tokens above, pads below.
+      const inPass = passes.work[pass].length / 3 + (passes.finished[pass]?.length ?? 0);
+      const again = Math.max(0, Math.min(reached, first + n) - first), slots = shape.length === 2 && shape[0] === inPass ? shape[1] : n;
+      let y = r * high;
       for (const [kind, count] of [["recomputed", again],
-                                   [first + again >= request.prompt.length ? "decode" : "prefill", n - again],
-                                   ["blank", slots - n]]) {
-        if (count) paint(kind, left, y, width, full * count / slots);
-        y += full * count / slots;
+          [first + again < request.prompt.length ? "prefill" : "decode", n - again], ["pad", slots - n]]) {
+        if (count) paint(kind, left, y, width, thick * count / slots);
+        y += thick * count / slots;
       }
     }
   });
-  const most = Math.max(...shown().flatMap(other => other.steps.map(step => sum(other, "slots", step))));
-  const floor = rows * high + 6 + ROOM.band;
-  run.steps.forEach(step => {
-    const [from, to] = spanOf(step), left = x(from), width = Math.max(x(to) - left - (x(to) - left > 4 ? 1 : 0), 0.5);
+  const most = largest(shown().flatMap(other => other.steps.map(step => inStep(other, "slots", step))));
+  for (const step of run.steps) {
+    const [left, width] = view.across(step);
     for (const pass of step.passes) {
-      for (const r of run.passes.finished[pass]) paint("finished", left, r * high, width, high >= 4 ? high - 1 : high);
+      for (const r of passes.finished[pass] ?? []) paint("finished", left, r * high, width, thick);
     }
     let y = floor;
-    for (const [kind, name] of [["decode", "useful"], ["recomputed", "recomputed"], ["blank", "pad_slots"],
+    for (const [kind, name] of [["decode", "useful"], ["recomputed", "recomputed"], ["pad", "pad_slots"],
                                 ["finished", "finished_slots"]]) {
-      const height = ROOM.band * sum(run, name, step) / most;
+      const height = BAND * inStep(run, name, step) / most;
       y -= height;
       if (height) paint(kind, left, y, width, height);
     }
-  });
-  pen.fillStyle = color.soft;
-  if (labels) pen.fillText("slots", 0, floor - ROOM.band / 2);
+  }
+  pen.fillStyle = inkOf("soft");
+  if (labels) pen.fillText("slots", 0, floor - BAND / 2);
   pen.fillRect(labels, floor, wide - labels, 1);
-  const unit = niceUnit(end * 60 / (wide - labels));
+  const least = 60 * end / (wide - labels), power = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
+  const unit = [1, 2, 5, 10].map(factor => factor * power).find(unit => unit >= least);
   for (let value = 0; value < end; value += unit) {
     pen.fillRect(x(value), floor, 1, 4);
-    pen.fillText(number(value) + (value === 0 ? (state.clock === "step" ? " steps" : " ms") : ""), x(value) + 3, floor + 10);
+    pen.fillText(number(value) + (value ? "" : state.clock === "step" ? " steps" : " ms"), x(value) + 3, floor + 10);
   }
 }
 
-const sum = (run, name, step) => step.passes.reduce((total, i) => total + run.passes[name][i], 0);
-
-function niceUnit(least) {
-  const power = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
-  return [1, 2, 5, 10].map(m => m * power).find(unit => unit >= least);
+function moveCursor({run, now, cursor, across}) {
+  const step = run.steps[Math.max(now.k, 0)], [left, width] = across(step);
+  cursor.style.left = (now.passes.length ? left : left + width) - 2 + "px";
+  cursor.style.width = (now.passes.length ? width : 0) + 4 + "px";
 }
 
-function moveCursor({run, x, cursor, now}) {
-  const value = ticks[state.tick];
-  const step = run.steps[now.k];
-  const [from, to] = now.over || !step ? [value, value] : spanOf(step);
-  cursor.style.left = x(from) - 2 + "px";
-  cursor.style.width = Math.max(4, x(to) - x(from) + 3) + "px";
-}
+// The plan: the token budget as a bar. Decodes come first, then chunks of prompts.
 
-// The plan: the token budget as a bar.
-
-function drawPlan({run, now, panels}) {
-  const budget = run.knobs.token_budget ?? null, scale = Math.max(budget ?? 0, run.mostTokens);
-  const bar = element("div", {className: "bar"}), parts = [];
-  for (const i of now.passes) {
-    for (let j = 0; j < run.passes.work[i].length; j += 3) {
-      const [r, first, n] = run.passes.work[i].slice(j, j + 3), request = run.requests[r];
-      const reached = last(request.work, i)[3];
-      const kind = first < reached ? "recomputed" : first >= request.prompt.length ? "decode" : "prefill";
-      parts.push({kind, n, name: request.name});
-      const label = n * 40 > scale ? `${request.name} ${n > 1 ? n : ""}` : "";
-      bar.append(element("span", {className: kind, title: `${request.name}: ${plural(n, "token")}, ${DATA.names[kind]}`,
-                                  style: `width: ${100 * n / scale}%`}, label));
+function drawPlan({run, now, panels: {plan}}) {
+  const budget = run.knobs.token_budget, scale = Math.max(budget ?? 0, run.mostTokens);
+  const bar = element("div", {className: "bar"}), chunks = [];
+  let tokens = 0, decodes = 0;
+  for (const pass of now.passes) {
+    for (const [r, first, n] of threes(run.passes.work[pass])) {
+      const {name, prompt, work} = run.requests[r];
+      const kind = first < last(work, pass)[3] ? "recomputed" : first < prompt.length ? "prefill" : "decode";
+      const title = `${name}: ${plural(n, "token")}, ${DATA.names[kind]}`;
+      tokens += n;
+      if (kind === "decode") decodes++; else chunks.push(`${name} (${n})`);
+      bar.append(part(kind, n / scale, {title, textContent: n > scale / 24 ? `${name}: ${n}` : ""}));
     }
   }
-  const tokens = parts.reduce((total, part) => total + part.n, 0);
-  const count = kind => parts.filter(part => part.kind === kind);
-  const chunks = parts.filter(part => part.kind !== "decode");
-  const words = !now.passes.length ? (now.over ? "All requests are done: nothing is computed." : "Nothing is computed in this step.")
-    : (budget ? `${tokens} of ${plural(budget, "token")}: ` : `${plural(tokens, "token")}: `)
-      + [count("decode").length && plural(count("decode").length, "decode"),
-         chunks.length && "prefill of " + chunks.slice(0, 6).map(part => `${part.name} (${part.n})`).join(", ")
-           + (chunks.length > 6 ? ", …" : "")].filter(Boolean).join(", then ") + ".";
-  panels.plan.replaceChildren(bar, element("p", {}, words),
-    element("p", {className: "soft"}, budget ? `token budget ${budget}` : `This stage has no token budget; the bar is as long as its largest step, ${plural(scale, "token")}.`));
+  const prefills = chunks.length && "prefill of " + chunks.slice(0, 8).join(", ") + (chunks.length > 8 ? ", …" : "");
+  const items = [decodes && plural(decodes, "decode"), prefills].filter(Boolean).join(", then ");
+  const of = budget ? `${tokens} of ${plural(budget, "token")}, the token budget` : `${plural(tokens, "token")}, without a budget`;
+  plan.replaceChildren(bar, element("p", {}, now.passes.length ? `${of}: ${items}.` : nothing(now)));
 }
 
-// The tensor: every slot of every pass, in its true shape.
+const nothing = now => now.over ? "This run is over: all its requests are done."
+  : "Nothing is computed: no request has arrived.";
 
-// {owner, position, n, sees, pads, blanks, shift, kind} of a slot; see toolbox/recorder.py.
-function slotAt(run, pass, row, column) {
-  let start = 0;
-  for (const slots of run.passes.rows[pass][row] ?? []) {
-    const [owner, first, n, sees = null, grows = 1, pads = 0, blanks = 0, shift = 0] = slots;
-    if (column < start + n) {
-      const k = column - start, ranges = [];
-      for (let i = 0; i < (sees?.length ?? 0); i += 3) ranges.push(sees.slice(i, i + 3));
-      if (ranges.length) ranges.at(-1)[2] += grows * k;
-      const position = owner >= 0 ? first + k : 0;
-      return {owner, position, ranges: sees && ranges, pads, blanks, shift,
-              kind: kindOf(run, pass, owner, position)};
-    }
-    start += n;
-  }
-  return null;
-}
-
-function kindOf(run, pass, owner, position) {
-  if (owner < 0) return owner === -1 ? "pad" : "finished";
-  const request = run.requests[owner];
-  if (position < last(request.work, pass)[3]) return "recomputed";
-  return position < request.prompt.length ? "prefill" : "decode";
-}
-
-function slotNamed(name) {               // "view.pass.row.column" -> its parts, if there is such a slot
-  const parts = (name ?? "").split(".").map(Number), run = shown()[parts[0]];
-  return parts.length === 4 && run && run.passes.rows[parts[1]] && slotAt(run, ...parts.slice(1)) ? parts : null;
-}
+// The tensor: every slot of every pass of the step, in its true shape.
 
 function drawTensor(view) {
-  const {run, now, panels: {tensor}} = view;
-  const wide = tensor.clientWidth - 6;
-  view.slots = new Map();
-  const parts = now.passes.map((i, k) => {
-    const p = run.passes, rows = p.rows[i], width = p.shape[i].at(-1), flat = p.shape[i].length === 1;
-    const labels = flat ? 0 : 4 + 7.5 * Math.max(...rows.map(row => Math.min(8, rowName(run, row).length)));
-    const cell = Math.max(5, Math.min(64, Math.floor((wide - labels) / width) - 1));
-    const grid = element("div", {className: "grid", tabIndex: 0, role: "application",
-      style: `--high: ${rows.length > 16 ? 13 : 22}px; grid-template-columns: ${flat ? "" : labels + "px "}repeat(${width}, ${cell}px)`});
-    grid.setAttribute("aria-label", "Slots of the tensor; the arrow keys move from slot to slot");
-    grid.dataset.pass = i;
-    grid.dataset.view = view.number;
-    if (flat) {
-      for (const [owner, , n] of mergeOwners(rows[0])) {
-        grid.append(element("span", {className: "name above", style: `grid-column: span ${n}`}, run.requests[owner].name));
+  const {run, now, panels: {tensor}} = view, p = run.passes;
+  view.slots = new Map();                // a slot's name -> its element
+  const parts = now.passes.map((pass, k) => {
+    const counts = [["useful", "useful"], ["recomputed", "computed again"], ["pad_slots", "pads"],
+                    ["finished_slots", "finished"]].filter(([name]) => p[name] && p[name][pass]);
+    const text = `${now.passes.length > 1 ? `, pass ${k + 1} of ${now.passes.length}` : ""}: ${plural(p.slots[pass], "slot")}, `
+      + counts.map(([name, what]) => `${number(p[name][pass])} ${what}`).join(", ") + `; ${ms(p.ms[pass])}`;
+    const shape = `(${p.shape[pass].join(", ")}${p.shape[pass].length === 1 ? "," : ""})`;
+    return element("div", {className: "pass", data: {pass}}, element("p", {}, bold("shape " + shape), text),
+                   element("div", {className: "scroll"}, gridOf(view, pass)));
+  });
+  // Room for the tallest step, so that the panels below stay where they are.
+  run.tallest ??= largest(run.steps.map(step => step.passes.reduce((total, pass) => total + 40
+    + (p.shape[pass].length === 1 ? 45 : p.rows[pass].length * (highOf(p, pass) + 1)), 0)));
+  tensor.style.minHeight = Math.min(run.tallest, 420) + "px";
+  tensor.replaceChildren(...parts.length ? parts : [soft(nothing(now))]);
+}
+
+const highOf = (p, pass) => p.rows[pass].length > 16 ? 13 : 22;   // pixels
+
+function gridOf({run, number, slots, panels}, pass) {
+  const p = run.passes, rows = p.rows[pass], width = p.shape[pass].at(-1), flat = p.shape[pass].length === 1;
+  const nameOf = row => ownersOf(row).map(owner => run.requests[owner].name).join(" ");
+  const labels = flat ? 0 : 4 + 8 * largest(rows.map(row => Math.min(8, nameOf(row).length)));
+  const cell = Math.max(5, Math.min(64, Math.floor((panels.tensor.clientWidth - 6 - labels) / width) - 1));
+  const grid = element("div", {
+    className: "grid", tabIndex: 0, data: {pass, view: number},
+    ariaLabel: "Slots; the arrow keys move from one to the next",
+    style: `--high: ${highOf(p, pass)}px; grid-template-columns: ${flat ? "" : labels + "px "}repeat(${width}, ${cell}px)`});
+  grid.setAttribute("role", "application");
+  for (const owner of flat ? ownersOf(rows[0]) : []) {   // the stream's boundaries
+    const n = rows[0].reduce((sum, run) => sum + (run[0] === owner ? run[2] : 0), 0);
+    const {name} = run.requests[owner], textContent = n * cell > 9 * name.length ? name : "";
+    grid.append(element("span", {className: "name above", title: name, textContent, style: `grid-column: span ${n}`}));
+  }
+  rows.forEach((row, b) => {
+    if (!flat) grid.append(element("span", {className: "name", title: nameOf(row)}, nameOf(row)));
+    let column = 0;
+    for (const [owner, first, n] of row) {
+      for (let k = 0; k < n; k++) {
+        const name = [number, pass, b, column++].join("."), kind = kindOf(run, pass, owner, first + k);
+        const textContent = owner >= 0 && cell > 16 ? word(run, owner, first + k, state.cells) : "";
+        slots.set(name, element("i", {className: "slot " + kind, textContent, data: {slot: name}}));
+        grid.append(slots.get(name));
       }
     }
-    rows.forEach((row, b) => {
-      if (!flat) grid.append(element("span", {className: "name", title: rowName(run, row)}, rowName(run, row)));
-      let column = 0;
-      for (const [owner, first, n] of row) {
-        for (let k = 0; k < n; k++, column++) {
-          const kind = kindOf(run, i, owner, first + k), name = `${view.number}.${i}.${b}.${column}`;
-          const text = owner >= 0 && cell >= 17 ? word(run, owner, first + k) : "";
-          const slot = element("i", {className: "slot " + kind, textContent: text});
-          slot.dataset.slot = name;
-          view.slots.set(name, slot);
-          grid.append(slot);
-        }
-      }
-    });
-    const counts = [["useful", "useful"], ["computed again", "recomputed"], ["pads", "pad_slots"],
-                    ["finished", "finished_slots"]].filter(([, name]) => p[name][i] || name === "useful");
-    const caption = element("p", {}, element("b", {}, `(${p.shape[i].join(", ")})` + (flat ? ",".repeat(0) : "")),
-      ` ${now.passes.length > 1 ? `pass ${k + 1} of ${now.passes.length}: ` : ""}${plural(p.slots[i], "slot")}, `
-      + counts.map(([what, name]) => `${number(p[name][i])} ${what}`).join(", ") + `; ${ms(p.ms[i])}`);
-    return element("div", {className: "pass"}, caption, element("div", {className: "scroll"}, grid));
   });
-  if (!parts.length) parts.push(element("p", {className: "soft"}, now.over ? `This run ended with step ${run.steps.at(-1).step}.` : "No forward pass."));
-  tensor.style.minHeight = tensorHeight(run) + "px";
-  tensor.replaceChildren(...parts);
+  return grid;
 }
 
-// So that the panels below do not move from step to step, the tensor keeps room for its tallest.
-function tensorHeight(run) {
-  run.tallest ??= Math.max(...run.steps.map(step => step.passes.reduce((total, i) => {
-    const rows = run.passes.rows[i].length;
-    return total + 38 + (run.passes.shape[i].length === 1 ? 45 : rows * (rows > 16 ? 14 : 23));
-  }, 0)));
-  return Math.min(run.tallest, 420);
-}
+// Who sees whom: the keys of the slot that is pointed at, or held, and where they are.
 
-function rowName(run, row) {             // of a rectangle's row: the requests in it
-  const owners = new Set(row.filter(([owner]) => owner !== -1).map(([owner]) => owner < -1 ? -2 - owner : owner));
-  return [...owners].map(owner => run.requests[owner].name).join(" ");
-}
-
-function mergeOwners(row) {
-  const merged = [];
-  for (const [owner, first, n] of row) {
-    if (merged.at(-1)?.[0] === owner) merged.at(-1)[2] += n; else merged.push([owner, first, n]);
-  }
-  return merged;
-}
-
-// Who sees whom: the keys of the slot that is pointed at.
-
-// The keys of a slot's row, in their order: [{owner, position, column, past}, ...], owner -1: a pad.
-function keysOf(run, pass, row, slot) {
-  const p = run.passes, keys = [], slots = p.rows[pass][row], flat = p.shape[pass].length === 1;
-  const owners = flat ? [slot.owner] : [...new Set(slots.filter(([owner]) => owner !== -1).map(([owner]) => owner < -1 ? -2 - owner : owner))];
-  const past = owners.flatMap(owner => {
-    const request = run.requests[owner], work = last(request.work, pass);
-    const end = work[0] === pass ? work[1] : work[1] + work[2];
-    return Array.from({length: end}, (_, position) => ({owner, position, past: true}));
-  });
-  for (let i = past.length; i < p.past[pass]; i++) keys.push({owner: -1, past: true});
-  keys.push(...past);
-  let column = 0;
-  for (const [owner, first, n] of slots) {
-    for (let k = 0; k < n; k++, column++) {
-      if (!flat || owner === slot.owner) keys.push({owner, position: first + k, column, past: false});
-    }
-  }
-  return keys;
-}
-
-// Marks each key: "past", "new" (seen, rightly), "pad", "unseen", "wrong" or "missing".
-function markKeys(run, pass, row, slot) {
-  const keys = keysOf(run, pass, row, slot);
-  const sees = (owner, position) => slot.ranges.some(([r, from, to]) => r === owner && from <= position && position < to);
-  const found = new Set();
-  for (const key of keys) {
-    if (key.owner < 0) { key.mark = "pad"; continue; }
-    const seen = sees(key.owner, key.position);
-    const may = slot.owner < 0 || (key.owner === slot.owner && key.position <= slot.position);
-    key.mark = seen ? (may ? (key.past ? "past" : "new") : "wrong") : may && slot.owner >= 0 ? "missing" : "unseen";
-    if (seen) found.add(key.owner + "." + key.position);
-  }
-  for (const [owner, from, to] of slot.ranges) {     // seen, although not in its row at all
-    for (let position = from; position < to; position++) {
-      if (!found.has(owner + "." + position)) keys.push({owner, position, past: true, mark: "wrong"});
-    }
-  }
-  // Pads look alike to the X-ray, which counts them: the last ones are marked.
-  const newPads = keys.filter(key => key.owner < 0 && !key.past), pastPads = keys.filter(key => key.owner < 0 && key.past);
-  const fresh = Math.min(slot.pads, newPads.length), rest = slot.blanks + slot.pads - fresh;
-  for (const key of [...newPads.slice(newPads.length - fresh), ...pastPads.slice(Math.max(0, pastPads.length - rest))]) key.mark = "wrong";
-  return keys;
-}
-
-function drawSees(view, picked) {
-  const {run, panels: {sees}} = view;
-  const box = [];
-  if (run.xray.left_out) {
-    box.push(element("p", {className: "soft"}, `Not measured in this run: ${run.xray.left_out}.`));
-  } else if (!picked) {
-    box.push(element("p", {className: "soft"}, "Point at a slot of the tensor, or tap it, to see which keys it sees. A click holds it."));
-  } else {
-    const [, pass, row, column] = picked, slot = slotAt(run, pass, row, column);
-    const keys = markKeys(run, pass, row, slot), count = mark => keys.filter(key => key.mark === mark).length;
-    const request = run.requests[slot.owner], paged = Array.isArray(request && last(request.rooms, pass)?.[1]);
-    const who = slot.owner === -1 ? "A pad" : slot.owner < -1 ? `A slot of ${run.requests[-2 - slot.owner].name}, which is finished,`
-      : `${request.name}, position ${slot.position}, “${word(run, slot.owner, slot.position)}” (${DATA.names[slot.kind]})`;
-    const wrongPads = keys.filter(key => key.mark === "wrong" && key.owner < 0).length, wrongTokens = count("wrong") - wrongPads;
-    const line = element("p", {}, element("b", {}, who), ` sees ${plural(count("past") + count("new") + (slot.owner < 0 ? count("wrong") : 0), "key")}: `
-      + `${count("past")} past, ${count("new")} new, ${wrongPads} pads.`
-      + (slot.owner < 0 ? " No token reads what is computed here." : ""));
-    if (slot.owner >= 0 && (wrongPads || wrongTokens || count("missing") || slot.shift)) {
-      line.append(element("span", {className: "bad"}, " Wrong: " + [wrongPads && `it sees ${plural(wrongPads, "pad")}`,
-        wrongTokens && `it sees ${plural(wrongTokens, "key")} of others or of the future`,
-        count("missing") && `it does not see ${plural(count("missing"), "key")} of its own`,
-        slot.shift && `it is computed as if at position ${slot.position + slot.shift}`].filter(Boolean).join(", ") + "."));
-    }
-    const strip = element("div", {className: "keys scroll", tabIndex: 0});
-    let group = null;
-    for (const key of keys) {
-      const page = paged && key.past && key.owner === slot.owner
-        ? last(request.rooms, pass)[1][Math.floor(key.position / run.pool.page_size)] : null;
-      const here = page !== null ? `page ${page}` : key.past ? "past" : "new";
-      if (here !== group) strip.append(element("b", {}, here));
-      group = here;
-      const text = key.owner < 0 ? "·" : word(run, key.owner, key.position);
-      const about = key.owner === -1 ? "pad" : key.owner < -1 ? "finished" : `${run.requests[key.owner].name}, position ${key.position}`;
-      strip.append(element("i", {className: key.mark, textContent: text, title: `${about}: ${key.mark}`}));
-    }
-    box.push(line, strip);
-  }
-  sees.replaceChildren(...box);
-}
-
-// Lights up what the pointed slot sees: in the tensor, in the strip of keys, in memory.
 function drawPointed() {
-  const picked = slotNamed(pointed ?? state.slot);
+  const name = pointed ?? state.slot, picked = slotNamed(name);
   for (const view of views) {
     for (const node of view.lit ?? []) node.classList.remove("lit", "picked", "wrong");
     view.lit = [];
-    const mine = picked && picked[0] === view.number && view.now.passes.includes(picked[1]) ? picked : null;
-    drawSees(view, mine);
-    if (!mine) continue;
-    const light = (node, ...names) => { if (node) { node.classList.add(...names); view.lit.push(node); } };
-    const [number, pass, row, column] = mine, slot = slotAt(view.run, pass, row, column);
-    light(view.slots.get(mine.join(".")), "picked");
-    if (!slot.ranges) continue;
-    for (const key of markKeys(view.run, pass, row, slot)) {
-      if (key.column !== undefined && ["new", "wrong"].includes(key.mark)) {
-        const name = [number, pass, row, key.column].join(".");
-        light(view.slots.get(name), "lit", ...(key.mark === "wrong" ? ["wrong"] : []));
-      }
-      if (key.past && ["past", "wrong"].includes(key.mark) && key.owner >= 0) {
-        const table = last(view.run.requests[key.owner].rooms, pass)?.[1];
-        light(view.panels.memory.querySelector(`[data-holder="${key.owner}"]`), "lit");
-        if (Array.isArray(table)) {
-          const page = table[Math.floor(key.position / view.run.pool.page_size)];
-          light(view.panels.memory.querySelector(`[data-page="${page}"]`), "lit");
-        }
-      }
+    const {run, number, panels: {sees}} = view, [owner, pass, row] = picked ?? [];
+    if (run.xray.left_out) sees.replaceChildren(soft(`Not measured in this run: ${run.xray.left_out}.`));
+    else if (owner === number && view.now.passes.includes(pass)) {
+      const slot = slotAt(run, ...picked.slice(1)), keys = markedKeys(run, pass, row, slot);
+      sees.replaceChildren(sentence(run, slot, keys), strip(run, pass, slot, keys));
+      lightUp(view, name, picked, keys);
+    } else {
+      sees.replaceChildren(soft("Point at a slot of the tensor to see which keys it sees. A click or a tap holds it."));
     }
   }
 }
 
-// Requests: how far each is, and its text so far. With many, only those that run.
+function sentence(run, slot, keys) {
+  const count = (mark, pad = false) => keys.filter(key => key.mark === mark && key.owner < 0 === pad).length;
+  const who = slot.owner === -1 ? "A pad" : slot.owner < -1 ? `A slot of ${run.requests[-2 - slot.owner].name}, which is finished,`
+    : `${run.requests[slot.owner].name}, position ${slot.position}, “${word(run, slot.owner, slot.position)}” (${DATA.names[slot.kind]})`;
+  const pads = count("wrong", true) + count("past", true) + count("new", true);
+  const all = count("past") + count("new") + count("wrong") + pads;
+  const faults = slot.owner < 0 ? [] : [
+    pads && `it sees ${plural(pads, "pad")}`, count("wrong") && `it sees ${plural(count("wrong"), "key")} that is not its own`,
+    count("missing") && `it does not see ${plural(count("missing"), "key")} of its own`,
+    slot.shift && `it is computed as if at position ${slot.position + slot.shift}`].filter(Boolean);
+  return element("p", {}, bold(who), ` sees ${plural(all, "key")}: ${count("past")} past, ${count("new")} new, ${plural(pads, "pad")}.`
+    + (slot.owner < 0 ? " What it computes is never read." : ""),
+    element("span", {className: "bad"}, faults.length ? ` Wrong: ${faults.join(", ")}.` : ""));
+}
 
-const MANY = 40;
+function strip(run, pass, slot, keys) {  // all keys of its row, in order
+  const table = run.pool && slot.owner >= 0 && last(run.requests[slot.owner].rooms, pass)?.[1];
+  const node = element("div", {className: "keys scroll", tabIndex: 0});
+  let before = "";
+  for (const key of keys) {
+    const where = !key.past ? "new" : table ? `page ${table[Math.floor(key.position / run.pool.page_size)]}` : "past";
+    const who = key.owner < 0 ? "pad" : `${run.requests[key.owner].name}, position ${key.position}`;
+    if (where !== before) node.append(bold(where));
+    before = where;
+    node.append(element("i", {className: key.mark, title: `${who}: ${key.mark}`,
+                              textContent: key.owner < 0 ? "·" : word(run, key.owner, key.position, state.cells)}));
+  }
+  return node;
+}
+
+function lightUp(view, name, [number, pass, row], keys) {
+  const {run, slots, lit, panels: {memory}} = view;
+  const light = (node, ...classes) => { if (node) { node.classList.add(...classes); lit.push(node); } };
+  light(slots.get(name), "picked");
+  for (const {owner, position, column, past, mark} of keys) {
+    if (mark === "wrong" && !past) light(slots.get([number, pass, row, column].join(".")), "lit", "wrong");
+    if (mark === "new") light(slots.get([number, pass, row, column].join(".")), "lit");
+    if (mark !== "past") continue;
+    const room = last(run.requests[owner].rooms, pass)?.[1];
+    light(memory.querySelector(`[data-holder="${owner}"]`), "lit");
+    if (Array.isArray(room)) {
+      light(memory.querySelector(`[data-page="${room[Math.floor(position / run.pool.page_size)]}"]`), "lit");
+    }
+  }
+}
+
+// Requests: how far each one is, and its text so far. Of many, only those that have begun are listed.
+
+const MANY = 40, ORDER = {absent: "not arrived", waiting: "waiting", prefill: "prefilling", decode: "decoding",
+                          recomputed: "computed again", preempted: "preempted", done: "done"};
 
 function drawRequests(view) {
-  const {run, now, states, panels: {requests}} = view;
-  const counts = {};
-  for (const {kind} of states) counts[kind] = (counts[kind] ?? 0) + 1;
-  const words = [["waiting", "waiting"], ["prefill", "prefilling"], ["decode", "decoding"], ["recomputed", "computed again"],
-                 ["preempted", "preempted"], ["done", "done"], ["absent", "not arrived"]]
-    .filter(([kind]) => counts[kind]).map(([kind, name]) => `${counts[kind]} ${name}`).join(", ");
-  const few = run.requests.length <= MANY;
-  view.rows ??= new Map();
-  const rows = [];
-  run.requests.forEach((request, r) => {
-    if (few || ["prefill", "decode", "recomputed", "preempted"].includes(states[r].kind)) {
-      if (!view.rows.has(r)) view.rows.set(r, requestRow(request));
-      fillRow(view.rows.get(r), run, request, states[r], now);
-      rows.push(view.rows.get(r).node);
-    }
+  const {run, states, rows, panels: {requests}} = view, few = run.requests.length <= MANY;
+  const counts = Object.entries(ORDER).map(([kind, word]) => [states.filter(is => is.kind === kind).length, word]);
+  const line = counts.filter(([n]) => n).map(([n, word]) => `${n} ${word}`).join(", ");
+  const listed = run.requests.flatMap((request, r) => {
+    if (!few && ["absent", "waiting", "done"].includes(states[r].kind)) return [];
+    if (!rows.has(r)) rows.set(r, requestRow(request));
+    fillRow(rows.get(r), request, states[r]);
+    return [rows.get(r).node];
   });
-  view.count ??= element("p", {});
-  view.count.textContent = words + (few ? "." : ". Only those that run are listed.");
-  view.list ??= element("div", {className: "scroll", tabIndex: 0});
-  if (view.list.parentNode !== requests) requests.replaceChildren(view.count, view.list);
-  const same = rows.length === view.list.children.length && rows.every((row, i) => row === view.list.children[i]);
-  if (!same) view.list.replaceChildren(...rows);
+  view.list ??= requests.appendChild(element("p")) && requests.appendChild(element("div", {className: "scroll", tabIndex: 0}));
+  requests.firstChild.textContent = line + (few ? "." : ". Only those that have begun are listed.");
+  if (listed.length !== view.list.children.length || listed.some((node, i) => node !== view.list.children[i])) {
+    view.list.replaceChildren(...listed);
+  }
 }
 
 function requestRow(request) {
   const state = element("span", {className: "state"}), waits = element("span", {className: "waits"});
   const prompt = element("span", {className: "prompt"}), answer = element("span", {className: "answer"});
-  const text = element("button", {className: "text", title: "show all of the text", dir: "auto"}, element("span", {}, prompt, answer));
-  const node = element("div", {className: "request"}, element("b", {textContent: request.name}), state, text, waits);
-  node.dataset.request = request.name;
-  text.onclick = () => node.classList.toggle("open");
-  prompt.textContent = textOf(request.prompt) + " ▸ ";
-  return {node, state, answer, waits, said: null};
+  const text = element("button", {className: "text", title: "all of the text, or its end", dir: "auto"}, prompt, answer);
+  const node = element("div", {className: "request", data: {request: request.name}},
+    element("div", {}, bold(request.name), state, waits), text);
+  const row = {node, state, prompt, answer, waits, texts: [textOf(request.prompt), ""]};
+  text.onclick = () => {
+    node.classList.toggle("open");
+    fillTexts(row);
+  };
+  return row;
 }
 
-function fillRow(row, run, request, is, now) {
-  const waits = request.steps.slice(0, is.tokens), gaps = [];
-  for (let i = 1; i < waits.length; i++) gaps.push(request.ms[i] - request.ms[i - 1]);
-  const said = [is.words, is.active, is.tokens].join();
+function fillTexts({node, prompt, answer, texts}) {   // all of it, or its end
+  const tail = (text, n) => [...text].length > n ? "…" + [...text].slice(-n).join("") : text;
+  const open = node.classList.contains("open"), end = open ? texts[1] : tail(texts[1], 150);
+  prompt.textContent = (open ? texts[0] : tail(texts[0], Math.max(20, 150 - end.length))) + " ▸ ";
+  answer.textContent = end;
+}
+
+function fillRow(row, request, {words, active, tokens}) {
+  const said = [words, active, tokens].join();
   if (said === row.said) return;
   row.said = said;
-  row.state.textContent = is.words;
-  row.node.classList.toggle("running", is.active);
-  row.answer.textContent = textOf(request.generated.slice(0, is.tokens));
-  row.waits.textContent = !is.tokens ? `prompt of ${plural(request.prompt.length, "token")}`
-    : `${plural(is.tokens, "token")} · TTFT ${plural(request.steps[0] - request.arrival + 1, "step")}, ${ms(request.ms[0] - request.arrived)}`
-      + (gaps.length ? ` · ITL mean ${ms(gaps.reduce((a, b) => a + b) / gaps.length)}, longest ${ms(Math.max(...gaps))}` : "");
+  const gaps = gapsOf(request, tokens), first = request.steps[0] - request.arrival + 1;
+  row.node.classList.toggle("running", active);
+  row.state.textContent = words;
+  row.texts[1] = textOf(request.generated.slice(0, tokens));
+  fillTexts(row);
+  row.waits.textContent = !tokens ? `prompt of ${plural(request.prompt.length, "token")}`
+    : `${plural(tokens, "token")} · TTFT ${plural(first, "step")}, ${ms(request.ms[0] - request.arrived)}`
+      + (gaps.length ? `\nITL mean ${ms(mean(gaps))}, longest ${ms(largest(gaps))}` : "");
 }
 
-// Memory: caches within their limit; in the paged stage the pool and the block tables.
+const gapsOf = (request, tokens) => request.ms.slice(1, Math.max(tokens, 1)).map((time, i) => time - request.ms[i]);
+
+// Memory: each request's cache within its room; in the paged stage the pool and the block tables.
 
 function drawMemory(view) {
   const {run, now, states, panels: {memory}} = view;
-  const holders = run.requests.map((request, r) => ({request, r, ...states[r]}))
-    .filter(holder => holder.holds !== null && !(holder.kind === "done" && now.over));
-  if (!run.requests.some(request => request.rooms.length)) {
-    memory.replaceChildren(element("p", {className: "soft"}, "This run keeps no keys and values: all tokens are computed again for every new one."));
-    return;
-  }
-  memory.replaceChildren(...(run.pool ? pool(run, now, holders) : caches(run, now, holders)));
+  const holders = run.requests.map((request, r) => ({...states[r], r, name: request.name}))
+    .filter(({holds, kind}) => holds !== null && !(kind === "done" && now.over));
+  const lines = Math.min(run.knobs.max_batch ?? 1, run.requests.length);   // the most holders
+  memory.style.minHeight = `${2.5 + 1.4 * lines}rem`;
+  memory.replaceChildren(...!run.requests.some(request => request.rooms.length)
+    ? [soft("This run keeps no keys and values: every step computes all tokens again.")]
+    : run.pool ? poolOf(view, holders) : cachesOf(run, now, holders));
 }
 
-function caches(run, now, holders) {
-  run.largest ??= Math.max(...run.requests.flatMap(request => request.rooms.map(([, room]) => room ?? 0)));
-  const columns = now.passes.length ? run.passes.columns[now.pass] : 0;   // of a static batch's one cache
-  const limit = run.knobs.max_kv_tokens ?? null;
-  let used = 0, reserved = 0;
-  const rows = holders.map(({request, r, computed, holds}) => {
-    used += computed;
-    reserved += holds;
-    const pads = Math.max(0, columns - computed), part = (kind, n) => n ? [element("span", {className: kind, style: `width: ${100 * n / run.largest}%`})] : [];
-    const row = element("div", {className: "holder"}, element("b", {textContent: request.name}),
-      element("div", {className: "bar", style: `width: ${100 * holds / run.largest}%`},
-        ...[["past", computed], ["pad", pads]].flatMap(([kind, n]) => n ? [element("span", {className: kind, style: `width: ${100 * n / holds}%`})] : [])),
-      `${computed}${pads ? ` + ${pads} pads` : ""} of ${holds}`);
-    row.dataset.holder = r;
-    return row;
+function cachesOf(run, now, holders) {
+  run.largest ??= largest(run.requests.flatMap(request => request.rooms.map(([, room]) => room ?? 0)));
+  const limit = run.knobs.max_kv_tokens, columns = run.passes.columns[now.pass] ?? 0;
+  const rows = holders.map(({r, name, computed, holds}) => {
+    const pads = Math.max(0, columns - computed);      // of a static batch, whose rows share one cache
+    const bar = element("div", {className: "bar", style: `width: ${100 * holds / run.largest}%`},
+                        part("past", computed / holds), ...pads ? [part("pad", pads / holds)] : []);
+    const words = pads ? `${computed} + ${plural(pads, "pad")} of ${holds}` : `${computed} of ${holds}`;
+    return element("div", {className: "holder", data: {holder: r}}, bold(name), bar, words);
   });
-  const total = element("p", {}, `${number(used)} tokens in caches, room reserved for ${number(reserved)}`
-    + (limit ? ` of at most ${number(limit)}.` : "; no limit is set."));
-  const whole = limit ? [element("div", {className: "bar", style: "height: 0.8rem"},
-    element("span", {className: "past", style: `width: ${100 * used / limit}%`}),
-    element("span", {className: "unseen", style: `width: ${100 * (reserved - used) / limit}%; border-right: 2px solid var(--ink)`}))] : [];
-  return [total, ...whole, element("div", {className: "scroll"}, ...rows)];
+  const used = holders.reduce((sum, {computed}) => sum + computed, 0);
+  const room = holders.reduce((sum, {holds}) => sum + holds, 0);
+  const whole = limit ? [element("div", {className: "bar"}, part("past", used / limit), part("room", (room - used) / limit))] : [];
+  return [element("p", {}, `${plural(used, "token")} in caches with room for ${number(room)}`
+    + (limit ? `; at most ${number(limit)} may be reserved.` : "; no limit was set.")), ...whole, element("div", {className: "scroll"}, ...rows)];
 }
 
-function pool(run, now, holders) {
-  const {pages, page_size: size} = run.pool, kept = new Set(last(run.kept, now.pass)?.[1] ?? []);
-  const of = Array.from({length: pages}, () => []), filled = new Array(pages).fill(0);
-  for (const {r, holds, computed} of holders) {
+function poolOf(view, holders) {
+  const {run, now} = view, {pages, page_size: size} = run.pool, tiny = pages > 160;
+  const owners = Array.from({length: pages}, () => []), filled = Array(pages).fill(0);
+  const kept = new Set(last(run.kept, now.pass)?.[1] ?? []), counts = {held: 0, shared: 0, kept: 0, free: 0};
+  for (const {name, holds, computed} of holders) {
     holds.forEach((page, i) => {
-      of[page].push(r);
+      owners[page].push(name);
       filled[page] = Math.max(filled[page], Math.min(size, computed - i * size));
     });
   }
-  const tiny = pages > 160;
-  const cells = of.map((owners, page) => {
-    const shared = owners.length > 1, keeps = kept.has(page);
-    const who = owners.length ? run.requests[owners[0]].name + (shared ? ` +${owners.length - 1}` : "") : keeps ? "kept" : "";
-    const cell = element("div", {className: `page ${shared ? "shared" : keeps ? "kept" : owners.length ? "held" : "free"}${tiny ? " tiny" : ""}`,
-      title: `page ${page}: ${owners.map(r => run.requests[r].name).join(", ") || (keeps ? "published, in no block table" : "free")}`});
-    if (!tiny) cell.append(element("span", {className: "soft"}, String(page)), element("br"), who);
-    if (owners.length) cell.append(element("u", {style: `width: ${100 * Math.max(0, filled[page]) / size}%`}));
-    cell.dataset.page = page;
-    return cell;
+  view.pages ??= owners.map((_, page) => element("div", {data: {page}}));
+  owners.forEach((by, page) => {
+    const kind = by.length > 1 ? "shared" : by.length ? "held" : kept.has(page) ? "kept" : "free";
+    const said = `page ${page}, ${kind}: ${by.join(", ")} ${filled[page]}/${size}`, cell = view.pages[page];
+    counts[kind]++;
+    if (cell.title === said) return;     // most pages stay as they are from step to step
+    const who = by.length ? by[0] + (by.length > 1 ? ` +${by.length - 1}` : "") : kind === "kept" ? "kept" : "";
+    Object.assign(cell, {title: said, className: `page ${kind}${tiny ? " tiny" : ""}`});
+    cell.replaceChildren(...tiny ? [] : [element("small", {}, String(page)), who],
+                         element("u", {style: `width: ${100 * filled[page] / size}%`}));
   });
-  const held = of.filter(owners => owners.length).length, shared = of.filter(owners => owners.length > 1).length;
-  const tables = holders.map(({request, r, holds}) => {
-    const row = element("div", {className: "holder", style: "grid-template-columns: 3.2em minmax(0, 1fr)"},
-      element("b", {textContent: request.name}), element("span", {}, holds.join(" ")));
-    row.dataset.holder = r;
-    return row;
-  });
-  return [element("p", {}, `${held} of ${plural(pages, "page")} held, ${shared} of them shared, ${kept.size} kept for later; ${plural(size, "token")} in a page.`),
-    element("div", {className: "pool", style: `--page: ${tiny ? "12px" : "3.4rem"}`}, ...cells),
-    element("p", {}, element("b", {}, "Block tables"), element("span", {className: "soft"}, ", the pages of a request in the order of its tokens")),
+  const tables = holders.map(({r, name, holds}) => element(
+    "div", {className: "holder table", data: {holder: r}}, bold(name), element("span", {}, holds.join(" "))));
+  view.pool ??= element("div", {className: "pool" + (tiny ? " tiny" : "")}, ...view.pages);
+  return [element("p", {}, `${counts.held + counts.shared} of ${plural(pages, "page")} held, ${counts.shared} of them shared; `
+      + `${counts.kept} kept for later; ${plural(size, "token")} in a page.`), view.pool,
+    element("p", {}, bold("Block tables"), ": a request's pages in the order of its tokens"),
     element("div", {className: "scroll"}, ...tables)];
 }
 
-// The bill: sums over all passes up to now.
+// The bill: sums over all passes so far.
 
-function drawBill(view) {
-  const {run, now, states, panels: {bill}} = view;
-  const total = name => now.pass < 0 ? 0 : run.totals[name][now.pass];
-  const slots = total("slots"), share = n => slots ? `${Math.round(100 * n / slots)}% of slots` : "";
-  const generated = states.reduce((n, is) => n + is.tokens, 0), firsts = [], gaps = [];
-  run.requests.forEach((request, r) => {
-    if (states[r].tokens) firsts.push(request.ms[0] - request.arrived);
-    for (let i = 1; i < states[r].tokens; i++) gaps.push(request.ms[i] - request.ms[i - 1]);
-  });
-  const mean = values => values.reduce((a, b) => a + b, 0) / values.length;
-  const rows = [["forward passes", "passes", number(now.pass + 1), ""],
-    ["generated tokens", "generated", number(generated), ""],
-    ["slots", "slots", number(slots), ""],
-    ["useful tokens", "useful", number(total("useful")), share(total("useful"))],
-    ["pads", "pad_slots", number(total("pad_slots")), share(total("pad_slots"))],
-    ["finished", "finished_slots", number(total("finished_slots")), share(total("finished_slots"))],
-    ["computed again", "recomputed", number(total("recomputed")), share(total("recomputed"))],
-    ["scores", "score_entries", number(total("score_entries")), "a head and layer"],
-    ["useful scores", "useful_scores", number(total("useful_scores")),
-     total("score_entries") ? `${Math.round(100 * total("useful_scores") / total("score_entries"))}% of scores` : ""],
-    ["padded keys", "padded_keys", number(total("padded_keys")), ""],
-    ["copied K/V", "copied_bytes", (total("copied_bytes") / 1e6).toFixed(1) + " MB", ""],
-    ["time in passes", "ms", ms(total("ms")), ""],
-    ["TTFT, mean", "ttft", firsts.length ? ms(mean(firsts)) : "–", plural(firsts.length, "request")],
-    ["ITL, mean", "itl", gaps.length ? ms(mean(gaps)) : "–", ""],
-    ["ITL, longest", "stall", gaps.length ? ms(gaps.reduce((a, b) => Math.max(a, b))) : "–", ""]];
-  const table = element("tbody");
-  for (const [name, figure, value, note] of rows) {
-    const cell = element("td", {textContent: value});
-    cell.dataset.figure = figure;
-    table.append(element("tr", {}, element("th", {scope: "row"}, name), cell, element("td", {className: "soft"}, note)));
-  }
-  bill.replaceChildren(element("table", {}, table));
+function drawBill({run, now, states, panels: {bill}}) {
+  const total = name => now.pass < 0 ? 0 : run.totals[name][now.pass], slots = total("slots");
+  const begun = run.requests.filter((_, r) => states[r].tokens);
+  const gaps = atMost(run.gaps, now.step, ([step]) => step), [, , sum, longest] = run.gaps[gaps - 1] ?? [];
+  const ofSlots = name => [number(total(name)), percent(total(name), slots, "slots")];
+  const rows = {
+    passes: ["forward passes", number(now.pass + 1)],
+    generated: ["generated tokens", number(states.reduce((sum, is) => sum + is.tokens, 0))],
+    slots: ["slots", number(slots)], useful: ["useful tokens", ...ofSlots("useful")],
+    pad_slots: ["pads", ...ofSlots("pad_slots")], finished_slots: ["finished", ...ofSlots("finished_slots")],
+    recomputed: ["computed again", ...ofSlots("recomputed")],
+    score_entries: ["scores, a head and layer", number(total("score_entries"))],
+    useful_scores: ["useful scores", number(total("useful_scores")), percent(total("useful_scores"), total("score_entries"), "scores")],
+    padded_keys: ["padded keys", number(total("padded_keys"))],
+    copied_bytes: ["copied keys and values", (total("copied_bytes") / 1e6).toFixed(1) + " MB"],
+    ms: ["time in passes", ms(total("ms"))],
+    ttft: ["TTFT, mean", begun.length ? ms(mean(begun.map(request => request.ms[0] - request.arrived))) : "–", plural(begun.length, "request")],
+    itl: ["ITL, mean", gaps ? ms(sum / gaps) : "–"], stall: ["ITL, longest", gaps ? ms(longest) : "–"]};
+  bill.replaceChildren(element("table", {}, ...Object.entries(rows).map(([figure, [name, value, note = ""]]) => element(
+    "tr", {}, element("th", {scope: "row"}, name), element("td", {data: {figure}}, value), element("td", {className: "soft"}, note)))));
 }
 
 // --- controls -------------------------------------------------------------------------------------
 
-const $ = id => document.getElementById(id);
-let playing = null;
+let timer = null;                        // while it plays
 
 function drawControls() {
-  $("run").value = state.run;
-  $("beside").value = state.beside;
-  $("clock").value = state.clock;
-  $("cells").value = state.cells;
-  const value = ticks[state.tick], end = ticks.at(-1);
+  for (const id of ["run", "beside", "clock", "cells"]) $(id).value = state[id];
+  const value = ticks[state.tick], end = ticks.at(-1), stop = DATA.walk[state.stop];
   $("now").textContent = state.clock === "step" ? `step ${value} of ${end}` : `${ms(value)} of ${ms(end)}`;
   for (const node of document.querySelectorAll(".look")) node.classList.remove("look");
-  const stop = DATA.walk[state.stop];
-  [...$("walk").querySelectorAll("button")].forEach((button, i) => {
-    if (i === state.stop) button.setAttribute("aria-current", "step"); else button.removeAttribute("aria-current");
-  });
-  if (stop) {
-    const [panel, number] = stop.look;
-    const where = views.length === 2 ? `, ${views[number].run.name}` : "";
-    $("stop").textContent = `${stop.text} ➜ Look at: ${TITLES[panel]}${where}.`;
-    views[number]?.panels[panel].closest(".panel").classList.add("look");
-  } else {
-    $("stop").textContent = "Six places that show what batching is about. Choose one, then walk on with the arrow keys.";
-  }
-}
-
-function visit(i) {
-  const {show: where} = DATA.walk[i];
-  Object.assign(state, {run: where.run, beside: where.beside ?? "", clock: "step", slot: where.slot ?? null, stop: i});
-  pointed = null;
-  setTicks(where.step);
-  build();
-  document.querySelector(".look")?.scrollIntoView({block: "nearest"});
+  $("walk").querySelectorAll("button").forEach((button, i) => button.ariaCurrent = i === state.stop ? "step" : null);
+  $("stop").textContent = "Six places that show what batching is about. Choose one.";
+  if (!stop) return;
+  const [panel, number] = stop.look, {panels, run} = views[number];
+  $("stop").textContent = `${stop.text} Look at: ${PANELS[panel]}, ${run.name}.`;
+  panels[panel].parentNode.classList.add("look");
 }
 
 function play(on) {
-  clearInterval(playing);
-  playing = on ? setInterval(() => {
-    if (state.tick === ticks.length - 1) play(false); else go(state.tick + 1);
-  }, 1000 / Number($("speed").value)) : null;
+  clearInterval(timer);
+  timer = on ? setInterval(() => state.tick < ticks.length - 1 ? go(state.tick + 1) : play(false),
+                           1000 / $("speed").value) : null;
   $("play").textContent = on ? "pause" : "play";
 }
 
@@ -871,99 +581,89 @@ function setTheme(theme) {
 }
 
 function turnTheme() {
-  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  const now = document.documentElement.dataset.theme || (dark ? "dark" : "light");
-  setTheme(now === "dark" ? "light" : "dark");
+  const dark = document.documentElement.dataset.theme === "dark" || (
+    !document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
+  setTheme(dark ? "light" : "dark");
   build();
 }
 
-function key(event) {
-  if (event.target.closest("select, input") || event.ctrlKey || event.metaKey || event.altKey) return;
-  const grid = event.target.closest(".grid"), far = event.shiftKey ? 10 : 1;
-  const turn = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]}[event.key];
-  const change = by => {
-    const at = Math.max(0, Math.min($("speed").options.length - 1, $("speed").selectedIndex + by));
-    $("speed").selectedIndex = at;
-    if (playing) play(true);
-  };
-  const actions = {ArrowLeft: () => go(state.tick - far), ArrowRight: () => go(state.tick + far),
-                   Home: () => go(0), End: () => go(ticks.length - 1), "+": () => change(1), "-": () => change(-1),
-                   Escape: () => { state.slot = pointed = null; render(); }};
-  if (grid && turn) moveSlot(grid, turn);
-  else if (grid && event.key === "Enter") hold(pointed);
-  else if (event.key === " " && !event.target.closest("button, summary")) play(!playing);
-  else if (actions[event.key]) actions[event.key]();
-  else return;
+function faster(by) {
+  const {options, selectedIndex} = $("speed");
+  $("speed").selectedIndex = Math.max(0, Math.min(options.length - 1, selectedIndex + by));
+  if (timer) play(true);
+}
+
+const hold = name => { state.slot = name && state.slot !== name ? name : null; render(); };
+const KEYS = {
+  ArrowLeft: far => go(state.tick - far), ArrowRight: far => go(state.tick + far), Home: () => go(0),
+  End: () => go(ticks.length - 1), "+": () => faster(1), "-": () => faster(-1),
+  " ": () => play(!timer), Escape: () => { pointed = null; hold(null); }};
+const MOVES = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]};
+
+function onKey(event) {
+  const {target, key} = event, grid = target.closest(".grid"), {activeElement} = document;
+  if (target.closest("select") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (key === " " && target.closest("button, summary")) return;
+  if (grid && MOVES[key]) {
+    const here = slotNamed(pointed ?? state.slot), [view, pass] = [Number(grid.dataset.view), Number(grid.dataset.pass)];
+    const [row, column] = here && here[0] === view && here[1] === pass
+      ? [here[2] + MOVES[key][0], here[3] + MOVES[key][1]] : [0, 0];
+    const name = [view, pass, row, column].join(".");
+    if (views[view].slots.has(name)) { pointed = name; drawPointed(); }
+  } else if (grid && key === "Enter") {
+    const {view, pass} = grid.dataset;
+    hold(pointed);
+    document.querySelector(`.grid[data-view="${view}"][data-pass="${pass}"]`)?.focus();
+  } else if (KEYS[key]) {
+    KEYS[key](event.shiftKey ? 10 : 1);
+    if (activeElement !== document.body && !activeElement.isConnected) $("play").focus();
+  } else return;
   event.preventDefault();
 }
 
-function moveSlot(grid, [down, right]) {
-  const [view, pass] = [Number(grid.dataset.view), Number(grid.dataset.pass)];
-  const here = slotNamed(pointed ?? state.slot), mine = here && here[0] === view && here[1] === pass;
-  const [, , row, column] = mine ? here : [0, 0, 0, 0];
-  const name = mine ? [view, pass, row + down, column + right].join(".") : [view, pass, 0, 0].join(".");
-  if (views[view].slots.has(name)) {
-    pointed = name;
-    drawPointed();
-  }
-}
-
-function hold(name) {
-  state.slot = state.slot === name ? null : name;
-  render();
-}
-
-function options(select, values, none) {
-  select.replaceChildren(...(none ? [element("option", {value: "", textContent: none})] : []),
-    ...values.map(value => element("option", {value, textContent: value})));
+function seek(event) {                   // a press or a drag on the timeline
+  const view = views.find(view => view.box.contains(event.target));
+  if (!view || (event.type === "pointermove" && !event.buttons)) return;
+  const value = view.valueAt(event.clientX - view.box.getBoundingClientRect().left);
+  go(atMost(ticks, value) - (state.clock === "step"));
 }
 
 function begin() {
-  const requests = DATA.runs[0].requests;
-  $("about").textContent = `${plural(requests.length, "request")}, ${number(requests.reduce((n, r) => n + r.prompt.length, 0))} prompt tokens`;
-  options($("run"), names);
-  options($("beside"), names, "none");
-  $("stages").querySelectorAll("label").forEach((label, i) => label.hidden = i < 2 && names.length === 1);
+  const {requests} = DATA.runs[0], tokens = requests.reduce((sum, request) => sum + request.prompt.length, 0);
+  $("about").textContent = `${plural(requests.length, "request")}, ${plural(tokens, "prompt token")}`;
+  $("run").append(...names.map(name => element("option", {value: name}, name)));
+  $("beside").append(...["", ...names].map(name => element("option", {value: name}, name || "nothing")));
+  $("stages").hidden = names.length === 1;
   $("walk").hidden = !DATA.walk.length;
-  $("walk").querySelector("ol").replaceChildren(...DATA.walk.map((stop, i) =>
-    element("li", {}, element("button", {textContent: `${i + 1} ${stop.title}`, onclick: () => visit(i)}))));
-  const legend = [...Object.entries(DATA.names).filter(([kind]) => kind !== "waiting"), ["wrong", "seen, and must not be"]];
-  $("legend").replaceChildren(...legend.map(([kind, name]) => element("span", {}, element("i", {className: kind}), " " + name)),
-    element("span", {}, "— waiting"));
+  $("walk").querySelector("ol").append(...DATA.walk.map(({title}, i) => element(
+    "li", {}, element("button", {onclick: () => visit(i)}, `${i + 1} ${title}`))));
+  const legend = [...Object.entries(DATA.names), ["wrong", "seen, and must not be"]];
+  $("legend").append(...legend.map(([kind, name]) => element("span", {}, element("i", {className: kind}), name)));
 
-  $("run").onchange = () => show({run: $("run").value});
-  $("beside").onchange = () => show({beside: $("beside").value});
-  $("clock").onchange = () => show({clock: $("clock").value});
+  for (const id of ["run", "beside", "clock"]) $(id).onchange = () => change({[id]: $(id).value});
   $("cells").onchange = () => { state.cells = $("cells").value; render(); };
-  $("speed").onchange = () => playing && play(true);
+  $("speed").onchange = () => timer && play(true);
   $("theme").onclick = turnTheme;
   $("first").onclick = () => go(0);
   $("back").onclick = () => go(state.tick - 1);
   $("next").onclick = () => go(state.tick + 1);
   $("last").onclick = () => go(ticks.length - 1);
-  $("play").onclick = () => play(!playing);
-  document.addEventListener("keydown", key);
+  $("play").onclick = () => play(!timer);
+  document.addEventListener("keydown", onKey);
 
-  const main = $("views");
+  const main = $("views"), slotOf = event => event.target.dataset.slot ?? null;
   main.addEventListener("pointerover", event => {
-    const name = event.target.dataset?.slot ?? null;
-    if (event.pointerType !== "touch" && name !== pointed) { pointed = name; drawPointed(); }
+    if (event.pointerType === "touch" || slotOf(event) === pointed) return;
+    pointed = slotOf(event);
+    drawPointed();
   });
-  main.addEventListener("mousedown", event => {      // a click holds a slot, and leaves the focus
-    if (event.target.dataset?.slot) event.preventDefault();
-  });
-  main.addEventListener("click", event => { if (event.target.dataset?.slot) hold(event.target.dataset.slot); });
-  const seek = event => {
-    const view = views.find(view => view.box.contains(event.target));
-    if (!view || (event.type === "pointermove" && !event.buttons)) return;
-    const at = view.end * (event.clientX - view.box.getBoundingClientRect().left - view.labels) / (view.wide - view.labels - 2);
-    go(state.clock === "step" ? countUpTo(ticks, at) - 1 : countUpTo(ticks, at));
-  };
+  main.addEventListener("mousedown", event => slotOf(event) && event.preventDefault());   // keeps the focus
+  main.addEventListener("click", event => slotOf(event) && hold(slotOf(event)));
   main.addEventListener("pointerdown", seek);
   main.addEventListener("pointermove", seek);
-  addEventListener("hashchange", () => { if (location.hash !== address()) readAddress(); });
   let wide = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; build(); } });
+  addEventListener("hashchange", () => { if (location.hash !== address()) readAddress(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", build);
   readAddress();
 }

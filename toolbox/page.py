@@ -4,7 +4,7 @@ The explorer: one HTML file in which a reader walks through a run that happened,
     trace = record(generate, model, requests, max_batch=8)        # toolbox/recorder.py
     write("run.html", {"interleaved": trace}, tokenizer)
 
-The page is page.html with page.css, page.js and the runs as JSON in their places. It loads nothing
+The page is page.html with page.css, runs.js, page.js and the data as JSON in their places. It loads nothing
 from anywhere. Prompts and texts are data: the JSON holds no "<", so none of them can end the script
 element that carries it, and the page shows them as text only.
 """
@@ -43,7 +43,8 @@ def page(traces, tokenizer=None, guided=False):
     colors = "".join(f"--{kind}: {color}; " for kind, color in COLORS.items())
     parts = {"title": html.escape(title), "colors": f":root {{ {colors}}}",
              "css": (FOLDER / "page.css").read_text(encoding="utf-8"),
-             "js": (FOLDER / "page.js").read_text(encoding="utf-8"), "data": embedded(data)}
+             "js": "".join((FOLDER / name).read_text(encoding="utf-8")
+                           for name in ("runs.js", "page.js")), "data": embedded(data)}
     text = (FOLDER / "page.html").read_text(encoding="utf-8")
     for name, part in parts.items():   # data last: whatever is in it stays as it is
         text = text.replace("{{" + name + "}}", part)
@@ -80,14 +81,14 @@ def data_of(traces, tokenizer=None, guided=False):
         if trace.recording is None:
             raise ValueError(f"the run of stage '{trace.stage}' was not recorded: "
                              "toolbox.recorder.record runs a stage and records it")
-    prompts = []   # each once: the stages of a ladder have the same
-    runs = [run_data(name, trace, prompts) for name, trace in traces.items()]
-    return {"runs": runs, "prompts": prompts, "names": NAMES,
+    texts = []   # prompts and answers, each once: the stages of a ladder have the same
+    runs = [run_data(name, trace, texts) for name, trace in traces.items()]
+    return {"runs": runs, "texts": texts, "names": NAMES,
             "vocabulary": tokenizer and vocabulary(traces, tokenizer),
             "walk": walk(traces) if guided else []}
 
 
-def run_data(name, trace, prompts):
+def run_data(name, trace, texts):
     recorder = trace.recording
     number = {request.name: i for i, request in enumerate(recorder.requests)}
     started = trace.started
@@ -102,36 +103,40 @@ def run_data(name, trace, prompts):
         "shape": [p.shape for p in trace.passes],
         "work": [[value for who, *n in p.work for value in (number[who], *n)]
                  for p in trace.passes],
-        "finished": [[number[who] for who in p.finished] for p in trace.passes],
-        **{count: [getattr(p, count) for p in trace.passes] for count in COUNTS},
+        # 0: they are all 0
+        **{count: values if any(values) else 0 for count, values in
+           ((count, [getattr(p, count) for p in trace.passes]) for count in COUNTS)},
         **{column: [frame[column] for frame in recorder.frames]
-           for column in ("rows", "past", "columns")},
+           for column in ("rows", "past")},
+        "finished": {i: [number[who] for who in p.finished] for i, p in enumerate(trace.passes)
+                     if p.finished},
         # only the passes in which they change: {pass: ...}
         **{column: {i: frame[column] for i, frame in enumerate(recorder.frames)
-                    if frame[column] not in ({}, None)}
-           for column in ("room", "computed", "kept")},
+                    if frame[column] not in ({}, None, 0)}
+           for column in ("room", "computed", "kept", "columns")},
     }
     return {
         "name": name, "idea": idea(recorder.generate), "place": place(recorder.model),
         "knobs": recorder.knobs, "pool": recorder.pool, "check": check_data(recorder),
         "xray": {"left_out": recorder.left_out, "wrong": recorder.wrong,
                  "sentences": recorder.sentences},
-        "requests": [request_data(request, trace, prompts) for request in recorder.requests],
+        "requests": [request_data(request, trace, texts) for request in recorder.requests],
         "passes": passes,
     }
 
 
-def request_data(request, trace, prompts):
-    if request.prompt not in prompts:
-        prompts.append(request.prompt)
+def request_data(request, trace, texts):
+    for text in request.prompt, request.generated:
+        if text not in texts:
+            texts.append(text)
     # As in the report, the clock of a request starts with the first step at or after its arrival.
     arrived = trace.started
     if request.arrival:
         arrived = min((time for step, time in trace.step_times.items() if step >= request.arrival),
                       default=trace.started)
     return {
-        "name": request.name, "prompt": prompts.index(request.prompt),
-        "generated": request.generated, "arrival": request.arrival,
+        "name": request.name, "prompt": texts.index(request.prompt),
+        "generated": texts.index(request.generated), "arrival": request.arrival,
         "arrived": round(1e3 * (arrived - trace.started), 2), "reason": request.finish_reason,
         "limit": request.max_new_tokens, "steps": request.token_steps,
         "ms": [round(1e3 * (time - trace.started), 2) for time in request.token_times],
