@@ -137,13 +137,13 @@ function render() {                      // what depends on the moment
 
 // What the run was, and whether it was right.
 function verdicts({idea, knobs, place, check, xray}) {
-  const line = (name, wrong, ...text) => element("p", {className: wrong ? "bad" : "fine"},
-                                                 bold(name + ": "), ...text);
+  const line = (name, unknown, wrong, ...text) => element(
+    "p", {className: unknown ? "soft" : wrong ? "bad" : "fine"}, bold(name + ": "), ...text);
   const details = Object.entries(check.wrong ?? {}).map(([name, detail]) => ` WRONG: ${name}: ${detail}.`);
   const set = Object.entries(knobs).filter(([, value]) => value !== null).map(entry => entry.join(" "));
   return [element("p", {}, idea), soft([...set, place].join(", ")),
-          line("Check", details.length, check.summary, ...details),
-          line("X-ray", xray.wrong, xray.left_out ? `left out: ${xray.left_out}`
+          line("Check", !check.wrong, details.length, check.summary, ...details),
+          line("X-ray", xray.left_out, xray.wrong, xray.left_out ? `left out: ${xray.left_out}`
             : xray.wrong ? `${plural(xray.wrong, "time")} a token saw what it must not: ${xray.sentences.join("; ")} …`
             : "every token saw its own request up to itself, and nothing else")];
 }
@@ -408,7 +408,7 @@ function lightUp(view, name, [number, pass, row], keys) {
   }
 }
 
-// Requests: how far each one is, and its text so far. Of many, only those that have begun are listed.
+// Requests: how far each one is, and its text so far. Of many, only those under way are listed.
 
 const MANY = 40, ORDER = {absent: "not arrived", waiting: "waiting", prefill: "prefilling", decode: "decoding",
                           recomputed: "computed again", preempted: "preempted", done: "done"};
@@ -424,7 +424,7 @@ function drawRequests(view) {
     return [rows.get(r).node];
   });
   view.list ??= requests.appendChild(element("p")) && requests.appendChild(element("div", {className: "scroll", tabIndex: 0}));
-  requests.firstChild.textContent = line + (few ? "." : ". Only those that have begun are listed.");
+  requests.firstChild.textContent = line + (few ? "." : ". Only those under way are listed.");
   if (listed.length !== view.list.children.length || listed.some((node, i) => node !== view.list.children[i])) {
     view.list.replaceChildren(...listed);
   }

@@ -4,9 +4,9 @@ The explorer: one HTML file in which a reader walks through a run that happened,
     trace = record(generate, model, requests, max_batch=8)        # toolbox/recorder.py
     write("run.html", {"interleaved": trace}, tokenizer)
 
-The page is page.html with page.css, runs.js, page.js and the data as JSON in their places. It loads nothing
-from anywhere. Prompts and texts are data: the JSON holds no "<", so none of them can end the script
-element that carries it, and the page shows them as text only.
+The page is page.html with page.css, runs.js, page.js and the data as JSON in their places. It loads
+nothing from anywhere. Prompts and texts are data: the JSON holds no "<", so none of them can end
+the script element that carries it, and the page shows them as text only.
 """
 import html
 import inspect

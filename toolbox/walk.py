@@ -1,116 +1,124 @@
 """
-The guided walk of the explorer: six stops on the ladder's page, each a sentence and a place to look.
+The guided walk of the explorer: six stops on the ladder's page, each a sentence and a place.
 
-Every stop looks for its step in the runs themselves, and its figures are counted there. A stop whose
-subject does not occur in these runs (say, no prompt was long enough to be chunked) is left out.
+Each stop finds its step in the runs themselves and counts its figures there. It is left out if what
+it is about does not occur, say because no prompt was long enough to be chunked.
 """
 
 
 def walk(traces):
-    """[{title, text, show}, ...] for runs {name: trace}. show: what the page's address would say."""
+    """The stops for runs {name: trace}, as the page takes them; see `stop`."""
     stops = (padding, finished_rows, stalled_decode, chunk, fused_pads, flat_stream)
-    return [stop for stop in (find(traces) for find in stops) if stop]
+    return [found for found in (find(traces) for find in stops) if found]
 
 
-def stop(title, text, run, beside, step, look, slot=None):
+def stop(traces, title, text, runs, step, look, slot=None):
     """
-    look: the panel to look at, and 0 or 1, for the run on the left or on the right
-    slot: (pass, row, column) of that run to point at
+    runs: the names of the run on the left and the one beside it
+    look: the panel to look at, and 0 or 1, for the run on the left or beside it
+    slot: (pass, row, column) to point at, in that run
     """
-    show = {"run": run, "beside": beside, "step": step}
+    run, beside = runs
+    show = {"run": run, "beside": beside if beside in traces else "", "step": step}
     if slot:
         show["slot"] = ".".join(map(str, (look[1], *slot)))
-    return {"title": title, "text": text, "look": list(look), "show": show}
+    return {"title": title, "text": text, "look": look, "show": show}
 
 
 def padding(traces):
-    best = most(traces.get("naive"), lambda p: p.pad_slots)
-    if best:
-        i, p = best
+    i, p = most(traces, "naive", lambda p: p.pad_slots)
+    if p:
         row, (name, _, n) = min(enumerate(p.work), key=lambda entry: entry[1][2])
-        return stop("padding", f"Stage 1 puts all prompts into one rectangle, as wide as the longest: "
-                    f"{name} has {n} tokens in its row of {p.shape[1]} slots, and {p.pad_slots} of "
-                    f"all {p.slots} slots are pads, computed for nothing.",
-                    "naive", "dynamic" if "dynamic" in traces else None, p.step, ("tensor", 0),
+        text = (f"Stage 1 puts all prompts into one rectangle, as wide as the longest of them: "
+                f"{name} has {n} tokens in its row of {p.shape[1]} slots, and {p.pad_slots:,} of "
+                f"all {p.slots:,} slots are pads, computed for nothing.")
+        return stop(traces, "padding", text, ("naive", "dynamic"), p.step, ("tensor", 0),
                     (i, row, 0))
 
 
 def finished_rows(traces):
-    best = most(traces.get("naive"), lambda p: p.finished_slots)
-    if best:
-        i, p = best
-        return stop("finished rows", f"A static batch runs until its longest request is done: in step "
-                    f"{p.step}, {p.finished_slots} of {p.shape[0]} rows belong to requests that are "
-                    "finished, and no waiting request may take their places.",
-                    "naive", "dynamic" if "dynamic" in traces else None, p.step, ("timeline", 0))
+    _, p = most(traces, "naive", lambda p: p.finished_slots)
+    if p:
+        text = (f"A static batch runs until its longest request is done: in step {p.step}, "
+                f"{p.finished_slots} of its {p.shape[0]} rows belong to requests that are finished "
+                "(red), while others wait for a place (the thin lines).")
+        return stop(traces, "finished rows", text, ("naive", "dynamic"), p.step, ("timeline", 0))
 
 
 def stalled_decode(traces):
-    trace = traces.get("dynamic")
-    decoding = {p.step for p in trace.passes if is_decode(p, trace)} if trace else ()
-    best = most(trace, lambda p: p.useful * (p.step in decoding and not is_decode(p, trace)))
-    if best:
-        _, p = best
-        n = sum(len(q.work) for q in trace.passes if q.step == p.step) - len(p.work)
-        return stop("the stalled decode", f"Stage 2 lets newcomers in at once, but computes their prompts "
-                    f"in one piece: in step {p.step} the next tokens of {n} running requests have to "
-                    f"wait for {p.useful} prompt tokens.",
-                    "dynamic", "chunked" if "chunked" in traces else None, p.step, ("plan", 0))
+    decoding = steps_with_decodes(traces, "dynamic")
+    _, p = most(traces, "dynamic", lambda p: p.useful * (
+        p.step in decoding and not is_decode(p, traces["dynamic"])))
+    if p:
+        n = sum(len(q.work) for q in traces["dynamic"].passes if q.step == p.step) - len(p.work)
+        text = (f"Stage 2 lets newcomers in at once, but computes their prompts in one piece: in "
+                f"step {p.step} a second pass computes {p.useful} prompt tokens, and the next "
+                f"tokens of {n} running requests have to wait for it.")
+        return stop(traces, "the stalled decode", text, ("dynamic", "chunked"), p.step,
+                    ("tensor", 0))
 
 
 def chunk(traces):
-    trace = traces.get("chunked")
-    lengths = {r.name: len(r.prompt) for r in trace.requests} if trace else {}
-    decoding = {p.step for p in trace.passes if is_decode(p, trace)} if trace else ()
-    best = most(trace, lambda p: (p.step in decoding) * sum(
-        n for name, first, n in p.work if first + n < lengths[name]))
-    if best:
-        _, p = best
+    decoding = steps_with_decodes(traces, "chunked")
+    lengths = prompt_lengths(traces.get("chunked"))
+
+    def chunked(p):   # tokens of prompts that do not end in this pass
+        return sum(n for name, first, n in p.work if first + n < lengths[name])
+
+    _, p = most(traces, "chunked", lambda p: chunked(p) * (p.step in decoding))
+    if p:
         name, first, n = next(work for work in p.work if sum(work[1:]) < lengths[work[0]])
-        return stop("the chunk", f"Stage 3 shares out a token budget, decodes first: what is left in step "
-                    f"{p.step} holds only {n} of the {lengths[name]} prompt tokens of {name}, and the "
-                    "rest follows in the next step.",
-                    "chunked", "dynamic" if "dynamic" in traces else None, p.step, ("plan", 0))
+        text = (f"Stage 3 shares out a token budget, decodes first: what is left of it in step "
+                f"{p.step} holds {n} of the {lengths[name]} prompt tokens of {name}, and now the "
+                "prompt has to wait, not the decodes.")
+        return stop(traces, "the chunk", text, ("chunked", "dynamic"), p.step, ("plan", 0))
 
 
 def fused_pads(traces):
-    best = fused(traces)
-    if best:
-        i, p = best
+    i, p = fused(traces)
+    if p:
         row = next(row for row, (_, _, n) in enumerate(p.work) if n == 1)
-        return stop("the pads of the fused rectangle", f"Stage 4 needs one pass instead of two, but every "
-                    f"decode is padded to the width of the chunk: {p.useful} tokens in {p.slots} slots. "
-                    "No token may see these pads: point at the last slot of the row.",
-                    "interleaved", "chunked" if "chunked" in traces else None, p.step, ("tensor", 0),
-                    (i, row, 0))
+        text = ("Stage 4 needs one pass where stage 3 needs two, but pads every decode to the "
+                f"width of the widest chunk, {p.useful} tokens in {p.slots:,} slots, and the "
+                "marked decode must see none of its row's pads.")
+        return stop(traces, "the pads of the fused rectangle", text, ("interleaved", "chunked"),
+                    p.step, ("tensor", 0), (i, row, p.shape[1] - 1))
 
 
 def flat_stream(traces):
-    best, flat = fused(traces), traces.get("ragged, varlen")
-    if best and flat:
-        i = next((i for i, q in enumerate(flat.passes) if q.step == best[1].step), None)
-        if i is not None:
-            p = flat.passes[i]
-            return stop("the flat stream", f"Stage 6 drops the rows: the same plan takes {p.slots} slots "
-                        f"instead of {best[1].slots}, and every slot holds a token.",
-                        "interleaved", "ragged, varlen", p.step, ("tensor", 1), (i, 0, 0))
+    name, (_, wide) = "ragged, varlen", fused(traces)
+    i, p = most(traces, name, lambda p: wide and p.step == wide.step)
+    if p:
+        text = (f"Stage 6 drops the rows: the same plan takes {p.slots} slots where the rectangle "
+                f"takes {wide.slots:,}, and every slot holds a token.")
+        return stop(traces, "the flat stream", text, ("interleaved", name), p.step, ("tensor", 1),
+                    (i, 0, 0))
 
 
 def fused(traces):
-    """The pass of stage 4 with the most pads, among those that have a decode."""
-    trace = traces.get("interleaved")
-    return most(trace, lambda p: p.pad_slots * any(
-        n == 1 and first for _, first, n in p.work))
+    """The pass of stage 4 with the most pads among those that hold a decode."""
+    lengths = prompt_lengths(traces.get("interleaved"))
+    return most(traces, "interleaved", lambda p: p.pad_slots * any(
+        first >= lengths[name] for name, first, _ in p.work))
+
+
+def prompt_lengths(trace):
+    return {request.name: len(request.prompt) for request in trace.requests} if trace else {}
 
 
 def is_decode(p, trace):
-    """Whether a pass of a stage with two passes a step holds its decodes."""
-    lengths = {r.name: len(r.prompt) for r in trace.requests}
+    """Whether all of a pass is decodes."""
+    lengths = prompt_lengths(trace)
     return all(first >= lengths[name] for name, first, _ in p.work)
 
 
-def most(trace, what):
-    """(index, pass) of the pass with the largest `what`, the first of equals; None if it is 0."""
-    i, p = max(enumerate(trace.passes if trace else ()), key=lambda entry: what(entry[1]),
-               default=(None, None))
-    return (i, p) if p and what(p) else None
+def steps_with_decodes(traces, name):
+    return {p.step for p in traces[name].passes
+            if is_decode(p, traces[name])} if name in traces else set()
+
+
+def most(traces, name, what):
+    """(index, pass) of the run's pass with the most `what`; (None, None) if no pass has any."""
+    passes = traces[name].passes if name in traces else []
+    i = max(range(len(passes)), key=lambda i: what(passes[i]), default=None)
+    return (i, passes[i]) if passes and what(passes[i]) else (None, None)
