@@ -415,6 +415,32 @@ def test_every_number_is_the_traces(ladder, ladder_page, builtin):
                 assert held[who].split()[0] == str(used[who])
 
 
+def test_preempted_requests_wait_without_pages(opened):
+    requests = [Request([i % 13] * 8, 9, name=f"r{i}") for i in range(4)]
+    trace = recorded("paged", requests, pages=8, page_size=4)
+    assert trace.counts["preemptions"] > 0
+    shown, seen = opened({"paged": trace}), 0
+    for tick, step in enumerate(sorted({p.step for p in trace.passes})):
+        shown.run("go(arguments[0])", tick)
+        work = {who: (first, n) for p in trace.passes if p.step == step for who, first, n in p.work}
+        tables = dict(shown.run("return [...document.querySelectorAll('.holder.table')].map("
+                                "row => [row.firstChild.textContent, row.lastChild.textContent])"))
+        for request, words in zip(trace.requests, shown.texts(".request .state"), strict=True):
+            done = request.token_steps[-1] <= step
+            begun = any(request.name in [who for who, _, _ in p.work]
+                        for p in trace.passes if p.step <= step)
+            first, n = work.get(request.name, (0, 0))
+            again = n and any(request.name == who and f + m > first + n - 1 for p in trace.passes
+                              if p.step < step for who, f, m in p.work)
+            right = ("done" if done else "computed again" if again else "waiting" if not begun
+                     else "prefilling" if n and first < 8 else "decoding" if n else "preempted")
+            assert right in words, (step, request.name, words, right)
+            assert (request.name in tables) >= bool(n and not done)
+            assert right != "preempted" or request.name not in tables
+            seen += right == "preempted"
+    assert seen
+
+
 def test_a_seen_pad_is_red(opened):
     requests = [Request([1] * n, 4, name=name) for name, n in zip("ABCD", (4, 2, 1, 11))]
     with broken("published mask", show=False):

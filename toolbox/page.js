@@ -487,8 +487,8 @@ function cachesOf(run, now, holders) {
     const pads = Math.max(0, columns - computed);      // of a static batch, whose rows share one cache
     const bar = element("div", {className: "bar", style: `width: ${100 * holds / run.largest}%`},
                         part("past", computed / holds), ...pads ? [part("pad", pads / holds)] : []);
-    const words = pads ? `${computed} + ${plural(pads, "pad")} of ${holds}` : `${computed} of ${holds}`;
-    return element("div", {className: "holder", data: {holder: r}}, bold(name), bar, words);
+    const title = `${plural(computed, "token")}` + (pads ? `, ${pads} columns of pads and of finished slots` : "");
+    return element("div", {className: "holder", title, data: {holder: r}}, bold(name), bar, `${computed} of ${holds}`);
   });
   const used = holders.reduce((sum, {computed}) => sum + computed, 0);
   const room = holders.reduce((sum, {holds}) => sum + holds, 0);
@@ -561,7 +561,9 @@ function drawControls() {
   $("now").textContent = state.clock === "step" ? `step ${value} of ${end}` : `${ms(value)} of ${ms(end)}`;
   for (const node of document.querySelectorAll(".look")) node.classList.remove("look");
   $("walk").querySelectorAll("button").forEach((button, i) => button.ariaCurrent = i === state.stop ? "step" : null);
-  $("stop").textContent = "Six places that show what batching is about. Choose one.";
+  $("stop").hidden = !DATA.walk.length;
+  $("stop").className = stop ? "on" : "";
+  $("stop").textContent = "New to batching? The guided walk above has a few stops.";
   if (!stop) return;
   const [panel, number] = stop.look, {panels, run} = views[number];
   $("stop").textContent = `${stop.text} Look at: ${PANELS[panel]}, ${run.name}.`;

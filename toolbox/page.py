@@ -160,7 +160,9 @@ def idea(generate):
 
 def place(model):
     dtype = str(next(model.parameters(), torch.zeros(0)).dtype).removeprefix("torch.")
-    return f"{model.device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {dtype}"
+    threads = torch.get_num_threads()
+    return (f"{model.device}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}, "
+            f"{dtype}")
 
 
 def vocabulary(traces, tokenizer):
