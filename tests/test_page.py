@@ -21,7 +21,6 @@ from common import STAGES, mixed, toy
 
 import generate_interleaved
 import generate_ragged
-from experiments import ladder as ladder_command
 from request import Request
 from toolbox import page
 from toolbox.check import Check
@@ -55,7 +54,8 @@ def builtin():
 def ladder(builtin):
     """The runs of `python -m experiments.ladder --page`, {stage: trace}."""
     model, _, requests = builtin
-    return ladder_command.recorded(model, model, ladder_command.run_stages(model, requests))
+    return {name: record(generate, model, requests, reference=model)
+            for name, generate in LADDER.items()}
 
 
 # --- the data -------------------------------------------------------------------------------------
@@ -559,6 +559,8 @@ def test_no_sideways_scrolling(width, what, opened, ladder_page):
     for i in range(6 if what == "ladder" else 2):
         shown.run("DATA.walk.length ? visit(arguments[0]) : go(4 * arguments[0])", i)
         assert shown.run("return document.documentElement.scrollWidth") <= width
+        assert shown.run("return [...document.querySelectorAll('.pass .scroll')].every("
+                         "box => box.scrollWidth <= box.clientWidth)")   # all slots are in sight
     shown.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 

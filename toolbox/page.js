@@ -39,7 +39,7 @@ function readAddress() {                 // whatever it says: what does not exis
   state.run = RUNS.has(begin[0]) ? begin[0] : names[0];
   state.beside = RUNS.has(begin[1]) ? begin[1] : "";
   state.clock = parts.has("ms") ? "ms" : "step";
-  state.cells = parts.get("cells") === "position" ? "position" : "token";
+  state.cells = ["position", "wide"].includes(parts.get("cells")) ? parts.get("cells") : "token";
   setTheme(["dark", "light"].includes(parts.get("theme")) ? parts.get("theme") : "");
   setTicks(Number(parts.get(state.clock)) || 0);
   state.slot = slotNamed(parts.get("slot")) ? parts.get("slot") : null;
@@ -269,7 +269,7 @@ function moveCursor({run, now, cursor, across}) {
 
 function drawPlan({run, now, panels: {plan}}) {
   const budget = run.knobs.token_budget, scale = Math.max(budget ?? 0, run.mostTokens);
-  const bar = element("div", {className: "bar"}), chunks = [];
+  const bar = element("div", {className: "bar"}), chunks = [], pixels = plan.clientWidth / scale;
   let tokens = 0, decodes = 0;
   for (const pass of now.passes) {
     for (const [r, first, n] of threes(run.passes.work[pass])) {
@@ -278,7 +278,8 @@ function drawPlan({run, now, panels: {plan}}) {
       const title = `${name}: ${plural(n, "token")}, ${DATA.names[kind]}`;
       tokens += n;
       if (kind === "decode") decodes++; else chunks.push(`${name} (${n})`);
-      bar.append(part(kind, n / scale, {title, textContent: n > scale / 24 ? `${name}: ${n}` : ""}));
+      const label = `${name}: ${n}`, textContent = n * pixels > 8 * label.length ? label : "";
+      bar.append(part(kind, n / scale, {title, textContent}));
     }
   }
   const prefills = chunks.length && "prefill of " + chunks.slice(0, 8).join(", ") + (chunks.length > 8 ? ", …" : "");
@@ -317,11 +318,13 @@ function gridOf({run, number, slots, panels}, pass) {
   const p = run.passes, rows = p.rows[pass], width = p.shape[pass].at(-1), flat = p.shape[pass].length === 1;
   const nameOf = row => ownersOf(row).map(owner => run.requests[owner].name).join(" ");
   const labels = flat ? 0 : 4 + 8 * largest(rows.map(row => Math.min(8, nameOf(row).length)));
-  const cell = Math.max(5, Math.min(64, Math.floor((panels.tensor.clientWidth - 6 - labels) / width) - 1));
+  // As wide as fits, so that no slot is out of sight; under 5 pixels, without gaps between them.
+  const fits = (panels.tensor.clientWidth - 6 - labels) / width, gap = fits < 5 ? 0 : 1;
+  const cell = state.cells === "wide" ? 64 : Math.max(2, Math.min(64, gap ? Math.floor(fits) - 1 : fits));
   const grid = element("div", {
     className: "grid", tabIndex: 0, data: {pass, view: number},
     ariaLabel: "Slots; the arrow keys move from one to the next",
-    style: `--high: ${highOf(p, pass)}px; grid-template-columns: ${flat ? "" : labels + "px "}repeat(${width}, ${cell}px)`});
+    style: `--high: ${highOf(p, pass)}px; column-gap: ${gap}px; grid-template-columns: ${flat ? "" : labels + "px "}repeat(${width}, ${cell}px)`});
   grid.setAttribute("role", "application");
   for (const owner of flat ? ownersOf(rows[0]) : []) {   // the stream's boundaries
     const n = rows[0].reduce((sum, run) => sum + (run[0] === owner ? run[2] : 0), 0);
