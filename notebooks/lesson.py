@@ -6,6 +6,7 @@ What the notebooks share: import it first, since it also finds the repository's 
     with broken("published mask"): ...        puts a known bug in, and takes it out again
     @exercise                                 tries a reader's function inside the real stages
     run, look, check                          run a stage: its trace, what tokens see, is it right?
+    show({title: look(...)}), show(run(...))   draw what tokens see; step through a run, in a page
 
 The model is the built-in one. Prompts are words where text helps, and letters where only lengths
 matter: `letters(A=4, B=2)` are two requests with prompts of 4 and 2 arbitrary tokens.
@@ -119,8 +120,9 @@ def show(seen, label=None):
     """
     runs = {seen.stage: seen} if isinstance(seen, Trace) else seen
     if all(isinstance(trace, Trace) for trace in runs.values()):
-        return page.inline({title: trace.recording.trace for title, trace in runs.items()},
-                           tokenizer)
+        recorded = {title: trace.recording.trace if trace.recording else trace
+                    for title, trace in runs.items()}
+        return page.inline(recorded, tokenizer)
     return sights.draw(seen, label=label)
 
 

@@ -173,7 +173,7 @@ def test_a_run_must_be_recorded():
 
 def test_pages_load_nothing():
     source = "".join((page.FOLDER / name).read_text(encoding="utf-8")
-                     for name in ("page.html", "page.css", "runs.js", "page.js"))
+                     for name in ("page.html", "page.css", "runs.js", "panels.js", "page.js"))
     assert not re.search(r"https?:|//[a-z]|@import|url\(|innerHTML|document\.write|eval\(", source)
 
 

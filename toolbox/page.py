@@ -4,7 +4,7 @@ The explorer: one HTML file in which a reader walks through a run that happened,
     trace = record(generate, model, requests, max_batch=8)        # toolbox/recorder.py
     write("run.html", {"interleaved": trace}, tokenizer)
 
-The page is page.html with page.css, runs.js, page.js and the data as JSON in their places. It loads
+The page is page.html, with page.css, the scripts and the data, as JSON, in their places. It loads
 nothing from anywhere. Prompts and texts are data: the JSON holds no "<", so none of them can end
 the script element that carries it, and the page shows them as text only.
 """
@@ -44,7 +44,7 @@ def page(traces, tokenizer=None, guided=False):
     parts = {"title": html.escape(title), "colors": f":root {{ {colors}}}",
              "css": (FOLDER / "page.css").read_text(encoding="utf-8"),
              "js": "".join((FOLDER / name).read_text(encoding="utf-8")
-                           for name in ("runs.js", "page.js")), "data": embedded(data)}
+                           for name in ("runs.js", "panels.js", "page.js")), "data": embedded(data)}
     text = (FOLDER / "page.html").read_text(encoding="utf-8")
     for name, part in parts.items():   # data last: whatever is in it stays as it is
         text = text.replace("{{" + name + "}}", part)

@@ -151,12 +151,18 @@ function ownersOf(row) {                 // the requests whose slots, finished o
   return [...new Set(row.map(([owner]) => owner < -1 ? -2 - owner : owner))].filter(owner => owner >= 0);
 }
 
+function pageOf(run, pass, {owner, position}) {   // that holds a key in stage 7; elsewhere null
+  const table = last(run.requests[owner]?.rooms ?? [], pass)?.[1];
+  return Array.isArray(table) ? table[Math.floor(position / run.pool.page_size)] ?? null : null;
+}
+
 // The keys of a slot's row in their order, [{owner, position, column, past}, ...]; owner < 0: a pad.
 function keysOf(run, pass, row, slot) {
   const p = run.passes, slots = p.rows[pass][row], flat = p.shape[pass].length === 1;
   const past = (flat ? [slot.owner] : ownersOf(slots)).flatMap(owner => {
     const [i, first, n] = last(run.requests[owner].work, pass);
-    return Array.from({length: i === pass ? first : first + n}, (_, position) => ({owner, position, past: true}));
+    const length = i === pass ? first : first + n;
+    return Array.from({length}, (_, position) => ({owner, position, past: true}));
   });
   const pads = Math.max(0, p.past[pass] - past.length), keys = [];
   for (let i = 0; i < pads; i++) keys.push({owner: -1, past: true});
