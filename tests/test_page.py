@@ -9,7 +9,6 @@ import json
 import os
 import random
 import re
-import shutil
 import statistics
 import time
 from dataclasses import replace
@@ -21,6 +20,7 @@ from common import STAGES, mixed, toy
 
 import generate_interleaved
 import generate_ragged
+from experiments import still
 from request import Request
 from toolbox import page
 from toolbox.check import Check
@@ -226,29 +226,12 @@ def test_every_script_has_the_flag(tmp_path, monkeypatch, capsys):
 
 # --- in a browser ---------------------------------------------------------------------------------
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-
-
-def start_browser():
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
-    driver = shutil.which("chromedriver")
-    missing = not program or not importlib.util.find_spec("selenium")
-    if missing and not os.environ.get("CI"):
-        pytest.skip("no Chromium and Selenium here: the explorer is not tested in a browser")
-    from selenium import webdriver
-    options = webdriver.ChromeOptions()
-    if program and driver:   # else Selenium finds a browser and a driver by itself
-        options.binary_location = program
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                 "--window-size=1400,1000", "--disable-background-networking"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    return webdriver.Chrome(options, webdriver.ChromeService(driver) if driver else None)
-
-
 @pytest.fixture(scope="module")
 def chrome():
-    browser = start_browser()
+    missing = not still.browser_path() or not importlib.util.find_spec("selenium")
+    if missing and not os.environ.get("CI"):
+        pytest.skip("no Chromium and Selenium here: the explorer is not tested in a browser")
+    browser = still.open_browser()
     yield browser
     browser.quit()
 
@@ -554,8 +537,7 @@ def test_no_sideways_scrolling(width, what, opened, ladder_page):
     if what == "paged":
         requests = [Request([i % 13] * 9, 9, name=f"a long name {i}") for i in range(8)]
         shown = opened({"paged": recorded("paged", requests, pages=9, page_size=4)})
-    size = dict(width=width, height=800, deviceScaleFactor=1, mobile=False)
-    shown.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    still.resize(shown.browser, width, 800)
     for i in range(6 if what == "ladder" else 2):
         shown.run("DATA.walk.length ? visit(arguments[0]) : go(4 * arguments[0])", i)
         assert shown.run("return document.documentElement.scrollWidth") <= width

@@ -74,7 +74,7 @@ function painter(pen) {                  // paint(kind, x, y, width, height)
     }
     pen.fillStyle = kind === "decode" ? "#ffffffb0" : "#000000aa";   // marks for a grey print
     if (kind === "decode" && height > 5) pen.fillRect(x, y + height - 3, width, 1);
-    if (kind === "recomputed" && height > 3) pen.fillRect(x + width / 2 - 1, y + height / 2 - 1, 2, 2);
+    if (kind === "recomputed" && height > 3 && width > 3) pen.fillRect(x + width / 2 - 1, y + height / 2 - 1, 2, 2);
   };
 }
 
@@ -151,7 +151,7 @@ function drawTimeline(view) {
   for (let value = 0; value < end; value += unit) {
     pen.fillRect(x(value), floor, 1, 4);
     const text = value ? number(value) : state.clock === "step" ? "0 steps" : "0 ms";
-    pen.fillText(text, x(value) + 3, floor + 10);
+    if (x(value) + 40 < wide) pen.fillText(text, x(value) + 3, floor + 10);
   }
 }
 
@@ -165,8 +165,9 @@ function moveCursor({run, now, cursor, across}) {
 
 function drawPlan({run, now, panels: {plan}}) {
   const budget = run.knobs.token_budget, scale = Math.max(budget ?? 0, run.mostTokens);
-  const bar = element("div", {className: "bar"}), chunks = [], pixels = plan.clientWidth / scale;
-  let tokens = 0, decodes = 0;
+  const bar = element("div", {className: "bar"}), pixels = plan.clientWidth / scale;
+  const names = {decode: [], prefill: [], recomputed: []};
+  let tokens = 0;
   for (const pass of now.passes) {
     for (const [r, first, n] of threes(run.passes.work[pass])) {
       const {name, prompt, work} = run.requests[r];
@@ -174,13 +175,14 @@ function drawPlan({run, now, panels: {plan}}) {
         : first < prompt.length ? "prefill" : "decode";
       const title = `${name}: ${plural(n, "token")}, ${DATA.names[kind]}`;
       tokens += n;
-      if (kind === "decode") decodes++; else chunks.push(`${name} (${n})`);
+      names[kind].push(`${name} (${n})`);
       const label = `${name}: ${n}`, textContent = n * pixels > 8 * label.length ? label : "";
       bar.append(part(kind, n / scale, {title, textContent}));
     }
   }
-  const names = chunks.slice(0, 8).join(", ") + (chunks.length > 8 ? ", …" : "");
-  const items = [decodes && plural(decodes, "decode"), names && "prefill of " + names];
+  const list = (what, all) => all.length && what + all.slice(0, 8).join(", ") + (all.length > 8 ? ", …" : "");
+  const items = [names.decode.length && plural(names.decode.length, "decode"),
+                 list("prefill of ", names.prefill), list("once again ", names.recomputed)];
   const of = budget ? `${tokens} of ${plural(budget, "token")}, the token budget`
     : `${plural(tokens, "token")}, without a budget`;
   plan.replaceChildren(bar, element("p", {}, now.passes.length
@@ -210,6 +212,7 @@ function drawTensor(view) {
     + (p.shape[pass].length === 1 ? 45 : p.rows[pass].length * (highOf(p, pass) + 1)), 0)));
   tensor.style.minHeight = Math.min(run.tallest, 420) + "px";
   tensor.replaceChildren(...parts.length ? parts : [soft(nothing(now))]);
+  for (const box of tensor.querySelectorAll(".scroll")) box.scrollLeft = box.scrollWidth;   // past the pads
 }
 
 const highOf = (p, pass) => p.rows[pass].length > 16 ? 13 : 22;   // pixels
@@ -225,7 +228,7 @@ function gridOf({run, number, slots, panels}, pass) {
   const grid = element("div", {
     className: "grid", tabIndex: 0, data: {pass, view: number},
     ariaLabel: "Slots; the arrow keys move from one to the next",
-    style: `--high: ${highOf(p, pass)}px; column-gap: ${gap}px;`
+    style: `--high: ${highOf(p, pass)}px; --ring: ${cell < 10 ? "4px 0 0" : "0 0 2px"}; column-gap: ${gap}px;`
       + `grid-template-columns: ${flat ? "" : labels + "px "} repeat(${width}, ${cell}px)`});
   grid.setAttribute("role", "application");
   for (const owner of flat ? ownersOf(rows[0]) : []) {   // the stream's boundaries

@@ -46,26 +46,25 @@ def finished_rows(traces):
 
 
 def stalled_decode(traces):
-    decoding = steps_with_decodes(traces, "dynamic")
+    decodes = decodes_of(traces, "dynamic")
     _, p = most(traces, "dynamic", lambda p: p.useful * (
-        p.step in decoding and not is_decode(p, traces["dynamic"])))
+        p.step in decodes and not is_decode(p, traces["dynamic"])))
     if p:
-        n = sum(len(q.work) for q in traces["dynamic"].passes if q.step == p.step) - len(p.work)
         text = (f"Stage 2 lets newcomers in at once, but computes their prompts in one piece: in "
                 f"step {p.step} a second pass computes {p.useful} prompt tokens, and the next "
-                f"tokens of {n} running requests have to wait for it.")
+                f"tokens of {decodes[p.step]} running requests have to wait for it.")
         return stop(traces, "the stalled decode", text, ("dynamic", "chunked"), p.step,
                     ("tensor", 0))
 
 
 def chunk(traces):
-    decoding = steps_with_decodes(traces, "chunked")
+    decodes = decodes_of(traces, "chunked")
     lengths = prompt_lengths(traces.get("chunked"))
 
-    def chunked(p):   # tokens of prompts that do not end in this pass
-        return sum(n for name, first, n in p.work if first + n < lengths[name])
+    def has_chunk(p):   # of a prompt that does not end in this pass
+        return any(first + n < lengths[name] for name, first, n in p.work)
 
-    _, p = most(traces, "chunked", lambda p: chunked(p) * (p.step in decoding))
+    _, p = most(traces, "chunked", lambda p: has_chunk(p) * decodes.get(p.step, 0))
     if p:
         name, first, n = next(work for work in p.work if sum(work[1:]) < lengths[work[0]])
         text = (f"Stage 3 shares out a token budget, decodes first: what is left of it in step "
@@ -112,9 +111,10 @@ def is_decode(p, trace):
     return all(first >= lengths[name] for name, first, _ in p.work)
 
 
-def steps_with_decodes(traces, name):
-    return {p.step for p in traces[name].passes
-            if is_decode(p, traces[name])} if name in traces else set()
+def decodes_of(traces, name):
+    """{step: number of decodes} of a run with two passes a step."""
+    return {p.step: len(p.work) for p in traces[name].passes
+            if is_decode(p, traces[name])} if name in traces else {}
 
 
 def most(traces, name, what):
