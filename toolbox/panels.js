@@ -239,12 +239,15 @@ function gridOf({run, number, slots, panels}, pass) {
   }
   rows.forEach((row, b) => {
     if (!flat) grid.append(element("span", {className: "name", title: nameOf(row)}, nameOf(row)));
-    let column = 0;
+    let column = 0, before = -1;
     for (const [owner, first, n] of row) {
+      const edge = before >= 0 && owner >= 0 && owner !== before ? " edge" : "";   // between two requests
+      before = owner;
       for (let k = 0; k < n; k++) {
         const name = [number, pass, b, column++].join("."), kind = kindOf(run, pass, owner, first + k);
         const textContent = owner >= 0 && cell > 16 ? word(run, owner, first + k, state.cells) : "";
-        slots.set(name, element("i", {className: "slot " + kind, textContent, data: {slot: name}}));
+        const className = "slot " + kind + (k ? "" : edge);
+        slots.set(name, element("i", {className, textContent, data: {slot: name}}));
         grid.append(slots.get(name));
       }
     }
