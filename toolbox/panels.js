@@ -74,7 +74,9 @@ function painter(pen) {                  // paint(kind, x, y, width, height)
     }
     pen.fillStyle = kind === "decode" ? "#ffffffb0" : "#000000aa";   // marks for a grey print
     if (kind === "decode" && height > 5) pen.fillRect(x, y + height - 3, width, 1);
-    if (kind === "recomputed" && height > 3 && width > 3) pen.fillRect(x + width / 2 - 1, y + height / 2 - 1, 2, 2);
+    if (kind === "recomputed" && height > 3 && width > 3) {
+      pen.fillRect(x + width / 2 - 1, y + height / 2 - 1, 2, 2);
+    }
   };
 }
 
@@ -180,7 +182,8 @@ function drawPlan({run, now, panels: {plan}}) {
       bar.append(part(kind, n / scale, {title, textContent}));
     }
   }
-  const list = (what, all) => all.length && what + all.slice(0, 8).join(", ") + (all.length > 8 ? ", …" : "");
+  const list = (what, all) => all.length
+    && what + all.slice(0, 8).join(", ") + (all.length > 8 ? ", …" : "");
   const items = [names.decode.length && plural(names.decode.length, "decode"),
                  list("prefill of ", names.prefill), list("once again ", names.recomputed)];
   const of = budget ? `${tokens} of ${plural(budget, "token")}, the token budget`
