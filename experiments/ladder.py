@@ -1,11 +1,12 @@
 """
-All stages on one workload, as a table, and with --pictures the README's pictures.
+All stages on one workload: as a table, as a page to step through, as the README's pictures.
 
 Steps and counts are the same on every machine, seconds are not. Every stage is checked against the
 unbatched run.
 
     python -m experiments.ladder
     python -m experiments.ladder --pictures experiments/pictures
+    python -m experiments.ladder --page docs/explorer.html
 """
 import copy
 import sys
@@ -17,8 +18,9 @@ import torch
 from experiments import figures, memory, results
 from experiments.rows import ARRIVAL
 from request import Request
-from toolbox import cli, plots, sights
+from toolbox import cli, page, plots, sights
 from toolbox.check import Check
+from toolbox.recorder import record
 from toolbox.report import aligned, latencies, mean, percentile, totals
 from toolbox.stages import STAGES, knobs_of
 from toolbox.xray import sights_at
@@ -51,6 +53,12 @@ def wrong_lines(model, plain, requests, stages=STAGES, **knobs):
         lines += [f"WRONG: {name}: request '{v.name}': {v.detail}"
                   for v in check() if v.verdict == "WRONG"]
     return lines
+
+
+def recorded(model, plain, traces, no_check=False, **knobs):
+    """Runs each stage once more for its page, under the X-ray and the check. {stage: trace}."""
+    return {name: record(STAGES[name], model, trace.requests, trace, None if no_check else plain,
+                         **knobs_of(STAGES[name], knobs)[0]) for name, trace in traces.items()}
 
 
 def ladder_table(traces):
@@ -148,7 +156,7 @@ def compare(args):
         raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
     if args.pictures:
         check_folder(Path(args.pictures), "--pictures")
-    plain, _, requests = cli.load_inputs(args)
+    plain, tokenizer, requests = cli.load_inputs(args)
     model = copy.deepcopy(plain).optimize() if args.optimize else plain
     knobs = cli.given_knobs(args)
     of_variants = [knob for knob in ("pack", "attention", "use_cache") if knob in knobs]
@@ -167,6 +175,9 @@ def compare(args):
              f"{torch.__version__}, {args.dtype}", args.repeats)
     if args.pictures:
         draw_pictures(model, Path(args.pictures), traces)
+    if args.page:
+        page.write(args.page, recorded(model, plain, traces, args.no_check, **knobs), tokenizer,
+                   guided=True)
     if args.no_check:
         return 0
     wrong = wrong_lines(model, plain, requests, **knobs)

@@ -6,6 +6,7 @@ What the notebooks share: import it first, since it also finds the repository's 
     with broken("published mask"): ...        inserts a known bug, and removes it again
     @exercise                                 tries a reader's function inside the real stages
     run, look, check                          run a stage: its trace, what tokens see, is it right?
+    show({title: look(...)}), show(run(...))   draw what tokens see; step through a run, in a page
 
 The model is the built-in one. Prompts are words where text helps, and letters where only lengths
 matter: `letters(A=4, B=2)` are two requests with prompts of 4 and 2 arbitrary tokens.
@@ -32,10 +33,12 @@ from generate_ragged import Flat
 from model import Head
 from paging import PagedScheduler
 from request import Request
-from toolbox import sights
+from toolbox import page, sights
 from toolbox.check import Check, summary
 from toolbox.load import load
+from toolbox.recorder import record
 from toolbox.stages import STAGES
+from toolbox.trace import Trace
 from toolbox.traps import broken, swapped
 from toolbox.xray import XRay, sights_at
 
@@ -96,8 +99,13 @@ def word(request, position):
 
 
 def run(stage, requests, **knobs):
-    """Runs a stage on copies of `requests`. Returns its trace; trace.requests are the copies."""
-    return STAGES[stage](model, copies_of(requests), **knobs)
+    """
+    Runs a stage on copies of `requests`. Returns its trace; trace.requests are the copies. It is
+    recorded as well, while a bug that was put in is still there, so that show(trace) can draw it.
+    """
+    trace = STAGES[stage](model, copies_of(requests), **knobs)
+    trace.recording = record(STAGES[stage], model, requests, trace, model, **knobs).recording
+    return trace
 
 
 def look(stage, requests, step, number=0, **knobs):
@@ -106,7 +114,15 @@ def look(stage, requests, step, number=0, **knobs):
 
 
 def show(seen, label=None):
-    """Draws what each token sees: show({title: Sight, ...}), side by side. label=word: as text."""
+    """
+    Draws what each token sees: show({title: Sight, ...}), side by side. label=word: as text.
+    Of a run, show(trace) is a page to step through; show({title: trace, ...}) compares two.
+    """
+    runs = {seen.stage: seen} if isinstance(seen, Trace) else seen
+    if all(isinstance(trace, Trace) for trace in runs.values()):
+        recorded = {title: trace.recording.trace if trace.recording else trace
+                    for title, trace in runs.items()}
+        return page.inline(recorded, tokenizer)
     return sights.draw(seen, label=label)
 
 

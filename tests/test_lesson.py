@@ -188,3 +188,21 @@ def test_check_and_survivors_agree(capsys):
     assert "1/3 requests identical" in capsys.readouterr().out
     assert lesson.survivors("published mask", "interleaved", requests) == "D"
     assert [replace(request).generated for request in requests] == [[]] * 3   # copies ran
+
+
+def test_show_draws_a_run_as_a_page():
+    requests = lesson.letters(A=4, B=2)
+    trace = lesson.run("interleaved", requests, token_budget=4)
+    frame = lesson.show(trace)._repr_html_()
+    assert frame.startswith("<iframe srcdoc=") and "&quot;token_budget&quot;:4" in frame
+    assert trace.recording.wrong == 0 and not requests[0].generated
+    with lesson.broken("published mask", show=False):
+        wrong = lesson.run("interleaved", requests, token_budget=4)
+    both = lesson.show({"right": trace, "wrong": wrong})._repr_html_()   # after the bug has gone
+    assert wrong.recording.wrong > 0 and both.count("&quot;idea&quot;") == 2
+
+
+def test_show_refuses_a_run_that_was_not_recorded():
+    trace = lesson.STAGES["naive"](lesson.model, lesson.letters(A=4))
+    with pytest.raises(ValueError, match="was not recorded"):
+        lesson.show(trace)

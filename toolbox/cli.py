@@ -15,10 +15,11 @@ from dataclasses import replace
 import torch
 
 from paging import POLICIES
-from toolbox import plots
+from toolbox import page, plots
 from toolbox.check import Check, summary
 from toolbox.load import decode, load
 from toolbox.progress import Progress
+from toolbox.recorder import record
 from toolbox.report import report, write_trace
 from toolbox.stages import knobs_of
 from toolbox.workload import PROMPTS, make_requests, read_prompts
@@ -104,6 +105,8 @@ def parser(doc):
     out = p.add_argument_group("what to show")
     out.add_argument("--plot", metavar="FILE.png",
                      help="draw this run: what was computed for each request at each step")
+    out.add_argument("--page", metavar="FILE.html",
+                     help="write a page in which to step through this run in a browser")
     out.add_argument("--trace", metavar="FILE.json",
                      help="write all forward passes and the time of every token")
     out.add_argument("--quiet", action="store_true",
@@ -177,6 +180,8 @@ def load_inputs(args):
     device = device_of(args)
     if args.plot:
         plots.check_path(args.plot, "--plot", plots.SUFFIXES)
+    if args.page:
+        plots.check_path(args.page, "--page", (".html",))
     if args.trace:
         plots.check_path(args.trace, "--trace")
     if args.prompt and args.prompts:
@@ -252,7 +257,7 @@ def run_stage(generate, args, shard=None):
     knobs, ignored = knobs_of(generate, given_knobs(args))
     say_ignored(args, ignored, "for this stage")
     model, tokenizer, requests = load_inputs(args)
-    check = None if args.no_check else Check(model, requests)
+    plain, check = model, None if args.no_check else Check(model, requests)
     if check and (shard or args.optimize):
         model = copy.deepcopy(model)   # or the changed model would check itself
     if shard is not None:
@@ -277,6 +282,9 @@ def run_stage(generate, args, shard=None):
         write_trace(trace, args.trace)
     if args.plot:
         plots.stage(trace, args.plot)
+    if args.page:
+        seen = record(generate, model, requests, trace, None if args.no_check else plain, **knobs)
+        page.write(args.page, {trace.stage: seen}, tokenizer)
     if check is None:
         return 0
     verdicts = check()

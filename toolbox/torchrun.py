@@ -34,6 +34,8 @@ def run_on_ranks(p, command, argv=None):
                 f"torchrun --nproc_per_node 2 {p.prog.removeprefix('python ')}")
     if not args.timeout > 0:
         p.error(f"--timeout must be above 0 seconds, not {args.timeout}")
+    if getattr(args, "page", None):   # recording repeats the run, for which all ranks must stay
+        p.error("--page shows a run on one device: use it with the stage's own script")
     if rank:   # rank 0 alone prints, checks, writes and draws
         args.quiet, args.no_check, args.trace, args.plot, args.json = True, True, None, None, None
     sys.exit(cli.guarded(p.prog, lambda: run_in_group(p.prog, command, args), speaks=not rank))

@@ -124,16 +124,20 @@ class XRay:
         """Called with the model's arguments: (tokens, positions, attend, rows)."""
         _, positions, attend, _ = arguments
         batch = attend.__self__
-        twin = copy.copy(batch)
-        twin.plan = [(StandIn(request, self.first[request]), n) for request, n in batch.plan]
-        twin.lay_out(batch.tokens.device)
-        ids = twin.tokens.long()
+        ids = self.ids_of(batch)
         v = torch.nn.functional.one_hot(ids, len(self.token_of)).double().unsqueeze(-3)
         blank = torch.zeros_like(v)
         with self.own_layer(batch):
             out = batch.attend("xray", blank, blank, v).squeeze(-3)  # (..., D)
         batch = copy.copy(batch)   # a static batch is the same object in the next pass
         self.passes.append(Sight(self, batch, ids, positions, counts_of(out)))
+
+    def ids_of(self, batch):
+        """The tokens of a layout, in their shape, but named by the X-ray's ids. PAD: no token."""
+        twin = copy.copy(batch)
+        twin.plan = [(StandIn(request, self.first[request]), n) for request, n in batch.plan]
+        twin.lay_out(batch.tokens.device)
+        return twin.tokens.long()
 
     @contextmanager
     def own_layer(self, batch):

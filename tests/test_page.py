@@ -1,0 +1,629 @@
+"""
+The explorer: the data are those of the run, and a real browser shows them.
+
+The browser is a Chromium or Chrome of this machine, driven by Selenium. Where there is none, its
+tests are skipped; never where the environment variable CI is set.
+"""
+import importlib.util
+import json
+import os
+import random
+import re
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from common import STAGES, mixed, toy
+
+import generate_interleaved
+import generate_ragged
+from experiments import still
+from request import Request
+from toolbox import page
+from toolbox.check import Check
+from toolbox.load import decode, load
+from toolbox.plots import COLORS
+from toolbox.recorder import MOST_TOKENS, Recorder, record
+from toolbox.stages import STAGES as LADDER
+from toolbox.traps import broken
+from toolbox.workload import PROMPTS, make_requests, read_prompts
+
+ROOT = Path(__file__).parent.parent
+MODEL = toy(dtype=torch.float32)
+NASTY = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>",
+         "\"quotes\" 'and' `ticks` \\ & &lt; ${1}",
+         "\U0001f600 \U0001f469\u200d\U0001f469\u200d\U0001f467 na\u00efve \u2028 \u2029 {{js}}",
+         "\u05e9\u05dc\u05d5\u05dd \u202e right to left"]
+
+
+def recorded(stage="interleaved", requests=None, **knobs):
+    return record(STAGES[stage], MODEL, requests or mixed(), reference=MODEL, **knobs)
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    model, tokenizer = load()
+    return model, tokenizer, make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64,
+                                           temperature=0.7, top_k=None, seed=0)
+
+
+@pytest.fixture(scope="module")
+def ladder(builtin):
+    """The runs of `python -m experiments.ladder --page`, {stage: trace}."""
+    model, _, requests = builtin
+    return {name: record(generate, model, requests, reference=model)
+            for name, generate in LADDER.items()}
+
+
+# --- the data -------------------------------------------------------------------------------------
+
+def slots_of(row):
+    """Each slot of a row as (owner, position, ranges, pads, blanks, shift)."""
+    for owner, first, n, *rest in row:
+        sees, grows, pads, blanks, shift = (rest + [None, 1, 0, 0, 0][len(rest):])
+        for k in range(n):
+            ranges = [sees[i:i + 3] for i in range(0, len(sees or []), 3)]
+            if ranges:
+                ranges[-1] = [*ranges[-1][:2], ranges[-1][2] + k * grows]
+            yield owner, first + k if owner >= 0 else 0, ranges, pads, blanks, shift
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_slots_and_sights_are_those_of_the_run(stage):
+    trace = recorded(stage)
+    recorder = trace.recording
+    assert recorder.wrong == 0 and len(recorder.frames) == len(trace.passes)
+    for p, frame in zip(trace.passes, recorder.frames):
+        slots = [slot for row in frame["rows"] for slot in slots_of(row)]
+        assert len(slots) == p.slots and len(frame["rows"]) == (1, *p.shape)[-2]
+        assert sum(owner == -1 for owner, *_ in slots) == p.pad_slots
+        assert sum(owner < -1 for owner, *_ in slots) == p.finished_slots
+        planned = [(recorder.requests[owner].name, position, [[owner, 0, position + 1]], 0, 0, 0)
+                   for owner, position, *_ in slots if owner >= 0]
+        assert planned == [(recorder.requests[slot[0]].name, *slot[1:]) for slot in slots
+                           if slot[0] >= 0]
+        assert sorted((name, i) for name, first, n in p.work for i in range(first, first + n)) == (
+            sorted(entry[:2] for entry in planned))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_recording_changes_nothing(stage):
+    requests = [replace(request) for request in mixed()]
+    plain = STAGES[stage](MODEL, requests)
+    trace = record(STAGES[stage], MODEL, mixed(), plain)
+    assert [replace(p, seconds=0) for p in trace.passes] == [replace(p, seconds=0)
+                                                             for p in plain.passes]
+    assert [p.seconds for p in trace.passes] == [p.seconds for p in plain.passes]
+    assert [r.token_times for r in trace.requests] == [r.token_times for r in plain.requests]
+
+
+def test_the_recorders_own_time_is_subtracted():
+    trace = recorded()
+    spent = sum(end - start for start, end in trace.recording.spent)
+    ends = [time for request in trace.requests for time in request.token_times]
+    assert 0 < sum(p.seconds for p in trace.passes) <= max(ends) - trace.started + 1e-6
+    assert min(p.seconds for p in trace.passes) > 0 and spent > 0
+
+
+def test_another_run_lends_no_times():
+    other = STAGES["interleaved"](MODEL, [replace(request) for request in mixed()], max_batch=2)
+    trace = record(STAGES["interleaved"], MODEL, mixed(), other)
+    assert len(trace.passes) != len(other.passes) and trace.started != other.started
+
+
+def test_seen_pads_are_recorded():
+    with broken("published mask", show=False):
+        trace = recorded()
+    assert trace.recording.wrong > 0
+    assert any(re.search(r"sees \d+ pad slot", text) for text in trace.recording.sentences)
+    seen = [slot for frame in trace.recording.frames for row in frame["rows"]
+            for slot in slots_of(row) if slot[0] >= 0 and slot[3]]
+    assert seen and any(v.verdict == "WRONG" for v in trace.recording.check())
+
+
+def test_wrong_positions_are_recorded():
+    with broken("column positions", show=False):
+        trace = recorded(requests=[Request([1] * n, 3) for n in (2, 5, 9)])
+    assert trace.recording.wrong > 0 and any(
+        slot[5] for frame in trace.recording.frames for row in frame["rows"]
+        for slot in slots_of(row))
+
+
+def test_shared_pages_count_as_the_requests_own():
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, i] for i in range(4)]
+    requests = [Request(prompt, 4, arrival=i) for i, prompt in enumerate(prompts)]
+    trace = recorded("paged", requests, page_size=4)
+    assert trace.counts["shared_pages"] > 0 and trace.recording.wrong == 0
+    tables = [table for frame in trace.recording.frames for table in frame["room"].values()]
+    assert len({tuple(table[:2]) for table in tables if table}) == 1
+
+
+def test_large_runs_leave_the_sights_out():
+    requests = [Request([1, 2, 3], MOST_TOKENS - 6), Request([1], 3)]
+    small = toy(loud=False, n_layer=1, n_head=1, n_embd=1, dtype=torch.float32)
+    trace = record(LADDER["interleaved"], small, requests)
+    assert trace.recording.left_out.endswith("4,001 tokens, more than 4,000")
+    assert all(len(run) == 3 for frame in trace.recording.frames for row in frame["rows"]
+               for run in row)
+
+
+def test_texts_cannot_become_code(builtin):
+    tokenizer = builtin[1]
+    requests = [Request(tokenizer.encode(text), 2, name=f"<b>{i}") for i, text in enumerate(NASTY)]
+    trace = record(LADDER["ragged, varlen"], builtin[0], requests)
+    text = page.page({"</script>&": trace}, tokenizer)
+    carried = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]
+    assert carried.isascii() and not set("<>&") & set(carried)
+    data = json.loads(carried)
+    assert data["runs"][0]["name"] == "</script>&" and text.count("</script") == 2
+    pieces = [data["vocabulary"][str(token)] for token in requests[3].prompt]
+    assert any(isinstance(piece, list) for piece in pieces)
+    assert b"".join(piece.encode() if isinstance(piece, str) else bytes(piece)
+                    for piece in pieces).decode() == NASTY[3]
+
+
+def test_a_run_must_be_recorded():
+    trace = generate_ragged.generate(MODEL, mixed())
+    with pytest.raises(ValueError, match="of stage 'ragged, varlen' was not recorded"):
+        page.page({"ragged": trace})
+
+
+def test_pages_load_nothing():
+    source = "".join((page.FOLDER / name).read_text(encoding="utf-8")
+                     for name in ("page.html", "page.css", "runs.js", "panels.js", "page.js"))
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|innerHTML|document\.write|eval\(", source)
+
+
+def without_times(text):
+    """The data of a page without what differs from machine to machine, and the rest of it."""
+    head, data, tail = re.split(r'(?<=id="data">)(.*?)(?=</script>)', text, maxsplit=1)
+    data = json.loads(data)
+    for run in data["runs"]:
+        del run["place"]
+        run["check"]["summary"] = run["check"]["summary"].split(", max")[0]
+        for column in "start", "ms":
+            del run["passes"][column]
+        for request in run["requests"]:
+            del request["ms"], request["arrived"]
+    return head, data, tail
+
+
+def test_the_committed_page_is_what_the_command_builds(ladder, builtin):
+    """If it is not: python -m experiments.ladder --page docs/explorer.html"""
+    committed = (ROOT / "docs" / "explorer.html").read_text(encoding="utf-8")
+    assert len(committed.encode()) < 400_000
+    built = page.page(ladder, builtin[1], guided=True)
+    for ours, theirs in zip(without_times(built), without_times(committed)):
+        assert ours == theirs
+
+
+def test_the_walk_has_six_stops_and_counts_them_itself(ladder):
+    stops = page.walk(ladder)
+    assert [stop["title"] for stop in stops] == [
+        "padding", "finished rows", "the stalled decode", "the chunk",
+        "the pads of the fused rectangle", "the flat stream"]
+    assert not page.walk({"paged": ladder["paged"]})
+    assert [stop["title"] for stop in page.walk({"naive": ladder["naive"]})] == [
+        "padding", "finished rows"]
+
+
+def test_every_script_has_the_flag(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "run.html"
+    flags = ["--prompt", "a", "--max_new_tokens", "2", "--quiet", "--page", str(path)]
+    from toolbox.cli import main
+    with pytest.raises(SystemExit) as stop:
+        main(generate_interleaved.generate, generate_interleaved.__doc__, flags)
+    assert stop.value.code == 0 and "Stage 4" in path.read_text(encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        main(generate_interleaved.generate, generate_interleaved.__doc__,
+             ["--page", str(tmp_path / "run.pdf")])
+    assert stop.value.code == 2 and "must end in .html" in capsys.readouterr().err
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def chrome():
+    missing = not still.browser_path() or not importlib.util.find_spec("selenium")
+    if missing and not os.environ.get("CI"):
+        pytest.skip("no Chromium and Selenium here: the explorer is not tested in a browser")
+    browser = still.open_browser()
+    yield browser
+    browser.quit()
+
+
+class Page:
+    """An open page. Whatever goes wrong in it, or goes out of it, fails the test at its end."""
+
+    def __init__(self, browser, path):
+        self.browser, self.path = browser, path
+
+    def open(self, address=""):
+        self.browser.get("about:blank")   # else only the fragment would change
+        self.browser.get(f"{self.path.as_uri()}#{address}")
+        return self
+
+    def run(self, script, *arguments):
+        return self.browser.execute_script(script, *arguments)
+
+    def texts(self, selector):
+        return self.run("return [...document.querySelectorAll(arguments[0])]"
+                        ".map(node => node.textContent)", selector)
+
+    def press(self, *keys):
+        from selenium.webdriver.common.action_chains import ActionChains
+        ActionChains(self.browser, duration=0).send_keys(*keys).perform()
+
+    @property
+    def now(self):
+        return self.texts("#now")[0]
+
+    def complaints(self):
+        """Errors on the console, and requests to anything but the file itself."""
+        asked = [json.loads(entry["message"])["message"]
+                 for entry in self.browser.get_log("performance")]
+        urls = [message["params"]["request"]["url"] for message in asked
+                if message["method"] == "Network.requestWillBeSent"]
+        errors = [entry["message"] for entry in self.browser.get_log("browser")]
+        return errors + [url for url in urls if not url.startswith(("file:", "data:", "about:"))]
+
+
+@pytest.fixture
+def opened(chrome, tmp_path):
+    """opened({name: trace}, tokenizer, guided, address) -> Page"""
+    pages = []
+
+    def open(traces, tokenizer=None, guided=False, address=""):
+        path = tmp_path / f"{len(pages)}.html"
+        page.write(path, traces, tokenizer, guided)
+        pages.append(Page(chrome, path).open(address))
+        return pages[-1]
+
+    chrome.get_log("performance"), chrome.get_log("browser")
+    yield open
+    for each in pages:
+        assert each.complaints() == []
+
+
+@pytest.fixture(scope="module")
+def ladder_file(ladder, builtin, tmp_path_factory):
+    path = tmp_path_factory.mktemp("ladder") / "ladder.html"
+    page.write(path, ladder, builtin[1], guided=True)
+    return path
+
+
+@pytest.fixture
+def ladder_page(chrome, ladder_file):
+    chrome.get_log("performance"), chrome.get_log("browser")
+    opened = Page(chrome, ladder_file).open()
+    yield opened
+    assert opened.complaints() == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_pages_of_all_stages_load(stage, opened):
+    trace = recorded(stage)
+    shown = opened({stage: trace})
+    last = trace.passes[-1].step
+    assert shown.now == f"step 0 of {last}" and not shown.run("return 'hacked' in window")
+    shown.run("go(ticks.length - 1)")
+    assert shown.texts("[data-figure=slots]") == [f"{sum(p.slots for p in trace.passes):,}"]
+    assert len(shown.texts(".request")) == len(trace.requests)
+
+
+def expected(trace, step):
+    """What the page must say after a step, from the trace alone."""
+    passes = [p for p in trace.passes if p.step <= step]
+    waits, gaps = [], []
+    for request in trace.requests:
+        times = [time for time, at in zip(request.token_times, request.token_steps) if at <= step]
+        waits += [1e3 * (times[0] - trace.started)] if times else []
+        gaps += [1e3 * (b - a) for a, b in zip(times, times[1:])]
+
+    def ms(values, what):
+        return f"{what(values):,.1f} ms" if values else "–"
+
+    def total(name):
+        return sum(getattr(p, name) for p in passes)
+
+    counts = ("slots", "useful", "pad_slots", "finished_slots", "recomputed", "score_entries",
+              "useful_scores", "padded_keys")
+    return {"passes": f"{len(passes):,}", **{name: f"{total(name):,}" for name in counts},
+            "generated": str(sum(at <= step for r in trace.requests for at in r.token_steps)),
+            "copied_bytes": f"{total('copied_bytes') / 1e6:.1f} MB",
+            "ms": f"{1e3 * total('seconds'):,.1f} ms", "ttft": ms(waits, statistics.mean),
+            "itl": ms(gaps, statistics.mean), "stall": ms(gaps, max)}
+
+
+def same(said, right):
+    """Equal; milliseconds are rounded twice."""
+    if right.endswith(" ms"):
+        return abs(float(said[:-3].replace(",", "")) - float(right[:-3].replace(",", ""))) < 0.3
+    return said == right
+
+
+def test_every_number_is_the_traces(ladder, ladder_page, builtin):
+    """Ten random steps of random stages: the bill, the plan, the tensor, requests and memory."""
+    stream = random.Random(0)
+    for name in stream.sample([*ladder], 10):
+        trace = ladder[name]
+        step = stream.choice(trace.passes).step
+        ladder_page.open(f"run={name}&step={step}")
+        said = ladder_page.run("return Object.fromEntries([...document.querySelectorAll("
+                               "'[data-figure]')].map(cell => [cell.dataset.figure, "
+                               "cell.textContent]))")
+        right = expected(trace, step)
+        assert said.keys() == right.keys()
+        assert all(same(said[figure], right[figure]) for figure in right), (name, step, said, right)
+
+        passes = [(i, p) for i, p in enumerate(trace.passes) if p.step == step]
+        for (i, p), caption in zip(passes, ladder_page.texts(".pass p"), strict=True):
+            assert f"shape ({p.shape[0]}, " in caption or f"shape ({p.slots},)" in caption
+            assert f"{p.slots:,} slot" in caption and f"{p.useful:,} useful" in caption
+            kinds = ladder_page.run(f"return [...document.querySelectorAll('[data-pass=\"{i}\"] "
+                                    ".slot')].map(slot => slot.className.split(' ')[1])")
+            assert len(kinds) == p.slots and kinds.count("pad") == p.pad_slots
+            assert kinds.count("finished") == p.finished_slots
+            assert kinds.count("recomputed") == p.recomputed
+        tokens = sum(n for _, p in passes for _, _, n in p.work)
+        plan, = ladder_page.texts(".plan p")
+        assert plan.startswith(f"{tokens} ")
+        widths = ladder_page.run("return [...document.querySelectorAll('.plan .bar span')]"
+                                 ".map(part => part.title)")
+        assert [title.split(" token")[0] for title in widths] == [
+            f"{who}: {n}" for _, p in passes for who, _, n in p.work]
+
+        for request, text, waits in zip(trace.requests, ladder_page.texts(".request .answer"),
+                                        ladder_page.texts(".request .waits"), strict=True):
+            n = sum(at <= step for at in request.token_steps)
+            answer = decode(builtin[1], request.generated[:n])
+            assert text == answer or (text[0] == "…" and answer.endswith(text[1:]))
+            if n:
+                assert waits.startswith(f"{n} token")
+                assert f"TTFT {request.token_steps[0] + 1} step" in waits
+        held = dict(ladder_page.run("return [...document.querySelectorAll('[data-holder]')]"
+                                    ".map(row => [row.firstChild.textContent, "
+                                    "row.lastChild.textContent])"))
+        used = {who: first + n for _, p in passes for who, first, n in p.work}
+        if name != "unbatched, no cache":
+            assert used.keys() <= held.keys()
+        for who in used.keys() & held.keys():
+            if name == "paged":
+                assert len(held[who].split()) * 16 >= used[who]
+            else:
+                assert held[who].split()[0] == str(used[who])
+
+
+def test_preempted_requests_wait_without_pages(opened):
+    requests = [Request([i % 13] * 8, 9, name=f"r{i}") for i in range(4)]
+    trace = recorded("paged", requests, pages=8, page_size=4)
+    assert trace.counts["preemptions"] > 0
+    shown, seen = opened({"paged": trace}), 0
+    for tick, step in enumerate(sorted({p.step for p in trace.passes})):
+        shown.run("go(arguments[0])", tick)
+        work = {who: (first, n) for p in trace.passes if p.step == step for who, first, n in p.work}
+        tables = dict(shown.run("return [...document.querySelectorAll('.holder.table')].map("
+                                "row => [row.firstChild.textContent, row.lastChild.textContent])"))
+        for request, words in zip(trace.requests, shown.texts(".request .state"), strict=True):
+            done = request.token_steps[-1] <= step
+            begun = any(request.name in [who for who, _, _ in p.work]
+                        for p in trace.passes if p.step <= step)
+            first, n = work.get(request.name, (0, 0))
+            again = n and any(request.name == who and f + m > first + n - 1 for p in trace.passes
+                              if p.step < step for who, f, m in p.work)
+            right = ("done" if done else "computed again" if again else "waiting" if not begun
+                     else "prefilling" if n and first < 8 else "decoding" if n else "preempted")
+            assert right in words, (step, request.name, words, right)
+            assert (request.name in tables) >= bool(n and not done)
+            assert right != "preempted" or request.name not in tables
+            seen += right == "preempted"
+    assert seen
+
+
+def test_a_seen_pad_is_red(opened):
+    requests = [Request([1] * n, 4, name=name) for name, n in zip("ABCD", (4, 2, 1, 11))]
+    with broken("published mask", show=False):
+        trace = recorded(requests=requests, token_budget=8)
+    i, p = next((i, p) for i, p in enumerate(trace.passes) if ("A", 4, 1) in p.work)
+    shown = opened({"interleaved": trace},
+                   address=f"step={p.step}&slot=0.{i}.0.{p.shape[1] - 1}&run=interleaved")
+    colors = shown.run("return [...document.querySelectorAll('.slot.pad.wrong')]"
+                       ".map(slot => getComputedStyle(slot).backgroundColor)")
+    red = tuple(int(COLORS["finished"][k:k + 2], 16) for k in (1, 3, 5))
+    assert colors == ["rgb({}, {}, {})".format(*red)] * (p.shape[1] - 1)
+    assert f"Wrong: it sees {p.shape[1] - 1} pads." in shown.texts(".sees .bad")[0]
+    assert shown.texts(".timeline .bad")[0].startswith("Check: 0/4 requests identical")
+
+    repaired = opened({"interleaved": recorded(requests=requests, token_budget=8)},
+                      address=f"run=interleaved&step={p.step}&slot=0.{i}.0.{p.shape[1] - 1}")
+    assert repaired.texts(".slot.wrong, .keys .wrong, .bad b") == []
+    assert "sees 5 keys: 4 past, 1 new, 0 pads." in repaired.texts(".sees p")[0]
+
+
+def test_keys(ladder_page):
+    from selenium.webdriver.common.keys import Keys
+    ladder_page.open("run=interleaved&beside=ragged%2C+varlen&step=4")
+    ladder_page.press(Keys.ARROW_RIGHT)
+    assert ladder_page.now.startswith("step 5 ")
+    ladder_page.press(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    assert ladder_page.now.startswith("step 3 ")
+    ladder_page.press(Keys.END)
+    assert ladder_page.now == "step 68 of 68"
+    ladder_page.press(Keys.HOME)
+    assert ladder_page.now == "step 0 of 68"
+    ladder_page.press(" ")
+    assert ladder_page.texts("#play") == ["pause"]
+    ladder_page.press(" ", "+")
+    assert ladder_page.texts("#play") == ["play"]
+    assert ladder_page.run("return document.getElementById('speed').value") == "5"
+    # to the tensor by Tab alone, and from slot to slot
+    for _ in range(40):
+        ladder_page.press(Keys.TAB)
+        if ladder_page.run("return document.activeElement.className") == "grid":
+            break
+    ladder_page.press(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ENTER)
+    assert re.search(r"slot=0\.0\.\d\.1", ladder_page.run("return location.hash"))
+    assert len(ladder_page.texts(".slot.picked")) == 1
+    ladder_page.press(Keys.ESCAPE)
+    assert "slot" not in ladder_page.run("return location.hash")
+
+
+def test_an_address_leads_back(ladder_page):
+    address = "run=chunked&beside=paged&step=7&slot=0.7.0.0&cells=position&theme=dark"
+    ladder_page.open(address)
+    before = ladder_page.run("return [location.hash, document.body.innerText]")
+    assert before[0] == "#" + address
+    ladder_page.run("location.hash = 'run=naive&ms=50'")
+    ladder_page.run("return new Promise(done => setTimeout(done, 50))")
+    assert ladder_page.now.endswith(" ms") and ladder_page.texts(".panel h2 small") == []
+    ladder_page.open(before[0][1:])
+    assert ladder_page.run("return [location.hash, document.body.innerText]") == before
+    for nonsense in "run=nothing&step=-5", "step=1e9&slot=9.9.9.9&stop=77", "%%%&run=%3Cb%3E":
+        ladder_page.open(nonsense)
+        assert ladder_page.now.startswith("step ")
+
+
+def test_two_stages_on_one_clock(ladder, ladder_page):
+    ladder_page.open("run=naive&beside=dynamic&step=100")
+    assert ladder_page.texts(".plan p")[1] == "This run is over: all its requests are done."
+    assert ladder_page.texts("[data-figure=passes]") == ["101", "73"]
+    ladder_page.run("document.getElementById('clock').value = 'ms'; "
+                    "document.getElementById('clock').onchange()")
+    times = ladder_page.run("return views.map(view => ({step: view.now.step, value: "
+                            "ticks[state.tick]}))")
+    assert times[0]["step"] == 100
+    trace = ladder["dynamic"]
+    assert times[1]["step"] == max(   # the last one that has begun
+        step for step, start in trace.step_times.items()
+        if round(1e3 * (start - trace.started), 2) < times[0]["value"])
+
+
+def test_the_walk(ladder_page):
+    stops = ladder_page.texts("#walk button")
+    assert len(stops) == 6
+    for i in range(6):
+        ladder_page.run("document.querySelectorAll('#walk button')[arguments[0]].click()", i)
+        assert "Look at: " in ladder_page.texts("#stop")[0]
+        assert len(ladder_page.texts(".look")) == 1
+        assert f"stop={i + 1}" in ladder_page.run("return location.hash")
+        step = int(ladder_page.run("return DATA.walk[arguments[0]].show.step", i))
+        assert ladder_page.now.startswith(f"step {step} of ")
+    assert ladder_page.run("return document.querySelector('[aria-current]').textContent") == (
+        "6 the flat stream")
+    linked = ladder_page.run("return location.hash")
+    ladder_page.open(linked[1:])
+    assert "Stage 6 drops the rows" in ladder_page.texts("#stop")[0]
+
+
+def test_prompts_neither_break_nor_run(opened, builtin):
+    model, tokenizer, _ = builtin
+    requests = [Request(tokenizer.encode(text), 3, name=f"<i>{i}") for i, text in enumerate(NASTY)]
+    trace = record(LADDER["dynamic"], model, requests, reference=model)
+    shown = opened({"<script>": trace}, tokenizer)
+    shown.run("document.querySelectorAll('.request .text').forEach(text => text.click())")
+    assert [text.removesuffix(" ▸ ") for text in shown.texts(".request .prompt")] == NASTY
+    assert shown.texts(".request b") == [f"<i>{i}" for i in range(len(NASTY))]
+    assert not shown.run("return 'hacked' in window") and shown.texts("img, .request i") == []
+
+
+@pytest.mark.parametrize("width", [390, 700])   # a phone; 1400 pixels at 200% zoom
+@pytest.mark.parametrize("what", ["ladder", "paged"])
+def test_no_sideways_scrolling(width, what, opened, ladder_page):
+    shown = ladder_page
+    if what == "paged":
+        requests = [Request([i % 13] * 9, 9, name=f"a long name {i}") for i in range(8)]
+        shown = opened({"paged": recorded("paged", requests, pages=9, page_size=4)})
+    still.resize(shown.browser, width, 800)
+    for i in range(6 if what == "ladder" else 2):
+        shown.run("DATA.walk.length ? visit(arguments[0]) : go(4 * arguments[0])", i)
+        assert shown.run("return document.documentElement.scrollWidth") <= width
+        assert shown.run("return [...document.querySelectorAll('.pass .scroll')].every("
+                         "box => box.scrollWidth <= box.clientWidth)")   # all slots are in sight
+    shown.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_nothing_moves_unless_asked(ladder_page):
+    before = ladder_page.run("return document.body.innerText")
+    time.sleep(0.7)
+    assert ladder_page.run("return document.body.innerText") == before
+    styles = (page.FOLDER / "page.css").read_text(encoding="utf-8")
+    assert not re.search("animation|transition|scroll-behavior", styles)
+
+
+def test_kinds_differ_without_colour(ladder_page):
+    """Each kind of slot has a pattern of its own; text on it is legible in both themes."""
+    for theme in "light", "dark":
+        ladder_page.open(f"theme={theme}")
+        looks = ladder_page.run("""
+            return ["prefill", "decode", "recomputed", "pad", "finished"].map(kind => {
+              const node = document.body.appendChild(document.createElement("i"));
+              node.className = kind;
+              const style = getComputedStyle(node);
+              return [style.backgroundImage, style.color, style.backgroundColor];
+            })""")
+        assert len({pattern for pattern, _, _ in looks}) == 5
+        for _, ink, ground in looks:
+            assert contrast(ink, ground) >= 4.5
+
+
+def contrast(one, other):
+    """WCAG's ratio of two colours like "rgb(0, 114, 178)"."""
+    def luminance(color):
+        values = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+        return sum(weight * v for weight, v in zip((0.2126, 0.7152, 0.0722), linear))
+
+    a, b = sorted((luminance(one), luminance(other)))
+    return (b + 0.05) / (a + 0.05)
+
+
+def test_frames_of_a_notebook_do_not_disturb_each_other(opened, chrome, tmp_path):
+    frames = [page.inline({stage: recorded(stage)}) for stage in ("naive", "paged")]
+    path = tmp_path / "notebook.html"
+    path.write_text("<!doctype html>" + "".join(frame._repr_html_() for frame in frames))
+    outside = Page(chrome, path).open("mine")
+    chrome.switch_to.frame(0)
+    outside.run("go(3)")
+    assert outside.now.startswith("step 3 of ")
+    chrome.switch_to.parent_frame()
+    chrome.switch_to.frame(1)
+    assert outside.now.startswith("step 0 of ")
+    chrome.switch_to.default_content()
+    assert outside.run("return location.hash") == "#mine" and outside.complaints() == []
+
+
+def test_300_requests_and_2000_steps_stay_fluid(opened, builtin):
+    small = toy(block_size=256, vocab_size=1000, n_layer=1, n_head=1, n_embd=8, loud=False,
+                dtype=torch.float32)
+    requests = [Request([(7 * i + j) % 1000 for j in range(5 + i % 60)], 40 + 37 * i % 90,
+                        name=f"r{i}", arrival=5 * i) for i in range(300)]
+    trace = record(LADDER["paged"], small, requests, max_batch=13, pages=160)
+    assert len(trace.passes) >= 2000
+    shown = opened({"paged": trace}, builtin[1])
+    assert shown.path.stat().st_size < 8e6
+    milliseconds = shown.run("""
+        const times = [];
+        for (let i = 0; i < 60; i++) {
+          if (i % 12 === 0) go(400 * i / 12 + 10);
+          const start = performance.now();
+          go(state.tick + 1);
+          document.body.offsetHeight;   // the layout counts as well
+          times.push(performance.now() - start);
+        }
+        return times;""")
+    assert statistics.median(milliseconds) < 50
+    assert "Not measured in this run" in shown.texts(".sees p")[0]
+
+
+def test_check_and_recorder_hear_the_same_run():
+    requests = mixed()
+    check = Check(MODEL, requests)
+    with Recorder(MODEL, requests, check) as recorder:
+        trace = STAGES["chunked"](MODEL, requests, on_token=check.on_token)
+    recorder.generate = STAGES["chunked"]
+    data = page.data_of({"chunked": recorder.finish(trace)})
+    assert data["runs"][0]["check"]["summary"].startswith("11/11 requests identical")

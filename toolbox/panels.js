@@ -1,0 +1,485 @@
+// Draws the panels of one run at one moment: `view` is {run, number, panels: {name: element}, now,
+// states, ...}, see build() in page.js. Whatever comes from a prompt enters the page as textContent,
+// never as HTML.
+
+// --- words and elements ---------------------------------------------------------------------------
+
+function element(tag, properties = {}, ...children) {
+  const node = document.createElement(tag), {style, data, ...others} = properties;
+  if (style) node.style.cssText = style;
+  Object.assign(node.dataset, data);
+  Object.assign(node, others);
+  node.append(...children);
+  return node;
+}
+
+const number = n => n.toLocaleString("en-US");
+const ms = x => x.toLocaleString("en-US", {minimumFractionDigits: 1, maximumFractionDigits: 1}) + " ms";
+const plural = (n, what) => `${number(n)} ${what}${n === 1 ? "" : what.endsWith("s") ? "es" : "s"}`;
+const percent = (n, of, what) => of ? `${Math.round(100 * n / of)}% of ${what}` : "";
+const mean = values => values.reduce((a, b) => a + b, 0) / values.length;
+const largest = values => values.reduce((a, b) => Math.max(a, b), 0);
+const soft = text => element("p", {className: "soft"}, text);
+const bold = text => element("b", {}, text);
+const div = (className, ...children) => element("div", {className}, ...children);
+const part = (kind, share, properties) => element(
+  "span", {className: kind, style: `width: ${100 * share}%`, ...properties});
+
+// What the run was, and whether it was right.
+function verdicts({idea, knobs, place, check, xray}) {
+  const line = (name, unknown, wrong, ...text) => element(
+    "p", {className: unknown ? "soft" : wrong ? "bad" : "fine"}, bold(name + ": "), ...text);
+  const details = Object.entries(check.wrong ?? {}).map(([name, detail]) => ` WRONG: ${name}: ${detail}.`);
+  const set = Object.entries(knobs).filter(([, value]) => value !== null).map(entry => entry.join(" "));
+  return [element("p", {}, idea), soft([...set, place].join(", ")),
+          line("Check", !check.wrong, details.length, check.summary, ...details),
+          line("X-ray", xray.left_out, xray.wrong, xray.left_out ? `left out: ${xray.left_out}`
+            : xray.wrong ? `${plural(xray.wrong, "time")} a token saw what it must not: `
+              + `${xray.sentences.join("; ")} …`
+            : "every token saw its own request up to itself, and nothing else")];
+}
+
+// The timeline: a row for each request and a column for each step, as in the repository's pictures.
+
+const BAND = 36, AXIS = 16;              // pixels: the slots of each step, and the numbers below
+
+function inkOf(name) {                   // a colour of page.css as the theme resolves it
+  const probe = document.body.appendChild(element("span", {style: `color: var(--${name})`}));
+  const {color} = getComputedStyle(probe);
+  probe.remove();
+  return color;
+}
+
+function hatching(pen, color, ...directions) {
+  const tile = element("canvas", {width: 6, height: 6}), stroke = tile.getContext("2d");
+  stroke.strokeStyle = color;
+  for (const up of directions) {
+    for (const x of [-6, 0, 6]) {
+      stroke.moveTo(x, up ? 6 : 0);
+      stroke.lineTo(x + 6, up ? 0 : 6);
+    }
+  }
+  stroke.stroke();
+  return pen.createPattern(tile, "repeat");
+}
+
+function painter(pen) {                  // paint(kind, x, y, width, height)
+  const fills = {prefill: [inkOf("prefill")], decode: [inkOf("decode")], recomputed: [inkOf("recomputed")],
+                 pad: [inkOf("blank"), hatching(pen, inkOf("stripe"), true)],
+                 finished: [inkOf("finished"), hatching(pen, "#ffffffb0", true, false)]};
+  return (kind, x, y, width, height) => {
+    for (const fill of fills[kind]) {
+      pen.fillStyle = fill;
+      pen.fillRect(x, y, width, height);
+    }
+    pen.fillStyle = kind === "decode" ? "#ffffffb0" : "#000000aa";   // marks for a grey print
+    if (kind === "decode" && height > 5) pen.fillRect(x, y + height - 3, width, 1);
+    if (kind === "recomputed" && height > 3 && width > 3) {
+      pen.fillRect(x + width / 2 - 1, y + height / 2 - 1, 2, 2);
+    }
+  };
+}
+
+function drawTimeline(view) {
+  const {run, panels: {timeline}} = view, {passes, requests} = run;
+  const high = Math.max(1, Math.min(13, Math.floor(240 / requests.length)));
+  const longest = Math.min(8, largest(requests.map(({name}) => name.length)));
+  const labels = high > 9 ? Math.max(36, 8 + 7 * longest) : 0;   // pixels for the names
+  const canvas = element("canvas", {
+    ariaLabel: `every request in each of ${plural(run.steps.length, "step")}`});
+  canvas.setAttribute("role", "img");
+  view.cursor = element("div", {className: "cursor"});
+  view.box = element("div", {className: "box"}, canvas, view.cursor);
+  timeline.replaceChildren(view.box, ...verdicts(run));
+
+  const floor = requests.length * high + 6 + BAND, wide = view.box.clientWidth || 300;
+  const ratio = window.devicePixelRatio || 1, pen = canvas.getContext("2d");
+  Object.assign(canvas, {width: wide * ratio, height: (floor + AXIS) * ratio});
+  canvas.style.height = floor + AXIS + "px";
+  pen.scale(ratio, ratio);
+  const end = largest(shown().map(({steps}) => valueOf(steps.at(-1)) + (state.clock === "step")));
+  const x = value => labels + (wide - labels - 2) * value / end;
+  view.valueAt = pixels => end * (pixels - labels) / (wide - labels - 2);
+  view.across = step => {                // [left, width] of its column
+    const [from, to] = state.clock === "step" ? [step.step, step.step + 1] : [step.start, step.end];
+    if (x(to) - x(from) < 3) return [x(from), Math.max(0.6, x(to) - x(from))];
+    const left = Math.round(x(from)), width = Math.round(x(to)) - left;   // sharp edges
+    return [left, width > 6 ? width - 1 : width];
+  };
+  const paint = painter(pen), ink = inkOf("ink"), waiting = inkOf("waiting");
+  const thick = high > 4 ? high - 1 : high;
+  Object.assign(pen, {font: "11px system-ui, sans-serif", textBaseline: "middle"});
+
+  requests.forEach((request, r) => {
+    let since = x(state.clock === "step" ? request.arrival : request.arrived);
+    pen.fillStyle = ink;
+    if (labels) pen.fillText(request.name.slice(0, 8), 0, (r + 0.5) * high);
+    for (const [pass, first, n, reached, step] of request.work) {
+      const [left, width] = view.across(run.stepOf.get(step)), shape = passes.shape[pass];
+      pen.fillStyle = waiting;
+      if (left > since) pen.fillRect(since, (r + 0.5) * high - 0.5, left - since, 1);
+      since = left + width;
+      // Its row in the tensor, if it has one of its own: tokens above, pads below.
+      const inPass = passes.work[pass].length / 3 + (passes.finished[pass]?.length ?? 0);
+      const slots = shape.length === 2 && shape[0] === inPass ? shape[1] : n;
+      const again = Math.max(0, Math.min(reached, first + n) - first);
+      let y = r * high;
+      for (const [kind, count] of [["recomputed", again],
+          [first + again < request.prompt.length ? "prefill" : "decode", n - again], ["pad", slots - n]]) {
+        if (count) paint(kind, left, y, width, thick * count / slots);
+        y += thick * count / slots;
+      }
+    }
+  });
+  const most = largest(shown().flatMap(other => other.steps.map(step => inStep(other, "slots", step))));
+  for (const step of run.steps) {
+    const [left, width] = view.across(step);
+    for (const pass of step.passes) {
+      for (const r of passes.finished[pass] ?? []) paint("finished", left, r * high, width, thick);
+    }
+    let y = floor;
+    for (const [kind, name] of [["decode", "useful"], ["recomputed", "recomputed"], ["pad", "pad_slots"],
+                                ["finished", "finished_slots"]]) {
+      const height = BAND * inStep(run, name, step) / most;
+      y -= height;
+      if (height) paint(kind, left, y, width, height);
+    }
+  }
+  pen.fillStyle = inkOf("soft");
+  if (labels) pen.fillText("slots", 0, floor - BAND / 2);
+  pen.fillRect(labels, floor, wide - labels, 1);
+  const least = 60 * end / (wide - labels), power = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
+  const unit = [1, 2, 5, 10].map(factor => factor * power).find(unit => unit >= least);
+  for (let value = 0; value < end; value += unit) {
+    pen.fillRect(x(value), floor, 1, 4);
+    const text = value ? number(value) : state.clock === "step" ? "0 steps" : "0 ms";
+    if (x(value) + 40 < wide) pen.fillText(text, x(value) + 3, floor + 10);
+  }
+}
+
+function moveCursor({run, now, cursor, across}) {
+  const step = run.steps[Math.max(now.k, 0)], [left, width] = across(step);
+  cursor.style.left = (now.passes.length ? left : left + width) - 2 + "px";
+  cursor.style.width = (now.passes.length ? width : 0) + 4 + "px";
+}
+
+// The plan: the token budget as a bar. Decodes come first, then chunks of prompts.
+
+function drawPlan({run, now, panels: {plan}}) {
+  const budget = run.knobs.token_budget, scale = Math.max(budget ?? 0, run.mostTokens);
+  const bar = element("div", {className: "bar"}), pixels = plan.clientWidth / scale;
+  const names = {decode: [], prefill: [], recomputed: []};
+  let tokens = 0;
+  for (const pass of now.passes) {
+    for (const [r, first, n] of threes(run.passes.work[pass])) {
+      const {name, prompt, work} = run.requests[r];
+      const kind = first < last(work, pass)[3] ? "recomputed"
+        : first < prompt.length ? "prefill" : "decode";
+      const title = `${name}: ${plural(n, "token")}, ${DATA.names[kind]}`;
+      tokens += n;
+      names[kind].push(`${name} (${n})`);
+      const label = `${name}: ${n}`, textContent = n * pixels > 8 * label.length ? label : "";
+      bar.append(part(kind, n / scale, {title, textContent}));
+    }
+  }
+  const list = (what, all) => all.length
+    && what + all.slice(0, 8).join(", ") + (all.length > 8 ? ", …" : "");
+  const items = [names.decode.length && plural(names.decode.length, "decode"),
+                 list("prefill of ", names.prefill), list("once again ", names.recomputed)];
+  const of = budget ? `${tokens} of ${plural(budget, "token")}, the token budget`
+    : `${plural(tokens, "token")}, without a budget`;
+  plan.replaceChildren(bar, element("p", {}, now.passes.length
+    ? `${of}: ${items.filter(Boolean).join(", then ")}.` : nothing(now)));
+}
+
+const nothing = now => now.over ? "This run is over: all its requests are done."
+  : "Nothing is computed: no request has arrived.";
+
+// The tensor: every slot of every pass of the step, in its true shape.
+
+function drawTensor(view) {
+  const {run, now, panels: {tensor}} = view, p = run.passes;
+  view.slots = new Map();                // a slot's name -> its element
+  const parts = now.passes.map((pass, k) => {
+    const counts = [["useful", "useful"], ["recomputed", "computed again"], ["pad_slots", "pads"],
+                    ["finished_slots", "finished"]].filter(([name]) => p[name] && p[name][pass]);
+    const which = now.passes.length > 1 ? `, pass ${k + 1} of ${now.passes.length}` : "";
+    const text = `${which}: ${plural(p.slots[pass], "slot")}, ` + counts.map(
+      ([name, what]) => `${number(p[name][pass])} ${what}`).join(", ") + `; ${ms(p.ms[pass])}`;
+    const shape = `(${p.shape[pass].join(", ")}${p.shape[pass].length === 1 ? "," : ""})`;
+    return element("div", {className: "pass", data: {pass}},
+                   element("p", {}, bold("shape " + shape), text), div("scroll", gridOf(view, pass)));
+  });
+  // Room for the tallest step, so that the panels below stay where they are.
+  run.tallest ??= largest(run.steps.map(step => step.passes.reduce((total, pass) => total + 40
+    + (p.shape[pass].length === 1 ? 45 : p.rows[pass].length * (highOf(p, pass) + 1)), 0)));
+  tensor.style.minHeight = Math.min(run.tallest, 420) + "px";
+  tensor.replaceChildren(...parts.length ? parts : [soft(nothing(now))]);
+  for (const box of tensor.querySelectorAll(".scroll")) box.scrollLeft = box.scrollWidth;   // past the pads
+}
+
+const highOf = (p, pass) => p.rows[pass].length > 16 ? 13 : 22;   // pixels
+
+function gridOf({run, number, slots, panels}, pass) {
+  const p = run.passes, rows = p.rows[pass], shape = p.shape[pass];
+  const width = shape.at(-1), flat = shape.length === 1;
+  const nameOf = row => ownersOf(row).map(owner => run.requests[owner].name).join(" ");
+  const labels = flat ? 0 : 4 + 8 * largest(rows.map(row => Math.min(8, nameOf(row).length)));
+  // As wide as fits, so that no slot is out of sight; under 5 pixels, without gaps between them.
+  const fits = (panels.tensor.clientWidth - 6 - labels) / width, gap = fits < 5 ? 0 : 1;
+  const cell = state.cells === "wide" ? 64 : Math.max(2, Math.min(64, gap ? Math.floor(fits) - 1 : fits));
+  const grid = element("div", {
+    className: "grid", tabIndex: 0, data: {pass, view: number},
+    ariaLabel: "Slots; the arrow keys move from one to the next",
+    style: `--high: ${highOf(p, pass)}px; --ring: ${cell < 10 ? "4px 0 0" : "0 0 2px"}; column-gap: ${gap}px;`
+      + `grid-template-columns: ${flat ? "" : labels + "px "} repeat(${width}, ${cell}px)`});
+  grid.setAttribute("role", "application");
+  for (const owner of flat ? ownersOf(rows[0]) : []) {   // the stream's boundaries
+    const n = rows[0].reduce((sum, run) => sum + (run[0] === owner ? run[2] : 0), 0);
+    const {name} = run.requests[owner], textContent = n * cell > 9 * name.length ? name : "";
+    grid.append(element("span", {className: "name above", title: name, textContent,
+                                 style: `grid-column: span ${n}`}));
+  }
+  rows.forEach((row, b) => {
+    if (!flat) grid.append(element("span", {className: "name", title: nameOf(row)}, nameOf(row)));
+    let column = 0, before = -1;
+    for (const [owner, first, n] of row) {
+      const edge = before >= 0 && owner >= 0 && owner !== before ? " edge" : "";   // between two requests
+      before = owner;
+      for (let k = 0; k < n; k++) {
+        const name = [number, pass, b, column++].join("."), kind = kindOf(run, pass, owner, first + k);
+        const textContent = owner >= 0 && cell > 16 ? word(run, owner, first + k, state.cells) : "";
+        const className = "slot " + kind + (k ? "" : edge);
+        slots.set(name, element("i", {className, textContent, data: {slot: name}}));
+        grid.append(slots.get(name));
+      }
+    }
+  });
+  return grid;
+}
+
+// Who sees whom: the keys of the slot that is pointed at, or held, and where they are.
+
+function drawPointed() {
+  const name = pointed ?? state.slot, picked = slotNamed(name);
+  for (const view of views) {
+    for (const node of view.lit ?? []) node.classList.remove("lit", "picked", "wrong");
+    view.lit = [];
+    const {run, number, panels: {sees}} = view, [owner, pass, row] = picked ?? [];
+    if (run.xray.left_out) sees.replaceChildren(soft(`Not measured in this run: ${run.xray.left_out}.`));
+    else if (owner === number && view.now.passes.includes(pass)) {
+      const slot = slotAt(run, ...picked.slice(1)), keys = markedKeys(run, pass, row, slot);
+      sees.replaceChildren(sentence(run, slot, keys), strip(run, pass, slot, keys));
+      lightUp(view, name, picked, keys);
+    } else {
+      sees.replaceChildren(soft("Point at a slot of the tensor to see which keys it sees. "
+                                + "A click or a tap holds it."));
+    }
+  }
+}
+
+function sentence(run, slot, keys) {
+  const {owner, position, kind, shift} = slot;
+  const count = (mark, pad) => keys.filter(key => key.mark === mark && (key.owner < 0) === pad).length;
+  const who = owner === -1 ? "A pad"
+    : owner < -1 ? `A slot of ${run.requests[-2 - owner].name}, which is finished,`
+    : `${run.requests[owner].name}, position ${position}, “${word(run, owner, position)}” (${DATA.names[kind]})`;
+  const [past, fresh, wrong, missing] = ["past", "new", "wrong", "missing"].map(mark => count(mark, false));
+  const pads = count("wrong", true) + count("past", true) + count("new", true);
+  const faults = owner < 0 ? [] : [
+    pads && `it sees ${plural(pads, "pad")}`, wrong && `it sees ${plural(wrong, "key")} that it must not`,
+    missing && `it does not see ${plural(missing, "key")} of its own`,
+    shift && `it is computed as if at position ${position + shift}`].filter(Boolean);
+  return element("p", {}, bold(who), ` sees ${plural(past + fresh + wrong + pads, "key")}: `
+    + `${past} past, ${fresh} new, ${plural(pads, "pad")}.${owner < 0 ? " What it computes is never read." : ""}`,
+    element("span", {className: "bad"}, faults.length ? ` Wrong: ${faults.join(", ")}.` : ""));
+}
+
+function strip(run, pass, slot, keys) {  // all keys of its row, in order
+  const node = element("div", {className: "keys scroll", tabIndex: 0});
+  let before = "";
+  for (const key of keys) {
+    const page = key.past ? pageOf(run, pass, key) : null;
+    const where = page !== null ? `page ${page}` : key.past ? "past" : "new";
+    const who = key.owner < 0 ? "pad" : `${run.requests[key.owner].name}, position ${key.position}`;
+    if (where !== before) node.append(bold(where));
+    before = where;
+    const textContent = key.owner < 0 ? "·" : word(run, key.owner, key.position, state.cells);
+    node.append(element("i", {className: key.mark, title: `${who}: ${key.mark}`, textContent}));
+  }
+  return node;
+}
+
+function lightUp(view, name, [number, pass, row], keys) {
+  const {run, slots, lit, panels: {memory}} = view;
+  const light = (node, ...classes) => { if (node) { node.classList.add(...classes); lit.push(node); } };
+  light(slots.get(name), "picked");
+  for (const {owner, position, column, past, mark} of keys) {
+    if (mark === "wrong" && !past) light(slots.get([number, pass, row, column].join(".")), "lit", "wrong");
+    if (mark === "new") light(slots.get([number, pass, row, column].join(".")), "lit");
+    if (mark !== "past") continue;
+    light(memory.querySelector(`[data-holder="${owner}"]`), "lit");
+    light(memory.querySelector(`[data-page="${pageOf(run, pass, {owner, position})}"]`), "lit");
+  }
+}
+
+// Requests: how far each one is, and its text so far. Of many, only those under way are listed.
+
+const MANY = 40;
+const STATES = {absent: "not arrived", waiting: "waiting", prefill: "prefilling", decode: "decoding",
+                recomputed: "computed again", preempted: "preempted", done: "done"};
+
+function drawRequests(view) {
+  const {run, states, rows, panels: {requests}} = view, few = run.requests.length <= MANY;
+  const counts = Object.entries(STATES).map(
+    ([kind, word]) => [states.filter(is => is.kind === kind).length, word]);
+  const line = counts.filter(([n]) => n).map(([n, word]) => `${n} ${word}`).join(", ");
+  const listed = run.requests.flatMap((request, r) => {
+    if (!few && ["absent", "waiting", "done"].includes(states[r].kind)) return [];
+    if (!rows.has(r)) rows.set(r, requestRow(request));
+    fillRow(rows.get(r), request, states[r]);
+    return [rows.get(r).node];
+  });
+  if (!view.list) {
+    view.list = element("div", {className: "scroll", tabIndex: 0});
+    requests.append(element("p"), view.list);
+  }
+  requests.firstChild.textContent = line + (few ? "." : ". Only those under way are listed.");
+  const {children} = view.list;
+  if (listed.length !== children.length || listed.some((node, i) => node !== children[i])) {
+    view.list.replaceChildren(...listed);
+  }
+}
+
+function requestRow(request) {
+  const [state, waits, prompt, answer] = ["state", "waits", "prompt", "answer"].map(
+    className => element("span", {className}));
+  const text = element("button", {className: "text", title: "all of the text, or its end", dir: "auto"},
+                       prompt, answer);
+  const node = element("div", {className: "request", data: {request: request.name}},
+    element("div", {}, bold(request.name), state, waits), text);
+  const row = {node, state, prompt, answer, waits, texts: [textOf(request.prompt), ""]};
+  text.onclick = () => {
+    node.classList.toggle("open");
+    fillTexts(row);
+  };
+  return row;
+}
+
+function fillTexts({node, prompt, answer, texts}) {   // all of it, or its end
+  const tail = (text, n) => [...text].length > n ? "…" + [...text].slice(-n).join("") : text;
+  const open = node.classList.contains("open"), end = open ? texts[1] : tail(texts[1], 150);
+  prompt.textContent = (open ? texts[0] : tail(texts[0], Math.max(20, 150 - end.length))) + " ▸ ";
+  answer.textContent = end;
+}
+
+function fillRow(row, request, {words, active, tokens}) {
+  const said = [words, active, tokens].join();
+  if (said === row.said) return;
+  row.said = said;
+  const gaps = gapsOf(request, tokens), first = request.steps[0] - request.arrival + 1;
+  row.node.classList.toggle("running", active);
+  row.state.textContent = words;
+  row.texts[1] = textOf(request.generated.slice(0, tokens));
+  fillTexts(row);
+  row.waits.textContent = !tokens ? `prompt of ${plural(request.prompt.length, "token")}`
+    : `${plural(tokens, "token")} · TTFT ${plural(first, "step")}, ${ms(request.ms[0] - request.arrived)}`
+      + (gaps.length ? `\nITL mean ${ms(mean(gaps))}, longest ${ms(largest(gaps))}` : "");
+}
+
+function gapsOf({ms}, tokens) {          // milliseconds between a request's tokens so far
+  return ms.slice(1, Math.max(tokens, 1)).map((time, i) => time - ms[i]);
+}
+
+// Memory: each request's cache within its room; in the paged stage the pool and the block tables.
+
+function drawMemory(view) {
+  const {run, now, states, panels: {memory}} = view;
+  const holders = run.requests.map((request, r) => ({...states[r], r, name: request.name}))
+    .filter(({holds, kind}) => holds !== null && !(kind === "done" && now.over));
+  const lines = Math.min(run.knobs.max_batch ?? 1, run.requests.length);   // the most holders
+  memory.style.minHeight = `${2.5 + 1.4 * lines}rem`;
+  memory.replaceChildren(...!run.requests.some(request => request.rooms.length)
+    ? [soft("This run keeps no keys and values: every step computes all tokens again.")]
+    : run.pool ? poolOf(view, holders) : cachesOf(run, now, holders));
+}
+
+function cachesOf(run, now, holders) {
+  run.largest ??= largest(run.requests.flatMap(request => request.rooms.map(([, room]) => room ?? 0)));
+  const limit = run.knobs.max_kv_tokens, columns = run.passes.columns[now.pass] ?? 0;
+  const rows = holders.map(({r, name, computed, holds}) => {
+    const pads = Math.max(0, columns - computed);      // of a static batch, whose rows share one cache
+    const bar = element("div", {className: "bar", style: `width: ${100 * holds / run.largest}%`},
+                        part("past", computed / holds), ...pads ? [part("pad", pads / holds)] : []);
+    const title = plural(computed, "token") + (pads ? `, ${pads} columns of pads and finished slots` : "");
+    return element("div", {className: "holder", title, data: {holder: r}}, bold(name), bar,
+                   `${computed} of ${holds}`);
+  });
+  const used = holders.reduce((sum, {computed}) => sum + computed, 0);
+  const room = holders.reduce((sum, {holds}) => sum + holds, 0);
+  const whole = limit ? [div("bar", part("past", used / limit), part("room", (room - used) / limit))] : [];
+  const words = limit ? `; at most ${number(limit)} may be reserved.` : "; no limit was set.";
+  return [element("p", {}, `${plural(used, "token")} in caches with room for ${number(room)}${words}`),
+          ...whole, div("scroll", ...rows)];
+}
+
+function poolOf(view, holders) {
+  const {run, now} = view, {pages, page_size: size} = run.pool, tiny = pages > 160;
+  const owners = Array.from({length: pages}, () => []), filled = Array(pages).fill(0);
+  const kept = new Set(last(run.kept, now.pass)?.[1] ?? []);
+  const counts = {held: 0, shared: 0, kept: 0, free: 0};
+  for (const {name, holds, computed} of holders) {
+    holds.forEach((page, i) => {
+      owners[page].push(name);
+      filled[page] = Math.max(filled[page], Math.min(size, computed - i * size));
+    });
+  }
+  view.pages ??= owners.map((_, page) => element("div", {data: {page}}));
+  owners.forEach((by, page) => {
+    const kind = by.length > 1 ? "shared" : by.length ? "held" : kept.has(page) ? "kept" : "free";
+    const said = `page ${page}, ${kind}: ${by.join(", ")} ${filled[page]}/${size}`, cell = view.pages[page];
+    counts[kind]++;
+    if (cell.title === said) return;     // most pages stay as they are from step to step
+    const who = kind === "shared" ? `${by[0]} +${by.length - 1}` : by[0] ?? (kind === "kept" ? "kept" : "");
+    Object.assign(cell, {title: said, className: `page ${kind}${tiny ? " tiny" : ""}`});
+    cell.replaceChildren(...tiny ? [] : [element("small", {}, String(page)), who],
+                         element("u", {style: `width: ${100 * filled[page] / size}%`}));
+  });
+  const tables = holders.map(({r, name, holds}) => element(
+    "div", {className: "holder table", data: {holder: r}}, bold(name), element("span", {}, holds.join(" "))));
+  view.pool ??= div("pool" + (tiny ? " tiny" : ""), ...view.pages);
+  return [element("p", {}, `${counts.held + counts.shared} of ${plural(pages, "page")} held, `
+      + `${counts.shared} of them shared; ${counts.kept} kept for later; ${plural(size, "token")} in a page.`),
+    view.pool, element("p", {}, bold("Block tables"), ": a request's pages in the order of its tokens"),
+    div("scroll", ...tables)];
+}
+
+// The bill: sums over all passes so far.
+
+function drawBill({run, now, states, panels: {bill}}) {
+  const total = name => now.pass < 0 ? 0 : run.totals[name][now.pass], slots = total("slots");
+  const firsts = run.requests.filter((_, r) => states[r].tokens).map(({ms, arrived}) => ms[0] - arrived);
+  const gaps = atMost(run.gaps, now.step, ([step]) => step);
+  const [, , sum, longest] = run.gaps[gaps - 1] ?? [];
+  const ofSlots = name => [number(total(name)), percent(total(name), slots, "slots")];
+  const rows = {
+    passes: ["forward passes", number(now.pass + 1)],
+    generated: ["generated tokens", number(states.reduce((sum, is) => sum + is.tokens, 0))],
+    slots: ["slots", number(slots)], useful: ["useful tokens", ...ofSlots("useful")],
+    pad_slots: ["pads", ...ofSlots("pad_slots")],
+    finished_slots: ["finished", ...ofSlots("finished_slots")],
+    recomputed: ["computed again", ...ofSlots("recomputed")],
+    score_entries: ["scores, a head and layer", number(total("score_entries"))],
+    useful_scores: ["useful scores", number(total("useful_scores")),
+                    percent(total("useful_scores"), total("score_entries"), "scores")],
+    padded_keys: ["padded keys", number(total("padded_keys"))],
+    copied_bytes: ["copied keys and values", (total("copied_bytes") / 1e6).toFixed(1) + " MB"],
+    ms: ["time in passes", ms(total("ms"))],
+    ttft: ["TTFT, mean", firsts.length ? ms(mean(firsts)) : "–", plural(firsts.length, "request")],
+    itl: ["ITL, mean", gaps ? ms(sum / gaps) : "–"],
+    stall: ["ITL, longest", gaps ? ms(longest) : "–"]};
+  const lines = Object.entries(rows).map(([figure, [name, value, note = ""]]) => element(
+    "tr", {}, element("th", {scope: "row"}, name), element("td", {data: {figure}}, value),
+    element("td", {className: "soft"}, note)));
+  bill.replaceChildren(element("table", {}, ...lines));
+}
