@@ -193,8 +193,8 @@ def bench_cells(workload, result, name):
 
 
 SPEED = {"unbatched": "stage 0, one at a time", "naive": "stage 1, static",
-         "chunked": "stage 3, two passes a step", "interleaved": "stage 4, one padded pass",
-         "ragged, varlen": "stage 6, ragged"}
+         "ragged, varlen": "stage 6, ragged", "vLLM": "vLLM, on this CPU",
+         "OpenVINO GenAI": "OpenVINO GenAI"}
 
 
 def speed():
