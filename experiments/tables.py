@@ -233,7 +233,7 @@ def queues():
              for name, taken in result["queues"].items()]
     waiting = [f"{int(n):,} waiting" for n in next(iter(result["queues"].values()))]
     return markdown(["scheduler's time a step", *waiting, "adding them"], lines) + origin(
-        result, f"the fastest of {result['repeats']}")
+        result, f"the least of {result['repeats']} runs")
 
 
 def beside():

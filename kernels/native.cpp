@@ -23,11 +23,13 @@ typedef int64_t i64;
 constexpr i64 W = 16, COLS = 3, ROWS = 8;
 #elif defined(__AVX2__)                           // 16 registers of 8
 constexpr i64 W = 8, COLS = 2, ROWS = 6;
-#else                                             // 32 registers of 4 (NEON)
+#elif defined(__ARM_NEON)                         // 32 registers of 4
 constexpr i64 W = 4, COLS = 4, ROWS = 6;
+#else
+#error "a processor for which these sizes were not chosen: torch's own kernels are better"
 #endif
-constexpr i64 PANEL = COLS * W;                   // columns of the result that are computed together
-constexpr i64 DEPTH = 768;                        // so much of k that a panel's piece of w stays in L2
+constexpr i64 PANEL = COLS * W;    // columns of the result that are computed together
+constexpr i64 DEPTH = 768;         // so much of k that a panel's piece of w stays in the L2 cache
 typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
 // y (R, cols) += x (R, k) w (k, C * W). `ahead`: what is read next, fetched meanwhile.
@@ -67,7 +69,8 @@ static Tile* tile_of(i64 rows, i64 vecs) {
 static inline float exponential(float x) {
     x = x < -87.f ? -87.f : x > 88.f ? 88.f : x;
     float n = std::nearbyint(x * 1.44269504f), r = x - n * .693359375f + n * 2.12194440e-4f;
-    float p = 1 + r * (1 + r * (.5f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r / 720)))));
+    float p = 1 / 120.f + r * (1 / 720.f);
+    p = 1 + r * (1 + r * (.5f + r * (1 / 6.f + r * (1 / 24.f + r * p))));
     int32_t bits = (int32_t(n) + 127) << 23;      // 2^n
     float power;
     std::memcpy(&power, &bits, 4);
@@ -88,8 +91,8 @@ enum After { NOTHING, GELU, ADD };
 
 // y (m, n) = x (m, k) weight^T + bias, or with ADD y += that. Called by all threads of a team, which
 // share the panels; it does not wait for the others.
-static void linear(const float* x, i64 x_row, Matrix weight, float* y, i64 y_row, i64 m, i64 k, i64 n,
-                   After after = NOTHING) {
+static void linear(const float* x, i64 x_row, Matrix weight, float* y, i64 y_row,
+                   i64 m, i64 k, i64 n, After after = NOTHING) {
     i64 blocks = (m + ROWS - 1) / ROWS;
     if (!m) return;
     #pragma omp for schedule(static) nowait
@@ -97,7 +100,8 @@ static void linear(const float* x, i64 x_row, Matrix weight, float* y, i64 y_row
         i64 cols = min(PANEL, n - first);
         for (i64 r = 0; r < m; r++)
             for (i64 j = 0; j < cols; j++) {
-                float bias = weight.bias ? weight.bias[first + j] : 0, &sum = y[r * y_row + first + j];
+                float bias = weight.bias ? weight.bias[first + j] : 0;
+                float& sum = y[r * y_row + first + j];
                 sum = after == ADD ? sum + bias : bias;
             }
         for (i64 at = 0; at < k; at += DEPTH) {
@@ -106,14 +110,17 @@ static void linear(const float* x, i64 x_row, Matrix weight, float* y, i64 y_row
             for (i64 block = 0; block < blocks; block++) {
                 i64 r = m * block / blocks, rows = m * (block + 1) / blocks - r;   // equal parts
                 // While one piece of w is multiplied, each block fetches its share of the next.
-                tile_of(rows, COLS)(x + r * x_row + at, x_row, w, PANEL, y + r * y_row + first, y_row,
-                                    depth, cols, w + (depth + block * share) * PANEL, share);
+                tile_of(rows, COLS)(x + r * x_row + at, x_row, w, PANEL,
+                                    y + r * y_row + first, y_row, depth, cols,
+                                    w + (depth + block * share) * PANEL, share);
             }
         }
         if (after == GELU)
-            for (i64 r = 0; r < m; r++)
+            for (i64 r = 0; r < m; r++) {
+                float* part = y + r * y_row + first;
                 #pragma omp simd
-                for (i64 j = 0; j < cols; j++) y[r * y_row + first + j] = gelu(y[r * y_row + first + j]);
+                for (i64 j = 0; j < cols; j++) part[j] = gelu(part[j]);
+            }
     }
 }
 
@@ -151,8 +158,8 @@ static inline void fetch(const float* numbers, i64 size) {
 }
 
 // A few queries: each key is read once and multiplied with all of them.
-static void few(const float* q, float* out, i64 row, Cache keys, Cache values, const float* next,
-                i64 start, i64 n, float scale, std::vector<float>& room) {
+static void few(const float* q, float* out, i64 row, Cache keys, Cache values,
+                const float* next, i64 start, i64 n, float scale, std::vector<float>& room) {
     i64 end = start + n, size = keys.size;
     room.resize(n * end);
     float* scores = room.data();
@@ -209,8 +216,8 @@ static void many(const float* q, float* out, i64 row, Cache keys, Cache values, 
         }
         for (i64 d = 0; d < size; d += PANEL) {
             i64 cols = min(PANEL, size - d);
-            tile_of(rows, (cols + W - 1) / W)(scores, all, dense + d, width, out + i * row + d, row,
-                                              seen, cols, nullptr, 0);
+            tile_of(rows, (cols + W - 1) / W)(scores, all, dense + d, width,
+                                              out + i * row + d, row, seen, cols, nullptr, 0);
         }
     }
 }
@@ -237,7 +244,8 @@ static void attend(const float* q, const float* k, const float* v, float* out, i
     for (i64 item = 0; item < requests * heads; item++) {
         const Piece& p = pieces[item / heads];
         i64 head = item % heads, pool = (layer * heads + head) * p.slots * size;
-        Cache keys{p.keys + pool, p.table, page, size}, values{p.values + pool, p.table, page, size};
+        Cache keys{p.keys + pool, p.table, page, size};
+        Cache values{p.values + pool, p.table, page, size};
         for (i64 i = 0; i < p.n; i++) {
             i64 from = (p.first + i) * row + head * size;
             std::copy_n(k + from, size, keys[p.start + i]);
@@ -248,11 +256,16 @@ static void attend(const float* q, const float* k, const float* v, float* out, i
         if (n >= MANY)
             many(q + at, out + at, row, keys, values, p.start + skip, n, scale, room);
         else if (n > 0)
-            few(q + at, out + at, row, keys, values, keys[0] + p.slots * size, p.start + skip, n, scale, room);
+            few(q + at, out + at, row, keys, values, keys[0] + p.slots * size /* the next head's */,
+                p.start + skip, n, scale, room);
     }
 }
 
-static void layer_norm(const float* x, float* y, const float* weight, const float* bias, i64 m, i64 C) {
+struct Norm {
+    const float *weight, *bias;
+};
+
+static void layer_norm(const float* x, float* y, Norm norm, i64 m, i64 C) {
     #pragma omp for schedule(static)
     for (i64 r = 0; r < m; r++) {
         const float* in = x + r * C;
@@ -263,13 +276,12 @@ static void layer_norm(const float* x, float* y, const float* weight, const floa
         #pragma omp simd reduction(+ : variance)
         for (i64 j = 0; j < C; j++) variance += (in[j] - mean) * (in[j] - mean);
         float scale = 1 / std::sqrt(variance / C + 1e-5f);
-        for (i64 j = 0; j < C; j++) y[r * C + j] = (in[j] - mean) * scale * weight[j] + bias[j];
+        for (i64 j = 0; j < C; j++) {
+            y[r * C + j] = (in[j] - mean) * scale * norm.weight[j] + norm.bias[j];
+        }
     }
 }
 
-struct Norm {
-    const float *weight, *bias;
-};
 struct Layer {
     Norm ln_1;
     Matrix query, key, value, c_proj;
@@ -313,12 +325,13 @@ void step(const Model* model, const Layer* layers, const i64* tokens, const i64*
     {
         #pragma omp for schedule(static)
         for (i64 r = 0; r < N; r++)
-            for (i64 j = 0; j < C; j++) x[r * C + j] = M.wte[tokens[r] * C + j] + M.wpe[positions[r] * C + j];
+            for (i64 j = 0; j < C; j++)
+                x[r * C + j] = M.wte[tokens[r] * C + j] + M.wpe[positions[r] * C + j];
 
         for (i64 i = 0; i < M.layers; i++) {
             const Layer& layer = layers[i];
             bool last = i == M.layers - 1;
-            layer_norm(x, y, layer.ln_1.weight, layer.ln_1.bias, m, C);
+            layer_norm(x, y, layer.ln_1, m, C);
             spent_on(NORMS);
             linear(y, C, layer.query, q, C, m, C, C);
             linear(y, C, layer.key, k, C, m, C, C);
@@ -342,7 +355,7 @@ void step(const Model* model, const Layer* layers, const i64* tokens, const i64*
             linear(y, C, layer.c_proj, x, C, m, C, C, ADD);
             #pragma omp barrier
             spent_on(BLOCKS);
-            layer_norm(x, y, layer.ln_2.weight, layer.ln_2.bias, m, C);
+            layer_norm(x, y, layer.ln_2, m, C);
             spent_on(NORMS);
             linear(y, C, layer.c_fc, h, H, m, C, H, GELU);
             #pragma omp barrier
@@ -350,7 +363,7 @@ void step(const Model* model, const Layer* layers, const i64* tokens, const i64*
             #pragma omp barrier
             spent_on(BLOCKS);
         }
-        layer_norm(x, y, M.ln_f.weight, M.ln_f.bias, m, C);
+        layer_norm(x, y, M.ln_f, m, C);
         spent_on(NORMS);
         linear(y, C, M.head, logits, M.vocabulary, m, C, M.vocabulary);
         #pragma omp barrier

@@ -41,8 +41,8 @@ ask("From how many rows on does multiplying take longer than reading the weights
     guess=...,
     answer=lambda: next(rows for rows in range(1, 1000)
                         if linears(rows)[1] / PEAK > linears(rows)[0] / BANDWIDTH),
-    why="In float32 each row is half an operation per byte of weights, and the machine can do 15.6 "
-        "operations while it reads a byte: 31.2 rows.")
+    why="In float32 each row is half an operation per byte of weights, and the machine can do "
+        f"{PEAK / BANDWIDTH:.1f} operations while it reads a byte: {2 * PEAK / BANDWIDTH:.1f} rows.")
 
 # %%
 for rows in 1, 8, 32, 128, 512:
@@ -51,7 +51,7 @@ for rows in 1, 8, 32, 128, 512:
           f"multiplying {operations / PEAK * 1e3:6.1f} ms")
 
 # %% [markdown]
-# By this estimate, additional rows are free up to some 30 rows. This is why one batches. Measured,
+# By this estimate, additional rows are free up to that number. This is why one batches. Measured,
 # they are not quite free, but the curve has the same shape (all axes are logarithmic):
 
 # %%
@@ -95,7 +95,7 @@ for requests in 1, 8, 32:
 # The operator of a server wants many tokens per second. A user sees two other times: *TTFT*, the
 # time to the first token, and *ITL*, the time between one token and the next. p50 is the median,
 # and p99 is the value that 99% of them do not exceed. Workload W1: 32 requests, prompts of 8 to
-# 512 tokens, answers of 8 to 128, on the first machine of this notebook.
+# 512 tokens, answers of 8 to 128, and at most 512 tokens a step.
 
 # %%
 print("                         tokens/s   TTFT mean   ITL p50    ITL p99")
@@ -106,8 +106,8 @@ for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged,
 
 # %% [markdown]
 # Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
-# the one request that runs. But its mean TTFT is twenty seconds, because a request waits until all
-# before it are done. Interleaved makes one pass a step where chunked makes two, and is three times
+# the one request that runs. But its mean TTFT is many seconds, because a request waits until all
+# before it are done. Interleaved makes one pass a step where chunked makes two, and is several times
 # slower: a CPU has no idle arithmetic for pads.
 
 # %%
