@@ -42,7 +42,8 @@ ask("From how many rows on does multiplying take longer than reading the weights
     answer=lambda: next(rows for rows in range(1, 1000)
                         if linears(rows)[1] / PEAK > linears(rows)[0] / BANDWIDTH),
     why="In float32 each row is half an operation per byte of weights, and the machine can do "
-        f"{PEAK / BANDWIDTH:.1f} operations while it reads a byte: {2 * PEAK / BANDWIDTH:.1f} rows.")
+        f"{PEAK / BANDWIDTH:.1f} operations while it reads a byte: {2 * PEAK / BANDWIDTH:.1f} "
+        "rows.")
 
 # %%
 for rows in 1, 8, 32, 128, 512:
@@ -107,8 +108,8 @@ for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged,
 # %% [markdown]
 # Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
 # the one request that runs. But its mean TTFT is many seconds, because a request waits until all
-# before it are done. Interleaved makes one pass a step where chunked makes two, and is several times
-# slower: a CPU has no idle arithmetic for pads.
+# before it are done. Interleaved makes one pass a step where chunked makes two, and is several
+# times slower: a CPU has no idle arithmetic for pads.
 
 # %%
 ask("Chunks are there to lower the worst ITL. Compare 'dynamic' and 'chunked' in the table. Is ITL "
