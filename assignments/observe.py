@@ -598,6 +598,7 @@ def preemptions(rng):
             queue.admit(0)
         if again in queue.running:
             queue.preempt(again)
+            queue.enter_ranks(again)   # as `schedule` does
         yield "result", f"after {times} preemptions of one request: it is due", again in queue.due
     requests = requests_of(rng, most=5, prompt=6)
     for request in requests:

@@ -27,6 +27,7 @@ import generate_prepacked
 import generate_ragged
 import generate_unbatched
 from experiments import ladder, rows
+from kernels import native
 from kernels.linear import FastLinear
 from request import Request
 from toolbox import cli
@@ -347,9 +348,10 @@ def test_what_optimize_changes_does_not_check_itself(monkeypatch):
     assert code == 0 and "1/1 requests identical to unbatched" in out
     assert run_command(ladder, *flags, "--repeats", 1)[0] == 0
 
-    without_bias = FastLinear.forward
+    without_bias, pack = FastLinear.forward, native.pack
     monkeypatch.setattr(FastLinear, "forward",
                         lambda self, x: without_bias(self, x) - self.bias)
+    monkeypatch.setattr(native, "pack", lambda weight: pack(weight) * 1.5)
     code, out, _ = run(generate_ragged, *flags)
     assert code == 1 and "WRONG: request 'r0': logits of token 0 differ" in out
     code, out, _ = run_command(ladder, *flags, "--repeats", 1)

@@ -235,7 +235,9 @@ def admits_what_can_never_fit(monkeypatch):
     def add(self, request):
         self.waiting.append(request)
         if isinstance(self, PagedScheduler):
-            self.number_of[request] = len(self.number_of)
+            self.number_of[request] = len(self.in_order)
+            self.in_order.append(request)
+            self.enter_ranks(request)
     monkeypatch.setattr(Scheduler, "add", add)
     monkeypatch.setattr(PagedScheduler, "add", add)
 
@@ -619,7 +621,7 @@ def test_trap_15_a_preempted_request_goes_back_to_its_place_in_the_queue(monkeyp
         self.waiting.append(request)
 
     monkeypatch.setattr(PagedScheduler, "preempt", preempt)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, IndexError)):   # or the queue's order is missed
         last_step()
 
 
