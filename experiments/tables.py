@@ -153,10 +153,15 @@ def prepacking():
         result, "prefill, k = 16, times as fast as padding to the longest")
 
 
+def measured_on(model):
+    """{workload: result} of the benchmark, for one of its models."""
+    return {result["workload"]: result for result in results.load("bench")
+            if result["model"] == model}
+
+
 def bench(model):
     """All systems on all workloads, for one of the models of bench.py."""
-    found = {result["workload"]: result for result in results.load("bench")
-             if result["model"] == model}
+    found = measured_on(model)
     names = dict.fromkeys(name for result in found.values() for name in result["systems"])
     lines = []
     for name in names:
@@ -199,8 +204,7 @@ SPEED = {"unbatched": "stage 0, one at a time", "naive": "stage 1, static",
 
 def speed():
     """The README's five rows."""
-    found = {result["workload"]: result for result in results.load("bench")
-             if result["model"] == "gpt2"}
+    found = measured_on("gpt2")
     def speed_of(result, name):
         system = result["systems"][name]
         runs = sum(seconds is not None for seconds in system["rounds"])
@@ -218,8 +222,7 @@ def speed():
 
 def parts():
     """Where the time of the fastest stage goes, on GPT-2's size."""
-    found = {result["workload"]: result for result in results.load("bench")
-             if result["model"] == "gpt2"}
+    found = measured_on("gpt2")
     lines = [[part, *(f"{result['parts'][part] / sum(result['parts'].values()):.0%}"
                       for result in found.values())] for part in found["W1"]["parts"]]
     return markdown(["ragged, varlen", *(f"{name} {WORKLOADS[name]}" for name in found)],

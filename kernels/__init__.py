@@ -5,8 +5,9 @@ Nothing here is a lesson about batching. It is here so that the ladder's top run
 with other programs. Three classes become a faster subclass in place, so that weights, their names
 and the state_dict stay as they are:
 
-    Linear, MLP   weights in the order in which oneDNN multiplies (linear.py)
-    GPT           for a Flat or Paged batch, caches in pools and fused attention (attention.py);
+    Linear, MLP   weights in the order in which the kernel multiplies (linear.py)
+    GPT           for a Flat or Paged batch, caches in pools (attention.py), and a whole step in one
+                  call of a compiled library (native.py) or, without one, torch's fused attention;
                   for any batch, a last block that computes only the tokens whose logits are wanted
 
 The layouts know nothing of this. The one seam is FastGPT.forward: it looks at whose method `attend`

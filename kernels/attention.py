@@ -2,9 +2,10 @@
 Attention over a flat stream (stages 6 and 7), with all caches in pools.
 
 The keys and values of all requests lie in one tensor per layer, so that one call writes the new
-ones of all requests, and a step finds every request's keys as views before its first layer. The
-attention itself is torch's fused kernel: one call for all requests on a CUDA GPU in half precision
-(varlen_attn); elsewhere one call per request.
+ones of all requests, and a step finds every request's keys as views before its first layer. In
+float32 on a CPU the compiled step reads them there (native.py). Elsewhere, or without a compiler,
+attention is torch's fused kernel: one call for all requests on a CUDA GPU in half precision
+(varlen_attn), else one call per request.
 """
 import weakref
 from bisect import insort
