@@ -159,6 +159,16 @@ def measured_on(model):
             if result["model"] == model}
 
 
+def origin_of_all(found, how):
+    """The line under a table of several workloads, which different commands may have measured."""
+    first, *_ = found.values()
+    commands = dict.fromkeys(result["measured"]["command"] for result in found.values()
+                             if "measured" in result)
+    if commands:
+        first = {**first, "measured": {**first["measured"], "command": "`, `".join(commands)}}
+    return origin(first, how)
+
+
 def bench(model):
     """All systems on all workloads, for one of the models of bench.py."""
     found = measured_on(model)
@@ -173,8 +183,8 @@ def bench(model):
     for workload in found:
         head += [f"{workload} {WORKLOADS[workload]}", "runs", "roofline", "TTFT mean"]
         head += ["ITL p99"] if workload != "W2" else []
-    return markdown(head, lines) + origin(
-        next(iter(found.values())), "requested tokens per second; ± half the spread of the runs; "
+    return markdown(head, lines) + origin_of_all(
+        found, "requested tokens per second; ± half the spread of the runs; "
         "in brackets, times the best peer, median over the rounds")
 
 
@@ -216,8 +226,8 @@ def speed():
              for name, label in SPEED.items()]
     head = ["tokens per second", *(f"{name} {WORKLOADS[name]}" for name in found), "TTFT mean, W1",
             "ITL p99, W1"]
-    return markdown(head, lines) + origin(
-        found["W1"], "GPT-2's size, random weights, optimize(); ¹ one run")
+    return markdown(head, lines) + origin_of_all(
+        found, "GPT-2's size, random weights, optimize(); ¹ one run")
 
 
 def parts():
@@ -226,7 +236,7 @@ def parts():
     lines = [[part, *(f"{result['parts'][part] / sum(result['parts'].values()):.0%}"
                       for result in found.values())] for part in found["W1"]["parts"]]
     return markdown(["ragged, varlen", *(f"{name} {WORKLOADS[name]}" for name in found)],
-                    lines) + origin(found["W1"], "one run")
+                    lines) + origin_of_all(found, "one run")
 
 
 def queues():
