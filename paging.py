@@ -192,6 +192,7 @@ class PagedScheduler(Scheduler):
         return request not in self.due, key(request), self.number_of[request]
 
     def enter_ranks(self, request):
+        """It has arrived, and waits. Its entry stays until it comes first and no longer holds."""
         heappush(self.ranked, self.rank(request, self.policy))
 
     def leave_queue(self, request):
