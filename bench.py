@@ -330,8 +330,8 @@ def run_workload(args, model_name, name, run, fast):
     names = [system for system in allowed
              if not args.systems or any(word in system for word in args.systems)]
     if not names:
-        raise ValueError(f"--systems {' '.join(args.systems)}: there is none of that name, "
-                         f"allowed are words out of: {', '.join(allowed)}")
+        raise ValueError(f"--systems {' '.join(args.systems)}: no system has such a name; "
+                         f"choose words from: {', '.join(allowed)}")
     print(f"\n{model_name} {name}: {len(requests)} requests, "
           f"{sum(len(r.prompt) for r in requests):,} prompt tokens, "
           f"{sum(r.max_new_tokens for r in requests):,} to generate, "

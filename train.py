@@ -1,5 +1,5 @@
 """
-Trains the built-in model on Python's own documentation, in about eight minutes on two cores.
+Trains the built-in model on Python's own documentation; allow ten minutes on two cores.
 
     python train.py                       # writes out/: ranks file, prompts, weights
     python generate_naive.py --model out

@@ -9,10 +9,12 @@ unbatched run.
     python -m experiments.ladder --page docs/explorer.html
 """
 import copy
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from experiments import figures, memory, results
@@ -28,16 +30,34 @@ from toolbox.xray import sights_at
 
 def run_stages(model, requests, stages=STAGES, repeats=1, **knobs):
     """
-    Runs each stage on copies of `requests`, `repeats` times in turn, and keeps its run of median
-    time. Returns {stage: trace}.
+    Runs each stage on copies of `requests`, `repeats` times in turn. Returns {stage: trace}, with
+    the median of each duration.
     """
     traces = {name: [] for name in stages}
     for _ in range(repeats):
         for name, generate in stages.items():
             copies = [replace(request) for request in requests]
             traces[name].append(generate(model, copies, **knobs_of(generate, knobs)[0]))
-    return {name: sorted(runs, key=lambda trace: totals(trace)["seconds"])[len(runs) // 2]
-            for name, runs in traces.items()}
+    return {name: with_medians(runs) for name, runs in traces.items()}
+
+
+def with_medians(runs):
+    """
+    The first of several runs that did the same work. The time between any two successive events,
+    which are steps and tokens, becomes the median over all runs; so does that of each pass.
+    """
+    trace = runs[0]
+    events = [sorted([run.started, *run.step_times.values(),
+                      *(time for request in run.requests for time in request.token_times)])
+              for run in runs]
+    median = np.cumsum([events[0][0], *np.median(np.diff(events), axis=0)])
+    new = dict(zip(events[0], median.tolist()))
+    trace.step_times = {step: new[time] for step, time in trace.step_times.items()}
+    for request in trace.requests:
+        request.token_times = [new[time] for time in request.token_times]
+    for same in zip(*(run.passes for run in runs)):
+        same[0].seconds = statistics.median(p.seconds for p in same)
+    return trace
 
 
 def wrong_lines(model, plain, requests, stages=STAGES, **knobs):
@@ -192,7 +212,7 @@ def main(argv=None):
     p.add_argument("--pictures", metavar="DIR", help="draw the README's pictures into this folder")
     p.add_argument("--json", metavar="FILE.json", help="write the figures of the table")
     p.add_argument("--repeats", type=int, default=3,
-                   help="runs of each stage, in turn; the one of median time counts")
+                   help="runs of each stage, in turn; the median of each duration counts")
     args = p.parse_args(argv)
     return cli.guarded(p.prog, lambda: compare(args))
 

@@ -92,7 +92,7 @@ def ladder():
             for name, row in result["stages"].items()]
     return markdown(head, rows) + origin(
         result, f"{result['requests']} prompts ({result['prompt_tokens']} prompt tokens, "
-        f"{result['generated']} generated), the run of median time of {result['repeats']}")
+        f"{result['generated']} generated), each duration the median of {result['repeats']} runs")
 
 
 def gaps():

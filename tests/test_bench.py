@@ -288,7 +288,7 @@ runpy.run_path("bench.py", run_name="__main__")
     (["--repeats", "0"], "--repeats must be at least 1"),
     (["--plot", "x.doc"], "--plot x.doc: the name must end in"),
     (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
-    (["--quick", "--systems", "vllm"], "--systems vllm: there is none of that name"),
+    (["--quick", "--systems", "vllm"], "--systems vllm: no system has such a name; choose words from: "),
     (["--quick", "--peer-python", "vllm"], "--peer-python vllm=: use NAME=PATH"),
     (["--quick", "--peer-python", "vllm=/no/such"], "--peer-python vllm=/no/such: use NAME=PATH"),
     (["--quick", "--peer-python", "sglang=python"], "with the name vllm or openvino"),

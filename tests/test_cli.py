@@ -99,7 +99,7 @@ def no_gpu(monkeypatch):
     (["--policy", "lifo"], "--policy"),
     (["--arrival_rate", "0"], "--arrival_rate must be above 0, not 0.0"),
     (["--arrival_rate", "nan"], "--arrival_rate must be above 0, not nan"),
-    (["--device", "cuda"], "--device cuda: there is no CUDA device here, allowed are cpu and auto"),
+    (["--device", "cuda"], "--device cuda: there is no CUDA device here; use cpu or auto"),
     (["--device", "mps"], "--device mps: there is no Apple GPU here"),
     (["--device", "tpu"], "--device"),
     (["--dtype", "int8"], "--dtype"),

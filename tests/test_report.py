@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from common import STAGES, toy
 
+from experiments.ladder import with_medians
 from request import Request
 from toolbox.report import latencies, report, totals, write_trace
 from toolbox.trace import ForwardPass, Trace
@@ -47,6 +48,22 @@ def test_latencies():
         "itl_steps": [2, 3, 1],
         "itl_seconds": [2.0, 4.0, 0.5],
     }
+
+
+def test_of_repeated_runs_each_duration_is_the_median():
+    """In each of three runs another step is slow, and in the result none is."""
+    runs = [golden() for _ in range(3)]
+    for run, slow in zip(runs, (1, 3, 5)):
+        for p in run.passes:
+            p.seconds += slow
+        run.step_times = {step: time + 9 * (step > slow) for step, time in run.step_times.items()}
+        for request in run.requests:   # a token is there after its step has begun
+            request.token_times = [time + 9 * (step >= slow) for step, time
+                                   in zip(request.token_steps, request.token_times)]
+    found = with_medians(runs)
+    assert found is runs[0] and latencies(found) == latencies(golden())
+    assert found.step_times == pytest.approx(golden().step_times)
+    assert [p.seconds for p in found.passes] == [3.5, 3.5]
 
 
 def test_totals():

@@ -164,9 +164,9 @@ def device_of(args):
             print("an Apple GPU has no float64: running on the CPU")
             device = "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: there is no CUDA device here, allowed are cpu and auto")
+        raise ValueError("--device cuda: there is no CUDA device here; use cpu or auto")
     if device == "mps" and not mps:
-        raise ValueError("--device mps: there is no Apple GPU here, allowed are cpu and auto")
+        raise ValueError("--device mps: there is no Apple GPU here; use cpu or auto")
     if device == "mps" and args.dtype == "float64":
         raise ValueError("--dtype float64: an Apple GPU has none, "
                          "use --device cpu or another --dtype")

@@ -134,7 +134,7 @@ function drawControls() {
   }
   $("stop").hidden = !DATA.walk.length;
   $("stop").className = stop ? "on" : "";
-  $("stop").textContent = "New to batching? The guided walk above has a few stops.";
+  $("stop").textContent = "New to batching? Take the guided walk above.";
   if (!stop) return;
   const [panel, number] = stop.look, {panels, run} = views[number];
   $("stop").textContent = `${stop.text} Look at: ${PANELS[panel]}, ${run.name}.`;

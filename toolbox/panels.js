@@ -355,7 +355,7 @@ function requestRow(request) {
   const [state, waits, prompt, answer] = ["state", "waits", "prompt", "answer"].map(
     className => element("span", {className}));
   const text = element("button", {className: "text", title: "all of the text, or its end", dir: "auto"},
-                       prompt, answer);
+                       element("span", {className: "lines"}, prompt, answer));
   const node = element("div", {className: "request", data: {request: request.name}},
     element("div", {}, bold(request.name), state, waits), text);
   const row = {node, state, prompt, answer, waits, texts: [textOf(request.prompt), ""]};
