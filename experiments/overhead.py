@@ -17,6 +17,7 @@ from functools import partial
 
 from experiments import results
 from generate_ragged import generate
+from kernels.threads import LONGEST_PAUSE
 from model import GPT, GPTConfig
 from paging import POLICIES, PagedScheduler, Pages
 from request import Request, complete, prepare
@@ -29,7 +30,8 @@ SCHEDULERS = {
     "stage 6, first come first served": partial(Scheduler, 32, 256),
     **{f"stage 7, {policy}": lambda policy=policy: PagedScheduler(32, 256, Pages(600, 16), policy)
        for policy in POLICIES}}
-MODELS = {"built-in model": GPT.from_pretrained, "GPT-2's size": lambda: GPT(GPTConfig())}
+MODELS = {   # how to make each, and for how many steps it runs: a second or two
+    "built-in model": (GPT.from_pretrained, 200), "GPT-2's size": (lambda: GPT(GPTConfig()), 48)}
 
 
 def scheduling(new, waiting, steps):
@@ -82,7 +84,8 @@ def beside_a_loop(model, repeats, steps):
         finally:
             loop.kill()
             loop.wait()
-        step_seconds(model, steps)   # until all threads are in use again
+        time.sleep(LONGEST_PAUSE)   # then all threads are tried again
+        step_seconds(model, steps)
     ratios = sorted(busy / quiet for quiet, busy in pairs)
     quiet, busy = (statistics.median(part) for part in zip(*pairs))
     return {"quiet": quiet, "busy": busy, "ratio": statistics.median(ratios),
@@ -91,7 +94,7 @@ def beside_a_loop(model, repeats, steps):
 
 def measure(args):
     device, dtype, where = measuring_place(args)
-    repeats, steps = (1, 10) if args.quick else (3, 24)
+    repeats = 1 if args.quick else 3
     print(where)
     scheduled = queues(repeats)
     rows = [("ms a step, scheduler alone", *(f"{n:,} waiting" for n in WAITING), "adding them, ms")]
@@ -101,12 +104,13 @@ def measure(args):
     print("\n".join(aligned(rows)))
     beside = {}
     rows = [("ms a step of 16 decodes", "quiet", "beside a loop", "times")]
-    for name, new in MODELS.items():
+    for name, (new, steps) in MODELS.items():
         for how in "stage 6", "stage 6, optimize()":
             model = new().requires_grad_(False).to(device, dtype)
             if "optimize" in how:
                 model.optimize()
-            taken = beside[f"{name}, {how}"] = beside_a_loop(model, repeats, steps)
+            taken = beside[f"{name}, {how}"] = beside_a_loop(
+                model, repeats, 10 if args.quick else steps)
             rows.append((f"{name}, {how}", f"{taken['quiet'] * 1e3:.1f}",
                          f"{taken['busy'] * 1e3:.1f}", f"{taken['ratio']:.2f}"))
     print("\n".join(aligned(rows)))

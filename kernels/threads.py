@@ -15,45 +15,46 @@ from contextlib import contextmanager
 
 import torch
 
-FIRST_PAUSE, LONGEST_PAUSE = 4, 32   # steps
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0   # seconds
 
 
 class Threads:
     """
     Chooses the number for the next step. Threads that wait for each other spin. So a step that has
-    its cores to itself takes as many seconds of CPU time per second as it has threads. If a step
-    gets much less, the next ones use no more threads than it got cores. After a pause all are tried
-    again; the pause doubles each time that they still get less.
+    its cores to itself takes as many seconds of CPU time per second as it has threads. If two steps
+    in a row get much less, the next ones use no more threads than they got cores. One step alone is
+    no evidence: it may have waited for memory. After a pause all threads are tried again, for one
+    step; the pause doubles each time that it still gets less.
     """
 
     def __init__(self):
-        self.limit = None   # threads at present; None: all
-        self.pause, self.steps_left = FIRST_PAUSE, 0
+        self.limit = None      # threads at present; None: all
+        self.doubted = False   # whether the last step with all threads got too little
+        self.pause = self.until = 0.0
 
-    def number(self, most):
-        return min(self.limit, most) if self.limit and self.steps_left else most
+    def number(self, most, now):
+        return min(self.limit, most) if self.limit and now < self.until else most
 
-    def record(self, used, most, cores):
+    def record(self, used, most, cores, now):
         """What a step with `used` of `most` threads got: seconds of CPU time per second."""
         if used > 1 and cores < 0.85 * used:
-            if used == most:
-                longer = min(2 * self.pause, LONGEST_PAUSE)
-                self.pause = longer if self.limit else FIRST_PAUSE
-            self.limit, self.steps_left = max(1, int(cores)), self.pause
+            if self.doubted:
+                if used == most:
+                    self.pause = min(2 * self.pause, LONGEST_PAUSE) if self.limit else FIRST_PAUSE
+                self.limit, self.until = max(1, int(cores)), now + self.pause
+            self.doubted = True
         elif used == most:
-            self.limit, self.steps_left = None, 0
-        else:
-            self.steps_left -= 1
+            self.limit, self.doubted = None, False
 
     @contextmanager
     def chosen(self):
         """The number of threads for the step inside the `with` block, which is then judged."""
         most = torch.get_num_threads()
-        used = self.number(most)
         start, cpu = time.perf_counter(), time.process_time()
+        used = self.number(most, start)
         yield used
-        seconds = time.perf_counter() - start
-        self.record(used, most, (time.process_time() - cpu) / max(seconds, 1e-9))
+        now = time.perf_counter()
+        self.record(used, most, (time.process_time() - cpu) / max(now - start, 1e-9), now)
 
 
 threads = Threads()   # one for all models: they share the machine

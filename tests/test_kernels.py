@@ -381,26 +381,35 @@ def fresh(monkeypatch):
     return native
 
 
-def steps_on(machine, count, most=2):
+def steps_on(machine, count, most=2, seconds=0.01):
     """Numbers of threads of `count` steps. machine(step, used): the cores that a step gets."""
-    threads, used = Threads(), []
+    threads, used, now = Threads(), [], 100.0
     for step in range(count):
-        used.append(threads.number(most))
-        threads.record(used[-1], most, machine(step, used[-1]))
+        used.append(threads.number(most, now))
+        now += seconds
+        threads.record(used[-1], most, machine(step, used[-1]), now)
     return used
 
 
 def test_threads_give_way_while_the_machine_is_busy():
-    assert set(steps_on(lambda step, used: used, 50)) == {2}               # quiet
-    busy = steps_on(lambda step, used: min(used, 1.3), 300)
-    assert busy[0] == 2 and busy[1:1 + FIRST_PAUSE] == [1] * FIRST_PAUSE
-    assert busy.count(2) < 15 and busy[-LONGEST_PAUSE - 1:].count(2) == 1   # tried now and then
-    later = steps_on(lambda step, used: min(used, 1.3 if step < 100 else 2), 200)
-    assert later[100 + LONGEST_PAUSE + 1:] == [2] * (99 - LONGEST_PAUSE)    # quiet again
-    blip = steps_on(lambda step, used: 1.2 if step == 10 else used, 40)
-    assert blip.count(1) == FIRST_PAUSE
-    eight = steps_on(lambda step, used: min(used, 6.5), 20, most=8)
-    assert eight[1] == 6 and min(eight) == 6                                # as many as it got
+    def beside_a_loop(step, used):
+        return min(used, 1.3)
+
+    first, longest = round(FIRST_PAUSE / 0.01), round(LONGEST_PAUSE / 0.01)   # in steps
+    assert set(steps_on(lambda step, used: used, 50)) == {2}                # quiet
+    busy = steps_on(beside_a_loop, 2000)
+    assert busy[:2] == [2, 2] and set(busy[2:2 + first - 1]) == {1}
+    assert busy.count(2) < 20 and 1 <= busy[-longest:].count(2) <= 2        # tried now and then
+    later = steps_on(lambda step, used: min(used, 1.3 if step < 100 else 2), 500)
+    assert set(later[100 + longest + 1:]) == {2}                            # quiet again
+    blips = steps_on(lambda step, used: 1.2 if step % 10 == 0 else used, 100)
+    assert set(blips) == {2}                             # one step is no evidence
+    longer = steps_on(lambda step, used: 1.2 if step in (10, 11) else used, 100)
+    assert first - 1 <= longer.count(1) <= first + 1
+    prefill = steps_on(beside_a_loop, 9, seconds=3 * FIRST_PAUSE)           # pauses are in seconds
+    assert prefill == [2, 2, 1, 2, 1, 2, 1, 1, 2]
+    eight = steps_on(lambda step, used: min(used, 6.5), 10, most=8)
+    assert set(eight[2:]) == {6}                                            # as many as it got
     assert set(steps_on(lambda step, used: 0.5, 20, most=1)) == {1}
 
 
