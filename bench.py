@@ -2,7 +2,7 @@
 All stages of this repository and their peers, on the same weights and the same requests.
 
 Systems take turns, round by round, so that a slow moment of the machine affects all of them. For
-each system the run of median time counts; "of best peer" is the median of the ratios within the
+each system the medians over its runs count; "of best peer" is the median of the ratios within the
 rounds. Systems more than 3x slower than the fastest in round one are not repeated. Only requested
 tokens count. The *roofline* is the time that the ragged stage's schedule would take if each forward
 pass ran at the machine's measured peak of arithmetic or of memory, whichever takes longer (claim R7
@@ -232,17 +232,22 @@ def measure(names, run, requests, repeats, say):
 
 
 def figures_of(runs, reference):
-    """A system's figures, of its run of median time. runs: [(seconds, start, tokens, times)]."""
-    runs = sorted(runs, key=lambda run: run[0])
-    seconds, start, tokens, times = runs[len(runs) // 2]
-    gaps = [b - a for t in times for a, b in zip(t, t[1:])]
-    equal = sum(a == b for mine, theirs in zip(tokens, reference) for a, b in zip(mine, theirs))
-    return {
-        "seconds": seconds, "spread": (runs[-1][0] - runs[0][0]) / seconds,
-        "ttft_mean": statistics.mean(t[0] - start for t in times),
-        "itl_p50": percentile(gaps, 50) if gaps else None,
-        "itl_p99": percentile(gaps, 99) if gaps else None,
-        "equal": equal / sum(map(len, reference))}
+    """
+    A system's figures: medians over its runs, and the lowest share of equal tokens.
+
+    runs: [(seconds, start, tokens, times)]
+    """
+    seconds = [run[0] for run in runs]
+    median = statistics.median(seconds)
+    waits = [statistics.mean(t[0] - start for t in times) for _, start, _, times in runs]
+    gaps = [[b - a for t in times for a, b in zip(t, t[1:])] for *_, times in runs]
+    itl = {f"itl_p{q}": statistics.median(percentile(of, q) for of in gaps) if gaps[0] else None
+           for q in (50, 99)}
+    equal = min(sum(a == b for pair in zip(tokens, reference) for a, b in zip(*pair))
+                for _, _, tokens, _ in runs)
+    return {"seconds": median, "spread": (max(seconds) - min(seconds)) / median,
+            "ttft_mean": statistics.median(waits), **itl,
+            "equal": equal / sum(map(len, reference))}
 
 
 def parts(run, requests):
@@ -284,7 +289,7 @@ def main(argv=None):
     p.add_argument("--systems", nargs="+", metavar="WORD",
                    help="only systems whose name contains one of these words")
     p.add_argument("--repeats", type=int, default=3, metavar="N",
-                   help="runs of each system, in turn; the one of median time counts")
+                   help="runs of each system, in turn; their medians count")
     p.add_argument("--peer-python", nargs="+", metavar="NAME=PATH", default=[],
                    help="vllm=PATH or openvino=PATH: the Python of an environment that has it")
     args = p.parse_args(argv)

@@ -1,5 +1,6 @@
 """The benchmark: what it counts, that peers and stages give the same tokens, and a quick run."""
 import json
+import statistics
 import subprocess
 import sys
 import threading
@@ -217,8 +218,20 @@ def test_which_systems_run_again_and_which_is_the_best_peer(takes, rounds, best,
     assert bench.best_peer(figures) == best
     assert bench.times_best_peer(figures, "unbatched") == ratio
     for name, f in figures.items():
-        median = sorted(takes[name])[len(takes[name]) // 2]
+        median = statistics.median(takes[name])
         assert f["equal"] == 1 and f["seconds"] == f["ttft_mean"] == median
+
+
+def test_figures_are_medians_over_the_runs_each_for_itself():
+    """The run of median time has neither the median TTFT nor the median gap; one run is wrong."""
+    runs = [(3.0, 0.0, [[1, 2, 3]], [[0.5, 1.5, 3.0]]),
+            (4.0, 10.0, [[1, 2, 3]], [[12.5, 13.5, 14.0]]),
+            (9.0, 20.0, [[1, 2, 4]], [[21.0, 22.0, 29.0]])]
+    found = bench.figures_of(runs, [[1, 2, 3]])
+    assert found == {"seconds": 4.0, "spread": 1.5, "ttft_mean": 1.0, "itl_p50": 1.25,
+                     "itl_p99": pytest.approx(1.495), "equal": 2 / 3}
+    one = bench.figures_of([(3.0, 0.0, [[1]], [[0.5]])], [[1]])   # no gaps
+    assert one["itl_p50"] is one["itl_p99"] is None and one["ttft_mean"] == 0.5
 
 
 def test_the_share_of_equal_tokens():
@@ -288,7 +301,7 @@ runpy.run_path("bench.py", run_name="__main__")
     (["--repeats", "0"], "--repeats must be at least 1"),
     (["--plot", "x.doc"], "--plot x.doc: the name must end in"),
     (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
-    (["--quick", "--systems", "vllm"], "--systems vllm: no system has such a name; choose words from: "),
+    (["--quick", "--systems", "vllm"], "--systems vllm: no system has such a name; choose"),
     (["--quick", "--peer-python", "vllm"], "--peer-python vllm=: use NAME=PATH"),
     (["--quick", "--peer-python", "vllm=/no/such"], "--peer-python vllm=/no/such: use NAME=PATH"),
     (["--quick", "--peer-python", "sglang=python"], "with the name vllm or openvino"),
