@@ -140,7 +140,8 @@ def draw_pictures(model, folder, traces):
     gaps = results.load("gaps")
     figures.itl(gaps["points"], ARRIVAL, gaps["prompt_tokens"], folder / "itl.png")
     figures.prepacking(results.load("prepacking"), folder / "prepacking.png")
-    figures.bench(results.load("bench"), folder / "bench.png")
+    large = [result for result in results.load("bench") if result["model"] == "gpt2"]
+    figures.bench(large, folder / "bench.png")
 
 
 def save(path, traces, where, repeats):

@@ -184,7 +184,7 @@ def bench(model):
         head += [f"{workload} {WORKLOADS[workload]}", "runs", "roofline", "TTFT mean"]
         head += ["ITL p99"] if workload != "W2" else []
     return markdown(head, lines) + origin_of_all(
-        found, "requested tokens per second; ± half the spread of the runs; "
+        found, "requested tokens per second; medians over the runs, ± half their spread; "
         "in brackets, times the best peer, median over the rounds")
 
 

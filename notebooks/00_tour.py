@@ -156,5 +156,9 @@ show({"the published mask, step 4": published});
 # | `05_memory` | keep caches in pages, share them, and choose what to preempt |
 # | `06_cost` | turn counts into time; read TTFT and ITL |
 #
+# To see any run move, add a cell with `show(run("interleaved", eight, max_batch=4))`. It draws the
+# page that `docs/explorer.html` has for all stages. Under `with broken(...)` the page shows the bug
+# at work.
+#
 # Or read the scripts in order, from `model.py` on. They are short, and the `diff` of two
 # neighbouring stages is the lesson.

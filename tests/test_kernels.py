@@ -275,35 +275,95 @@ def test_rows_of_any_stride():
                                    F.linear(part, weight), rtol=1e-5, atol=1e-5)
 
 
-@needs_native
-@pytest.mark.parametrize("n_head, n_embd",
-                         [(1, 1), (2, 10), (3, 48), (4, 128), (1, 100), (12, 768)])
 @torch.no_grad()
-def test_a_step_of_any_head_size(n_head, n_embd):
-    """Chunks of 1 to 60 tokens, with and without a past, against the plain model in float64."""
+def plain_and_fast(n_head, n_embd):
+    """A model with large random weights in float64, and the same in float32, optimized."""
     torch.manual_seed(1)
     config = GPTConfig(block_size=120, vocab_size=53, n_layer=2, n_head=n_head, n_embd=n_embd)
     plain = GPT(config)
     for p in plain.parameters():
         p.copy_(torch.randn(p.shape) / p.size(-1) ** 0.5)
     fast = copy.deepcopy(plain).optimize()
-    plain.double()
+    return plain.double(), fast
+
+
+@torch.no_grad()
+def largest_difference(plain, fast, budget):
+    """
+    Between the logits of `plain` and of `fast` in stages 6 and 7, relative. The steps hold decodes
+    and chunks of 1 to 60 tokens, with and without a past.
+    """
     prompts = [[(7 * i + j) % 53 for j in range(length)] for i, length in
                enumerate((1, 2, 15, 16, 17, 48, 60, 97))]
+    differences = []
+
+    def on_token(request, token, logits):
+        expected = plain(torch.tensor(request.tokens[:-1]))[-1]
+        differences.append((logits - expected).abs().max() / expected.abs().max())
+
     for stage, knobs in ("ragged_varlen", {}), ("paged", {"page_size": 7}):
-        for budget in 1000, 61, 23:
-            check = Check(plain, asked := [Request(prompt, 3, name=f"r{i}")
-                                           for i, prompt in enumerate(prompts)])
-            differences = []
+        asked = [Request(prompt, 3, name=f"r{i}") for i, prompt in enumerate(prompts)]
+        STAGES[stage](fast, asked, token_budget=budget, on_token=on_token, **knobs)
+    return float(torch.stack(differences).max())   # NaN if one of them is
 
-            def on_token(request, token, logits):
-                sequence = torch.tensor(request.tokens[:-1])
-                expected = plain(sequence)[-1]
-                differences.append(float((logits - expected).abs().max() / expected.abs().max()))
-                check.on_token(request, token, logits)
 
-            STAGES[stage](fast, asked, token_budget=budget, on_token=on_token, **knobs)
-            assert max(differences) <= 2e-5
+@needs_native
+@pytest.mark.parametrize("n_head, n_embd",
+                         [(1, 1), (2, 10), (3, 48), (4, 128), (1, 100), (12, 768)])
+@pytest.mark.parametrize("budget", [1000, 61, 23])
+def test_a_step_of_any_head_size(n_head, n_embd, budget):
+    assert largest_difference(*plain_and_fast(n_head, n_embd), budget) <= 2e-5
+
+
+@needs_native
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
+@pytest.mark.parametrize("flags, width", [
+    (["-mno-avx512f"], 16),                                    # as on a processor with AVX2
+    (["-mno-avx512f", "-mno-avx2", "-D__ARM_NEON"], 16),       # vectors as short as on ARM
+])
+def test_the_sizes_for_other_processors(flags, width, monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, *flags])
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "native.cpp")
+    native.SOURCE.write_text(Path(native.__file__).with_name("native.cpp").read_text())
+    module = fresh(monkeypatch)
+    assert module.works() and module.library().panel_width() == width
+    for n_head, n_embd in (3, 48), (2, 10):
+        assert largest_difference(*plain_and_fast(n_head, n_embd), 61) <= 2e-5
+
+
+FAULTS = {   # what stands in native.cpp, and what is wrong instead
+    "a query of a few sees the next key": (
+        "softmax(scores + i * end, start + i + 1, end, scale)",
+        "softmax(scores + i * end, min(start + i + 2, end), end, scale)"),
+    "a query of many sees the next key": (
+        "softmax(scores + r * all, start + i + r + 1, seen, scale)",
+        "softmax(scores + r * all, min(start + i + r + 2, seen), seen, scale)"),
+    "a chunk forgets its past": ("seen = start + i + rows;", "seen = i + rows, start = 0;"),
+    "keys are written from the beginning on": ("keys[p.start + i]", "keys[i]"),
+    "all pages are taken for the first": ("table[s / page]", "table[0]"),
+    "positions are taken for places in the stream": ("M.wpe[positions[r] * C", "M.wpe[r % 120 * C"),
+    "the logits are those of the first new token": (
+        "i64 from = pieces[p].first + pieces[p].n - 1;", "i64 from = pieces[p].first;"),
+    "what was added up is lost": ("sum = after == ADD ? sum + bias : bias;", "sum = bias;"),
+    "the scores' scale is left out": ("scale = 1 / std::sqrt(float(size));", "scale = 1;"),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_put_into_the_source_is_found(fault, monkeypatch, tmp_path):
+    models, (right, wrong) = plain_and_fast(3, 48), FAULTS[fault]
+    source = native.SOURCE.read_text()
+    assert source.count(right) == 1
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "native.cpp")
+    native.SOURCE.write_text(source.replace(right, wrong))
+    assert fresh(monkeypatch).library() is not None
+    try:
+        difference = largest_difference(*models, 61)
+    except ValueError as error:   # keys that were never written may be anything
+        assert "not finite" in str(error)
+    else:
+        assert not difference <= 1e-3   # or NaN
 
 
 @needs_native

@@ -1,5 +1,6 @@
 """What README and docs say is so."""
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,20 @@ def test_the_preemption_storm():
     assert pages.counts["preemptions"] == 4 and not reserve.counts.get("preemptions")
     t = totals(pages)
     assert f"{t['recomputed'] / t['slots']:.0%} of its slots" in page
+
+
+def test_what_the_text_says_about_prepacking_is_what_was_measured():
+    page = (ROOT / "docs" / "prepacking.md").read_text(encoding="utf-8").replace("\n", " ")
+    page, result = re.sub(" +", " ", page), results.load("prepacking")
+    for k in "16", "32":
+        rows, gap, speedup = zip(*result["predictors"][k])
+        down, up = (statistics.correlation(x, speedup) for x in (rows, gap))
+        assert f"{down:.2f} and {up:+.2f} at k = {k}".replace("-", "−") in page
+    most = max(result["batch_size"]["instructions"], key=lambda row: row[1])
+    assert f"up to {most[1]:.0f} for {most[0]} instructions" in page
+    full, packed, ragged = result["largest"]["dialogue"].values()
+    assert f"padding fits {full} dialogues, prepacking {packed}, ragged {ragged}" in page
+    assert "of articles {}, {} and {}".format(*result["largest"]["articles"].values()) in page
+    (one, alone), *_, (many, together) = result["latency"]
+    assert one == 1 and (
+        f"{many} prompts of 128 tokens take {together / alone:.0f} times as long as one" in page)
