@@ -148,7 +148,7 @@ def check_fits(request, name, config):
                          "a new one")
     if len(request.prompt) > config.block_size:
         raise ValueError(f"request '{name}': prompt of {len(request.prompt)} tokens does not fit "
-                         f"block_size {config.block_size}")
+                         f"block_size {config.block_size}, the model's limit")
     for token in request.prompt:
         if not 0 <= token < config.vocab_size:
             raise ValueError(f"request '{name}': token id {token} is not in the vocabulary, "

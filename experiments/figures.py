@@ -39,9 +39,9 @@ def timelines(traces, path=None, columns=2):
         timeline(ax, trace, last_step=last)
     for ax in list(axes.flat)[len(traces):]:
         ax.axis("off")
-        ax.text(0.06, 0.5, "A cell is one request in one step. It is as high as the\n"
-                "request's row is wide: the coloured part holds tokens,\nthe grey part is padding. "
-                "All stages serve the same\nrequests, and give them the same tokens.",
+        ax.text(0.06, 0.5, "A cell is one request's row in one step, whether it\n"
+                "is 1 slot or 40 slots wide. The coloured part holds\ntokens, the grey part is "
+                "padding. All stages serve the\nsame requests, and give them the same tokens.",
                 va="center", fontsize=9, linespacing=1.5)
     figure.tight_layout(rect=(0, 0.38 / figure.get_figheight(), 1, 1), h_pad=1.4, w_pad=2)
     passes = [p for trace in traces for p in trace.passes]
@@ -85,12 +85,12 @@ def draw_places(ax, plan, places, m):
     """Prompts in rows of m slots: places holds (row, first column, end) for each of them."""
     for i, j in np.ndindex(max(row for row, _, _ in places) + 1, m):
         draw_slot(ax, i, j, COLORS["pad"], line="#BBBBBB", hatch="////")
-    colors = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW) * len(plan)
+    colors = (BLUE, YELLOW, GREEN, PURPLE, SKY, BROWN) * len(plan)   # no key's colour
     for (request, _), (row, first, end), color in zip(plan, places, colors):
         for j in range(first, end):
             draw_slot(ax, row, j, color)
             ax.text(j + 0.5, row + 0.5, f"{request.name}{j - first}", ha="center", va="center",
-                    fontsize=9, color="white" if color in (BLUE, GREEN, RED) else "black")
+                    fontsize=9, color="white" if color in (BLUE, GREEN, BROWN) else "black")
     ax.set_xlim(-0.04, m + 0.04)
     ax.set_ylim(len(plan) + 0.04, -0.04)
     ax.set_aspect("equal")

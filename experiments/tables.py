@@ -28,12 +28,12 @@ def markdown(head, rows):
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
 
-def origin(result, how):
+def origin(result, how, command=True):
     """The line under a table: where it was measured, when, how often, and by which command."""
     measured = result.get("measured", {})
     parts = [measured.get("machine"), result["where"], measured.get("date"),
              f"commit {measured['commit']}" if measured else None, how,
-             f"`{measured['command']}`" if measured else None]
+             f"`{measured['command']}`" if measured and command else None]
     return "\n<sub>" + "; ".join(part for part in parts if part) + "</sub>\n"
 
 
@@ -54,8 +54,8 @@ def stages():
 
     lines = [
         ("0", "unbatched", "one request; a KV cache, O(n²) → O(n) per token",
-         f"slots {step('slots', 'unbatched, no cache', 'unbatched')}",
-         "the weights are read for one token at a time"),
+         f"slots, without and with the cache: {step('slots', 'unbatched, no cache', 'unbatched')}",
+         "weights are read for one token at a time"),
         ("1", "naive", "static batching: pad the prompts into one rectangle",
          f"forward passes {step('forward_passes', 'unbatched', 'naive')}",
          "padding; finished rows keep running; no request gets in"),
@@ -64,12 +64,12 @@ def stages():
          "a long prompt stalls every running decode"),
         ("3", "chunked", "a token budget: decodes first, prompts in chunks",
          f"longest stall {worst['dynamic']:,.0f} → {worst['chunked']:,.0f} ms",
-         "two forward passes a step"),
+         f"two forward passes a step: {step('forward_passes', 'dynamic', 'chunked')} in all"),
         ("4", "interleaved", "one fused pass for decodes and chunks",
          f"forward passes {step('forward_passes', 'chunked', 'interleaved')}",
          f"padding: {useful('interleaved')} of the slots are useful"),
         ("5", "prepacked", "*a branch off stage 2:* several prompts share a row",
-         f"useful slots {useful('dynamic')} → {useful('prepacked')}", "decode is still padded"),
+         f"useful slots {useful('dynamic')} → {useful('prepacked')}", "decode still pads its keys"),
         ("6", "ragged", "no rows: one stream of tokens and its boundaries",
          f"scores {step('score_entries', 'interleaved', 'ragged, varlen')}",
          "room reserved for answers that may never come"),
@@ -159,56 +159,47 @@ def measured_on(model):
             if result["model"] == model}
 
 
-def origin_of_all(found, how):
+def origin_of_all(found, how, command=True):
     """The line under a table of several workloads, which different commands may have measured."""
     first, *_ = found.values()
     commands = dict.fromkeys(result["measured"]["command"] for result in found.values()
                              if "measured" in result)
     if commands:
         first = {**first, "measured": {**first["measured"], "command": "`, `".join(commands)}}
-    return origin(first, how)
+    return origin(first, how, command)
 
 
 def bench(model):
-    """All systems on all workloads, for one of the models of bench.py."""
-    found = measured_on(model)
-    names = dict.fromkeys(name for result in found.values() for name in result["systems"])
-    lines = []
-    for name in names:
-        line = [name]
-        for workload, result in found.items():
-            line += bench_cells(workload, result, name)
-        lines.append(line)
-    head = [""]
-    for workload in found:
-        head += [f"{workload} {WORKLOADS[workload]}", "runs", "roofline", "TTFT mean"]
-        head += ["ITL p99"] if workload != "W2" else []
-    return markdown(head, lines) + origin_of_all(
-        found, "requested tokens per second; medians over the runs, ± half their spread; "
-        "in brackets, times the best peer, median over the rounds")
+    """All systems, a table for each workload, for one of the models of bench.py."""
+    found, tables = measured_on(model), []
+    for workload, result in found.items():
+        head = [f"{workload} {WORKLOADS[workload]}", "tokens/s", "runs", "× best peer",
+                "of roofline", "TTFT mean"] + ["ITL p99"] * (workload != "W2")
+        tables.append(markdown(head, [bench_row(workload, result, name)
+                                      for name in result["systems"]]))
+    return "\n".join(tables) + origin_of_all(
+        found, "medians over the runs, ± half their spread; times the best peer: "
+        "median over the rounds")
 
 
 WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
 
 
-def bench_cells(workload, result, name):
+def bench_row(workload, result, name):
     from bench import times_best_peer  # it imports half of the repository
-    system = result["systems"].get(name)
-    if system is None:
-        return ["–"] * (4 if workload == "W2" else 5)
+    system = result["systems"][name]
     runs = sum(seconds is not None for seconds in system["rounds"])
     spread = f" ±{system['spread'] / 2:.0%}" if runs > 1 else ""
     ratio = times_best_peer(result["systems"], name)
-    peer = f" ({ratio:.2f}×)" if ratio else ""
-    cells = [f"{result['tokens'] / system['seconds']:,.0f}{spread}{peer}", runs,
-             f"{result['roofline'] / system['seconds']:.0%}", f"{system['ttft_mean']:.1f} s"]
-    if workload != "W2":
-        cells.append(f"{system['itl_p99'] * 1e3:,.0f} ms")
-    return cells
+    cells = [name, f"{result['tokens'] / system['seconds']:,.0f}{spread}", runs,
+             f"{ratio:.2f}" if ratio else "–", f"{result['roofline'] / system['seconds']:.0%}",
+             f"{system['ttft_mean']:.1f} s"]
+    return cells if workload == "W2" else [*cells, f"{system['itl_p99'] * 1e3:,.0f} ms"]
 
 
-SPEED = {"unbatched": "stage 0, one at a time", "naive": "stage 1, static",
-         "ragged, varlen": "stage 6, ragged", "vLLM": "vLLM, on this CPU",
+SPEED = {"unbatched": "stage 0, one at a time, optimize()",
+         "ragged, varlen, not optimized": "stage 6, as you read it",
+         "ragged, varlen": "stage 6, optimize()", "vLLM": "vLLM, on this CPU",
          "OpenVINO GenAI": "OpenVINO GenAI"}
 
 
@@ -227,7 +218,7 @@ def speed():
     head = ["tokens per second", *(f"{name} {WORKLOADS[name]}" for name in found), "TTFT mean, W1",
             "ITL p99, W1"]
     return markdown(head, lines) + origin_of_all(
-        found, "GPT-2's size, random weights, optimize(); ¹ one run")
+        found, "GPT-2's size, random weights; ¹ one run", command=False)
 
 
 def parts():
@@ -244,8 +235,9 @@ def queues():
     lines = [[name, *(f"{f['step'] * 1e3:.2f} ms" for f in taken.values()),
               f"{list(taken.values())[-1]['add'] * 1e3:.0f} ms"]
              for name, taken in result["queues"].items()]
-    waiting = [f"{int(n):,} waiting" for n in next(iter(result["queues"].values()))]
-    return markdown(["scheduler's time a step", *waiting, "adding them"], lines) + origin(
+    sizes = [f"{int(n):,}" for n in next(iter(result["queues"].values()))]
+    return markdown(["scheduler's time a step", *(f"{n} waiting" for n in sizes),
+                     f"adding {sizes[-1]}"], lines) + origin(
         result, f"the least of {result['repeats']} runs")
 
 

@@ -75,8 +75,8 @@ source(MultiHeadAttention.forward)
 # forward pass: it holds a token, or it is padding.
 #
 # Eight requests, at most four at a time; `F` brings a long prompt, and arrives when others are
-# already running. A cell is one request in one step. It is as high as the request's row is wide:
-# the coloured part holds tokens, the grey part is padding.
+# already running. A cell is one request's row in one step, whether it is 1 slot or 40 slots wide.
+# The coloured part holds tokens, the grey part is padding.
 
 # %%
 eight = small_workload(model.config)

@@ -136,12 +136,12 @@ for layer, rows in enumerate(moved_rows(changed_token=3, attend=sees_nothing)):
 show({"stage 0, the whole prompt": look("unbatched", [request], step=0)}, label=word);
 
 # %% [markdown]
-# Take a token on the left and read to the right: the blue keys are those it sees. `␣value` sees
+# Take a token on the left and read to the right: the orange keys are those it sees. `␣value` sees
 # `Return`, `␣the` and itself. A query may not look ahead, because when a token is generated, what
 # comes later does not exist yet. That is the *causal rule*.
 #
-# What happens in a blue cell? The query's dot product with the key is a *score*. A softmax over a
-# row's scores gives weights, and the row's output is the weighted sum of the values. In code:
+# What happens in an orange cell? The query's dot product with the key is a *score*. A softmax over
+# a row's scores gives weights, and the row's output is the weighted sum of the values. In code:
 
 
 # %%

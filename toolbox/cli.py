@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from paging import POLICIES
+from request import at_least_1
 from toolbox import page, plots
 from toolbox.check import Check, summary
 from toolbox.load import decode, load
@@ -26,8 +27,8 @@ from toolbox.workload import PROMPTS, make_requests, read_prompts
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32,
           "bfloat16": torch.bfloat16, "float16": torch.float16}
-KNOBS = ("max_batch", "token_budget", "max_kv_tokens", "pages", "page_size", "policy",
-         "share_prefixes", "pack", "attention", "use_cache")
+NUMBERS = ("max_batch", "token_budget", "max_kv_tokens", "pages", "page_size")
+KNOBS = (*NUMBERS, "policy", "share_prefixes", "pack", "attention", "use_cache")
 # knobs that are set by a flag of another name
 FLAGS = {("use_cache", False): "no_cache", ("share_prefixes", False): "no_share_prefixes"}
 
@@ -200,8 +201,10 @@ def load_inputs(args):
 
 
 def given_knobs(args):
-    """{knob: value} for those that are set on the command line."""
-    return {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
+    """{knob: value} for those that are set on the command line. ValueError for a bad number."""
+    knobs = {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
+    at_least_1(**{f"--{knob}": knobs[knob] for knob in NUMBERS if knob in knobs})
+    return knobs
 
 
 def say_ignored(args, names, where):
@@ -285,6 +288,9 @@ def run_stage(generate, args, shard=None):
     if args.page:
         seen = record(generate, model, requests, trace, None if args.no_check else plain, **knobs)
         page.write(args.page, {trace.stage: seen}, tokenizer)
+    written = [file for file in (args.trace, args.plot, args.page) if file]
+    if written:
+        print("wrote", *written)
     if check is None:
         return 0
     verdicts = check()

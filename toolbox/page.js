@@ -211,7 +211,8 @@ function begin() {
   $("walk").hidden = !DATA.walk.length;
   $("walk").querySelector("ol").append(...DATA.walk.map(({title}, i) => element(
     "li", {}, element("button", {onclick: () => visit(i)}, `${i + 1} ${title}`))));
-  const legend = [...Object.entries(DATA.names), ["wrong", "seen, and must not be"]];
+  const legend = [...Object.entries(DATA.names), ["past", "key in the cache"], ["new", "key of this pass"],
+                  ["wrong", "seen, and must not be"]];
   $("legend").append(...legend.map(
     ([kind, name]) => element("span", {}, element("i", {className: kind}), name)));
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from toolbox.check import summary
-from toolbox.plots import COLORS, NAMES
+from toolbox.plots import COLORS, KEYS, NAMES
 from toolbox.walk import walk
 
 FOLDER = Path(__file__).parent
@@ -40,7 +40,7 @@ def page(traces, tokenizer=None, guided=False):
     """
     data = data_of(traces, tokenizer, guided)
     title = f"nanoBatch: {', '.join(traces) if len(traces) < 4 else f'{len(traces)} stages'}"
-    colors = "".join(f"--{kind}: {color}; " for kind, color in COLORS.items())
+    colors = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS}.items())
     parts = {"title": html.escape(title), "colors": f":root {{ {colors}}}",
              "css": (FOLDER / "page.css").read_text(encoding="utf-8"),
              "js": "".join((FOLDER / name).read_text(encoding="utf-8")

@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 SUFFIXES = (".png", ".pdf", ".svg")
 COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4",
           "finished": "#CC3311", "waiting": "#999999"}
+KEYS = {"past": "#5E4FA2", "new": "#E69F00"}   # what a token sees: cached keys, this pass's
 NAMES = {"prefill": "prefill", "decode": "decode", "recomputed": "computed again", "pad": "padding",
          "finished": "finished, still computed", "waiting": "waiting"}
 
@@ -76,10 +77,10 @@ def legend(figure, kinds):
 
 def timeline(ax, trace, last_step=None):
     """
-    One row per request, one column per step. A cell is as high as the request's row in the tensor
-    is wide: coloured for tokens, grey for padding. So a decode in the same rectangle as a chunk of
-    16 is 1/16 green. Where several prompts share a row, its pads belong to no request, and are not
-    drawn.
+    One row per request, one column per step. A cell is the request's row in the tensor, whatever
+    its width: coloured for tokens, grey for padding. So a decode in the same rectangle as a chunk
+    of 16 is 1/16 green. Where several prompts share a row, its pads belong to no request, and are
+    not drawn.
     """
     row_of = {request.name: i for i, request in enumerate(trace.requests)}
     draw_waiting(ax, trace, row_of)

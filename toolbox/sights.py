@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
 
-from toolbox.plots import COLORS, patch, pyplot, save
+from toolbox.plots import COLORS, KEYS, patch, pyplot, save
 from toolbox.xray import PAD
 
 RED, LINE = COLORS["finished"], "#BBBBBB"
@@ -107,7 +107,7 @@ def cell(key, pad_is_seen, may_see, sees, sight, token_of):
 
 # --- drawing --------------------------------------------------------------------------------------
 
-FILL = {"past": COLORS["decode"], "new": COLORS["prefill"], "wrong": RED, "pad": COLORS["pad"]}
+FILL = {**KEYS, "wrong": RED, "pad": COLORS["pad"]}
 
 
 def draw(sights, path=None, label=None):

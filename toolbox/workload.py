@@ -61,6 +61,10 @@ def make_requests(prompts, tokenizer, arrival_rate=None, **defaults):
     """
     if arrival_rate is not None and not 0 < arrival_rate < math.inf:
         raise ValueError(f"--arrival_rate must be above 0, not {arrival_rate}")
+    try:
+        Request([0], **defaults)
+    except ValueError as error:   # of a flag, not of one request
+        raise ValueError(str(error).replace("request: ", "--", 1)) from None
     stream, time, requests = random.Random(f"arrivals {defaults['seed']}"), 0.0, []
     for i, entry in enumerate(prompts):
         arrival = min(int(time), 10**9)
