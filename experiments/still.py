@@ -44,7 +44,8 @@ def main():
         browser.get((ROOT / "docs" / "explorer.html").as_uri() + "#theme=light")
         # the last stop of the walk, scrolled down to the panels; the controls stay in sight
         browser.execute_script("visit(DATA.walk.length - 1);"
-                               "scrollTo(0, document.querySelector('.timeline').offsetTop - 80)")
+                               "scrollTo(0, document.querySelector('.timeline').offsetTop"
+                               " - $('transport').offsetHeight - 8)")
         browser.save_screenshot(str(PICTURE))
     finally:
         browser.quit()

@@ -41,9 +41,13 @@ function readAddress() {                 // whatever it says: what does not exis
   state.clock = parts.has("ms") ? "ms" : "step";
   state.cells = ["position", "wide"].includes(parts.get("cells")) ? parts.get("cells") : "token";
   setTheme(["dark", "light"].includes(parts.get("theme")) ? parts.get("theme") : "");
+  const stop = parts.get("stop") - 1, {show} = DATA.walk[stop] ?? {};
+  if (show && !parts.has("run")) return visit(stop);
   setTicks(Number(parts.get(state.clock)) || 0);
   state.slot = slotNamed(parts.get("slot")) ? parts.get("slot") : null;
-  state.stop = DATA.walk[parts.get("stop") - 1] ? parts.get("stop") - 1 : null;
+  const there = show && show.run === state.run && (show.beside ?? "") === state.beside
+    && state.clock === "step" && ticks[state.tick] === show.step;
+  state.stop = there ? stop : null;
   build();
   lookAt();
 }
@@ -74,12 +78,17 @@ function visit(i) {                      // a stop of the walk
   lookAt();
 }
 
-const lookAt = () => document.querySelector(".look")?.scrollIntoView({block: "nearest"});
+function lookAt() {                      // below the controls, which stay in sight
+  const panel = document.querySelector(".look");
+  if (!panel) return;
+  panel.style.scrollMarginTop = $("transport").offsetHeight + 8 + "px";
+  panel.scrollIntoView({block: "nearest"});
+}
 
 // A slot's name is "view.pass.row.column". Its four numbers, if there is such a slot.
 function slotNamed(name) {
   const parts = (name ?? "").split(".").map(Number), run = shown()[parts[0]];
-  return parts.length === 4 && run && slotAt(run, ...parts.slice(1)) ? parts : null;
+  return parts.join(".") === name && parts.length === 4 && run && slotAt(run, ...parts.slice(1)) ? parts : null;
 }
 
 // --- the panels -----------------------------------------------------------------------------------
@@ -117,7 +126,19 @@ function render() {                      // what depends on the moment
   }
   drawPointed();
   drawControls();
-  if (!inFrame) history.replaceState(null, "", address());
+  if (!inFrame) writeAddress();
+}
+
+let written = -Infinity, later = null;
+
+function writeAddress() {                // not at every step: browsers refuse 100 changes in 30 seconds
+  clearTimeout(later);
+  const wait = written + 400 - performance.now();
+  if (wait > 0) later = setTimeout(writeAddress, wait);
+  else {
+    written = performance.now();
+    history.replaceState(null, "", address());
+  }
 }
 
 // --- controls -------------------------------------------------------------------------------------
@@ -134,7 +155,9 @@ function drawControls() {
   }
   $("stop").hidden = !DATA.walk.length;
   $("stop").className = stop ? "on" : "";
-  $("stop").textContent = "New to batching? Take the guided walk above.";
+  $("stop").textContent = "New to batching? Take the guided walk.";
+  $("on").hidden = !DATA.walk[(state.stop ?? -1) + 1];
+  $("on").textContent = stop ? "next stop" : "guided walk";
   if (!stop) return;
   const [panel, number] = stop.look, {panels, run} = views[number];
   $("stop").textContent = `${stop.text} Look at: ${PANELS[panel]}, ${run.name}.`;
@@ -143,6 +166,7 @@ function drawControls() {
 
 function play(on) {
   clearInterval(timer);
+  if (on && state.tick === ticks.length - 1) go(0);
   timer = on ? setInterval(() => state.tick < ticks.length - 1 ? go(state.tick + 1) : play(false),
                            1000 / $("speed").value) : null;
   $("play").textContent = on ? "pause" : "play";
@@ -183,7 +207,11 @@ function onKey(event) {
     const [row, column] = here && here[0] === view && here[1] === pass
       ? [here[2] + MOVES[key][0], here[3] + MOVES[key][1]] : [0, 0];
     const name = [view, pass, row, column].join(".");
-    if (views[view].slots.has(name)) { pointed = name; drawPointed(); }
+    if (views[view].slots.has(name)) {
+      pointed = name;
+      views[view].slots.get(name).scrollIntoView({block: "nearest", inline: "nearest"});
+      drawPointed();
+    }
   } else if (grid && key === "Enter") {
     const {view, pass} = grid.dataset;
     hold(pointed);
@@ -225,6 +253,7 @@ function begin() {
   $("next").onclick = () => go(state.tick + 1);
   $("last").onclick = () => go(ticks.length - 1);
   $("play").onclick = () => play(!timer);
+  $("on").onclick = () => visit((state.stop ?? -1) + 1);
   document.addEventListener("keydown", onKey);
 
   const main = $("views"), slotOf = event => event.target.dataset.slot ?? null;

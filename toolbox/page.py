@@ -155,7 +155,7 @@ def check_data(recorder):
 def idea(generate):
     """The first line of a stage's docstring, e.g. "Stage 2: dynamic batching. ..."."""
     module = sys.modules[inspect.unwrap(getattr(generate, "func", generate)).__module__]
-    return (module.__doc__ or "").strip().partition("\n")[0]
+    return (module.__doc__ or "").strip().partition("\n")[0].replace("`", "")
 
 
 def place(model):

@@ -114,18 +114,16 @@ function drawTimeline(view) {
     let since = x(state.clock === "step" ? request.arrival : request.arrived);
     pen.fillStyle = ink;
     if (labels) pen.fillText(request.name.slice(0, 8), 0, (r + 0.5) * high);
-    for (const [pass, first, n, reached, step] of request.work) {
-      const [left, width] = view.across(run.stepOf.get(step)), shape = passes.shape[pass];
+    for (const work of request.work) {
+      const [pass, , n, , step] = work, [left, width] = view.across(run.stepOf.get(step)), shape = passes.shape[pass];
       pen.fillStyle = waiting;
       if (left > since) pen.fillRect(since, (r + 0.5) * high - 0.5, left - since, 1);
       since = left + width;
       // Its row in the tensor, if it has one of its own: tokens above, pads below.
       const inPass = passes.work[pass].length / 3 + (passes.finished[pass]?.length ?? 0);
       const slots = shape.length === 2 && shape[0] === inPass ? shape[1] : n;
-      const again = Math.max(0, Math.min(reached, first + n) - first);
       let y = r * high;
-      for (const [kind, count] of [["recomputed", again],
-          [first + again < request.prompt.length ? "prefill" : "decode", n - again], ["pad", slots - n]]) {
+      for (const [kind, count] of [...partsOf(request, work), ["pad", slots - n]]) {
         if (count) paint(kind, left, y, width, thick * count / slots);
         y += thick * count / slots;
       }
@@ -137,10 +135,16 @@ function drawTimeline(view) {
     for (const pass of step.passes) {
       for (const r of passes.finished[pass] ?? []) paint("finished", left, r * high, width, thick);
     }
+    const count = {decode: 0, prefill: 0, recomputed: 0, pad: inStep(run, "pad_slots", step),
+                   finished: inStep(run, "finished_slots", step)};
+    for (const pass of step.passes) {
+      for (const [r] of threes(passes.work[pass])) {
+        for (const [kind, n] of partsOf(requests[r], last(requests[r].work, pass))) count[kind] += n;
+      }
+    }
     let y = floor;
-    for (const [kind, name] of [["decode", "useful"], ["recomputed", "recomputed"], ["pad", "pad_slots"],
-                                ["finished", "finished_slots"]]) {
-      const height = BAND * inStep(run, name, step) / most;
+    for (const [kind, slots] of Object.entries(count)) {
+      const height = BAND * slots / most;
       y -= height;
       if (height) paint(kind, left, y, width, height);
     }
@@ -171,21 +175,21 @@ function drawPlan({run, now, panels: {plan}}) {
   const names = {decode: [], prefill: [], recomputed: []};
   let tokens = 0;
   for (const pass of now.passes) {
-    for (const [r, first, n] of threes(run.passes.work[pass])) {
-      const {name, prompt, work} = run.requests[r];
-      const kind = first < last(work, pass)[3] ? "recomputed"
-        : first < prompt.length ? "prefill" : "decode";
-      const title = `${name}: ${plural(n, "token")}, ${DATA.names[kind]}`;
-      tokens += n;
-      names[kind].push(`${name} (${n})`);
-      const label = `${name}: ${n}`, textContent = n * pixels > 8 * label.length ? label : "";
-      bar.append(part(kind, n / scale, {title, textContent}));
+    for (const [r] of threes(run.passes.work[pass])) {
+      const request = run.requests[r], {name} = request;
+      for (const [kind, n] of partsOf(request, last(request.work, pass)).filter(([, n]) => n)) {
+        const title = `${name}: ${plural(n, "token")}, ${DATA.names[kind]}`;
+        tokens += n;
+        names[kind].push(`${name} (${n})`);
+        const label = `${name}: ${n}`, textContent = n * pixels > 8 * label.length ? label : "";
+        bar.append(part(kind, n / scale, {title, textContent}));
+      }
     }
   }
-  const list = (what, all) => all.length
-    && what + all.slice(0, 8).join(", ") + (all.length > 8 ? ", …" : "");
+  const list = (all, before, after = "") => all.length
+    && before + all.slice(0, 8).join(", ") + (all.length > 8 ? ", …" : "") + after;
   const items = [names.decode.length && plural(names.decode.length, "decode"),
-                 list("prefill of ", names.prefill), list("once again ", names.recomputed)];
+                 list(names.prefill, "prefill of "), list(names.recomputed, "", " computed again")];
   const of = budget ? `${tokens} of ${plural(budget, "token")}, the token budget`
     : `${plural(tokens, "token")}, without a budget`;
   plan.replaceChildren(bar, element("p", {}, now.passes.length
@@ -215,6 +219,9 @@ function drawTensor(view) {
     + (p.shape[pass].length === 1 ? 45 : p.rows[pass].length * (highOf(p, pass) + 1)), 0)));
   tensor.style.minHeight = Math.min(run.tallest, 420) + "px";
   tensor.replaceChildren(...parts.length ? parts : [soft(nothing(now))]);
+  if (state.cells === "position" && ![...view.slots.values()].some(({textContent}) => textContent)) {
+    tensor.append(soft("Too narrow for text: choose “tokens, wide”, or point at a slot."));
+  }
   for (const box of tensor.querySelectorAll(".scroll")) box.scrollLeft = box.scrollWidth;   // past the pads
 }
 
@@ -285,13 +292,15 @@ function sentence(run, slot, keys) {
     : owner < -1 ? `A slot of ${run.requests[-2 - owner].name}, which is finished,`
     : `${run.requests[owner].name}, position ${position}, “${word(run, owner, position)}” (${DATA.names[kind]})`;
   const [past, fresh, wrong, missing] = ["past", "new", "wrong", "missing"].map(mark => count(mark, false));
-  const pads = count("wrong", true) + count("past", true) + count("new", true);
+  const [oldPads, newPads] = [count("past", true), count("new", true)];
+  const pads = count("wrong", true) + oldPads + newPads;
   const faults = owner < 0 ? [] : [
     pads && `it sees ${plural(pads, "pad")}`, wrong && `it sees ${plural(wrong, "key")} that it must not`,
     missing && `it does not see ${plural(missing, "key")} of its own`,
     shift && `it is computed as if at position ${position + shift}`].filter(Boolean);
   return element("p", {}, bold(who), ` sees ${plural(past + fresh + wrong + pads, "key")}: `
-    + `${past} past, ${fresh} new, ${plural(pads, "pad")}.${owner < 0 ? " What it computes is never read." : ""}`,
+    + (owner < 0 ? `${past + oldPads} past, ${fresh + newPads} new, ${number(pads)} of them pads or finished slots. `
+      + "What it computes is never read." : `${past} past, ${fresh} new, ${plural(pads, "pad")}.`),
     element("span", {className: "bad"}, faults.length ? ` Wrong: ${faults.join(", ")}.` : ""));
 }
 

@@ -116,13 +116,20 @@ function stateOf(run, request, now) {
     : over ? ["done", `■ done (${request.reason})`]
     : !work ? ["waiting", "○ waiting"]
     : run.pool && !active && holds === null ? ["preempted", "↺ preempted"]
-    : active && end <= work[3] ? ["recomputed", `↻ computed again, ${end} of ${work[3]}`]
+    : active && work[1] < work[3] ? ["recomputed", `↻ computed again, ${Math.min(end, work[3])} of ${work[3]}`]
     : work[1] >= prompt ? ["decode", "● decoding"]
     : ["prefill", `◐ prefilling ${Math.min(computed, prompt)}/${prompt}`];
   return {kind, words, tokens, computed, holds, active};
 }
 
 // --- slots and what they see ----------------------------------------------------------------------
+
+// The tokens of a request in a pass: [[kind, how many], ...].
+function partsOf({prompt}, [, first, n, reached]) {
+  const again = Math.max(0, Math.min(reached, first + n) - first);
+  const prefill = Math.max(0, Math.min(prompt.length, first + n) - first - again);
+  return [["recomputed", again], ["prefill", prefill], ["decode", n - again - prefill]];
+}
 
 function kindOf(run, pass, owner, position) {
   if (owner < 0) return owner === -1 ? "pad" : "finished";

@@ -31,7 +31,7 @@ def padding(traces):
         row, (name, _, n) = min(enumerate(p.work), key=lambda entry: entry[1][2])
         text = (f"Stage 1 puts all prompts into one rectangle, as wide as the longest of them: "
                 f"{name} has {n} tokens in its row of {p.shape[1]} slots, and {p.pad_slots:,} of "
-                f"all {p.slots:,} slots are pads, computed for nothing.")
+                f"all {p.slots:,} slots are pads, like the framed one, computed for nothing.")
         return stop(traces, "padding", text, ("naive", "dynamic"), p.step, ("tensor", 0),
                     (i, row, 0))
 
@@ -51,8 +51,8 @@ def stalled_decode(traces):
         p.step in decodes and not is_decode(p, traces["dynamic"])))
     if p:
         text = (f"Stage 2 lets newcomers in at once, but computes their prompts in one piece: in "
-                f"step {p.step} a second pass computes {p.useful} prompt tokens, and the next "
-                f"tokens of {decodes[p.step]} running requests have to wait for it.")
+                f"step {p.step} a second pass computes {p.useful} prompt tokens, and before it "
+                f"ends, none of the {decodes[p.step]} running requests can go on.")
         return stop(traces, "the stalled decode", text, ("dynamic", "chunked"), p.step,
                     ("tensor", 0))
 
@@ -68,20 +68,20 @@ def chunk(traces):
     if p:
         name, first, n = next(work for work in p.work if sum(work[1:]) < lengths[work[0]])
         text = (f"Stage 3 shares out a token budget, decodes first: what is left of it in step "
-                f"{p.step} holds {n} of the {lengths[name]} prompt tokens of {name}, and now the "
-                "prompt has to wait, not the decodes.")
+                f"{p.step} holds {n} of the {lengths[name]} prompt tokens of {name}, and no "
+                "prompt, however long, can make a step longer than the budget.")
         return stop(traces, "the chunk", text, ("chunked", "dynamic"), p.step, ("plan", 0))
 
 
 def fused_pads(traces):
     i, p = fused(traces)
     if p:
-        row = next(row for row, (_, _, n) in enumerate(p.work) if n == 1)
+        row, first = next((row, first) for row, (_, first, n) in enumerate(p.work) if n == 1)
         text = ("Stage 4 needs one pass where stage 3 needs two, but pads every decode to the "
-                f"width of the widest chunk, {p.useful} tokens in {p.slots:,} slots, and the "
-                "marked decode must see none of its row's pads.")
+                f"width of the widest chunk, {p.useful} tokens in {p.slots:,} slots; the framed "
+                f"decode sees the {first + 1} keys of its request and none of the pads.")
         return stop(traces, "the pads of the fused rectangle", text, ("interleaved", "chunked"),
-                    p.step, ("tensor", 0), (i, row, p.shape[1] - 1))
+                    p.step, ("sees", 0), (i, row, p.shape[1] - 1))
 
 
 def flat_stream(traces):
@@ -89,7 +89,7 @@ def flat_stream(traces):
     i, p = most(traces, name, lambda p: wide and p.step == wide.step)
     if p:
         text = (f"Stage 6 drops the rows: the same plan takes {p.slots} slots where the rectangle "
-                f"takes {wide.slots:,}, and every slot holds a token.")
+                f"takes {wide.slots:,}, and every slot, like the framed one, holds a token.")
         return stop(traces, "the flat stream", text, ("interleaved", name), p.step, ("tensor", 1),
                     (i, 0, 0))
 
