@@ -35,7 +35,7 @@ import torch
 from torch.nn import functional as F
 
 from experiments import figures
-from experiments.engines import INSTALL
+from experiments.engines import INSTALL, end_with_this_process
 from experiments.peers import PEERS, peers
 from experiments.results import provenance
 from kernels import native, optimize
@@ -311,6 +311,8 @@ def run_benchmark(args):
         raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
     device, dtype, where = measuring_place(args)
     pythons = peer_pythons(args.peer_python)
+    if pythons:
+        end_with_this_process()
     print(where)
     results = []
     for model_name in args.models or (["small"] if args.quick else list(MODELS)):

@@ -69,6 +69,14 @@ class Engine:
             os.killpg(self.process.pid, getattr(signal, name))
 
 
+def end_with_this_process():
+    """
+    SIGTERM now ends this program as Control-C does, and its engines with it: stopped processes
+    would stay, with all their memory.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 # --- the other side: runs where only the engine is installed --------------------------------------
 
 def vllm(folder, max_batch, token_budget, threads):

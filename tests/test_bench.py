@@ -1,5 +1,6 @@
 """The benchmark: what it counts, that peers and stages give the same tokens, and a quick run."""
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -168,6 +169,30 @@ def test_an_engine_in_a_process_of_its_own(engine):
 def test_an_engine_that_ends_says_why(engine):
     with pytest.raises(RuntimeError, match="vllm has ended, its last words: ValueError: thirteen"):
         engine([Request([13], 1)])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+def test_a_terminated_benchmark_leaves_no_engine(engine, tmp_path):
+    code = ("import time; from experiments import engines; engines.end_with_this_process();"
+            f"engine = engines.Engine('vllm', {sys.executable!r}, {str(tmp_path)!r}, 4, 16, 1);"
+            "print(engine.process.pid, flush=True); time.sleep(60)")
+    bench_like = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True,
+                                  stdout=subprocess.PIPE)
+    pid = int(bench_like.stdout.readline())
+    os.kill(pid, 0)   # it is there
+    bench_like.terminate()
+    assert bench_like.wait(10) == 143
+    for _ in range(100):
+        if not alive(pid):
+            break
+        time.sleep(0.1)
+    assert not alive(pid)
+
+
+def alive(pid):
+    """Whether a process runs or is stopped; one that waits for its parent to ask does not."""
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return found.stdout.strip()[:1] not in ("", "Z")
 
 
 def test_an_engine_that_is_not_installed(tmp_path):
