@@ -185,10 +185,14 @@ def bench(model):
 WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
 
 
+def runs_of(system):
+    return sum(seconds is not None for seconds in system["rounds"])
+
+
 def bench_row(workload, result, name):
     from bench import times_best_peer  # it imports half of the repository
     system = result["systems"][name]
-    runs = sum(seconds is not None for seconds in system["rounds"])
+    runs = runs_of(system)
     spread = f" ±{system['spread'] / 2:.0%}" if runs > 1 else ""
     ratio = times_best_peer(result["systems"], name)
     cells = [name, f"{result['tokens'] / system['seconds']:,.0f}{spread}", runs,
@@ -208,8 +212,7 @@ def speed():
     found = measured_on("gpt2")
     def speed_of(result, name):
         system = result["systems"][name]
-        runs = sum(seconds is not None for seconds in system["rounds"])
-        return f"{result['tokens'] / system['seconds']:,.0f}" + "¹" * (runs == 1)
+        return f"{result['tokens'] / system['seconds']:,.0f}" + "¹" * (runs_of(system) == 1)
 
     lines = [[label, *(speed_of(result, name) for result in found.values()),
               f"{found['W1']['systems'][name]['ttft_mean']:.1f} s",

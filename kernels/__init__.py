@@ -70,7 +70,6 @@ class FastGPT(GPT):
             self._pools = Pools(4 * self.config.block_size, *shape)
         return self._pools
 
-
     def room(self, size):
         """Working memory for so many numbers, kept for the next step."""
         if self._room is None or self._room.numel() < size:

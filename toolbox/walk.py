@@ -79,7 +79,7 @@ def fused_pads(traces):
         row, first = next((row, first) for row, (_, first, n) in enumerate(p.work) if n == 1)
         text = ("Stage 4 needs one pass where stage 3 needs two, but pads every decode to the "
                 f"width of the widest chunk, {p.useful} tokens in {p.slots:,} slots; the framed "
-                f"decode sees the {first + 1} keys of its request and none of the pads.")
+                f"decode must see the {first + 1} keys of its request and none of the pads.")
         return stop(traces, "the pads of the fused rectangle", text, ("interleaved", "chunked"),
                     p.step, ("sees", 0), (i, row, p.shape[1] - 1))
 
