@@ -49,7 +49,6 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         decodes = [(request, n) for request, n in plan if request.todo == 1]
         chunks = [(request, n) for request, n in plan if request.todo > 1]
         for part in decodes, chunks:
-            part = [(request, n) for request, n in part if not request.finished]   # not cancelled
             if not part:
                 continue
             batch = Rectangle(part, model.device)

@@ -25,8 +25,9 @@ import torch
 
 from cache import KV
 from model import Head, sample
-from request import advance, at_least_1, complete, prepare
+from request import advance, complete, prepare, unfinished
 from toolbox.trace import Trace
+from toolbox.validate import at_least_1
 
 head = Head()
 
@@ -100,11 +101,12 @@ def admit(waiting, running, step, max_batch):
 
 
 def leave(running):
-    """Drops the finished requests and their caches. Returns the others."""
-    finished = [request for request in running if request.finished]
-    for request in finished:
-        request.kv = None
-    return [request for request in running if request not in finished]
+    """Finished requests let go of their caches. Returns the others."""
+    going_on = unfinished(running)
+    for request in running:
+        if request.finished:
+            request.kv = None
+    return going_on
 
 
 @torch.inference_mode()
@@ -119,7 +121,7 @@ def generate(model, requests, max_batch=8, on_token=None):
     requests = prepare(requests, model.config)
     trace = Trace("dynamic", requests)
     waiting, running, step = requests, [], 0
-    while (waiting := [request for request in waiting if not request.finished]) or running:
+    while (waiting := unfinished(waiting)) or running:
         # 1. requests that have arrived take free places
         step = step if running else max(step, waiting[0].arrival)
         waiting, running = admit(waiting, running, step, max_batch)
@@ -127,7 +129,6 @@ def generate(model, requests, max_batch=8, on_token=None):
         decodes = [(request, 1) for request in running if request.generated]
         prompts = [(request, request.todo) for request in running if not request.generated]
         for part in decodes, prompts:
-            part = [(request, n) for request, n in part if not request.finished]   # not cancelled
             if not part:
                 continue
             batch = Rectangle(part, model.device)

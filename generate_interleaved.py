@@ -50,14 +50,13 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
         # 2. one forward pass for decodes and chunks together
-        if plan:   # empty if all requests were cancelled
-            batch = Rectangle(plan, model.device)
-            with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
-            # 3. one token for each request that has nothing more to compute
-            tokens = sample(logits, batch.sampled)
-            scheduler.update(plan, tokens)
-            trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
+        batch = Rectangle(plan, model.device)
+        with trace.forward_pass(step, batch):
+            logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
+        # 3. one token for each request that has nothing more to compute
+        tokens = sample(logits, batch.sampled)
+        scheduler.update(plan, tokens)
+        trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         step += 1
     return trace
 

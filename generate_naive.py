@@ -17,8 +17,9 @@ import torch
 
 from cache import KV
 from model import Head, sample
-from request import advance, at_least_1, complete, prepare
+from request import advance, complete, prepare, unfinished
 from toolbox.trace import Trace
+from toolbox.validate import at_least_1
 
 head = Head()
 
@@ -83,7 +84,7 @@ def generate(model, requests, max_batch=8, on_token=None):
     requests = prepare(requests, model.config)
     trace = Trace("naive", requests)
     waiting, step = requests, 0
-    while waiting := [request for request in waiting if not request.finished]:
+    while waiting := unfinished(waiting):
         # 1. requests that have arrived form a batch, which stays together until all are done
         step = max(step, waiting[0].arrival)
         running = [request for request in waiting if request.arrival <= step][:max_batch]
@@ -99,7 +100,7 @@ def generate(model, requests, max_batch=8, on_token=None):
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
             step += 1
             # 4. the whole batch goes on until its last request is finished
-            if all(request.finished for request in running):
+            if not unfinished(running):
                 break
             batch.add_columns()
     return trace

@@ -27,8 +27,9 @@ from cache import KV
 from generate_ragged import Flat
 from model import sample
 from paging import PagedScheduler, Pages
-from request import at_least_1, prepare
+from request import prepare
 from toolbox.trace import Trace
+from toolbox.validate import at_least_1
 
 
 class Paged(Flat):
@@ -85,14 +86,17 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     token_budget:   tokens per step
     pages:          pages in the pool; None: enough for the max_batch largest requests
     page_size:      tokens in a page
-    policy:         which waiting request goes first: "fcfs", "sjf" or "priority"
+    policy:         "fcfs": first come, first served; "sjf" and "priority": see beyond/fairness.py
     share_prefixes: whether requests share the full pages of equal beginnings
     on_token:       on_token(request, token, logits) is called as each token appears
     """
     requests = prepare(requests, model.config)
     pages = Pages(pool_size(requests, max_batch, pages, page_size), page_size)
     pool = KV(pages.number * page_size)
-    scheduler = PagedScheduler(max_batch, token_budget, pages, policy, share_prefixes)
+    scheduler = PagedScheduler(max_batch, token_budget, pages, share_prefixes)
+    if policy != "fcfs":   # a question that comes after the ladder
+        from beyond.fairness import FairScheduler
+        scheduler = FairScheduler(max_batch, token_budget, pages, policy, share_prefixes)
     trace = Trace("paged", requests, scheduler.counts)
     for request in requests:
         scheduler.add(request)
@@ -102,14 +106,13 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
         # 2. one forward pass for decodes and chunks together
-        if plan:   # empty if all requests were cancelled
-            batch = Paged(plan, pool, pages, model.device)
-            with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
-            # 3. one token for each request that has nothing more to compute
-            tokens = sample(logits, batch.sampled)
-            scheduler.update(plan, tokens)
-            trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
+        batch = Paged(plan, pool, pages, model.device)
+        with trace.forward_pass(step, batch):
+            logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
+        # 3. one token for each request that has nothing more to compute
+        tokens = sample(logits, batch.sampled)
+        scheduler.update(plan, tokens)
+        trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         step += 1
     return trace
 

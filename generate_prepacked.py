@@ -27,8 +27,9 @@ import torch
 from cache import KV
 from generate_dynamic import Rectangle, admit, leave
 from model import Head, sample
-from request import advance, at_least_1, complete, prepare
+from request import advance, complete, prepare, unfinished
 from toolbox.trace import Trace
+from toolbox.validate import at_least_1
 
 head = Head()
 
@@ -124,7 +125,7 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     requests = prepare(requests, model.config)
     trace = Trace(f"prepacked, {pack}", requests)
     waiting, running, step = requests, [], 0
-    while (waiting := [request for request in waiting if not request.finished]) or running:
+    while (waiting := unfinished(waiting)) or running:
         # 1. requests that have arrived take free places
         step = step if running else max(step, waiting[0].arrival)
         waiting = in_packing_order(waiting, step) if pack == "dataset" else waiting
@@ -133,7 +134,6 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
         decodes = [(request, 1) for request in running if request.generated]
         prompts = [(request, request.todo) for request in running if not request.generated]
         for layout, part in (Rectangle, decodes), (Packed, prompts):
-            part = [(request, n) for request, n in part if not request.finished]   # not cancelled
             if not part:
                 continue
             batch = layout(part, model.device)

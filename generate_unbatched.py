@@ -18,7 +18,7 @@ import torch
 
 from cache import KV
 from model import Head, sample
-from request import advance, complete, prepare
+from request import advance, complete, prepare, unfinished
 from toolbox.trace import Trace
 
 head = Head()
@@ -74,7 +74,7 @@ def generate(model, requests, use_cache=True, on_token=None):
     step = 0
     for request in requests:
         step = max(step, request.arrival)
-        while not request.finished:
+        while unfinished([request]):
             # 1. the batch is this one request
             batch = Alone(request, use_cache, model.device)
             # 2. one forward pass

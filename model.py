@@ -227,14 +227,12 @@ def sample(logits, requests):
     They are turned into tokens in float64 on the CPU, so equal logits give equal tokens.
     Raises ValueError if the largest logit is NaN or infinite.
     """
-    tokens = []
-    for x, request in zip(logits.cpu(), requests):   # one transfer for all
-        # NumPy's argmax is many times as fast as torch's here; a NaN counts as the largest
-        token = int(x.to(torch.promote_types(x.dtype, torch.float32)).numpy().argmax())
-        if not math.isfinite(x[token]):
+    tokens = logits.argmax(dim=-1).tolist()
+    largest = logits.amax(dim=-1).tolist()
+    for i, request in enumerate(requests):
+        if not math.isfinite(largest[i]):
             raise ValueError(f"{request}: the model's logits are not finite")
         if request.temperature > 0:
-            edges = cdf(x.double(), request.temperature, request.top_k)      # (V,)
-            token = int(torch.searchsorted(edges, request.draw(), right=True))
-        tokens.append(token)
+            edges = cdf(logits[i].cpu().double(), request.temperature, request.top_k)      # (V,)
+            tokens[i] = int(torch.searchsorted(edges, request.draw(), right=True))
     return tokens

@@ -1,9 +1,8 @@
 """
 Memory in pages: a request holds what its tokens need now, not what its answer might need one day.
 
-Stage 6 reserves room for the longest answer, and keeps a common prompt once per request. Here all
-memory is one pool of pages, each for `page_size` tokens. A request holds a *block table*, the list
-of its page numbers in the order of its tokens. Equal beginnings of prompts share their pages:
+All memory is one pool of pages of `page_size` tokens. A request's *block table* lists its pages in
+the order of its tokens. Equal beginnings share their pages:
 
     pool         page 0   page 1   page 2   page 3   page 4   page 5
                  S S S S  A A a .  S S S S  B b . .  free     free         page_size 4
@@ -11,46 +10,45 @@ of its page numbers in the order of its tokens. Equal beginnings of prompts shar
     A's table    0, 2, 1       S: the 8 tokens of a common system prompt, computed and kept once
     B's table    0, 2, 3       A, B: the rest of the prompts;  a, b: generated
 
-Only full pages are shared, and the last token of a prompt is always computed. So a page that others
-may read is never written again: no copy-on-write. When no page is left, the least urgent request is
-*preempted*: it gives its pages back, returns to the queue with the tokens it has, and later
-computes again what was evicted. It draws no random number twice.
+Only full pages are shared, and the last token of a prompt is always computed. So a newcomer writes
+from a page boundary on, behind the pages it shares: no page that others can read is written again,
+and there is no copy-on-write. Pages filled by an answer are shared too; equal prompts that are
+computed in the same step are not, since each finds nothing yet.
 
-This is PagedAttention's memory manager (vLLM calls a page a block), and claim I7 of the sources.
-Like the Scheduler it is pure bookkeeping; generate_paged.py has the tensors.
+When no page is left, the last request to arrive is *preempted*: it gives its pages back and returns
+to the front of the queue with the tokens it has. Later it computes again what was evicted, but it
+draws no random number twice. (This is PagedAttention's memory manager, of claim I7.)
 """
-from bisect import bisect, bisect_left, insort
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from heapq import heappop, heappush
-from itertools import pairwise, takewhile
+from itertools import count
 
-from request import at_least_1
 from scheduler import Scheduler
+from toolbox.validate import at_least_1, refuse
 
 
 class Pages:
     """
-    The books of a pool: each page is free, held by block tables, or kept.
+    The books of a pool. Each page is free, held by block tables, or kept.
 
-    free:       hold nothing that a request could find
-    holders:    how many block tables a page is in; a request writes only pages it alone holds
-    published:  full pages that others may find: the tokens from the sequence's beginning to the
-                page's end -> page. The whole beginning, because keys and values depend on it: the
-                same tokens after another beginning are another page.
-    kept:       published pages in no block table, least recently used first. They are taken back
-                when no page is free.
+    free:      a heap: the lowest is taken first
+    holders:   how many block tables a page is in; a request writes only pages it alone holds
+    kept:      published pages in no block table, least recently used first: evicted when needed
+    published: full pages that others may find: (name of the page before, its tokens) -> page. The
+               same tokens after another beginning have other keys and values. A name is given once.
+               (A page's number is used again: what followed its old tokens would be found again.)
     """
 
     def __init__(self, number, size):
         at_least_1(pages=number, page_size=size)
         self.number, self.size = number, size
-        self.free, self.holders = set(range(number)), [0] * number
-        self.published, self.prefix_of = {}, {}   # tokens -> page, and back
-        self.kept = {}                            # in order of last use
-        self.evictions = 0
+        self.free, self.holders, self.kept = list(range(number)), [0] * number, OrderedDict()
+        self.published, self.key_of = {}, {}                # key -> page, page -> key
+        self.name_of, self.names = [0] * number, count(1)   # of full pages; 0: the beginning
+        self.gains = 0                                      # pages given back or published so far
+        self.counts = Counter()                             # for the report
 
-    def needed(self, tokens):
-        """How many pages hold this many tokens."""
+    def needed(self, tokens):   # pages for this many tokens
         return -(-tokens // self.size)
 
     def available(self):
@@ -58,207 +56,122 @@ class Pages:
 
     def find(self, tokens):
         """The published pages that hold the longest possible beginning of these tokens."""
-        ends = range(self.size, len(tokens) + 1, self.size)
-        pages = (self.published.get(tuple(tokens[:end])) for end in ends)
-        return list(takewhile(lambda page: page is not None, pages))
+        pages, name = [], 0
+        for start in range(0, len(tokens) - self.size + 1, self.size):
+            page = self.published.get((name, tuple(tokens[start:start + self.size])))
+            if page is None:
+                break
+            pages.append(page)
+            name = self.name_of[page]
+        return pages
 
-    def hold(self, pages):
-        """Published pages go into one more block table, and so are not merely kept any more."""
+    def hold(self, pages):   # published pages go into one more block table
         for page in pages:
             self.holders[page] += 1
             self.kept.pop(page, None)
 
-    def allocate(self, number, after=None):
-        """`number` pages for a block table whose last page so far is `after`."""
-        pages = []
-        for left in range(number, 0, -1):
+    def allocate(self, table, number):
+        """Appends `number` pages to a block table; at most as many as are available."""
+        for _ in range(number):
             if not self.free:
                 self.evict()
-            last = pages[-1] if pages else after
-            page = last + 1 if last is not None and last + 1 in self.free else self.place_for(left)
-            self.free.remove(page)
+            page = heappop(self.free)
             self.holders[page] = 1
-            pages.append(page)
-        return pages
+            table.append(page)
 
-    def place_for(self, number):
-        """
-        The first of `number` free pages in the middle of the longest free stretch. Pages of one
-        request that are neighbours can be read in one piece; the middle leaves room to grow.
-        """
-        pages = sorted(self.free)
-        edges = [i for i, (a, b) in enumerate(pairwise(pages), start=1) if b > a + 1]
-        first, end = max(pairwise([0, *edges, len(pages)]), key=lambda part: part[1] - part[0])
-        return pages[first] + max(end - first - number, 0) // 2
+    def evict(self):   # the least recently used page that is kept; the caller knows there is one
+        page, _ = self.kept.popitem(last=False)
+        del self.published[self.key_of.pop(page)]
+        heappush(self.free, page)
+        self.counts["evicted_pages"] += 1
 
-    def evict(self):
-        """Forgets the published page that was used least recently among those not held."""
-        page = next(iter(self.kept))
-        del self.kept[page], self.published[self.prefix_of.pop(page)]
-        self.free.add(page)
-        self.evictions += 1
-
-    def publish(self, table, tokens, start):
-        """Others may find the pages of a table that these computed tokens fill, from `start` on."""
-        for i in range(start // self.size, len(tokens) // self.size):
-            prefix = tuple(tokens[:(i + 1) * self.size])
-            if prefix not in self.published:   # another request may have computed the same tokens
-                self.published[prefix] = table[i]
-                self.prefix_of[table[i]] = prefix
+    def publish(self, table, i, tokens):
+        """The i-th page of a block table is full: from now on others may find it."""
+        page, key = table[i], (self.name_of[table[i - 1]] if i else 0, tuple(tokens))
+        if key not in self.published:   # another request may have computed the same tokens
+            self.published[key], self.key_of[page] = page, key
+            self.name_of[page] = next(self.names)
+            self.gains += 1
+        self.name_of[page] = self.name_of[self.published[key]]
 
     def give_back(self, table):
-        """
-        A block table is dissolved. Its last pages are the first to be evicted: a page without the
-        pages before it would never be found.
-        """
+        """Dissolves a block table. Its last page is evicted first: alone it could not be found."""
         for page in reversed(table):
             self.holders[page] -= 1
             if not self.holders[page]:
-                if page in self.prefix_of:
+                self.gains += 1
+                if page in self.key_of:
                     self.kept[page] = None
                 else:
-                    self.free.add(page)
-
-
-POLICIES = {   # a policy is a sort key: the waiting request with the smallest goes first
-    "fcfs": lambda request: 0,                                             # first come first served
-    "sjf": lambda request: len(request.prompt) + request.max_new_tokens,   # shortest job first
-    "priority": lambda request: request.priority,                          # 0 is the most urgent
-}
-MAX_OVERTAKEN = 16
+                    heappush(self.free, page)
 
 
 class PagedScheduler(Scheduler):
     """
-    A Scheduler whose memory limit is a pool of pages. `request.kv` is the request's block table.
-
-    No request starves. The n-th to arrive is admitted as the (n + MAX_OVERTAKEN)-th at the latest,
-    so at most MAX_OVERTAKEN later ones overtake it; and it is preempted at most that often. At
-    either bound a request is *due*: it goes first, is given room for its longest answer, and is not
-    preempted any more. There is no live-lock: a request that preempts ranks before its victim, so
-    the first in rank keeps its pages and goes on at every step.
+    A Scheduler whose memory limit is a pool of pages; `request.kv` is the request's block table.
+    All that run arrived before all that wait, and a request that lacks a page takes it from the
+    last that runs. So the first one goes on at every step, and there is no live-lock. (vLLM's rule,
+    too. For other orders than first come, first served see beyond/fairness.py.)
     """
 
-    def __init__(self, max_batch, token_budget, pages, policy="fcfs", share_prefixes=True):
+    def __init__(self, max_batch, token_budget, pages, share_prefixes=True):
         super().__init__(max_batch, token_budget)
-        if policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
-        self.pages, self.policy, self.share_prefixes = pages, POLICIES[policy], share_prefixes
-        self.number_of = {}                # request -> its place in the order of arrival
-        self.in_order = []                 # the other way round
-        self.now, self.coming = 0, deque()   # the last step, and those that arrive after it
-        self.admitted = []                 # sorted: numbers of those that have ever been admitted
-        self.ranked = []                   # heap: ranks of the waiting that have arrived
-        self.times_preempted = Counter()   # request -> times
-        self.due = set()                   # requests that have reached a bound
-        self.counts = Counter()            # preemptions, shared_pages, saved_tokens, evicted_pages
+        self.pages, self.share_prefixes, self.counts = pages, share_prefixes, pages.counts
+        self.refused = None, 0    # the last that found no room, and the gains that it waits for
 
     def add(self, request):
-        need = self.pages.needed(request.kv_tokens)
-        if need > self.pages.number:
-            raise ValueError(f"{request}: prompt of {len(request.prompt)} + max_new_tokens "
-                             f"{request.max_new_tokens} needs {need} pages of {self.pages.size} "
-                             f"tokens, pages is {self.pages.number}")
+        need, most = self.pages.needed(request.kv_tokens), self.pages.number
+        if need > most:
+            refuse(request, f"{need} pages of {self.pages.size} tokens, pages is {most}")
         super().add(request)
-        self.number_of[request] = len(self.in_order)
-        self.in_order.append(request)
-        if request.arrival > self.now:
-            self.coming.append(request)
-        else:
-            self.enter_ranks(request)
-
-    # --- which request goes first ---
-
-    def next_waiting(self, step):
-        """The first by policy among the arrived; but the oldest one when its turn is overdue."""
-        self.now = step
-        while self.coming and self.coming[0].arrival <= step:
-            self.enter_ranks(self.coming.popleft())
-        oldest = super().next_waiting(step)
-        if oldest and oldest not in self.due and self.times_overtaken(oldest) >= MAX_OVERTAKEN:
-            self.due.add(oldest)
-            self.enter_ranks(oldest)   # once more, now among the first
-        while self.ranked:
-            first = self.in_order[self.ranked[0][-1]]
-            if first.kv is None and not first.finished:
-                return first
-            heappop(self.ranked)       # runs already, or was cancelled
-
-    def times_overtaken(self, request):
-        return len(self.admitted) - bisect(self.admitted, self.number_of[request])
-
-    def rank(self, request, key=lambda request: request.priority):
-        """Sort key. By priority, the last of the running requests is the one to preempt."""
-        return request not in self.due, key(request), self.number_of[request]
-
-    def enter_ranks(self, request):
-        """It has arrived, and waits. Its entry stays until it comes first and no longer holds."""
-        heappush(self.ranked, self.rank(request, self.policy))
-
-    def leave_queue(self, request):
-        del self.waiting[self.place_in_queue(request)]
-
-    def place_in_queue(self, request):
-        """`waiting` stays in order of arrival."""
-        return bisect_left(self.waiting, self.number_of[request], key=self.number_of.get)
-
-    # --- memory: page by page ---
 
     def schedule(self, step):
         """As Scheduler.schedule; but first, a decode that has filled its pages gets another one."""
-        self.release()
-        for request in sorted(self.running, key=self.rank):
+        for request in list(self.running):
             while request in self.running and self.missing(request) > 0:
                 if self.pages.available():
-                    request.kv += self.pages.allocate(1, after=request.kv[-1])
+                    self.pages.allocate(request.kv, 1)
                 else:
-                    victim = max(self.running, key=self.rank)   # perhaps itself
-                    self.preempt(victim)
-                    self.enter_ranks(victim)
+                    self.preempt(self.running[-1])   # perhaps itself
         return super().schedule(step)
 
-    def missing(self, request):
-        """How many pages it lacks for all tokens that it knows."""
+    def missing(self, request):   # pages, for all tokens that it knows
         return self.pages.needed(request.computed + request.todo) - len(request.kv)
 
     def preempt(self, request):
-        """Back to the queue. What it generated stays, and its published pages, until evicted."""
+        """Back to the queue. Its tokens stay; its published pages stay until they are evicted."""
         self.running.remove(request)
         self.free(request)
         request.computed = 0
-        place = self.place_in_queue(request)
-        self.waiting.insert(place, request)   # where it stood
+        self.waiting.appendleft(request)
         self.counts["preemptions"] += 1
-        self.times_preempted[request] += 1
-        if self.times_preempted[request] >= MAX_OVERTAKEN:
-            self.due.add(request)
 
     def grant_room(self, request):
-        """Pages for the tokens it has, shared ones first; False if there are too few."""
-        # The last token is always computed: the next one needs its logits.
-        shared = self.pages.find(request.tokens[:-1]) if self.share_prefixes else []
-        tokens = request.kv_tokens if request in self.due else request.todo
-        new = self.pages.needed(tokens) - len(shared)
-        kept = sum(page in self.pages.kept for page in shared)   # not available any more
-        if new > self.pages.available() - kept:
+        """Gives it pages for the tokens it has, shared ones first; False if there are too few."""
+        if request is self.refused[0] and self.pages.gains < self.refused[1]:
             return False
-        if not self.times_preempted[request]:   # the first time
-            insort(self.admitted, self.number_of[request])
+        # The last token is always computed: the next one needs its logits.
+        shared = self.pages.find(request.tokens[:-1])
+        new = self.pages.needed(len(request.tokens)) - len(shared)
+        kept = sum(page in self.pages.kept for page in shared)   # will not be available any more
+        lacking = new - (self.pages.available() - kept)
+        if lacking > 0:   # each gain helps by one page at most: until then, no need to search again
+            self.refused = request, self.pages.gains + lacking
+            return False
         self.pages.hold(shared)
-        request.kv = shared + self.pages.allocate(new, after=shared[-1] if shared else None)
+        request.kv = list(shared)   # a copy: it will grow
         request.computed = len(shared) * self.pages.size
-        self.counts["shared_pages"] += len(shared)
-        self.counts["saved_tokens"] += request.computed
+        self.counts.update(shared_pages=len(shared), saved_tokens=request.computed)
+        self.pages.allocate(request.kv, new)
         return True
 
     def update(self, plan, tokens):
         """As Scheduler.update; but first, pages that this pass has filled are published."""
-        for request, n in plan:
-            if self.share_prefixes and not request.finished:
-                end = request.computed + n
-                self.pages.publish(request.kv, request.slice(0, end), request.computed)
+        size = self.pages.size
+        for request, n in plan if self.share_prefixes else ():   # not published, none is ever found
+            for i in range(request.computed // size, (request.computed + n) // size):
+                self.pages.publish(request.kv, i, request.slice(i * size, (i + 1) * size))
         super().update(plan, tokens)
-        self.counts["evicted_pages"] = self.pages.evictions
 
     def free(self, request):
         self.pages.give_back(request.kv)

@@ -2,7 +2,7 @@
 The Scheduler: which requests compute how many tokens in the next step.
 
 That is the first of the two questions in model.py. It is pure bookkeeping: no tensors, no clock.
-Every step has a budget of tokens, which is shared out in this order (claim H12):
+Every step has a budget of tokens, which is shared out in this order:
 
     token_budget 8     A d                1. each decode gets its one token
                        B d
@@ -10,13 +10,15 @@ Every step has a budget of tokens, which is shared out in this order (claim H12)
                        D c c                 D's prompt continues in the next step
 
 Finished requests leave at once. Waiting requests take their places in order of arrival, as long as
-fewer than `max_batch` run, the budget has something left for them, and their keys and values fit.
+three conditions hold: fewer than `max_batch` run, the budget has something left for them, and their
+keys and values fit. (Claim H12.)
 """
 import math
 from collections import deque
+from itertools import islice
 
-from request import Request as Request  # also importable from here
-from request import advance, at_least_1
+from request import Request, advance, unfinished
+from toolbox.validate import at_least_1, refuse
 
 
 class Scheduler:
@@ -34,24 +36,24 @@ class Scheduler:
             at_least_1(max_kv_tokens=max_kv_tokens)
         self.max_batch, self.token_budget = max_batch, token_budget
         self.max_kv_tokens = math.inf if max_kv_tokens is None else max_kv_tokens
-        self.waiting, self.running = deque(), []   # waiting: in order of arrival
+        self.waiting, self.running = deque(), []   # both in order of arrival
 
-    def add(self, request):
+    def add(self, request: Request):
         """Queues a prepared request. ValueError if it could never run, or arrives out of order."""
         if request.kv_tokens > self.max_kv_tokens:
-            raise ValueError(f"{request}: prompt of {len(request.prompt)} + max_new_tokens "
-                             f"{request.max_new_tokens} needs {request.kv_tokens} KV tokens, "
-                             f"max_kv_tokens is {self.max_kv_tokens}")
+            refuse(request, f"{request.kv_tokens} KV tokens, max_kv_tokens is {self.max_kv_tokens}")
         if self.waiting and request.arrival < self.waiting[-1].arrival:
             raise ValueError(f"{request} arrives before {self.waiting[-1]}: add it first")
         self.waiting.append(request)
 
+    # --- one step: admit requests, share the budget, record what was computed ---
+
     def schedule(self, step):
         """The plan of this step, [(request, number of tokens), ...]; empty if none has arrived."""
-        self.release()
         self.admit(step)
         plan = self.share_budget()
-        if not plan and (stuck := [*self.running, self.next_waiting(step)][0]):
+        if not plan and (self.running or self.arrived(step)):   # an error, never an endless loop
+            stuck = [*self.running, *self.waiting][0]
             raise RuntimeError(f"{stuck} has arrived at step {step}, but nothing can go on")
         return plan
 
@@ -59,17 +61,15 @@ class Scheduler:
         """Arrived requests take free places, in order: none overtakes the first in the queue."""
         todo = sum(request.todo for request in self.running)
         while len(self.running) < self.max_batch and todo < self.token_budget:
-            request = self.next_waiting(step)
-            if request is None or not self.grant_room(request):
+            if not self.arrived(step) or not self.grant_room(self.waiting[0]):
                 break
-            self.leave_queue(request)
-            self.running.append(request)
-            todo += request.todo
+            self.running.append(self.waiting.popleft())
+            todo += self.running[-1].todo
 
     def share_budget(self):
         """One token for each decode first, so that no prompt delays them; then prefill chunks."""
         plan = [(request, 1) for request in self.running if request.todo == 1]
-        budget = self.token_budget - len(plan)
+        budget = self.token_budget - len(plan)   # never negative: `admit` stops in time
         for request in self.running:
             if request.todo > 1 and budget > 0:
                 n = min(request.todo, budget)
@@ -82,37 +82,40 @@ class Scheduler:
         advance(plan, tokens)
         self.release()
 
-    def cancel(self, request):
-        """Ends a request and frees what it holds. Between steps; Request.cancel works any time."""
-        request.cancel()
-        if request in self.waiting:
-            self.waiting.remove(request)
-        self.release()
-
-    def release(self):
-        """Finished requests leave and let go of their caches."""
-        finished = [request for request in self.running if request.finished]
-        for request in finished:
-            self.running.remove(request)
-            self.free(request)
+    # --- between two steps ---
 
     @property
     def busy(self):
+        """Whether anything is left to do. Cancelled requests leave first, wherever they stand."""
+        near = islice(self.waiting, self.max_batch)   # no other can be admitted in the next step
+        for request in [*self.running, *near]:
+            if request.cancelled:
+                self.cancel(request)
         return bool(self.waiting or self.running)
 
     def next_step(self, step):
         """`step`, or the first arrival if there is nothing to do before it."""
         return step if self.running or not self.waiting else max(step, self.waiting[0].arrival)
 
-    def next_waiting(self, step):
-        """The request to admit next; None if none has arrived. Cancelled ones are dropped."""
-        while self.waiting and self.waiting[0].finished:
-            self.waiting.popleft()
-        return self.waiting[0] if self.waiting and self.waiting[0].arrival <= step else None
+    def cancel(self, request):
+        """Ends a request now, and frees what it holds. (Request.cancel is for other threads.)"""
+        request.cancel()
+        unfinished([request])
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self.release()
 
-    def leave_queue(self, request):
-        """Takes it out of the queue."""
-        self.waiting.remove(request)   # found at once: it is the first one
+    def release(self):
+        """Finished requests leave and let go of their caches."""
+        for request in [request for request in self.running if request.finished]:
+            self.running.remove(request)
+            self.free(request)
+
+    # --- the queue and the memory: stage 7 replaces the last two ---
+
+    def arrived(self, step):
+        """Whether the first in the queue has arrived."""
+        return bool(self.waiting) and self.waiting[0].arrival <= step
 
     def grant_room(self, request):
         """Whether there is room for it beside what the running requests have reserved."""

@@ -36,8 +36,8 @@ source(Scheduler.grant_room)
 ask("How many of the eight can run at the same time?",
     guess=...,
     answer=lambda: max(len(p.work) for p in memory.storm(model)["reserve"].passes),
-    why="Each reserves 6 + 26 = 32 tokens, and 128 / 32 = 4. (31 would do. A token's keys are "
-        "computed when the next token is generated, so the last one needs no room.)")
+    why="A token's keys are computed when the next token is generated, so the last one needs no "
+        "room. Each reserves 6 + 26 - 1 = 31 tokens, and 128 / 31 is a little more than 4.")
 
 # %%
 storm = memory.storm(model)
@@ -160,8 +160,8 @@ for share in True, False:
 source(Pages.find)
 
 # %% [markdown]
-# `published` is a dictionary. It finds a page by *all* tokens from the beginning to the page's
-# end. Would the page's own tokens not be enough? The key would be shorter:
+# `published` finds a page by two things: the name of the page before it, and its own tokens. So it
+# is found after the right beginning only. Would its own tokens not be enough?
 
 # %%
 first, later = texts("Return the value of this function if", " of this function is")
@@ -266,9 +266,8 @@ for policy in "fcfs", "sjf", "priority":
           f"first token in step {ttft}")
 
 # %% [markdown]
-# Shortest first makes the mean smaller, and the long requests wait. In theory they wait forever
-# if short ones keep coming, so our Scheduler lets at most sixteen later requests overtake an
-# earlier one.
+# Shortest first makes the mean smaller, and the long requests wait. They could wait forever if short
+# ones kept coming. So `beyond/fairness.py` lets at most sixteen later requests overtake one.
 #
 # ## What do pages cost?
 #

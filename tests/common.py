@@ -1,4 +1,5 @@
 """The oracle and the workloads that all tests of the contract share."""
+import os
 import tempfile
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -10,13 +11,19 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from beyond.fairness import MAX_OVERTAKEN, POLICIES
 from model import sample
-from paging import MAX_OVERTAKEN, POLICIES
 from request import Request, prepare
 from toolbox.stages import STAGES as ALL
 from toolbox.toy import toy as toy  # the tests import it from here
 
 BLOCK_SIZE, VOCAB = 24, 13
+
+
+def examples(number):
+    """How many examples hypothesis tries: `number` with --thorough, else a tenth of them."""
+    return number if os.environ.get("THOROUGH") else max(number // 10, 5)
+
 
 STAGES = {name.replace("unbatched, no cache", "no_cache").replace(", ", "_"): generate
           for name, generate in ALL.items()}
@@ -113,9 +120,8 @@ def on_ranks(ranks, work, *arguments):
 
 
 def _rank(rank, ranks, store, work, arguments):
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks,
-                            timeout=timedelta(seconds=60))
+                            timeout=timedelta(seconds=600))
     try:
         work(*arguments)
     finally:
@@ -153,7 +159,7 @@ class Workload:
 
 def smallest_pool(requests, page_size, block_size=BLOCK_SIZE):
     """Pages that the largest request needs; no smaller pool is legal."""
-    longest = max(min(len(r.prompt) + r.max_new_tokens, block_size) for r in requests)
+    longest = max(min(len(r.prompt) + r.max_new_tokens - 1, block_size) for r in requests)
     return -(-longest // page_size)
 
 

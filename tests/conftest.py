@@ -1,7 +1,31 @@
+"""Two sizes: `pytest` is quick, `pytest --thorough` is everything. The same tests, more examples."""
+import os
 import sys
 from pathlib import Path
 
-import torch
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))   # the modules lie at the top level
-torch.set_num_threads(1)                                # tiny models: threads only cost
+# One thread for the tests and for all that they start. The models are tiny, and the threads of two
+# programs that wait for each other spin on the same cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true",
+                     help="everything: all examples, slow tests, native.cpp under sanitizers")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "thorough: runs with --thorough only")
+    if config.getoption("--thorough"):
+        os.environ["THOROUGH"] = "1"   # read by common.examples, at import; workers inherit it
+    import torch
+    torch.set_num_threads(1)           # tiny models: threads only cost
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--thorough"):
+        for item in items:
+            if item.get_closest_marker("thorough"):
+                item.add_marker(pytest.mark.skip(reason="runs with --thorough"))

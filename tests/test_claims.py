@@ -395,7 +395,7 @@ def two_all_reduces_per_block():
     assert counter.get_total_counts() == 16
     request, = ready(10)
     run(Flat([(request, 10)]), model)
-    assert request.kv.k[0].shape == (2, 18, 4)   # half of the heads: a rank keeps its own K/V
+    assert request.kv.k[0].shape == (2, 17, 4)   # half of the heads: a rank keeps its own K/V
 
 
 def test_R6_the_same_1000_tokens():
@@ -720,7 +720,7 @@ def test_I7_completed_prompt_blocks_are_reused_by_later_requests_with_the_same_p
 
 
 def test_I7_the_blocks_are_shared_while_both_requests_run():
-    requests = [Request(STEM + [10], 5, name="first"),
+    requests = [Request(STEM + [10], 3, name="first"),
                 Request(STEM + [11, 12], 3, name="later", arrival=1)]
     tables = {}
 

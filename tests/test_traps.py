@@ -29,6 +29,7 @@ from model import Head, sample
 from paging import PagedScheduler, Pages
 from request import Request
 from scheduler import Scheduler
+from toolbox.traps import swapped
 
 MODEL = toy()
 MODULES = (generate_unbatched, generate_naive, generate_dynamic, generate_chunked,
@@ -222,11 +223,9 @@ def more_decodes_than_budget(monkeypatch):
     """Trap 6: max_batch alone limits how many requests run."""
     def admit(self, step):
         while len(self.running) < self.max_batch:
-            request = self.next_waiting(step)
-            if request is None or not self.grant_room(request):
+            if not self.arrived(step) or not self.grant_room(self.waiting[0]):
                 break
-            self.waiting.remove(request)
-            self.running.append(request)
+            self.running.append(self.waiting.popleft())
     monkeypatch.setattr(Scheduler, "admit", admit)
 
 
@@ -234,10 +233,6 @@ def admits_what_can_never_fit(monkeypatch):
     """Trap 7: no look at the memory limit before the request is queued."""
     def add(self, request):
         self.waiting.append(request)
-        if isinstance(self, PagedScheduler):
-            self.number_of[request] = len(self.in_order)
-            self.in_order.append(request)
-            self.enter_ranks(request)
     monkeypatch.setattr(Scheduler, "add", add)
     monkeypatch.setattr(PagedScheduler, "add", add)
 
@@ -350,7 +345,7 @@ def block_table_is_an_alias(monkeypatch):
         known = self.pages.find(request.tokens[:-1])
         granted = original(self, request)
         if granted and known:
-            known += request.kv[len(known):]   # request.kv = known, then request.kv += new pages
+            known += request.kv[len(known):]   # request.kv = known, then new pages are appended
             request.kv = known
         return granted
     monkeypatch.setattr(PagedScheduler, "grant_room", grant_room)
@@ -359,50 +354,30 @@ def block_table_is_an_alias(monkeypatch):
 def pages_are_published_after_they_were_given_back(monkeypatch):
     """Trap 15: first the finished requests leave. Then their pages are free *and* published."""
     def update(self, plan, tokens):
-        filled = [(request.kv, request.slice(0, request.computed + n), request.computed)
-                  for request, n in plan if not request.finished]
+        before = [(request, request.kv, request.computed) for request, _ in plan]
         Scheduler.update(self, plan, tokens)
-        for table, known, start in filled:
-            self.pages.publish(table, known, start)
+        size = self.pages.size
+        for request, table, start in before:
+            for i in range(start // size, request.computed // size):
+                self.pages.publish(table, i, request.slice(i * size, (i + 1) * size))
     monkeypatch.setattr(PagedScheduler, "update", update)
 
 
-def pages_known_by(name_of):
-    """A mutant that publishes the i-th page of a table as name_of(table, i, the page's tokens)."""
-    @functools.wraps(name_of)
+def pages_known_by(find, publish):
+    """A mutant in which another expression stands for a page's name."""
     def mutate(monkeypatch):
-        def own(self, tokens, i):
-            return tuple(tokens[i * self.size:(i + 1) * self.size])
-
-        def find(self, tokens):
-            table = []
-            for i in range(len(tokens) // self.size):
-                name = name_of(table, i, own(self, tokens, i))
-                if name not in self.published:
-                    break
-                table.append(self.published[name])
-            return table
-
-        def publish(self, table, tokens, start):
-            for i in range(start // self.size, len(tokens) // self.size):
-                name = name_of(table, i, own(self, tokens, i))
-                if name not in self.published:
-                    self.published[name], self.prefix_of[table[i]] = table[i], name
-        monkeypatch.setattr(Pages, "find", find)
-        monkeypatch.setattr(Pages, "publish", publish)
+        changes = {Pages.find: ("self.name_of[page]", find),
+                   Pages.publish: ("self.name_of[table[i - 1]] if i else 0", publish)}
+        for function, change in changes.items():
+            with swapped(function, [change]):
+                code = function.__code__
+            monkeypatch.setattr(function, "__code__", code)
     return mutate
 
 
-@pages_known_by
-def pages_known_by_their_own_tokens(table, i, tokens):
-    """Trap 16: the right words after the wrong beginning."""
-    return tokens
-
-
-@pages_known_by
-def pages_known_by_their_parents_number(table, i, tokens):
-    """Trap 16: the parent's page has been used again, with other words in it."""
-    return table[i - 1] if i else None, tokens
+# Trap 16: the right words after the wrong beginning; and behind a page that has been used again
+pages_known_by_their_own_tokens = pages_known_by("0", "0")
+pages_known_by_a_number = pages_known_by("page + 1", "table[i - 1] + 1 if i else 0")
 
 
 TRAPS = [
@@ -437,7 +412,7 @@ TRAPS = [
     (block_table_is_an_alias, ("paged",)),
     (pages_are_published_after_they_were_given_back, ("paged",)),
     (pages_known_by_their_own_tokens, ("paged",)),
-    (pages_known_by_their_parents_number, ("paged",)),
+    (pages_known_by_a_number, ("paged",)),
 ]
 
 
@@ -463,7 +438,7 @@ CASES = {   # a trap that needs more than the workload above
     pages_known_by_their_own_tokens: lambda: prompts([1, 2, 3, 4], [3, 4, 7]),
     # The first two compute the same, and only one of their first pages is published. The other one
     # is soon used again, for one of the next three.
-    pages_known_by_their_parents_number: lambda: prompts(
+    pages_known_by_a_number: lambda: prompts(
         [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [6, 6], [7, 7], [8, 8],
         [8, 8, 3, 4, 5], [7, 7, 3, 4, 5], [6, 6, 3, 4, 5], new=1,
         arrivals=[0, 0, 1, 1, 1, 2, 2, 2]),
@@ -473,13 +448,14 @@ KNOBS = {
     block_table_is_an_alias: dict(max_batch=1, page_size=2),
     pages_are_published_after_they_were_given_back: dict(pages=6, page_size=2),
     pages_known_by_their_own_tokens: dict(max_batch=1, page_size=2),
-    pages_known_by_their_parents_number: dict(pages=6, page_size=2, token_budget=16),
+    pages_known_by_a_number: dict(pages=6, page_size=2, token_budget=16),
 }
 FAILS = {   # a mutant that does not get as far as a wrong token
     nan_for_a_query_without_keys: ValueError,               # sample refuses NaN
     padding_is_not_zeroed: ValueError,
     # no such position, no room in the cache, no page
     no_end_at_the_context_limit: (IndexError, ValueError, RuntimeError),
+    one_token_more_than_asked_for: (AssertionError, ValueError),
 }
 
 
@@ -570,13 +546,13 @@ def test_trap_6_no_prefill_starves_behind_decodes(budget, monkeypatch):
 
 
 def test_trap_7_a_request_that_can_never_fit_is_refused_by_name_with_the_numbers(monkeypatch):
-    sizes = [(3, 3), (9, 7)]
-    with pytest.raises(ValueError, match="request 'r1'.* 9 .* 7 needs 16 KV tokens, "
+    sizes = [(3, 3), (9, 8)]   # the last token is never computed: 16 places, one page of 16
+    with pytest.raises(ValueError, match="request 'r1'.* 9 .* 8 needs 16 KV tokens, "
                                          "max_kv_tokens is 15"):
         drive(Scheduler(4, 8, 15), sizes)
     for size, need, have in (1, 16, 15), (2, 8, 7), (5, 4, 3), (16, 1, 0):
         if have:
-            with pytest.raises(ValueError, match=f"request 'r1'.* 9 .* 7 needs {need} pages of "
+            with pytest.raises(ValueError, match=f"request 'r1'.* 9 .* 8 needs {need} pages of "
                                                  f"{size} tokens, pages is {have}"):
                 drive(PagedScheduler(4, 8, Pages(have, size)), sizes)
         drive(PagedScheduler(4, 8, Pages(need, size)), sizes)
@@ -621,8 +597,7 @@ def test_trap_15_a_preempted_request_goes_back_to_its_place_in_the_queue(monkeyp
         self.waiting.append(request)
 
     monkeypatch.setattr(PagedScheduler, "preempt", preempt)
-    with pytest.raises((AssertionError, IndexError)):   # or the queue's order is missed
-        last_step()
+    assert last_step() > 10**6
 
 
 def test_trap_13_a_quiet_test_model_hides_the_bugs(monkeypatch):

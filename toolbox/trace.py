@@ -71,6 +71,10 @@ class Trace:
         self.record_pass(step, batch, time.perf_counter() - start)
 
     def record_pass(self, step, batch, seconds):
+        """
+        A preempted request computes tokens again. If tokens 0 to 9 had been computed (`seen` 10)
+        and this pass computes tokens 8 to 12 (`first` 8, `end` 13), then 3 are new.
+        """
         work, finished, useful, useful_scores = [], [], 0, 0
         for (request, n), first in zip(batch.plan, batch.starts):
             if n == 0:   # a row of a static batch that goes on after its request has finished
@@ -98,11 +102,9 @@ class Trace:
     def record_tokens(self, step, requests, tokens, logits, on_token=None):
         """Records time and step of each new token, and calls `on_token(request, token, logits)`."""
         now = time.perf_counter()
-        new = [(request, token, row) for request, token, row in zip(requests, tokens, logits)
-               if len(request.generated) > len(request.token_times)]   # not if it was cancelled
-        for request, _, _ in new:
+        for request in requests:
             request.token_times.append(now)
             request.token_steps.append(step)
-        for request, token, row in new:
-            if on_token:
+        if on_token:
+            for request, token, row in zip(requests, tokens, logits):
                 on_token(request, token, row)

@@ -44,7 +44,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "causal rule from the top left": [
         (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
     "samples from a partial prefill": [
-        ("request.py:complete", "n == request.todo > 0", "n > 0")],
+        ("request.py:complete", "if n == request.todo", "if n > 0")],
     "prompts before decodes": [
         (SHARE, "for request in self.running if request.todo == 1]",
          "for request in self.running if request.todo == 1\n"
@@ -59,9 +59,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "pages read in one piece": [
         ("generate_paged.py:Paged.lay_out", "all(b == a + 1 for a, b in pairwise(table))", "True")],
     "pages known by their own tokens": [
-        ("paging.py:Pages.find", "tuple(tokens[:end])", "tuple(tokens[end - self.size:end])"),
-        ("paging.py:Pages.publish", "tuple(tokens[:(i + 1) * self.size])",
-         "tuple(tokens[i * self.size:(i + 1) * self.size])")],
+        ("paging.py:Pages.find", "name = self.name_of[page]", "name = 0"),
+        ("paging.py:Pages.publish", "self.name_of[table[i - 1]] if i else 0", "0")],
 }
 
 

@@ -1,0 +1,156 @@
+"""
+Fairness: other orders than first come, first served, and a bound on what they may cost a request.
+
+A *policy* is a sort key: of the waiting requests, the one with the smallest key goes first. The
+shortest job first makes the mean wait short. But a long job may wait for ever, if short ones keep
+arriving. So there is a bound: the n-th request to arrive is admitted as the (n + MAX_OVERTAKEN)-th
+at the latest, and no request is preempted more than MAX_OVERTAKEN times. At either bound it is
+*due*: it goes before all that are not, is given room for its longest answer, and is not preempted.
+
+    one place, shortest job first, a bound of 3; L is long, a to d are short, all arrive together
+
+    admitted              a   b   c   L   d
+    L was overtaken       1   2   3           L is due: d is shorter, and has to wait
+
+There is one order for everything, the *rank*: due or not, then the key, then the arrival. It
+decides which request is admitted first and whose chunks come first; and the last in rank is the one
+to preempt. A request that preempts ranks before its victim. So the first in rank keeps its pages
+and goes on at every step: no live-lock. vLLM ranks victims as its policy ranks its queue, too: by
+arrival under "fcfs", by priority and then arrival under "priority". It has no bound.
+
+    python -m beyond.fairness                  the example above, and all policies with its requests
+    python generate_paged.py --policy sjf      stage 7 with a policy
+"""
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from types import SimpleNamespace
+
+from paging import PagedScheduler, Pages
+from request import Request, complete, prepare
+
+POLICIES = {
+    "fcfs": lambda request: 0,                                             # first come first served
+    "sjf": lambda request: len(request.prompt) + request.max_new_tokens,   # shortest job first
+    "priority": lambda request: request.priority,                          # 0 is the most urgent
+}
+MAX_OVERTAKEN = 16
+
+
+class FairScheduler(PagedScheduler):
+    """
+    A PagedScheduler that keeps `waiting` and `running` in rank order. In `waiting`, requests that
+    have not arrived stand behind all that have, by arrival.
+
+    policy: one of POLICIES
+    bound:  how often a request may be overtaken, and how often preempted
+    """
+
+    def __init__(self, max_batch, token_budget, pages, policy, share_prefixes=True,
+                 bound=MAX_OVERTAKEN):
+        super().__init__(max_batch, token_budget, pages, share_prefixes)
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+        self.key, self.bound = POLICIES[policy], bound
+        self.number = {}                # request -> its place in the order of arrival
+        self.added = self.ranked = 0    # how many were ever added; of these, how many have arrived
+        self.line = OrderedDict()       # requests that were never admitted, by arrival
+        self.due, self.times_preempted = set(), Counter()
+
+    def rank(self, request):
+        n = self.number[request]
+        if n >= self.ranked:   # it has not arrived
+            return True, n
+        return False, request not in self.due, self.key(request), n
+
+    def add(self, request):
+        super().add(request)
+        self.number[request], self.line[request] = self.added, None
+        self.added += 1
+
+    def schedule(self, step):
+        """As PagedScheduler.schedule; but first, those that have arrived take their ranks."""
+        first = bisect_left(self.waiting, True, key=lambda request: self.rank(request)[0])
+        while first < len(self.waiting) and self.waiting[first].arrival <= step:
+            request = self.waiting[first]
+            del self.waiting[first]
+            self.ranked = self.number[request] + 1
+            insort(self.waiting, request, key=self.rank)
+            first += 1
+        return super().schedule(step)
+
+    def admit(self, step):
+        super().admit(step)
+        self.running.sort(key=self.rank)
+
+    def arrived(self, step):
+        """As Scheduler.arrived; but first, the one that has waited longest may become due."""
+        oldest = next(iter(self.line), None)
+        if oldest and self.times_overtaken(oldest) >= self.bound and oldest not in self.due:
+            self.waiting.remove(oldest)
+            self.due.add(oldest)
+            insort(self.waiting, oldest, key=self.rank)
+        return super().arrived(step)
+
+    def times_overtaken(self, oldest):
+        """How many that arrived later have left the line. All that arrived earlier have."""
+        return self.added - len(self.line) - self.number[oldest]
+
+    def grant_room(self, request):
+        """As PagedScheduler.grant_room; a request that is due needs room for its longest answer."""
+        need = self.pages.needed(request.kv_tokens)
+        if request in self.due and need > self.pages.available():
+            return False
+        if not super().grant_room(request):
+            return False
+        if request in self.due:
+            self.pages.allocate(request.kv, need - len(request.kv))
+        self.line.pop(request, None)
+        return True
+
+    def preempt(self, request):
+        super().preempt(request)
+        self.waiting.popleft()   # not to the front: to its rank
+        self.times_preempted[request] += 1
+        if self.times_preempted[request] >= self.bound:
+            self.due.add(request)
+        insort(self.waiting, request, key=self.rank)
+
+    def cancel(self, request):
+        super().cancel(request)
+        self.forget(request)
+
+    def free(self, request):
+        super().free(request)
+        if request.finished:
+            self.forget(request)
+
+    def forget(self, request):
+        """What has finished leaves nothing behind."""
+        for book in self.number, self.line, self.times_preempted:
+            book.pop(request, None)
+        self.due.discard(request)
+
+
+# --- the example ----------------------------------------------------------------------------------
+
+def order(policy, bound):
+    """Names of the example's requests in the order of their admission. No model is needed."""
+    config = SimpleNamespace(block_size=1024, vocab_size=1)
+    requests = prepare([Request([0] * 100, name="L", priority=1),
+                        *(Request([0] * 9, name=name) for name in "abcd")], config)
+    scheduler = FairScheduler(1, 64, Pages(64, 16), policy, bound=bound)
+    admitted, step = {}, 0
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.busy:
+        plan = scheduler.schedule(step)
+        admitted |= {request.name: None for request, _ in plan}
+        scheduler.update(plan, [0] * len(complete(plan)))
+        step += 1
+    return list(admitted)
+
+
+if __name__ == "__main__":
+    for policy in POLICIES:
+        for bound in 3, MAX_OVERTAKEN:
+            print(f"{policy:10} bound {bound:2}   admitted: {' '.join(order(policy, bound))}")

@@ -1,0 +1,77 @@
+"""Bad values, each refused by one line that names the request or the knob, and what is allowed."""
+import operator
+import sys
+from collections import Counter
+from itertools import count
+
+
+def check_request(request):
+    """ValueError for values that no model can run; turns the prompt into a list of ints."""
+    if not isinstance(request.name, str):
+        name, request.name = request.name, ""
+        raise ValueError(f"{request}: name must be a string, not {name!r}")
+    try:
+        request.prompt = [operator.index(token) for token in request.prompt]   # any library's ints
+    except TypeError:
+        raise ValueError(f"{request}: prompt must be a list of token ids, not "
+                         f"{request.prompt!r:.60}") from None
+    if not request.prompt:
+        raise ValueError(f"{request}: the prompt is empty, it needs at least one token")
+    least = dict(max_new_tokens=1, top_k=1, seed=0, eos_token=0, priority=0, arrival=0)
+    for name, minimum in least.items():
+        value = getattr(request, name)
+        if not is_whole(value, minimum) and not (value is None and name in ("top_k", "eos_token")):
+            raise ValueError(f"{request}: {name} must be a whole number of at least {minimum}, "
+                             f"not {value!r}")
+    t = request.temperature
+    if not isinstance(t, (int, float)) or not 0 <= t <= sys.float_info.max:
+        raise ValueError(f"{request}: temperature must be a number of at least 0, not {t!r}")
+
+
+def check_run(requests, kind, config):
+    """
+    The requests' names, in order; empty ones become r0, r1, ... ValueError if they are not of the
+    class `kind`, have the same names, have already run, or do not fit the model's GPTConfig.
+    """
+    if not requests:
+        raise ValueError("there are no requests: at least one is needed")
+    for request in requests:
+        if not isinstance(request, kind):
+            raise ValueError(f"requests must be Requests, not {request!r:.60}")
+    taken = {request.name for request in requests}
+    free = (f"r{i}" for i in count() if f"r{i}" not in taken)
+    name_of = {request: request.name or next(free) for request in dict.fromkeys(requests)}
+    names = [name_of[request] for request in requests]
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise ValueError(f"request '{name}' appears {times} times: each needs its own name, "
+                             "and runs once")
+    for request, name in name_of.items():
+        if request.computed or request.generated:
+            raise ValueError(f"request '{name}' has already run: dataclasses.replace(request) "
+                             "makes a new one")
+        if len(request.prompt) > config.block_size:
+            raise ValueError(f"request '{name}': prompt of {len(request.prompt)} tokens does not "
+                             f"fit block_size {config.block_size}, the model's limit")
+        for token in request.prompt:
+            if not 0 <= token < config.vocab_size:
+                raise ValueError(f"request '{name}': token id {token} is not in the vocabulary, "
+                                 f"0 to {config.vocab_size - 1}")
+    return names
+
+
+def is_whole(value, least):
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def at_least_1(**knobs):
+    """ValueError for a knob that is not a whole number of at least 1."""
+    for name, value in knobs.items():
+        if not is_whole(value, 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def refuse(request, need):
+    """ValueError for a request that could never run. need: what it needs, and what there is."""
+    raise ValueError(f"{request}: prompt of {len(request.prompt)} + max_new_tokens "
+                     f"{request.max_new_tokens} needs {need}")
