@@ -1,26 +1,26 @@
 r"""
 The KV cache: keys and values that are kept, because a later token never changes them.
 
-By the causal rule the last token changes nothing that earlier tokens computed (claim H3). So their
-keys and values stay as they are, and a new token computes one key, one value and one row of scores
-instead of all of them (claim H4).
+By the causal rule the last token changes nothing that earlier tokens computed. So their keys and
+values stay as they are, and a new token computes one key, one value and one row of scores instead
+of all of them: O(n) instead of O(n^2). (Claims H3, H4.)
 
     layer 0   k  | k0 k1 k2 k3 .  .  .  . |      capacity 8, in tokens
               v  | v0 v1 v2 v3 .  .  .  . |      write: in place, at `start`
     layer 1   ...  \_________/                   read: a view of the first `end` tokens
 
-One token costs 2 x n_layer x n_embd numbers (claim H5): 18,432 for the smallest GPT-2, 72 KiB in
-float32. The weights serve all requests of a batch; keys and values serve one (claim R7).
+One token costs 2 x n_layer x n_embd numbers: 18,432 for the smallest GPT-2, 72 KiB in float32. The
+weights serve all requests of a batch; keys and values serve one. (Claims H5, R7.)
 """
 
 
 class KV:
     """
-    Keys and values of one sequence, of a static batch (stage 1) or of a pool (stage 7). Each layer
-    has two buffers (nh, capacity, hs), which are written in place.
-    `layer` may be any hashable value. Its buffers take leading axes, dtype and device of the first
-    keys and values written: half of the heads, or a batch axis, is no special case. They start as
-    zeros: a hidden key has weight 0, but 0 times an uninitialised NaN is NaN.
+    Keys and values of one sequence; of all rows of a batch, in stage 1; of all pages, in stage 7.
+
+    Each layer has two buffers (nh, capacity, hs), made when it is first written. They take leading
+    axes, dtype and device of what is written: a batch axis or half of the heads is no special case.
+    They start as zeros: a hidden key has weight 0, but 0 times an uninitialised NaN is NaN.
     """
 
     def __init__(self, capacity):

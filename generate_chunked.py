@@ -2,8 +2,8 @@
 Stage 3: chunked prefill. No step computes more than `token_budget` tokens, and decodes come first.
 
 A prompt need not be prefilled in one piece: its keys and values are in the cache, so the next piece
-continues where the last one stopped (claim H6: the same logits for any split). The Scheduler shares
-out a budget of tokens at each step: one for each decode, and the rest for prompts, in chunks.
+continues where the last one stopped, with the same logits. The Scheduler shares out a budget of
+tokens at each step: one for each decode, and the rest for prompts, in chunks.
 
     token_budget 4, A and B decode, C brings a prompt of 7:
 
@@ -15,6 +15,7 @@ out a budget of tokens at each step: one for each decode, and the rest for promp
 
 Better than stage 2: a long prompt no longer stalls the decodes; the time between tokens stays even.
 Wasted: two forward passes in a step with both decodes and chunks, so the weights are read twice.
+(Claim H6. The idea is Sarathi's.)
 """
 import torch
 

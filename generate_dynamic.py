@@ -17,9 +17,9 @@ Better than stage 1: no finished rows, and no request waits for a whole batch.
 Wasted: padding, as before; the pasts are copied into a new rectangle at every step; and a long
 prompt is prefilled in one piece, while every running decode waits for it.
 
-Names: Hugging Face calls this dynamic scheduling or dynamic batching; others call it continuous
-batching (Orca: iteration-level scheduling). Servers such as Triton use "dynamic batching" for
-grouping queued requests, which is stage 1.
+Names: the field calls this *continuous batching* (Orca: iteration-level scheduling); stages 3, 4, 6
+and 7 are better ways of doing it. Hugging Face says dynamic scheduling. Servers such as Triton say
+"dynamic batching" when they group queued requests, which is stage 1.
 """
 import torch
 
@@ -41,8 +41,8 @@ class Rectangle:
         | . . . past past past | . . new new |
           P - p pads, p past     T - n pads, n new      S = P + T keys
 
-    and the mask must hide the pads of *both* parts. The published version of this layout marks all
-    new slots as valid. There, a shorter row attends to its own padding.
+    and the mask must hide the pads of *both* parts. A published tutorial's version marks all new
+    slots as valid: there, a shorter row attends to its own padding. (Claim I8.)
     """
 
     def __init__(self, plan, device=None):

@@ -2,8 +2,8 @@
 Stage 4: prefill and decode interleaved. One forward pass a step, for decodes and chunks together.
 
 The model does not care whether a row decodes or prefills: it sees tokens and positions. So both go
-into the same left-padded rectangle, and the weights are read once a step (claim I3). The source's
-example: A, B and C decode, D brings a chunk of 8 (claim I1):
+into the same left-padded rectangle, and the weights are read once a step. A, B and C decode, D
+brings a chunk of 8:
 
     A   .  .  .  .  .  .  .  22         positions
     B   .  .  .  .  .  .  .  15         11 tokens, 21 pad slots
@@ -11,14 +11,15 @@ example: A, B and C decode, D brings a chunk of 8 (claim I1):
     D   0  1  2  3  4  5  6   7
 
 Trap: the pads of a decode row are *new* slots. A mask that hides only the padding of the past lets
-A attend to seven of them, as in the source (claim I8). Nothing raises an error; only the comparison
-with the unbatched run reveals it.
+A attend to seven of them. So does the tutorial from which this example comes. Nothing raises an
+error; only the comparison with the unbatched run reveals it.
 
 Better than stage 3: one forward pass where a step with decodes and chunks took two.
 Wasted: the right pass in the wrong shape. One chunk of n among B rows makes (B - 1)(n - 1) pad
-slots (claim H9).
+slots: 3 x 7 = 21 above.
 
-Names: Sarathi-Serve calls this piggybacking, others call it a mixed batch.
+Names: Sarathi calls this piggybacking, Sarathi-Serve a hybrid batch. (Claims I1, I3, I8, H9; the
+tutorial is source I of docs/sources.md.)
 """
 import torch
 

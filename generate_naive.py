@@ -1,17 +1,18 @@
 """
 Stage 1: static batching. Pad the prompts into one rectangle, decode until the longest is done.
 
-Padding goes on the left, so that every row's next token comes from the last column (claim H7). Each
-row counts its positions from its own first token. A mask hides the pads from every token, so what a
-pad computes is never read.
+Padding goes on the left, so that every row's next token comes from the last column. Each row counts
+its positions from its own first token. A mask hides the pads from every token, so what a pad
+computes is never read.
 
     prefill           decode, one column a step
-    .  .  a  b  c  |  d  -  -  -       . pad
-    .  f  g  h  i  |  j  k  l  m       - finished, still computed (claim H8)
-    o  p  q  r  s  |  -  -  -  -       (a row's last token is never computed: nothing follows it)
+    .  .  a  b  c  |  d [e] -         .   pad
+    .  f  g  h  i  |  j  k  l [m]     -   finished, still computed
+    o  p  q  r  s  | [t] -  -         [e] a row's last token: nothing follows it, so none computes it
 
 Better than stage 0: one read of the weights serves all rows.
 Wasted: padding; finished rows keep running; no new request gets in before the last one is done.
+(Claims H7, H8.)
 """
 import torch
 
@@ -50,7 +51,7 @@ class StaticBatch:
         B, T = len(self.plan), self.end - self.start
         tokens = torch.zeros(B, T, dtype=torch.long)
         for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
-            tokens[b, T - n:] = torch.tensor(request.slice(start, start + n))
+            tokens[b, T - n:] = torch.tensor(request.slice(start, start + n))   # n = 0: nothing
         self.tokens = tokens.to(device)                             # (B, T)
         columns = torch.arange(self.end, device=device)             # (S,)
         self.positions = columns[self.start:] - self.pads[:, None]  # counted from its first token

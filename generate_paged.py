@@ -2,13 +2,14 @@
 Stage 7: paged memory. Keys and values live in a pool of pages, and equal beginnings are shared.
 
 The batch stays the flat stream of stage 6. What changes is where the keys are. A request's block
-table lists its pages (paging.py), and a *slot mapping* says where in the pool each new token's keys
-and values go:
+table lists its pages (paging.py), and a *slot mapping* says in which slot of the pool each new
+token's keys and values go. (So these slots are places in the cache. Everywhere else in this
+repository a slot is a place in the tensor of tokens.)
 
     block table of A = [0, 2, 1], page_size 4
 
     position        0  1  2  3    4  5  6  7     8  9
-    slot            0  1  2  3    8  9 10 11     4  5          slot = table[p // 4] * 4 + p % 4
+    cache slot      0  1  2  3    8  9 10 11     4  5          slot = table[p // 4] * 4 + p % 4
 
 Attention must look every key up in that table. On a GPU a kernel reads through it. Here a request's
 keys are a view of the pool where its pages are neighbours, and otherwise are gathered into a copy.
@@ -17,7 +18,7 @@ Better than stage 6: more requests fit into the same memory, because none reserv
 answer that may never come; and a common prompt is computed and kept once.
 Wasted: the work of a request that is preempted when memory runs out; and copies of scattered pages.
 
-Names: this is the memory manager of PagedAttention (vLLM). It calls a page a block.
+Names: this is PagedAttention (vLLM), which calls a page a block.
 """
 from itertools import pairwise
 
@@ -29,13 +30,13 @@ from model import sample
 from paging import PagedScheduler, Pages
 from request import prepare
 from toolbox.trace import Trace
-from toolbox.validate import at_least_1
+from toolbox.validate import check_pool
 
 
 class Paged(Flat):
     """
     Flat, but with keys and values in a pool: one KV whose "sequence" is all pages, one after
-    another. Only where they are written and read differs.
+    another. It replaces the three methods that say where keys and values live.
     """
 
     def __init__(self, plan, pool, pages, device=None):
@@ -47,7 +48,7 @@ class Paged(Flat):
 
     def lay_out(self, device):
         super().lay_out(device)
-        new_slots, self.spans = [], []   # spans: where in the pool each request's keys are
+        new_slots, self.spans = [], []   # spans: the cache slots of each request's keys
         for (request, _), start, end in zip(self.plan, self.starts, self.ends):
             table = request.kv[:self.pages.needed(end)]   # it may hold more, for later tokens
             new_slots += self.slots(table, start, end)
@@ -58,7 +59,7 @@ class Paged(Flat):
         self.slot_mapping = torch.tensor(new_slots, device=device)              # (N,)
 
     def slots(self, table, start, end):
-        """Where in the pool the positions from start to end are."""
+        """The cache slots of the positions from start to end."""
         size = self.pages.size
         return [table[p // size] * size + p % size for p in range(start, end)]
 
@@ -118,15 +119,12 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
 
 
 def pool_size(requests, max_batch, pages, page_size):
-    """Pages to allocate: as many as requested, but no more than could ever be used."""
-    at_least_1(max_batch=max_batch, page_size=page_size)
-    block_size = requests[0].block_size
-    if page_size > block_size:
-        raise ValueError(f"page_size {page_size} exceeds block_size {block_size}")
-    if pages is None:   # enough for all that can run together: none is ever preempted
-        return sum(sorted(-(-r.kv_tokens // page_size) for r in requests)[-max_batch:])
-    at_least_1(pages=pages)
-    return min(pages, len(requests) * -(-block_size // page_size))
+    """Pages to allocate. None: enough for all that can run together, so that none is preempted."""
+    check_pool(max_batch, pages, page_size, requests[0].block_size)
+    needed = sorted(-(-request.kv_tokens // page_size) for request in requests)
+    if pages is None:
+        return sum(needed[-max_batch:])
+    return min(pages, sum(needed))   # more than all requests can fill would never be touched
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ Stage 5: prepacking. A row need not be a request: pack several prompts into one 
 
 A branch off stage 2. That stage pads every prompt to the longest. What keeps requests apart is the
 mask, not the row, so short prompts can share a row: each sees only itself, and counts its positions
-from 0 (claims P2, P3).
+from 0.
 
     padded (4, 6)        packed (2, 6)          mask of the second row
     a a a a a a          a a a a a a            b  x . . . . .
@@ -13,21 +13,21 @@ from 0 (claims P2, P3).
                                                 c  . . . x x .
                                                 d  . . . . . x
 
-Choosing a row for each prompt is bin packing, with bins as large as the longest prompt (claim
-P1). First fit decreasing: take the prompts from the longest to the shortest, and put each into the
-first row that has room. Afterwards the keys and values are unpacked into each request's own cache
-(claim P4), and decoding goes on as in stage 2.
+Choosing a row for each prompt is bin packing, with bins as large as the longest prompt. First fit
+decreasing: take the prompts from the longest to the shortest, and put each into the first row that
+has room. Afterwards the keys and values are unpacked into each request's own cache, and decoding
+goes on as in stage 2.
 
 Better than stage 2: prefill has hardly any padding, as long as short prompts fit beside others.
 Wasted: decode is still padded; and attention within a packed row scores every prompt against its
-neighbours, only to hide the result.
+neighbours, only to hide the result. (Claims P1 to P4.)
 """
 import torch
 
 from cache import KV
 from generate_dynamic import Rectangle, admit, leave
 from model import Head, sample
-from request import advance, complete, prepare, unfinished
+from request import advance, prepare, unfinished
 from toolbox.trace import Trace
 from toolbox.validate import at_least_1
 
@@ -36,8 +36,8 @@ head = Head()
 
 def first_fit_decreasing(lengths, size):
     """
-    Bins [[index, ...], ...], each with a total length of at most `size`. This is the plain loop; a
-    search tree over the room left in each bin makes it O(k log k).
+    Bins [[index, ...], ...], each with a total length of at most `size`. The plain loop takes
+    O(k^2) for k prompts; a search tree over the room left in each bin would make it O(k log k).
     """
     bins, room = [], []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -53,8 +53,8 @@ def first_fit_decreasing(lengths, size):
 
 class Packed:
     """
-    Whole prompts in rows as long as the longest of them, (r, m): r rows for k >= r prompts. Results
-    come back in the plan's order.
+    Whole prompts in rows as long as the longest of them, (r, m): at most as many rows as prompts.
+    Results come back in the plan's order.
     """
 
     def __init__(self, plan, device=None):
@@ -84,9 +84,10 @@ class Packed:
         self.tokens, self.positions = tokens.to(device), positions.to(device)         # (r, m)
         self.mask = mask[:, None].to(device)                        # (r, 1, m, m)
 
-        self.sampled = [self.plan[i][0] for i in complete(self.plan)]
-        last = [(self.places[i][0], self.places[i][2] - 1) for i in complete(self.plan)]
-        self.rows = tuple(torch.tensor(last, device=device).T)      # (row, last column) of each
+        self.sampled = [request for request, _ in self.plan]        # whole prompts: all of them
+        rows, _, ends = zip(*self.places)
+        last = [end - 1 for end in ends]                            # the column of its last token
+        self.rows = (torch.tensor(rows, device=device), torch.tensor(last, device=device))
 
     def attend(self, layer, q, k, v):                               # (r, nh, m, hs)
         out, _, _ = head(q, k, v, mask=self.mask)
@@ -115,8 +116,8 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
 
     max_batch: requests that run at the same time
     pack:      "batch" packs the prompts that have just been admitted. "dataset" also decides which
-               requests to admit together: all arrived prompts are packed first, and admitted row by
-               row.
+               requests to admit together: all arrived prompts are packed first, and admitted in the
+               order of the rows.
     on_token:  on_token(request, token, logits) is called as each token appears
     """
     at_least_1(max_batch=max_batch)

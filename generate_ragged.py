@@ -2,8 +2,9 @@
 Stage 6: ragged continuous batching. Drop the rows altogether: one flat stream of tokens.
 
 All padding comes from the batch axis, so that axis goes. The tokens of all requests form one stream
-(N,), and `cu_seqlens` says where each request's tokens begin. Every token-wise layer accepts that
-as it is. Only attention must know the boundaries, in one of two ways (claims H11, R3, R4):
+(N,). `cu_seqlens`, the cumulative sequence lengths, says where each request's tokens begin. Every
+token-wise layer takes a stream as it is. Only attention must know the boundaries, in one of two
+ways:
 
     "mask":    scores between all tokens and all keys, and a block-diagonal mask: (sum n) x (sum S)
     "varlen":  each request's tokens against its own keys; other keys are skipped: sum of (n x S)
@@ -12,7 +13,7 @@ as it is. Only attention must know the boundaries, in one of two ways (claims H1
 
 Better than stage 4: every slot computed is a token that some request needs.
 Wasted: room in memory is reserved for answers that may never come; and a prompt that many requests
-share is computed and kept once for each of them.
+share is computed and kept once for each of them. (Claims H11, R3, R4.)
 """
 from itertools import accumulate, pairwise
 
@@ -76,8 +77,8 @@ class Flat:
         self.write(layer, k, v)
         caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
         if self.attention == "mask":                    # compute all scores, hide most of them
-            # Head ANDs its own triangle over the whole stream, which hides nothing else: shifted
-            # right by all pasts, it never ends before a token's own key.
+            # Head ANDs its own triangle, up to column t + sum(starts) for token t of the stream.
+            # That hides nothing more: a token's own key is at column t + the starts so far.
             keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
             return head(q, keys, values, mask=self.mask)[0]
         out = []                                        # skip: compute only the diagonal blocks

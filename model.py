@@ -21,12 +21,12 @@ one line of this file, the one that calls `attend`:
 
 So the model knows nothing about requests, padding or caches. It leaves two questions open. *Which
 tokens are in this forward pass?* The scheduler decides. *Which keys may each of them see?* The
-*layout* of the batch decides: it supplies `attend`. Each stage, generate_*.py, uses one. (Claim H1
-in docs/sources.md: attention is the only place where tokens interact.)
+*layout* of the batch decides: it supplies `attend`. Each stage, generate_*.py, uses one.
 
 Small parts come first, as in nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
 The letters: B rows, T new tokens per row, P past keys, S = P + T keys, N tokens of a flat stream,
-C = n_embd, nh heads of hs = C / nh features each, V tokens in the vocabulary.
+R tokens whose logits are wanted, C = n_embd, nh heads of hs = C / nh features each, V tokens in the
+vocabulary. (That tokens meet in attention only is claim H1 of docs/sources.md.)
 """
 import math
 from dataclasses import dataclass
@@ -34,6 +34,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+
+from toolbox.validate import check_config
 
 
 @dataclass
@@ -45,28 +47,26 @@ class GPTConfig:
     n_embd: int = 768
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            if type(value) is not int or value < 1:
-                raise ValueError(f"GPTConfig: {name} must be a whole number >= 1, not {value!r}")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"GPTConfig: n_head {self.n_head} must divide n_embd {self.n_embd}")
+        check_config(self)
 
 
 class Head(nn.Module):
     """
     Scaled dot-product attention: softmax(q k^T / sqrt(hs)) v, with or without a past.
 
-    It is *stateless*: no cache, no weights, no global, no training flag. It is written for one
-    head, but any leading axes `...` will do: (B, nh) for all heads of all rows of a rectangle at
-    once, (nh,) for a flat stream. The head axis is just one more batch axis.
+    It is *stateless*: no cache, no weights, no global, no training flag. (It is a Module only so
+    that hooks can watch it; a new one is as good as an old one.) It is written for one head, but
+    any leading axes `...` will do: (B, nh) for all heads of all rows of a rectangle at once, (nh,)
+    for a flat stream. The head axis is just one more batch axis.
     """
 
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
         """
         q:              (..., T, hs)  queries of the T new tokens
         k, v:           (..., T, hs)  their keys and values; or (..., S, hs) with the past already
-                                      in front, as views of a cache that was written in place
-        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, or None
+                                      in front: a view of a cache, in stages 0, 1, 6 and 7
+        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, which stages 2 to 5 bring
+                                      together first; or None
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
                         over past *and* new keys is (B, 1, 1, S). ANDed with the causal rule.
 

@@ -34,12 +34,13 @@ from model import Head
 from paging import PagedScheduler
 from request import Request
 from toolbox import page, sights
-from toolbox.check import Check, summary
+from toolbox.check import Check
 from toolbox.load import load
 from toolbox.recorder import record
 from toolbox.stages import STAGES
 from toolbox.trace import Trace
 from toolbox.traps import broken, swapped
+from toolbox.verdict import summary
 from toolbox.xray import XRay, sights_at
 
 __all__ = ["ask", "broken", "check", "exercise", "letters", "look", "model", "results", "run",
@@ -146,8 +147,8 @@ def check(stage, requests, **knobs):
 
 def torchrun(ranks, script, *flags):
     """What a script prints on several processes of this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
-               script, *flags]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",   # a port of its own
+               "--nproc_per_node", str(ranks), script, *flags]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
                           capture_output=True, text=True, check=True).stdout
 
@@ -327,7 +328,7 @@ def judge_victim(function):
 
     try:
         with swapped(PagedScheduler.schedule, [(
-                "max(self.running, key=self.rank)", "victim_of_reader(self.running, self.rank)")],
+                "self.running[-1]", "victim_of_reader(self.running, self.rank)")],
                 victim_of_reader=chosen):
             fault = first_fault("paged", requests, pages=12, page_size=4, policy="priority")
     except Stuck as stuck:

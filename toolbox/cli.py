@@ -14,15 +14,16 @@ from dataclasses import replace
 
 import torch
 
-from paging import POLICIES
-from request import at_least_1
+from beyond.fairness import POLICIES
 from toolbox import page, plots
-from toolbox.check import Check, summary
+from toolbox.check import Check
 from toolbox.load import decode, load
 from toolbox.progress import Progress
 from toolbox.recorder import record
 from toolbox.report import report, write_trace
 from toolbox.stages import knobs_of
+from toolbox.validate import at_least_1
+from toolbox.verdict import summary
 from toolbox.workload import PROMPTS, make_requests, read_prompts
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32,
@@ -278,6 +279,8 @@ def run_stage(generate, args, shard=None):
     if not args.quiet:
         print_texts(requests, tokenizer)
     print(report(trace))
+    if args.optimize:
+        print(model.uses())
     if "use_cache" in inspect.signature(generate).parameters and "use_cache" not in knobs:
         without = generate(model, [replace(request) for request in requests], use_cache=False)
         print("\nfor comparison,", report(without), end="\n\n")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from toolbox.check import summary
 from toolbox.plots import COLORS, KEYS, NAMES
+from toolbox.verdict import summary
 from toolbox.walk import walk
 
 FOLDER = Path(__file__).parent

@@ -60,6 +60,15 @@ def check_run(requests, kind, config):
     return names
 
 
+def check_config(config):
+    """ValueError for a GPTConfig that describes no model."""
+    for name, value in vars(config).items():
+        if not is_whole(value, 1):
+            raise ValueError(f"GPTConfig: {name} must be a whole number >= 1, not {value!r}")
+    if config.n_embd % config.n_head:
+        raise ValueError(f"GPTConfig: n_head {config.n_head} must divide n_embd {config.n_embd}")
+
+
 def is_whole(value, least):
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -69,6 +78,15 @@ def at_least_1(**knobs):
     for name, value in knobs.items():
         if not is_whole(value, 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def check_pool(max_batch, pages, page_size, block_size):
+    """ValueError for a pool that cannot be; None: `pages` was not given."""
+    at_least_1(max_batch=max_batch, page_size=page_size)
+    if page_size > block_size:
+        raise ValueError(f"page_size {page_size} exceeds block_size {block_size}")
+    if pages is not None:
+        at_least_1(pages=pages)
 
 
 def refuse(request, need):
