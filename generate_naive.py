@@ -70,7 +70,7 @@ class StaticBatch:
     def cost(self):
         keys = sum(start + n for (_, n), start in zip(self.plan, self.starts) if n)
         return {"score_entries": self.tokens.numel() * self.end,
-                "padded_keys": len(self.plan) * self.end - keys, "copied_bytes": 0}
+                "padded_keys": len(self.plan) * self.end - keys}
 
 
 @torch.inference_mode()

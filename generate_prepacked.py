@@ -29,7 +29,7 @@ from generate_dynamic import Rectangle, admit, leave
 from model import Head, sample
 from request import advance, prepare, unfinished
 from toolbox.trace import Trace
-from toolbox.validate import at_least_1
+from toolbox.validate import at_least_1, one_of
 
 head = Head()
 
@@ -97,8 +97,7 @@ class Packed:
 
     def cost(self):
         r, m = self.tokens.shape
-        return {"score_entries": r * m * m, "padded_keys": r * m - sum(n for _, n in self.plan),
-                "copied_bytes": 0}
+        return {"score_entries": r * m * m, "padded_keys": r * m - sum(n for _, n in self.plan)}
 
 
 def in_packing_order(waiting, step):
@@ -121,8 +120,7 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     on_token:  on_token(request, token, logits) is called as each token appears
     """
     at_least_1(max_batch=max_batch)
-    if pack not in ("batch", "dataset"):
-        raise ValueError(f"pack must be 'batch' or 'dataset', not {pack!r}")
+    one_of("pack", pack, "batch", "dataset")
     requests = prepare(requests, model.config)
     trace = Trace(f"prepacked, {pack}", requests)
     waiting, running, step = requests, [], 0

@@ -24,6 +24,7 @@ from model import Head, sample
 from request import complete, prepare
 from scheduler import Scheduler
 from toolbox.trace import Trace
+from toolbox.validate import one_of
 
 head = Head()
 
@@ -42,8 +43,7 @@ class Flat:
     """
 
     def __init__(self, plan, device=None, attention="varlen"):
-        if attention not in ("mask", "varlen"):
-            raise ValueError(f"attention must be 'mask' or 'varlen', not {attention!r}")
+        one_of("attention", attention, "mask", "varlen")
         self.plan, self.attention = plan, attention
         self.starts = [request.computed for request, _ in plan]
         self.ends = [start + n for (_, n), start in zip(plan, self.starts)]   # numbers of keys
@@ -105,11 +105,9 @@ class Flat:
 
     def cost(self):
         if self.attention == "varlen":
-            scores = sum(n * end for (_, n), end in zip(self.plan, self.ends))
-            return {"score_entries": scores, "padded_keys": 0, "copied_bytes": 0}
-        keys, kv = sum(self.ends), self.plan[0][0].kv   # all keys are concatenated
-        return {"score_entries": self.mask.numel(), "padded_keys": 0,
-                "copied_bytes": keys * kv.bytes_per_token}
+            return {"score_entries": sum(n * end for (_, n), end in zip(self.plan, self.ends))}
+        copied = sum(self.ends) * self.plan[0][0].kv.bytes_per_token   # all keys are concatenated
+        return {"score_entries": self.mask.numel(), "copied_bytes": copied}
 
 
 @torch.inference_mode()

@@ -10,17 +10,16 @@ Without a cache, each new token runs the whole sequence through the model again.
     # # # .                        columns: keys (. computed, then masked)
     # # # #        # # # #
 
-Wasted: all weights are read from memory to compute a single token. The next row would be nearly
-free, and that is why one batches. The sum for GPT-2: a step reads 124 million weights once, and
-makes a multiplication and an addition with each of them for each row.
+Wasted: all weights are read from memory to compute a single token. This is why one batches. A step
+of GPT-2 reads 124 million weights once, and multiplies with each of them once for each row:
 
                                                      read      multiply, 1 row      32 rows
     two CPU cores    45 GB/s, 0.43 TFLOP/s, fp32    11 ms             0.6 ms         19 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A step takes the longer of the two times. So 32 rows cost less than two steps of one row on the CPU,
-and no more than one on the GPU, where reading is the longer part for up to 150 rows. (Claim R7. The
-CPU's figures were measured by experiments/bench.py, the GPU's are its data sheet's.)
+A step takes the longer of the two. So 32 rows cost less than two rows one by one on the CPU, and no
+more than one row on the GPU, where reading takes longer for up to 150 rows. (Claim R7. The CPU's
+figures were measured by bench.py, the GPU's are its data sheet's.)
 """
 import torch
 
@@ -65,8 +64,7 @@ class Alone:
         return out
 
     def cost(self):   # for the trace (toolbox/trace.py), which asks after the pass
-        scores = self.tokens.numel() * self.end
-        return {"score_entries": scores, "padded_keys": 0, "copied_bytes": 0}
+        return {"score_entries": self.tokens.numel() * self.end}
 
 
 @torch.inference_mode()

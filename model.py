@@ -193,9 +193,9 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, name="builtin"):
         """
-        A GPT with trained weights, in float32 on the CPU. name: "builtin", this repository's small
-        model; "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", downloaded once; or a local folder
-        or file in Hugging Face's layout. ValueError for other names and other models.
+        Trained weights, in float32 on the CPU. name: "builtin", this repository's small model;
+        "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", downloaded once; or a local folder or file
+        in Hugging Face's layout. ValueError for other names and other models.
         """
         from toolbox.weights import read_gpt2  # file formats are not the lesson
         config, weights = read_gpt2(name)
@@ -217,14 +217,13 @@ def sample(logits, requests):
     The next token of each request: logits (R, V), row i for requests[i] -> list of R token ids.
 
     temperature 0 takes the largest logit (greedy). Otherwise the distribution, cut to the `top_k`
-    largest logits if set, is sampled by its inverse CDF: one uniform number in [0, 1), drawn from
-    the request's *own* random stream, falls into exactly one token's interval.
+    largest logits if set, is sampled by its inverse CDF: one uniform number in [0, 1) falls into
+    exactly one token's interval. It comes from the request's *own* random stream, one per sampled
+    token, whatever else is in the batch.
 
         CDF   0 |----- the -----|-- a --|- of -|...| 1
                           ^ u = 0.31  ->  "the"
 
-    Whatever else is in the batch, a request draws the same numbers, one per sampled token.
-    They are turned into tokens in float64 on the CPU, so equal logits give equal tokens.
     Raises ValueError if the largest logit is NaN or infinite.
     """
     tokens = logits.argmax(dim=-1).tolist()
@@ -233,6 +232,7 @@ def sample(logits, requests):
         if not math.isfinite(largest[i]):
             raise ValueError(f"{request}: the model's logits are not finite")
         if request.temperature > 0:
+            # in float64 on the CPU: the same on every device
             edges = cdf(logits[i].cpu().double(), request.temperature, request.top_k)      # (V,)
             tokens[i] = int(torch.searchsorted(edges, request.draw(), right=True))
     return tokens

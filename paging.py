@@ -11,9 +11,8 @@ the order of its tokens. Equal beginnings share their pages:
     B's table    0, 2, 3       A, B: the rest of the prompts;  a, b: generated
 
 Only full pages are shared, and the last token of a prompt is always computed. So a newcomer writes
-from a page boundary on, behind the pages it shares: no page that others can read is written again,
-and there is no copy-on-write. Pages filled by an answer are shared too; equal prompts that are
-computed in the same step are not, since each finds nothing yet.
+behind the pages it shares, from a page boundary on. No shared page is written again, and there is
+no copy-on-write. Pages of answers are shared too; those that are computed in the same step are not.
 
 When no page is left, the last request to arrive is *preempted*: it gives its pages back and returns
 to the front of the queue with the tokens it has. Later it computes again what was evicted, but it
@@ -45,8 +44,7 @@ class Pages:
         self.free, self.holders, self.kept = list(range(number)), [0] * number, OrderedDict()
         self.published, self.key_of = {}, {}                # key -> page, page -> key
         self.name_of, self.names = [0] * number, count(1)   # of full pages; 0: the beginning
-        self.gains = 0                                      # pages given back or published so far
-        self.counts = Counter()                             # for the report
+        self.gains, self.counts = 0, Counter()   # pages given back or published; for the report
 
     def needed(self, tokens):   # pages for this many tokens
         return -(-tokens // self.size)
@@ -79,7 +77,7 @@ class Pages:
             self.holders[page] = 1
             table.append(page)
 
-    def evict(self):   # the least recently used page that is kept; the caller knows there is one
+    def evict(self):   # of the pages that are kept, the least recently used
         page, _ = self.kept.popitem(last=False)
         del self.published[self.key_of.pop(page)]
         heappush(self.free, page)
@@ -150,17 +148,15 @@ class PagedScheduler(Scheduler):
         """Gives it pages for the tokens it has, shared ones first; False if there are too few."""
         if request is self.refused[0] and self.pages.gains < self.refused[1]:
             return False
-        # The last token is always computed: the next one needs its logits.
-        shared = self.pages.find(request.tokens[:-1])
+        shared = self.pages.find(request.tokens[:-1])   # not the last: its logits are needed
         new = self.pages.needed(len(request.tokens)) - len(shared)
-        kept = sum(page in self.pages.kept for page in shared)   # will not be available any more
-        lacking = new - (self.pages.available() - kept)
-        if lacking > 0:   # each gain helps by one page at most: until then, no need to search again
+        kept = sum(page in self.pages.kept for page in shared)   # soon not available any more
+        lacking = new + kept - self.pages.available()
+        if lacking > 0:   # a gain helps by one page at most: until then, no need to search again
             self.refused = request, self.pages.gains + lacking
             return False
         self.pages.hold(shared)
-        request.kv = list(shared)   # a copy: it will grow
-        request.computed = len(shared) * self.pages.size
+        request.kv, request.computed = list(shared), len(shared) * self.pages.size
         self.counts.update(shared_pages=len(shared), saved_tokens=request.computed)
         self.pages.allocate(request.kv, new)
         return True

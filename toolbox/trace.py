@@ -33,11 +33,11 @@ class ForwardPass:
     recomputed: int           # tokens that had been computed before
     pad_slots: int            # slots without a token
     finished_slots: int       # slots of finished requests
-    padded_keys: int          # key slots that hold no key of a running request
     score_entries: int        # computed
     useful_scores: int        # of these, the ones a token may see: position + 1 per useful token
-    copied_bytes: int         # keys and values copied to bring them together, padding included
     seconds: float
+    padded_keys: int = 0      # key slots that hold no key of a running request
+    copied_bytes: int = 0     # keys and values copied to bring them together, padding included
 
     @property
     def slots(self):

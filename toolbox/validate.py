@@ -80,6 +80,11 @@ def at_least_1(**knobs):
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
+def one_of(name, value, *allowed):
+    if value not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, not {value!r}")
+
+
 def check_pool(max_batch, pages, page_size, block_size):
     """ValueError for a pool that cannot be; None: `pages` was not given."""
     at_least_1(max_batch=max_batch, page_size=page_size)
