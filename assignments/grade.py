@@ -36,11 +36,15 @@ from sets import CAUSES, SETS, TOOLS  # noqa: E402
 
 EXPECTED = HERE / "expected.json"   # in a student copy only: what the reference gives
 CLEAN = HERE if EXPECTED.exists() else HERE.parent
+LATE = "does not finish within"
 SENTENCES = ("crash", "tokens", "positions", "sees", "sampled")
 VISIBLE = [f"visible {i}" for i in range(4)]
 HIDDEN = 6             # workloads
 VISIBLE_SHARE = 0.4    # of a part's points
-SECONDS = 20           # for a child, which needs one to three
+# A part may take so many times the CPU time that the reference has just taken, and at least the
+# FLOOR, in seconds. CPU time, because a busy machine must not cost points. A child that waits for
+# ever uses none: it is stopped when the clock shows PATIENCE times its CPU limit.
+TIMES, FLOOR, PATIENCE = 10, 10, 10
 TOLERANCE = 1e-8       # relative; the models run in float64
 
 
@@ -83,45 +87,58 @@ def checkout(folder, number, edits=()):
 
 
 def run(number, names, seeds, edits=()):
+    """Observes parts in a child process: {"4a": [(seed, cause, where, value), ...]}."""
+    return timed_run(number, names, seeds, edits)[0]
+
+
+def timed_run(number, names, seeds, edits=(), needed=()):
     """
-    Observes parts in a child process: {"4a": [(seed, cause, where, value), ...]}. If the child
-    stops early, the part that it was at counts as crashed, and so do those after it.
+    What `run` gives, and {"4a": CPU seconds, ...} of the parts that ended. If the child stops
+    early, the part that it was at counts as crashed, and so do those after it.
+
+    needed: the CPU seconds of the reference, from which the limits follow
     """
+    limit = max(FLOOR, *(TIMES * dict(needed).get(name, 0) for name in names))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         place, report = Path(folder, "checkout").resolve(), Path(folder, "report").resolve()
         place.mkdir()
         report.touch()
         checkout(place, number, edits)
-        hangs, status = finish(observe.child, (place, names, seeds, report), SECONDS)
-        seen = {name: [] for name in names}
+        late, status = finish(observe.child, (place, names, seeds, report), limit)
+        seen, seconds = {name: [] for name in names}, {}
         for line in report.read_text().splitlines():
             try:
                 name, *observation = json.loads(line)
             except ValueError:   # the process ended in the middle of it
                 continue
-            seen[name].append(tuple(observation))
+            if observation[1] == "done":
+                seconds[name] = observation[-1]
+            else:
+                seen[name].append(tuple(observation))
         printed = Path(str(report) + ".out")
         flood = printed.exists() and printed.stat().st_size >= 4 << 20
+    why = "prints more than 4 MB" if flood else late or f"ends the process (status {status})"
     for name in names:
-        if not seen[name] or seen[name][-1][1] != "done":
-            why = ("prints more than 4 MB" if flood else
-                   f"does not finish within {SECONDS} seconds" if hangs or
-                   status in (-9, -24) else f"ends the process (status {status})")
+        if name not in seconds:
             seen[name].append((seeds[0], "crash", "", [why]))
-        seen[name] = [found for found in seen[name] if found[1] != "done"]
-    return seen
+    return seen, seconds
 
 
-def finish(target, arguments, seconds):
-    """Runs a function in a child process. Returns whether it had to be stopped, and its status."""
-    process = context().Process(target=target, args=arguments)
+def finish(target, arguments, limit):
+    """
+    Runs a function in a child process, which limits its CPU seconds to its last argument. Returns
+    the limit that it has hit, in words, or None; and its exit status.
+    """
+    process = context().Process(target=target, args=(*arguments, limit))
     process.start()
-    process.join(seconds)
-    hangs = process.is_alive()
-    if hangs:
+    process.join(PATIENCE * limit)
+    late = f"{LATE} {PATIENCE * limit:.0f} seconds" if process.is_alive() else None
+    if late:
         process.kill()
         process.join()
-    return hangs, process.exitcode
+    elif process.exitcode == -24:   # SIGXCPU
+        late = f"{LATE} {limit:.0f} seconds of CPU time"
+    return late, process.exitcode
 
 
 def context():
@@ -233,12 +250,16 @@ def short(value):
 
 # --- grading --------------------------------------------------------------------------------------
 
-def expected_of(number, seeds):
-    """What the reference gives, or in a student copy what it gave when the copy was made."""
+def reference_of(number, seeds):
+    """
+    What the reference gives, and its CPU seconds. In a student copy, what it gave when the copy was
+    made, and no CPU seconds, since those were another machine's.
+    """
     if EXPECTED.exists():
         stored = json.loads(EXPECTED.read_text(encoding="utf-8"))
-        return {name: [tuple(found) for found in stored[name]] for name in stored}
-    return run(number, part_names(number), seeds)
+        return {name: [tuple(found) for found in stored[name]] for name in stored}, {}
+    names = part_names(number)
+    return timed_run(number, names, seeds, needed=dict.fromkeys(names, FLOOR))
 
 
 def part_names(number):
@@ -275,18 +296,22 @@ def read(folder, file):
     return (Path(folder) / file).read_text(encoding="utf-8")
 
 
-def grade(number, folder, salt="", student=None, expected=None):
-    """The Scores of all code parts, and the changes that were ignored."""
+def grade(number, folder, salt="", student=None, reference=None):
+    """
+    The Scores of all code parts, and the changes that were ignored.
+
+    reference: what reference_of gives for this student, if it is known already
+    """
     hidden = [] if EXPECTED.exists() else seeds_of(student or Path(folder).name, number, salt)
     seeds = [*VISIBLE, *hidden]
-    expected = expected or expected_of(number, seeds)
+    expected, needed = reference or reference_of(number, seeds)
     if crash := next((found for each in expected.values() for found in each
                       if found[1] in SENTENCES and found[3]), None):
         raise RuntimeError(f"the reference itself is wrong: {crash}")
     scores = {}
     for parts, edits, fault in grafts(number, folder):
         names = [f"{number}{part.letter}" for part in parts]
-        seen = {} if fault else run(number, names, seeds, edits)
+        seen = {} if fault else timed_run(number, names, seeds, edits, needed)[0]
         for part, name in zip(parts, names):
             scores[name] = score(part, name, fault, seen.get(name), expected[name], hidden)
     return [scores[name] for name in part_names(number)], ignored(number, folder)
@@ -374,10 +399,11 @@ def size_of(asked):
 
 def exposes(number, mutant, asked):
     """Whether right and wrong code differ on a workload: True, False or why it does not run."""
-    workload, seen = {"workload.json": json.dumps(padded(asked))}, []
+    workload, seen, needed = {"workload.json": json.dumps(padded(asked))}, [], {}
     name = f"break {mutant.part}"
     for edits in workload, {**workload, **mutated(mutant)}:
-        found = run(number, [name], ["it"], edits)[name]
+        found, needed = timed_run(number, [name], ["it"], edits, needed)
+        found = found[name]
         seen.append(index(found))
         crash = next((value[0] for _, cause, _, value in found if cause == "crash"), None)
         if crash and len(seen) == 1:
@@ -447,13 +473,27 @@ def try_workload(number, folder, bug):
     return lines
 
 
-def grade_all(number, folder, salt="", student=None, expected=None):
+def grade_all(number, folder, salt="", student=None):
     """All that a machine can grade of a student's work: (scores, ignored changes)."""
     student = student or Path(folder).name
-    scores, vain = grade(number, folder, salt, student, expected)
+    scores, vain = grade(number, folder, salt, student)
     if not EXPECTED.exists():
         scores += [grade_numbers(number, folder, student), grade_breaks(number, folder)]
     return scores, vain
+
+
+def grade_class(number, folders, salt="", student=None, jobs=2):
+    """
+    grade_all of every folder, some at a time. Where a part has hit a limit, the student is graded
+    once more, alone: the limits are for endless loops, and never for a machine that is busy.
+    """
+    def one(folder):
+        return grade_all(number, folder, salt, student)
+
+    with ThreadPoolExecutor(max(jobs, 1)) as pool:
+        graded = list(pool.map(one, folders))
+    return [one(folder) if any(LATE in score.message for score in scores) else (scores, vain)
+            for folder, (scores, vain) in zip(folders, graded)]
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -502,9 +542,7 @@ def main(argv=None):
     if args.bug:
         print("\n".join(try_workload(args.set, folders[0], args.bug)))
         return 0
-    with ThreadPoolExecutor(max(args.jobs, 1)) as pool:
-        graded = list(pool.map(lambda folder: grade_all(
-            args.set, folder, args.salt, args.student), folders))
+    graded = grade_class(args.set, folders, args.salt, args.student, args.jobs)
     for folder, (scores, vain) in zip(folders, graded):
         print(report(args.set, scores, vain, folder.resolve().name), end="\n\n")
     if args.similarity:

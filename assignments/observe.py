@@ -18,30 +18,42 @@ The first five are sentences, and right if there are none. The others are values
 compares with those of the reference.
 """
 import json
+import math
 import os
 import random
 import sys
+import time
 import traceback
 from collections import Counter
+from heapq import heappop
 from pathlib import Path
 
+try:
+    import resource
+except ImportError:   # Windows: grade.py's backstop is the only limit
+    resource = None
+
 STEPS = 300          # a scheduler that takes more counts as hanging
-SECONDS, MEGABYTES = 60, 6000   # limits of a child
+MEGABYTES = 6000     # of a child's memory
 FOLDER = ""          # of the child's checkout
 
 
-def child(folder, names, seeds, report):
+def child(folder, names, seeds, report, limit):
     """
     The child process: observes parts, ["4a", ...], of the checkout in `folder`, and appends lines
-    of JSON to the file `report`. What a student's code prints goes to a file of limited size.
+    of JSON to the file `report`; a part's last line has its CPU seconds, of which each part may use
+    up to `limit`. What a student's code prints goes to a file of limited size.
     """
     enter(folder, report)
     with open(report, "a") as lines:
         for name in names:
+            started = time.process_time()
+            limit_cpu(limit)
             for observation in observe(name, seeds):
                 lines.write(json.dumps([name, *observation]) + "\n")
                 lines.flush()
-            lines.write(json.dumps([name, None, "done", "", None]) + "\n")
+            spent = time.process_time() - started
+            lines.write(json.dumps([name, None, "done", "", spent]) + "\n")
             lines.flush()
 
 
@@ -51,6 +63,11 @@ def enter(folder, report):
     FOLDER = str(folder)
     os.chdir(folder)
     limit_resources()
+    # One thread: a tiny model gains nothing from more, and threads that wait for each other spin
+    # on cores that belong to other children.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if "torch" in sys.modules:   # preloaded
+        sys.modules["torch"].set_num_threads(1)
     printed = os.open(str(report) + ".out", os.O_WRONLY | os.O_CREAT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(printed, 1)
@@ -60,13 +77,19 @@ def enter(folder, report):
 
 
 def limit_resources():
-    try:
-        import resource
-    except ImportError:   # Windows: grade.py's clock is the only limit
-        return
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES << 20, MEGABYTES << 20))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+    if resource:
+        resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES << 20, MEGABYTES << 20))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_cpu(seconds):
+    """From now on, this process may use so many seconds of CPU time; then SIGXCPU ends it."""
+    if resource:
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        soft = math.ceil(time.process_time() + seconds)
+        unlimited = hard == resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_CPU, (soft if unlimited else min(soft, hard), hard))
 
 
 def observe(name, seeds):
@@ -292,16 +315,11 @@ def append(rng):
         prompt, new, room = rng.randint(1, 9), rng.randint(1, 6), rng.randint(9, 12)
         request = Request([1] * prompt, new, eos_token=rng.choice([None, 3]), name="A")
         request.block_size = room
-        cancelled = rng.random() < 0.2
-        for i in range(12):
-            if cancelled and i == 1:
-                request.cancel()
-            if request.finished and i > 1:
-                break
-            request.append(rng.choice([2, 3, 4]) if i else rng.choice([2, 2, 3]))
-        how = ", cancelled after a token" if cancelled else ""
+        while not request.finished and len(request.generated) < 12:
+            request.computed = prompt + len(request.generated)
+            request.append(rng.choice([2, 3, 4] if request.generated else [2, 2, 3]))
         yield ("result", f"a prompt of {prompt}, max_new_tokens {new}, block_size {room}, "
-               f"eos_token {request.eos_token}{how}",
+               f"eos_token {request.eos_token}",
                [len(request.generated), request.finish_reason])
 
 
@@ -318,15 +336,20 @@ def dynamic(rng):
                  f"arrivals {[r.arrival for r in waiting]}")
         yield "result", f"{where}: waiting", [r.name for r in left]
         yield "result", f"{where}: running", [r.name for r in now]
+        ends = {request: rng.choice(["", "", "stop", "cancelled"]) for request in running}
         for request in running:
             request.kv = "cache"
-            if rng.random() < 0.4:
+            if ends[request] == "stop":
+                request.finish_reason = "stop"
+            elif ends[request]:
                 request.cancel()
-        done = [r.name for r in running if r.finished]
+        words = [f"{request.name} {end}" for request, end in ends.items() if end]
         stays = leave(list(running))
-        yield "result", f"leave, {done} are finished: the others", [r.name for r in stays]
-        yield "result", f"leave, {done} are finished: those with a cache", [
+        where = f"leave, {len(running)} running, of which {words} end"
+        yield "result", f"{where}: the others", [r.name for r in stays]
+        yield "result", f"{where}: those with a cache", [
             r.name for r in running if r.kv is not None]
+        yield "result", f"{where}: finish_reason", {r.name: r.finish_reason for r in running}
 
 
 # --- set 3 ----------------------------------------------------------------------------------------
@@ -424,9 +447,9 @@ def completed(rng):
         plan = []
         for i in range(rng.randint(1, 4)):
             request = Request([1] * rng.randint(1, 4), name="ABCD"[i])
-            request.computed = rng.randint(0, len(request.prompt))
+            request.computed = rng.randrange(len(request.prompt))
             plan.append((request, rng.randint(0, request.todo)))
-        due = [i for i, (request, n) in enumerate(plan) if n == request.todo > 0]
+        due = [i for i, (request, n) in enumerate(plan) if n == request.todo]
         found = list(complete(list(plan)))
         words = ", ".join(f"{r.name}: {n} of {r.todo} to do" for r, n in plan)
         yield "sampled", f"complete, with the plan {words}", (
@@ -517,25 +540,53 @@ def books(rng):
             said.append(f"give_back({table})")
         else:
             tokens = [rng.randrange(2) for _ in range(6)]
-            shared = pages.find(tokens[:-1])
-            kept = sum(page in pages.kept for page in shared)
-            if 3 - len(shared) > pages.available() - kept:
+            table = pages.find(tokens[:-1])
+            shared, kept = len(table), sum(page in pages.kept for page in table)
+            if 3 - shared > pages.available() - kept:
                 continue
-            pages.hold(list(shared))
-            table = shared + pages.allocate(3 - len(shared))
-            half = rng.randint(len(shared) * 2, 5)   # as after a first chunk
-            pages.publish(table, tokens[:half], len(shared) * 2)
-            pages.publish(table, tokens, half)
+            pages.hold(list(table))
+            said.append(f"hold({table})")
+            pages.allocate(table, 3 - shared)
+            for i in range(shared, 3):
+                pages.publish(table, i, tokens[2 * i:2 * i + 2])
             tables.append((table, tokens))
-            said.append(f"hold({shared}), then {table} is a block table")
-        where = "; ".join(said[-3:])
-        yield "result", f"free pages after {where}", sorted(pages.free)
+            said[-1] += f", then {table} is the block table of {tokens}"
+        where, free = "; ".join(said[-3:]), list(pages.free)
+        yield "result", f"free pages, as heappop takes them, after {where}", [
+            heappop(free) for _ in pages.free]
         yield "result", f"holders after {where}", list(pages.holders)
         yield "result", f"kept pages, in order, after {where}", list(pages.kept)
-        yield "result", f"published pages after {where}", sorted(
-            [list(tokens), page] for tokens, page in pages.published.items())
-        yield "result", f"prefix_of after {where}", sorted(
-            [page, list(tokens)] for page, tokens in pages.prefix_of.items())
+        yield "result", f"published pages after {where}", sorted(pages.published.values())
+        yield "result", f"pages in key_of after {where}", sorted(pages.key_of)
+        yield "result", f"gains after {where}", pages.gains
+        yield "result", f"after {where}", {
+            f"find({tokens})": pages.find(tokens) for _, tokens in tables}
+
+
+def names(rng):
+    """Two requests compute the same page in one step; later its number is used again."""
+    from paging import Pages
+    x, y, z = rng.sample(range(13), 3)
+    pages, a, b, c = Pages(4, 1), [], [], []
+    said = ""
+
+    def publish(table, i, token):
+        nonlocal said
+        pages.publish(table, i, [token])
+        said += f"publish({table}, {i}, {[token]}); "
+
+    pages.allocate(a, 1)
+    pages.allocate(b, 2)
+    publish(a, 0, x)
+    publish(b, 0, x)
+    publish(b, 1, y)
+    yield "result", f"Pages(4, 1), {said}find({[x, y]})", pages.find([x, y])
+    pages.give_back(a)
+    pages.allocate(c, 1)
+    pages.allocate(c, 1)   # page 0, after its eviction
+    said += f"give_back({a}); page 0 is evicted; "
+    publish(c[::-1], 0, z)
+    yield "result", f"Pages(4, 1), {said}find({[z, y]})", pages.find([z, y])
 
 
 def paged(rng):
@@ -568,45 +619,40 @@ def prefixes(rng):
                 for i, prompt in enumerate(prompts)]
     run, counts = counted(generate)
     yield from books(rng)
+    yield from names(rng)
     yield from stage(run, requests, max_batch=2, token_budget=6, page_size=2, pages=30)
     yield "counts", describe(requests), {"shared pages": counts.get("shared_pages", 0)}
 
 
 def preemptions(rng):
-    """Some requests are preempted by hand; then a run with too few pages, and with priorities."""
+    """Some requests are preempted by hand; then a run with too few pages."""
     from generate_paged import generate
     from paging import PagedScheduler, Pages
     from request import Request
-    queue, waiting = PagedScheduler(4, 64, Pages(40, 2)), [
-        Request([i] * 3, 4, name="ABCDEF"[i]) for i in range(6)]
-    for request in waiting:
+    queue = PagedScheduler(4, 64, Pages(40, 2))
+    for i in range(6):
+        request = Request([i] * 3, 9, name="ABCDEF"[i])
         request.block_size = 24
         queue.add(request)
     queue.schedule(0)
     for _ in range(rng.randint(1, 3)):
         request = rng.choice(queue.running)
-        request.computed = 3
+        request.computed, request.generated = 3, [7] * rng.randint(1, 5)
+        known = f"a prompt of 3, {len(request.generated)} generated, 2 pages of 2"
+        yield "result", f"missing, with {known}", queue.missing(request)
         queue.preempt(request)
         where = f"after the preemption of {request.name}"
         yield "result", f"{where}: running", [r.name for r in queue.running]
         yield "result", f"{where}: waiting", [r.name for r in queue.waiting]
-        yield "result", f"{where}: its cache and computed", [request.kv, request.computed]
+        yield "result", f"{where}: its cache, computed and generated", [
+            request.kv, request.computed, request.generated]
         yield "result", f"{where}: pages in use", sum(map(bool, queue.pages.holders))
-    again = queue.running[0]
-    for times in range(1, 18):
-        if again not in queue.running:
-            queue.admit(0)
-        if again in queue.running:
-            queue.preempt(again)
-            queue.enter_ranks(again)   # as `schedule` does
-        yield "result", f"after {times} preemptions of one request: it is due", again in queue.due
     requests = requests_of(rng, most=5, prompt=6)
     for request in requests:
-        request.priority, request.max_new_tokens = rng.randrange(3), rng.randint(5, 8)
+        request.max_new_tokens = rng.randint(5, 8)
     requests[-1].arrival = 30   # while it is awaited, the others must not wait
     run, counts = counted(generate)
-    yield from stage(run, requests, max_batch=4, token_budget=8, page_size=2, pages=8,
-                     policy="priority")
+    yield from stage(run, requests, max_batch=4, token_budget=8, page_size=2, pages=8)
     yield "counts", describe(requests), {"preemptions": counts.get("preemptions", 0)}
     yield "result", describe(requests), {f"steps of {r.name}": r.token_steps for r in requests}
 

@@ -38,6 +38,8 @@ def resize(browser, width, height):
 
 
 def main():
+    if not (browser_path() and shutil.which("chromedriver")):
+        raise SystemExit("still: needs Chromium and chromedriver on PATH")
     browser = open_browser()
     try:
         resize(browser, WIDTH, HEIGHT)

@@ -266,8 +266,8 @@ for policy in "fcfs", "sjf", "priority":
           f"first token in step {ttft}")
 
 # %% [markdown]
-# Shortest first makes the mean smaller, and the long requests wait. They could wait forever if short
-# ones kept coming. So `beyond/fairness.py` lets at most sixteen later requests overtake one.
+# Shortest first makes the mean smaller, and the long requests wait. They could wait forever if
+# short ones kept coming. So `beyond/fairness.py` lets at most sixteen later requests overtake one.
 #
 # ## What do pages cost?
 #

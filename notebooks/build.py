@@ -30,7 +30,7 @@ def notebook_of(source):
 def execute(notebook):
     """Runs it from scratch, in its folder; raises an error if a cell does."""
     where = {"metadata": {"path": str(FOLDER)}}
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
+    nbclient.NotebookClient(notebook, kernel_name="python3", resources=where).execute()
     notebook.metadata.pop("language_info", None)   # the Python version it ran on
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)       # the times at which it ran

@@ -1,4 +1,4 @@
-"""Two sizes: `pytest` is quick, `pytest --thorough` is everything. The same tests, more examples."""
+"""Two sizes: `pytest` is quick, `pytest --thorough` runs everything, with more examples."""
 import os
 import sys
 from pathlib import Path
@@ -20,8 +20,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "thorough: runs with --thorough only")
     if config.getoption("--thorough"):
         os.environ["THOROUGH"] = "1"   # read by common.examples, at import; workers inherit it
-    import torch
-    torch.set_num_threads(1)           # tiny models: threads only cost
 
 
 def pytest_collection_modifyitems(config, items):

@@ -162,8 +162,17 @@ def test_an_engine_in_a_process_of_its_own(engine):
         assert tokens == [[3, 4, 5], [5]] and [len(t) for t in times] == [3, 1]
         assert times[0] == sorted(times[0]) and times[0][0] <= time.perf_counter()
         if sys.platform == "linux":   # it does not spin while others run
-            time.sleep(0.1)
-            assert Path(f"/proc/{engine.process.pid}/stat").read_text().split()[2] == "T"
+            stat = Path(f"/proc/{engine.process.pid}/stat")
+            wait_until(lambda: stat.read_text().split()[2] == "T")
+
+
+def wait_until(true):
+    """As long as it takes, but not for ever."""
+    for _ in range(6000):
+        if true():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it does not happen within ten minutes")
 
 
 def test_an_engine_that_ends_says_why(engine):
@@ -175,18 +184,14 @@ def test_an_engine_that_ends_says_why(engine):
 def test_a_terminated_benchmark_leaves_no_engine(engine, tmp_path):
     code = ("import time; from experiments import engines; engines.end_with_this_process();"
             f"engine = engines.Engine('vllm', {sys.executable!r}, {str(tmp_path)!r}, 4, 16, 1);"
-            "print(engine.process.pid, flush=True); time.sleep(60)")
+            "print(engine.process.pid, flush=True); time.sleep(10**4)")
     bench_like = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True,
                                   stdout=subprocess.PIPE)
     pid = int(bench_like.stdout.readline())
     os.kill(pid, 0)   # it is there
     bench_like.terminate()
-    assert bench_like.wait(10) == 143
-    for _ in range(100):
-        if not alive(pid):
-            break
-        time.sleep(0.1)
-    assert not alive(pid)
+    assert bench_like.wait(600) == 143
+    wait_until(lambda: not alive(pid))
 
 
 def alive(pid):
@@ -301,6 +306,7 @@ def test_all_of_it_on_a_tiny_model(monkeypatch, tmp_path, capsys):
         assert all(f["seconds"] > 0 and f["equal"] > 0.95 for f in result["systems"].values())
 
 
+@pytest.mark.thorough
 def test_the_script_in_quick_form():
     """
     bench.py itself in a process of its own, as on a machine without transformers; with a tiny
@@ -314,7 +320,7 @@ model.GPTConfig = lambda **sizes: tiny
 sys.argv = "bench.py --quick --workloads W1 --systems ragged naive".split()
 runpy.run_path("bench.py", run_name="__main__")
 """
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300,
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=3000,
                             capture_output=True, text=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr
     assert "transformers is not installed: its rows are left out" in result.stdout

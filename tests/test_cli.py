@@ -388,7 +388,7 @@ def test_control_c(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert process.stderr.readline().startswith("r0: ")   # at least one is done
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 130 and "of 10 requests were finished" in out, err
     assert "Traceback" not in err, err
 

@@ -19,6 +19,14 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
 EACH = pytest.mark.parametrize("name", NAMES)
+
+
+def some_quick(*quick):
+    """Each notebook: these always, and the others with --thorough."""
+    return pytest.mark.parametrize("name", [name if name[:2] in quick else pytest.param(
+        name, marks=pytest.mark.thorough) for name in NAMES])
+
+
 MACHINES = ("/home/", "/Users/", "/root/", "/tmp/", str(ROOT))
 CLAIMS = ([f"H{i}" for i in range(1, 13)] + [f"R{i}" for i in range(1, 8)]
           + [f"P{i}" for i in range(1, 11)] + [f"I{i}" for i in range(1, 9)])
@@ -40,7 +48,8 @@ def read(name):
 
 def run(name):
     """The notebook as a new kernel leaves it."""
-    client = nbclient.NotebookClient(read(name), timeout=300, kernel_name="python3",
+    client = nbclient.NotebookClient(read(name), timeout=3000, startup_timeout=600,
+                                     kernel_name="python3",
                                      resources={"metadata": {"path": str(FOLDER)}})
     return client.execute()
 
@@ -57,7 +66,7 @@ def text_of(cell):
                    for output in cell.outputs)
 
 
-@EACH
+@some_quick("00")
 def test_it_runs_from_scratch_and_prints_what_is_committed(name):
     committed, fresh = code_cells(read(name)), code_cells(run(name))
     assert committed.keys() == fresh.keys()
@@ -108,7 +117,7 @@ ANSWERS = {   # of every `ask`, in order; the explanations beside them rely on t
 }
 
 
-@EACH
+@some_quick("01", "02", "03", "04")
 def test_its_questions_have_the_answers_that_it_explains(name, monkeypatch, capsys):
     """Every question is asked twice in a row: with the right guess, and with a wrong one."""
     right, plain, asked = iter(ANSWERS[name]), lesson.ask, []

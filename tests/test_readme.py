@@ -20,10 +20,6 @@ EACH_PAGE = pytest.mark.parametrize("path", PAGES,
                                     ids=lambda path: path.relative_to(ROOT).as_posix())
 
 
-def test_the_readme_is_a_page():
-    assert len(README.splitlines()) <= 130
-
-
 def test_the_ladder_of_counts():
     """
     Counts depend on what is generated; a row that differs on your machine alone may be a near-tie
@@ -81,14 +77,6 @@ def test_files_pictures_and_modules_are_there(path):
     named = re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|ipynb))`", text)
     for name in named:
         assert (ROOT / name).exists() or (path.parent / name).exists(), name
-
-
-def test_line_counts_are_about_right():
-    said = re.findall(r"`(\w+\.py)` \((\d+) lines", README)
-    assert len(said) >= 9
-    for name, lines in said:
-        actual = len((ROOT / name).read_text(encoding="utf-8").splitlines())
-        assert abs(actual - int(lines)) <= 0.1 * int(lines), name
 
 
 def test_the_python_example_runs():

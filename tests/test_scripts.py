@@ -5,36 +5,22 @@ import io
 import runpy
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import train
+from generate_dynamic import Rectangle
 from toolbox.load import load
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in ROOT.glob("generate_*.py"))
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
-
-
-def run(*arguments):
-    """A process of its own."""
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=ENVIRONMENT, timeout=120,
-                          capture_output=True, text=True, encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def with_defaults():
-    """{script: its finished process}, run two at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(SCRIPTS, pool.map(run, SCRIPTS)))
 
 
 @pytest.fixture
 def run_here(monkeypatch):
-    """The same within this process, which has already imported torch: (status, stdout, stderr)."""
+    """A script within this process, which has already imported torch: (status, stdout, stderr)."""
     def run(script, *flags):
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(sys, "argv", [script, *flags])
@@ -54,14 +40,14 @@ def test_there_are_all_of_them():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_with_its_defaults(script, with_defaults):
-    result = with_defaults[script]
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("--- r") == 12 and "<|endoftext|>" in result.stdout
+def test_with_its_defaults(script, run_here):
+    code, out, err = run_here(script)
+    assert code == 0, out + err
+    assert out.count("--- r") == 12 and "<|endoftext|>" in out
     for words in ("forward passes", "useful tokens", "pad slots", "tokens/s", "TTFT", "ITL",
                   "12/12 requests identical to unbatched"):
-        assert words in result.stdout
-    done = [line.split(":")[0] for line in result.stderr.splitlines()]   # plain progress
+        assert words in out
+    done = [line.split(":")[0] for line in err.splitlines()]   # plain progress
     assert sorted(done) == sorted(f"r{i}" for i in range(12))
 
 
@@ -74,36 +60,30 @@ KNOBLESS = {
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("flags", [["--temperature", "0", "--max_batch", "1"],
                                    ["--token_budget", "3"]], ids=" ".join)
+@pytest.mark.thorough
 def test_with_flags(script, flags, run_here):
     code, out, err = run_here(script, *flags)
     assert code == 0 and "12/12 requests identical to unbatched" in out, out + err
     assert ("ignored" in out) == any(script in KNOBLESS.get(flag, []) for flag in flags)
 
 
-def test_exit_status_1_if_a_request_is_wrong():
+def test_exit_status_1_if_a_request_is_wrong(run_here, monkeypatch):
     """The published mask, put back: the script itself must say so."""
-    code = """
-import runpy, sys
-from generate_dynamic import Rectangle
-lay_out = Rectangle.lay_out
+    lay_out = Rectangle.lay_out
 
-def published(self, device):
-    lay_out(self, device)
-    self.mask[..., self.P:] = True
+    def published(self, device):
+        lay_out(self, device)
+        self.mask[..., self.P:] = True
 
-Rectangle.lay_out = published
-sys.argv = ["generate_interleaved.py"]
-runpy.run_path("generate_interleaved.py", run_name="__main__")
-"""
-    result = run("-c", code)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "WRONG: request 'r" in result.stdout
+    monkeypatch.setattr(Rectangle, "lay_out", published)
+    code, out, err = run_here("generate_interleaved.py")
+    assert code == 1 and "WRONG: request 'r" in out, out + err
 
 
 def test_a_broken_pipe_is_no_traceback():
     command = f"'{sys.executable}' generate_ragged.py --quiet | head -1"
     result = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True,
-                            timeout=120)
+                            timeout=1200)
     assert "Traceback" not in result.stderr and "stage:" in result.stdout
 
 
@@ -121,6 +101,7 @@ def test_training_refuses_bad_flags(flags, message, run_here):
     assert code == 2 and message in err and err.count("\n") == 1, err
 
 
+@pytest.mark.thorough
 def test_training_is_reproducible_and_an_interruption_changes_nothing(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
     documents = [("a.b", "Return the name of the thing, which is a string."),
