@@ -11,17 +11,13 @@ seconds = all-reduces x latency + bytes / bandwidth. `fit` finds both from the m
 import copy
 import platform
 import time
-from collections import Counter
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from beyond.tensor_parallel import shard
 from experiments import results
-from generate_ragged import Flat
 from model import GPT, GPTConfig
-from request import Request, prepare
-from tensor_parallel import shard
 from toolbox import cli, plots
 from toolbox.torchrun import run_on_ranks
 
@@ -30,42 +26,6 @@ LINKS = {                  # ranks, latency in s, bytes/s each way
     "8 GPUs, NVLink (10 us, 450 GB/s each way)": (8, 10e-6, 450e9),
     "2 machines, 25 Gbit/s Ethernet (50 us)": (2, 50e-6, 25e9 / 8),
 }
-
-
-# --- counting -------------------------------------------------------------------------------------
-
-class Collectives(TorchDispatchMode):
-    """Counts the operations that reach torch.distributed, whatever code calls them."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def count_collectives(model, tokens, requests):
-    """{operation: times} of one forward pass over `tokens` tokens of `requests` requests."""
-    sizes = [tokens // requests + (i < tokens % requests) for i in range(requests)]
-    prompts = [[i % model.config.vocab_size for i in range(size)] for size in sizes]
-    waiting = prepare([Request(prompt, name=f"r{i}") for i, prompt in enumerate(prompts)],
-                      model.config)
-    batch = Flat([(request, len(request.prompt)) for request in waiting], model.device)
-    with torch.inference_mode(), Collectives() as counter:
-        model(batch.tokens, batch.positions, batch.attend, batch.rows)
-    return counter.counts
-
-
-def count_examples(model):
-    """The number of collectives in passes of very different sizes, in words."""
-    size, counts = model.config.block_size, []
-    for tokens, n in (10, 1), (size, 1), (10, 5), (20 * size, 50):
-        count = sum(count_collectives(model, tokens, n).values())
-        counts.append(f"{count} for {tokens:,} tokens of {n} request{'s' * (n > 1)}")
-    return ", ".join(counts)
 
 
 # --- timing ---------------------------------------------------------------------------------------

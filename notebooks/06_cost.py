@@ -14,7 +14,7 @@
 from lesson import ask, exercise, model, results, source, torchrun
 from functools import cache
 from experiments import figures
-from tensor_parallel import column_parallel
+from beyond.tensor_parallel import column_parallel
 
 # %% [markdown]
 # ## Two limits
@@ -206,7 +206,7 @@ source(column_parallel)
 @cache
 def counts():
     """What a run on two processes counts: ["2 ranks (gloo)", "4 layers", ...]."""
-    printed = torchrun(2, "tensor_parallel.py", "--quiet", "--max_new_tokens", "3")
+    printed = torchrun(2, "-m", "beyond.tensor_parallel", "--quiet", "--max_new_tokens", "3")
     line = next(line for line in printed.splitlines() if "all-reduces of a forward pass" in line)
     return line.replace(": ", ", ").split(", ")
 

@@ -15,6 +15,7 @@ from common import SCHEDULED, STAGES, VOCAB, alone, assert_contract, on_ranks, t
 from torch.distributed.tensor.debug import CommDebugMode
 
 import generate_ragged
+from beyond.tensor_parallel import shard
 from cache import KV
 from experiments import prepacking
 from experiments.ranks import count_collectives
@@ -24,7 +25,6 @@ from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
 from model import GPT, Block, GPTConfig, Head, causal
 from request import Request, prepare
-from tensor_parallel import shard
 
 ROOT = Path(__file__).parent.parent
 MODEL = toy(block_size=256)

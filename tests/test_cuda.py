@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import toolbox.trace
+from beyond.tensor_parallel import shard
 from cache import KV
 from generate_dynamic import Rectangle
 from generate_naive import StaticBatch
@@ -30,7 +31,6 @@ from generate_unbatched import Alone
 from kernels import attention
 from model import GPT, Head
 from request import Request
-from tensor_parallel import shard
 from tests.common import STAGES, VOCAB, toy
 
 CUDA, HALF = "cuda:0", (torch.float16, torch.bfloat16)

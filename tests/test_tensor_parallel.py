@@ -18,9 +18,9 @@ import pytest
 import torch
 from common import BLOCK_SIZE, SCHEDULED, STAGES, VOCAB, assert_contract, on_ranks, toy
 
+from beyond.tensor_parallel import shard
 from experiments.ranks import fit
 from request import Request
-from tensor_parallel import shard
 
 ROOT = Path(__file__).parent.parent
 EVEN = dict(n_head=4, n_embd=16)
@@ -108,7 +108,7 @@ def torchrun(*command):
         ["--stage", "interleaved", "--max_kv_tokens", "200"])),
 ], ids=" ".join)
 def test_the_script(flags):
-    result = torchrun("tensor_parallel.py", *flags, "--max_new_tokens", "12", "--timeout", "600")
+    result = torchrun("-m", "beyond.tensor_parallel", *flags, "--max_new_tokens", "12", "--timeout", "600")
     assert result.returncode == 0, result.stderr
     assert "12/12 requests identical to unbatched" in result.stdout
     assert result.stdout.count("--- r0:") == 1   # rank 0 speaks
@@ -139,9 +139,9 @@ def test_the_table(tmp_path):
 
 @pytest.mark.thorough
 def test_one_clear_line_from_rank_0():
-    result = torchrun("tensor_parallel.py", "--temperature", "-1")
+    result = torchrun("-m", "beyond.tensor_parallel", "--temperature", "-1")
     assert result.returncode != 0
-    lines = [line for line in result.stderr.splitlines() if line.startswith("tensor_parallel.py:")]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("python -m beyond.tensor_parallel:")]
     assert lines == [line for line in result.stderr.splitlines() if "temperature must be" in line]
     assert lines != []
 
@@ -153,7 +153,7 @@ def one_process(*command, **environment):
 
 
 @pytest.mark.parametrize("command", [
-    ["tensor_parallel.py"],
+    ["-m", "beyond.tensor_parallel"],
     pytest.param(["-m", "experiments.ranks"], marks=pytest.mark.thorough)], ids=" ".join)
 def test_without_torchrun(command):
     result = one_process(*command)
@@ -170,9 +170,10 @@ def destroy():
     destroy_process_group()
     print("gone:", group() is None)
 dist.destroy_process_group = destroy
-sys.argv = ["tensor_parallel.py", "--quiet", "--no_check", "--max_new_tokens", "2"]
-import tensor_parallel
-tensor_parallel.main()
+sys.argv = ["tensor_parallel", "--quiet", "--no_check", "--max_new_tokens", "2"]
+from beyond import tensor_parallel
+from toolbox.torchrun import main
+main(tensor_parallel.shard, tensor_parallel.__doc__)
 """
 
 
@@ -206,9 +207,10 @@ def all_reduce(*args, **kwargs):
     return all_reduce_of_torch(*args, **kwargs)
 
 dist.init_process_group, dist.all_reduce = init_process_group, all_reduce
-sys.argv = ["tensor_parallel.py", *sys.argv[1:]]
-import tensor_parallel
-tensor_parallel.main()
+sys.argv = ["tensor_parallel", *sys.argv[1:]]
+from beyond import tensor_parallel
+from toolbox.torchrun import main
+main(tensor_parallel.shard, tensor_parallel.__doc__)
 """
 
 
@@ -233,7 +235,7 @@ def test_a_rank_that_is_lost_stops_the_others(what, timeout):
     try:
         _, said = ranks[0].communicate(timeout=600)
         assert ranks[0].returncode == 1, said
-        lines = [line for line in said.splitlines() if line.startswith("tensor_parallel.py: ")]
+        lines = [line for line in said.splitlines() if line.startswith("python -m beyond.tensor_parallel: ")]
         assert len(lines) == 1 and "Traceback" not in said
         assert "rank 0: an all-reduce failed; another rank has stopped or hangs" in lines[0]
     finally:

@@ -226,7 +226,7 @@ def guarded(prog, work, speaks=True):
     """
     Runs `work()`, which returns an exit status. Expected errors become one line on stderr.
 
-    speaks: False for a rank of tensor_parallel.py that leaves the message to rank 0
+    speaks: False for a rank of beyond.tensor_parallel that leaves the message to rank 0
     """
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, "reconfigure"):

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.distributed.nn
 
 from toolbox import cli
+from toolbox.stages import SCRIPTS
+from toolbox.traffic import count_examples
 
 
 def run_on_ranks(p, command, argv=None):
@@ -64,3 +66,30 @@ def run_in_group(prog, command, args):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def main(shard, doc, argv=None):
+    """The command of beyond/tensor_parallel.py: runs a stage, and prints what was sent."""
+    p = cli.parser(doc)
+    p.prog = "python -m beyond.tensor_parallel"
+    p.add_argument("--stage", choices=SCRIPTS, default="ragged", help="the way of batching to run")
+    run_on_ranks(p, lambda args: run_sharded(shard, args), argv)
+
+
+def run_sharded(shard, args):
+    models, counts = [], []
+
+    def shard_and_count(model):   # before the run: after it, rank 0 checks while the others leave
+        models.append(shard(model))
+        counts.append(count_examples(model))
+        model.traffic.reset()
+        return model
+
+    status = cli.run_stage(SCRIPTS[args.stage], args, shard=shard_and_count)
+    model, = models
+    sent = model.traffic
+    print(f"{dist.get_world_size()} ranks ({dist.get_backend()}), {model.config.n_layer} layers, "
+          f"all-reduces of a forward pass: {counts[0]}\n"
+          f"rank 0 in this run: {sent.all_reduces:,} all-reduces, {sent.bytes / 1e6:,.1f} MB"
+          + (f", {sent.seconds:.2f} s" if model.device.type == "cpu" else ""))
+    return status

@@ -1,7 +1,7 @@
 """
 Beyond one device: tensor parallelism. Each rank holds part of each block; batching does not change.
 
-Two all-reduces per layer: the number of tokens N changes their size, not their number (claim R5).
+Two all-reduces per layer: the number of tokens N changes their size, not their number.
 
     x (N, C), the same on every rank
       |                                column-parallel: a rank computes some output features.
@@ -18,57 +18,36 @@ Two all-reduces per layer: the number of tokens N changes their size, not their 
 Embeddings and vocabulary projection are replicated. Every rank runs the same Scheduler and draws
 the same random numbers, so no decision has to be sent. model.py knows nothing of all this.
 
-    torchrun --nproc_per_node 2 tensor_parallel.py --stage ragged
+    torchrun --nproc_per_node 2 -m beyond.tensor_parallel --stage ragged
     torchrun --nproc_per_node 2 -m experiments.ranks          measures what the all-reduces cost
-"""
-import time
-from dataclasses import dataclass
 
+(Claim R5.)
+"""
 import torch.distributed as dist
 import torch.nn as nn
 
-
-@dataclass
-class Traffic:
-    """Counts a rank's all-reduces."""
-    all_reduces: int = 0
-    bytes: int = 0          # of the tensors that were summed
-    seconds: float = 0.0    # on a GPU only the time to launch them, unless `clock` synchronizes
-    clock = staticmethod(time.perf_counter)
-
-    def reset(self):
-        self.all_reduces, self.bytes, self.seconds = 0, 0, 0.0
+from toolbox.traffic import Traffic
 
 
 class RowParallel(nn.Module):
     """y = x W^T + b for x (..., in/ranks): this rank's input features and its columns of W."""
 
-    def __init__(self, linear, rank, ranks, group, traffic):
+    def __init__(self, linear, rank, ranks, traffic):
         super().__init__()
         columns = linear.weight.chunk(ranks, dim=1)[rank].clone()      # (out, in/ranks)
         self.weight = nn.Parameter(columns, requires_grad=False)
         self.bias = linear.bias                                        # whole: added after the sum
-        self.group, self.traffic = group, traffic
+        self.traffic = traffic
 
     def forward(self, x):
         y = nn.functional.linear(x, self.weight)                       # (..., out), one summand
-        if dist.get_world_size(self.group) == 1:
-            return y + self.bias
-        start = self.traffic.clock()
-        try:
-            dist.all_reduce(y, group=self.group)                       # the only communication
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConnectionError(f"rank {dist.get_rank()}: an all-reduce failed; "
-                                  f"another rank has stopped or hangs ({reason:.120})") from None
-        self.traffic.all_reduces += 1
-        self.traffic.bytes += y.nbytes
-        self.traffic.seconds += self.traffic.clock() - start
+        self.traffic.all_reduce(y)                                     # the only communication
         return y + self.bias
 
 
 def column_parallel(linear, rank, ranks):
     """A Linear with this rank's rows of the weight, (out/ranks, in): some output features."""
+    # "meta": without memory for the random weights, which are replaced at once
     part = nn.Linear(linear.in_features, linear.out_features // ranks, device="meta")
     part.weight = nn.Parameter(linear.weight.chunk(ranks)[rank].clone(), requires_grad=False)
     part.bias = nn.Parameter(linear.bias.chunk(ranks)[rank].clone(), requires_grad=False)
@@ -86,50 +65,18 @@ def shard(model, group=None):
         if size % ranks:
             raise ValueError(f"{ranks} ranks: {what} {size} is not a multiple "
                              f"of {ranks}, and each rank must get an equal share")
-    model.traffic = Traffic()
+    model.traffic = Traffic(group)
     for block in model.h:
         attn, mlp = block.attn, block.mlp
         attn.query = column_parallel(attn.query, rank, ranks)
         attn.key = column_parallel(attn.key, rank, ranks)
         attn.value = column_parallel(attn.value, rank, ranks)
-        attn.c_proj = RowParallel(attn.c_proj, rank, ranks, group, model.traffic)
+        attn.c_proj = RowParallel(attn.c_proj, rank, ranks, model.traffic)
         mlp.c_fc = column_parallel(mlp.c_fc, rank, ranks)
-        mlp.c_proj = RowParallel(mlp.c_proj, rank, ranks, group, model.traffic)
+        mlp.c_proj = RowParallel(mlp.c_proj, rank, ranks, model.traffic)
     return model
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-def run_sharded(args):
-    """Runs a stage on the sharded model and prints what was sent. Returns the exit status."""
-    from experiments.ranks import count_examples
-    from toolbox import cli
-    from toolbox.stages import SCRIPTS
-    sharded = counts = None
-
-    def shard_and_count(model):   # before the run: after it, rank 0 checks while the others leave
-        nonlocal sharded, counts
-        sharded = shard(model)
-        counts = count_examples(sharded)
-        sharded.traffic.reset()
-        return sharded
-
-    status = cli.run_stage(SCRIPTS[args.stage], args, shard=shard_and_count)
-    sent = sharded.traffic
-    print(f"{dist.get_world_size()} ranks ({dist.get_backend()}), {sharded.config.n_layer} layers, "
-          f"all-reduces of a forward pass: {counts}\n"
-          f"rank 0 in this run: {sent.all_reduces:,} all-reduces, {sent.bytes / 1e6:,.1f} MB"
-          + (f", {sent.seconds:.2f} s" if sharded.device.type == "cpu" else ""))
-    return status
-
-
-def main(argv=None):
-    from toolbox import cli, torchrun
-    from toolbox.stages import SCRIPTS
-    p = cli.parser(__doc__)
-    p.add_argument("--stage", choices=SCRIPTS, default="ragged", help="the way of batching to run")
-    torchrun.run_on_ranks(p, run_sharded, argv)
-
-
 if __name__ == "__main__":
-    main()
+    from toolbox.torchrun import main
+    main(shard, __doc__)
