@@ -185,7 +185,8 @@ def reads_per_step(waiting, arrival, scheduler):
         assert scheduler.busy
         finish(scheduler, scheduler.schedule(scheduler.next_step(step)))
         reads.append(Watched.reads)
-    return reads[1:] if isinstance(scheduler, FairScheduler) else reads   # step 0 ranks all arrivals
+    # in step 0 a FairScheduler ranks all that arrive
+    return reads[1:] if isinstance(scheduler, FairScheduler) else reads
 
 
 SCHEDULERS = {

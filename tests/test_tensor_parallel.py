@@ -24,6 +24,7 @@ from request import Request
 
 ROOT = Path(__file__).parent.parent
 EVEN = dict(n_head=4, n_embd=16)
+SCRIPT, NAME = ("-m", "beyond.tensor_parallel"), "python -m beyond.tensor_parallel: "
 
 
 def workload(seed, n=7):
@@ -108,7 +109,7 @@ def torchrun(*command):
         ["--stage", "interleaved", "--max_kv_tokens", "200"])),
 ], ids=" ".join)
 def test_the_script(flags):
-    result = torchrun("-m", "beyond.tensor_parallel", *flags, "--max_new_tokens", "12", "--timeout", "600")
+    result = torchrun(*SCRIPT, *flags, "--max_new_tokens", "12", "--timeout", "600")
     assert result.returncode == 0, result.stderr
     assert "12/12 requests identical to unbatched" in result.stdout
     assert result.stdout.count("--- r0:") == 1   # rank 0 speaks
@@ -139,9 +140,9 @@ def test_the_table(tmp_path):
 
 @pytest.mark.thorough
 def test_one_clear_line_from_rank_0():
-    result = torchrun("-m", "beyond.tensor_parallel", "--temperature", "-1")
+    result = torchrun(*SCRIPT, "--temperature", "-1")
     assert result.returncode != 0
-    lines = [line for line in result.stderr.splitlines() if line.startswith("python -m beyond.tensor_parallel:")]
+    lines = [line for line in result.stderr.splitlines() if line.startswith(NAME)]
     assert lines == [line for line in result.stderr.splitlines() if "temperature must be" in line]
     assert lines != []
 
@@ -153,7 +154,7 @@ def one_process(*command, **environment):
 
 
 @pytest.mark.parametrize("command", [
-    ["-m", "beyond.tensor_parallel"],
+    SCRIPT,
     pytest.param(["-m", "experiments.ranks"], marks=pytest.mark.thorough)], ids=" ".join)
 def test_without_torchrun(command):
     result = one_process(*command)
@@ -235,7 +236,7 @@ def test_a_rank_that_is_lost_stops_the_others(what, timeout):
     try:
         _, said = ranks[0].communicate(timeout=600)
         assert ranks[0].returncode == 1, said
-        lines = [line for line in said.splitlines() if line.startswith("python -m beyond.tensor_parallel: ")]
+        lines = [line for line in said.splitlines() if line.startswith(NAME)]
         assert len(lines) == 1 and "Traceback" not in said
         assert "rank 0: an all-reduce failed; another rank has stopped or hangs" in lines[0]
     finally:
