@@ -16,6 +16,8 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from heapq import heapify
+from itertools import pairwise
 
 import generate_paged
 import generate_ragged
@@ -115,16 +117,31 @@ class ScatteredPages(Pages):
     """Hands out pages in random order, the worst case for reading them."""
     order = random.Random(0)
 
-    def allocate(self, number, after=None):
-        pages = super().allocate(number, after)
-        free = sorted(self.free | set(pages))
-        chosen = self.order.sample(free, number)
-        self.free = set(free) - set(chosen)
-        for page in pages:
-            self.holders[page] = 0
-        for page in chosen:
-            self.holders[page] = 1
-        return chosen
+    def allocate(self, table, number):
+        for _ in range(number):
+            self.take(table, self.order.choice(self.free))
+
+    def take(self, table, page):
+        self.free.remove(page)
+        heapify(self.free)
+        self.holders[page] = 1
+        table.append(page)
+
+
+class NeighbouringPages(ScatteredPages):
+    """The best case: the next page if it is free, and a newcomer starts where it can grow most."""
+
+    def allocate(self, table, number):
+        for left in range(number, 0, -1):
+            beside = table[-1] + 1 if table else None
+            self.take(table, beside if beside in self.free else self.roomiest(left))
+
+    def roomiest(self, number):
+        """The first of `number` pages in the middle of the longest free stretch."""
+        pages = sorted(self.free)
+        edges = [i for i, (a, b) in enumerate(pairwise(pages), start=1) if b > a + 1]
+        first, end = max(pairwise([0, *edges, len(pages)]), key=lambda part: part[1] - part[0])
+        return pages[first] + max(end - first - number, 0) // 2
 
 
 def paged(model, requests, books=Pages, **knobs):
@@ -138,7 +155,8 @@ def paged(model, requests, books=Pages, **knobs):
 
 WAYS = {
     "stage 6": lambda model, requests, **knobs: generate_ragged.generate(model, requests, **knobs),
-    "neighbours": lambda model, requests, **knobs: paged(model, requests, pages=2048, **knobs),
+    "neighbours": lambda model, requests, **knobs: paged(model, requests, NeighbouringPages,
+                                                         pages=2048, **knobs),
     "scattered": lambda model, requests, **knobs: paged(model, requests, ScatteredPages,
                                                         pages=2048, **knobs)}
 
