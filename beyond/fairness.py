@@ -12,11 +12,12 @@ at the latest, and no request is preempted more than MAX_OVERTAKEN times. At eit
     admitted              a   b   c   L   d
     L was overtaken       1   2   3           L is due: d is shorter, and has to wait
 
-There is one order for everything, the *rank*: due or not, then the key, then the arrival. It
-decides which request is admitted first and whose chunks come first; and the last in rank is the one
-to preempt. A request that preempts ranks before its victim. So the first in rank keeps its pages
-and goes on at every step: no live-lock. vLLM ranks victims as its policy ranks its queue, too: by
-arrival under "fcfs", by priority and then arrival under "priority". It has no bound.
+There is one order for the queue and for memory, the *rank*: due or not, then the key, then the
+arrival. The first in rank is admitted first, and the last in rank is the one to preempt. A request
+that preempts ranks before its victim. So the first in rank keeps its pages and goes on at every
+step: no live-lock. The token budget goes to those that run already, then to new ones: else a stream
+of short prompts could stop a longer one in the middle. vLLM ranks victims as its policy ranks its
+queue, too: by arrival under "fcfs", by priority and then arrival under "priority". It has no bound.
 
     python -m beyond.fairness                  the example above, and all policies with its requests
     python generate_paged.py --policy sjf      stage 7 with a policy
@@ -38,8 +39,8 @@ MAX_OVERTAKEN = 16
 
 class FairScheduler(PagedScheduler):
     """
-    A PagedScheduler that keeps `waiting` and `running` in rank order. In `waiting`, requests that
-    have not arrived stand behind all that have, by arrival.
+    A PagedScheduler that keeps `waiting` in rank order, and `running` when it looks for a victim.
+    In `waiting`, requests that have not arrived stand behind all that have, by arrival.
 
     policy: one of POLICIES
     bound:  how often a request may be overtaken, and how often preempted
@@ -51,58 +52,59 @@ class FairScheduler(PagedScheduler):
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
         self.key, self.bound = POLICIES[policy], bound
-        self.number = {}                # request -> its place in the order of arrival
-        self.added = self.ranked = 0    # how many were ever added; of these, how many have arrived
-        self.line = OrderedDict()       # requests that were never admitted, by arrival
-        self.due, self.times_preempted = set(), Counter()
-
-    def rank(self, request):
-        n = self.number[request]
-        if n >= self.ranked:   # it has not arrived
-            return True, n
-        return False, request not in self.due, self.key(request), n
+        self.rank = {}              # request -> (has not arrived, is not due, its key, its number)
+        self.line = OrderedDict()   # requests that were never admitted, by arrival
+        self.added = 0              # requests so far; the next one's number
+        self.times_preempted = Counter()
 
     def add(self, request):
         super().add(request)
-        self.number[request], self.line[request] = self.added, None
+        self.rank[request] = True, True, 0, self.added
+        self.line[request] = None
         self.added += 1
+
+    def enqueue(self, request, due):
+        """An arrived request takes its place among the waiting."""
+        self.rank[request] = False, not due, self.key(request), self.rank[request][-1]
+        insort(self.waiting, request, key=self.rank.get)
+
+    def is_due(self, request):
+        return not self.rank[request][1]
 
     def schedule(self, step):
         """As PagedScheduler.schedule; but first, those that have arrived take their ranks."""
-        first = bisect_left(self.waiting, True, key=lambda request: self.rank(request)[0])
+        first = bisect_left(self.waiting, (True,), key=self.rank.get)
         while first < len(self.waiting) and self.waiting[first].arrival <= step:
             request = self.waiting[first]
             del self.waiting[first]
-            self.ranked = self.number[request] + 1
-            insort(self.waiting, request, key=self.rank)
+            self.enqueue(request, due=False)
             first += 1
+        self.running.sort(key=self.rank.get)   # the last is preempted; new ones go behind
         return super().schedule(step)
-
-    def admit(self, step):
-        super().admit(step)
-        self.running.sort(key=self.rank)
 
     def arrived(self, step):
         """As Scheduler.arrived; but first, the one that has waited longest may become due."""
+        while self.line and next(iter(self.line)).finished:   # cancelled: it overtook no other
+            self.line.popitem(last=False)
         oldest = next(iter(self.line), None)
-        if oldest and self.times_overtaken(oldest) >= self.bound and oldest not in self.due:
-            self.waiting.remove(oldest)
-            self.due.add(oldest)
-            insort(self.waiting, oldest, key=self.rank)
+        if oldest and oldest.arrival <= step and self.times_overtaken(oldest) >= self.bound:
+            if not self.is_due(oldest):
+                del self.waiting[bisect_left(self.waiting, self.rank[oldest], key=self.rank.get)]
+                self.enqueue(oldest, due=True)
         return super().arrived(step)
 
     def times_overtaken(self, oldest):
         """How many that arrived later have left the line. All that arrived earlier have."""
-        return self.added - len(self.line) - self.number[oldest]
+        return self.added - len(self.line) - self.rank[oldest][-1]
 
     def grant_room(self, request):
         """As PagedScheduler.grant_room; a request that is due needs room for its longest answer."""
         need = self.pages.needed(request.kv_tokens)
-        if request in self.due and need > self.pages.available():
+        if self.is_due(request) and need > self.pages.available():
             return False
         if not super().grant_room(request):
             return False
-        if request in self.due:
+        if self.is_due(request):
             self.pages.allocate(request.kv, need - len(request.kv))
         self.line.pop(request, None)
         return True
@@ -111,9 +113,7 @@ class FairScheduler(PagedScheduler):
         super().preempt(request)
         self.waiting.popleft()   # not to the front: to its rank
         self.times_preempted[request] += 1
-        if self.times_preempted[request] >= self.bound:
-            self.due.add(request)
-        insort(self.waiting, request, key=self.rank)
+        self.enqueue(request, self.is_due(request) or self.times_preempted[request] >= self.bound)
 
     def cancel(self, request):
         super().cancel(request)
@@ -126,9 +126,8 @@ class FairScheduler(PagedScheduler):
 
     def forget(self, request):
         """What has finished leaves nothing behind."""
-        for book in self.number, self.line, self.times_preempted:
-            book.pop(request, None)
-        self.due.discard(request)
+        self.rank.pop(request, None)
+        self.times_preempted.pop(request, None)
 
 
 # --- the example ----------------------------------------------------------------------------------

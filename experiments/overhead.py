@@ -1,43 +1,55 @@
 """
-What a step costs besides the model: choosing its requests, and sharing the machine.
+What a step costs besides the model: the scheduler's books, and sharing the machine.
 
-The first table is the scheduler's own time, without a model, with few and with many waiting
-requests. The second is the time of a step of 16 decodes, alone and beside another program: an
-endless loop, which wants one core for itself. Quiet and busy runs take turns.
+    queues     the scheduler's own time, without a model, with few and with many waiting requests
+    prefixes   one prompt's pages, published and found again: time and memory against its length
+    served     memory and time after 1,000 requests and after many more, none of which may stay
+    beside     a step of 16 decodes, alone and beside another program: an endless loop, which wants
+               one core for itself. Quiet and busy runs take turns.
 
     python -m experiments.overhead
     python -m experiments.overhead --json overhead.json
+    python -m experiments.overhead --served 1000000    only that table
 """
 import random
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter, deque
 from functools import partial
 
+from beyond.fairness import POLICIES, FairScheduler
 from experiments import results
 from generate_ragged import generate
 from kernels.threads import LONGEST_PAUSE
 from model import GPT, GPTConfig
-from paging import POLICIES, PagedScheduler, Pages
+from paging import PagedScheduler, Pages
 from request import Request, complete, prepare
 from scheduler import Scheduler
 from toolbox.cli import guarded, measuring_parser, measuring_place
 from toolbox.report import aligned
 
 WAITING = 300, 10_000
+LENGTHS = 1_000, 10_000, 100_000
 SCHEDULERS = {
     "stage 6, first come first served": partial(Scheduler, 32, 256),
-    **{f"stage 7, {policy}": lambda policy=policy: PagedScheduler(32, 256, Pages(600, 16), policy)
-       for policy in POLICIES}}
+    "stage 7, first come first served": lambda: PagedScheduler(32, 256, Pages(600, 16)),
+    **{f"beyond/fairness.py, {policy}": lambda policy=policy: FairScheduler(
+        32, 256, Pages(600, 16), policy) for policy in POLICIES}}
+SERVED = {   # in little memory, so that requests are preempted and pages evicted
+    "stage 7": lambda: PagedScheduler(32, 512, Pages(120, 16)),
+    "beyond/fairness.py, sjf": lambda: FairScheduler(32, 512, Pages(120, 16), "sjf")}
 MODELS = {   # how to make each, and for how many steps it runs: a second or two
     "built-in model": (GPT.from_pretrained, 200), "GPT-2's size": (lambda: GPT(GPTConfig()), 48)}
 
 
+# --- queues ---------------------------------------------------------------------------------------
+
 def scheduling(new, waiting, steps):
     """
-    {"add": seconds to add `waiting` requests, "step": seconds of a step, mean of `steps`}. The
-    requests have prompts of 8 to 100 tokens and answers of 8 to 64.
+    {"add": seconds to add `waiting` requests, and for the first step, in which all arrive, "step":
+    seconds of a later step, mean of `steps`}. Prompts have 8 to 100 tokens, answers 8 to 64.
     """
     rng = random.Random(0)
     requests = prepare([Request([rng.randrange(50) for _ in range(rng.randint(8, 100))],
@@ -45,11 +57,17 @@ def scheduling(new, waiting, steps):
     scheduler, start = new(), time.perf_counter()
     for request in requests:
         scheduler.add(request)
-    added, start = time.perf_counter() - start, time.perf_counter()
-    for step in range(steps):
+    times = [run_step(scheduler, step, rng) for step in range(1 + steps)]
+    return {"add": time.perf_counter() - start - sum(times[1:]), "step": statistics.mean(times[1:])}
+
+
+def run_step(scheduler, step, rng):
+    """A step without a model. Returns its seconds."""
+    start = time.perf_counter()
+    if scheduler.busy:
         plan = scheduler.schedule(step)
-        scheduler.update(plan, [7] * len(complete(plan)))
-    return {"add": added, "step": (time.perf_counter() - start) / steps}
+        scheduler.update(plan, [rng.randrange(50) for _ in complete(plan)])
+    return time.perf_counter() - start
 
 
 def queues(repeats, steps=200):
@@ -62,6 +80,104 @@ def queues(repeats, steps=200):
                 what: min(run[what] for run in runs) for what in ("add", "step")}
     return found
 
+
+# --- prefixes -------------------------------------------------------------------------------------
+
+def containers(thing, path="scheduler", seen=None):
+    """(path, container) of every list, dict and so on that an object holds, however deep."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, (list, tuple, set, deque, dict)):
+        yield path, thing
+        for member in [*thing, *thing.values()] if isinstance(thing, dict) else thing:
+            yield from containers(member, path, seen)
+    elif hasattr(thing, "__dict__") and not callable(thing):
+        for name, value in vars(thing).items():
+            yield from containers(value, f"{path}.{name}", seen)
+
+
+def held(scheduler):
+    """{path: entries} of all that a scheduler, its pages and its requests hold."""
+    found = Counter()
+    for path, container in containers(scheduler):
+        found[path] += len(container)
+    return found
+
+
+def size(thing):
+    """Bytes of these containers. (Of their entries, the numbers are not counted.)"""
+    return sum(sys.getsizeof(container) for _, container in containers(thing))
+
+
+def publish_and_find(prompt, size=16):
+    """Publishes all full pages of a prompt and finds them again. Returns the pages' books."""
+    pages, table = Pages(len(prompt) // size, size), []
+    pages.allocate(table, len(prompt) // size)
+    for i in range(len(table)):
+        pages.publish(table, i, prompt[i * size:(i + 1) * size])
+    if pages.find(prompt) != table:
+        raise AssertionError("published pages are not found")
+    return pages
+
+
+def prefixes(repeats):
+    """{tokens: {"seconds": the least of `repeats` runs, "bytes": that the books keep}}."""
+    found = {}
+    for tokens in LENGTHS:
+        prompt, seconds = [i * i % 50_257 for i in range(tokens)], []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            books = publish_and_find(prompt)
+            seconds.append(time.perf_counter() - start)
+        found[tokens] = {"seconds": min(seconds), "bytes": size(books)}
+    return found
+
+
+# --- served ---------------------------------------------------------------------------------------
+
+def serve(scheduler, number):
+    """
+    Runs so many short requests without a model. Some share a prefix, some are cancelled. Yields
+    (requests that have come, seconds of the step) after every step.
+    """
+    rng, config, come, step = random.Random(0), GPTConfig(), 0, 0
+    stems = [[rng.randrange(50) for _ in range(n)] for n in (0, 0, 16, 40)]
+    while come < number or scheduler.busy:
+        new = min(rng.randrange(32), number - come) if len(scheduler.waiting) < 64 else 0
+        for _ in range(new):
+            prompt = rng.choice(stems) + [rng.randrange(50) for _ in range(rng.randint(1, 30))]
+            request, = prepare(Request(prompt, rng.randint(1, 12), arrival=step + 1), config)
+            scheduler.add(request)
+        come += new
+        for line in scheduler.waiting, scheduler.running:
+            if line and rng.random() < 0.2:
+                rng.choice(line).cancel()            # a mark
+            if line and rng.random() < 0.2:
+                scheduler.cancel(rng.choice(line))   # at once
+        yield come, run_step(scheduler, step, rng)
+        step += 1
+
+
+def served(new, number):
+    """
+    {"early": after 1,000 requests, "late": after `number`}: {"requests", "entries", "bytes" that
+    the scheduler holds, "step": seconds, the median of the last 100}.
+    """
+    scheduler, found, times = new(), {}, []
+    for come, seconds in serve(scheduler, number):
+        times.append(seconds)
+        for when, requests in ("early", 1_000), ("late", number):
+            if come >= requests and when not in found:
+                found[when] = {"requests": come, "entries": sum(held(scheduler).values()),
+                               "bytes": size(scheduler),
+                               "step": statistics.median(times[-100:])}
+        del times[:-100]
+    return found
+
+
+# --- beside another program -----------------------------------------------------------------------
 
 def step_seconds(model, steps):
     """Mean seconds of a step of 16 decodes."""
@@ -96,11 +212,25 @@ def measure(args):
     device, dtype, where = measuring_place(args)
     repeats = 1 if args.quick else 3
     print(where)
+    kept = {}
+    rows = [("requests that came and went", "entries held", "kB held", "ms a step")]
+    number = args.served or (20_000 if args.quick else 100_000)
+    for name, new in SERVED.items():
+        kept[name] = served(new, number if name == "stage 7" else max(number // 10, 2_000))
+        rows += [(f"{name}, {f['requests']:,}", f"{f['entries']:,}", f"{f['bytes'] / 1e3:,.0f}",
+                  f"{f['step'] * 1e3:.2f}") for f in kept[name].values()]
+    print("\n".join(aligned(rows)))
+    if args.served:
+        return 0
     scheduled = queues(repeats)
     rows = [("ms a step, scheduler alone", *(f"{n:,} waiting" for n in WAITING), "adding them, ms")]
-    for name, taken in scheduled.items():
-        rows.append((name, *(f"{taken[n]['step'] * 1e3:.3f}" for n in WAITING),
-                     f"{taken[WAITING[-1]]['add'] * 1e3:.0f}"))
+    rows += [(name, *(f"{taken[n]['step'] * 1e3:.3f}" for n in WAITING),
+              f"{taken[WAITING[-1]]['add'] * 1e3:.0f}") for name, taken in scheduled.items()]
+    print("\n".join(aligned(rows)))
+    chains = prefixes(repeats)
+    rows = [("tokens of a prompt, published and found", "ms", "us a token", "kB kept", "B a token")]
+    rows += [(f"{n:,}", f"{f['seconds'] * 1e3:.1f}", f"{f['seconds'] / n * 1e6:.2f}",
+              f"{f['bytes'] / 1e3:,.0f}", f"{f['bytes'] / n:.1f}") for n, f in chains.items()]
     print("\n".join(aligned(rows)))
     beside = {}
     rows = [("ms a step of 16 decodes", "quiet", "beside a loop", "times")]
@@ -116,14 +246,20 @@ def measure(args):
     print("\n".join(aligned(rows)))
     if args.json:
         results.save(args.json, "python -m experiments.overhead", where, repeats=repeats,
-                     queues=scheduled, beside=beside)
+                     queues=scheduled, prefixes=chains, served=kept, beside=beside)
     return 0
 
 
 def main(argv=None):
     p = measuring_parser("python -m experiments.overhead", __doc__, quick="one short run of each",
                          plot=False)
+    p.add_argument("--served", type=int, metavar="N",
+                   help="only that table, with so many requests (default: 100000)")
     args = p.parse_args(argv)
+    if args.served is not None and args.served < 2_000:
+        p.error("--served must be at least 2000")
+    if args.served and args.json:
+        p.error("--served makes one table only; --json needs all of them")
     return guarded(p.prog, lambda: measure(args))
 
 

@@ -243,6 +243,8 @@ class Engine(RuleBasedStateMachine):
         cancel:   this request is cancelled, in the last forward pass or when a token appears
         """
         for _ in range(times):
+            if not self.scheduler.busy:
+                return
             plan = self.scheduler.schedule(self.step_number)
             self.step_number += 1
             if not plan:

@@ -124,7 +124,7 @@ def test_bad_flags(flags, message, no_gpu, monkeypatch):
     (["--pages", "0"], "--pages must be a whole number of at least 1, not 0"),
     (["--pages", "-1"], "--pages must be a whole number of at least 1, not -1"),
     (["--pages", "many"], "--pages"),
-    (["--pages", "3"], "needs 7 pages of 16 tokens, pages is 3"),
+    (["--pages", "3"], "needs 6 pages of 16 tokens, pages is 3"),
     (["--page_size", "0"], "--page_size must be a whole number of at least 1, not 0"),
     (["--policy", "lifo"], "--policy"),
     (["--max_batch", "0"], "--max_batch must be a whole number of at least 1, not 0"),
@@ -346,6 +346,7 @@ def test_what_optimize_changes_does_not_check_itself(monkeypatch):
     flags = ["--optimize", "--prompt", "# json\nLoad a file", "--max_new_tokens", 4]
     code, out, _ = run(generate_ragged, *flags)
     assert code == 0 and "1/1 requests identical to unbatched" in out
+    assert "\ncompiled step: " in out
     assert run_command(ladder, *flags, "--repeats", 1)[0] == 0
 
     without_bias, pack = FastLinear.forward, native.pack

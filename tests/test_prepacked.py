@@ -86,7 +86,7 @@ def test_shape_and_padding(lengths, rows):
     m = max(lengths)
     batch = Packed(plan_of(lengths))
     assert batch.tokens.shape == (rows, m)
-    assert batch.cost() == {"score_entries": rows * m * m, "copied_bytes": 0,
+    assert batch.cost() == {"score_entries": rows * m * m,
                             "padded_keys": rows * m - sum(lengths)}
     forward, = STAGES["prepacked"](MODEL, [Request([1] * n, 1) for n in lengths]).passes
     assert forward.shape == (rows, m)

@@ -1,0 +1,225 @@
+"""beyond/fairness.py: policies, and bounds on what they may cost a request."""
+import runpy
+from collections import Counter
+from dataclasses import replace
+
+import common
+import pytest
+from common import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_paging import CANCELS, THOROUGH, finish, grown, plans_of, queue, run, streams
+
+from beyond import fairness
+from beyond.fairness import MAX_OVERTAKEN, POLICIES, FairScheduler, order
+from paging import PagedScheduler, Pages
+from request import Request
+
+POLICY = st.sampled_from(list(POLICIES))
+
+
+# --- policies -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("policy, expected", [
+    ("fcfs", "ABCDE"), ("sjf", "BEDCA"), ("priority", "CEBDA"),
+])
+def test_policies_are_sort_keys(policy, expected):
+    scheduler = FairScheduler(1, 64, Pages(64, 1), policy)
+    queue(scheduler, [Request([0] * n, 1, name=name, priority=priority, arrival=arrival)
+                      for name, n, priority, arrival in [("A", 9, 2, 0), ("B", 3, 1, 0),
+                                                         ("C", 5, 0, 0), ("D", 3, 1, 0),
+                                                         ("E", 1, 0, 1)]])
+    assert "".join(plan[0] for plan in run(scheduler)) == expected
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="policy must be one of fcfs, sjf, priority, not 'lifo'"):
+        FairScheduler(1, 1, Pages(1, 1), "lifo")
+
+
+@settings(max_examples=examples(300), **THOROUGH)
+@given(data=st.data(), requests=streams(), max_batch=st.integers(1, 8), budget=st.integers(1, 30),
+       size=st.integers(1, 4), share=st.booleans(), cancels=CANCELS)
+def test_first_come_first_served_has_the_plans_of_stage_7(data, requests, max_batch, budget, size,
+                                                          share, cancels):
+    need = common.smallest_pool(requests, size, block_size=64)
+    pages = need + data.draw(st.integers(0, need))
+    fair = FairScheduler(max_batch, budget, Pages(pages, size), "fcfs", share, bound=10**9)
+    plain = PagedScheduler(max_batch, budget, Pages(pages, size), share)
+    assert plans_of(fair, requests, cancels) == plans_of(plain, requests, cancels)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_cancelled_while_it_waits_is_never_admitted(policy):
+    """A mark leaves it in the queue, where it may well rank first."""
+    scheduler = FairScheduler(1, 64, Pages(64, 4), policy)
+    requests = queue(scheduler, [Request([0] * n, 2, name=name, priority=priority)
+                                 for name, n, priority in [("A", 2, 0), ("B", 9, 2), ("C", 3, 1),
+                                                           ("D", 4, 1)]])
+    plan = scheduler.schedule(0)
+    requests[2].cancel()
+    finish(scheduler, plan)
+    later = run(scheduler, step=1)
+    assert "C" not in "".join(later) and len(later) == 5 and requests[2].generated == []
+
+
+def test_the_victim_is_the_last_in_rank():
+    scheduler, names = FairScheduler(8, 64, Pages(3, 4), "priority", share_prefixes=False), []
+    scheduler.preempt = lambda request: (names.append(request.name),
+                                         FairScheduler.preempt(scheduler, request))
+    queue(scheduler, [Request([0] * 3, 9, name=name, priority=priority, arrival=arrival)
+                      for name, priority, arrival in [("a", 1, 0), ("c", 1, 0), ("b", 0, 1)]])
+    run(scheduler)
+    assert names[:2] == ["c", "a"] and "b" not in names   # b is urgent, but the last to arrive
+
+
+def test_a_request_may_have_to_preempt_itself():
+    """The least urgent one grows, and there is no other that ranks behind it."""
+    scheduler = FairScheduler(2, 64, Pages(3, 2), "priority", share_prefixes=False)
+    other, urgent = queue(scheduler, [Request([0] * 2, 3, name="other", priority=1),
+                                      Request([0] * 3, 3, name="urgent")])
+    finish(scheduler, scheduler.schedule(0))
+    assert [len(request.kv) for request in (urgent, other)] == [2, 1]
+    assert [request.name for request, _ in scheduler.schedule(1)] == ["urgent"]
+    assert list(scheduler.waiting) == [other] and other.kv is None and other.computed == 0
+    assert scheduler.pages.available() == 1   # the only page it had; it needs two
+    run(scheduler, step=1)
+    assert len(other.generated) == 3 and scheduler.counts["preemptions"] == 1
+
+
+# --- the bound: no request starves ----------------------------------------------------------------
+
+def test_the_example_of_the_docstring(capsys):
+    line = {words[0]: words[1:] for words in map(str.split, fairness.__doc__.splitlines()) if words}
+    admitted = order("sjf", bound=3)
+    assert admitted == line["admitted"] and admitted.index("L") == 3
+    assert line["L"][:5] == ["was", "overtaken", "1", "2", "3"]
+    assert order("sjf", bound=4) == [*"abcdL"] == order("priority", bound=4)
+    assert order("fcfs", bound=3) == [*"Labcd"]
+    runpy.run_path(fairness.__file__, run_name="__main__")
+    assert "sjf        bound  3   admitted: a b c L d\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", ["sjf", "priority"])
+@pytest.mark.parametrize("bound, waits", [(MAX_OVERTAKEN, MAX_OVERTAKEN), (10**9, 100)])
+def test_no_request_starves(policy, bound, waits):
+    """A long, unimportant request against a stream of others, one of which arrives every step."""
+    scheduler = FairScheduler(1, 64, Pages(64, 1), policy, bound=bound)
+    long = Request([0] * 40, 1, name="long", priority=9)
+    queue(scheduler, [long, *(Request([0], 1, name=f"s{i}", arrival=i) for i in range(100))])
+    run(scheduler)
+    assert long.token_steps == [waits]
+
+
+def test_no_stream_of_short_prompts_stops_a_longer_one_in_the_middle():
+    """One arrives every step; with the decode of the one before it, it could take all four."""
+    scheduler = FairScheduler(3, 4, Pages(64, 4), "sjf")
+    queue(scheduler, [Request([1, 2], 2, name="a"), Request([3] * 4, 9, name="L"),
+                      *(Request([4, 5, i % 9], 2, name=f"s{i}-", arrival=i) for i in range(1, 30))])
+    assert run(scheduler)[:3] == ["a2 L2", "a1 L2 s1-1", "L1 s1-2 s2-1"]
+
+
+def test_a_request_that_was_cancelled_while_it_waited_has_overtaken_no_other():
+    scheduler = FairScheduler(1, 64, Pages(64, 1), "sjf", bound=3)
+    _, *others = queue(scheduler, [Request([0] * 9, 1, name="L"),
+                                   *(Request([0], 1, name=name) for name in "abcdefg")])
+    for request in others[3:]:
+        scheduler.cancel(request)
+    assert run(scheduler) == ["a1", "b1", "c1", "L8"]   # its first page is shared
+    assert not scheduler.line or all(request.finished for request in scheduler.line)
+
+
+@settings(max_examples=examples(400), **THOROUGH)
+@given(data=st.data(), requests=streams(), bound=st.sampled_from([0, 1, 2, MAX_OVERTAKEN]),
+       size=st.integers(1, 6), policy=POLICY, max_batch=st.integers(1, 8),
+       budget=st.integers(1, 30), share=st.booleans())
+def test_no_live_lock_from_the_smallest_pool_up(data, requests, bound, size, policy, max_batch,
+                                                budget, share):
+    """
+    Every step computes something, no request is overtaken or preempted more often than the bound
+    says, and all are done within as many steps as that allows.
+    """
+    need = common.smallest_pool(requests, size, block_size=64)
+    pages = Pages(need + data.draw(st.integers(0, need)), size)
+    admitted, preempted = [], Counter()
+
+    class Noting(FairScheduler):
+        def preempt(self, request):
+            preempted[request] += 1
+            super().preempt(request)
+
+        def grant_room(self, request):
+            granted = super().grant_room(request)
+            if granted and request not in admitted:
+                n = number[request]
+                assert sum(number[other] > n for other in admitted) <= bound
+                assert len(admitted) <= n + bound
+                admitted.append(request)
+            return granted
+
+    scheduler = Noting(max_batch, budget, pages, policy, share, bound)
+    mine = queue(scheduler, [replace(request) for request in requests])
+    number = {request: n for n, request in enumerate(mine)}
+    plans = run(scheduler, token=lambda request: len(request.generated) % 2)
+    assert len(plans) <= (bound + 1) * sum(len(r.prompt) + r.max_new_tokens for r in requests)
+    assert max(preempted.values(), default=0) <= bound
+    assert pages.available() == pages.number
+
+
+@pytest.mark.parametrize("bound, most", [(10**9, 5), (1, 1), (0, 0)])
+def test_no_request_is_preempted_without_end(bound, most):
+    """All arrive together, so that none is overtaken: what counts here is preemption alone."""
+    sizes = [(3, 20), (3, 3), (4, 5), (3, 9), (4, 20), (2, 12), (5, 19)]
+    scheduler, times = FairScheduler(8, 64, Pages(30, 1), "fcfs", False, bound), Counter()
+    scheduler.preempt = lambda request: (times.update([request.name]),
+                                         FairScheduler.preempt(scheduler, request))
+    queue(scheduler, [Request([0] * prompt, new) for prompt, new in sizes])
+    run(scheduler)
+    assert max(times.values(), default=0) == most
+
+
+def test_a_due_request_has_room_for_its_longest_answer():
+    """It never has to ask for a page again, so it is never preempted again either."""
+    scheduler = FairScheduler(2, 64, Pages(6, 1), "fcfs", share_prefixes=False, bound=1)
+    first, second = queue(scheduler, [Request([0], 6, name="first"), Request([0], 6, name="b")])
+    for step in range(3):
+        finish(scheduler, scheduler.schedule(step))
+    assert [len(request.kv) for request in (first, second)] == [3, 3]
+    finish(scheduler, scheduler.schedule(3))
+    assert list(scheduler.waiting) == [second] and scheduler.is_due(second)
+    for step in range(4, 7):
+        finish(scheduler, scheduler.schedule(step))
+    assert first.finished and scheduler.running == [second] and len(second.kv) == 6
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_has_finished_leaves_nothing_behind(policy, monkeypatch):
+    assert grown(FairScheduler(16, 256, Pages(24, 16), policy)) == set()
+    monkeypatch.setattr(FairScheduler, "forget", lambda self, request: None)
+    assert "scheduler.rank" in grown(FairScheduler(16, 256, Pages(24, 16), policy))
+
+
+class Compared(Request):
+    """Counts how often one is compared with another, as a search through a queue would."""
+    times = 0
+
+    def __eq__(self, other):
+        Compared.times += 1
+        return self is other
+
+    __hash__ = Request.__hash__
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_step_searches_the_queue(policy):
+    """Not even one in which a request becomes due, and changes its place among 2,000 that wait."""
+    scheduler, due = FairScheduler(2, 64, Pages(99, 4), policy, bound=2), []
+    requests = queue(scheduler, [Compared([0] * (1 + i * 7 % 9), 2, priority=i * 5 % 8)
+                                 for i in range(2000)])
+    for step in range(30):
+        finish(scheduler, scheduler.schedule(step), step)
+        due += filter(scheduler.is_due, scheduler.running)
+    assert sum(request.finished for request in requests) > 20 and Compared.times < 50
+    assert bool(due) == (policy != "fcfs")
