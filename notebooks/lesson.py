@@ -328,7 +328,7 @@ def judge_victim(function):
 
     try:
         with swapped(PagedScheduler.schedule, [(
-                "self.running[-1]", "victim_of_reader(self.running, self.rank)")],
+                "self.running[-1]", "victim_of_reader(self.running, self.rank.get)")],
                 victim_of_reader=chosen):
             fault = first_fault("paged", requests, pages=12, page_size=4, policy="priority")
     except Stuck as stuck:

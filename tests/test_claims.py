@@ -18,13 +18,13 @@ import generate_ragged
 from beyond.tensor_parallel import shard
 from cache import KV
 from experiments import prepacking
-from experiments.ranks import count_collectives
 from generate_dynamic import Rectangle
 from generate_naive import StaticBatch
 from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
 from model import GPT, Block, GPTConfig, Head, causal
 from request import Request, prepare
+from toolbox.traffic import count_collectives
 
 ROOT = Path(__file__).parent.parent
 MODEL = toy(block_size=256)
