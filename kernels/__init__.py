@@ -11,14 +11,19 @@ and the state_dict stay as they are:
                   for any batch, a last block that computes only the tokens whose logits are wanted
 
 The layouts know nothing of this. The one seam is FastGPT.forward: it looks at whose method `attend`
-is, and takes its place.
+is, and takes its place. It does so only for what it was written for, and steps aside for anything
+else (served.py for layouts, parts.py for models). docs/kernels.md says what optimize() promises.
 """
+from functools import partial
+
 import torch
 from torch import nn
 
-from kernels import native
+from kernels import native, served
 from kernels.attention import Pools, Step, pieces_of
 from kernels.linear import FastLinear, FastMLP, ReorderedWeight, fused_linear
+from kernels.parts import Parts
+from kernels.threads import threads
 from model import GPT, MLP, causal
 
 
@@ -27,12 +32,32 @@ class FastGPT(GPT):
         """As GPT.forward."""
         if positions is None:   # whole sequences: a bare call, or training
             return super().forward(tokens, positions, attend, rows)
-        layout = getattr(attend, "__self__", None)
-        if getattr(layout, "attention", None) == "varlen":   # a Flat or a Paged batch
-            self.pools.take_in(layout)
-            if rows is layout.rows and native.can_step(self):
-                return native.step(self, tokens, positions, *pieces_of(layout))
-            attend = Step(layout)
+        why = self._parts.changed(self)
+        if why:
+            self.note(why)
+            return super().forward(tokens, positions, attend, rows)
+        why, layout = served.why_not(attend), getattr(attend, "__self__", None)
+        try:
+            if not why:
+                self.pools.take_in(layout)   # ValueError: these caches are others
+                try:
+                    return self.compiled_step(layout, tokens, positions, rows)
+                except ValueError as error:
+                    why, attend = str(error), Step(layout)
+        except ValueError as error:
+            why = str(error)
+        self.note(why)
+        return self.by_torch(tokens, positions, attend, rows)
+
+    def compiled_step(self, layout, tokens, positions, rows):
+        with native.LOCK:
+            if why := self._parts.why_not_compiled(self):
+                raise ValueError(why)
+            logits = native.step(self._parts.weights, tokens, positions, *pieces_of(layout, rows))
+            self.note(threads.used)
+        return logits
+
+    def by_torch(self, tokens, positions, attend, rows):
         *blocks, last = self.h
         x = self.wte(tokens) + self.wpe(positions)                                # (..., T, C)
         for block in blocks:
@@ -70,11 +95,23 @@ class FastGPT(GPT):
             self._pools = Pools(4 * self.config.block_size, *shape)
         return self._pools
 
-    def room(self, size):
-        """Working memory for so many numbers, kept for the next step."""
-        if self._room is None or self._room.numel() < size:
-            self._room = torch.empty(size)
-        return self._room
+    def note(self, how):
+        with native.LOCK:
+            self._parts.passes[how] += 1
+
+    def uses(self):
+        """In one line: whether its passes since optimize() were compiled steps, or why not."""
+        would = self._parts.changed(self) or self._parts.why_not_compiled(self)
+        passes = self._parts.passes or {would or torch.get_num_threads(): 1}
+        whys, counts = ([how for how in passes if isinstance(how, kind)] for kind in (str, int))
+        why = max(whys, key=passes.get, default=None)
+        if not counts:
+            return f"compiled step: no, {why}"
+        compiled = sum(map(passes.get, counts))
+        much = f"in {compiled} of {sum(passes.values())} passes" if why else "yes"
+        each = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        line = f"compiled step: {much}, {each} thread{'s' * (max(counts) > 1)}"
+        return f"{line}; in the others not: {why}" if why else line
 
 
 FAST = {nn.Linear: FastLinear, MLP: FastMLP, GPT: FastGPT}
@@ -86,12 +123,16 @@ def optimize(model, compiled=True):
 
     compiled: whether to use kernels of our own where they can be compiled, or only torch's
     """
-    compiled = compiled and native.works()
-    model._pools = model._room = None
+    # Not for tensor parallel ranks, which add up in the middle of a block
+    whole = all(isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding))
+                for module in model.modules() if module._parameters)
+    model._pools, model._parts = None, Parts()
     for module in model.modules():
         if isinstance(module, nn.Linear) or module is model.wte:
-            module.reordered = ReorderedWeight(compiled)
+            module.reordered = ReorderedWeight(compiled and whole)
             if module.reordered.serves(module.weight):
                 module.reordered(module.weight)
         module.__class__ = FAST.get(type(module), type(module))
+    if not isinstance(model, FastGPT):
+        model.uses = partial(str, f"compiled step: no, {type(model).__name__} is not GPT")
     return model

@@ -9,8 +9,10 @@ attention is torch's fused kernel: one call for all requests on a CUDA GPU in ha
 """
 import weakref
 from bisect import insort
+from collections import deque
 from functools import cache, cached_property
 from itertools import accumulate
+from threading import Lock
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +20,9 @@ from torch.nn import functional as F
 
 from cache import KV
 from kernels import native
+from kernels.served import Watch
+
+KEEPS = Watch((KV, "buffers"), (KV, "read"), (KV, "write"))
 
 
 class Pool:
@@ -31,6 +36,7 @@ class Pool:
             self.all_k, self.all_v = (
                 native.huge_pages(torch.empty(shape, dtype=dtype, device=device)) for _ in "kv")
         self.k, self.v = self.all_k.unbind(), self.all_v.unbind()
+        self.shape = layers, heads, head_size, dtype, device
         self.size, self.taken = size, []                                   # pieces (first, end)
 
     def take(self, tokens):
@@ -64,23 +70,40 @@ class Pools:
 
     def __init__(self, size, *shape):
         self.size, self.shape, self.pools = size, shape, []   # size: of the next pool, at least
+        self.lock, self.returned = Lock(), deque()            # (pool, piece), not yet given back
 
     def kv(self, capacity):
         """A cache. If no pool has room, a new one doubles the room: nothing ever moves."""
-        for pool in self.pools:
-            if (first := pool.take(capacity)) is not None:
-                break
-        else:
-            size = max(capacity, self.size, sum(pool.size for pool in self.pools))
-            pool = Pool(size, *self.shape)
-            self.pools.append(pool)
-            first = pool.take(capacity)
+        with self.lock:
+            self.settle()
+            for pool in self.pools:
+                if (first := pool.take(capacity)) is not None:
+                    break
+            else:
+                size = max(capacity, self.size, sum(pool.size for pool in self.pools))
+                pool = Pool(size, *self.shape)
+                self.pools.append(pool)
+                first = pool.take(capacity)
         kv = PooledKV(pool, first, capacity)
         weakref.finalize(kv, self.give_back, pool, (first, first + capacity)).atexit = False
         return kv
 
     def give_back(self, pool, piece):
-        pool.taken.remove(piece)
+        """
+        Called when a cache is gone: at any time, in any thread, perhaps in the middle of kv(). So
+        it never waits. If the lock is taken, the next one who takes it settles.
+        """
+        self.returned.append((pool, piece))
+        if self.lock.acquire(blocking=False):
+            try:
+                self.settle()
+            finally:
+                self.lock.release()
+
+    def settle(self):
+        while self.returned:
+            pool, piece = self.returned.popleft()
+            pool.taken.remove(piece)
         if len(self.pools) > 1 and not any(pool.taken for pool in self.pools):
             self.size = sum(pool.size for pool in self.pools)   # one pool is faster than several
             self.pools = []
@@ -95,8 +118,24 @@ class Pools:
         return new
 
     def take_in(self, batch):
-        """The caches of a Flat or Paged batch move into a pool if they are new."""
-        if is_paged(batch):
+        """
+        The caches of a Flat or Paged batch move into a pool if they are new. ValueError, and none
+        has moved, if they are not the KVs that these pools can replace, or the plan does not fit.
+        """
+        if KEEPS.first_changed():
+            raise ValueError(f"{KEEPS.first_changed()} has been replaced")
+        paged = is_paged(batch)
+        for kv in [batch.pool] if paged else [request.kv for request, _ in batch.plan]:
+            if type(kv) is PooledKV:
+                fits = kv.pool.shape == self.shape
+            else:
+                fits = type(kv) is KV and all(
+                    (len(t), t.size(-1), t.dtype, t.device) == self.shape[1:]
+                    for part in (kv.k, kv.v) for t in part.values())
+            if not fits or not METHODS.isdisjoint(vars(kv)):
+                raise ValueError("a cache is not a KV, or it is one of another model")
+        check_plan(batch, paged)
+        if paged:
             batch.pool.in_pool = self.pooled(getattr(batch.pool, "in_pool", batch.pool))
             batch.pool.k, batch.pool.v = batch.pool.in_pool.k, batch.pool.in_pool.v
         else:
@@ -105,6 +144,28 @@ class Pools:
 
     def __reduce__(self):
         return Pools, (self.size, *self.shape)   # a copied model has pools of its own
+
+
+METHODS = {"buffers", "read", "write"}
+
+
+def check_plan(batch, paged):
+    """ValueError if a request's tokens do not fit its place in the stream, or its cache."""
+    size = batch.pages.size if paged else 0
+    slots = batch.pool.capacity // size if paged else 0   # pages in the pool
+    first = 0
+    for (request, n), start, end, place, stop in zip(
+            batch.plan, batch.starts, batch.ends, batch.cu_seqlens, batch.cu_seqlens[1:]):
+        if n < 1 or start < 0 or end != start + n or place != first or stop != first + n:
+            raise ValueError(f"{request}: {n} tokens do not end at {end}")
+        if paged:
+            table = request.kv
+            fits = len(table) * size >= end and min(table) >= 0 and max(table) < slots
+        else:
+            fits = request.kv.capacity >= end
+        if not fits:
+            raise ValueError(f"{request}: its cache has no room for {end} tokens")
+        first = stop
 
 
 class Share:
@@ -246,18 +307,23 @@ def shares_of(batch):
     return shares
 
 
-def pieces_of(batch):
-    """The pieces of native.step for a batch whose caches are in pools, and the size of a page."""
-    complete, pieces = set(batch.sampled), []
-    size = batch.pages.size if is_paged(batch) else 2**40   # a cache in one piece is a single page
-    for i, (request, n) in enumerate(batch.plan):
-        if is_paged(batch):
-            kv = batch.pool.in_pool
-            table = [kv.first + page * size for page in request.kv]
-        else:
-            kv, table = request.kv, [request.kv.first]
-        pieces.append((batch.cu_seqlens[i], n, batch.starts[i], request in complete, table,
-                       kv.pool.all_k.data_ptr(), kv.pool.all_v.data_ptr(), kv.pool.size))
+def pieces_of(batch, rows):
+    """
+    The pieces of native.step for a batch whose caches are in pools, and the size of a page.
+    ValueError unless `rows` are the last tokens of some requests, in order.
+    """
+    lasts, wanted = [end - 1 for end in batch.cu_seqlens[1:]], () if rows is None else rows.tolist()
+    given = set(wanted)
+    if rows is None or wanted != [last for last in lasts if last in given]:
+        raise ValueError("the logits wanted are not those of the last tokens")
+    pools, pieces, paged = {}, [], is_paged(batch)
+    size = batch.pages.size if paged else 2**40   # a cache in one piece is a single page
+    for i, ((request, n), start) in enumerate(zip(batch.plan, batch.starts)):
+        kv = batch.pool.in_pool if paged else request.kv
+        table = [kv.first + page * size for page in request.kv] if paged else [kv.first]
+        if kv.pool not in pools:
+            pools[kv.pool] = *map(native.pool_address, (kv.pool.all_k, kv.pool.all_v)), kv.pool.size
+        pieces.append((batch.cu_seqlens[i], n, start, lasts[i] in given, table, *pools[kv.pool]))
     return pieces, size
 
 

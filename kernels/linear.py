@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kernels import native
+from kernels.served import Watch, touched
 from model import MLP
 
 
@@ -22,14 +23,19 @@ from model import MLP
 def has_onednn():
     """Whether this torch, on this processor, has oneDNN's two kernels, and they multiply right."""
     try:
-        x, bias = torch.arange(6.0).view(2, 3) - 3, torch.arange(4.0)
-        weight = torch.arange(12.0).view(4, 3) / 6
+        x, weight, bias = (torch.arange(n, dtype=torch.float32, device="cpu") for n in (6, 12, 4))
+        x, weight = x.view(2, 3) - 3, weight.view(4, 3) / 6
         reordered = torch.ops.mkldnn._reorder_linear_weight(weight)
         y = torch.ops.mkldnn._linear_pointwise(x, reordered, bias, "gelu", [], "tanh")
         expected = F.gelu(F.linear(x, weight, bias), approximate="tanh")
         return torch.allclose(y, expected, atol=1e-5)
     except (AttributeError, RuntimeError, TypeError):   # no such op, no oneDNN, another signature
         return False
+
+
+def version_of(weight):
+    """Differs after every change of a weight that torch counts."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 class ReorderedWeight:
@@ -41,21 +47,29 @@ class ReorderedWeight:
     """
 
     def __init__(self, compiled):
-        self.tensor, self.version = None, None
-        self.compiled = compiled   # for native.cpp's kernel, else for oneDNN's
+        self.compiled = compiled         # whether it may be for native.cpp's kernel
+        self.packed = None, None, None, None   # the weight, its memory, version, the reordered one
+
+    @property
+    def is_native(self):
+        return self.compiled and native.works()
 
     def serves(self, weight):
         """Whether there is a kernel for this weight: in float32 on a CPU."""
-        return (weight.dtype == torch.float32 and weight.device.type == "cpu"
-                and (self.compiled or has_onednn()))
+        if weight.dtype == torch.float32 and weight.device.type == "cpu":
+            return self.is_native or has_onednn()
+        self.packed = None, None, None, None
+        return False
 
     def __call__(self, weight):
-        version = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-        if self.version != version:
-            reorder = native.pack if self.compiled else torch.ops.mkldnn._reorder_linear_weight
-            self.tensor = reorder(weight.detach())
-            self.version = version
-        return self.tensor
+        of, _, version, packed = self.packed
+        if of is not weight or version != version_of(weight):
+            reorder = native.pack if self.is_native else torch.ops.mkldnn._reorder_linear_weight
+            # As long as its memory is kept, no weight that was moved here can have its address
+            memory, version = weight.detach(), version_of(weight)
+            packed = reorder(memory)
+            self.packed = weight, memory, version, packed   # at once: other threads may read it
+        return packed
 
     def __reduce__(self):
         return ReorderedWeight, (self.compiled,)   # opaque tensors can be neither copied nor saved
@@ -66,9 +80,10 @@ def fused_linear(module, x, bias=None, gelu=False):
     weight = module.weight
     reordered = getattr(module, "reordered", None)   # a shard that came later has none
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    plain = (reordered is None or not reordered.serves(weight) or x.dtype != weight.dtype
-             or learning)                            # the kernels have no backward
-    if not plain and reordered.compiled:
+    plain = (reordered is None or not reordered.serves(weight)
+             or (x.dtype, x.device, x.size(-1)) != (weight.dtype, weight.device, weight.size(1))
+             or learning or autocast())   # the kernels have no backward
+    if not plain and reordered.is_native:
         return native.multiply(x, reordered(weight), weight.size(0), bias, gelu)
     if plain or x.numel() == x.size(-1):             # one row: oneDNN is slower than torch
         y = F.linear(x, weight, bias)
@@ -77,11 +92,23 @@ def fused_linear(module, x, bias=None, gelu=False):
     return torch.ops.mkldnn._linear_pointwise(x, reordered(weight), bias, after, [], "tanh")
 
 
+def autocast():
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps")))
+
+
+LINEAR = Watch((nn.Linear, "forward"))
+ACTIVATION = Watch((MLP, "forward"), (nn.Linear, "forward"))   # it does not call a FastLinear
+
+
 class FastLinear(nn.Linear):
     def forward(self, x):
+        if LINEAR.first_changed():
+            return super().forward(x)
         return fused_linear(self, x, self.bias)
 
 
 class FastMLP(MLP):
     def forward(self, x):
+        if ACTIVATION.first_changed() or type(self.c_fc) is not FastLinear or touched(self.c_fc):
+            return super().forward(x)
         return self.c_proj(fused_linear(self.c_fc, x, self.c_fc.bias, gelu=True))

@@ -32,16 +32,24 @@ constexpr i64 PANEL = COLS * W;    // columns of the result that are computed to
 constexpr i64 DEPTH = 768;         // so much of k that a panel's piece of w stays in the L2 cache
 typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 
+// Where numbers[i] is, as an integer: what is fetched ahead may lie beyond an allocation's end, where
+// a pointer must not even point. A prefetch does not fault there.
+static inline uintptr_t place(const float* numbers, i64 i) { return uintptr_t(numbers) + 4 * i; }
+static inline void fetch(uintptr_t from, i64 numbers) {
+    for (i64 i = 0; i < numbers; i += 16) __builtin_prefetch((const void*)(from + 4 * i));
+}
+
 // y (R, cols) += x (R, k) w (k, C * W). `ahead`: what is read next, fetched meanwhile.
 template <i64 R, i64 C>
 static void tile(const float* x, i64 x_row, const float* w, i64 w_row, float* y, i64 y_row,
-                 i64 k, i64 cols, const float* ahead, i64 ahead_k) {
+                 i64 k, i64 cols, uintptr_t ahead, i64 ahead_k) {
     vec sum[R][C] = {};
     for (i64 i = 0; i < k; i++) {
         vec b[C];
         for (i64 c = 0; c < C; c++) b[c] = *(const vec*)(w + i * w_row + c * W);
         if (i < ahead_k)
-            for (i64 c = 0; c < C; c++) __builtin_prefetch(ahead + i * w_row + c * W);
+            for (i64 c = 0; c < C; c++) __builtin_prefetch((const void*)(ahead + 4 * c * W));
+        ahead += 4 * w_row;
         for (i64 r = 0; r < R; r++) {
             vec a = x[r * x_row + i] - vec{};     // the same number in all places
             for (i64 c = 0; c < C; c++) sum[r][c] += a * b[c];
@@ -54,7 +62,7 @@ static void tile(const float* x, i64 x_row, const float* w, i64 w_row, float* y,
             for (i64 j = 0; j < cols; j++) y[r * y_row + j] += sum[r][j / W][j % W];
 }
 
-typedef void Tile(const float*, i64, const float*, i64, float*, i64, i64, i64, const float*, i64);
+typedef void Tile(const float*, i64, const float*, i64, float*, i64, i64, i64, uintptr_t, i64);
 
 // The tile for these many rows and vectors, 1..ROWS and 1..COLS.
 template <i64 R = ROWS, i64 C = COLS>
@@ -67,14 +75,15 @@ static Tile* tile_of(i64 rows, i64 vecs) {
 
 // exp(x) to 2e-7, in a form that the compiler turns into vector instructions; NaN stays NaN
 static inline float exponential(float x) {
-    x = x < -87.f ? -87.f : x > 88.f ? 88.f : x;
+    float in = x;
+    x = x > -87.f ? x < 88.f ? x : 88.f : -87.f;  // NaN, too, becomes a number that has an int
     float n = std::nearbyint(x * 1.44269504f), r = x - n * .693359375f + n * 2.12194440e-4f;
     float p = 1 / 120.f + r * (1 / 720.f);
     p = 1 + r * (1 + r * (.5f + r * (1 / 6.f + r * (1 / 24.f + r * p))));
     int32_t bits = (int32_t(n) + 127) << 23;      // 2^n
     float power;
     std::memcpy(&power, &bits, 4);
-    return p * power;
+    return in == in ? p * power : in;
 }
 
 static inline float gelu(float x) {               // the tanh form: x * sigmoid(2 z)
@@ -91,8 +100,8 @@ enum After { NOTHING, GELU, ADD };
 
 // y (m, n) = x (m, k) weight^T + bias, or with ADD y += that. Called by all threads of a team, which
 // share the panels; it does not wait for the others.
-static void linear(const float* x, i64 x_row, Matrix weight, float* y, i64 y_row,
-                   i64 m, i64 k, i64 n, After after = NOTHING) {
+static void linear(const float* x, Matrix weight, float* y, i64 m, i64 k, i64 n,
+                   After after = NOTHING) {
     i64 blocks = (m + ROWS - 1) / ROWS;
     if (!m) return;
     #pragma omp for schedule(static) nowait
@@ -101,7 +110,7 @@ static void linear(const float* x, i64 x_row, Matrix weight, float* y, i64 y_row
         for (i64 r = 0; r < m; r++)
             for (i64 j = 0; j < cols; j++) {
                 float bias = weight.bias ? weight.bias[first + j] : 0;
-                float& sum = y[r * y_row + first + j];
+                float& sum = y[r * n + first + j];
                 sum = after == ADD ? sum + bias : bias;
             }
         for (i64 at = 0; at < k; at += DEPTH) {
@@ -110,14 +119,13 @@ static void linear(const float* x, i64 x_row, Matrix weight, float* y, i64 y_row
             for (i64 block = 0; block < blocks; block++) {
                 i64 r = m * block / blocks, rows = m * (block + 1) / blocks - r;   // equal parts
                 // While one piece of w is multiplied, each block fetches its share of the next.
-                tile_of(rows, COLS)(x + r * x_row + at, x_row, w, PANEL,
-                                    y + r * y_row + first, y_row, depth, cols,
-                                    w + (depth + block * share) * PANEL, share);
+                tile_of(rows, COLS)(x + r * k + at, k, w, PANEL, y + r * n + first, n, depth, cols,
+                                    place(w, (depth + block * share) * PANEL), share);
             }
         }
         if (after == GELU)
             for (i64 r = 0; r < m; r++) {
-                float* part = y + r * y_row + first;
+                float* part = y + r * n + first;
                 #pragma omp simd
                 for (i64 j = 0; j < cols; j++) part[j] = gelu(part[j]);
             }
@@ -153,19 +161,15 @@ constexpr i64 AHEAD = 16;     // keys and values are fetched so many tokens befo
                               // and the first values while the last keys are used, and so on
 constexpr i64 MANY = 16;      // from so many queries on it pays to bring the keys into panels
 
-static inline void fetch(const float* numbers, i64 size) {
-    for (i64 d = 0; d < size; d += 16) __builtin_prefetch(numbers + d);
-}
-
 // A few queries: each key is read once and multiplied with all of them.
 static void few(const float* q, float* out, i64 row, Cache keys, Cache values,
-                const float* next, i64 start, i64 n, float scale, std::vector<float>& room) {
+                uintptr_t next, i64 start, i64 n, float scale, std::vector<float>& room) {
     i64 end = start + n, size = keys.size;
     room.resize(n * end);
     float* scores = room.data();
     keys.each(end, [&](i64 s, const float* key) {
         i64 left = s + AHEAD - end;
-        fetch(left < 0 ? key + AHEAD * size : values[0] + left * size, size);
+        fetch(left < 0 ? place(key, AHEAD * size) : place(values[0], left * size), size);
         for (i64 i = 0; i < n; i++) {
             float sum = 0;
             #pragma omp simd reduction(+ : sum)
@@ -179,7 +183,7 @@ static void few(const float* q, float* out, i64 row, Cache keys, Cache values,
     }
     values.each(end, [&](i64 s, const float* value) {
         i64 left = s + AHEAD - end;
-        fetch(left < 0 ? value + AHEAD * size : next + left * size, size);
+        fetch(left < 0 ? place(value, AHEAD * size) : next + 4 * left * size, size);
         for (i64 i = 0; i < n; i++) {
             float weight = scores[i * end + s];
             float* o = out + i * row;
@@ -209,7 +213,7 @@ static void many(const float* q, float* out, i64 row, Cache keys, Cache values, 
         std::fill_n(scores, rows * all, 0.f);
         for (i64 s = 0; s < seen; s += PANEL)
             tile_of(rows, COLS)(q + i * row, row, packed + s * size, PANEL, scores + s, all,
-                                size, PANEL, nullptr, 0);
+                                size, PANEL, 0, 0);
         for (i64 r = 0; r < rows; r++) {
             softmax(scores + r * all, start + i + r + 1, seen, scale);
             std::fill_n(out + (i + r) * row, size, 0.f);
@@ -217,7 +221,7 @@ static void many(const float* q, float* out, i64 row, Cache keys, Cache values, 
         for (i64 d = 0; d < size; d += PANEL) {
             i64 cols = min(PANEL, size - d);
             tile_of(rows, (cols + W - 1) / W)(scores, all, dense + d, width,
-                                              out + i * row + d, row, seen, cols, nullptr, 0);
+                                              out + i * row + d, row, seen, cols, 0, 0);
         }
     }
 }
@@ -232,10 +236,33 @@ struct Piece {
     i64 slots;
 };
 
-// Writes the new keys and values into the caches; then each query sees its request's keys up to its
-// own position. q, k, v: (N, heads * size). Only the last `wanted` queries of a request if `last`.
-static void attend(const float* q, const float* k, const float* v, float* out, i64 heads, i64 size,
-                   const Piece* pieces, i64 requests, i64 page, i64 layer, bool last) {
+// The keys (or the values) of a request that one head of one layer keeps.
+static Cache cache_of(const Piece& p, float* pool, i64 page, i64 size, i64 head) {
+    return {pool + head * p.slots * size, p.table, page, size};
+}
+
+// Writes the new keys and values, (N, heads * size), into the caches. It waits for all threads: a
+// request may see what another one writes in the same step.
+static void keep(const float* k, const float* v, i64 heads, i64 size, const Piece* pieces,
+                 i64 requests, i64 page, i64 layer) {
+    #pragma omp for schedule(static)
+    for (i64 item = 0; item < requests * heads; item++) {
+        const Piece& p = pieces[item / heads];
+        i64 head = layer * heads + item % heads;
+        Cache keys = cache_of(p, p.keys, page, size, head);
+        Cache values = cache_of(p, p.values, page, size, head);
+        for (i64 i = 0; i < p.n; i++) {
+            i64 from = (p.first + i) * heads * size + item % heads * size;
+            std::copy_n(k + from, size, keys[p.start + i]);
+            std::copy_n(v + from, size, values[p.start + i]);
+        }
+    }
+}
+
+// Each query sees its request's keys up to its own position. q, out: (N, heads * size). Only the
+// last `wanted` queries of a request if `last`.
+static void attend(const float* q, float* out, i64 heads, i64 size, const Piece* pieces,
+                   i64 requests, i64 page, i64 layer, bool last) {
     static thread_local std::vector<float> room;
     float scale = 1 / std::sqrt(float(size));
     i64 row = heads * size;
@@ -243,20 +270,15 @@ static void attend(const float* q, const float* k, const float* v, float* out, i
     #pragma omp for schedule(dynamic, together) nowait
     for (i64 item = 0; item < requests * heads; item++) {
         const Piece& p = pieces[item / heads];
-        i64 head = item % heads, pool = (layer * heads + head) * p.slots * size;
-        Cache keys{p.keys + pool, p.table, page, size};
-        Cache values{p.values + pool, p.table, page, size};
-        for (i64 i = 0; i < p.n; i++) {
-            i64 from = (p.first + i) * row + head * size;
-            std::copy_n(k + from, size, keys[p.start + i]);
-            std::copy_n(v + from, size, values[p.start + i]);
-        }
+        i64 head = layer * heads + item % heads;
+        Cache keys = cache_of(p, p.keys, page, size, head);
+        Cache values = cache_of(p, p.values, page, size, head);
         i64 skip = last ? p.n - p.wanted : 0, n = p.n - skip;
-        i64 at = (p.first + skip) * row + head * size;
+        i64 at = (p.first + skip) * row + item % heads * size;
         if (n >= MANY)
             many(q + at, out + at, row, keys, values, p.start + skip, n, scale, room);
         else if (n > 0)
-            few(q + at, out + at, row, keys, values, keys[0] + p.slots * size /* the next head's */,
+            few(q + at, out + at, row, keys, values, place(keys[0], p.slots * size) /* next head */,
                 p.start + skip, n, scale, room);
     }
 }
@@ -290,7 +312,7 @@ struct Layer {
 };
 enum Part { BLOCKS, ATTENTION, NORMS, VOCABULARY };   // of a step's time
 struct Model {
-    i64 layers, heads, C, hidden, vocabulary;
+    i64 layers, heads, C, hidden, vocabulary, positions;
     const float *wte, *wpe;
     Norm ln_f;
     Matrix head;
@@ -300,18 +322,23 @@ extern "C" {
 
 i64 panel_width() { return PANEL; }
 
-void multiply(const float* x, i64 x_row, const float* packed, const float* bias, float* y,
+// y (m, n) = x (m, k) weight^T + bias, perhaps through GELU
+void multiply(const float* x, const float* packed, const float* bias, float* y,
               i64 m, i64 k, i64 n, i64 with_gelu, i64 threads) {
     #pragma omp parallel num_threads(threads)
-    linear(x, x_row, {packed, bias}, y, n, m, k, n, with_gelu ? GELU : NOTHING);
+    linear(x, {packed, bias}, y, m, k, n, with_gelu ? GELU : NOTHING);
 }
 
 // A forward pass of N tokens. logits: (wanted, vocabulary). room: N * (5 C + hidden) numbers.
-// seconds: of each Part, added up.
-void step(const Model* model, const Layer* layers, const i64* tokens, const i64* positions, i64 N,
+// seconds: of each Part, added up. Returns N; or, before anything is written, the first token whose id
+// or position is beyond the embeddings.
+i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* positions, i64 N,
           const Piece* pieces, i64 requests, i64 page, float* room, float* logits, i64 threads,
           double* seconds) {
     const Model& M = *model;
+    for (i64 r = 0; r < N; r++)
+        if (tokens[r] < 0 || tokens[r] >= M.vocabulary
+            || positions[r] < 0 || positions[r] >= M.positions) return r;
     i64 C = M.C, H = M.hidden, m = N;
     float *x = room, *y = x + N * C, *q = y + N * C, *k = q + N * C, *v = k + N * C, *h = v + N * C;
     double since = omp_get_wtime();
@@ -333,12 +360,13 @@ void step(const Model* model, const Layer* layers, const i64* tokens, const i64*
             bool last = i == M.layers - 1;
             layer_norm(x, y, layer.ln_1, m, C);
             spent_on(NORMS);
-            linear(y, C, layer.query, q, C, m, C, C);
-            linear(y, C, layer.key, k, C, m, C, C);
-            linear(y, C, layer.value, v, C, m, C, C);
+            linear(y, layer.query, q, m, C, C);
+            linear(y, layer.key, k, m, C, C);
+            linear(y, layer.value, v, m, C, C);
             #pragma omp barrier
             spent_on(BLOCKS);
-            attend(q, k, v, y, M.heads, C / M.heads, pieces, requests, page, i, last);
+            keep(k, v, M.heads, C / M.heads, pieces, requests, page, i);
+            attend(q, y, M.heads, C / M.heads, pieces, requests, page, i, last);
             #pragma omp barrier
             if (last) {   // from here on, only the tokens whose logits are wanted
                 #pragma omp single
@@ -352,23 +380,24 @@ void step(const Model* model, const Layer* layers, const i64* tokens, const i64*
                 for (i64 p = 0; p < requests; p++) m += pieces[p].wanted;
             }
             spent_on(ATTENTION);
-            linear(y, C, layer.c_proj, x, C, m, C, C, ADD);
+            linear(y, layer.c_proj, x, m, C, C, ADD);
             #pragma omp barrier
             spent_on(BLOCKS);
             layer_norm(x, y, layer.ln_2, m, C);
             spent_on(NORMS);
-            linear(y, C, layer.c_fc, h, H, m, C, H, GELU);
+            linear(y, layer.c_fc, h, m, C, H, GELU);
             #pragma omp barrier
-            linear(h, H, layer.c_proj_2, x, C, m, H, C, ADD);
+            linear(h, layer.c_proj_2, x, m, H, C, ADD);
             #pragma omp barrier
             spent_on(BLOCKS);
         }
         layer_norm(x, y, M.ln_f, m, C);
         spent_on(NORMS);
-        linear(y, C, M.head, logits, M.vocabulary, m, C, M.vocabulary);
+        linear(y, M.head, logits, m, C, M.vocabulary);
         #pragma omp barrier
         spent_on(VOCABULARY);
     }
+    return N;
 }
 
 }  // extern "C"

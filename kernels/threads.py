@@ -31,6 +31,7 @@ class Threads:
         self.limit = None      # threads at present; None: all
         self.doubted = False   # whether the last step with all threads got too little
         self.pause = self.until = 0.0
+        self.used = 0          # threads of the last step
 
     def number(self, most, now):
         return min(self.limit, most) if self.limit and now < self.until else most
@@ -51,7 +52,7 @@ class Threads:
         """The number of threads for the step inside the `with` block, which is then judged."""
         most = torch.get_num_threads()
         start, cpu = time.perf_counter(), time.process_time()
-        used = self.number(most, start)
+        used = self.used = self.number(most, start)
         yield used
         now = time.perf_counter()
         self.record(used, most, (time.process_time() - cpu) / max(now - start, 1e-9), now)

@@ -70,9 +70,9 @@ class Recorder(XRay):
         """Called before each pass with the model's arguments: (tokens, positions, attend, rows)."""
         began = time.perf_counter()
         _, given, attend, _ = arguments
-        batch, seen = attend.__self__, None
+        batch, seen, same = attend.__self__, None, None
         if self.has_sights:
-            super().look(model, arguments)
+            same = super().look(model, arguments)
             sight = self.passes.pop()
             ids, seen = sight.ids, self.ranges(sight)
             self.note_faults(sight, seen)
@@ -86,6 +86,7 @@ class Recorder(XRay):
                             "rows": self.rows(batch, ids.flatten().tolist(),
                                               given.flatten().tolist(), width, seen)})
         self.spent.append((began, time.perf_counter()))
+        return same
 
     def ranges(self, sight):
         """What each slot sees: ([request, from, to, ...], pads, blanks)."""

@@ -25,6 +25,7 @@ import copy
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MethodType
 
 import torch
 
@@ -122,15 +123,19 @@ class XRay:
     @torch.inference_mode()
     def look(self, model, arguments):
         """Called with the model's arguments: (tokens, positions, attend, rows)."""
-        _, positions, attend, _ = arguments
+        tokens, positions, attend, rows = arguments
         batch = attend.__self__
         ids = self.ids_of(batch)
         v = torch.nn.functional.one_hot(ids, len(self.token_of)).double().unsqueeze(-3)
         blank = torch.zeros_like(v)
         with self.own_layer(batch):
             out = batch.attend("xray", blank, blank, v).squeeze(-3)  # (..., D)
-        batch = copy.copy(batch)   # a static batch is the same object in the next pass
-        self.passes.append(Sight(self, batch, ids, positions, counts_of(out)))
+        seen = copy.copy(batch)   # a static batch is the same object in the next pass
+        self.passes.append(Sight(self, seen, ids, positions, counts_of(out)))
+        # The pass must run what was looked at. A kernel (kernels/) takes the place of the layout's
+        # own method only: for this one, which does the same, it steps aside.
+        same = MethodType(lambda batch, *args: attend(*args), batch)
+        return tokens, positions, same, rows
 
     def ids_of(self, batch):
         """The tokens of a layout, in their shape, but named by the X-ray's ids. PAD: no token."""
