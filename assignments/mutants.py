@@ -58,10 +58,6 @@ MUTANTS = {
     "NaN for a query without keys": Mutant(
         "1a", "A query that may see no key gets NaN instead of zeros.",
         [(HEAD, "out.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "out")]),
-    "past after the new keys": Mutant(
-        "1a", "The past is appended after the new keys.",
-        [(HEAD, "torch.cat([past_k, k], dim=-2)", "torch.cat([k, past_k], dim=-2)"),
-         (HEAD, "torch.cat([past_v, v], dim=-2)", "torch.cat([v, past_v], dim=-2)")]),
     "keys written at the beginning": Mutant(
         "1b", "Keys are always written at the beginning of the cache; values are not.",
         [(PUT, "all_k[..., start:end, :] = k", "all_k[..., :end - start, :] = k")]),
@@ -93,25 +89,23 @@ MUTANTS = {
     "pads are seen": Mutant(
         "2a", "Tokens see the pads on their left.",
         [(STATIC, "(columns >= self.pads[:, None])", "(columns >= 0 * self.pads[:, None])")]),
-    "the first token is hidden": Mutant(
-        "2a", "The mask hides a row's first token as well.",
-        [(STATIC, "columns >= self.pads", "columns > self.pads")]),
     "finished rows get tokens": Mutant(
         "2a", "Rows of finished requests are sampled from.",
         [(STATIC, "complete(self.plan)", "list(range(B))")]),
     "one token too many": Mutant(
         "2b", "A request ends one token too late.",
-        [(APPEND, "len(self.generated) >= min", "len(self.generated) > min")]),
+        [(APPEND, "len(self.generated) ==", "len(self.generated) - 1 ==")]),
     "end of text is overlooked": Mutant(
         "2b", "A first token that is the end of text does not end the request.",
         [(APPEND, "if token == self.eos_token:",
           "if token == self.eos_token and len(self.generated) > 1:")]),
     "no end at the context limit": Mutant(
         "2b", "A sequence continues when no position is left.",
-        [(APPEND, "min(self.max_new_tokens, room)", "self.max_new_tokens")]),
-    "cancelled requests go on": Mutant(
-        "2b", "A cancelled request takes its next token.",
-        [(APPEND, "if self.finished:", "if False:")]),
+        [(APPEND, " or self.computed == self.block_size", "")]),
+    "the length comes first": Mutant(
+        "2b", "An end of text that is also the last token allowed ends a request with \"length\".",
+        [(APPEND, "if token == self.eos_token:",
+          "if token == self.eos_token and len(self.generated) < self.max_new_tokens:")]),
     "more requests than max_batch": Mutant(
         "2c", "One request too many is admitted.",
         [(ADMIT, "arrived[:max_batch - len(running)]", "arrived[:max_batch - len(running) + 1]")]),
@@ -123,6 +117,9 @@ MUTANTS = {
         [(ADMIT, "waiting[len(admitted):]", "list(waiting)")]),
     "caches are kept": Mutant(
         "2c", "Finished requests keep their caches.", [(LEAVE, "request.kv = None", "pass")]),
+    "cancelled requests go on": Mutant(
+        "2c", "Cancelled requests stay.",
+        [(LEAVE, "unfinished(running)", "[r for r in running if not r.finished]")]),
     # set 3
     "prompts before decodes": Mutant(
         "3a", "Decodes get what prompts leave of the budget.",
@@ -142,9 +139,11 @@ MUTANTS = {
         [(ROOM, "reserved + request.kv_tokens", "reserved + len(request.prompt)")]),
     "the second overtakes the first": Mutant(
         "3b", "Where the first in the queue does not fit, a later one is admitted.",
-        [(ENTER, "if request is None or not self.grant_room(request):",
-          "request = next((r for r in self.waiting if r.arrival <= step and self.grant_room(r)),"
-          " None)\n            if request is None:")]),
+        [(ENTER, "if not self.arrived(step) or not self.grant_room(self.waiting[0]):",
+          "fit = [r for r in self.waiting if r.arrival <= step and self.grant_room(r)]\n"
+          "            if not fit:"),
+         (ENTER, "self.running.append(self.waiting.popleft())",
+          "self.running.append(fit[0])\n            self.waiting.remove(fit[0])")]),
     "one place too many": Mutant(
         "3b", "One request more than max_batch runs.",
         [(ENTER, "len(self.running) < self.max_batch", "len(self.running) <= self.max_batch")]),
@@ -153,11 +152,10 @@ MUTANTS = {
         [(ENTER, " and todo < self.token_budget", "")]),
     "prompts come before their arrival": Mutant(
         "3b", "Requests are admitted before they arrive.",
-        [(ENTER, "self.next_waiting(step)", "self.next_waiting(step + 1)")]),
+        [(ENTER, "self.arrived(step)", "self.arrived(step + 1)")]),
     "finished requests stay": Mutant(
         "3c", "Finished requests keep their places.",
-        [(RELEASE, "request for request in self.running if request.finished",
-          "request for request in self.running if request.finished and request.kv == 0")]),
+        [(RELEASE, "if request.finished", "if False")]),
     "partial prefills get tokens": Mutant(
         "3c", "Tokens go to the first requests of the plan, complete or not.",
         [(ADVANCE, "[plan[i][0] for i in complete(plan)]",
@@ -172,9 +170,6 @@ MUTANTS = {
     "column positions": Mutant(
         "4a", "A token's position is its column, past included.",
         TRAPS["column positions"]),
-    "positions of the new tokens from 0": Mutant(
-        "4a", "Every row's new tokens are at 0, 1, 2, ...",
-        [(LAY, "torch.arange(start, start + n)", "torch.arange(n)")]),
     "the wrong tokens": Mutant(
         "4a", "A chunk holds the first tokens of the prompt, whatever is computed already.",
         [(LAY, "request.slice(start, start + n)", "request.slice(0, n)")]),
@@ -204,10 +199,7 @@ MUTANTS = {
         TRAPS["samples from a partial prefill"]),
     "only decodes get a token": Mutant(
         "4d", "A request gets no token in the step that completes its prompt.",
-        [(COMPLETE, "n == request.todo > 0", "n == request.todo > 0 and request.generated")]),
-    "a request that computes nothing gets a token": Mutant(
-        "4d", "A request with nothing to compute gets a token.",
-        [(COMPLETE, "n == request.todo > 0", "n == request.todo")]),
+        [(COMPLETE, "n == request.todo", "n == request.todo and request.generated")]),
     "the first column": Mutant(
         "4d", "The next token comes from a row's first column.",
         [(LAY, "device=device), -1)", "device=device), 0)")]),
@@ -218,9 +210,6 @@ MUTANTS = {
     "first fit without sorting": Mutant(
         "5a", "The prompts are packed as they come, not from the longest to the shortest.",
         [(FIT, "sorted(range(len(lengths)), key=lambda i: -lengths[i])", "range(len(lengths))")]),
-    "from the shortest": Mutant(
-        "5a", "The shortest prompts are packed first.",
-        [(FIT, "-lengths[i]", "lengths[i]")]),
     "last fit": Mutant(
         "5a", "Each prompt goes into the last row that has room.", [(FIT, "bins[fits[0]].append(i)",
                                                                     "bins[fits[-1]].append(i)"),
@@ -234,7 +223,7 @@ MUTANTS = {
         TRAPS["positions that run on in a packed row"]),
     "the last column of a packed row": Mutant(
         "5b", "The next token of every prompt is read from the last column of its row.",
-        [(PACK, "(self.places[i][0], self.places[i][2] - 1)", "(self.places[i][0], m - 1)")]),
+        [(PACK, "[end - 1 for end in ends]", "[m - 1 for end in ends]")]),
     "caches in packed order": Mutant(
         "5b", "Keys and values are unpacked in the order of the rows, not of the requests.",
         [(PACK, "self.tokens, self.positions = tokens.to(device), positions.to(device)",
@@ -280,19 +269,22 @@ MUTANTS = {
         [(GIVE, "reversed(table)", "table")]),
     "published pages are freed": Mutant(
         "6a", "A page that others could find becomes free at once.",
-        [(GIVE, "if page in self.prefix_of:", "if False:")]),
+        [(GIVE, "if page in self.key_of:", "if False:")]),
+    "no heap": Mutant(
+        "6a", "A free page is appended to the list, which is then no heap.",
+        [(GIVE, "heappush(self.free, page)", "self.free.append(page)")]),
+    "giving back is no gain": Mutant(
+        "6a", "A page that is given back is not counted in gains.",
+        [(GIVE, "self.gains += 1", "pass")]),
     "evicts the latest": Mutant(
         "6a", "The page that was used last is evicted first.",
-        [(EVICT, "next(iter(self.kept))", "next(reversed(self.kept))")]),
+        [(EVICT, "popitem(last=False)", "popitem()")]),
     "evicted and still known": Mutant(
-        "6a", "An evicted page is still in prefix_of.",
-        [(EVICT, "self.prefix_of.pop(page)", "self.prefix_of[page]")]),
+        "6a", "An evicted page is still in key_of.",
+        [(EVICT, "self.key_of.pop(page)", "self.key_of[page]")]),
     "the slot of the page": Mutant(
         "6b", "A token's slot is its page's first slot.",
         [(SLOTS, "+ p % size", "")]),
-    "pages in order of the pool": Mutant(
-        "6b", "The block table is treated as if it were sorted.",
-        [(SLOTS, "table[p // size]", "sorted(table)[p // size]")]),
     "values into the wrong slots": Mutant(
         "6b", "Values are written in another order than keys.",
         [(WRITE, "= k, v", "= k, v.flip(1)")]),
@@ -301,31 +293,31 @@ MUTANTS = {
         TRAPS["pages known by their own tokens"]),
     "pages known by one page before": Mutant(
         "6c", "A page is found by its own tokens and those of the page before, no more.",
-        [(FIND, "tuple(tokens[:end])", "tuple(tokens[max(0, end - 2 * self.size):end])"),
-         (PUBLISH, "tuple(tokens[:(i + 1) * self.size])",
-          "tuple(tokens[max(0, i - 1) * self.size:(i + 1) * self.size])")]),
-    "half a page": Mutant(
-        "6c", "A page that a request has begun to fill is published, too.",
-        [(PUBLISH, "len(tokens) // self.size)", "-(-len(tokens) // self.size))")]),
-    "a page that was begun before": Mutant(
-        "6c", "A page that an earlier pass began, and this one has filled, is not published.",
-        [(PUBLISH, "range(start // self.size,", "range(-(-start // self.size),")]),
+        [(PUBLISH, "next(self.names)", "key[1]")]),
+    "pages known by a page's number": Mutant(
+        "6c", "A page's name is its number, which is used again after an eviction.",
+        [(PUBLISH, "next(self.names)", "page + 1")]),
+    "the name is not passed on": Mutant(
+        "6c", "A page whose tokens are published already gets no name.",
+        [(PUBLISH, "self.name_of[page] = self.name_of[self.published[key]]", "pass")]),
+    "the later page wins": Mutant(
+        "6c", "A page takes the place of one with the same tokens that was published before.",
+        [(PUBLISH, "if key not in self.published:", "if True:")]),
     "only the first page": Mutant(
         "6c", "Only the first page of a prefix is shared.",
-        [(FIND, "return list(takewhile(lambda page: page is not None, pages))",
-          "return list(takewhile(lambda page: page is not None, pages))[:1]")]),
+        [(FIND, "name = self.name_of[page]", "break")]),
     "a preempted request goes to the end": Mutant(
         "6d", "A preempted request goes to the end of the queue.",
-        [(PREEMPT, "self.waiting.insert(place, request)", "self.waiting.append(request)")]),
+        [(PREEMPT, "self.waiting.appendleft(request)", "self.waiting.append(request)")]),
     "a stale count after preemption": Mutant(
         "6d", "A preempted request still counts its tokens as computed.",
         [(PREEMPT, "request.computed = 0", "pass")]),
-    "back to the front": Mutant(
-        "6d", "A preempted request goes to the front of the queue, whenever it arrived.",
-        [(PREEMPT, "self.waiting.insert(place, request)", "self.waiting.appendleft(request)")]),
-    "never due": Mutant(
-        "6d", "However often a request is preempted, it is never due.",
-        [(PREEMPT, "self.due.add(request)", "pass")]),
+    "the answer is forgotten": Mutant(
+        "6d", "A preempted request begins its answer again.",
+        [(PREEMPT, "request.computed = 0", "request.computed, request.generated = 0, []")]),
+    "the pages stay held": Mutant(
+        "6d", "A preempted request does not give its pages back.",
+        [(PREEMPT, "self.free(request)", "request.kv = None")]),
     "one page too few": Mutant(
         "6d", "A request asks for its next page one token too late.",
         [(MISSING, "request.computed + request.todo", "request.computed + request.todo - 1")]),
@@ -336,67 +328,44 @@ MUTANTS = {
 
 # For each bug that students expose, the smallest known workload. A request is [prompt, new tokens,
 # arrival, priority, eos_token]; a prompt is a number of tokens, or the tokens themselves.
-SMALLEST = {
-    "stream positions": {"requests": [[1, 1], [1, 1]], "knobs": {}},
-    "causal rule from the top left": {"requests": [[1, 2]], "knobs": {}},
-    "no causal rule": {"requests": [[2, 1, 1]], "knobs": {}},
-    "scores that are not scaled": {"requests": [[[1], 2]], "knobs": {}},
-    "reads all of the cache": {"requests": [[[1], 1]], "knobs": {}},
-    "static column positions": {"requests": [[1, 1], [2, 1]], "knobs": {"max_batch": 8}},
-    "right padding": {"requests": [[[1, 1], 1], [1, 1]], "knobs": {"max_batch": 2}},
-    "one token too many": {"requests": [[1, 1]], "knobs": {"max_batch": 3}},
-    "end of text is overlooked": {"requests": [[1, 2, 0, 0, 6]], "knobs": {}},
-    "more requests than max_batch": {"requests": [[1, 1], [1, 1]], "knobs": {"max_batch": 1}},
-    "prompts before decodes": {
-        "requests": [[1, 1], [2, 1]],
-        "knobs": {"token_budget": 3, "max_batch": 2, "max_kv_tokens": 6}},
-    "the budget is overdrawn": {
-        "requests": [[1, 1], [2, 1]],
-        "knobs": {"token_budget": 2, "max_batch": 2, "max_kv_tokens": 8}},
-    "admits without room": {
-        "requests": [[[0], 1], [1, 1]],
-        "knobs": {"token_budget": 4, "max_batch": 2, "max_kv_tokens": 3}},
-    "the second overtakes the first": {
-        "requests": [[[1], 1], [1, 2], [1, 1]],
-        "knobs": {"token_budget": 4, "max_batch": 8, "max_kv_tokens": 4}},
-    "finished requests stay": {
-        "requests": [[1, 1, 1]],
-        "knobs": {"token_budget": 4, "max_batch": 8, "max_kv_tokens": 4}},
-    "published mask": {
-        "requests": [[[2, 0], 1], [1, 1]],
-        "knobs": {"token_budget": 3, "max_batch": 8}},
-    "column positions": {"requests": [[2, 1], [1, 1]], "knobs": {"max_batch": 8}},
-    "pads written to the cache": {
-        "requests": [[2, 1], [1, 2]],
-        "knobs": {"token_budget": 6, "max_batch": 2}},
-    "samples from a partial prefill": {
-        "requests": [[3, 1]],
-        "knobs": {"token_budget": 2, "max_batch": 8}},
-    "no causal rule in a chunk": {
-        "requests": [[[1, 2, 1, 0], 1]],
-        "knobs": {"token_budget": 2, "max_batch": 2}},
-    "neighbours in a packed row": {"requests": [[1, 1], [1, 1], [2, 1]], "knobs": {}},
-    "positions that run on in a packed row": {
-        "requests": [[1, 1], [1, 1], [2, 1]],
-        "knobs": {}},
-    "a stream without boundaries": {"requests": [[1, 1], [1, 1]], "knobs": {"token_budget": 3}},
-    "first fit without sorting": {
-        "requests": [[1, 1], [1, 1], [3, 1], [2, 1], [2, 1]],
-        "knobs": {}},
-    "pages read in one piece": {
-        "requests": [[[1], 4, 1]],
-        "knobs": {"pages": 5, "page_size": 1, "max_batch": 1}},
-    "pages known by their own tokens": {
-        "requests": [[[2, 1], 1], [[1, 1], 1]],
-        "knobs": {"pages": 6, "page_size": 1, "max_batch": 1}},
-    "pages known by one page before": {
-        "requests": [[[1, 1, 0, 0, 0], 1, 2], [[1, 1, 1, 0], 1, 1], [[1, 2], 2]],
-        "knobs": {"pages": 6, "page_size": 1, "max_batch": 2}},
-    "a preempted request goes to the end": {
-        "requests": [[[2, 1, 1], 2], [[2, 1], 2], [[2], 3, 6]],
-        "knobs": {"pages": 6, "page_size": 1, "max_batch": 3}},
-    "a stale count after preemption": {
-        "requests": [[[2], 2], [[1, 0], 2]],
-        "knobs": {"pages": 2, "page_size": 2, "max_batch": 8}},
-    "keys written at the beginning": {"requests": [[1, 2]], "knobs": {}},
-}
+SMALLEST = {bug: {"requests": requests, "knobs": knobs} for bug, (requests, knobs) in {
+    # set 1
+    "causal rule from the top left": ([[1, 2]], {}),
+    "no causal rule": ([[2, 1]], {}),
+    "scores that are not scaled": ([[1, 2]], {}),
+    "keys written at the beginning": ([[1, 2]], {}),
+    "reads all of the cache": ([[1, 2]], {}),
+    # set 2
+    "static column positions": ([[1, 1], [2, 1]], {}),
+    "right padding": ([[2, 1], [1, 1]], {}),
+    "one token too many": ([[1, 1]], {}),
+    "end of text is overlooked": ([[1, 2, 0, 0, 6]], {}),
+    "more requests than max_batch": ([[1, 1], [1, 1]], {"max_batch": 1}),
+    # set 3
+    "prompts before decodes": ([[1, 1], [2, 1]], {"token_budget": 3}),
+    "the budget is overdrawn": ([[1, 1], [2, 1]], {"token_budget": 2}),
+    "admits without room": ([[1, 1], [1, 2]], {"max_kv_tokens": 2}),
+    "the second overtakes the first": ([[1, 1], [1, 2], [1, 1]], {"max_kv_tokens": 2}),
+    "finished requests stay": ([[1, 1]], {}),
+    # set 4
+    "published mask": ([[2, 1], [1, 1]], {}),
+    "column positions": ([[2, 1], [1, 1]], {}),
+    "pads written to the cache": ([[2, 1], [1, 2]], {}),
+    "samples from a partial prefill": ([[2, 1]], {"token_budget": 1}),
+    "no causal rule in a chunk": ([[4, 1]], {"token_budget": 2}),
+    # set 5
+    "neighbours in a packed row": ([[1, 1], [1, 1], [2, 1]], {}),
+    "positions that run on in a packed row": ([[1, 1], [1, 1], [2, 1]], {}),
+    "a stream without boundaries": ([[1, 1], [1, 1]], {}),
+    "stream positions": ([[1, 2]], {}),
+    "first fit without sorting": ([[1, 1], [1, 1], [3, 1], [2, 1], [2, 1]], {}),
+    # set 6
+    "pages read in one piece": ([[1, 1], [1, 2]], {"pages": 2, "page_size": 1, "max_batch": 1}),
+    "pages known by their own tokens": (
+        [[1, 1], [[1, 1, 1], 1]], {"pages": 3, "page_size": 1, "max_batch": 1}),
+    "pages known by one page before": (
+        [[[1, 1, 2], 1], [[1, 2, 3], 1]], {"pages": 7, "page_size": 1, "max_batch": 1}),
+    "a preempted request goes to the end": (
+        [[1, 2], [1, 2], [1, 1]], {"pages": 3, "page_size": 1, "max_batch": 2}),
+    "the answer is forgotten": ([[1, 2], [1, 2]], {"pages": 3, "page_size": 1}),
+}.items()}

@@ -202,9 +202,10 @@ def wrong_tokens(records, xray):
 def wrong_samples(records, xray):
     for number, (seen, sight) in enumerate(zip(records, xray.passes)):
         due = {request: start + n - 1 for request, start, n, todo in seen["plan"] if n == todo > 0}
+        works = {request for request, _, n, _ in seen["plan"] if n}
         for request in seen["sampled"]:
             if request not in due:
-                does = "its prompt is not complete" if request.todo else "it computes nothing"
+                does = "its prompt is not complete" if request in works else "it computes nothing"
                 yield f"pass {number} gives {request} a token, but {does}."
         for request in due:
             if request not in seen["sampled"]:
@@ -315,9 +316,10 @@ def append(rng):
         prompt, new, room = rng.randint(1, 9), rng.randint(1, 6), rng.randint(9, 12)
         request = Request([1] * prompt, new, eos_token=rng.choice([None, 3]), name="A")
         request.block_size = room
-        while not request.finished and len(request.generated) < 12:
-            request.computed = prompt + len(request.generated)
-            request.append(rng.choice([2, 3, 4] if request.generated else [2, 2, 3]))
+        for token in rng.choices([2, 2, 3, 4], k=12):
+            if not request.finished:
+                request.computed = prompt + len(request.generated)
+                request.append(token)
         yield ("result", f"a prompt of {prompt}, max_new_tokens {new}, block_size {room}, "
                f"eos_token {request.eos_token}",
                [len(request.generated), request.finish_reason])
@@ -551,42 +553,31 @@ def books(rng):
                 pages.publish(table, i, tokens[2 * i:2 * i + 2])
             tables.append((table, tokens))
             said[-1] += f", then {table} is the block table of {tokens}"
-        where, free = "; ".join(said[-3:]), list(pages.free)
-        yield "result", f"free pages, as heappop takes them, after {where}", [
-            heappop(free) for _ in pages.free]
-        yield "result", f"holders after {where}", list(pages.holders)
-        yield "result", f"kept pages, in order, after {where}", list(pages.kept)
-        yield "result", f"published pages after {where}", sorted(pages.published.values())
-        yield "result", f"pages in key_of after {where}", sorted(pages.key_of)
-        yield "result", f"gains after {where}", pages.gains
-        yield "result", f"after {where}", {
-            f"find({tokens})": pages.find(tokens) for _, tokens in tables}
+        free = list(pages.free)
+        yield "cache", f"after {'; '.join(said[-3:])}", {
+            "holders": list(pages.holders), "kept, in order": list(pages.kept),
+            "free, as heappop takes them": [heappop(free) for _ in pages.free],
+            "published": sorted(pages.published.values()), "in key_of": sorted(pages.key_of),
+            "gains": pages.gains,
+            **{f"find({tokens})": pages.find(tokens) for _, tokens in tables}}
 
 
 def names(rng):
-    """Two requests compute the same page in one step; later its number is used again."""
+    """Two requests compute the same page in one step. Later its number is used again."""
     from paging import Pages
     x, y, z = rng.sample(range(13), 3)
-    pages, a, b, c = Pages(4, 1), [], [], []
-    said = ""
-
-    def publish(table, i, token):
-        nonlocal said
-        pages.publish(table, i, [token])
-        said += f"publish({table}, {i}, {[token]}); "
-
+    pages, a, b, c = Pages(3, 1), [], [], []
     pages.allocate(a, 1)
     pages.allocate(b, 2)
-    publish(a, 0, x)
-    publish(b, 0, x)
-    publish(b, 1, y)
-    yield "result", f"Pages(4, 1), {said}find({[x, y]})", pages.find([x, y])
+    for table, i, token in (a, 0, x), (b, 0, x), (b, 1, y):
+        pages.publish(table, i, [token])
+    said = f"after publish([0], 0, [{x}]), publish([1, 2], 0, [{x}]), publish([1, 2], 1, [{y}])"
+    yield "result", f"{said}: find([{x}, {y}])", pages.find([x, y])
     pages.give_back(a)
     pages.allocate(c, 1)
-    pages.allocate(c, 1)   # page 0, after its eviction
-    said += f"give_back({a}); page 0 is evicted; "
-    publish(c[::-1], 0, z)
-    yield "result", f"Pages(4, 1), {said}find({[z, y]})", pages.find([z, y])
+    pages.publish(c, 0, [z])
+    said += f", give_back([0]), the eviction of page 0, publish([0], 0, [{z}])"
+    yield "result", f"{said}: find([{z}, {y}])", pages.find([z, y])
 
 
 def paged(rng):

@@ -58,7 +58,7 @@ class Set:
         return list(dict.fromkeys(name for part in self.parts for name in part.functions))
 
 
-TOOLS = [f"toolbox/{name}.py" for name in ("__init__", "toy", "trace", "xray")]
+TOOLS = [f"toolbox/{name}.py" for name in ("__init__", "toy", "trace", "validate", "xray")]
 CORE = ["model.py", "request.py", "cache.py"]
 LOOK = ("crash", "tokens", "positions")
 
@@ -125,5 +125,5 @@ SETS = {each.number: each for each in [
         numbers=2, breaks=2, written=2, bugs=[
         "pages read in one piece", "pages known by their own tokens",
         "pages known by one page before", "a preempted request goes to the end",
-        "a stale count after preemption"], bug_parts="bccdd"),
+        "the answer is forgotten"], bug_parts="bccdd"),
 ]}

@@ -73,8 +73,6 @@ def allowed(T, S, mask):
 '''}),
     "the end of a request by cases": (2, {"request.py:Request.append": '''
     def append(self, token):
-        if self.finish_reason:
-            return
         self.generated = self.generated + [token]
         if self.eos_token is not None and token == self.eos_token:
             self.finish_reason = "stop"
@@ -96,6 +94,8 @@ def admit(waiting, running, step, max_batch):
 def leave(running):
     others = []
     for request in running:
+        if request.cancelled and request.finish_reason is None:
+            request.finish_reason = "cancelled"
         if request.finish_reason is None:
             others.append(request)
         else:
@@ -118,11 +118,13 @@ def leave(running):
         while len(self.running) != self.max_batch:
             if sum(r.todo for r in self.running) >= self.token_budget:
                 return
-            first = self.next_waiting(step)
-            if first is None or not self.grant_room(first):
+            if not self.waiting or self.waiting[0].arrival > step:
+                return
+            first = self.waiting.popleft()
+            if not self.grant_room(first):
+                self.waiting.appendleft(first)
                 return
             self.running += [first]
-            self.waiting.popleft()
 ''', "scheduler.py:Scheduler.grant_room": '''
     def grant_room(self, request):
         room = self.max_kv_tokens
@@ -134,7 +136,7 @@ def leave(running):
 def advance(plan, tokens):
     new = list(tokens)
     for request, n in plan:
-        complete_now = n > 0 and request.todo == n
+        complete_now = request.todo == n
         request.computed = request.computed + n
         if complete_now:
             request.append(new.pop(0))
@@ -182,7 +184,7 @@ def complete(plan):
     for i in range(len(plan)):
         request, n = plan[i]
         known = len(request.prompt) + len(request.generated)
-        if n > 0 and request.computed + n == known:
+        if request.computed + n == known:
             found.append(i)
     return found
 '''}),
@@ -218,10 +220,9 @@ def first_fit_decreasing(lengths, size):
                 self.places[i] = (row, at, at + sizes[i])
                 at += sizes[i]
         self.places = [self.places[i] for i in range(len(sizes))]
-        self.sampled = [request for request, n in self.plan if n == request.todo]
-        last = [place for place, (request, n) in zip(self.places, self.plan) if n == request.todo]
-        self.rows = (torch.tensor([row for row, _, _ in last], device=device),
-                     torch.tensor([end - 1 for _, _, end in last], device=device))
+        self.sampled = [request for request, n in self.plan]
+        self.rows = (torch.tensor([row for row, _, _ in self.places], device=device),
+                     torch.tensor([end - 1 for _, _, end in self.places], device=device))
 '''}),
     "varlen, masked by hand": (5, {"generate_ragged.py:Flat.attend": '''
     def attend(self, layer, q, k, v):
@@ -238,29 +239,24 @@ def first_fit_decreasing(lengths, size):
         return out
 '''}),
     # set 6
-    "books by sets": (6, {"paging.py:Pages.hold": '''
-    def hold(self, pages):
-        for page in pages:
-            if page in self.kept:
-                del self.kept[page]
-            self.holders[page] = self.holders[page] + 1
-''', "paging.py:Pages.give_back": '''
+    "books with sorted lists": (6, {"paging.py:Pages.give_back": '''
     def give_back(self, table):
         for page in table[::-1]:
             self.holders[page] -= 1
             if self.holders[page] > 0:
                 continue
-            if self.prefix_of.get(page) is None:
-                self.free.add(page)
+            self.gains = self.gains + 1
+            if self.key_of.get(page) is None:
+                self.free = sorted(self.free + [page])
             else:
-                self.kept[page] = None
+                self.kept.update({page: None})
 ''', "paging.py:Pages.evict": '''
     def evict(self):
         oldest = list(self.kept)[0]
         self.kept.pop(oldest)
-        self.published.pop(self.prefix_of.pop(oldest))
-        self.free.add(oldest)
-        self.evictions += 1
+        self.published.pop(self.key_of.pop(oldest))
+        self.free = sorted([*self.free, oldest])
+        self.counts.update(["evicted_pages"])
 '''}),
     "slots by a loop, writes one by one": (6, {"generate_paged.py:Paged.slots": '''
     def slots(self, table, start, end):
@@ -276,16 +272,33 @@ def first_fit_decreasing(lengths, size):
             pool_k[:, slot] = k[:, i]
             pool_v[:, slot] = v[:, i]
 '''}),
-    "prefixes by a loop": (6, {"paging.py:Pages.find": '''
+    "prefixes by a loop, names with gaps": (6, {"paging.py:Pages.find": '''
     def find(self, tokens):
-        found, end = [], self.size
-        while end <= len(tokens):
-            page = self.published.get(tuple(tokens[0:end]))
-            if page is None:
-                break
-            found.append(page)
-            end += self.size
+        found, name, rest = [], 0, list(tokens)
+        while len(rest) >= self.size:
+            key = name, tuple(rest[:self.size])
+            if key not in self.published:
+                return found
+            found.append(self.published[key])
+            name, rest = self.name_of[found[-1]], rest[self.size:]
         return found
+''', "paging.py:Pages.publish": '''
+    def publish(self, table, i, tokens):
+        new = next(self.names)
+        before = self.name_of[table[i - 1]] if i > 0 else 0
+        first = self.published.setdefault((before, (*tokens,)), table[i])
+        if first != table[i]:
+            self.name_of[table[i]] = self.name_of[first]
+            return
+        self.name_of[first], self.key_of[first] = new, (before, (*tokens,))
+        self.gains += 1
+''', "paging.py:PagedScheduler.preempt": '''
+    def preempt(self, request):
+        self.free(request)
+        self.running = [other for other in self.running if other is not request]
+        self.waiting.insert(0, request)
+        request.computed = 0
+        self.counts.update(preemptions=1)
 ''', "paging.py:PagedScheduler.missing": '''
     def missing(self, request):
         known = len(request.prompt) + len(request.generated)
