@@ -129,7 +129,13 @@ class ScatteredPages(Pages):
 
 
 class NeighbouringPages(ScatteredPages):
-    """The best case: the next page if it is free, and a newcomer starts where it can grow most."""
+    """
+    The best case: the next page if it is free; a newcomer starts where it can grow most, in a pool
+    with four times the room.
+    """
+
+    def __init__(self, number, size):
+        super().__init__(4 * number, size)
 
     def allocate(self, table, number):
         for left in range(number, 0, -1):
