@@ -41,9 +41,9 @@ from experiments.results import provenance
 from kernels import native, optimize
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.cli import guarded, measuring_parser, measuring_place
+from toolbox.cli import guarded, knobs_of, measuring_parser, measuring_place
 from toolbox.report import aligned, percentile
-from toolbox.stages import STAGES, knobs_of
+from toolbox.stages import STAGES
 from toolbox.trace import synchronize
 
 MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384)}

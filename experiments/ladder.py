@@ -24,7 +24,7 @@ from toolbox import cli, page, plots, sights
 from toolbox.check import Check
 from toolbox.recorder import record
 from toolbox.report import aligned, latencies, mean, percentile, totals
-from toolbox.stages import STAGES, knobs_of
+from toolbox.stages import STAGES
 from toolbox.xray import sights_at
 
 
@@ -37,7 +37,7 @@ def run_stages(model, requests, stages=STAGES, repeats=1, **knobs):
     for _ in range(repeats):
         for name, generate in stages.items():
             copies = [replace(request) for request in requests]
-            traces[name].append(generate(model, copies, **knobs_of(generate, knobs)[0]))
+            traces[name].append(generate(model, copies, **cli.knobs_of(generate, knobs)[0]))
     return {name: with_medians(runs) for name, runs in traces.items()}
 
 
@@ -69,7 +69,7 @@ def wrong_lines(model, plain, requests, stages=STAGES, **knobs):
     for name, generate in stages.items():
         copies = [replace(request) for request in requests]
         check = Check(plain, copies)
-        generate(model, copies, on_token=check.on_token, **knobs_of(generate, knobs)[0])
+        generate(model, copies, on_token=check.on_token, **cli.knobs_of(generate, knobs)[0])
         lines += [f"WRONG: {name}: request '{v.name}': {v.detail}"
                   for v in check() if v.verdict == "WRONG"]
     return lines
@@ -78,7 +78,7 @@ def wrong_lines(model, plain, requests, stages=STAGES, **knobs):
 def recorded(model, plain, traces, no_check=False, **knobs):
     """Runs each stage once more for its page, under the X-ray and the check. {stage: trace}."""
     return {name: record(STAGES[name], model, trace.requests, trace, None if no_check else plain,
-                         **knobs_of(STAGES[name], knobs)[0]) for name, trace in traces.items()}
+                         **cli.knobs_of(STAGES[name], knobs)[0]) for name, trace in traces.items()}
 
 
 def ladder_table(traces):

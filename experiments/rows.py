@@ -21,10 +21,10 @@ import torch
 from experiments import figures, results
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.cli import guarded, measuring_parser, measuring_place
+from toolbox.cli import guarded, knobs_of, measuring_parser, measuring_place
 from toolbox.load import load
 from toolbox.report import aligned, percentile
-from toolbox.stages import STAGES, knobs_of
+from toolbox.stages import STAGES
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GAP_STAGES = {name: STAGES[name]

@@ -21,7 +21,6 @@ from toolbox.load import decode, load
 from toolbox.progress import Progress
 from toolbox.recorder import record
 from toolbox.report import report, write_trace
-from toolbox.stages import knobs_of
 from toolbox.validate import at_least_1
 from toolbox.verdict import summary
 from toolbox.workload import PROMPTS, make_requests, read_prompts
@@ -206,6 +205,13 @@ def given_knobs(args):
     knobs = {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
     at_least_1(**{f"--{knob}": knobs[knob] for knob in NUMBERS if knob in knobs})
     return knobs
+
+
+def knobs_of(generate, knobs):
+    """The knobs that a stage has, as a dict, and the names of the others."""
+    has = inspect.signature(generate).parameters
+    mine = {name: value for name, value in knobs.items() if name in has}
+    return mine, [name for name in knobs if name not in has]
 
 
 def say_ignored(args, names, where):

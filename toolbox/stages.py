@@ -1,5 +1,4 @@
 """All stages by name, for code that runs more than one of them."""
-import inspect
 from functools import partial
 
 import generate_chunked
@@ -29,10 +28,3 @@ STAGES = {   # in the ladder's order, with variants
     "ragged, varlen": generate_ragged.generate,
     "paged": generate_paged.generate,
 }
-
-
-def knobs_of(generate, knobs):
-    """The knobs that a stage has, as a dict, and the names of the others."""
-    has = inspect.signature(generate).parameters
-    mine = {name: value for name, value in knobs.items() if name in has}
-    return mine, [name for name in knobs if name not in has]
