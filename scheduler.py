@@ -86,10 +86,11 @@ class Scheduler:
 
     @property
     def busy(self):
-        """Whether anything is left to do. Cancelled requests leave first, wherever they stand."""
-        near = islice(self.waiting, self.max_batch)   # no other can be admitted in the next step
-        for request in [*self.running, *near]:
-            if request.cancelled:
+        """Whether anything is left to do. Asked between steps: here cancelled requests leave."""
+        # Of those that wait, the first max_batch will do: no others can be in the next step.
+        while cancelled := [request for request in (
+                *self.running, *islice(self.waiting, self.max_batch)) if request.cancelled]:
+            for request in cancelled:
                 self.cancel(request)
         return bool(self.waiting or self.running)
 

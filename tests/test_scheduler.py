@@ -133,6 +133,24 @@ def test_cancel_frees_the_place_and_the_reservation_in_any_state(cancel, expecte
     assert plans([(6, 4), (2, 4), (4, 1)], cancel=cancel, **limits) == expected
 
 
+@pytest.mark.parametrize("kind", [lambda: Scheduler(2, 8), lambda: PagedScheduler(
+    2, 8, Pages(20, 2)), lambda: FairScheduler(2, 8, Pages(20, 2), "sjf")])
+def test_of_many_marked_requests_none_is_computed(kind):
+    """More of them stand at the front of the queue than can be admitted in a step."""
+    scheduler = kind()
+    requests = queue(scheduler, [Request([0] * 3, 2, name=f"r{i}") for i in range(30)])
+    for request in requests[:25]:
+        request.cancel()
+    step, seen = 0, set()
+    while scheduler.busy:
+        plan = scheduler.schedule(step)
+        seen |= {request.name for request, _ in plan}
+        finish(scheduler, plan)
+        step += 1
+    assert seen == {request.name for request in requests[25:]}
+    assert {request.finish_reason for request in requests[:25]} == {"cancelled"}
+
+
 def test_a_prompt_remainder_of_one_token_is_handed_out_like_a_decode():
     assert plans([(5, 2), (4, 2)], max_batch=8, token_budget=4) == ["A4", "A1 B3", "A1 B1", "B1"]
 
