@@ -16,7 +16,7 @@ no copy-on-write. Pages of answers are shared too; those that are computed in th
 
 When no page is left, the last request to arrive is *preempted*: it gives its pages back and returns
 to the front of the queue with the tokens it has. Later it computes again what was evicted, but it
-draws no random number twice. (This is PagedAttention's memory manager, of claim I7.)
+draws no random number twice. (PagedAttention's memory manager works like this. Claim I7.)
 """
 from collections import Counter, OrderedDict
 from heapq import heappop, heappush
