@@ -19,7 +19,7 @@ of GPT-2 reads 124 million weights once, and multiplies with each of them once f
 
 A step takes the longer of the two. So 32 rows cost less than two rows one by one on the CPU, and no
 more than one row on the GPU, where reading takes longer for up to 150 rows. (Claim R7. The CPU's
-figures were measured by bench.py, the GPU's are its data sheet's.)
+figures were measured by experiments/bench.py, the GPU's are its data sheet's.)
 """
 import torch
 

@@ -19,10 +19,11 @@ import torch
 
 from experiments import figures, memory, results
 from experiments.rows import ARRIVAL
+from explorer import page
+from explorer.recorder import record
 from request import Request
-from toolbox import cli, page, plots, sights
+from toolbox import cli, plots, sights
 from toolbox.check import Check
-from toolbox.recorder import record
 from toolbox.report import aligned, latencies, mean, percentile, totals
 from toolbox.stages import STAGES
 from toolbox.xray import sights_at

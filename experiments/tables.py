@@ -190,7 +190,7 @@ def runs_of(system):
 
 
 def bench_row(workload, result, name):
-    from bench import times_best_peer  # it imports half of the repository
+    from experiments.bench import times_best_peer  # it imports half of the repository
     system = result["systems"][name]
     runs = runs_of(system)
     spread = f" ±{system['spread'] / 2:.0%}" if runs > 1 else ""

@@ -33,10 +33,11 @@ from generate_ragged import Flat
 from model import Head
 from paging import PagedScheduler
 from request import Request
-from toolbox import page, sights
+from explorer import page
+from toolbox import sights
 from toolbox.check import Check
 from toolbox.load import load
-from toolbox.recorder import record
+from explorer.recorder import record
 from toolbox.stages import STAGES
 from toolbox.trace import Trace
 from toolbox.traps import broken, swapped

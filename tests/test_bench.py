@@ -15,8 +15,7 @@ import pytest
 import torch
 from common import mixed, toy
 
-import bench
-from experiments import engines, peers
+from experiments import bench, engines, peers
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.stages import STAGES
@@ -317,8 +316,8 @@ import runpy, sys, model
 sys.modules["transformers"] = None
 tiny = model.{TINY}
 model.GPTConfig = lambda **sizes: tiny
-sys.argv = "bench.py --quick --workloads W1 --systems ragged naive".split()
-runpy.run_path("bench.py", run_name="__main__")
+sys.argv = "bench --quick --workloads W1 --systems ragged naive".split()
+runpy.run_module("experiments.bench", run_name="__main__")
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=3000,
                             capture_output=True, text=True, encoding="utf-8")

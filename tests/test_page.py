@@ -25,13 +25,12 @@ from common import STAGES, mixed, toy
 
 import generate_interleaved
 import generate_ragged
-from experiments import still
+from explorer import page, still
+from explorer.recorder import MOST_TOKENS, Recorder, record
 from request import Request
-from toolbox import page
 from toolbox.check import Check
 from toolbox.load import decode, load
 from toolbox.plots import COLORS
-from toolbox.recorder import MOST_TOKENS, Recorder, record
 from toolbox.stages import STAGES as LADDER
 from toolbox.traps import broken
 from toolbox.workload import PROMPTS, make_requests, read_prompts

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
+from experiments import train
 from generate_dynamic import Rectangle
 from toolbox.load import load
 
@@ -97,7 +97,7 @@ def test_a_broken_pipe_is_no_traceback():
     (["--out", "/proc/x"], "--out /proc/x: "),
 ])
 def test_training_refuses_bad_flags(flags, message, run_here):
-    code, out, err = run_here("train.py", *flags)
+    code, out, err = run_here("experiments/train.py", *flags)
     assert code == 2 and message in err and err.count("\n") == 1, err
 
 

@@ -15,11 +15,12 @@ from dataclasses import replace
 import torch
 
 from beyond.fairness import POLICIES
-from toolbox import page, plots
+from explorer import page
+from explorer.recorder import record
+from toolbox import plots
 from toolbox.check import Check
 from toolbox.load import decode, load
 from toolbox.progress import Progress
-from toolbox.recorder import record
 from toolbox.report import report, write_trace
 from toolbox.validate import at_least_1
 from toolbox.verdict import summary

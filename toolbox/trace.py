@@ -58,7 +58,7 @@ class Trace:
     step_times: dict = field(default_factory=dict)
     # request name -> tokens computed so far
     reached: dict = field(default_factory=dict, repr=False)
-    # the toolbox.recorder.Recorder that watched the run, if one did
+    # the explorer.recorder.Recorder that watched the run, if one did
     recording: object = field(default=None, repr=False, compare=False)
 
     @contextmanager

@@ -1,7 +1,7 @@
 """
 Takes the README's still picture of the explorer, from the built page in docs/, with Chromium.
 
-    python -m experiments.still
+    python -m explorer.still
 """
 import shutil
 from pathlib import Path

@@ -1,5 +1,5 @@
 """
-Records a run while it happens, slot by slot, for the explorer (toolbox/page.py).
+Records a run while it happens, slot by slot, for the explorer (explorer/page.py).
 
     trace = record(generate, model, requests, max_batch=8)     # trace.recording: a Recorder
 

@@ -1,7 +1,7 @@
 """
 Trains the built-in model on Python's own documentation; allow ten minutes on two cores.
 
-    python train.py                       # writes out/: ranks file, prompts, weights
+    python -m experiments.train                       # writes out/: ranks file, prompts, weights
     python generate_naive.py --model out
 
 Nothing is downloaded. The script trains the tokenizer and a model of 4 layers with 4 heads each,

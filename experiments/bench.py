@@ -17,8 +17,8 @@ need only their keys and values.
 W1 is a mixture of long and short requests, W2 nearly all prefill, W3 nearly all decode. Output is
 greedy. The weights are random, which run as fast as trained ones.
 
-    python bench.py --quick                             about a minute
-    python bench.py --json bench.json --plot bench.png  all of it
+    python -m experiments.bench --quick                             about a minute
+    python -m experiments.bench --json bench.json --plot bench.png  all of it
 """
 import copy
 import json
@@ -280,7 +280,7 @@ def results_table(result):
 
 
 def main(argv=None):
-    p = measuring_parser("bench.py", __doc__,
+    p = measuring_parser("python -m experiments.bench", __doc__,
                          quick="a quarter of the requests, the small model, one run each")
     p.add_argument("--models", nargs="+", choices=MODELS,
                    help="gpt2: 124M parameters; small: 6 layers, 384 wide (default: both)")
@@ -320,7 +320,8 @@ def run_benchmark(args):
         for name in args.workloads:
             run = systems(ours, theirs)
             result = run_workload(args, model_name, name, run, ours["optimized"])
-            results.append({**result, "where": where, "measured": provenance("python bench.py")})
+            results.append({**result, "where": where,
+                            "measured": provenance("python -m experiments.bench")})
             if args.json:   # after each workload, so that an interrupted run keeps its results
                 with open(args.json, "w") as file:
                     json.dump(results, file, indent=1)

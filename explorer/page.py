@@ -1,7 +1,7 @@
 """
 The explorer: one HTML file in which a reader walks through a run that happened, step by step.
 
-    trace = record(generate, model, requests, max_batch=8)        # toolbox/recorder.py
+    trace = record(generate, model, requests, max_batch=8)        # explorer/recorder.py
     write("run.html", {"interleaved": trace}, tokenizer)
 
 The page is page.html, with page.css, the scripts and the data, as JSON, in their places. It loads
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from explorer.walk import walk
 from toolbox.plots import COLORS, KEYS, NAMES
 from toolbox.verdict import summary
-from toolbox.walk import walk
 
 FOLDER = Path(__file__).parent
 COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", "score_entries",
@@ -80,7 +80,7 @@ def data_of(traces, tokenizer=None, guided=False):
     for trace in traces.values():
         if trace.recording is None:
             raise ValueError(f"the run of stage '{trace.stage}' was not recorded: "
-                             "toolbox.recorder.record runs a stage and records it")
+                             "explorer.recorder.record runs a stage and records it")
     texts = []   # prompts and answers, each once: the stages of a ladder have the same
     runs = [run_data(name, trace, texts) for name, trace in traces.items()]
     return {"runs": runs, "texts": texts, "names": NAMES,

@@ -1,6 +1,6 @@
 "use strict";
-// What is known of the recorded runs: no drawing here. toolbox/page.py says what the data hold, and
-// toolbox/recorder.py what a run of slots is. `now` is a moment, as momentOf returns it.
+// What is known of the recorded runs: no drawing here. explorer/page.py says what the data hold, and
+// explorer/recorder.py what a run of slots is. `now` is a moment, as momentOf returns it.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SUMS = ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "padded_keys",
