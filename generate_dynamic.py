@@ -1,10 +1,9 @@
 """
 Stage 2: dynamic batching. A finished request leaves at once, and a waiting one takes its place.
 
-The batch is rebuilt at every step, so the cache can no longer belong to the batch: each request
-has its own, and the layout `Rectangle` gathers them. A newcomer's prompt and the others'
-decodes differ in width, so a step has up to two forward passes: one rectangle for the decodes and
-one for the newcomers' prompts.
+The batch is rebuilt at every step, so the cache can no longer belong to the batch: each request has
+its own, and the layout `Rectangle` gathers them. Prompts and decodes differ in width, so a step has
+up to two forward passes: one rectangle for the decodes and one for the newcomers' prompts.
 
     max_batch 2, C arrives at step 1:
 
@@ -18,8 +17,7 @@ Wasted: padding, as before; the pasts are copied into a new rectangle at every s
 prompt is prefilled in one piece, while every running decode waits for it.
 
 Names: the field calls this *continuous batching* (Orca: iteration-level scheduling); stages 3, 4, 6
-and 7 are better ways of doing it. Hugging Face says dynamic scheduling. Servers such as Triton say
-"dynamic batching" when they group queued requests, which is stage 1.
+and 7 are better ways of doing it. What servers such as Triton call dynamic batching is stage 1.
 """
 import torch
 
@@ -111,12 +109,7 @@ def leave(running):
 
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, on_token=None):
-    """
-    Runs `requests` and fills them in place. Returns the trace.
-
-    max_batch: requests that run at the same time
-    on_token:  on_token(request, token, logits) is called as each token appears
-    """
+    """Runs `requests` as stage 0 does, at most max_batch at a time. Returns the trace."""
     at_least_1(max_batch=max_batch)
     requests = prepare(requests, model.config)
     trace = Trace("dynamic", requests)

@@ -32,14 +32,7 @@ from toolbox.trace import Trace
 
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, on_token=None):
-    """
-    Runs `requests` and fills them in place. Returns the trace.
-
-    max_batch:     requests that run at the same time
-    token_budget:  useful tokens per step; a rectangle's pads are not counted
-    max_kv_tokens: cache room that running requests may reserve, in tokens; None: no limit
-    on_token:      on_token(request, token, logits) is called as each token appears
-    """
+    """Runs `requests` as stage 3 does, with the same limits. Returns the trace."""
     requests = prepare(requests, model.config)
     scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
     trace = Trace("interleaved", requests)

@@ -75,12 +75,7 @@ class StaticBatch:
 
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, on_token=None):
-    """
-    Runs `requests` and fills them in place. Returns the trace.
-
-    max_batch: the most requests in a batch
-    on_token:  on_token(request, token, logits) is called as each token appears
-    """
+    """Runs `requests` as stage 0 does, in batches of at most max_batch. Returns the trace."""
     at_least_1(max_batch=max_batch)
     requests = prepare(requests, model.config)
     trace = Trace("naive", requests)

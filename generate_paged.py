@@ -3,8 +3,7 @@ Stage 7: paged memory. Keys and values live in a pool of pages, and equal beginn
 
 The batch stays the flat stream of stage 6. What changes is where the keys are. A request's block
 table lists its pages (paging.py), and a *slot mapping* says in which slot of the pool each new
-token's keys and values go. (So these slots are places in the cache. Everywhere else in this
-repository a slot is a place in the tensor of tokens.)
+token's keys and values go. (A *cache slot*; elsewhere a slot is a place in a tensor of tokens.)
 
     block table of A = [0, 2, 1], page_size 4
 
@@ -17,8 +16,7 @@ keys are a view of the pool where its pages are neighbours, and otherwise are ga
 Better than stage 6: more requests fit into the same memory, because none reserves room for an
 answer that may never come; and a common prompt is computed and kept once.
 Wasted: the work of a request that is preempted when memory runs out; and copies of scattered pages.
-
-Names: this is PagedAttention (vLLM), which calls a page a block.
+(This is vLLM's PagedAttention, which calls a page a block.)
 """
 from itertools import pairwise
 
@@ -30,7 +28,7 @@ from model import sample
 from paging import PagedScheduler, Pages
 from request import prepare
 from toolbox.trace import Trace
-from toolbox.validate import check_pool
+from toolbox.validate import pool_size
 
 
 class Paged(Flat):
@@ -81,15 +79,12 @@ class Paged(Flat):
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
              policy="fcfs", share_prefixes=True, on_token=None):
     """
-    Runs `requests` and fills them in place. Returns the trace.
+    Runs `requests` as stage 6 does, with another limit on memory. Returns the trace.
 
-    max_batch:      requests that run at the same time
-    token_budget:   tokens per step
     pages:          pages in the pool; None: enough for the max_batch largest requests
     page_size:      tokens in a page
     policy:         "fcfs": first come, first served; "sjf" and "priority": see beyond/fairness.py
     share_prefixes: whether requests share the full pages of equal beginnings
-    on_token:       on_token(request, token, logits) is called as each token appears
     """
     requests = prepare(requests, model.config)
     pages = Pages(pool_size(requests, max_batch, pages, page_size), page_size)
@@ -116,15 +111,6 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
         trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         step += 1
     return trace
-
-
-def pool_size(requests, max_batch, pages, page_size):
-    """Pages to allocate. None: enough for all that can run together, so that none is preempted."""
-    check_pool(max_batch, pages, page_size, requests[0].block_size)
-    needed = sorted(-(-request.kv_tokens // page_size) for request in requests)
-    if pages is None:
-        return sum(needed[-max_batch:])
-    return min(pages, sum(needed))   # more than all requests can fill would never be touched
 
 
 if __name__ == "__main__":

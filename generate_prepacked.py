@@ -36,8 +36,8 @@ head = Head()
 
 def first_fit_decreasing(lengths, size):
     """
-    Bins [[index, ...], ...], each with a total length of at most `size`. The plain loop takes
-    O(k^2) for k prompts; a search tree over the room left in each bin would make it O(k log k).
+    Bins [[index, ...], ...], each with a total length of at most `size`. This takes O(k^2) for k
+    prompts; with a search tree over the room left in each bin it would take O(k log k).
     """
     bins, room = [], []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -111,13 +111,10 @@ def in_packing_order(waiting, step):
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     """
-    Runs `requests` and fills them in place. Returns the trace.
+    Runs `requests` as stage 2 does. Returns the trace.
 
-    max_batch: requests that run at the same time
-    pack:      "batch" packs the prompts that have just been admitted. "dataset" also decides which
-               requests to admit together: all arrived prompts are packed first, and admitted in the
-               order of the rows.
-    on_token:  on_token(request, token, logits) is called as each token appears
+    pack: "batch" packs the prompts that have just been admitted. "dataset" also decides which to
+          admit together: all arrived prompts are packed first, and admitted in the order of rows.
     """
     at_least_1(max_batch=max_batch)
     one_of("pack", pack, "batch", "dataset")

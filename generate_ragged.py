@@ -114,13 +114,9 @@ class Flat:
 def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None,
              attention="varlen", on_token=None):
     """
-    Runs `requests` and fills them in place. Returns the trace.
+    Runs `requests` as stage 4 does, with the same limits. Returns the trace.
 
-    max_batch:     requests that run at the same time
-    token_budget:  tokens per step
-    max_kv_tokens: cache room that running requests may reserve, in tokens; None: no limit
-    attention:     "varlen" skips the keys of other requests, "mask" computes and hides them
-    on_token:      on_token(request, token, logits) is called as each token appears
+    attention: "varlen" skips the keys of other requests, "mask" computes and hides them
     """
     requests = prepare(requests, model.config)
     scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)

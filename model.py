@@ -182,10 +182,7 @@ class GPT(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)              # (..., V): the tied output head
 
     def optimize(self):
-        """
-        Switches to the fastest kernels available, which hold the weights a second time. Returns
-        self. Same results; uses() says what ran (docs/kernels.md).
-        """
+        """Same results from faster kernels, with the weights held twice (docs/kernels.md)."""
         from kernels import optimize  # how to multiply fast is not the lesson
         return optimize(self)
 

@@ -10,13 +10,12 @@ the order of its tokens. Equal beginnings share their pages:
     A's table    0, 2, 1       S: the 8 tokens of a common system prompt, computed and kept once
     B's table    0, 2, 3       A, B: the rest of the prompts;  a, b: generated
 
-Only full pages are shared, and the last token of a prompt is always computed. So a newcomer writes
-behind the pages it shares, from a page boundary on. No shared page is written again, and there is
-no copy-on-write. Pages of answers are shared too; those that are computed in the same step are not.
+Only full pages are shared, those of answers too, and a prompt's last token is always computed. So a
+newcomer writes behind the pages it shares, from a page boundary on: no shared page changes.
 
-When no page is left, the last request to arrive is *preempted*: it gives its pages back and returns
-to the front of the queue with the tokens it has. Later it computes again what was evicted, but it
-draws no random number twice. (PagedAttention's memory manager works like this. Claim I7.)
+When no page is left, the last request to arrive is *preempted*, as in vLLM: it gives its pages back
+and returns to the front of the queue with its tokens. Later it computes again what was evicted, but
+it draws no random number twice. (Claim I7.)
 """
 from collections import Counter, OrderedDict
 from heapq import heappop, heappush
@@ -73,9 +72,8 @@ class Pages:
         for _ in range(number):
             if not self.free:
                 self.evict()
-            page = heappop(self.free)
-            self.holders[page] = 1
-            table.append(page)
+            table.append(heappop(self.free))
+            self.holders[table[-1]] = 1
 
     def evict(self):   # of the pages that are kept, the least recently used
         page, _ = self.kept.popitem(last=False)
@@ -87,8 +85,7 @@ class Pages:
         """The i-th page of a block table is full: from now on others may find it."""
         page, key = table[i], (self.name_of[table[i - 1]] if i else 0, tuple(tokens))
         if key not in self.published:   # another request may have computed the same tokens
-            self.published[key], self.key_of[page] = page, key
-            self.name_of[page] = next(self.names)
+            self.published[key], self.key_of[page], self.name_of[page] = page, key, next(self.names)
             self.gains += 1
         self.name_of[page] = self.name_of[self.published[key]]
 
@@ -108,8 +105,7 @@ class PagedScheduler(Scheduler):
     """
     A Scheduler whose memory limit is a pool of pages; `request.kv` is the request's block table.
     All that run arrived before all that wait, and a request that lacks a page takes it from the
-    last that runs. So the first one goes on at every step, and there is no live-lock. (vLLM's rule,
-    too. For other orders than first come, first served see beyond/fairness.py.)
+    last that runs: the first goes on at every step. (For other orders see beyond/fairness.py.)
     """
 
     def __init__(self, max_batch, token_budget, pages, share_prefixes=True):

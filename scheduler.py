@@ -10,8 +10,7 @@ Every step has a budget of tokens, which is shared out in this order:
                        D c c                 D's prompt continues in the next step
 
 Finished requests leave at once. Waiting requests take their places in order of arrival, while fewer
-than `max_batch` run, the budget has something left for them, and their keys and values fit. (Claim
-H12.)
+than `max_batch` run, the budget has something left, and their keys and values fit. (Claim H12.)
 """
 import math
 from collections import deque

@@ -85,13 +85,19 @@ def one_of(name, value, *allowed):
         raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, not {value!r}")
 
 
-def check_pool(max_batch, pages, page_size, block_size):
-    """ValueError for a pool that cannot be; None: `pages` was not given."""
+def pool_size(requests, max_batch, pages, page_size):
+    """
+    The number of pages to allocate, at most those that all requests can fill. pages None: enough
+    for the max_batch largest. ValueError for a pool that cannot be.
+    """
     at_least_1(max_batch=max_batch, page_size=page_size)
-    if page_size > block_size:
-        raise ValueError(f"page_size {page_size} exceeds block_size {block_size}")
-    if pages is not None:
-        at_least_1(pages=pages)
+    if page_size > requests[0].block_size:
+        raise ValueError(f"page_size {page_size} exceeds block_size {requests[0].block_size}")
+    needed = sorted(-(-request.kv_tokens // page_size) for request in requests)
+    if pages is None:
+        return sum(needed[-max_batch:])
+    at_least_1(pages=pages)
+    return min(pages, sum(needed))
 
 
 def refuse(request, need):
