@@ -1,8 +1,8 @@
 """
 Draws which keys each token sees, as the X-ray measured it: queries down, keys across.
 
-    green   a key from the cache          grey, hatched   padding, seen by no token
-    blue    a new key                     red             seen, and should not be
+    purple  a key from the cache          grey, hatched   padding, seen by no token
+    orange  a new key                     red             seen, and should not be
     white   not seen                      red outline     not seen, and should be
 
 The X-ray counts pads of one kind, but cannot tell them apart. Where a query sees three of seven,
