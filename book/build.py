@@ -1,0 +1,225 @@
+"""
+The book: the ladder as chapters, with the notebooks, the docs and the explorer, as a site.
+
+    pip install -r book/requirements.txt
+    python book/build.py            writes book/site; open book/site/index.html, no server is needed
+
+Nothing is written twice. A chapter is made from a file of the ladder: its docstring, then every
+function with its docstring and its code side by side, the figure, the questions that the notebooks
+ask about it, and the diff to the rung below. MkDocs does the rest: search, dark mode, phones.
+"""
+import ast
+import difflib
+import re
+import shutil
+import subprocess
+import sys
+from html import escape
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES, SITE = ROOT / "book" / "pages", ROOT / "book" / "site"
+LADDER = [   # file, title, the rung below, its figure, the notebook about it
+    ("model", "The model", None, None, "01_one_request"),
+    ("request", "A request", None, None, "01_one_request"),
+    ("cache", "The KV cache", None, None, "01_one_request"),
+    ("generate_unbatched", "Stage 0: one request", None, "rows.png", "01_one_request"),
+    ("generate_naive", "Stage 1: static batching", "generate_unbatched", "slots.png",
+     "02_rectangles"),
+    ("generate_dynamic", "Stage 2: dynamic batching", "generate_naive", "motion-light.svg",
+     "02_rectangles"),
+    ("scheduler", "The scheduler", None, None, "03_chunks_and_fusion"),
+    ("generate_chunked", "Stage 3: chunked prefill", "generate_dynamic", "itl.png",
+     "03_chunks_and_fusion"),
+    ("generate_interleaved", "Stage 4: one fused pass", "generate_chunked", "bug.png",
+     "03_chunks_and_fusion"),
+    ("generate_prepacked", "Stage 5: prepacking", "generate_dynamic", "packing.png",
+     "04_no_rows"),
+    ("generate_ragged", "Stage 6: no rows", "generate_interleaved", "mask.png", "04_no_rows"),
+    ("paging", "Pages", "scheduler", "pool.png", "05_memory"),
+    ("generate_paged", "Stage 7: paged memory", "generate_ragged", "storm.png", "05_memory"),
+]
+DOCS = ["measurements", "gpu", "memory", "prepacking", "tensor_parallel", "bits", "llama",
+        "serving", "kernels", "cuda", "sources", "glossary"]
+LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)(#[^)\s]*)?(\))|((?:src|srcset)=\")([^\"]+)(\")")
+
+
+# --- a chapter ------------------------------------------------------------------------------------
+
+def chapter(name, title, below, figure, notebook):
+    """The Markdown of a file of the ladder."""
+    source = (ROOT / f"{name}.py").read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    parts = [f"# {title}", f"`{name}.py`, {len(source.splitlines())} lines",
+             prose(ast.get_docstring(tree))]
+    if figure:
+        parts.append(f"![](../experiments/pictures/{figure})")
+    parts.append("## The code")
+    parts += [side_by_side(*piece) for piece in pieces(source, tree)]
+    asked = questions(notebook)
+    parts.append(f"## Questions\n\nFrom [the notebook](../notebooks/{notebook}.ipynb), in which "
+                 "you answer and the code replies:\n\n" + "\n".join(f"- {q}" for q in asked))
+    if below:
+        old = (ROOT / f"{below}.py").read_text(encoding="utf-8")
+        diff = "\n".join(difflib.unified_diff(code_lines(old), code_lines(source), below + ".py",
+                                              name + ".py", lineterm="", n=2))
+        parts.append(f"## What changed since `{below}.py`\n\nThe code alone, without docstrings "
+                     f"and comments:\n\n```diff\n{diff}\n```")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def pieces(source, tree):
+    """
+    [(docstring or None, code), ...]: each function, method or head of a class that has a docstring
+    begins a piece; what has none continues the one before it. In source order, nothing left out.
+    """
+    rows, found, end = source.splitlines(), [(None, "")], tree.body[0].end_lineno
+    for node in sorted((n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))
+                        and n.col_offset <= 4 and ast.get_docstring(n)), key=lambda n: n.lineno):
+        begin = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
+        found[-1] = found[-1][0], found[-1][1] + "\n".join(rows[end:begin])
+        doc = node.body[0]
+        found.append((ast.get_docstring(node), "\n".join(rows[begin:doc.lineno - 1]) + "\n"))
+        end = doc.end_lineno
+    found[-1] = found[-1][0], found[-1][1] + "\n".join(rows[end:])
+    return found
+
+
+def side_by_side(docstring, code):
+    code = code.strip("\n")
+    if not code.strip():
+        return ""
+    fenced = f"```python\n{code}\n```"
+    if not docstring:
+        return f'<div class="pair alone" markdown>\n\n{fenced}\n\n</div>'
+    said = prose(docstring)
+    return (f'<div class="pair" markdown><div class="said" markdown>\n\n{said}\n\n</div>'
+            f'<div class="code" markdown>\n\n{fenced}\n\n</div></div>')
+
+
+def prose(docstring):
+    """A docstring as Markdown. Drawings keep their lines, arguments become a list."""
+    blocks = []
+    for block in re.split(r"\n\s*\n", docstring.strip("\n")):
+        if re.match(r"[a-z_][\w, ]*:\s+\S", block):   # arguments
+            joined = re.sub(r"\n\s+", " ", block)
+            blocks.append(re.sub(r"(?m)^([\w, ]+):\s+", r"- `\1`: ", joined))
+            continue
+        aligned = re.search(r"\S {2,}\S", block) or block.startswith("    ")
+        if aligned and blocks and blocks[-1].endswith("</pre>") and block.startswith("    "):
+            blocks[-1] = blocks[-1].removesuffix("</pre>") + "\n\n" + escape(block) + "</pre>"
+        elif aligned:
+            blocks.append(f"<pre>{escape(block)}</pre>")
+        else:
+            blocks.append(block)
+    return "\n\n".join(re.sub(r"\n\s*\n", "\n&#10;", block) if block.startswith("<pre>") else block
+                       for block in blocks)
+
+
+def code_lines(source):
+    """Code without docstrings and comments, so that a diff shows what changed."""
+    return ast.unparse(strip(ast.parse(source))).splitlines()
+
+
+def strip(tree):
+    for node in ast.walk(tree):
+        if (isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+                and ast.get_docstring(node)):
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+def questions(notebook):
+    """What a notebook asks: the first argument of each `ask`."""
+    tree = ast.parse((ROOT / "notebooks" / f"{notebook}.py").read_text(encoding="utf-8"))
+    return [node.args[0].value for node in ast.walk(tree) if isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") == "ask" and isinstance(node.args[0], ast.Constant)]
+
+
+# --- the site -------------------------------------------------------------------------------------
+
+def copied(text, page):
+    """The text of a page, with its links led to pages of the book; files it links to are copied."""
+    def lead(match):
+        before, target, anchor, after = (match.group(1, 2, 3, 4) if match.group(2)
+                                         else (*match.group(5, 6), None, match.group(7)))
+        if re.match(r"[a-z]+:", target):
+            return match.group(0)
+        path = (ROOT / page).parent.joinpath(target).resolve()
+        inside = path.relative_to(ROOT)
+        if path.is_dir():
+            names = sorted(f"{p.name}" for p in path.iterdir() if p.suffix in (".py", ".md"))
+            write(inside / "index.md", f"# `{inside}/`\n\n" + "\n".join(
+                f"- [{name}]({name})" for name in names) + "\n")
+            for name in names:
+                place(inside / name)
+            return f"{before}{target.rstrip('/')}/index.md{after}"
+        in_ladder = [name for name, *_ in LADDER if inside == Path(f"{name}.py")]
+        if in_ladder:
+            up = "../" * len(Path(page).parent.parts)
+            return f"{before}{up}ladder/{in_ladder[0]}.md{anchor or ''}{after}"
+        place(inside)
+        if str(inside) == "README.md":
+            target = target.replace("README.md", "index.md")
+        return f"{before}{target}{anchor or ''}{after}"
+
+    return LINK.sub(lead, text)
+
+
+def place(inside):
+    """Copies a file that a page links to; Markdown is a page, with links of its own."""
+    target = PAGES / inside
+    if target.exists() or inside.parts[0] in ("docs", "ladder") and inside.suffix == ".md":
+        return
+    if inside.suffix == ".md" and str(inside) != "README.md":
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()   # placed: a link back to it ends here
+        write(inside, copied((ROOT / inside).read_text(encoding="utf-8"), inside))
+    elif str(inside) != "README.md":
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / inside, target)
+
+
+def write(inside, text):
+    target = PAGES / inside
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8", newline="\n")
+
+
+def main():
+    shutil.rmtree(PAGES, ignore_errors=True)
+    docs = [name for name in DOCS if (ROOT / "docs" / f"{name}.md").exists()]
+    notebooks = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    for picture in (ROOT / "experiments" / "pictures").iterdir():
+        place(picture.relative_to(ROOT))
+    for path in [*notebooks, ROOT / "docs" / "explorer.html"]:
+        place(path.relative_to(ROOT))
+    write("index.md", copied((ROOT / "README.md").read_text(encoding="utf-8"), "README.md"))
+    for name in docs:
+        inside = Path("docs") / f"{name}.md"
+        write(inside, copied((ROOT / inside).read_text(encoding="utf-8"), inside))
+    for entry in LADDER:
+        write(f"ladder/{entry[0]}.md", chapter(*entry))
+    for name in ("book.css", "iframe-worker.js"):
+        write(name, (ROOT / "book" / name).read_text(encoding="utf-8"))
+    config = yaml.safe_load((ROOT / "book" / "mkdocs.yml").read_text(encoding="utf-8"))
+    config["nav"] = [
+        {"Start": "index.md"},
+        {"The ladder": [{title: f"ladder/{name}.md"} for name, title, *_ in LADDER]},
+        {"Notebooks": ["notebooks/README.md", *(str(p.relative_to(ROOT)) for p in notebooks)]},
+        {"Beyond": [f"docs/{name}.md" for name in docs]},
+        {"Explorer": "docs/explorer.html"}]
+    (ROOT / "book" / ".mkdocs.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file",
+                    str(ROOT / "book" / ".mkdocs.yml")], check=True)
+    for path in SITE.rglob("*.html"):   # the theme would load this one script from elsewhere
+        text, up = path.read_text(encoding="utf-8"), "../" * len(path.relative_to(SITE).parts[:-1])
+        path.write_text(text.replace("https://unpkg.com/iframe-worker/shim",
+                                     f"{up}iframe-worker.js"), encoding="utf-8")
+    print(f"{sum(1 for _ in SITE.rglob('*.html'))} pages: {SITE / 'index.html'}")
+
+
+if __name__ == "__main__":
+    main()
