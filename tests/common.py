@@ -1,18 +1,14 @@
 """The oracle and the workloads that all tests of the contract share."""
 import os
-import tempfile
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from beyond.fairness import MAX_OVERTAKEN, POLICIES
-from model import sample
+from model import GPTConfig, sample
 from request import Request, prepare
 from toolbox.stages import STAGES as ALL
 from toolbox.toy import toy as toy  # the tests import it from here
@@ -109,24 +105,42 @@ def assert_trace(trace, requests):
         assert p.useful_scores <= p.score_entries
 
 
-def on_ranks(ranks, work, *arguments):
-    """
-    Calls `work(*arguments)`, a function at the top of a test module, on so many gloo ranks, each a
-    process. An assertion that fails there fails here.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder, "store").as_uri()
-        torch.multiprocessing.spawn(_rank, (ranks, store, work, arguments), nprocs=ranks)
+# --- a scheduler alone, without a model -----------------------------------------------------------
+
+CONFIG = GPTConfig(block_size=64, vocab_size=10, n_layer=1, n_head=1, n_embd=2)
 
 
-def _rank(rank, ranks, store, work, arguments):
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks,
-                            timeout=timedelta(seconds=600))
-    try:
-        work(*arguments)
-    finally:
-        dist.destroy_process_group()
+def queue(scheduler, requests):
+    """Adds them in order of arrival, and returns them in that order."""
+    for request in (prepared := prepare(requests, CONFIG)):
+        scheduler.add(request)
+    return prepared
 
+
+def finish(scheduler, plan, step=0, token=lambda request: 0):
+    """The step has been computed."""
+    sampled = [request for request, n in plan if n == request.todo]
+    scheduler.update(plan, [token(request) for request in sampled])
+    for request in sampled:
+        request.token_steps.append(step)
+
+
+def run(scheduler, step=0, token=lambda request: 0, between=lambda step: None):
+    """To the end; at every step all that run go on. Returns all plans, like ["A4 B1", ...]."""
+    plans = []
+    while between(step) or scheduler.busy:
+        step = scheduler.next_step(step)
+        plan = scheduler.schedule(step)
+        plans.append(" ".join(f"{request.name}{n}" for request, n in plan))
+        assert 0 < sum(n for _, n in plan) <= scheduler.token_budget
+        assert {request for request, _ in plan} == {*scheduler.running}
+        assert len(plans) <= 10_000, "no end"
+        finish(scheduler, plan, step, token)
+        step += 1
+    return plans
+
+
+# --- workloads ------------------------------------------------------------------------------------
 
 def mixed():
     """Prompts and answers of many lengths, greedy and sampled, arriving one after another."""

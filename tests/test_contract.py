@@ -3,8 +3,8 @@ The contract: whatever the stage, the knobs and the other requests, each request
 it would have got alone.
 """
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -35,15 +35,6 @@ def buffer_lengths(kv):
     return {buffer.shape[-2] for buffer in [*kv.k.values(), *kv.v.values()]}
 
 
-@contextmanager
-def before_each_pass(model, check):
-    handle = model.register_forward_pre_hook(lambda *_: check())
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @settings(max_examples=examples(200), deadline=None, derandomize=True,
           suppress_health_check=list(HealthCheck))
@@ -51,16 +42,19 @@ def before_each_pass(model, check):
 def test_contract(stage, workload):
     requests = [replace(request) for request in workload.requests]
 
-    def memory_is_as_accounted():
+    def memory_is_as_accounted(*_):
         caches = [(r, r.kv) for r in requests if isinstance(r.kv, KV)]
         for request, kv in caches:
             assert kv.capacity == request.kv_tokens and buffer_lengths(kv) <= {kv.capacity}
         if stage in SCHEDULED and workload.max_kv_tokens:
             assert sum(kv.capacity for _, kv in caches) <= workload.max_kv_tokens
 
-    with before_each_pass(MODEL, memory_is_as_accounted):
+    handle = MODEL.register_forward_pre_hook(memory_is_as_accounted)
+    try:
         trace = assert_contract(MODEL, STAGES[stage], requests, workload.cancels,
                                 **workload.knobs(stage))
+    finally:
+        handle.remove()
     for p in trace.passes:
         if stage in SCHEDULED:
             assert p.useful + p.recomputed <= workload.token_budget
@@ -100,23 +94,6 @@ EDGES = {   # trap 10, and the ends of every range
 def test_edges(stage, edge):
     assert_contract(MODEL, STAGES[stage], [replace(request) for request in EDGES[edge]],
                     **({"token_budget": 8} if stage in SCHEDULED else {}))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_end_of_text_as_the_very_first_token(stage):
-    first = [alone(MODEL, request)[0][0] for request in mixed()]
-    requests = [replace(request, eos_token=token) for request, token in zip(mixed(), first)]
-    assert_contract(MODEL, STAGES[stage], requests)
-    assert [request.generated for request in requests] == [[token] for token in first]
-    assert all(request.finish_reason == "stop" for request in requests)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_arrivals_are_respected_and_order_does_not_matter(stage):
-    requests = mixed()
-    for request, arrival in zip(requests, (40, 0, 7, 3, 3, 90, 0, 1, 0, 11, 2)):
-        request.arrival = arrival
-    assert_contract(MODEL, STAGES[stage], requests[::-1])
 
 
 def one_at_a_time(stage):
@@ -185,16 +162,6 @@ def test_what_is_allocated_is_what_is_accounted(stage, monkeypatch):
         assert seen == {"a": {3 + 4 - 1}, "b": {BLOCK_SIZE}} and len(made) == 2
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_vocabulary_projection_touches_wanted_tokens_only(stage):
-    model, rows = toy(), []
-    model.ln_f.register_forward_pre_hook(
-        lambda module, args: rows.append(args[0].numel() // args[0].size(-1)))
-    requests = mixed()
-    STAGES[stage](model, requests)
-    assert sum(rows) == sum(len(request.generated) for request in requests)
-
-
 def test_a_cache_left_from_a_failed_run_is_not_used_again():
     request = Request([1, 2, 3], 4)
     single = toy(dtype=torch.float32)
@@ -218,13 +185,8 @@ def test_any_iterable_of_requests_will_do():
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_callback_that_raises_leaves_whole_tokens(stage):
     requests = [Request([i, i + 1], 5) for i in range(4)]
-
-    def on_token(request, token, logits):
-        if len(request.generated) == 3:
-            raise RuntimeError("injected")
-
-    with pytest.raises(RuntimeError, match="injected"):
-        STAGES[stage](MODEL, requests, on_token=on_token)
+    with pytest.raises(ZeroDivisionError):
+        STAGES[stage](MODEL, requests, on_token=lambda r, *_: 1 / (len(r.generated) - 3))
     for request in requests:
         assert len(request.generated) == len(request.token_times) == len(request.token_steps)
 
@@ -237,61 +199,36 @@ def test_batching_saves_forward_passes(stage):
     assert len(trace.passes) == 10 and sum(p.useful for p in trace.passes) == 8 * 12
 
 
-def test_cancel_from_another_thread_stops_a_running_request():
-    for stage in STAGES:
-        requests = [Request([1, 2], 22, name="a"), Request([3], 22, name="b")]
-
-        def on_token(request, token, logits):
-            if request is requests[0] and len(request.generated) == 4:
-                thread = threading.Thread(target=requests[0].cancel)
-                thread.start()
-                thread.join()
-
-        STAGES[stage](MODEL, requests, on_token=on_token)
-        assert requests[0].finish_reason == "cancelled" and len(requests[0].generated) == 4
-        assert requests[1].generated == alone(MODEL, requests[1])[0]
-
-
+@pytest.mark.parametrize("limit, reason", [(9, "cancelled"), (4, "length")])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_token_that_was_being_computed_when_its_request_was_cancelled_still_counts(stage):
-    """Another thread may cancel at any time: the request ends between two steps, and only there."""
-    requests = [Request([1, 2], 9, 1.0, name="a"), Request([3], 9, name="b")]
-    model, asked = toy(), []
+def test_a_token_that_was_being_computed_when_its_request_was_cancelled_still_counts(
+        stage, limit, reason):
+    """
+    Another thread may cancel at any time. The request ends between two steps, and only there: if
+    the pass finishes it, it was not cancelled.
+    """
+    requests = [Request([1, 2], limit, 1.0, name="a"), Request([3], 9, name="b")]
+    model, asked, told = toy(), [], []
 
     def cancel(module, args):
         if len(requests[0].generated) == 3:
             requests[0].cancel()
 
     model.h[1].register_forward_pre_hook(cancel)
-    model.ln_f.register_forward_pre_hook(lambda module, args: asked.append(args[0]))
-    rows = []
-    STAGES[stage](model, requests, on_token=lambda request, *_: rows.append(request.name))
-    assert requests[0].finish_reason == "cancelled"
+    model.ln_f.register_forward_pre_hook(
+        lambda module, args: asked.append(args[0].numel() // args[0].size(-1)))
+    STAGES[stage](model, requests, on_token=lambda request, *_: told.append(request.name))
+    assert [request.finish_reason for request in requests] == [reason, "length"]
     assert requests[0].generated == alone(MODEL, requests[0])[0][:4]
     assert requests[1].generated == alone(MODEL, requests[1])[0]
-    assert rows.count("a") == 4 and rows.count("b") == 9
-    assert sum(x.numel() // x.size(-1) for x in asked) == 4 + 9
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_cancel_loses_no_race_against_the_end(stage):
-    """A request that is marked in the pass that finishes it is finished, and was not cancelled."""
-    requests, model = [Request([1, 2], 4, name="a"), Request([3], 9, name="b")], toy()
-
-    def cancel(module, args):
-        if len(requests[0].generated) == 3:
-            requests[0].cancel()
-
-    model.h[1].register_forward_pre_hook(cancel)
-    STAGES[stage](model, requests, on_token=lambda *_: [r.cancel() for r in requests if r.finished])
-    assert [request.finish_reason for request in requests] == ["length"] * 2
+    assert told.count("a") == 4 and told.count("b") == 9
+    assert sum(asked) == 4 + 9   # the vocabulary projection touches no other token
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_requests_cancelled_from_another_thread_at_any_moment(stage):
     """A thread cancels requests while the loop runs: each ends with a beginning of its answer."""
-    whole = {request.name: alone(MODEL, request)[0] for request in mixed()}
-    for delay in 0, 0.0005, 0.002, 0.005:
+    for delay in 0, 0.0005, 0.002:
         requests, stop = mixed(), threading.Event()
 
         def cancel():
@@ -304,10 +241,15 @@ def test_requests_cancelled_from_another_thread_at_any_moment(stage):
         STAGES[stage](MODEL, requests)
         thread.join()
         for request in requests:
-            tokens = whole[request.name]
+            tokens = whole_answers()[request.name]
             assert request.generated == tokens[:len(request.generated)]
             assert request.finish_reason == "cancelled" or request.generated == tokens
             assert request.kv is None
+
+
+@lru_cache(maxsize=None)
+def whole_answers():
+    return {request.name: alone(MODEL, request)[0] for request in mixed()}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -316,19 +258,17 @@ def test_a_failed_step_does_no_harm(stage):
     An exception in the middle of a forward pass reaches the caller, and no token is counted that
     was not computed.
     """
-    model, calls = toy(), []
+    model, calls, requests = toy(), [], mixed()
 
     def fail(module, args):
         calls.append(1)
         if len(calls) == 5:
-            raise RuntimeError("injected")
+            raise ZeroDivisionError
 
-    handle = model.h[1].register_forward_pre_hook(fail)
-    requests = mixed()
-    with pytest.raises(RuntimeError, match="injected"):
+    model.h[1].register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
         STAGES[stage](model, requests)
-    handle.remove()
     for request in requests:
-        assert request.generated == alone(model, request)[0][:len(request.generated)]
+        assert request.generated == whole_answers()[request.name][:len(request.generated)]
         known = len(request.tokens) - 1 if stage != "no_cache" else 0   # none stays computed there
         assert len(request.generated) == 0 or request.computed == known

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import common
 import pytest
-from common import examples
+from common import examples, finish, queue, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_paging import CANCELS, THOROUGH, finish, grown, plans_of, queue, run, streams
+from test_paging import CANCELS, THOROUGH, WatchedFair, WatchedPaged, grown, plans_of, streams
 
 from beyond import fairness
 from beyond.fairness import MAX_OVERTAKEN, POLICIES, FairScheduler, order
-from paging import PagedScheduler, Pages
+from paging import Pages
 from request import Request
 
 POLICY = st.sampled_from(list(POLICIES))
@@ -24,17 +24,12 @@ POLICY = st.sampled_from(list(POLICIES))
     ("fcfs", "ABCDE"), ("sjf", "BEDCA"), ("priority", "CEBDA"),
 ])
 def test_policies_are_sort_keys(policy, expected):
-    scheduler = FairScheduler(1, 64, Pages(64, 1), policy)
+    scheduler = WatchedFair(1, 64, Pages(64, 1), policy)
     queue(scheduler, [Request([0] * n, 1, name=name, priority=priority, arrival=arrival)
                       for name, n, priority, arrival in [("A", 9, 2, 0), ("B", 3, 1, 0),
                                                          ("C", 5, 0, 0), ("D", 3, 1, 0),
                                                          ("E", 1, 0, 1)]])
     assert "".join(plan[0] for plan in run(scheduler)) == expected
-
-
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="policy must be one of fcfs, sjf, priority, not 'lifo'"):
-        FairScheduler(1, 1, Pages(1, 1), "lifo")
 
 
 @settings(max_examples=examples(300), **THOROUGH)
@@ -44,15 +39,15 @@ def test_first_come_first_served_has_the_plans_of_stage_7(data, requests, max_ba
                                                           share, cancels):
     need = common.smallest_pool(requests, size, block_size=64)
     pages = need + data.draw(st.integers(0, need))
-    fair = FairScheduler(max_batch, budget, Pages(pages, size), "fcfs", share, bound=10**9)
-    plain = PagedScheduler(max_batch, budget, Pages(pages, size), share)
+    fair = WatchedFair(max_batch, budget, Pages(pages, size), "fcfs", share, bound=10**9)
+    plain = WatchedPaged(max_batch, budget, Pages(pages, size), share)
     assert plans_of(fair, requests, cancels) == plans_of(plain, requests, cancels)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_request_cancelled_while_it_waits_is_never_admitted(policy):
     """A mark leaves it in the queue, where it may well rank first."""
-    scheduler = FairScheduler(1, 64, Pages(64, 4), policy)
+    scheduler = WatchedFair(1, 64, Pages(64, 4), policy)
     requests = queue(scheduler, [Request([0] * n, 2, name=name, priority=priority)
                                  for name, n, priority in [("A", 2, 0), ("B", 9, 2), ("C", 3, 1),
                                                            ("D", 4, 1)]])
@@ -63,28 +58,15 @@ def test_a_request_cancelled_while_it_waits_is_never_admitted(policy):
     assert "C" not in "".join(later) and len(later) == 5 and requests[2].generated == []
 
 
-def test_the_victim_is_the_last_in_rank():
-    scheduler, names = FairScheduler(8, 64, Pages(3, 4), "priority", share_prefixes=False), []
-    scheduler.preempt = lambda request: (names.append(request.name),
-                                         FairScheduler.preempt(scheduler, request))
+def test_the_victim_is_the_last_in_rank_and_may_be_the_one_that_grows():
+    scheduler = WatchedFair(8, 64, Pages(3, 4), "priority", share_prefixes=False)
     queue(scheduler, [Request([0] * 3, 9, name=name, priority=priority, arrival=arrival)
                       for name, priority, arrival in [("a", 1, 0), ("c", 1, 0), ("b", 0, 1)]])
-    run(scheduler)
-    assert names[:2] == ["c", "a"] and "b" not in names   # b is urgent, but the last to arrive
-
-
-def test_a_request_may_have_to_preempt_itself():
-    """The least urgent one grows, and there is no other that ranks behind it."""
-    scheduler = FairScheduler(2, 64, Pages(3, 2), "priority", share_prefixes=False)
-    other, urgent = queue(scheduler, [Request([0] * 2, 3, name="other", priority=1),
-                                      Request([0] * 3, 3, name="urgent")])
-    finish(scheduler, scheduler.schedule(0))
-    assert [len(request.kv) for request in (urgent, other)] == [2, 1]
-    assert [request.name for request, _ in scheduler.schedule(1)] == ["urgent"]
-    assert list(scheduler.waiting) == [other] and other.kv is None and other.computed == 0
-    assert scheduler.pages.available() == 1   # the only page it had; it needs two
-    run(scheduler, step=1)
-    assert len(other.generated) == 3 and scheduler.counts["preemptions"] == 1
+    # a grows, and c makes room; then b, which is urgent, though the last to arrive; and a does
+    assert run(scheduler)[:4] == ["a3 c3", "a1 c1 b3", "b1 a1", "b1"]
+    scheduler = WatchedFair(2, 64, Pages(3, 2), "priority", share_prefixes=False)
+    queue(scheduler, [Request([0] * 2, 3, name="a", priority=1), Request([0] * 3, 3, name="b")])
+    assert run(scheduler) == ["b3 a2", "b1", "b1", "a3", "a1"]   # a grows, and makes room itself
 
 
 # --- the bound: no request starves ----------------------------------------------------------------
@@ -104,7 +86,7 @@ def test_the_example_of_the_docstring(capsys):
 @pytest.mark.parametrize("bound, waits", [(MAX_OVERTAKEN, MAX_OVERTAKEN), (10**9, 100)])
 def test_no_request_starves(policy, bound, waits):
     """A long, unimportant request against a stream of others, one of which arrives every step."""
-    scheduler = FairScheduler(1, 64, Pages(64, 1), policy, bound=bound)
+    scheduler = WatchedFair(1, 64, Pages(64, 1), policy, bound=bound)
     long = Request([0] * 40, 1, name="long", priority=9)
     queue(scheduler, [long, *(Request([0], 1, name=f"s{i}", arrival=i) for i in range(100))])
     run(scheduler)
@@ -113,14 +95,14 @@ def test_no_request_starves(policy, bound, waits):
 
 def test_no_stream_of_short_prompts_stops_a_longer_one_in_the_middle():
     """One arrives every step; with the decode of the one before it, it could take all four."""
-    scheduler = FairScheduler(3, 4, Pages(64, 4), "sjf")
+    scheduler = WatchedFair(3, 4, Pages(64, 4), "sjf")
     queue(scheduler, [Request([1, 2], 2, name="a"), Request([3] * 4, 9, name="L"),
-                      *(Request([4, 5, i % 9], 2, name=f"s{i}-", arrival=i) for i in range(1, 30))])
+                      *(Request([4, 5, i % 9], 2, name=f"s{i}-", arrival=i) for i in range(1, 9))])
     assert run(scheduler)[:3] == ["a2 L2", "a1 L2 s1-1", "L1 s1-2 s2-1"]
 
 
 def test_a_request_that_was_cancelled_while_it_waited_has_overtaken_no_other():
-    scheduler = FairScheduler(1, 64, Pages(64, 1), "sjf", bound=3)
+    scheduler = WatchedFair(1, 64, Pages(64, 1), "sjf", bound=3)
     _, *others = queue(scheduler, [Request([0] * 9, 1, name="L"),
                                    *(Request([0], 1, name=name) for name in "abcdefg")])
     for request in others[3:]:
@@ -143,7 +125,7 @@ def test_no_live_lock_from_the_smallest_pool_up(data, requests, bound, size, pol
     pages = Pages(need + data.draw(st.integers(0, need)), size)
     admitted, preempted = [], Counter()
 
-    class Noting(FairScheduler):
+    class Noting(WatchedFair):
         def preempt(self, request):
             preempted[request] += 1
             super().preempt(request)
@@ -170,7 +152,7 @@ def test_no_live_lock_from_the_smallest_pool_up(data, requests, bound, size, pol
 def test_no_request_is_preempted_without_end(bound, most):
     """All arrive together, so that none is overtaken: what counts here is preemption alone."""
     sizes = [(3, 20), (3, 3), (4, 5), (3, 9), (4, 20), (2, 12), (5, 19)]
-    scheduler, times = FairScheduler(8, 64, Pages(30, 1), "fcfs", False, bound), Counter()
+    scheduler, times = WatchedFair(8, 64, Pages(30, 1), "fcfs", False, bound), Counter()
     scheduler.preempt = lambda request: (times.update([request.name]),
                                          FairScheduler.preempt(scheduler, request))
     queue(scheduler, [Request([0] * prompt, new) for prompt, new in sizes])
@@ -180,7 +162,7 @@ def test_no_request_is_preempted_without_end(bound, most):
 
 def test_a_due_request_has_room_for_its_longest_answer():
     """It never has to ask for a page again, so it is never preempted again either."""
-    scheduler = FairScheduler(2, 64, Pages(6, 1), "fcfs", share_prefixes=False, bound=1)
+    scheduler = WatchedFair(2, 64, Pages(6, 1), "fcfs", share_prefixes=False, bound=1)
     first, second = queue(scheduler, [Request([0], 6, name="first"), Request([0], 6, name="b")])
     for step in range(3):
         finish(scheduler, scheduler.schedule(step))
@@ -194,10 +176,10 @@ def test_a_due_request_has_room_for_its_longest_answer():
 
 # --- what it costs --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["sjf", "priority"])
 def test_what_has_finished_leaves_nothing_behind(policy, monkeypatch):
     assert grown(FairScheduler(16, 256, Pages(24, 16), policy)) == set()
-    monkeypatch.setattr(FairScheduler, "forget", lambda self, request: None)
+    monkeypatch.setattr(FairScheduler, "forget", lambda self, request: None)   # a leak is found
     assert "scheduler.rank" in grown(FairScheduler(16, 256, Pages(24, 16), policy))
 
 

@@ -13,7 +13,7 @@ from generate_dynamic import Rectangle
 from model import Head
 from request import Request
 from toolbox import sights
-from toolbox.traps import TRAPS, broken, swapped
+from toolbox.traps import broken, swapped
 from toolbox.xray import XRay, sights_at
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "notebooks"))
@@ -63,7 +63,7 @@ STRIKES = {   # trap: a stage in which it changes tokens, and what the X-ray say
 }
 
 
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize("name", STRIKES)
 def test_a_trap_strikes_and_is_taken_out_again(name, capsys):
     stage, sentence = STRIKES[name]
     with broken(name):

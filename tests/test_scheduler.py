@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from common import BLOCK_SIZE, Engine, examples
+from common import BLOCK_SIZE, CONFIG, Engine, examples, finish, queue, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
@@ -16,24 +16,9 @@ from hypothesis.stateful import initialize, invariant
 import scheduler
 from beyond.fairness import POLICIES, FairScheduler
 from generate_ragged import Flat
-from model import GPTConfig
 from paging import PagedScheduler, Pages
-from request import Request, complete, prepare
+from request import Request, prepare
 from scheduler import Scheduler
-
-CONFIG = GPTConfig(block_size=64, vocab_size=10, n_layer=1, n_head=1, n_embd=2)
-
-
-def queue(scheduler, requests):
-    """Adds them to a scheduler in order of arrival, and returns them in that order."""
-    for request in (prepared := prepare(requests, CONFIG)):
-        scheduler.add(request)
-    return prepared
-
-
-def finish(scheduler, plan):
-    """The step has been computed; all tokens are 0."""
-    scheduler.update(plan, [0 for request, n in plan if n == request.todo])
 
 
 def plans(sizes, arrivals=None, cancel=(), **limits):
@@ -42,65 +27,50 @@ def plans(sizes, arrivals=None, cancel=(), **limits):
     cancel: (step, name) pairs, before that step is scheduled.
     """
     scheduler = Scheduler(**limits)
-    requests = [Request([0] * prompt, new, name="ABCDEFGH"[i],
-                        arrival=arrivals[i] if arrivals else 0)
-                for i, (prompt, new) in enumerate(sizes)]
-    queue(scheduler, requests)
-    result, step = [], 0
-    while scheduler.busy:
-        for when, name in cancel:
-            if when == step:
-                scheduler.cancel(next(request for request in requests if request.name == name))
-        plan = scheduler.schedule(step)
-        result.append(" ".join(f"{request.name}{n}" for request, n in plan))
-        finish(scheduler, plan)
-        step += 1
-    return result
+    requests = queue(scheduler, [Request([0] * prompt, new, name="ABCDEFGH"[i],
+                                         arrival=arrivals[i] if arrivals else 0)
+                                 for i, (prompt, new) in enumerate(sizes)])
+
+    def between(step):
+        for request in requests:
+            if (step, request.name) in cancel:
+                scheduler.cancel(request)
+
+    return run(scheduler, between=between)
 
 
-def test_decodes_first_then_chunks_of_several_prompts():
-    assert plans([(3, 4), (2, 3), (9, 2)], max_batch=4, token_budget=6) == [
-        "A3 B2 C1",   # three prompts share the budget
-        "A1 B1 C4",
-        "A1 B1 C4",   # C is complete: its first token
-        "A1 C1"]      # B has its three tokens and is gone
-
-
-def test_a_finished_request_is_replaced_in_the_next_step():
-    assert plans([(2, 1), (2, 3), (3, 2)], max_batch=2, token_budget=8) == [
-        "A2 B2", "B1 C3", "B1 C1"]
-
-
-def test_first_come_first_served_and_none_is_overtaken():
-    assert plans([(5, 1), (6, 1), (2, 1)], max_batch=8, token_budget=4) == [
-        "A4", "A1 B3", "B3 C1", "C1"]
-    # B does not fit beside A; C would, but it came after B
-    limits = dict(max_batch=8, token_budget=8, max_kv_tokens=11)
-    assert plans([(6, 2), (8, 2), (2, 2)], **limits) == ["A6", "A1", "B8", "B1", "C2", "C1"]
+@pytest.mark.parametrize("sizes, max_batch, token_budget, more, expected", [
+    # decodes first; three prompts share a budget; B has its three tokens and is gone
+    ([(3, 4), (2, 3), (9, 2)], 4, 6, {}, ["A3 B2 C1", "A1 B1 C4", "A1 B1 C4", "A1 C1"]),
+    # a finished request is replaced in the next step
+    ([(2, 1), (2, 3), (3, 2)], 2, 8, {}, ["A2 B2", "B1 C3", "B1 C1"]),
+    # first come, first served
+    ([(5, 1), (6, 1), (2, 1)], 8, 4, {}, ["A4", "A1 B3", "B3 C1", "C1"]),
+    # none is overtaken: B does not fit beside A; C would, but it came after B
+    ([(6, 2), (8, 2), (2, 2)], 8, 8, {"max_kv_tokens": 11},
+     ["A6", "A1", "B8", "B1", "C2", "C1"]),
+    # the smallest budget, and the smallest batch
+    ([(3, 2), (1, 2)], 8, 1, {}, ["A1", "A1", "A1", "A1", "B1", "B1"]),
+    ([(3, 2), (1, 2)], 1, 2, {}, ["A2", "A1", "A1", "B1", "B1"]),
+    # the last token of a prompt is handed out like a decode
+    ([(5, 2), (4, 2)], 8, 4, {}, ["A4", "A1 B3", "A1 B1", "B1"]),
+    # a late arrival, and steps in which there is nothing to do
+    ([(2, 2), (3, 2)], 8, 8, {"arrivals": [3, 1]}, ["B3", "B1", "A2", "A1"]),
+])
+def test_plans(sizes, max_batch, token_budget, more, expected):
+    assert plans(sizes, max_batch=max_batch, token_budget=token_budget, **more) == expected
 
 
 def test_none_is_admitted_while_the_running_ones_have_a_budget_full_to_do():
     """A place is free, but there is nothing that a fourth request could compute in this step."""
-    scheduler = Scheduler(max_batch=4, token_budget=6)
-    queue(scheduler, [Request([0] * 3, name="A"), Request([0] * 9, name="B"),
-                      Request([0] * 3, name="C")])
-    running = []
+    scheduler, running = Scheduler(max_batch=4, token_budget=6), []
+    queue(scheduler, [Request([0] * n, name=name) for name, n in (("A", 3), ("B", 9), ("C", 3))])
     for step in range(4):
         plan = scheduler.schedule(step)
         running.append(" ".join(f"{request.name}{request.todo}" for request in scheduler.running))
         finish(scheduler, plan)
-    assert running == ["A3 B9",         # 3 + 9 are at least 6, so C waits
-                       "A1 B6",         # 1 + 6, still
-                       "A1 B1 C3",      # 2
-                       "A1 B1 C1"]
-
-
-def test_arrivals():
-    assert plans([(2, 2), (3, 2)], arrivals=[3, 1], max_batch=8, token_budget=8) == [
-        "", "B3", "B1", "A2", "A1"]
-    scheduler = Scheduler(1, 1)
-    queue(scheduler, [Request([0], arrival=10**9)])
-    assert scheduler.schedule(5) == [] and scheduler.next_step(5) == 10**9
+    # 3 + 9 are at least 6, so C waits; 1 + 6 still; then 2
+    assert running == ["A3 B9", "A1 B6", "A1 B1 C3", "A1 B1 C1"]
 
 
 def test_requests_are_added_in_order_of_arrival():
@@ -114,15 +84,6 @@ def test_requests_are_added_in_order_of_arrival():
     assert list(scheduler.waiting) == [late, tie]   # nothing has come of the one that was refused
 
 
-def test_budget_of_one():
-    assert plans([(3, 2), (1, 2)], max_batch=8, token_budget=1) == [
-        "A1", "A1", "A1", "A1", "B1", "B1"]
-
-
-def test_max_batch_of_one():
-    assert plans([(3, 2), (1, 2)], max_batch=1, token_budget=2) == ["A2", "A1", "A1", "B1", "B1"]
-
-
 @pytest.mark.parametrize("cancel, expected", [
     ([(1, "A")], ["A4", "B2 C2", "B1 C2", "B1", "B1"]),          # while it prefills
     ([(3, "A")], ["A4", "A2 B2", "A1 B1", "B1 C3", "B1 C1"]),    # while it decodes
@@ -133,26 +94,24 @@ def test_cancel_frees_the_place_and_the_reservation_in_any_state(cancel, expecte
     assert plans([(6, 4), (2, 4), (4, 1)], cancel=cancel, **limits) == expected
 
 
-@pytest.mark.parametrize("kind", [lambda: Scheduler(2, 8), lambda: PagedScheduler(
-    2, 8, Pages(20, 2)), lambda: FairScheduler(2, 8, Pages(20, 2), "sjf")])
+SCHEDULERS = {
+    "reserving": lambda: Scheduler(max_batch=2, token_budget=8, max_kv_tokens=40),
+    "paged": lambda: PagedScheduler(2, 8, Pages(20, 2)),
+    **{policy: lambda policy=policy: FairScheduler(2, 8, Pages(20, 2), policy)
+       for policy in POLICIES},
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
 def test_of_many_marked_requests_none_is_computed(kind):
     """More of them stand at the front of the queue than can be admitted in a step."""
-    scheduler = kind()
-    requests = queue(scheduler, [Request([0] * 3, 2, name=f"r{i}") for i in range(30)])
+    scheduler = SCHEDULERS[kind]()
+    requests = queue(scheduler, [Request([0] * 3, 1, name=f"r{i}-") for i in range(30)])
     for request in requests[:25]:
         request.cancel()
-    step, seen = 0, set()
-    while scheduler.busy:
-        plan = scheduler.schedule(step)
-        seen |= {request.name for request, _ in plan}
-        finish(scheduler, plan)
-        step += 1
-    assert seen == {request.name for request in requests[25:]}
+    computed = {part.split("-")[0] for plan in run(scheduler) for part in plan.split()}
+    assert computed == {f"r{i}" for i in range(25, 30)}
     assert {request.finish_reason for request in requests[:25]} == {"cancelled"}
-
-
-def test_a_prompt_remainder_of_one_token_is_handed_out_like_a_decode():
-    assert plans([(5, 2), (4, 2)], max_batch=8, token_budget=4) == ["A4", "A1 B3", "A1 B1", "B1"]
 
 
 @settings(max_examples=examples(300), deadline=None, derandomize=True)
@@ -163,8 +122,7 @@ def test_limits_hold_and_the_budget_is_used(sizes, max_batch, token_budget, slac
     need = max(min(prompt + new - 1, 64) for prompt, new in sizes)
     scheduler = Scheduler(max_batch, token_budget, None if slack is None else need + slack)
     queue(scheduler, [Request([0] * prompt, new) for prompt, new in sizes])
-    bound = sum(prompt + new for prompt, new in sizes)
-    for step in range(bound):
+    for step in range(sum(prompt + new for prompt, new in sizes)):
         if not scheduler.busy:
             return
         plan, running = scheduler.schedule(step), scheduler.running
@@ -207,14 +165,6 @@ def reads_per_step(waiting, arrival, scheduler):
     return reads[1:] if isinstance(scheduler, FairScheduler) else reads
 
 
-SCHEDULERS = {
-    "reserving": lambda: Scheduler(max_batch=2, token_budget=8, max_kv_tokens=40),
-    "paged": lambda: PagedScheduler(2, 8, Pages(20, 2)),
-    **{policy: lambda policy=policy: FairScheduler(2, 8, Pages(20, 2), policy)
-       for policy in POLICIES},
-}
-
-
 @pytest.mark.parametrize("kind, arrival", [
     *((kind, 0) for kind in SCHEDULERS), ("reserving", 100), ("paged", 100)])
 def test_a_step_does_not_look_at_every_waiting_request(kind, arrival, monkeypatch):
@@ -233,21 +183,15 @@ def test_a_step_does_not_look_at_every_waiting_request(kind, arrival, monkeypatc
 @pytest.mark.parametrize("arguments, message", [
     (dict(prompt=[]), "request 'r7': the prompt is empty"),
     (dict(max_new_tokens=0), "max_new_tokens must be a whole number of at least 1, not 0"),
-    (dict(max_new_tokens=2.5), "max_new_tokens"),
     (dict(max_new_tokens=True), "max_new_tokens"),
     (dict(temperature=-0.1), "temperature must be a number of at least 0, not -0.1"),
-    (dict(temperature=math.nan), "temperature"),
-    (dict(temperature=math.inf), "temperature"),
-    (dict(temperature="hot"), "temperature"),
+    *((dict(temperature=t), "temperature") for t in (math.nan, math.inf, "hot")),
     (dict(top_k=0), "top_k"),
-    (dict(arrival=-1), "arrival"),
-    (dict(arrival=1.5), "arrival"),
+    *((dict(arrival=arrival), "arrival") for arrival in (-1, 1.5)),
     (dict(priority=-1), "priority"),
-    (dict(prompt=[1.5]), "prompt must be a list of token ids"),
-    (dict(prompt=None), "prompt must be a list of token ids"),
-    (dict(prompt="text"), "prompt must be a list of token ids"),
-    (dict(seed="x"), "seed must be a whole number of at least 0, not 'x'"),
-    (dict(seed=-1), "seed must be a whole number of at least 0"),
+    *((dict(prompt=prompt), "prompt must be a list of token ids") for prompt in ([1.5], None, "a")),
+    *((dict(seed=seed), f"seed must be a whole number of at least 0, not {seed!r}")
+      for seed in ("x", -1)),
     (dict(eos_token=1.0), "eos_token must be a whole number"),
 ])
 def test_a_request_refuses_bad_values(arguments, message):
@@ -285,12 +229,6 @@ def test_a_slice_of_the_tokens_is_what_it_is_of_the_whole_list():
     request.slice(0, 5).append(0)
     request.tokens.append(0)
     assert request.tokens == [5, 6, 7, 8, 9]   # both are copies
-
-
-def test_complete_names_the_requests_that_have_nothing_more_to_compute():
-    whole, part, decode, ended = prepare([Request([0] * n, 4) for n in (3, 5, 2, 2)], CONFIG)
-    decode.computed = ended.computed = 1
-    assert complete([(whole, 3), (part, 4), (decode, 1), (ended, 0)]) == [0, 2]
 
 
 def test_a_request_may_still_be_imported_from_scheduler():

@@ -1,31 +1,53 @@
 """
-Known bugs of batching code, inserted and removed again while a program runs.
+Known bugs of batching code: the repository's only list of them. `broken` inserts one while a
+program runs, and removes it again.
 
     with broken("published mask"):
         generate(model, requests)
 
 A trap changes a line or two of the repository's own code, and nothing around them. So the reader
-sees exactly what is wrong. Most of the bugs have been seen in published code.
+sees exactly what is wrong. Most of the bugs have been seen in published code. The tests put in each
+of them (tests/test_traps.py), notebooks show some, and assignments ask students to expose others.
 """
 import inspect
 import textwrap
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from operator import attrgetter
 
 # Functions are named, not imported, so that this table depends on none of them.
-RECTANGLE = "generate_dynamic.py:Rectangle.lay_out"
-GATHER = "generate_dynamic.py:Rectangle.attend"
-STATIC = "generate_naive.py:StaticBatch.lay_out"
 HEAD = "model.py:Head.forward"
-PACKED = "generate_prepacked.py:Packed.lay_out"
-STREAM = "generate_ragged.py:Flat.attend"
-SHARE = "scheduler.py:Scheduler.share_budget"
+APPEND = "request.py:Request.append"
+STATIC = "generate_naive.py:StaticBatch.lay_out"
+RECTANGLE, GATHER = (f"generate_dynamic.py:Rectangle.{name}" for name in ("lay_out", "attend"))
+PACKED, UNPACK = (f"generate_prepacked.py:Packed.{name}" for name in ("lay_out", "attend"))
+ADMIT, SHARE = (f"scheduler.py:Scheduler.{name}" for name in ("admit", "share_budget"))
+FIND, PUBLISH = (f"paging.py:Pages.{name}" for name in ("find", "publish"))
+PREEMPT, ROOM, UPDATE = (
+    f"paging.py:PagedScheduler.{name}" for name in ("preempt", "grant_room", "update"))
+PAGED = "generate_paged.py:Paged.lay_out"
 
 TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
-    "published mask": [
-        (RECTANGLE, "mask[b, ..., P + T - n:] = True", "mask[b, ..., P:] = True")],
-    "pads written to the cache": [
-        (GATHER, "k[b, :, T - n:], v[b, :, T - n:]", "k[b, :, :n], v[b, :, :n]")],
+    # which keys a token may see
+    "published mask": [(RECTANGLE, "mask[b, ..., P + T - n:] = True", "mask[b, ..., P:] = True")],
+    "pads of the past are seen": [
+        (RECTANGLE, "mask[b, ..., P - start:P] = True", "mask[b, ..., :P] = True")],
+    "no causal rule in a chunk": [
+        (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")],
+    "causal rule from the top left": [(HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
+    "NaN for a query without keys": [
+        (HEAD, "out.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "out")],
+    "neighbours in a packed row": [
+        (PACKED, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
+         "owner[:, None, :] >= 0")],
+    "a stream without boundaries": [
+        ("generate_ragged.py:Flat.attend", "values, mask=self.mask)", "values)")],
+    "a chunk reads to the end of its prompt": [   # and there, nothing is written yet
+        ("generate_ragged.py:Flat.read", "self.ends[i]",
+         "max(self.ends[i], len(self.plan[i][0].prompt))")],
+    "a chunk reads pages to the end of its prompt": [
+        (PAGED, "first + end)", "first + max(end, len(request.prompt)))")],
+    # positions
     "column positions": [
         (RECTANGLE, "torch.arange(start, start + n)", "torch.arange(P + T - n, P + T)")],
     "static column positions": [
@@ -39,28 +61,71 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (STATIC, "B, T = len(self.plan), self.end - self.start",
          "B, T, W = len(self.plan), self.end - self.start, "
          "max(len(r.prompt) for r in self.requests)")],
-    "no causal rule in a chunk": [
-        (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")],
-    "causal rule from the top left": [
-        (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
-    "samples from a partial prefill": [
-        ("request.py:complete", "if n == request.todo", "if n > 0")],
+    "positions that run on in a packed row": [
+        (PACKED, "torch.arange(lengths[i])", "torch.arange(first, end)")],
+    # where keys and values are kept
+    "pads written to the cache": [
+        (GATHER, "k[b, :, T - n:], v[b, :, T - n:]", "k[b, :, :n], v[b, :, :n]")],
+    "pads of the past are not zeros": [   # uninitialised memory may hold NaN, and 0 * NaN is NaN
+        (GATHER, "t.new_zeros(*t.shape[:-2], P, t.size(-1))",
+         "t.new_full((*t.shape[:-2], P, t.size(-1)), float('nan'))")],
+    "caches in packed order": [
+        (PACKED, "zip(*self.places)", "zip(*self.places)\n        self.places.sort()")],
+    "one-token prompts are lost": [   # as if a prompt were a run of rising positions
+        (UNPACK, "k[row, :, first:end], v[row, :, first:end]",
+         "*(t[row, :, first:end] * (end - first > 1) for t in (k, v))")],
+    "pages read in one piece": [(PAGED, "all(b == a + 1 for a, b in pairwise(table))", "True")],
+    "pages read in the order of the pool": [   # the causal rule minds
+        (PAGED, "self.slots(table, 0, end)", "self.slots(sorted(table), 0, end)")],
+    "new keys in the last page": [   # as if a pass never filled more than one page of a request
+        (PAGED, "slots(table, start, end)", "slots(table[-1:] * len(table), start, end)")],
+    # tokens, and when they are sampled
+    "samples from a partial prefill": [("request.py:complete", "if n == request.todo", "if n > 0")],
+    "draws for a partial prefill": [   # no token comes of it, but the random stream moves on
+        ("request.py:advance", "request.computed += n",
+         "n == request.todo or request.draw()\n        request.computed += n")],
+    "one random stream for all": [
+        ("request.py:Request.draw", "self.random_stream.random()", "random.random()")],
+    "the first token for all": [
+        ("model.py:sample", "return tokens", "return tokens[:1] * len(tokens)")],
+    "end of text is overlooked": [   # if it is the first token
+        (APPEND, "if token == self.eos_token:",
+         "if token == self.eos_token and len(self.generated) > 1:")],
+    "one token too many": [(APPEND, "len(self.generated) ==", "len(self.generated) - 1 ==")],
+    "no end at the context limit": [(APPEND, " or self.computed == self.block_size", "")],
+    # the scheduler
     "prompts before decodes": [
         (SHARE, "for request in self.running if request.todo == 1]",
          "for request in self.running if request.todo == 1\n"
          "            and all(other.todo == 1 for other in self.running)]")],
-    "neighbours in a packed row": [
-        (PACKED, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
-         "owner[:, None, :] >= 0")],
-    "positions that run on in a packed row": [
-        (PACKED, "torch.arange(lengths[i])", "torch.arange(first, end)")],
-    "a stream without boundaries": [
-        (STREAM, "head(q, keys, values, mask=self.mask)", "head(q, keys, values)")],
-    "pages read in one piece": [
-        ("generate_paged.py:Paged.lay_out", "all(b == a + 1 for a, b in pairwise(table))", "True")],
+    "admits beyond the budget": [(ADMIT, " and todo < self.token_budget", "")],
+    "admits what can never fit": [
+        ("scheduler.py:Scheduler.add", "request.kv_tokens > self.max_kv_tokens", "False"),
+        ("paging.py:PagedScheduler.add", "need > most", "False")],
+    "a preempted request goes to the end": [
+        (PREEMPT, "self.waiting.appendleft(request)", "self.waiting.append(request)")],
+    "a stale count after preemption": [
+        (PREEMPT, "request.computed = 0", "pass"),
+        (ROOM, "len(shared) * self.pages.size",
+         "max(request.computed, len(shared) * self.pages.size)")],
+    # pages that requests share
+    "all of a prompt is found": [   # and no query is left
+        (ROOM, "self.pages.find(request.tokens[:-1])", "self.pages.find(request.tokens)")],
     "pages known by their own tokens": [
-        ("paging.py:Pages.find", "name = self.name_of[page]", "name = 0"),
-        ("paging.py:Pages.publish", "self.name_of[table[i - 1]] if i else 0", "0")],
+        (FIND, "name = self.name_of[page]", "name = 0"),
+        (PUBLISH, "self.name_of[table[i - 1]] if i else 0", "0")],
+    "pages known by a page's number": [(PUBLISH, "next(self.names)", "page + 1")],
+    "published after they were given back": [
+        (UPDATE, "size = self.pages.size", "size, late = self.pages.size, []"),
+        (UPDATE, "self.pages.publish(", "late.append(("),
+        (UPDATE, "(i + 1) * size))", "(i + 1) * size)))"),
+        (UPDATE, "super().update(plan, tokens)",
+         "super().update(plan, tokens)\n        for page in late:\n"
+         "            self.pages.publish(*page)")],
+    "a block table is an alias": [   # no trap before `find` keeps the lists that it hands out
+        (FIND, "return pages",
+         "return vars(self).setdefault('found', {}).setdefault(tuple(pages), pages)"),
+        (ROOM, "list(shared)", "shared")],
 }
 
 
@@ -83,10 +148,7 @@ def broken(name, show=True):
 def function_named(name):
     """The function of "file.py:Class.method"."""
     file, path = name.split(":")
-    found = import_module(file.removesuffix(".py"))
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
+    return attrgetter(path)(import_module(file.removesuffix(".py")))
 
 
 @contextmanager
@@ -100,8 +162,8 @@ def swapped(function, changes, **names):
     source, before = inspect.getsource(function), function.__code__
     for old, new in changes:
         if source.count(old) != 1:
-            raise ValueError(f"{function.__qualname__}: {old!r} occurs {source.count(old)} "
-                             "times instead of once")
+            raise ValueError(f"{function.__qualname__}: {old!r} occurs {source.count(old)} times "
+                             "instead of once; toolbox/traps.py lists the known bugs' edits")
         source = source.replace(old, new)
     # The class gives super() the same meaning as in the original; it is compiled, never run.
     module = compile("class _:\n" + textwrap.indent(textwrap.dedent(source), " "),
