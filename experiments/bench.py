@@ -29,25 +29,24 @@ import statistics
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
 from torch.nn import functional as F
 
-from experiments import figures
+from experiments import figures, tables
 from experiments.engines import INSTALL, end_with_this_process
-from experiments.peers import PEERS, peers
-from experiments.results import provenance
+from experiments.peers import peers
+from experiments.results import best_peer, median_seconds, provenance
 from kernels import native, optimize
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.cli import guarded, knobs_of, measuring_parser, measuring_place
-from toolbox.report import aligned, percentile
+from toolbox.cli import knobs_of, measuring_parser, measuring_place
+from toolbox.report import percentile
 from toolbox.stages import STAGES
-from toolbox.trace import synchronize
 
 MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384)}
-WORKLOADS = "W1", "W2", "W3"
 KNOBS = dict(max_batch=32, token_budget=512)
 
 
@@ -110,9 +109,9 @@ def systems(ours, theirs):
     """{name: requests -> (tokens, times)}: the stages, optimized; ragged also less; the peers."""
     found = {name: stage(ours["optimized"], generate, KNOBS) for name, generate in STAGES.items()
              if name != "unbatched, no cache"}
-    for how in list(ours)[1:]:
-        found[f"ragged, varlen, {how}"] = stage(ours[how], STAGES["ragged, varlen"], KNOBS)
-    return {**found, **theirs}
+    less = {f"ragged, varlen, {how}": stage(model, STAGES["ragged, varlen"], KNOBS)
+            for how, model in ours.items() if how != "optimized"}
+    return {**found, **less, **theirs}
 
 
 def apart(work, *args):
@@ -122,31 +121,18 @@ def apart(work, *args):
     longer. Systems that compute in worker threads then appear slower than they are: transformers'
     continuous batching takes 1.5 times as long beside another thread's idle OpenMP threads.
     """
-    done = []
+    future = Future()
 
     def call():
         try:
-            done.append((work(*args), None))
+            future.set_result(work(*args))
         except BaseException as error:
-            done.append((None, error))
+            future.set_exception(error)
 
     thread = threading.Thread(target=call, daemon=True)   # so that Control-C need not wait for it
     thread.start()
     thread.join()
-    (result, error), = done
-    if error:
-        raise error
-    return result
-
-
-def median_seconds(work, device, repeats=7):
-    taken = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[2:])   # the first two warm up
+    return future.result()
 
 
 @torch.inference_mode()
@@ -182,23 +168,6 @@ def roofline(config, trace, peak, bandwidth, size=4):
         memory = size * (L * block + vocabulary * bool(seen) + 2 * L * C * keys)
         total += max(operations / peak, memory / bandwidth)
     return total
-
-
-def best_peer(systems):
-    """The name of the peer with the lowest median time; None if there is no peer."""
-    def median(name):
-        return statistics.median(filter(None, systems[name]["rounds"]))
-
-    return min((name for name in systems if name.startswith(PEERS)), key=median, default=None)
-
-
-def times_best_peer(systems, name):
-    """How many times as fast as the best peer: the median over the rounds in which both ran."""
-    peer = best_peer(systems)
-    if peer is None:
-        return None
-    pairs = zip(systems[name]["rounds"], systems[peer]["rounds"])
-    return statistics.median(theirs / mine for mine, theirs in pairs if mine and theirs)
 
 
 def measure(names, run, requests, repeats, say):
@@ -260,31 +229,12 @@ def parts(run, requests):
     return {**found, "between the steps": between} if any(found.values()) else {}
 
 
-def results_table(result):
-    """A workload's figures as text."""
-    def ms(x):
-        return "-" if x is None else f"{x * 1e3:,.0f}"
-
-    unit = "prompt tok/s" if result["workload"] == "W2" else "tok/s"
-    rows = [("system", unit, "runs", "spread", "of best peer", "of roofline", "TTFT mean ms",
-             "ITL p50 ms", "ITL p99 ms", "equal")]
-    for name, f in result["systems"].items():
-        ratio = times_best_peer(result["systems"], name)
-        runs = sum(t is not None for t in f["rounds"])
-        rows.append((name, f"{result['tokens'] / f['seconds']:,.0f}", runs,
-                     f"±{f['spread'] / 2:.0%}" if runs > 1 else "-",
-                     f"{ratio:.2f}x" if ratio else "-",
-                     f"{result['roofline'] / f['seconds']:.0%}",
-                     ms(f["ttft_mean"]), ms(f["itl_p50"]), ms(f["itl_p99"]), f"{f['equal']:.1%}"))
-    return "\n".join(aligned(rows))
-
-
 def main(argv=None):
     p = measuring_parser("python -m experiments.bench", __doc__,
                          quick="a quarter of the requests, the small model, one run each")
     p.add_argument("--models", nargs="+", choices=MODELS,
                    help="gpt2: 124M parameters; small: 6 layers, 384 wide (default: both)")
-    p.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS,
+    p.add_argument("--workloads", nargs="+", choices=tables.WORKLOADS, default=tables.WORKLOADS,
                    help="W1 mixed, W2 prefill, W3 decode")
     p.add_argument("--systems", nargs="+", metavar="WORD",
                    help="only systems whose name contains one of these words")
@@ -292,8 +242,7 @@ def main(argv=None):
                    help="runs of each system, in turn; their medians count")
     p.add_argument("--peer-python", nargs="+", metavar="NAME=PATH", default=[],
                    help="vllm=PATH or openvino=PATH: the Python of an environment that has it")
-    args = p.parse_args(argv)
-    return guarded(p.prog, lambda: run_benchmark(args))
+    return p.run(run_benchmark, argv)
 
 
 def peer_pythons(pairs):
@@ -311,8 +260,7 @@ def run_benchmark(args):
         raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
     device, dtype, where = measuring_place(args)
     pythons = peer_pythons(args.peer_python)
-    if pythons:
-        end_with_this_process()
+    end_with_this_process()
     print(where)
     results = []
     for model_name in args.models or (["small"] if args.quick else list(MODELS)):
@@ -356,7 +304,7 @@ def run_workload(args, model_name, name, run, fast):
     result = {"model": model_name, "workload": name, "tokens": useful, "roofline": least,
               "peak": peak, "bandwidth": bandwidth, "systems": measured,
               "parts": apart(parts, run["ragged, varlen"], requests)}
-    print(results_table(result))
+    tables.show("", *tables.bench(result, equal=True))
     whole = sum(result["parts"].values())
     print(*(f"{part} {seconds / whole:.0%}" for part, seconds in result["parts"].items()), sep=", ")
     print(f"peak {peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:,.0f} GB/s; "

@@ -1,9 +1,10 @@
 """
-Engines that pin other versions of torch than ours, as peers of bench.py: vLLM and OpenVINO GenAI.
+Engines in a process of their own, as peers of bench.py: vLLM and OpenVINO GenAI, which pin other
+versions of torch than ours, in a Python environment of their own; CTranslate2 because its threads
+outlive a call, and would slow all other systems down (see bench.apart).
 
-Each runs in a Python environment and a process of its own. This file is both sides: `Engine` starts
-the process and talks to it, and the process, which has nothing but the engine installed, runs this
-file as a script. They exchange lines of JSON:
+This file is both sides: `Engine` starts the process and talks to it, and the process, which needs
+nothing but the engine installed, runs this file as a script. They exchange lines of JSON:
 
     bench.py                          engines.py vllm FOLDER ...
         <-  what runs, with its settings
@@ -32,7 +33,7 @@ class Engine:
     two runs the process is stopped, because idle engines spin and slow the others down.
 
     python: of the environment in which the engine is installed
-    folder: a model in Hugging Face's layout, in float32; read before the constructor returns
+    folder: a model in the engine's layout, in float32; read before the constructor returns
     Raises RuntimeError with the engine's last words if it ends.
     """
 
@@ -135,19 +136,41 @@ def openvino(folder, max_batch, token_budget, threads):
             f"{max_batch} sequences and {token_budget} tokens a step"), generate
 
 
+def ctranslate2(folder, max_batch, token_budget, threads):
+    """CTranslate2: all work is one batch, which drops a request as soon as it is complete."""
+    import ctranslate2
+    generator = ctranslate2.Generator(folder, device="cpu", intra_threads=threads,
+                                      compute_type="float32")
+
+    def generate(work):
+        times = [[] for _ in work]
+
+        def is_last(result):   # no token ends a request, only this does
+            times[result.batch_id].append(time.perf_counter())
+            return len(times[result.batch_id]) >= work[result.batch_id][1]
+
+        found = generator.generate_batch(
+            [[str(token) for token in prompt] for prompt, _ in work], end_token=[],
+            include_prompt_in_result=False, max_length=max(length for _, length in work),
+            callback=is_last)
+        yield [(i, result.sequences_ids[0], times[i]) for i, result in enumerate(found)]
+
+    return f"CTranslate2 {ctranslate2.__version__}, float32", generate
+
+
 def serve(name, folder, *numbers):
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)   # what an engine prints must not come between
-    settings, generate = {"vllm": vllm, "openvino": openvino}[name](folder, *map(int, numbers))
+    settings, generate = globals()[name](folder, *map(int, numbers))
     print(json.dumps(settings), file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
         tokens, times = [[] for _ in work], [[] for _ in work]
         for step in generate(work):
             now = time.perf_counter()   # a machine's processes share this clock
-            for i, new in step:
+            for i, new, *own in step:   # the times that an engine took by itself, if it did
                 tokens[i] += new
-                times[i] += [now] * len(new)
+                times[i] += own[0] if own else [now] * len(new)
         print(json.dumps({"tokens": tokens, "times": times}), file=answers, flush=True)
 
 

@@ -9,7 +9,8 @@ from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
 from matplotlib.ticker import FuncFormatter
 
-from experiments.peers import PEERS
+from experiments.results import PEERS
+from experiments.tables import WORKLOADS
 from toolbox import sights
 from toolbox.plots import COLORS, edge, hatch, legend, pyplot, save, timeline
 
@@ -24,6 +25,18 @@ def log_axis(axis, base=10):
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(FuncFormatter(
         lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else ""))
+
+
+def finished(figure, path, **layout):
+    figure.tight_layout(**layout)
+    return save(figure, path)
+
+
+def curves(ax, measured, colors=(BLUE, RED, GREEN), markers="os^", y=lambda y, x: y, **style):
+    """A curve with markers for each {label: [(x, y), ...]}."""
+    for (label, points), color, marker in zip(measured.items(), colors, markers):
+        x, values, *_ = np.array(points).T
+        ax.plot(x, y(values, x), color=color, marker=marker, markersize=4, label=label, **style)
 
 
 # --- requests x steps -----------------------------------------------------------------------------
@@ -64,31 +77,25 @@ def packing(sight, path=None):
     lengths = [n for _, n in plan]
     figure, axes = pyplot().subplots(1, 3, figsize=(WIDTH, 0.8 + 0.29 * max(len(plan), m)))
     padded = [(b, m - n, m) for b, n in enumerate(lengths)]
-    draw_places(axes[0], plan, padded, m)
-    axes[0].set_title(f"padded ({len(plan)}, {m}): {len(plan) * m - sum(lengths)} pad slots",
-                      fontsize=10, loc="left")
-    draw_places(axes[1], plan, places, m)
-    axes[1].set_title(f"packed ({rows}, {m}): {rows * m - sum(lengths)} pad slots",
-                      fontsize=10, loc="left")
-
+    for ax, how, B, of in zip(axes, ("padded", "packed"), (len(plan), rows), (padded, places)):
+        draw_places(ax, plan, of, m)
+        ax.set_title(f"{how} ({B}, {m}): {B * m - sum(lengths)} pad slots")
     shared = max(range(rows), key=lambda row: sum(place[0] == row for place in places))
     panel = sights.panels(sight)[shared]
     sights.draw_panel(axes[2], panel, fontsize=9)
     axes[2].set_aspect("equal")
-    axes[2].set_title(f"what {' and '.join(panel.name.split())} see in their row", fontsize=10,
-                      loc="left", pad=18)
-    figure.tight_layout(pad=0.4, w_pad=1)
-    return save(figure, path)
+    axes[2].set_title(f"what {' and '.join(panel.name.split())} see in their row", pad=18)
+    return finished(figure, path, pad=0.4, w_pad=1)
 
 
 def draw_places(ax, plan, places, m):
     """Prompts in rows of m slots: places holds (row, first column, end) for each of them."""
     for i, j in np.ndindex(max(row for row, _, _ in places) + 1, m):
-        draw_slot(ax, i, j, COLORS["pad"], line="#BBBBBB", hatch="////")
+        box(ax, j, i, COLORS["pad"], line="#BBBBBB", hatch="////")
     colors = (BLUE, YELLOW, GREEN, PURPLE, SKY, BROWN) * len(plan)   # no key's colour
     for (request, _), (row, first, end), color in zip(plan, places, colors):
         for j in range(first, end):
-            draw_slot(ax, row, j, color)
+            box(ax, j, row, color)
             ax.text(j + 0.5, row + 0.5, f"{request.name}{j - first}", ha="center", va="center",
                     fontsize=9, color="white" if color in (BLUE, GREEN, BROWN) else "black")
     ax.set_xlim(-0.04, m + 0.04)
@@ -97,9 +104,8 @@ def draw_places(ax, plan, places, m):
     ax.axis("off")
 
 
-def draw_slot(ax, row, column, color, line="white", hatch=None):
-    ax.add_patch(Box((column, row), 1, 1, facecolor=color, edgecolor=line, linewidth=0.5,
-                     hatch=hatch))
+def box(ax, x, y, color, line="white", hatch=None):
+    ax.add_patch(Box((x, y), 1, 1, facecolor=color, edgecolor=line, linewidth=0.5, hatch=hatch))
 
 
 # --- a pool of pages ------------------------------------------------------------------------------
@@ -122,7 +128,7 @@ def pool(seen, path=None):
     left.set_ylim(seen[0]["number"], 0)
     left.set_xlabel("step")
     left.set_ylabel("page")
-    left.set_title("the pool, step by step", fontsize=10, loc="left")
+    left.set_title("the pool, step by step")
 
     fullest = max(range(len(seen)), key=lambda i: len(seen[i]["tables"]))
     tables = seen[fullest]["tables"]
@@ -136,13 +142,14 @@ def pool(seen, path=None):
     right.set_xlim(-1, max(map(len, tables.values())))
     right.set_ylim(max(len(tables), 8), 0)
     right.axis("off")
-    right.set_title(f"the block tables at step {fullest}", fontsize=10, loc="left")
+    right.set_title(f"the block tables at step {fullest}")
     handles = [Patch(facecolor=color_of[name], label=name) for name in names]
     handles += [Patch(facecolor=SHARED, label="shared"),
                 Patch(facecolor=COLORS["pad"], label="kept, not in use"),
                 Patch(facecolor="white", edgecolor="#BBBBBB", label="free")]
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), handlelength=1.2)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    return finished(figure, path, rect=(0, 0.07, 1, 1))
+
     return save(figure, path)
 
 
@@ -156,7 +163,7 @@ def draw_page(ax, x, y, held_by, kept, color_of):
     color = COLORS["pad"]
     if held_by:
         color = SHARED if len(held_by) > 1 else color_of[held_by[0]]
-    ax.add_patch(Box((x, y), 1, 1, facecolor=color, edgecolor="white", linewidth=0.5))
+    box(ax, x, y, color)
 
 
 # --- slots, rows, time between tokens -------------------------------------------------------------
@@ -183,8 +190,7 @@ def slots(traces, path=None):
     ax.set_xlim(0, left.max() * 1.32)
     ax.set_xlabel("slots computed for the same workload")
     ax.legend(loc="lower right")
-    figure.tight_layout()
-    return save(figure, path)
+    return finished(figure, path)
 
 
 def rows(measured, path=None):
@@ -194,20 +200,16 @@ def rows(measured, path=None):
     measured: {label: [(rows, seconds), ...]}
     """
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 3.6))
-    for (label, points), color, marker in zip(measured.items(), (BLUE, RED, GREEN), "os^"):
-        n, seconds = np.array(points).T
-        style = dict(color=color, marker=marker, markersize=4, label=label)
-        left.plot(n, seconds * 1e3, **style)
-        right.plot(n, seconds / n * 1e3, **style)
+    curves(left, measured, y=lambda seconds, n: seconds * 1e3)
+    curves(right, measured, y=lambda seconds, n: seconds / n * 1e3)
     for ax, title in (left, "one forward pass, ms"), (right, "the same, ms per row"):
         log_axis(ax.xaxis, base=2)
         log_axis(ax.yaxis)
         ax.set_xlabel("rows (tokens of different requests)")
-        ax.set_title(title, loc="left", fontsize=10)
-        ax.grid(True, color="#EEEEEE")
+        ax.set_title(title)
+        ax.grid(True)
     left.legend()
-    figure.tight_layout()
-    return save(figure, path)
+    return finished(figure, path)
 
 
 def itl(gaps, arrival, prompt_tokens, path=None):
@@ -217,10 +219,10 @@ def itl(gaps, arrival, prompt_tokens, path=None):
     gaps: {stage: [(step, seconds), ...]}
     """
     figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
-    for (name, points), color, marker in zip(gaps.items(), (RED, BLUE, ORANGE, GREEN), "osD^"):
-        step, seconds = np.array(points).T
-        ax.plot(step, seconds * 1e3, color=color, marker=marker, markersize=4, linewidth=1.4,
-                label=f"{name}: worst {seconds.max() * 1e3:.1f} ms")
+    worst = {f"{name}: worst {max(gap for _, gap in points) * 1e3:.1f} ms": points
+             for name, points in gaps.items()}
+    curves(ax, worst, (RED, BLUE, ORANGE, GREEN), "osD^", lambda seconds, step: seconds * 1e3,
+           linewidth=1.4)
     ax.axvline(arrival, color="#444444", linewidth=0.8, linestyle="--")
     ax.annotate(f"a prompt of {prompt_tokens} tokens arrives", (arrival, 1), (-6, -2),
                 xycoords=("data", "axes fraction"), textcoords="offset points",
@@ -228,16 +230,12 @@ def itl(gaps, arrival, prompt_tokens, path=None):
     ax.set_ylim(bottom=0)
     ax.set_xlabel("step")
     ax.set_ylabel("time since the last token, ms")
-    ax.grid(True, axis="y", color="#EEEEEE")
+    ax.grid(True, axis="y")
     ax.legend()
-    figure.tight_layout()
-    return save(figure, path)
+    return finished(figure, path)
 
 
 # --- bench.py -------------------------------------------------------------------------------------
-
-WORKLOADS = {"W1": "W1, mixed", "W2": "W2, prefill", "W3": "W3, decode"}
-
 
 def bench(results, path):
     """
@@ -267,10 +265,9 @@ def bench_picture(result, path=None):
     ax.set_ylim(len(systems) - 0.4, -1.4)
     ax.set_xlim(0, 1.08 * most)
     ax.set_yticks(range(len(systems)), systems, fontsize=9)
-    ax.set_title(f"{WORKLOADS[result['workload']]}: {result['model']}", fontsize=10, loc="left")
+    ax.set_title(f"{result['workload']}, {WORKLOADS[result['workload']]}: {result['model']}")
     ax.set_xlabel("prompt tokens/s" if result["workload"] == "W2" else "tokens/s")
-    figure.tight_layout()
-    return save(figure, path)
+    return finished(figure, path)
 
 
 # --- experiments/prepacking.py --------------------------------------------------------------------
@@ -286,89 +283,77 @@ def prepacking(result, path):
 
 def prepacking_picture(name, result, path=None):
     draw, figures, size = PANELS[name]
-    plots = 2 if name == "predictors" else 1
-    figure, axes = pyplot().subplots(1, plots, figsize=size, squeeze=False)
+    figure, axes = pyplot().subplots(1, 1 + (name == "predictors"), figsize=size, squeeze=False)
     draw(*axes[0], result[figures])
-    if name not in ("kinds", "memory"):
-        for ax in axes[0]:
-            ax.grid(True, color="#EEEEEE")
-    figure.tight_layout()
-    return save(figure, path)
+    for ax in axes[0]:
+        ax.grid(name not in ("kinds", "memory"))
+        ax.legend(fontsize=8, ncols=1 + (name == "kinds"),
+                  loc={"kinds": "upper left", "memory": "upper right"}.get(name))
+    return finished(figure, path)
 
 
-def grouped_bars(ax, values, width, form):
-    """values: {method: [a height for each group, ...]}"""
-    for i, (method, heights) in enumerate(values.items()):
-        x = np.arange(len(heights)) + width * (i - (len(values) - 1) / 2)
+def grouped_bars(ax, groups, methods, height, form):
+    """A bar for each of {group: {method: figures}}. height(figures, group): of a bar"""
+    width = 0.8 / len(methods)
+    for i, method in enumerate(methods):
+        x = np.arange(len(groups)) + width * (i - (len(methods) - 1) / 2)
+        heights = [height(by[method], by) for by in groups.values()]
         ax.bar(x, heights, width=0.94 * width, color=METHOD_COLORS[method], label=method)
-        for at, height in zip(x, heights):
-            ax.text(at, height, format(height, form), ha="center", va="bottom", fontsize=8)
+        for at, top in zip(x, heights):
+            ax.text(at, top, format(top, form), ha="center", va="bottom", fontsize=8)
+    ax.set_xticks(range(len(groups)), [kind.replace(" ", "\n") for kind in groups], fontsize=8)
 
 
 def draw_kinds(ax, kinds):
-    def speedups(method):
-        return [figures["full batching"]["prefill_ms"] / figures[method]["prefill_ms"]
-                for figures in kinds.values()]
-
-    methods = [method for method in METHOD_COLORS if method != "full batching"]
-    grouped_bars(ax, {method: speedups(method) for method in methods}, 0.2, ".1f")
-    ax.axhline(1, color=METHOD_COLORS["full batching"], linestyle="--", linewidth=1)
-    ax.set_xticks(range(len(kinds)), [str(kind).replace(" ", "\n") for kind in kinds], fontsize=8)
+    grouped_bars(ax, kinds, [*METHOD_COLORS][1:], lambda figures, by: (
+        by["full batching"]["prefill_ms"] / figures["prefill_ms"]), ".1f")
+    ax.axhline(1, color=GREY, linestyle="--", linewidth=1)
     ax.set_ylim(top=1.35 * ax.get_ylim()[1])
-    ax.legend(fontsize=8, ncols=2, loc="upper left")
     ax.set_ylabel("times as fast as full batching")
-    ax.set_title("prefill, k = 16", loc="left", fontsize=10)
+    ax.set_title("prefill, k = 16")
 
 
 def draw_batch_sizes(ax, batch_size):
-    for (kind, points), color, marker in zip(batch_size.items(), (BLUE, RED), "os"):
-        k, speedup, _ = np.array(points).T
-        ax.plot(k, speedup, color=color, marker=marker, markersize=4, label=f"{kind} lengths")
+    curves(ax, {f"{kind} lengths": points for kind, points in batch_size.items()})
     ax.axhline(1, color=GREY, linestyle="--", linewidth=1)
     log_axis(ax.xaxis, base=2)
     ax.set_xlabel("k, prompts in a batch")
-    ax.set_title("prepacking a batch, other prompts, by k", loc="left", fontsize=10)
-    ax.legend(fontsize=8)
+    ax.set_title("prepacking a batch, other prompts, by k")
 
 
 def draw_memory(ax, largest):
-    methods = ("full batching", "prepacking, batch", "ragged")
-    k = {method: [found[method] for found in largest.values()] for method in methods}
-    grouped_bars(ax, k, 0.27, "d")
-    ax.set_xticks(range(len(largest)), largest, fontsize=8)
+    grouped_bars(ax, largest, ("full batching", "prepacking, batch", "ragged"),
+                 lambda k, by: k, "d")
     ax.set_yscale("log")
     ax.set_ylim(top=6 * ax.get_ylim()[1])
-    ax.legend(fontsize=8, loc="upper right")
     ax.set_ylabel("k, logarithmic")
-    ax.set_title("largest k whose prefill fits into 1 GB", loc="left", fontsize=10)
+    ax.set_title("largest k whose prefill fits into 1 GB")
 
 
 def draw_predictors(ratio, gap, predictors):
     for (k, points), color, marker in zip(predictors.items(), (BLUE, RED), "os"):
         rows, tokens, speedup = np.array(points).T
-        style = dict(s=14, color=color, marker=marker, alpha=0.7, linewidths=0, label=f"k = {k}")
-        ratio.scatter(rows, speedup, **style)
-        gap.scatter(tokens, speedup, **style)
+        for ax, x in (ratio, rows), (gap, tokens):
+            ax.scatter(x, speedup, s=14, color=color, marker=marker, alpha=0.7, linewidths=0,
+                       label=f"k = {k}")
     x = np.linspace(*ratio.get_xlim(), 50)
     ratio.plot(x, 1 / x, color="black", linewidth=1, linestyle="--", label="1 / (r/k)")
     ratio.set_ylabel("times as fast as full batching")
     ratio.set_xlabel("r / k, rows per prompt")
     gap.set_xlabel("m - L/k, tokens: longest minus mean length")
     for ax in ratio, gap:
-        ax.set_title("speedup of single batches, uniform lengths", loc="left", fontsize=10)
-        ax.legend(fontsize=8)
+        ax.set_title("speedup of single batches, uniform lengths")
 
 
 def draw_latency(ax, points):
     k, seconds = np.array(points).T
-    ax.plot(k, seconds, color=BLUE, marker="o", markersize=4, label="measured")
+    curves(ax, {"measured": points})
     ax.plot(k, seconds[0] * k / k[0], color=GREY, linewidth=1, linestyle="--",
             label="k times one prompt")
     log_axis(ax.xaxis, base=2)
     log_axis(ax.yaxis)
     ax.set_xlabel("k, prompts of 128 tokens")
-    ax.set_title("seconds of one prefill", loc="left", fontsize=10)
-    ax.legend(fontsize=8)
+    ax.set_title("seconds of one prefill")
 
 
 PANELS = {"kinds": (draw_kinds, "kinds", (WIDTH, 4)),

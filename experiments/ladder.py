@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from experiments import figures, memory, results
+from experiments import figures, memory, results, tables
 from experiments.rows import ARRIVAL
 from explorer import page
 from explorer.recorder import record
 from request import Request
 from toolbox import cli, plots, sights
 from toolbox.check import Check
-from toolbox.report import aligned, latencies, mean, percentile, totals
+from toolbox.report import latencies, mean, percentile, totals
 from toolbox.stages import STAGES
 from toolbox.xray import sights_at
 
@@ -34,12 +34,12 @@ def run_stages(model, requests, stages=STAGES, repeats=1, **knobs):
     Runs each stage on copies of `requests`, `repeats` times in turn. Returns {stage: trace}, with
     the median of each duration.
     """
-    traces = {name: [] for name in stages}
-    for _ in range(repeats):
-        for name, generate in stages.items():
-            copies = [replace(request) for request in requests]
-            traces[name].append(generate(model, copies, **cli.knobs_of(generate, knobs)[0]))
-    return {name: with_medians(runs) for name, runs in traces.items()}
+    def run(name):
+        copies = [replace(request) for request in requests]
+        return stages[name](model, copies, **cli.knobs_of(stages[name], knobs)[0])
+
+    runs = results.in_turn(stages, run, repeats, warm_up=0)
+    return {name: with_medians(taken) for name, taken in runs.items()}
 
 
 def with_medians(runs):
@@ -82,20 +82,13 @@ def recorded(model, plain, traces, no_check=False, **knobs):
                          **cli.knobs_of(STAGES[name], knobs)[0]) for name, trace in traces.items()}
 
 
-def ladder_table(traces):
-    """The ladder as text."""
-    rows = [("stage", "passes", "slots", "useful", "scores", "copied MB", "tokens/s", "TTFT mean",
-             "ITL p99 steps", "ITL p50 ms", "ITL p99 ms")]
-    for name, trace in traces.items():
-        t, waits = totals(trace), latencies(trace)
-        itl_ms = [seconds * 1e3 for seconds in waits["itl_seconds"]]
-        rows.append((
-            name, f"{t['forward_passes']:,}", f"{t['slots']:,}", f"{t['useful'] / t['slots']:.0%}",
-            f"{t['score_entries']:,}", f"{t['copied_bytes'] / 1e6:,.0f}",
-            f"{t['tokens_per_second']:,.0f}", f"{mean(waits['ttft_seconds']) * 1e3:,.0f} ms",
-            f"{percentile(waits['itl_steps'], 99):.0f}",
-            f"{percentile(itl_ms, 50):.1f}", f"{percentile(itl_ms, 99):.1f}"))
-    return "\n".join(aligned(rows))
+def figures_of(trace):
+    """What the table of all stages says of one."""
+    t, waits = totals(trace), latencies(trace)
+    counts = ("forward_passes", "slots", "useful", "score_entries", "copied_bytes",
+              "tokens_per_second")
+    return {**{what: t[what] for what in counts}, "ttft_mean": mean(waits["ttft_seconds"]),
+            "itl_p99": percentile(waits["itl_seconds"], 99)}
 
 
 # --- workloads small enough for a picture ---------------------------------------------------------
@@ -145,39 +138,20 @@ def draw_pictures(model, folder, traces):
     figures.bench(large, folder / "bench.png")
 
 
-def save(path, traces, where, repeats):
-    """Writes the figures of the README's table of all stages."""
-    rows = {}
-    for name, trace in traces.items():
-        t, waits = totals(trace), latencies(trace)
-        rows[name] = {
-            **{what: t[what] for what in ("forward_passes", "slots", "useful", "score_entries",
-                                          "copied_bytes", "tokens_per_second")},
-            "ttft_mean": mean(waits["ttft_seconds"]),
-            "itl_p99": percentile(waits["itl_seconds"], 99)}
-    requests = next(iter(traces.values())).requests
-    results.save(path, "python -m experiments.ladder", where, repeats=repeats, stages=rows,
-                 requests=len(requests), prompt_tokens=sum(len(r.prompt) for r in requests),
-                 generated=sum(len(r.generated) for r in requests),
-                 useful_scores=sum(p.useful_scores for p in traces["naive"].passes))
-
-
 # --- the command ----------------------------------------------------------------------------------
-
-def check_folder(path, flag):
-    """Makes a folder. ValueError if nothing can be written there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from None
-    plots.check_path(path / "mask.png", flag)
-
 
 def compare(args):
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
-    if args.pictures:
-        check_folder(Path(args.pictures), "--pictures")
+    folder = args.pictures and Path(args.pictures)
+    if folder:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--pictures {folder}: {error.strerror}") from None
+        plots.check_path(folder / "mask.png", "--pictures")
+    if args.json:
+        plots.check_path(args.json, "--json")
     plain, tokenizer, requests = cli.load_inputs(args)
     model = copy.deepcopy(plain).optimize() if args.optimize else plain
     knobs = cli.given_knobs(args)
@@ -187,16 +161,21 @@ def compare(args):
     of_one_run = [name for name in ("plot", "trace", "quiet") if getattr(args, name)]
     cli.say_ignored(args, of_variants + of_one_run, "where all stages run")
 
-    print(f"{len(requests)} requests, {sum(len(r.prompt) for r in requests)} prompt tokens, "
-          f"{args.dtype} on {model.device}, {torch.get_num_threads()} threads, "
-          f"torch {torch.__version__}")
+    where = (f"{model.device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+             f"{args.dtype}")
+    prompt_tokens = sum(len(request.prompt) for request in requests)
+    print(f"{len(requests)} requests, {prompt_tokens} prompt tokens, {where}")
     traces = run_stages(model, requests, repeats=args.repeats, **knobs)
-    print(ladder_table(traces))
-    if args.json:
-        save(args.json, traces, f"{model.device}, {torch.get_num_threads()} threads, torch "
-             f"{torch.__version__}, {args.dtype}", args.repeats)
-    if args.pictures:
-        draw_pictures(model, Path(args.pictures), traces)
+    naive = traces["naive"]
+    found = results.keep(
+        args.json, "python -m experiments.ladder", where, repeats=args.repeats,
+        stages={name: figures_of(trace) for name, trace in traces.items()},
+        requests=len(requests), prompt_tokens=prompt_tokens,
+        generated=sum(len(r.generated) for r in naive.requests),
+        useful_scores=sum(p.useful_scores for p in naive.passes))
+    tables.show("", *tables.ladder(found))
+    if folder:
+        draw_pictures(model, folder, traces)
     if args.page:
         page.write(args.page, recorded(model, plain, traces, args.no_check, **knobs), tokenizer,
                    guided=True)
@@ -215,8 +194,7 @@ def main(argv=None):
     p.add_argument("--json", metavar="FILE.json", help="write the figures of the table")
     p.add_argument("--repeats", type=int, default=3,
                    help="runs of each stage, in turn; the median of each duration counts")
-    args = p.parse_args(argv)
-    return cli.guarded(p.prog, lambda: compare(args))
+    return p.run(compare, argv)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,17 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from heapq import heapify
-from itertools import pairwise
+from unittest import mock
 
 import generate_paged
 import generate_ragged
-from experiments import figures, results
+from experiments import figures, results, tables
 from model import GPT, GPTConfig
 from paging import Pages
 from request import Request
-from toolbox.cli import guarded, measuring_parser, measuring_place
+from toolbox.cli import measuring_parser, measuring_place
 from toolbox.load import load
-from toolbox.report import aligned, latencies, mean, percentile, totals
+from toolbox.report import latencies, mean, percentile, totals
 
 # --- storm: what happens when memory runs out -----------------------------------------------------
 
@@ -47,14 +47,11 @@ def storm(model):
     return traces
 
 
-def storm_table(traces):
-    rows = [("", "steps", "preemptions", "recomputed", "TTFT mean steps", "ITL p99 steps")]
-    for name, trace in traces.items():
-        t, waits = totals(trace), latencies(trace)
-        rows.append((name, trace.passes[-1].step + 1, trace.counts.get("preemptions", 0),
-                     f"{t['recomputed'] / t['slots']:.0%}", f"{mean(waits['ttft_steps']):.1f}",
-                     f"{percentile(waits['itl_steps'], 99):.0f}"))
-    return "\n".join(aligned(rows))
+def storm_row(name, trace):
+    t, waits = totals(trace), latencies(trace)
+    return (name, trace.passes[-1].step + 1, trace.counts.get("preemptions", 0),
+            f"{t['recomputed'] / t['slots']:.0%}", f"{mean(waits['ttft_steps']):.1f}",
+            f"{percentile(waits['itl_steps'], 99):.0f}")
 
 
 # --- sharing: equal beginnings are computed and kept once -----------------------------------------
@@ -86,119 +83,74 @@ def watch(model):
 
 def sharing(model, repeats):
     """{True: figures with shared prefixes, False: without}; seconds are medians of runs in turn."""
-    requests, found, seconds = alike(model.config.vocab_size), {}, {True: [], False: []}
-    for repeat in range(repeats + 1):
-        for share in seconds:
-            with watch(model) as seen:
-                trace = generate_paged.generate(
-                    model, [replace(request) for request in requests], max_batch=16,
-                    token_budget=64, pages=160, share_prefixes=share)
-            if repeat:   # the first one warms up
-                seconds[share].append(totals(trace)["seconds"])
-            held = [{page for table in pool["tables"].values() for page in table} for pool in seen]
-            found[share] = {"pages": max(map(len, held)), "passes": len(trace.passes),
-                            "tokens": totals(trace)["slots"], **trace.counts}
-    for share, taken in seconds.items():
-        found[share]["seconds"] = statistics.median(taken)
-    return found
+    def run(share):
+        with watch(model) as seen:
+            trace = generate_paged.generate(model, alike(model.config.vocab_size), max_batch=16,
+                                            token_budget=64, pages=160, share_prefixes=share)
+        held = [{page for table in pool["tables"].values() for page in table} for pool in seen]
+        return {"pages": max(map(len, held)), "passes": len(trace.passes),
+                "tokens": totals(trace)["slots"], **trace.counts,
+                "seconds": totals(trace)["seconds"]}
 
-
-def sharing_table(found):
-    rows = [("", "pages held at most", "passes", "tokens computed", "seconds")]
-    for share, f in found.items():
-        rows.append((f"{'with' if share else 'without'} sharing", f["pages"], f["passes"],
-                     f"{f['tokens']:,}", f"{f['seconds']:.2f}"))
-    return "\n".join(aligned(rows))
+    return {share: {**runs[0], "seconds": statistics.median(run["seconds"] for run in runs)}
+            for share, runs in results.in_turn((True, False), run, repeats).items()}
 
 
 # --- scatter: what it costs to read pages ---------------------------------------------------------
 
 class ScatteredPages(Pages):
     """Hands out pages in random order, the worst case for reading them."""
-    order = random.Random(0)
+    stream = random.Random(0)
 
     def allocate(self, table, number):
         for _ in range(number):
-            self.take(table, self.order.choice(self.free))
+            page = self.choose(table)
+            self.free.remove(page)
+            heapify(self.free)
+            self.holders[page] = 1
+            table.append(page)
 
-    def take(self, table, page):
-        self.free.remove(page)
-        heapify(self.free)
-        self.holders[page] = 1
-        table.append(page)
+    def choose(self, table):
+        return self.stream.choice(self.free)
 
 
 class NeighbouringPages(ScatteredPages):
-    """
-    The best case: the next page if it is free; a newcomer starts where it can grow most, in a pool
-    with four times the room.
-    """
-
+    """The best case: each request has 16 pages, more than it needs, to itself."""
     def __init__(self, number, size):
         super().__init__(4 * number, size)
 
-    def allocate(self, table, number):
-        for left in range(number, 0, -1):
-            beside = table[-1] + 1 if table else None
-            self.take(table, beside if beside in self.free else self.roomiest(left))
-
-    def roomiest(self, number):
-        """The first of `number` pages in the middle of the longest free stretch."""
-        pages = sorted(self.free)
-        edges = [i for i, (a, b) in enumerate(pairwise(pages), start=1) if b > a + 1]
-        first, end = max(pairwise([0, *edges, len(pages)]), key=lambda part: part[1] - part[0])
-        return pages[first] + max(end - first - number, 0) // 2
+    def choose(self, table):
+        return table[-1] + 1 if table else min(page for page in self.free if page % 16 == 0)
 
 
-def paged(model, requests, books=Pages, **knobs):
-    """Stage 7, with another class that keeps the pool's books."""
-    before, generate_paged.Pages = generate_paged.Pages, books
-    try:
-        return generate_paged.generate(model, requests, **knobs)
-    finally:
-        generate_paged.Pages = before
-
-
-WAYS = {
-    "stage 6": lambda model, requests, **knobs: generate_ragged.generate(model, requests, **knobs),
-    "neighbours": lambda model, requests, **knobs: paged(model, requests, NeighbouringPages,
-                                                         pages=2048, **knobs),
-    "scattered": lambda model, requests, **knobs: paged(model, requests, ScatteredPages,
-                                                        pages=2048, **knobs)}
+WAYS = {"stage 6": None, "neighbours": NeighbouringPages, "scattered": ScatteredPages}
 
 
 def scatter(model, requests, repeats):
     """{way: figures}: median seconds of runs in turn, and the median ratio to stage 6's."""
-    seconds, copied = {way: [] for way in WAYS}, {}
-    for repeat in range(repeats + 1):
-        for way, generate in WAYS.items():
-            copies, start = [replace(request) for request in requests], time.perf_counter()
-            trace = generate(model, copies, max_batch=16, token_budget=64)
-            if repeat:   # the first one warms up
-                seconds[way].append(time.perf_counter() - start)
-            copied[way] = totals(trace)["copied_bytes"]
-    ratios = {way: [a / b for a, b in zip(taken, seconds["stage 6"])]
-              for way, taken in seconds.items()}
-    return {way: {"seconds": statistics.median(taken), "copied_bytes": copied[way],
-                  "ratio": statistics.median(ratios[way]),
-                  "spread": (max(ratios[way]) - min(ratios[way])) / 2}
-            for way, taken in seconds.items()}
+    def run(way):
+        knobs = {"max_batch": 16, "token_budget": 64}
+        copies, start = [replace(request) for request in requests], time.perf_counter()
+        if way == "stage 6":
+            trace = generate_ragged.generate(model, copies, **knobs)
+        else:
+            with mock.patch.object(generate_paged, "Pages", WAYS[way]):
+                trace = generate_paged.generate(model, copies, pages=2048, **knobs)
+        return time.perf_counter() - start, totals(trace)["copied_bytes"]
+
+    found, taken = {}, results.in_turn(WAYS, run, repeats)
+    for way, runs in taken.items():
+        ratios = sorted(mine / theirs for (mine, _), (theirs, _) in zip(runs, taken["stage 6"]))
+        found[way] = {"seconds": statistics.median(seconds for seconds, _ in runs),
+                      "copied_bytes": runs[0][1], "ratio": statistics.median(ratios),
+                      "spread": (ratios[-1] - ratios[0]) / 2}
+    return found
 
 
 def mixed_lengths(vocab_size, requests=24):
     stream = random.Random(0)
     return [Request([stream.randrange(vocab_size) for _ in range(stream.randint(8, 120))],
                     stream.randint(8, 64), name=f"r{i}") for i in range(requests)]
-
-
-def scatter_table(ratios):
-    rows = [("", "stage 6", "neighbours", "scattered", "copied, neighbours", "copied, scattered")]
-    for name, ways in ratios.items():
-        rows.append((name, f"{ways['stage 6']['seconds']:.2f} s",
-                     *(f"{ways[way]['ratio']:.2f}x" for way in ("neighbours", "scattered")),
-                     *(f"{ways[way]['copied_bytes'] / 1e6:,.0f} MB"
-                       for way in ("neighbours", "scattered"))))
-    return "\n".join(aligned(rows))
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -219,12 +171,11 @@ def measure(args):
     model, _ = load()
     model.to(device, dtype)
     print(where)
-    print("\neight requests, memory for 128 tokens: reserved, or 16 pages of 8\n"
-          + storm_table(storm(model)))
-    repeats = 1 if args.quick else 5
+    tables.show("eight requests, memory for 128 tokens: reserved, or 16 pages of 8",
+                ("", "steps", "preemptions", "recomputed", "TTFT mean steps", "ITL p99 steps"),
+                [storm_row(name, trace) for name, trace in storm(model).items()])
+    repeats, ratios = 1 if args.quick else 5, {}
     shared = sharing(model, repeats)
-    print("\nsixteen prompts of 144 tokens that begin with the same 128\n" + sharing_table(shared))
-    ratios = {}
     small = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384)).to(device, dtype).requires_grad_(False)
     models = {"built-in model": model} if args.quick else {"built-in model": model,
                                                            "6 layers, 384 wide": small}
@@ -232,10 +183,11 @@ def measure(args):
         requests = mixed_lengths(measured.config.vocab_size)
         ratios[name] = scatter(measured, requests, repeats)
         ratios[f"{name}, optimize()"] = scatter(measured.optimize(), requests, repeats)
-    print("\nstage 7 against stage 6, 24 requests of mixed lengths\n" + scatter_table(ratios))
-    if args.json:
-        results.save(args.json, "python -m experiments.memory", where, repeats=repeats,
-                     sharing=shared, scatter=ratios)
+    found = results.keep(args.json, "python -m experiments.memory", where, repeats=repeats,
+                         sharing=shared, scatter=ratios)
+    tables.show("sixteen prompts of 144 tokens that begin with the same 128",
+                *tables.sharing(found))
+    tables.show("stage 7 against stage 6, 24 requests of mixed lengths", *tables.scatter(found))
     if args.plot:
         figures.pool(filling_pool(load()[0]), args.plot)
         print(f"drawn in {args.plot}")
@@ -245,8 +197,7 @@ def measure(args):
 def main(argv=None):
     p = measuring_parser("python -m experiments.memory", __doc__,
                          quick="one run each, the built-in model only")
-    args = p.parse_args(argv)
-    return guarded(p.prog, lambda: measure(args))
+    return p.run(measure, argv)
 
 
 if __name__ == "__main__":

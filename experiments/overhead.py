@@ -20,15 +20,14 @@ from collections import Counter, deque
 from functools import partial
 
 from beyond.fairness import POLICIES, FairScheduler
-from experiments import results
+from experiments import results, tables
 from generate_ragged import generate
 from kernels.threads import LONGEST_PAUSE
 from model import GPT, GPTConfig
 from paging import PagedScheduler, Pages
 from request import Request, complete, prepare
 from scheduler import Scheduler
-from toolbox.cli import guarded, measuring_parser, measuring_place
-from toolbox.report import aligned
+from toolbox.cli import measuring_parser, measuring_place
 
 WAITING = 300, 10_000
 LENGTHS = 1_000, 10_000, 100_000
@@ -72,13 +71,12 @@ def run_step(scheduler, step, rng):
 
 def queues(repeats, steps=200):
     """{scheduler: {waiting: {"add", "step"}}}: the least of `repeats` runs."""
-    found = {}
-    for name, new in SCHEDULERS.items():
-        for waiting in WAITING:
-            runs = [scheduling(new, waiting, steps) for _ in range(repeats)]
-            found.setdefault(name, {})[waiting] = {
-                what: min(run[what] for run in runs) for what in ("add", "step")}
-    return found
+    def least(new, waiting):
+        runs = [scheduling(new, waiting, steps) for _ in range(repeats)]
+        return {what: min(run[what] for run in runs) for what in ("add", "step")}
+
+    return {name: {waiting: least(new, waiting) for waiting in WAITING}
+            for name, new in SCHEDULERS.items()}
 
 
 # --- prefixes -------------------------------------------------------------------------------------
@@ -208,45 +206,45 @@ def beside_a_loop(model, repeats, steps):
             "spread": (ratios[-1] - ratios[0]) / 2}
 
 
-def measure(args):
-    device, dtype, where = measuring_place(args)
-    repeats = 1 if args.quick else 3
-    print(where)
-    kept = {}
-    rows = [("requests that came and went", "entries held", "kB held", "ms a step")]
-    number = args.served or (20_000 if args.quick else 100_000)
-    for name, new in SERVED.items():
-        kept[name] = served(new, number if name == "stage 7" else max(number // 10, 2_000))
+def measure_served(args):
+    """Measures and prints what schedulers hold: {scheduler: {"early", "late"}}."""
+    number, rows = args.served or (20_000 if args.quick else 100_000), []
+    found = {name: served(new, number if name == "stage 7" else max(number // 10, 2_000))
+             for name, new in SERVED.items()}
+    for name, taken in found.items():
         rows += [(f"{name}, {f['requests']:,}", f"{f['entries']:,}", f"{f['bytes'] / 1e3:,.0f}",
-                  f"{f['step'] * 1e3:.2f}") for f in kept[name].values()]
-    print("\n".join(aligned(rows)))
+                  f"{f['step'] * 1e3:.2f}") for f in taken.values()]
+    tables.show("", ("requests that came and went", "entries held", "kB held", "ms a step"), rows)
+    return found
+
+
+def measure(args):
+    if args.served is not None and args.served < 2_000:
+        raise ValueError("--served must be at least 2000")
+    if args.served and args.json:
+        raise ValueError("--served makes one table only; --json needs all of them")
+    device, dtype, where = measuring_place(args)
+    print(where)
+    kept = measure_served(args)
     if args.served:
         return 0
-    scheduled = queues(repeats)
-    rows = [("ms a step, scheduler alone", *(f"{n:,} waiting" for n in WAITING), "adding them, ms")]
-    rows += [(name, *(f"{taken[n]['step'] * 1e3:.3f}" for n in WAITING),
-              f"{taken[WAITING[-1]]['add'] * 1e3:.0f}") for name, taken in scheduled.items()]
-    print("\n".join(aligned(rows)))
-    chains = prefixes(repeats)
-    rows = [("tokens of a prompt, published and found", "ms", "us a token", "kB kept", "B a token")]
-    rows += [(f"{n:,}", f"{f['seconds'] * 1e3:.1f}", f"{f['seconds'] / n * 1e6:.2f}",
-              f"{f['bytes'] / 1e3:,.0f}", f"{f['bytes'] / n:.1f}") for n, f in chains.items()]
-    print("\n".join(aligned(rows)))
-    beside = {}
-    rows = [("ms a step of 16 decodes", "quiet", "beside a loop", "times")]
+    repeats, beside = 1 if args.quick else 3, {}
     for name, (new, steps) in MODELS.items():
         for how in "stage 6", "stage 6, optimize()":
             model = new().requires_grad_(False).to(device, dtype)
             if "optimize" in how:
                 model.optimize()
-            taken = beside[f"{name}, {how}"] = beside_a_loop(
-                model, repeats, 10 if args.quick else steps)
-            rows.append((f"{name}, {how}", f"{taken['quiet'] * 1e3:.1f}",
-                         f"{taken['busy'] * 1e3:.1f}", f"{taken['ratio']:.2f}"))
-    print("\n".join(aligned(rows)))
-    if args.json:
-        results.save(args.json, "python -m experiments.overhead", where, repeats=repeats,
-                     queues=scheduled, prefixes=chains, served=kept, beside=beside)
+            beside[f"{name}, {how}"] = beside_a_loop(model, repeats, 10 if args.quick else steps)
+    found = results.keep(args.json, "python -m experiments.overhead", where, repeats=repeats,
+                         queues=queues(repeats), prefixes=prefixes(repeats), served=kept,
+                         beside=beside)
+    tables.show("", *tables.queues(found))
+    tables.show("", ("tokens of a prompt, published and found", "ms", "us a token", "kB kept",
+                     "B a token"), [
+        (f"{int(n):,}", f"{f['seconds'] * 1e3:.1f}", f"{f['seconds'] / int(n) * 1e6:.2f}",
+         f"{f['bytes'] / 1e3:,.0f}", f"{f['bytes'] / int(n):.1f}")
+        for n, f in found["prefixes"].items()])
+    tables.show("", *tables.beside(found))
     return 0
 
 
@@ -255,12 +253,7 @@ def main(argv=None):
                          plot=False)
     p.add_argument("--served", type=int, metavar="N",
                    help="only that table, with so many requests (default: 100000)")
-    args = p.parse_args(argv)
-    if args.served is not None and args.served < 2_000:
-        p.error("--served must be at least 2000")
-    if args.served and args.json:
-        p.error("--served makes one table only; --json needs all of them")
-    return guarded(p.prog, lambda: measure(args))
+    return p.run(measure, argv)
 
 
 if __name__ == "__main__":

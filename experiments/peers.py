@@ -6,7 +6,7 @@ A peer is a function peer(requests) -> (tokens, times): for each request the ids
 and time.perf_counter() at each of them.
 """
 import logging
-import multiprocessing
+import sys
 import tempfile
 import time
 from functools import partial
@@ -17,7 +17,6 @@ import torch
 from experiments.engines import INSTALL, Engine
 from toolbox.weights import write_gpt2
 
-PEERS = ("transformers", "CTranslate2", "vLLM", "OpenVINO")   # the first word of a peer's name
 SHAPES = {   # batch size, and whether prompts are sorted by length
     "one at a time": (1, False), "static 8 sorted": (8, True), "static 32 sorted": (32, True),
 }
@@ -37,9 +36,7 @@ def engines(model, pythons, max_batch, token_budget):
         if engine not in pythons:
             print(f"{name} is left out: --peer-python {engine}=PATH names the Python of an "
                   f"environment that has it ({INSTALL[engine]})")
-        elif model.device.type != "cpu" or model.wte.weight.dtype != torch.float32:
-            print(f"{name} runs only in float32 on a CPU here: its row is left out")
-        else:
+        elif runs_here(name, model):
             with tempfile.TemporaryDirectory() as folder:
                 write_gpt2(model, folder, dtype=torch.float32)
                 found[name] = Engine(engine, pythons[engine], folder, max_batch, token_budget,
@@ -48,14 +45,21 @@ def engines(model, pythons, max_batch, token_budget):
     return found
 
 
+def runs_here(name, model):
+    right = model.device.type == "cpu" and model.wte.weight.dtype == torch.float32
+    if not right:
+        print(f"{name} runs only in float32 on a CPU here: it is left out")
+    return right
+
+
 def libraries(model, batch_tokens):
     if find_spec("transformers") is None:
         print("transformers is not installed: its rows are left out, and those of CTranslate2, "
               "which reads its model (pip install -r requirements-dev.txt)")
         return {}
     theirs = transformers_model(model)
-    found = {f"transformers, {name}": partial(static, theirs, size=size, by_length=by_length)
-             for name, (size, by_length) in SHAPES.items()}
+    found = {f"transformers, {name}": partial(in_batches, partial(static, theirs), *shape)
+             for name, shape in SHAPES.items()}
     if hasattr(theirs, "continuous_batching_context_manager"):
         found["transformers, continuous"] = partial(continuous, theirs, batch_tokens=batch_tokens)
     else:
@@ -63,13 +67,10 @@ def libraries(model, batch_tokens):
     if find_spec("ctranslate2") is None:
         print("CTranslate2 is not installed: its rows are left out "
               "(pip install -r requirements-dev.txt)")
-    elif model.device.type != "cpu" or model.wte.weight.dtype != torch.float32:
-        print("CTranslate2 runs only in float32 on a CPU here: its rows are left out")
-    else:
-        compiled = CTranslate2(theirs)
-        for name in "one at a time", "static 8 sorted", "static 32 sorted":
-            size, by_length = SHAPES[name]
-            found[f"CTranslate2, {name}"] = partial(compiled, size=size, by_length=by_length)
+    elif runs_here("CTranslate2", model):
+        compiled = ctranslate2(theirs)
+        for name, shape in SHAPES.items():
+            found[f"CTranslate2, {name}"] = partial(in_batches, compiled, *shape)
     return found
 
 
@@ -86,12 +87,17 @@ def transformers_model(model):
     return theirs.to(model.device).eval()
 
 
-def batches(requests, size, by_length):
-    """Lists of up to `size` indices: longest prompt first if `by_length`, else in order."""
+def in_batches(run, size, by_length, requests):
+    """Calls run(batch) for `size` requests at a time, in order or the longest prompts first."""
     order = list(range(len(requests)))
     if by_length:
         order.sort(key=lambda i: -len(requests[i].prompt))
-    return [order[first:first + size] for first in range(0, len(order), size)]
+    tokens, times = [None] * len(requests), [None] * len(requests)
+    for first in range(0, len(order), size):
+        batch = order[first:first + size]
+        for i, *found in zip(batch, *run([requests[i] for i in batch])):
+            tokens[i], times[i] = found
+    return tokens, times
 
 
 class Clock:
@@ -108,21 +114,17 @@ class Clock:
 
 
 @torch.inference_mode()
-def static(model, requests, size, by_length=False):
-    """Left-padded batches of `size`, each of which runs until its longest request is done."""
-    tokens, times = [None] * len(requests), [None] * len(requests)
-    for batch in batches(requests, size, by_length):
-        prompts = [requests[i].prompt for i in batch]
-        lengths = [requests[i].max_new_tokens for i in batch]
-        T = max(map(len, prompts))
-        ids = torch.tensor([[0] * (T - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        clock = Clock()
-        out = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
-                             do_sample=False, max_new_tokens=max(lengths), streamer=clock)
-        for row, i, length in zip(out[:, T:].tolist(), batch, lengths):
-            tokens[i], times[i] = row[:length], clock.times[1:1 + length]
-    return tokens, times
+def static(model, requests):
+    """One left-padded batch, which runs until its longest request is done."""
+    prompts = [request.prompt for request in requests]
+    lengths = [request.max_new_tokens for request in requests]
+    T, clock = max(map(len, prompts)), Clock()
+    ids = torch.tensor([[0] * (T - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
+                         do_sample=False, max_new_tokens=max(lengths), streamer=clock)
+    return ([row[:length] for row, length in zip(out[:, T:].tolist(), lengths)],
+            [clock.times[1:1 + length] for length in lengths])
 
 
 def continuous(model, requests, batch_tokens):
@@ -155,62 +157,15 @@ def continuous(model, requests, batch_tokens):
     return [r.generated_tokens for r in in_order], [r.timestamps for r in in_order]
 
 
-class CTranslate2:
-    """
-    An inference engine in C++. Its batches drop a request as soon as it is complete. It runs in a
-    process of its own: its threads outlive the call, and would slow all other systems down (see
-    bench.apart).
-    """
-
-    def __init__(self, theirs):
-        from ctranslate2.converters.transformers import GPT2Loader
-        with torch.no_grad():
-            spec = GPT2Loader().get_model_spec(theirs)
-        spec.register_vocabulary([str(token) for token in range(theirs.config.vocab_size)])
-        spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
-        spec.validate()
-        spec.optimize()
-        self.pipe, far = multiprocessing.Pipe()
-        with tempfile.TemporaryDirectory() as folder:
-            spec.save(folder)
-            multiprocessing.get_context("spawn").Process(
-                target=ctranslate2_process, args=(far, folder, torch.get_num_threads()),
-                daemon=True).start()
-            far.close()
-            self.pipe.recv()   # the process has read the folder
-
-    def __call__(self, requests, size, by_length=False):
-        self.pipe.send([[(i, requests[i].prompt, requests[i].max_new_tokens) for i in batch]
-                        for batch in batches(requests, size, by_length)])
-        return self.pipe.recv()
-
-
-def ctranslate2_process(pipe, folder, threads):
-    import ctranslate2
-    generator = ctranslate2.Generator(folder, device="cpu", intra_threads=threads,
-                                      compute_type="float32")
-    pipe.send("ready")
-    while True:
-        try:
-            work = pipe.recv()
-        except EOFError:   # the benchmark has ended
-            return
-        tokens, times = {}, {i: [] for batch in work for i, _, _ in batch}
-        for batch in work:
-            run_ctranslate2(generator, batch, tokens, times)
-        pipe.send(([tokens[i] for i in range(len(tokens))], [times[i] for i in range(len(times))]))
-
-
-def run_ctranslate2(generator, batch, tokens, times):
-    """One batch [(i, prompt, length), ...]: fills tokens[i] and times[i]."""
-    def is_last(result):
-        i, _, length = batch[result.batch_id]
-        times[i].append(time.perf_counter())   # a machine's processes share this clock
-        return len(times[i]) >= length
-
-    results = generator.generate_batch(
-        [[str(token) for token in prompt] for _, prompt, _ in batch],
-        include_prompt_in_result=False, max_length=max(length for _, _, length in batch),
-        end_token=[], callback=is_last)   # no token ends a request, only the callback does
-    for (i, _, _), result in zip(batch, results):
-        tokens[i] = result.sequences_ids[0]
+def ctranslate2(theirs):
+    """An inference engine in C++."""
+    from ctranslate2.converters.transformers import GPT2Loader
+    with torch.no_grad():
+        spec = GPT2Loader().get_model_spec(theirs)
+    spec.register_vocabulary([str(token) for token in range(theirs.config.vocab_size)])
+    spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
+    spec.validate()
+    spec.optimize()
+    with tempfile.TemporaryDirectory() as folder:
+        spec.save(folder)
+        return Engine("ctranslate2", sys.executable, folder, 0, 0, torch.get_num_threads())

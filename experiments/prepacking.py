@@ -28,15 +28,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from experiments import figures, results
+from experiments import figures, results, tables
 from generate_naive import StaticBatch
 from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
 from model import GPT, GPTConfig, sample
 from request import Request, prepare
-from toolbox.cli import guarded, measuring_parser, measuring_place
+from toolbox.cli import measuring_parser, measuring_place
 from toolbox.load import load
-from toolbox.report import aligned
 from toolbox.trace import synchronize
 from toolbox.workload import read_prompts
 
@@ -120,10 +119,7 @@ def time_methods(model, lengths, k, repeats, methods=METHODS):
     {method: milliseconds of prefill per prompt, mean TTFT within a batch, share of useful slots},
     medians over `repeats` runs in turn.
     """
-    runs = {method: [] for method in methods}
-    for _ in range(repeats + 1):
-        for method in methods:
-            runs[method].append(prefill(model, method, lengths, k))
+    runs = results.in_turn(methods, lambda method: prefill(model, method, lengths, k), repeats)
 
     def ms_per_prompt(taken, seconds):
         """Median over runs; seconds: a forward pass -> seconds for all of its prompts."""
@@ -133,7 +129,7 @@ def time_methods(model, lengths, k, repeats, methods=METHODS):
         "prefill_ms": ms_per_prompt(taken, lambda p: p["prefill"]),
         "ttft_ms": ms_per_prompt(taken, lambda p: p["ttft"] * p["prompts"]),
         "useful": sum(lengths) / sum(p["slots"] for p in taken[0]),
-    } for method, (_, *taken) in runs.items()}   # the first run warms up
+    } for method, taken in runs.items()}
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -195,11 +191,23 @@ def largest_batch(config, method, kind, limit, most=1024):
     return low
 
 
-# --- the experiments ------------------------------------------------------------------------------
+# --- the experiments: each measures, prints its table and returns the figures ---------------------
 
-def by_kind(model, kinds, k, repeats):
-    """All methods on each kind of prompts. kinds: {name: lengths}."""
-    return {kind: time_methods(model, lengths, k, repeats) for kind, lengths in kinds.items()}
+def by_kind(model, kinds, repeats):
+    """All methods on each kind of prompts. kinds: {name: lengths}. {name: figures of methods}."""
+    found = {}
+    for kind, lengths in kinds.items():
+        found[kind] = time_methods(model, lengths, 16, repeats)
+        full = found[kind]["full batching"]
+        tables.show(
+            f"{kind}, {len(lengths)} prompts, mean length {statistics.mean(lengths):.0f}, "
+            f"longest {max(lengths)}, k = 16",
+            ("", "slots useful", "prefill ms/prompt", "speedup", "TTFT ms", "speedup"),
+            [(method, f"{f['useful']:.0%}", f"{f['prefill_ms']:.1f}",
+              f"{full['prefill_ms'] / f['prefill_ms']:.2f}x", f"{f['ttft_ms']:.0f}",
+              f"{full['ttft_ms'] / f['ttft_ms']:.2f}x") for method, f in found[kind].items()])
+    print("the paper: prepacking 1.6x to 3.5x at k = 16 (prefill and TTFT)")
+    return found
 
 
 def packing_speedup(model, lengths, k, repeats):
@@ -209,106 +217,68 @@ def packing_speedup(model, lengths, k, repeats):
     return padded["prefill_ms"] / packed["prefill_ms"], padded["ttft_ms"] / packed["ttft_ms"]
 
 
-def by_batch_size(model, sizes, repeats, kinds=("uniform", "instructions")):
+def by_batch_size(model, sizes, repeats):
     """The speedup of packing a batch of k, for each k: {kind: [(k, prefill, ttft), ...]}."""
-    return {kind: [(k, *packing_speedup(model, lengths_of(kind, max(2 * k, 16)), k, repeats))
-                   for k in sizes] for kind in kinds}
+    found = {kind: [(k, *packing_speedup(model, lengths_of(kind, max(2 * k, 16)), k, repeats))
+                    for k in sizes] for kind in ("uniform", "instructions")}
+    tables.show("speedup of prefill by prepacking a batch of k", ("k", *sizes),
+                [(kind, *(f"{prefill:.2f}x" for _, prefill, _ in points))
+                 for kind, points in found.items()])
+    print("the paper: up to 4.5x (prefill) and 6x (TTFT) at larger k; k = 1 is r = k, the same "
+          "runtime")
+    return found
 
 
-def predictors(model, k, prompts, repeats, every=4, kind="uniform"):
+def predictors(model, prompts, repeats):
     """
-    (r / k, m - L / k, speedup of prefill) for every fourth batch of k out of `prompts` prompts.
-    r rows, m the longest prompt, L all tokens of the batch.
+    {k: [(r / k, m - L / k, speedup of prefill), ...]} for every fourth batch of k out of `prompts`
+    prompts. r rows, m the longest prompt, L all tokens of the batch.
     """
-    lengths, points = lengths_of(kind, prompts), []
-    for i in range(0, prompts - k + 1, k * every):
-        batch = lengths[i:i + k]
-        speedup, _ = packing_speedup(model, batch, k, repeats)
-        rows = len(first_fit_decreasing(batch, max(batch)))
-        points.append((rows / k, max(batch) - sum(batch) / k, speedup))
-    return points
+    lengths, found, rows = lengths_of("uniform", prompts), {}, []
+    for k in 16, 32:
+        points = found[k] = []
+        for i in range(0, prompts - k + 1, 4 * k):
+            batch = lengths[i:i + k]
+            r = len(first_fit_decreasing(batch, max(batch)))
+            points.append((r / k, max(batch) - sum(batch) / k,
+                           packing_speedup(model, batch, k, repeats)[0]))
+        x, y, speedup = zip(*points)
+        rows.append((k, len(points), f"{statistics.mean(x):.2f}",
+                     f"{statistics.mean(speedup):.2f}x",
+                     f"{statistics.correlation(x, speedup):+.2f}",
+                     f"{statistics.correlation(y, speedup):+.2f}"))
+    tables.show(
+        "what predicts the speedup: uniform lengths in 1..512, a small model (1 layer, 256 wide)",
+        ("k", "batches", "mean r/k", "mean speedup", "correlation with r/k", "with m - L/k"), rows)
+    print("the paper: both predict it, about linearly")
+    return found
 
 
-def by_rows(model, sizes, length, repeats):
+def by_rows(model, sizes, repeats):
     """Seconds of a prefill of k prompts of one length, for each k: [(k, seconds), ...]."""
     points = []
     for k in sizes:
-        f = time_methods(model, [length] * k, k, repeats, ("full batching",))["full batching"]
-        points.append((k, f["prefill_ms"] * k / 1e3))
+        f = time_methods(model, [min(128, CONTEXT)] * k, k, repeats, ["full batching"])
+        points.append((k, f["full batching"]["prefill_ms"] * k / 1e3))
+    tables.show("seconds of a prefill of k prompts of 128 tokens", ("k", *sizes),
+                [("s", *(f"{seconds:.3f}" for _, seconds in points))])
+    print("the paper: latency grows with k, hardware does not parallelise a batch for free")
     return points
 
 
-def by_memory(limit, most):
-    """The largest batch that fits into `limit` bytes: {kind: {method: k}}."""
-    config = GPTConfig(block_size=CONTEXT, n_layer=4)
-    return {kind: {method: largest_batch(config, method, kind, limit, most)
-                   for method in ("full batching", "prepacking, batch", "ragged")}
-            for kind in ("dialogue", "instructions", "articles", "uniform")}
-
-
-# --- their tables ---------------------------------------------------------------------------------
-
-def print_table(title, head, rows):
-    print(f"\n{title}")
-    for line in aligned([head, *rows]):
-        print(f"  {line}", flush=True)
-
-
-def print_paper(text):
-    print(f"  the paper: {text}", flush=True)
-
-
-def print_kinds(measured, kinds):
-    for kind, figures_of in measured.items():
-        full, lengths, rows = figures_of["full batching"], kinds[kind], []
-        for method, f in figures_of.items():
-            rows.append((method, f"{f['useful']:.0%}",
-                         f"{f['prefill_ms']:.1f}", f"{full['prefill_ms'] / f['prefill_ms']:.2f}x",
-                         f"{f['ttft_ms']:.0f}", f"{full['ttft_ms'] / f['ttft_ms']:.2f}x"))
-        print_table(
-            f"{kind}, {len(lengths)} prompts, mean length {statistics.mean(lengths):.0f}, "
-            f"longest {max(lengths)}, k = 16",
-            ("", "slots useful", "prefill ms/prompt", "speedup", "TTFT ms", "speedup"), rows)
-    print_paper("prepacking 1.6x to 3.5x at k = 16 (prefill and TTFT)")
-
-
-def print_batch_sizes(measured, sizes):
-    print_table(
-        "speedup of prefill by prepacking a batch of k", ("k", *map(str, sizes)),
-        [(kind, *(f"{prefill:.2f}x" for _, prefill, _ in points))
-         for kind, points in measured.items()])
-    print_paper("up to 4.5x (prefill) and 6x (TTFT) at larger k; k = 1 is r = k, the same runtime")
-
-
-def print_predictors(measured):
-    rows = []
-    for k, points in measured.items():
-        x, y, speedup = zip(*points)
-        rows.append((k, len(points),
-                     f"{statistics.mean(x):.2f}", f"{statistics.mean(speedup):.2f}x",
-                     f"{statistics.correlation(x, speedup):+.2f}",
-                     f"{statistics.correlation(y, speedup):+.2f}"))
-    print_table(
-        "what predicts the speedup: uniform lengths in 1..512, a small model (1 layer, 256 wide)",
-        ("k", "batches", "mean r/k", "mean speedup", "correlation with r/k", "with m - L/k"), rows)
-    print_paper("both predict it, about linearly")
-
-
-def print_latency(measured, sizes):
-    print_table(
-        "seconds of a prefill of k prompts of 128 tokens", ("k", *map(str, sizes)),
-        [("s", *(f"{seconds:.3f}" for _, seconds in measured))])
-    print_paper("latency grows with k, hardware does not parallelise a batch for free")
-
-
-def print_memory(measured, gigabytes):
-    print_table(
+def by_memory(gigabytes, most):
+    """The largest batch that fits: {kind: {method: k}}."""
+    config, methods = GPTConfig(block_size=CONTEXT, n_layer=4), [*METHODS][::2]
+    found = {kind: {method: largest_batch(config, method, kind, gigabytes * 1e9, most)
+                    for method in methods}
+             for kind in ("dialogue", "instructions", "articles", "uniform")}
+    tables.show(
         f"the largest k whose prefill fits in {gigabytes:g} GB, weights excluded; "
-        "4 layers as wide as GPT-2's (768), float32",
-        ("", "full batching", "prepacking, batch", "ragged"),
-        [(kind, *(f"{k} ({k / found['full batching']:.1f}x)" for k in found.values()))
-         for kind, found in measured.items()])
-    print_paper("up to 16x larger batches")
+        "4 layers as wide as GPT-2's (768), float32", ("", *methods),
+        [(kind, *(f"{k} ({k / by['full batching']:.1f}x)" for k in by.values()))
+         for kind, by in found.items()])
+    print("the paper: up to 16x larger batches")
+    return found
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -323,7 +293,7 @@ def kinds_of(args):
     return {args.prompts: [min(max(n, 1), CONTEXT) for n in tokens]}
 
 
-def run_experiments(args):
+def measure(args):
     if not args.memory > 0:
         raise ValueError(f"--memory must be above 0 GB, not {args.memory}")
     kinds = kinds_of(args)
@@ -337,22 +307,13 @@ def run_experiments(args):
     print(f"{where}; {name}, random weights" + ("" if args.prompts else "; synthetic lengths"))
     quick, repeats = args.quick, 1 if args.quick else 3
     sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32, 64)
-    result = {"lengths": kinds, "model": name, "repeats": repeats}
-
-    result["kinds"] = by_kind(model, kinds, 16, repeats)
-    print_kinds(result["kinds"], kinds)
-    result["batch_size"] = by_batch_size(model, sizes, repeats)
-    print_batch_sizes(result["batch_size"], sizes)
-    prompts = 640 if quick else 5000
-    result["predictors"] = {k: predictors(small, k, prompts, repeats) for k in (16, 32)}
-    print_predictors(result["predictors"])
-    result["latency"] = by_rows(model, sizes, min(128, CONTEXT), repeats)
-    print_latency(result["latency"], sizes)
-    result["largest"] = by_memory(args.memory * 1e9, 64 if quick else 1024)
-    print_memory(result["largest"], args.memory)
-
-    if args.json:
-        results.save(args.json, "python -m experiments.prepacking", where, **result)
+    result = results.keep(
+        args.json, "python -m experiments.prepacking", where, lengths=kinds, model=name,
+        repeats=repeats, kinds=by_kind(model, kinds, repeats),
+        batch_size=by_batch_size(model, sizes, repeats),
+        predictors=predictors(small, 640 if quick else 5000, repeats),
+        latency=by_rows(model, sizes, repeats),
+        largest=by_memory(args.memory, 64 if quick else 1024))
     if args.plot:
         print("drawn in", *figures.prepacking(result, args.plot))
     return 0
@@ -367,8 +328,7 @@ def main(argv=None):
     p.add_argument("--model", default="builtin", help="the model whose tokenizer counts them")
     p.add_argument("--memory", type=float, default=1.0, metavar="GB",
                    help="the limit of the last table")
-    args = p.parse_args(argv)
-    return guarded(p.prog, lambda: run_experiments(args))
+    return p.run(measure, argv)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from beyond.tensor_parallel import shard
-from experiments import results
+from experiments import results, tables
 from model import GPT, GPTConfig
 from toolbox import cli, plots
 from toolbox.torchrun import run_on_ranks
@@ -67,77 +67,67 @@ def fit(points):
     return max(latency, 0.0), 1 / max(per_byte, 1e-15)
 
 
-# --- the tables -----------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
-def measure_ranks(config, device, dtype, repeats):
-    """
-    Times 1, 2, 4, ... ranks on the same random weights; rank 0 prints table and cost model. Returns
-    {"rows": [a dict for each line of the table], "model": the cost model, or None for one rank}.
-    """
-    world, rows = dist.get_world_size(), []
-    print(f"{config.n_layer} layers, {config.n_embd} wide, {str(dtype).removeprefix('torch.')} "
-          f"on {device}, {torch.get_num_threads()} thread(s) a rank, torch {torch.__version__}")
-    print("ranks  tokens  ms a pass  ms in all-reduces  share  all-reduces        MB")
-    for ranks in (n for n in (1, 2, 4, 8) if n <= world):
+def time_ranks(config, device, dtype, repeats):
+    """Times 1, 2, 4, ... ranks on the same random weights. Returns a dict for each measurement."""
+    rows = []
+    for ranks in (n for n in (1, 2, 4, 8) if n <= dist.get_world_size()):
         group = dist.new_group(range(ranks))
         if dist.get_rank() < ranks:
             torch.manual_seed(0)
             model = shard(GPT(config).to(device, dtype).requires_grad_(False), group)
             for tokens in TOKENS:
                 seconds, waiting, count, size = forward_seconds(model, tokens, repeats)
-                print(f"{ranks:5}  {tokens:6}  {seconds * 1e3:9.2f}  {waiting * 1e3:17.2f}  "
-                      f"{waiting / seconds:5.0%}  {count:11}  {size / 1e6:8.2f}")
                 rows.append({"ranks": ranks, "tokens": tokens, "seconds": seconds,
                              "in_all_reduces": waiting, "all_reduces": count, "bytes": size})
         dist.barrier()
-    most = max((row["ranks"] for row in rows), default=1)
-    points = [(row["all_reduces"], row["bytes"], row["in_all_reduces"]) for row in rows
-              if row["ranks"] == most > 1]
-    if not points:
-        print("one rank sends nothing: start more to see what it costs, with "
-              "torchrun --nproc_per_node 2")
-    return {"rows": rows, "model": cost_model(points, most) if points else None}
+    return rows
 
 
-def cost_model(points, ranks):
+def cost_model(points):
     """
-    Prints the model fitted to measured points (count, bytes, seconds), and what it says elsewhere.
-    Returns {"latency": s, "bandwidth": bytes/s, "calculated": {link: ms for 8 and 1,000 tokens}}.
+    The model fitted to measured points (count, bytes, seconds), and what it says elsewhere:
+    {"latency": s, "bandwidth": bytes/s, "calculated": {link: ms for 8 and 1,000 tokens}}.
     """
-    latency, bandwidth = fit(points)
-    found = {"latency": latency, "bandwidth": bandwidth, "calculated": {}}
-    predicted = [count * latency + size / bandwidth for count, size, _ in points]
-    print(f"\ncost model, fitted to {ranks} ranks: "
-          f"all-reduces x {latency * 1e6:.0f} us + bytes / {bandwidth / 1e9:.2f} GB/s")
-    print("  predicted/measured: "
-          + ", ".join(f"{seconds * 1e3:.2f}/{measured * 1e3:.2f} ms"
-                      for seconds, (_, _, measured) in zip(predicted, points)))
-    print("\nCALCULATED, not measured, with the same formula for a ring, for 32 layers, 4096 wide, "
-          "2-byte numbers; ms in all-reduces of a pass")
-    print("                                                 8 tokens  1,000 tokens")
+    calculated = {}
     for name, (n, latency, bandwidth) in LINKS.items():
         # a ring sends 2 (n - 1) / n times the tensor through each link
         sent = [2 * (n - 1) / n * tokens * 4096 * 2 for tokens in (8, 1000)]
-        ms = [2 * 32 * (latency + size / bandwidth) * 1e3 for size in sent]
-        print(f"  {name:45}  {ms[0]:8.1f}  {ms[1]:12.1f}")
-        found["calculated"][name] = ms
-    return found
+        calculated[name] = [2 * 32 * (latency + size / bandwidth) * 1e3 for size in sent]
+    latency, bandwidth = fit(points)
+    return {"latency": latency, "bandwidth": bandwidth, "calculated": calculated}
 
-
-# --- the command ----------------------------------------------------------------------------------
 
 def measure(args):
+    """On every rank; only rank 0 prints."""
     if args.json:
         plots.check_path(args.json, "--json")
     config = GPTConfig(n_layer=8, n_head=8, n_embd=512, vocab_size=1024)
     device, repeats, world = cli.device_of(args), 3 if args.quick else 9, dist.get_world_size()
-    found = measure_ranks(config, device, cli.DTYPES[args.dtype], repeats)
-    if args.json:
-        where = (f"{device}, {torch.get_num_threads()} thread(s) a rank, "
-                 f"torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}")
-        results.save(args.json, f"torchrun --nproc_per_node {world} -m experiments.ranks", where,
-                     size=f"{config.n_layer} layers, {config.n_embd} wide", repeats=repeats,
-                     **found)
+    where = (f"{device}, {torch.get_num_threads()} thread(s) a rank, "
+             f"torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}")
+    rows = time_ranks(config, device, cli.DTYPES[args.dtype], repeats)
+    most = max((row["ranks"] for row in rows), default=1)
+    points = [(row["all_reduces"], row["bytes"], row["in_all_reduces"]) for row in rows
+              if row["ranks"] == most > 1]
+    found = results.keep(
+        args.json, f"torchrun --nproc_per_node {world} -m experiments.ranks", where,
+        size=f"{config.n_layer} layers, {config.n_embd} wide", repeats=repeats, rows=rows,
+        model=cost_model(points) if points else None)
+    tables.show(f"{found['size']}, {where}", *tables.ranks(found, TOKENS))
+    if not points:
+        print("one rank sends nothing: start more to see what it costs, with "
+              "torchrun --nproc_per_node 2")
+        return 0
+    latency, bandwidth = found["model"]["latency"], found["model"]["bandwidth"]
+    print(f"\ncost model, fitted to {most} ranks: "
+          f"all-reduces x {latency * 1e6:.0f} us + bytes / {bandwidth / 1e9:.2f} GB/s\n"
+          "predicted/measured: " + ", ".join(
+              f"{(count * latency + size / bandwidth) * 1e3:.2f}/{seconds * 1e3:.2f} ms"
+              for count, size, seconds in points))
+    tables.show("CALCULATED, not measured, with the same formula for a ring, for 32 layers, 4096 "
+                "wide, 2-byte numbers", *tables.links(found))
     return 0
 
 

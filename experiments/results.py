@@ -1,5 +1,5 @@
 """
-Committed measurements, results/NAME.json, and what they were measured on.
+How measurements are taken, compared and kept, as results/NAME.json.
 
 Every file says where and when: the machine, the versions, the date, the commit and the command. The
 tables of README and docs, and the pictures, are made from these files only.
@@ -8,11 +8,56 @@ import datetime
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+from toolbox.trace import synchronize
+
 FOLDER = Path(__file__).parent / "results"
+PEERS = ("transformers", "CTranslate2", "vLLM", "OpenVINO")   # the first word of a peer's name
+
+
+def in_turn(ways, run, repeats, warm_up=1):
+    """
+    {way: [run(way), ...]}: `repeats` rounds in which each way runs once, so that a slow moment of
+    the machine affects all of them. The rounds that warm up come first and do not count.
+    """
+    taken = {way: [] for way in ways}
+    for _ in range(warm_up + repeats):
+        for way in ways:
+            taken[way].append(run(way))
+    return {way: runs[warm_up:] for way, runs in taken.items()}
+
+
+def median_seconds(work, device, repeats=7):
+    """Median seconds of work(); two more calls warm up."""
+    def run(_):
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        return time.perf_counter() - start
+
+    return statistics.median(in_turn([work], run, repeats, warm_up=2)[work])
+
+
+def best_peer(systems):
+    """The name of the peer with the lowest median time; None if there is no peer."""
+    def median(name):
+        return statistics.median(filter(None, systems[name]["rounds"]))
+
+    return min((name for name in systems if name.startswith(PEERS)), key=median, default=None)
+
+
+def times_best_peer(systems, name):
+    """How many times as fast as the best peer: the median over the rounds in which both ran."""
+    peer = best_peer(systems)
+    if peer is None:
+        return None
+    pairs = zip(systems[name]["rounds"], systems[peer]["rounds"])
+    return statistics.median(theirs / mine for mine, theirs in pairs if mine and theirs)
 
 
 def load(name):
@@ -20,12 +65,17 @@ def load(name):
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def save(path, prog, where, **figures):
-    """Writes figures with their provenance. prog: the command, without its arguments."""
+def keep(path, prog, where, **figures):
+    """
+    Figures with their provenance, as `load` returns them. Writes them unless path is None.
+
+    prog: the command, without its arguments
+    """
     content = {"where": where, "measured": provenance(prog), **figures}
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
+    text = json.dumps(content, indent=1) + "\n"
+    if path:
+        Path(path).write_text(text, encoding="utf-8")
+    return json.loads(text)
 
 
 def provenance(prog):

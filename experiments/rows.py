@@ -18,12 +18,11 @@ from dataclasses import replace
 
 import torch
 
-from experiments import figures, results
+from experiments import figures, results, tables
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.cli import guarded, knobs_of, measuring_parser, measuring_place
+from toolbox.cli import knobs_of, measuring_parser, measuring_place
 from toolbox.load import load
-from toolbox.report import aligned, percentile
 from toolbox.stages import STAGES
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -44,21 +43,11 @@ def forward_times(model, rows=ROWS, repeats=7, seconds=8.0):
     points, started = [], time.perf_counter()
     for n in rows:
         tokens = torch.zeros(n, dtype=torch.long, device=model.device)
-        taken = []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            model(tokens, tokens, attend).flatten()[0].item()   # .item() waits for the device
-            taken.append(time.perf_counter() - start)
-        points.append((n, statistics.median(taken[1:])))        # the first one warms up
+        points.append((n, results.median_seconds(lambda: model(tokens, tokens, attend),
+                                                 model.device, repeats)))
         if time.perf_counter() - started > seconds:
             break
     return points
-
-
-def rows_table(points):
-    head = ("rows", "ms per forward pass", "ms per row")
-    return "\n".join(aligned([head, *((n, f"{seconds * 1e3:.2f}", f"{seconds / n * 1e3:.3f}")
-                                      for n, seconds in points)]))
 
 
 def decode_gaps(model, prompt_tokens, stages=GAP_STAGES, running=4, budget=64, repeats=3):
@@ -73,28 +62,21 @@ def decode_gaps(model, prompt_tokens, stages=GAP_STAGES, running=4, budget=64, r
     long = Request([(11 * j) % vocab for j in range(prompt_tokens)], 8, name="long",
                    arrival=ARRIVAL)
     knobs = {"max_batch": running + 1, "token_budget": budget}
-    gaps = {name: {} for name in stages}
-    for repeat in range(repeats + 1):
-        for name, generate in stages.items():
-            requests = [replace(request) for request in [*short, long]]
-            generate(model, requests, **knobs_of(generate, knobs)[0])
-            if repeat == 0:   # the first one warms up
-                continue
-            for request in requests[:-1]:
-                times = request.token_times
-                for step, before, now in zip(request.token_steps[1:], times, times[1:]):
-                    gaps[name].setdefault(step, []).append(now - before)
-    return {name: sorted((step, statistics.median(values)) for step, values in steps.items())
-            for name, steps in gaps.items()}
 
+    def run(name):
+        requests = [replace(request) for request in [*short, long]]
+        stages[name](model, requests, **knobs_of(stages[name], knobs)[0])
+        return requests[:-1]
 
-def gaps_table(gaps):
-    rows = [("time between tokens, ms", "p50", "p99", "worst")]
-    for name, points in gaps.items():
-        ms = [gap * 1e3 for _, gap in points]
-        rows.append((name, f"{percentile(ms, 50):.1f}", f"{percentile(ms, 99):.1f}",
-                     f"{max(ms):.1f}"))
-    return "\n".join(aligned(rows))
+    gaps = {}
+    for name, runs in results.in_turn(stages, run, repeats).items():
+        steps = {}
+        for request in sum(runs, []):
+            times = request.token_times
+            for step, before, now in zip(request.token_steps[1:], times, times[1:]):
+                steps.setdefault(step, []).append(now - before)
+        gaps[name] = sorted((step, statistics.median(taken)) for step, taken in steps.items())
+    return gaps
 
 
 def measure(args):
@@ -106,18 +88,19 @@ def measure(args):
     model.to(device, dtype)
     print(f"{args.model} on {where}")
     if args.gaps:
-        prompt_tokens = 3 * model.config.block_size // 4
-        points = decode_gaps(model, prompt_tokens, repeats=1 if args.quick else 3)
+        prompt_tokens, repeats = 3 * model.config.block_size // 4, 1 if args.quick else 3
         print(f"a prompt of {prompt_tokens} tokens arrives while four requests decode")
-        print(gaps_table(points))
+        points, more = decode_gaps(model, prompt_tokens, repeats=repeats), {
+            "prompt_tokens": prompt_tokens}
     else:
-        points = forward_times(model, ROWS[:5] if args.quick else ROWS)
-        print(rows_table(points))
-    if args.json:
-        more = {"prompt_tokens": prompt_tokens} if args.gaps else {}
-        repeats = 1 if args.gaps and args.quick else 3 if args.gaps else 7
-        results.save(args.json, "python -m experiments.rows", where, model=args.model,
-                     repeats=repeats, points=points, **more)
+        points, repeats, more = forward_times(model, ROWS[:5] if args.quick else ROWS), 7, {}
+    found = results.keep(args.json, "python -m experiments.rows", where, model=args.model,
+                         repeats=repeats, points=points, **more)
+    if args.gaps:
+        tables.show("", *tables.gaps(found, form=".1f"))
+    else:
+        tables.show("", ("rows", "ms per forward pass", "ms per row"), [
+            (n, f"{seconds * 1e3:.2f}", f"{seconds / n * 1e3:.3f}") for n, seconds in points])
     if args.plot:
         if args.gaps:
             figures.itl(points, ARRIVAL, prompt_tokens, args.plot)
@@ -135,8 +118,7 @@ def main(argv=None):
                         "GPT-2 small, with random weights")
     p.add_argument("--gaps", action="store_true",
                    help="measure the time between tokens while a long prompt arrives, instead")
-    args = p.parse_args(argv)
-    return guarded(p.prog, lambda: measure(args))
+    return p.run(measure, argv)
 
 
 if __name__ == "__main__":

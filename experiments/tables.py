@@ -4,22 +4,30 @@ The tables of measurements in README and docs, made from the committed results.
     python -m experiments.tables          writes them anew, between their markers
     python -m experiments.tables --check  only says which are not up to date
 
-A table stands between <!-- table: NAME --> and <!-- end -->. Do not edit it by hand.
+A table stands between <!-- table: NAME --> and <!-- end -->. Do not edit it by hand. The commands
+that measure print the same tables, with `show`.
 """
 import argparse
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 from experiments import results
-from toolbox.report import percentile
+from toolbox.report import aligned, percentile
 
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)
+WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
 
 
 def pages():
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def show(title, head, rows, how=None):
+    """Prints a table. (`how` it was measured stands in README and docs only.)"""
+    print(*([f"\n{title}"] if title else []), aligned([head, *rows]), sep="\n", flush=True)
 
 
 def markdown(head, rows):
@@ -37,7 +45,192 @@ def origin(result, how, command=True):
     return "\n<sub>" + "; ".join(part for part in parts if part) + "</sub>\n"
 
 
-# --- one function for each table ------------------------------------------------------------------
+# --- a file of results -> (head, rows, how it was measured) ---------------------------------------
+
+def ladder(result):
+    head = ["stage", "passes", "slots", "useful", f"scores ({result['useful_scores']:,} useful)",
+            "K/V copied", "tokens/s", "TTFT mean", "ITL p99"]
+    rows = [[name, f"{row['forward_passes']:,}", f"{row['slots']:,}",
+             f"{row['useful'] / row['slots']:.0%}", f"{row['score_entries']:,}",
+             f"{row['copied_bytes'] / 1e6:,.0f} MB", f"{row['tokens_per_second']:,.0f}",
+             f"{row['ttft_mean'] * 1e3:,.0f} ms", f"{row['itl_p99'] * 1e3:.1f} ms"]
+            for name, row in result["stages"].items()]
+    return head, rows, (
+        f"{result['requests']} prompts ({result['prompt_tokens']} prompt tokens, "
+        f"{result['generated']} generated), each duration the median of {result['repeats']} runs")
+
+
+def gaps(result, form=",.0f"):
+    rows = []
+    for name, points in result["points"].items():
+        ms = [gap * 1e3 for _, gap in points]
+        rows.append([name, *(f"{value:{form}} ms" for value in (
+            percentile(ms, 50), percentile(ms, 99), max(ms)))])
+    head = ["time between tokens of four requests", "p50", "p99", "worst"]
+    return head, rows, f"medians of {result['repeats']}"
+
+
+def rows(result):
+    """Of two models: `result` is that of the larger one."""
+    table, names = {}, {"rows_builtin": "built-in model", "rows": "GPT-2, 124M"}
+    for file, name in names.items():
+        for n, seconds in results.load(file)["points"]:
+            table.setdefault(n, {})[name] = f"{seconds * 1e3:,.2f} ms"
+    lines = [[n, *(row.get(name, "–") for name in names.values())] for n, row in table.items()]
+    return ["rows", *names.values()], lines, f"medians of {result['repeats']}"
+
+
+def sharing(result):
+    names = {"true": "shared prefixes", "false": "not shared"}
+    rows = [[names[share], f["pages"], f["passes"], f"{f['tokens']:,}", f"{f['seconds']:.2f}"]
+            for share, f in result["sharing"].items()]
+    head = ["", "pages held at most", "passes", "tokens computed", "seconds"]
+    return head, rows, f"medians of {result['repeats']}"
+
+
+def scatter(result):
+    both = "neighbours", "scattered"
+    rows = [[name, *(f"{ways[way]['ratio']:.2f} ±{ways[way]['spread']:.2f}" for way in both),
+             *(f"{ways[way]['copied_bytes'] / 1e6:,.0f} MB" for way in both)]
+            for name, ways in result["scatter"].items()]
+    head = ["time / stage 6's", "neighbours", "scattered at random", "copied, neighbours",
+            "copied, scattered"]
+    return head, rows, f"medians of {result['repeats']} runs in turn"
+
+
+def prepacking(result):
+    names = ("length-ordered", "prepacking, batch", "prepacking, dataset", "ragged")
+    rows = []
+    for kind, methods in result["kinds"].items():
+        lengths, full = result["lengths"][kind], methods["full batching"]
+        rows.append([kind, f"{sum(lengths) / len(lengths):.0f} / {max(lengths)}",
+                     f"{full['useful']:.0%}",
+                     *(f"{full['prefill_ms'] / methods[name]['prefill_ms']:.2f}×"
+                       for name in names)])
+    head = ["", "mean / longest", "useful slots, padded", *names]
+    return head, rows, "prefill, k = 16, times as fast as padding to the longest"
+
+
+def queues(result):
+    rows = [[name, *(f"{f['step'] * 1e3:.2f} ms" for f in taken.values()),
+             f"{list(taken.values())[-1]['add'] * 1e3:.0f} ms"]
+            for name, taken in result["queues"].items()]
+    sizes = [f"{int(n):,}" for n in next(iter(result["queues"].values()))]
+    head = ["scheduler's time a step", *(f"{n} waiting" for n in sizes), f"adding {sizes[-1]}"]
+    return head, rows, f"the least of {result['repeats']} runs"
+
+
+def beside(result):
+    rows = [[name, f"{f['quiet'] * 1e3:.1f} ms", f"{f['busy'] * 1e3:.1f} ms",
+             f"{f['ratio']:.2f} ±{f['spread']:.2f}"] for name, f in result["beside"].items()]
+    head = ["a step of 16 decodes", "quiet", "beside a loop", "times as long"]
+    return head, rows, f"medians of {result['repeats']} pairs"
+
+
+def ranks(result, tokens=(1, 512)):
+    rows = [[row["ranks"], row["tokens"], f"{row['seconds'] * 1e3:.1f} ms",
+             f"{row['in_all_reduces'] * 1e3:.1f} ms", row["all_reduces"],
+             f"{row['bytes'] / 1e6:.2f} MB"] for row in result["rows"] if row["tokens"] in tokens]
+    head = ["ranks", "tokens", "a pass", "of it in all-reduces", "all-reduces", "sent"]
+    return head, rows, f"{result['size']}; medians of {result['repeats']}"
+
+
+def links(result):
+    rows = [[link, *(f"{ms:,.1f} ms" for ms in values)]
+            for link, values in result["model"]["calculated"].items()]
+    return ["calculated: in all-reduces of a pass", "8 tokens", "1,000 tokens"], rows
+
+
+def bench(result, equal=False):
+    """All systems on one workload. equal: with the share of tokens that are the reference's."""
+    workload, systems = result["workload"], result["systems"]
+    head = [f"{workload} {WORKLOADS[workload]}", "tokens/s", "runs", "× best peer",
+            "of roofline", "TTFT mean"] + ["ITL p99"] * (workload != "W2") + ["equal"] * equal
+    rows = []
+    for name, f in systems.items():
+        ratio = results.times_best_peer(systems, name)
+        spread = f" ±{f['spread'] / 2:.0%}" if runs_of(f) > 1 else ""
+        row = [name, f"{result['tokens'] / f['seconds']:,.0f}{spread}", runs_of(f),
+               f"{ratio:.2f}" if ratio else "–", f"{result['roofline'] / f['seconds']:.0%}",
+               f"{f['ttft_mean']:.1f} s"]
+        if workload != "W2":
+            row.append(f"{f['itl_p99'] * 1e3:,.0f} ms")
+        rows.append(row + [f"{f['equal']:.1%}"] * equal)
+    return head, rows
+
+
+def runs_of(system):
+    return sum(seconds is not None for seconds in system["rounds"])
+
+
+# --- tables of README and docs that are more than that --------------------------------------------
+
+def committed(table, name):
+    head, rows, how = table(result := results.load(name))
+    return markdown(head, rows) + origin(result, how)
+
+
+def committed_links():
+    result = results.load("ranks")
+    latency, bandwidth = result["model"]["latency"] * 1e6, result["model"]["bandwidth"] / 1e9
+    return markdown(*links(result)) + (f"\n<sub>fitted to the machine of the table above: "
+                                       f"{latency:,.0f} us, {bandwidth:.2f} GB/s</sub>\n")
+
+
+def measured_on(model):
+    """{workload: result} of the benchmark, for one of its models."""
+    return {result["workload"]: result for result in results.load("bench")
+            if result["model"] == model}
+
+
+def origin_of_all(found, how, command=True):
+    """The line under a table of several workloads, which different commands may have measured."""
+    first, *_ = found.values()
+    commands = dict.fromkeys(result["measured"]["command"] for result in found.values()
+                             if "measured" in result)
+    if commands:
+        first = {**first, "measured": {**first["measured"], "command": "`, `".join(commands)}}
+    return origin(first, how, command)
+
+
+def committed_bench(model):
+    """All systems, a table for each workload, for one of the models of bench.py."""
+    found = measured_on(model)
+    return "\n".join(markdown(*bench(result)) for result in found.values()) + origin_of_all(
+        found, "medians over the runs, ± half their spread; times the best peer: "
+        "median over the rounds")
+
+
+def speed():
+    """The README's five rows."""
+    labels = {"unbatched": "stage 0, one at a time, optimize()",
+              "ragged, varlen, not optimized": "stage 6, as you read it",
+              "ragged, varlen": "stage 6, optimize()", "vLLM": "vLLM, on this CPU",
+              "OpenVINO GenAI": "OpenVINO GenAI"}
+    found = measured_on("gpt2")
+
+    def speed_of(result, name):
+        system = result["systems"][name]
+        return f"{result['tokens'] / system['seconds']:,.0f}" + "¹" * (runs_of(system) == 1)
+
+    lines = [[label, *(speed_of(result, name) for result in found.values()),
+              f"{found['W1']['systems'][name]['ttft_mean']:.1f} s",
+              f"{found['W1']['systems'][name]['itl_p99'] * 1e3:,.0f} ms"]
+             for name, label in labels.items()]
+    head = ["tokens per second", *(f"{name} {WORKLOADS[name]}" for name in found), "TTFT mean, W1",
+            "ITL p99, W1"]
+    return markdown(head, lines) + origin_of_all(
+        found, "GPT-2's size, random weights; ¹ one run", command=False)
+
+
+def parts():
+    """Where the time of the fastest stage goes, on GPT-2's size."""
+    found = measured_on("gpt2")
+    lines = [[part, *(f"{result['parts'][part] / sum(result['parts'].values()):.0%}"
+                      for result in found.values())] for part in found["W1"]["parts"]]
+    return markdown(["ragged, varlen", *(f"{name} {WORKLOADS[name]}" for name in found)],
+                    lines) + origin_of_all(found, "one run")
+
 
 def stages():
     """The README's ladder: the idea of each stage, and what it was measured to improve."""
@@ -46,8 +239,8 @@ def stages():
              for name, points in results.load("gaps")["points"].items()}
     pages = {share: f["pages"] for share, f in results.load("memory")["sharing"].items()}
 
-    def step(what, before, after, form="{:,}"):
-        return " → ".join(form.format(stage[name][what]) for name in (before, after))
+    def step(what, before, after):
+        return " → ".join(f"{stage[name][what]:,}" for name in (before, after))
 
     def useful(name):
         return f"{stage[name]['useful'] / stage[name]['slots']:.0%}"
@@ -81,200 +274,11 @@ def stages():
                      for number, name, *rest in lines]).replace("---:", "---")
 
 
-def ladder():
-    result = results.load("ladder")
-    head = ["stage", "passes", "slots", "useful", f"scores ({result['useful_scores']:,} useful)",
-            "K/V copied", "tokens/s", "TTFT mean", "ITL p99"]
-    rows = [[name, f"{row['forward_passes']:,}", f"{row['slots']:,}",
-             f"{row['useful'] / row['slots']:.0%}", f"{row['score_entries']:,}",
-             f"{row['copied_bytes'] / 1e6:,.0f} MB", f"{row['tokens_per_second']:,.0f}",
-             f"{row['ttft_mean'] * 1e3:,.0f} ms", f"{row['itl_p99'] * 1e3:.1f} ms"]
-            for name, row in result["stages"].items()]
-    return markdown(head, rows) + origin(
-        result, f"{result['requests']} prompts ({result['prompt_tokens']} prompt tokens, "
-        f"{result['generated']} generated), each duration the median of {result['repeats']} runs")
-
-
-def gaps():
-    result = results.load("gaps")
-    rows = []
-    for name, points in result["points"].items():
-        ms = [gap * 1e3 for _, gap in points]
-        rows.append([name, f"{percentile(ms, 50):,.0f} ms", f"{percentile(ms, 99):,.0f} ms",
-                     f"{max(ms):,.0f} ms"])
-    return markdown(["time between tokens of four requests", "p50", "p99", "worst"],
-                    rows) + origin(result, f"medians of {result['repeats']}")
-
-
-def rows():
-    table, names = {}, {"rows_builtin": "built-in model", "rows": "GPT-2, 124M"}
-    for file, name in names.items():
-        for n, seconds in results.load(file)["points"]:
-            table.setdefault(n, {})[name] = f"{seconds * 1e3:,.2f} ms"
-    lines = [[n, *(row.get(name, "–") for name in names.values())] for n, row in table.items()]
-    result = results.load("rows")
-    return markdown(["rows", *names.values()], lines) + origin(
-        result, f"medians of {result['repeats']}")
-
-
-def sharing():
-    result = results.load("memory")
-    names = {"true": "shared prefixes", "false": "not shared"}
-    lines = [[names[share], f["pages"], f["passes"], f"{f['tokens']:,}", f"{f['seconds']:.2f}"]
-             for share, f in result["sharing"].items()]
-    return markdown(["", "pages held at most", "passes", "tokens computed", "seconds"],
-                    lines) + origin(result, f"medians of {result['repeats']}")
-
-
-def scatter():
-    result = results.load("memory")
-    both = "neighbours", "scattered"
-    lines = [[name, *(f"{ways[way]['ratio']:.2f} ±{ways[way]['spread']:.2f}" for way in both),
-              *(f"{ways[way]['copied_bytes'] / 1e6:,.0f} MB" for way in both)]
-             for name, ways in result["scatter"].items()]
-    return markdown(["time / stage 6's", "neighbours", "scattered at random", "copied, neighbours",
-                     "copied, scattered"], lines) + origin(
-        result, f"medians of {result['repeats']} runs in turn")
-
-
-METHODS = ("length-ordered", "prepacking, batch", "prepacking, dataset", "ragged")
-
-
-def prepacking():
-    result = results.load("prepacking")
-    lines = []
-    for kind, methods in result["kinds"].items():
-        lengths, full = result["lengths"][kind], methods["full batching"]
-        lines.append([kind, f"{sum(lengths) / len(lengths):.0f} / {max(lengths)}",
-                      f"{full['useful']:.0%}", *(
-                          f"{full['prefill_ms'] / methods[method]['prefill_ms']:.2f}×"
-                          for method in METHODS)])
-    return markdown(["", "mean / longest", "useful slots, padded", *METHODS], lines) + origin(
-        result, "prefill, k = 16, times as fast as padding to the longest")
-
-
-def measured_on(model):
-    """{workload: result} of the benchmark, for one of its models."""
-    return {result["workload"]: result for result in results.load("bench")
-            if result["model"] == model}
-
-
-def origin_of_all(found, how, command=True):
-    """The line under a table of several workloads, which different commands may have measured."""
-    first, *_ = found.values()
-    commands = dict.fromkeys(result["measured"]["command"] for result in found.values()
-                             if "measured" in result)
-    if commands:
-        first = {**first, "measured": {**first["measured"], "command": "`, `".join(commands)}}
-    return origin(first, how, command)
-
-
-def bench(model):
-    """All systems, a table for each workload, for one of the models of bench.py."""
-    found, tables = measured_on(model), []
-    for workload, result in found.items():
-        head = [f"{workload} {WORKLOADS[workload]}", "tokens/s", "runs", "× best peer",
-                "of roofline", "TTFT mean"] + ["ITL p99"] * (workload != "W2")
-        tables.append(markdown(head, [bench_row(workload, result, name)
-                                      for name in result["systems"]]))
-    return "\n".join(tables) + origin_of_all(
-        found, "medians over the runs, ± half their spread; times the best peer: "
-        "median over the rounds")
-
-
-WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
-
-
-def runs_of(system):
-    return sum(seconds is not None for seconds in system["rounds"])
-
-
-def bench_row(workload, result, name):
-    from experiments.bench import times_best_peer  # it imports half of the repository
-    system = result["systems"][name]
-    runs = runs_of(system)
-    spread = f" ±{system['spread'] / 2:.0%}" if runs > 1 else ""
-    ratio = times_best_peer(result["systems"], name)
-    cells = [name, f"{result['tokens'] / system['seconds']:,.0f}{spread}", runs,
-             f"{ratio:.2f}" if ratio else "–", f"{result['roofline'] / system['seconds']:.0%}",
-             f"{system['ttft_mean']:.1f} s"]
-    return cells if workload == "W2" else [*cells, f"{system['itl_p99'] * 1e3:,.0f} ms"]
-
-
-SPEED = {"unbatched": "stage 0, one at a time, optimize()",
-         "ragged, varlen, not optimized": "stage 6, as you read it",
-         "ragged, varlen": "stage 6, optimize()", "vLLM": "vLLM, on this CPU",
-         "OpenVINO GenAI": "OpenVINO GenAI"}
-
-
-def speed():
-    """The README's five rows."""
-    found = measured_on("gpt2")
-    def speed_of(result, name):
-        system = result["systems"][name]
-        return f"{result['tokens'] / system['seconds']:,.0f}" + "¹" * (runs_of(system) == 1)
-
-    lines = [[label, *(speed_of(result, name) for result in found.values()),
-              f"{found['W1']['systems'][name]['ttft_mean']:.1f} s",
-              f"{found['W1']['systems'][name]['itl_p99'] * 1e3:,.0f} ms"]
-             for name, label in SPEED.items()]
-    head = ["tokens per second", *(f"{name} {WORKLOADS[name]}" for name in found), "TTFT mean, W1",
-            "ITL p99, W1"]
-    return markdown(head, lines) + origin_of_all(
-        found, "GPT-2's size, random weights; ¹ one run", command=False)
-
-
-def parts():
-    """Where the time of the fastest stage goes, on GPT-2's size."""
-    found = measured_on("gpt2")
-    lines = [[part, *(f"{result['parts'][part] / sum(result['parts'].values()):.0%}"
-                      for result in found.values())] for part in found["W1"]["parts"]]
-    return markdown(["ragged, varlen", *(f"{name} {WORKLOADS[name]}" for name in found)],
-                    lines) + origin_of_all(found, "one run")
-
-
-def queues():
-    result = results.load("overhead")
-    lines = [[name, *(f"{f['step'] * 1e3:.2f} ms" for f in taken.values()),
-              f"{list(taken.values())[-1]['add'] * 1e3:.0f} ms"]
-             for name, taken in result["queues"].items()]
-    sizes = [f"{int(n):,}" for n in next(iter(result["queues"].values()))]
-    return markdown(["scheduler's time a step", *(f"{n} waiting" for n in sizes),
-                     f"adding {sizes[-1]}"], lines) + origin(
-        result, f"the least of {result['repeats']} runs")
-
-
-def beside():
-    result = results.load("overhead")
-    lines = [[name, f"{f['quiet'] * 1e3:.1f} ms", f"{f['busy'] * 1e3:.1f} ms",
-              f"{f['ratio']:.2f} ±{f['spread']:.2f}"] for name, f in result["beside"].items()]
-    return markdown(["a step of 16 decodes", "quiet", "beside a loop", "times as long"],
-                    lines) + origin(result, f"medians of {result['repeats']} pairs")
-
-
-def ranks():
-    result = results.load("ranks")
-    lines = [[row["ranks"], row["tokens"], f"{row['seconds'] * 1e3:.1f} ms",
-              f"{row['in_all_reduces'] * 1e3:.1f} ms", row["all_reduces"],
-              f"{row['bytes'] / 1e6:.2f} MB"] for row in result["rows"]
-             if row["tokens"] in (1, 512)]
-    return markdown(["ranks", "tokens", "a pass", "of it in all-reduces", "all-reduces", "sent"],
-                    lines) + origin(result, f"{result['size']}; medians of {result['repeats']}")
-
-
-def links():
-    model = results.load("ranks")["model"]
-    lines = [[link, *(f"{ms:,.1f} ms" for ms in values)]
-             for link, values in model["calculated"].items()]
-    fitted = f"{model['latency'] * 1e6:,.0f} us, {model['bandwidth'] / 1e9:.2f} GB/s"
-    return markdown(["calculated: in all-reduces of a pass", "8 tokens", "1,000 tokens"],
-                    lines) + f"\n<sub>fitted to the machine of the table above: {fitted}</sub>\n"
-
-
-TABLES = {"stages": stages, "ladder": ladder, "gaps": gaps, "rows": rows, "sharing": sharing,
-          "scatter": scatter, "prepacking": prepacking, "bench gpt2": lambda: bench("gpt2"),
-          "bench small": lambda: bench("small"), "speed": speed, "parts": parts, "queues": queues,
-          "beside": beside, "ranks": ranks, "links": links}
+FILES = {ladder: "ladder", gaps: "gaps", rows: "rows", sharing: "memory", scatter: "memory",
+         prepacking: "prepacking", queues: "overhead", beside: "overhead", ranks: "ranks"}
+TABLES = {"stages": stages, "speed": speed, "parts": parts, "links": committed_links,
+          **{f"bench {model}": partial(committed_bench, model) for model in ("gpt2", "small")},
+          **{table.__name__: partial(committed, table, file) for table, file in FILES.items()}}
 
 
 def renewed(text):

@@ -11,7 +11,6 @@ same result as an uninterrupted run.
 
 The model's output is fluent nonsense; it exists only as a workload.
 """
-import argparse
 import math
 import os
 import pickle
@@ -25,7 +24,7 @@ from torch.nn import functional as F
 
 from model import GPT, GPTConfig
 from toolbox.builtin.corpus import documents
-from toolbox.cli import guarded
+from toolbox.cli import Help, Parser
 from toolbox.tokenizer import from_ranks, train_ranks, write_ranks_file
 from toolbox.weights import write_gpt2
 
@@ -112,9 +111,10 @@ def train(args):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name} must be above 0, not {getattr(args, name)}")
     out = Path(args.out)
+    state_file, new_state = out / "train_state.pt", out / "train_state.pt.new"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "train_state.pt.new").write_bytes(b"")   # is it writable?
+        new_state.write_bytes(b"")   # is it writable?
     except OSError as error:
         raise ValueError(f"--out {out}: {error.strerror}") from None
 
@@ -126,26 +126,24 @@ def train(args):
     write_ranks_file(ranks, out / "ranks.tiktoken")
     prompts = "\n\n".join(pick_prompts(held_out, encoding)) + "\n"
     (out / "prompts.txt").write_text(prompts, encoding="utf-8")
-    docs = [tokens + [encoding.eot_token] for tokens in encoding.encode_ordinary_batch(texts)]
-    val_texts = [f"# {title}\n{body}" for title, body in held_out]
-    val = [tokens + [encoding.eot_token] for tokens in encoding.encode_ordinary_batch(val_texts)]
-    bytes_per_token = sum(len(text.encode()) for text in texts) / sum(map(len, docs))
-    print(f"{len(docs)} documents of {sum(map(len, docs)):,} tokens, {len(val)} held out")
+    docs, val = ([tokens + [encoding.eot_token] for tokens in encoding.encode_ordinary_batch(each)]
+                 for each in (texts, [f"# {title}\n{body}" for title, body in held_out]))
+    train_tokens = sum(map(len, docs))
+    bytes_per_token = sum(len(text.encode()) for text in texts) / train_tokens
+    print(f"{len(docs)} documents of {train_tokens:,} tokens, {len(val)} held out")
 
     # 2. model and optimizer; weight decay for matrices only
     torch.manual_seed(args.seed)
     model = GPT(GPTConfig(block_size=256, vocab_size=encoding.n_vocab,
                           n_layer=4, n_head=4, n_embd=128))
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1},
-                                   {"params": vectors, "weight_decay": 0.0}],
-                                  lr=args.lr, betas=(0.9, 0.99))
+    groups = [{"params": [p for p in model.parameters() if p.dim() == dim], "weight_decay": decay}
+              for dim, decay in ((2, 0.1), (1, 0.0))]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.99))
 
     # 3. resume an interrupted run of the same settings
-    state_file, first = out / "train_state.pt", 0
-    settings = {name: getattr(args, name) for name in ("steps", "lr", "seed", "batch_size")}
-    settings["train_tokens"] = sum(map(len, docs))   # the text depends on the Python version
+    first, settings = 0, {name: getattr(args, name) for name in ("steps", "lr", "seed",
+                                                                 "batch_size")}
+    settings["train_tokens"] = train_tokens   # the text depends on the Python version
     if state_file.exists():
         try:
             state = torch.load(state_file, weights_only=True)
@@ -160,8 +158,8 @@ def train(args):
 
     def save(step):
         torch.save({"settings": settings, "step": step, "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict()}, str(state_file) + ".new")
-        os.replace(str(state_file) + ".new", state_file)   # never leaves half a file
+                    "optimizer": optimizer.state_dict()}, new_state)
+        os.replace(new_state, state_file)   # never leaves half a file
 
     # 4. train
     started = saved = time.perf_counter()
@@ -192,18 +190,22 @@ def train(args):
 
     # 5. the result, which GPT.from_pretrained reads
     write_gpt2(model, out)
-    state_file.unlink(missing_ok=True)
-    Path(str(state_file) + ".new").unlink(missing_ok=True)
+    for file in state_file, new_state:
+        file.unlink(missing_ok=True)
     print(f"wrote {out}: try  python generate_naive.py --model {out}")
+    return 0
+
+
+def main(argv=None):
+    p = Parser(prog="python -m experiments.train", formatter_class=Help, allow_abbrev=False,
+               description=__doc__.strip().splitlines()[0])
+    p.add_argument("--out", default="out", help="folder for the result and the saved state")
+    p.add_argument("--steps", type=int, default=4000)
+    p.add_argument("--batch_size", type=int, default=8)
+    p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    p.add_argument("--seed", type=int, default=0)
+    return p.run(train, argv)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="out", help="folder for the result and the saved state")
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    sys.exit(guarded(parser.prog, lambda: train(arguments)))
+    sys.exit(main())

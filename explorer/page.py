@@ -38,8 +38,13 @@ def page(traces, tokenizer=None, guided=False):
     tokenizer: a tiktoken.Encoding; None: tokens are shown as their request's name and position
     guided:    with the walk of six stops, as far as the runs show what its stops are about
     """
-    data = data_of(traces, tokenizer, guided)
-    title = f"nanoBatch: {', '.join(traces) if len(traces) < 4 else f'{len(traces)} stages'}"
+    return filled(data_of(traces, tokenizer, guided))
+
+
+def filled(data):
+    """The page's text, with data in it."""
+    names = [run["name"] for run in data["runs"]]
+    title = f"nanoBatch: {', '.join(names) if len(names) < 4 else f'{len(names)} stages'}"
     colors = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS}.items())
     parts = {"title": html.escape(title), "colors": f":root {{ {colors}}}",
              "css": (FOLDER / "page.css").read_text(encoding="utf-8"),

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from common import mixed, toy
 
-from experiments import bench, engines, peers
+from experiments import bench, engines, peers, results, tables
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.stages import STAGES
@@ -25,14 +24,12 @@ TINY = GPTConfig(block_size=1024, vocab_size=300, n_layer=2, n_head=2, n_embd=32
 
 
 def test_the_workloads_are_those_of_the_docstring():
-    mixture, prefill, decode = (bench.workload(name, 50257) for name in ("W1", "W2", "W3"))
+    mixture, prefill, decode = (bench.workload(name, 50257) for name in tables.WORKLOADS)
     assert [len(w) for w in (mixture, prefill, decode)] == [32, 64, 32]
     assert all(8 <= len(r.prompt) <= 512 and 8 <= r.max_new_tokens <= 128 for r in mixture)
+    assert sorted(len(r.prompt) for r in mixture)[16] < 100   # log-uniform: half are below 64
     assert all(1 <= len(r.prompt) <= 512 and r.max_new_tokens == 1 for r in prefill)
     assert all(len(r.prompt) == 16 and 32 <= r.max_new_tokens <= 256 for r in decode)
-    # log-uniform: half are below 64
-    assert sorted(len(r.prompt) for r in mixture)[16] < 100
-    # the same every time
     assert [r.prompt for r in mixture] == [r.prompt for r in bench.workload("W1", 50257)]
 
 
@@ -76,38 +73,20 @@ def test_its_outputs_could_differ():
 
 # --- peers ----------------------------------------------------------------------------------------
 
-def agree(found, model):
+def test_peers_and_stages_give_the_same_tokens():
+    pytest.importorskip("transformers")
+    pytest.importorskip("ctranslate2")
+    model = toy(block_size=64, n_layer=2, dtype=torch.float32)
     requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
     reference, _ = bench.stage(model, STAGES["unbatched"], {})(requests)
+    found = peers.peers(model, batch_tokens=32)
+    assert len(found) == 7
     for name, peer in found.items():
         tokens, times = peer(requests)
         assert tokens == reference, name
         assert [len(t) for t in times] == [r.max_new_tokens for r in requests], name
         assert all(t == sorted(t) for t in times), name
-
-
-def test_peers_and_stages_give_the_same_tokens():
-    pytest.importorskip("transformers")
-    model = toy(block_size=64, n_layer=2)
-    found = peers.peers(model, batch_tokens=32)
-    assert len(found) == 4   # CTranslate2 has no float64
-    agree(found, model)
-
-
-def test_ctranslate2_gives_the_same_tokens():
-    pytest.importorskip("transformers")
-    pytest.importorskip("ctranslate2")
-    model = toy(block_size=64, n_layer=2, dtype=torch.float32)
-    found = {name: peer for name, peer in peers.peers(model).items()
-             if name.startswith("CTranslate2")}
-    assert len(found) == 3
-    agree(found, model)
-
-
-def test_without_transformers_its_rows_are_left_out(monkeypatch, capsys):
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    assert peers.peers(toy()) == {}
-    assert "transformers is not installed" in capsys.readouterr().out
+    found["CTranslate2, one at a time"].args[0].signal("SIGKILL")
 
 
 # --- engines in environments of their own ---------------------------------------------------------
@@ -199,12 +178,9 @@ def alive(pid):
     return found.stdout.strip()[:1] not in ("", "Z")
 
 
-def test_an_engine_that_is_not_installed(tmp_path):
+def test_engines_that_cannot_run_here(tmp_path, capsys):
     with pytest.raises(RuntimeError, match="openvino has ended, .* No module named"):
         engines.Engine("openvino", sys.executable, str(tmp_path), 4, 16, 1)
-
-
-def test_engines_are_left_out_with_a_line(capsys):
     assert peers.engines(toy(), {}, 4, 16) == {}
     said = capsys.readouterr().out
     assert said.count("\n") == 2 and "--peer-python vllm=PATH" in said and "pip install" in said
@@ -244,8 +220,8 @@ def test_which_systems_run_again_and_which_is_the_best_peer(takes, rounds, best,
     run = {name: system(seconds) for name, seconds in takes.items()}
     figures = bench.measure(list(takes), run, [], 3, lambda line: None)
     assert all(figures[name]["rounds"] == expected for name, expected in rounds.items())
-    assert bench.best_peer(figures) == best
-    assert bench.times_best_peer(figures, "unbatched") == ratio
+    assert results.best_peer(figures) == best
+    assert results.times_best_peer(figures, "unbatched") == ratio
     for name, f in figures.items():
         median = statistics.median(takes[name])
         assert f["equal"] == 1 and f["seconds"] == f["ttft_mean"] == median
@@ -285,75 +261,44 @@ def test_apart_returns_the_result_and_leaves_no_thread():
 # --- the command ----------------------------------------------------------------------------------
 
 def test_all_of_it_on_a_tiny_model(monkeypatch, tmp_path, capsys):
+    def small(*arguments, workload=bench.workload):
+        return [replace(request, max_new_tokens=min(request.max_new_tokens, 9))
+                for request in workload(*arguments)[:4]]
+
     monkeypatch.setitem(bench.MODELS, "small", TINY)
-    monkeypatch.setattr(bench, "machine_peaks", lru_cache(bench.machine_peaks))   # once is enough
+    monkeypatch.setattr(bench, "workload", small)
+    monkeypatch.setattr(bench, "machine_peaks", lambda model: (1e11, 1e10))
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
     file, picture = tmp_path / "b.json", tmp_path / "b.png"
-    flags = ["--quick", "--systems", "unbatched", "ragged", "paged", "one at a time",
-             "--json", file, "--plot", picture]
+    flags = ["--quick", "--systems", "unbatched", "ragged", "paged", "--json", file,
+             "--plot", picture]
     assert bench.main([str(flag) for flag in flags]) == 0
-    said, results = capsys.readouterr().out, json.loads(file.read_text())
-    assert [r["workload"] for r in results] == ["W1", "W2", "W3"]
+    said, found = capsys.readouterr().out, json.loads(file.read_text())
+    assert "transformers is not installed: its rows are left out" in said
+    assert [result["workload"] for result in found] == ["W1", "W2", "W3"]
     pictures = sorted(tmp_path.glob("b-*.png"))
     assert [path.stem for path in pictures] == ["b-small-W1", "b-small-W2", "b-small-W3"]
     assert all(path.stat().st_size > 5_000 for path in pictures)
-    for words in ("of best peer", "of roofline", "TTFT mean ms", "ITL p99 ms", "prompt tok/s",
-                  "peak"):
-        assert words in said
-    for result in results:
+    for result in found:
         assert set(result["systems"]) >= {"unbatched", "ragged, mask", "ragged, varlen", "paged",
                                           "ragged, varlen, not optimized"}
         assert all(f["seconds"] > 0 and f["equal"] > 0.95 for f in result["systems"].values())
+        assert all(name in said for name in result["systems"])
 
 
 @pytest.mark.thorough
-def test_the_script_in_quick_form():
-    """
-    bench.py itself in a process of its own, as on a machine without transformers; with a tiny
-    model, or it takes half a minute.
-    """
-    code = f"""
-import runpy, sys, model
-sys.modules["transformers"] = None
-tiny = model.{TINY}
-model.GPTConfig = lambda **sizes: tiny
-sys.argv = "bench --quick --workloads W1 --systems ragged naive".split()
-runpy.run_module("experiments.bench", run_name="__main__")
-"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=3000,
-                            capture_output=True, text=True, encoding="utf-8")
-    assert result.returncode == 0, result.stderr
-    assert "transformers is not installed: its rows are left out" in result.stdout
-    assert "small W1: 8 requests" in result.stdout
-    assert "ragged, varlen, not optimized" in result.stdout
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--repeats", "0"], "--repeats must be at least 1"),
-    (["--plot", "x.doc"], "--plot x.doc: the name must end in"),
-    (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
-    (["--quick", "--systems", "vllm"], "--systems vllm: no system has such a name; choose"),
-    (["--quick", "--peer-python", "vllm"], "--peer-python vllm=: use NAME=PATH"),
-    (["--quick", "--peer-python", "vllm=/no/such"], "--peer-python vllm=/no/such: use NAME=PATH"),
-    (["--quick", "--peer-python", "sglang=python"], "with the name vllm or openvino"),
-])
-def test_bad_flags(flags, message, monkeypatch, capsys):
-    monkeypatch.setitem(bench.MODELS, "small", TINY)
-    monkeypatch.setattr(bench, "peers", lambda model, **knobs: {})
-    assert bench.main(flags) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+def test_what_the_machine_can_do():
+    assert all(1e6 < figure < 1e15 for figure in bench.machine_peaks(GPT(TINY)))
 
 
 def test_a_table_by_hand():
     """Two systems, one of them a peer that takes twice as long."""
     def figures(seconds):
         return {"seconds": seconds, "rounds": [seconds], "spread": 0.0, "ttft_mean": 0.25,
-                "itl_p50": 0.002, "itl_p99": None, "equal": 1.0}
+                "itl_p99": 0.002, "equal": 1.0}
 
     result = {"workload": "W1", "tokens": 1000, "roofline": 0.25,
               "systems": {"naive": figures(0.5), "transformers, a": figures(1.0)}}
-    head, *rows = (line.split("  ") for line in bench.results_table(result).splitlines())
-    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
-    assert cells == [
-        ["naive", "2,000", "1", "-", "2.00x", "50%", "250", "2", "-", "100.0%"],
-        ["transformers, a", "1,000", "1", "-", "1.00x", "25%", "250", "2", "-", "100.0%"]]
+    assert tables.bench(result, equal=True)[1] == [
+        ["naive", "2,000", 1, "2.00", "50%", "0.2 s", "2 ms", "100.0%"],
+        ["transformers, a", "1,000", 1, "1.00", "25%", "0.2 s", "2 ms", "100.0%"]]

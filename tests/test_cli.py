@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 import torch
+from common import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,9 +28,10 @@ import generate_paged
 import generate_prepacked
 import generate_ragged
 import generate_unbatched
-from experiments import ladder, rows
+from experiments import bench, ladder, overhead, prepacking, rows, train
 from kernels import native
 from kernels.linear import FastLinear
+from model import GPTConfig
 from request import Request
 from toolbox import cli
 from toolbox.load import load
@@ -61,7 +64,7 @@ def run_command(module, *flags):
     return captured(lambda: module.main([str(flag) for flag in flags]))
 
 
-def refused(message, *flags, stage=generate_interleaved):
+def refused(message, *flags, stage=generate_paged):
     code, out, err = run(stage, *flags)
     assert code == 2, (code, err)
     assert message in err and err.count("\n") == 1 and "Traceback" not in err, err
@@ -95,7 +98,11 @@ def no_gpu(monkeypatch):
     (["--max_batch", "0"], "--max_batch must be a whole number of at least 1, not 0"),
     (["--token_budget", "-3"], "--token_budget must be a whole number of at least 1, not -3"),
     (["--max_kv_tokens", "0"], "--max_kv_tokens must be a whole number of at least 1, not 0"),
-    (["--max_kv_tokens", "60"], "KV tokens, max_kv_tokens is 60"),
+    (["--pages", "0"], "--pages must be a whole number of at least 1, not 0"),
+    (["--pages", "many"], "--pages"),
+    (["--pages", "3"], "needs 6 pages of 16 tokens, pages is 3"),
+    (["--page_size", "0"], "--page_size must be a whole number of at least 1, not 0"),
+    (["--share_prefixes", "--no_share_prefixes=1"], "--no_share_prefixes"),
     (["--policy", "lifo"], "--policy"),
     (["--arrival_rate", "0"], "--arrival_rate must be above 0, not 0.0"),
     (["--arrival_rate", "nan"], "--arrival_rate must be above 0, not nan"),
@@ -110,6 +117,7 @@ def no_gpu(monkeypatch):
     (["--trace", "no/such/folder/x.json"],
      "--trace no/such/folder/x.json: there is no folder"),
     (["--trace", "tests"], "--trace tests: is a folder"),
+    (["--page", "run.pdf"], "--page run.pdf: the name must end in .html"),
     (["--no_such_flag"], "unrecognized arguments: --no_such_flag"),
     (["--max_bat", "3"], "unrecognized arguments: --max_bat 3"),
     (["--admission", "grow"], "unrecognized arguments: --admission grow"),
@@ -120,18 +128,8 @@ def test_bad_flags(flags, message, no_gpu, monkeypatch):
     refused(message, *flags)
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--pages", "0"], "--pages must be a whole number of at least 1, not 0"),
-    (["--pages", "-1"], "--pages must be a whole number of at least 1, not -1"),
-    (["--pages", "many"], "--pages"),
-    (["--pages", "3"], "needs 6 pages of 16 tokens, pages is 3"),
-    (["--page_size", "0"], "--page_size must be a whole number of at least 1, not 0"),
-    (["--policy", "lifo"], "--policy"),
-    (["--max_batch", "0"], "--max_batch must be a whole number of at least 1, not 0"),
-    (["--share_prefixes", "--no_share_prefixes=1"], "--no_share_prefixes"),
-])
-def test_bad_flags_of_the_paged_stage(flags, message):
-    refused(message, *flags, stage=generate_paged)
+def test_too_little_memory_to_reserve():
+    refused("KV tokens, max_kv_tokens is 60", "--max_kv_tokens", 60, stage=generate_ragged)
 
 
 def test_float64_on_an_apple_gpu(monkeypatch):
@@ -141,15 +139,6 @@ def test_float64_on_an_apple_gpu(monkeypatch):
     code, out, err = run(generate_ragged, "--dtype", "float64", "--max_new_tokens", 2)
     assert code == 0
     assert out.count("an Apple GPU has no float64: running on the CPU") == 1
-
-
-@pytest.mark.parametrize("text, message", [
-    ("", "there is no prompt in it"),
-    ("\n\n  \n", "there is no prompt in it"),
-])
-def test_bad_text_files(text, message, tmp_path):
-    (tmp_path / "p.txt").write_text(text)
-    refused(message, "--prompts", tmp_path / "p.txt")
 
 
 @pytest.mark.parametrize("line, message", [
@@ -174,6 +163,11 @@ def test_bad_text_files(text, message, tmp_path):
 def test_bad_json_lines(line, message, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "# a"}\n' + line + "\n")
     refused(message, "--prompts", tmp_path / "p.jsonl")
+
+
+def test_a_text_file_without_a_prompt(tmp_path):
+    (tmp_path / "p.txt").write_text("\n\n  \n")
+    refused("there is no prompt in it", "--prompts", tmp_path / "p.txt")
 
 
 # --- what flags and files do ----------------------------------------------------------------------
@@ -230,20 +224,25 @@ def test_help_tells_the_idea_and_groups_the_flags(stage):
     assert " ".join(stage.__doc__.split("\n\n")[0].split())[:40] in " ".join(out.split())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_plot_and_trace_are_written(stage, tmp_path):
+@pytest.mark.parametrize("stage", [   # a rectangle with finished rows, packed rows, a stream
+    pytest.param(stage, marks=[] if stage in (generate_naive, generate_prepacked, generate_paged)
+                 else pytest.mark.thorough) for stage in STAGES])
+def test_plot_trace_and_page_are_written(stage, tmp_path):
     code, out, err = run(stage, "--prompt", "# a", "--prompt", "# json\nLoad a file",
-                         "--max_new_tokens", 4, "--plot", tmp_path / "x.png",
-                         "--trace", tmp_path / "x.json", "--quiet")
+                         "--max_new_tokens", 4, "--plot", tmp_path / "x.png", "--quiet",
+                         "--trace", tmp_path / "x.json", "--page", tmp_path / "x.html")
     assert code == 0 and "▸" not in out and err == ""
     pixels = matplotlib.image.imread(tmp_path / "x.png")
     assert pixels.shape[0] > 200 and pixels[..., :3].std() > 0.05
     assert json.loads((tmp_path / "x.json").read_text())["stage"]
+    first_line = stage.__doc__.strip().splitlines()[0].replace("`", "")[:30]
+    assert first_line in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 
 # --- too little memory, by flags: the outputs are the same, the report says what it took ----------
 
-@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
+@pytest.mark.parametrize("policy", [
+    "sjf", *(pytest.param(policy, marks=pytest.mark.thorough) for policy in ("fcfs", "priority"))])
 def test_preemption_by_flags(policy, tmp_path):
     code, out, err = run(
         generate_paged, "--quiet", "--pages", 32, "--page_size", 8, "--policy", policy,
@@ -279,7 +278,9 @@ def most_reserved(trace):
     return max(sum(longest[name] for name in names) for names in running.values())
 
 
-@pytest.mark.parametrize("stage", [generate_chunked, generate_interleaved, generate_ragged])
+@pytest.mark.parametrize("stage", [
+    generate_ragged, *(pytest.param(stage, marks=pytest.mark.thorough)
+                       for stage in (generate_chunked, generate_interleaved))])
 def test_reservation_by_flags(stage, tmp_path):
     reserved, steps = [], []
     for flags in [], ["--max_kv_tokens", 256]:
@@ -295,32 +296,51 @@ def test_reservation_by_flags(stage, tmp_path):
 
 # --- the commands of experiments/ -----------------------------------------------------------------
 
-def test_rows_are_measured_and_drawn(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags, words", [
+    (["--dtype", "float64"], ["ms per row", "float64"]),
+    (["--gaps", "--quick"], ["a prompt of 192 tokens arrives", *rows.GAP_STAGES])])
+def test_rows_and_gaps_are_measured_and_drawn(flags, words, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "ROWS", (1, 2, 4))
     picture, file = tmp_path / "rows.png", tmp_path / "rows.json"
-    code, out, err = run_command(rows, "--plot", picture, "--json", file, "--dtype", "float64")
-    assert code == 0 and "ms per row" in out and "float64" in out
+    code, out, err = run_command(rows, "--plot", picture, "--json", file, *flags)
+    assert code == 0 and all(word in out for word in words)
     assert picture.stat().st_size > 10_000
-    assert [n for n, _ in json.loads(file.read_text())["points"]] == [1, 2, 4]
+    points = json.loads(file.read_text())["points"]
+    assert [*points] == [*rows.GAP_STAGES] if "--gaps" in flags else [
+        n for n, _ in points] == [1, 2, 4]
 
 
-def test_gaps_are_measured_and_drawn(tmp_path):
-    picture = tmp_path / "gaps.png"
-    code, out, err = run_command(rows, "--gaps", "--quick", "--plot", picture)
-    assert code == 0 and "a prompt of 192 tokens arrives" in out
-    assert all(name in out for name in rows.GAP_STAGES)
-    assert picture.stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--plot", "x.txt"], "--plot x.txt: the name must end in"),
-    (["--json", "no/such/x.json"], "--json no/such/x.json: there is no folder"),
-    (["--model", "gpt3"], "model 'gpt3': no such file or folder"),
-    (["--device", "cuda"], "--device cuda: there is no CUDA device here"),
+@pytest.mark.parametrize("module, flags, message", [
+    (rows, "--plot x.txt", "--plot x.txt: the name must end in"),
+    (rows, "--json no/such/x.json", "--json no/such/x.json: there is no folder"),
+    (rows, "--model gpt3", "model 'gpt3': no such file or folder"),
+    (rows, "--device cuda", "--device cuda: there is no CUDA device here"),
+    (ladder, "--repeats 0", "--repeats must be at least 1"),
+    (ladder, "--pictures README.md", "--pictures README.md: "),
+    (ladder, "--json no/such/x.json", "--json no/such/x.json: there is no folder"),
+    (prepacking, "--memory 0", "--memory must be above 0 GB"),
+    (prepacking, "--prompts no.txt", "no.txt"),
+    (overhead, "--served 9", "--served must be at least 2000"),
+    (overhead, "--served 2000 --json x.json", "--json needs all of them"),
+    (bench, "--repeats 0", "--repeats must be at least 1"),
+    (bench, "--plot x.doc", "--plot x.doc: the name must end in"),
+    (bench, "--quick --systems vllm", "--systems vllm: no system has such a name; choose"),
+    (bench, "--quick --peer-python vllm", "--peer-python vllm=: use NAME=PATH"),
+    (bench, "--quick --peer-python vllm=/no", "--peer-python vllm=/no: use NAME=PATH"),
+    (bench, "--quick --peer-python sglang=python", "with the name vllm or openvino"),
+    (train, "--steps 0", "--steps must be above 0, not 0"),
+    (train, "--batch_size -1", "--batch_size must be above 0"),
+    (train, "--lr nan", "--lr must be above 0"),
+    (train, "--out README.md", "--out README.md: "),
+    (train, "--out /proc/x", "--out /proc/x: "),
 ])
-def test_rows_refuses_bad_flags(flags, message, no_gpu):
-    code, out, err = run_command(rows, *flags)
-    assert code == 2 and message in err and err.count("\n") == 1
+def test_commands_refuse_bad_flags(module, flags, message, no_gpu, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setitem(bench.MODELS, "small", GPTConfig(block_size=99, vocab_size=9, n_layer=1,
+                                                         n_head=1, n_embd=4))
+    monkeypatch.setattr(bench, "peers", lambda model, **knobs: {})
+    code, out, err = run_command(module, *flags.split())
+    assert code == 2 and message in err and err.count("\n") == 1, err
 
 
 TWO_PROMPTS = ["--prompt", "# a", "--prompt", "# json\nLoad a file", "--max_new_tokens", 4]
@@ -337,9 +357,6 @@ def test_all_stages_as_a_table():
     said = [line.split()[0] for line in out.splitlines()
             if "where all stages run: ignored" in line]
     assert code == 0 and said == ["--attention", "--no_cache", "--trace"]
-
-    code, out, err = run_command(ladder, "--repeats", 0)
-    assert code == 2 and "--repeats must be at least 1" in err and err.count("\n") == 1
 
 
 def test_what_optimize_changes_does_not_check_itself(monkeypatch):
@@ -377,6 +394,7 @@ def test_interrupted_prints_what_is_finished_and_leaves_with_130(monkeypatch):
     assert "interrupted" in err and "Traceback" not in err
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
 def test_control_c(tmp_path):
     file = tmp_path / "p.jsonl"
@@ -394,6 +412,15 @@ def test_control_c(tmp_path):
     assert "Traceback" not in err, err
 
 
+def test_a_reader_who_has_read_enough():
+    """As `| head -1`: the pipe is closed when the next line comes."""
+    reading, writing = os.pipe()
+    with open(writing, "w") as out, contextlib.redirect_stdout(out):
+        os.close(reading)
+        assert cli.guarded("x", lambda: print("line", flush=True)) == 1
+        print("and no error later, when Python ends", flush=True)
+
+
 # --- any flags, any files -------------------------------------------------------------------------
 
 FLAG = {   # a flag -> its values; None: without a value
@@ -401,7 +428,7 @@ FLAG = {   # a flag -> its values; None: without a value
     "--max_batch": [1, 3, 0, "", 10**20],
     "--token_budget": [1, 7, 0, -5, "1.5", 10**20],
     "--max_kv_tokens": [1, 60, 300, 0, "nan"],
-    "--pages": [1, 6, 40, 0, -1, "x", 10**5],
+    "--pages": [1, 6, 40, 0, -1, "x", 10**7],
     "--page_size": [1, 7, 0, 10**9],
     "--policy": ["fcfs", "sjf", "priority", "x"],
     "--share_prefixes": [None],
@@ -427,7 +454,7 @@ CONTENTS = st.one_of(
     JSON_LINES.map(lambda lines: "\n".join(map(json.dumps, lines)).encode()))
 
 
-@settings(max_examples=120, deadline=None, derandomize=True,
+@settings(max_examples=examples(120), deadline=None, derandomize=True,
           suppress_health_check=list(HealthCheck))
 @given(stage=st.sampled_from(STAGES), flags=st.lists(FLAGS, max_size=5), content=CONTENTS,
        jsonl=st.booleans())
@@ -446,15 +473,6 @@ def test_fuzz_never_a_traceback(stage, flags, content, jsonl, tmp_path):
     assert code in (0, 2), (code, out, err)
     if code == 2:
         assert len(err.splitlines()) == 1, err
-
-
-@pytest.mark.parametrize("flag, value", [
-    ("--pages", 10**7), ("--page_size", 10**9), ("--max_batch", 10**20), ("--token_budget", 10**20),
-    ("--max_new_tokens", 10**20)])
-def test_absurdly_large_numbers(flag, value):
-    """One line, whether it is refused or the one request runs."""
-    code, out, err = run(generate_paged, "--prompt", "# a", "--temperature", 0, flag, value)
-    assert code in (0, 2) and err.count("\n") == 1, err
 
 
 # --- progress -------------------------------------------------------------------------------------

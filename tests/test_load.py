@@ -35,31 +35,10 @@ def test_the_built_in_model_is_small_and_its_own():
     assert next(MODEL.parameters()).dtype == torch.float32
 
 
-def test_the_built_in_model_has_learnt_something():
-    """
-    Bits per byte on text that it was not trained on: uniform tokens would give about 4, this
-    text's letters alone 4.2.
-    """
-    text = ("Return the name of the file. If the argument is not given, the default value is used "
-            "instead of the current one.")
-    tokens = torch.tensor(TOKENIZER.encode("# os.path\n" + text))
-    with torch.inference_mode():
-        logits = MODEL(tokens[:-1])
-    nats = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum")
-    assert nats / torch.tensor(2.0).log() / len(text) < 2
-
-
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.text())
 def test_every_string_round_trips(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text, disallowed_special=())) == text
-
-
-def test_the_prompts_have_varied_lengths_and_fit():
-    prompts = (BUILTIN / "prompts.txt").read_text(encoding="utf-8").split("\n\n")
-    lengths = [len(TOKENIZER.encode(prompt)) for prompt in prompts]
-    assert len(prompts) == 12 and min(lengths) < 8 and max(lengths) > 100
-    assert max(lengths) + 64 <= MODEL.config.block_size
 
 
 def test_written_weights_are_read_again_exactly(tmp_path):
@@ -143,13 +122,11 @@ BROKEN = {   # what is done to a folder, and what is said about it
                    "holds neither model.safetensors nor pytorch_model.bin"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "there is no config.json"),
     "config is no JSON": (write("config.json", "{"), NOT_GPT2),
-    "config is a list": (write("config.json", "[1]"), NOT_GPT2),
     "config of another model": (write("config.json", '{"hidden_size": 8}'), NOT_GPT2),
     "nested too deeply": (write("config.json", "[" * 100_000), NOT_GPT2),
     "layers missing": (edit_config(n_layer=5), "not a GPT-2 of 5 layers"),
     "another width": (edit_config(n_embd=64), "has shape"),
     "heads do not divide": (edit_config(n_head=3), "n_head 3"),
-    "no heads": (edit_config(n_head=0), "n_head must be"),
     "a config of words": (edit_config(n_head="four"), "n_head must be"),
     "a truth for a number": (edit_config(n_head=True), "n_head must be"),
     "absurdly large": (edit_config(vocab_size=10**18), "its config.json: "),
@@ -159,28 +136,19 @@ BROKEN = {   # what is done to a folder, and what is said about it
                         "layer_norm_epsilon 0.01 is not GPT-2's"),
     "untied": (edit_config(tie_word_embeddings=False),
                "tie_word_embeddings False is not GPT-2's"),
-    "scaled by layer": (edit_config(scale_attn_by_inverse_layer_idx=True),
-                        "scale_attn_by_inverse_layer_idx True"),
-    "unscaled": (edit_config(scale_attn_weights=False), "scale_attn_weights False"),
     "c_attn of three axes": (
         edit_weight("transformer.h.0.attn.c_attn.weight", torch.zeros(2, 3, 3)),
         "missing or unknown"),
-    "c_attn of no axes": (
-        edit_weight("transformer.h.0.attn.c_attn.weight", torch.zeros(())),
-        "missing or unknown"),
     "truncated": (cut_short, "cannot be read"),
-    "empty": (write("model.safetensors", b""), "cannot be read"),
     "not weights": (write("model.safetensors", b"GIF89a" * 100), "cannot be read"),
     "a weight missing": (edit_weight("transformer.h.2.mlp.c_fc.bias", None),
                          "h.2.mlp.c_fc.bias"),
     "a weight too many": (edit_weight("odd", torch.zeros(1)), "'odd'"),
     "broken .bin": (old_bin(b"PK\3\4 no"), "cannot be read"),
     "a .bin that is code": (old_bin({"a": print}), "cannot be read"),
-    "a .bin that is no state dict": (old_bin([1]), "cannot be read"),
     "ranks are no ranks": (write("ranks.tiktoken", "hello world\n"), "not a ranks file"),
     "ranks are doubled": (write("ranks.tiktoken", "YQ== 0\nYg== 0\n"),
                           "without gaps and duplicates"),
-    "ranks are negative": (write("ranks.tiktoken", "YQ== -1\n"), "without gaps and duplicates"),
     "bytes are missing": (write("ranks.tiktoken", "YQ== 0\nYg== 1\n"),
                           "does not have all 256 bytes"),
     "ranks file of a larger vocabulary": (add_a_rank, "smaller than its tokenizer's 1025"),

@@ -14,21 +14,20 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from common import STAGES, mixed, toy
 
-import generate_interleaved
 import generate_ragged
+from experiments.ladder import run_stages
 from explorer import page, still
-from explorer.recorder import MOST_TOKENS, Recorder, record
+from explorer.recorder import MOST_TOKENS, record
 from request import Request
-from toolbox.check import Check
 from toolbox.load import decode, load
 from toolbox.plots import COLORS
 from toolbox.stages import STAGES as LADDER
@@ -47,19 +46,36 @@ def recorded(stage="interleaved", requests=None, **knobs):
     return record(STAGES[stage], MODEL, requests or mixed(), reference=MODEL, **knobs)
 
 
-@pytest.fixture(scope="module")
+COMMITTED = (ROOT / "docs" / "explorer.html").read_text(encoding="utf-8")
+DATA = json.loads(re.search(r'id="data">(.*?)</script>', COMMITTED, re.DOTALL)[1])
+
+
+@cache
 def builtin():
+    """(model, tokenizer, requests) of the scripts' defaults."""
     model, tokenizer = load()
     return model, tokenizer, make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64,
                                            temperature=0.7, top_k=None, seed=0)
 
 
+@cache
+def runs_of_the_ladder():
+    model, _, requests = builtin()
+    return run_stages(model, requests)
+
+
 @pytest.fixture(scope="module")
-def ladder(builtin):
-    """The runs of `python -m experiments.ladder --page`, {stage: trace}."""
-    model, _, requests = builtin
-    return {name: record(generate, model, requests, reference=model)
-            for name, generate in LADDER.items()}
+def ladder():
+    """All stages as they run here, {stage: trace}, with the times of the committed page."""
+    for run in DATA["runs"]:
+        trace, passes = runs_of_the_ladder()[run["name"]], run["passes"]
+        trace.started = 0.0
+        trace.step_times = {step: ms / 1e3 for step, ms in zip(passes["step"], passes["start"])}
+        for p, ms in zip(trace.passes, passes["ms"], strict=True):
+            p.seconds = ms / 1e3
+        for request, its in zip(trace.requests, run["requests"], strict=True):
+            request.token_times = [ms / 1e3 for ms in its["ms"]]
+    return runs_of_the_ladder()
 
 
 # --- the data -------------------------------------------------------------------------------------
@@ -104,18 +120,14 @@ def test_recording_changes_nothing(stage):
     assert [r.token_times for r in trace.requests] == [r.token_times for r in plain.requests]
 
 
-def test_the_recorders_own_time_is_subtracted():
-    trace = recorded()
-    spent = sum(end - start for start, end in trace.recording.spent)
-    ends = [time for request in trace.requests for time in request.token_times]
-    assert 0 < sum(p.seconds for p in trace.passes) <= max(ends) - trace.started + 1e-6
-    assert min(p.seconds for p in trace.passes) > 0 and spent > 0
-
-
-def test_another_run_lends_no_times():
+def test_the_recorders_own_time_is_subtracted_and_another_run_lends_none():
     other = STAGES["interleaved"](MODEL, [replace(request) for request in mixed()], max_batch=2)
     trace = record(STAGES["interleaved"], MODEL, mixed(), other)
     assert len(trace.passes) != len(other.passes) and trace.started != other.started
+    ends = [time for request in trace.requests for time in request.token_times]
+    assert 0 < sum(p.seconds for p in trace.passes) <= max(ends) - trace.started + 1e-6
+    assert min(p.seconds for p in trace.passes) > 0
+    assert sum(end - start for start, end in trace.recording.spent) > 0
 
 
 def test_seen_pads_are_recorded():
@@ -154,10 +166,10 @@ def test_large_runs_leave_the_sights_out():
                for run in row)
 
 
-def test_texts_cannot_become_code(builtin):
-    tokenizer = builtin[1]
+def test_texts_cannot_become_code():
+    model, tokenizer, _ = builtin()
     requests = [Request(tokenizer.encode(text), 2, name=f"<b>{i}") for i, text in enumerate(NASTY)]
-    trace = record(LADDER["ragged, varlen"], builtin[0], requests)
+    trace = record(LADDER["ragged, varlen"], model, requests)
     text = page.page({"</script>&": trace}, tokenizer)
     carried = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]
     assert carried.isascii() and not set("<>&") & set(carried)
@@ -175,16 +187,17 @@ def test_a_run_must_be_recorded():
         page.page({"ragged": trace})
 
 
-def test_pages_load_nothing():
+def test_pages_load_nothing_and_nothing_moves():
     source = "".join((page.FOLDER / name).read_text(encoding="utf-8")
                      for name in ("page.html", "page.css", "runs.js", "panels.js", "page.js"))
     assert not re.search(r"https?:|//[a-z]|@import|url\(|innerHTML|document\.write|eval\(", source)
+    styles = (page.FOLDER / "page.css").read_text(encoding="utf-8")
+    assert not re.search("animation|transition|scroll-behavior", styles)
 
 
-def without_times(text):
-    """The data of a page without what differs from machine to machine, and the rest of it."""
-    head, data, tail = re.split(r'(?<=id="data">)(.*?)(?=</script>)', text, maxsplit=1)
-    data = json.loads(data)
+def without_times(data):
+    """The data of a page without what differs from machine to machine."""
+    data = json.loads(json.dumps(data))
     for run in data["runs"]:
         del run["place"]
         run["check"]["summary"] = run["check"]["summary"].split(", max")[0]
@@ -192,16 +205,29 @@ def without_times(text):
             del run["passes"][column]
         for request in run["requests"]:
             del request["ms"], request["arrived"]
-    return head, data, tail
+    return data
 
 
-def test_the_committed_page_is_what_the_command_builds(ladder, builtin):
-    """If it is not: python -m experiments.ladder --page docs/explorer.html"""
-    committed = (ROOT / "docs" / "explorer.html").read_text(encoding="utf-8")
-    assert len(committed.encode()) < 400_000
-    built = page.page(ladder, builtin[1], guided=True)
-    for ours, theirs in zip(without_times(built), without_times(committed)):
-        assert ours == theirs
+AGAIN = "python -m experiments.ladder --page docs/explorer.html"
+
+
+def test_the_committed_page_is_that_of_todays_template_and_runs(ladder):
+    assert len(COMMITTED.encode()) < 400_000
+    assert page.filled(DATA) == COMMITTED, AGAIN
+    for run in DATA["runs"]:
+        trace, names = ladder[run["name"]], [request["name"] for request in run["requests"]]
+        work = [[[names[who], first, n] for who, first, n in zip(*[iter(flat)] * 3)]
+                for flat in run["passes"]["work"]]
+        assert work == [[[*entry] for entry in p.work] for p in trace.passes], AGAIN
+
+
+@pytest.mark.thorough
+def test_the_committed_page_is_what_the_command_builds():
+    model, tokenizer, requests = builtin()
+    traces = {name: record(generate, model, requests, reference=model)
+              for name, generate in LADDER.items()}
+    built = page.data_of(traces, tokenizer, guided=True)
+    assert without_times(built) == without_times(DATA), AGAIN
 
 
 def test_the_walk_has_six_stops_and_counts_them_itself(ladder):
@@ -209,38 +235,22 @@ def test_the_walk_has_six_stops_and_counts_them_itself(ladder):
     assert [stop["title"] for stop in stops] == [
         "padding", "finished rows", "the stalled decode", "the chunk",
         "the pads of the fused rectangle", "the flat stream"]
+    assert json.loads(json.dumps(stops)) == DATA["walk"], AGAIN
     assert not page.walk({"paged": ladder["paged"]})
-    assert [stop["title"] for stop in page.walk({"naive": ladder["naive"]})] == [
-        "padding", "finished rows"]
-
-
-def test_every_script_has_the_flag(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    path = tmp_path / "run.html"
-    flags = ["--prompt", "a", "--max_new_tokens", "2", "--quiet", "--page", str(path)]
-    from toolbox.cli import main
-    with pytest.raises(SystemExit) as stop:
-        main(generate_interleaved.generate, generate_interleaved.__doc__, flags)
-    assert stop.value.code == 0 and "Stage 4" in path.read_text(encoding="utf-8")
-    with pytest.raises(SystemExit) as stop:
-        main(generate_interleaved.generate, generate_interleaved.__doc__,
-             ["--page", str(tmp_path / "run.pdf")])
-    assert stop.value.code == 2 and "must end in .html" in capsys.readouterr().err
+    assert page.walk({"naive": ladder["naive"]})[1]["title"] == "finished rows"
 
 
 # --- in a browser ---------------------------------------------------------------------------------
 
 def why_no_browser():
     """None, or what is missing. Without all of it, Selenium would try to download a browser."""
-    versions = {"Chromium": still.browser_path(), "chromedriver": shutil.which("chromedriver")}
-    for name, program in versions.items():
-        if not program:
-            return f"there is no {name} on PATH"
-        said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-        versions[name] = re.search(r"\d+|$", said).group()
-    if len(set(versions.values())) > 1:
-        both = " and ".join(f"{name} {version}" for name, version in versions.items())
-        return f"{both} do not work together: install the same version of both"
+    programs = still.browser_path(), shutil.which("chromedriver")
+    if not all(programs):
+        return "there is no Chromium with a chromedriver on PATH"
+    said = [subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+            for program in programs]
+    if len({re.search(r"\d+|$", text).group() for text in said}) > 1:
+        return f"{' and '.join(said)} do not work together: install the same version of both"
     return None if importlib.util.find_spec("selenium") else "Selenium is not installed"
 
 
@@ -258,27 +268,6 @@ def chrome():
     browser.set_page_load_timeout(600)
     yield browser
     browser.quit()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="the stand-ins are shell scripts")
-@pytest.mark.parametrize("versions, why", [
-    ({}, "there is no Chromium on PATH"),
-    ({"chromium": 156}, "there is no chromedriver on PATH"),
-    ({"google-chrome": 156, "chromedriver": 155}, "Chromium 156 and chromedriver 155 do not work"),
-    ({"chromium": 156, "chromedriver": 156}, None)])
-def test_a_browser_without_its_driver_is_a_reason_to_skip(versions, why, tmp_path, monkeypatch):
-    for program, version in versions.items():
-        (tmp_path / program).write_text(f"#!/bin/sh\necho {program} {version}.0.1 for Linux 12")
-        (tmp_path / program).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    if not why:
-        return need_browser()
-    monkeypatch.setattr(sys, "platform", "linux")
-    for variable, stops in ("", pytest.skip.Exception), ("true", pytest.fail.Exception):
-        monkeypatch.setenv("CI", variable)
-        with pytest.raises(stops, match=why):
-            need_browser()
 
 
 class Page:
@@ -340,9 +329,9 @@ def opened(chrome, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def ladder_file(ladder, builtin, tmp_path_factory):
+def ladder_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("ladder") / "ladder.html"
-    page.write(path, ladder, builtin[1], guided=True)
+    path.write_text(page.filled(DATA), encoding="utf-8")
     return path
 
 
@@ -396,7 +385,7 @@ def same(said, right):
     return said == right
 
 
-def test_every_number_is_the_traces(ladder, ladder_page, builtin):
+def test_every_number_is_the_traces(ladder, ladder_page):
     """Ten random steps of random stages: the bill, the plan, the tensor, requests and memory."""
     stream = random.Random(0)
     for name in stream.sample([*ladder], 10):
@@ -434,7 +423,7 @@ def test_every_number_is_the_traces(ladder, ladder_page, builtin):
         for request, text, waits in zip(trace.requests, ladder_page.texts(".request .answer"),
                                         ladder_page.texts(".request .waits"), strict=True):
             n = sum(at <= step for at in request.token_steps)
-            answer = decode(builtin[1], request.generated[:n])
+            answer = decode(builtin()[1], request.generated[:n])
             assert text == answer or (text[0] == "…" and answer.endswith(text[1:]))
             if n:
                 assert waits.startswith(f"{n} token")
@@ -507,7 +496,10 @@ def test_keys(ladder_page):
     assert ladder_page.now.startswith("step 3 ")
     ladder_page.press(Keys.END)
     assert ladder_page.now == "step 68 of 68"
-    ladder_page.press(Keys.HOME)
+    ladder_page.run("play(true)")   # from the end it begins anew
+    assert ladder_page.now == "step 0 of 68"
+    ladder_page.run("play(false)")
+    ladder_page.press(Keys.END, Keys.HOME)
     assert ladder_page.now == "step 0 of 68"
     ladder_page.press(" ")
     assert ladder_page.texts("#play") == ["pause"]
@@ -558,22 +550,14 @@ def test_two_stages_on_one_clock(ladder, ladder_page):
 
 @pytest.mark.thorough
 def test_the_walk(ladder_page):
-    stops = ladder_page.texts("#walk button")
-    assert len(stops) == 6
     for i in range(6):
         ladder_page.run("document.querySelectorAll('#walk button')[arguments[0]].click()", i)
         assert "Look at: " in ladder_page.texts("#stop")[0]
-        assert len(ladder_page.texts(".look")) == 1
-        assert f"stop={i + 1}" in ladder_page.hash
-        step = int(ladder_page.run("return DATA.walk[arguments[0]].show.step", i))
-        assert ladder_page.now.startswith(f"step {step} of ")
-    assert ladder_page.run("return document.querySelector('[aria-current]').textContent") == (
-        "6 the flat stream")
+        assert len(ladder_page.texts(".look")) == 1 and f"stop={i + 1}" in ladder_page.hash
+        assert ladder_page.now.startswith(f"step {DATA['walk'][i]['show']['step']} of ")
     linked = ladder_page.hash
-    ladder_page.open(linked[1:])
-    assert "Stage 6 drops the rows" in ladder_page.texts("#stop")[0]
     ladder_page.open("stop=6")   # alone it is enough
-    assert ladder_page.hash == linked
+    assert ladder_page.hash == linked and "Stage 6 drops" in ladder_page.texts("#stop")[0]
     for other in "run=dynamic&step=18&stop=6", "run=paged&stop=2":   # a stop is about two runs
         ladder_page.open(other)
         assert ladder_page.texts("#stop")[0].startswith("New to batching?")
@@ -591,15 +575,8 @@ def test_the_address_is_right_after_many_steps(ladder_page):
     assert ladder_page.hash == f"#run=naive&step={step}"
 
 
-def test_playing_on_from_the_end_begins_anew(ladder_page):
-    ladder_page.open("run=naive&step=111")
-    ladder_page.run("play(true)")
-    assert ladder_page.now == "step 0 of 111"
-    ladder_page.run("play(false)")
-
-
-def test_prompts_neither_break_nor_run(opened, builtin):
-    model, tokenizer, _ = builtin
+def test_prompts_neither_break_nor_run(opened):
+    model, tokenizer, _ = builtin()
     requests = [Request(tokenizer.encode(text), 3, name=f"<i>{i}") for i, text in enumerate(NASTY)]
     trace = record(LADDER["dynamic"], model, requests, reference=model)
     shown = opened({"<script>": trace}, tokenizer)
@@ -609,55 +586,30 @@ def test_prompts_neither_break_nor_run(opened, builtin):
     assert not shown.run("return 'hacked' in window") and shown.texts("img, .request i") == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [390, 700])   # a phone; 1400 pixels at 200% zoom
-@pytest.mark.parametrize("what", ["ladder", "paged"])
-def test_no_sideways_scrolling(width, what, opened, ladder_page):
-    shown = ladder_page
-    if what == "paged":
-        requests = [Request([i % 13] * 9, 9, name=f"a long name {i}") for i in range(8)]
-        shown = opened({"paged": recorded("paged", requests, pages=9, page_size=4)})
-    still.resize(shown.browser, width, 800)
-    for i in range(6 if what == "ladder" else 2):
-        shown.run("DATA.walk.length ? visit(arguments[0]) : go(4 * arguments[0])", i)
-        assert shown.run("return document.documentElement.scrollWidth") <= width
-        assert shown.run("return [...document.querySelectorAll('.pass .scroll')].every("
-                         "box => box.scrollWidth <= box.clientWidth)")   # all slots are in sight
-    shown.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+def test_no_sideways_scrolling(width, ladder_page):
+    still.resize(ladder_page.browser, width, 800)
+    for i in range(6):
+        ladder_page.run("visit(arguments[0])", i)
+        assert ladder_page.run("return document.documentElement.scrollWidth") <= width
+        assert ladder_page.run("return [...document.querySelectorAll('.pass .scroll')].every("
+                               "box => box.scrollWidth <= box.clientWidth)")   # all slots in sight
+    ladder_page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_nothing_moves_unless_asked(ladder_page):
-    before = ladder_page.run("return document.body.innerText")
-    time.sleep(0.7)
-    assert ladder_page.run("return document.body.innerText") == before
-    styles = (page.FOLDER / "page.css").read_text(encoding="utf-8")
-    assert not re.search("animation|transition|scroll-behavior", styles)
-
-
+@pytest.mark.thorough
 def test_kinds_differ_without_colour(ladder_page):
-    """Each kind of slot has a pattern of its own; text on it is legible in both themes."""
+    """Each kind of slot has a pattern of its own, in both themes."""
     for theme in "light", "dark":
         ladder_page.open(f"theme={theme}")
-        looks = ladder_page.run("""
+        patterns = ladder_page.run("""
             return ["prefill", "decode", "recomputed", "pad", "finished"].map(kind => {
               const node = document.body.appendChild(document.createElement("i"));
               node.className = kind;
-              const style = getComputedStyle(node);
-              return [style.backgroundImage, style.color, style.backgroundColor];
+              return getComputedStyle(node).backgroundImage;
             })""")
-        assert len({pattern for pattern, _, _ in looks}) == 5
-        for _, ink, ground in looks:
-            assert contrast(ink, ground) >= 4.5
-
-
-def contrast(one, other):
-    """WCAG's ratio of two colours like "rgb(0, 114, 178)"."""
-    def luminance(color):
-        values = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
-        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
-        return sum(weight * v for weight, v in zip((0.2126, 0.7152, 0.0722), linear))
-
-    a, b = sorted((luminance(one), luminance(other)))
-    return (b + 0.05) / (a + 0.05)
+        assert len(set(patterns)) == 5
 
 
 def test_frames_of_a_notebook_do_not_disturb_each_other(opened, chrome, tmp_path):
@@ -673,42 +625,3 @@ def test_frames_of_a_notebook_do_not_disturb_each_other(opened, chrome, tmp_path
     assert outside.now.startswith("step 0 of ")
     chrome.switch_to.default_content()
     assert outside.run("return location.hash") == "#mine" and outside.complaints() == []
-
-
-@pytest.mark.thorough
-def test_300_requests_and_2000_steps_stay_fluid(opened, builtin):
-    small = toy(block_size=256, vocab_size=1000, n_layer=1, n_head=1, n_embd=8, loud=False,
-                dtype=torch.float32)
-    requests = [Request([(7 * i + j) % 1000 for j in range(5 + i % 60)], 40 + 37 * i % 90,
-                        name=f"r{i}", arrival=5 * i) for i in range(300)]
-    trace = record(LADDER["paged"], small, requests, max_batch=13, pages=160)
-    assert len(trace.passes) >= 2000
-    shown = opened({"paged": trace}, builtin[1])
-    assert shown.path.stat().st_size < 8e6
-    # compared with 1,000 new elements on the same page, in the same moment
-    steps, elements = shown.run("""
-        const times = [[], []], box = document.body.appendChild(document.createElement("div"));
-        const timed = (list, work) => {
-          const start = performance.now();
-          work();
-          document.body.offsetHeight;   // the layout counts as well
-          list.push(performance.now() - start);
-        };
-        for (let i = 0; i < 60; i++) {
-          if (i % 12 === 0) go(400 * i / 12 + 10);
-          timed(times[0], () => go(state.tick + 1));
-          timed(times[1], () => box.innerHTML = `<i>${i}</i> `.repeat(1000));
-        }
-        return times;""")
-    assert statistics.median(steps) < 4 * statistics.median(elements)
-    assert "Not measured in this run" in shown.texts(".sees p")[0]
-
-
-def test_check_and_recorder_hear_the_same_run():
-    requests = mixed()
-    check = Check(MODEL, requests)
-    with Recorder(MODEL, requests, check) as recorder:
-        trace = STAGES["chunked"](MODEL, requests, on_token=check.on_token)
-    recorder.generate = STAGES["chunked"]
-    data = page.data_of({"chunked": recorder.finish(trace)})
-    assert data["runs"][0]["check"]["summary"].startswith("11/11 requests identical")

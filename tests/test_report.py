@@ -8,6 +8,7 @@ import pytest
 from common import STAGES, toy
 
 from experiments.ladder import with_medians
+from experiments.results import in_turn
 from request import Request
 from toolbox.report import latencies, report, totals, write_trace
 from toolbox.trace import ForwardPass, Trace
@@ -64,6 +65,17 @@ def test_of_repeated_runs_each_duration_is_the_median():
     assert found is runs[0] and latencies(found) == latencies(golden())
     assert found.step_times == pytest.approx(golden().step_times)
     assert [p.seconds for p in found.passes] == [3.5, 3.5]
+
+
+def test_ways_take_turns_and_the_rounds_that_warm_up_do_not_count():
+    called = []
+
+    def run(way):
+        called.append(way)
+        return len(called)
+
+    assert in_turn("ab", run, repeats=2) == {"a": [3, 5], "b": [4, 6]}
+    assert called == [*"ababab"]
 
 
 def test_totals():

@@ -33,12 +33,6 @@ def run_here(monkeypatch):
     return run
 
 
-def test_there_are_all_of_them():
-    stages = ("chunked", "dynamic", "interleaved", "naive", "paged", "prepacked", "ragged",
-              "unbatched")
-    assert SCRIPTS == [f"generate_{stage}.py" for stage in stages]
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_with_its_defaults(script, run_here):
     code, out, err = run_here(script)
@@ -51,12 +45,6 @@ def test_with_its_defaults(script, run_here):
     assert sorted(done) == sorted(f"r{i}" for i in range(12))
 
 
-KNOBLESS = {
-    "--max_batch": ["generate_unbatched.py"],
-    "--token_budget": ["generate_unbatched.py", "generate_naive.py", "generate_dynamic.py",
-                       "generate_prepacked.py"]}
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("flags", [["--temperature", "0", "--max_batch", "1"],
                                    ["--token_budget", "3"]], ids=" ".join)
@@ -64,7 +52,6 @@ KNOBLESS = {
 def test_with_flags(script, flags, run_here):
     code, out, err = run_here(script, *flags)
     assert code == 0 and "12/12 requests identical to unbatched" in out, out + err
-    assert ("ignored" in out) == any(script in KNOBLESS.get(flag, []) for flag in flags)
 
 
 def test_exit_status_1_if_a_request_is_wrong(run_here, monkeypatch):
@@ -80,6 +67,7 @@ def test_exit_status_1_if_a_request_is_wrong(run_here, monkeypatch):
     assert code == 1 and "WRONG: request 'r" in out, out + err
 
 
+@pytest.mark.thorough
 def test_a_broken_pipe_is_no_traceback():
     command = f"'{sys.executable}' generate_ragged.py --quiet | head -1"
     result = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True,
@@ -88,18 +76,6 @@ def test_a_broken_pipe_is_no_traceback():
 
 
 # --- train.py -------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("flags, message", [
-    (["--steps", "0"], "--steps must be above 0, not 0"),
-    (["--batch_size", "-1"], "--batch_size must be above 0"),
-    (["--lr", "nan"], "--lr must be above 0"),
-    (["--out", "README.md"], "--out README.md: "),
-    (["--out", "/proc/x"], "--out /proc/x: "),
-])
-def test_training_refuses_bad_flags(flags, message, run_here):
-    code, out, err = run_here("experiments/train.py", *flags)
-    assert code == 2 and message in err and err.count("\n") == 1, err
-
 
 @pytest.mark.thorough
 def test_training_is_reproducible_and_an_interruption_changes_nothing(tmp_path, monkeypatch):

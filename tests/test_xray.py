@@ -2,20 +2,19 @@
 from dataclasses import replace
 
 import pytest
-from common import STAGES, toy, workloads
+from common import SCHEDULED, STAGES, examples, toy, workloads
 from hypothesis import HealthCheck, given, settings
-from test_traps import TRAPS, workload
+from test_traps import WHERE, workload
 
-import generate_interleaved
-from generate_dynamic import Rectangle
 from request import Request
+from toolbox.traps import broken
 from toolbox.xray import ScriptedModel, XRay
 
 MODEL = toy()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@settings(max_examples=25, deadline=None, derandomize=True,
+@settings(max_examples=examples(40), deadline=None, derandomize=True,
           suppress_health_check=list(HealthCheck))
 @given(workload=workloads())
 def test_every_token_sees_its_own_request_up_to_itself(stage, workload):
@@ -55,43 +54,35 @@ def test_the_script_of_the_scripted_model(stage):
 
 
 NAMED = {   # what the sentence must hold for each layout bug of the known traps
-    "new_slots_are_all_valid": "pad slot", "past_slots_are_all_valid": "empty key slot",
-    "no_causal_rule_in_a_continuation_chunk": "sees position",
-    "causal_rule_from_the_top_left": "does not see position",
-    "packed_prompts_see_their_neighbours": "of request 'r",
-    "positions_of_the_column": "as if at position",
-    "static_positions_of_the_column": "as if at position",
-    "packed_positions_run_on": "as if at position",
+    "published mask": "pad slot", "pads of the past are seen": "empty key slot",
+    "no causal rule in a chunk": "sees position",
+    "causal rule from the top left": "does not see position",
+    "neighbours in a packed row": "of request 'r",
+    "column positions": "as if at position", "static column positions": "as if at position",
+    "positions that run on in a packed row": "as if at position",
 }
 
 
-@pytest.mark.parametrize("mutant, stage", [
-    (mutant, stage) for mutant, stages in TRAPS for stage in stages if mutant.__name__ in NAMED
-    and (mutant.__name__, stage) not in {("past_slots_are_all_valid", "prepacked"),
-                                         ("causal_rule_from_the_top_left", "prepacked")}],
-    ids=lambda value: getattr(value, "__name__", value))
-def test_a_layout_bug_is_named(mutant, stage, monkeypatch):
-    mutant(monkeypatch)
+@pytest.mark.parametrize("trap, stage", [
+    (trap, stage) for trap in NAMED for stage in WHERE[trap]
+    if stage != "prepacked" or trap not in ("pads of the past are seen",
+                                            "causal rule from the top left")])
+def test_a_layout_bug_is_named(trap, stage):
+    model = toy(block_size=64)   # there are wrong positions for all
     requests = [replace(request, temperature=0.0) for request in workload()]
     knobs = {} if stage == "unbatched" else {"max_batch": 4}
-    if stage in ("chunked", "interleaved", "ragged_varlen", "ragged_mask", "paged"):
+    if stage in SCHEDULED:
         knobs["token_budget"] = 8
-    with XRay(MODEL, requests) as xray:
-        STAGES[stage](MODEL, requests, **knobs)
-    assert any(NAMED[mutant.__name__] in sentence for sentence in xray.faults())
+    with broken(trap, show=False), XRay(model, requests) as xray:
+        STAGES[stage](model, requests, **knobs)
+    assert any(NAMED[trap] in sentence for sentence in xray.faults())
 
 
-def test_the_sentence(monkeypatch):
-    """The published mask: a decode beside a chunk of 8."""
-    class Published(Rectangle):
-        def lay_out(self, device):
-            super().lay_out(device)
-            self.mask[..., self.P:] = True
-
+def test_the_sentence():
+    """A decode beside a chunk of 8."""
     model = ScriptedModel(2)
     requests = [Request([1, 2], 4, name="C"), Request(range(65, 75), 1, name="D", arrival=1)]
-    monkeypatch.setattr(generate_interleaved, "Rectangle", Published)
-    with XRay(model, requests) as xray:
-        generate_interleaved.generate(model, requests, token_budget=9)
+    with broken("published mask", show=False), XRay(model, requests) as xray:
+        STAGES["interleaved"](model, requests, token_budget=9)
     assert xray.faults()[0] == ("pass 1, row 0, column 7 = request 'C' (decode, position 2) "
                                 "sees 7 pad slots")

@@ -43,6 +43,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
+    def run(self, command, argv=None):
+        """Parses the flags. Returns the exit status of `command(args)`."""
+        args = self.parse_args(argv)
+        return guarded(self.prog, lambda: command(args))
+
 
 def parser(doc):
     """doc: a script's docstring; the help shows its first paragraph and its next sentence."""
@@ -254,9 +259,7 @@ def guarded(prog, work, speaks=True):
 
 def main(generate, doc, argv=None):
     """Runs a stage on the prompts, prints texts, report and check, and exits."""
-    p = parser(doc)
-    args = p.parse_args(argv)
-    sys.exit(guarded(p.prog, lambda: run_stage(generate, args)))
+    sys.exit(parser(doc).run(lambda args: run_stage(generate, args), argv))
 
 
 def run_stage(generate, args, shard=None):

@@ -31,6 +31,7 @@ def pyplot():
     import matplotlib.pyplot as plt
     plt.rcParams.update({
         "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.titlelocation": "left", "axes.titlesize": 10, "grid.color": "#EEEEEE",
         "hatch.linewidth": 0.4, "figure.dpi": 110, "savefig.dpi": 140, "legend.frameon": False})
     return plt
 
@@ -93,7 +94,7 @@ def timeline(ax, trace, last_step=None):
     ax.set_xlabel("step")
     slots, useful = sum(p.slots for p in trace.passes), sum(p.useful for p in trace.passes)
     ax.set_title(f"{trace.stage}: {len(trace.passes)} passes, {useful / slots:.0%} of {slots:,} "
-                 "slots useful", loc="left", fontsize=9)
+                 "slots useful", fontsize=9)
 
 
 def draw_waiting(ax, trace, row_of):

@@ -107,8 +107,9 @@ def write_trace(trace, path):
 
 
 def aligned(rows):
-    """Rows of cells as lines of text: the first column left-aligned, the others right-aligned."""
+    """Rows of cells as text: the first column left-aligned, the others right-aligned."""
     rows = [[str(cell) for cell in row] for row in rows]
     first, *widths = [max(map(len, column)) for column in zip(*rows)]
-    return [row[0].ljust(first) + "".join(f"  {cell:>{w}}" for cell, w in zip(row[1:], widths))
-            for row in rows]
+    return "\n".join(row[0].ljust(first)
+                     + "".join(f"  {cell:>{w}}" for cell, w in zip(row[1:], widths))
+                     for row in rows)
