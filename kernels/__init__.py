@@ -12,7 +12,7 @@ and the state_dict stay as they are:
 
 The layouts know nothing of this. The one seam is FastGPT.forward: it looks at whose method `attend`
 is, and takes its place. It does so only for what it was written for, and steps aside for anything
-else (served.py for layouts, parts.py for models). docs/kernels.md says what optimize() promises.
+else (served.py). docs/kernels.md says what optimize() promises.
 """
 from functools import partial
 
@@ -21,8 +21,7 @@ from torch import nn
 
 from kernels import native, served
 from kernels.attention import Pools, Step, pieces_of
-from kernels.linear import FastLinear, FastMLP, ReorderedWeight, fused_linear
-from kernels.parts import Parts
+from kernels.linear import FastLinear, FastMLP, Parts, ReorderedWeight, fused_linear
 from kernels.threads import threads
 from model import GPT, MLP, causal
 

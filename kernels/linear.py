@@ -8,6 +8,7 @@ torch has under two private names. With 2 to 64 rows they are up to twice as fas
 multiplications. Where both are missing, or the model is not in float32 on a CPU, everything runs
 as before.
 """
+from collections import Counter
 from functools import cache
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kernels import native
-from kernels.served import Watch, touched
+from kernels.served import Modules, Watch, touched
 from model import MLP
 
 
@@ -112,3 +113,41 @@ class FastMLP(MLP):
         if ACTIVATION.first_changed() or type(self.c_fc) is not FastLinear or touched(self.c_fc):
             return super().forward(x)
         return self.c_proj(fused_linear(self.c_fc, x, self.c_fc.bias, gelu=True))
+
+
+class Parts:
+    """
+    What is known about one optimized model: its modules, as served.py sees them, and where the
+    compiled step finds its weights. Each is found out again when it changes.
+    """
+
+    def __init__(self):
+        self.modules = self.versions = self.weights = self.refused = None
+        self.passes = Counter()   # of its forward passes: threads of a compiled step, or why none
+
+    def __reduce__(self):
+        return Parts, ()   # a copied model has parts of its own
+
+    def changed(self, model):
+        """Why the kernels cannot serve the model, in words; None if they can."""
+        modules = self.modules
+        if modules is None or not modules.are_as_before():
+            modules = self.modules = Modules(model, {nn.Linear: FastLinear, MLP: FastMLP})
+        if torch.is_grad_enabled() and any(p.requires_grad for p in modules.parameters):
+            return "it has no gradients"
+        return modules.changed(model) or ("it has no autocast" if autocast() else None)
+
+    def why_not_compiled(self, model):
+        """None if native.step can compute the unchanged model by self.weights, or else why not."""
+        if reason := native.why_not_now(model.wte):
+            return reason
+        versions = [version_of(p) for p in self.modules.parameters]
+        if versions != self.versions:
+            self.versions, self.refused, named = versions, None, dict(model.named_parameters())
+            try:
+                self.weights = native.Weights(
+                    named, model.h[0].attn.head_size, lambda name: model.get_submodule(
+                        name.removesuffix(".weight")).reordered(named[name]))
+            except ValueError as error:   # a weight that is not contiguous, for instance
+                self.refused = str(error)
+        return self.refused

@@ -1,66 +1,70 @@
 """
-Which functions the kernels replace, and whether these still are what the kernels were written for.
+Whether what the kernels replace is still what they were written for.
 
-A kernel computes what some functions of the ladder compute, without calling them. It may do so only
-as long as they are unchanged: a student who breaks one must see it break. Each is known by a digest
-of its syntax tree, in which comments, docstrings and line breaks do not count.
+A kernel computes what some functions and modules of the ladder compute, without calling them. It
+may do so only as long as they are unchanged: a student who breaks one must see it break. Functions
+are known by digests of their syntax trees, listed in served.json. Comments, docstrings, line breaks
+and the names of local variables do not count.
 
-    python kernels/served.py     writes the digests again, into served.json
+    python kernels/served.py     records the digests again
 
-Run that after changing one of these functions, and after making sure that the kernels still compute
-the same. This file needs no torch.
+Run that after changing one of them, and after making sure that the kernels still compute the same.
 """
 import ast
 import hashlib
 import json
 import linecache
 import sys
-from functools import cache
+from functools import cache, lru_cache
+from itertools import chain
+from operator import is_
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
-ROOT, FILE = Path(__file__).parent.parent, Path(__file__).with_suffix(".json")
-REPLACED = {
-    "cache.py": ("KV.buffers", "KV.write", "KV.read"),
-    "model.py": ("Head.forward", "MultiHeadAttention.forward", "MultiHeadAttention.split_heads",
-                 "MLP.forward", "Block.forward", "GPT.forward"),
-    "generate_ragged.py": ("Flat.attend", "Flat.lay_out", "Flat.read", "Flat.write"),
-    "generate_paged.py": ("Paged.lay_out", "Paged.read", "Paged.slots", "Paged.write"),
-}
+from torch import nn
+
+FILE = Path(__file__).with_suffix(".json")
+if __name__ == "__main__":
+    sys.path.insert(0, str(FILE.parent.parent))
+from model import GPT, MLP, Block, MultiHeadAttention  # noqa: E402
+
+RECORD = json.loads(FILE.read_text())   # {file: {"Class.function": digest}}
+KNOWN = {name: digest for names in RECORD.values() for name, digest in names.items()}
 
 
-# --- digests of functions -------------------------------------------------------------------------
+# --- functions ------------------------------------------------------------------------------------
 
-def shape(node):
-    """A syntax tree without places and empty fields: the same in every version of Python."""
+def shape(node, numbers):
+    """A syntax tree, the same in every version of Python. numbers: {local variable: its number}."""
+    if isinstance(node, ast.Name) and node.id in numbers:
+        return numbers[node.id]
     if isinstance(node, ast.AST):
-        return [type(node).__name__, *((name, shape(value)) for name, value in ast.iter_fields(node)
-                                       if value is not None and value != [])]
-    return [shape(each) for each in node] if isinstance(node, list) else repr(node)
+        return [type(node).__name__, *((name, shape(value, numbers)) for name, value
+                                       in ast.iter_fields(node) if value not in (None, []))]
+    return [shape(each, numbers) for each in node] if isinstance(node, list) else repr(node)
 
 
 def digest(function):
-    """Of an ast.FunctionDef."""
+    """Of an ast.FunctionDef, which loses its docstring."""
     if ast.get_docstring(function) is not None:
         function.body = function.body[1:]
-    return hashlib.sha256(repr(shape(function)).encode()).hexdigest()[:16]
+    nodes = [*ast.walk(function)]
+    given = {node.arg for node in nodes if isinstance(node, ast.arg)}   # callers may name these
+    names = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name)
+                          and isinstance(node.ctx, ast.Store) and node.id not in given)
+    tree = shape(function, {name: number for number, name in enumerate(names)})
+    return hashlib.sha256(repr(tree).encode()).hexdigest()[:16]
 
 
-def digests():
-    """{name: digest} of the functions as they stand in the repository's files."""
-    found = {}
-    for file, names in REPLACED.items():
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        functions = {f"{c.name}.{f.name}": f for c in tree.body if isinstance(c, ast.ClassDef)
-                     for f in c.body if isinstance(f, ast.FunctionDef)}
-        found |= {name: digest(functions[name]) for name in names}
-    return found
+def functions_in(source):
+    """{"Class.function": ast.FunctionDef}"""
+    return {f"{each.name}.{f.name}": f for each in ast.parse(source).body
+            if isinstance(each, ast.ClassDef) for f in each.body if isinstance(f, ast.FunctionDef)}
 
 
-@cache
-def known():
-    """{digest: name}, as recorded."""
-    return {digest: name for name, digest in json.loads(FILE.read_text()).items()}
+def new_record():
+    """RECORD, of the functions as they now stand in the repository's files."""
+    found = {file: functions_in((FILE.parent.parent / file).read_text("utf-8")) for file in RECORD}
+    return {file: {name: digest(found[file][name]) for name in RECORD[file]} for file in RECORD}
 
 
 @cache
@@ -68,65 +72,54 @@ def name_of(code):
     """Which of the functions has this code object; None: none, or its source cannot be read."""
     try:
         source = "".join(linecache.getlines(code.co_filename))
-        tree, todo = ast.parse(source), [compile(source, "", "exec", dont_inherit=True)]
+        functions, todo = functions_in(source), [compile(source, "", "exec", dont_inherit=True)]
     except (SyntaxError, ValueError):
         return None
     while todo and todo[-1] != code:   # or else the file was edited after it was imported
         todo += [const for const in todo.pop().co_consts if hasattr(const, "co_code")]
-    if not todo:
-        return None
-    return next((known().get(digest(node)) for node in ast.walk(tree)
-                 if isinstance(node, ast.FunctionDef) and node.name == code.co_name
-                 and node.lineno == code.co_firstlineno), None)
+    return next((name for name, function in functions.items() if name in KNOWN and todo and
+                 function.lineno == code.co_firstlineno and digest(function) == KNOWN[name]), None)
 
 
-# --- whether they are unchanged -------------------------------------------------------------------
-
-def codes_of(functions):
-    """The code objects of [(class, name of a function), ...]; None for anything else."""
-    return [getattr(getattr(owner, name, None), "__code__", None) for owner, name in functions]
-
-
-def first_changed(functions):
-    """
-    "Class.function" of the first one that is not what it was; None if all are. torch's functions
-    and those of kernels/ must come from the file of their class.
-    """
-    for (owner, name), code in zip(functions, codes_of(functions)):
-        here = getattr(sys.modules[owner.__module__], "__file__", None)
-        own = owner.__module__.startswith(("torch.", "kernels."))
-        if code is None or not (code.co_filename == here if own
-                                else name_of(code) == f"{owner.__name__}.{name}"):
-            return f"{owner.__name__}.{name}"
-    return None
+def is_unchanged(owner, name, code):
+    """torch's functions and those of kernels/ must come from the file of their class."""
+    if code and owner.__module__.startswith(("torch.", "kernels.")):
+        return code.co_filename == sys.modules[owner.__module__].__file__
+    return code and name_of(code) == f"{owner.__name__}.{name}"
 
 
 class Watch:
-    """first_changed, looked up again only if a code object is another one."""
+    """Functions (class, name). They are looked up again only if a code object is another one."""
 
     def __init__(self, *functions):
-        self.functions, self.found = functions, (None, None)
+        self.functions, self.found = functions, ([], None)
 
     def first_changed(self):
-        codes, found = codes_of(self.functions), self.found
+        """"Class.function" of the first one that is not what it was; None if all are."""
+        codes = [getattr(getattr(*each, None), "__code__", None) for each in self.functions]
+        found = self.found
         if codes != found[0]:
-            self.found = found = codes, first_changed(self.functions)
+            changed = (f"{owner.__name__}.{name}" for (owner, name), code in
+                       zip(self.functions, codes) if not is_unchanged(owner, name, code))
+            self.found = found = codes, next(changed, None)
         return found[1]
 
 
+watch = lru_cache(32)(Watch)   # of functions that are known only when a step comes
+
+
 def touched(module):
-    """Whether a call of a torch module does more, or something else, than its class's `forward`."""
+    """Whether a call of a torch module does more, or something else, than its class says."""
     names = vars(module)
-    return bool("forward" in names or names["_forward_hooks"] or names["_forward_pre_hooks"])
+    return bool("forward" in names or "split_heads" in names
+                or names["_forward_hooks"] or names["_forward_pre_hooks"])
 
 
 # --- layouts --------------------------------------------------------------------------------------
 
 METHODS = "attend", "lay_out", "read", "slots", "write"
-LAYOUTS = {name: [each for file in files for each in REPLACED[file]] for name, files in {
-    "Flat": ["generate_ragged.py"], "Paged": ["generate_paged.py", "generate_ragged.py"]}.items()}
-UNTOUCHED = frozenset(METHODS)
-seen = WeakKeyDictionary()   # class -> (code objects, what is wrong with them)
+LAYOUTS = {"Flat": [*RECORD["generate_ragged.py"]],
+           "Paged": [*RECORD["generate_paged.py"], *RECORD["generate_ragged.py"]]}
 
 
 def why_not(attend):
@@ -138,36 +131,90 @@ def why_not(attend):
     """
     layout = getattr(attend, "__self__", None)
     kind = type(layout)
-    head = getattr(getattr(kind, "attend", None), "__globals__", {}).get("head")
-    functions = [part[name] for part in map(vars, kind.__mro__) for name in METHODS if name in part]
-    codes = [getattr(each, "__code__", None) for each in (getattr(type(head), "forward", None),
-                                                          *functions)]
-    before = seen.get(kind)
-    if before is None or before[0] != codes:
-        seen[kind] = before = codes, wrong_with(kind, *codes)
-    if before[1]:
-        return before[1]
-    if getattr(attend, "__func__", None) is not kind.attend:
+    base = next((each.__name__ for each in kind.__mro__ if each.__name__ in LAYOUTS), None)
+    if base is None:
+        return f"it is for the layouts of stages 6 and 7, not {kind.__name__}"
+    functions = [(part, name) for part in kind.__mro__ for name in METHODS if name in vars(part)]
+    changed = watch(*functions).first_changed()
+    if not changed and [f"{part.__name__}.{name}" for part, name in functions] != LAYOUTS[base]:
+        changed = base
+    head = None if changed else kind.attend.__globals__.get("head")
+    if changed := changed or watch((type(head), "forward")).first_changed():
+        return f"{changed} has been replaced"
+    if attend.__func__ is not kind.attend:
         return f"{kind.__name__}.attend is wrapped"
     if layout.attention != "varlen":
         return f"it has no attention={layout.attention!r}"
-    if not UNTOUCHED.isdisjoint(vars(layout)):
-        return f"{', '.join(UNTOUCHED & vars(layout).keys())} of this layout has been replaced"
+    if own := vars(layout).keys() & METHODS:
+        return f"{', '.join(own)} of this layout has been replaced"
     return "a hook on head" if touched(head) else None
 
 
-def wrong_with(kind, head, *codes):
-    names = [each.__name__ for each in kind.__mro__]
-    base = next((name for name in ("Paged", "Flat") if name in names), None)
-    if base is None:
-        return f"it is for the layouts of stages 6 and 7, not {kind.__name__}"
-    found = [code and name_of(code) for code in codes]
-    missing = [name for name in LAYOUTS[base] if name not in found]
-    if found != LAYOUTS[base]:
-        return f"{missing[0] if missing else base} has been replaced"
-    return None if head and name_of(head) == "Head.forward" else "Head.forward has been replaced"
+# --- models ---------------------------------------------------------------------------------------
+
+KINDS = {"wte": nn.Embedding, "wpe": nn.Embedding, "h": nn.ModuleList, "attn": MultiHeadAttention,
+         "mlp": MLP, **dict.fromkeys(["ln_1", "ln_2", "ln_f"], nn.LayerNorm),
+         **dict.fromkeys(["query", "key", "value", "c_proj", "c_fc"], nn.Linear)}   # else: Block
+TABLES = "_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks"
+EVERYWHERE = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+
+
+class Modules:
+    """A look at all modules of a model. fast: {class: what optimize() makes of it}."""
+
+    def __init__(self, model, fast):
+        self.modules = [*model.modules()][1:]
+        self.names = [*map(vars, self.modules)]
+        self.tables = [vars(model)["_modules"], *(names[t] for names in self.names for t in TABLES)]
+        self.settings = [(names, name) for names in self.names
+                         for name in ("eps", "max_norm", "layer", "head_size") if name in names]
+        self.before, self.wrong = self.state(), wrong_with(model, fast)
+        self.parameters = [*model.parameters()]
+        owners = {each for kind in map(type, self.modules) for each in kind.__mro__
+                  if each is not nn.Module and "forward" in vars(each)}
+        self.functions = Watch((GPT, "forward"), (MultiHeadAttention, "split_heads"),
+                               *((owner, "forward") for owner in owners))
+
+    def state(self):
+        """What can change, but for the numbers in the weights; in microseconds."""
+        return [*map(type, self.modules), *map(len, self.names),
+                *chain.from_iterable(map(dict.values, self.tables)),
+                *[names[name] for names, name in self.settings]]
+
+    def are_as_before(self):
+        now = self.state()
+        return len(now) == len(self.before) and all(map(is_, now, self.before))
+
+    def changed(self, model):
+        """What is not as the kernels know it, in words; None if all is."""
+        if self.wrong or "forward" in vars(model):
+            return self.wrong or "the model's forward has been replaced"
+        if any(EVERYWHERE):
+            return "a hook on all modules"
+        changed = self.functions.first_changed()
+        return f"{changed} has been replaced" if changed else None
+
+
+def wrong_with(model, fast):
+    """The first module that is not as GPT and optimize() have made it, in words; or None."""
+    modules = dict([*model.named_modules()][1:])
+    for name, module in modules.items():
+        kind, settings = KINDS.get(name.split(".")[-1], Block), vars(module)
+        if type(module) is not fast.get(kind, kind):
+            return f"{name} is another module"
+        if touched(module):
+            return f"{name} has a hook, or a forward of its own"
+        if settings.get("eps", 1e-5) != 1e-5 or settings.get("max_norm") is not None:
+            return f"{name} has another eps, or a max_norm"
+        if any(p is None for p in module._parameters.values()):
+            return f"{name} has no weight, or no bias"
+    for i, block in enumerate(model.h):
+        attn, heads = block.attn, model.config.n_head
+        if attn.layer != i or attn.query.weight.size(0) != heads * attn.head_size:
+            return f"h.{i}.attn has other heads, or another number"
+    return None if len(modules) == 4 + 11 * len(model.h) else "it has more modules, or fewer"
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(digests(), indent=1) + "\n")
-    print(f"wrote {FILE}: {len(digests())} functions")
+    FILE.write_text(json.dumps(new_record(), indent=1) + "\n")
+    print(f"wrote {FILE}: {len(KNOWN)} functions")

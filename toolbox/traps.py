@@ -41,7 +41,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (PACKED, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
          "owner[:, None, :] >= 0")],
     "a stream without boundaries": [
-        ("generate_ragged.py:Flat.attend", "values, mask=self.mask)", "values)")],
+        ("generate_ragged.py:Flat.attend", ", mask=self.mask)", ")")],
     "a chunk reads to the end of its prompt": [   # and there, nothing is written yet
         ("generate_ragged.py:Flat.read", "self.ends[i]",
          "max(self.ends[i], len(self.plan[i][0].prompt))")],
