@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from beyond import arrivals, simulate
+from beyond.hardware import GPUS, MODELS
 from experiments import figures, memory, results, tables
 from experiments.rows import ARRIVAL
 from explorer import page
@@ -89,6 +91,14 @@ def figures_of(trace):
               "tokens_per_second")
     return {**{what: t[what] for what in counts}, "ttft_mean": mean(waits["ttft_seconds"]),
             "itl_p99": percentile(waits["itl_seconds"], 99)}
+
+
+def calculated(requests, **knobs):
+    """{stage: figures} of requests as long as these on an A100 with Llama 2 7B."""
+    lengths = [(len(r.prompt), len(r.generated)) for r in requests]
+    return {name: simulate.figures(simulate.simulate(
+        MODELS["llama-2-7b"], GPUS["a100"], generate, arrivals.workload(lengths),
+        **cli.knobs_of(generate, knobs)[0])) for name, generate in STAGES.items()}
 
 
 # --- workloads small enough for a picture ---------------------------------------------------------
@@ -170,6 +180,7 @@ def compare(args):
     found = results.keep(
         args.json, "python -m experiments.ladder", where, repeats=args.repeats,
         stages={name: figures_of(trace) for name, trace in traces.items()},
+        calculated=calculated(naive.requests, **knobs),
         requests=len(requests), prompt_tokens=prompt_tokens,
         generated=sum(len(r.generated) for r in naive.requests),
         useful_scores=sum(p.useful_scores for p in naive.passes))

@@ -233,52 +233,86 @@ def parts():
 
 
 def stages():
-    """The README's ladder: the idea of each stage, and what it was measured to improve."""
-    stage = results.load("ladder")["stages"]
-    worst = {name: max(gap for _, gap in points) * 1e3
-             for name, points in results.load("gaps")["points"].items()}
-    pages = {share: f["pages"] for share, f in results.load("memory")["sharing"].items()}
+    """The README's ladder: the same columns for every stage, also where one loses."""
+    found = results.load("ladder")
+    ideas = [
+        ("unbatched", "unbatched", "one request, with a KV cache"),
+        ("naive", "naive", "static batching: prompts padded to one length"),
+        ("dynamic", "dynamic", "a new batch every step"),
+        ("chunked", "chunked", "a token budget: decodes first, prompts in chunks"),
+        ("interleaved", "interleaved", "decodes and chunks in one pass"),
+        ("prepacked", "prepacked", "*off stage 2:* several prompts share a row"),
+        ("ragged", "ragged, varlen", "no rows: a stream of tokens"),
+        ("paged", "paged", "memory in pages, shared beginnings")]
+    lines = []
+    for number, (script, name, idea) in enumerate(ideas):
+        here, there = found["stages"][name], found["calculated"][name]
+        lines.append([f"{number} [{script}](generate_{script}.py)", idea,
+                      f"{here['forward_passes']}", f"{here['useful'] / here['slots']:.0%}",
+                      f"{here['tokens_per_second']:,.0f}", f"{there['tokens_per_s']:,.0f}",
+                      f"{there['itl_ms']['p99']:.0f} ms"])
+    head = ["stage", "the idea", "passes", "useful slots", "tokens/s here", "tokens/s A100",
+            "ITL p99 A100"]
+    return markdown(head, lines).replace("| --- | ---: |", "| --- | --- |", 1)
 
-    def step(what, before, after):
-        return " → ".join(f"{stage[name][what]:,}" for name in (before, after))
 
-    def useful(name):
-        return f"{stage[name]['useful'] / stage[name]['slots']:.0%}"
+def gpu_published(found):
+    yield ["source", "run", "GPU", "model", "figure", "published", "calculated", "error"]
+    for r in found["published"]:
+        yield [r["source"] + "*" * r["chosen_on"], r["run"], r["gpu"], r["model"], r["figure"],
+               f"{r['published']:,.1f}", f"{r['calculated']:,.1f}", f"{r['error']:+.0%}"]
 
-    lines = [
-        ("0", "unbatched", "one request; a KV cache, O(n²) → O(n) per token",
-         f"slots, without and with the cache: {step('slots', 'unbatched, no cache', 'unbatched')}",
-         "weights are read for one token at a time"),
-        ("1", "naive", "static batching: pad the prompts into one rectangle",
-         f"forward passes {step('forward_passes', 'unbatched', 'naive')}",
-         "padding; finished rows keep running; no request gets in"),
-        ("2", "dynamic", "a new batch every step; caches live with the requests",
-         f"forward passes {step('forward_passes', 'naive', 'dynamic')}",
-         "a long prompt stalls every running decode"),
-        ("3", "chunked", "a token budget: decodes first, prompts in chunks",
-         f"longest stall {worst['dynamic']:,.0f} → {worst['chunked']:,.0f} ms",
-         f"two forward passes a step: {step('forward_passes', 'dynamic', 'chunked')} in all"),
-        ("4", "interleaved", "one fused pass for decodes and chunks",
-         f"forward passes {step('forward_passes', 'chunked', 'interleaved')}",
-         f"padding: {useful('interleaved')} of the slots are useful"),
-        ("5", "prepacked", "*a branch off stage 2:* several prompts share a row",
-         f"useful slots {useful('dynamic')} → {useful('prepacked')}", "decode still pads its keys"),
-        ("6", "ragged", "no rows: one stream of tokens and its boundaries",
-         f"scores {step('score_entries', 'interleaved', 'ragged, varlen')}",
-         "room reserved for answers that may never come"),
-        ("7", "paged", "memory in pages; equal beginnings share them",
-         f"pages held {pages['false']} → {pages['true']}",
-         "scattered pages are copied; preempted work is repeated")]
-    return markdown(["stage", "script", "the idea", "what it improves, measured", "what it wastes"],
-                    [[number, f"[`generate_{name}.py`](generate_{name}.py)", *rest]
-                     for number, name, *rest in lines]).replace("---:", "---")
+
+def gpu_ladder(found, model="gpt2-xl"):
+    gpus = found["ladder"][model]
+    yield ["calculated, " + model, *(f"{gpu}: {what}" for gpu in gpus
+                                     for what in ("tokens/s", "TTFT", "ITL p99")),
+           "passes", "useful"]
+    for stage in next(iter(gpus.values())):
+        cells = [(f[stage]["tokens_per_s"], f[stage]["ttft_ms"]["mean"], f[stage]["itl_ms"]["p99"])
+                 for f in gpus.values()]
+        last = next(iter(gpus.values()))[stage]
+        yield [stage, *(f"{speed:,.0f}" if i == 0 else f"{speed:,.0f} ms"
+                        for cell in cells for i, speed in enumerate(cell)),
+               f"{last['passes']:,}", f"{last['useful']:.0%}"]
+
+
+def gpu_machine(found):
+    yield ["tokens/s", "stage", "measured", "calculated", "error"]
+    for r in found["this_machine"]:
+        yield [r["workload"], r["stage"], f"{r['measured']:,.0f}", f"{r['calculated']:,.0f}",
+               f"{r['calculated'] / r['measured'] - 1:+.0%}"]
+
+
+def gpu_capacity(found):
+    yield ["ITL p99 below", "budget 512", "budget 2,048", "whole prompts", "best / whole"]
+    for limit, rates in found["capacity"].items():
+        few, more, whole = rates.values()
+        best = max(few, more)
+        yield [limit, *(f"{rate:.1f} requests/s" for rate in (few, more, whole)),
+               f"{best / whole:.1f}" if whole else "–"]
+
+
+def gpu_growth(found):
+    yield ["requests on 16 replicas", "seconds to calculate", "peak memory"]
+    for r in found["growth"]:
+        yield [f"{r['requests']:,}", f"{r['seconds']:,.0f}", f"{r['peak_mb']:,.0f} MB"]
+
+
+def calculated(table):
+    """Of docs/gpu.md."""
+    head, *rows = table(results.load("gpu"))
+    return markdown(head, rows) + "\n<sub>calculated; `python -m experiments.gpu`</sub>\n"
 
 
 FILES = {ladder: "ladder", gaps: "gaps", rows: "rows", sharing: "memory", scatter: "memory",
          prepacking: "prepacking", queues: "overhead", beside: "overhead", ranks: "ranks"}
 TABLES = {"stages": stages, "speed": speed, "parts": parts, "links": committed_links,
           **{f"bench {model}": partial(committed_bench, model) for model in ("gpt2", "small")},
-          **{table.__name__: partial(committed, table, file) for table, file in FILES.items()}}
+          "gpu ladder llama": partial(calculated, partial(gpu_ladder, model="llama-2-7b")),
+         **{table.__name__.replace("_", " "): partial(calculated, table) for table in (
+             gpu_published, gpu_ladder, gpu_machine, gpu_capacity, gpu_growth)},
+         **{table.__name__: partial(committed, table, file) for table, file in FILES.items()}}
 
 
 def renewed(text):

@@ -11,7 +11,6 @@ from toolbox.load import load
 from toolbox.report import totals
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", ROOT / "assignments" / "README.md",
          ROOT / "notebooks" / "README.md"]
 EACH_PAGE = pytest.mark.parametrize("path", PAGES,
@@ -73,7 +72,8 @@ def test_files_pictures_and_modules_are_there(path):
 
 
 def test_the_python_example_runs():
-    code = re.search(r"```python\n(.*?)```", README, re.S).group(1)
+    text = (ROOT / "docs" / "use.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
     scope = {}
     exec(code, scope)
     assert all(request.finish_reason for request in scope["requests"])

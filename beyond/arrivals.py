@@ -1,0 +1,80 @@
+"""
+Requests that arrive in seconds: all at once, at random, or from clients that wait for their answer.
+
+Stages count steps, and know no clock. An `Arrival` stands where a stage expects a step, and answers
+by the clock of a calculated model (beyond/simulate.py).
+"""
+import math
+import random
+from functools import partial
+from itertools import accumulate
+
+from request import Request
+from toolbox.validate import at_least_1
+
+
+class Arrival:
+    """
+    A time in seconds where a stage expects a step. Stages ask two things: `arrival <= step`, has it
+    arrived? And max(step, arrival), when nothing is left to do: then the clock moves on to it.
+    """
+
+    def __init__(self, model, number, seconds):
+        self.model, self.number, self.seconds = model, number, seconds   # seconds: a function
+
+    def __le__(self, step):
+        return self.seconds() <= self.model.now
+
+    def __gt__(self, step):
+        self.model.now = max(self.model.now, self.seconds())
+        return False
+
+    def __lt__(self, other):
+        return self.number < other.number
+
+
+def workload(lengths):
+    """Requests for [(tokens of the prompt, of the answer), ...]. No two begin alike."""
+    return [Request(([i % 1000, i // 1000] + [0] * prompt)[:prompt], answer, name=f"r{i}")
+            for i, (prompt, answer) in enumerate(lengths)]
+
+
+def arrivals(model, number, clients=None, rate=None, seed=0):
+    """An Arrival for each request: Poisson at a rate, or from `clients` in a closed loop."""
+    if rate:
+        stream = random.Random(f"arrivals {seed}")
+        times = accumulate((stream.expovariate(rate) for _ in range(number - 1)), initial=0.0)
+        return [Arrival(model, i, partial(float, time)) for i, time in enumerate(times)]
+
+    def after(i):   # a client sends its next request when its last one has finished
+        return 0.0 if i < 0 else model.ends[i] if i < len(model.ends) else math.inf
+
+    return [Arrival(model, i, partial(after, i - clients)) for i in range(number)]
+
+
+def bounds(flag, text):
+    """(low, high) of N or LOW:HIGH. ValueError for anything else."""
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and (high or low).isdecimal() and 0 < int(low) <= int(high or low)):
+        raise ValueError(f"--{flag} {text}: use N or LOW:HIGH, whole numbers of at least 1")
+    return int(low), int(high or low)
+
+
+def lengths_of(args):
+    """[(prompt, answer), ...] from --input and --output, or from --lengths."""
+    if not args.lengths:
+        at_least_1(**{"--requests": args.requests})
+        stream, pair = random.Random(args.seed), (bounds("input", args.input),
+                                                  bounds("output", args.output))
+        return [tuple(stream.randint(*each) for each in pair) for _ in range(args.requests)]
+    try:
+        with open(args.lengths, encoding="utf-8") as file:
+            pairs = [tuple(map(int, line.split())) for line in file if line.strip()]
+    except OSError as error:
+        raise ValueError(f"--lengths {args.lengths}: {error.strerror}") from None
+    except ValueError:
+        pairs = []
+    if not pairs or any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
+        raise ValueError(f"--lengths {args.lengths}: each line must be the tokens of a prompt and "
+                         "of its answer, two whole numbers of at least 1")
+    return pairs

@@ -1,0 +1,89 @@
+"""
+How many GPUs? Replicas behind a router, calculated.
+
+    python -m beyond.capacity --rate 60 --replicas 16        TTFT and ITL with each router
+    python -m beyond.capacity --rate 60 --ttft 1000 --itl 50
+
+The second finds, for 1, 2, 4 and 8 tensor parallel GPUs in a replica, the fewest replicas that keep
+the p99 of TTFT and ITL below the limits, in ms. beyond/replicas.py is what it runs.
+"""
+import sys
+
+from beyond import simulate as s
+from beyond.hardware import gpu_of, shape_of
+from beyond.replicas import ROUTERS, serve
+from toolbox import cli
+from toolbox.report import aligned
+from toolbox.validate import at_least_1
+
+
+def line(f):
+    """A run's figures as cells: TTFT p50, p99, ITL p50, p99, tokens found in pages."""
+    waits = [f"{f[name].percentile(q):,.1f}" for name in ("ttft_ms", "itl_ms") for q in (50, 99)]
+    return [*waits, f"{f['saved_tokens']:,}", "grows without end" if f["grows"] else "stable"]
+
+
+HEAD = ["TTFT p50 ms", "p99", "ITL p50 ms", "p99", "tokens saved", "queue"]
+
+
+def fewest(shape, gpu, args):
+    """(replicas, figures) that keep --ttft and --itl, p99 in ms; by doubling, then bisection."""
+    def good(number):
+        found[number] = f = serve(shape, gpu, args, number, args.router)
+        return (not f["grows"] and f["ttft_ms"].percentile(99) <= args.ttft
+                and f["itl_ms"].percentile(99) <= args.itl)
+
+    found, low, high = {}, 0, 1
+    while not good(high):
+        low, high = high, 2 * high
+        if high > args.most:
+            return None, found[low]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if good(middle) else (middle, high)
+    return high, found[high]
+
+
+def run(args):
+    s.check(args)
+    at_least_1(**{f"--{name}": getattr(args, name)
+                  for name in ("requests", "replicas", "groups", "most")})
+    if args.rate is None:
+        raise ValueError("--rate is missing: the requests that come in a second")
+    gpu, rows = gpu_of(args.gpu), []
+    if args.ttft is None or args.itl is None:
+        shape = shape_of(args.model, args.dtype, args.tp)
+        for router in [args.router] if args.router else ROUTERS:
+            rows.append([router, *line(serve(shape, gpu, args, args.replicas, router))])
+        print(aligned([["calculated, router", *HEAD], *rows]))
+        return 0
+    args.router = args.router or "least-loaded"
+    for tp in 1, 2, 4, 8:
+        try:
+            shape = shape_of(args.model, args.dtype, tp)
+            shape.room(gpu)
+        except ValueError as error:
+            print(f"--tp {tp}: {error}")
+            continue
+        number, f = fewest(shape, gpu, args)
+        many = [number, tp * number] if number else [f"more than {args.most}", "–"]
+        rows.append([f"--tp {tp}", *many, *line(f)])
+    print(aligned([["calculated", "replicas", "GPUs", *HEAD], *rows]))
+    return 0
+
+
+def parser():
+    p = s.parser("python -m beyond.capacity", __doc__)
+    p.add_argument("--replicas", type=int, default=4, help="copies of the model")
+    p.add_argument("--router", choices=ROUTERS, help="default: all of them, in turn")
+    p.add_argument("--prefix", type=int, default=0, help="tokens that a group has in common")
+    p.add_argument("--groups", type=int, default=1, help="groups with a common beginning")
+    p.add_argument("--ttft", type=float, help="a limit on the p99, in ms: asks how many GPUs")
+    p.add_argument("--itl", type=float, help="a limit on the p99, in ms")
+    p.add_argument("--most", type=int, default=256, help="replicas to try")
+    return p
+
+
+if __name__ == "__main__":
+    args = parser().parse_args()
+    sys.exit(cli.guarded("python -m beyond.capacity", lambda: run(args)))

@@ -1,0 +1,166 @@
+"""
+Data sheets of GPUs, shapes of models, and how long a forward pass takes, calculated.
+
+    seconds = operations / (0.75 x peak) + bytes / (0.8 x bandwidth) + 1 ms + all-reduces
+
+The first two terms are added: a GPU overlaps reading and arithmetic, but never all of it. The three
+numbers are the same for all GPUs, models and systems. They were chosen on two published runs, and
+tested on others (beyond/published.py).
+"""
+import json
+from dataclasses import dataclass, replace
+
+PEAK_SHARE, BANDWIDTH_SHARE, OVERHEAD = 0.75, 0.8, 1e-3   # the triple; the last in seconds
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+GiB = 2**30
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A data sheet: operations/s in 16 and 32 bits, bytes/s, bytes, and its link to other GPUs."""
+    peak: float
+    peak32: float
+    bandwidth: float
+    memory: float
+    link: float = 12e9         # bytes/s each way; the default is PCIe
+    link_latency: float = 10e-6
+    overhead: float = OVERHEAD
+
+    def times(self, parts, size):
+        """Seconds of arithmetic and of reading. parts: {name: (operations, bytes)}"""
+        peak = self.peak if size == 2 else self.peak32
+        return (sum(operations for operations, _ in parts.values()) / (PEAK_SHARE * peak),
+                sum(moved for _, moved in parts.values()) / (BANDWIDTH_SHARE * self.bandwidth))
+
+
+GPUS = {   # dense, with 32-bit accumulation
+    "t4": GPU(65e12, 8.1e12, 320e9, 16 * GiB),
+    "a10g": GPU(70e12, 35e12, 600e9, 24 * GiB),
+    "rtx-4070-laptop": GPU(40e12, 20e12, 256e9, 8 * GiB),
+    "rtx-4090": GPU(165e12, 82.6e12, 1008e9, 24 * GiB),
+    "a100-40gb": GPU(312e12, 19.5e12, 1555e9, 40 * GiB, 300e9),
+    "a100": GPU(312e12, 19.5e12, 2039e9, 80 * GiB, 300e9),
+    "h100": GPU(989e12, 67e12, 3350e9, 80 * GiB, 450e9),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """
+    What a model's time and memory depend on. ffn_matrices: 2, or 3 if gated. `tp` tensor parallel
+    ranks split heads and FFN, as beyond/tensor_parallel.py does, and each holds the vocabulary.
+    """
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_kv_head: int
+    head_size: int
+    ffn: int
+    ffn_matrices: int
+    vocab_size: int
+    block_size: int
+    tied: bool = False
+    size: int = 2   # bytes per number
+    tp: int = 1
+
+    def __post_init__(self):
+        for name in ("n_head", "n_kv_head", "ffn"):
+            if getattr(self, name) % self.tp:
+                raise ValueError(f"--tp {self.tp} does not divide {name} {getattr(self, name)}")
+        attention = 2 * self.n_embd * self.head_size * (self.n_head + self.n_kv_head)
+        layer = attention + self.ffn_matrices * self.n_embd * self.ffn
+        derived = {   # of one rank; kept, because every pass asks for them
+            "linears": self.n_layer * layer // self.tp, "vocabulary": self.n_embd * self.vocab_size,
+            "kv_bytes": 2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp}
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def parts(self, slots, rows, scores, keys, copied=0):
+        """
+        {part: (operations, bytes)} of a pass over `slots` places, with the logits of `rows` tokens.
+        Scores, keys and copied bytes are what a layout counts. A copy is a read and a write.
+        """
+        width = self.n_layer * self.n_head * self.head_size // self.tp
+        return {"linears": (2 * slots * self.linears, self.linears * self.size),
+                "vocabulary": (2 * rows * self.vocabulary,
+                               self.vocabulary * self.size if rows else 0),
+                "attention": (4 * width * scores, (keys + slots) * self.kv_bytes),
+                "copies": (0, 2 * copied)}
+
+    def seconds(self, gpu, parts, slots):
+        """Of a pass. A ring's all-reduce sends 2 (tp - 1) / tp times the tensor, twice a layer."""
+        total = sum(gpu.times(parts, self.size)) + gpu.overhead
+        if self.tp > 1:
+            sent = 2 * (self.tp - 1) / self.tp * slots * self.n_embd * self.size
+            total += 2 * self.n_layer * (gpu.link_latency + sent / gpu.link)
+        return total
+
+    def room(self, gpu):
+        """Tokens whose keys and values fit: 90% of the memory, less weights and half a GB."""
+        weights = (self.linears + self.vocabulary * (1 if self.tied else 2)) * self.size
+        room = int((0.9 * gpu.memory - weights - 0.5e9) // self.kv_bytes)
+        if room < 1:
+            raise ValueError(f"the weights take {weights / 1e9:.1f} GB a GPU, which has "
+                             f"{gpu.memory / 1e9:.1f}: take a larger --gpu or --tp")
+        return room
+
+
+def gpt2(n_layer, n_embd, n_head):
+    return Shape(n_layer, n_embd, n_head, n_head, 64, 4 * n_embd, 2, 50257, 1024, tied=True)
+
+
+MODELS = {
+    "gpt2": gpt2(12, 768, 12), "gpt2-medium": gpt2(24, 1024, 16),
+    "gpt2-large": gpt2(36, 1280, 20), "gpt2-xl": gpt2(48, 1600, 25),
+    "llama-2-7b": Shape(32, 4096, 32, 32, 128, 11008, 3, 32000, 4096),
+    "llama-2-70b": Shape(80, 8192, 64, 8, 128, 28672, 3, 32000, 4096),
+    "llama-3.1-8b": Shape(32, 4096, 32, 8, 128, 14336, 3, 128256, 131072),
+    "llama-3.1-70b": Shape(80, 8192, 64, 8, 128, 28672, 3, 128256, 131072),
+    "mistral-7b": Shape(32, 4096, 32, 8, 128, 14336, 3, 32768, 32768),
+    "qwen3-0.6b": Shape(28, 1024, 16, 8, 128, 3072, 3, 151936, 40960, tied=True),
+    "qwen3-8b": Shape(36, 4096, 32, 8, 128, 12288, 3, 151936, 40960),
+}
+
+
+def gpu_of(text):
+    """A GPU by name, or from PEAK_TFLOPS,GB_PER_S,GB. ValueError for anything else."""
+    if text in GPUS:
+        return GPUS[text]
+    try:
+        peak, bandwidth, memory = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(f"--gpu {text}: not PEAK_TFLOPS,GB_PER_S,GB and none of "
+                         f"{', '.join(GPUS)}") from None
+    if not all(0 < number < 1e9 for number in (peak, bandwidth, memory)):
+        raise ValueError(f"--gpu {text}: the three numbers must be above 0")
+    return GPU(peak * 1e12, peak * 1e12, bandwidth * 1e9, memory * GiB)
+
+
+def shape_of(text, dtype="float16", tp=1):
+    """A Shape by name, or from a config.json in Hugging Face's form. ValueError otherwise."""
+    if tp < 1:
+        raise ValueError(f"--tp must be at least 1, not {tp}")
+    if not text.endswith(".json"):
+        if text not in MODELS:
+            raise ValueError(f"--model {text}: not a config.json and none of {', '.join(MODELS)}")
+        return replace(MODELS[text], size=BYTES[dtype], tp=tp)
+    try:
+        with open(text, encoding="utf-8") as file:
+            c = json.load(file)
+        if "n_embd" in c:   # GPT-2
+            wide, heads = c["n_embd"], c["n_head"]
+            return Shape(c["n_layer"], wide, heads, heads, wide // heads,
+                         c.get("n_inner") or 4 * wide, 2, c["vocab_size"], c["n_positions"], True,
+                         BYTES[dtype], tp)
+        heads = c["num_attention_heads"]
+        return Shape(c["num_hidden_layers"], c["hidden_size"], heads,
+                     c.get("num_key_value_heads", heads),
+                     c.get("head_dim") or c["hidden_size"] // heads, c["intermediate_size"], 3,
+                     c["vocab_size"], c["max_position_embeddings"],
+                     c.get("tie_word_embeddings", False), BYTES[dtype], tp)
+    except OSError as error:
+        raise ValueError(f"--model {text}: {error.strerror or error}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError):
+        raise ValueError(f"--model {text}: not the config.json of a model") from None
+    except KeyError as error:
+        raise ValueError(f"--model {text}: there is no {error} in it") from None

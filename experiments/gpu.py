@@ -1,0 +1,247 @@
+"""
+Every lesson about time on GPUs, calculated by beyond/simulate.py: nothing here is measured but the
+seconds that the calculation itself takes.
+
+    python -m experiments.gpu --json experiments/results/gpu.json     ten minutes
+    python -m experiments.gpu --draw                                  the pictures, from that file
+"""
+import argparse
+import random
+import resource
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+from beyond import published
+from beyond import simulate as s
+from beyond.arrivals import workload as requests_from
+from beyond.hardware import BANDWIDTH_SHARE, GPU, GPUS, MODELS, PEAK_SHARE, GiB
+from beyond.replicas import serve
+from experiments import results
+from experiments.bench import KNOBS, workload
+from toolbox import plots
+from toolbox.stages import STAGES
+
+PICTURES = results.FOLDER.parent / "pictures"
+LADDER = {"gpt2-xl": ("t4", "rtx-4090", "a100", "h100"), "llama-2-7b": ("rtx-4090", "a100", "h100")}
+CURVES = ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen", "paged")
+COLORS = dict(zip(CURVES, ("#999999", "#CC3311", "#E69F00", "#56B4E9", "#CC79A7", "#009E73",
+                           "#0072B2")))
+
+
+def run(stage, model, gpu, requests, load=None, **knobs):
+    """A stage's trace on a calculated GPU. load: clients or rate."""
+    shape, gpu = MODELS[model], GPUS[gpu]
+    knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, knobs)
+    return s.simulate(shape, gpu, STAGES[stage], requests, **(load or {}), **knobs)
+
+
+def ladder():
+    """{model: {gpu: {stage: figures}}} on W1, and the same for W3 on an A100."""
+    found = {model: {gpu: {stage: s.figures(run(stage, model, gpu, workload("W1", 32000), **KNOBS))
+                           for stage in STAGES} for gpu in gpus} for model, gpus in LADDER.items()}
+    found["llama-2-7b"]["a100, W3"] = {
+        stage: s.figures(run(stage, "llama-2-7b", "a100", workload("W3", 32000), **KNOBS))
+        for stage in STAGES}
+    return found
+
+
+def mixed(number, seed=0):
+    """Prompts of 32 to 1,024 tokens and answers of 16 to 512, most of them short."""
+    stream = random.Random(seed)
+    return requests_from([(round(2 ** stream.uniform(5, 10)), round(2 ** stream.uniform(4, 9)))
+                          for _ in range(number)])
+
+
+def curve():
+    """{stage: [{rate, latency in s a token, tokens_per_s, grows}, ...]}: Llama 2 7B, A100 40 GB"""
+    found = {}
+    for stage in CURVES:
+        found[stage] = points = []
+        for rate in (0.25, 0.5, 1, 2, 4, 8, 16):
+            trace = run(stage, "llama-2-7b", "a100-40gb", mixed(120), {"rate": rate},
+                        max_batch=32 if "token_budget" not in s.cli.knobs_of(
+                            STAGES[stage], dict(token_budget=1))[0] else 256)
+            waits = [(r.token_times[-1] - r.arrived) / len(r.generated) for r in trace.requests]
+            figures = s.figures(trace)
+            points.append({"rate": rate, "latency": s.mean(waits), "grows": figures["grows"],
+                           "tokens_per_s": figures["tokens_per_s"]})
+            if points[-1]["latency"] > 1:
+                break
+    return found
+
+
+def budgets():
+    """[{budget, ttft_ms, itl_ms}, ...]: stage 7 under the same load."""
+    return [{"budget": budget, **s.figures(run("paged", "llama-2-7b", "a100", mixed(240),
+                                               {"rate": 5}, token_budget=budget))}
+            for budget in (64, 128, 256, 512, 1024, 2048, 8192)]
+
+
+def fitting():
+    """{model: {how: most requests that ran at once}} of 400 mixed requests, on an A100 40 GB."""
+    found = {}
+    for model in "llama-2-7b", "mistral-7b", "llama-3.1-8b":
+        room = MODELS[model].room(GPUS["a100-40gb"])
+        found[model] = {"the longest answer for each": room // 1536}
+        for how, stage in (("own answer reserved", "ragged, varlen"), ("pages", "paged")):
+            trace = run(stage, model, "a100-40gb", mixed(400), max_batch=400, token_budget=8192)
+            found[model][how] = max(len(p.work) for p in trace.passes)
+    return found
+
+
+def roofline():
+    """{gpu: {stage: [operations a byte, operations a second] of all passes of W1}}"""
+    found = {}
+    for gpu in "rtx-4090", "a100", "h100":
+        found[gpu] = {}
+        for stage in CURVES:
+            passes = run(stage, "llama-2-7b", gpu, workload("W1", 32000), **KNOBS).model.passes
+            done, moved = (sum(part[i] for *_, parts in passes for part in parts.values())
+                           for i in (0, 1))
+            found[gpu][stage] = [done / moved, done / sum(seconds for _, seconds, _ in passes)]
+    return found
+
+
+def capacity(limit, budget):
+    """The most requests a second with an ITL p99 of at most `limit` ms: 1,730 in, 256 out."""
+    def good(rate):
+        args = SimpleNamespace(seed=0, input="1730", output="256", requests=200, groups=1, prefix=0,
+                               rate=rate)
+        f = serve(MODELS["mistral-7b"], GPUS["a100"], args, 1, "least-loaded", token_budget=budget)
+        return f["itl_ms"].percentile(99) <= limit and not f["grows"]
+
+    low, high = 0.0, 16.0
+    for _ in range(6):
+        middle = (low + high) / 2
+        low, high = (middle, high) if good(middle) else (low, middle)
+    return low
+
+
+def growth():
+    """[{requests, seconds, peak MB}, ...]: what 16 replicas cost to calculate. Measured."""
+    rows = []
+    for number in 1000, 10000, 100000:
+        args = SimpleNamespace(seed=0, input="512", output="128", requests=number, groups=1,
+                               prefix=0, rate=100.0)
+        start = time.process_time()
+        f = serve(MODELS["llama-3.1-8b"], GPUS["a100"], args, 16, "least-loaded")
+        rows.append({"requests": number, "seconds": time.process_time() - start,
+                     "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                     "ttft_p99": f["ttft_ms"].percentile(99)})
+    return rows
+
+
+def this_machine():
+    """Every stage of results/bench.json with the measured peak and bandwidth of the same run."""
+    rows = []
+    for measured in results.load("bench"):
+        if measured["model"] != "gpt2":
+            continue
+        # what was measured is attained: only of a data sheet do the shares apply
+        gpu = GPU(0, measured["peak"] / PEAK_SHARE, measured["bandwidth"] / BANDWIDTH_SHARE,
+                  64 * GiB)
+        shape = replace(MODELS["gpt2"], size=4)
+        for stage in STAGES:
+            if stage in measured["systems"]:
+                requests = workload(measured["workload"], 50257)
+                knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, KNOBS)
+                seconds = s.figures(s.simulate(shape, gpu, STAGES[stage], requests,
+                                               **knobs))["seconds"]
+                rows.append({"workload": measured["workload"], "stage": stage,
+                             "measured": measured["tokens"] / measured["systems"][stage]["seconds"],
+                             "calculated": measured["tokens"] / seconds})
+    return rows
+
+
+PARTS = {"ladder": ladder, "curve": curve, "budgets": budgets, "fitting": fitting,
+         "roofline": roofline, "this_machine": this_machine,
+         "capacity": lambda: {f"{limit} ms": {budget: capacity(limit, budget)
+                                              for budget in (512, 2048, 10**6)}
+                              for limit in (100, 500)},
+         "published": lambda: published.compare(published.runs()), "growth": growth}
+
+
+# --- the pictures ---------------------------------------------------------------------------------
+
+def draw(found):
+    plt = plots.pyplot()
+    figure, ax = plt.subplots(figsize=(8, 4.4))
+    for stage, points in found["curve"].items():
+        ax.plot([p["rate"] for p in points], [p["latency"] * 1e3 for p in points], "o-",
+                markersize=9 if "ragged" in stage else 4, color=COLORS[stage], label=stage)
+    ax.set(xscale="log", yscale="log", xlabel="requests a second", ylim=(8, 1000),
+           ylabel="ms a token, arrival to end",
+           title="Calculated: Llama 2 7B on an A100 40 GB, 120 requests of mixed lengths")
+    ax.legend()
+    figure.tight_layout()
+    plots.save(figure, PICTURES / "gpu-curve.png")
+
+    figure, ax = plt.subplots(figsize=(8, 4))
+    for name, q, color in (("ttft_ms", "p99", "#0072B2"), ("itl_ms", "p99", "#009E73"),
+                           ("ttft_ms", "p50", "#56B4E9"), ("itl_ms", "p50", "#999999")):
+        ax.plot([b["budget"] for b in found["budgets"]], [b[name][q] for b in found["budgets"]],
+                "o-", color=color, label=f"{name[:-3].upper()} {q}")
+    ax.set(xscale="log", yscale="log", xlabel="token budget", ylabel="ms",
+           title="Calculated: Llama 2 7B on an A100, stage 7, 5 requests a second")
+    ax.set_xticks([b["budget"] for b in found["budgets"]], [b["budget"] for b in found["budgets"]])
+    ax.minorticks_off()
+    ax.legend()
+    figure.tight_layout()
+    plots.save(figure, PICTURES / "gpu-budget.png")
+
+    figure, ax = plt.subplots(figsize=(8, 4))
+    models, hows = list(found["fitting"]), list(next(iter(found["fitting"].values())))
+    for i, (how, color) in enumerate(zip(hows, ("#CC3311", "#E69F00", "#0072B2"))):
+        bars = ax.bar([x + 0.27 * (i - 1) for x in range(len(models))],
+                      [found["fitting"][model][how] for model in models], 0.25, color=color,
+                      label=how)
+        ax.bar_label(bars)
+    ax.set_xticks(range(len(models)), [f"{model}, {MODELS[model].n_kv_head} key/value heads"
+                                       for model in models])
+    ax.set(ylabel="most requests at once",
+           title="Calculated: 400 mixed requests in the memory of an A100 40 GB")
+    ax.legend(loc="upper left")
+    figure.tight_layout()
+    plots.save(figure, PICTURES / "gpu-memory.png")
+
+    figure, axes = plt.subplots(1, 3, figsize=(11, 4.2), sharey=True)
+    for ax, (gpu, stages) in zip(axes, found["roofline"].items()):
+        sheet = GPUS[gpu]
+        xs = [2 ** (i / 4) for i in range(-2, 46)]
+        ax.plot(xs, [min(sheet.peak, x * sheet.bandwidth) / 1e12 for x in xs], color="black",
+                linewidth=1)
+        for stage, (intensity, speed) in stages.items():
+            ax.plot(intensity, speed / 1e12, "o", markersize=11 if "ragged" in stage else 6,
+                    color=COLORS[stage], label=stage)
+        ax.set(xscale="log", yscale="log", xlabel="operations a byte", title=gpu)
+    axes[0].set_ylabel("10¹² operations a second, calculated")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(CURVES))
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    plots.save(figure, PICTURES / "gpu-roofline.png")
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(prog="python -m experiments.gpu", description=__doc__)
+    p.add_argument("--json", metavar="FILE.json", help="write the figures")
+    p.add_argument("--parts", nargs="+", choices=PARTS, help="calculate these only, keep the rest")
+    p.add_argument("--draw", action="store_true", help="draw what results/gpu.json holds")
+    args = p.parse_args(argv)
+    if args.draw:
+        draw(results.load("gpu"))
+        return 0
+    found = {}
+    if args.parts and args.json:
+        found = {name: part for name, part in results.load("gpu").items() if name in PARTS}
+    for name in args.parts or PARTS:
+        start = time.perf_counter()
+        found[name] = PARTS[name]()
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+        if args.json:
+            results.keep(args.json, "python -m experiments.gpu", "calculated", **found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
