@@ -8,7 +8,8 @@ and the state_dict stay as they are:
     Linear, MLP   weights in the order in which the kernel multiplies (linear.py)
     GPT           for a Flat or Paged batch, caches in pools (attention.py), and a whole step in one
                   call of a compiled library (native.py) or, without one, torch's fused attention;
-                  for any batch, a last block that computes only the tokens whose logits are wanted
+                  the same step for one request alone, whose logits then are the same bit for bit
+                  (docs/bits.md); for any batch, a last block that computes only what is wanted
 
 The layouts know nothing of this. The one seam is FastGPT.forward: it looks at whose method `attend`
 is, and takes its place. It does so only for what it was written for, and steps aside for anything
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from kernels import native, served
-from kernels.attention import Pools, Step, pieces_of
+from kernels.attention import Pools, Step, alone, is_alone, pieces_of
 from kernels.linear import FastLinear, FastMLP, Parts, ReorderedWeight, fused_linear
 from kernels.threads import threads
 from model import GPT, MLP, causal
@@ -30,7 +31,7 @@ class FastGPT(GPT):
     def forward(self, tokens, positions=None, attend=causal, rows=None):
         """As GPT.forward."""
         if positions is None:   # whole sequences: a bare call, or training
-            return super().forward(tokens, positions, attend, rows)
+            return self.whole(tokens, attend, rows)
         why = self._parts.changed(self)
         if why:
             self.note(why)
@@ -38,23 +39,47 @@ class FastGPT(GPT):
         why, layout = served.why_not(attend), getattr(attend, "__self__", None)
         try:
             if not why:
-                self.pools.take_in(layout)   # ValueError: these caches are others
+                batch = alone(tokens, layout) if is_alone(layout) else layout
                 try:
-                    return self.compiled_step(layout, tokens, positions, rows)
+                    return self.compiled_step(batch, tokens, positions, rows)
                 except ValueError as error:
-                    why, attend = str(error), Step(layout)
+                    why = str(error)
+                if batch is layout:
+                    self.pools.take_in(layout)   # ValueError: these caches are others
+                    attend = Step(layout)
+                else:
+                    layout.kv = layout.plan[0][0].kv   # it may have moved into a pool
         except ValueError as error:
             why = str(error)
         self.note(why)
         return self.by_torch(tokens, positions, attend, rows)
 
-    def compiled_step(self, layout, tokens, positions, rows):
+    def whole(self, tokens, attend, rows):
+        """A bare call, which uses() does not count. Of one sequence, it is a compiled step, too."""
+        n = tokens.size(-1)
+        if (attend is causal and 0 < n == tokens.numel() <= self.config.block_size
+                and not self._parts.changed(self) and served.name_of(causal.__code__) == "causal"
+                and not served.watch((causal.__globals__["Head"], "forward")).first_changed()):
+            positions = torch.arange(n, device=tokens.device).view(tokens.shape)
+            try:
+                return self.compiled_step(alone(tokens), tokens, positions, rows, counts=False)
+            except ValueError:
+                pass
+        return super().forward(tokens, None, attend, rows)
+
+    def compiled_step(self, batch, tokens, positions, rows, counts=True):
+        """batch: the layout, or what `alone` makes of it. ValueError: no step can compute it."""
         with native.LOCK:
             if why := self._parts.why_not_compiled(self):
                 raise ValueError(why)
-            logits = native.step(self._parts.weights, tokens, positions, *pieces_of(layout, rows))
-            self.note(threads.used)
-        return logits
+            self.pools.take_in(batch)
+            places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+            places = places if rows is None else places[rows]
+            logits = native.step(self._parts.weights, tokens.flatten(), positions.flatten(),
+                                 *pieces_of(batch, places.flatten().tolist()))
+            if counts:
+                self.note(threads.used)
+        return logits.view(*places.shape, logits.size(-1))
 
     def by_torch(self, tokens, positions, attend, rows):
         *blocks, last = self.h

@@ -8,10 +8,10 @@ attention is torch's fused kernel: one call for all requests on a CUDA GPU in ha
 (varlen_attn), else one call per request.
 """
 import weakref
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from threading import Lock
 from types import SimpleNamespace
 
@@ -287,6 +287,24 @@ def is_paged(batch):
     return hasattr(batch, "pool")
 
 
+def is_alone(layout):
+    """Whether it is stage 0's: a row of one request, not a stream."""
+    return not hasattr(layout, "cu_seqlens")
+
+
+def alone(tokens, layout=None):
+    """
+    Stage 0's layout, or a bare call's tokens (1, T) or (T,), as a stream of one request. Where
+    nothing is kept from step to step, it gets a cache for this one.
+    """
+    n, start, request = tokens.numel(), 0, SimpleNamespace(kv=KV(tokens.numel()))
+    if layout is not None and layout.kv is not None:
+        start, ((request, _),) = layout.start, layout.plan
+        if request.kv is not layout.kv:
+            raise ValueError("its cache is not its request's")
+    return SimpleNamespace(plan=[(request, n)], starts=[start], ends=[start + n], cu_seqlens=[0, n])
+
+
 def shares_of(batch):
     """[(pool, members, spans, where), ...] of a batch whose caches are in pools."""
     if is_paged(batch):
@@ -307,14 +325,16 @@ def shares_of(batch):
     return shares
 
 
-def pieces_of(batch, rows):
+def pieces_of(batch, wanted):
     """
     The pieces of native.step for a batch whose caches are in pools, and the size of a page.
-    ValueError unless `rows` are the last tokens of some requests, in order.
+    ValueError unless the logits wanted, as places in the stream, are those of the last tokens of
+    each request, some or none, in order.
     """
-    lasts, wanted = [end - 1 for end in batch.cu_seqlens[1:]], () if rows is None else rows.tolist()
-    given = set(wanted)
-    if rows is None or wanted != [last for last in lasts if last in given]:
+    counts = [bisect_left(wanted, end) - bisect_left(wanted, first)
+              for first, end in pairwise(batch.cu_seqlens)]
+    lasts = (range(end - n, end) for end, n in zip(batch.cu_seqlens[1:], counts))
+    if wanted != [*chain.from_iterable(lasts)]:
         raise ValueError("the logits wanted are not those of the last tokens")
     pools, pieces, paged = {}, [], is_paged(batch)
     size = batch.pages.size if paged else 2**40   # a cache in one piece is a single page
@@ -323,7 +343,7 @@ def pieces_of(batch, rows):
         table = [kv.first + page * size for page in request.kv] if paged else [kv.first]
         if kv.pool not in pools:
             pools[kv.pool] = *map(native.pool_address, (kv.pool.all_k, kv.pool.all_v)), kv.pool.size
-        pieces.append((batch.cu_seqlens[i], n, start, lasts[i] in given, table, *pools[kv.pool]))
+        pieces.append((batch.cu_seqlens[i], n, start, counts[i], table, *pools[kv.pool]))
     return pieces, size
 
 

@@ -15,22 +15,71 @@
 #include <cstring>
 #include <omp.h>
 #include <vector>
+#ifdef __aarch64__
+#include <arm_neon.h>
+#else
+#include <immintrin.h>
+#endif
 
 using std::min;
 typedef int64_t i64;
 
 #if defined(__AVX512F__)                          // 32 registers of 16 numbers
-constexpr i64 W = 16, COLS = 3, ROWS = 8;
-#elif defined(__AVX2__)                           // 16 registers of 8
-constexpr i64 W = 8, COLS = 2, ROWS = 6;
+constexpr i64 W = 16, COLS = 3, ROWS = 8, SIDE = 4;
+#elif defined(__AVX2__) && defined(__FMA__)       // 16 registers of 8
+constexpr i64 W = 8, COLS = 2, ROWS = 6, SIDE = 2;
 #elif defined(__ARM_NEON)                         // 32 registers of 4
-constexpr i64 W = 4, COLS = 4, ROWS = 6;
+constexpr i64 W = 4, COLS = 4, ROWS = 6, SIDE = 1;
 #else
 #error "a processor for which these sizes were not chosen: torch's own kernels are better"
 #endif
 constexpr i64 PANEL = COLS * W;    // columns of the result that are computed together
 constexpr i64 DEPTH = 768;         // so much of k that a panel's piece of w stays in the L2 cache
 typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t places __attribute__((vector_size(4 * W)));
+
+// The order of additions decides the last bits of a sum. A request's numbers are added in the same
+// order whatever else is in the step (docs/bits.md): by the helpers below, and by loops that add
+// one after the other. For `omp simd reduction(+)` a compiler chooses an order, perhaps from an
+// address; there is none here. And it may round a * b before it adds c, or not, in each copy of a
+// loop as it likes. So it is told never to merge the two (-ffp-contract=off, native.py), and where
+// they are to be merged, this function or std::fma says so.
+static inline vec multiply_add(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return _mm_fmadd_ps(a, b, c);                 // ARM's sizes, tested on another processor
+#endif
+}
+
+// The sums of neighbours: a0 + a1, a2 + a3, ..., then those of b
+static inline vec pairs(vec a, vec b) {
+    places even, odd;
+    for (i64 j = 0; j < W; j++) even[j] = 2 * j, odd[j] = 2 * j + 1;
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+}
+
+// The first n numbers, then zeros
+static inline vec first(const float* numbers, i64 n) {
+    vec found = {};
+    std::memcpy(&found, numbers, 4 * n);
+    return found;
+}
+
+// of(x0) + of(x1) + ... for n numbers: number i is added in lane i % W, then the lanes are added.
+// of(0) must be 0.
+template <typename Of> static inline float sum(const float* x, i64 n, Of of) {
+    vec lanes = {};
+    i64 i = 0;
+    for (; i + W <= n; i += W) lanes += of(*(const vec*)(x + i));
+    if (i < n) lanes += of(first(x + i, n - i));
+    for (i64 j = 1; j < W; j *= 2) lanes = pairs(lanes, lanes);
+    return lanes[0];
+}
 
 // Where numbers[i] is, as an integer: what is fetched ahead may lie beyond an allocation's end, where
 // a pointer must not even point. A prefetch does not fault there.
@@ -52,7 +101,7 @@ static void tile(const float* x, i64 x_row, const float* w, i64 w_row, float* y,
         ahead += 4 * w_row;
         for (i64 r = 0; r < R; r++) {
             vec a = x[r * x_row + i] - vec{};     // the same number in all places
-            for (i64 c = 0; c < C; c++) sum[r][c] += a * b[c];
+            for (i64 c = 0; c < C; c++) sum[r][c] = multiply_add(a, b[c], sum[r][c]);
         }
     }
     for (i64 r = 0; r < R; r++)
@@ -77,9 +126,11 @@ static Tile* tile_of(i64 rows, i64 vecs) {
 static inline float exponential(float x) {
     float in = x;
     x = x > -87.f ? x < 88.f ? x : 88.f : -87.f;  // NaN, too, becomes a number that has an int
-    float n = std::nearbyint(x * 1.44269504f), r = x - n * .693359375f + n * 2.12194440e-4f;
-    float p = 1 / 120.f + r * (1 / 720.f);
-    p = 1 + r * (1 + r * (.5f + r * (1 / 6.f + r * (1 / 24.f + r * p))));
+    float n = std::nearbyint(x * 1.44269504f);
+    float r = std::fma(n, 2.12194440e-4f, std::fma(n, -.693359375f, x));
+    float p = std::fma(r, 1 / 720.f, 1 / 120.f);
+    p = std::fma(r, std::fma(r, std::fma(r, p, 1 / 24.f), 1 / 6.f), .5f);
+    p = std::fma(r, std::fma(r, p, 1.f), 1.f);
     int32_t bits = (int32_t(n) + 127) << 23;      // 2^n
     float power;
     std::memcpy(&power, &bits, 4);
@@ -134,11 +185,12 @@ static void linear(const float* x, Matrix weight, float* y, i64 m, i64 k, i64 n,
 
 // scores (s) -> probabilities, of the first `seen`; zeros up to `all`
 static void softmax(float* scores, i64 seen, i64 all, float scale) {
-    float most = -INFINITY, total = 0;
+    float most = -INFINITY;
     #pragma omp simd reduction(max : most)
     for (i64 s = 0; s < seen; s++) most = scores[s] > most ? scores[s] : most;
-    #pragma omp simd reduction(+ : total)
-    for (i64 s = 0; s < seen; s++) total += scores[s] = exponential((scores[s] - most) * scale);
+    #pragma omp simd
+    for (i64 s = 0; s < seen; s++) scores[s] = exponential((scores[s] - most) * scale);
+    float total = sum(scores, seen, [](vec x) { return x; });
     for (i64 s = 0; s < seen; s++) scores[s] /= total;
     std::fill(scores + seen, scores + all, 0.f);
 }
@@ -149,79 +201,107 @@ struct Cache {
     const i64* table;         // the slot at which each page begins
     i64 page, size;
     float* operator[](i64 s) const { return pool + (table[s / page] + s % page) * size; }
-    template <typename Use> void each(i64 end, Use use) const {      // use(s, its numbers), s < end
-        for (i64 s = 0; s < end;) {
-            float* at = (*this)[s];
-            for (i64 stop = min(end, s + page); s < stop; s++, at += size) use(s, at);
-        }
-    }
 };
 
-constexpr i64 AHEAD = 16;     // keys and values are fetched so many tokens before they are used,
-                              // and the first values while the last keys are used, and so on
-constexpr i64 MANY = 16;      // from so many queries on it pays to bring the keys into panels
+constexpr i64 AHEAD = 16;     // values are fetched so many tokens before they are used
+constexpr i64 MANY = 16;      // from so many queries on it pays to bring the values together
 
-// A few queries: each key is read once and multiplied with all of them.
-static void few(const float* q, float* out, i64 row, Cache keys, Cache values,
-                uintptr_t next, i64 start, i64 n, float scale, std::vector<float>& room) {
-    i64 end = start + n, size = keys.size;
-    room.resize(n * end);
-    float* scores = room.data();
-    keys.each(end, [&](i64 s, const float* key) {
-        i64 left = s + AHEAD - end;
-        fetch(left < 0 ? place(key, AHEAD * size) : place(values[0], left * size), size);
-        for (i64 i = 0; i < n; i++) {
-            float sum = 0;
-            #pragma omp simd reduction(+ : sum)
-            for (i64 d = 0; d < size; d++) sum += q[i * row + d] * key[d];
-            scores[i * end + s] = sum;
+// Q queries (size) times W / Q keys, Q x W / Q products. Feature d is added in lane d % W, then the
+// lanes are: an order that serves one query and many, and takes the keys as they lie. Meanwhile the
+// keys W places further on are fetched, for a single query in the order in which they lie.
+template <i64 Q>
+static inline vec dots(const float* q, i64 row, const float* const* keys, i64 size) {
+    constexpr i64 K = W / Q;
+    i64 d = 0, fetched = 0;
+    vec sums[W] = {};
+    auto each = [&](auto load) {
+        vec a[Q];
+        for (i64 r = 0; r < Q; r++) a[r] = load(q + r * row + d);
+        if (Q == 1)
+            for (; fetched * size < min(d + W, size) * W; fetched++)
+                fetch(place(keys[fetched + W], 0), size);
+        #pragma GCC unroll 16
+        for (i64 j = 0; j < K; j++) {
+            vec b = load(keys[j] + d);
+            if (Q > 1) __builtin_prefetch(keys[j + W] + d);
+            for (i64 r = 0; r < Q; r++) sums[r * K + j] = multiply_add(a[r], b, sums[r * K + j]);
         }
-    });
-    for (i64 i = 0; i < n; i++) {
-        softmax(scores + i * end, start + i + 1, end, scale);
-        std::fill(out + i * row, out + i * row + size, 0.f);
-    }
-    values.each(end, [&](i64 s, const float* value) {
-        i64 left = s + AHEAD - end;
-        fetch(left < 0 ? place(value, AHEAD * size) : next + 4 * left * size, size);
-        for (i64 i = 0; i < n; i++) {
-            float weight = scores[i * end + s];
-            float* o = out + i * row;
-            for (i64 d = 0; d < size; d++) o[d] += weight * value[d];
-        }
-    });
+    };
+    for (; d + W <= size; d += W) each([](const float* x) { return *(const vec*)x; });
+    if (d < size) each([&](const float* x) { return first(x, size - d); });
+    #pragma GCC unroll 4
+    for (i64 left = W / 2; left; left /= 2)
+        #pragma GCC unroll 8
+        for (i64 j = 0; j < left; j++) sums[j] = pairs(sums[2 * j], sums[2 * j + 1]);
+    return sums[0];
 }
 
-// Many queries: two multiplications through tiles, with a softmax between them.
-static void many(const float* q, float* out, i64 row, Cache keys, Cache values, i64 start, i64 n,
-                 float scale, std::vector<float>& room) {
-    i64 end = start + n, size = keys.size, width = (size + W - 1) / W * W;
-    i64 panels = (end + PANEL - 1) / PANEL, all = panels * PANEL;
-    room.resize(all * (size + width + ROWS));
-    float *packed = room.data(), *dense = packed + all * size, *scores = dense + all * width;
-    for (i64 s = 0; s < all; s++) {
-        const float* key = keys[min(s, end - 1)];
-        float* to = packed + s / PANEL * PANEL * size + s % PANEL;
-        for (i64 d = 0; d < size; d++) to[d * PANEL] = key[d];
-        if (s < end) {
-            std::copy_n(values[s], size, dense + s * width);
-            std::fill_n(dense + s * width + size, width - size, 0.f);
-        }
+// out (size) += weight * value
+static inline void add(float* out, float weight, const float* value, i64 size) {
+    i64 d = 0;
+    for (; d + W <= size; d += W) {
+        vec* o = (vec*)(out + d);
+        *o = multiply_add(weight - vec{}, *(const vec*)(value + d), *o);
+    }
+    for (; d < size; d++) out[d] = std::fma(weight, value[d], out[d]);
+}
+
+struct Room {                 // of a thread
+    std::vector<float> numbers;
+    std::vector<const float*> places;
+};
+
+// n queries, the first of which sees `start` keys and its own, each a key more. What is read
+// afterwards begins at `next`.
+static void attention(const float* q, float* out, i64 row, Cache keys, Cache values,
+                      uintptr_t next, i64 start, i64 n, float scale, Room& room) {
+    i64 end = start + n, size = keys.size, all = (end + W - 1) / W * W;
+    i64 width = n < MANY ? 0 : (size + W - 1) / W * W;
+    room.numbers.resize(all * (ROWS + width));
+    room.places.resize(2 * all);
+    float *scores = room.numbers.data(), *dense = scores + ROWS * all;
+    const float **key = room.places.data(), **value = key + all;   // where each one is
+    for (i64 s = 0; s < end;) {
+        const float *k = keys[s], *v = values[s];
+        for (i64 stop = min(end, s + keys.page); s < stop; s++, k += size, v += size)
+            key[s] = k, value[s] = v;
+    }
+    for (i64 s = end; s < all; s++) key[s] = key[end - 1], value[s] = value[end - 1];
+    for (i64 s = 0; width && s < end; s++) {
+        std::copy_n(value[s], size, dense + s * width);
+        std::fill_n(dense + s * width + size, width - size, 0.f);
     }
     for (i64 i = 0; i < n; i += ROWS) {
         i64 rows = min(ROWS, n - i), seen = start + i + rows;
-        std::fill_n(scores, rows * all, 0.f);
-        for (i64 s = 0; s < seen; s += PANEL)
-            tile_of(rows, COLS)(q + i * row, row, packed + s * size, PANEL, scores + s, all,
-                                size, PANEL, 0, 0);
+        const float* a = q + i * row;
+        float* o = out + i * row;
+        for (i64 s = 0; s < seen; s += W) {
+            i64 r = 0;
+            for (; r + SIDE <= rows; r += SIDE)
+                for (i64 j = s; j < s + W; j += W / SIDE) {
+                    vec found = dots<SIDE>(a + r * row, row, key + j, size);
+                    for (i64 l = 0; l < SIDE; l++)
+                        std::memcpy(scores + (r + l) * all + j, (float*)&found + l * (W / SIDE),
+                                    4 * (W / SIDE));
+                }
+            for (; r < rows; r++)
+                *(vec*)(scores + r * all + s) = dots<1>(a + r * row, row, key + s, size);
+        }
         for (i64 r = 0; r < rows; r++) {
             softmax(scores + r * all, start + i + r + 1, seen, scale);
-            std::fill_n(out + (i + r) * row, size, 0.f);
+            std::fill_n(o + r * row, size, 0.f);
         }
-        for (i64 d = 0; d < size; d += PANEL) {
+        // The values one after the other, in each of the two ways
+        for (i64 d = 0; width && d < size; d += PANEL) {
             i64 cols = min(PANEL, size - d);
-            tile_of(rows, (cols + W - 1) / W)(scores, all, dense + d, width,
-                                              out + i * row + d, row, seen, cols, 0, 0);
+            tile_of(rows, (cols + W - 1) / W)(scores, all, dense + d, width, o + d, row, seen, cols,
+                                              0, 0);
+        }
+        for (i64 s = 0; !width && s < seen; s++) {
+            i64 left = s + AHEAD - end;
+            fetch(left < 0 ? place(value[s + AHEAD], 0) : next + 4 * left * size, size);
+            for (i64 r = 0; r < rows; r++)
+                add(o + r * row, scores[r * all + s], value[s], size);
         }
     }
 }
@@ -230,7 +310,7 @@ static void many(const float* q, float* out, i64 row, Cache keys, Cache values, 
 struct Piece {
     i64 first, n;             // its new tokens in the stream
     i64 start;                // position of the first of them
-    i64 wanted;               // 1 if the logits of its last token are wanted, else 0
+    i64 wanted;               // of so many, the last ones, the logits are wanted
     const i64* table;         // the slots at which its pages begin
     float *keys, *values;     // of its pool: (layers, heads, slots, size)
     i64 slots;
@@ -263,7 +343,7 @@ static void keep(const float* k, const float* v, i64 heads, i64 size, const Piec
 // last `wanted` queries of a request if `last`.
 static void attend(const float* q, float* out, i64 heads, i64 size, const Piece* pieces,
                    i64 requests, i64 page, i64 layer, bool last) {
-    static thread_local std::vector<float> room;
+    static thread_local Room room;
     float scale = 1 / std::sqrt(float(size));
     i64 row = heads * size;
     i64 together = std::max<i64>(1, requests * heads / (8 * omp_get_num_threads()));
@@ -275,11 +355,9 @@ static void attend(const float* q, float* out, i64 heads, i64 size, const Piece*
         Cache values = cache_of(p, p.values, page, size, head);
         i64 skip = last ? p.n - p.wanted : 0, n = p.n - skip;
         i64 at = (p.first + skip) * row + item % heads * size;
-        if (n >= MANY)
-            many(q + at, out + at, row, keys, values, p.start + skip, n, scale, room);
-        else if (n > 0)
-            few(q + at, out + at, row, keys, values, place(keys[0], p.slots * size) /* next head */,
-                p.start + skip, n, scale, room);
+        if (n > 0)
+            attention(q + at, out + at, row, keys, values, place(keys[0], p.slots * size),
+                      p.start + skip, n, scale, room);   // the next head lies behind this one's slots
     }
 }
 
@@ -291,16 +369,12 @@ static void layer_norm(const float* x, float* y, Norm norm, i64 m, i64 C) {
     #pragma omp for schedule(static)
     for (i64 r = 0; r < m; r++) {
         const float* in = x + r * C;
-        float mean = 0, variance = 0;
-        #pragma omp simd reduction(+ : mean)
-        for (i64 j = 0; j < C; j++) mean += in[j];
-        mean /= C;
-        #pragma omp simd reduction(+ : variance)
-        for (i64 j = 0; j < C; j++) variance += (in[j] - mean) * (in[j] - mean);
-        float scale = 1 / std::sqrt(variance / C + 1e-5f);
-        for (i64 j = 0; j < C; j++) {
-            y[r * C + j] = (in[j] - mean) * scale * norm.weight[j] + norm.bias[j];
-        }
+        float* out = y + r * C;
+        float mean = sum(in, C, [](vec x) { return x; }) / C;
+        for (i64 j = 0; j < C; j++) out[j] = in[j] - mean;
+        float variance = sum(out, C, [](vec x) { return x * x; }) / C;
+        float scale = 1 / std::sqrt(variance + 1e-5f);
+        for (i64 j = 0; j < C; j++) out[j] = out[j] * scale * norm.weight[j] + norm.bias[j];
     }
 }
 
@@ -371,10 +445,10 @@ i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* 
             if (last) {   // from here on, only the tokens whose logits are wanted
                 #pragma omp single
                 for (i64 p = 0, to = 0; p < requests; p++)
-                    if (pieces[p].wanted) {
-                        i64 from = pieces[p].first + pieces[p].n - 1;
+                    for (i64 n = pieces[p].wanted; n > 0; n--, to++) {
+                        i64 from = pieces[p].first + pieces[p].n - n;
                         std::memmove(x + to * C, x + from * C, 4 * C);
-                        std::memmove(y + to++ * C, y + from * C, 4 * C);
+                        std::memmove(y + to * C, y + from * C, 4 * C);
                     }
                 m = 0;
                 for (i64 p = 0; p < requests; p++) m += pieces[p].wanted;

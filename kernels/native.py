@@ -30,7 +30,9 @@ LOCK = RLock()   # one step at a time: they share working memory, clocks and the
 SOURCE = Path(__file__).with_name("native.cpp")
 COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp",
-         "-fno-math-errno", "-fno-trapping-math"]   # these let exp() become vector instructions
+         "-fno-math-errno", "-fno-trapping-math",   # these let exp() become vector instructions
+         "-ffp-contract=off",                       # every rounding as it is written: docs/bits.md
+         "-fno-split-loops"]                        # in two halves, `tile` would spill its sums
 FLOAT = dict(dtype=torch.float32, device="cpu")   # said everywhere: programs may set other defaults
 INSTALL = {"linux": "apt install g++", "darwin": "brew install gcc, then CXX=g++-15"}
 
@@ -277,12 +279,13 @@ class Weights:
 def step(weights, tokens, positions, pieces, page):
     """
     A whole forward pass in one call, made under LOCK. tokens, positions: long (N,). Returns the
-    logits (R, V) of the last token of each piece that wants them. IndexError, as torch's, for a
+    logits (R, V) of the tokens that each piece wants them of. IndexError, as torch's, for a
     token or a position that the model does not have.
 
     pieces: for each request (its first token in the stream, their number, position of the first,
-            whether the logits of the last are wanted, block table, address of the pool's keys, of
-            its values, slots in the pool). A block table lists the slots at which pages begin.
+            of how many, the last ones, the logits are wanted, block table, address of the pool's
+            keys, of its values, slots in the pool). A block table lists the slots at which pages
+            begin.
     page:   tokens in a page
     """
     N = len(tokens)

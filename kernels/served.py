@@ -56,9 +56,11 @@ def digest(function):
 
 
 def functions_in(source):
-    """{"Class.function": ast.FunctionDef}"""
-    return {f"{each.name}.{f.name}": f for each in ast.parse(source).body
-            if isinstance(each, ast.ClassDef) for f in each.body if isinstance(f, ast.FunctionDef)}
+    """{"Class.function" or "function": ast.FunctionDef}"""
+    tree = ast.parse(source)
+    owners = [("", tree), *((f"{c.name}.", c) for c in tree.body if isinstance(c, ast.ClassDef))]
+    return {prefix + f.name: f for prefix, owner in owners for f in owner.body
+            if isinstance(f, ast.FunctionDef)}
 
 
 def new_record():
@@ -118,13 +120,14 @@ def touched(module):
 # --- layouts --------------------------------------------------------------------------------------
 
 METHODS = "attend", "lay_out", "read", "slots", "write"
-LAYOUTS = {"Flat": [*RECORD["generate_ragged.py"]],
+LAYOUTS = {"Alone": [*RECORD["generate_unbatched.py"]], "Flat": [*RECORD["generate_ragged.py"]],
            "Paged": [*RECORD["generate_paged.py"], *RECORD["generate_ragged.py"]]}
 
 
 def why_not(attend):
     """
-    None if `attend` is that of a Flat or a Paged whose functions are unchanged, or else why not.
+    None if `attend` is that of an Alone, a Flat or a Paged whose functions are unchanged, or else
+    why not.
 
     A layout is known by its functions, not by its class: a script that is run has classes of its
     own, and a subclass may change what no kernel replaces.
@@ -133,7 +136,7 @@ def why_not(attend):
     kind = type(layout)
     base = next((each.__name__ for each in kind.__mro__ if each.__name__ in LAYOUTS), None)
     if base is None:
-        return f"it is for the layouts of stages 6 and 7, not {kind.__name__}"
+        return f"it is for the layouts of stages 0, 6 and 7, not {kind.__name__}"
     functions = [(part, name) for part in kind.__mro__ for name in METHODS if name in vars(part)]
     changed = watch(*functions).first_changed()
     if not changed and [f"{part.__name__}.{name}" for part, name in functions] != LAYOUTS[base]:
@@ -143,7 +146,7 @@ def why_not(attend):
         return f"{changed} has been replaced"
     if attend.__func__ is not kind.attend:
         return f"{kind.__name__}.attend is wrapped"
-    if layout.attention != "varlen":
+    if getattr(layout, "attention", "varlen") != "varlen":
         return f"it has no attention={layout.attention!r}"
     if own := vars(layout).keys() & METHODS:
         return f"{', '.join(own)} of this layout has been replaced"

@@ -15,6 +15,8 @@ So each token is judged given those before it. The verdict on a request is
                  rounding explains it (ties.py)
     cancelled    nothing is wrong as far as it came
     WRONG        anything else
+
+exact: the optimized model that ran; only its own reference can have the same bits (docs/bits.md)
 """
 from dataclasses import replace
 
@@ -29,16 +31,15 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 
 class Check:
-    def __init__(self, model, requests):
-        self.model, self.flips = model, ties.Flips(model)
+    def __init__(self, model, requests, exact=None):
+        self.model, self.exact, self.flips = model, exact, ties.Flips(model)
         self.asked = {request: replace(request) for request in requests}    # as it came in
         self.told = {request: [] for request in self.asked}                 # [(token, logits), ...]
 
     def on_token(self, request, token, logits):
         self.told[request].append((token, logits))                          # logits (V,)
 
-    def __call__(self):
-        """A Verdict for each request, in their order."""
+    def __call__(self):   # a Verdict for each request, in their order
         return [self.judge(request) for request in self.asked]
 
     @torch.inference_mode()
@@ -70,6 +71,7 @@ class Check:
     def fault_in_tokens(self, request, verdict):
         asked, tokens, flipped = self.asked[request], request.generated, {}
         reference = ties.run_alone(self.model, asked.prompt, tokens)        # (n, V)
+        exact = ties.run_alone(self.exact, asked.prompt, tokens) if self.exact else reference
         # two copies of its random stream: each draws one number per token
         for_stage, for_reference = replace(asked), replace(asked)
         for i, (token, stage) in enumerate(self.told[request]):
@@ -77,6 +79,7 @@ class Check:
             largest = alone.abs().max().clamp(min=1e-300)                   # no division by 0
             difference = float((stage - alone).abs().max() / largest)
             verdict.difference = max(difference, verdict.difference)
+            verdict.equal &= torch.equal(stage, exact[i])
             if not difference <= TOLERANCE[self.model.wte.weight.dtype]:    # also if it is NaN
                 return f"logits of token {i} differ by {difference:.1e} of the largest"
             if sample(stage[None], [for_stage]) != [token]:

@@ -271,13 +271,15 @@ def run_stage(generate, args, shard=None):
     knobs, ignored = knobs_of(generate, given_knobs(args))
     say_ignored(args, ignored, "for this stage")
     model, tokenizer, requests = load_inputs(args)
-    plain, check = model, None if args.no_check else Check(model, requests)
-    if check and (shard or args.optimize):
+    plain, check = model, None
+    if not args.no_check and (shard or args.optimize):
         model = copy.deepcopy(model)   # or the changed model would check itself
     if shard is not None:
         model = shard(model)
     if args.optimize:
         model.optimize()
+    if not args.no_check:
+        check = Check(plain, requests, exact=model if args.optimize and not shard else None)
     try:
         with progress(generate, args, model, requests, tokenizer):
             trace = generate(model, requests, on_token=check and check.on_token, **knobs)
