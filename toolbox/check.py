@@ -15,8 +15,6 @@ So each token is judged given those before it. The verdict on a request is
                  rounding explains it (ties.py)
     cancelled    nothing is wrong as far as it came
     WRONG        anything else
-
-exact: the optimized model that ran; only its own reference can have the same bits (docs/bits.md)
 """
 from dataclasses import replace
 
@@ -31,7 +29,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 
 class Check:
-    def __init__(self, model, requests, exact=None):
+    def __init__(self, model, requests, exact=None):   # exact: optimized, for "bit for bit"
         self.model, self.exact, self.flips = model, exact, ties.Flips(model)
         self.asked = {request: replace(request) for request in requests}    # as it came in
         self.told = {request: [] for request in self.asked}                 # [(token, logits), ...]
@@ -72,8 +70,8 @@ class Check:
         asked, tokens, flipped = self.asked[request], request.generated, {}
         reference = ties.run_alone(self.model, asked.prompt, tokens)        # (n, V)
         exact = ties.run_alone(self.exact, asked.prompt, tokens) if self.exact else reference
-        # two copies of its random stream: each draws one number per token
-        for_stage, for_reference = replace(asked), replace(asked)
+        verdict.equal = True
+        for_stage, for_reference = replace(asked), replace(asked)   # two copies of its random stream
         for i, (token, stage) in enumerate(self.told[request]):
             stage, alone = stage.cpu().double(), reference[i]
             largest = alone.abs().max().clamp(min=1e-300)                   # no division by 0

@@ -8,7 +8,7 @@ class Verdict:
     verdict: str = "identical"   # or "near-tie", "cancelled", "WRONG"
     difference: float = 0.0      # largest |logit difference|, relative to the largest |logit|
     detail: str = ""             # what is wrong, or which token has flipped
-    equal: bool = True           # whether its logits equal the reference's bit for bit
+    equal: bool = False          # whether its logits equal the reference's bit for bit
 
 
 def summary(verdicts):
