@@ -6,25 +6,29 @@ Grades a student's functions, and says in sentences what is wrong.
 
 In a student copy, made by make.py, `python grade.py` grades the copy itself on the visible
 workloads. Instructors also grade on hidden ones, which depend on --salt and the student's id.
+Everything else is the same in both.
 
-A student's functions are grafted into a clean checkout, part by part. So other changes have no
-effect, and a fault in one part cannot affect another. A child process with limits on time, memory
-and output runs them and reports what it observes (observe.py). This process judges, and never runs
-a student's code. That stops mistakes, not attacks: grade hostile code in a container.
+A student's functions are grafted into our files, part by part. So other changes have no effect, and
+a fault in one part cannot affect another. A child process with limits on time, memory and output
+runs them and reports what it observes (observe.py). This process judges, and never runs a student's
+code. That stops mistakes, not attacks: grade hostile code in a container.
 """
 import argparse
 import ast
 import csv
-import difflib
 import hashlib
 import itertools
 import json
 import math
 import multiprocessing
+import os
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -32,20 +36,23 @@ sys.path.insert(0, str(HERE))   # the files beside this one, whoever imports it
 
 import graft  # noqa: E402
 import observe  # noqa: E402
-from sets import CAUSES, SETS, TOOLS  # noqa: E402
+from sets import CAUSES, SETS  # noqa: E402
 
-EXPECTED = HERE / "expected.json"   # in a student copy only: what the reference gives
-CLEAN = HERE if EXPECTED.exists() else HERE.parent
+KIT = ("grade.py", "observe.py", "graft.py", "sets.py")   # what a student copy grades with
+PACKED = HERE / "reference.bin"   # in a student copy only: our files, and those with a bug
 LATE = "does not finish within"
-SENTENCES = ("crash", "tokens", "positions", "sees", "sampled")
-VISIBLE = [f"visible {i}" for i in range(4)]
+SENTENCES = ("tokens", "positions", "sees", "sampled", "crash", "contract")
+VISIBLE = [observe.EDGES, *(f"visible {i}" for i in range(4))]
 HIDDEN = 6             # workloads
 VISIBLE_SHARE = 0.4    # of a part's points
 # A part may take so many times the CPU time that the reference has just taken, and at least the
 # FLOOR, in seconds. CPU time, because a busy machine must not cost points. A child that waits for
 # ever uses none: it is stopped when the clock shows PATIENCE times its CPU limit.
 TIMES, FLOOR, PATIENCE = 10, 10, 10
-TOLERANCE = 1e-8       # relative; the models run in float64
+TOLERANCE = 1e-8       # relative; what is compared is in float64
+LARGEST = 1 << 20      # bytes of a file that is read
+ALIKE = 0.8            # share of two functions' code from which on they are listed
+UNREADABLE = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)   # files of students
 
 
 @dataclass
@@ -62,39 +69,107 @@ class Score:
         return "\n".join([head, *(f"   {line}" for line in self.message.splitlines())])
 
 
+# --- files ----------------------------------------------------------------------------------------
+
+@lru_cache
+def packed():
+    """What make.py has packed: {"set": 4, "files": {name: text}, "bugs": [{name: text}, ...]}."""
+    return json.loads(zlib.decompress(PACKED.read_bytes())) if PACKED.exists() else None
+
+
+def clean(file):
+    """The text of our file."""
+    return packed()["files"][file] if packed() else (HERE.parent / file).read_text("utf-8")
+
+
+def read(folder, file):
+    """The bytes of a student's file. OSError for what is no file, or too large to be one."""
+    path = Path(folder, file)
+    if not path.exists():
+        raise FileNotFoundError("it is not there")
+    if not path.is_file() or path.stat().st_size > LARGEST:
+        raise OSError("it is not a file of at most 1 MB")
+    return path.read_bytes()
+
+
+def read_json(folder, file):
+    """A student's JSON file: (its object, None) or (None, what is wrong with it)."""
+    try:
+        found = json.loads(read(folder, file).decode("utf-8-sig"))
+    except UNREADABLE as error:
+        return None, f"{file} cannot be read: {error}"
+    return (found, None) if isinstance(found, dict) else (None, f"{file} is not a JSON object")
+
+
+def checkout(folder, number, edits=()):
+    """Our files of what a set needs. edits: {file: its text}."""
+    ours = {name: clean(name) for name in SETS[number].modules}
+    for name, text in {**ours, **dict(edits)}.items():
+        path = Path(folder) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def new_files(number, folder):
+    """{name: text} of Python files that a student has added beside ours."""
+    ours, found = {*SETS[number].modules, *KIT}, {}
+    for path in sorted(Path(folder).glob("*.py")):
+        if path.name not in ours:
+            try:
+                found[path.name] = ast.unparse(ast.parse(read(folder, path.name)))
+            except UNREADABLE:
+                continue   # whatever imports it says so
+    return found
+
+
+def grafts(number, folder):
+    """
+    Our files with a student's functions in them, for each part: (part, {file: text}, a fault in the
+    files or None).
+    """
+    new = new_files(number, folder)
+    for part in SETS[number].parts:
+        edits, fault = dict(new), None
+        for file in SETS[number].needs:   # helpers may be in any of them
+            names = [name.split(":")[1] for name in part.functions if name.startswith(file + ":")]
+            try:
+                student = read(folder, file)
+                gone = sorted({*names} - {*graft.functions_in(student)})
+                edits[file], _ = graft.grafted(clean(file), student, names)
+                fault = fault or (f"{file} no longer has {gone[0]}" if gone else None)
+            except UNREADABLE as error:
+                at = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+                why = getattr(error, "msg", str(error)) or type(error).__name__
+                fault = fault or (f"{file} cannot be read: {at}{why}" if names else None)
+        yield part, edits, fault
+
+
+def ignored(number, folder):
+    """What a student has changed although the set does not ask for it: "cache.py: KV.write"."""
+    found = []
+    for file in SETS[number].needs:
+        names = [name.split(":")[1] for name in SETS[number].functions]
+        try:
+            _, left_out = graft.grafted(clean(file), read(folder, file), names)
+        except UNREADABLE:
+            continue
+        found += [f"{file}: {what}" for what in left_out]
+    return found
+
+
 # --- running --------------------------------------------------------------------------------------
 
 def seeds_of(student, number, salt):
     """Seeds of a student's hidden workloads: always the same, and different for each student."""
-    digest = hashlib.sha256(f"{salt}/{student}/{number}".encode()).hexdigest()
+    digest = hashlib.sha256(os.fsencode(f"{salt}/{student}/{number}")).hexdigest()
     return [f"{digest} {i}" for i in range(HIDDEN)]
-
-
-def modules_of(number):
-    """The files that the parts of a set run with."""
-    return [*SETS[number].needs, *TOOLS]
-
-
-def checkout(folder, number, edits=()):
-    """A clean copy of what a set needs. edits: {file: its text}."""
-    for name in modules_of(number):
-        if (CLEAN / name).exists():
-            path = Path(folder) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text((CLEAN / name).read_text(encoding="utf-8"), encoding="utf-8")
-    for name, text in dict(edits).items():
-        (Path(folder) / name).write_text(text, encoding="utf-8")
-
-
-def run(number, names, seeds, edits=()):
-    """Observes parts in a child process: {"4a": [(seed, cause, where, value), ...]}."""
-    return timed_run(number, names, seeds, edits)[0]
 
 
 def timed_run(number, names, seeds, edits=(), needed=()):
     """
-    What `run` gives, and {"4a": CPU seconds, ...} of the parts that ended. If the child stops
-    early, the part that it was at counts as crashed, and so do those after it.
+    Observes parts in a child process: {"4a": [(seed, probe, cause, where, value), ...]}, and {"4a":
+    CPU seconds} of the parts that ended. If the child stops early, the part that it was at counts
+    as crashed, and so do those after it.
 
     needed: the CPU seconds of the reference, from which the limits follow
     """
@@ -106,12 +181,12 @@ def timed_run(number, names, seeds, edits=(), needed=()):
         checkout(place, number, edits)
         late, status = finish(observe.child, (place, names, seeds, report), limit)
         seen, seconds = {name: [] for name in names}, {}
-        for line in report.read_text().splitlines():
+        for line in report.read_text().splitlines() if report.is_file() else ():
             try:
                 name, *observation = json.loads(line)
-            except ValueError:   # the process ended in the middle of it
+            except (ValueError, RecursionError):   # the process ended in the middle of it
                 continue
-            if observation[1] == "done":
+            if observation[2] == "done":
                 seconds[name] = observation[-1]
             else:
                 seen[name].append(tuple(observation))
@@ -120,7 +195,7 @@ def timed_run(number, names, seeds, edits=(), needed=()):
     why = "prints more than 4 MB" if flood else late or f"ends the process (status {status})"
     for name in names:
         if name not in seconds:
-            seen[name].append((seeds[0], "crash", "", [why]))
+            seen[name].append((seeds[0], 0, "crash", "", [why]))
     return seen, seconds
 
 
@@ -146,7 +221,7 @@ def context():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch"])
+    server.set_forkserver_preload(["torch"])   # none is no fault: set 3 does without
     return server
 
 
@@ -154,53 +229,46 @@ def context():
 
 def judge(part, seen, expected):
     """
-    None if what was seen is right, else a message: the first cause, its effect, and the smallest
-    workload that shows it.
+    None if what was seen is right, else a message: the first cause of the first probe that found
+    anything, its effect, and the smallest workload that shows it.
     """
     rest, right = index(seen), index(expected)
-    causes = ("crash", *(cause for cause in CAUSES if cause in part.causes and cause != "crash"))
-    crashed = {seed for seed, kind, _ in rest if kind == "crash"}
-    for cause in ("before the crash", *causes):
+    blank = next((value[0] for _, value in rest.values() if unwritten(value)), None)
+    for probe, cause in itertools.product(sorted({key[1] for key in right}), CAUSES):
         faults = []
-        for (seed, kind, number), (where, value) in rest.items():
-            # What single functions did before a run crashed says more than the crash.
-            early = seed in crashed and kind in causes[1:] and not where.startswith("Workload: ")
-            if kind == cause or cause == "before the crash" and early:
-                fault = difference(kind, value, right.get((seed, kind, number), ("", []))[1])
-                if fault:
-                    faults.append((len(where), where, fault, seed))
+        for key, (where, value) in rest.items():
+            if key[1:3] == (probe, cause) and cause in (*part.causes, "crash") and (
+                    not unwritten(value)):
+                fault = difference(cause, value, right.get(key, ("", []))[1])
+                if fault:   # the smallest workload; else the first: easy cases come first
+                    size = len(where) if where.startswith("Workload: ") else 0
+                    faults.append((size, len(faults), where, fault, key[0]))
         if faults:
-            _, where, fault, seed = min(faults)
-            workload = where if where.startswith("Workload: ") else ""
-            if fault.startswith("is not written yet"):
-                return fault + "."
-            if where and not workload:
-                fault = f"{where}: {fault}"
-            lines = [fault, effect(cause, seed, rest, right), workload]
+            size, _, where, fault, seed = min(faults)
+            fault = f"{where}: {fault}" if where and not size else fault
+            effect = "" if cause in ("sampled", "contract") else next(
+                (f"Effect: {value[0]}" for key, (_, value) in rest.items()
+                 if key[0] == seed and key[2] == "contract" and value), "")
+            lines = [fault, effect, where if size else "", blank or ""]
             return "\n".join(line.rstrip(".") + "." for line in lines if line)
-    missing = [key for key in right if key not in rest and key[1] in causes]
+    if blank:
+        tried = any(key[2] == "result" for key in rest)
+        return f"{blank}{'; what is written is right so far' if tried else ''}."
+    missing = [key for key in right if key not in rest and key[2] in part.causes]
     return "it does not get as far as the reference" if missing else None
 
 
+def unwritten(value):
+    return isinstance(value, list) and value[:1] and str(value[0]).endswith("is not written yet")
+
+
 def index(observations):
-    """{(seed, cause, its number): (where, value)}."""
-    found, numbers = {}, {}
-    for seed, cause, where, value in observations:
-        number = numbers[seed, cause] = numbers.get((seed, cause), -1) + 1
-        found[seed, cause, number] = where, value
+    """{(seed, probe, cause, its number): (where, value)}."""
+    found, numbers = {}, Counter()
+    for seed, probe, cause, where, value in observations:
+        found[seed, probe, cause, numbers[seed, probe, cause]] = where, value
+        numbers[seed, probe, cause] += 1
     return found
-
-
-def effect(cause, seed, rest, right):
-    """The first token that has come out wrong, if one has."""
-    if cause in ("crash", "result"):
-        return ""
-    for (other, kind, number), (where, value) in rest.items():
-        if (other, kind) == (seed, "result") and isinstance(value, dict):
-            fault = difference(kind, value, right.get((other, kind, number), ("", {}))[1])
-            if fault:
-                return f"Effect: {fault}"
-    return ""
 
 
 def difference(cause, value, expected):
@@ -208,39 +276,44 @@ def difference(cause, value, expected):
     if cause in SENTENCES:
         return value[0] if value else None
     if isinstance(expected, dict) and isinstance(value, dict):
-        for key in expected:
-            if key not in value:
-                return f"{key}: nothing, expected {short(expected[key])}"
-            if fault := difference(cause, value[key], expected[key]):
+        for key in {**expected, **value}:
+            fault = (difference(cause, value[key], expected[key])
+                     if key in value and key in expected else
+                     f"{short(value.get(key, 'nothing'))}, expected "
+                     f"{short(expected.get(key, 'nothing'))}")
+            if fault:
                 return f"{key}: {fault}"
-        extra = [key for key in value if key not in expected]
-        return f"{extra[0]}: {short(value[extra[0]])}, expected nothing" if extra else None
+        return None
     mine, theirs = flat(value), flat(expected)
-    if any(isinstance(x, float) for x in theirs):
-        if len(mine) != len(theirs):
+    if any(isinstance(x, float) for x in theirs.values()):
+        if mine.keys() != theirs.keys():
             return f"{len(mine)} numbers, expected {len(theirs)}"
-        scale = max(map(abs, theirs), default=1) or 1
-        gaps = [gap if math.isfinite(gap := abs(a - b) / scale) else math.inf
-                for a, b in zip(mine, theirs)]
-        worst = max(gaps, default=0)
-        return (None if worst <= TOLERANCE else "holds NaN or infinity" if worst == math.inf
-                else f"differs by up to {worst:.1g} of the largest number")
+        scale = max(map(abs, theirs.values())) or 1
+        at, gap = max(((at, gap if math.isfinite(gap := abs(mine[at] - theirs[at]) / scale)
+                        else math.inf) for at in theirs), key=lambda pair: pair[1])
+        if gap == math.inf:
+            return "holds NaN or infinity"
+        if gap > 1e-6:
+            return f"{mine[at]:.6g} at {list(at)}, expected {theirs[at]:.6g}"
+        return None if gap <= TOLERANCE else (
+            f"off by {gap:.1g} of the largest number: as if some of it were computed in float32")
     if value == expected:
         return None
-    if isinstance(value, list) and isinstance(expected, list) and all(
-            isinstance(x, int) for x in value + expected):
-        for i, (a, b) in enumerate(zip(value, expected)):
-            if a != b:
-                return f"first difference at {i}: {a}, expected {b}"
-        return f"{len(value)} of them, expected {len(expected)}"
+    if isinstance(value, list) and isinstance(expected, list) and (
+            any(isinstance(x, str) and " " in x for x in expected) or len(str(expected)) > 60):
+        pairs = itertools.zip_longest(value, expected, fillvalue="the end")
+        at, (a, b) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        place = "" if isinstance(b, str) else f"first difference at {at}: "
+        return f"{place}{short(a)}, expected {short(b)}"
     return f"{short(value)}, expected {short(expected)}"
 
 
-def flat(value):
-    """All numbers of nested lists."""
+def flat(value, at=()):
+    """{place: number} of nested lists."""
     if isinstance(value, list):
-        return [number for inner in value for number in flat(inner)]
-    return [value] if isinstance(value, (int, float)) else []
+        return {place: x for i, inner in enumerate(value)
+                for place, x in flat(inner, (*at, i)).items()}
+    return {at: value} if isinstance(value, (int, float)) else {}
 
 
 def short(value):
@@ -250,84 +323,43 @@ def short(value):
 
 # --- grading --------------------------------------------------------------------------------------
 
-def reference_of(number, seeds):
-    """
-    What the reference gives, and its CPU seconds. In a student copy, what it gave when the copy was
-    made, and no CPU seconds, since those were another machine's.
-    """
-    if EXPECTED.exists():
-        stored = json.loads(EXPECTED.read_text(encoding="utf-8"))
-        return {name: [tuple(found) for found in stored[name]] for name in stored}, {}
-    names = part_names(number)
-    return timed_run(number, names, seeds, needed=dict.fromkeys(names, FLOOR))
-
-
 def part_names(number):
     return [f"{number}{part.letter}" for part in SETS[number].parts]
 
 
-def grafts(number, folder):
+def reference_of(number, seeds):
+    """What the reference gives, and its CPU seconds. RuntimeError if a probe finds it wrong."""
+    names = part_names(number)
+    expected, needed = timed_run(number, names, seeds, needed=dict.fromkeys(names, FLOOR))
+    if fault := next((found for each in expected.values() for found in each
+                      if found[2] in SENTENCES and found[4]), None):
+        raise RuntimeError(f"the reference itself is wrong: {fault}")
+    return expected, needed
+
+
+def grade(number, folder, salt="", student=None, reference=None, only=None):
     """
-    For each group of parts with the same functions: (parts, edits, a fault in the files or None).
-    In a student copy all functions are grafted together, since there is no reference beside them.
-    """
-    groups = {}
-    for part in SETS[number].parts:
-        names = SETS[number].functions if EXPECTED.exists() else part.functions
-        groups.setdefault(tuple(names), []).append(part)
-    for names, parts in groups.items():
-        edits, fault = {}, None
-        for file in dict.fromkeys(name.split(":")[0] for name in names):
-            try:
-                edits[file] = graft.grafted(
-                    (CLEAN / file).read_text(encoding="utf-8"), read(folder, file),
-                    [name.split(":")[1] for name in names if name.startswith(file + ":")])
-            except SyntaxError as error:
-                fault = f"{file} cannot be read: line {error.lineno}: {error.msg}"
-            except KeyError as error:
-                fault = f"{file} no longer has {error.args[0]}"
-            except (OSError, UnicodeDecodeError) as error:
-                fault = f"{file} cannot be read: {error}"
-        yield parts, edits, fault
-
-
-def read(folder, file):
-    """The text of a student's file."""
-    return (Path(folder) / file).read_text(encoding="utf-8")
-
-
-def grade(number, folder, salt="", student=None, reference=None):
-    """
-    The Scores of all code parts, and the changes that were ignored.
+    The Scores of the code parts, and the changes that were ignored.
 
     reference: what reference_of gives for this student, if it is known already
+    only:      names of parts; None: all
     """
-    hidden = [] if EXPECTED.exists() else seeds_of(student or Path(folder).name, number, salt)
-    seeds = [*VISIBLE, *hidden]
-    expected, needed = reference or reference_of(number, seeds)
-    if crash := next((found for each in expected.values() for found in each
-                      if found[1] in SENTENCES and found[3]), None):
-        raise RuntimeError(f"the reference itself is wrong: {crash}")
-    scores = {}
-    for parts, edits, fault in grafts(number, folder):
-        names = [f"{number}{part.letter}" for part in parts]
-        seen = {} if fault else timed_run(number, names, seeds, edits, needed)[0]
-        for part, name in zip(parts, names):
-            scores[name] = score(part, name, fault, seen.get(name), expected[name], hidden)
-    return [scores[name] for name in part_names(number)], ignored(number, folder)
-
-
-# --- what is not code: numbers, bugs to expose ----------------------------------------------------
-
-def read_json(folder, file):
-    """A student's JSON file: (its object, None) or (None, what is wrong with it)."""
-    try:
-        found = json.loads(read(folder, file))
-    except FileNotFoundError:
-        return None, f"there is no {file}"
-    except (OSError, ValueError) as error:
-        return None, f"{file} cannot be read: {error}"
-    return (found, None) if isinstance(found, dict) else (None, f"{file} is not a JSON object")
+    hidden = [] if packed() else seeds_of(student or Path(folder).name, number, salt)
+    expected, needed = reference or reference_of(number, [*VISIBLE, *hidden])
+    scores = []
+    for part, edits, fault in grafts(number, folder):
+        name, share = f"{number}{part.letter}", 0
+        if only and name not in only:
+            continue
+        for chosen in filter(None, (VISIBLE, hidden)):
+            if not fault:   # what is wrong on the visible workloads has no more to lose
+                share = 0 if chosen is VISIBLE else VISIBLE_SHARE
+                seen, _ = timed_run(number, [name], chosen, edits, needed)
+                fault = judge(part, seen[name], [
+                    found for found in expected[name] if found[0] in chosen])
+        scores.append(Score(name, part.title, round((share if fault else 1) * part.points, 1),
+                            part.points, fault or ""))
+    return scores, ignored(number, folder)
 
 
 def grade_numbers(number, folder, student):
@@ -343,31 +375,115 @@ def grade_numbers(number, folder, student):
                  message)
 
 
+def grade_all(number, folder, salt="", student=None, only=None):
+    """
+    All that a machine can grade of a student's work: (scores, ignored changes). Whatever a folder
+    does to the grader costs this student's points, and no other's.
+    """
+    student = student or Path(folder).resolve().name
+    try:
+        scores, vain = grade(number, folder, salt, student, only=only)
+        if not packed() and not only:
+            scores += [grade_numbers(number, folder, student), grade_breaks(number, folder)]
+        return scores, vain
+    except Exception as error:
+        said = str(error).strip().splitlines() or [""]
+        return [Score(name, "not graded", 0, of, message) for (name, of), message in
+                itertools.zip_longest(columns(number), [
+                    f"cannot be graded: {type(error).__name__}: {said[0]:.150}"], fillvalue="")], []
+
+
+def columns(number):
+    """[(name, points), ...] of all that grade_all grades."""
+    chosen = SETS[number]
+    rest = [] if packed() else [(f"{number} numbers", chosen.numbers),
+                                (f"{number} break it", chosen.breaks)]
+    return [*zip(part_names(number), [part.points for part in chosen.parts]), *rest]
+
+
+def grade_class(number, folders, salt="", student=None, jobs=2):
+    """
+    Yields (folder, scores, ignored changes) as students are graded, some at a time. A part that has
+    hit a limit is tried once more, alone, and its student is yielded again: the limits are for
+    endless loops, and never for a machine that is busy.
+    """
+    late = []
+    with ThreadPoolExecutor(jobs) as pool:
+        tasks = {pool.submit(grade_all, number, folder, salt, student): folder
+                 for folder in folders}
+        for task in as_completed(tasks):
+            scores, vain = task.result()
+            yield tasks[task], scores, vain
+            if names := {score.name for score in scores if LATE in score.message}:
+                late.append((tasks[task], scores, vain, names))
+    for folder, scores, vain, names in late:
+        again = {score.name: score
+                 for score in grade_all(number, folder, salt, student, names)[0]}
+        yield folder, [again.get(score.name, score) for score in scores], vain
+
+
+# --- bugs to expose -------------------------------------------------------------------------------
+
 def grade_breaks(number, folder):
     """The workloads that should expose bugs. The reference runs them, with and without each bug."""
-    from mutants import MUTANTS, SMALLEST
+    from mutants import BUGS
     workloads, fault = read_json(folder, "break.json")
     bugs, points, lines = SETS[number].bugs, 0.0, [fault] if fault else []
     for i, bug in enumerate(bugs if workloads is not None else [], 1):
-        asked = workloads.get(str(i))
-        if asked is None:
-            lines.append(f"{i}: no workload")
-            continue
-        wrong = ill_formed(asked)
-        exposed = None if wrong else exposes(number, MUTANTS[bug], asked)
-        best = size_of(SMALLEST[bug])
-        if wrong or exposed is not True:
-            lines.append(f"{i}: " + (
-                wrong or exposed or "right and wrong code give the same results"))
-        elif size_of(asked) > best + best // 2:
+        verdict = exposes(number, i, workloads.get(str(i)))
+        best = size_of({"requests": BUGS[bug][1]})
+        if verdict is not True:
+            lines.append(f"{i}: {verdict}")
+        elif size_of(workloads[str(i)]) > best + best // 2:
             points += 0.5
-            lines.append(f"{i}: exposes it with {size_of(asked)} tokens; half of the points, "
-                         "since fewer are enough")
+            lines.append(f"{i}: exposes it with {size_of(workloads[str(i)])} tokens; half of the "
+                         "points, since fewer are enough")
         else:
             points += 1
     return Score(f"{number} break it", "bugs exposed",
                  round(points * SETS[number].breaks / len(bugs), 1), SETS[number].breaks,
                  "\n".join(lines))
+
+
+def exposes(number, i, asked):
+    """True if right and wrong code differ on a workload for bug i, else a sentence."""
+    if asked is None:
+        return "no workload"
+    if wrong := ill_formed(asked):
+        return wrong
+    part, seen, needed = f"break {number}{SETS[number].bug_parts[i - 1]}", [], {}
+    for edits in {}, bug(number, i):
+        found, needed = timed_run(number, [part], ["it"], {**edits, **workload(asked)}, needed)
+        seen.append(index(found[part]))
+        crash = next((value[0] for (_, _, cause, _), (_, value) in seen[0].items()
+                      if cause == "crash"), None)
+        if crash:
+            return f"the right code {crash}"
+    right, wrong = ({key: value for key, (_, value) in each.items()} for each in seen)
+    differ = right.keys() != wrong.keys() or any(
+        difference(key[2], wrong[key], right[key]) for key in right)
+    return differ or "right and wrong code give the same results"
+
+
+def bug(number, i):
+    """{file: its text with the i-th bug of the set in it}."""
+    if packed():
+        return packed()["bugs"][i - 1]
+    from mutants import MUTANTS
+    return mutated(MUTANTS[SETS[number].bugs[i - 1]])
+
+
+def mutated(mutant):
+    """{file: its text with the mutant in it}."""
+    edits = {}
+    for name, old, new in mutant.edits:
+        file, function = name.split(":")
+        text = edits.get(file) or clean(file)
+        source = graft.source_of(text, function)
+        if source.count(old) != 1:
+            raise ValueError(f"{name}: {old!r} occurs {source.count(old)} times")
+        edits[file] = graft.replaced(text, function, source.replace(old, new))
+    return edits
 
 
 def ill_formed(asked):
@@ -380,15 +496,18 @@ def ill_formed(asked):
     for request in requests:
         if not isinstance(request, list) or len(request) not in (2, 3, 4, 5):
             return "a request is [prompt, new tokens] or [prompt, new, arrival, priority, eos]"
-    if not isinstance(knobs, dict) or not all(type(value) is int for value in knobs.values()):
+        prompt, *others = request
+        if not whole(*(prompt if isinstance(prompt, list) else [prompt])) or not whole(
+                *(value for value in others[:3] + [x for x in others[3:] if x is not None])):
+            return ("a prompt is a number of tokens or a list of token ids, and the rest of a "
+                    "request are numbers")
+    if not isinstance(knobs, dict) or not whole(*knobs.values()):
         return "knobs are whole numbers"
     return None
 
 
-def padded(asked):
-    """The workload with all five fields of each request."""
-    return {"requests": [[*request, *[0, 0, None][len(request) - 2:]]
-                         for request in asked["requests"]], "knobs": asked.get("knobs", {})}
+def whole(*values):
+    return all(type(value) is int and 0 <= value < 1000 for value in values)
 
 
 def size_of(asked):
@@ -397,103 +516,33 @@ def size_of(asked):
                for prompt, new, *_ in asked["requests"])
 
 
-def exposes(number, mutant, asked):
-    """Whether right and wrong code differ on a workload: True, False or why it does not run."""
-    workload, seen, needed = {"workload.json": json.dumps(padded(asked))}, [], {}
-    name = f"break {mutant.part}"
-    for edits in workload, {**workload, **mutated(mutant)}:
-        found, needed = timed_run(number, [name], ["it"], edits, needed)
-        found = found[name]
-        seen.append(index(found))
-        crash = next((value[0] for _, cause, _, value in found if cause == "crash"), None)
-        if crash and len(seen) == 1:
-            return f"the right code {crash}"
-    right, wrong = ({key: value for key, (_, value) in each.items()
-                     if key[1] in ("crash", "result", "counts")} for each in seen)
-    return right.keys() != wrong.keys() or any(
-        difference(key[1], wrong[key], right[key]) for key in right)
+def workload(asked):
+    return {"workload.json": json.dumps({"knobs": {}, **asked})}
 
 
-def mutated(mutant):
-    """{file: its text with the mutant in it}."""
-    edits = {}
-    for name, old, new in mutant.edits:
-        file, function = name.split(":")
-        text = edits.get(file) or (CLEAN / file).read_text(encoding="utf-8")
-        source = graft.source_of(text, function)
-        if source.count(old) != 1:
-            raise ValueError(f"{name}: {old!r} occurs {source.count(old)} times")
-        edits[file] = graft.replaced(text, function, source.replace(old, new))
-    return edits
-
-
-def score(part, name, fault, seen, expected, hidden):
-    if fault:
-        return Score(name, part.title, 0, part.points, fault)
-    points, message = 0.0, ""
-    shares = [(VISIBLE, VISIBLE_SHARE if hidden else 1.0), (hidden, 1 - VISIBLE_SHARE)]
-    for seeds, share in shares:
-        if seeds:
-            of_seeds = [[found for found in each if found[0] in seeds] for each in (seen, expected)]
-            wrong = judge(part, *of_seeds)
-            points += 0 if wrong else share * part.points
-            message = message or wrong or ""
-    return Score(name, part.title, round(points, 1), part.points, message)
-
-
-def ignored(number, folder):
-    """Functions that were changed although the set does not ask for them: "cache.py: KV.write"."""
-    found = []
-    for file in SETS[number].needs:
-        names = [name.split(":")[1] for name in SETS[number].functions
-                 if name.startswith(file + ":")]
-        try:
-            found += [f"{file}: {name}" for name in graft.changed_elsewhere(
-                (CLEAN / file).read_text(encoding="utf-8"), read(folder, file), names)]
-        except (SyntaxError, OSError, UnicodeDecodeError):
-            continue
-    return found
-
-
-def try_workload(number, folder, bug):
-    """Lines that say what a student's own code does with the workload for a bug, "1" to "5"."""
+def try_workload(number, folder, i):
+    """Lines that say whether a student's workload exposes bug i, and what their own code does."""
     workloads, fault = read_json(folder, "break.json")
-    asked = workloads.get(bug) if workloads else None
-    if wrong := fault or (ill_formed(asked) if asked else f"break.json has no workload {bug}"):
-        return [wrong]
-    edits = {"workload.json": json.dumps(padded(asked))}
-    edits |= {file: read(folder, file) for file in SETS[number].needs}
-    name = f"break {number}{SETS[number].bug_parts[int(bug) - 1]}"
-    lines = [f"{size_of(asked)} tokens"]
-    for _, cause, where, value in run(number, [name], ["it"], edits)[name]:
-        if cause == "crash":
-            lines.append(f"your code {value[0]}")
-        elif cause in ("result", "counts") and not any("logits" in key for key in value):
-            lines += [f"{key}: {value[key]}" for key in value]
+    asked = (workloads or {}).get(str(i))
+    if fault or asked is None:
+        return [fault or f"break.json has no workload {i}"]
+    verdict = exposes(number, i, asked)
+    if ill_formed(asked):
+        return [verdict]
+    lines = [f"exposes bug {i}, with {size_of(asked)} tokens" if verdict is True else
+             f"does not expose bug {i}: {verdict}", "Your own code:"]
+    try:
+        texts = {file: ast.unparse(ast.parse(read(folder, file))) for file in SETS[number].needs}
+    except UNREADABLE as error:
+        return [*lines, f"  cannot be read: {error}"]
+    name = f"break {number}{SETS[number].bug_parts[i - 1]}"
+    edits = {**new_files(number, folder), **texts, **workload(asked)}
+    for _, _, cause, _, value in timed_run(number, [name], ["it"], edits)[0][name]:
+        if cause == "crash" or isinstance(value, list):
+            lines += [f"  {line}" for line in value]
+        elif not any("logits" in key for key in value):
+            lines += [f"  {key}: {value[key]}" for key in value]
     return lines
-
-
-def grade_all(number, folder, salt="", student=None):
-    """All that a machine can grade of a student's work: (scores, ignored changes)."""
-    student = student or Path(folder).name
-    scores, vain = grade(number, folder, salt, student)
-    if not EXPECTED.exists():
-        scores += [grade_numbers(number, folder, student), grade_breaks(number, folder)]
-    return scores, vain
-
-
-def grade_class(number, folders, salt="", student=None, jobs=2):
-    """
-    grade_all of every folder, some at a time. Where a part has hit a limit, the student is graded
-    once more, alone: the limits are for endless loops, and never for a machine that is busy.
-    """
-    def one(folder):
-        return grade_all(number, folder, salt, student)
-
-    with ThreadPoolExecutor(max(jobs, 1)) as pool:
-        graded = list(pool.map(one, folders))
-    return [one(folder) if any(LATE in score.message for score in scores) else (scores, vain)
-            for folder, (scores, vain) in zip(folders, graded)]
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -504,24 +553,17 @@ def report(number, scores, vain, where):
     lines = [f"set {number}, {SETS[number].title}: {where}", *map(str, scores)]
     lines += [f"ignored: {name} (not part of this set)" for name in vain]
     total = f"{got:g} of {of:g} points"
-    total += " on the visible workloads" if EXPECTED.exists() else (
+    total += " on the visible workloads" if packed() else (
         f"; written answers ({SETS[number].written}) by hand")
     return "\n".join([*lines, total])
 
 
-def gradescope(number, scores, path):
-    """Gradescope's results.json."""
-    tests = [{"name": f"{score.name} {score.title}", "score": score.points, "max_score": score.of,
-              "output": score.message} for score in scores]
-    Path(path).write_text(json.dumps({"tests": tests}, indent=1), encoding="utf-8")
-
-
 def main(argv=None):
+    own = packed()["set"] if packed() else None
     p = argparse.ArgumentParser(prog="grade.py", description=__doc__.split("\n")[1],
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 epilog="\n".join(__doc__.split("\n")[3:]))
-    p.add_argument("set", type=int, choices=SETS, nargs="?" if EXPECTED.exists() else None,
-                   default=own_set())
+    p.add_argument("set", type=int, choices=SETS, nargs="?" if own else None, default=own)
     p.add_argument("folder", nargs="?", help="a student's folder; by default the copy itself")
     p.add_argument("--all", metavar="DIR", help="grade every folder in this one")
     p.add_argument("--jobs", type=int, default=2, help="students at a time, with --all")
@@ -529,71 +571,132 @@ def main(argv=None):
     p.add_argument("--student", help="the id; by default the folder's name")
     p.add_argument("--json", metavar="FILE", help="write all scores as JSON")
     p.add_argument("--csv", metavar="FILE", help="write a line for each student")
-    p.add_argument("--gradescope", metavar="FILE", help="write Gradescope's results.json")
-    p.add_argument("--try", dest="bug", choices="12345", help="run the folder's code on a workload "
-                   "of its break.json")
-    p.add_argument("--similarity", action="store_true", help="list the functions that are alike")
+    p.add_argument("--gradescope", metavar="FILE", help="write Gradescope's results.json; with "
+                   "--all a folder, in which each student gets a file")
+    p.add_argument("--resume", action="store_true", help="skip the students that are in the "
+                   "--json file already")
+    p.add_argument("--try", dest="bug", type=int, choices=range(1, 6), help="say whether the "
+                   "folder's break.json exposes this bug")
+    p.add_argument("--similarity", action="store_true", help="list the students with the most "
+                   "similar functions")
     args = p.parse_args(argv)
-    folders = sorted(path for path in Path(args.all).iterdir() if path.is_dir()) if args.all else [
-        Path(args.folder or (HERE if EXPECTED.exists() else p.error("name a folder, or --all")))]
-    for folder in folders:
-        if not folder.is_dir():
-            p.error(f"{folder} is not a folder")
+    sys.stdout.reconfigure(errors="backslashreplace")   # a folder may have any name
+    folder = args.all or args.folder or (HERE if own else p.error("name a folder, or --all"))
+    if not Path(folder).is_dir():
+        p.error(f"{folder} is not a folder")
+    folders = sorted(path for path in Path(folder).iterdir() if path.is_dir()) if args.all else [
+        Path(folder)]
+    refuse(p, args, folders)
     if args.bug:
         print("\n".join(try_workload(args.set, folders[0], args.bug)))
         return 0
-    graded = grade_class(args.set, folders, args.salt, args.student, args.jobs)
-    for folder, (scores, vain) in zip(folders, graded):
-        print(report(args.set, scores, vain, folder.resolve().name), end="\n\n")
+    results = resumed(p, args) if args.resume else {}
+    todo = [folder for folder in folders if name_of(folder) not in results]
+    for folder, scores, vain in grade_class(args.set, todo, args.salt, args.student, args.jobs):
+        results[name_of(folder)] = scores
+        print(report(args.set, scores, vain, name_of(folder)), end="\n\n", flush=True)
+        save(args, results)
+        if args.all:
+            print(f"{len(results)} of {len(folders)} students", file=sys.stderr)
     if args.similarity:
         print("\n".join(similarities(args.set, folders)))
-    write(args, folders, graded)
     return 0
+
+
+def name_of(folder):
+    return folder.resolve().name
+
+
+def refuse(p, args, folders):
+    """Ends the program for flags that cannot work, before hours of work are lost to them."""
+    if not folders:
+        p.error(f"--all {args.all}: there is no folder in it")
+    if args.jobs < 1:
+        p.error(f"--jobs must be at least 1, not {args.jobs}")
+    if args.all and args.student:
+        p.error("--student names one student: use it without --all")
+    if args.resume and not args.json:
+        p.error("--resume needs --json FILE, where the results are")
+    for file in filter(None, (args.json, args.csv, args.gradescope)):
+        if not Path(file).absolute().parent.is_dir():
+            p.error(f"{file}: there is no folder {Path(file).absolute().parent}")
+
+
+def resumed(p, args):
+    """{student: scores} of an earlier run."""
+    try:
+        found = json.loads(Path(args.json).read_text("utf-8")) if Path(args.json).exists() else {}
+        results = {name: [Score(**each) for each in scores] for name, scores in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        p.error(f"--json {args.json} holds no results: {error}")
+    for name, scores in results.items():
+        if [(score.name, score.of) for score in scores] != columns(args.set):
+            p.error(f"--json {args.json}: the results of {name} are not of set {args.set}")
+    return results
+
+
+def save(args, results):
+    """Writes what there is so far; a file is never left half written."""
+    results = dict(sorted(results.items()))
+    texts = {args.json: json.dumps({name: list(map(asdict, scores))
+                                    for name, scores in results.items()}, indent=1)}
+    if args.csv:
+        rows = [["student", *(name for name, _ in columns(args.set)), "total"]]
+        rows += [[name, *(score.points for score in scores),
+                  round(sum(score.points for score in scores), 1)]
+                 for name, scores in results.items()]
+        with open(f"{args.csv}.new", "w", newline="", encoding="utf-8",
+                  errors="backslashreplace") as file:
+            csv.writer(file).writerows(rows)
+        os.replace(f"{args.csv}.new", args.csv)
+    if args.gradescope and args.all:
+        Path(args.gradescope).mkdir(exist_ok=True)
+    for name, scores in results.items() if args.gradescope else ():
+        path = Path(args.gradescope, f"{name}.json") if args.all else args.gradescope
+        texts[path] = json.dumps({"tests": [
+            {"name": f"{score.name} {score.title}", "score": score.points, "max_score": score.of,
+             "output": score.message} for score in scores]}, indent=1)
+    for path, text in texts.items():
+        if path:
+            Path(f"{path}.new").write_text(text, encoding="utf-8", errors="backslashreplace")
+            os.replace(f"{path}.new", path)
 
 
 def similarities(number, folders):
     """
-    Lines for functions of two students, or of one and the reference, that are alike; the most alike
-    first. This is a hint and no proof: short functions are often alike.
+    Lines for pairs of students, or a student and the reference, whose functions are alike; the most
+    alike first, at most as many as there are students. This is a hint and no proof: short functions
+    are often alike.
     """
+    shapes = {"the reference": shapes_of(number, lambda file: clean(file))}
+    shapes |= {name_of(folder): shapes_of(number, lambda file, folder=folder: read(folder, file))
+               for folder in folders}
     found = []
+    for (a, left), (b, right) in itertools.combinations(shapes.items(), 2):
+        alike = {name: 2 * (left[name] & right[name]).total() / (
+            left[name].total() + right[name].total()) for name in left.keys() & right.keys()}
+        most = sorted((share, name) for name, share in alike.items() if share >= ALIKE)
+        size = sum(left[name].total() for _, name in most)   # ten long functions say more than one
+        words = ", ".join(f"{name} {share:.0%}" for share, name in reversed(most))
+        if most:
+            found.append((size * sum(share for share, _ in most), f"{a} and {b}: {words}"))
+    return [line for _, line in sorted(found, reverse=True)[:len(folders)]]
+
+
+def shapes_of(number, read_file):
+    """{function: Counter of the code of its statements and expressions}."""
+    found = {}
     for function in SETS[number].functions:
         file, name = function.split(":")
-        shapes = {}
-        for place in [CLEAN, *folders]:
-            try:
-                node = graft.functions_in(read(place, file))[name]
-            except (OSError, SyntaxError, KeyError, UnicodeDecodeError):
-                continue
-            label = "the reference" if place == CLEAN else place.resolve().name
-            shapes[label] = [ast.dump(inner) for inner in graft.body_of(node)]
-        for (a, left), (b, right) in itertools.combinations(shapes.items(), 2):
-            ratio = difflib.SequenceMatcher(None, "".join(left), "".join(right)).ratio()
-            if ratio > 0.9:
-                found.append((ratio, f"{a} and {b}: {name.split('.')[-1]} {ratio:.0%} alike"))
-    return [line for _, line in sorted(found, key=lambda pair: -pair[0])]
-
-
-def own_set():
-    """In a student copy, the set that it was made for."""
-    if EXPECTED.exists():
-        return int(next(iter(json.loads(EXPECTED.read_text(encoding="utf-8"))))[0])
-
-
-def write(args, folders, graded):
-    if args.json:
-        Path(args.json).write_text(json.dumps(
-            {folder.resolve().name: [asdict(score) for score in scores]
-             for folder, (scores, _) in zip(folders, graded)}, indent=1), encoding="utf-8")
-    if args.csv:
-        with open(args.csv, "w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file)
-            rows.writerow(["student", *(score.name for score in graded[0][0]), "total"])
-            for folder, (scores, _) in zip(folders, graded):
-                rows.writerow([folder.resolve().name, *(score.points for score in scores),
-                               round(sum(score.points for score in scores), 1)])
-    if args.gradescope:
-        gradescope(args.set, graded[0][0], args.gradescope)
+        try:
+            node = graft.functions_in(read_file(file))[name]
+        except (*UNREADABLE, KeyError):
+            continue
+        if not graft.is_blank(node):
+            found[name] = Counter(ast.dump(inner) for statement in graft.body_of(node)
+                                  for inner in ast.walk(statement)
+                                  if isinstance(inner, (ast.stmt, ast.expr)))
+    return found
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 """
-Cuts functions out of source files and puts them into others, with the help of the syntax tree.
+Takes a student's functions out of their files and puts them into ours, by the syntax tree. So it
+does not matter how a file is indented, encoded or ended.
 
-Functions have names like "scheduler.py:Scheduler.admit".
+Functions have names like "Scheduler.admit", or "scheduler.py:Scheduler.admit" elsewhere.
 """
 import ast
 
+ADDITIONS = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
+BLOCKS = (ast.If, ast.Try)   # "if TYPE_CHECKING:" and the like
 
-def functions_in(text):
-    """{"Class.method" or "function": its node}, of one file."""
+
+def functions_in(source):
+    """{"Class.method" or "function": its node}, of one file; of two with one name, the last."""
     found = {}
-    for node in ast.parse(text).body:
+    for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):
             found[node.name] = node
         elif isinstance(node, ast.ClassDef):
@@ -18,20 +22,23 @@ def functions_in(text):
     return found
 
 
-def span(node):
+# --- our own files, whose text stays as it is -----------------------------------------------------
+
+def span(text, name):
     """The lines of a definition, decorators included, as a slice."""
+    node = functions_in(text)[name]
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return slice(first - 1, node.end_lineno)
 
 
 def source_of(text, name):
-    return "\n".join(text.splitlines()[span(functions_in(text)[name])])
+    return "\n".join(text.splitlines()[span(text, name)])
 
 
 def replaced(text, name, new):
     """The file with another definition in place of a function."""
     lines = text.splitlines()
-    lines[span(functions_in(text)[name])] = new.splitlines()
+    lines[span(text, name)] = new.splitlines()
     return "\n".join(lines) + "\n"
 
 
@@ -42,8 +49,7 @@ def body_of(node):
 
 def size_of(node):
     """Lines of a function's body, without signature, docstring and blank lines before it."""
-    body = body_of(node)
-    return node.end_lineno - body[0].lineno + 1
+    return node.end_lineno - body_of(node)[0].lineno + 1
 
 
 def blanked(text, name, message):
@@ -51,74 +57,91 @@ def blanked(text, name, message):
     node = functions_in(text)[name]
     lines, body = text.splitlines(), body_of(node)
     indent = " " * (node.col_offset + 4)
-    # comments between the docstring and the first statement belong to the body
-    start = node.body[0].end_lineno if body is not node.body else signature_end(lines, node)
+    # comments between the docstring or signature and the first statement belong to the body
+    start = node.body[0].end_lineno if body is not node.body else next(
+        number for number in range(node.lineno, node.end_lineno + 1)
+        if lines[number - 1].split("#")[0].rstrip().endswith(":"))
     lines[start:node.end_lineno] = [f"{indent}# {size_of(node)} lines in ours",
                                     f"{indent}raise NotImplementedError({message!r})"]
     return "\n".join(lines) + "\n"
 
 
-def signature_end(lines, node):
-    """The number of lines up to the end of the signature."""
-    for number in range(node.lineno, node.end_lineno + 1):
-        if lines[number - 1].split("#")[0].rstrip().endswith(":"):
-            return number
-    raise ValueError(f"{node.name}: no end of the signature")
+def is_blank(node):
+    return "raise NotImplementedError(" in ast.unparse(node)
 
 
-def statements(node):
-    """The code of a function's body: simple statements, and the heads of compound ones."""
-    for inner in ast.walk(node):
-        if not isinstance(inner, ast.stmt) or inner is node:
-            continue
-        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant):
-            continue   # a docstring
-        yield ast.unparse(inner).splitlines()[0]
-
+# --- a student's files ----------------------------------------------------------------------------
 
 def grafted(clean, student, names):
     """
-    The clean file with a student's functions in it. New functions, methods, constants and imports
-    at the student's top level come along; whatever else has changed does not.
+    Our file with a student's functions in it: (its text, what of the student's is left out).
 
-    clean, student: texts of the same file
-    names:          of the functions, without the file
-    Raises SyntaxError for a student's file that cannot be read, KeyError for a missing function.
+    clean:   the text of our file
+    student: the bytes of theirs
+    names:   of the functions to take, without the file
+
+    What a student adds comes along and stands where it stands in their file: imports, constants,
+    functions, classes; in classes of ours methods, properties and attributes; in an __init__ of
+    ours further lines. Left out are changes to anything else, and code that would run on import.
+    Raises SyntaxError or ValueError for a file that Python cannot read.
     """
-    theirs, text = functions_in(student), clean
-    known = functions_in(clean)
-    for name in names:
-        new = source_of(student, name)
-        if "." in name:   # new methods of the same class come with it
-            owner = name.split(".")[0]
-            extra = [other for other in theirs if other.startswith(owner + ".")
-                     and other not in known and source_of(student, other) not in text]
-            new = "\n\n".join([new, *(source_of(student, other) for other in extra)])
-        text = replaced(text, name, new)
-    return text + new_at_top_level(clean, student)
+    ours, theirs, left_out = ast.parse(clean), ast.parse(student), []
+    future = [node for node in theirs.body if getattr(node, "module", "") == "__future__"]
+    theirs.body = [node for node in theirs.body if node not in future]
+    merge(ours, theirs, names, left_out)
+    ours.body[1:1] = future   # after the docstring, where Python wants them
+    return ast.unparse(ast.fix_missing_locations(ours)), left_out
 
 
-def new_at_top_level(clean, student):
-    """Helpers and imports that a student has added."""
-    lines, added = student.splitlines(), []
-    had = {ast.unparse(node) for node in ast.parse(clean).body}
-    taken = {node.name for node in ast.parse(clean).body if hasattr(node, "name")}
-    for node in ast.parse(student).body:
-        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)):
-            new = ast.unparse(node) not in had
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            new = node.name not in taken
-        else:
-            new = False   # code that would run on import
-        if new:
-            added.append("\n".join(lines[span(node) if hasattr(node, "decorator_list")
-                                         else slice(node.lineno - 1, node.end_lineno)]))
-    return "".join("\n\n" + code + "\n" for code in added)
+def merge(ours, theirs, names, left_out, prefix=""):
+    """Brings what is new in `theirs`, a module or a class, into `ours`."""
+    known = {key: node for node in ours.body for key in keys_of(node)}
+    before, replacement, fresh = {}, {}, []
+    for node in theirs.body:
+        mine = next((known[key] for key in keys_of(node) if key in known), None)
+        if mine is None:
+            if is_addition(node):
+                fresh.append(node)
+            elif not isinstance(node, ast.Pass) and not is_constant(node):
+                left_out.append(f"line {node.lineno}, which is outside of all functions")
+            continue
+        before[mine], fresh = [*before.get(mine, []), *fresh], []
+        if isinstance(node, ast.ClassDef) and isinstance(mine, ast.ClassDef):
+            merge(mine, node, names, left_out, f"{node.name}.")
+        elif ast.dump(node) != ast.dump(mine):
+            name = prefix + getattr(node, "name", next(iter(keys_of(node))))
+            if name in names or extends(node, mine):
+                replacement[mine] = node
+            elif not is_blank(node):
+                left_out.append(name)
+    ours.body = [new for node in ours.body
+                 for new in [*before.get(node, []), replacement.get(node, node)]] + fresh
 
 
-def changed_elsewhere(clean, student, names):
-    """Functions that a student has changed although the set does not ask for them."""
-    ours, theirs = functions_in(clean), functions_in(student)
-    return [name for name in ours if name in theirs and name not in names
-            and ast.dump(ours[name]) != ast.dump(theirs[name])
-            and "raise NotImplementedError(" not in ast.unparse(theirs[name])]
+def keys_of(node):
+    """What a statement is known by: the names that it defines; of others, all of it."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)] or [ast.dump(node)]
+
+
+def is_addition(node):
+    if isinstance(node, BLOCKS):
+        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+        inner += [child for handler in getattr(node, "handlers", []) for child in handler.body]
+        return all(is_addition(child) or isinstance(child, ast.Pass) for child in inner)
+    return isinstance(node, ADDITIONS)
+
+
+def is_constant(node):   # a string between two functions
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def extends(new, old):
+    """Whether an __init__ has all statements of ours in their order, and others between them."""
+    if not isinstance(new, ast.FunctionDef) or new.name not in ("__init__", "__post_init__"):
+        return False
+    rest = map(ast.dump, new.body)   # `in` goes on from where it found the one before
+    return ast.dump(new.args) == ast.dump(old.args) and all(
+        ast.dump(statement) in rest for statement in old.body)

@@ -6,11 +6,13 @@ Makes a student copy of one assignment, cut from the repository as it stands.
     python assignments/make.py 4 out/ --nbgrader          and a notebook in nbgrader's convention
 
 Signature and docstring of each function stay; its body becomes a hint and an error. Only what the
-set needs is copied: no tests, no solutions, no notebooks. Same input, same bytes.
+set needs is copied: no tests, no notebooks. Our code is packed in reference.bin, for the grader,
+which is the same as the instructor's: so both give the same marks. Same input, same bytes.
 """
 import argparse
 import json
 import sys
+import zlib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -19,34 +21,34 @@ sys.path.insert(0, str(HERE))
 import grade  # noqa: E402
 import graft  # noqa: E402
 import observe  # noqa: E402
-from mutants import MUTANTS  # noqa: E402
+from mutants import BUGS  # noqa: E402
 from predict import questions  # noqa: E402
 from sets import SETS  # noqa: E402
 
-KIT = ("grade.py", "observe.py", "graft.py", "sets.py")   # what grades the visible workloads
 README = """# Set {number}: {title}
 
 Read HANDOUT.md. Write the functions that raise NotImplementedError, and grade yourself:
 
-    pip install torch numpy
-    python grade.py
+    {install}python grade.py
 
 It prints the points of each part of the code on the visible workloads, and a sentence about the
-first thing that is wrong. It does not grade the numbers, the bugs or the written answers. What
-your code prints is not shown. The instructor grades with hidden workloads as well. Rows, columns,
-tokens, steps and passes are counted from 0. In a workload, "A = 5+3 tokens" is a request with a
-prompt of 5 tokens, and 3 to generate.
+first thing that is wrong. It grades each part alone, with our code for all others, as in the final
+grade. So begin with any part. It does not grade the numbers or the written answers. What your code
+prints is not shown. The instructor grades with hidden workloads as well. Rows, columns, tokens,
+steps and passes are counted from 0. In a workload, "A = 5+3 tokens" is a request with a prompt of 5
+tokens, and 3 to generate.
 
-The handout names a notebook to read first: your instructor has it. A fault can show in several
-parts. Read all messages, and begin with the most concrete one.
+The handout names a notebook to read first: your instructor has it.
 
 Hand in this folder: the code, numbers.json (NUMBERS.md), break.json (BREAK.md), written.md.
 
-You may add helper functions, methods and imports to the files in which you write. Changes to other
-functions are ignored. You may use an AI assistant to explain the handout, an error or PyTorch. Do
-not let it write the functions, the workloads or the written answers, and say in written.md what you
-used it for. The solutions are public, and finding them teaches nothing. The numbers, the workloads
-and the answers are yours to explain.
+You may add what you like to the files of the set: imports, constants, functions, classes; methods,
+properties and attributes in our classes; lines in an `__init__` of ours; new .py files beside ours.
+Changes to other functions have no effect, nor has code outside of all functions. The grader lists
+what it ignores. You may use an AI assistant to explain the handout, an error or PyTorch. Do not let
+it write the functions, the workloads or the written answers, and say in written.md what you used it
+for. The solutions are public (and packed in reference.bin, for the grader), and finding them
+teaches nothing. The numbers, the workloads and the answers are yours to explain.
 """
 BREAK = """# Break it
 
@@ -63,43 +65,47 @@ Put a workload for each number into break.json, like this one:
 
 A request is [prompt, new tokens], or [prompt, new tokens, arrival, priority, eos_token]. A prompt
 is a number of tokens, whose ids are then fixed, or a list of token ids from 0 to 12. The knobs are
-whole numbers: those of `generate`{knobs}. There are 1 to 8 requests, with at least one new token
+whole numbers: {knobs}. There are 1 to 8 requests, with at least one new token
 each. The model is toolbox/toy.py's; no sequence may have more than 24 tokens. Some bugs are in code
 that the set does not ask you to write.
 
     python grade.py --try 1
 
-runs your own code on workload 1, and prints what comes out.
+says whether workload 1 exposes bug 1, and what your own code does with it.
 """
 
 
 def student_copy(number):
-    """{file: text} of a set's student copy."""
-    chosen, files = SETS[number], {}
-    for name in grade.modules_of(number):
-        files[name] = (HERE.parent / name).read_text(encoding="utf-8")
-    for part in reversed(chosen.parts):   # a function of two parts is named by the first
-        for function in part.functions:
-            file, name = function.split(":")
-            source = (HERE.parent / file).read_text(encoding="utf-8")
-            message = f"set {number}, part {part.letter}"
-            if "raise NotImplementedError(" in graft.source_of(files[file], name):
-                files[file] = graft.replaced(files[file], name, graft.source_of(source, name))
-            files[file] = graft.blanked(files[file], name, message)
-    for function in chosen.hidden:
+    """{file: text} of a set's student copy, but for what make packs."""
+    chosen = SETS[number]
+    files = {name: grade.clean(name) for name in chosen.modules}
+    blanks = [(function, f"set {number}, part {part.letter}: {function.split(':')[1]}")
+              for part in chosen.parts for function in part.functions]
+    for function, message in [*blanks, *((name, "not part of this set") for name in chosen.hidden)]:
         file, name = function.split(":")
-        files[file] = graft.blanked(files[file], name, "not part of this set")
-    for name in KIT:
+        if not graft.is_blank(graft.functions_in(files[file])[name]):   # it may be in two parts
+            files[file] = graft.blanked(files[file], name, message)
+    for name in grade.KIT:
         files[name] = (HERE / name).read_text(encoding="utf-8")
-    files["README.md"] = README.format(number=number, title=chosen.title)
+    install = "pip install torch numpy\n    " if "model.py" in chosen.needs else ""
+    files["README.md"] = README.format(number=number, title=chosen.title, install=install)
     files["HANDOUT.md"] = (HERE / "handouts" / f"{number}.md").read_text(encoding="utf-8")
-    knobs = " (max_batch, token_budget and max_kv_tokens)" if number == 3 else ""
+    knobs = "those of `generate`" if "model.py" in chosen.needs else (
+        "`max_batch` (8 if you give none), `token_budget` (64) and `max_kv_tokens` (no limit)")
     files["BREAK.md"] = BREAK.format(knobs=knobs, bugs="\n".join(
-        f"{i}. {MUTANTS[bug].words} Runs {runs_of(f'{number}{part}')}."
+        f"{i}. {BUGS[bug][0]} Runs {runs_of(f'{number}{part}')}."
         for i, (bug, part) in enumerate(zip(chosen.bugs, chosen.bug_parts), 1)))
     files["break.json"] = json.dumps(dict.fromkeys("12345"), indent=1) + "\n"
     files["written.md"] = f"# Set {number}: written answers\n\n## 1\n\n## 2\n\n## AI assistants\n"
     return files
+
+
+def reference(number):
+    """reference.bin: what the grader in the copy runs. Packed, so that nobody reads it unawares."""
+    chosen = SETS[number]
+    return zlib.compress(json.dumps({
+        "set": number, "files": {name: grade.clean(name) for name in chosen.modules},
+        "bugs": [grade.bug(number, i + 1) for i in range(len(chosen.bugs))]}).encode(), 9)
 
 
 def runs_of(part):
@@ -108,12 +114,6 @@ def runs_of(part):
         return "the scheduler alone"
     module, fixed = observe.STAGES.get(part) or observe.STAGES[part[0]]
     return f"{module}.py" + "".join(f" with {name}={value!r}" for name, value in fixed.items())
-
-
-def expected(number):
-    """What the reference gives on the visible workloads, for grade.py in the copy."""
-    seen = grade.run(number, grade.part_names(number), grade.VISIBLE)
-    return json.dumps(seen, separators=(",", ":"), sort_keys=True) + "\n"
 
 
 def number_files(number, student):
@@ -154,7 +154,7 @@ def make(number, folder, student=None, nbgrader=False):
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder")
-    files = student_copy(number) | {"expected.json": expected(number)}
+    files = student_copy(number)
     if student:
         files |= number_files(number, student)
     if nbgrader:
@@ -163,7 +163,8 @@ def make(number, folder, student=None, nbgrader=False):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return len(files)
+    (folder / grade.PACKED.name).write_bytes(reference(number))
+    return len(files) + 1
 
 
 def main(argv=None):

@@ -8,7 +8,7 @@ repository: no function may disappear, grow beyond MOST_LINES, or leak.
 from dataclasses import dataclass
 
 MOST_LINES = 25   # of a body that students write, without its docstring
-CAUSES = ("crash", "tokens", "positions", "sees", "sampled", "cache", "counts", "result")
+CAUSES = ("tokens", "positions", "sees", "sampled", "result", "crash", "counts", "contract")
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Part:
     """
     letter:    its name is the set's number and this, "4b"
     functions: that the student writes, "file.py:Class.method"
-    points:    40% for the visible workloads, 60% for the hidden ones
+    points:    40% for the visible workloads, all if the hidden ones are right as well
     causes:    of all that is observed, what this part is judged by, in this order
     """
     letter: str
@@ -29,7 +29,7 @@ class Part:
 @dataclass
 class Set:
     """
-    needs:   the modules of the student copy, besides TOOLS
+    needs:   the modules of the student copy, besides `tools`
     numbers: points for predicted numbers (predict.py asks them)
     breaks:  points for exposing the bugs in `bugs`, names in mutants.py; each is in the part with
              its letter in `bug_parts`
@@ -57,10 +57,16 @@ class Set:
         """All functions of the set, each once."""
         return list(dict.fromkeys(name for part in self.parts for name in part.functions))
 
+    @property
+    def modules(self):
+        """The files that the parts run with. Where there is no model, there is no torch."""
+        tools = "__init__ validate " + "toy trace xray check ties verdict judge " * (
+            "model.py" in self.needs)
+        return [*self.needs, *(f"toolbox/{name}.py" for name in tools.split())]
 
-TOOLS = [f"toolbox/{name}.py" for name in ("__init__", "toy", "trace", "validate", "xray")]
+
 CORE = ["model.py", "request.py", "cache.py"]
-LOOK = ("crash", "tokens", "positions")
+LOOK = ("tokens", "positions", "crash")
 
 SETS = {each.number: each for each in [
     Set(1, "Head and cache", 3, [
@@ -92,11 +98,11 @@ SETS = {each.number: each for each in [
     Set(4, "The fused rectangle", 5, [
         Part("a", "tokens and positions", ["generate_dynamic.py:Rectangle.lay_out"], 3, LOOK),
         Part("b", "the mask over past and new slots", ["generate_dynamic.py:Rectangle.lay_out"], 4,
-             ("sees",)),
+             ("sees", "crash")),
         Part("c", "gathering and writing back", ["generate_dynamic.py:Rectangle.attend"], 3),
         Part("d", "which requests get a token", ["generate_dynamic.py:Rectangle.lay_out",
                                                  "request.py:complete"], 2,
-             ("sampled", "counts")),
+             ("sampled", "crash", "counts")),
     ], needs=[*CORE, "scheduler.py", "generate_dynamic.py", "generate_interleaved.py"],
         numbers=3, breaks=3, written=2, bugs=[
         "published mask", "column positions", "pads written to the cache",

@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))   # the repository's modules
+from unittest.mock import patch
 
 import torch
 
@@ -36,13 +37,14 @@ from request import Request
 from explorer import page
 from toolbox import sights
 from toolbox.check import Check
+from toolbox.judge import faults
 from toolbox.load import load
 from explorer.recorder import record
 from toolbox.stages import STAGES
 from toolbox.trace import Trace
 from toolbox.traps import broken, swapped
 from toolbox.verdict import summary
-from toolbox.xray import XRay, sights_at
+from toolbox.xray import sights_at
 
 __all__ = ["ask", "broken", "check", "exercise", "letters", "look", "model", "results", "run",
            "show", "sizes", "source", "survivors", "texts", "tokenizer", "torchrun", "word"]
@@ -228,12 +230,9 @@ def is_blank(function):
 
 
 def first_fault(stage, requests, **knobs):
-    """What goes wrong in a run, in a sentence: first what tokens see, then logits and tokens."""
-    copies = copies_of(requests)
-    with XRay(model, copies) as xray:
-        judge = checked(stage, copies, **knobs)
-    wrong = (f"request '{v.name}': {v.detail}" for v in judge() if v.verdict == "WRONG")
-    return next(iter(xray.faults()), None) or next(wrong, None)
+    """None, or the first thing that goes wrong in a run, in a sentence."""
+    return next((sentence for _, sentence in
+                 faults(STAGES[stage], model, copies_of(requests), **knobs)), None)
 
 
 def is_tensor(value, shape, of, dtype=torch.bool):
@@ -292,11 +291,13 @@ def judge_varlen(function):
         return fault
     if sum(calls) != 1000:
         return f"for cu_seqlens [0, 10, 40] it computes {sum(calls):,} scores, not 1,000"
-    with swapped(Flat.attend, [
-            ("for i, (keys, values) in enumerate(caches):", "if True:"),
-            ("new = slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])",
-             "return varlen_of_reader(q, caches, self.cu_seqlens, head)"),
-            ("out.append(head(q[:, new], keys, values)[0])", "pass")], varlen_of_reader=function):
+
+    def attend(batch, layer, q, k, v):
+        batch.write(layer, k, v)
+        caches = [batch.read(layer, i) for i in range(len(batch.plan))]
+        return function(q, caches, batch.cu_seqlens, Head())
+
+    with patch.object(Flat, "attend", attend):
         return first_fault("ragged, varlen", letters(A=4, B=2, C=1, D=11), token_budget=8)
 
 
