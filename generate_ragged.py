@@ -84,7 +84,7 @@ class Flat:
         out = []                                        # skip: compute only the diagonal blocks
         for i, (keys, values) in enumerate(caches):
             new = slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])
-            out.append(head(q[:, new], keys, values)[0])                        # (nh, n, hs)
+            out.append(head(q[..., new, :], keys, values)[0])                   # (nh, n, hs)
         return torch.cat(out, dim=-2)
 
     # Where keys and values live: stage 7 replaces these three.

@@ -42,38 +42,41 @@ class RowParallel(nn.Module):
     def forward(self, x):
         y = nn.functional.linear(x, self.weight)                       # (..., out), one summand
         self.traffic.all_reduce(y)                                     # the only communication
-        return y + self.bias
+        return y if self.bias is None else y + self.bias
 
 
 def column_parallel(linear, rank, ranks):
     """A Linear with this rank's rows of the weight, (out/ranks, in): some output features."""
     # "meta": without memory for the random weights, which are replaced at once
     part = nn.Linear(linear.in_features, linear.out_features // ranks, device="meta")
-    part.weight = nn.Parameter(linear.weight.chunk(ranks)[rank].clone(), requires_grad=False)
-    part.bias = nn.Parameter(linear.bias.chunk(ranks)[rank].clone(), requires_grad=False)
+    for name in "weight", "bias":
+        whole = getattr(linear, name)   # a Llama has no bias
+        mine = None if whole is None else nn.Parameter(whole.chunk(ranks)[rank].clone(), False)
+        setattr(part, name, mine)
     return part
 
 
 def shard(model, group=None):
     """
-    Reduces a GPT, in place, to this rank's share of the weights. All ranks of `group` (None: every
-    rank) must hold the same model. Returns the model; `model.traffic` counts its communication.
-    ValueError if the heads or the FFN features cannot be divided evenly.
+    Reduces a GPT or Llama, in place, to this rank's share of the weights. All ranks of `group`
+    (None: every rank) must hold the same model. Returns the model; `model.traffic` counts its
+    communication. ValueError if the heads or the FFN features cannot be divided evenly.
     """
     rank, ranks, config = dist.get_rank(group), dist.get_world_size(group), model.config
-    for what, size in ("n_head", config.n_head), ("FFN width", 4 * config.n_embd):
+    kv_heads = getattr(config, "n_kv_head", config.n_head)
+    ffn = model.h[0].mlp.c_proj.in_features
+    for what, size in ("n_head", config.n_head), ("n_kv_head", kv_heads), ("FFN width", ffn):
         if size % ranks:
             raise ValueError(f"{ranks} ranks: {what} {size} is not a multiple "
                              f"of {ranks}, and each rank must get an equal share")
     model.traffic = Traffic(group)
     for block in model.h:
-        attn, mlp = block.attn, block.mlp
-        attn.query = column_parallel(attn.query, rank, ranks)
-        attn.key = column_parallel(attn.key, rank, ranks)
-        attn.value = column_parallel(attn.value, rank, ranks)
-        attn.c_proj = RowParallel(attn.c_proj, rank, ranks, model.traffic)
-        mlp.c_fc = column_parallel(mlp.c_fc, rank, ranks)
-        mlp.c_proj = RowParallel(mlp.c_proj, rank, ranks, model.traffic)
+        for part in block.attn, block.mlp:
+            for name, linear in part.named_children():   # a norm of q and k is each head's
+                if name == "c_proj":
+                    part.c_proj = RowParallel(linear, rank, ranks, model.traffic)
+                elif isinstance(linear, nn.Linear):
+                    setattr(part, name, column_parallel(linear, rank, ranks))
     return model
 
 

@@ -22,6 +22,7 @@ from toolbox.check import Check
 from toolbox.load import decode, load
 from toolbox.progress import Progress
 from toolbox.report import report, write_trace
+from toolbox.tokenizer import use_chat_template
 from toolbox.validate import at_least_1
 from toolbox.verdict import summary
 from toolbox.workload import PROMPTS, make_requests, read_prompts
@@ -57,8 +58,10 @@ def parser(doc):
 
     what = p.add_argument_group("what to generate")
     what.add_argument("--model", default="builtin",
-                      help="builtin, gpt2, gpt2-medium, gpt2-large, gpt2-xl, "
-                           "or a local folder or file")
+                      help="builtin, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a local folder or "
+                           "file, or owner/name on huggingface.co: GPT-2, Llama, Mistral, Qwen")
+    what.add_argument("--chat", action="store_true",
+                      help="put each prompt into the model's own chat template")
     what.add_argument("--prompt", action="append", help="a prompt; may be repeated")
     what.add_argument("--prompts", metavar="FILE",
                       help="a text file of prompts separated by blank lines, or a .jsonl file "
@@ -197,11 +200,13 @@ def load_inputs(args):
         prompts = [{"prompt": text} for text in args.prompt]
     else:
         prompts = read_prompts(args.prompts or PROMPTS)
-    model, tokenizer = load(args.model)
+    model, tokenizer = load(args.model, DTYPES[args.dtype])
+    if args.chat:
+        use_chat_template(tokenizer)
     requests = make_requests(
         prompts, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
         top_k=args.top_k, seed=args.seed, arrival_rate=args.arrival_rate)
-    model.to(device, DTYPES[args.dtype])
+    model.to(device)
     model(torch.zeros(1, 1, dtype=torch.long, device=device))   # warm-up: torch's own set-up
     return model, tokenizer, requests
 

@@ -1,25 +1,45 @@
 """A model and its tokenizer, by name."""
-from pathlib import Path
+import torch
 
+from beyond.llama import Llama, LlamaConfig
 from model import GPT
-from toolbox.tokenizer import BUILTIN, from_ranks_file, from_vocab_file, gpt2
+from toolbox import weights
+from toolbox.tokenizer import FromJson, from_ranks_file, from_vocab_file, gpt2
 
 
-def load(name="builtin"):
+def load_model(name="builtin", dtype=torch.float32):
     """
-    (model, tokenizer) for "builtin", a GPT-2 name, or a local folder or weights file. The model is
-    in float32 on the CPU; the tokenizer is a tiktoken.Encoding. Raises ValueError with one line
-    that says what is wrong.
+    The model that a config.json asks for, a GPT or a Llama, on the CPU in `dtype`. name: "builtin",
+    a GPT-2 name, a local folder or weights file in Hugging Face's layout, or "owner/name" on
+    huggingface.co, downloaded once. ValueError with one line that says what is wrong.
 
-    A local folder's tokenizer is its ranks.tiktoken or its vocab.json; with neither it is GPT-2's.
+    A Llama is read tensor by tensor from memory-mapped files: it takes its weights and, if these
+    are converted from half precision, half as much again until it is read.
     """
-    model = GPT.from_pretrained(name)
-    path = Path(name)
-    folder = BUILTIN if name == "builtin" else path if path.is_dir() else path.parent
+    if weights.kind_of(weights.locate(name)[0].parent, name) == "gpt2":
+        return GPT.from_pretrained(name).to(dtype)
+    config, tensors = weights.read_llama(name, dtype)
+    with torch.device("meta"):   # no memory: `assign` puts the tensors that were read in place
+        model = Llama(LlamaConfig(**config))
+    model.load_state_dict(tensors, assign=True)
+    return model
+
+
+def load(name="builtin", dtype=torch.float32):
+    """
+    (model, tokenizer) as load_model; the tokenizer is a tiktoken.Encoding or has its methods.
+
+    A folder's tokenizer is its ranks.tiktoken, vocab.json (GPT-2 only) or tokenizer.json; a GPT-2
+    without any of them has GPT-2's.
+    """
+    model = load_model(name, dtype)
+    folder, is_llama = weights.locate(name)[0].parent, isinstance(model, Llama)
     if (folder / "ranks.tiktoken").is_file():
         tokenizer = from_ranks_file(folder / "ranks.tiktoken")
-    elif path.exists() and (folder / "vocab.json").is_file():
+    elif not is_llama and name not in weights.NAMES and (folder / "vocab.json").is_file():
         tokenizer = from_vocab_file(folder / "vocab.json")
+    elif is_llama or (folder / "tokenizer.json").is_file():
+        tokenizer = FromJson(folder)
     else:
         tokenizer = gpt2()
     if tokenizer.n_vocab > model.config.vocab_size:

