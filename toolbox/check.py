@@ -71,7 +71,7 @@ class Check:
         reference = ties.run_alone(self.model, asked.prompt, tokens)        # (n, V)
         exact = ties.run_alone(self.exact, asked.prompt, tokens) if self.exact else reference
         verdict.equal = True
-        for_stage, for_reference = replace(asked), replace(asked)   # two copies of its random stream
+        for_stage, for_reference = replace(asked), replace(asked)   # two copies of its stream
         for i, (token, stage) in enumerate(self.told[request]):
             stage, alone = stage.cpu().double(), reference[i]
             largest = alone.abs().max().clamp(min=1e-300)                   # no division by 0

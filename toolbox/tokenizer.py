@@ -94,7 +94,7 @@ class FromJson:
     """
 
     def __init__(self, folder):
-        self.folder, self.render = Path(folder), None
+        self.folder, self.chats = Path(folder), False
         path = self.folder / FILES[0]
         try:
             from tokenizers import Tokenizer
@@ -126,9 +126,9 @@ class FromJson:
 
     def encode(self, text, **_):
         """Token ids; with what the tokenizer puts in front of a text, or in the chat template."""
-        if self.render is None:
-            return self.inner.encode(text).ids
-        return self.inner.encode(self.render(text), add_special_tokens=False).ids
+        if self.chats:
+            return self.encode_chat([{"role": "user", "content": text}])
+        return self.inner.encode(text).ids
 
     @cached_property
     def bytes_of(self):   # a byte-level piece -> its bytes; or else it is text, as in sentencepiece
@@ -148,8 +148,9 @@ class FromJson:
         pieces = b"".join(map(self.decode_single_token_bytes, tokens))
         return pieces.decode("utf-8", errors="replace")
 
-    def use_chat_template(self):
-        """From now on, `encode` takes a text as a user's message in the model's own template."""
+    @cached_property
+    def chat_template(self):
+        """messages -> text, in the model's own form; None if it has no template."""
         from jinja2 import TemplateError  # torch brings it
         from jinja2.sandbox import ImmutableSandboxedEnvironment
         path, source = self.folder / FILES[2], self.settings.get("chat_template")
@@ -158,7 +159,7 @@ class FromJson:
         if isinstance(source, list):   # several, by name
             source = {each["name"]: each["template"] for each in source}.get("default")
         if not source:
-            raise ValueError(f"tokenizer '{self.folder}': it has no chat template")
+            return None
 
         def refuse(message):
             raise TemplateError(message)
@@ -169,16 +170,25 @@ class FromJson:
             raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form),
             bos_token=self.text_of("bos_token"), eos_token=self.text_of("eos_token"))
 
-        def render(text):
+        def render(messages):
             try:
-                message = {"role": "user", "content": text}
-                template = environment.from_string(source)
-                return template.render(messages=[message], add_generation_prompt=True)
+                return environment.from_string(source).render(messages=messages,
+                                                              add_generation_prompt=True)
             except TemplateError as error:
                 raise ValueError(f"tokenizer '{self.folder}': its chat template fails: "
                                  f"{error}") from None
 
-        self.render = render
+        return render
+
+    def encode_chat(self, messages):
+        """Token ids of [{"role": ..., "content": text}, ...] and the beginning of an answer."""
+        return self.inner.encode(self.chat_template(messages), add_special_tokens=False).ids
+
+    def use_chat_template(self):
+        """From now on, `encode` takes a text as a user's message in the model's own template."""
+        if not self.chat_template:
+            raise ValueError(f"tokenizer '{self.folder}': it has no chat template")
+        self.chats = True
 
 
 def use_chat_template(tokenizer):

@@ -1,0 +1,263 @@
+"use strict";
+// The live page: keeps the last steps that the server tells of, and draws them as if they were a
+// recorded run, with the explorer's functions in runs.js and panels.js. explorer/live.py says what a
+// note holds. Whatever comes from a prompt enters the page as textContent.
+
+const KEPT = 1000, DRAWN = 120;          // steps
+const $ = id => document.getElementById(id);
+const state = {clock: "step", cells: "token"};   // what panels.js asks for, as of page.js
+const valueOf = step => step.step, shown = () => [view.run];
+const requests = new Map();              // name -> what is known of it
+let hello = null;                        // the server's first message
+let moments = [];                        // the last KEPT steps, as the notes have them
+let waiting = [], boxes = [], view = null, drawing = false;
+
+// --- what the server tells ------------------------------------------------------------------------
+
+function take({new: arrived, words, tokens, tables, ended, pass, kept, waiting: queue}) {
+  Object.assign(DATA.vocabulary, words);
+  for (const request of arrived) {
+    requests.set(request.name, {...request, table: null, before: null, reason: null});
+  }
+  for (const [name, token] of tokens) {
+    const request = requests.get(name);
+    request.generated.push(token);
+    request.steps.push(pass.step);
+    request.ms.push(pass.start + pass.ms);
+  }
+  for (const [name, table] of Object.entries(tables)) requests.get(name).table = table;
+  for (const [name, reason] of Object.entries(ended)) requests.get(name).reason = reason;
+  waiting = queue ?? waiting;            // kept and waiting are told when they change
+  if (!pass) return;
+  moments.push({...pass, tables, kept: kept ?? moments.at(-1)?.kept ?? []});
+  while (moments.length > KEPT) {        // what a request held before the first step that is kept
+    for (const [name, table] of Object.entries(moments.shift().tables)) {
+      if (requests.has(name)) requests.get(name).before = table;
+    }
+  }
+  const first = moments[0].step;
+  for (const [name, {reason, steps}] of requests) {
+    const asked = boxes.some(box => box.name === name);
+    if (reason && !asked && (steps.at(-1) ?? -1) < first) requests.delete(name);
+  }
+}
+
+// The last `most` steps as the data of an explorer page, see explorer/page.py. The first is step 0.
+function recent(most) {
+  const shownSteps = moments.slice(-most), texts = [];
+  const first = shownSteps[0]?.step ?? 0, start = shownSteps[0]?.start ?? 0;
+  const worked = new Set(shownSteps.flatMap(({work}) => work.map(([name]) => name)));
+  const queue = new Set(waiting.slice(0, 40));
+  const known = [...requests.values()].filter(
+    ({name, reason}) => worked.has(name) || (!reason && queue.has(name)));
+  const index = new Map(known.map(({name}, i) => [name, i]));
+  const tablesOf = tables => Object.fromEntries(
+    Object.entries(tables).filter(([name]) => index.has(name)).map(([name, table]) => [index.get(name), table]));
+  const earlier = Object.fromEntries(known.map(({name, before}) => [name, before]));
+  for (const {tables} of moments.slice(0, -most || undefined)) {
+    if (moments.length > most) Object.assign(earlier, tables);
+  }
+  const held = Object.fromEntries(Object.entries(earlier).filter(([, table]) => table));
+  const flat = work => work.filter(([name]) => index.has(name)).map(([name, ...n]) => [index.get(name), ...n]);
+  const last = Math.max(0, (shownSteps.at(-1)?.step ?? 0) - first);
+  const passes = {
+    step: shownSteps.map(({step}) => step - first), start: shownSteps.map(each => each.start - start),
+    ms: shownSteps.map(({ms}) => ms), work: shownSteps.map(({work}) => flat(work).flat()),
+    shape: shownSteps.map(({work}) => [work.reduce((sum, [, , n]) => sum + n, 0)]),
+    rows: shownSteps.map(({work}) => [flat(work)]), past: shownSteps.map(() => 0),
+    pad_slots: 0, finished_slots: 0, padded_keys: 0, finished: {}, computed: {}, columns: {},
+    room: Object.fromEntries(shownSteps.map(({tables}, i) => [i, tablesOf(i ? tables : {...held, ...tables})])),
+    kept: Object.fromEntries(shownSteps.map(({kept}, i) => [i, kept]))};
+  for (const name of ["useful", "recomputed", "score_entries", "useful_scores", "copied_bytes"]) {
+    passes[name] = shownSteps.map(step => step[name]);
+  }
+  const list = known.map(({name, prompt, generated, arrival, arrived, reason, limit, steps, ms}) => ({
+    name, prompt: texts.push(prompt) - 1, generated: texts.push([...generated]) - 1, limit, reason,
+    arrival: Math.min(arrival - first, last), arrived: arrived - start,
+    steps: steps.map(step => step - first), ms: ms.map(time => time - start)}));
+  const {model, knobs, place, pool, names} = hello;
+  const run = {name: model, idea: `Stage 7 as a server: the steps from ${first} on.`, knobs, place, pool, passes,
+               requests: list, check: {summary: "outputs were not checked", wrong: null},
+               xray: {left_out: "this run was watched while it served", wrong: 0, sentences: []}};
+  return {runs: [run], texts, names, vocabulary: DATA.vocabulary, walk: []};
+}
+
+// --- drawing --------------------------------------------------------------------------------------
+
+const PANELS = {timeline: `The last ${DRAWN} steps`, plan: "Plan of the last step", tensor: "Its tensor",
+                requests: "Requests", bill: `Bill of the last ${DRAWN} steps`, memory: "Memory"};
+
+function layOut() {
+  view = {number: 0, panels: {}, rows: new Map(), rowOf: new Map()};
+  $("views").replaceChildren(...Object.entries(PANELS).map(([name, title]) => element(
+    "section", {className: "panel " + name, style: `--area: ${name}`, ariaLabel: title}, element("h2", {}, title),
+    view.panels[name] = element("div"))));
+  const legend = Object.entries(hello.names).filter(([kind]) => kind !== "pad" && kind !== "finished");
+  $("legend").replaceChildren(...legend.map(
+    ([kind, name]) => element("span", {}, element("i", {className: kind}), name)));
+}
+
+function draw() {
+  drawing = false;
+  for (const box of boxes) box.draw();
+  if (!moments.length) return;
+  if (!view) layOut();
+  const data = recent(DRAWN), {step} = moments.at(-1);
+  DATA.texts = data.texts;
+  const run = view.run = prepare(data.runs[0]);
+  view.now = momentOf(run, "step", run.steps.at(-1).step);
+  view.states = run.requests.map(request => stateOf(run, request, view.now));
+  // A request's row stays the same element, wherever it stands now.
+  view.rows = new Map(run.requests.map(({name}, r) => [r, view.rowOf.get(name)]).filter(([, row]) => row));
+  for (const panel of [drawTimeline, moveCursor, drawPlan, drawTensor, drawBill, drawRequests, drawMemory]) panel(view);
+  view.rowOf = new Map([...view.rows].map(([r, row]) => [run.requests[r].name, row]));
+  const running = [...requests.values()].filter(({reason, table}) => !reason && table).length;
+  $("now").textContent = `step ${number(step)}: ${running} running, ${waiting.length} waiting`;
+}
+
+function drawSoon() {
+  if (!drawing) requestAnimationFrame(draw);
+  drawing = true;
+}
+
+// --- talking to the server ------------------------------------------------------------------------
+
+const say = text => { $("said").textContent = text; };
+
+async function send(path, body) {        // the answer; null if it was refused
+  const headers = {"Content-Type": "application/json"};
+  if ($("key").value) headers.Authorization = `Bearer ${$("key").value}`;
+  const init = body ? {method: "POST", headers, body: JSON.stringify(body)} : {headers};
+  try {
+    const answer = await fetch(path, init);
+    if (answer.ok) {
+      say("");
+      return answer;
+    }
+    $("unlock").hidden = answer.status !== 401;
+    say((await answer.json()).error.message);
+  } catch {
+    say("The server does not answer.");
+  }
+  return null;
+}
+
+async function listen() {                // until the server closes the stream
+  const answer = await send("/live/steps");
+  if (!answer) return;
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n\n");
+    rest = lines.pop();
+    for (const line of lines) hear(JSON.parse(line.slice("data: ".length)));
+  }
+}
+
+function hear(message) {
+  if (message.names) {                   // a stream begins: the server may be another one
+    hello = message;
+    [DATA.names, moments, waiting, view] = [message.names, [], [], null];
+    requests.clear();
+    const {model, knobs, pool, place} = message;
+    $("about").textContent = `${model}: at most ${knobs.max_batch} requests run, ${knobs.token_budget} tokens a step, `
+      + `${plural(pool.pages, "page")} of ${knobs.page_size}; ${place}`;
+  }
+  if (message.state) {
+    const {paused, speed} = message.state;
+    $("pause").ariaPressed = paused;
+    $("pause").textContent = paused ? "go on" : "pause";
+    $("speed").value = speed;
+  }
+  for (const note of message.notes ?? []) take(note);
+  drawSoon();
+}
+
+async function connect() {
+  for (;;) {
+    try {
+      await listen();
+    } catch { /* the connection broke */ }
+    $("about").textContent = "not connected; trying again …";
+    await new Promise(resolve => setTimeout(resolve, 1000));
+  }
+}
+
+// --- prompts --------------------------------------------------------------------------------------
+
+async function ask(prompt, tokens = Number($("tokens").value)) {   // the name of the new request
+  const answer = await send("/live/ask", {
+    tab: hello?.tab ?? 0, prompt, max_tokens: tokens, temperature: Number($("temperature").value),
+    seed: Math.floor(Math.random() * 2 ** 32)});
+  return answer && (await answer.json()).name;
+}
+
+function addBox(text) {
+  const prompt = element("textarea", {rows: 2, value: text, ariaLabel: "prompt"});
+  const go = element("button", {}, "send"), stop = element("button", {disabled: true}, "stop");
+  const who = element("span", {className: "soft"}), output = element("output");
+  const box = {name: null, draw() {
+    const request = requests.get(box.name);
+    if (!request) return;
+    const row = waiting.indexOf(box.name);
+    who.textContent = `${box.name}: ${request.reason ?? (row >= 0 ? `waiting, number ${row + 1}` : "running")}`;
+    stop.disabled = Boolean(request.reason);
+    const end = output.scrollHeight - output.scrollTop < output.clientHeight + 30;
+    output.textContent = textOf(request.reason === "stop" ? request.generated.slice(0, -1) : request.generated);
+    if (end) output.scrollTop = output.scrollHeight;
+  }};
+  go.onclick = async () => {
+    box.name = await ask(prompt.value);
+    output.textContent = "";
+    if (box.name) who.textContent = box.name;
+    drawSoon();
+  };
+  prompt.onkeydown = event => {
+    if (event.key !== "Enter" || event.shiftKey) return;
+    event.preventDefault();
+    go.click();
+  };
+  stop.onclick = () => send("/live/control", {stop: box.name});
+  boxes.push(box);
+  $("boxes").append(element("div", {className: "box prompt"}, prompt, element("div", {}, go, stop, who), output));
+}
+
+async function keep() {                  // an explorer page without a run, and then with this one
+  const answer = await send("/explorer.html");
+  if (!answer || !moments.length) return;
+  const text = await answer.text(), mark = 'id="data">', start = text.indexOf(mark) + mark.length;
+  const data = JSON.stringify(recent(KEPT)).replaceAll("<", "\\u003c");
+  const whole = text.slice(0, start) + data + text.slice(text.indexOf("</script>", start));
+  const href = URL.createObjectURL(new Blob([whole], {type: "text/html"}));
+  element("a", {href, download: "run.html"}).click();
+  setTimeout(() => URL.revokeObjectURL(href), 60000);
+}
+
+const control = body => send("/live/control", body);
+$("pause").onclick = () => control({paused: $("pause").ariaPressed !== "true"});
+$("one").onclick = () => control({paused: true, steps: 1});
+$("speed").onchange = () => control({speed: Number($("speed").value)});
+$("box").onclick = () => addBox("");
+$("long").onclick = () => ask(hello.long);
+$("users").onclick = async () => {
+  for (let i = 0; i < 20; i++) {
+    const tokens = 8 + Math.floor(Math.random() * 56);
+    if (!await ask(hello.examples[i % hello.examples.length], tokens)) return;
+  }
+};
+$("keep").onclick = keep;
+$("theme").onclick = () => {
+  const {style} = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  style.colorScheme = (style.colorScheme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
+  drawSoon();
+};
+$("unlock").onsubmit = event => {
+  event.preventDefault();
+  $("unlock").hidden = true;
+};
+for (const text of ["# list.append\n", "# str.split\n", "# open\n"]) addBox(text);
+addEventListener("resize", drawSoon);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
+connect();

@@ -1,0 +1,193 @@
+"""
+The live page: the batch of a running engine (beyond/engine.py), as it happens, in a browser.
+
+After each step the engine's thread calls `watch`, which notes what changed; ten times a second the
+notes go to every open page, as JSON. With no page open, nothing is noted. The page keeps the last
+steps, and draws them with the explorer's own functions (runs.js, panels.js).
+"""
+import asyncio
+import itertools
+import json
+import time
+from collections import deque
+from functools import cache
+from pathlib import Path
+
+from starlette.responses import Response, StreamingResponse
+
+from explorer import page
+from toolbox.plots import COLORS, KEYS, NAMES
+from toolbox.workload import PROMPTS, read_prompts
+
+FOLDER = Path(__file__).parent
+FILES = {"/": "live.html", "/live.js": "live.js", "/live.css": "live.css", "/page.css": "page.css",
+         "/runs.js": "runs.js", "/panels.js": "panels.js", "/explorer.html": None}
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+COUNTS = "useful", "recomputed", "score_entries", "useful_scores", "copied_bytes"
+INTERVAL, UNREAD = 0.1, 50   # seconds between two messages; messages that a page may leave unread
+
+
+class Live:
+    """model: its name"""
+
+    def __init__(self, engine, tokenizer, model):
+        self.engine, self.tokenizer, self.model = engine, tokenizer, model
+        self.tabs, self.asked, self.numbers = {}, {}, itertools.count(1)   # asked: by their numbers
+        self.notes, self.sending = deque(), False
+        self.examples = [entry["prompt"] for entry in read_prompts(PROMPTS)]
+        most = 3 * engine.model.config.block_size // 4
+        self.long = tokenizer.encode("\n".join(20 * self.examples))[:most]
+        self.known, self.tables, self.told = {}, {}, {}   # what the pages know
+        self.paused, self.speed, self.steps_left, self.last = False, 0, 0, 0.0
+        engine.pace, self.word = self.pace, cache(self.word)
+
+    # --- in the engine's thread ---
+
+    def pace(self):
+        """Seconds until the next step may run: 0 at full speed, a long time while paused."""
+        now = time.perf_counter()
+        if not self.tabs:   # nobody is there who could go on
+            return 0
+        if self.paused:
+            if not (self.steps_left and self.engine.busy):
+                return 1e9
+            self.steps_left -= 1
+        elif self.speed and now < self.last + 1 / self.speed:
+            return self.last + 1 / self.speed - now
+        self.last = now
+        return 0
+
+    def watch(self, batch):
+        """Notes a step. batch: its Paged; None: nothing was computed."""
+        engine, words, plan = self.engine, {}, batch.plan if batch else ()
+        new = [request for request in (*engine.unfinished.values(), *dict(plan))
+               if request.name not in self.known and self.learn(request)]
+        note = {"new": [self.describe(request, words) for request in new],
+                "tokens": [], "tables": {}, "ended": {}, "pass": None}
+        for name, request in list(self.known.items()):
+            if request.kv != self.tables.get(name):
+                note["tables"][name] = self.tables[name] = request.kv and list(request.kv)
+            if request.finished:
+                note["ended"][name] = request.finish_reason
+                del self.known[name]
+                self.tables.pop(name, None)
+        if batch:
+            done = engine.trace.passes[-1]
+            note["tokens"] = [(request.name, request.generated[-1]) for request in batch.sampled
+                              if request not in new]   # of these, all tokens are told already
+            words |= {token: self.word(token) for _, token in note["tokens"]}
+            note["pass"] = {"step": done.step, "work": done.work, "ms": 1e3 * done.seconds,
+                            "start": self.ms(time.perf_counter() - done.seconds),
+                            **{name: getattr(done, name) for name in COUNTS}}
+        if batch or new or note["ended"]:
+            now = {"kept": list(engine.pages.kept),
+                   "waiting": [request.name for request in engine.scheduler.waiting]}
+            note |= {name: each for name, each in now.items() if each != self.told.get(name)}
+            self.told = now
+            self.notes.append(note | {"words": words})
+            if not self.sending:
+                self.sending = True
+                self.loop.call_soon_threadsafe(self.loop.call_later, INTERVAL, self.send_notes)
+
+    def learn(self, request):
+        self.known[request.name] = request
+        return True
+
+    def describe(self, request, words):
+        words |= {token: self.word(token) for token in request.tokens}
+        return {"name": request.name, "prompt": request.prompt, "generated": request.generated[:],
+                "arrival": request.arrival, "limit": request.max_new_tokens,
+                "arrived": self.ms(request.asked),
+                "steps": request.token_steps[:], "ms": [*map(self.ms, request.token_times)]}
+
+    def word(self, token):
+        """Its text; or its bytes, if these are not whole characters."""
+        if token >= self.tokenizer.n_vocab:
+            return "\ufffd"
+        piece = self.tokenizer.decode_single_token_bytes(token)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return list(piece)
+
+    def ms(self, seconds):
+        return round(1e3 * (seconds - self.engine.trace.started), 1)
+
+    # --- in the thread of asyncio ---
+
+    def state(self):
+        return {"paused": self.paused, "speed": self.speed}
+
+    def ask(self, tab, request):
+        """A page has asked for it: when the page is closed, it ends."""
+        if tab in self.asked:
+            self.asked[tab] = [*(r for r in self.asked[tab] if not r.finished), request]
+
+    def control(self, body):
+        """Sets what the page's buttons set. Returns the new state, which all pages show."""
+        self.paused, self.speed = body.get("paused", self.paused), body.get("speed", self.speed)
+        self.steps_left = body.get("steps", 0)
+        if request := self.engine.unfinished.get(body.get("stop")):
+            self.engine.cancel(request)
+        self.engine.wake()
+        self.send({"state": self.state()})
+        return self.state()
+
+    async def steps(self, http):
+        """The page's stream. A page that opens is told of all that is under way."""
+        engine, self.loop = self.engine, asyncio.get_running_loop()
+        knobs = {"max_batch": engine.scheduler.max_batch,
+                 "token_budget": engine.scheduler.token_budget, "page_size": engine.pages.size}
+        tab, number = asyncio.Queue(), next(self.numbers)
+        tab.put_nowait({"model": self.model, "knobs": knobs, "names": NAMES, "state": self.state(),
+                        "tab": number, "examples": self.examples, "long": self.long,
+                        "place": page.place(engine.model), "max_waiting": engine.max_waiting,
+                        "pool": {"pages": engine.pages.number, "page_size": engine.pages.size}})
+        self.known, self.tables, self.told = {}, {}, {}   # new ones: another thread uses the old
+        self.tabs[tab], self.asked[number] = number, []
+        engine.watch = self.watch
+        engine.wake()
+        return StreamingResponse(self.lines(tab, http), media_type="text/event-stream")
+
+    async def lines(self, tab, http):
+        gone = asyncio.create_task(http.receive())   # what comes is the end of the connection
+        gone.add_done_callback(lambda _: tab.put_nowait(None))
+        try:
+            while (message := await tab.get()) is not None:
+                yield f"data: {json.dumps(message)}\n\n"
+        finally:
+            gone.cancel()
+            self.leave(tab)
+
+    def leave(self, tab):
+        for request in self.asked.pop(self.tabs.pop(tab, None), ()):
+            if not request.finished:
+                self.engine.cancel(request)
+        if not self.tabs:
+            self.engine.watch, self.paused, self.speed = None, False, 0
+            self.engine.wake()
+
+    def send_notes(self):
+        self.sending = False   # before it looks: a note that comes now is in it, or sends again
+        self.send({"notes": [self.notes.popleft() for _ in range(len(self.notes))]})
+
+    def send(self, message):
+        for tab in list(self.tabs):
+            if tab.qsize() > UNREAD:   # it opens the stream again, and is told everything
+                self.leave(tab)
+                tab.put_nowait(None)
+            else:
+                tab.put_nowait(message)
+
+    def close(self):
+        for tab in list(self.tabs):
+            tab.put_nowait(None)
+
+    async def file(self, http):
+        """The page, and what it loads. /explorer.html is an explorer page without any run."""
+        name = FILES[http.url.path]
+        text = (FOLDER / name).read_text(encoding="utf-8") if name else page.page({})
+        if name == "live.css":
+            colors = {**COLORS, **KEYS}.items()
+            text = text.replace("{{colors}}", "".join(f"--{kind}: {c}; " for kind, c in colors))
+        return Response(text, media_type=TYPES["." + (name or "html").rpartition(".")[2]])

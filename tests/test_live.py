@@ -1,0 +1,122 @@
+"""The live page: what the server tells it, and what it shows in a browser."""
+import json
+import shutil
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from test_serve import TOKENIZER, expected, serving  # noqa: E402
+
+from explorer.still import browser_path, open_browser, resize  # noqa: E402
+
+
+@contextmanager
+def page(running):
+    """(next message, ask) of a page that listens."""
+    with httpx.stream("GET", running.url + "/live/steps", timeout=30) as stream:
+        lines = (json.loads(line[6:]) for line in stream.iter_lines() if line)
+        hello = next(lines)
+
+        def ask(prompt, **body):
+            body = {"tab": hello["tab"], "prompt": prompt, "temperature": 0, "seed": 0, **body}
+            return running.post("/live/ask", **body).json()["name"]
+        yield lines, ask
+
+
+def until(lines, done):
+    """The notes up to the one that is `done`."""
+    notes = []
+    for message in lines:
+        for note in message.get("notes", ()):
+            notes.append(note)
+            if done(note):
+                return notes
+
+
+def over():
+    """Whether three requests have ended, when asked for one note after another."""
+    ended = set()
+    return lambda note: ended.update(note["ended"]) or len(ended) == 3
+
+
+def test_a_page_is_told_of_every_step_and_can_hold_them():
+    bodies = [{"prompt": prompt, "max_tokens": 12, "temperature": 0, "seed": 0}
+              for prompt in ("# a\n" * 30, "b", "c")]
+    with serving(max_batch=3, token_budget=16) as running, page(running) as (lines, ask):
+        running.post("/live/control", paused=True)
+        names = [ask(body["prompt"], max_tokens=12) for body in bodies[:2]]
+        waiting = until(lines, lambda note: len(note.get("waiting", ())) == 2)
+        assert not any(note["pass"] for note in waiting) and running.engine.number == 0
+        for _ in range(2):
+            running.post("/live/control", steps=1)
+        first = until(lines, lambda note: note["pass"] and note["pass"]["step"] == 1)
+        assert running.engine.number == 2
+        assert [note["pass"]["work"] for note in first if note["pass"]] == [
+            [[names[0], 0, 16]], [[names[0], 16, 16]]]
+        with page(running) as (others, _):   # opened late: it is told of all that is under way
+            running.post("/live/control", paused=False)
+            names.append(ask("c", max_tokens=12))   # told with its first token, in one note
+            for notes in waiting + first + until(lines, over()), until(others, over()):
+                told = {new["name"]: new for note in notes for new in note["new"]}
+                for note in notes:
+                    for name, token in note["tokens"]:
+                        told[name]["generated"].append(token)
+                words = {int(id): word for note in notes for id, word in note["words"].items()}
+                for name, body in zip(names, bodies):
+                    tokens = [token for token in told[name]["generated"]
+                              if token != TOKENIZER.eot_token]
+                    assert TOKENIZER.decode(tokens) == expected(body)[0]
+                    assert words.keys() >= {*told[name]["prompt"], *tokens}
+
+
+def test_requests_end_and_the_server_goes_on_when_the_last_page_is_closed():
+    with serving() as running:
+        with page(running) as (lines, ask):
+            running.post("/live/control", paused=True)
+            ask("a", max_tokens=200)
+        running.until(lambda: running.server.ends)
+        assert running.server.ends == {"cancelled": 1}
+        running.post("/live/control", paused=True)   # no page is open: nobody could go on
+        assert running.post(prompt="b", max_tokens=3).status_code == 200
+        assert running.engine.watch is None
+
+
+@pytest.mark.skipif(not (browser_path() and shutil.which("chromedriver")), reason="needs Chromium")
+def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(tmp_path):
+    hostile = "</script><img src=x onerror='document.title=1'><b>\n# list.append\n"
+    with serving() as running:
+        browser = open_browser()
+        try:
+            browser.execute_cdp_cmd("Page.setDownloadBehavior",
+                                    {"behavior": "allow", "downloadPath": str(tmp_path)})
+            browser.get(running.url)
+            script = browser.execute_script
+            running.until(lambda: script("return hello !== null"))
+            script("""const [box] = document.querySelectorAll('.box.prompt');
+                      $('temperature').value = 0; $('tokens').value = 20;
+                      box.querySelector('textarea').value = arguments[0];
+                      box.querySelector('button').click();""", hostile)
+            running.until(lambda: script("return requests.get('r0')?.reason"))
+            want = expected({"prompt": hostile, "max_tokens": 20, "temperature": 0, "seed": 0})[0]
+            output = "return document.querySelector('.prompt output').textContent"
+            running.until(lambda: script(output) == want)
+            running.until(lambda: hostile in script("return $('views').textContent"))
+            assert browser.title == "nanoBatch: live"
+            assert not script("return document.images.length")
+            for width in 1400, 390:
+                resize(browser, width, 900)
+                assert script("return document.documentElement.scrollWidth <= innerWidth")
+            script("$('keep').click()")
+            running.until(lambda: (tmp_path / "run.html").exists())
+            time.sleep(0.3)
+            browser.get((tmp_path / "run.html").as_uri() + "#step=3")
+            assert script("return $('now').textContent").startswith("step 3 of ")
+            assert script("return views[0].states[0].words") == "● decoding"
+            assert script("return textOf(views[0].run.requests[0].prompt)") == hostile
+            assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+        finally:
+            browser.quit()

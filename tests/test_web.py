@@ -1,0 +1,215 @@
+"""beyond/serve.py against hostile clients, as a program, and in a storm of requests."""
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn")
+httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")
+
+from test_serve import answer, asks, expected, serving  # noqa: E402
+
+from beyond.serve import Server  # noqa: E402  needs uvicorn
+from toolbox.serving import main  # noqa: E402
+from toolbox.web import Connection  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+JSON = {"content-type": "application/json"}
+
+BAD = [(400, data) for data in (
+    b"", b"{", b"[]", b"null", b'"a"', b"\xff\xfe", b'{"prompt": "\xff"}', b"[" * 100_000,
+    '{"speed": 1}'.encode("utf-16"), b'{"speed": NaN}', b'{"prompt": "a", "temperature": NaN}',
+    b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    *(json.dumps({"prompt": "a", **wrong}).encode() for wrong in (
+        {"prompt": [-1]}, {"prompt": [5000]}, {"prompt": []}, {"prompt": ["a", "b"]}, {"n": 2},
+        {"prompt": "a" * 9000}, {"prompt": "word " * 400}, {"prompt": ""}, {"max_tokens": 0},
+        {"max_tokens": True}, {"n": True}, {"temperature": -1},
+        {"top_k": 0}, {"top_p": 0.5}, {"stop": [""]}, {"stop": ["a"] * 5}, {"tools": []},
+        {"stream_options": {"x": 1}}, {"seed": -1}, {"logprobs": 3}, {"prompt": None},
+        {"stream": "yes"})))
+] + [(413, b" " * 2**20 + b"{}")]
+
+
+def test_what_is_wrong_with_a_body_is_said_in_json():
+    with serving() as running, httpx.Client(base_url=running.url, timeout=30) as client:
+        for path in "/v1/completions", "/v1/chat/completions", "/live/control", "/live/ask":
+            for status, data in BAD if path == "/v1/completions" else BAD[:11]:
+                got = client.post(path, content=data, headers=JSON)
+                assert got.status_code == status, data[:80]
+                assert got.json()["error"]["code"] == status and got.json()["error"]["message"]
+        ask = {"prompt": "a"}
+        assert client.post("/v1/completions", content=json.dumps(ask)).status_code == 415
+        half = json.dumps(ask | {"model": "\ud800"})   # of a character: JSON can say it
+        assert client.post("/v1/completions", content=half, headers=JSON).status_code == 404
+        assert client.get("/v1/completions").status_code == 405
+        assert client.get("/x").json()["error"]["code"] == 404
+        assert "'tools'" in client.post("/v1/completions", json=ask | {"tools": 1}).text
+        fine = client.post("/v1/completions", json=ask | {"n": 1, "top_p": 1.0, "stop": None})
+        assert fine.status_code == 200 and fine.json()["usage"]["prompt_tokens"] == 1
+
+
+def test_only_this_machine_or_who_has_the_key():
+    with serving() as running:
+        for host, status in (("localhost", 200), ("127.0.0.1:1", 200), ("[::1]:80", 200),
+                             ("evil.example:8000", 403), ("localhost.evil.example", 403)):
+            assert httpx.get(running.url + "/health", headers={"Host": host}).status_code == status
+    with serving(settings={"key": "secret"}) as running:
+        for path, key, status in (("/v1/models", "", 401), ("/v1/models", "Bearer wrong", 401),
+                                  ("/v1/models", "Bearer secret", 200), ("/metrics", "", 401),
+                                  ("/live/steps", "", 401), ("/", "", 200), ("/health", "", 200)):
+            got = httpx.get(running.url + path, headers={"Authorization": key})
+            assert got.status_code == status, path
+        assert running.post(prompt="a").status_code == 401
+
+
+def test_limits_on_connections_headers_and_slow_bodies(monkeypatch):
+    monkeypatch.setattr(Connection, "header_seconds", 0.3)
+    with serving(settings={"body_seconds": 0.3}) as running:
+        Connection.most = 3
+
+        def connect(data):
+            connection = socket.create_connection(("127.0.0.1", running.port), timeout=20)
+            connection.sendall(data)
+            return connection
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        silent, slow = connect(b""), connect(head)
+        body = connect(head + b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+        running.until(lambda: len(running.uvicorn.server_state.connections) == 3)
+        fourth = connect(b"")
+        assert b" 503 " in fourth.recv(4000)
+        assert silent.recv(10) == slow.recv(10) == b""   # closed
+        assert b" 408 " in body.recv(4000)
+        for connection in silent, slow, body, fourth:
+            connection.close()
+        running.until(lambda: not running.uvicorn.server_state.connections)
+        assert running.post(prompt="a").status_code == 200
+
+
+@pytest.mark.thorough
+def test_a_fuzzer_finds_no_answer_that_the_description_does_not_allow():
+    schemathesis = shutil.which("schemathesis") or os.environ.get("SCHEMATHESIS")
+    if not schemathesis:
+        pytest.skip("needs schemathesis on PATH")
+    with serving() as running:
+        done = subprocess.run(
+            [schemathesis, "run", running.url + "/openapi.json", "--max-examples", "100",
+             "--checks", "not_a_server_error,status_code_conformance,content_type_conformance,"
+             "response_schema_conformance,negative_data_rejection"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:]
+
+
+@contextmanager
+def command(*flags, program=(sys.executable, "-m")):
+    """(process, url) of the server as a program of its own."""
+    process = subprocess.Popen([*program, "beyond.serve", "--port", "0", *flags], cwd=ROOT,
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        yield process, process.stdout.readline().split()[-1].rstrip("/")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--host", "0.0.0.0"], "needs --api-key"), (["--port", "99999"], "--port 99999"),
+    (["--pages", "0"], "--pages must be"), (["--drain", "-1"], "--drain must be"),
+    (["--model", "nowhere"], "nowhere")])
+def test_bad_flags_are_one_line(flags, word, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["serve", *flags])
+    with pytest.raises(SystemExit) as end:
+        main(Server)
+    assert end.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_and_lost_ranks(ranks):
+    program = (sys.executable, "-m") if ranks == 1 else (
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
+        str(20000 + os.getpid() % 9000), "-m")
+    with command("--timeout", "20", program=program) if ranks > 1 else command() as (process, url):
+        body = next(body for body in asks(9) if not body["stop"] and body["max_tokens"] > 9)
+        got = httpx.post(url + "/v1/completions", json=body, timeout=60).json()["choices"][0]
+        assert (got["text"], got["finish_reason"]) == expected(body)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0 or ranks > 1   # torchrun itself reports the signal
+    if ranks == 1:
+        return
+    with command("--timeout", "20", program=program) as (process, url):
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+        stream = httpx.stream("POST", url + "/v1/completions", timeout=60, json={
+            "prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True})
+        with stream as lines:
+            next(lines.iter_lines())
+            os.kill(int(children.stdout.split()[1]), signal.SIGKILL)
+        assert process.wait(60)
+        assert "the engine has stopped: rank 0: a" in process.stderr.read()
+
+
+# --- the storm ------------------------------------------------------------------------------------
+
+def storm(seconds, seed=0):
+    """
+    Random arrivals, cancellations and disconnects for so long. Every answer that is not cut short
+    must be the one of the request alone; no page may be lost, and no memory gained.
+    """
+    import psutil
+    rng, bodies, wrong, counts, memory = random.Random(seed), list(asks(100, seed)), [], [0] * 4, []
+    known = [expected(body) for body in bodies]   # before it: the oracle takes memory, too
+
+    async def one(client, i):
+        body, fate = bodies[i], rng.random()
+        try:
+            if fate < 0.6:
+                text, reason, _ = await answer(client, body, stream=fate < 0.4)
+                counts[0] += 1
+                if (text, reason) != known[i]:
+                    wrong.append((body, text, reason))
+            elif fate < 0.8:   # in the middle of a stream
+                stream = await client.completions.create(model="m", stream=True, **body)
+                for _ in range(rng.randint(0, 5)):
+                    await anext(aiter(stream), None)
+                await stream.close()
+                counts[1] += 1
+            else:              # before the answer
+                await asyncio.wait_for(answer(client, body, False), rng.random() / 5)
+        except asyncio.TimeoutError:
+            counts[2] += 1
+        except openai.RateLimitError:
+            counts[3] += 1
+
+    async def all_of(running):
+        process, end = psutil.Process(), time.monotonic() + seconds
+        async with running.client(openai.AsyncOpenAI) as client:
+            tasks = set()
+            while time.monotonic() < end:
+                tasks.add(asyncio.create_task(one(client, rng.randrange(len(bodies)))))
+                await asyncio.sleep(rng.expovariate(20) if len(tasks) < 60 else 0.2)
+                for task in [task for task in tasks if task.done()]:
+                    task.result()
+                    tasks.remove(task)
+                memory.append(process.memory_info().rss)
+            await asyncio.gather(*tasks)
+    with serving(pages=16, max_batch=3, max_waiting=4) as running:
+        asyncio.run(all_of(running))
+    assert not wrong and min(counts) > 0
+    third = len(memory) // 3
+    gained = max(memory[-third:]) - max(memory[third:2 * third])
+    return dict(zip(("equal", "disconnected", "cancelled", "refused"), counts)), gained, memory[0]
+
+
+@pytest.mark.thorough
+def test_a_storm():
+    counts, gained, _ = storm(40)
+    assert counts["equal"] > 20 and gained < 2**24

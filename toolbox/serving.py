@@ -1,0 +1,102 @@
+"""The command of beyond/serve.py: flags, model, socket, signals; one process, or one per rank."""
+import os
+import signal
+import socket
+import sys
+from functools import partial
+
+import uvicorn
+
+from beyond.engine import Engine, RankEngine
+from toolbox import cli, torchrun
+from toolbox.load import load
+from toolbox.validate import at_least_1
+from toolbox.web import LOCAL, Connection
+
+NUMBERS = {"max_batch": (8, "requests that run at the same time"),
+           "token_budget": (64, "tokens computed in a step"), "page_size": (16, "tokens in a page"),
+           "pages": (None, "pages in the pool (default: for max_batch of the longest requests, "
+                           "but at most 16,384 tokens)"),
+           "max_waiting": (256, "requests that may wait; the next one gets 429"),
+           "max_connections": (1000, "open connections; the next one gets 503")}
+
+
+def main(Server):
+    p = cli.Parser(prog="python -m beyond.serve", description="Serves a model over HTTP.",
+                   formatter_class=cli.Help, allow_abbrev=False)
+    p.add_argument("--model", default="builtin", help="as for the stages")
+    p.add_argument("--host", default="127.0.0.1", help="address; any other one needs --api-key")
+    p.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    p.add_argument("--api-key", help="what clients must send, as Authorization: Bearer KEY")
+    for name, (default, what) in NUMBERS.items():
+        p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=what)
+    p.add_argument("--drain", type=float, default=30.0, metavar="S",
+                   help="seconds for running requests after SIGTERM")
+    cli.add_place(p)
+    p.add_argument("--optimize", action="store_true",
+                   help="use the fastest kernels available, model.optimize()")
+    if "RANK" in os.environ:
+        torchrun.run_on_ranks(p, partial(serve, Server))
+    raise SystemExit(p.run(partial(serve, Server)))
+
+
+def serve(Server, args):
+    """Until SIGTERM. Returns the exit status. On ranks other than 0, until rank 0 stops."""
+    numbers = {f"--{name}": getattr(args, name) for name in NUMBERS}
+    at_least_1(**{name: number for name, number in numbers.items() if number is not None})
+    if args.host not in LOCAL and not args.api_key:
+        raise ValueError(f"--host {args.host} lets others in: it needs --api-key")
+    if not args.drain >= 0:
+        raise ValueError(f"--drain must be at least 0 seconds, not {args.drain}")
+    model, tokenizer = load(args.model)
+    model.to(cli.device_of(args), cli.DTYPES[args.dtype])
+    kind, ranks = Engine, int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        from beyond.tensor_parallel import shard
+        model, kind = shard(model), RankEngine
+    if args.optimize:
+        model.optimize()
+    tokens = min(16384, args.max_batch * model.config.block_size)
+    engine = kind(model, args.pages or -(-tokens // args.page_size), args.page_size,
+                  args.max_batch, args.token_budget, max_waiting=args.max_waiting)
+    if int(os.environ.get("RANK", 0)):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)   # rank 0 says when to stop
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        engine.run(lambda events: None)
+        return 0
+    server = Server(engine, tokenizer, args.model, args.api_key)
+    listener = listen(args.host, args.port)
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    print(f"{args.model} at http://{host}:{listener.getsockname()[1]}/", flush=True)
+    Uvicorn(server, args.drain, args.max_connections).run(sockets=[listener])
+    if server.died:
+        print(f"python -m beyond.serve: the engine has stopped: {server.died}", file=sys.stderr,
+              flush=True)
+        os._exit(1)   # to leave a broken process group may never return
+    return 0
+
+
+def listen(host, port):
+    """A listening socket. ValueError if there is none to have."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--host {host} --port {port}: {error}") from None
+    # what a client leaves unread waits here, too
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+    return listener
+
+
+class Uvicorn(uvicorn.Server):
+    """On SIGTERM or Ctrl+C, running requests get `drain` seconds; a second one ends it at once."""
+
+    def __init__(self, server, drain=30.0, connections=1000):
+        super().__init__(uvicorn.Config(server.app, http=Connection, log_level="warning", ws="none",
+                                        timeout_graceful_shutdown=int(drain) + 5))
+        self.server, self.drain, Connection.most = server, drain, connections
+        server.exit = partial(setattr, self, "should_exit", True)
+
+    def handle_exit(self, sig, frame):
+        self.force_exit = self.should_exit
+        self.server.close(self.drain, "the server shuts down")
