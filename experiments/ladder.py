@@ -6,7 +6,7 @@ unbatched run.
 
     python -m experiments.ladder
     python -m experiments.ladder --pictures experiments/pictures
-    python -m experiments.ladder --page docs/explorer.html
+    python -m experiments.ladder --page all.html
 """
 import copy
 import statistics
@@ -188,8 +188,7 @@ def compare(args):
     if folder:
         draw_pictures(model, folder, traces)
     if args.page:
-        page.write(args.page, recorded(model, plain, traces, args.no_check, **knobs), tokenizer,
-                   guided=True)
+        page.write(args.page, recorded(model, plain, traces, args.no_check, **knobs), tokenizer)
     if args.no_check:
         return 0
     wrong = wrong_lines(model, plain, requests, **knobs)

@@ -2,7 +2,9 @@
 // draws them.
 
 const names = [...RUNS.keys()];
-const state = {run: names[0], beside: "", clock: "step", tick: 0, slot: null, stop: null, cells: "token"};
+const state = {run: names[0], beside: "", clock: "step", tick: 0, slot: null, cells: "token",
+               stop: null, all: false,   // of the walk; and whether all panels are shown, not its scene only
+               tried: null};             // "Try it": two stages and each knob's value, as indices
 let ticks = [];       // of the clock: the steps of the shown runs, or the milliseconds at which they end
 let pointed = null;   // the slot under the mouse or the keyboard; state.slot is the one that is held
 let views = [];       // for each run that is shown {run, number, panels: {name: element}, now, states}
@@ -11,7 +13,14 @@ const $ = id => document.getElementById(id);
 
 // --- the state, and the address -------------------------------------------------------------------
 
-const shown = () => [state.run, state.beside].filter(Boolean).map(name => RUNS.get(name));
+const inScene = () => state.tried === null && state.stop !== null && !state.all;
+
+function shown() {
+  if (state.tried) return state.tried.slice(0, 2).map(triedRun);
+  const calculated = state.clock === "gpu" || (inScene() && state.clock !== "ms");   // as the stop's prose
+  return [state.run, state.beside].filter(Boolean).map(name => (calculated ? GPU : RUNS).get(name));
+}
+
 const valueOf = step => state.clock === "step" ? step.step : step.end;
 
 function setTicks(value) {
@@ -21,68 +30,65 @@ function setTicks(value) {
 }
 
 function address() {
-  const parts = new URLSearchParams({run: state.run});
+  const parts = new URLSearchParams(state.tried ? {try: state.tried.join(".")} : {run: state.run});
   const {theme} = document.documentElement.dataset;
-  if (state.beside) parts.set("beside", state.beside);
+  if (state.beside && !state.tried) parts.set("beside", state.beside);
   parts.set(state.clock, ticks[state.tick]);
   if (state.slot) parts.set("slot", state.slot);
   if (state.stop !== null) parts.set("stop", state.stop + 1);
+  if (state.stop !== null && state.all) parts.set("all", 1);
   if (state.cells !== "token") parts.set("cells", state.cells);
   if (theme) parts.set("theme", theme);
   return "#" + parts;
 }
 
 function readAddress() {                 // whatever it says: what does not exist is left out
-  const parts = new URLSearchParams(location.hash.slice(1)), first = DATA.walk[0]?.show;
-  const begin = parts.has("run") ? [parts.get("run"), parts.get("beside")]
-    : first ? [first.run, first.beside] : names;
-  state.run = RUNS.has(begin[0]) ? begin[0] : names[0];
-  state.beside = RUNS.has(begin[1]) ? begin[1] : "";
-  state.clock = parts.has("ms") ? "ms" : "step";
+  const parts = new URLSearchParams(location.hash.slice(1));
+  const [run, beside = ""] = parts.has("run") ? [parts.get("run"), parts.get("beside")] : names;
+  Object.assign(state, {run: RUNS.has(run) ? run : names[0], beside: RUNS.has(beside) ? beside : ""});
+  state.clock = parts.has("ms") ? "ms" : parts.has("gpu") && GPU.size ? "gpu" : "step";
   state.cells = ["position", "wide"].includes(parts.get("cells")) ? parts.get("cells") : "token";
+  state.all = parts.has("all");
   setTheme(["dark", "light"].includes(parts.get("theme")) ? parts.get("theme") : "");
-  const stop = parts.get("stop") - 1, {show} = DATA.walk[stop] ?? {};
-  if (show && !parts.has("run")) return visit(stop);
+  const stop = parts.get("stop") - 1;
+  state.stop = DATA.walk[stop] ? stop : null;
+  state.tried = triedNamed(parts.get("try"));
+  if (!state.tried && !parts.has("run") && DATA.walk.length) return visit(state.stop ?? 0);
+  if (state.tried && state.clock === "ms") state.clock = "gpu";
   setTicks(Number(parts.get(state.clock)) || 0);
   state.slot = slotNamed(parts.get("slot")) ? parts.get("slot") : null;
-  const there = show && show.run === state.run && (show.beside ?? "") === state.beside
-    && state.clock === "step" && ticks[state.tick] === show.step;
-  state.stop = there ? stop : null;
   build();
-  lookAt();
 }
 
 function go(tick) {                      // to another moment
   tick = Math.max(0, Math.min(ticks.length - 1, tick));
   if (tick === state.tick) return;
-  Object.assign(state, {tick, slot: null, stop: null});
+  Object.assign(state, {tick, slot: null});
   pointed = null;
   render();
 }
 
 function change(what) {                  // other runs, or another clock, at the same moment
-  const value = ticks[state.tick], {k} = momentOf(RUNS.get(state.run), state.clock, value);
-  const step = RUNS.get(state.run).steps[Math.max(k, 0)];
-  Object.assign(state, what, {slot: null, stop: null});
+  const {k} = views[0].now, value = ticks[state.tick];
+  Object.assign(state, what, {slot: null});
   pointed = null;
-  setTicks(what.clock ? valueOf(step) : value);
+  setTicks(what.clock ? valueOf(shown()[0].steps[Math.max(k, 0)]) : value);
   build();
 }
 
 function visit(i) {                      // a stop of the walk
-  const {run, beside, step, slot} = DATA.walk[i].show;
-  Object.assign(state, {run, beside: beside ?? "", clock: "step", slot: slot ?? null, stop: i});
+  const {run, beside, clock, step, slot = null} = DATA.walk[i].show;
+  Object.assign(state, {run, beside, clock, slot, stop: i, all: false, tried: null});
   pointed = null;
-  setTicks(step);
+  setTicks(valueOf(shown()[0].stepOf.get(step)));
   build();
-  lookAt();
+  if (scrollY > $("walk").offsetTop) scrollTo(0, $("walk").offsetTop);
 }
 
-function lookAt() {                      // below the controls, which stay in sight
-  const panel = document.querySelector(".look");
-  if (!panel) return;
-  panel.style.scrollMarginTop = $("transport").offsetHeight + 8 + "px";
-  panel.scrollIntoView({block: "nearest"});
+function strayed() {                     // whether another moment or run than the stop's is shown
+  const {run, beside, clock, step, slot = null} = DATA.walk[state.stop].show;
+  return state.tried || state.run !== run || state.beside !== beside || state.clock !== clock
+    || state.slot !== slot || views[0].now.step !== step;
 }
 
 // A slot's name is "view.pass.row.column". Its four numbers, if there is such a slot.
@@ -96,37 +102,127 @@ function slotNamed(name) {
 const PANELS = {timeline: "Timeline", plan: "Plan of this step", tensor: "Tensor", sees: "Who sees whom",
                 bill: "Bill so far", memory: "Memory", requests: "Requests"};
 
+const DRAW = {timeline: moveCursor, plan: drawPlan, tensor: drawTensor, bill: drawBill, requests: drawRequests,
+              memory: drawMemory};
+
 function build() {                       // everything anew: other runs, another width or theme
-  const main = $("views");
+  const main = $("views"), stop = inScene() ? DATA.walk[state.stop] : null;
+  const scene = state.tried ? ["score", "timeline"] : stop?.panels ?? Object.keys(PANELS);
   views = shown().map((run, number) => ({run, number, panels: {}, rows: new Map()}));
-  main.className = views.length === 2 ? "two" : "one";
+  main.className = (views.length === 2 ? "two" : "one") + (state.tried || stop ? " scene" : "");
   main.replaceChildren();
-  for (const [name, title] of Object.entries(PANELS)) {
-    for (const view of views) {
-      const heading = element("h2", {}, title);
-      if (views.length === 2) heading.append(element("small", {}, " · " + view.run.name));
+  for (const name of scene) {
+    if (name === "score") main.append(drawScore());
+    else for (const view of views) {
+      const heading = element("h2", {}, PANELS[name]);
+      if (views.length === 2 || stop) heading.append(element("small", {}, " · " + view.run.name));
       view.panels[name] = element("div");
-      const ariaLabel = `${title}, ${view.run.name}`;
+      const ariaLabel = `${PANELS[name]}, ${view.run.name}`;
       main.append(element("section", {className: "panel " + name, style: `--area: ${name}`, ariaLabel},
                           heading, view.panels[name]));
     }
   }
+  if (stop) {
+    (views[stop.look].panels[scene[0]]?.parentNode ?? main.lastChild).classList.add("look");
+  }
   for (const view of views) {
-    view.panels.sees.ariaLive = "polite";
-    drawTimeline(view);
+    if (view.panels.sees) view.panels.sees.ariaLive = "polite";
+    if (view.panels.timeline) drawTimeline(view);
   }
   render();
+  const list = $("walk").firstChild, marked = list.querySelector("[aria-current]");
+  if (marked) list.scrollLeft = marked.offsetLeft - 60;   // on a phone it scrolls sideways
 }
 
 function render() {                      // what depends on the moment
   for (const view of views) {
     view.now = momentOf(view.run, state.clock, ticks[state.tick]);
     view.states = view.run.requests.map(request => stateOf(view.run, request, view.now));
-    for (const draw of [moveCursor, drawPlan, drawTensor, drawBill, drawRequests, drawMemory]) draw(view);
+    for (const name of Object.keys(view.panels)) DRAW[name]?.(view);
   }
   drawPointed();
   drawControls();
   if (!inFrame) writeAddress();
+}
+
+function drawScore() {
+  const heading = element("h2", {}, "Scoreboard", element("small", {}, ` · ${DATA.clock}; longest waits, in ms`));
+  const pick = run => { state.all = true; change({run, beside: "", clock: "gpu"}); };
+  return element("section", {className: "panel score", ariaLabel: "Scoreboard"}, heading,
+                 state.tried ? scoreboard(triedScores(), before) : scoreboard(DATA.score, null, pick));
+}
+
+// --- "Try it": other knobs, whose runs are in the page --------------------------------------------
+
+const LABELS = {max_batch: "max_batch", token_budget: "token budget", page_size: "page size",
+                memory: "memory, in tokens", long: "drop in two long prompts", mask: "break the mask"};
+const expandedRuns = new Map();          // number of a run -> that run
+let before = null;                       // the figures of the last choice
+
+function settingOf(stage) {              // its name, and the indices of the knobs that it has
+  const {applies, knobs} = DATA.grid, at = Object.keys(knobs);
+  return [stage, ...applies[stage].map(knob => state.tried[2 + at.indexOf(knob)])].join(".");
+}
+
+function triedRun(i) {
+  const name = DATA.grid.stages[i], number = DATA.grid.of[settingOf(name)];
+  if (!expandedRuns.has(number)) expandedRuns.set(number, expanded(DATA.grid.runs[number], name));
+  return expandedRuns.get(number);
+}
+
+const triedStages = () => state.tried.slice(0, 2).map(i => DATA.grid.stages[i]);
+const triedScores = () => Object.fromEntries(triedStages().map(
+  stage => [stage, DATA.grid.runs[DATA.grid.of[settingOf(stage)]].figures]));
+
+function triedNamed(name) {              // its indices; null if there are no such runs
+  if (!name || !DATA.grid) return null;
+  const {stages, knobs} = DATA.grid, sizes = [stages, stages, ...Object.values(knobs), [0, 1]];
+  const given = name.split(".").map(Number);
+  return given.length === sizes.length && given.every((i, k) => i in sizes[k]) ? given : null;
+}
+
+function tryIt(tried) {
+  before = state.tried && triedScores();
+  Object.assign(state, {tried, slot: null, clock: "gpu"});
+  pointed = null;
+  setTicks(Infinity);
+  build();
+}
+
+function beginTry() {                    // its controls
+  const {stages, knobs, first} = DATA.grid;
+  const set = (k, value) => tryIt(Object.assign([...state.tried], {[k]: Number(value)}));
+  const selects = [0, 1].map(k => element("select", {onchange: event => set(k, event.target.value)},
+    ...stages.map((name, value) => element("option", {value}, name))));
+  const inputs = [...Object.entries(knobs), ["mask", [false, true]]].map(([name, values], k) => {
+    const kind = values.includes(true) ? {type: "checkbox", onchange: event => set(k + 2, event.target.checked)}
+      : {type: "range", min: 0, max: values.length - 1, oninput: event => set(k + 2, event.target.value)};
+    return element("label", {data: {knob: name}}, LABELS[name], element("input", kind), element("output"));
+  });
+  $("try").append(...selects.map((select, k) => element("label", {}, k ? "and" : "stage", select)), ...inputs, element("p"));
+  const button = element("button", {id: "tries", onclick: () => tryIt(state.tried ?? first)}, "try it");
+  $("walk").firstChild.append(element("li", {}, button));
+}
+
+function drawTry() {
+  $("try").hidden = !state.tried;
+  if (!state.tried) return;
+  const {knobs, applies, wrong} = DATA.grid, stages = triedStages();
+  $("try").querySelectorAll("select").forEach((select, k) => { select.value = state.tried[k]; });
+  $("try").querySelectorAll("[data-knob]").forEach((label, k) => {
+    const value = state.tried[k + 2], [, input, output] = label.childNodes, {knob} = label.dataset;
+    Object.assign(input, {value, checked: Boolean(value)});
+    output.textContent = input.type === "range" ? knobs[knob][value] : "";
+    label.className = knob === "mask" || stages.some(stage => applies[stage].includes(knob)) ? "" : "off";
+  });
+  const broken = state.tried.at(-1) ? stages.map(stage => {
+    const [n, of] = wrong[settingOf(stage)] ?? [];
+    return of ? `${stage}: ${n} of ${of} requests WRONG, and this timeline is the same: nothing raises an error.`
+      : `${stage}: has no such mask to break.`;
+  }) : [];
+  const said = $("try").lastChild;
+  said.className = broken.length ? "bad" : "soft";
+  said.textContent = broken.join(" ") || "This repository's stages ran with each combination, on a calculated A100.";
 }
 
 let written = -Infinity, later = null;
@@ -147,21 +243,24 @@ let timer = null;                        // while it plays
 
 function drawControls() {
   for (const id of ["run", "beside", "clock", "cells"]) $(id).value = state[id];
-  const value = ticks[state.tick], end = ticks.at(-1), stop = DATA.walk[state.stop];
-  $("now").textContent = state.clock === "step" ? `step ${value} of ${end}` : `${ms(value)} of ${ms(end)}`;
-  for (const node of document.querySelectorAll(".look")) node.classList.remove("look");
+  const value = ticks[state.tick], end = ticks.at(-1), {stop, tried} = state, {walk} = DATA;
+  $("now").textContent = state.clock === "step" ? `step ${value} of ${end}` : `${ms(value).slice(0, -3)} of ${ms(end)}`;
   for (const [i, button] of $("walk").querySelectorAll("button").entries()) {
-    button.ariaCurrent = i === state.stop ? "step" : null;
+    button.ariaCurrent = tried ? (button.id === "tries" ? "page" : null) : i === stop ? "step" : null;
   }
-  $("stop").hidden = !DATA.walk.length;
-  $("stop").className = stop ? "on" : "";
-  $("stop").textContent = "New to batching? Take the guided walk.";
-  $("on").hidden = !DATA.walk[(state.stop ?? -1) + 1];
-  $("on").textContent = stop ? "next stop" : "guided walk";
-  if (!stop) return;
-  const [panel, number] = stop.look, {panels, run} = views[number];
-  $("stop").textContent = `${stop.text} Look at: ${PANELS[panel]}, ${run.name}.`;
-  panels[panel].parentNode.classList.add("look");
+  const on = walk[stop], away = Boolean(on && strayed());
+  $("stop").hidden = !walk.length || Boolean(tried);
+  $("stop").className = on ? "on" : "";
+  $("stop").textContent = on ? on.text : "New to batching? Take the guided walk.";
+  $("controls").hidden = Boolean(tried) || inScene();
+  $("clock").querySelector("[value=ms]").disabled = Boolean(tried);
+  $("all").hidden = !on || Boolean(tried);
+  $("all").textContent = state.all ? "this scene only" : "all panels";
+  $("return").hidden = !away;
+  $("return").textContent = `back to stop ${stop + 1}`;
+  $("on").hidden = away || !walk[(stop ?? -1) + 1] || Boolean(tried && !on);
+  $("on").textContent = on ? "next stop" : "guided walk";
+  drawTry();
 }
 
 function play(on) {
@@ -199,7 +298,7 @@ const MOVES = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDo
 
 function onKey(event) {
   const {target, key} = event, grid = target.closest(".grid"), {activeElement} = document;
-  if (target.closest("select") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (target.closest("select, input") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (key === " " && target.closest("button, summary")) return;
   if (grid && MOVES[key]) {
     const here = slotNamed(pointed ?? state.slot);
@@ -223,22 +322,36 @@ function onKey(event) {
   event.preventDefault();
 }
 
-function seek(event) {                   // a press or a drag on the timeline
-  const view = views.find(view => view.box.contains(event.target));
-  if (!view || (event.type === "pointermove" && !event.buttons)) return;
-  const value = view.valueAt(event.clientX - view.box.getBoundingClientRect().left);
-  go(atMost(ticks, value) - (state.clock === "step"));
+function seek(event) {                   // a press or a drag on the timeline; else it says what is there
+  const view = views.find(view => view.box?.contains(event.target)), moved = event.type === "pointermove";
+  for (const {tip} of views) tip?.remove();
+  if (!view) return;
+  const {left, top, width} = view.box.getBoundingClientRect(), across = event.clientX - left;
+  const value = view.valueAt(across), request = view.rowAt(event.clientY - top);
+  if (!moved || event.buttons) return go(atMost(ticks, value) - (state.clock === "step"));
+  if (value < 0) return;
+  const now = momentOf(view.run, state.clock, state.clock === "step" ? Math.floor(value) : value);
+  const step = view.run.steps[now.k], {active, kind, words} = request ? stateOf(view.run, request, now) : {};
+  const is = active || ["absent", "waiting", "done"].includes(kind) ? words : "waits";
+  const text = `step ${now.step}` + (step && now.passes.length ? `, ${ms(step.end - step.start)}` : "")
+    + (request ? `: ${request.name} ${is}` : `: ${plural(step ? inStep(view.run, "slots", step) : 0, "slot")}`);
+  view.tip = div("tip", text);
+  view.box.append(view.tip);
+  view.tip.style.left = Math.max(0, Math.min(across + 12, width - view.tip.offsetWidth)) + "px";
+  view.tip.style.top = event.clientY - top + 14 + "px";
 }
 
 function begin() {
-  const {requests} = DATA.runs[0], tokens = requests.reduce((sum, {prompt}) => sum + prompt.length, 0);
+  const {requests} = RUNS.get(names[0]), tokens = requests.reduce((sum, {prompt}) => sum + prompt.length, 0);
   $("about").textContent = `${plural(requests.length, "request")}, ${plural(tokens, "prompt token")}`;
   $("run").append(...names.map(name => element("option", {value: name}, name)));
   $("beside").append(...["", ...names].map(name => element("option", {value: name}, name || "nothing")));
   $("stages").hidden = names.length === 1;
   $("walk").hidden = !DATA.walk.length;
+  if (!GPU.size) $("clock").querySelector("[value=gpu]").remove();
   $("walk").querySelector("ol").append(...DATA.walk.map(({title}, i) => element(
     "li", {}, element("button", {onclick: () => visit(i)}, `${i + 1} ${title}`))));
+  if (DATA.grid) beginTry();
   const legend = [...Object.entries(DATA.names), ["past", "key in the cache"], ["new", "key of this pass"],
                   ["wrong", "seen, and must not be"]];
   $("legend").append(...legend.map(
@@ -254,6 +367,8 @@ function begin() {
   $("last").onclick = () => go(ticks.length - 1);
   $("play").onclick = () => play(!timer);
   $("on").onclick = () => visit((state.stop ?? -1) + 1);
+  $("return").onclick = () => visit(state.stop);
+  $("all").onclick = () => { state.all = !state.all; build(); };
   document.addEventListener("keydown", onKey);
 
   const main = $("views"), slotOf = event => event.target.dataset.slot ?? null;
@@ -266,6 +381,7 @@ function begin() {
   main.addEventListener("click", event => slotOf(event) && hold(slotOf(event)));
   main.addEventListener("pointerdown", seek);
   main.addEventListener("pointermove", seek);
+  main.addEventListener("pointerleave", seek);
   let wide = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; build(); } });
   addEventListener("hashchange", () => { if (location.hash !== address()) readAddress(); });

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from explorer.walk import walk
 from toolbox.plots import COLORS, KEYS, NAMES
 from toolbox.verdict import summary
 
@@ -25,20 +24,18 @@ COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", 
           "useful_scores", "copied_bytes")   # of a ForwardPass
 
 
-def write(path, traces, tokenizer=None, guided=False):
+def write(path, traces, tokenizer=None):
     """Writes the page of one or several recorded runs, {name: trace}. See `page`."""
-    text = page(traces, tokenizer, guided)
-    Path(path).write_text(text, encoding="utf-8", newline="\n")
+    Path(path).write_text(page(traces, tokenizer), encoding="utf-8", newline="\n")
 
 
-def page(traces, tokenizer=None, guided=False):
+def page(traces, tokenizer=None):
     """
     The HTML text of recorded runs, {name: trace}.
 
     tokenizer: a tiktoken.Encoding; None: tokens are shown as their request's name and position
-    guided:    with the walk of six stops, as far as the runs show what its stops are about
     """
-    return filled(data_of(traces, tokenizer, guided))
+    return filled(data_of(traces, tokenizer))
 
 
 def filled(data):
@@ -80,17 +77,36 @@ class Frame:
 
 # --- the data -------------------------------------------------------------------------------------
 
-def data_of(traces, tokenizer=None, guided=False):
-    """All that the page knows. Times are in milliseconds from the start of a run."""
+def data_of(traces, tokenizer=None, twins=None):
+    """
+    All that the page knows of runs. Times are in milliseconds from the start of a run.
+
+    twins: {name: trace} of the same runs on a calculated GPU, for a further clock
+    """
     for trace in traces.values():
         if trace.recording is None:
             raise ValueError(f"the run of stage '{trace.stage}' was not recorded: "
                              "explorer.recorder.record runs a stage and records it")
     texts = []   # prompts and answers, each once: the stages of a ladder have the same
     runs = [run_data(name, trace, texts) for name, trace in traces.items()]
+    for run in runs if twins else ():
+        run["gpu"] = times_of(twins[run["name"]], [request["name"] for request in run["requests"]])
     return {"runs": runs, "texts": texts, "names": NAMES,
-            "vocabulary": tokenizer and vocabulary(traces, tokenizer),
-            "walk": walk(traces) if guided else []}
+            "vocabulary": tokenizer and vocabulary(traces, tokenizer), "walk": []}
+
+
+def times_of(twin, names):
+    """The times of a run on a calculated GPU, in milliseconds, as run_data has those of a run."""
+    requests = {request.name: request for request in twin.requests}
+
+    def ms(seconds):
+        return round(1e3 * seconds, 2)
+
+    return {"passes": {"start": [ms(twin.step_times[p.step]) for p in twin.passes],
+                       "ms": [ms(p.seconds) for p in twin.passes]},
+            "requests": [{"arrived": ms(requests[name].arrived),
+                          "ms": [ms(time) for time in requests[name].token_times]}
+                         for name in names]}
 
 
 def run_data(name, trace, texts):

@@ -83,14 +83,18 @@ function painter(pen) {                  // paint(kind, x, y, width, height)
 function drawTimeline(view) {
   const {run, panels: {timeline}} = view, {passes, requests} = run;
   const high = Math.max(1, Math.min(13, Math.floor(240 / requests.length)));
-  const longest = Math.min(8, largest(requests.map(({name}) => name.length)));
-  const labels = high > 9 ? Math.max(36, 8 + 7 * longest) : 0;   // pixels for the names
+  const letters = Math.min(8, largest(requests.map(({name}) => name.length)));
+  const labels = high > 9 ? Math.max(36, 8 + 7 * letters) : 0;   // pixels for the names
   const canvas = element("canvas", {
     ariaLabel: `every request in each of ${plural(run.steps.length, "step")}`});
   canvas.setAttribute("role", "img");
   view.cursor = element("div", {className: "cursor"});
   view.box = element("div", {className: "box"}, canvas, view.cursor);
-  timeline.replaceChildren(view.box, ...verdicts(run));
+  const onTime = state.clock !== "step", longest = run.gaps.at(-1)?.[3] ?? 0;
+  const shaded = 0.8 * largest(shown().map(other => other.gaps.at(-1)?.[3] ?? 0));   // waits as long as this
+  const wait = `Longest wait for a next token: ${ms(longest)}` + (longest > shaded ? " (shaded)." : ".");
+  timeline.replaceChildren(view.box, ...onTime ? [element("p", {className: longest > shaded ? "longest" : ""}, wait)] : [],
+    ...run.idea ? [div("verdicts", ...verdicts(run))] : []);
 
   const floor = requests.length * high + 6 + BAND, wide = view.box.clientWidth || 300;
   const ratio = window.devicePixelRatio || 1, pen = canvas.getContext("2d");
@@ -100,22 +104,33 @@ function drawTimeline(view) {
   const end = largest(shown().map(({steps}) => valueOf(steps.at(-1)) + (state.clock === "step")));
   const x = value => labels + (wide - labels - 2) * value / end;
   view.valueAt = pixels => end * (pixels - labels) / (wide - labels - 2);
-  view.across = step => {                // [left, width] of its column
-    const [from, to] = state.clock === "step" ? [step.step, step.step + 1] : [step.start, step.end];
+  view.rowAt = pixels => requests[Math.floor(pixels / high)];
+  const span = (from, to) => {           // [left, width]
     if (x(to) - x(from) < 3) return [x(from), Math.max(0.6, x(to) - x(from))];
     const left = Math.round(x(from)), width = Math.round(x(to)) - left;   // sharp edges
     return [left, width > 6 ? width - 1 : width];
   };
-  const paint = painter(pen), ink = inkOf("ink"), waiting = inkOf("waiting");
+  view.across = step => onTime ? span(step.start, step.end) : span(step.step, step.step + 1);
+  const acrossPass = i => onTime ? span(passes.begin[i], passes.begin[i] + passes.ms[i])
+    : view.across(run.stepOf.get(passes.step[i]));
+  const paint = painter(pen), ink = inkOf("ink"), waiting = inkOf("waiting"), alarm = inkOf("alarm");
   const thick = high > 4 ? high - 1 : high;
   Object.assign(pen, {font: "11px system-ui, sans-serif", textBaseline: "middle"});
 
   requests.forEach((request, r) => {
-    let since = x(state.clock === "step" ? request.arrival : request.arrived);
+    let since = x(onTime ? request.arrived : request.arrival);
+    pen.fillStyle = alarm;
+    pen.globalAlpha = 0.3;
+    for (const [i, time] of onTime ? request.ms.entries() : []) {
+      if (request.ms[i + 1] - time > shaded) {
+        pen.fillRect(x(time), r * high, x(request.ms[i + 1]) - x(time), high);
+      }
+    }
+    pen.globalAlpha = 1;
     pen.fillStyle = ink;
     if (labels) pen.fillText(request.name.slice(0, 8), 0, (r + 0.5) * high);
     for (const work of request.work) {
-      const [pass, , n, , step] = work, [left, width] = view.across(run.stepOf.get(step)), shape = passes.shape[pass];
+      const [pass, , n] = work, [left, width] = acrossPass(pass), shape = passes.shape[pass];
       pen.fillStyle = waiting;
       if (left > since) pen.fillRect(since, (r + 0.5) * high - 0.5, left - since, 1);
       since = left + width;
@@ -133,7 +148,8 @@ function drawTimeline(view) {
   for (const step of run.steps) {
     const [left, width] = view.across(step);
     for (const pass of step.passes) {
-      for (const r of passes.finished[pass] ?? []) paint("finished", left, r * high, width, thick);
+      const [from, over] = acrossPass(pass);
+      for (const r of passes.finished[pass] ?? []) paint("finished", from, r * high, over, thick);
     }
     const count = {decode: 0, prefill: 0, recomputed: 0, pad: inStep(run, "pad_slots", step),
                    finished: inStep(run, "finished_slots", step)};
@@ -209,7 +225,7 @@ function drawTensor(view) {
                     ["finished_slots", "finished"]].filter(([name]) => p[name] && p[name][pass]);
     const which = now.passes.length > 1 ? `, pass ${k + 1} of ${now.passes.length}` : "";
     const text = `${which}: ${plural(p.slots[pass], "slot")}, ` + counts.map(
-      ([name, what]) => `${number(p[name][pass])} ${what}`).join(", ") + `; ${ms(p.ms[pass])}`;
+      ([name, what]) => `${number(p[name][pass])} ${what}`).join(", ") + `; ${ms(p.ms[pass])}${run.gpu ? ", calculated" : ""}`;
     const shape = `(${p.shape[pass].join(", ")}${p.shape[pass].length === 1 ? "," : ""})`;
     return element("div", {className: "pass", data: {pass}},
                    element("p", {}, bold("shape " + shape), text), div("scroll", gridOf(view, pass)));
@@ -234,7 +250,7 @@ function gridOf({run, number, slots, panels}, pass) {
   const labels = flat ? 0 : 4 + 8 * largest(rows.map(row => Math.min(8, nameOf(row).length)));
   // As wide as fits, so that no slot is out of sight; under 5 pixels, without gaps between them.
   const fits = (panels.tensor.clientWidth - 6 - labels) / width, gap = fits < 5 ? 0 : 1;
-  const cell = state.cells === "wide" ? 64 : Math.max(2, Math.min(64, gap ? Math.floor(fits) - 1 : fits));
+  const cell = state.cells === "wide" ? 64 : Math.max(1, Math.min(64, gap ? Math.floor(fits) - 1 : fits));
   const grid = element("div", {
     className: "grid", tabIndex: 0, data: {pass, view: number},
     ariaLabel: "Slots; the arrow keys move from one to the next",
@@ -272,11 +288,13 @@ function drawPointed() {
   for (const view of views) {
     for (const node of view.lit ?? []) node.classList.remove("lit", "picked", "wrong");
     view.lit = [];
-    const {run, number, panels: {sees}} = view, [owner, pass, row] = picked ?? [];
+    const {run, number, panels: {sees = div()}} = view, [owner, pass, row] = picked ?? [];
+    if (!view.slots) continue;
     if (run.xray.left_out) sees.replaceChildren(soft(`Not measured in this run: ${run.xray.left_out}.`));
     else if (owner === number && view.now.passes.includes(pass)) {
       const slot = slotAt(run, ...picked.slice(1)), keys = markedKeys(run, pass, row, slot);
       sees.replaceChildren(sentence(run, slot, keys), strip(run, pass, slot, keys));
+      sees.lastChild.scrollTop = (sees.querySelector(".wrong")?.offsetTop ?? 0) - sees.lastChild.offsetTop;
       lightUp(view, name, picked, keys);
     } else {
       sees.replaceChildren(soft("Point at a slot of the tensor to see which keys it sees. "
@@ -327,8 +345,8 @@ function lightUp(view, name, [number, pass, row], keys) {
     if (mark === "wrong" && !past) light(slots.get([number, pass, row, column].join(".")), "lit", "wrong");
     if (mark === "new") light(slots.get([number, pass, row, column].join(".")), "lit");
     if (mark !== "past") continue;
-    light(memory.querySelector(`[data-holder="${owner}"]`), "lit");
-    light(memory.querySelector(`[data-page="${pageOf(run, pass, {owner, position})}"]`), "lit");
+    light(memory?.querySelector(`[data-holder="${owner}"]`), "lit");
+    light(memory?.querySelector(`[data-page="${pageOf(run, pass, {owner, position})}"]`), "lit");
   }
 }
 
@@ -483,7 +501,7 @@ function drawBill({run, now, states, panels: {bill}}) {
                     percent(total("useful_scores"), total("score_entries"), "scores")],
     padded_keys: ["padded keys", number(total("padded_keys"))],
     copied_bytes: ["copied keys and values", (total("copied_bytes") / 1e6).toFixed(1) + " MB"],
-    ms: ["time in passes", ms(total("ms"))],
+    ms: ["time in passes", ms(total("ms")), run.gpu ? "calculated" : ""],
     ttft: ["TTFT, mean", firsts.length ? ms(mean(firsts)) : "–", plural(firsts.length, "request")],
     itl: ["ITL, mean", gaps ? ms(sum / gaps) : "–"],
     stall: ["ITL, longest", gaps ? ms(longest) : "–"]};
@@ -491,4 +509,28 @@ function drawBill({run, now, states, panels: {bill}}) {
     "tr", {}, element("th", {scope: "row"}, name), element("td", {data: {figure}}, value),
     element("td", {className: "soft"}, note)));
   bill.replaceChildren(element("table", {}, ...lines));
+}
+
+// The scoreboard: a line for each run on the calculated GPU. `before`: the same after the last choice.
+
+const COLUMNS = {passes: ["passes", number], useful: ["useful slots", x => Math.round(100 * x) + "%"],
+                 speed: ["tokens/s", number], first: ["wait, first token", Math.round],
+                 next: ["wait, next token", Math.round], preemptions: ["preempted", number]};
+
+function scoreboard(scores, before, pick) {
+  const most = Object.fromEntries(["speed", "next"].map(   // these are drawn as bars, too
+    key => [key, largest(Object.values(scores).map(score => score[key]))]));
+  const lines = Object.entries(scores).map(([name, score]) => {
+    const cells = Object.entries(COLUMNS).map(([key, [, text]]) => {
+      const was = before?.[name]?.[key], style = most[key] ? `--share: ${100 * score[key] / most[key]}%` : "";
+      return element("td", {data: {score: key}, style}, text(score[key]),
+                     was !== undefined && text(was) !== text(score[key]) ? element("small", {}, ` was ${text(was)}`) : "");
+    });
+    const title = pick ? element("button", {onclick: () => pick(name)}, name) : name;
+    const wrong = score.wrong ? element("span", {className: "bad"}, ` ${score.wrong} requests WRONG`) : "";
+    return element("tr", {}, element("th", {scope: "row"}, title, wrong), ...cells);
+  });
+  return element("table", {className: "scores"},
+    element("tr", {}, ...["stage", ...Object.values(COLUMNS).map(([title]) => title)].map(
+      title => element("th", {scope: "col"}, title))), ...lines);
 }

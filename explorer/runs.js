@@ -5,22 +5,35 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SUMS = ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "padded_keys",
               "score_entries", "useful_scores", "copied_bytes", "ms"];
-const RUNS = new Map(DATA.runs.map(run => [run.name, prepare(run)]));
+const RUNS = new Map(), GPU = new Map();   // as measured; and with the times of a calculated GPU
+for (const run of DATA.runs) {
+  const {gpu, requests} = run;
+  if (gpu) {
+    GPU.set(run.name, prepare({...run, place: DATA.clock, passes: {...run.passes, ...gpu.passes},
+                               requests: requests.map((request, r) => ({...request, ...gpu.requests[r]}))}));
+  }
+  RUNS.set(run.name, prepare({...run, gpu: null}));
+}
 
 // Adds what is looked up often: the passes of each step, running totals, each request's events.
 function prepare(run) {
   const p = run.passes, requests = run.requests;
   p.slots = p.shape.map(shape => shape.reduce((a, b) => a * b));
+  p.begin = [];                          // of each pass; p.start is that of its step
   run.steps = [];                        // {step, passes: [...], start, end}: only those with a pass
   for (const i of p.step.keys()) {
     if (run.steps.at(-1)?.step !== p.step[i]) {
       run.steps.push({step: p.step[i], passes: [], start: p.start[i]});
     }
-    run.steps.at(-1).passes.push(i);
+    const {passes} = run.steps.at(-1);
+    p.begin.push(passes.length ? p.begin[i - 1] + p.ms[i - 1] : p.start[i]);
+    passes.push(i);
   }
   for (const request of requests) {
-    request.prompt = DATA.texts[request.prompt];
-    request.generated = DATA.texts[request.generated];
+    if (typeof request.prompt === "number") {
+      request.prompt = DATA.texts[request.prompt];
+      request.generated = DATA.texts[request.generated];
+    }
     request.tokens = [...request.prompt, ...request.generated];
     request.work = [];                   // [pass, first, n, tokens reached before, step]
     request.rooms = [];                  // [pass, capacity, or block table, or null]
@@ -50,6 +63,35 @@ function prepare(run) {
   run.mostTokens = Math.max(...run.steps.map(step => step.passes.reduce(
     (total, i) => total + threes(p.work[i]).reduce((sum, [, , n]) => sum + n, 0), 0)));
   return run;
+}
+
+// A run of "Try it", which explorer/build.py has made compact: prepared, but without tensors.
+function expanded({requests, arrived, passes: entries, ms}, name) {
+  const all = RUNS.get("unbatched").requests, indexOf = new Map(requests.map((r, i) => [r, i]));
+  const p = {step: [], start: [], ms, shape: [], work: [], pad_slots: [], finished_slots: [], finished: {},
+             recomputed: 0, room: {}, computed: {}, kept: {}, columns: {}, rows: {}};
+  const list = requests.map((r, i) => ({...all[r], arrived: arrived[i], steps: [], ms: []}));
+  let now = 0;
+  for (const [times, from, shape, work, finished = []] of entries) {
+    for (let k = 0; k < times; k++) {
+      const i = p.step.push(from + k) - 1, same = i && p.step[i - 1] === from + k;
+      const parts = threes(work).map(([r, first, n]) => [indexOf.get(r), first + k * n, n]);
+      const tokens = parts.reduce((sum, [, , n]) => sum + n, 0);
+      p.start.push(same ? p.start[i - 1] : now);
+      p.shape.push(shape);
+      p.work.push(parts.flat());
+      p.finished_slots.push(finished.length);
+      p.pad_slots.push(shape.reduce((a, b) => a * b) - tokens - finished.length);
+      if (finished.length) p.finished[i] = finished.map(r => indexOf.get(r));
+      now += ms[i];
+      for (const [r, first, n] of parts) {   // a token, where all known ones are computed
+        if (first + n !== list[r].prompt.length + list[r].ms.length) continue;
+        list[r].steps.push(from + k);
+        list[r].ms.push(now);
+      }
+    }
+  }
+  return prepare({name, knobs: {}, place: DATA.clock, requests: list, passes: p, pool: null});
 }
 
 function threes(values) {                // [a, b, c, d, e, f] -> [[a, b, c], [d, e, f]]

@@ -23,6 +23,7 @@ from model import GPT
 from request import Request
 from toolbox.check import Check
 from toolbox.load import decode, load, load_model
+from toolbox.openai import chat_prompt
 from toolbox.tokenizer import use_chat_template
 from toolbox.traps import broken
 from toolbox.xray import XRay
@@ -197,6 +198,9 @@ def test_a_folder_gives_model_tokenizer_and_chat(folder):
     assert decode(tokenizer, [299]) == "\ufffd"
     use_chat_template(tokenizer)
     assert decode(tokenizer, tokenizer.encode("the")) == "<s>[user] the\n[assistant]"
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    prompt = chat_prompt(messages, tokenizer, model.config)   # as the server asks
+    assert decode(tokenizer, prompt) == "<s>[system] a\n[user] b\n[assistant]"
     with pytest.raises(ValueError, match="--chat: this model has no chat template"):
         use_chat_template(load()[1])
     with pytest.raises(ValueError, match="architecture is 'llama', not 'gpt2'; .*load_model"):

@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from common import STAGES, mixed, toy
 
 import generate_ragged
 from experiments.ladder import run_stages
-from explorer import page, still
+from explorer import build, page, still
 from explorer.recorder import MOST_TOKENS, record
 from request import Request
 from toolbox.load import decode, load
@@ -59,23 +60,26 @@ def builtin():
 
 
 @cache
-def runs_of_the_ladder():
-    model, _, requests = builtin()
-    return run_stages(model, requests)
+def runs_of_the_page():
+    model, tokenizer, _ = builtin()
+    requests = build.workload(tokenizer)
+    with broken("published mask", show=False):
+        masked = run_stages(model, requests, {build.MASK: LADDER["interleaved"]}, **build.KNOBS)
+    return {**run_stages(model, requests, **build.KNOBS), **masked}
 
 
 @pytest.fixture(scope="module")
 def ladder():
-    """All stages as they run here, {stage: trace}, with the times of the committed page."""
+    """The page's runs as they run here, {name: trace}, with the times of the committed page."""
     for run in DATA["runs"]:
-        trace, passes = runs_of_the_ladder()[run["name"]], run["passes"]
+        trace, passes = runs_of_the_page()[run["name"]], run["passes"]
         trace.started = 0.0
         trace.step_times = {step: ms / 1e3 for step, ms in zip(passes["step"], passes["start"])}
         for p, ms in zip(trace.passes, passes["ms"], strict=True):
             p.seconds = ms / 1e3
         for request, its in zip(trace.requests, run["requests"], strict=True):
             request.token_times = [ms / 1e3 for ms in its["ms"]]
-    return runs_of_the_ladder()
+    return runs_of_the_page()
 
 
 # --- the data -------------------------------------------------------------------------------------
@@ -208,11 +212,11 @@ def without_times(data):
     return data
 
 
-AGAIN = "python -m experiments.ladder --page docs/explorer.html"
+AGAIN = "python -m explorer.build"
 
 
 def test_the_committed_page_is_that_of_todays_template_and_runs(ladder):
-    assert len(COMMITTED.encode()) < 400_000
+    assert len(COMMITTED.encode()) < 1_200_000
     assert page.filled(DATA) == COMMITTED, AGAIN
     for run in DATA["runs"]:
         trace, names = ladder[run["name"]], [request["name"] for request in run["requests"]]
@@ -223,21 +227,61 @@ def test_the_committed_page_is_that_of_todays_template_and_runs(ladder):
 
 @pytest.mark.thorough
 def test_the_committed_page_is_what_the_command_builds():
-    model, tokenizer, requests = builtin()
-    traces = {name: record(generate, model, requests, reference=model)
-              for name, generate in LADDER.items()}
-    built = page.data_of(traces, tokenizer, guided=True)
-    assert without_times(built) == without_times(DATA), AGAIN
+    assert without_times(json.loads(json.dumps(build.data()))) == without_times(DATA), AGAIN
 
 
-def test_the_walk_has_six_stops_and_counts_them_itself(ladder):
-    stops = page.walk(ladder)
-    assert [stop["title"] for stop in stops] == [
-        "padding", "finished rows", "the stalled decode", "the chunk",
-        "the pads of the fused rectangle", "the flat stream"]
-    assert json.loads(json.dumps(stops)) == DATA["walk"], AGAIN
-    assert not page.walk({"paged": ladder["paged"]})
-    assert page.walk({"naive": ladder["naive"]})[1]["title"] == "finished rows"
+def test_the_calculated_clock_has_the_same_steps_and_other_times(ladder):
+    for run in DATA["runs"]:
+        passes, gpu = run["passes"], run["gpu"]
+        for i, step in enumerate(passes["step"][1:], 1):   # nothing waits for the GPU
+            same = step == passes["step"][i - 1]
+            ends = sum(gpu["passes"]["ms"][:i])
+            assert same or gpu["passes"]["start"][i] == pytest.approx(ends, abs=0.5)
+        for request, its in zip(run["requests"], gpu["requests"], strict=True):
+            assert len(its["ms"]) == len(request["ms"])
+            assert its["arrived"] < its["ms"][0] and its["ms"] == sorted(its["ms"])
+    trace = ladder["dynamic"]
+    other = [replace(request) for request in trace.requests]
+    other[0].generated = [1]   # an answer of another length makes other plans
+    for request, its in zip(other[1:], trace.requests[1:]):
+        request.generated = its.generated
+    with pytest.raises(RuntimeError, match="makes other plans"):
+        trace.recording = SimpleNamespace(requests=other)
+        build.twin(trace, LADDER["dynamic"], build.KNOBS)
+
+
+def test_each_setting_has_the_run_of_its_knobs(ladder):
+    """Ten random settings of "Try it", expanded as the page does, are what the stages do."""
+    grid, stream = DATA["grid"], random.Random(1)
+    requests = [build.fixed(*pair) for pair in zip(build.workload(builtin()[1]),
+                                                   ladder["unbatched"].requests)]
+    for setting in stream.sample([*grid["of"]], 10):
+        stage, *values = setting.split(".")
+        knobs = {name: grid["knobs"][name][int(i)]
+                 for name, i in zip(grid["applies"][stage], values, strict=True)}
+        memory, size = knobs.pop("memory", 10**6), knobs.get("page_size", 16)
+        some = [replace(request) for request in requests
+                if knobs["long"] or len(request.prompt) < 200]
+        trace = run_stages(builtin()[0], some, {stage: LADDER[stage]}, **{
+            **knobs, "max_kv_tokens": memory, "pages": memory // size})[stage]
+        names, run = [request.name for request in requests], grid["runs"][grid["of"][setting]]
+        work = [(step + k, [(names[who], first + k * n, n)
+                            for who, first, n in zip(*[iter(flat)] * 3)])
+                for times, step, _, flat, *_ in run["passes"] for k in range(times)]
+        assert work == [(p.step, p.work) for p in trace.passes], setting
+        assert len(run["ms"]) == run["figures"]["passes"] == len(trace.passes)
+
+
+def test_the_walk_has_ten_stops_and_counts_them_itself():
+    assert [stop["title"] for stop in DATA["walk"]] == [
+        "padding", "finished rows", "stall", "chunk", "fused rectangle", "published mask",
+        "flat stream", "sharing", "preemption", "scoreboard"]
+    score, said = DATA["score"], {stop["title"]: stop["text"] for stop in DATA["walk"]}
+    assert f"no token for {score['dynamic']['next']:.0f} ms" in said["stall"]
+    assert f"from {score['dynamic']['next']:.0f} to {score['chunked']['next']:.0f}" in said["chunk"]
+    assert score["paged"]["preemptions"] > 0 and score["ragged, varlen"]["useful"] == 1
+    wrong = {name for name, figures in score.items() if figures["wrong"]}
+    assert wrong == {build.MASK} == {run["name"] for run in DATA["runs"] if run["check"]["wrong"]}
 
 
 # --- in a browser ---------------------------------------------------------------------------------
@@ -313,12 +357,12 @@ class Page:
 
 @pytest.fixture
 def opened(chrome, tmp_path):
-    """opened({name: trace}, tokenizer, guided, address) -> Page"""
+    """opened({name: trace}, tokenizer, address) -> Page"""
     pages = []
 
-    def open(traces, tokenizer=None, guided=False, address=""):
+    def open(traces, tokenizer=None, address=""):
         path = tmp_path / f"{len(pages)}.html"
-        page.write(path, traces, tokenizer, guided)
+        page.write(path, traces, tokenizer)
         pages.append(Page(chrome, path).open(address))
         return pages[-1]
 
@@ -360,7 +404,9 @@ def expected(trace, step):
     waits, gaps = [], []
     for request in trace.requests:
         times = [time for time, at in zip(request.token_times, request.token_steps) if at <= step]
-        waits += [1e3 * (times[0] - trace.started)] if times else []
+        arrived = min((time for at, time in trace.step_times.items() if at >= request.arrival)
+                      if request.arrival else [trace.started])
+        waits += [1e3 * (times[0] - arrived)] if times else []
         gaps += [1e3 * (b - a) for a, b in zip(times, times[1:])]
 
     def ms(values, what):
@@ -427,7 +473,8 @@ def test_every_number_is_the_traces(ladder, ladder_page):
             assert text == answer or (text[0] == "…" and answer.endswith(text[1:]))
             if n:
                 assert waits.startswith(f"{n} token")
-                assert f"TTFT {request.token_steps[0] + 1} step" in waits
+                first = request.token_steps[0] - request.arrival + 1
+                assert f"TTFT {first} step" in waits
         held = dict(ladder_page.run("return [...document.querySelectorAll('[data-holder]')]"
                                     ".map(row => [row.firstChild.textContent, "
                                     "row.lastChild.textContent])"))
@@ -495,12 +542,12 @@ def test_keys(ladder_page):
     ladder_page.press(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
     assert ladder_page.now.startswith("step 3 ")
     ladder_page.press(Keys.END)
-    assert ladder_page.now == "step 68 of 68"
+    assert ladder_page.now == "step 49 of 49"
     ladder_page.run("play(true)")   # from the end it begins anew
-    assert ladder_page.now == "step 0 of 68"
+    assert ladder_page.now == "step 0 of 49"
     ladder_page.run("play(false)")
     ladder_page.press(Keys.END, Keys.HOME)
-    assert ladder_page.now == "step 0 of 68"
+    assert ladder_page.now == "step 0 of 49"
     ladder_page.press(" ")
     assert ladder_page.texts("#play") == ["pause"]
     ladder_page.press(" ", "+")
@@ -528,49 +575,121 @@ def test_an_address_leads_back(ladder_page):
     assert ladder_page.now.endswith(" ms") and ladder_page.texts(".panel h2 small") == []
     ladder_page.open(before[0][1:])
     assert ladder_page.run("return [location.hash, document.body.innerText]") == before
-    for nonsense in "run=nothing&step=-5", "step=1e9&slot=9.9.9.9&stop=77", "%%%&run=%3Cb%3E":
+    for nonsense in ("run=nothing&step=-5", "step=1e9&slot=9.9.9.9&stop=77", "%%%&run=%3Cb%3E",
+                     "try=9.9"):
         ladder_page.open(nonsense)
         assert ladder_page.now.startswith("step ")
 
 
 def test_two_stages_on_one_clock(ladder, ladder_page):
-    ladder_page.open("run=naive&beside=dynamic&step=100")
+    ladder_page.open("run=naive&beside=dynamic&step=70")
     assert ladder_page.texts(".plan p")[1] == "This run is over: all its requests are done."
-    assert ladder_page.texts("[data-figure=passes]") == ["101", "73"]
-    ladder_page.run("document.getElementById('clock').value = 'ms'; "
-                    "document.getElementById('clock').onchange()")
-    times = ladder_page.run("return views.map(view => ({step: view.now.step, value: "
-                            "ticks[state.tick]}))")
-    assert times[0]["step"] == 100
-    trace = ladder["dynamic"]
-    assert times[1]["step"] == max(   # the last one that has begun
-        step for step, start in trace.step_times.items()
-        if round(1e3 * (start - trace.started), 2) < times[0]["value"])
+    passes = len(ladder["dynamic"].passes)
+    assert ladder_page.texts("[data-figure=passes]") == ["71", str(passes)]
+    starts = {"ms": ladder["dynamic"].step_times}
+    gpu, = (run["gpu"]["passes"] for run in DATA["runs"] if run["name"] == "dynamic")
+    starts["gpu"] = {p.step: ms / 1e3 for p, ms in zip(ladder["dynamic"].passes, gpu["start"])}
+    for clock, starts in starts.items():
+        ladder_page.open("run=naive&beside=dynamic&step=20")
+        ladder_page.run("document.getElementById('clock').value = arguments[0]; "
+                        "document.getElementById('clock').onchange()", clock)
+        times = ladder_page.run("return views.map(view => ({step: view.now.step, value: "
+                                "ticks[state.tick]}))")
+        assert times[0]["step"] == 20
+        assert times[1]["step"] == max(   # the last one that has begun
+            step for step, start in starts.items() if round(1e3 * start, 2) < times[0]["value"])
+
+
+IN_SIGHT = """
+    const within = node => {
+      const {top, height} = node.getBoundingClientRect();
+      return top >= 0 && top + Math.min(height, 180) <= innerHeight;
+    };
+    return ["#stop", ".look", ".look .slot.picked"].map(
+      selector => document.querySelector(selector)).every(node => !node || within(node))"""
 
 
 @pytest.mark.thorough
-def test_the_walk(ladder_page):
-    for i in range(6):
+@pytest.mark.parametrize("width, height", [(1400, 900), (820, 1000), (700, 900), (390, 844)])
+def test_the_walk_frames_what_it_speaks_of(width, height, ladder_page):
+    still.resize(ladder_page.browser, width, height)
+    for i, stop in enumerate(DATA["walk"]):
         ladder_page.run("document.querySelectorAll('#walk button')[arguments[0]].click()", i)
-        assert "Look at: " in ladder_page.texts("#stop")[0]
+        assert ladder_page.texts("#stop") == [stop["text"]] and ladder_page.run(IN_SIGHT), stop
         assert len(ladder_page.texts(".look")) == 1 and f"stop={i + 1}" in ladder_page.hash
-        assert ladder_page.now.startswith(f"step {DATA['walk'][i]['show']['step']} of ")
-    linked = ladder_page.hash
-    ladder_page.open("stop=6")   # alone it is enough
-    assert ladder_page.hash == linked and "Stage 6 drops" in ladder_page.texts("#stop")[0]
-    for other in "run=dynamic&step=18&stop=6", "run=paged&stop=2":   # a stop is about two runs
-        ladder_page.open(other)
-        assert ladder_page.texts("#stop")[0].startswith("New to batching?")
-    for i in range(6):   # without the list, which may be out of sight
-        ladder_page.run("document.getElementById('on').click()")
-        assert f"stop={i + 1}" in ladder_page.hash
-    assert not ladder_page.run("return document.getElementById('on').offsetParent")
+        assert ladder_page.run("return views[0].now.step") == stop["show"]["step"]
+        assert ladder_page.run("return document.documentElement.scrollWidth") <= width
+        assert ladder_page.run("return [...document.querySelectorAll('.pass .scroll')].every("
+                               "box => box.scrollWidth <= box.clientWidth)")   # all slots in sight
+    ladder_page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_walk_keeps_its_place(ladder_page):
+    from selenium.webdriver.common.keys import Keys
+    for i in range(len(DATA["walk"])):   # the first screen is the first stop
+        stop, there = f"stop={i + 1}", ladder_page.hash
+        assert stop in there and not ladder_page.run("return $('return').offsetParent")
+        ladder_page.press(Keys.ARROW_LEFT)
+        assert stop in ladder_page.hash != there
+        marked, = ladder_page.texts("#walk [aria-current]")
+        assert marked.startswith(str(i + 1)) and ladder_page.texts("#stop") == [
+            DATA["walk"][i]["text"]]
+        strayed = ladder_page.hash
+        ladder_page.open(strayed[1:])
+        assert ladder_page.hash == strayed and ladder_page.run("return $('return').offsetParent")
+        ladder_page.run("$('return').click()")
+        assert ladder_page.hash == there
+        ladder_page.run("if ($('on').offsetParent) $('on').click()")
+    assert not ladder_page.run("return $('on').offsetParent")
+    ladder_page.open("stop=7")   # alone it is enough
+    assert DATA["walk"][6]["text"] in ladder_page.texts("#stop")
+
+
+def test_the_timeline_answers_the_mouse(ladder_page):
+    ladder_page.open("stop=3")
+    ladder_page.run("""
+        const box = document.querySelector(".box"), {left, top} = box.getBoundingClientRect();
+        const [from] = views[0].across(views[0].run.stepOf.get(8));
+        box.dispatchEvent(new PointerEvent("pointermove", {
+          bubbles: true, clientX: left + from + 8, clientY: top + 5.5 * 13}));""")
+    step = next(run for run in DATA["runs"] if run["name"] == "dynamic")["gpu"]["passes"]
+    tip, = ladder_page.texts(".tip")
+    assert tip == f"step 8, {sum(step['ms'][8:10]):.1f} ms: long 1 ◐ prefilling 219/219", tip
+    assert "stop=3" in ladder_page.hash
+
+
+def test_try_it(ladder_page):
+    """Each choice shows the runs of its setting: their figures, and times that agree with them."""
+    grid, names = DATA["grid"], [*DATA["grid"]["knobs"]]
+    ladder_page.run("$('tries').click()")
+    for selector, number, value in (("input", 0, 0), ("input", 4, False), ("input", 5, True),
+                                    ("select", 1, 5), ("input", 2, 2), ("select", 0, 3)):
+        ladder_page.run(
+            "const node = document.querySelectorAll('#try ' + arguments[0])[arguments[1]];"
+            "node[node.type === 'checkbox' ? 'checked' : 'value'] = arguments[2];"
+            "(node.oninput ?? node.onchange)({target: node})", selector, number, value)
+        state = ladder_page.run("return state.tried")
+        assert state[number + 2 * (selector == "input")] == value
+        for view, index in enumerate(state[:2]):
+            stage = grid["stages"][index]
+            knobs = [str(state[2 + names.index(name)]) for name in grid["applies"][stage]]
+            setting = ".".join([stage, *knobs])
+            figures = grid["runs"][grid["of"][setting]]["figures"]
+            said = ladder_page.texts("[data-score=passes]")[view].split(" was ")[0]
+            assert said == str(figures["passes"])
+            gap = ladder_page.run("return views[arguments[0]].run.gaps.at(-1)[3]", view)
+            assert gap == pytest.approx(figures["next"], abs=0.3), setting
+            wrong = "{} of {} requests WRONG".format(*grid["wrong"].get(setting, ("", "")))
+            assert (f"{stage}: {wrong}" in ladder_page.texts("#try p")[0]) == bool(
+                state[-1] and setting in grid["wrong"])
+    there = ladder_page.hash
+    assert there.startswith("#try=3.5.0.") and ladder_page.open(there[1:]).hash == there
 
 
 @pytest.mark.thorough
 def test_the_address_is_right_after_many_steps(ladder_page):
     ladder_page.open("run=naive")
-    ladder_page.run("for (let i = 0; i < 300; i++) go((state.tick + 1) % 100)")
+    ladder_page.run("for (let i = 0; i < 300; i++) go((state.tick + 1) % 70)")
     step = ladder_page.now.split()[1]
     assert ladder_page.hash == f"#run=naive&step={step}"
 
@@ -584,18 +703,6 @@ def test_prompts_neither_break_nor_run(opened):
     assert [text.removesuffix(" ▸ ") for text in shown.texts(".request .prompt")] == NASTY
     assert shown.texts(".request b") == [f"<i>{i}" for i in range(len(NASTY))]
     assert not shown.run("return 'hacked' in window") and shown.texts("img, .request i") == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("width", [390, 700])   # a phone; 1400 pixels at 200% zoom
-def test_no_sideways_scrolling(width, ladder_page):
-    still.resize(ladder_page.browser, width, 800)
-    for i in range(6):
-        ladder_page.run("visit(arguments[0])", i)
-        assert ladder_page.run("return document.documentElement.scrollWidth") <= width
-        assert ladder_page.run("return [...document.querySelectorAll('.pass .scroll')].every("
-                               "box => box.scrollWidth <= box.clientWidth)")   # all slots in sight
-    ladder_page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.mark.thorough
