@@ -111,6 +111,9 @@ def systems(ours, theirs):
              if name != "unbatched, no cache"}
     less = {f"ragged, varlen, {how}": stage(model, STAGES["ragged, varlen"], KNOBS)
             for how, model in ours.items() if how != "optimized"}
+    less["unbatched, not optimized"] = stage(ours["not optimized"], STAGES["unbatched"], KNOBS)
+    less["ragged, varlen, max_batch 1"] = stage(   # what batching alone gains
+        ours["optimized"], STAGES["ragged, varlen"], {**KNOBS, "max_batch": 1})
     return {**found, **less, **theirs}
 
 

