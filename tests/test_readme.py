@@ -24,7 +24,8 @@ def test_the_ladder_of_counts():
     that rounding flipped.
     """
     said, (model, tokenizer) = results.load("ladder"), load()
-    requests = make_requests(read_prompts(PROMPTS), tokenizer)
+    requests = make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64, temperature=0.7,
+                             top_k=None, seed=0)   # the scripts' defaults
     for name, trace in run_stages(model, requests).items():
         t = totals(trace)
         assert said["generated"] == sum(len(request.generated) for request in trace.requests)
