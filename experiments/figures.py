@@ -14,9 +14,10 @@ from experiments.tables import WORKLOADS
 from toolbox import sights
 from toolbox.plots import COLORS, edge, hatch, legend, pyplot, save, timeline
 
-BLUE, GREEN, RED, ORANGE = "#0072B2", "#009E73", "#CC3311", "#E69F00"
 WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
-SKY, PURPLE, YELLOW, GREY, BROWN = "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#8C6239"
+# None of these means anything in a timeline or a mask: GREY is the baseline, BROWN is ragged.
+SKY, WINE, OLIVE, GREY, BROWN, BLACK = (
+    "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222")
 
 
 def log_axis(axis, base=10):
@@ -32,7 +33,7 @@ def finished(figure, path, **layout):
     return save(figure, path)
 
 
-def curves(ax, measured, colors=(BLUE, RED, GREEN), markers="os^", y=lambda y, x: y, **style):
+def curves(ax, measured, colors=(BLACK, WINE, OLIVE), markers="os^", y=lambda y, x: y, **style):
     """A curve with markers for each {label: [(x, y), ...]}."""
     for (label, points), color, marker in zip(measured.items(), colors, markers):
         x, values, *_ = np.array(points).T
@@ -69,7 +70,7 @@ def timelines(traces, path=None, columns=2):
 def packing(sight, path=None):
     """
     A batch's prompts padded to one length, and packed into rows; and which token sees which in the
-    row that holds the most prompts.
+    row that holds the most prompts. The colours are those of a timeline and of a mask.
 
     sight: of stage 5 (toolbox/xray.py)
     """
@@ -82,7 +83,7 @@ def packing(sight, path=None):
         ax.set_title(f"{how} ({B}, {m}): {B * m - sum(lengths)} pad slots")
     shared = max(range(rows), key=lambda row: sum(place[0] == row for place in places))
     panel = sights.panels(sight)[shared]
-    sights.draw_panel(axes[2], panel, fontsize=9)
+    sights.draw_panel(axes[2], panel)
     axes[2].set_aspect("equal")
     axes[2].set_title(f"what {' and '.join(panel.name.split())} see in their row", pad=18)
     return finished(figure, path, pad=0.4, w_pad=1)
@@ -92,12 +93,13 @@ def draw_places(ax, plan, places, m):
     """Prompts in rows of m slots: places holds (row, first column, end) for each of them."""
     for i, j in np.ndindex(max(row for row, _, _ in places) + 1, m):
         box(ax, j, i, COLORS["pad"], line="#BBBBBB", hatch="////")
-    colors = (BLUE, YELLOW, GREEN, PURPLE, SKY, BROWN) * len(plan)   # no key's colour
-    for (request, _), (row, first, end), color in zip(plan, places, colors):
+    for (request, _), (row, first, end) in zip(plan, places):
         for j in range(first, end):
-            box(ax, j, row, color)
+            box(ax, j, row, COLORS["prefill"])
             ax.text(j + 0.5, row + 0.5, f"{request.name}{j - first}", ha="center", va="center",
-                    fontsize=9, color="white" if color in (BLUE, GREEN, BROWN) else "black")
+                    fontsize=9, color="white")
+        if any(place[::2] == (row, first) for place in places):   # behind another prompt
+            ax.plot([first, first], [row, row + 1], "w", linewidth=5, solid_capstyle="butt")
     ax.set_xlim(-0.04, m + 0.04)
     ax.set_ylim(len(plan) + 0.04, -0.04)
     ax.set_aspect("equal")
@@ -105,7 +107,8 @@ def draw_places(ax, plan, places, m):
 
 
 def box(ax, x, y, color, line="white", hatch=None):
-    ax.add_patch(Box((x, y), 1, 1, facecolor=color, edgecolor=line, linewidth=0.5, hatch=hatch))
+    ax.add_patch(Box((x, y), 1, 1, facecolor=color, edgecolor=line, linewidth=0.5, hatch=hatch,
+                     clip_on=False))
 
 
 # --- a pool of pages ------------------------------------------------------------------------------
@@ -116,14 +119,16 @@ def pool(seen, path=None):
 
     seen: for each step {"tables": {request name: its pages}, "kept": pages, "number": of pages}
     """
-    names = list(dict.fromkeys(name for step in seen for name in step["tables"]))
-    color_of = dict(zip(names, (BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, BROWN)))
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 4.6), width_ratios=[2, 1])
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 6.2), width_ratios=[2, 1])
+    before = {}
     for step, at in enumerate(seen):
         holders = {page: [name for name, table in at["tables"].items() if page in table]
                    for page in range(at["number"])}
         for page, held_by in holders.items():
-            draw_page(left, step, page, held_by, page in at["kept"], color_of)
+            draw_page(left, step, page, held_by, page in at["kept"])
+            if len(held_by) == 1 and held_by != before.get(page):   # it begins to hold it
+                left.text(step + 0.5, page + 0.53, *held_by, ha="center", va="center", fontsize=8)
+        before = holders
     left.set_xlim(0, len(seen))
     left.set_ylim(seen[0]["number"], 0)
     left.set_xlabel("step")
@@ -136,34 +141,28 @@ def pool(seen, path=None):
         right.text(-0.3, row + 0.5, name, ha="right", va="center", fontsize=10)
         for column, page in enumerate(table):
             held_by = [other for other, pages in tables.items() if page in pages]
-            draw_page(right, column, row, held_by, False, color_of)
+            draw_page(right, column, row, held_by, False)
             right.text(column + 0.5, row + 0.5, page, ha="center", va="center", fontsize=9,
-                       color="white")
+                       color="white" if len(held_by) > 1 else "black")
     right.set_xlim(-1, max(map(len, tables.values())))
     right.set_ylim(max(len(tables), 8), 0)
     right.axis("off")
     right.set_title(f"the block tables at step {fullest}")
-    handles = [Patch(facecolor=color_of[name], label=name) for name in names]
-    handles += [Patch(facecolor=SHARED, label="shared"),
-                Patch(facecolor=COLORS["pad"], label="kept, not in use"),
-                Patch(facecolor="white", edgecolor="#BBBBBB", label="free")]
+    handles = [Patch(facecolor=HELD, label="held by one request"),
+               Patch(facecolor=SHARED, label="shared by several"),
+               Patch(facecolor=KEPT, label="kept, not in use"),
+               Patch(facecolor="white", edgecolor="#BBBBBB", label="free")]
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), handlelength=1.2)
-    return finished(figure, path, rect=(0, 0.07, 1, 1))
-
-    return save(figure, path)
+    return finished(figure, path, rect=(0, 0.06, 1, 1))
 
 
-SHARED = "#444444"
+SHARED, HELD, KEPT = "#444444", "#CCBB44", "#F0EBCF"
 
 
-def draw_page(ax, x, y, held_by, kept, color_of):
-    """One page as a box: the colour of its holder, dark if it has several; grey if only kept."""
-    if not held_by and not kept:
-        return
-    color = COLORS["pad"]
-    if held_by:
-        color = SHARED if len(held_by) > 1 else color_of[held_by[0]]
-    box(ax, x, y, color)
+def draw_page(ax, x, y, held_by, kept):
+    """One page as a box, by whether several requests, one or none hold it."""
+    if held_by or kept:
+        box(ax, x, y, [KEPT, HELD, SHARED][min(len(held_by), 2)])
 
 
 # --- slots, rows, time between tokens -------------------------------------------------------------
@@ -221,7 +220,7 @@ def itl(gaps, arrival, prompt_tokens, path=None):
     figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
     worst = {f"{name}: worst {max(gap for _, gap in points) * 1e3:.1f} ms": points
              for name, points in gaps.items()}
-    curves(ax, worst, (RED, BLUE, ORANGE, GREEN), "osD^", lambda seconds, step: seconds * 1e3,
+    curves(ax, worst, (WINE, SKY, OLIVE, BROWN), "osD^", lambda seconds, step: seconds * 1e3,
            linewidth=1.4)
     ax.axvline(arrival, color="#444444", linewidth=0.8, linestyle="--")
     ax.annotate(f"a prompt of {prompt_tokens} tokens arrives", (arrival, 1), (-6, -2),
@@ -256,7 +255,7 @@ def bench_picture(result, path=None):
     figure, ax = pyplot().subplots(figsize=(WIDTH, 0.25 * len(systems) + 1.1))
     for y, name in enumerate(systems):
         speed = result["tokens"] / result["systems"][name]["seconds"]
-        color = GREY if name.startswith(PEERS) else GREEN if name == "ragged, varlen" else BLUE
+        color = GREY if name.startswith(PEERS) else BROWN if name == "ragged, varlen" else SKY
         ax.barh(y, speed, color=color, height=0.75)
         ax.text(speed, y, f" {speed:,.0f}", va="center", fontsize=9)
     most = result["tokens"] / result["roofline"]
@@ -272,8 +271,8 @@ def bench_picture(result, path=None):
 
 # --- experiments/prepacking.py --------------------------------------------------------------------
 
-METHOD_COLORS = {"full batching": GREY, "length-ordered": ORANGE, "prepacking, batch": SKY,
-                 "prepacking, dataset": BLUE, "ragged": GREEN}
+METHOD_COLORS = {"full batching": GREY, "length-ordered": OLIVE, "prepacking, batch": SKY,
+                 "prepacking, dataset": WINE, "ragged": BROWN}
 
 
 def prepacking(result, path):
@@ -287,7 +286,7 @@ def prepacking_picture(name, result, path=None):
     draw(*axes[0], result[figures])
     for ax in axes[0]:
         ax.grid(name not in ("kinds", "memory"))
-        ax.legend(fontsize=8, ncols=1 + (name == "kinds"),
+        ax.legend(fontsize=9, ncols=1 + (name == "kinds"),
                   loc={"kinds": "upper left", "memory": "upper right"}.get(name))
     return finished(figure, path)
 
@@ -300,8 +299,8 @@ def grouped_bars(ax, groups, methods, height, form):
         heights = [height(by[method], by) for by in groups.values()]
         ax.bar(x, heights, width=0.94 * width, color=METHOD_COLORS[method], label=method)
         for at, top in zip(x, heights):
-            ax.text(at, top, format(top, form), ha="center", va="bottom", fontsize=8)
-    ax.set_xticks(range(len(groups)), [kind.replace(" ", "\n") for kind in groups], fontsize=8)
+            ax.text(at, top, format(top, form), ha="center", va="bottom", fontsize=9)
+    ax.set_xticks(range(len(groups)), [kind.replace(" ", "\n") for kind in groups], fontsize=9)
 
 
 def draw_kinds(ax, kinds):
@@ -331,7 +330,7 @@ def draw_memory(ax, largest):
 
 
 def draw_predictors(ratio, gap, predictors):
-    for (k, points), color, marker in zip(predictors.items(), (BLUE, RED), "os"):
+    for (k, points), color, marker in zip(predictors.items(), (BLACK, WINE), "os"):
         rows, tokens, speedup = np.array(points).T
         for ax, x in (ratio, rows), (gap, tokens):
             ax.scatter(x, speedup, s=14, color=color, marker=marker, alpha=0.7, linewidths=0,

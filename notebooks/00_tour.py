@@ -7,9 +7,8 @@
 # and code to write.
 
 # %%
-from lesson import (
-    ask, broken, check, look, model, run, show, sizes, source, survivors, texts, tokenizer,
-)
+from lesson import ask, broken, check, folded, look, model, run, show, sizes, source
+from lesson import texts, tokenizer
 from experiments import figures
 from experiments.ladder import one_step, run_stages, small_workload
 from experiments.rows import forward_times
@@ -46,7 +45,7 @@ check("ragged, varlen", requests, token_budget=16)
 # To generate a token, the processor reads all weights of the model from memory, for one row of
 # numbers. If it computes 32 rows, it still reads them once. Measured just now, on your machine:
 
-# %% tags=["seconds"]
+# %% tags=["machine"]
 times = forward_times(model)
 figures.rows({"the built-in model": times});
 
@@ -76,7 +75,8 @@ source(MultiHeadAttention.forward)
 #
 # Eight requests, at most four at a time; `F` brings a long prompt, and arrives when others are
 # already running. A cell is one request's row in one step, whether it is 1 slot or 40 slots wide.
-# The coloured part holds tokens, the grey part is padding.
+# Blue is prefill, and green is decode. Hatched grey is padding. Hatched red is a finished request
+# that is still computed. On a thin line a request waits.
 
 # %%
 eight = small_workload(model.config)
@@ -114,7 +114,9 @@ for name in (*shown, "paged"):
 #
 # One step of two stages: A, B and C decode, and four tokens of D's prompt are computed. A line is
 # a query, a column is a key. On the left, each panel is one request, a row of the rectangle. The
-# picture does not come from a rule: it was measured in a forward pass that really ran.
+# picture does not come from a rule: it was measured in a forward pass that really ran. Purple keys
+# come from the cache, orange keys are computed in this pass. White keys are not seen, hatched ones
+# are padding.
 
 # %%
 sights.draw(one_step(model));
@@ -126,18 +128,19 @@ sights.draw(one_step(model));
 # ## Break it
 #
 # A published tutorial on stage 4 hides the padding of the past, and marks *all new slots* as
-# valid. No error is raised. To answer the question, replace `...` with a name and run the cell
-# again. (The timeline of *interleaved* holds the answer: look for a request without grey.)
+# valid. No error is raised. To answer the question, replace `...` with `"A"` or another name, and
+# run the cell. (The timeline of *interleaved* holds the answer.)
 
 # %%
-ask("Under that mask, exactly one of the eight requests still passes the check. Which?",
-    guess=...,
-    answer=lambda: survivors("published mask", "interleaved", eight, max_batch=4, token_budget=16),
-    why="Its prompt is the widest row of its step, and when it decodes, no prompt is beside it.")
+ask("0.1: Under that mask, exactly one of the eight requests still passes the check. Which?",
+    guess=...)
 
 # %%
-with broken("published mask"):
+with folded(), broken("published mask"):
     check("interleaved", eight, max_batch=4, token_budget=16)
+
+# %%
+with broken("published mask", show=False):
     published = look("interleaved", eight, step=4, max_batch=4, token_budget=16)
 show({"the published mask, step 4": published});
 
@@ -149,16 +152,16 @@ show({"the published mask, step 4": published});
 #
 # | notebook | afterwards you can |
 # |---|---|
-# | `01_one_request` | read a mask; say why a KV cache is exact, and what it costs in bytes |
-# | `02_rectangles` | put prompts of different lengths into one tensor, and count what that wastes |
-# | `03_chunks_and_fusion` | schedule with a token budget; find the bug in the mask above |
-# | `04_no_rows` | pack rows; drop them; skip what a mask only hides |
-# | `05_memory` | keep caches in pages, share them, and choose what to preempt |
-# | `06_cost` | turn counts into time; read TTFT and ITL |
+# | [1. One request](01_one_request.ipynb) | read a mask; say why a KV cache is exact |
+# | [2. Rectangles](02_rectangles.ipynb) | pad prompts to one length, and count what that wastes |
+# | [3. Chunks and fusion](03_chunks_and_fusion.ipynb) | use a token budget; find the bug above |
+# | [4. No rows](04_no_rows.ipynb) | pack rows; drop them; skip what a mask only hides |
+# | [5. Memory](05_memory.ipynb) | keep caches in pages, share them, and choose what to preempt |
+# | [6. Cost](06_cost.ipynb) | turn counts into time; calculate a GPU; read TTFT and ITL |
 #
-# To see any run move, add a cell with `show(run("interleaved", eight, max_batch=4))`. It draws the
-# page that `docs/explorer.html` has for all stages. Under `with broken(...)` the page shows the bug
-# at work.
+# To see any run move, add a cell with `show(run("interleaved", eight, max_batch=4))`. It draws
+# the page that [docs/explorer.html](../docs/explorer.html) has for all stages. Under `with
+# broken(...)` the page shows the bug at work.
 #
 # Or read the scripts in order, from `model.py` on. They are short, and the `diff` of two
 # neighbouring stages is the lesson.

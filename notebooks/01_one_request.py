@@ -9,14 +9,12 @@
 #
 # A cell that begins with `ask` wants a guess from you: replace `...` with your answer and run it
 # again. A cell with `@exercise` wants a few lines of code, and tells you whether they are right.
-# Boxes quote claims of the texts that this course is built on (listed in `README.md` beside the
-# notebooks), and say whether they hold.
+# Boxes quote claims of the texts that this course is built on (listed in [README.md](README.md)
+# beside the notebooks), and say whether they hold.
 
 # %%
-from lesson import (
-    ask, broken, check, exercise, letters, look, model, run, show, source, texts, tokenizer,
-    word,
-)
+from lesson import ask, broken, check, exercise, folded, letters, look, model, run, show, source
+from lesson import texts, tokenizer, word
 import torch
 from model import Block, Head, MultiHeadAttention
 from cache import KV
@@ -96,19 +94,18 @@ def moved_rows(changed_token, attend=None):
 
 
 # %%
-ask("Token 3 of 7 changes. Which of the rows 0 to 6 differ after the last layer? (a list)",
-    guess=...,
-    answer=lambda: moved_rows(changed_token=3)[-1],
-    why="The new token's own row, and all rows after it: they see it.")
+ask("1.1: Token 3 of 7 changes. Which of the rows 0 to 6 differ after the last layer? (a "
+    "list)",
+    guess=...)
 
 # %%
-for layer, rows in enumerate(moved_rows(changed_token=3)):
-    print(f"after layer {layer}: rows {rows} differ")
+with folded():
+    for layer, rows in enumerate(moved_rows(changed_token=3)):
+        print(f"after layer {layer}: rows {rows} differ")
 
 # %% [markdown]
-# Rows 0, 1 and 2 stay as they were, in every layer. A token influences itself and what comes
-# later. What happens if no token may see any other? (`Head` is the repository's attention. For a
-# query that sees no key it returns zeros.)
+# What happens if no token may see any other? (`Head` is the repository's attention. For a query
+# that sees no key it returns zeros.)
 
 # %%
 def sees_nothing(layer, q, k, v):
@@ -129,8 +126,8 @@ for layer, rows in enumerate(moved_rows(changed_token=3, attend=sees_nothing)):
 # ## Reading a mask
 #
 # `look` runs a stage of the repository and X-rays one of its forward passes: it measures which
-# keys each query really sees. A line is a query, a column is a key; *new* keys are computed in
-# this pass.
+# keys each query really sees. A line is a query, a column is a key. Orange keys are *new*: they are
+# computed in this pass. White keys are not seen.
 
 # %%
 show({"stage 0, the whole prompt": look("unbatched", [request], step=0)}, label=word);
@@ -162,13 +159,11 @@ print("the same as the model's Head:", torch.allclose(ours, Head()(q, k, v)[0], 
 # > with the square of a prompt's length. Keys and values always have equal length. *It holds.*
 
 # %%
-ask("A prompt of 7 tokens has 49 scores (per head and layer). How many has one of 70?",
-    guess=...,
-    answer=lambda: run("unbatched", letters(A=70, new=1)).passes[0].score_entries,
-    why="Ten times the tokens, a hundred times the scores.")
+ask("1.2: A prompt of 7 tokens has 49 scores (per head and layer). How many has one of 70?",
+    guess=...)
 
 # %%
-for n in 7, 14, 28, 70:
+for n in 7, 14, 28:
     prefill = run("unbatched", letters(A=n, new=1)).passes[0]
     print(f"{n:3} tokens: {prefill.score_entries:5,} scores, of which the causal rule uses "
           f"{prefill.useful_scores:,}")
@@ -180,22 +175,24 @@ for n in 7, 14, 28, 70:
 # everything before it is old. What does the last token change in the rows before it?
 
 # %%
-ask("The LAST token of 7 changes. Which rows differ after the last layer? (a list)",
-    guess=...,
-    answer=lambda: moved_rows(changed_token=6)[-1],
-    why="Only its own: no earlier token sees it.")
+ask("1.3: The LAST token of 7 changes. Which rows differ after the last layer? (a list)",
+    guess=...)
 
 # %%
-for layer, rows in enumerate(moved_rows(changed_token=6)):
-    print(f"after layer {layer}: rows {rows} differ")
+with folded():
+    for layer, rows in enumerate(moved_rows(changed_token=6)):
+        print(f"after layer {layer}: rows {rows} differ")
 
 # %% [markdown]
+# <details><summary>The claim, once you have answered</summary>
+#
 # > **Claim H3.** The last token never changes the attention output of earlier tokens, and only
 # > the last token's logits are needed to go on. *It holds.*
 #
-# So the old rows come out as they did before, in every layer, and computing them again is wasted.
-# But the new token's query needs the old tokens' *keys and values*. Those we keep: that is the KV
-# cache. Old queries, outputs and logits are not needed again.
+# </details>
+#
+# What of the old tokens does a new token need? Its query needs their *keys and values*. Those we
+# keep: that is the KV cache. Old queries, outputs and logits are not needed again.
 
 # %%
 source(KV.write)
@@ -225,7 +222,7 @@ print(texts_are)
 #
 # How much time this saves depends on the machine and on the length. Here are 200 tokens, on yours:
 
-# %% tags=["seconds"]
+# %% tags=["machine"]
 long = letters(A=8, new=200)
 for stage in "unbatched, no cache", "unbatched":
     trace = run(stage, long)
@@ -249,11 +246,9 @@ def cache_bytes(tokens, layers, heads, head_size, bytes_per_number=2):
     return tokens * 2 * layers * heads * head_size * bytes_per_number
 
 
-ask("Llama-2-7B in fp16: how many GB (10⁹ bytes) do the caches of 32 requests with 4,096 tokens "
-    "each take?",
-    guess=...,
-    answer=lambda: cache_bytes(32 * 4096, layers=32, heads=32, head_size=128) / 1e9,
-    why="The weights take 13.5 GB. It is the caches that fill a GPU, not the model.")
+ask("1.4: Llama-2-7B in fp16: how many GB (10⁹ bytes) do the caches of 32 requests with 4,096"
+    " tokens each take?",
+    guess=...)
 
 # %%
 print("1 KB = 1,024 bytes")
@@ -270,7 +265,7 @@ print(f"our model, a token:             {kv.bytes_per_token / 1024:.0f} KB,",
 #
 # A prompt's cache can be filled in pieces, too. Seven tokens in chunks of four: first four
 # queries, then three queries that see the first four keys in the cache. (Stage 3 does this, so we
-# borrow it.) Three masks side by side:
+# borrow it.) Three masks side by side, in which purple keys come from the cache:
 
 # %%
 show({"a prompt: 7 x 7": look("unbatched", [request], step=0),
@@ -340,7 +335,7 @@ show({"broken: 3 x 7": wrong,
 
 # %% [markdown]
 # The three queries are at positions 4, 5 and 6, but see only as much as positions 0, 1 and 2
-# would.
+# would. Keys with a red outline must be seen, and are not.
 #
 # ## Three questions
 #
@@ -373,4 +368,4 @@ show({"broken: 3 x 7": wrong,
 # values of the second layer, and so on: everything must be computed again.
 # </details>
 #
-# **Next:** `02_rectangles` puts several requests into one tensor.
+# **Next:** [02_rectangles](02_rectangles.ipynb) puts several requests into one tensor.

@@ -12,10 +12,8 @@
 # claims of the texts that this course is built on.)
 
 # %%
-from lesson import (
-    ask, broken, check, exercise, letters, look, model, run, show, sizes, source, survivors, texts,
-    tokenizer, word,
-)
+from lesson import ask, broken, check, exercise, folded, letters, look, model, run, show, sizes
+from lesson import source, texts, tokenizer, word
 from experiments import figures
 from generate_dynamic import Rectangle, admit, leave
 
@@ -38,7 +36,8 @@ for row in prefill.batch.tokens.tolist():
 
 # %% [markdown]
 # No token may look at a pad. So the causal rule is joined by a padding mask. This is what the
-# X-ray measured in that forward pass. Each panel is one row of the tensor, one request:
+# X-ray measured in that forward pass. Each panel is one row of the tensor, one request. Orange keys
+# are seen, white ones are not, and hatched grey is padding:
 
 # %%
 show({"stage 1, step 0": prefill}, label=word);
@@ -61,21 +60,23 @@ show({"stage 1, step 0": prefill}, label=word);
 # comes from the last column.
 
 # %%
-ask("With the padding on the right, which of A, B and C still pass the check?",
-    guess=...,
-    answer=lambda: survivors("right padding", "naive", requests),
-    why="A is the longest: its last column holds its last token. For B and C it holds a pad.")
+ask("2.1: With the padding on the right, which of A, B and C still pass the check?",
+    guess=...)
 
 # %%
-with broken("right padding"):
+with folded(), broken("right padding"):
     check("naive", requests)
+
+# %%
+with broken("right padding", show=False):
     right_padded = look("naive", requests, step=0)
 show({"padded on the right": right_padded}, label=word);
 
 # %% [markdown]
-# There is no red in this picture. Every token sees what it should, and yet B and C are wrong,
-# because the wrong column was read. So we keep two witnesses. The X-ray says which token sees
-# which; the check compares logits and tokens with the request run alone.
+# A key that is seen and should not be would be red. There is no red in this picture: every token
+# sees what it should, and yet outputs are wrong, because the wrong column was read. So we keep
+# two witnesses. The X-ray says which token sees which; the check compares logits and tokens with
+# the request run alone.
 #
 # ## Which position?
 #
@@ -118,13 +119,11 @@ def own_positions(columns, pads):
 # Suppose that the position were simply the column.
 
 # %%
-ask("Positions are columns. Which of A, B and C still pass the check?",
-    guess=...,
-    answer=lambda: survivors("static column positions", "naive", requests),
-    why="A has no pads, so its columns are its positions. A test with one prompt sees nothing.")
+ask("2.2: Positions are columns. Which of A, B and C still pass the check?",
+    guess=...)
 
 # %%
-with broken("static column positions"):
+with folded(), broken("static column positions"):
     check("naive", requests)
     for request in run("naive", requests).requests:
         print(repr(tokenizer.decode(request.tokens)))
@@ -154,17 +153,18 @@ print("scores of both rows:", padded.record.score_entries, "so A's row has",
 
 # %%
 uneven = letters(A=3, B=3, C=3, new={"A": 2, "B": 5, "C": 10})
-ask("The batch runs until the last request has its 10 tokens. How many slots does it compute for "
-    "rows that are already finished?",
-    guess=...,
-    answer=lambda: sum(p.finished_slots for p in run("naive", uneven).passes),
-    why="8 steps for the first, 5 for the second.")
+ask("2.3: The batch runs until the last request has its 10 tokens. How many slots does it "
+    "compute for rows that are already finished?",
+    guess=...)
 
 # %%
-static = run("naive", uneven)
-figures.timelines([static], columns=1);
+with folded():
+    figures.timelines([run("naive", uneven)], columns=1)
 
 # %% [markdown]
+# In a timeline, blue is prefill and green is decode. Hatched grey is padding. Hatched red is a
+# finished row that is still computed. On a thin line a request waits.
+#
 # > **Claim H8.** Static batches waste every step of a finished row until the longest row ends.
 # > *It holds:* the red cells.
 #
@@ -211,17 +211,16 @@ show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
       "prompts": look("dynamic", newcomer, step=1, number=1, max_batch=3)});
 
 # %% [markdown]
-# There is padding among the *past* keys now, because B has computed fewer tokens than C. These
-# slots are masked like all other pads.
+# Purple keys come from the cache. There is padding among these *past* keys now, because B has
+# computed fewer tokens than C. These slots are masked like all other pads.
 
 # %%
-ask("The same bug in stage 2: positions are columns. Which of the eight requests pass the check?",
-    guess=...,
-    answer=lambda: survivors("column positions", "dynamic", eight, max_batch=4),
-    why="Each of them is the longest row of every rectangle that it is in.")
+ask("2.4: The same bug in stage 2: positions are columns. Which of the eight requests pass "
+    "the check?",
+    guess=...)
 
 # %%
-with broken("column positions"):
+with folded(), broken("column positions"):
     check("dynamic", eight, max_batch=4)
 
 # %% [markdown]
@@ -273,4 +272,4 @@ for stage in "unbatched", "naive", "dynamic":
 # instead, and stage 7 shows where the keys can live then.
 # </details>
 #
-# **Next:** `03_chunks_and_fusion` cuts the long prompts into pieces.
+# **Next:** [03_chunks_and_fusion](03_chunks_and_fusion.ipynb) cuts the long prompts into pieces.

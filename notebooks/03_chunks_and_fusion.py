@@ -9,11 +9,10 @@
 # - find the bug in a published tutorial's mask.
 
 # %%
-from lesson import (
-    ask, broken, check, exercise, letters, look, model, results, run, show, source, survivors,
-)
+from lesson import ask, broken, check, exercise, folded, letters, look, model, run, show, source
 import torch  # noqa: F401 (your code below needs it)
 from experiments import figures
+from experiments.results import load as results
 from request import complete
 from scheduler import Scheduler
 
@@ -23,7 +22,8 @@ from scheduler import Scheduler
 # Four requests decode. At step 8 a prompt of 768 tokens arrives. The picture shows, for each step,
 # how long the four waited for their next token. (A model of GPT-2's size with random weights, 64
 # tokens a step: `python -m experiments.rows --gaps --model random`; the results are committed.
-# *Interleaved* is the subject of this notebook, *ragged* of the next.)
+# *Interleaved* is the subject of this notebook, *ragged* of the next. Dark red is *dynamic*, light
+# blue *chunked*, olive *interleaved*, brown *ragged*.)
 
 # %%
 measured = results("gaps")
@@ -62,21 +62,18 @@ def plans(requests, **knobs):
     return [" ".join(f"{name}{n}" for name, _, n in p.work) for p in passes]
 
 
-ask("The plans of steps 0, 1 and 2? (a list of three strings)",
-    guess=...,
-    answer=lambda: plans(letters(A=3, B=2, C=12, new=6), token_budget=8)[:3],
-    why="Decodes come first, at one token each; C gets what is left. C's prompt is done in step 2.")
+ask("3.1: The plans of steps 0, 1 and 2? (a list of three strings)",
+    guess=...)
 
 # %%
-ask("The same with a budget of 4: after which step (0, 1, 2, ...) is C's prompt complete?",
-    guess=...,
-    answer=lambda: run("interleaved", letters(A=3, B=2, C=12, new=20),
-                       token_budget=4).requests[2].token_steps[0],
-    why="Step 0 goes to A and B. From step 1 on each of them takes one token and leaves two to C.")
+ask("3.2: The same with a budget of 4: after which step (0, 1, 2, ...) is C's prompt "
+    "complete?",
+    guess=...)
 
 # %%
-for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=4)[:8]):
-    print(f"step {step}: {plan}")
+with folded():
+    for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=4)[:8]):
+        print(f"step {step}: {plan}")
 
 # %% [markdown]
 # ### What if prompts go first?
@@ -84,22 +81,23 @@ for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=
 # It is only a matter of order. What does it change?
 
 # %%
-ask("Prompts before decodes. How many of three requests get wrong tokens?",
-    guess=...,
-    answer=lambda: 3 - len(survivors("prompts before decodes", "interleaved",
-                                     letters(A=3, B=2, C=30, new=12), token_budget=5).split(", ")),
-    why="A scheduling choice changes when a token comes, never which.")
+three = letters(A=3, B=2, C=30, new=12)
+ask("3.3: Prompts before decodes. How many of three requests get wrong tokens?",
+    guess=...)
 
 # %%
-three = letters(A=3, B=2, C=30, new=12)
-with broken("prompts before decodes"):
+with folded(), broken("prompts before decodes"):
     check("interleaved", three, token_budget=5)
+
+# %%
+with broken("prompts before decodes", show=False):
     prompts_first = run("interleaved", three, token_budget=5)
 decodes_first = run("interleaved", three, token_budget=5)
 prompts_first.stage, decodes_first.stage = "prompts first", "decodes first"
 figures.timelines([prompts_first, decodes_first], columns=1);
 
 # %% [markdown]
+# Blue is prefill, green is decode, hatched grey is padding, and on a thin line a request waits.
 # Prompts first: A and B wait until C's whole prompt is computed, and the stall is back. Decodes
 # first: A and B get a token in every step. The price is that C's first token comes later.
 #
@@ -158,12 +156,6 @@ fused = look("interleaved", example, step=1)
 print(fused.positions)
 
 # %%
-ask("How many of the 32 slots are padding?",
-    guess=...,
-    answer=lambda: int((fused.ids == 0).sum()),
-    why="Three decode rows of one token each: 3 x 7 pads.")
-
-# %%
 show({"stage 4: decodes of A, B, C, and a chunk of D": fused});
 
 # %% [markdown]
@@ -173,10 +165,16 @@ show({"stage 4: decodes of A, B, C, and a chunk of D": fused});
 # > *Wrong as published:* A has "produced 22 tokens" and decodes at position 22. By the source's
 # > own formula, position = tokens − 1, its newest token is at 21.
 #
-# There are *two kinds of pads* in this picture. On the left, the pasts have different lengths. In
-# the middle, the rows have different numbers of new tokens, because the rectangle is as wide as
-# the chunk. Both must be hidden.
-#
+# There are *two kinds of pads* in this picture, both hatched grey. On the left, the pasts (purple)
+# have different lengths. In the middle, the rows have different numbers of new tokens (orange).
+# Both kinds must be hidden.
+
+# %%
+ask("3.4: In the picture 21 of 32 slots are padding. If D's chunk had 16 tokens instead of 8,"
+    " how many slots would be padding?",
+    guess=...)
+
+# %% [markdown]
 # ### Your turn: the mask of one row
 #
 # A row's keys are P slots for the past, with the request's `start` cached tokens at their right
@@ -220,10 +218,11 @@ show({"the published mask": published});
 # > attend to their pad slots. Here that moves logits by up to a third of the largest. With the
 # > pads masked, only rounding is left.
 #
-# The red keys belong to no token. They are pads with arbitrary contents, and each takes part of
-# the softmax's weight. B and C are wrong from their first token on: their prompts are shorter than
-# A's, so their rows had new pads in step 0, too. Neither an error message nor a look at the output
-# reveals the bug; only the comparison with the unbatched run does.
+# Red keys are seen, and should not be. They belong to no token. They are pads with arbitrary
+# contents, and each takes part of the softmax's weight. B and C are wrong from their first token
+# on: their prompts are shorter than A's, so their rows had new pads in step 0, too. Neither an
+# error message nor a look at the output reveals the bug; only the comparison with the unbatched
+# run does.
 #
 # ## Writing back
 #
@@ -243,10 +242,7 @@ with broken("pads written to the cache"):
 #
 # ## What the fused rectangle wastes
 #
-# > **Claim H9.** Dynamic batching in one rectangle needs (n − 1)(B − 1) pad tokens to admit a
-# > prompt of n beside B − 1 decodes: for n = 100 and B = 8, 693. *The formula holds.* *Wrong as
-# > published:* "grows quadratically with both batch size and prompt length". It is linear in
-# > each, and padded keys come on top.
+# A prompt of n tokens arrives, and B − 1 requests decode. How many pads does the step compute?
 
 
 # %%
@@ -258,14 +254,23 @@ def pads(n, B):
     return int((fused.ids == 0).sum())
 
 
-ask("693 pads for n = 100 and B = 8. How many for n = 200?",
-    guess=...,
-    answer=lambda: pads(200, 8),
-    why="199 x 7: about twice as many. If it were quadratic, it would be four times.")
+ask("3.5: 693 pads for n = 100 and B = 8. How many for n = 200?",
+    guess=...)
 
 # %%
-for n, B in (100, 8), (200, 8), (100, 15):
-    print(f"n = {n}, B = {B:2}: {pads(n, B):,} pad slots")
+with folded():
+    for n, B in (100, 8), (200, 8), (100, 15):
+        print(f"n = {n}, B = {B:2}: {pads(n, B):,} pad slots")
+
+# %% [markdown]
+# <details><summary>The claim, once you have answered</summary>
+#
+# > **Claim H9.** Dynamic batching in one rectangle needs (n − 1)(B − 1) pad tokens to admit a
+# > prompt of n beside B − 1 decodes: for n = 100 and B = 8, 693. *The formula holds.* *Wrong as
+# > published:* "grows quadratically with both batch size and prompt length". It is linear in
+# > each, and padded keys come on top.
+#
+# </details>
 
 # %%
 from experiments.ladder import small_workload
@@ -305,12 +310,12 @@ for stage in "dynamic", "chunked", "interleaved":
 # than *dynamic* is after its stall, because each of them carries a chunk.
 # </details>
 #
-# **3.** Under the published mask, one request of the example passes the check. Which, and why?
+# **3.** Under the published mask, D passes the check in the example. Why does it?
 #
 # <details><summary>Answer</summary>
 #
-# D. It is as wide as the rectangle, so it has no pads among its new slots. Its past would have
+# It is as wide as the rectangle, so it has no pads among its new slots. Its past would have
 # been masked correctly. Later, when D itself decodes beside a new chunk, it would be wrong as well.
 # </details>
 #
-# **Next:** `04_no_rows`.
+# **Next:** [04_no_rows](04_no_rows.ipynb).

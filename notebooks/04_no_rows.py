@@ -9,7 +9,7 @@
 # - write the loop over `cu_seqlens` that skips what a mask only hides.
 
 # %%
-from lesson import ask, broken, check, exercise, letters, look, model, run, show, source, survivors
+from lesson import ask, broken, check, exercise, folded, letters, look, model, run, show, source
 from types import SimpleNamespace
 import torch
 from experiments import figures, prepacking
@@ -25,14 +25,7 @@ from request import prepare
 # Here are five prompts of 9, 3, 5, 1 and 6 tokens. Padded to the longest they fill 5 rows of 9, and
 # 21 of the 45 slots are pads. Now put several prompts into one row, as long as there is room. This
 # is called *prepacking*.
-
-# %%
-ask("What is the smallest number of rows of 9 slots that hold prompts of 9, 3, 5, 1 and 6 tokens?",
-    guess=...,
-    answer=lambda: len(first_fit_decreasing([9, 3, 5, 1, 6], 9)),
-    why="24 tokens need at least 3 rows of 9, and 9, 6 + 3, 5 + 1 fit.")
-
-# %% [markdown]
+#
 # Which prompt goes into which row is a problem known as *bin packing*; a row is a bin. *First-fit
 # decreasing* takes the prompts from the longest to the shortest, and puts each into the first bin
 # that has room:
@@ -47,11 +40,17 @@ source(first_fit_decreasing)
 # > well.
 
 # %%
+ask("4.1: What is the smallest number of rows of 9 slots that hold prompts of 8, 7, 5, 4, 3, "
+    "2 and 1 tokens?",
+    guess=...)
+
+# %%
 figures.packing(some_prompts(model));
 
 # %% [markdown]
-# On the right is the mask of the row that E and B share, as the X-ray measured it. E comes before
-# B in the same row, and the causal rule alone would let B see all of E.
+# Blue slots hold tokens of prompts, hatched ones are padding. On the right is the mask of the row
+# that E and B share, as the X-ray measured it. E comes before B in the same row, and the causal
+# rule alone would let B see all of E.
 #
 # > **Claim P2.** Independent mask: within a bin, the mask M'[a:b, a:b] is lower triangular for
 # > each prompt, which stands in columns a to b, and M' is 0 elsewhere. *It holds.*
@@ -68,18 +67,18 @@ print(packed.positions)
 
 # %%
 five = letters(A=9, B=3, C=5, D=1, E=6)
-ask("Without the independent mask, the causal rule alone: which of A to E pass the check?",
-    guess=...,
-    answer=lambda: survivors("neighbours in a packed row", "prepacked", five),
-    why="The first prompt of each row has no neighbour before it.")
+ask("4.2: Without the independent mask, the causal rule alone: which of A to E pass the "
+    "check?",
+    guess=...)
 
 # %%
-with broken("neighbours in a packed row"):
+with folded(), broken("neighbours in a packed row"):
     check("prepacked", five)
-    neighbours = look("prepacked", five, step=0)
-show({"the causal rule alone": neighbours});
+    show({"the causal rule alone": look("prepacked", five, step=0)})
 
 # %% [markdown]
+# (Red keys are seen, and should not be. Hatched ones are padding.)
+#
 # Now the mask is right again, but the positions run on from one prompt to the next:
 
 # %%
@@ -181,21 +180,9 @@ with broken("a stream without boundaries"):
 #
 # ## Masking is not skipping
 #
-# The white cells of the picture are computed, too, and then hidden. The alternative, called
-# *varlen* for variable lengths, goes from request to request and computes only the diagonal
-# blocks.
-
-# %%
-ask("Scores of the stream, one head, one layer: how many are computed?",
-    guess=...,
-    answer=lambda: look("ragged, mask", requests, step=0).record.score_entries,
-    why="40 x 40.")
-
-# %%
-ask("And how many lie in the two diagonal blocks, 10 x 10 and 30 x 30?",
-    guess=...,
-    answer=lambda: look("ragged, varlen", requests, step=0).record.score_entries,
-    why="100 + 900.")
+# In the picture purple keys come from the cache, and orange keys are computed in this pass. The
+# white cells are computed, too, and then hidden. The alternative, called *varlen* for variable
+# lengths, goes from request to request and computes only the diagonal blocks.
 
 # %%
 masked, skipped = (look(stage, requests, step=0).record
@@ -207,7 +194,17 @@ print(f"masked {masked.score_entries:,}, skipped {skipped.score_entries:,}, "
 # > **Claim R3.** Flat scores of 40 × 40: 1,600 computed, 1,000 within a request, 600 wasted
 # > (counting the causal rule, 520 are useful). With R requests of length L, (R L)² against R
 # > L². *It holds.*
-#
+
+# %%
+three = letters(A=10, B=30, C=20)
+ask("4.3: C, a prompt of 20 tokens, joins A and B. How many scores does the mask compute now?",
+    guess=...)
+
+# %%
+ask("4.4: And how many does varlen compute?",
+    guess=...)
+
+# %% [markdown]
 # > **Claim R6.** The same 1,000 tokens: one request has 10⁶ score entries per head and layer,
 # > ten requests of 100 have 10⁵. *It holds.*
 
@@ -220,10 +217,8 @@ def scores(*lengths):
     return Flat([(prompt, len(prompt.prompt)) for prompt in prompts]).cost()["score_entries"]
 
 
-ask("Twenty requests of 50 tokens, 1,000 tokens again: how many scores?",
-    guess=...,
-    answer=lambda: scores(*[50] * 20),
-    why="20 x 2,500: half of those of ten requests of 100.")
+ask("4.5: Twenty requests of 50 tokens, 1,000 tokens again: how many scores?",
+    guess=...)
 
 # %%
 print(f"one of 1,000: {scores(1000):,}      ten of 100: {scores(*[100] * 10):,}")
@@ -309,4 +304,4 @@ for stage in "interleaved", "prepacked", "ragged, mask", "ragged, varlen":
 # depends on its column.
 # </details>
 #
-# **Next:** `05_memory`.
+# **Next:** [05_memory](05_memory.ipynb).

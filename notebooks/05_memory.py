@@ -10,10 +10,10 @@
 # - choose the request to preempt when no page is left.
 
 # %%
-from lesson import ask, broken, check, exercise, letters, model, results, run, source, texts, word
+from lesson import ask, broken, check, exercise, folded, letters, model, run, source, texts, word
 from dataclasses import replace
-from types import SimpleNamespace
 from experiments import figures, memory
+from experiments.results import load as results
 from generate_paged import Paged
 from paging import Pages, PagedScheduler
 from scheduler import Scheduler
@@ -33,18 +33,17 @@ source(Scheduler.grant_room)
 # keys and values of 128 tokens.
 
 # %%
-ask("How many of the eight can run at the same time?",
-    guess=...,
-    answer=lambda: max(len(p.work) for p in memory.storm(model)["reserve"].passes),
-    why="A token's keys are computed when the next token is generated, so the last one needs no "
-        "room. Each reserves 6 + 26 - 1 = 31 tokens, and 128 / 31 is a little more than 4.")
+ask("5.1: How many of the eight can run at the same time?",
+    guess=...)
 
 # %%
 storm = memory.storm(model)
-figures.timelines([storm["reserve"]], columns=1);
+with folded():
+    figures.timelines([storm["reserve"]], columns=1)
 
 # %% [markdown]
-# Four wait until the first four are done. How much of the memory was in use meanwhile?
+# (Blue is prefill, green is decode, and on a thin line a request waits.) The others wait until the
+# first ones are done. How much of the memory was in use meanwhile?
 
 
 # %%
@@ -84,22 +83,22 @@ for step in 0, 5, 10, 15, 20, 25:
 source(Paged.slots)
 
 # %%
-ask("A's block table is [0, 2, 1], 4 tokens to a page. In which slot of the pool is position 9?",
-    guess=...,
-    answer=lambda: Paged.slots(SimpleNamespace(pages=Pages(4, 4)), [0, 2, 1], 9, 10)[0],
-    why="Position 9 is in the third page of the table, page 1, at offset 1: 1 x 4 + 1.")
+ask("5.2: A's block table is [0, 2, 1], 4 tokens to a page. In which slot of the pool is "
+    "position 9?",
+    guess=...)
 
 # %% [markdown]
 # Here is the pool of a run, step by step, with pages of 4 tokens. One request arrives at each
-# step, at most five run at a time, and all eight prompts begin with the same 20 tokens. White
-# pages are free:
+# step, at most five run at a time, and all eight prompts begin with the same 20 tokens. A sand-
+# coloured page is held by one request, whose name stands where it begins. A dark page is shared: it
+# is in several block tables. A pale page is in none, but its contents may be needed again.
+# White pages are free:
 
 # %%
 figures.pool(memory.filling_pool(model));
 
 # %% [markdown]
-# Each request grows by a page when its last one is full. A dark page is in several block tables at
-# that step. A grey one is in none, but its contents may be needed again.
+# Each request grows by a page when its last one is full.
 #
 # Reading is where pages can go wrong. Our layout reads neighbouring pages as one view and gathers
 # scattered ones. Suppose that it treated all pages as neighbours:
@@ -133,12 +132,9 @@ def alike(share):
                pages=160, share_prefixes=share)
 
 
-ask("Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the sixteen "
-    "requests compute?",
-    guess=...,
-    answer=lambda: sum(n for p in alike(True).passes for name, first, n in p.work
-                       if name == "r15" and first < 144),
-    why="Eight full pages are found; what is left is its own.")
+ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
+    "sixteen requests compute?",
+    guess=...)
 
 # %%
 for share in True, False:
@@ -189,9 +185,9 @@ source(PagedScheduler.preempt)
 figures.timelines([storm["pages"]], columns=1);
 
 # %% [markdown]
-# The pool has 16 pages of 8 tokens, and all eight begin at once. At step 11 all pages are full,
-# and each request needs another one: F, G and H are preempted, and E follows at step 19. They
-# return when pages are free; *computed again* is what it costs.
+# Pink tokens are computed again. The pool has 16 pages of 8 tokens, and all eight begin at once.
+# At step 11 all pages are full, and each request needs another one: F, G and H are preempted, and
+# E follows at step 19. They return when pages are free; *computed again* is what it costs.
 
 # %%
 print("                preemptions  steps  mean TTFT (steps)  computed again")
@@ -239,14 +235,12 @@ def preemptions(pages):
     return run("paged", requests, pages=pages, page_size=4).counts["preemptions"]
 
 
-ask("Four requests, prompts of 6 tokens, 10 to generate, 4 tokens to a page. How many pages does "
-    "the smallest pool have in which none is preempted?",
-    guess=...,
-    answer=lambda: next(pages for pages in range(4, 40) if not preemptions(pages)),
-    why="Each comes to 16 tokens, of which the last needs no room. 15 tokens fill 4 pages.")
+ask("5.4: Four requests, prompts of 6 tokens, 10 to generate, 4 tokens to a page. How many "
+    "pages does the smallest pool have in which none is preempted?",
+    guess=...)
 
 # %%
-for pages in 5, 8, 12, 14, 15:
+for pages in 5, 8, 10, 12:
     print(f"{pages:2} pages: {preemptions(pages)} preemptions")
 
 # %% [markdown]
@@ -282,7 +276,8 @@ for name, ways in measured["scatter"].items():
           f"scattered {ways['scattered']['ratio']:.2f}")
 
 # %% [markdown]
-# On a GPU a kernel reads through the block table, and gathers nothing.
+# On a GPU a kernel reads through the block table, and gathers nothing. So the calculated GPU of
+# notebook 6 charges nothing for it.
 #
 # ## Three questions
 #
@@ -312,4 +307,4 @@ for name, ways in measured["scatter"].items():
 # computed again. The eleventh is drawn with the next number of its own random stream.
 # </details>
 #
-# **Next:** `06_cost`.
+# **Next:** [06_cost](06_cost.ipynb).

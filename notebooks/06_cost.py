@@ -5,16 +5,29 @@
 #
 # - say whether a step is limited by arithmetic or by memory, with a calculator;
 # - read TTFT and ITL, and say which stage improves which;
+# - calculate what a GPU would make of all stages;
 # - say when prepacking is useless;
-# - say what tensor parallelism costs, and what it does not depend on.
+# - say what tensor parallelism costs, and what it does not depend on;
+# - say why a batch changes the last digits of a logit.
 #
-# The times come from committed results, which name the machine that they were measured on.
+# Times in seconds come from committed results, which name the machine that they were measured on.
+# Those of a GPU are calculated here.
 
 # %%
-from lesson import ask, exercise, model, results, source, torchrun
-from functools import cache
-from experiments import figures
+from lesson import ask, exercise, folded, letters, model, source, torchrun
+from functools import cache, reduce
+import torch
+from beyond import arrivals, simulate
+from beyond.hardware import GPUS, MODELS
 from beyond.tensor_parallel import column_parallel
+from experiments import bench, figures
+from experiments.results import load as results
+from kernels import native
+from toolbox.check import Check
+from toolbox.cli import knobs_of
+from toolbox.load import load
+from toolbox.stages import STAGES
+from toolbox.verdict import summary
 
 # %% [markdown]
 # ## Two limits
@@ -37,13 +50,8 @@ def linears(rows, parameters=123.5e6, bytes_per_number=4):
     return parameters * bytes_per_number, 2 * rows * parameters
 
 
-ask("From how many rows on does multiplying take longer than reading the weights?",
-    guess=...,
-    answer=lambda: next(rows for rows in range(1, 1000)
-                        if linears(rows)[1] / PEAK > linears(rows)[0] / BANDWIDTH),
-    why="In float32 each row is half an operation per byte of weights, and the machine can do "
-        f"{PEAK / BANDWIDTH:.1f} operations while it reads a byte: {2 * PEAK / BANDWIDTH:.1f} "
-        "rows.")
+ask("6.1: From how many rows on does multiplying take longer than reading the weights?",
+    guess=...)
 
 # %%
 for rows in 1, 8, 32, 128, 512:
@@ -67,14 +75,12 @@ figures.rows({"GPT-2, 124M parameters": measured["points"]});
 # ## What does not get cheaper
 #
 # Weights serve all rows. Keys and values do not: each request has its own, and reads all of them
-# for one new token.
+# for one new token. A token's are 2 · L · A · H numbers (notebook 1).
 
 # %%
-ask("32 requests with 300 cached tokens each, GPT-2 (12 layers, 768 wide) in float32. How many MB "
-    "(10⁶ bytes) of keys and values does a decode step read?",
-    guess=...,
-    answer=lambda: 32 * 300 * 2 * 12 * 768 * 4 / 1e6,
-    why="Tokens x 2 x 12 layers x 768 x 4 bytes. That is more than the 494 MB of weights.")
+ask("6.2: 32 requests with 300 cached tokens each, GPT-2 (12 layers, 768 wide) in float32. "
+    "How many MB (10⁶ bytes) of keys and values does a decode step read?",
+    guess=...)
 
 # %%
 print("requests   operations per byte: linears   attention")
@@ -110,24 +116,51 @@ for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged,
 # the one request that runs. But its mean TTFT is many seconds, because a request waits until all
 # before it are done. Interleaved makes one pass a step where chunked makes two, and is several
 # times slower: a CPU has no idle arithmetic for pads.
+#
+# ## The same on a GPU, calculated
+#
+# None of us needs a GPU for this. The layouts count what each pass computes, reads and copies. The
+# estimate above, with the data sheet of another machine, turns these counts into time:
+# `beyond/simulate.py` runs the stages' own loops on a model that computes nothing but moves a clock
+# on. Its throughput is within 7% of published measurements in the median
+# ([docs/gpu.md](../docs/gpu.md)). Here is W1 with Llama 2 7B on an A100, in under a second:
 
 # %%
-ask("Chunks are there to lower the worst ITL. Compare 'dynamic' and 'chunked' in the table. Is ITL "
-    "p99 lower? (yes or no)",
-    guess=...,
-    answer=lambda: "yes" if (W1["systems"]["chunked"]["itl_p99"]
-                             < W1["systems"]["dynamic"]["itl_p99"]) else "no",
-    why="All requests arrive at once here, so nearly every step carries a chunk, in a second "
-        "forward pass and with pads. Without pads (ragged) it works.")
+LENGTHS = [(len(r.prompt), r.max_new_tokens) for r in bench.workload("W1", 32000)]
+
+
+def on_a100(stage):
+    """The trace of W1 on the calculated GPU."""
+    knobs, _ = knobs_of(STAGES[stage], {"max_batch": 32, "token_budget": 512})
+    return simulate.simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES[stage],
+                             arrivals.workload(LENGTHS), **knobs)
+
+
+ask("6.3: Chunks are there to lower the worst ITL, and on this CPU they raise it: compare "
+    "'dynamic' and 'chunked'. On the A100, is the ITL p99 of chunked lower than that of "
+    "dynamic? (yes or no)",
+    guess=...)
+
+# %%
+with folded():
+    print("A100, calculated         tokens/s   TTFT mean   ITL p50    ITL p99")
+    for stage in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen"):
+        f = simulate.figures(on_a100(stage))
+        print(f"{stage:22} {f['tokens_per_s']:10.0f} {f['ttft_ms']['mean'] / 1e3:10.1f} s "
+              f"{f['itl_ms']['p50']:6.0f} ms {f['itl_ms']['p99']:7.0f} ms")
 
 # %% [markdown]
-# A measurement can seem to contradict the purpose of a method. Then ask what was measured. When one
-# long prompt arrives while others decode, chunks do what they promise (notebook 3).
+# On the A100, stage 6 makes more than eight times as many tokens as one request at a time. More
+# rows are nearly free there, for its arithmetic waits for the weights.
+#
+# A figure can seem to contradict the purpose of a method. Then ask what was measured. When one long
+# prompt arrives while others decode, chunks do what they promise (notebook 3).
 #
 # ## When prepacking pays
 #
 # The paper packs prompts into rows, and compares the prefill with padding to the longest. Our
-# figures, for its kinds of prompts and k = 16:
+# figures, for its kinds of prompts and k = 16. Brown is ragged batching (stage 6), light blue packs
+# each batch, dark red packs the whole dataset, olive sorts by length, and grey pads to the longest:
 
 # %%
 packing = results("prepacking")
@@ -211,20 +244,23 @@ def counts():
     return line.replace(": ", ", ").split(", ")
 
 
-ask("Our model has 4 layers. How many all-reduces does a forward pass make on 2 ranks, for 10 "
-    "tokens of 1 request and for 5,120 tokens of 50 requests? (two numbers: [.., ..])",
-    guess=...,
-    answer=lambda: [int(counts()[i].split()[0]) for i in (3, 6)],
-    why="Two in each block, whatever is in the batch; only their size grows.")
+ask("6.4: Our model has 4 layers. How many all-reduces does a forward pass make on 2 ranks, "
+    "for 10 tokens of 1 request and for 5,120 tokens of 50 requests? (two numbers: [.., ..])",
+    guess=...)
 
 # %%
-print(*counts(), sep="\n  ")
+with folded():
+    print(*counts(), sep="\n  ")
 
 # %% [markdown]
+# <details><summary>The claim, once you have answered</summary>
+#
 # > **Claim R5.** Tensor parallel over 2 ranks, 8 layers: 16 all-reduces per forward pass, for
 # > 10 tokens or 10,000, for one request or fifty; each rank owns half the heads, and the varlen
 # > loop needs no communication. *It holds:* the model above has 4 layers, hence 8. *Wrong as
 # > published* in one place: "16 sync events per block" is 2 per block, 16 per pass.
+#
+# </details>
 #
 # So schedulers and layouts stay as they are; only the weights are split.
 #
@@ -233,7 +269,6 @@ print(*counts(), sep="\n  ")
 # A ragged batch has a different shape at each step. Does that rule out a compiler?
 
 # %%
-import torch
 from torch._dynamo.testing import CompileCounter
 
 
@@ -255,6 +290,52 @@ print("dynamic shapes:", compiles(dynamic=True), "compile")
 # > **Claim H10.** CUDA graphs want static shapes, which forces padding to a fixed maximum;
 # > torch.compile does too. *The first holds:* a graph replays fixed addresses and sizes. *The
 # > second no longer does:* with dynamic shapes, one compile serves all numbers of rows.
+#
+# ## The last bits
+#
+# `check` says "identical", and means: up to rounding. Why not exactly? A float32 has 24 binary
+# digits, and every addition rounds to them. So the order of additions shows:
+
+# %%
+print("(1e8 + -1e8) + 1 =", ((torch.tensor(1e8) + -1e8) + 1).item())
+ask("6.5: In float32, how much is 1e8 + (-1e8 + 1)?",
+    guess=...)
+
+# %% [markdown]
+# A sum of 768 numbers, as a linear layer of GPT-2 takes it, in three orders:
+
+# %%
+torch.manual_seed(0)
+numbers = torch.randn(768)
+lanes = reduce(torch.add, numbers.view(-1, 16))     # 16 partial sums side by side
+while len(lanes) > 1:
+    lanes = lanes[0::2] + lanes[1::2]               # and these in pairs
+print(f"exact               {numbers.double().sum():.7f}")
+print(f"first to last       {reduce(torch.add, numbers):.7f}")
+print(f"last to first       {reduce(torch.add, numbers.flip(0)):.7f}")
+print(f"16 at a time        {lanes[0]:.7f}")
+
+# %% [markdown]
+# None is wrong. A kernel takes the order that is fastest for the shape it is given, and a batch
+# changes the shape. So a request's logits depend on which others happen to run. `optimize()` brings
+# kernels that keep to one order for every shape. Stage 6 without and with it, against each request
+# alone:
+
+# %% tags=["machine"]
+requests = letters(A=9, B=30, C=2, D=17, new=12)
+if native.works():
+    fast = load("builtin")[0].optimize()
+    for title, made, exact in ("as you read it", model, None), ("optimize()", fast, fast):
+        judge = Check(model, requests, exact)
+        STAGES["ragged, varlen"](made, requests, token_budget=8, on_token=judge.on_token)
+        print(f"{title:15} {summary(judge())}")
+        requests = letters(A=9, B=30, C=2, D=17, new=12)
+else:
+    print("These kernels need g++, and it is not here. With it this cell prints:\n"
+          "4/4 requests identical to unbatched, bit for bit")
+
+# %% [markdown]
+# More in [docs/bits.md](../docs/bits.md).
 #
 # ## Three questions
 #

@@ -2,7 +2,8 @@
 What the notebooks share: import it first, since it also finds the repository's modules.
 
     source(function)                          prints a short function
-    ask(question, guess=..., answer=f)        compares a guess with what the code gives
+    ask("1.2: How many ...?", guess=...)      compares a guess with what answers.py computes
+    with folded(): ...                        hides its output behind a line to click
     with broken("published mask"): ...        inserts a known bug, and removes it again
     @exercise                                 tries a reader's function inside the real stages
     run, look, check                          run a stage: its trace, what tokens see, is it right?
@@ -13,12 +14,17 @@ matter: `letters(A=4, B=2)` are two requests with prompts of 4 and 2 arbitrary t
 """
 import ast
 import inspect
+import io
 import os
 import subprocess
 import sys
 import textwrap
+from base64 import b64encode
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))   # the repository's modules
@@ -26,7 +32,6 @@ from unittest.mock import patch
 
 import torch
 
-from experiments.results import load as results
 from generate_dynamic import Rectangle
 from generate_naive import StaticBatch
 from generate_prepacked import first_fit_decreasing
@@ -39,6 +44,7 @@ from toolbox import sights
 from toolbox.check import Check
 from toolbox.judge import faults
 from toolbox.load import load
+from toolbox.plots import pyplot
 from explorer.recorder import record
 from toolbox.stages import STAGES
 from toolbox.trace import Trace
@@ -46,12 +52,14 @@ from toolbox.traps import broken, swapped
 from toolbox.verdict import summary
 from toolbox.xray import sights_at
 
-__all__ = ["ask", "broken", "check", "exercise", "letters", "look", "model", "results", "run",
-           "show", "sizes", "source", "survivors", "texts", "tokenizer", "torchrun", "word"]
 
 torch.set_num_threads(1)   # a model this small gains nothing from more
 model, tokenizer = load("builtin")
 MOST_LINES = 12
+FIGURES = {"bbox_inches": "tight", "dpi": 88}   # 770 pixels fit beside a cell's number
+if "inline" in pyplot().get_backend():
+    from matplotlib_inline.config import InlineBackend
+    InlineBackend.instance().print_figure_kwargs = FIGURES
 
 
 # --- to show -------------------------------------------------------------------------------------
@@ -69,6 +77,23 @@ def source(function):
                          f"once: at most {MOST_LINES}")
     print(f"# {function.__module__}.py")
     print("\n".join(lines))
+
+
+@contextmanager
+def folded():
+    """Stores what is printed and drawn inside it behind a line to click: it holds an answer."""
+    from IPython.display import display
+    with redirect_stdout(io.StringIO()) as printed:
+        yield
+    text, png = printed.getvalue(), io.BytesIO()
+    html = f"<pre>{escape(text)}</pre>"
+    if pyplot().get_fignums():
+        pyplot().savefig(png, format="png", **FIGURES)
+        pyplot().close()
+        data = b64encode(png.getvalue()).decode()
+        html += f'<img alt="figure" src="data:image/png;base64,{data}">'
+    html = f"<details><summary>Unfold, once you have answered</summary>{html}</details>"
+    display({"text/html": html, "text/plain": text}, raw=True)
 
 
 def letters(new=4, arrivals=None, **lengths):
@@ -165,12 +190,18 @@ def survivors(trap, stage, requests, **knobs):
 
 # --- to predict ----------------------------------------------------------------------------------
 
-def ask(question, guess=..., answer=None, why=""):
-    """Prints the question. Once `...` is replaced by a guess, compares it with `answer()`."""
-    print(f"Question: {question}")
+def ask(question, guess=...):
+    """
+    Prints the question, "1.2: How many ...?". Once `...` is replaced by a guess, compares it with
+    the answer in answers.py, and gives the reason.
+    """
+    print(f"Question {question}")
     if guess is ...:
+        print("Replace ... by your answer, then run the cell.")
         return
-    right = answer()
+    from answers import ANSWERS   # which imports this file
+    answer, why = ANSWERS[question.partition(":")[0]]
+    right = answer(SimpleNamespace(**inspect.currentframe().f_back.f_globals))
     print("Right." if same(guess, right) else f"You say {guess}.", f"It is {right}. {why}")
 
 

@@ -17,7 +17,8 @@ from toolbox.plots import COLORS, KEYS, patch, pyplot, save
 from toolbox.xray import PAD
 
 RED, LINE = COLORS["finished"], "#BBBBBB"
-CELL, TOP, WIDEST = 0.2, 0.5, 10.5   # inches
+CELL, TOP, WIDEST = 0.24, 0.5, 8.75   # inches
+FONT = 9
 
 
 @dataclass
@@ -119,7 +120,7 @@ def draw(sights, path=None, label=None):
     """
     groups = [panels(sight, label) for sight in sights.values()]
     longest = max(len(key) for group in groups for part in group for key in part.keys)
-    margin, gap = max(0.5, 0.085 * longest + 0.1), max(0.32, 0.075 * longest + 0.1)
+    margin, gap = max(0.5, 0.095 * longest + 0.1), max(0.32, 0.09 * longest + 0.1)
     places, lefts, left, bottom = [], [], 0.0, 0.0   # (panel, left, top) in inches from top left
     for group in groups:
         lefts.append(left)
@@ -173,20 +174,21 @@ def legend_entries():
                              label="must see, and does not")}
 
 
-def draw_panel(ax, part, fontsize=7):
+def draw_panel(ax, part):
     for i, row in enumerate(part.cells):
         for j, kind in enumerate(row):
             ax.add_patch(Box((j, i), 1, 1, facecolor=FILL.get(kind, "white"), linewidth=0.5,
-                             edgecolor=LINE, hatch="////" if kind == "pad" else None))
+                             edgecolor=LINE, hatch="////" if kind == "pad" else None,
+                             clip_on=False))
             if kind == "missing":
                 ax.add_patch(Box((j + 0.12, i + 0.12), 0.76, 0.76, fill=False, edgecolor=RED,
                                  linewidth=1.5))
     longest = max(map(len, part.keys))
     ax.set_xlim(-0.04, len(part.keys) + 0.04)
     ax.set_ylim(len(part.queries) + 0.04, -0.04)
-    ax.set_xticks([j + 0.5 for j in range(len(part.keys))], part.keys, fontsize=fontsize,
+    ax.set_xticks([j + 0.5 for j in range(len(part.keys))], part.keys, fontsize=FONT,
                   rotation=90 if longest > 2 else 0)
-    ax.set_yticks([i + 0.5 for i in range(len(part.queries))], part.queries, fontsize=fontsize)
+    ax.set_yticks([i + 0.5 for i in range(len(part.queries))], part.queries, fontsize=FONT)
     ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False, pad=1.5)
     for line in ax.spines.values():
         line.set_visible(False)
