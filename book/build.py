@@ -41,7 +41,7 @@ LADDER = [   # file, title, the rung below, its figure, the notebook about it
     ("paging", "Pages", "scheduler", "pool.png", "05_memory"),
     ("generate_paged", "Stage 7: paged memory", "generate_ragged", "storm.png", "05_memory"),
 ]
-DOCS = ["measurements", "gpu", "memory", "prepacking", "tensor_parallel", "bits", "llama",
+DOCS = ["use", "measurements", "gpu", "memory", "prepacking", "tensor_parallel", "bits", "llama",
         "serving", "kernels", "cuda", "sources", "glossary"]
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)(#[^)\s]*)?(\))|((?:src|srcset)=\")([^\"]+)(\")")
 
@@ -188,6 +188,16 @@ def write(inside, text):
     target.write_text(text, encoding="utf-8", newline="\n")
 
 
+def broken_links():
+    """Each link of the site that leads to no file of it."""
+    for path in SITE.rglob("*.html"):
+        if path.name in ("404.html", "explorer.html"):   # links of the first are absolute
+            continue
+        for target in re.findall(r'(?:href|src)="([^"#?:]+)["#?]', path.read_text("utf-8")):
+            if not (path.parent / target).exists():
+                yield f"{path.relative_to(SITE)}: {target}"
+
+
 def main():
     shutil.rmtree(PAGES, ignore_errors=True)
     docs = [name for name in DOCS if (ROOT / "docs" / f"{name}.md").exists()]
@@ -216,8 +226,13 @@ def main():
                     str(ROOT / "book" / ".mkdocs.yml")], check=True)
     for path in SITE.rglob("*.html"):   # the theme would load this one script from elsewhere
         text, up = path.read_text(encoding="utf-8"), "../" * len(path.relative_to(SITE).parts[:-1])
-        path.write_text(text.replace("https://unpkg.com/iframe-worker/shim",
-                                     f"{up}iframe-worker.js"), encoding="utf-8")
+        text = text.replace("https://unpkg.com/iframe-worker/shim", f"{up}iframe-worker.js")
+        if path.parent.name == "notebooks":   # their links to each other and to the docs
+            text = re.sub(r'href="([\w./]+)\.(ipynb|md)([#"])', r'href="\1.html\3', text)
+            text = text.replace('href="README.html', 'href="index.html')
+        path.write_text(text, encoding="utf-8")
+    if lost := list(broken_links()):
+        sys.exit("broken links:\n" + "\n".join(lost))
     print(f"{sum(1 for _ in SITE.rglob('*.html'))} pages: {SITE / 'index.html'}")
 
 
