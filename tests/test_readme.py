@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from experiments import results, tables
-from experiments.ladder import run_stages
+from experiments.ladder import calculated, run_stages
 from experiments.memory import storm
 from toolbox.load import load
 from toolbox.report import totals
@@ -26,7 +26,13 @@ def test_the_ladder_of_counts():
     said, (model, tokenizer) = results.load("ladder"), load()
     requests = make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64, temperature=0.7,
                              top_k=None, seed=0)   # the scripts' defaults
-    for name, trace in run_stages(model, requests).items():
+    traces = run_stages(model, requests)
+    again = calculated(traces["naive"].requests)
+    assert again.keys() == said["calculated"].keys()
+    for name, figures in again.items():
+        for what in "passes", "useful", "tokens_per_s":
+            assert said["calculated"][name][what] == pytest.approx(figures[what]), (name, what)
+    for name, trace in traces.items():
         t = totals(trace)
         assert said["generated"] == sum(len(request.generated) for request in trace.requests)
         assert {what: t[what] for what in ("forward_passes", "slots", "useful", "score_entries",
