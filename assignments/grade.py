@@ -6,7 +6,6 @@ Grades a student's functions, and says in sentences what is wrong.
 
 In a student copy, made by make.py, `python grade.py` grades the copy itself on the visible
 workloads. Instructors also grade on hidden ones, which depend on --salt and the student's id.
-Everything else is the same in both.
 
 A student's functions are grafted into our files, part by part. So other changes have no effect, and
 a fault in one part cannot affect another. A child process with limits on time, memory and output
@@ -17,6 +16,7 @@ import argparse
 import ast
 import csv
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -27,19 +27,20 @@ import tempfile
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
+import graft
+import observe
+from sets import CAUSES, SETS
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))   # the files beside this one, whoever imports it
-
-import graft  # noqa: E402
-import observe  # noqa: E402
-from sets import CAUSES, SETS  # noqa: E402
-
 KIT = ("grade.py", "observe.py", "graft.py", "sets.py")   # what a student copy grades with
 PACKED = HERE / "reference.bin"   # in a student copy only: our files, and those with a bug
+if not PACKED.exists():
+    sys.path.insert(0, str(HERE.parent))   # the repository's modules
 LATE = "does not finish within"
 SENTENCES = ("tokens", "positions", "sees", "sampled", "crash", "contract")
 VISIBLE = [observe.EDGES, *(f"visible {i}" for i in range(4))]
@@ -73,7 +74,7 @@ class Score:
 
 @lru_cache
 def packed():
-    """What make.py has packed: {"set": 4, "files": {name: text}, "bugs": [{name: text}, ...]}."""
+    """What make.py has packed: {"set": 4, "files": {name: text}, "bugs": what `bug` returns}."""
     return json.loads(zlib.decompress(PACKED.read_bytes())) if PACKED.exists() else None
 
 
@@ -85,76 +86,64 @@ def clean(file):
 def read(folder, file):
     """The bytes of a student's file. OSError for what is no file, or too large to be one."""
     path = Path(folder, file)
-    if not path.exists():
-        raise FileNotFoundError("it is not there")
     if not path.is_file() or path.stat().st_size > LARGEST:
-        raise OSError("it is not a file of at most 1 MB")
+        raise OSError("it is not a file of at most 1 MB" if path.exists() else "it is not there")
     return path.read_bytes()
 
 
 def read_json(folder, file):
-    """A student's JSON file: (its object, None) or (None, what is wrong with it)."""
+    """A student's JSON file: (its object, "") or ({}, what is wrong with it)."""
     try:
         found = json.loads(read(folder, file).decode("utf-8-sig"))
     except UNREADABLE as error:
-        return None, f"{file} cannot be read: {error}"
-    return (found, None) if isinstance(found, dict) else (None, f"{file} is not a JSON object")
+        return {}, f"{file} cannot be read: {error}"
+    return (found, "") if isinstance(found, dict) else ({}, f"{file} is not a JSON object")
 
 
 def checkout(folder, number, edits=()):
     """Our files of what a set needs. edits: {file: its text}."""
-    ours = {name: clean(name) for name in SETS[number].modules}
-    for name, text in {**ours, **dict(edits)}.items():
+    write_files(folder, {**{name: clean(name) for name in SETS[number].modules}, **dict(edits)})
+
+
+def write_files(folder, files):
+    """Writes {name: text}, with line ends as they are."""
+    for name, text in files.items():
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", newline="")
 
 
 def new_files(number, folder):
     """{name: text} of Python files that a student has added beside ours."""
-    ours, found = {*SETS[number].modules, *KIT}, {}
-    for path in sorted(Path(folder).glob("*.py")):
-        if path.name not in ours:
-            try:
-                found[path.name] = ast.unparse(ast.parse(read(folder, path.name)))
-            except UNREADABLE:
-                continue   # whatever imports it says so
+    found = {}
+    for name in sorted({path.name for path in Path(folder).glob("*.py")}
+                       - {*SETS[number].modules, *KIT}):
+        with suppress(*UNREADABLE):   # whatever imports it says so
+            found[name] = ast.unparse(ast.parse(read(folder, name)))
     return found
 
 
 def grafts(number, folder):
     """
-    Our files with a student's functions in them, for each part: (part, {file: text}, a fault in the
-    files or None).
+    Our files with a student's functions in them, for each part: (part, {file: text}, what a student
+    has changed in vain: "cache.py: KV.write", a fault in the files or None).
     """
     new = new_files(number, folder)
     for part in SETS[number].parts:
-        edits, fault = dict(new), None
+        edits, vain, fault = dict(new), [], None
         for file in SETS[number].needs:   # helpers may be in any of them
             names = [name.split(":")[1] for name in part.functions if name.startswith(file + ":")]
             try:
                 student = read(folder, file)
                 gone = sorted({*names} - {*graft.functions_in(student)})
-                edits[file], _ = graft.grafted(clean(file), student, names)
+                edits[file], left_out = graft.grafted(clean(file), student, names)
+                vain += [f"{file}: {what}" for what in left_out]
                 fault = fault or (f"{file} no longer has {gone[0]}" if gone else None)
             except UNREADABLE as error:
                 at = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
                 why = getattr(error, "msg", str(error)) or type(error).__name__
                 fault = fault or (f"{file} cannot be read: {at}{why}" if names else None)
-        yield part, edits, fault
-
-
-def ignored(number, folder):
-    """What a student has changed although the set does not ask for it: "cache.py: KV.write"."""
-    found = []
-    for file in SETS[number].needs:
-        names = [name.split(":")[1] for name in SETS[number].functions]
-        try:
-            _, left_out = graft.grafted(clean(file), read(folder, file), names)
-        except UNREADABLE:
-            continue
-        found += [f"{file}: {what}" for what in left_out]
-    return found
+        yield part, edits, vain, fault
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -176,21 +165,17 @@ def timed_run(number, names, seeds, edits=(), needed=()):
     limit = max(FLOOR, *(TIMES * dict(needed).get(name, 0) for name in names))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         place, report = Path(folder, "checkout").resolve(), Path(folder, "report").resolve()
-        place.mkdir()
-        report.touch()
         checkout(place, number, edits)
         late, status = finish(observe.child, (place, names, seeds, report), limit)
         seen, seconds = {name: [] for name in names}, {}
         for line in report.read_text().splitlines() if report.is_file() else ():
-            try:
+            with suppress(ValueError, RecursionError):   # the process ended in the middle of it
                 name, *observation = json.loads(line)
-            except (ValueError, RecursionError):   # the process ended in the middle of it
-                continue
-            if observation[2] == "done":
-                seconds[name] = observation[-1]
-            else:
-                seen[name].append(tuple(observation))
-        printed = Path(str(report) + ".out")
+                if observation[2] == "done":
+                    seconds[name] = observation[-1]
+                else:
+                    seen[name].append(tuple(observation))
+        printed = Path(f"{report}.out")
         flood = printed.exists() and printed.stat().st_size >= 4 << 20
     why = "prints more than 4 MB" if flood else late or f"ends the process (status {status})"
     for name in names:
@@ -204,25 +189,20 @@ def finish(target, arguments, limit):
     Runs a function in a child process, which limits its CPU seconds to its last argument. Returns
     the limit that it has hit, in words, or None; and its exit status.
     """
-    process = context().Process(target=target, args=(*arguments, limit))
+    fork = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if fork else "spawn")
+    if fork:   # children begin with torch already imported; that there is none is no fault: set 3
+        context.set_forkserver_preload(["torch"])
+    process = context.Process(target=target, args=(*arguments, limit))
     process.start()
     process.join(PATIENCE * limit)
-    late = f"{LATE} {PATIENCE * limit:.0f} seconds" if process.is_alive() else None
+    late = process.is_alive()
     if late:
         process.kill()
         process.join()
-    elif process.exitcode == -24:   # SIGXCPU
-        late = f"{LATE} {limit:.0f} seconds of CPU time"
-    return late, process.exitcode
-
-
-def context():
-    """Processes that begin with torch already imported, where the system can do that."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch"])   # none is no fault: set 3 does without
-    return server
+    # One sentence for both limits: which one it hits depends on how busy the machine is.
+    words = f"{LATE} {limit:.0f} seconds of CPU time, or {PATIENCE * limit:.0f} seconds in all"
+    return words if late or process.exitcode == -24 else None, process.exitcode   # -24: SIGXCPU
 
 
 # --- judging --------------------------------------------------------------------------------------
@@ -233,12 +213,11 @@ def judge(part, seen, expected):
     anything, its effect, and the smallest workload that shows it.
     """
     rest, right = index(seen), index(expected)
-    blank = next((value[0] for _, value in rest.values() if unwritten(value)), None)
+    blank = next((value[0] for _, _, cause, _, value in seen if cause == "blank"), "")
     for probe, cause in itertools.product(sorted({key[1] for key in right}), CAUSES):
         faults = []
         for key, (where, value) in rest.items():
-            if key[1:3] == (probe, cause) and cause in (*part.causes, "crash") and (
-                    not unwritten(value)):
+            if key[1:3] == (probe, cause) and cause in (*part.causes, "crash"):
                 fault = difference(cause, value, right.get(key, ("", []))[1])
                 if fault:   # the smallest workload; else the first: easy cases come first
                     size = len(where) if where.startswith("Workload: ") else 0
@@ -249,17 +228,13 @@ def judge(part, seen, expected):
             effect = "" if cause in ("sampled", "contract") else next(
                 (f"Effect: {value[0]}" for key, (_, value) in rest.items()
                  if key[0] == seed and key[2] == "contract" and value), "")
-            lines = [fault, effect, where if size else "", blank or ""]
+            lines = [fault, effect, where if size else "", blank]
             return "\n".join(line.rstrip(".") + "." for line in lines if line)
     if blank:
         tried = any(key[2] == "result" for key in rest)
         return f"{blank}{'; what is written is right so far' if tried else ''}."
     missing = [key for key in right if key not in rest and key[2] in part.causes]
     return "it does not get as far as the reference" if missing else None
-
-
-def unwritten(value):
-    return isinstance(value, list) and value[:1] and str(value[0]).endswith("is not written yet")
 
 
 def index(observations):
@@ -277,22 +252,17 @@ def difference(cause, value, expected):
         return value[0] if value else None
     if isinstance(expected, dict) and isinstance(value, dict):
         for key in {**expected, **value}:
-            fault = (difference(cause, value[key], expected[key])
-                     if key in value and key in expected else
-                     f"{short(value.get(key, 'nothing'))}, expected "
-                     f"{short(expected.get(key, 'nothing'))}")
-            if fault:
+            pair = (each.get(key, "nothing") for each in (value, expected))
+            if fault := difference(cause, *pair):
                 return f"{key}: {fault}"
         return None
     mine, theirs = flat(value), flat(expected)
-    if any(isinstance(x, float) for x in theirs.values()):
-        if mine.keys() != theirs.keys():
-            return f"{len(mine)} numbers, expected {len(theirs)}"
+    if mine and any(isinstance(x, float) for x in theirs.values()):
         scale = max(map(abs, theirs.values())) or 1
-        at, gap = max(((at, gap if math.isfinite(gap := abs(mine[at] - theirs[at]) / scale)
-                        else math.inf) for at in theirs), key=lambda pair: pair[1])
-        if gap == math.inf:
+        gaps = {at: abs(mine.get(at, math.nan) - theirs[at]) / scale for at in theirs}
+        if not all(map(math.isfinite, gaps.values())):
             return "holds NaN or infinity"
+        at, gap = max(gaps.items(), key=lambda pair: pair[1])
         if gap > 1e-6:
             return f"{mine[at]:.6g} at {list(at)}, expected {theirs[at]:.6g}"
         return None if gap <= TOLERANCE else (
@@ -323,13 +293,9 @@ def short(value):
 
 # --- grading --------------------------------------------------------------------------------------
 
-def part_names(number):
-    return [f"{number}{part.letter}" for part in SETS[number].parts]
-
-
 def reference_of(number, seeds):
     """What the reference gives, and its CPU seconds. RuntimeError if a probe finds it wrong."""
-    names = part_names(number)
+    names = [part.name for part in SETS[number].parts]
     expected, needed = timed_run(number, names, seeds, needed=dict.fromkeys(names, FLOOR))
     if fault := next((found for each in expected.values() for found in each
                       if found[2] in SENTENCES and found[4]), None):
@@ -346,33 +312,32 @@ def grade(number, folder, salt="", student=None, reference=None, only=None):
     """
     hidden = [] if packed() else seeds_of(student or Path(folder).name, number, salt)
     expected, needed = reference or reference_of(number, [*VISIBLE, *hidden])
-    scores = []
-    for part, edits, fault in grafts(number, folder):
-        name, share = f"{number}{part.letter}", 0
-        if only and name not in only:
+    scores, ignored = [], None
+    for part, edits, vain, fault in grafts(number, folder):
+        ignored = vain if ignored is None else [name for name in ignored if name in vain]
+        if only and part.name not in only:
             continue
+        share = 0
         for chosen in filter(None, (VISIBLE, hidden)):
             if not fault:   # what is wrong on the visible workloads has no more to lose
                 share = 0 if chosen is VISIBLE else VISIBLE_SHARE
-                seen, _ = timed_run(number, [name], chosen, edits, needed)
-                fault = judge(part, seen[name], [
-                    found for found in expected[name] if found[0] in chosen])
-        scores.append(Score(name, part.title, round((share if fault else 1) * part.points, 1),
+                seen, _ = timed_run(number, [part.name], chosen, edits, needed)
+                fault = judge(part, seen[part.name], [
+                    found for found in expected[part.name] if found[0] in chosen])
+        scores.append(Score(part.name, part.title, round((share if fault else 1) * part.points, 1),
                             part.points, fault or ""))
-    return scores, ignored(number, folder)
+    return scores, ignored
 
 
 def grade_numbers(number, folder, student):
     """The predicted numbers. The reference computes the keys, so not in a student copy."""
     import predict  # it imports the reference, which a student copy lacks
     answers, fault = read_json(folder, "numbers.json")
-    asked = predict.questions(number, student)
-    wrong = [key for key, (_, answer) in asked.items()
-             if fault or answers.get(key) != answer()]
-    points = SETS[number].numbers * (1 - len(wrong) / len(asked))
-    message = fault or (f"wrong: {', '.join(wrong)}" if wrong else "")
-    return Score(f"{number} numbers", "predicted numbers", round(points, 1), SETS[number].numbers,
-                 message)
+    asked, of = predict.questions(number, student), SETS[number].numbers
+    wrong = [key for key, (_, answer) in asked.items() if answers.get(key) != answer]
+    points = round(of * (1 - len(wrong) / len(asked)), 1)
+    return Score(f"{number} numbers", "predicted numbers", points, of,
+                 fault or (f"wrong: {', '.join(wrong)}" if wrong else ""))
 
 
 def grade_all(number, folder, salt="", student=None, only=None):
@@ -387,10 +352,9 @@ def grade_all(number, folder, salt="", student=None, only=None):
             scores += [grade_numbers(number, folder, student), grade_breaks(number, folder)]
         return scores, vain
     except Exception as error:
-        said = str(error).strip().splitlines() or [""]
-        return [Score(name, "not graded", 0, of, message) for (name, of), message in
-                itertools.zip_longest(columns(number), [
-                    f"cannot be graded: {type(error).__name__}: {said[0]:.150}"], fillvalue="")], []
+        scores = [Score(name, "not graded", 0, of) for name, of in columns(number)]
+        scores[0].message = f"cannot be graded: the grader {observe.say(error)}"
+        return scores, []
 
 
 def columns(number):
@@ -398,14 +362,13 @@ def columns(number):
     chosen = SETS[number]
     rest = [] if packed() else [(f"{number} numbers", chosen.numbers),
                                 (f"{number} break it", chosen.breaks)]
-    return [*zip(part_names(number), [part.points for part in chosen.parts]), *rest]
+    return [*((part.name, part.points) for part in chosen.parts), *rest]
 
 
 def grade_class(number, folders, salt="", student=None, jobs=2):
     """
     Yields (folder, scores, ignored changes) as students are graded, some at a time. A part that has
-    hit a limit is tried once more, alone, and its student is yielded again: the limits are for
-    endless loops, and never for a machine that is busy.
+    hit a limit is tried once more, alone, and its student is yielded again.
     """
     late = []
     with ThreadPoolExecutor(jobs) as pool:
@@ -417,8 +380,7 @@ def grade_class(number, folders, salt="", student=None, jobs=2):
             if names := {score.name for score in scores if LATE in score.message}:
                 late.append((tasks[task], scores, vain, names))
     for folder, scores, vain, names in late:
-        again = {score.name: score
-                 for score in grade_all(number, folder, salt, student, names)[0]}
+        again = {score.name: score for score in grade_all(number, folder, salt, student, names)[0]}
         yield folder, [again.get(score.name, score) for score in scores], vain
 
 
@@ -426,51 +388,53 @@ def grade_class(number, folders, salt="", student=None, jobs=2):
 
 def grade_breaks(number, folder):
     """The workloads that should expose bugs. The reference runs them, with and without each bug."""
-    from mutants import BUGS
+    from mutants import BUGS, bugs_of
     workloads, fault = read_json(folder, "break.json")
-    bugs, points, lines = SETS[number].bugs, 0.0, [fault] if fault else []
-    for i, bug in enumerate(bugs if workloads is not None else [], 1):
-        verdict = exposes(number, i, workloads.get(str(i)))
-        best = size_of({"requests": BUGS[bug][1]})
-        if verdict is not True:
+    bugs, of = bugs_of(number), SETS[number].breaks
+    points, lines = 0.0, [fault] if fault else []
+    for i, bug in enumerate(() if fault else bugs, 1):
+        asked = workloads.get(str(i))
+        verdict, best = exposes(number, i, asked), size_of(BUGS[bug])
+        if verdict:
             lines.append(f"{i}: {verdict}")
-        elif size_of(workloads[str(i)]) > best + best // 2:
+        elif size_of(asked) > best + best // 2:
             points += 0.5
-            lines.append(f"{i}: exposes it with {size_of(workloads[str(i)])} tokens; half of the "
-                         "points, since fewer are enough")
+            lines.append(f"{i}: exposes it with {size_of(asked)} tokens; half of the points, since "
+                         "fewer are enough")
         else:
             points += 1
-    return Score(f"{number} break it", "bugs exposed",
-                 round(points * SETS[number].breaks / len(bugs), 1), SETS[number].breaks,
+    return Score(f"{number} break it", "bugs exposed", round(points * of / len(bugs), 1), of,
                  "\n".join(lines))
 
 
 def exposes(number, i, asked):
-    """True if right and wrong code differ on a workload for bug i, else a sentence."""
-    if asked is None:
-        return "no workload"
+    """None if right and wrong code differ on a workload for bug i, else a sentence."""
     if wrong := ill_formed(asked):
         return wrong
-    part, seen, needed = f"break {number}{SETS[number].bug_parts[i - 1]}", [], {}
-    for edits in {}, bug(number, i):
-        found, needed = timed_run(number, [part], ["it"], {**edits, **workload(asked)}, needed)
-        seen.append(index(found[part]))
-        crash = next((value[0] for (_, _, cause, _), (_, value) in seen[0].items()
-                      if cause == "crash"), None)
-        if crash:
-            return f"the right code {crash}"
-    right, wrong = ({key: value for key, (_, value) in each.items()} for each in seen)
-    differ = right.keys() != wrong.keys() or any(
-        difference(key[2], wrong[key], right[key]) for key in right)
-    return differ or "right and wrong code give the same results"
+    part, edits = bug(number, i)
+    right, needed = run_workload(part, asked)
+    if crash := next((value[0] for _, _, cause, _, value in right if cause == "crash"), None):
+        return f"the right code {crash}"
+    right, wrong = index(right), index(run_workload(part, asked, edits, needed)[0])
+    same = right.keys() == wrong.keys() and not any(
+        difference(key[2], wrong[key][1], right[key][1]) for key in right)
+    return "right and wrong code give the same results" if same else None
+
+
+def run_workload(part, asked, edits=(), needed=()):
+    """What is observed on a workload of break.json, and the CPU seconds by part."""
+    name, files = f"break {part}", {"workload.json": json.dumps({"knobs": {}, **asked})}
+    seen, seconds = timed_run(int(part[0]), [name], ["it"], {**dict(edits), **files}, needed)
+    return seen[name], seconds
 
 
 def bug(number, i):
-    """{file: its text with the i-th bug of the set in it}."""
+    """The part of the i-th bug of the set, and {file: its text with the bug in it}."""
     if packed():
         return packed()["bugs"][i - 1]
-    from mutants import MUTANTS
-    return mutated(MUTANTS[SETS[number].bugs[i - 1]])
+    from mutants import MUTANTS, bugs_of
+    mutant = MUTANTS[bugs_of(number)[i - 1]]
+    return mutant.part, mutated(mutant)
 
 
 def mutated(mutant):
@@ -488,22 +452,22 @@ def mutated(mutant):
 
 def ill_formed(asked):
     """None, or what is wrong with a workload of break.json."""
+    if asked is None:
+        return "there is no workload"
     if not isinstance(asked, dict) or set(asked) - {"requests", "knobs"}:
         return 'a workload is {"requests": [...], "knobs": {...}}'
     requests, knobs = asked.get("requests"), asked.get("knobs", {})
     if not isinstance(requests, list) or not 1 <= len(requests) <= 8:
         return "a workload has 1 to 8 requests"
     for request in requests:
-        if not isinstance(request, list) or len(request) not in (2, 3, 4, 5):
+        if not isinstance(request, list) or not 2 <= len(request) <= 5:
             return "a request is [prompt, new tokens] or [prompt, new, arrival, priority, eos]"
-        prompt, *others = request
-        if not whole(*(prompt if isinstance(prompt, list) else [prompt])) or not whole(
-                *(value for value in others[:3] + [x for x in others[3:] if x is not None])):
+        prompt, *others = request[:4 if request[-1] is None else 5]   # no eos_token is null
+        if not whole(*(prompt if isinstance(prompt, list) else [prompt]), *others):
             return ("a prompt is a number of tokens or a list of token ids, and the rest of a "
                     "request are numbers")
-    if not isinstance(knobs, dict) or not whole(*knobs.values()):
-        return "knobs are whole numbers"
-    return None
+    right = isinstance(knobs, dict) and whole(*knobs.values())
+    return None if right else "knobs are whole numbers"
 
 
 def whole(*values):
@@ -516,32 +480,25 @@ def size_of(asked):
                for prompt, new, *_ in asked["requests"])
 
 
-def workload(asked):
-    return {"workload.json": json.dumps({"knobs": {}, **asked})}
-
-
 def try_workload(number, folder, i):
     """Lines that say whether a student's workload exposes bug i, and what their own code does."""
     workloads, fault = read_json(folder, "break.json")
-    asked = (workloads or {}).get(str(i))
-    if fault or asked is None:
-        return [fault or f"break.json has no workload {i}"]
+    asked = workloads.get(str(i))
+    if fault := fault or ill_formed(asked):
+        return [f"workload {i}: {fault}"]
     verdict = exposes(number, i, asked)
-    if ill_formed(asked):
-        return [verdict]
-    lines = [f"exposes bug {i}, with {size_of(asked)} tokens" if verdict is True else
-             f"does not expose bug {i}: {verdict}", "Your own code:"]
+    lines = [f"does not expose bug {i}: {verdict}" if verdict else
+             f"exposes bug {i}, with {size_of(asked)} tokens", "Your own code:"]
     try:
         texts = {file: ast.unparse(ast.parse(read(folder, file))) for file in SETS[number].needs}
     except UNREADABLE as error:
         return [*lines, f"  cannot be read: {error}"]
-    name = f"break {number}{SETS[number].bug_parts[i - 1]}"
-    edits = {**new_files(number, folder), **texts, **workload(asked)}
-    for _, _, cause, _, value in timed_run(number, [name], ["it"], edits)[0][name]:
-        if cause == "crash" or isinstance(value, list):
+    part, _ = bug(number, i)
+    for *_, value in run_workload(part, asked, {**new_files(number, folder), **texts})[0]:
+        if isinstance(value, list):
             lines += [f"  {line}" for line in value]
-        elif not any("logits" in key for key in value):
-            lines += [f"  {key}: {value[key]}" for key in value]
+        else:
+            lines += [f"  {key}: {value[key]}" for key in value if "logits" not in key]
     return lines
 
 
@@ -560,9 +517,8 @@ def report(number, scores, vain, where):
 
 def main(argv=None):
     own = packed()["set"] if packed() else None
-    p = argparse.ArgumentParser(prog="grade.py", description=__doc__.split("\n")[1],
-                                formatter_class=argparse.RawDescriptionHelpFormatter,
-                                epilog="\n".join(__doc__.split("\n")[3:]))
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("set", type=int, choices=SETS, nargs="?" if own else None, default=own)
     p.add_argument("folder", nargs="?", help="a student's folder; by default the copy itself")
     p.add_argument("--all", metavar="DIR", help="grade every folder in this one")
@@ -584,27 +540,23 @@ def main(argv=None):
     folder = args.all or args.folder or (HERE if own else p.error("name a folder, or --all"))
     if not Path(folder).is_dir():
         p.error(f"{folder} is not a folder")
-    folders = sorted(path for path in Path(folder).iterdir() if path.is_dir()) if args.all else [
-        Path(folder)]
+    folder = Path(folder).resolve()
+    folders = sorted(map(Path.resolve, filter(Path.is_dir, folder.iterdir()))) if args.all else [
+        folder]
     refuse(p, args, folders)
     if args.bug:
         print("\n".join(try_workload(args.set, folders[0], args.bug)))
-        return 0
+        return
     results = resumed(p, args) if args.resume else {}
-    todo = [folder for folder in folders if name_of(folder) not in results]
+    todo = [folder for folder in folders if folder.name not in results]
     for folder, scores, vain in grade_class(args.set, todo, args.salt, args.student, args.jobs):
-        results[name_of(folder)] = scores
-        print(report(args.set, scores, vain, name_of(folder)), end="\n\n", flush=True)
+        results[folder.name] = scores
+        print(report(args.set, scores, vain, folder.name), end="\n\n", flush=True)
         save(args, results)
         if args.all:
             print(f"{len(results)} of {len(folders)} students", file=sys.stderr)
     if args.similarity:
         print("\n".join(similarities(args.set, folders)))
-    return 0
-
-
-def name_of(folder):
-    return folder.resolve().name
 
 
 def refuse(p, args, folders):
@@ -627,57 +579,54 @@ def resumed(p, args):
     try:
         found = json.loads(Path(args.json).read_text("utf-8")) if Path(args.json).exists() else {}
         results = {name: [Score(**each) for each in scores] for name, scores in found.items()}
+        for name, scores in results.items():
+            if [(score.name, score.of) for score in scores] != columns(args.set):
+                raise ValueError(f"{name} was graded in another set")
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        p.error(f"--json {args.json} holds no results: {error}")
-    for name, scores in results.items():
-        if [(score.name, score.of) for score in scores] != columns(args.set):
-            p.error(f"--json {args.json}: the results of {name} are not of set {args.set}")
+        p.error(f"--json {args.json} holds no results of set {args.set}: {error}")
     return results
 
 
 def save(args, results):
     """Writes what there is so far; a file is never left half written."""
-    results = dict(sorted(results.items()))
-    texts = {args.json: json.dumps({name: list(map(asdict, scores))
-                                    for name, scores in results.items()}, indent=1)}
+    results, texts = dict(sorted(results.items())), {}
+    if args.json:
+        texts[args.json] = json.dumps({name: list(map(asdict, scores))
+                                       for name, scores in results.items()}, indent=1)
     if args.csv:
-        rows = [["student", *(name for name, _ in columns(args.set)), "total"]]
-        rows += [[name, *(score.points for score in scores),
-                  round(sum(score.points for score in scores), 1)]
-                 for name, scores in results.items()]
-        with open(f"{args.csv}.new", "w", newline="", encoding="utf-8",
-                  errors="backslashreplace") as file:
-            csv.writer(file).writerows(rows)
-        os.replace(f"{args.csv}.new", args.csv)
-    if args.gradescope and args.all:
-        Path(args.gradescope).mkdir(exist_ok=True)
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows([
+            ["student", *(name for name, _ in columns(args.set)), "total"],
+            *([name, *(score.points for score in scores),
+               round(sum(score.points for score in scores), 1)]
+              for name, scores in results.items())])
+        texts[args.csv] = table.getvalue()
     for name, scores in results.items() if args.gradescope else ():
         path = Path(args.gradescope, f"{name}.json") if args.all else args.gradescope
         texts[path] = json.dumps({"tests": [
             {"name": f"{score.name} {score.title}", "score": score.points, "max_score": score.of,
              "output": score.message} for score in scores]}, indent=1)
     for path, text in texts.items():
-        if path:
-            Path(f"{path}.new").write_text(text, encoding="utf-8", errors="backslashreplace")
-            os.replace(f"{path}.new", path)
+        Path(path).parent.mkdir(exist_ok=True)   # of --gradescope
+        Path(f"{path}.new").write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(f"{path}.new", path)
 
 
 def similarities(number, folders):
     """
     Lines for pairs of students, or a student and the reference, whose functions are alike; the most
-    alike first, at most as many as there are students. This is a hint and no proof: short functions
-    are often alike.
+    alike first, at most as many as there are students. A hint and no proof (README.md).
     """
-    shapes = {"the reference": shapes_of(number, lambda file: clean(file))}
-    shapes |= {name_of(folder): shapes_of(number, lambda file, folder=folder: read(folder, file))
-               for folder in folders}
+    shapes = {"the reference": shapes_of(number, clean)}
+    shapes |= {folder.name: shapes_of(number, partial(read, folder)) for folder in folders}
     found = []
     for (a, left), (b, right) in itertools.combinations(shapes.items(), 2):
-        alike = {name: 2 * (left[name] & right[name]).total() / (
-            left[name].total() + right[name].total()) for name in left.keys() & right.keys()}
-        most = sorted((share, name) for name, share in alike.items() if share >= ALIKE)
+        alike = {name: 2 * (left[name] & right[name]).total() / (left[name] + right[name]).total()
+                 for name in left.keys() & right.keys()}
+        most = sorted(((share, name) for name, share in alike.items() if share >= ALIKE),
+                      reverse=True)
         size = sum(left[name].total() for _, name in most)   # ten long functions say more than one
-        words = ", ".join(f"{name} {share:.0%}" for share, name in reversed(most))
+        words = ", ".join(f"{name} {share:.0%}" for share, name in most)
         if most:
             found.append((size * sum(share for share, _ in most), f"{a} and {b}: {words}"))
     return [line for _, line in sorted(found, reverse=True)[:len(folders)]]
@@ -688,16 +637,14 @@ def shapes_of(number, read_file):
     found = {}
     for function in SETS[number].functions:
         file, name = function.split(":")
-        try:
+        with suppress(*UNREADABLE, KeyError):
             node = graft.functions_in(read_file(file))[name]
-        except (*UNREADABLE, KeyError):
-            continue
-        if not graft.is_blank(node):
-            found[name] = Counter(ast.dump(inner) for statement in graft.body_of(node)
-                                  for inner in ast.walk(statement)
-                                  if isinstance(inner, (ast.stmt, ast.expr)))
+            if not graft.is_blank(node):
+                found[name] = Counter(ast.dump(inner) for statement in graft.body_of(node)
+                                      for inner in ast.walk(statement)
+                                      if isinstance(inner, (ast.stmt, ast.expr)))
     return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,7 +7,7 @@ Functions have names like "Scheduler.admit", or "scheduler.py:Scheduler.admit" e
 import ast
 
 ADDITIONS = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
-BLOCKS = (ast.If, ast.Try)   # "if TYPE_CHECKING:" and the like
+BLOCKS = (ast.If, ast.Try, ast.ExceptHandler)   # "if TYPE_CHECKING:" and the like
 
 
 def functions_in(source):
@@ -86,10 +86,10 @@ def grafted(clean, student, names):
     Raises SyntaxError or ValueError for a file that Python cannot read.
     """
     ours, theirs, left_out = ast.parse(clean), ast.parse(student), []
-    future = [node for node in theirs.body if getattr(node, "module", "") == "__future__"]
-    theirs.body = [node for node in theirs.body if node not in future]
     merge(ours, theirs, names, left_out)
-    ours.body[1:1] = future   # after the docstring, where Python wants them
+    # Behind the docstring, where Python wants them (the sort keeps the order of all others)
+    ours.body[1:] = sorted(
+        ours.body[1:], key=lambda node: getattr(node, "module", "") != "__future__")
     return ast.unparse(ast.fix_missing_locations(ours)), left_out
 
 
@@ -102,7 +102,8 @@ def merge(ours, theirs, names, left_out, prefix=""):
         if mine is None:
             if is_addition(node):
                 fresh.append(node)
-            elif not isinstance(node, ast.Pass) and not is_constant(node):
+            elif not isinstance(node, ast.Pass) and not isinstance(
+                    getattr(node, "value", None), ast.Constant):   # a string between two functions
                 left_out.append(f"line {node.lineno}, which is outside of all functions")
             continue
         before[mine], fresh = [*before.get(mine, []), *fresh], []
@@ -127,15 +128,9 @@ def keys_of(node):
 
 
 def is_addition(node):
-    if isinstance(node, BLOCKS):
-        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-        inner += [child for handler in getattr(node, "handlers", []) for child in handler.body]
-        return all(is_addition(child) or isinstance(child, ast.Pass) for child in inner)
-    return isinstance(node, ADDITIONS)
-
-
-def is_constant(node):   # a string between two functions
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return isinstance(node, ADDITIONS) or isinstance(node, BLOCKS) and all(
+        is_addition(child) or isinstance(child, (ast.expr, ast.Pass))
+        for child in ast.iter_child_nodes(node))
 
 
 def extends(new, old):

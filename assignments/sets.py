@@ -14,12 +14,12 @@ CAUSES = ("tokens", "positions", "sees", "sampled", "result", "crash", "counts",
 @dataclass
 class Part:
     """
-    letter:    its name is the set's number and this, "4b"
+    name:      the set's number and a letter, "4b"
     functions: that the student writes, "file.py:Class.method"
     points:    40% for the visible workloads, all if the hidden ones are right as well
     causes:    of all that is observed, what this part is judged by, in this order
     """
-    letter: str
+    name: str
     title: str
     functions: list
     points: int
@@ -31,26 +31,18 @@ class Set:
     """
     needs:   the modules of the student copy, besides `tools`
     numbers: points for predicted numbers (predict.py asks them)
-    breaks:  points for exposing the bugs in `bugs`, names in mutants.py; each is in the part with
-             its letter in `bug_parts`
+    breaks:  points for exposing bugs, five in each set (BUGS in mutants.py)
     written: points for the written answers (key/N.md)
     hidden:  functions that are blank in the copy as well, because they would give others away
     """
     number: int
     title: str
-    hours: int
     parts: list
     needs: list
-    numbers: int
-    breaks: int
-    written: int
-    bugs: list
-    bug_parts: str
+    numbers: int = 2
+    breaks: int = 2
+    written: int = 2
     hidden: tuple = ()
-
-    @property
-    def points(self):
-        return sum(part.points for part in self.parts) + self.numbers + self.breaks + self.written
 
     @property
     def functions(self):
@@ -67,69 +59,51 @@ class Set:
 
 CORE = ["model.py", "request.py", "cache.py"]
 LOOK = ("tokens", "positions", "crash")
+LAY_OUT = "generate_dynamic.py:Rectangle.lay_out"
 
 SETS = {each.number: each for each in [
-    Set(1, "Head and cache", 3, [
-        Part("a", "attention", ["model.py:Head.forward"], 4),
-        Part("b", "the KV cache", ["cache.py:KV.write", "cache.py:KV.read"], 3),
-        Part("c", "one request alone", ["generate_unbatched.py:Alone.lay_out",
+    Set(1, "Head and cache", [
+        Part("1a", "attention", ["model.py:Head.forward"], 4),
+        Part("1b", "the KV cache", ["cache.py:KV.write", "cache.py:KV.read"], 3),
+        Part("1c", "one request alone", ["generate_unbatched.py:Alone.lay_out",
                                         "generate_unbatched.py:Alone.attend"], 2),
-    ], needs=[*CORE, "generate_unbatched.py"], numbers=2, breaks=2, written=2, bugs=[
-        "causal rule from the top left", "no causal rule", "scores that are not scaled",
-        "keys written at the beginning", "reads all of the cache"], bug_parts="aaabb"),
-    Set(2, "Rectangles", 4, [
-        Part("a", "the static batch", ["generate_naive.py:StaticBatch.lay_out"], 4),
-        Part("b", "the end of a request", ["request.py:Request.append"], 2),
-        Part("c", "dynamic admission", ["generate_dynamic.py:admit", "generate_dynamic.py:leave"],
+    ], needs=[*CORE, "generate_unbatched.py"]),
+    Set(2, "Rectangles", [
+        Part("2a", "the static batch", ["generate_naive.py:StaticBatch.lay_out"], 4),
+        Part("2b", "the end of a request", ["request.py:Request.append"], 2),
+        Part("2c", "dynamic admission", ["generate_dynamic.py:admit", "generate_dynamic.py:leave"],
              3),
-    ], needs=[*CORE, "generate_naive.py", "generate_dynamic.py"], numbers=2, breaks=2, written=2,
-        bugs=["static column positions", "right padding", "one token too many",
-              "end of text is overlooked", "more requests than max_batch"], bug_parts="aabbc",
-        hidden=("generate_dynamic.py:Rectangle.lay_out",
-                "generate_dynamic.py:Rectangle.attend")),
-    Set(3, "The scheduler", 4, [
-        Part("a", "sharing the budget", ["scheduler.py:Scheduler.share_budget"], 3),
-        Part("b", "admission", ["scheduler.py:Scheduler.admit",
+    ], needs=[*CORE, "generate_naive.py", "generate_dynamic.py"],
+        hidden=(LAY_OUT, "generate_dynamic.py:Rectangle.attend")),
+    Set(3, "The scheduler", [
+        Part("3a", "sharing the budget", ["scheduler.py:Scheduler.share_budget"], 3),
+        Part("3b", "admission", ["scheduler.py:Scheduler.admit",
                                 "scheduler.py:Scheduler.grant_room"], 3),
-        Part("c", "after a step", ["request.py:advance", "scheduler.py:Scheduler.release"], 3),
-    ], needs=["request.py", "scheduler.py"], numbers=2, breaks=2, written=2, bugs=[
-        "prompts before decodes", "the budget is overdrawn", "admits without room",
-        "the second overtakes the first", "finished requests stay"], bug_parts="aabbc"),
-    Set(4, "The fused rectangle", 5, [
-        Part("a", "tokens and positions", ["generate_dynamic.py:Rectangle.lay_out"], 3, LOOK),
-        Part("b", "the mask over past and new slots", ["generate_dynamic.py:Rectangle.lay_out"], 4,
-             ("sees", "crash")),
-        Part("c", "gathering and writing back", ["generate_dynamic.py:Rectangle.attend"], 3),
-        Part("d", "which requests get a token", ["generate_dynamic.py:Rectangle.lay_out",
-                                                 "request.py:complete"], 2,
+        Part("3c", "after a step", ["request.py:advance", "scheduler.py:Scheduler.release"], 3),
+    ], needs=["request.py", "scheduler.py"]),
+    Set(4, "The fused rectangle", [
+        Part("4a", "tokens and positions", [LAY_OUT], 3, LOOK),
+        Part("4b", "the mask over past and new slots", [LAY_OUT], 4, ("sees", "crash")),
+        Part("4c", "gathering and writing back", ["generate_dynamic.py:Rectangle.attend"], 3),
+        Part("4d", "which requests get a token", [LAY_OUT, "request.py:complete"], 2,
              ("sampled", "crash", "counts")),
     ], needs=[*CORE, "scheduler.py", "generate_dynamic.py", "generate_interleaved.py"],
-        numbers=3, breaks=3, written=2, bugs=[
-        "published mask", "column positions", "pads written to the cache",
-        "samples from a partial prefill", "no causal rule in a chunk"], bug_parts="bacdb"),
-    Set(5, "No rows", 5, [
-        Part("a", "bin packing", ["generate_prepacked.py:first_fit_decreasing"], 2),
-        Part("b", "packed rows", ["generate_prepacked.py:Packed.lay_out"], 4),
-        Part("c", "the stream and its mask", ["generate_ragged.py:Flat.lay_out",
+        numbers=3, breaks=3),
+    Set(5, "No rows", [
+        Part("5a", "bin packing", ["generate_prepacked.py:first_fit_decreasing"], 2),
+        Part("5b", "packed rows", ["generate_prepacked.py:Packed.lay_out"], 4),
+        Part("5c", "the stream and its mask", ["generate_ragged.py:Flat.lay_out",
                                               "generate_ragged.py:Flat.block_diagonal"], 3),
-        Part("d", "the varlen loop", ["generate_ragged.py:Flat.attend"], 3),
+        Part("5d", "the varlen loop", ["generate_ragged.py:Flat.attend"], 3),
     ], needs=[*CORE, "scheduler.py", "generate_dynamic.py", "generate_prepacked.py",
-              "generate_ragged.py"],
-        numbers=3, breaks=3, written=2, bugs=[
-        "neighbours in a packed row", "positions that run on in a packed row",
-        "a stream without boundaries", "stream positions",
-        "first fit without sorting"], bug_parts="bbdca"),
-    Set(6, "Pages", 6, [
-        Part("a", "holding and giving back", ["paging.py:Pages.hold", "paging.py:Pages.give_back",
+              "generate_ragged.py"], numbers=3, breaks=3),
+    Set(6, "Pages", [
+        Part("6a", "holding and giving back", ["paging.py:Pages.hold", "paging.py:Pages.give_back",
                                               "paging.py:Pages.evict"], 2),
-        Part("b", "block tables", ["generate_paged.py:Paged.slots",
+        Part("6b", "block tables", ["generate_paged.py:Paged.slots",
                                    "generate_paged.py:Paged.write"], 2),
-        Part("c", "sharing a prefix", ["paging.py:Pages.find", "paging.py:Pages.publish"], 3),
-        Part("d", "preemption", ["paging.py:PagedScheduler.preempt",
+        Part("6c", "sharing a prefix", ["paging.py:Pages.find", "paging.py:Pages.publish"], 3),
+        Part("6d", "preemption", ["paging.py:PagedScheduler.preempt",
                                  "paging.py:PagedScheduler.missing"], 2),
-    ], needs=[*CORE, "scheduler.py", "generate_ragged.py", "paging.py", "generate_paged.py"],
-        numbers=2, breaks=2, written=2, bugs=[
-        "pages read in one piece", "pages known by their own tokens",
-        "pages known by one page before", "a preempted request goes to the end",
-        "the answer is forgotten"], bug_parts="bccdd"),
+    ], needs=[*CORE, "scheduler.py", "generate_ragged.py", "paging.py", "generate_paged.py"]),
 ]}

@@ -12,7 +12,6 @@ import sys
 from beyond import simulate as s
 from beyond.hardware import gpu_of, shape_of
 from beyond.replicas import ROUTERS, serve
-from toolbox import cli
 from toolbox.report import aligned
 from toolbox.validate import at_least_1
 
@@ -85,5 +84,4 @@ def parser():
 
 
 if __name__ == "__main__":
-    args = parser().parse_args()
-    sys.exit(cli.guarded("python -m beyond.capacity", lambda: run(args)))
+    sys.exit(parser().run(run))

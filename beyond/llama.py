@@ -139,7 +139,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config, self.frequencies = config, frequencies(config)
+        self.config, self.frequencies = config, tuple(frequencies(config))
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.h = nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)])
         self.ln_f = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
@@ -176,7 +176,7 @@ class Llama(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def optimize(self):
-        """Same results from faster linear layers; the compiled step (kernels/) is for GPT only."""
+        """Same results from the fastest kernels that this machine has: see kernels/__init__.py."""
         from kernels import optimize
         return optimize(self)
 

@@ -20,6 +20,7 @@ import sys
 
 import torch
 
+from beyond import published
 from beyond.arrivals import Arrival, arrivals, lengths_of, workload
 from beyond.hardware import BYTES, gpu_of, shape_of
 from toolbox import cli, plots
@@ -105,6 +106,11 @@ def figures(trace):
             "preemptions": counts.get("preemptions", 0), "grows": grows(trace.requests)}
 
 
+def figures_of(*args, **knobs):
+    """`figures` of what `simulate` returns."""
+    return figures(simulate(*args, **knobs))
+
+
 def grows(requests):
     """Whether the queue would grow without end: at the last arrival many wait, and ever more."""
     times = [request.arrived for request in requests]
@@ -134,8 +140,7 @@ def with_memory(shape, gpu, generate, requests, knobs):
 # --- the command ----------------------------------------------------------------------------------
 
 def parser(prog="python -m beyond.simulate", doc=__doc__):
-    p = cli.Parser(prog=prog, allow_abbrev=False, formatter_class=cli.Help,
-                   description=doc.strip().splitlines()[0])
+    p = cli.Parser(prog=prog, description=doc.strip().splitlines()[0])
     p.add_argument("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GB")
     p.add_argument("--model", default="llama-2-7b", help="a name, or a config.json")
     p.add_argument("--dtype", default="float16", choices=BYTES)
@@ -172,8 +177,10 @@ def check(args):
 def run(args):
     check(args)
     if args.published:
-        from beyond import published  # which uses this file
-        return published.main(args.json)
+        rows = published.compare(published.runs(), figures_of)
+        print(*published.report(rows), sep="\n")
+        write(args.json, {"calculated": True, "rows": rows})
+        return 0
     if args.plot:
         plots.check_path(args.plot, "--plot", plots.SUFFIXES)
     if args.clients is not None:
@@ -206,5 +213,4 @@ def write(path, content):
 
 
 if __name__ == "__main__":
-    args = stage_parser().parse_args()
-    sys.exit(cli.guarded("python -m beyond.simulate", lambda: run(args)))
+    sys.exit(stage_parser().run(run))

@@ -43,7 +43,7 @@ LADDER = [   # file, title, the rung below, its figure, the notebook about it
 ]
 DOCS = ["use", "measurements", "gpu", "memory", "prepacking", "tensor_parallel", "bits", "llama",
         "serving", "kernels", "cuda", "sources", "glossary"]
-LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)(#[^)\s]*)?(\))|((?:src|srcset)=\")([^\"]+)(\")")
+LINK = re.compile(r'(\]\(|src(?:set)?=")([^)"#\s]+)')
 
 
 # --- a chapter ------------------------------------------------------------------------------------
@@ -109,26 +109,22 @@ def prose(docstring):
             continue
         aligned = re.search(r"\S {2,}\S", block) or block.startswith("    ")
         if aligned and blocks and blocks[-1].endswith("</pre>") and block.startswith("    "):
-            blocks[-1] = blocks[-1].removesuffix("</pre>") + "\n\n" + escape(block) + "</pre>"
+            blocks[-1] = blocks[-1].removesuffix("</pre>") + f"\n&#10;{escape(block)}</pre>"
         elif aligned:
             blocks.append(f"<pre>{escape(block)}</pre>")
         else:
             blocks.append(block)
-    return "\n\n".join(re.sub(r"\n\s*\n", "\n&#10;", block) if block.startswith("<pre>") else block
-                       for block in blocks)
+    return "\n\n".join(blocks)
 
 
 def code_lines(source):
     """Code without docstrings and comments, so that a diff shows what changed."""
-    return ast.unparse(strip(ast.parse(source))).splitlines()
-
-
-def strip(tree):
+    tree = ast.parse(source)
     for node in ast.walk(tree):
         if (isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
                 and ast.get_docstring(node)):
             node.body = node.body[1:] or [ast.Pass()]
-    return tree
+    return ast.unparse(tree).splitlines()
 
 
 def questions(notebook):
@@ -140,46 +136,35 @@ def questions(notebook):
 
 # --- the site -------------------------------------------------------------------------------------
 
-def copied(text, page):
-    """The text of a page, with its links led to pages of the book; files it links to are copied."""
-    def lead(match):
-        before, target, anchor, after = (match.group(1, 2, 3, 4) if match.group(2)
-                                         else (*match.group(5, 6), None, match.group(7)))
-        if re.match(r"[a-z]+:", target):
-            return match.group(0)
-        path = (ROOT / page).parent.joinpath(target).resolve()
-        inside = path.relative_to(ROOT)
-        if path.is_dir():
-            names = sorted(f"{p.name}" for p in path.iterdir() if p.suffix in (".py", ".md"))
-            write(inside / "index.md", f"# `{inside}/`\n\n" + "\n".join(
-                f"- [{name}]({name})" for name in names) + "\n")
-            for name in names:
-                place(inside / name)
-            return f"{before}{target.rstrip('/')}/index.md{after}"
-        in_ladder = [name for name, *_ in LADDER if inside == Path(f"{name}.py")]
-        if in_ladder:
-            up = "../" * len(Path(page).parent.parts)
-            return f"{before}{up}ladder/{in_ladder[0]}.md{anchor or ''}{after}"
-        place(inside)
-        if str(inside) == "README.md":
-            target = target.replace("README.md", "index.md")
-        return f"{before}{target}{anchor or ''}{after}"
-
-    return LINK.sub(lead, text)
-
-
 def place(inside):
-    """Copies a file that a page links to; Markdown is a page, with links of its own."""
+    """Copies a file into the book, once. What a page links to is copied, too."""
     target = PAGES / inside
-    if target.exists() or inside.parts[0] in ("docs", "ladder") and inside.suffix == ".md":
+    if target.exists():
         return
-    if inside.suffix == ".md" and str(inside) != "README.md":
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch()   # placed: a link back to it ends here
-        write(inside, copied((ROOT / inside).read_text(encoding="utf-8"), inside))
-    elif str(inside) != "README.md":
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / inside, target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / inside, target)   # before its links are followed: one may lead back to it
+    if inside.suffix == ".md":
+        text = target.read_text(encoding="utf-8")
+        write(inside, LINK.sub(lambda match: led(inside, *match.groups()), text))
+
+
+def led(page, before, target):
+    """A link of a page, led to a page of the book. Those of other sites stay as they are."""
+    path = (ROOT / page).parent.joinpath(target).resolve()
+    if not path.exists():   # what is broken, MkDocs finds
+        return before + target
+    inside = path.relative_to(ROOT)
+    if path.is_dir():
+        names = sorted(p.name for p in path.iterdir() if p.suffix in (".py", ".md"))
+        for name in names:
+            place(inside / name)
+        write(inside / "index.md", f"# `{inside}/`\n\n" + "\n".join(
+            f"- [{name}]({name})" for name in names) + "\n")
+        return f"{before}{target.rstrip('/')}/index.md"
+    if any(str(inside) == f"{name}.py" for name, *_ in LADDER):
+        return f"{before}{'../' * len(page.parent.parts)}ladder/{inside.stem}.md"
+    place(inside)
+    return before + target
 
 
 def write(inside, text):
@@ -200,26 +185,21 @@ def broken_links():
 
 def main():
     shutil.rmtree(PAGES, ignore_errors=True)
-    docs = [name for name in DOCS if (ROOT / "docs" / f"{name}.md").exists()]
-    notebooks = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-    for picture in (ROOT / "experiments" / "pictures").iterdir():
-        place(picture.relative_to(ROOT))
-    for path in [*notebooks, ROOT / "docs" / "explorer.html"]:
+    notebooks = sorted(ROOT.glob("notebooks/[0-9]*.ipynb"))
+    docs = [ROOT / "docs" / f"{name}.md" for name in DOCS]
+    for path in [*ROOT.glob("experiments/pictures/*"), *notebooks, *docs, ROOT / "README.md",
+                 ROOT / "docs" / "explorer.html"]:
         place(path.relative_to(ROOT))
-    write("index.md", copied((ROOT / "README.md").read_text(encoding="utf-8"), "README.md"))
-    for name in docs:
-        inside = Path("docs") / f"{name}.md"
-        write(inside, copied((ROOT / inside).read_text(encoding="utf-8"), inside))
     for entry in LADDER:
         write(f"ladder/{entry[0]}.md", chapter(*entry))
     for name in ("book.css", "iframe-worker.js"):
         write(name, (ROOT / "book" / name).read_text(encoding="utf-8"))
     config = yaml.safe_load((ROOT / "book" / "mkdocs.yml").read_text(encoding="utf-8"))
     config["nav"] = [
-        {"Start": "index.md"},
+        {"Start": "README.md"},
         {"The ladder": [{title: f"ladder/{name}.md"} for name, title, *_ in LADDER]},
         {"Notebooks": ["notebooks/README.md", *(str(p.relative_to(ROOT)) for p in notebooks)]},
-        {"Beyond": [f"docs/{name}.md" for name in docs]},
+        {"Beyond": [f"docs/{name}.md" for name in DOCS]},
         {"Explorer": "docs/explorer.html"}]
     (ROOT / "book" / ".mkdocs.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file",

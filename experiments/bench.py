@@ -1,21 +1,16 @@
 """
 All stages of this repository and their peers, on the same weights and the same requests.
 
-Systems take turns, round by round, so that a slow moment of the machine affects all of them. For
-each system the medians over its runs count; "of best peer" is the median of the ratios within the
-rounds. Systems more than 3x slower than the fastest in round one are not repeated. Only requested
-tokens count. The *roofline* is the time that the ragged stage's schedule would take if each forward
-pass ran at the machine's measured peak of arithmetic or of memory, whichever takes longer (claim R7
-says which):
+docs/measurements.md describes the workloads and the rounds. Only requested tokens count, output is
+greedy, and the weights are random, which run as fast as trained ones. The *roofline* is the time
+that the ragged stage's schedule would take if each forward pass ran at the machine's measured peak
+of arithmetic or of memory, whichever takes longer (claim R7 says which):
 
     seconds  =  sum over passes of  max(floating point operations / peak,
                                         bytes of weights, keys and values / bandwidth)
 
 An operation counts if a token's logits need it. In the last block, tokens that are not sampled from
 need only their keys and values.
-
-W1 is a mixture of long and short requests, W2 nearly all prefill, W3 nearly all decode. Output is
-greedy. The weights are random, which run as fast as trained ones.
 
     python -m experiments.bench --quick                             about a minute
     python -m experiments.bench --json bench.json --plot bench.png  all of it
@@ -25,36 +20,35 @@ import json
 import math
 import random
 import shutil
-import statistics
 import sys
-import threading
 import time
-from concurrent.futures import Future
-from dataclasses import replace
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from statistics import mean, median
 
 import torch
 from torch.nn import functional as F
 
+from beyond.llama import Llama, LlamaConfig
 from experiments import figures, tables
 from experiments.engines import INSTALL, end_with_this_process
 from experiments.peers import peers
 from experiments.results import best_peer, median_seconds, provenance
+from experiments.results import run as run_stage
 from kernels import native, optimize
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.cli import knobs_of, measuring_parser, measuring_place
+from toolbox.cli import measuring_parser, measuring_place
 from toolbox.report import percentile
 from toolbox.stages import STAGES
 
-MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384)}
+MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),
+          "smollm2": LlamaConfig()}
 KNOBS = dict(max_batch=32, token_budget=512)
 
 
 def workload(name, vocab_size, quick=False):
-    """
-    The requests of W1, W2 or W3, the same every time. `quick` keeps a quarter of them, and of W3's
-    answers.
-    """
+    """The requests of W1, W2 or W3, always the same. quick: a quarter, also of W3's answers."""
     rng = random.Random(name)
 
     def log_uniform(low, high):
@@ -87,7 +81,7 @@ def models(config, device, dtype, pythons):
     native.cpp", optimized as far as it goes without a compiler; "not optimized".
     """
     torch.manual_seed(0)
-    plain = loud(GPT(config)).to(device, dtype)
+    plain = loud((GPT if isinstance(config, GPTConfig) else Llama)(config)).to(device, dtype)
     ours = {"optimized": copy.deepcopy(plain).optimize()}
     if device.type == "cpu" and native.works():
         ours["without native.cpp"] = optimize(copy.deepcopy(plain), compiled=False)
@@ -98,22 +92,22 @@ def models(config, device, dtype, pythons):
 def stage(model, generate, knobs):
     """A stage with a peer's interface: requests -> (tokens, times). Keeps the trace."""
     def run(requests):
-        requests = [replace(request) for request in requests]
-        run.trace = generate(model, requests, **knobs_of(generate, knobs)[0])
-        return ([request.generated for request in requests],
-                [request.token_times for request in requests])
+        run.trace = run_stage(generate, model, requests, knobs)
+        done = run.trace.requests
+        return [r.generated for r in done], [r.token_times for r in done]
     return run
 
 
 def systems(ours, theirs):
     """{name: requests -> (tokens, times)}: the stages, optimized; ragged also less; the peers."""
-    found = {name: stage(ours["optimized"], generate, KNOBS) for name, generate in STAGES.items()
+    best, ragged = ours["optimized"], STAGES["ragged, varlen"]
+    found = {name: stage(best, generate, KNOBS) for name, generate in STAGES.items()
              if name != "unbatched, no cache"}
-    less = {f"ragged, varlen, {how}": stage(model, STAGES["ragged, varlen"], KNOBS)
+    less = {f"ragged, varlen, {how}": stage(model, ragged, KNOBS)
             for how, model in ours.items() if how != "optimized"}
     less["unbatched, not optimized"] = stage(ours["not optimized"], STAGES["unbatched"], KNOBS)
-    less["ragged, varlen, max_batch 1"] = stage(   # what batching alone gains
-        ours["optimized"], STAGES["ragged, varlen"], {**KNOBS, "max_batch": 1})
+    # what batching alone gains
+    less["ragged, varlen, max_batch 1"] = stage(best, ragged, {**KNOBS, "max_batch": 1})
     return {**found, **less, **theirs}
 
 
@@ -124,18 +118,12 @@ def apart(work, *args):
     longer. Systems that compute in worker threads then appear slower than they are: transformers'
     continuous batching takes 1.5 times as long beside another thread's idle OpenMP threads.
     """
-    future = Future()
-
-    def call():
-        try:
-            future.set_result(work(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=call, daemon=True)   # so that Control-C need not wait for it
-    thread.start()
-    thread.join()
-    return future.result()
+    with ThreadPool(1) as pool:   # a daemon, so Control-C need not wait for it
+        called = pool.apply_async(work, args)
+        called.wait()
+        pool.close()
+        pool.join()
+    return called.get()
 
 
 @torch.inference_mode()
@@ -154,10 +142,12 @@ def machine_peaks(fast):
     return best, x.nbytes / median_seconds(x.sum, fast.device)
 
 
-def roofline(config, trace, peak, bandwidth, size=4):
-    """The least seconds for the passes of a ragged trace. size: bytes per number."""
-    C, L, V = config.n_embd, config.n_layer, config.vocab_size
-    block, kv, vocabulary = 12 * C * C, 2 * C * C, V * C   # weights
+def roofline(model, trace, peak, bandwidth):
+    """The least seconds for the passes of a ragged trace."""
+    L, attn, size = len(model.h), model.h[0].attn, model.wte.weight.element_size()
+    Q, K = len(attn.query.weight), len(attn.key.weight)   # features of a query; of a key
+    block = sum(p.numel() for p in model.h[0].parameters() if p.dim() == 2)
+    kv, vocabulary = 2 * attn.key.weight.numel(), model.wte.weight.numel()
     sampled = {(step, request.name) for request in trace.requests for step in request.token_steps}
     total = 0.0
     for p in trace.passes:
@@ -165,10 +155,9 @@ def roofline(config, trace, peak, bandwidth, size=4):
         # keys that each sampled token sees
         seen = [first + n for name, first, n in p.work if (p.step, name) in sampled]
         keys = sum(first + 2 * n for _, first, n in p.work)   # all are read, the new ones written
-        multiplied = (((L - 1) * block + kv) * tokens
-                      + (block - kv + vocabulary) * len(seen))
-        operations = 2 * multiplied + 4 * C * ((L - 1) * p.useful_scores + sum(seen))
-        memory = size * (L * block + vocabulary * bool(seen) + 2 * L * C * keys)
+        multiplied = ((L - 1) * block + kv) * tokens + (block - kv + vocabulary) * len(seen)
+        operations = 2 * multiplied + 4 * Q * ((L - 1) * p.useful_scores + sum(seen))
+        memory = size * (L * block + vocabulary * bool(seen) + 2 * L * K * keys)
         total += max(operations / peak, memory / bandwidth)
     return total
 
@@ -185,9 +174,9 @@ def measure(names, run, requests, repeats, say):
         reference = apart(run["unbatched"], requests)[0]
     runs, systems = {name: [] for name in names}, {name: {"rounds": []} for name in names}
     for repeat in range(repeats):
-        first_round = [system["rounds"][0] for system in systems.values() if repeat]
         for name, system in systems.items():
-            slow = repeat and system["rounds"][0] > 3 * min(first_round)
+            slow = repeat and system["rounds"][0] > 3 * min(
+                other["rounds"][0] for other in systems.values())
             if slow and name != best_peer(systems):
                 system["rounds"].append(None)
                 continue
@@ -205,21 +194,18 @@ def measure(names, run, requests, repeats, say):
 
 def figures_of(runs, reference):
     """
-    A system's figures: medians over its runs, and the lowest share of equal tokens.
-
-    runs: [(seconds, start, tokens, times)]
+    A system's figures: medians over its runs, [(seconds, start, tokens, times), ...], and the
+    lowest share of equal tokens.
     """
     seconds = [run[0] for run in runs]
-    median = statistics.median(seconds)
-    waits = [statistics.mean(t[0] - start for t in times) for _, start, _, times in runs]
+    waits = [mean(t[0] - start for t in times) for _, start, _, times in runs]
     gaps = [[b - a for t in times for a, b in zip(t, t[1:])] for *_, times in runs]
-    itl = {f"itl_p{q}": statistics.median(percentile(of, q) for of in gaps) if gaps[0] else None
+    itl = {f"itl_p{q}": median(percentile(of, q) for of in gaps) if gaps[0] else None
            for q in (50, 99)}
     equal = min(sum(a == b for pair in zip(tokens, reference) for a, b in zip(*pair))
                 for _, _, tokens, _ in runs)
-    return {"seconds": median, "spread": (max(seconds) - min(seconds)) / median,
-            "ttft_mean": statistics.median(waits), **itl,
-            "equal": equal / sum(map(len, reference))}
+    return {"seconds": median(seconds), "spread": (max(seconds) - min(seconds)) / median(seconds),
+            "ttft_mean": median(waits), **itl, "equal": equal / sum(map(len, reference))}
 
 
 def parts(run, requests):
@@ -236,7 +222,8 @@ def main(argv=None):
     p = measuring_parser("python -m experiments.bench", __doc__,
                          quick="a quarter of the requests, the small model, one run each")
     p.add_argument("--models", nargs="+", choices=MODELS,
-                   help="gpt2: 124M parameters; small: 6 layers, 384 wide (default: both)")
+                   help="gpt2: 124M parameters; small: 6 layers, 384 wide; smollm2: Llama's kind, "
+                        "135M (default: all)")
     p.add_argument("--workloads", nargs="+", choices=tables.WORKLOADS, default=tables.WORKLOADS,
                    help="W1 mixed, W2 prefill, W3 decode")
     p.add_argument("--systems", nargs="+", metavar="WORD",
@@ -269,13 +256,11 @@ def run_benchmark(args):
     for model_name in args.models or (["small"] if args.quick else list(MODELS)):
         ours, theirs = apart(models, MODELS[model_name], device, dtype, pythons)
         for name in args.workloads:
-            run = systems(ours, theirs)
-            result = run_workload(args, model_name, name, run, ours["optimized"])
+            result = run_workload(args, model_name, name, systems(ours, theirs), ours["optimized"])
             results.append({**result, "where": where,
                             "measured": provenance("python -m experiments.bench")})
             if args.json:   # after each workload, so that an interrupted run keeps its results
-                with open(args.json, "w") as file:
-                    json.dump(results, file, indent=1)
+                Path(args.json).write_text(json.dumps(results, indent=1))
     if args.plot:
         print("drawn in", *figures.bench(results, args.plot))
     return 0
@@ -283,7 +268,7 @@ def run_benchmark(args):
 
 def run_workload(args, model_name, name, run, fast):
     """Measures the chosen systems on one workload, prints the table, and returns its figures."""
-    config = MODELS[model_name]
+    config = fast.config
     requests = workload(name, config.vocab_size, args.quick)
     allowed = [system for system in run if not (args.quick and "sorted" in system)]
     names = [system for system in allowed
@@ -302,10 +287,12 @@ def run_workload(args, model_name, name, run, fast):
                        lambda line: print(line, file=sys.stderr, flush=True))
     # the machine's better moment counts
     peak, bandwidth = map(max, zip(before, apart(machine_peaks, fast)))
-    least = roofline(config, schedule, peak, bandwidth, size=fast.wte.weight.element_size())
+    least = roofline(fast, schedule, peak, bandwidth)
     useful = sum(len(r.prompt) if name == "W2" else r.max_new_tokens for r in requests)
     result = {"model": model_name, "workload": name, "tokens": useful, "roofline": least,
               "peak": peak, "bandwidth": bandwidth, "systems": measured,
+              "peers": {name: peer.settings for name, peer in run.items()
+                        if hasattr(peer, "settings")},   # with their versions
               "parts": apart(parts, run["ragged, varlen"], requests)}
     tables.show("", *tables.bench(result, equal=True))
     whole = sum(result["parts"].values())

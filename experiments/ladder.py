@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from beyond import arrivals, simulate
 from beyond.hardware import GPUS, MODELS
@@ -36,11 +35,8 @@ def run_stages(model, requests, stages=STAGES, repeats=1, **knobs):
     Runs each stage on copies of `requests`, `repeats` times in turn. Returns {stage: trace}, with
     the median of each duration.
     """
-    def run(name):
-        copies = [replace(request) for request in requests]
-        return stages[name](model, copies, **cli.knobs_of(stages[name], knobs)[0])
-
-    runs = results.in_turn(stages, run, repeats, warm_up=0)
+    runs = results.in_turn(
+        stages, lambda name: results.run(stages[name], model, requests, knobs), repeats, warm_up=0)
     return {name: with_medians(taken) for name, taken in runs.items()}
 
 
@@ -63,25 +59,19 @@ def with_medians(runs):
     return trace
 
 
-def wrong_lines(model, plain, requests, stages=STAGES, **knobs):
+def wrong_lines(model, plain, requests, **knobs):
     """
     Runs each stage once more and checks it against the unbatched run of `plain`, the model before
     optimize(). Returns a line for each request that is WRONG.
     """
     lines = []
-    for name, generate in stages.items():
+    for name, generate in STAGES.items():
         copies = [replace(request) for request in requests]
         check = Check(plain, copies)
         generate(model, copies, on_token=check.on_token, **cli.knobs_of(generate, knobs)[0])
         lines += [f"WRONG: {name}: request '{v.name}': {v.detail}"
                   for v in check() if v.verdict == "WRONG"]
     return lines
-
-
-def recorded(model, plain, traces, no_check=False, **knobs):
-    """Runs each stage once more for its page, under the X-ray and the check. {stage: trace}."""
-    return {name: record(STAGES[name], model, trace.requests, trace, None if no_check else plain,
-                         **cli.knobs_of(STAGES[name], knobs)[0]) for name, trace in traces.items()}
 
 
 def figures_of(trace):
@@ -160,8 +150,7 @@ def compare(args):
         except OSError as error:
             raise ValueError(f"--pictures {folder}: {error.strerror}") from None
         plots.check_path(folder / "mask.png", "--pictures")
-    if args.json:
-        plots.check_path(args.json, "--json")
+    *_, where = cli.measuring_place(args)
     plain, tokenizer, requests = cli.load_inputs(args)
     model = copy.deepcopy(plain).optimize() if args.optimize else plain
     knobs = cli.given_knobs(args)
@@ -171,8 +160,6 @@ def compare(args):
     of_one_run = [name for name in ("plot", "trace", "quiet") if getattr(args, name)]
     cli.say_ignored(args, of_variants + of_one_run, "where all stages run")
 
-    where = (f"{model.device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-             f"{args.dtype}")
     prompt_tokens = sum(len(request.prompt) for request in requests)
     print(f"{len(requests)} requests, {prompt_tokens} prompt tokens, {where}")
     traces = run_stages(model, requests, repeats=args.repeats, **knobs)
@@ -188,7 +175,11 @@ def compare(args):
     if folder:
         draw_pictures(model, folder, traces)
     if args.page:
-        page.write(args.page, recorded(model, plain, traces, args.no_check, **knobs), tokenizer)
+        reference = None if args.no_check else plain
+        page.write(args.page, {   # each stage once more, under the X-ray and the check
+            name: record(STAGES[name], model, trace.requests, trace, reference,
+                         **cli.knobs_of(STAGES[name], knobs)[0])
+            for name, trace in traces.items()}, tokenizer)
     if args.no_check:
         return 0
     wrong = wrong_lines(model, plain, requests, **knobs)

@@ -16,11 +16,9 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from heapq import heapify
 from unittest import mock
 
 import generate_paged
-import generate_ragged
 from experiments import figures, results, tables
 from model import GPT, GPTConfig
 from paging import Pages
@@ -28,6 +26,7 @@ from request import Request
 from toolbox.cli import measuring_parser, measuring_place
 from toolbox.load import load
 from toolbox.report import latencies, mean, percentile, totals
+from toolbox.stages import STAGES
 
 # --- storm: what happens when memory runs out -----------------------------------------------------
 
@@ -37,21 +36,12 @@ def storm(model):
     requests = [Request([(5 * i + 3 * j) % vocab for j in range(6)], 26, name=name, priority=i // 4)
                 for i, name in enumerate("ABCDEFGH")]
 
-    def copies():
-        return [replace(request) for request in requests]
-
-    traces = {"reserve": generate_ragged.generate(model, copies(), max_kv_tokens=128),
-              "pages": generate_paged.generate(model, copies(), pages=16, page_size=8)}
+    knobs = {"max_kv_tokens": 128, "pages": 16, "page_size": 8}
+    traces = {name: results.run(STAGES[stage], model, requests, knobs)
+              for name, stage in (("reserve", "ragged, varlen"), ("pages", "paged"))}
     for name, trace in traces.items():
         trace.stage = f"{name}, {trace.counts.get('preemptions', 0)} preemptions"
     return traces
-
-
-def storm_row(name, trace):
-    t, waits = totals(trace), latencies(trace)
-    return (name, trace.passes[-1].step + 1, trace.counts.get("preemptions", 0),
-            f"{t['recomputed'] / t['slots']:.0%}", f"{mean(waits['ttft_steps']):.1f}",
-            f"{percentile(waits['itl_steps'], 99):.0f}")
 
 
 # --- sharing: equal beginnings are computed and kept once -----------------------------------------
@@ -74,11 +64,8 @@ def watch(model):
         seen.append({"tables": {request.name: list(request.kv) for request, _ in batch.plan},
                      "kept": set(batch.pages.kept), "number": batch.pages.number})
 
-    handle = model.register_forward_pre_hook(hook)
-    try:
+    with model.register_forward_pre_hook(hook):
         yield seen
-    finally:
-        handle.remove()
 
 
 def sharing(model, repeats):
@@ -87,10 +74,9 @@ def sharing(model, repeats):
         with watch(model) as seen:
             trace = generate_paged.generate(model, alike(model.config.vocab_size), max_batch=16,
                                             token_budget=64, pages=160, share_prefixes=share)
-        held = [{page for table in pool["tables"].values() for page in table} for pool in seen]
-        return {"pages": max(map(len, held)), "passes": len(trace.passes),
-                "tokens": totals(trace)["slots"], **trace.counts,
-                "seconds": totals(trace)["seconds"]}
+        held, t = [set().union(*pool["tables"].values()) for pool in seen], totals(trace)
+        return {"pages": max(map(len, held)), "passes": len(trace.passes), "tokens": t["slots"],
+                **trace.counts, "seconds": t["seconds"]}
 
     return {share: {**runs[0], "seconds": statistics.median(run["seconds"] for run in runs)}
             for share, runs in results.in_turn((True, False), run, repeats).items()}
@@ -106,9 +92,8 @@ class ScatteredPages(Pages):
         for _ in range(number):
             page = self.choose(table)
             self.free.remove(page)
-            heapify(self.free)
-            self.holders[page] = 1
-            table.append(page)
+            self.free.insert(0, page)   # where the pool takes the next one
+            super().allocate(table, 1)
 
     def choose(self, table):
         return self.stream.choice(self.free)
@@ -129,22 +114,17 @@ WAYS = {"stage 6": None, "neighbours": NeighbouringPages, "scattered": Scattered
 def scatter(model, requests, repeats):
     """{way: figures}: median seconds of runs in turn, and the median ratio to stage 6's."""
     def run(way):
-        knobs = {"max_batch": 16, "token_budget": 64}
-        copies, start = [replace(request) for request in requests], time.perf_counter()
-        if way == "stage 6":
-            trace = generate_ragged.generate(model, copies, **knobs)
-        else:
-            with mock.patch.object(generate_paged, "Pages", WAYS[way]):
-                trace = generate_paged.generate(model, copies, pages=2048, **knobs)
+        generate, start = STAGES["paged" if WAYS[way] else "ragged, varlen"], time.perf_counter()
+        with mock.patch.object(generate_paged, "Pages", WAYS[way]):
+            trace = results.run(generate, model, requests,
+                                {"max_batch": 16, "token_budget": 64, "pages": 2048})
         return time.perf_counter() - start, totals(trace)["copied_bytes"]
 
-    found, taken = {}, results.in_turn(WAYS, run, repeats)
-    for way, runs in taken.items():
-        ratios = sorted(mine / theirs for (mine, _), (theirs, _) in zip(runs, taken["stage 6"]))
-        found[way] = {"seconds": statistics.median(seconds for seconds, _ in runs),
-                      "copied_bytes": runs[0][1], "ratio": statistics.median(ratios),
-                      "spread": (ratios[-1] - ratios[0]) / 2}
-    return found
+    taken = results.in_turn(WAYS, run, repeats)
+    seconds = {way: [seconds for seconds, _ in runs] for way, runs in taken.items()}
+    return {way: {"seconds": statistics.median(seconds[way]), "copied_bytes": runs[0][1],
+                  **results.ratio(zip(seconds[way], seconds["stage 6"]))}
+            for way, runs in taken.items()}
 
 
 def mixed_lengths(vocab_size, requests=24):
@@ -173,12 +153,16 @@ def measure(args):
     print(where)
     tables.show("eight requests, memory for 128 tokens: reserved, or 16 pages of 8",
                 ("", "steps", "preemptions", "recomputed", "TTFT mean steps", "ITL p99 steps"),
-                [storm_row(name, trace) for name, trace in storm(model).items()])
-    repeats, ratios = 1 if args.quick else 5, {}
+                [(name, trace.passes[-1].step + 1, trace.counts.get("preemptions", 0),
+                  f"{totals(trace)['recomputed'] / totals(trace)['slots']:.0%}",
+                  f"{mean(latencies(trace)['ttft_steps']):.1f}",
+                  f"{percentile(latencies(trace)['itl_steps'], 99):.0f}")
+                 for name, trace in storm(model).items()])
+    repeats, ratios, models = 1 if args.quick else 5, {}, {"built-in model": model}
     shared = sharing(model, repeats)
-    small = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384)).to(device, dtype).requires_grad_(False)
-    models = {"built-in model": model} if args.quick else {"built-in model": model,
-                                                           "6 layers, 384 wide": small}
+    if not args.quick:
+        models["6 layers, 384 wide"] = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384)).to(
+            device, dtype).requires_grad_(False)
     for name, measured in models.items():
         requests = mixed_lengths(measured.config.vocab_size)
         ratios[name] = scatter(measured, requests, repeats)

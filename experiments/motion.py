@@ -8,7 +8,6 @@ cover that slides off it, several times slower than the GPU. Without motion it i
 
     python -m experiments.motion      writes bug.png, motion-light.svg and motion-dark.svg
 """
-from html import escape
 from pathlib import Path
 
 from beyond.hardware import GPUS, MODELS
@@ -54,7 +53,7 @@ def gaps(trace):
 
 
 def panel(trace, title, x_of, top, theme):
-    parts = [f'<text x="{LEFT}" y="{top + 14}" class="title">{escape(title)}</text>']
+    parts = [f'<text x="{LEFT}" y="{top + 14}" class="title">{title}</text>']
     row_of = {request.name: top + 28 + i * ROW for i, request in enumerate(trace.requests)}
     for name, y in row_of.items():
         parts.append(f'<text x="{LEFT - 10}" y="{y + 11}" text-anchor="end">{name}</text>'

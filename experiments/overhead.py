@@ -2,7 +2,6 @@
 What a step costs besides the model: the scheduler's books, and sharing the machine.
 
     queues     the scheduler's own time, without a model, with few and with many waiting requests
-    prefixes   one prompt's pages, published and found again: time and memory against its length
     served     memory and time after 1,000 requests and after many more, none of which may stay
     beside     a step of 16 decodes, alone and beside another program: an endless loop, which wants
                one core for itself. Quiet and busy runs take turns.
@@ -30,7 +29,6 @@ from scheduler import Scheduler
 from toolbox.cli import measuring_parser, measuring_place
 
 WAITING = 300, 10_000
-LENGTHS = 1_000, 10_000, 100_000
 SCHEDULERS = {
     "stage 6, first come first served": partial(Scheduler, 32, 256),
     "stage 7, first come first served": lambda: PagedScheduler(32, 256, Pages(600, 16)),
@@ -47,8 +45,8 @@ MODELS = {   # how to make each, and for how many steps it runs: a second or two
 
 def scheduling(new, waiting, steps):
     """
-    {"add": seconds to add `waiting` requests, and for the first step, in which all arrive, "step":
-    seconds of a later step, mean of `steps`}. Prompts have 8 to 100 tokens, answers 8 to 64.
+    Seconds to add `waiting` requests, and for the first step, in which all arrive; seconds of a
+    later step, mean of `steps`. Prompts have 8 to 100 tokens, answers 8 to 64.
     """
     rng = random.Random(0)
     requests = prepare([Request([rng.randrange(50) for _ in range(rng.randint(8, 100))],
@@ -56,8 +54,9 @@ def scheduling(new, waiting, steps):
     scheduler, start = new(), time.perf_counter()
     for request in requests:
         scheduler.add(request)
-    times = [run_step(scheduler, step, rng) for step in range(1 + steps)]
-    return {"add": time.perf_counter() - start - sum(times[1:]), "step": statistics.mean(times[1:])}
+    adding = time.perf_counter() - start
+    first, *times = (run_step(scheduler, step, rng) for step in range(1 + steps))
+    return adding + first, statistics.mean(times)
 
 
 def run_step(scheduler, step, rng):
@@ -72,14 +71,14 @@ def run_step(scheduler, step, rng):
 def queues(repeats, steps=200):
     """{scheduler: {waiting: {"add", "step"}}}: the least of `repeats` runs."""
     def least(new, waiting):
-        runs = [scheduling(new, waiting, steps) for _ in range(repeats)]
-        return {what: min(run[what] for run in runs) for what in ("add", "step")}
+        adds, means = zip(*(scheduling(new, waiting, steps) for _ in range(repeats)))
+        return {"add": min(adds), "step": min(means)}
 
     return {name: {waiting: least(new, waiting) for waiting in WAITING}
             for name, new in SCHEDULERS.items()}
 
 
-# --- prefixes -------------------------------------------------------------------------------------
+# --- served ---------------------------------------------------------------------------------------
 
 def containers(thing, path="scheduler", seen=None):
     """(path, container) of every list, dict and so on that an object holds, however deep."""
@@ -109,32 +108,6 @@ def size(thing):
     return sum(sys.getsizeof(container) for _, container in containers(thing))
 
 
-def publish_and_find(prompt, size=16):
-    """Publishes all full pages of a prompt and finds them again. Returns the pages' books."""
-    pages, table = Pages(len(prompt) // size, size), []
-    pages.allocate(table, len(prompt) // size)
-    for i in range(len(table)):
-        pages.publish(table, i, prompt[i * size:(i + 1) * size])
-    if pages.find(prompt) != table:
-        raise AssertionError("published pages are not found")
-    return pages
-
-
-def prefixes(repeats):
-    """{tokens: {"seconds": the least of `repeats` runs, "bytes": that the books keep}}."""
-    found = {}
-    for tokens in LENGTHS:
-        prompt, seconds = [i * i % 50_257 for i in range(tokens)], []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            books = publish_and_find(prompt)
-            seconds.append(time.perf_counter() - start)
-        found[tokens] = {"seconds": min(seconds), "bytes": size(books)}
-    return found
-
-
-# --- served ---------------------------------------------------------------------------------------
-
 def serve(scheduler, number):
     """
     Runs so many short requests without a model. Some share a prefix, some are cancelled. Yields
@@ -163,15 +136,13 @@ def served(new, number):
     {"early": after 1,000 requests, "late": after `number`}: {"requests", "entries", "bytes" that
     the scheduler holds, "step": seconds, the median of the last 100}.
     """
-    scheduler, found, times = new(), {}, []
+    scheduler, found, times = new(), {}, deque(maxlen=100)
     for come, seconds in serve(scheduler, number):
         times.append(seconds)
         for when, requests in ("early", 1_000), ("late", number):
             if come >= requests and when not in found:
                 found[when] = {"requests": come, "entries": sum(held(scheduler).values()),
-                               "bytes": size(scheduler),
-                               "step": statistics.median(times[-100:])}
-        del times[:-100]
+                               "bytes": size(scheduler), "step": statistics.median(times)}
     return found
 
 
@@ -191,30 +162,26 @@ def beside_a_loop(model, repeats, steps):
     pairs = []
     for _ in range(repeats):
         quiet = step_seconds(model, steps)
-        loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        try:
-            time.sleep(0.2)
-            pairs.append((quiet, step_seconds(model, steps)))
-        finally:
-            loop.kill()
-            loop.wait()
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as loop:
+            try:
+                time.sleep(0.2)
+                pairs.append((quiet, step_seconds(model, steps)))
+            finally:
+                loop.kill()
         time.sleep(LONGEST_PAUSE)   # then all threads are tried again
         step_seconds(model, steps)
-    ratios = sorted(busy / quiet for quiet, busy in pairs)
     quiet, busy = (statistics.median(part) for part in zip(*pairs))
-    return {"quiet": quiet, "busy": busy, "ratio": statistics.median(ratios),
-            "spread": (ratios[-1] - ratios[0]) / 2}
+    return {"quiet": quiet, "busy": busy, **results.ratio((b, a) for a, b in pairs)}
 
 
 def measure_served(args):
     """Measures and prints what schedulers hold: {scheduler: {"early", "late"}}."""
-    number, rows = args.served or (20_000 if args.quick else 100_000), []
+    number = args.served or (20_000 if args.quick else 100_000)
     found = {name: served(new, number if name == "stage 7" else max(number // 10, 2_000))
              for name, new in SERVED.items()}
-    for name, taken in found.items():
-        rows += [(f"{name}, {f['requests']:,}", f"{f['entries']:,}", f"{f['bytes'] / 1e3:,.0f}",
-                  f"{f['step'] * 1e3:.2f}") for f in taken.values()]
-    tables.show("", ("requests that came and went", "entries held", "kB held", "ms a step"), rows)
+    tables.show("", ("requests that came and went", "entries held", "kB held", "ms a step"), [
+        (f"{name}, {f['requests']:,}", f"{f['entries']:,}", f"{f['bytes'] / 1e3:,.0f}",
+         f"{f['step'] * 1e3:.2f}") for name, taken in found.items() for f in taken.values()])
     return found
 
 
@@ -230,20 +197,12 @@ def measure(args):
         return 0
     repeats, beside = 1 if args.quick else 3, {}
     for name, (new, steps) in MODELS.items():
-        for how in "stage 6", "stage 6, optimize()":
-            model = new().requires_grad_(False).to(device, dtype)
-            if "optimize" in how:
-                model.optimize()
-            beside[f"{name}, {how}"] = beside_a_loop(model, repeats, 10 if args.quick else steps)
+        model, steps = new().requires_grad_(False).to(device, dtype), 10 if args.quick else steps
+        beside[f"{name}, stage 6"] = beside_a_loop(model, repeats, steps)
+        beside[f"{name}, stage 6, optimize()"] = beside_a_loop(model.optimize(), repeats, steps)
     found = results.keep(args.json, "python -m experiments.overhead", where, repeats=repeats,
-                         queues=queues(repeats), prefixes=prefixes(repeats), served=kept,
-                         beside=beside)
+                         queues=queues(repeats), served=kept, beside=beside)
     tables.show("", *tables.queues(found))
-    tables.show("", ("tokens of a prompt, published and found", "ms", "us a token", "kB kept",
-                     "B a token"), [
-        (f"{int(n):,}", f"{f['seconds'] * 1e3:.1f}", f"{f['seconds'] / int(n) * 1e6:.2f}",
-         f"{f['bytes'] / 1e3:,.0f}", f"{f['bytes'] / int(n):.1f}")
-        for n, f in found["prefixes"].items()])
     tables.show("", *tables.beside(found))
     return 0
 

@@ -1,5 +1,5 @@
 """
-Other programs that run the same GPT-2 on the same requests, for bench.py. Output is greedy, and
+Other programs that run the same model on the same requests, for bench.py. Output is greedy, and
 each request gets exactly max_new_tokens tokens.
 
 A peer is a function peer(requests) -> (tokens, times): for each request the ids that it generated,
@@ -11,11 +11,13 @@ import tempfile
 import time
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import torch
 
 from experiments.engines import INSTALL, Engine
-from toolbox.weights import write_gpt2
+from model import GPT
+from toolbox.weights import LLAMA_NAMES, write_gpt2
 
 SHAPES = {   # batch size, and whether prompts are sorted by length
     "one at a time": (1, False), "static 8 sorted": (8, True), "static 32 sorted": (32, True),
@@ -38,7 +40,7 @@ def engines(model, pythons, max_batch, token_budget):
                   f"environment that has it ({INSTALL[engine]})")
         elif runs_here(name, model):
             with tempfile.TemporaryDirectory() as folder:
-                write_gpt2(model, folder, dtype=torch.float32)
+                write(model, folder)
                 found[name] = Engine(engine, pythons[engine], folder, max_batch, token_budget,
                                      torch.get_num_threads())
             print(found[name].settings)
@@ -58,30 +60,49 @@ def libraries(model, batch_tokens):
               "which reads its model (pip install -r requirements-dev.txt)")
         return {}
     theirs = transformers_model(model)
-    found = {f"transformers, {name}": partial(in_batches, partial(static, theirs), *shape)
-             for name, shape in SHAPES.items()}
-    if hasattr(theirs, "continuous_batching_context_manager"):
-        found["transformers, continuous"] = partial(continuous, theirs, batch_tokens=batch_tokens)
-    else:
-        print("this version of transformers has no continuous batching: its row is left out")
+
+    def in_shapes(program, run):
+        return {f"{program}, {name}": partial(in_batches, run, *shape)
+                for name, shape in SHAPES.items()}
+
+    found = {**in_shapes("transformers", partial(static, theirs)),
+             "transformers, continuous": partial(continuous, theirs, batch_tokens=batch_tokens)}
     if find_spec("ctranslate2") is None:
         print("CTranslate2 is not installed: its rows are left out "
               "(pip install -r requirements-dev.txt)")
-    elif runs_here("CTranslate2", model):
-        compiled = ctranslate2(theirs)
-        for name, shape in SHAPES.items():
-            found[f"CTranslate2, {name}"] = partial(in_batches, compiled, *shape)
+    elif isinstance(model, GPT) and runs_here("CTranslate2", model):
+        found |= in_shapes("CTranslate2", ctranslate2(theirs))
     return found
+
+
+def write(model, folder):
+    """The weights in float32 and the configuration, as the peers read them."""
+    if isinstance(model, GPT):
+        return write_gpt2(model, folder, dtype=torch.float32)
+    from transformers import LlamaConfig, LlamaForCausalLM
+    c = model.config
+    theirs = LlamaForCausalLM(LlamaConfig(
+        max_position_embeddings=c.block_size, vocab_size=c.vocab_size, num_hidden_layers=c.n_layer,
+        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, hidden_size=c.n_embd,
+        head_dim=c.head_size, intermediate_size=c.ffn, rms_norm_eps=c.norm_eps,
+        tie_word_embeddings=c.tied, rope_parameters={"rope_type": "default",
+                                                     "rope_theta": c.rope_theta}))
+    ours = model.state_dict()
+    for key, tensor in theirs.state_dict().items():
+        for their_part, our_part in LLAMA_NAMES.items():
+            key = key.replace(their_part, our_part)
+        tensor.copy_(ours["wte.weight" if key == "lm_head.weight" and c.tied else key])
+    theirs.save_pretrained(folder)
 
 
 def transformers_model(model):
     import transformers
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    dtype = model.wte.weight.dtype
     with tempfile.TemporaryDirectory() as folder:
-        write_gpt2(model, folder, dtype=dtype)
-        theirs = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=dtype)
+        write(model, folder)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=model.wte.weight.dtype)
     theirs.generation_config.eos_token_id = None
     theirs.generation_config.pad_token_id = 0
     return theirs.to(model.device).eval()
@@ -89,28 +110,14 @@ def transformers_model(model):
 
 def in_batches(run, size, by_length, requests):
     """Calls run(batch) for `size` requests at a time, in order or the longest prompts first."""
-    order = list(range(len(requests)))
+    order, found = list(range(len(requests))), {}
     if by_length:
         order.sort(key=lambda i: -len(requests[i].prompt))
-    tokens, times = [None] * len(requests), [None] * len(requests)
     for first in range(0, len(order), size):
         batch = order[first:first + size]
-        for i, *found in zip(batch, *run([requests[i] for i in batch])):
-            tokens[i], times[i] = found
-    return tokens, times
-
-
-class Clock:
-    """A streamer for `generate`, which calls `put` with the prompt, then with each new column."""
-
-    def __init__(self):
-        self.times = []
-
-    def put(self, tokens):
-        self.times.append(time.perf_counter())
-
-    def end(self):
-        pass
+        found.update(zip(batch, zip(*run([requests[i] for i in batch]))))
+    tokens, times = zip(*(found[i] for i in range(len(requests))))
+    return list(tokens), list(times)
 
 
 @torch.inference_mode()
@@ -118,27 +125,27 @@ def static(model, requests):
     """One left-padded batch, which runs until its longest request is done."""
     prompts = [request.prompt for request in requests]
     lengths = [request.max_new_tokens for request in requests]
-    T, clock = max(map(len, prompts)), Clock()
+    T, times = max(map(len, prompts)), []
+    clock = SimpleNamespace(   # `put` is called with the prompt, then with each new column
+        put=lambda tokens: times.append(time.perf_counter()), end=lambda: None)
     ids = torch.tensor([[0] * (T - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (T - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     out = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
                          do_sample=False, max_new_tokens=max(lengths), streamer=clock)
     return ([row[:length] for row, length in zip(out[:, T:].tolist(), lengths)],
-            [clock.times[1:1 + length] for length in lengths])
+            [times[1:1 + length] for length in lengths])
 
 
 def continuous(model, requests, batch_tokens):
     """transformers' continuous batching: `generate_batch`, but with a length for each request."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
-    page = 32
-    sizes = [len(request.prompt) + request.max_new_tokens for request in requests]
+    sizes, results = [len(r.prompt) + r.max_new_tokens for r in requests], {}
     settings = dict(
         generation_config=GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(
-            page_size=page, num_blocks=sum(-(-size // page) + 1 for size in sizes),
+            page_size=32, num_blocks=sum(-(-size // 32) + 1 for size in sizes),
             max_batch_tokens=batch_tokens),
         block=True, timeout=5, warmup=False)
-    results = {}
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     with torch.no_grad(), model.continuous_batching_context_manager(**settings) as manager:
         for i, request in enumerate(requests):

@@ -2,13 +2,7 @@
 The experiments of the prepacking paper (source P), run live on this machine.
 
 Prefill only: each prompt yields one token. The ways to batch are the paper's (claim P5), with
-ragged beside them:
-
-    full batching          k prompts in order, padded to the longest
-    length-ordered         all prompts sorted by length first, then as above
-    prepacking, batch      k prompts in order, packed into r <= k rows
-    prepacking, dataset    all prompts packed first, then k rows at a time
-    ragged                 k prompts in order, no rows
+ragged beside them.
 
 The lengths are synthetic, shaped like the paper's datasets; `--prompts FILE` takes the lengths of
 real prompts. Weights are random. Times are medians of runs in turn. Memory is counted: the bytes of
@@ -84,34 +78,33 @@ def whole(layout):
 
 
 METHODS = {
-    "full batching": (in_order, StaticBatch),
-    "length-ordered": (by_length, StaticBatch),
-    "prepacking, batch": (in_order, whole(Packed)),
-    "prepacking, dataset": (by_row, whole(Packed)),
-    "ragged": (in_order, whole(Flat)),
+    "full batching": (in_order, StaticBatch),           # k prompts, padded to the longest
+    "length-ordered": (by_length, StaticBatch),         # all prompts sorted first, then the same
+    "prepacking, batch": (in_order, whole(Packed)),     # k prompts, packed into r <= k rows
+    "prepacking, dataset": (by_row, whole(Packed)),     # all prompts packed first, then k rows
+    "ragged": (in_order, whole(Flat)),                  # k prompts, no rows
 }
 
 
 @torch.inference_mode()
 def prefill(model, method, lengths, k):
     """
-    Prefills prompts of these lengths. Returns a list with a dict for each forward pass: its number
-    of prompts and slots, seconds of the pass itself (unpacking included), and seconds from its
-    layout to its prompts' first tokens.
+    Prefills prompts of these lengths. Returns the seconds of all forward passes (unpacking
+    included), the sum of all prompts' TTFT, each from the layout of its batch on, and the slots.
     """
     group, layout = METHODS[method]
-    passes = []
+    seconds, ttft, slots = 0.0, 0.0, 0
     for requests in group(prepare(requests_of(lengths), model.config), k):
         start = time.perf_counter()
         batch = layout(requests, model.device)
         before = time.perf_counter()
         logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)
         synchronize(model.device)
-        after = time.perf_counter()
+        seconds += time.perf_counter() - before
         sample(logits, batch.sampled)
-        passes.append({"prompts": len(requests), "slots": batch.tokens.numel(),
-                       "prefill": after - before, "ttft": time.perf_counter() - start})
-    return passes
+        ttft += (time.perf_counter() - start) * len(requests)
+        slots += batch.tokens.numel()
+    return seconds, ttft, slots
 
 
 def time_methods(model, lengths, k, repeats, methods=METHODS):
@@ -120,16 +113,12 @@ def time_methods(model, lengths, k, repeats, methods=METHODS):
     medians over `repeats` runs in turn.
     """
     runs = results.in_turn(methods, lambda method: prefill(model, method, lengths, k), repeats)
-
-    def ms_per_prompt(taken, seconds):
-        """Median over runs; seconds: a forward pass -> seconds for all of its prompts."""
-        return statistics.median(sum(map(seconds, passes)) for passes in taken) / len(lengths) * 1e3
-
-    return {method: {
-        "prefill_ms": ms_per_prompt(taken, lambda p: p["prefill"]),
-        "ttft_ms": ms_per_prompt(taken, lambda p: p["ttft"] * p["prompts"]),
-        "useful": sum(lengths) / sum(p["slots"] for p in taken[0]),
-    } for method, taken in runs.items()}
+    found = {}
+    for method, taken in runs.items():
+        seconds, ttft, slots = map(statistics.median, zip(*taken))
+        found[method] = {"prefill_ms": seconds / len(lengths) * 1e3,
+                         "ttft_ms": ttft / len(lengths) * 1e3, "useful": sum(lengths) / slots}
+    return found
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -139,37 +128,31 @@ class Bytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.now, self.peak, self.alive = 0, 0, set()
+        self.now, self.peak, self.alive = 0, 0, weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.count(tensor.untyped_storage())
+        for tensor in filter(torch.is_tensor, tree_leaves(out)):
+            storage = tensor.untyped_storage()   # views share it
+            if storage not in self.alive:
+                self.alive.add(storage)
+                self.add(storage.nbytes())
+                weakref.finalize(storage, self.add, -storage.nbytes())
         return out
 
-    def count(self, storage):
-        key, size = storage._cdata, storage.nbytes()   # views share a storage
-        if key not in self.alive:
-            self.alive.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.forget, key, size)
-
-    def forget(self, key, size):
-        self.alive.discard(key)
-        self.now -= size
+    def add(self, size):
+        self.now += size
+        self.peak = max(self.peak, self.now)
 
 
 @torch.inference_mode()
 def peak_bytes(model, method, lengths):
     """The peak of memory while one batch of these prompts prefills, weights excluded."""
-    requests = prepare(requests_of(lengths), model.config)
     group, layout = METHODS[method]
+    one_batch, = group(prepare(requests_of(lengths), model.config), len(lengths))
     with Bytes() as counted:
-        for requests in group(requests, len(requests)):
-            batch = layout(requests, model.device)
-            model(batch.tokens, batch.positions, batch.attend, batch.rows)
+        batch = layout(one_batch, model.device)
+        model(batch.tokens, batch.positions, batch.attend, batch.rows)
     return counted.peak
 
 
@@ -193,23 +176,6 @@ def largest_batch(config, method, kind, limit, most=1024):
 
 # --- the experiments: each measures, prints its table and returns the figures ---------------------
 
-def by_kind(model, kinds, repeats):
-    """All methods on each kind of prompts. kinds: {name: lengths}. {name: figures of methods}."""
-    found = {}
-    for kind, lengths in kinds.items():
-        found[kind] = time_methods(model, lengths, 16, repeats)
-        full = found[kind]["full batching"]
-        tables.show(
-            f"{kind}, {len(lengths)} prompts, mean length {statistics.mean(lengths):.0f}, "
-            f"longest {max(lengths)}, k = 16",
-            ("", "slots useful", "prefill ms/prompt", "speedup", "TTFT ms", "speedup"),
-            [(method, f"{f['useful']:.0%}", f"{f['prefill_ms']:.1f}",
-              f"{full['prefill_ms'] / f['prefill_ms']:.2f}x", f"{f['ttft_ms']:.0f}",
-              f"{full['ttft_ms'] / f['ttft_ms']:.2f}x") for method, f in found[kind].items()])
-    print("the paper: prepacking 1.6x to 3.5x at k = 16 (prefill and TTFT)")
-    return found
-
-
 def packing_speedup(model, lengths, k, repeats):
     """The speedup of packing a batch over padding it: (prefill, ttft)."""
     f = time_methods(model, lengths, k, repeats, ("full batching", "prepacking, batch"))
@@ -224,8 +190,6 @@ def by_batch_size(model, sizes, repeats):
     tables.show("speedup of prefill by prepacking a batch of k", ("k", *sizes),
                 [(kind, *(f"{prefill:.2f}x" for _, prefill, _ in points))
                  for kind, points in found.items()])
-    print("the paper: up to 4.5x (prefill) and 6x (TTFT) at larger k; k = 1 is r = k, the same "
-          "runtime")
     return found
 
 
@@ -242,15 +206,13 @@ def predictors(model, prompts, repeats):
             r = len(first_fit_decreasing(batch, max(batch)))
             points.append((r / k, max(batch) - sum(batch) / k,
                            packing_speedup(model, batch, k, repeats)[0]))
-        x, y, speedup = zip(*points)
+        x, y, speedups = zip(*points)
         rows.append((k, len(points), f"{statistics.mean(x):.2f}",
-                     f"{statistics.mean(speedup):.2f}x",
-                     f"{statistics.correlation(x, speedup):+.2f}",
-                     f"{statistics.correlation(y, speedup):+.2f}"))
+                     f"{statistics.mean(speedups):.2f}x",
+                     *(f"{statistics.correlation(z, speedups):+.2f}" for z in (x, y))))
     tables.show(
         "what predicts the speedup: uniform lengths in 1..512, a small model (1 layer, 256 wide)",
         ("k", "batches", "mean r/k", "mean speedup", "correlation with r/k", "with m - L/k"), rows)
-    print("the paper: both predict it, about linearly")
     return found
 
 
@@ -262,7 +224,6 @@ def by_rows(model, sizes, repeats):
         points.append((k, f["full batching"]["prefill_ms"] * k / 1e3))
     tables.show("seconds of a prefill of k prompts of 128 tokens", ("k", *sizes),
                 [("s", *(f"{seconds:.3f}" for _, seconds in points))])
-    print("the paper: latency grows with k, hardware does not parallelise a batch for free")
     return points
 
 
@@ -277,7 +238,6 @@ def by_memory(gigabytes, most):
         "4 layers as wide as GPT-2's (768), float32", ("", *methods),
         [(kind, *(f"{k} ({k / by['full batching']:.1f}x)" for k in by.values()))
          for kind, by in found.items()])
-    print("the paper: up to 16x larger batches")
     return found
 
 
@@ -299,21 +259,22 @@ def measure(args):
     kinds = kinds_of(args)
     device, dtype, where = measuring_place(args)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=CONTEXT, n_layer=2, n_head=6, n_embd=384))
-    small = GPT(GPTConfig(block_size=CONTEXT, vocab_size=1024, n_layer=1, n_head=4, n_embd=256))
-    for each in model, small:
-        each.to(device, dtype).requires_grad_(False)
+    model, small = (GPT(GPTConfig(block_size=CONTEXT, **sizes)).to(device, dtype)
+                    for sizes in (dict(n_layer=2, n_head=6, n_embd=384),
+                                  dict(vocab_size=1024, n_layer=1, n_head=4, n_embd=256)))
     name = f"{model.config.n_layer} layers, {model.config.n_embd} wide"
     print(f"{where}; {name}, random weights" + ("" if args.prompts else "; synthetic lengths"))
     quick, repeats = args.quick, 1 if args.quick else 3
     sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32, 64)
+    by_kind = {kind: time_methods(model, lengths, 16, repeats) for kind, lengths in kinds.items()}
     result = results.keep(
         args.json, "python -m experiments.prepacking", where, lengths=kinds, model=name,
-        repeats=repeats, kinds=by_kind(model, kinds, repeats),
-        batch_size=by_batch_size(model, sizes, repeats),
+        repeats=repeats, kinds=by_kind, batch_size=by_batch_size(model, sizes, repeats),
         predictors=predictors(small, 640 if quick else 5000, repeats),
         latency=by_rows(model, sizes, repeats),
         largest=by_memory(args.memory, 64 if quick else 1024))
+    head, rows, how = tables.prepacking(result)
+    tables.show(how, head, rows)
     if args.plot:
         print("drawn in", *figures.prepacking(result, args.plot))
     return 0
@@ -323,11 +284,11 @@ def main(argv=None):
     p = measuring_parser("python -m experiments.prepacking", __doc__,
                          quick="fewer prompts and batches: about a minute")
     p.add_argument("--prompts", metavar="FILE",
-                   help="take the lengths of these prompts in the first table, "
+                   help="take the lengths of these prompts in the last table, "
                         "instead of synthetic ones")
     p.add_argument("--model", default="builtin", help="the model whose tokenizer counts them")
     p.add_argument("--memory", type=float, default=1.0, metavar="GB",
-                   help="the limit of the last table")
+                   help="the limit of the largest batches")
     return p.run(measure, argv)
 
 

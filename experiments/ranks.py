@@ -18,8 +18,9 @@ import torch.distributed as dist
 from beyond.tensor_parallel import shard
 from experiments import results, tables
 from model import GPT, GPTConfig
-from toolbox import cli, plots
+from toolbox import cli
 from toolbox.torchrun import run_on_ranks
+from toolbox.trace import synchronize
 
 TOKENS = (1, 8, 64, 512)   # of the passes that are timed
 LINKS = {                  # ranks, latency in s, bytes/s each way
@@ -30,12 +31,6 @@ LINKS = {                  # ranks, latency in s, bytes/s each way
 
 # --- timing ---------------------------------------------------------------------------------------
 
-def gpu_clock():
-    """Seconds, after all work on the GPU is done: without the wait only launches are timed."""
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 @torch.inference_mode()
 def forward_seconds(model, tokens, repeats=9):
     """
@@ -44,8 +39,13 @@ def forward_seconds(model, tokens, repeats=9):
     """
     ids = torch.zeros(tokens, dtype=torch.long, device=model.device)
     last = torch.tensor([0], device=model.device)
-    clock = model.traffic.clock = gpu_clock if model.device.type == "cuda" else time.perf_counter
     taken = []
+
+    def clock():   # when all work on a GPU is done: without the wait only launches are timed
+        synchronize(model.device)
+        return time.perf_counter()
+
+    model.traffic.clock = clock
     for _ in range(repeats + 2):
         before, start = copy.copy(model.traffic), clock()
         model(ids, ids, attend=lambda layer, q, k, v: v, rows=last)
@@ -70,17 +70,23 @@ def fit(points):
 # --- measuring ------------------------------------------------------------------------------------
 
 def time_ranks(config, device, dtype, repeats):
-    """Times 1, 2, 4, ... ranks on the same random weights. Returns a dict for each measurement."""
-    rows = []
-    for ranks in (n for n in (1, 2, 4, 8) if n <= dist.get_world_size()):
+    """
+    Times 1, 2, 4, ... ranks on the same random weights; and one rank with the threads of all, which
+    is what a CPU would do without ranks. Returns a dict for each measurement.
+    """
+    rows, threads, world = [], torch.get_num_threads(), dist.get_world_size()
+    alone = [(1, threads * world)] if world > 1 and device.type == "cpu" else []
+    for ranks, each in alone + [(n, threads) for n in (1, 2, 4, 8) if n <= world]:
         group = dist.new_group(range(ranks))
         if dist.get_rank() < ranks:
             torch.manual_seed(0)
+            torch.set_num_threads(each)
             model = shard(GPT(config).to(device, dtype).requires_grad_(False), group)
             for tokens in TOKENS:
                 seconds, waiting, count, size = forward_seconds(model, tokens, repeats)
-                rows.append({"ranks": ranks, "tokens": tokens, "seconds": seconds,
-                             "in_all_reduces": waiting, "all_reduces": count, "bytes": size})
+                rows.append({"ranks": ranks, "threads": each, "tokens": tokens,
+                             "seconds": seconds, "in_all_reduces": waiting, "all_reduces": count,
+                             "bytes": size})
         dist.barrier()
     return rows
 
@@ -101,13 +107,12 @@ def cost_model(points):
 
 def measure(args):
     """On every rank; only rank 0 prints."""
-    if args.json:
-        plots.check_path(args.json, "--json")
+    device, dtype, _ = cli.measuring_place(args)
     config = GPTConfig(n_layer=8, n_head=8, n_embd=512, vocab_size=1024)
-    device, repeats, world = cli.device_of(args), 3 if args.quick else 9, dist.get_world_size()
+    repeats, world = 3 if args.quick else 9, dist.get_world_size()
     where = (f"{device}, {torch.get_num_threads()} thread(s) a rank, "
              f"torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}")
-    rows = time_ranks(config, device, cli.DTYPES[args.dtype], repeats)
+    rows = time_ranks(config, device, dtype, repeats)
     most = max((row["ranks"] for row in rows), default=1)
     points = [(row["all_reduces"], row["bytes"], row["in_all_reduces"]) for row in rows
               if row["ranks"] == most > 1]
@@ -132,11 +137,7 @@ def measure(args):
 
 
 def main(argv=None):
-    p = cli.Parser(prog="python -m experiments.ranks", formatter_class=cli.Help,
-                   description=" ".join(__doc__.split("\n\n")[0].split()), allow_abbrev=False)
-    p.add_argument("--quick", action="store_true", help="fewer repeats")
-    p.add_argument("--json", metavar="FILE.json", help="write the figures")
-    cli.add_place(p)
+    p = cli.measuring_parser("python -m experiments.ranks", __doc__, "fewer repeats", plot=False)
     run_on_ranks(p, measure, argv)
 
 

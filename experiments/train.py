@@ -11,6 +11,7 @@ same result as an uninterrupted run.
 
 The model's output is fluent nonsense; it exists only as a workload.
 """
+import base64
 import math
 import os
 import pickle
@@ -18,20 +19,43 @@ import random
 import sys
 import time
 from pathlib import Path
+from statistics import mean
 
 import torch
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig
 from toolbox.builtin.corpus import documents
-from toolbox.cli import Help, Parser
-from toolbox.tokenizer import from_ranks, train_ranks, write_ranks_file
+from toolbox.cli import Parser
+from toolbox.tokenizer import byte_of, from_ranks
 from toolbox.weights import write_gpt2
 
 N_TOKENS = 1023         # of the tokenizer, without <|endoftext|>
 SAVE_EVERY = 30         # seconds
 LOG_EVERY = 50          # steps
 VALIDATE_EVERY = 500    # steps
+
+
+def train_ranks(texts, n_tokens):
+    """
+    Trains a byte-level BPE of `n_tokens` tokens on `texts`, with Hugging Face's tokenizers (a
+    development requirement), and returns it as tiktoken's ranks, bytes -> rank.
+    """
+    try:
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    except ImportError:
+        raise ValueError("training a tokenizer needs the package tokenizers: "
+                         "pip install -r requirements-dev.txt") from None
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)   # same as PATTERN
+    trainer = trainers.BpeTrainer(vocab_size=n_tokens, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    bpe.train_from_iterator(texts, trainer)
+    table, ranks = byte_of(), {bytes([b]): b for b in range(256)}
+    in_order = sorted(bpe.get_vocab().items(), key=lambda item: item[1])   # of the merges
+    for token, _ in in_order:
+        ranks.setdefault(bytes(table[c] for c in token), len(ranks))
+    return ranks
 
 
 def split(documents, seed=0):
@@ -47,21 +71,18 @@ def pick_prompts(held_out, encoding, lengths=(5, 6, 7, 9, 12, 16, 22, 31, 45, 64
     Held-out documents, cut to various lengths in tokens: from a title and a few words to most of a
     text. Each is one paragraph without blank lines, so that a plain text file can hold them.
     """
-    prompts = []
-    paragraphs = [(title, " ".join(body.split("\n\n")[0].split())) for title, body in held_out]
-    for title, text in paragraphs:
-        if len(prompts) == len(lengths):
+    prompts, left = [], list(lengths)
+    for title, body in held_out:
+        if not left:
             break
-        head, words = f"# {title}\n", text.split(" ")
-        target = lengths[len(prompts)]
+        words = body.split("\n\n")[0].split()
+        starts = (f"# {title}\n" + " ".join(words[:n]) for n in range(1, len(words)))
         # the first paragraph that reaches this length before its last word
-        for n in range(1, len(words)):
-            prompt = head + " ".join(words[:n])
-            size = len(encoding.encode(prompt))
-            if size >= target:
-                if size <= target + 3 and text.isascii() and not set("`[") & set(prompt):
-                    prompts.append(prompt)
-                break
+        prompt = next((start for start in starts if len(encoding.encode(start)) >= left[0]), None)
+        if (prompt and len(encoding.encode(prompt)) <= left[0] + 3
+                and " ".join(words).isascii() and not set("`[") & set(prompt)):
+            prompts.append(prompt)
+            left.pop(0)
     random.Random(1).shuffle(prompts)   # long and short mixed, as requests arrive
     return prompts
 
@@ -82,13 +103,11 @@ def get_batch(docs, step, batch_size, block_size, seed):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def attend(layer, q, k, v):
-    """The same as model.causal, by torch's fused kernel, whose backward pass is fast."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 def loss_of(model, x, y):
     """Mean cross-entropy in nats per token."""
+    def attend(layer, q, k, v):   # as model.causal, by torch's kernel, whose backward pass is fast
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
     return F.cross_entropy(model(x, attend=attend).flatten(0, 1), y.flatten())
 
 
@@ -96,7 +115,7 @@ def loss_of(model, x, y):
 def validate(model, docs):
     T = model.config.block_size
     batches = [get_batch(docs, step, 8, T, "validation") for step in range(20)]
-    return sum(loss_of(model, x, y).item() for x, y in batches) / len(batches)
+    return mean(loss_of(model, x, y).item() for x, y in batches)
 
 
 def learning_rate(step, args):
@@ -123,7 +142,8 @@ def train(args):
     texts = [f"# {title}\n{body}" for title, body in train_texts]
     ranks = train_ranks(texts, N_TOKENS)
     encoding = from_ranks(ranks, "builtin")
-    write_ranks_file(ranks, out / "ranks.tiktoken")
+    (out / "ranks.tiktoken").write_bytes(b"".join(
+        base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
     prompts = "\n\n".join(pick_prompts(held_out, encoding)) + "\n"
     (out / "prompts.txt").write_text(prompts, encoding="utf-8")
     docs, val = ([tokens + [encoding.eot_token] for tokens in encoding.encode_ordinary_batch(each)]
@@ -141,9 +161,9 @@ def train(args):
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.99))
 
     # 3. resume an interrupted run of the same settings
-    first, settings = 0, {name: getattr(args, name) for name in ("steps", "lr", "seed",
-                                                                 "batch_size")}
-    settings["train_tokens"] = train_tokens   # the text depends on the Python version
+    first = 0
+    settings = {**vars(args), "out": None,
+                "train_tokens": train_tokens}   # the text depends on the Python version
     if state_file.exists():
         try:
             state = torch.load(state_file, weights_only=True)
@@ -168,7 +188,7 @@ def train(args):
             group["lr"] = learning_rate(step, args)
         x, y = get_batch(docs, step, args.batch_size, model.config.block_size, args.seed)
         loss = loss_of(model, x, y)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -197,8 +217,7 @@ def train(args):
 
 
 def main(argv=None):
-    p = Parser(prog="python -m experiments.train", formatter_class=Help, allow_abbrev=False,
-               description=__doc__.strip().splitlines()[0])
+    p = Parser(prog="python -m experiments.train", description=__doc__.strip().splitlines()[0])
     p.add_argument("--out", default="out", help="folder for the result and the saved state")
     p.add_argument("--steps", type=int, default=4000)
     p.add_argument("--batch_size", type=int, default=8)

@@ -9,15 +9,15 @@ for each setting of the knobs, and, with the published mask, the verdict on a ru
 """
 import itertools
 import json
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 from beyond.hardware import GPUS, MODELS
 from beyond.simulate import figures, simulate
 from explorer import page
 from explorer.recorder import record
-from explorer.walk import MASK, walk
+from explorer.walk import MASK, waits, walk
 from toolbox.check import Check
 from toolbox.cli import knobs_of
 from toolbox.load import load
@@ -69,23 +69,20 @@ def workload(tokenizer):
 
 def runs(model, requests):
     """All stages, and stage 4 under the published mask: ({name: trace}, {name: its twin})."""
-    traces = {}
-    for name, generate in STAGES.items():
+    traces, twins = {}, {}
+    for name, generate in {**STAGES, MASK: STAGES["interleaved"]}.items():
         knobs = knobs_of(generate, KNOBS)[0]
-        timed = generate(model, [replace(request) for request in requests], **knobs)
-        traces[name] = record(generate, model, requests, timed, model, **knobs)
-    with broken("published mask", show=False):
-        generate = STAGES["interleaved"]
-        traces[MASK] = record(generate, model, requests, reference=model,
-                              **knobs_of(generate, KNOBS)[0])
-    stages = {**STAGES, MASK: STAGES["interleaved"]}
-    return traces, {name: twin(trace, stages[name], KNOBS) for name, trace in traces.items()}
+        with broken("published mask", show=False) if name == MASK else nullcontext():
+            timed = generate(model, [replace(request) for request in requests], **knobs)
+            traces[name] = record(generate, model, requests, timed, model, **knobs)
+        twins[name] = twin(traces[name], generate, knobs)
+    return traces, twins
 
 
 def twin(trace, generate, knobs):
     """The same run on the calculated GPU: passes and tokens at the same steps, other times."""
-    copies = [fixed(request, request) for request in trace.recording.requests]
-    same = calculated(generate, copies, knobs)
+    requests = [fixed(request, request) for request in trace.recording.requests]
+    same = calculated(generate, requests, knobs)
     if [p.work for p in same.passes] != [p.work for p in trace.passes]:
         raise RuntimeError(f"stage '{trace.stage}' makes other plans on the calculated GPU")
     return same
@@ -97,25 +94,21 @@ def fixed(request, finished):
 
 
 def calculated(generate, requests, knobs):
-    return simulate(MODELS["llama-2-7b"], GPUS["a100"], generate, requests,
-                    **knobs_of(generate, knobs)[0])
+    copies = [replace(request) for request in requests]
+    return simulate(MODELS["llama-2-7b"], GPUS["a100"], generate, copies, **knobs)
 
 
 def figures_of(same):
     """What the scoreboard says of a run on the calculated GPU. Waits in milliseconds."""
     f = figures(same)
-    waits = [[], []]
-    for request in same.requests:
-        times = [request.arrived, *request.token_times]
-        for i, (a, b) in enumerate(pairwise(times)):
-            waits[i > 0].append(1e3 * (b - a))
+    first = max(request.token_times[0] - request.arrived for request in same.requests)
     return {"passes": f["passes"], "useful": round(f["useful"], 3),
-            "speed": round(f["tokens_per_s"]), "first": round(max(waits[0]), 1),
-            "next": round(max(waits[1], default=0), 1), "preemptions": f["preemptions"]}
+            "speed": round(f["tokens_per_s"]), "first": round(1e3 * first, 1),
+            "next": round(max(waits(same))[0], 1), "preemptions": f["preemptions"]}
 
 
-def wrong(trace):
-    return sum(v.verdict == "WRONG" for v in trace.recording.check())
+def wrong(check):
+    return sum(v.verdict == "WRONG" for v in check())
 
 
 # --- "Try it" -------------------------------------------------------------------------------------
@@ -135,30 +128,28 @@ def grid(model, requests, answers):
             setting = {name: value for name, (_, value) in zip(names, values)}
             key = ".".join([stage, *(str(i) for i, _ in values)])
             size, memory = setting.get("page_size", 16), setting.get("memory", 0)
-            knobs = {**setting, "max_kv_tokens": memory, "pages": memory // size}
+            knobs, _ = knobs_of(STAGES[stage], {**setting, "max_kv_tokens": memory,
+                                                "pages": memory // size})
             some = [request for request in fixed_requests
                     if setting["long"] or not request.name.startswith("long")]
-
-            def copies():
-                return [replace(request) for request in some]
-
-            same = calculated(STAGES[stage], copies(), knobs)
+            same = calculated(STAGES[stage], some, knobs)
             text = json.dumps(compact(same, fixed_requests))
             kinds[key] = found.setdefault(text, len(found))
             if stage in RECTANGLES:
-                verdicts[key] = under_the_mask(model, STAGES[stage], copies(), knobs, same)
+                verdicts[key] = under_the_mask(model, STAGES[stage], some, knobs, same)
     return {"stages": TRIED, "first": FIRST, "knobs": GRID, "applies": APPLIES, "of": kinds,
             "runs": [json.loads(text) for text in found], "wrong": verdicts}
 
 
 def under_the_mask(model, generate, requests, knobs, same):
     """How many requests get wrong tokens from the built-in model under the published mask."""
+    requests = [replace(request) for request in requests]
     check = Check(model, requests)
     with broken("published mask", show=False):
-        trace = generate(model, requests, on_token=check.on_token, **knobs_of(generate, knobs)[0])
+        trace = generate(model, requests, on_token=check.on_token, **knobs)
     if [p.work for p in trace.passes] != [p.work for p in same.passes]:
         raise RuntimeError("the published mask changes a plan")
-    return [sum(v.verdict == "WRONG" for v in check()), len(requests)]
+    return [wrong(check), len(requests)]
 
 
 def compact(same, requests):
@@ -168,24 +159,19 @@ def compact(same, requests):
     [request, first, tokens, ...], finished requests].
     """
     number = {request.name: i for i, request in enumerate(requests)}
-    entries, before = [], None
+    entries, expected = [], None
     for p in same.passes:
-        work = [value for who, *n in p.work for value in (number[who], *n)]
-        rows = [number[who] for who in p.finished]
-        if before and goes_on(before, p) and entries[-1][2] == list(p.shape):
+        if (p.step, p.shape, p.finished, p.work) == expected:
             entries[-1][0] += 1
         else:
-            entries.append([1, p.step, list(p.shape), work, *([rows] if rows else [])])
-        before = p
+            rows = [[number[who] for who in p.finished]] if p.finished else []
+            entries.append([1, p.step, p.shape, page.flat(p.work, number), *rows])
+        expected = (p.step + 1, p.shape, p.finished,
+                    [(who, first + n, n) for who, first, n in p.work])
     return {"figures": figures_of(same), "passes": entries,
             "ms": [round(1e3 * p.seconds, 1) for p in same.passes],
             "requests": [number[request.name] for request in same.requests],
             "arrived": [round(1e3 * request.arrived, 1) for request in same.requests]}
-
-
-def goes_on(p, then):
-    return (then.step == p.step + 1 and then.finished == p.finished
-            and then.work == [(who, first + n, n) for who, first, n in p.work])
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -197,7 +183,7 @@ def data():
     answers = traces["unbatched"].recording.requests
     return {**page.data_of(traces, tokenizer, twins), "clock": CLOCK,
             "walk": walk(traces, twins),
-            "score": {name: {**figures_of(same), "wrong": wrong(traces[name])}
+            "score": {name: {**figures_of(same), "wrong": wrong(traces[name].recording.check)}
                       for name, same in twins.items()},
             "grid": grid(model, requests, answers)}
 

@@ -7,19 +7,18 @@ steps, and draws them with the explorer's own functions (runs.js, panels.js).
 """
 import asyncio
 import itertools
-import json
 import time
 from collections import deque
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 
 from starlette.responses import Response, StreamingResponse
 
 from explorer import page
-from toolbox.plots import COLORS, KEYS, NAMES
+from toolbox.load import word
+from toolbox.plots import NAMES
+from toolbox.web import event
 from toolbox.workload import PROMPTS, read_prompts
 
-FOLDER = Path(__file__).parent
 FILES = {"/": "live.html", "/live.js": "live.js", "/live.css": "live.css", "/page.css": "page.css",
          "/runs.js": "runs.js", "/panels.js": "panels.js", "/explorer.html": None}
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -39,7 +38,7 @@ class Live:
         self.long = tokenizer.encode("\n".join(20 * self.examples))[:most]
         self.known, self.tables, self.told = {}, {}, {}   # what the pages know
         self.paused, self.speed, self.steps_left, self.last = False, 0, 0, 0.0
-        engine.pace, self.word = self.pace, cache(self.word)
+        engine.pace, self.word = self.pace, cache(partial(word, tokenizer))
 
     # --- in the engine's thread ---
 
@@ -60,8 +59,9 @@ class Live:
     def watch(self, batch):
         """Notes a step. batch: its Paged; None: nothing was computed."""
         engine, words, plan = self.engine, {}, batch.plan if batch else ()
-        new = [request for request in (*engine.unfinished.values(), *dict(plan))
-               if request.name not in self.known and self.learn(request)]
+        new = [request for request in dict.fromkeys((*engine.unfinished.values(), *dict(plan)))
+               if request.name not in self.known]
+        self.known.update({request.name: request for request in new})
         note = {"new": [self.describe(request, words) for request in new],
                 "tokens": [], "tables": {}, "ended": {}, "pass": None}
         for name, request in list(self.known.items()):
@@ -89,26 +89,12 @@ class Live:
                 self.sending = True
                 self.loop.call_soon_threadsafe(self.loop.call_later, INTERVAL, self.send_notes)
 
-    def learn(self, request):
-        self.known[request.name] = request
-        return True
-
     def describe(self, request, words):
         words |= {token: self.word(token) for token in request.tokens}
         return {"name": request.name, "prompt": request.prompt, "generated": request.generated[:],
                 "arrival": request.arrival, "limit": request.max_new_tokens,
                 "arrived": self.ms(request.asked),
                 "steps": request.token_steps[:], "ms": [*map(self.ms, request.token_times)]}
-
-    def word(self, token):
-        """Its text; or its bytes, if these are not whole characters."""
-        if token >= self.tokenizer.n_vocab:
-            return "\ufffd"
-        piece = self.tokenizer.decode_single_token_bytes(token)
-        try:
-            return piece.decode()
-        except UnicodeDecodeError:
-            return list(piece)
 
     def ms(self, seconds):
         return round(1e3 * (seconds - self.engine.trace.started), 1)
@@ -154,7 +140,7 @@ class Live:
         gone.add_done_callback(lambda _: tab.put_nowait(None))
         try:
             while (message := await tab.get()) is not None:
-                yield f"data: {json.dumps(message)}\n\n"
+                yield event(message)
         finally:
             gone.cancel()
             self.leave(tab)
@@ -186,8 +172,7 @@ class Live:
     async def file(self, http):
         """The page, and what it loads. /explorer.html is an explorer page without any run."""
         name = FILES[http.url.path]
-        text = (FOLDER / name).read_text(encoding="utf-8") if name else page.page({})
+        text = page.read(name) if name else page.page({})
         if name == "live.css":
-            colors = {**COLORS, **KEYS}.items()
-            text = text.replace("{{colors}}", "".join(f"--{kind}: {c}; " for kind, c in colors))
+            text = text.replace("{{colors}}", page.STYLE)
         return Response(text, media_type=TYPES["." + (name or "html").rpartition(".")[2]])

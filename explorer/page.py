@@ -16,12 +16,15 @@ from pathlib import Path
 
 import torch
 
+from toolbox.load import word
 from toolbox.plots import COLORS, KEYS, NAMES
 from toolbox.verdict import summary
 
 FOLDER = Path(__file__).parent
 COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", "score_entries",
           "useful_scores", "copied_bytes")   # of a ForwardPass
+HARMLESS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}   # no character that HTML could understand
+STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS}.items())
 
 
 def write(path, traces, tokenizer=None):
@@ -38,40 +41,31 @@ def page(traces, tokenizer=None):
     return filled(data_of(traces, tokenizer))
 
 
+def read(name):
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
 def filled(data):
     """The page's text, with data in it."""
     names = [run["name"] for run in data["runs"]]
     title = f"nanoBatch: {', '.join(names) if len(names) < 4 else f'{len(names)} stages'}"
-    colors = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS}.items())
-    parts = {"title": html.escape(title), "colors": f":root {{ {colors}}}",
-             "css": (FOLDER / "page.css").read_text(encoding="utf-8"),
-             "js": "".join((FOLDER / name).read_text(encoding="utf-8")
-                           for name in ("runs.js", "panels.js", "page.js")), "data": embedded(data)}
-    text = (FOLDER / "page.html").read_text(encoding="utf-8")
+    parts = {"title": html.escape(title), "colors": f":root {{ {STYLE}}}", "css": read("page.css"),
+             "js": "".join(map(read, ("runs.js", "panels.js", "page.js"))),
+             "data": json.dumps(data, separators=(",", ":")).translate(HARMLESS)}
+    text = read("page.html")
     for name, part in parts.items():   # data last: whatever is in it stays as it is
         text = text.replace("{{" + name + "}}", part)
     return text
 
 
-def embedded(data):
-    """JSON for a script element: ASCII only, and no character that HTML could understand."""
-    text = json.dumps(data, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def inline(traces, tokenizer=None, height=900):
+class Inline:
     """For a notebook: the page in a frame of its own, so that pages do not disturb each other."""
-    return Frame(page(traces, tokenizer), height)
 
-
-class Frame:
-    """A page that a notebook shows inline."""
-
-    def __init__(self, text, height):
-        self.text, self.height = text, height
+    def __init__(self, traces, tokenizer=None):
+        self.text = page(traces, tokenizer)
 
     def _repr_html_(self):
-        return (f'<iframe srcdoc="{html.escape(self.text)}" width="100%" height="{self.height}" '
+        return (f'<iframe srcdoc="{html.escape(self.text)}" width="100%" height="900" '
                 'style="border: 1px solid #999"></iframe>')
 
 
@@ -95,13 +89,13 @@ def data_of(traces, tokenizer=None, twins=None):
             "vocabulary": tokenizer and vocabulary(traces, tokenizer), "walk": []}
 
 
+def ms(seconds):
+    return round(1e3 * seconds, 2)
+
+
 def times_of(twin, names):
     """The times of a run on a calculated GPU, in milliseconds, as run_data has those of a run."""
     requests = {request.name: request for request in twin.requests}
-
-    def ms(seconds):
-        return round(1e3 * seconds, 2)
-
     return {"passes": {"start": [ms(twin.step_times[p.step]) for p in twin.passes],
                        "ms": [ms(p.seconds) for p in twin.passes]},
             "requests": [{"arrived": ms(requests[name].arrived),
@@ -109,21 +103,20 @@ def times_of(twin, names):
                          for name in names]}
 
 
+def flat(work, number):
+    """The work of a pass: [number of the request, first position, tokens, number, ...]."""
+    return [value for who, *n in work for value in (number[who], *n)]
+
+
 def run_data(name, trace, texts):
     recorder = trace.recording
     number = {request.name: i for i, request in enumerate(recorder.requests)}
-    started = trace.started
-
-    def ms(seconds):
-        return round(1e3 * seconds, 2)
-
     passes = {
         "step": [p.step for p in trace.passes],
-        "start": [ms(trace.step_times[p.step] - started) for p in trace.passes],   # of its step
+        "start": [ms(trace.step_times[p.step] - trace.started) for p in trace.passes],
         "ms": [ms(p.seconds) for p in trace.passes],
         "shape": [p.shape for p in trace.passes],
-        "work": [[value for who, *n in p.work for value in (number[who], *n)]
-                 for p in trace.passes],
+        "work": [flat(p.work, number) for p in trace.passes],
         # 0: they are all 0
         **{count: values if any(values) else 0 for count, values in
            ((count, [getattr(p, count) for p in trace.passes]) for count in COUNTS)},
@@ -150,17 +143,12 @@ def request_data(request, trace, texts):
     for text in request.prompt, request.generated:
         if text not in texts:
             texts.append(text)
-    # As in the report, the clock of a request starts with the first step at or after its arrival.
-    arrived = trace.started
-    if request.arrival:
-        arrived = min((time for step, time in trace.step_times.items() if step >= request.arrival),
-                      default=trace.started)
     return {
         "name": request.name, "prompt": texts.index(request.prompt),
         "generated": texts.index(request.generated), "arrival": request.arrival,
-        "arrived": round(1e3 * (arrived - trace.started), 2), "reason": request.finish_reason,
+        "arrived": ms(trace.arrived(request) - trace.started), "reason": request.finish_reason,
         "limit": request.max_new_tokens, "steps": request.token_steps,
-        "ms": [round(1e3 * (time - trace.started), 2) for time in request.token_times],
+        "ms": [ms(time - trace.started) for time in request.token_times],
     }
 
 
@@ -189,14 +177,4 @@ def place(model):
 def vocabulary(traces, tokenizer):
     """{token id: its text}; a token that is not whole characters is a list of its bytes."""
     used = {token for trace in traces.values() for r in trace.requests for token in r.tokens}
-    words = {}
-    for token in sorted(used):
-        if token >= tokenizer.n_vocab:   # a model's vocabulary may be padded
-            words[token] = "\ufffd"
-            continue
-        piece = tokenizer.decode_single_token_bytes(token)
-        try:
-            words[token] = piece.decode("utf-8")
-        except UnicodeDecodeError:
-            words[token] = list(piece)
-    return words
+    return {token: word(tokenizer, token) for token in sorted(used)}

@@ -19,16 +19,13 @@ A *run of slots* is a list, as long as its last value that is not the default:
     shift    position given to the model, minus the token's own; 0 where all is right
 """
 import inspect
-import time
-from bisect import bisect_right
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 import torch
 
 from toolbox.check import Check
-from toolbox.xray import PAD, XRay
+from toolbox.xray import PAD, XRay, keys_of
 
 # The X-ray gives each token an id, and each key a vector as long as there are ids. Beyond this
 # many tokens, prompts and longest answers together, the recorder leaves it out.
@@ -38,28 +35,24 @@ DEFAULTS = (1, 0, 0, 0)   # of grows, pads, blanks and shift
 
 class Recorder(XRay):
     """
-    Hooks on any model that the stages run, for one run of `requests`.
+    For one run of `requests`, on any model that the stages run.
 
     check: a toolbox.check.Check that listens to the same run; None: outputs are not checked
     """
 
-    def __init__(self, model, requests, check=None, most_tokens=MOST_TOKENS):
+    def __init__(self, model, requests, check=None):
         super().__init__(model, requests)
         self.check = check
         self.number = {request: i for i, request in enumerate(self.requests)}
         tokens = len(self.token_of) - 1
-        self.has_sights = tokens <= most_tokens
-        self.left_out = "" if self.has_sights else (
-            f"prompts and longest answers have {tokens:,} tokens, more than {most_tokens:,}")
+        self.left_out = "" if tokens <= MOST_TOKENS else (
+            f"prompts and longest answers have {tokens:,} tokens, more than {MOST_TOKENS:,}")
         owners = [self.number[request] for request, _ in self.token_of[1:]]
         positions = [position for _, position in self.token_of[1:]]
         self.owner = np.array([-1, *owners, -1])             # of an id; -1 for PAD and for blanks
         self.position = np.array([0, *positions, 0])
         self.first_id = np.array([*self.first.values()])     # of a request, by its number
-        self.same_as = np.arange(len(self.token_of) + 1)     # id -> the first id with equal prefix
-        self.prefixes, self.known = {}, [0] * len(self.requests)
         self.frames = []                                     # one dict for each forward pass
-        self.spent = []                                      # (start, end) of each look
         self.wrong, self.sentences = 0, []                   # what the X-ray found, see faults
         self.memory, self.expected, self.kept = {}, {}, []
 
@@ -68,24 +61,18 @@ class Recorder(XRay):
     @torch.inference_mode()
     def look(self, model, arguments):
         """Called before each pass with the model's arguments: (tokens, positions, attend, rows)."""
-        began = time.perf_counter()
         _, given, attend, _ = arguments
         batch, seen, same = attend.__self__, None, None
-        if self.has_sights:
+        if self.left_out:
+            ids = self.ids_of(batch)
+        else:
             same = super().look(model, arguments)
             sight = self.passes.pop()
             ids, seen = sight.ids, self.ranges(sight)
             self.note_faults(sight, seen)
-        else:
-            ids = self.ids_of(batch)
-        width, past = ids.size(-1), 0
-        if ids.dim() == 2:   # key columns before the new ones, of every row
-            keys = batch.mask.size(-1) if hasattr(batch, "mask") else batch.end
-            past = keys - width
-        self.frames.append({"past": past, **self.changes(batch),
-                            "rows": self.rows(batch, ids.flatten().tolist(),
-                                              given.flatten().tolist(), width, seen)})
-        self.spent.append((began, time.perf_counter()))
+        past = keys_of(batch) - ids.size(-1) if ids.dim() == 2 else 0
+        self.frames.append({"past": past, **self.changes(batch),   # past: key columns of a row
+                            "rows": self.rows(batch, ids, given.flatten().tolist(), seen)})
         return same
 
     def ranges(self, sight):
@@ -95,10 +82,10 @@ class Recorder(XRay):
         slots, keys = counts[:, 1:-1].nonzero()
         keys = keys + 1
         if hasattr(sight.batch, "pages"):   # a page that equal beginnings share counts as one's own
-            self.learn_prefixes()
+            same_as = np.array(self.shared_keys(sight.batch))
             mine = self.first_id[self.owner[ids[slots]]] + self.position[keys]
             mine = np.minimum(mine, len(self.token_of))
-            keys = np.where(self.same_as[mine] == self.same_as[keys], mine, keys)
+            keys = np.where(same_as[mine] == same_as[keys], mine, keys)
             order = np.lexsort((keys, slots))
             slots, keys = slots[order], keys[order]
         seen = [([], int(row[PAD]), int(row[-1])) for row in counts]
@@ -112,16 +99,6 @@ class Recorder(XRay):
                     (int(self.owner[a]), int(self.position[a]), int(self.position[b]) + 1))
         return seen
 
-    def learn_prefixes(self):
-        """Brings same_as up to date: two tokens are the same if all before them are equal, too."""
-        for request, i in self.number.items():
-            start = self.known[i]
-            for position, token in enumerate(request.slice(start, len(request.tokens)), start):
-                id = self.first[request] + position
-                before = self.same_as[id - 1] if position else None
-                self.same_as[id] = self.prefixes.setdefault((before, token), id)
-            self.known[i] = len(request.tokens)
-
     def note_faults(self, sight, seen):
         """Counts the tokens that see what they should not, or are at a wrong position."""
         slots = zip(sight.ids.flatten().tolist(), sight.positions.flatten().tolist(), seen)
@@ -129,13 +106,12 @@ class Recorder(XRay):
             (sees, given) != (([int(self.owner[id]), 0, int(self.position[id]) + 1], 0, 0),
                               int(self.position[id])) for id, given, sees in slots if id != PAD)
         if wrong and not self.sentences:
-            shared = dict(enumerate(self.same_as.tolist()))
-            self.sentences = list(self.faults_of(len(self.frames), sight, shared))[:5]
+            self.sentences = list(self.faults_of(len(self.frames), sight))[:5]
         self.wrong += wrong
 
-    def rows(self, batch, ids, given, width, seen):
+    def rows(self, batch, ids, given, seen):
         """The slots of a pass, row by row, as runs."""
-        rows = []
+        width, ids, rows = ids.size(-1), ids.flatten().tolist(), []
         for start in range(0, len(ids), width):
             row = []
             for slot in range(start, start + width):
@@ -172,72 +148,43 @@ class Recorder(XRay):
                 computed[i] = self.expected[i] = request.computed
         for request, n in batch.plan:
             self.expected[self.number[request]] = request.computed + n
-        kept = list(getattr(getattr(batch, "pages", None), "kept", ()))
-        frame = {"room": room, "computed": computed, "kept": kept if kept != self.kept else None,
-                 "columns": batch.end if rows else 0}
-        self.kept = kept
-        if not self.frames:
-            pages = getattr(batch, "pages", None)
-            self.pool = pages and {"pages": pages.number, "page_size": pages.size}
-        return frame
-
-    # --- the whole run ---
-
-    def finish(self, trace, timed=None, **knobs):
-        """
-        Attaches itself to the trace. knobs: those of the run, for the page to show.
-
-        timed: the trace of an undisturbed run of the same requests. If both did the same, its
-               times replace the recorded ones, from which only the recorder's own are subtracted:
-               after each look the processor's caches are cold.
-        """
-        if timed and self.same_work(trace, timed):
-            trace.started, trace.step_times = timed.started, timed.step_times
-            for p, q in zip(trace.passes, timed.passes):
-                p.seconds = q.seconds
-            for request, twin in zip(trace.requests, timed.requests):
-                request.token_times = twin.token_times
-        else:
-            self.subtract_own_time(trace)
-        self.trace, self.knobs, trace.recording = trace, knobs, self
-        return trace
-
-    def same_work(self, trace, timed):
-        def work(trace):
-            return ([replace(p, seconds=0) for p in trace.passes],
-                    [(r.name, r.generated) for r in trace.requests])
-        return work(trace) == work(timed)
-
-    def subtract_own_time(self, trace):
-        ends = [end for _, end in self.spent]
-        total = [0.0, *accumulate(end - start for start, end in self.spent)]
-
-        def undisturbed(t):
-            return t - total[bisect_right(ends, t)]
-
-        for p, (start, end) in zip(trace.passes, self.spent):
-            p.seconds -= end - start
-        trace.step_times = {step: undisturbed(t) for step, t in trace.step_times.items()}
-        for request in self.requests:
-            request.token_times = [undisturbed(t) for t in request.token_times]
+        pages, before = getattr(batch, "pages", None), self.kept
+        self.kept = list(pages.kept) if pages else []
+        self.pool = pages and {"pages": pages.number, "page_size": pages.size}
+        return {"room": room, "computed": computed, "columns": batch.end if rows else 0,
+                "kept": self.kept if self.kept != before else None}
 
 
 def record(generate, model, requests, timed=None, reference=None, **knobs):
     """
     Runs a stage on copies of `requests` under a Recorder. Returns its trace.
 
-    timed:     the trace of an undisturbed run; its times count, see Recorder.finish
+    timed:     the trace of an undisturbed run, whose times count, unless it did something else
+               because rounding flipped a near-tie; None: it runs first
     reference: the model that the outputs are checked against; None: they are not checked
     """
+    if timed is None:
+        timed = generate(model, [replace(request) for request in requests], **knobs)
     copies = [replace(request) for request in requests]
     check = reference and Check(reference, copies)
     with Recorder(model, copies, check) as recorder:
         trace = generate(model, copies, on_token=check and check.on_token, **knobs)
-    known = inspect.signature(generate).parameters
-    defaults = {name: p.default for name, p in known.items()
+    defaults = {name: p.default for name, p in inspect.signature(generate).parameters.items()
                 if name not in ("model", "requests", "on_token")}
-    recorder.generate = generate
-    return recorder.finish(trace, timed, **{**defaults, **knobs})
+    recorder.generate, recorder.knobs = generate, defaults | knobs
+    if work_of(trace) == work_of(timed):
+        for what in "passes", "started", "step_times":
+            setattr(trace, what, getattr(timed, what))
+        for request, twin in zip(trace.requests, timed.requests):
+            request.token_times = twin.token_times
+    trace.recording = recorder
+    return trace
+
+
+def work_of(trace):
+    """What a run did, whatever time it took."""
+    return ([replace(p, seconds=0) for p in trace.passes],
+            [(request.name, request.generated) for request in trace.requests])
 
 
 def extend(run, one):

@@ -5,6 +5,8 @@ step of one or two runs, and the panels that show what the sentence speaks of.
 Each stop finds its step in the runs themselves, and counts its figures there. Milliseconds are
 those of `twins`, the same runs on a calculated GPU.
 """
+import statistics
+
 MASK = "interleaved, published mask"   # a run of stage 4 under the trap of that name
 FLAT = "ragged, varlen"
 
@@ -52,12 +54,13 @@ def finished_rows(traces, twins):
 
 def stall(traces, twins):
     wait, step = worst_wait(twins["dynamic"])
+    every = statistics.median_high(wait for wait, _ in waits(twins["dynamic"]))
     decodes, prefill = passes_of(traces["dynamic"], step)
     names = " and ".join(name for name, _, _ in prefill.work)
     text = (f"Stage 2 lets newcomers in at once, but computes their prompts in one piece. In step "
             f"{step}, a second pass computes the {prefill.useful} prompt tokens of {names}. The "
             f"{len(decodes.work)} requests that decode get no token for {wait:.0f} ms; otherwise "
-            f"they get one every {usual_wait(twins['dynamic']):.0f} ms.")
+            f"they get one every {every:.0f} ms.")
     return stop("stall", text, ["timeline", "tensor", "sees"], ["dynamic"], step, "gpu")
 
 
@@ -67,7 +70,8 @@ def chunk(traces, twins):
     name, first, n = prefill.work[0]
     whole = len(request_of(traces["chunked"], name).prompt)
     waits = [worst_wait(twins[run])[0] for run in ("dynamic", "chunked")]
-    late = [first_wait(twins[run], name) for run in ("dynamic", "chunked")]
+    twin = [request_of(twins[run], name) for run in ("dynamic", "chunked")]
+    late = [1e3 * (request.token_times[0] - request.arrived) for request in twin]
     tokens = traces["chunked"].recording.knobs["token_budget"]
     text = (f"Stage 3 gives each step a budget of {tokens} tokens, decodes first. In step {step} "
             f"that leaves {n} for a chunk of {name}, which has {whole}. The longest wait for a "
@@ -127,11 +131,12 @@ def sharing(traces, twins):
                 found.append((first, i, name))
                 first_of[name] = first
     first, i, name = max(found)
-    table = tables(trace, i)[name][:first // page_size(trace)]
+    size = trace.recording.pool["page_size"]
+    table = tables(trace, i)[name][:first // size]
     others = [other for other, pages in tables(trace, i).items()
               if other != name and pages[:len(table)] == table]
     p, slot = trace.passes[i], sum(n for _, _, n in trace.passes[i].work[:-1])
-    text = (f"Stage 7 keeps all keys and values in pages of {page_size(trace)} tokens. Each "
+    text = (f"Stage 7 keeps all keys and values in pages of {size} tokens. Each "
             f"request has a list of them. {name} begins like {' and '.join(others)}: it takes "
             f"the same {len(table)} pages (double frames), which are kept once, and its first "
             f"{first} tokens are not computed.")
@@ -176,10 +181,6 @@ def request_of(trace, name):
     return next(request for request in trace.requests if request.name == name)
 
 
-def page_size(trace):
-    return trace.recording.pool["page_size"]
-
-
 def waits(twin):
     """[(milliseconds, step), ...]: each request's waits for its next tokens, and when they end."""
     return [(1e3 * (b - a), step) for request in twin.requests for a, b, step in zip(
@@ -193,15 +194,6 @@ def worst_wait(twin):
     """
     longest, end = max(waits(twin))
     return longest, max(p.step for p in twin.passes if p.step < end)
-
-
-def usual_wait(twin):
-    return sorted(waits(twin))[len(waits(twin)) // 2][0]
-
-
-def first_wait(twin, name):
-    request = request_of(twin, name)
-    return 1e3 * (request.token_times[0] - request.arrived)
 
 
 def milliseconds(twin, step):

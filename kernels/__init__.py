@@ -2,16 +2,16 @@
 What `model.optimize()` puts in place: the same arithmetic through the fastest kernels available.
 
 Nothing here is a lesson about batching. It is here so that the ladder's top rungs can be compared
-with other programs. Three classes become a faster subclass in place, so that weights, their names
-and the state_dict stay as they are:
+with other programs. Classes become a faster subclass in place, so that weights, their names and the
+state_dict stay as they are:
 
     Linear, MLP   weights in the order in which the kernel multiplies (linear.py)
-    GPT           for a Flat or Paged batch, caches in pools (attention.py), and a whole step in one
-                  call of a compiled library (native.py) or, without one, torch's fused attention;
-                  the same step for one request alone, whose logits then are the same bit for bit
-                  (docs/bits.md); for any batch, a last block that computes only what is wanted
+    GPT, Llama    for a Flat or Paged batch, caches in pools (attention.py), and a whole step in one
+                  call of a compiled library (native.py); the same step for one request alone, whose
+                  logits then are the same bit for bit (docs/bits.md). Without the library, GPT's
+                  attention is torch's fused one, and its last block computes only what is wanted
 
-The layouts know nothing of this. The one seam is FastGPT.forward: it looks at whose method `attend`
+The layouts know nothing of this. The one seam is Fast.forward: it looks at whose method `attend`
 is, and takes its place. It does so only for what it was written for, and steps aside for anything
 else (served.py). docs/kernels.md says what optimize() promises.
 """
@@ -20,16 +20,19 @@ from functools import partial
 import torch
 from torch import nn
 
+from beyond.llama import Llama
 from kernels import native, served
 from kernels.attention import Pools, Step, alone, is_alone, pieces_of
-from kernels.linear import FastLinear, FastMLP, Parts, ReorderedWeight, fused_linear
-from kernels.threads import threads
+from kernels.linear import FastLinear, FastMLP, Parts, ReorderedWeight, fused_linear, vocabulary
+from kernels.threads import threads_of
 from model import GPT, MLP, causal
 
 
-class FastGPT(GPT):
+class Fast:
+    """What the two models have in common."""
+
     def forward(self, tokens, positions=None, attend=causal, rows=None):
-        """As GPT.forward."""
+        """As GPT.forward or Llama.forward."""
         if positions is None:   # whole sequences: a bare call, or training
             return self.whole(tokens, attend, rows)
         why = self._parts.changed(self)
@@ -44,11 +47,11 @@ class FastGPT(GPT):
                     return self.compiled_step(batch, tokens, positions, rows)
                 except ValueError as error:
                     why = str(error)
-                if batch is layout:
+                if batch is not layout:
+                    layout.kv = layout.plan[0][0].kv   # it may have moved into a pool
+                elif isinstance(self, GPT):
                     self.pools.take_in(layout)   # ValueError: these caches are others
                     attend = Step(layout)
-                else:
-                    layout.kv = layout.plan[0][0].kv   # it may have moved into a pool
         except ValueError as error:
             why = str(error)
         self.note(why)
@@ -78,9 +81,43 @@ class FastGPT(GPT):
             logits = native.step(self._parts.weights, tokens.flatten(), positions.flatten(),
                                  *pieces_of(batch, places.flatten().tolist()))
             if counts:
-                self.note(threads.used)
+                self.note(threads_of(tokens.numel()).used)
         return logits.view(*places.shape, logits.size(-1))
 
+    def by_torch(self, tokens, positions, attend, rows):
+        return super().forward(tokens, positions, attend, rows)
+
+    @property
+    def pools(self):
+        """The pools for its caches, made at first use, and again if the model was moved."""
+        attn = self.h[0].attn
+        weight = attn.key.weight   # a tensor parallel rank has some of the heads
+        heads = weight.size(0) // attn.head_size
+        shape = self.config.n_layer, heads, attn.head_size, weight.dtype, weight.device
+        if self._pools is None or self._pools.shape != shape:
+            self._pools = Pools(min(4 * self.config.block_size, 4096), *shape)
+        return self._pools
+
+    def note(self, how):
+        with native.LOCK:
+            self._parts.passes[how] += 1
+
+    def uses(self):
+        """In one line: whether its passes since optimize() were compiled steps, or why not."""
+        would = self._parts.changed(self) or self._parts.why_not_compiled(self)
+        passes = self._parts.passes or {would or torch.get_num_threads(): 1}
+        whys, counts = ([how for how in passes if isinstance(how, kind)] for kind in (str, int))
+        why = max(whys, key=passes.get, default=None)
+        if not counts:
+            return f"compiled step: no, {why}"
+        compiled = sum(map(passes.get, counts))
+        much = f"in {compiled} of {sum(passes.values())} passes" if why else "yes"
+        each = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        line = f"compiled step: {much}, {each} thread{'s' * (max(counts) > 1)}"
+        return f"{line}; in the others not: {why}" if why else line
+
+
+class FastGPT(Fast, GPT):
     def by_torch(self, tokens, positions, attend, rows):
         *blocks, last = self.h
         x = self.wte(tokens) + self.wpe(positions)                                # (..., T, C)
@@ -108,55 +145,30 @@ class FastGPT(GPT):
         x = x[rows] + attn.c_proj(y.transpose(-3, -2).flatten(-2)[rows])
         return x + block.mlp(block.ln_2(x))
 
-    @property
-    def pools(self):
-        """The pools for its caches, made at first use, and again if the model was moved."""
-        attn = self.h[0].attn
-        weight = attn.key.weight   # a tensor parallel rank has some of the heads
-        heads = weight.size(0) // attn.head_size
-        shape = self.config.n_layer, heads, attn.head_size, weight.dtype, weight.device
-        if self._pools is None or self._pools.shape != shape:
-            self._pools = Pools(4 * self.config.block_size, *shape)
-        return self._pools
 
-    def note(self, how):
-        with native.LOCK:
-            self._parts.passes[how] += 1
-
-    def uses(self):
-        """In one line: whether its passes since optimize() were compiled steps, or why not."""
-        would = self._parts.changed(self) or self._parts.why_not_compiled(self)
-        passes = self._parts.passes or {would or torch.get_num_threads(): 1}
-        whys, counts = ([how for how in passes if isinstance(how, kind)] for kind in (str, int))
-        why = max(whys, key=passes.get, default=None)
-        if not counts:
-            return f"compiled step: no, {why}"
-        compiled = sum(map(passes.get, counts))
-        much = f"in {compiled} of {sum(passes.values())} passes" if why else "yes"
-        each = " to ".join(map(str, sorted({min(counts), max(counts)})))
-        line = f"compiled step: {much}, {each} thread{'s' * (max(counts) > 1)}"
-        return f"{line}; in the others not: {why}" if why else line
+class FastLlama(Fast, Llama):
+    pass
 
 
-FAST = {nn.Linear: FastLinear, MLP: FastMLP, GPT: FastGPT}
+FAST = {nn.Linear: FastLinear, MLP: FastMLP, GPT: FastGPT, Llama: FastLlama}
 
 
 def optimize(model, compiled=True):
     """
-    Turns a GPT into a FastGPT in place, and reorders its weights now. Returns the model.
+    Makes a GPT or a Llama its fast subclass in place, and reorders its weights now. Returns it.
 
     compiled: whether to use kernels of our own where they can be compiled, or only torch's
     """
     # Not for tensor parallel ranks, which add up in the middle of a block
-    whole = all(isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding))
+    whole = all(isinstance(module, (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding))
                 for module in model.modules() if module._parameters)
     model._pools, model._parts = None, Parts()
     for module in model.modules():
-        if isinstance(module, nn.Linear) or module is model.wte:
+        if isinstance(module, nn.Linear) or module is vocabulary(model):
             module.reordered = ReorderedWeight(compiled and whole)
             if module.reordered.serves(module.weight):
                 module.reordered(module.weight)
         module.__class__ = FAST.get(type(module), type(module))
-    if not isinstance(model, FastGPT):
+    if not isinstance(model, Fast):
         model.uses = partial(str, f"compiled step: no, {type(model).__name__} is not GPT")
     return model

@@ -39,6 +39,11 @@ def version_of(weight):
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
+def vocabulary(model):
+    """The module whose weight makes logits: the embedding where the two are tied."""
+    return getattr(model, "lm_head", None) or model.wte
+
+
 class ReorderedWeight:
     """
     A weight matrix in a kernel's order: reordered(weight) -> an opaque tensor. It follows its
@@ -139,15 +144,17 @@ class Parts:
 
     def why_not_compiled(self, model):
         """None if native.step can compute the unchanged model by self.weights, or else why not."""
-        if reason := native.why_not_now(model.wte):
+        if reason := native.why_not_now(vocabulary(model)):
             return reason
-        versions = [version_of(p) for p in self.modules.parameters]
+        frequencies = getattr(model, "frequencies", ())
+        versions = [frequencies, *map(version_of, self.modules.parameters)]
         if versions != self.versions:
             self.versions, self.refused, named = versions, None, dict(model.named_parameters())
             try:
                 self.weights = native.Weights(
                     named, model.h[0].attn.head_size, lambda name: model.get_submodule(
-                        name.removesuffix(".weight")).reordered(named[name]))
+                        name.removesuffix(".weight")).reordered(named[name]),
+                    model.ln_f.eps, frequencies)
             except ValueError as error:   # a weight that is not contiguous, for instance
                 self.refused = str(error)
         return self.refused

@@ -141,18 +141,21 @@ static inline float gelu(float x) {               // the tanh form: x * sigmoid(
     return x / (1 + exponential(-1.595769122f * (x + .044715f * x * x * x)));
 }
 
+static inline float silu(float x) { return x / (1 + exponential(-x)); }
+
 // A weight (n, k) and a bias (n). The weight lies as (panels, k, PANEL): columns of the result that
 // are computed together lie together, and the last panel is filled up with zeros.
 struct Matrix {
     const float *packed, *bias;
 };
 
-enum After { NOTHING, GELU, ADD };
+enum After { NOTHING, GELU, GATE, ADD };
 
-// y (m, n) = x (m, k) weight^T + bias, or with ADD y += that. Called by all threads of a team, which
-// share the panels; it does not wait for the others.
+// y (m, n) = x (m, k) weight^T + bias; through GELU; times silu(gate); or with ADD y += that. Called
+// by all threads of a team, which share the panels; it does not wait for the others. With the same n
+// a thread gets the same panels, so that the gate may come from a call before.
 static void linear(const float* x, Matrix weight, float* y, i64 m, i64 k, i64 n,
-                   After after = NOTHING) {
+                   After after = NOTHING, const float* gate = nullptr) {
     i64 blocks = (m + ROWS - 1) / ROWS;
     if (!m) return;
     #pragma omp for schedule(static) nowait
@@ -179,6 +182,13 @@ static void linear(const float* x, Matrix weight, float* y, i64 m, i64 k, i64 n,
                 float* part = y + r * n + first;
                 #pragma omp simd
                 for (i64 j = 0; j < cols; j++) part[j] = gelu(part[j]);
+            }
+        if (after == GATE)
+            for (i64 r = 0; r < m; r++) {
+                float* part = y + r * n + first;
+                const float* by = gate + r * n + first;
+                #pragma omp simd
+                for (i64 j = 0; j < cols; j++) part[j] *= silu(by[j]);
             }
     }
 }
@@ -251,11 +261,11 @@ struct Room {                 // of a thread
     std::vector<const float*> places;
 };
 
-// n queries, the first of which sees `start` keys and its own, each a key more. What is read
-// afterwards begins at `next`.
+// n queries, `row` numbers apart. The first sees `start` keys and its own, each further one `grows`
+// more: 1 for tokens of one head, 0 for heads of one token. What is read afterwards begins at `next`.
 static void attention(const float* q, float* out, i64 row, Cache keys, Cache values,
-                      uintptr_t next, i64 start, i64 n, float scale, Room& room) {
-    i64 end = start + n, size = keys.size, all = (end + W - 1) / W * W;
+                      uintptr_t next, i64 start, i64 n, i64 grows, float scale, Room& room) {
+    i64 end = start + 1 + (n - 1) * grows, size = keys.size, all = (end + W - 1) / W * W;
     i64 width = n < MANY ? 0 : (size + W - 1) / W * W;
     room.numbers.resize(all * (ROWS + width));
     room.places.resize(2 * all);
@@ -272,7 +282,7 @@ static void attention(const float* q, float* out, i64 row, Cache keys, Cache val
         std::fill_n(dense + s * width + size, width - size, 0.f);
     }
     for (i64 i = 0; i < n; i += ROWS) {
-        i64 rows = min(ROWS, n - i), seen = start + i + rows;
+        i64 rows = min(ROWS, n - i), seen = start + 1 + (i + rows - 1) * grows;
         const float* a = q + i * row;
         float* o = out + i * row;
         for (i64 s = 0; s < seen; s += W) {
@@ -288,7 +298,7 @@ static void attention(const float* q, float* out, i64 row, Cache keys, Cache val
                 *(vec*)(scores + r * all + s) = dots<1>(a + r * row, row, key + s, size);
         }
         for (i64 r = 0; r < rows; r++) {
-            softmax(scores + r * all, start + i + r + 1, seen, scale);
+            softmax(scores + r * all, start + 1 + (i + r) * grows, seen, scale);
             std::fill_n(o + r * row, size, 0.f);
         }
         // The values one after the other, in each of the two ways
@@ -339,9 +349,9 @@ static void keep(const float* k, const float* v, i64 heads, i64 size, const Piec
     }
 }
 
-// Each query sees its request's keys up to its own position. q, out: (N, heads * size). Only the
-// last `wanted` queries of a request if `last`.
-static void attend(const float* q, float* out, i64 heads, i64 size, const Piece* pieces,
+// Each query sees its request's keys up to its own position. q, out: (N, heads * size), of which
+// `group` neighbours share a head of keys. Only the last `wanted` queries of a request if `last`.
+static void attend(const float* q, float* out, i64 heads, i64 group, i64 size, const Piece* pieces,
                    i64 requests, i64 page, i64 layer, bool last) {
     static thread_local Room room;
     float scale = 1 / std::sqrt(float(size));
@@ -350,44 +360,69 @@ static void attend(const float* q, float* out, i64 heads, i64 size, const Piece*
     #pragma omp for schedule(dynamic, together) nowait
     for (i64 item = 0; item < requests * heads; item++) {
         const Piece& p = pieces[item / heads];
-        i64 head = layer * heads + item % heads;
+        i64 head = layer * (heads / group) + item % heads / group;
         Cache keys = cache_of(p, p.keys, page, size, head);
         Cache values = cache_of(p, p.values, page, size, head);
         i64 skip = last ? p.n - p.wanted : 0, n = p.n - skip;
         i64 at = (p.first + skip) * row + item % heads * size;
-        if (n > 0)
-            attention(q + at, out + at, row, keys, values, place(keys[0], p.slots * size),
-                      p.start + skip, n, scale, room);   // the next head lies behind this one's slots
+        uintptr_t next = place(keys[0], p.slots * size);   // a head's slots lie behind another's
+        if (n == 1) {   // one token: a group's heads together, so that its keys are read once
+            if (item % group == 0)
+                attention(q + at, out + at, size, keys, values, next, p.start + skip, group, 0,
+                          scale, room);
+        } else if (n > 0)
+            attention(q + at, out + at, row, keys, values, next, p.start + skip, n, 1, scale, room);
     }
 }
 
 struct Norm {
-    const float *weight, *bias;
+    const float *weight, *bias;   // LayerNorm; without a bias RMSNorm, which subtracts no mean
 };
 
-static void layer_norm(const float* x, float* y, Norm norm, i64 m, i64 C) {
-    #pragma omp for schedule(static)
-    for (i64 r = 0; r < m; r++) {
-        const float* in = x + r * C;
-        float* out = y + r * C;
-        float mean = sum(in, C, [](vec x) { return x; }) / C;
-        for (i64 j = 0; j < C; j++) out[j] = in[j] - mean;
-        float variance = sum(out, C, [](vec x) { return x * x; }) / C;
-        float scale = 1 / std::sqrt(variance + 1e-5f);
+static void normalise(const float* in, float* out, Norm norm, i64 C, float eps) {
+    float mean = norm.bias ? sum(in, C, [](vec x) { return x; }) / C : 0;
+    for (i64 j = 0; j < C; j++) out[j] = in[j] - mean;
+    float variance = sum(out, C, [](vec x) { return x * x; }) / C;
+    float scale = 1 / std::sqrt(variance + eps);
+    if (norm.bias)
         for (i64 j = 0; j < C; j++) out[j] = out[j] * scale * norm.weight[j] + norm.bias[j];
+    else
+        for (i64 j = 0; j < C; j++) out[j] = out[j] * scale * norm.weight[j];
+}
+
+static void normalise(const float* x, float* y, Norm norm, i64 m, i64 C, float eps) {
+    #pragma omp for schedule(static)
+    for (i64 r = 0; r < m; r++) normalise(x + r * C, y + r * C, norm, C, eps);
+}
+
+// Rotary positions: each pair of features (i, i + size / 2) of x (N, heads * size) turns by its
+// token's own angle, after the norm if there is one. turns (N, size): cosines, then sines. It does
+// not wait for the other threads.
+static void turn(float* x, Norm norm, const float* turns, i64 N, i64 heads, i64 size, float eps) {
+    #pragma omp for schedule(static) nowait
+    for (i64 item = 0; item < N * heads; item++) {
+        float *a = x + item * size, *b = a + size / 2;
+        const float *cos = turns + item / heads * size, *sin = cos + size / 2;
+        if (norm.weight) normalise(a, a, norm, size, eps);
+        for (i64 i = 0; i < size / 2; i++) {
+            float from = a[i];
+            a[i] = from * cos[i] - b[i] * sin[i];
+            b[i] = b[i] * cos[i] + from * sin[i];
+        }
     }
 }
 
+// A null pointer: the model does not have that.
 struct Layer {
     Norm ln_1;
     Matrix query, key, value, c_proj;
-    Norm ln_2;
-    Matrix c_fc, c_proj_2;
+    Norm q_norm, k_norm, ln_2;
+    Matrix c_gate, c_fc, c_proj_2;
 };
 enum Part { BLOCKS, ATTENTION, NORMS, VOCABULARY };   // of a step's time
 struct Model {
-    i64 layers, heads, C, hidden, vocabulary, positions;
-    const float *wte, *wpe;
+    i64 layers, heads, group, size, C, hidden, vocabulary, positions;   // group: see attend
+    const float *wte, *wpe, *frequencies, *eps;   // frequencies: radians per position, of each pair
     Norm ln_f;
     Matrix head;
 };
@@ -403,7 +438,7 @@ void multiply(const float* x, const float* packed, const float* bias, float* y,
     linear(x, {packed, bias}, y, m, k, n, with_gelu ? GELU : NOTHING);
 }
 
-// A forward pass of N tokens. logits: (wanted, vocabulary). room: N * (5 C + hidden) numbers.
+// A forward pass of N tokens. logits: (wanted, vocabulary). room: as native.py reckons it.
 // seconds: of each Part, added up. Returns N; or, before anything is written, the first token whose id
 // or position is beyond the embeddings.
 i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* positions, i64 N,
@@ -413,8 +448,10 @@ i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* 
     for (i64 r = 0; r < N; r++)
         if (tokens[r] < 0 || tokens[r] >= M.vocabulary
             || positions[r] < 0 || positions[r] >= M.positions) return r;
-    i64 C = M.C, H = M.hidden, m = N;
-    float *x = room, *y = x + N * C, *q = y + N * C, *k = q + N * C, *v = k + N * C, *h = v + N * C;
+    i64 C = M.C, H = M.hidden, size = M.size, kv_heads = M.heads / M.group, m = N;
+    i64 Q = M.heads * size, K = kv_heads * size;   // features of the queries; of the keys
+    float *x = room, *y = x + N * C, *q = y + N * std::max(C, Q), *k = q + N * Q, *v = k + N * K;
+    float *h = v + N * K, *gate = h + N * H, *turns = gate + N * H, eps = *M.eps;
     double since = omp_get_wtime();
     auto spent_on = [&](Part part) {   // the first thread's time since the last call
         if (omp_get_thread_num()) return;
@@ -427,20 +464,34 @@ i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* 
         #pragma omp for schedule(static)
         for (i64 r = 0; r < N; r++)
             for (i64 j = 0; j < C; j++)
-                x[r * C + j] = M.wte[tokens[r] * C + j] + M.wpe[positions[r] * C + j];
+                x[r * C + j] = M.wte[tokens[r] * C + j] + (M.wpe ? M.wpe[positions[r] * C + j] : 0);
+        if (M.frequencies) {
+            #pragma omp for schedule(static)
+            for (i64 r = 0; r < N; r++)
+                for (i64 i = 0; i < size / 2; i++) {
+                    float angle = float(positions[r]) * M.frequencies[i];
+                    turns[r * size + i] = std::cos(angle);
+                    turns[r * size + i + size / 2] = std::sin(angle);
+                }
+        }
 
         for (i64 i = 0; i < M.layers; i++) {
             const Layer& layer = layers[i];
             bool last = i == M.layers - 1;
-            layer_norm(x, y, layer.ln_1, m, C);
+            normalise(x, y, layer.ln_1, m, C, eps);
             spent_on(NORMS);
-            linear(y, layer.query, q, m, C, C);
-            linear(y, layer.key, k, m, C, C);
-            linear(y, layer.value, v, m, C, C);
+            linear(y, layer.query, q, m, C, Q);
+            linear(y, layer.key, k, m, C, K);
+            linear(y, layer.value, v, m, C, K);
             #pragma omp barrier
             spent_on(BLOCKS);
-            keep(k, v, M.heads, C / M.heads, pieces, requests, page, i);
-            attend(q, y, M.heads, C / M.heads, pieces, requests, page, i, last);
+            if (M.frequencies) {
+                turn(q, layer.q_norm, turns, N, M.heads, size, eps);
+                turn(k, layer.k_norm, turns, N, kv_heads, size, eps);
+                #pragma omp barrier
+            }
+            keep(k, v, kv_heads, size, pieces, requests, page, i);
+            attend(q, y, M.heads, M.group, size, pieces, requests, page, i, last);
             #pragma omp barrier
             if (last) {   // from here on, only the tokens whose logits are wanted
                 #pragma omp single
@@ -448,24 +499,25 @@ i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* 
                     for (i64 n = pieces[p].wanted; n > 0; n--, to++) {
                         i64 from = pieces[p].first + pieces[p].n - n;
                         std::memmove(x + to * C, x + from * C, 4 * C);
-                        std::memmove(y + to * C, y + from * C, 4 * C);
+                        std::memmove(y + to * Q, y + from * Q, 4 * Q);
                     }
                 m = 0;
                 for (i64 p = 0; p < requests; p++) m += pieces[p].wanted;
             }
             spent_on(ATTENTION);
-            linear(y, layer.c_proj, x, m, C, C, ADD);
+            linear(y, layer.c_proj, x, m, Q, C, ADD);
             #pragma omp barrier
             spent_on(BLOCKS);
-            layer_norm(x, y, layer.ln_2, m, C);
+            normalise(x, y, layer.ln_2, m, C, eps);
             spent_on(NORMS);
-            linear(y, layer.c_fc, h, m, C, H, GELU);
+            if (layer.c_gate.packed) linear(y, layer.c_gate, gate, m, C, H);
+            linear(y, layer.c_fc, h, m, C, H, layer.c_gate.packed ? GATE : GELU, gate);
             #pragma omp barrier
             linear(h, layer.c_proj_2, x, m, H, C, ADD);
             #pragma omp barrier
             spent_on(BLOCKS);
         }
-        layer_norm(x, y, M.ln_f, m, C);
+        normalise(x, y, M.ln_f, m, C, eps);
         spent_on(NORMS);
         linear(y, M.head, logits, m, C, M.vocabulary);
         #pragma omp barrier

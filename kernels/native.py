@@ -8,20 +8,20 @@ sets of threads on the same cores would slow each other down.
 """
 import ctypes
 import hashlib
-import math
 import mmap
 import os
 import subprocess
 import sys
 import tempfile
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from threading import RLock
 
 import torch
 from torch.nn import functional as F
 
-from kernels.threads import threads
+from kernels.threads import threads_of
 
 PARTS = "blocks' multiplications", "attention", "norms", "vocabulary"
 SECONDS = (ctypes.c_double * len(PARTS))()   # what all steps so far have spent on each
@@ -117,34 +117,52 @@ def agrees():
     found = [(multiply(x, pack(weight), 60, bias, gelu=True),
               F.gelu(F.linear(x, weight, bias), approximate="tanh"))]
 
-    C, V, heads, prompts = 20, 50, 2, (range(37), range(40, 45))
+    # A model with something of everything: its first layer is GPT-2's, its second one Qwen3's
+    C, H, V, size, prompts = 20, 70, 50, 6, (range(37), range(40, 45))
+    shapes = {"attn.query": (4 * size, C), "attn.key": (2 * size, C), "attn.value": (2 * size, C),
+              "attn.c_proj": (C, 4 * size), "mlp.c_gate": (H, C), "mlp.c_fc": (H, C),
+              "mlp.c_proj": (C, H), "attn.q_norm": (size,), "attn.k_norm": (size,)}
     sizes = {"wte.weight": (V, C), "wpe.weight": (40, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
-    for name in (f"h.{i}.{part}" for i in range(2) for part in Weights.BLOCK):
-        k, n = (C * (4 if name.endswith("mlp." + end) else 1) for end in ("c_proj", "c_fc"))
-        sizes |= {f"{name}.weight": (n,) if "ln_" in name else (n, k), f"{name}.bias": (n,)}
-    named = {name: normal(*size) for name, size in sizes.items()}
+    for name in Weights.BLOCK:
+        shape = shapes.get(name, (C,))
+        sizes[f"h.1.{name}.weight"] = shape
+        if name not in ("attn.q_norm", "attn.k_norm", "mlp.c_gate"):
+            sizes |= {f"h.0.{name}.weight": shape, f"h.0.{name}.bias": shape[:1]}
+    named, frequencies = {name: normal(*size) for name, size in sizes.items()}, (1.0, 0.3, 0.1)
 
     def plainly(prompt):
         """The logits of its last token, without a line of model.py, which may be changed."""
         def norm(x, name):
-            return F.layer_norm(x, (C,), named[f"{name}.weight"], named[f"{name}.bias"])
+            weight, bias = named[f"{name}.weight"], named.get(f"{name}.bias")
+            return (F.rms_norm(x, weight.shape, weight, 1e-5) if bias is None
+                    else F.layer_norm(x, weight.shape, weight, bias))
 
         def linear(x, name):
-            return F.linear(x, named[f"{name}.weight"], named[f"{name}.bias"])
+            return F.linear(x, named[f"{name}.weight"], named.get(f"{name}.bias"))
+
+        def turn(x):
+            places = torch.arange(len(prompt), **FLOAT)
+            angles = torch.outer(places, torch.tensor(frequencies, **FLOAT))
+            z = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+            return torch.cat([z.real, z.imag], -1)
 
         x = named["wte.weight"][prompt.start:prompt.stop] + named["wpe.weight"][:len(prompt)]
         for block in "h.0.", "h.1.":
             y = norm(x, block + "ln_1")
-            q, k, v = (linear(y, f"{block}attn.{part}").unflatten(-1, (heads, -1)).transpose(0, 1)
+            q, k, v = (linear(y, f"{block}attn.{part}").unflatten(-1, (-1, size)).transpose(0, 1)
                        for part in ("query", "key", "value"))
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
-            x = x + linear(y, block + "attn.c_proj")
-            y = linear(norm(x, block + "ln_2"), block + "mlp.c_fc")
-            x = x + linear(F.gelu(y, approximate="tanh"), block + "mlp.c_proj")
+            if block == "h.1.":
+                q, k = norm(q, "h.1.attn.q_norm"), norm(k, "h.1.attn.k_norm")
+            y = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True, enable_gqa=True)
+            x = x + linear(y.transpose(0, 1).flatten(1), block + "attn.c_proj")
+            y = norm(x, block + "ln_2")
+            y = (F.gelu(linear(y, "h.0.mlp.c_fc"), approximate="tanh") if block == "h.0."
+                 else F.silu(linear(y, "h.1.mlp.c_gate")) * linear(y, "h.1.mlp.c_fc"))
+            x = x + linear(y, block + "mlp.c_proj")
         return norm(x, "ln_f")[-1] @ named["wte.weight"].T
 
-    pool = torch.full((2, 2, heads, 80, C // heads), torch.nan, **FLOAT)
-    weights = Weights(named, C // heads, lambda name: pack(named[name]))
+    pool = torch.full((2, 2, 2, 80, size), torch.nan, **FLOAT)
+    weights = Weights(named, size, lambda name: pack(named[name]), frequencies=frequencies)
     # Chunks without and with a past, few tokens and many; a decode; pages of 20 tokens, scattered
     for starts, ends in ((0, 0), (20, 4)), ((20, 4), (36, 5)), ((36,), (37,)):
         places = [range(*part) for part in zip(starts, ends)]
@@ -224,9 +242,9 @@ def multiply(x, packed, n, bias=None, gelu=False):
     return y
 
 
-def why_not_now(wte):
-    """Why no step can run on the weights of this nn.Embedding at present; None if one can."""
-    weight, reordered = wte.weight, wte.reordered
+def why_not_now(vocabulary):
+    """Why no step can run on the weights of the module that makes logits now; None if one can."""
+    weight, reordered = vocabulary.weight, vocabulary.reordered
     if not reordered.compiled:
         return "optimize() was called without it"
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
@@ -239,41 +257,55 @@ class Weights:
     Where an unchanged model's weights are, as `struct Model` and `struct Layer` list them, and
     working memory for its steps. ValueError for weights of other shapes.
 
-    named:  as GPT.named_parameters
-    packed: a function of a weight's name: that weight, packed
+    named:       as GPT.named_parameters or Llama.named_parameters
+    packed:      a function of a weight's name: that weight, packed
+    eps:         of its norms
+    frequencies: of rotary positions, one for each pair of features; () if the model has none
     """
-    BLOCK = ("ln_1", "attn.query", "attn.key", "attn.value", "attn.c_proj",
-             "ln_2", "mlp.c_fc", "mlp.c_proj")
+    BLOCK = ("ln_1", "attn.query", "attn.key", "attn.value", "attn.c_proj", "attn.q_norm",
+             "attn.k_norm", "ln_2", "mlp.c_gate", "mlp.c_fc", "mlp.c_proj")
 
-    def __init__(self, named, head_size, packed):
+    def __init__(self, named, head_size, packed, eps=1e-5, frequencies=()):
         self.vocabulary, C = named["wte.weight"].shape
-        self.positions = len(named["wpe.weight"])
-        layers = math.ceil((len(named) - 4) / (2 * len(self.BLOCK)))
-        self.alive = [named]   # what the addresses belong to
+        Q, K, H = (len(named[f"h.0.{name}.weight"])
+                   for name in ("attn.query", "attn.key", "mlp.c_fc"))
+        # Where positions only turn, there is no last one
+        self.positions = len(named["wpe.weight"]) if "wpe.weight" in named else 2**31
+        layers = 1 + max(int(name.split(".")[1]) for name in named if name.startswith("h."))
+        constants = [torch.tensor(part, **FLOAT) for part in (frequencies, [eps])]
+        self.alive = [named, constants]   # what the addresses belong to
 
-        def part(name, *shape):
-            return address(named[name], torch.float32, shape, name)
+        def part(name, *shape):   # 0, a null pointer: it has none
+            return address(named[name], torch.float32, shape, name) if name in named else 0
 
-        def norm(name):
-            return part(f"{name}.weight", C), part(f"{name}.bias", C)
+        def norm(name, size=C):
+            return part(f"{name}.weight", size), part(f"{name}.bias", size)
 
         def matrix(name, n, k):
-            if named[name].shape != (n, k):
-                raise ValueError(f"{name} is {tuple(named[name].shape)}, not {(n, k)}")
-            self.alive.append(packed(name))
-            return address(self.alive[-1], torch.float32, packed_shape(n, k), name)
+            weight = f"{name}.weight"
+            if weight not in named:
+                return 0, 0
+            if named[weight].shape != (n, k):
+                raise ValueError(f"{weight} is {tuple(named[weight].shape)}, not {(n, k)}")
+            self.alive.append(packed(weight))
+            return (address(self.alive[-1], torch.float32, packed_shape(n, k), weight),
+                    part(f"{name}.bias", n))
 
-        lines = []
-        for name in (f"h.{i}.{each}" for i in range(layers) for each in self.BLOCK):
-            k, n = (4 * C if name.endswith("mlp." + end) else C for end in ("c_proj", "c_fc"))
-            lines += norm(name) if "ln_" in name else (
-                matrix(f"{name}.weight", n, k), part(f"{name}.bias", n))
-        self.layers = numbers(lines)
+        shapes = {"attn.query": (Q, C), "attn.key": (K, C), "attn.value": (K, C),
+                  "attn.c_proj": (C, Q), "mlp.c_gate": (H, C), "mlp.c_fc": (H, C),
+                  "mlp.c_proj": (C, H)}
+        self.layers = numbers(chain.from_iterable(
+            matrix(f"h.{i}.{name}", *shapes[name]) if name in shapes
+            else norm(f"h.{i}.{name}", C if "ln_" in name else head_size)
+            for i in range(layers) for name in self.BLOCK))
         self.model = numbers([
-            layers, C // head_size, C, 4 * C, self.vocabulary, self.positions,
+            layers, Q // head_size, Q // K, head_size, C, H, self.vocabulary, self.positions,
             part("wte.weight", self.vocabulary, C), part("wpe.weight", self.positions, C),
-            *norm("ln_f"), matrix("wte.weight", self.vocabulary, C), 0])
-        self.per_token, self.room = 9 * C, torch.empty(0, **FLOAT)
+            *(address(each, torch.float32, each.shape) if len(each) else 0 for each in constants),
+            *norm("ln_f"),
+            *matrix("lm_head" if "lm_head.weight" in named else "wte", self.vocabulary, C)])
+        self.per_token = C + max(C, Q) + Q + 2 * K + 2 * H + head_size
+        self.room = torch.empty(0, **FLOAT)
 
 
 def step(weights, tokens, positions, pieces, page):
@@ -298,7 +330,7 @@ def step(weights, tokens, positions, pieces, page):
         table += 8 * len(slots)
     shape = sum(piece[3] for piece in pieces), weights.vocabulary
     logits = torch.empty(shape, **FLOAT)
-    with threads.chosen() as count:
+    with threads_of(N).chosen() as count:
         if len(weights.room) < weights.per_token * N:
             weights.room = torch.empty(weights.per_token * N, **FLOAT)
         done = library().step(

@@ -16,6 +16,7 @@ import json
 import linecache
 import sys
 from functools import cache, lru_cache
+from inspect import ismodule
 from itertools import chain
 from operator import is_
 from pathlib import Path
@@ -25,10 +26,11 @@ from torch import nn
 FILE = Path(__file__).with_suffix(".json")
 if __name__ == "__main__":
     sys.path.insert(0, str(FILE.parent.parent))
+from beyond import llama  # noqa: E402
 from model import GPT, MLP, Block, MultiHeadAttention  # noqa: E402
 
 RECORD = json.loads(FILE.read_text())   # {file: {"Class.function": digest}}
-KNOWN = {name: digest for names in RECORD.values() for name, digest in names.items()}
+KNOWN = {pair for names in RECORD.values() for pair in names.items()}
 
 
 # --- functions ------------------------------------------------------------------------------------
@@ -79,15 +81,16 @@ def name_of(code):
         return None
     while todo and todo[-1] != code:   # or else the file was edited after it was imported
         todo += [const for const in todo.pop().co_consts if hasattr(const, "co_code")]
-    return next((name for name, function in functions.items() if name in KNOWN and todo and
-                 function.lineno == code.co_firstlineno and digest(function) == KNOWN[name]), None)
+    return next((name for name, function in functions.items() if todo and function.lineno ==
+                 code.co_firstlineno and (name, digest(function)) in KNOWN), None)
 
 
 def is_unchanged(owner, name, code):
     """torch's functions and those of kernels/ must come from the file of their class."""
-    if code and owner.__module__.startswith(("torch.", "kernels.")):
-        return code.co_filename == sys.modules[owner.__module__].__file__
-    return code and name_of(code) == f"{owner.__name__}.{name}"
+    module = getattr(owner, "__module__", "")
+    if code and module.startswith(("torch.", "kernels.")):
+        return code.co_filename == sys.modules[module].__file__
+    return code and name_of(code) == (name if ismodule(owner) else f"{owner.__name__}.{name}")
 
 
 class Watch:
@@ -155,9 +158,26 @@ def why_not(attend):
 
 # --- models ---------------------------------------------------------------------------------------
 
-KINDS = {"wte": nn.Embedding, "wpe": nn.Embedding, "h": nn.ModuleList, "attn": MultiHeadAttention,
-         "mlp": MLP, **dict.fromkeys(["ln_1", "ln_2", "ln_f"], nn.LayerNorm),
-         **dict.fromkeys(["query", "key", "value", "c_proj", "c_fc"], nn.Linear)}   # else: Block
+def expected(model):
+    """
+    ({last part of a module's name: its class, None: that of any other}, number of modules,
+    functions to watch) of an unchanged model before optimize().
+    """
+    if isinstance(model, GPT):
+        block, attention, mlp, norm, of_heads = Block, MultiHeadAttention, MLP, nn.LayerNorm, None
+        number, functions = 4 + 11 * len(model.h), [(GPT, "forward")]
+    else:
+        block, attention, mlp, norm = llama.Block, llama.GroupedAttention, llama.SwiGLU, nn.RMSNorm
+        of_heads = norm if model.config.qk_norm else nn.Identity
+        number = 3 + (not model.config.tied) + 14 * len(model.h)
+        functions = [(llama.Llama, "forward"), (llama.Llama, "rotation"), (llama, "rotate")]
+    linear = "query", "key", "value", "c_proj", "c_gate", "c_fc", "lm_head"
+    return {None: block, "wte": nn.Embedding, "wpe": nn.Embedding, "h": nn.ModuleList,
+            "attn": attention, "mlp": mlp, **dict.fromkeys(["ln_1", "ln_2", "ln_f"], norm),
+            **dict.fromkeys(["q_norm", "k_norm"], of_heads),
+            **dict.fromkeys(linear, nn.Linear)}, number, functions
+
+
 TABLES = "_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks"
 EVERYWHERE = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 
@@ -171,11 +191,12 @@ class Modules:
         self.tables = [vars(model)["_modules"], *(names[t] for names in self.names for t in TABLES)]
         self.settings = [(names, name) for names in self.names
                          for name in ("eps", "max_norm", "layer", "head_size") if name in names]
-        self.before, self.wrong = self.state(), wrong_with(model, fast)
-        self.parameters = [*model.parameters()]
+        kinds, number, functions = expected(model)
+        self.before, self.wrong = self.state(), wrong_with(model, kinds, number, fast)
+        self.attention, self.parameters = kinds["attn"], [*model.parameters()]
         owners = {each for kind in map(type, self.modules) for each in kind.__mro__
                   if each is not nn.Module and "forward" in vars(each)}
-        self.functions = Watch((GPT, "forward"), (MultiHeadAttention, "split_heads"),
+        self.functions = Watch((MultiHeadAttention, "split_heads"), *functions,
                                *((owner, "forward") for owner in owners))
 
     def state(self):
@@ -195,27 +216,33 @@ class Modules:
         if any(EVERYWHERE):
             return "a hook on all modules"
         changed = self.functions.first_changed()
+        if not changed and self.attention.split_heads is not MultiHeadAttention.split_heads:
+            changed = f"{self.attention.__name__}.split_heads"
         return f"{changed} has been replaced" if changed else None
 
 
-def wrong_with(model, fast):
-    """The first module that is not as GPT and optimize() have made it, in words; or None."""
-    modules = dict([*model.named_modules()][1:])
+def wrong_with(model, kinds, number, fast):
+    """The first module that is not as its class and optimize() have made it, in words; or None."""
+    modules, eps = dict([*model.named_modules()][1:]), getattr(model.config, "norm_eps", 1e-5)
     for name, module in modules.items():
-        kind, settings = KINDS.get(name.split(".")[-1], Block), vars(module)
+        kind, settings = kinds.get(name.split(".")[-1], kinds[None]), vars(module)
         if type(module) is not fast.get(kind, kind):
             return f"{name} is another module"
         if touched(module):
             return f"{name} has a hook, or a forward of its own"
-        if settings.get("eps", 1e-5) != 1e-5 or settings.get("max_norm") is not None:
+        if settings.get("eps", eps) != eps or settings.get("max_norm") is not None:
             return f"{name} has another eps, or a max_norm"
-        if any(p is None for p in module._parameters.values()):
+        if any(p is None and (kind is not nn.Linear or part == "weight")
+               for part, p in module._parameters.items()):
             return f"{name} has no weight, or no bias"
+    heads = model.config.n_head
+    kv_heads = getattr(model.config, "n_kv_head", heads)
     for i, block in enumerate(model.h):
-        attn, heads = block.attn, model.config.n_head
-        if attn.layer != i or attn.query.weight.size(0) != heads * attn.head_size:
+        attn = block.attn
+        if attn.layer != i or (len(attn.query.weight), len(attn.key.weight)) != (
+                heads * attn.head_size, kv_heads * attn.head_size):
             return f"h.{i}.attn has other heads, or another number"
-    return None if len(modules) == 4 + 11 * len(model.h) else "it has more modules, or fewer"
+    return None if len(modules) == number else "it has more modules, or fewer"
 
 
 if __name__ == "__main__":

@@ -58,4 +58,12 @@ class Threads:
         self.record(used, most, (time.process_time() - cpu) / max(now - start, 1e-9), now)
 
 
-threads = Threads()   # one for all models: they share the machine
+FEW, MANY = Threads(), Threads()   # for all models: they share the machine
+
+
+def threads_of(tokens):
+    """
+    For a step of so many tokens. What disturbs decodes, a client that takes its token at each of
+    them, for instance, says nothing about the long step of a prompt.
+    """
+    return FEW if tokens < 64 else MANY

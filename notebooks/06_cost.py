@@ -122,7 +122,7 @@ for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged,
 # None of us needs a GPU for this. The layouts count what each pass computes, reads and copies. The
 # estimate above, with the data sheet of another machine, turns these counts into time:
 # `beyond/simulate.py` runs the stages' own loops on a model that computes nothing but moves a clock
-# on. Its throughput is within 7% of published measurements in the median
+# on. Its throughput is within 5% of published measurements in the median
 # ([docs/gpu.md](../docs/gpu.md)). Here is W1 with Llama 2 7B on an A100, in under a second:
 
 # %%

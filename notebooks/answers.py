@@ -3,8 +3,8 @@ The answers to the notebooks' questions, kept out of their cells: predict first.
 
     ANSWERS["2.1"] = (function, reason)     the first question of notebook 2
 
-Each answer is computed by the repository's code. A function takes `nb`, the names that the cells of
-the notebook define.
+Each answer is computed by the repository's code. A function takes `nb`, which has the names of
+lesson.py, and those that the cells of the notebook define.
 """
 from types import SimpleNamespace
 
@@ -15,18 +15,17 @@ from cache import KV
 from experiments import memory
 from generate_paged import Paged
 from generate_prepacked import first_fit_decreasing
-from lesson import letters, look, model, run, survivors
 from paging import Pages
 
 
 def answer_of_3_3(nb):
-    right = survivors("prompts before decodes", "interleaved", nb.three, token_budget=5)
+    right = nb.survivors("prompts before decodes", "interleaved", nb.three, token_budget=5)
     return len(nb.three) - len(right.split(", "))
 
 
 def answer_of_3_4(nb):
-    example = letters(A=22, B=15, C=9, D=16, new=3, arrivals={"D": 1})
-    return int((look("interleaved", example, step=1).ids == 0).sum())
+    example = nb.letters(A=22, B=15, C=9, D=16, new=3, arrivals={"D": 1})
+    return int((nb.look("interleaved", example, step=1).ids == 0).sum())
 
 
 def answer_of_5_3(nb):
@@ -55,8 +54,8 @@ def answer_of_6_3(nb):
 
 ANSWERS = {
     "0.1": (
-        lambda nb: survivors("published mask", "interleaved", nb.eight, max_batch=4,
-                             token_budget=16),
+        lambda nb: nb.survivors("published mask", "interleaved", nb.eight, max_batch=4,
+                                token_budget=16),
         "Its prompt is the widest row of its step, and when it decodes, no prompt is beside it. "
         "(In its line of the timeline there is no grey.)"),
 
@@ -65,7 +64,7 @@ ANSWERS = {
         "The new token's own row, and all rows after it: they see it. Rows 0, 1 and 2 stay as "
         "they were, in every layer."),
     "1.2": (
-        lambda nb: run("unbatched", letters(A=70, new=1)).passes[0].score_entries,
+        lambda nb: nb.run("unbatched", nb.letters(A=70, new=1)).passes[0].score_entries,
         "Ten times the tokens, a hundred times the scores."),
     "1.3": (
         lambda nb: nb.moved_rows(changed_token=6)[-1],
@@ -75,25 +74,25 @@ ANSWERS = {
         "The weights take 13.5 GB. It is the caches that fill a GPU, not the model."),
 
     "2.1": (
-        lambda nb: survivors("right padding", "naive", nb.requests),
+        lambda nb: nb.survivors("right padding", "naive", nb.requests),
         "A is the longest: its last column holds its last token. For B and C it holds a pad."),
     "2.2": (
-        lambda nb: survivors("static column positions", "naive", nb.requests),
+        lambda nb: nb.survivors("static column positions", "naive", nb.requests),
         "A has no pads, so its columns are its positions. A test with one prompt sees nothing."),
     "2.3": (
-        lambda nb: sum(p.finished_slots for p in run("naive", nb.uneven).passes),
+        lambda nb: sum(p.finished_slots for p in nb.run("naive", nb.uneven).passes),
         "8 steps for the first, 5 for the second."),
     "2.4": (
-        lambda nb: survivors("column positions", "dynamic", nb.eight, max_batch=4),
+        lambda nb: nb.survivors("column positions", "dynamic", nb.eight, max_batch=4),
         "Each of them is the longest row of every rectangle that it is in."),
 
     "3.1": (
-        lambda nb: nb.plans(letters(A=3, B=2, C=12, new=6), token_budget=8)[:3],
+        lambda nb: nb.plans(nb.letters(A=3, B=2, C=12, new=6), token_budget=8)[:3],
         "Decodes come first, at one token each; C gets what is left. C's prompt is done in step "
         "2."),
     "3.2": (
-        lambda nb: run("interleaved", letters(A=3, B=2, C=12, new=20),
-                       token_budget=4).requests[2].token_steps[0],
+        lambda nb: nb.run("interleaved", nb.letters(A=3, B=2, C=12, new=20),
+                          token_budget=4).requests[2].token_steps[0],
         "Step 0 goes to A and B. From step 1 on each of them takes one token and leaves two to "
         "C."),
     "3.3": (answer_of_3_3, "A scheduling choice changes when a token comes, never which."),
@@ -108,20 +107,20 @@ ANSWERS = {
         lambda nb: len(first_fit_decreasing([8, 7, 5, 4, 3, 2, 1], 9)),
         "30 tokens need at least 4 rows of 9, and 8 + 1, 7 + 2, 5 + 4 and 3 fit."),
     "4.2": (
-        lambda nb: survivors("neighbours in a packed row", "prepacked", nb.five),
+        lambda nb: nb.survivors("neighbours in a packed row", "prepacked", nb.five),
         "The first prompt of each row has no neighbour before it."),
     "4.3": (
-        lambda nb: look("ragged, mask", nb.three, step=0).record.score_entries,
+        lambda nb: nb.look("ragged, mask", nb.three, step=0).record.score_entries,
         "60 x 60: more than twice as many as before."),
     "4.4": (
-        lambda nb: look("ragged, varlen", nb.three, step=0).record.score_entries,
+        lambda nb: nb.look("ragged, varlen", nb.three, step=0).record.score_entries,
         "100 + 900 + 400: C adds its own block only."),
     "4.5": (
         lambda nb: nb.scores(*[50] * 20),
         "20 x 2,500: half of those of ten requests of 100."),
 
     "5.1": (
-        lambda nb: max(len(p.work) for p in memory.storm(model)["reserve"].passes),
+        lambda nb: max(len(p.work) for p in memory.storm(nb.model)["reserve"].passes),
         "A token's keys are computed when the next token is generated, so the last one needs no "
         "room. Each reserves 6 + 26 - 1 = 31 tokens, and 128 / 31 is a little more than 4."),
     "5.2": (

@@ -1,19 +1,23 @@
 """The oracle and the workloads that all tests of the contract share."""
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
-import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from beyond.fairness import MAX_OVERTAKEN, POLICIES
+from beyond.fairness import POLICIES
 from model import GPTConfig, sample
 from request import Request, prepare
+from toolbox import cli
 from toolbox.stages import STAGES as ALL
 from toolbox.toy import toy as toy  # the tests import it from here
 
 BLOCK_SIZE, VOCAB = 24, 13
+settings.register_profile("all tests", deadline=None, derandomize=True,
+                          suppress_health_check=[*HealthCheck])
+settings.load_profile("all tests")
 
 
 def examples(number):
@@ -26,6 +30,11 @@ STAGES = {name.replace("unbatched, no cache", "no_cache").replace(", ", "_"): ge
 RAGGED = ("ragged_mask", "ragged_varlen")
 SCHEDULED = ("chunked", "interleaved", *RAGGED, "paged")
 BATCHED = ("naive", "dynamic", "prepacked", "prepacked_dataset", *SCHEDULED)
+
+
+def knobs_of(stage, **knobs):
+    """Those of the knobs that a stage has."""
+    return cli.knobs_of(STAGES[stage], knobs)[0]
 
 
 @torch.inference_mode()
@@ -92,14 +101,13 @@ def assert_trace(trace, requests):
     """What holds of the passes of every run."""
     steps = [p.step for p in trace.passes]
     assert steps == sorted(steps), "time runs backwards"
-    ended = {request.name: (request.token_steps or [-1])[-1] for request in requests}
+    named = {request.name: request for request in requests}
     for p in trace.passes:
         for name, _, _ in p.work:
             # No request is computed after its last token, except for the rest of the step in
             # which it was cancelled.
-            request = next(request for request in requests if request.name == name)
-            assert p.step >= request.arrival
-            assert p.step <= ended[name] or request.finish_reason == "cancelled"
+            assert p.step >= named[name].arrival
+            assert named[name].finish_reason == "cancelled" or p.step <= named[name].token_steps[-1]
         assert p.slots == p.useful + p.recomputed + p.pad_slots + p.finished_slots
         assert min(p.useful, p.recomputed, p.pad_slots, p.finished_slots) >= 0
         assert p.useful_scores <= p.score_entries
@@ -140,6 +148,23 @@ def run(scheduler, step=0, token=lambda request: 0, between=lambda step: None):
     return plans
 
 
+def plans(scheduler, sizes, arrivals=None, cancel=()):
+    """
+    `run` for requests A, B, C, ... of these sizes, (prompt, new tokens): (its plans, the requests).
+    cancel: (step, name) pairs, before that step is scheduled.
+    """
+    requests = queue(scheduler, [
+        Request([0] * prompt, new, name="ABCDEFGH"[i] if len(sizes) <= 8 else f"r{i}-",
+                arrival=arrivals[i] if arrivals else 0) for i, (prompt, new) in enumerate(sizes)])
+
+    def between(step):
+        for request in requests:
+            if (step, request.name) in cancel:
+                scheduler.cancel(request)
+
+    return run(scheduler, between=between), requests
+
+
 # --- workloads ------------------------------------------------------------------------------------
 
 def mixed():
@@ -147,28 +172,6 @@ def mixed():
     return [Request([i % VOCAB for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7,
                     temperature=n % 2, seed=n, name=f"r{n}", arrival=n // 3)
             for n in range(1, 12)]
-
-
-@dataclass
-class Workload:
-    requests: list
-    cancels: list
-    max_batch: int
-    token_budget: int
-    max_kv_tokens: int | None
-    pages: int | None
-    page_size: int
-    policy: str
-    share_prefixes: bool
-
-    def knobs(self, stage):
-        """Those of the knobs that a stage has."""
-        names = ["max_batch"] if stage in BATCHED else []
-        if stage in SCHEDULED:
-            names += ["token_budget"]
-            names += (["pages", "page_size", "policy", "share_prefixes"] if stage == "paged"
-                      else ["max_kv_tokens"])
-        return {name: getattr(self, name) for name in names}
 
 
 def smallest_pool(requests, page_size, block_size=BLOCK_SIZE):
@@ -203,104 +206,9 @@ def workloads(draw):
     cancels = draw(st.one_of(st.just([]), st.lists(cancel, max_size=2)))
     need, size = smallest_pool(requests, 1), draw(st.integers(1, 6))
     pages = smallest_pool(requests, size)
-    return Workload(requests, cancels, draw(st.integers(1, 7)), budget,
-                    max_kv_tokens=draw(st.one_of(st.none(), st.integers(need, 3 * need))),
-                    pages=draw(st.one_of(st.none(), st.integers(pages, 3 * pages))),
-                    page_size=size, policy=draw(st.sampled_from(list(POLICIES))),
-                    share_prefixes=draw(st.booleans()))
-
-
-class Engine(RuleBasedStateMachine):
-    """
-    A Scheduler, a layout and a model, step by step: add, step, cancel and failing steps in any
-    order. A subclass begins with a scheduler, lays out plans and says what must hold.
-    """
-    model, scheduler = toy(), None
-
-    def __init__(self):
-        super().__init__()
-        self.requests, self.step_number = [], 0
-
-    def lay_out(self, plan):
-        raise NotImplementedError
-
-    def books_are_right(self):
-        raise NotImplementedError
-
-    def progress(self):
-        return [(r.computed, list(r.generated), r.finish_reason) for r in self.requests]
-
-    @rule(stem=st.sampled_from([[], [1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9], [8, 7] * 6]),
-          tails=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
-                         min_size=1, max_size=4),
-          new=st.integers(1, 14), temperature=st.sampled_from([0.0, 1.0]),
-          priority=st.integers(0, 2), delay=st.integers(0, 3))
-    def add(self, stem, tails, new, temperature, priority, delay):
-        """Requests with a common prefix, which arrive together."""
-        for tail in tails:
-            n, arrival = len(self.requests), self.step_number + delay
-            if n == 12:
-                return
-            if n:
-                arrival = max(arrival, self.requests[-1].arrival)
-            request, = prepare(Request(stem + tail, new, temperature, seed=n, name=f"r{n}",
-                                       priority=priority, arrival=arrival), self.model.config)
-            self.requests.append(request)
-            self.scheduler.add(request)
-
-    @rule(times=st.integers(1, 4), fails_at=st.sampled_from([None, None, None, 0, 1, 2, 3]),
-          cancel=st.one_of(st.none(), st.integers(0, 11)), in_the_pass=st.booleans())
-    @torch.inference_mode()
-    def step(self, times=1, fails_at=None, cancel=None, in_the_pass=False):
-        """
-        fails_at: the forward pass fails before this block, when those before it have written
-        cancel:   this request is cancelled, in the last forward pass or when a token appears
-        """
-        for _ in range(times):
-            if not self.scheduler.busy:
-                return
-            plan = self.scheduler.schedule(self.step_number)
-            self.step_number += 1
-            if not plan:
-                continue
-            batch = self.lay_out(plan)
-            before, counts = self.progress(), dict(getattr(self.scheduler, "counts", {}))
-            if fails_at is not None:
-                block = [*self.model.h, self.model.ln_f][fails_at]
-                handle = block.register_forward_pre_hook(lambda *_: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    self.model(batch.tokens, batch.positions, batch.attend, batch.rows)
-                handle.remove()
-                assert self.progress() == before
-                assert dict(getattr(self.scheduler, "counts", {})) == counts
-                continue
-            logits = self.model(batch.tokens, batch.positions, batch.attend, batch.rows)
-            if in_the_pass and cancel is not None and cancel < len(self.requests):
-                self.requests[cancel].cancel()
-            self.scheduler.update(plan, sample(logits, batch.sampled))
-            if batch.sampled and cancel is not None and cancel < len(self.requests):
-                self.requests[cancel].cancel()
-
-    @rule(i=st.integers(0, 11))
-    def cancel(self, i):
-        if i < len(self.requests):
-            request = self.requests[i]
-            self.scheduler.cancel(request)
-            assert request.kv is None
-            assert request not in [*self.scheduler.running, *self.scheduler.waiting]
-
-    def teardown(self):
-        if self.scheduler is None:
-            return
-        work = sum(len(r.prompt) + r.max_new_tokens for r in self.requests)
-        bound = self.step_number + 20 + (MAX_OVERTAKEN + 1) * work
-        while self.scheduler.busy:
-            self.step()
-            self.books_are_right()
-            assert self.step_number <= bound
-        for request in self.requests:
-            tokens, _, reason = alone(self.model, request)
-            assert request.kv is None
-            assert request.generated == tokens[:len(request.generated)]
-            if request.finish_reason != "cancelled":
-                assert (request.generated, request.finish_reason) == (tokens, reason)
+    knobs = dict(max_batch=draw(st.integers(1, 7)), token_budget=budget,
+                 max_kv_tokens=draw(st.one_of(st.none(), st.integers(need, 3 * need))),
+                 pages=draw(st.one_of(st.none(), st.integers(pages, 3 * pages))),
+                 page_size=size, policy=draw(st.sampled_from(list(POLICIES))),
+                 share_prefixes=draw(st.booleans()))
+    return SimpleNamespace(requests=requests, cancels=cancels, knobs=knobs)

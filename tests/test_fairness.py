@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import common
 import pytest
-from common import examples, finish, queue, run
+from common import examples, queue, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_paging import CANCELS, THOROUGH, WatchedFair, WatchedPaged, grown, plans_of, streams
+from test_paging import CANCELS, WatchedFair, WatchedPaged, grown, plans_of, streams
 
 from beyond import fairness
 from beyond.fairness import MAX_OVERTAKEN, POLICIES, FairScheduler, order
@@ -32,7 +32,7 @@ def test_policies_are_sort_keys(policy, expected):
     assert "".join(plan[0] for plan in run(scheduler)) == expected
 
 
-@settings(max_examples=examples(300), **THOROUGH)
+@settings(max_examples=examples(300))
 @given(data=st.data(), requests=streams(), max_batch=st.integers(1, 8), budget=st.integers(1, 30),
        size=st.integers(1, 4), share=st.booleans(), cancels=CANCELS)
 def test_first_come_first_served_has_the_plans_of_stage_7(data, requests, max_batch, budget, size,
@@ -42,20 +42,6 @@ def test_first_come_first_served_has_the_plans_of_stage_7(data, requests, max_ba
     fair = WatchedFair(max_batch, budget, Pages(pages, size), "fcfs", share, bound=10**9)
     plain = WatchedPaged(max_batch, budget, Pages(pages, size), share)
     assert plans_of(fair, requests, cancels) == plans_of(plain, requests, cancels)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_request_cancelled_while_it_waits_is_never_admitted(policy):
-    """A mark leaves it in the queue, where it may well rank first."""
-    scheduler = WatchedFair(1, 64, Pages(64, 4), policy)
-    requests = queue(scheduler, [Request([0] * n, 2, name=name, priority=priority)
-                                 for name, n, priority in [("A", 2, 0), ("B", 9, 2), ("C", 3, 1),
-                                                           ("D", 4, 1)]])
-    plan = scheduler.schedule(0)
-    requests[2].cancel()
-    finish(scheduler, plan)
-    later = run(scheduler, step=1)
-    assert "C" not in "".join(later) and len(later) == 5 and requests[2].generated == []
 
 
 def test_the_victim_is_the_last_in_rank_and_may_be_the_one_that_grows():
@@ -72,10 +58,7 @@ def test_the_victim_is_the_last_in_rank_and_may_be_the_one_that_grows():
 # --- the bound: no request starves ----------------------------------------------------------------
 
 def test_the_example_of_the_docstring(capsys):
-    line = {words[0]: words[1:] for words in map(str.split, fairness.__doc__.splitlines()) if words}
-    admitted = order("sjf", bound=3)
-    assert admitted == line["admitted"] and admitted.index("L") == 3
-    assert line["L"][:5] == ["was", "overtaken", "1", "2", "3"]
+    assert order("sjf", bound=3) == [*"abcLd"]
     assert order("sjf", bound=4) == [*"abcdL"] == order("priority", bound=4)
     assert order("fcfs", bound=3) == [*"Labcd"]
     runpy.run_path(fairness.__file__, run_name="__main__")
@@ -111,7 +94,7 @@ def test_a_request_that_was_cancelled_while_it_waited_has_overtaken_no_other():
     assert not scheduler.line or all(request.finished for request in scheduler.line)
 
 
-@settings(max_examples=examples(400), **THOROUGH)
+@settings(max_examples=examples(400))
 @given(data=st.data(), requests=streams(), bound=st.sampled_from([0, 1, 2, MAX_OVERTAKEN]),
        size=st.integers(1, 6), policy=POLICY, max_batch=st.integers(1, 8),
        budget=st.integers(1, 30), share=st.booleans())
@@ -160,20 +143,6 @@ def test_no_request_is_preempted_without_end(bound, most):
     assert max(times.values(), default=0) == most
 
 
-def test_a_due_request_has_room_for_its_longest_answer():
-    """It never has to ask for a page again, so it is never preempted again either."""
-    scheduler = WatchedFair(2, 64, Pages(6, 1), "fcfs", share_prefixes=False, bound=1)
-    first, second = queue(scheduler, [Request([0], 6, name="first"), Request([0], 6, name="b")])
-    for step in range(3):
-        finish(scheduler, scheduler.schedule(step))
-    assert [len(request.kv) for request in (first, second)] == [3, 3]
-    finish(scheduler, scheduler.schedule(3))
-    assert list(scheduler.waiting) == [second] and scheduler.is_due(second)
-    for step in range(4, 7):
-        finish(scheduler, scheduler.schedule(step))
-    assert first.finished and scheduler.running == [second] and len(second.kv) == 6
-
-
 # --- what it costs --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("policy", ["sjf", "priority"])
@@ -181,27 +150,3 @@ def test_what_has_finished_leaves_nothing_behind(policy, monkeypatch):
     assert grown(FairScheduler(16, 256, Pages(24, 16), policy)) == set()
     monkeypatch.setattr(FairScheduler, "forget", lambda self, request: None)   # a leak is found
     assert "scheduler.rank" in grown(FairScheduler(16, 256, Pages(24, 16), policy))
-
-
-class Compared(Request):
-    """Counts how often one is compared with another, as a search through a queue would."""
-    times = 0
-
-    def __eq__(self, other):
-        Compared.times += 1
-        return self is other
-
-    __hash__ = Request.__hash__
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_no_step_searches_the_queue(policy):
-    """Not even one in which a request becomes due, and changes its place among 2,000 that wait."""
-    scheduler, due = FairScheduler(2, 64, Pages(99, 4), policy, bound=2), []
-    requests = queue(scheduler, [Compared([0] * (1 + i * 7 % 9), 2, priority=i * 5 % 8)
-                                 for i in range(2000)])
-    for step in range(30):
-        finish(scheduler, scheduler.schedule(step), step)
-        due += filter(scheduler.is_due, scheduler.running)
-    assert sum(request.finished for request in requests) > 20 and Compared.times < 50
-    assert bool(due) == (policy != "fcfs")

@@ -1,6 +1,5 @@
 """The live page: what the server tells it, and what it shows in a browser."""
 import json
-import shutil
 import time
 from contextlib import contextmanager
 
@@ -9,9 +8,12 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
+import test_page  # noqa: E402
 from test_serve import TOKENIZER, expected, serving  # noqa: E402
 
-from explorer.still import browser_path, open_browser, resize  # noqa: E402
+from explorer.still import resize  # noqa: E402
+
+chrome = test_page.chrome   # a fixture
 
 
 @contextmanager
@@ -28,19 +30,17 @@ def page(running):
 
 
 def until(lines, done):
-    """The notes up to the one that is `done`."""
+    """The notes up to the one with which they are `done`."""
     notes = []
     for message in lines:
         for note in message.get("notes", ()):
             notes.append(note)
-            if done(note):
+            if done(notes):
                 return notes
 
 
-def over():
-    """Whether three requests have ended, when asked for one note after another."""
-    ended = set()
-    return lambda note: ended.update(note["ended"]) or len(ended) == 3
+def over(notes):
+    return len({name for note in notes for name in note["ended"]}) == 3   # requests
 
 
 def test_a_page_is_told_of_every_step_and_can_hold_them():
@@ -49,18 +49,18 @@ def test_a_page_is_told_of_every_step_and_can_hold_them():
     with serving(max_batch=3, token_budget=16) as running, page(running) as (lines, ask):
         running.post("/live/control", paused=True)
         names = [ask(body["prompt"], max_tokens=12) for body in bodies[:2]]
-        waiting = until(lines, lambda note: len(note.get("waiting", ())) == 2)
+        waiting = until(lines, lambda notes: len(notes[-1].get("waiting", ())) == 2)
         assert not any(note["pass"] for note in waiting) and running.engine.number == 0
         for _ in range(2):
             running.post("/live/control", steps=1)
-        first = until(lines, lambda note: note["pass"] and note["pass"]["step"] == 1)
+        first = until(lines, lambda notes: (notes[-1]["pass"] or {}).get("step") == 1)
         assert running.engine.number == 2
         assert [note["pass"]["work"] for note in first if note["pass"]] == [
             [[names[0], 0, 16]], [[names[0], 16, 16]]]
         with page(running) as (others, _):   # opened late: it is told of all that is under way
             running.post("/live/control", paused=False)
             names.append(ask("c", max_tokens=12))   # told with its first token, in one note
-            for notes in waiting + first + until(lines, over()), until(others, over()):
+            for notes in waiting + first + until(lines, over), until(others, over):
                 told = {new["name"]: new for note in notes for new in note["new"]}
                 for note in notes:
                     for name, token in note["tokens"]:
@@ -85,38 +85,33 @@ def test_requests_end_and_the_server_goes_on_when_the_last_page_is_closed():
         assert running.engine.watch is None
 
 
-@pytest.mark.skipif(not (browser_path() and shutil.which("chromedriver")), reason="needs Chromium")
-def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(tmp_path):
+def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome, tmp_path):
     hostile = "</script><img src=x onerror='document.title=1'><b>\n# list.append\n"
+    want = expected({"prompt": hostile, "max_tokens": 20, "temperature": 0, "seed": 0})[0]
+    script = chrome.execute_script
+    chrome.execute_cdp_cmd("Page.setDownloadBehavior",
+                           {"behavior": "allow", "downloadPath": str(tmp_path)})
     with serving() as running:
-        browser = open_browser()
-        try:
-            browser.execute_cdp_cmd("Page.setDownloadBehavior",
-                                    {"behavior": "allow", "downloadPath": str(tmp_path)})
-            browser.get(running.url)
-            script = browser.execute_script
-            running.until(lambda: script("return hello !== null"))
-            script("""const [box] = document.querySelectorAll('.box.prompt');
-                      $('temperature').value = 0; $('tokens').value = 20;
-                      box.querySelector('textarea').value = arguments[0];
-                      box.querySelector('button').click();""", hostile)
-            running.until(lambda: script("return requests.get('r0')?.reason"))
-            want = expected({"prompt": hostile, "max_tokens": 20, "temperature": 0, "seed": 0})[0]
-            output = "return document.querySelector('.prompt output').textContent"
-            running.until(lambda: script(output) == want)
-            running.until(lambda: hostile in script("return $('views').textContent"))
-            assert browser.title == "nanoBatch: live"
-            assert not script("return document.images.length")
-            for width in 1400, 390:
-                resize(browser, width, 900)
-                assert script("return document.documentElement.scrollWidth <= innerWidth")
-            script("$('keep').click()")
-            running.until(lambda: (tmp_path / "run.html").exists())
-            time.sleep(0.3)
-            browser.get((tmp_path / "run.html").as_uri() + "#step=3")
-            assert script("return $('now').textContent").startswith("step 3 of ")
-            assert script("return views[0].states[0].words") == "● decoding"
-            assert script("return textOf(views[0].run.requests[0].prompt)") == hostile
-            assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-        finally:
-            browser.quit()
+        chrome.get(running.url)
+        running.until(lambda: script("return hello !== null"))
+        script("""const [box] = document.querySelectorAll('.box.prompt');
+                  $('temperature').value = 0; $('tokens').value = 20;
+                  box.querySelector('textarea').value = arguments[0];
+                  box.querySelector('button').click();""", hostile)
+        running.until(lambda: script("return requests.get('r0')?.reason"))
+        output = "return document.querySelector('.prompt output').textContent"
+        running.until(lambda: script(output) == want)
+        running.until(lambda: hostile in script("return $('views').textContent"))
+        assert chrome.title == "nanoBatch: live"
+        assert not script("return document.images.length")
+        for width in 1400, 390:
+            resize(chrome, width, 900)
+            assert script("return document.documentElement.scrollWidth <= innerWidth")
+        script("$('keep').click()")
+        running.until(lambda: (tmp_path / "run.html").exists())
+        time.sleep(0.3)
+        chrome.get((tmp_path / "run.html").as_uri() + "#step=3")
+        assert script("return $('now').textContent").startswith("step 3 of ")
+        assert script("return views[0].states[0].words") == "● decoding"
+        assert script("return textOf(views[0].run.requests[0].prompt)") == hostile
+        assert not [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]

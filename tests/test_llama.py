@@ -14,11 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import BLOCK_SIZE, SCHEDULED, STAGES, VOCAB, assert_contract, mixed, toy
-from test_tensor_parallel import on_ranks
+from test_tensor_parallel import assert_right
 
+import beyond.llama
 import toolbox.weights
 from beyond.llama import Llama, LlamaConfig
 from beyond.tensor_parallel import shard
+from kernels import native
 from model import GPT
 from request import Request
 from toolbox.check import Check
@@ -159,13 +161,65 @@ def two_ranks():
 
 
 def test_tensor_parallel():
-    on_ranks(2, two_ranks)
+    assert_right(2, two_ranks)
 
 
-def test_optimize_serves_it_or_says_why_not():
-    model = llama().float().optimize()
-    assert_contract(model, STAGES["paged"], mixed(), whole=llama().float(), tolerance=1e-4)
-    assert model.uses() == "compiled step: no, Llama is not GPT"
+# --- the compiled step ----------------------------------------------------------------------------
+
+native_step = pytest.mark.skipif(not native.works(), reason="native.cpp is not in use here")
+SHAPES = {
+    "untied": dict(tied=False), "Llama 3.1": dict(rope_scaling=(8.0, 1.0, 4.0, 16)),
+    "Qwen2": dict(qkv_bias=True), "Qwen3": dict(qk_norm=True, head_size=8, norm_eps=1e-6),
+    "one key head": dict(n_kv_head=1, head_size=20), "no groups": dict(n_kv_head=6, ffn=130)}
+
+
+@native_step
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_compiled_step_computes_every_kind(shape):
+    whole, model = (llama(**SHAPES[shape]).float() for _ in "ab")
+    with torch.no_grad():
+        for p in (*whole.parameters(), *model.parameters()):
+            p.mul_(0.5)   # float32 has fewer digits to show the differences of a loud model
+    model.optimize()
+    for stage in "unbatched", "ragged_varlen", "paged":
+        assert_contract(model, STAGES[stage], mixed(), whole=whole, tolerance=1e-4)
+        assert model.uses().startswith("compiled step: yes"), model.uses()
+
+
+def halved(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos, b * cos + a * sin], dim=-1)
+
+
+CHANGES = {   # what is replaced after optimize(): (whose, what, by what)
+    "rotate has been": lambda model: (beyond.llama, "rotate", halved),
+    "Llama.rotation has": lambda model: (Llama, "rotation", lambda self, positions, dtype: 2 * [
+        torch.ones(1, len(positions), 2, dtype=dtype)]),
+    "SwiGLU.forward": lambda model: (
+        beyond.llama.SwiGLU, "forward", lambda self, x: self.c_proj(self.c_gate(x).relu())),
+    "GroupedAttention.split_heads": lambda model: (
+        beyond.llama.GroupedAttention, "split_heads", lambda self, x: x.neg().unflatten(
+            -1, (-1, self.head_size)).transpose(-3, -2)),
+    "h.1.ln_2 has another eps": lambda model: (model.h[1].ln_2, "eps", 10.0),
+    "h.0.attn.q_norm is another": lambda model: (model.h[0].attn, "q_norm", torch.nn.Tanh()),
+    "yes": lambda model: (model, "frequencies", (0.5, 0.1)),   # not replaced: used
+}
+
+
+@native_step
+@pytest.mark.parametrize("says", CHANGES)
+def test_nothing_is_silently_replaced(says, monkeypatch):
+    """Whatever is changed after optimize() changes the logits as it does without."""
+    plain, fast = llama().float(), llama().float().optimize()
+    tokens = torch.arange(20)[None] % VOCAB
+    before = fast(tokens)
+    for model in plain, fast:
+        monkeypatch.setattr(*CHANGES[says](model))
+    requests = [Request(tokens[0].tolist(), 2)]
+    STAGES["ragged_varlen"](fast, requests)
+    assert says in fast.uses()
+    assert torch.allclose(fast(tokens), plain(tokens), atol=1e-3 * plain(tokens).abs().max())
+    assert not torch.allclose(fast(tokens), before, atol=0.01)
 
 
 # --- folders --------------------------------------------------------------------------------------

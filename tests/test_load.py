@@ -4,25 +4,19 @@ import shutil
 from urllib.error import URLError
 
 import pytest
+import requests
+import safetensors.torch as safetensors
 import tiktoken
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 import toolbox.tokenizer
 import toolbox.weights
 from model import GPT, GPTConfig
 from toolbox.load import decode, load
-from toolbox.tokenizer import (
-    BUILTIN,
-    END_OF_TEXT,
-    byte_of,
-    from_ranks_file,
-    train_ranks,
-    write_ranks_file,
-)
-from toolbox.weights import read_gpt2, write_gpt2
+from toolbox.tokenizer import BUILTIN, END_OF_TEXT, byte_of
+from toolbox.weights import read_gpt2
 
 MODEL, TOKENIZER = load()
 
@@ -41,24 +35,6 @@ def test_every_string_round_trips(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text, disallowed_special=())) == text
 
 
-def test_written_weights_are_read_again_exactly(tmp_path):
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=9, vocab_size=11, n_layer=2, n_head=3, n_embd=12))
-    write_gpt2(model, tmp_path, torch.float32)
-    again = GPT.from_pretrained(tmp_path)
-    assert again.config == model.config
-    for (name, a), (_, b) in zip(model.state_dict().items(), again.state_dict().items()):
-        assert torch.equal(a, b), name
-
-
-def test_transformers_reads_what_we_write():
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(BUILTIN, dtype=torch.float32).eval()
-    tokens = torch.tensor([TOKENIZER.encode("# json.dumps\nSerialize")])
-    with torch.inference_mode():
-        torch.testing.assert_close(MODEL(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
-
-
 @pytest.fixture
 def folder(tmp_path):
     for file in "config.json", "model.safetensors", "ranks.tiktoken":
@@ -72,48 +48,35 @@ def test_a_local_folder_and_a_file_in_it(folder):
         assert torch.equal(model.wte.weight, MODEL.wte.weight) and tokenizer.n_vocab == 1024
 
 
-def edit_config(**change):
-    def edit(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **change}))
-    return edit
+def edit(file, change):
+    """change: its bytes -> new bytes"""
+    def do(folder):
+        (folder / file).write_bytes(change((folder / file).read_bytes()))
+    return do
 
 
 def write(file, content):
-    def edit(folder):
-        (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return edit
+    return edit(file, lambda old: content.encode())
 
 
-def edit_weight(name, tensor):
-    """Replaces or adds a weight; None removes it."""
-    def edit(folder):
-        weights = {**load_file(folder / "model.safetensors"), name: tensor}
-        if tensor is None:
-            del weights[name]
-        save_file(weights, folder / "model.safetensors")
-    return edit
+def edit_config(**change):
+    return edit("config.json", lambda old: json.dumps({**json.loads(old), **change}).encode())
+
+
+def add_weight(name, tensor):
+    return edit("model.safetensors",
+                lambda old: safetensors.save({**safetensors.load(old), name: tensor}))
 
 
 def old_bin(content):
     """pytorch_model.bin instead of model.safetensors: bytes, or what torch.save is given."""
-    def edit(folder):
+    def do(folder):
         (folder / "model.safetensors").unlink()
         if isinstance(content, bytes):
             (folder / "pytorch_model.bin").write_bytes(content)
         else:
             torch.save(content, folder / "pytorch_model.bin")
-    return edit
-
-
-def cut_short(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-
-
-def add_a_rank(folder):
-    path = folder / "ranks.tiktoken"
-    path.write_bytes(path.read_bytes() + b"enp6eno= 1023\n")
+    return do
 
 
 NOT_GPT2 = "config.json is not that of a GPT-2"
@@ -127,23 +90,15 @@ BROKEN = {   # what is done to a folder, and what is said about it
     "layers missing": (edit_config(n_layer=5), "not a GPT-2 of 5 layers"),
     "another width": (edit_config(n_embd=64), "has shape"),
     "heads do not divide": (edit_config(n_head=3), "n_head 3"),
-    "a config of words": (edit_config(n_head="four"), "n_head must be"),
     "a truth for a number": (edit_config(n_head=True), "n_head must be"),
     "absurdly large": (edit_config(vocab_size=10**18), "its config.json: "),
-    "another activation": (edit_config(activation_function="relu"),
-                           "activation_function 'relu' is not GPT-2's"),
     "another epsilon": (edit_config(layer_norm_epsilon=1e-2),
                         "layer_norm_epsilon 0.01 is not GPT-2's"),
-    "untied": (edit_config(tie_word_embeddings=False),
-               "tie_word_embeddings False is not GPT-2's"),
     "c_attn of three axes": (
-        edit_weight("transformer.h.0.attn.c_attn.weight", torch.zeros(2, 3, 3)),
+        add_weight("transformer.h.0.attn.c_attn.weight", torch.zeros(2, 3, 3)),
         "missing or unknown"),
-    "truncated": (cut_short, "cannot be read"),
-    "not weights": (write("model.safetensors", b"GIF89a" * 100), "cannot be read"),
-    "a weight missing": (edit_weight("transformer.h.2.mlp.c_fc.bias", None),
-                         "h.2.mlp.c_fc.bias"),
-    "a weight too many": (edit_weight("odd", torch.zeros(1)), "'odd'"),
+    "a weight too many": (add_weight("odd", torch.zeros(1)), "'odd'"),
+    "truncated": (edit("model.safetensors", lambda old: old[:1000]), "cannot be read"),
     "broken .bin": (old_bin(b"PK\3\4 no"), "cannot be read"),
     "a .bin that is code": (old_bin({"a": print}), "cannot be read"),
     "ranks are no ranks": (write("ranks.tiktoken", "hello world\n"), "not a ranks file"),
@@ -151,7 +106,9 @@ BROKEN = {   # what is done to a folder, and what is said about it
                           "without gaps and duplicates"),
     "bytes are missing": (write("ranks.tiktoken", "YQ== 0\nYg== 1\n"),
                           "does not have all 256 bytes"),
-    "ranks file of a larger vocabulary": (add_a_rank, "smaller than its tokenizer's 1025"),
+    "ranks file of a larger vocabulary": (
+        edit("ranks.tiktoken", lambda old: old + b"enp6eno= 1023\n"),
+        "smaller than its tokenizer's 1025"),
 }
 
 
@@ -164,7 +121,7 @@ def test_a_broken_folder_is_refused_in_one_line(folder, case):
     assert message in str(error.value) and "\n" not in str(error.value), error.value
 
 
-@pytest.mark.parametrize("name", ["gpt3", "no/such/folder", "README.md", "", "x" * 300, "a\0b"])
+@pytest.mark.parametrize("name", ["no/such/folder", "README.md", "x" * 300, "a\0b"])
 def test_an_unknown_name_is_refused(name):
     with pytest.raises(ValueError, match="model '"):
         load(name)
@@ -182,25 +139,21 @@ def test_a_gpt2_name_is_downloaded_once_with_torchs_loader(folder, tmp_path, mon
 
 
 def test_no_network_is_one_clear_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-
     def unreachable(*args, **kwargs):
         raise URLError("Name or service not known")
 
-    monkeypatch.setattr(torch.hub, "download_url_to_file", unreachable)
-    message = ("model 'gpt2-xl': downloading config.json failed "
-               ".*local folder or the built-in model")
-    with pytest.raises(ValueError, match=message):
-        GPT.from_pretrained("gpt2-xl")
-    assert not list((tmp_path / "checkpoints/gpt2-xl").glob("*"))
-
     def offline(name):
-        import requests
         raise requests.exceptions.ConnectionError("Max retries exceeded with url")
 
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", unreachable)
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    message = "tokenizer 'gpt2': .*cannot reach the network .*ConnectionError"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="model 'gpt2-xl': downloading config.json failed "
+                                         ".*local folder or the built-in model"):
+        GPT.from_pretrained("gpt2-xl")
+    assert not list((tmp_path / "checkpoints/gpt2-xl").glob("*"))
+    with pytest.raises(ValueError, match="tokenizer 'gpt2': .*cannot reach the network "
+                                         ".*ConnectionError"):
         toolbox.tokenizer.gpt2()
 
 
@@ -225,16 +178,3 @@ def test_a_vocab_json_is_read(folder):
         (folder / "vocab.json").write_text(broken)
         with pytest.raises(ValueError, match="not a byte-level vocabulary like GPT-2's"):
             load(folder)
-
-
-def test_a_ranks_file_equals_its_trainer(tmp_path):
-    pytest.importorskip("tokenizers")
-    texts = ["the theme of the thesis is there", "naïve café ☕ ☕ ☕", "aaaa aaa aa a"]
-    ranks = train_ranks(texts, 280)
-    assert len(ranks) == 280 and sorted(ranks.values()) == list(range(280))
-    assert all(ranks[bytes([b])] == b for b in range(256))
-    write_ranks_file(ranks, tmp_path / "x.tiktoken")
-    encoding = from_ranks_file(tmp_path / "x.tiktoken")
-    for text in texts:
-        assert encoding.decode(encoding.encode(text)) == text
-    assert len(encoding.encode("the the the")) < 9

@@ -1,10 +1,11 @@
 """What README and docs say is so."""
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from experiments import results, tables
+from experiments import motion, results, tables
 from experiments.ladder import calculated, run_stages
 from experiments.memory import storm
 from toolbox.load import load
@@ -14,8 +15,6 @@ from toolbox.workload import PROMPTS, make_requests, read_prompts
 ROOT = Path(__file__).parent.parent
 PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", ROOT / "assignments" / "README.md",
          ROOT / "notebooks" / "README.md"]
-EACH_PAGE = pytest.mark.parametrize("path", PAGES,
-                                    ids=lambda path: path.relative_to(ROOT).as_posix())
 
 
 def test_the_ladder_of_counts():
@@ -39,21 +38,14 @@ def test_the_ladder_of_counts():
                                            "copied_bytes")}.items() <= said["stages"][name].items()
 
 
-@EACH_PAGE
-def test_tables_are_those_of_the_committed_results(path):
-    """`python -m experiments.tables` makes them."""
-    text = path.read_text(encoding="utf-8")
-    assert tables.renewed(text) == text
-
-
 def test_every_table_is_shown_and_every_result_says_where_it_was_measured():
     shown = re.findall("<!-- table: (.+?) -->", "".join(path.read_text(encoding="utf-8")
                                                         for path in tables.pages()))
     assert sorted(shown) == sorted(tables.TABLES)
     for path in results.FOLDER.glob("*.json"):
-        if path.stem != "bench":   # a list, with the machine in each of its entries
-            measured = results.load(path.stem)["measured"]
-            assert set(measured) == {"machine", "date", "commit", "command"}
+        found = results.load(path.stem)
+        for result in found if isinstance(found, list) else [found]:
+            assert {"machine", "date", "commit", "command"} <= set(result["measured"])
 
 
 def test_a_table_that_is_old_is_found(tmp_path, monkeypatch, capsys):
@@ -66,9 +58,11 @@ def test_a_table_that_is_old_is_found(tmp_path, monkeypatch, capsys):
         tables.renewed("<!-- table: x -->\n<!-- end -->")
 
 
-@EACH_PAGE
-def test_files_pictures_and_modules_are_there(path):
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_tables_files_pictures_and_modules_are_those_that_are_there(path):
+    """If a table is old: python -m experiments.tables"""
     text = path.read_text(encoding="utf-8")
+    assert tables.renewed(text) == text
     linked = re.findall(r"\]\(((?!http)[^)#]+)\)", text) + re.findall(r'src="([^"]+)"', text)
     modules = set(re.findall(r"python -m (\w+(?:\.\w+)*)", text)) - {"venv", "pytest"}
     for name in linked:
@@ -92,3 +86,16 @@ def test_the_preemption_storm():
     traces = storm(load()[0])
     assert [trace.counts.get("preemptions", 0) for trace in traces.values()] == [0, 4]
     assert traces["pages"].passes[-1].step < traces["reserve"].passes[-1].step
+
+
+@pytest.mark.parametrize("theme", motion.THEMES)
+def test_the_committed_picture_has_every_token_and_is_what_the_command_draws(theme):
+    """If it has not: python -m experiments.motion"""
+    traces = {stage: motion.run(stage) for stage in motion.PANELS}
+    text = (motion.FOLDER / f"motion-{theme}.svg").read_text(encoding="utf-8")
+    assert text == motion.picture(traces, motion.THEMES[theme])
+    ElementTree.fromstring(text)   # well-formed
+    ticks = len(re.findall(r"M[\d.]+ \d+v10", text))
+    assert ticks == sum(len(r.generated) for trace in traces.values() for r in trace.requests)
+    stalled, flowing = (1e3 * max(motion.gaps(trace))[0] for trace in traces.values())
+    assert stalled > 5 * flowing

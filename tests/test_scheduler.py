@@ -1,42 +1,19 @@
 """Golden plans: what the Scheduler hands out, step by step, and what a Request refuses."""
 import math
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from common import BLOCK_SIZE, CONFIG, Engine, examples, finish, queue, run
-from hypothesis import HealthCheck, given, settings
+from common import CONFIG, examples, finish, plans, queue, run
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant
 
 import scheduler
 from beyond.fairness import POLICIES, FairScheduler
-from generate_ragged import Flat
 from paging import PagedScheduler, Pages
 from request import Request, prepare
 from scheduler import Scheduler
-
-
-def plans(sizes, arrivals=None, cancel=(), **limits):
-    """
-    The plans of all steps, written like "A1 B1 C4". sizes: (prompt, new tokens) for A, B, C, ...
-    cancel: (step, name) pairs, before that step is scheduled.
-    """
-    scheduler = Scheduler(**limits)
-    requests = queue(scheduler, [Request([0] * prompt, new, name="ABCDEFGH"[i],
-                                         arrival=arrivals[i] if arrivals else 0)
-                                 for i, (prompt, new) in enumerate(sizes)])
-
-    def between(step):
-        for request in requests:
-            if (step, request.name) in cancel:
-                scheduler.cancel(request)
-
-    return run(scheduler, between=between)
 
 
 @pytest.mark.parametrize("sizes, max_batch, token_budget, more, expected", [
@@ -58,30 +35,16 @@ def plans(sizes, arrivals=None, cancel=(), **limits):
     ([(2, 2), (3, 2)], 8, 8, {"arrivals": [3, 1]}, ["B3", "B1", "A2", "A1"]),
 ])
 def test_plans(sizes, max_batch, token_budget, more, expected):
-    assert plans(sizes, max_batch=max_batch, token_budget=token_budget, **more) == expected
-
-
-def test_none_is_admitted_while_the_running_ones_have_a_budget_full_to_do():
-    """A place is free, but there is nothing that a fourth request could compute in this step."""
-    scheduler, running = Scheduler(max_batch=4, token_budget=6), []
-    queue(scheduler, [Request([0] * n, name=name) for name, n in (("A", 3), ("B", 9), ("C", 3))])
-    for step in range(4):
-        plan = scheduler.schedule(step)
-        running.append(" ".join(f"{request.name}{request.todo}" for request in scheduler.running))
-        finish(scheduler, plan)
-    # 3 + 9 are at least 6, so C waits; 1 + 6 still; then 2
-    assert running == ["A3 B9", "A1 B6", "A1 B1 C3", "A1 B1 C1"]
+    scheduler = Scheduler(max_batch, token_budget, more.get("max_kv_tokens"))
+    assert plans(scheduler, sizes, more.get("arrivals"))[0] == expected
 
 
 def test_requests_are_added_in_order_of_arrival():
-    scheduler = Scheduler(1, 1)
-    early, late, tie = (prepare(Request([0], name=name, arrival=arrival), CONFIG)[0]
-                        for name, arrival in [("early", 3), ("late", 4), ("tie", 4)])
-    scheduler.add(late)
-    with pytest.raises(ValueError, match="request 'early' arrives before request 'late': add it"):
+    scheduler, early = Scheduler(1, 1), prepare(Request([0], name="early", arrival=3), CONFIG)[0]
+    queued = queue(scheduler, [Request([0], name=name, arrival=4) for name in ("late", "tie")])
+    with pytest.raises(ValueError, match="request 'early' arrives before request 'tie': add it"):
         scheduler.add(early)
-    scheduler.add(tie)
-    assert list(scheduler.waiting) == [late, tie]   # nothing has come of the one that was refused
+    assert list(scheduler.waiting) == queued   # nothing has come of the one that was refused
 
 
 @pytest.mark.parametrize("cancel, expected", [
@@ -90,14 +53,14 @@ def test_requests_are_added_in_order_of_arrival():
     ([(0, "A"), (0, "C")], ["B2", "B1", "B1", "B1"]),            # while it waits
 ])
 def test_cancel_frees_the_place_and_the_reservation_in_any_state(cancel, expected):
-    limits = dict(max_batch=2, token_budget=4, max_kv_tokens=20)
-    assert plans([(6, 4), (2, 4), (4, 1)], cancel=cancel, **limits) == expected
+    scheduler = Scheduler(max_batch=2, token_budget=4, max_kv_tokens=20)
+    assert plans(scheduler, [(6, 4), (2, 4), (4, 1)], cancel=cancel)[0] == expected
 
 
 SCHEDULERS = {
     "reserving": lambda: Scheduler(max_batch=2, token_budget=8, max_kv_tokens=40),
     "paged": lambda: PagedScheduler(2, 8, Pages(20, 2)),
-    **{policy: lambda policy=policy: FairScheduler(2, 8, Pages(20, 2), policy)
+    **{policy: lambda policy=policy: FairScheduler(2, 8, Pages(20, 2), policy, bound=2)
        for policy in POLICIES},
 }
 
@@ -114,7 +77,7 @@ def test_of_many_marked_requests_none_is_computed(kind):
     assert {request.finish_reason for request in requests[:25]} == {"cancelled"}
 
 
-@settings(max_examples=examples(300), deadline=None, derandomize=True)
+@settings(max_examples=examples(300))
 @given(sizes=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 12)), min_size=1, max_size=8),
        max_batch=st.integers(1, 9), token_budget=st.integers(1, 30),
        slack=st.one_of(st.none(), st.integers(0, 100)))
@@ -141,22 +104,27 @@ def test_limits_hold_and_the_budget_is_used(sizes, max_batch, token_budget, slac
 
 
 class Watched(Request):
-    """Counts how often an attribute of a request is read."""
+    """Counts how often an attribute of a request is read, or one is compared with another."""
     reads = 0
 
     def __getattribute__(self, name):
         Watched.reads += 1
         return super().__getattribute__(name)
 
+    def __eq__(self, other):
+        Watched.reads += 1
+        return self is other
+
+    __hash__ = Request.__hash__
+
 
 def reads_per_step(waiting, arrival, scheduler):
-    """Of the attributes of so many waiting requests, while two others run and finish."""
-    queue(scheduler, [Request([0] * 4, 3, name="A"), Request([0] * 9, 3, name="B"),
+    """Of so many waiting requests, while others run and finish; B is overtaken, and becomes due."""
+    queue(scheduler, [Request([0] * 4, 3, name="A"), Watched([0] * 9, 3, name="B", priority=1),
                       *(Watched([0] * 4, 3, name=f"w{i}", arrival=arrival)
                         for i in range(waiting))])
     reads = []
-    for step in range(6):
-        assert scheduler.busy
+    for step in range(9):
         Watched.reads = 0
         assert scheduler.busy
         finish(scheduler, scheduler.schedule(scheduler.next_step(step)))
@@ -167,31 +135,24 @@ def reads_per_step(waiting, arrival, scheduler):
 
 @pytest.mark.parametrize("kind, arrival", [
     *((kind, 0) for kind in SCHEDULERS), ("reserving", 100), ("paged", 100)])
-def test_a_step_does_not_look_at_every_waiting_request(kind, arrival, monkeypatch):
+def test_a_step_does_not_look_at_every_waiting_request(kind, arrival):
     new = SCHEDULERS[kind]
     few, many = reads_per_step(10, arrival, new()), reads_per_step(1000, arrival, new())
     # a heap or a sorted queue may look at a few more
     assert all(b <= a + 40 * (kind in POLICIES) for a, b in zip(few, many)) and any(many)
-
-    def arrived(self, step):   # a mutant that looks for all that have arrived
-        return any([request.arrival <= step for request in self.waiting])
-
-    monkeypatch.setattr(Scheduler, "arrived", arrived)
-    assert sum(reads_per_step(1000, arrival, new())) > sum(many) + 1000
 
 
 @pytest.mark.parametrize("arguments, message", [
     (dict(prompt=[]), "request 'r7': the prompt is empty"),
     (dict(max_new_tokens=0), "max_new_tokens must be a whole number of at least 1, not 0"),
     (dict(max_new_tokens=True), "max_new_tokens"),
-    (dict(temperature=-0.1), "temperature must be a number of at least 0, not -0.1"),
-    *((dict(temperature=t), "temperature") for t in (math.nan, math.inf, "hot")),
+    *((dict(temperature=t), "temperature must be a number of at least 0, not ")
+      for t in (-0.1, math.nan, math.inf, "hot")),
     (dict(top_k=0), "top_k"),
     *((dict(arrival=arrival), "arrival") for arrival in (-1, 1.5)),
     (dict(priority=-1), "priority"),
     *((dict(prompt=prompt), "prompt must be a list of token ids") for prompt in ([1.5], None, "a")),
-    *((dict(seed=seed), f"seed must be a whole number of at least 0, not {seed!r}")
-      for seed in ("x", -1)),
+    (dict(seed=-1), "seed must be a whole number of at least 0, not -1"),
     (dict(eos_token=1.0), "eos_token must be a whole number"),
 ])
 def test_a_request_refuses_bad_values(arguments, message):
@@ -219,18 +180,6 @@ def test_token_ids_of_any_library():
         assert request.prompt == [1, 2] and all(type(token) is int for token in request.prompt)
 
 
-def test_a_slice_of_the_tokens_is_what_it_is_of_the_whole_list():
-    request, = prepare(Request([5, 6, 7], 4), CONFIG)
-    for token in 8, 9:
-        request.append(token)
-    for start in range(6):
-        for end in range(start, 7):
-            assert request.slice(start, end) == [5, 6, 7, 8, 9][start:end]
-    request.slice(0, 5).append(0)
-    request.tokens.append(0)
-    assert request.tokens == [5, 6, 7, 8, 9]   # both are copies
-
-
 def test_a_request_may_still_be_imported_from_scheduler():
     assert scheduler.Request is Request
 
@@ -254,47 +203,8 @@ def test_a_request_runs_once():
 
 
 @pytest.mark.parametrize("limits", [
-    dict(max_batch=0), dict(token_budget=0), dict(max_kv_tokens=0), dict(max_batch=1.5),
-    dict(token_budget="8"),
-])
+    dict(max_batch=0), dict(max_batch=1.5), dict(token_budget="8"), dict(max_kv_tokens=0)])
 def test_the_scheduler_refuses_bad_limits(limits):
-    name = next(iter(limits))
+    name, = limits
     with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1"):
         Scheduler(**{"max_batch": 1, "token_budget": 1, **limits})
-
-
-@pytest.mark.parametrize("module", ["scheduler", "paging"])
-def test_the_bookkeeping_knows_no_tensors(module):
-    code = (f"import sys, {module} as module; assert 'torch' not in sys.modules; "
-            "assert not {'torch', 'numpy', 'time'} & set(vars(module))")
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
-
-
-class RaggedEngine(Engine):
-    """add, step, cancel and failing steps in any order, with reserved room."""
-
-    @initialize(max_batch=st.integers(1, 5), budget=st.integers(1, 12),
-                room=st.integers(BLOCK_SIZE, 80))
-    def begin(self, max_batch, budget, room):
-        self.scheduler = Scheduler(max_batch, budget, room)
-
-    def lay_out(self, plan):
-        return Flat(plan)
-
-    @invariant()
-    def books_are_right(self):
-        running = self.scheduler.running
-        assert sum(request.kv_tokens for request in running) <= self.scheduler.max_kv_tokens
-        for request in self.requests:
-            if request not in running:
-                assert request.kv is None
-            elif request.kv:
-                buffers = [*request.kv.k.values(), *request.kv.v.values()]
-                assert {buffer.size(-2) for buffer in buffers} <= {request.kv_tokens}
-        assert all(request.computed == 0 for request in self.scheduler.waiting)
-
-
-RaggedEngine.TestCase.settings = settings(
-    max_examples=examples(60), stateful_step_count=25, deadline=None, derandomize=True,
-    suppress_health_check=list(HealthCheck))
-TestRaggedEngine = RaggedEngine.TestCase

@@ -2,9 +2,9 @@
 import asyncio
 import json
 import random
+import re
 import signal
 import socket
-import subprocess
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,7 +39,7 @@ class Running:
         self.listener = listen("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.uvicorn, self.passes = Uvicorn(self.server), []
+        self.uvicorn = Uvicorn(self.server)
         self.thread = Thread(target=self.uvicorn.run, kwargs={"sockets": [self.listener]})
 
     def client(self, kind=openai.OpenAI):
@@ -114,6 +114,15 @@ async def answer(client, body, stream=True):
     return "".join(choice.text for choice in choices), choices[-1].finish_reason, parts[-1].usage
 
 
+def ask_all(running, bodies):
+    """The answers to bodies that are sent at the same time, or their errors; most as streams."""
+    async def everyone():
+        async with running.client(openai.AsyncOpenAI) as client:
+            return await asyncio.gather(return_exceptions=True, *(
+                answer(client, body, i % 3 > 0) for i, body in enumerate(bodies)))
+    return asyncio.run(everyone())
+
+
 # --- the engine -----------------------------------------------------------------------------------
 
 def test_the_loop_of_stage_7_is_the_same_one_closed():
@@ -139,21 +148,19 @@ def test_the_loop_of_stage_7_is_the_same_one_closed():
 
 
 def test_who_leaves_frees_its_pages_before_the_next_pass():
-    engine = Engine(toy(), pages=20, page_size=2, max_batch=2)
+    engine, seen = Engine(toy(), pages=20, page_size=2, max_batch=2), []
     first, second, third = requests = [Request([i] * 9, 8) for i in range(3)]
     for request in requests:
         engine.add(request)
     engine.step()
     engine.cancel(first)
     engine.cancel(third)   # still in the queue
-    seen = []
     engine.watch = lambda batch: seen.append([request for request, _ in batch.plan])
-    events = engine.step()
-    assert seen == [[second]] and first.kv is None
-    assert {r: r.finish_reason for r, token, _ in events if token is None} == {
-        first: "cancelled", third: "cancelled"}
+    ended = [event.request for event in engine.step() if event.token is None]
+    assert seen == [[second]] and first.kv is None and set(ended) == {first, third}
     while engine.busy:
         engine.step()
+    assert [r.finish_reason for r in requests] == ["cancelled", "length", "cancelled"]
     assert second.generated == alone(engine.model, second)[0]
 
 
@@ -168,11 +175,10 @@ def test_text_of_a_stream_is_the_text_of_the_whole_up_to_a_stop(stops):
                 got += text.add(TOKENIZER.encode_single_token(bytes([byte])))
             assert whole.startswith(got)
         got += "" if text.stopped else text.add(None)
-        cuts = [whole.index(stop) for stop in stops if stop in whole]
-        # at the first token that completes one
-        ends = [whole.index(stop) + len(stop) for stop in stops if stop in whole]
-        first = [cut for cut, end in zip(cuts, ends) if end == min(ends)]
-        assert got == (whole[:min(first)] if cuts else whole)
+        # the first token that completes a stop ends the text before it, and before any longer one
+        found = [(whole.index(stop) + len(stop), whole.index(stop))
+                 for stop in stops if stop in whole]
+        assert got == whole[:min(found)[1] if found else None]
 
 
 # --- real clients ---------------------------------------------------------------------------------
@@ -180,62 +186,41 @@ def test_text_of_a_stream_is_the_text_of_the_whole_up_to_a_stop(stops):
 @pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.thorough)])
 def test_concurrent_clients_get_what_they_would_have_got_alone(number):
     bodies = list(asks(number))
-
-    async def everyone(running):
-        async with running.client(openai.AsyncOpenAI) as client:
-            return await asyncio.gather(*(answer(client, body, i % 3 > 0)
-                                          for i, body in enumerate(bodies)))
     with serving(pages=12, max_batch=6, max_waiting=number) as running:   # some are preempted
-        answers = asyncio.run(everyone(running))
+        answers = ask_all(running, bodies)
         running.until(lambda: sum(running.server.ends.values()) == number)
-        metrics = dict(line.rsplit(" ", 1) for line in httpx.get(
-            running.url + "/metrics").text.splitlines() if line[0] != "#")
+        metrics = {name.removeprefix("nanobatch_"): float(value) for name, value in re.findall(
+            r"^(\S+) (\S+)$", httpx.get(running.url + "/metrics").text, re.MULTILINE)}
     for body, (text, reason, usage) in zip(bodies, answers):
         assert (text, reason) == expected(body)
         assert usage.prompt_tokens == len(TOKENIZER.encode_ordinary(body["prompt"]))
         assert 0 < usage.completion_tokens <= body["max_tokens"]
-    counted = {name.removeprefix("nanobatch_"): float(value) for name, value in metrics.items()}
-    assert counted["ttft_seconds_count"] == number and counted["preemptions_total"] > 0
-    assert sum(counted[f"requests_{end}_total"] for end in ("stop", "length", "cancelled")
-               if f"requests_{end}_total" in counted) == number
-    assert counted["tokens_total"] >= sum(usage.completion_tokens for *_, usage in answers)
-    assert counted["itl_seconds_count"] >= sum(usage.completion_tokens - 1 for *_, usage in answers)
-    assert counted['itl_seconds_bucket{le="+Inf"}'] == counted["itl_seconds_count"]
+    used = sum(usage.completion_tokens for *_, usage in answers)
+    assert metrics["ttft_seconds_count"] == number and metrics["preemptions_total"] > 0
+    assert metrics["tokens_total"] >= used and metrics["itl_seconds_count"] >= used - number
+    assert metrics['itl_seconds_bucket{le="+Inf"}'] == metrics["itl_seconds_count"]
 
 
-def test_chat_and_curl():
+def test_chat_tokens_models_and_the_lines_of_a_stream():
+    text, ask = "user: hi\nassistant:", dict(model="m", max_tokens=9, temperature=0)
+    want = expected({"prompt": text, "max_tokens": 9, "temperature": 0, "seed": 0})
     with serving() as running:
-        ask = dict(model="m", max_tokens=9, temperature=0)
-        text = "user: hi\nassistant:"
+        client = running.client()
         for content in "hi", [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]:
-            chat = running.client().chat.completions.create(
-                messages=[{"role": "user", "content": content}], **ask)
-            want = expected({"prompt": text, "max_tokens": 9, "temperature": 0, "seed": 0})
-            assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == want
-        ids = running.client().completions.create(prompt=TOKENIZER.encode_ordinary(text), **ask)
+            chat = client.chat.completions.create(
+                messages=[{"role": "user", "content": content}], **ask).choices[0]
+            assert (chat.message.content, chat.finish_reason) == want
+        ids = client.completions.create(prompt=TOKENIZER.encode_ordinary(text), **ask)
         assert ids.choices[0].text == want[0]
-        assert [model.id for model in running.client().models.list()] == ["m"]
-        done = subprocess.run(["curl", "-sN", running.url + "/v1/completions", "-H",
-                               "Content-Type: application/json", "-d", json.dumps(
-                                   {"prompt": text, "stream": True} | ask)],
-                              capture_output=True, text=True, check=True)
-        *lines, end = [line[6:] for line in done.stdout.split("\n\n") if line]
-        assert end == "[DONE]"
-        assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == want[0]
+        assert [model.id for model in client.models.list()] == ["m"]
+        *parts, end, nothing = running.post(prompt=text, stream=True, **ask).text.split("\n\n")
+        assert (end, nothing) == ("data: [DONE]", "")
+        parts = [json.loads(part.removeprefix("data: "))["choices"][0]["text"] for part in parts]
+        assert "".join(parts) == want[0]
 
 
-def test_a_client_that_disconnects_frees_its_pages_within_a_step():
+def test_clients_that_disconnect_end_their_requests_alone():
     with serving(LONG, pages=600, max_batch=4) as running:
-        engine, cancelled, late = running.engine, {}, []
-        cancel = engine.cancel
-
-        def note(request):
-            cancelled.setdefault(request.name, engine.number)
-            cancel(request)
-        engine.cancel = note
-        engine.watch = lambda batch: late.extend(
-            request.name for request, _ in (batch.plan if batch else ())
-            if engine.number > cancelled.get(request.name, engine.number) + 1)
         body = dict(model="m", prompt="a", max_tokens=2000, extra_body={"ignore_eos": True})
         stay = running.client().completions.create(**body | {"max_tokens": 300}, stream=True)
         for _ in range(3):
@@ -245,8 +230,7 @@ def test_a_client_that_disconnects_frees_its_pages_within_a_step():
         with pytest.raises(openai.APITimeoutError):   # it waits for a whole answer, and leaves
             running.client().with_options(timeout=0.3).completions.create(**body)
         assert sum(part.choices[0].text is not None for part in stay) == 301
-        running.until(lambda: len(cancelled) == 4)
-    assert not late
+        running.until(lambda: running.server.ends == {"length": 1, "cancelled": 4})
 
 
 def test_a_slow_reader_is_cut_off_and_holds_up_nobody(monkeypatch):
@@ -279,47 +263,30 @@ def test_the_reason_reaches_a_slow_reader_that_goes_on():
 
 def test_a_full_queue_answers_429_and_what_never_fits_400():
     with serving(LONG, pages=20, max_batch=1, max_waiting=2) as running:
-        client = running.client()
-        ask = dict(model="m", prompt="a", extra_body={"ignore_eos": True}, max_tokens=300)
-        streams = [client.completions.create(stream=True, **ask)]
-        threads = [Thread(target=client.completions.create, kwargs=ask) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        running.until(lambda: len(running.engine.scheduler.waiting) == 2)
-        with pytest.raises(openai.RateLimitError, match="2 requests wait") as full:
-            client.completions.create(**ask)
-        assert int(full.value.response.headers["retry-after"]) >= 1
-        with pytest.raises(openai.BadRequestError, match="25 pages of 16 tokens, pages is 20"):
-            client.completions.create(**ask | {"max_tokens": 400})
-        with pytest.raises(openai.BadRequestError, match="5000 tokens does not fit"):
-            client.completions.create(**ask | {"prompt": [1] * 5000})
-        streams[0].close()
-        for thread in threads:
-            thread.join()
+        ask = {"prompt": "a", "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+        refused = [answer for answer in ask_all(running, [ask] * 6)
+                   if isinstance(answer, openai.RateLimitError)]
+        assert 3 <= len(refused) <= 4 and "2 requests wait" in str(refused[0])
+        assert int(refused[0].response.headers["retry-after"]) >= 1
+        for wrong, why in (({"max_tokens": 400}, "25 pages of 16 tokens, pages is 20"),
+                           ({"prompt": [1] * 5000}, "5000 tokens does not fit")):
+            got = running.post(**{"prompt": "a", **wrong})
+            assert got.status_code == 400 and why in got.text
 
 
 def test_a_failed_pass_fails_its_requests_and_nothing_else():
+    def fail(model, arguments):
+        if arguments[2].__self__.plan[0][0].prompt[0] == 7:
+            raise ZeroDivisionError("for the test")
+
+    good = {"prompt": "a", "max_tokens": 30, "temperature": 0, "seed": 0}
     with serving(max_batch=1) as running:
-        def fail(model, arguments):
-            if arguments[2].__self__.plan[0][0].prompt[0] == 7:
-                raise ZeroDivisionError("for the test")
+        server = running.server   # it holds the first pass until all three are there
+        running.engine.pace = lambda: 0.01 * (len(server.streams) + server.ends.total() < 3)
         with MODEL.register_forward_pre_hook(fail):
-            good = {"prompt": "a", "max_tokens": 30, "temperature": 0, "seed": 0}
-            answers = {}
-            threads = [Thread(target=lambda i, body: answers.update({i: running.post(**body)}),
-                              args=each) for each in enumerate([good, {"prompt": [7]}, good])]
-            running.engine.pace = lambda: 9   # seconds: all three are there before the first pass
-            for i, thread in enumerate(threads, 1):
-                thread.start()
-                running.until(lambda: len(running.engine.unfinished) == i)
-            running.engine.pace = None
-            running.engine.wake()
-            for thread in threads:
-                thread.join()
-        assert [answers[i].status_code for i in range(3)] == [200, 500, 200]
-        assert "ZeroDivisionError: for the test" in answers[1].json()["error"]["message"]
-        for i in 0, 2:
-            assert answers[i].json()["choices"][0]["text"] == expected(good)[0]
+            error, *fine = ask_all(running, [{"prompt": [7]}, good, good])
+        assert [answer[:2] for answer in fine] == [expected(good)] * 2
+        assert error.status_code == 500 and "ZeroDivisionError: for the test" in str(error)
         stream = running.client().completions.create(model="m", stream=True, **good)
         next(iter(stream))
         with MODEL.register_forward_pre_hook(lambda *_: 1 / 0):

@@ -8,13 +8,12 @@ import io
 import json
 import multiprocessing
 import os
-import random
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import BLOCK_SIZE, SCHEDULED, STAGES, VOCAB, assert_contract, toy
+from common import BLOCK_SIZE, SCHEDULED, STAGES, assert_contract, knobs_of, toy
 
 from beyond import tensor_parallel
 from beyond.tensor_parallel import shard
@@ -37,17 +36,20 @@ NAME = "python -m beyond.tensor_parallel: "
 
 # --- ranks: processes that have already imported everything ---------------------------------------
 
-def on_ranks(number, work, *arguments, heard=None):
+# A fork does not import torch once more. Windows has none.
+FORK = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+
+
+def on_ranks(number, work, *arguments, heard=None, start=FORK):
     """
-    Calls `work(*arguments)`, a function at the top of this module, on so many ranks, each a process
+    Calls `work(*arguments)`, a function at the top of a module, on so many ranks, each a process
     with the environment that torchrun gives it. Returns [(exit status, stdout, stderr), ...] of the
-    first `heard`: those after it may never end.
+    first `heard`: those after it may never end. Work on several threads needs `start` to spawn: a
+    fork inherits OpenMP's list of threads, but not the threads, and waits for them for ever.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    # A fork does not import torch once more. Windows has none.
-    start = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
     pipes = [start.Pipe(duplex=False) for _ in range(number)]
     processes = [start.Process(target=one_rank, args=(far, rank, number, port, work, arguments))
                  for rank, (_, far) in enumerate(pipes)]
@@ -55,6 +57,8 @@ def on_ranks(number, work, *arguments, heard=None):
         process.start()
         far.close()
     try:
+        for rank, (near, _) in enumerate(pipes[:heard]):
+            assert near.poll(1200), f"rank {rank} has said nothing for 20 minutes"
         return [near.recv() for near, _ in pipes[:heard]]
     finally:
         for process in processes:
@@ -89,47 +93,34 @@ def in_group(work, *arguments):
 
 
 def assert_right(number, work):
+    """`work()` is right on so many ranks, which form a process group."""
     assert [status for status, *_ in on_ranks(number, in_group, work)] == [0] * number
 
 
 # --- the contract ---------------------------------------------------------------------------------
 
-def workload(seed, n=7):
-    rng = random.Random(seed)
-    start = [rng.randrange(VOCAB) for _ in range(9)]   # some prompts begin alike
-
-    def request(i):
-        prompt = start[:rng.randint(1, 9)]
-        prompt = prompt + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 9))]
-        return Request(prompt, rng.randint(1, 9), rng.choice([0.0, 1.0]), seed=i, name=f"r{i}",
-                       arrival=rng.choice([0, 0, 3]), priority=i % 2)
-
-    return [request(i) for i in range(n)]
+def workload():   # prompts of 1 to 18 tokens, which begin alike
+    return [Request([*range(9 - i), *[i] * (2 * i + 1)], 9 - i, i % 2, seed=i, name=f"r{i}",
+                    arrival=i // 5 * 3, priority=i % 2) for i in range(9)]
 
 
 def every_stage_is_right():
     whole = toy(**EVEN)
-    model = shard(copy.deepcopy(whole))
-    counts, seeds = Counter(), range(3 if os.environ.get("THOROUGH") else 1)
+    model, counts = shard(copy.deepcopy(whole)), Counter()
     for stage, generate in STAGES.items():
-        knobs = {} if "cache" in stage or stage == "unbatched" else {"max_batch": 4}
-        if stage in SCHEDULED:
-            knobs["token_budget"] = 6
-        for seed in seeds:
-            assert_contract(model, generate, workload(seed), whole=whole, **knobs)
-        if stage == "paged":   # so few pages that requests are preempted and computed again
-            scarce = {"pages": BLOCK_SIZE // 3 + 1, "page_size": 3, "policy": "priority"}
-        else:
-            scarce = {"max_kv_tokens": BLOCK_SIZE + 3}
-        if stage in SCHEDULED:
-            for seed in seeds:
-                trace = assert_contract(model, generate, workload(seed), whole=whole, **knobs,
-                                        **scarce)
-                counts.update(trace.counts)
+        # at last so few pages that requests are preempted and computed again
+        for more in {}, dict(max_kv_tokens=BLOCK_SIZE + 3, pages=BLOCK_SIZE // 3 + 1, page_size=3,
+                             policy="priority"):
+            knobs = knobs_of(stage, max_batch=4, token_budget=6, **more)
+            counts.update(assert_contract(model, generate, workload(), whole=whole, **knobs).counts)
+            if stage not in SCHEDULED:
+                break
     assert counts["preemptions"] > 0 and counts["shared_pages"] > 0
-    for p in model.h.parameters():
-        if p.dim() == 2:   # a share of each matrix
-            assert p.size(0) in (16 // dist.get_world_size(), 64 // dist.get_world_size(), 16)
+    share = 16 // dist.get_world_size()
+    for block in model.h:
+        for part, shape in ((block.attn.key, (share, 16)), (block.attn.c_proj, (16, share)),
+                            (block.mlp.c_fc, (4 * share, 16)), (block.mlp.c_proj, (16, 4 * share))):
+            assert part.weight.shape == shape
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
@@ -143,17 +134,11 @@ def uneven_is_refused_and_optimize_works():
             shard(toy(**config))
     whole = toy(dtype=torch.float32, **EVEN)
     for model in shard(copy.deepcopy(whole)).optimize(), shard(copy.deepcopy(whole).optimize()):
-        assert_contract(model, STAGES["ragged_varlen"], workload(0), whole=whole, tolerance=1e-4)
+        assert_contract(model, STAGES["ragged_varlen"], workload(), whole=whole, tolerance=1e-4)
 
 
 def test_uneven_heads_are_refused_and_optimize_works_in_either_order():
     assert_right(2, uneven_is_refused_and_optimize_works)
-
-
-def test_the_cost_model_finds_latency_and_bandwidth():
-    points = [(16, size, 16 * 30e-6 + size / 2e9) for size in (1e3, 1e5, 1e7)]
-    latency, bandwidth = measuring.fit(points)
-    assert latency == pytest.approx(30e-6) and bandwidth == pytest.approx(2e9)
 
 
 # --- the commands ---------------------------------------------------------------------------------
@@ -165,21 +150,14 @@ def script(*flags):
 def assert_script(status, out):
     assert status == 0 and "12/12 requests identical to unbatched" in out
     assert out.count("--- r0:") == 1   # rank 0 speaks
-    assert "2 ranks (gloo), 4 layers" in out
-    assert ("8 for 10 tokens of 1 request, 8 for 256 tokens of 1 request, "
-            "8 for 10 tokens of 5 requests, 8 for 5,120 tokens of 50 requests") in out
-    assert re.search(r"rank 0 in this run: [\d,]+ all-reduces, [\d.]+ MB, [\d.]+ s$", out,
-                     re.MULTILINE)
+    for words in ("2 ranks (gloo), 4 layers", "8 for 10 tokens of 1 request",
+                  "8 for 5,120 tokens of 50 requests", "rank 0 in this run: "):
+        assert words in out
 
 
-@pytest.mark.parametrize("flags", [
-    ["--stage", "paged", "--pages", "13", "--policy", "sjf"],
-    *(pytest.param(flags, marks=pytest.mark.thorough) for flags in (
-        ["--stage", "ragged"], ["--stage", "naive", "--max_batch", "3"],
-        ["--stage", "interleaved", "--max_kv_tokens", "200"])),
-], ids=" ".join)
-def test_the_script(flags):
-    (status, out, err), (other, said, _) = on_ranks(2, script, *flags, "--max_new_tokens", "12")
+def test_the_script():
+    flags = "--stage paged --pages 13 --policy sjf --max_new_tokens 12"
+    (status, out, err), (other, said, _) = on_ranks(2, script, *flags.split())
     assert_script(status, out)
     assert other == 0 and said == ""
 
@@ -193,16 +171,22 @@ def test_under_torchrun():
     assert_script(result.returncode, result.stdout)
 
 
+def test_the_cost_model_finds_latency_and_bandwidth():
+    points = [(16, size, 16 * 30e-6 + size / 2e9) for size in (1e3, 1e5, 1e7)]
+    assert measuring.fit(points) == pytest.approx((30e-6, 2e9))
+
+
 @pytest.mark.thorough
 def test_the_table(tmp_path):
     file = tmp_path / "ranks.json"
-    (status, out, err), _ = on_ranks(2, measuring.main, ["--quick", "--json", str(file)])
+    spawn = multiprocessing.get_context("spawn")
+    (status, out, err), _ = on_ranks(2, measuring.main, ["--quick", "--json", str(file)],
+                                     start=spawn)
     assert status == 0, (status, err)
     assert "cost model, fitted to 2 ranks" in out and "CALCULATED, not measured" in out
-    written = json.loads(file.read_text())
-    assert [(row["ranks"], row["tokens"], row["all_reduces"]) for row in written["rows"]] == [
-        (ranks, tokens, 16 * (ranks > 1)) for ranks in (1, 2) for tokens in (1, 8, 64, 512)]
-    assert written["model"]["latency"] > 0 and written["repeats"] == 3
+    assert [(row["ranks"], row["tokens"], row["all_reduces"])
+            for row in json.loads(file.read_text())["rows"]] == [
+        (ranks, tokens, 16 * (ranks > 1)) for ranks in (1, 1, 2) for tokens in (1, 8, 64, 512)]
 
 
 def test_one_clear_line_from_rank_0():
@@ -224,7 +208,6 @@ def test_without_torchrun(main, command, monkeypatch, capsys):
 
 
 def leaves():
-    import weakref
     destroy_process_group = dist.destroy_process_group
 
     def destroy():

@@ -4,12 +4,12 @@ The command line, with the same flags for every script. A stage calls `main(gene
 Exit status: 0 success, 1 a request is WRONG, 2 bad input (one line on stderr), 130 interrupted.
 """
 import argparse
-import contextlib
 import copy
 import inspect
 import os
 import platform
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -29,7 +29,13 @@ from toolbox.workload import PROMPTS, make_requests, read_prompts
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32,
           "bfloat16": torch.bfloat16, "float16": torch.float16}
-NUMBERS = ("max_batch", "token_budget", "max_kv_tokens", "pages", "page_size")
+NUMBERS = {"max_batch": "the most requests that run at the same time (default: 8)",
+           "token_budget": "the most tokens computed in a step (default: 64)",
+           "max_kv_tokens": "cache entries reserved by all running requests together "
+                            "(default: no limit)",
+           "pages": "pages in the pool of the paged stage "
+                    "(default: as many as the largest requests can fill)",
+           "page_size": "tokens per page (default: 16)"}
 KNOBS = (*NUMBERS, "policy", "share_prefixes", "pack", "attention", "use_cache")
 # knobs that are set by a flag of another name
 FLAGS = {("use_cache", False): "no_cache", ("share_prefixes", False): "no_share_prefixes"}
@@ -41,6 +47,9 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, **settings):
+        super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
+
     def error(self, message):
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
@@ -53,8 +62,7 @@ class Parser(argparse.ArgumentParser):
 def parser(doc):
     """doc: a script's docstring; the help shows its first paragraph and its next sentence."""
     first, second = (" ".join(paragraph.split()) for paragraph in doc.strip().split("\n\n")[:2])
-    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.",
-               formatter_class=Help, allow_abbrev=False)
+    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.")
 
     what = p.add_argument_group("what to generate")
     what.add_argument("--model", default="builtin",
@@ -80,18 +88,8 @@ def parser(doc):
                       help="requests arrive at random, R per step (default: all at step 0)")
 
     knobs = p.add_argument_group("how to batch (changes when a token comes, never which)")
-    knobs.add_argument("--max_batch", type=int, metavar="N",
-                       help="the most requests that run at the same time (default: 8)")
-    knobs.add_argument("--token_budget", type=int, metavar="N",
-                       help="the most tokens computed in a step (default: 64)")
-    knobs.add_argument("--max_kv_tokens", type=int, metavar="N",
-                       help="cache entries reserved by all running requests together "
-                            "(default: no limit)")
-    knobs.add_argument("--pages", type=int, metavar="N",
-                       help="pages in the pool of the paged stage "
-                            "(default: as many as the largest requests can fill)")
-    knobs.add_argument("--page_size", type=int, metavar="N",
-                       help="tokens per page (default: 16)")
+    for name, text in NUMBERS.items():
+        knobs.add_argument(f"--{name}", type=int, metavar="N", help=text)
     knobs.add_argument("--policy", choices=tuple(POLICIES),
                        help="which waiting request goes first (default: fcfs)")
     knobs.add_argument("--share_prefixes", action="store_const", const=True,
@@ -109,8 +107,7 @@ def parser(doc):
 
     where = p.add_argument_group("where")
     add_place(where)
-    where.add_argument("--optimize", action="store_true",
-                       help="use the fastest kernels available, model.optimize()")
+    add_optimize(where)
 
     out = p.add_argument_group("what to show")
     out.add_argument("--plot", metavar="FILE.png",
@@ -133,17 +130,20 @@ def add_place(group):
                        help="of weights and arithmetic")
 
 
+def add_optimize(group):
+    group.add_argument("--optimize", action="store_true",
+                       help="use the fastest kernels available, model.optimize()")
+
+
 def measuring_parser(prog, doc, quick, plot=True):
-    """For a command that measures and keeps its figures. quick: what its --quick does."""
-    p = Parser(prog=prog, description=" ".join(doc.split("\n\n")[0].split()),
-               formatter_class=Help, allow_abbrev=False)
+    """For a command that measures. quick: what its --quick does. plot: whether it can draw."""
+    p = Parser(prog=prog, description=" ".join(doc.split("\n\n")[0].split()))
     p.add_argument("--quick", action="store_true", help=quick)
     add_place(p)
     p.add_argument("--json", metavar="FILE.json", help="write the figures")
+    p.set_defaults(plot=None)
     if plot:
         p.add_argument("--plot", metavar="FILE.png", help="draw them")
-    else:
-        p.set_defaults(plot=None)
     return p
 
 
@@ -152,10 +152,8 @@ def measuring_place(args):
     (device, dtype, a text that says where it was measured) for a measuring command. Raises
     ValueError if there is no such device, or if the files cannot be written.
     """
-    if args.json:
-        plots.check_path(args.json, "--json")
-    if args.plot:
-        plots.check_path(args.plot, "--plot", plots.SUFFIXES)
+    plots.check_path(args.json, "--json")
+    plots.check_path(args.plot, "--plot", plots.SUFFIXES)
     device = device_of(args)
     name = f"{device}, {torch.get_num_threads()} threads"
     if device.type == "cuda":
@@ -188,18 +186,13 @@ def load_inputs(args):
     (model, tokenizer, requests) for a stage. Bad flags are found here, before any work: ValueError.
     """
     device = device_of(args)
-    if args.plot:
-        plots.check_path(args.plot, "--plot", plots.SUFFIXES)
-    if args.page:
-        plots.check_path(args.page, "--page", (".html",))
-    if args.trace:
-        plots.check_path(args.trace, "--trace")
+    plots.check_path(args.plot, "--plot", plots.SUFFIXES)
+    plots.check_path(args.page, "--page", (".html",))
+    plots.check_path(args.trace, "--trace")
     if args.prompt and args.prompts:
         raise ValueError("--prompt and --prompts: give one of the two")
-    if args.prompt:
-        prompts = [{"prompt": text} for text in args.prompt]
-    else:
-        prompts = read_prompts(args.prompts or PROMPTS)
+    prompts = ([{"prompt": text} for text in args.prompt] if args.prompt
+               else read_prompts(args.prompts or PROMPTS))
     model, tokenizer = load(args.model, DTYPES[args.dtype])
     if args.chat:
         use_chat_template(tokenizer)
@@ -279,14 +272,17 @@ def run_stage(generate, args, shard=None):
     plain, check = model, None
     if not args.no_check and (shard or args.optimize):
         model = copy.deepcopy(model)   # or the changed model would check itself
-    if shard is not None:
+    if shard:
         model = shard(model)
     if args.optimize:
         model.optimize()
     if not args.no_check:
         check = Check(plain, requests, exact=model if args.optimize and not shard else None)
+    has = inspect.signature(generate).parameters
+    budget = knobs.get("token_budget") or getattr(has.get("token_budget"), "default", None)
+    shown = nullcontext() if args.quiet else Progress(model, requests, tokenizer, budget)
     try:
-        with progress(generate, args, model, requests, tokenizer):
+        with shown:
             trace = generate(model, requests, on_token=check and check.on_token, **knobs)
     except KeyboardInterrupt:
         finished = [request for request in requests if request.finished]
@@ -298,7 +294,7 @@ def run_stage(generate, args, shard=None):
     print(report(trace))
     if args.optimize:
         print(model.uses())
-    if "use_cache" in inspect.signature(generate).parameters and "use_cache" not in knobs:
+    if "use_cache" in has and "use_cache" not in knobs:
         without = generate(model, [replace(request) for request in requests], use_cache=False)
         print("\nfor comparison,", report(without), end="\n\n")
     if args.trace:
@@ -308,20 +304,10 @@ def run_stage(generate, args, shard=None):
     if args.page:
         seen = record(generate, model, requests, trace, None if args.no_check else plain, **knobs)
         page.write(args.page, {trace.stage: seen}, tokenizer)
-    written = [file for file in (args.trace, args.plot, args.page) if file]
-    if written:
+    if written := [file for file in (args.trace, args.plot, args.page) if file]:
         print("wrote", *written)
     if check is None:
         return 0
     verdicts = check()
     print(summary(verdicts))
     return int(any(v.verdict == "WRONG" for v in verdicts))
-
-
-def progress(generate, args, model, requests, tokenizer):
-    """The context manager that shows a run's progress, or shows nothing with --quiet."""
-    if args.quiet:
-        return contextlib.nullcontext()
-    default = inspect.signature(generate).parameters.get("token_budget")
-    budget = default and (args.token_budget or default.default)
-    return Progress(model, requests, tokenizer, budget)

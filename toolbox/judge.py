@@ -21,7 +21,7 @@ def faults(generate, model, requests, **knobs):
     """
     Runs a stage on these very requests. Yields (one of CAUSES, a sentence) for all that is wrong.
     If the run raises an error, so does this, after what was seen before it. The error then has an
-    attribute `moment`, "in pass 3".
+    attribute `moment`, " in pass 3".
     """
     requests, records, error = list(requests), [], None
     xray, check = XRay(model, requests), Check(model, requests)
@@ -31,16 +31,14 @@ def faults(generate, model, requests, **knobs):
         with xray:
             generate(model, requests, on_token=check.on_token, **knobs)
     except Exception as raised:
-        error, raised.moment = raised, f"in pass {len(records) - 1}" if records else ""
+        error, raised.moment = raised, f" in pass {len(records) - 1}" if records else ""
     finally:
         hook.remove()
     yield from wrong_types(records)
-    yield from (("tokens", sentence) for sentence in wrong_tokens(records, xray))
-    seen = xray.faults()
-    for cause in "positions", "sees":
-        yield from ((cause, each) for each in seen
-                    if ("as if at position" in each) == (cause == "positions"))
-    yield from (("sampled", sentence) for sentence in wrong_samples(records, xray))
+    yield from (("tokens", each) for each in wrong_tokens(records, xray))
+    seen = sorted(xray.faults(), key=lambda each: "as if at position" not in each)
+    yield from (("positions" if "as if at position" in each else "sees", each) for each in seen)
+    yield from (("sampled", each) for each in wrong_samples(records, xray))
     if error:
         raise error
     yield from (("contract", f"request '{v.name}': {v.detail}") for v in check()
@@ -51,25 +49,24 @@ def record(tokens, positions, attend, rows):
     """What goes into a forward pass."""
     batch = attend.__self__
     slots = torch.arange(tokens.numel()).view(tokens.shape)[rows]
-    return {"batch": batch, "tokens": tokens, "positions": positions,
-            "mask": getattr(batch, "mask", None), "ids": tokens.flatten().tolist(),
-            "plan": [(request, start, n, request.todo)
-                     for (request, n), start in zip(batch.plan, batch.starts)],
-            "sampled": list(batch.sampled), "rows": slots.flatten().tolist()}
+    plan = [(request, start, n, request.todo)
+            for (request, n), start in zip(batch.plan, batch.starts)]
+    return {"tokens": tokens, "positions": positions, "mask": getattr(batch, "mask", None),
+            "plan": plan, "ids": tokens.flatten().tolist(), "sampled": list(batch.sampled),
+            "rows": slots.flatten().tolist()}
 
 
 def wrong_types(records):
     for number, seen in enumerate(records):
-        shape = tuple(seen["tokens"].shape)
         for cause, name, dtype in (("tokens", "tokens", torch.long),
                                    ("positions", "positions", torch.long),
                                    ("sees", "mask", torch.bool)):
             tensor = seen[name]
             if isinstance(tensor, torch.Tensor) and tensor.dtype != dtype:
                 yield cause, f"pass {number}: {name} has dtype {tensor.dtype}, expected {dtype}"
-        if tuple(seen["positions"].shape) != shape:
-            yield "positions", (f"pass {number}: positions has shape "
-                                f"{tuple(seen['positions'].shape)}, tokens {shape}")
+        shape, tokens = (tuple(seen[name].shape) for name in ("positions", "tokens"))
+        if shape != tokens:
+            yield "positions", f"pass {number}: positions has shape {shape}, tokens {tokens}"
 
 
 def wrong_tokens(records, xray):

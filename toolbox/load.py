@@ -48,11 +48,22 @@ def load(name="builtin", dtype=torch.float32):
     return model, tokenizer
 
 
+def bytes_of(tokenizer, token):
+    """A token's bytes. A model's vocabulary may be padded beyond its tokenizer's: then U+FFFD."""
+    if token >= tokenizer.n_vocab:
+        return "\ufffd".encode()
+    return tokenizer.decode_single_token_bytes(token)
+
+
 def decode(tokenizer, tokens):
-    """
-    Tokens as text. A model's vocabulary may be padded: a token id that the tokenizer does not have
-    becomes U+FFFD.
-    """
-    pieces = [tokenizer.decode_single_token_bytes(token) if token < tokenizer.n_vocab
-              else "\ufffd".encode() for token in tokens]
-    return b"".join(pieces).decode("utf-8", errors="replace")
+    """Tokens as text; an id that the tokenizer does not have becomes U+FFFD."""
+    return b"".join(bytes_of(tokenizer, token) for token in tokens).decode("utf-8", "replace")
+
+
+def word(tokenizer, token):
+    """A token's text; or the list of its bytes, if these are not whole characters."""
+    piece = bytes_of(tokenizer, token)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)

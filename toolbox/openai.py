@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from request import Request
+from toolbox.load import bytes_of
 
 SPEC = json.loads(Path(__file__).with_name("openapi.json").read_text(encoding="utf-8"))
 
@@ -46,8 +47,7 @@ def encode(text, tokenizer, config):
 
 @cache
 def max_token_bytes(tokenizer):
-    bytes_of = tokenizer.decode_single_token_bytes
-    return max(len(bytes_of(token)) for token in range(tokenizer.n_vocab))
+    return max(len(bytes_of(tokenizer, token)) for token in range(tokenizer.n_vocab))
 
 
 class Text:
@@ -62,7 +62,9 @@ class Text:
     def add(self, token):
         """The text that is certain now. token None: the end, so what was held is, too."""
         self.tokens += token is not None
-        text = self.held + self.decoder.decode(self.bytes_of(token), token is None)
+        hidden = token in (None, self.tokenizer.eot_token)
+        new = b"" if hidden else bytes_of(self.tokenizer, token)
+        text = self.held + self.decoder.decode(new, token is None)
         found = [text.index(stop) for stop in self.stops if stop in text]
         self.stopped = bool(found)
         begun = [n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
@@ -70,13 +72,6 @@ class Text:
         end = min(found, default=len(text) - hold)
         self.held = text[end:]
         return text[:end]
-
-    def bytes_of(self, token):
-        if token is None or token == self.tokenizer.eot_token:
-            return b""
-        if token >= self.tokenizer.n_vocab:   # a model's vocabulary may be padded
-            return "\ufffd".encode()
-        return self.tokenizer.decode_single_token_bytes(token)
 
 
 class Form:

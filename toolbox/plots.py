@@ -23,6 +23,10 @@ KEYS = {"past": "#5E4FA2", "new": "#E69F00"}   # what a token sees: cached keys,
 NAMES = {"prefill": "prefill", "decode": "decode", "recomputed": "computed again", "pad": "padding",
          "finished": "finished, still computed", "waiting": "waiting"}
 
+COUNTED = {   # a colour -> what a forward pass counts of it
+    "decode": "useful", "recomputed": "recomputed", "pad": "pad_slots",
+    "finished": "finished_slots"}
+
 
 def pyplot():
     """pyplot without a display, unless a notebook has already chosen a backend."""
@@ -37,7 +41,9 @@ def pyplot():
 
 
 def check_path(path, flag, suffixes=None):
-    """ValueError if a file cannot be written there: checked before the work, not after it."""
+    """ValueError if a file cannot be written there: checked before the work. None: no file."""
+    if path is None:
+        return
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
@@ -58,17 +64,14 @@ def patch(kind):
     """A legend entry."""
     if kind == "waiting":
         return Line2D([], [], color=COLORS[kind], linewidth=1, label=NAMES[kind])
-    return Patch(facecolor=COLORS[kind], hatch=hatch(kind), edgecolor=edge(kind), linewidth=0,
-                 label=NAMES[kind])
+    return Patch(**style(kind), label=NAMES[kind])
 
 
-def hatch(kind):
-    return {"pad": "////", "finished": "xxxx"}.get(kind)
-
-
-def edge(kind):
-    """The colour of the hatching."""
-    return {"pad": "#999999", "finished": "white"}.get(kind, "none")
+def style(kind):
+    """Its colour and hatching, as keywords of bars and patches."""
+    hatch = {"pad": "////", "finished": "xxxx"}.get(kind)
+    edge = {"pad": "#999999", "finished": "white"}.get(kind, "none")
+    return {"facecolor": COLORS[kind], "hatch": hatch, "edgecolor": edge, "linewidth": 0}
 
 
 def legend(figure, kinds):
@@ -84,7 +87,14 @@ def timeline(ax, trace, last_step=None):
     not drawn.
     """
     row_of = {request.name: i for i, request in enumerate(trace.requests)}
-    draw_waiting(ax, trace, row_of)
+    for request in trace.requests:   # a line wherever it waits: it has come, and is in no pass
+        since = request.arrival
+        for p in trace.passes:
+            if request.name in [name for name, _, _ in p.work]:
+                if p.step > since:
+                    ax.plot([since - 0.5, p.step - 0.5], [row_of[request.name]] * 2,
+                            color=COLORS["waiting"], linewidth=1)
+                since = p.step + 1
     draw_work(ax, trace, row_of)
     ax.set_ylim(len(row_of) - 0.4, -0.6)
     ax.set_yticks(range(len(row_of)), row_of, fontsize=9)
@@ -97,25 +107,12 @@ def timeline(ax, trace, last_step=None):
                  "slots useful", fontsize=9)
 
 
-def draw_waiting(ax, trace, row_of):
-    """A line wherever a request that has arrived and will go on is in no forward pass."""
-    for request in trace.requests:
-        since = request.arrival
-        for p in trace.passes:
-            if request.name in [name for name, _, _ in p.work]:
-                if p.step > since:
-                    ax.plot([since - 0.5, p.step - 0.5], [row_of[request.name]] * 2,
-                            color=COLORS["waiting"], linewidth=1)
-                since = p.step + 1
-
-
 def draw_work(ax, trace, row_of):
     prompt = {request.name: len(request.prompt) for request in trace.requests}
     reached = {}   # name -> tokens computed so far
 
     def draw(step, name, kind, height, base=0.0):
-        ax.bar(step, 0.84 * height, 0.92, bottom=row_of[name] - 0.42 + 0.84 * base,
-               color=COLORS[kind], hatch=hatch(kind), edgecolor=edge(kind), linewidth=0)
+        ax.bar(step, 0.84 * height, 0.92, row_of[name] - 0.42 + 0.84 * base, **style(kind))
 
     for p in trace.passes:
         for name, first, n in p.work:
@@ -140,11 +137,9 @@ def stage(trace, path):
         2, 1, figsize=(11, 2.6 + 0.22 * requests), height_ratios=[requests + 2, 8])
     timeline(top, trace)
     base = np.zeros(passes)
-    for name, kind in (("useful", "decode"), ("recomputed", "recomputed"), ("pad_slots", "pad"),
-                       ("finished_slots", "finished")):
+    for kind, name in COUNTED.items():
         values = np.array([getattr(p, name) for p in trace.passes])
-        bottom.bar(range(passes), values, 0.92, bottom=base, color=COLORS[kind], hatch=hatch(kind),
-                   edgecolor=edge(kind), linewidth=0, align="edge")
+        bottom.bar(range(passes), values, 0.92, base, align="edge", **style(kind))
         base += values
     bottom.set_xlim(0, passes)
     bottom.set_xlabel("forward pass (green: useful slots)")

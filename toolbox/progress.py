@@ -2,6 +2,7 @@
 import shutil
 import sys
 import time
+from itertools import chain
 
 from toolbox.load import decode
 
@@ -17,12 +18,9 @@ class Progress:
 
     def __init__(self, model, requests, tokenizer, token_budget=None, stream=None, every=0.1):
         self.model, self.requests, self.tokenizer = model, requests, tokenizer
-        self.token_budget = token_budget
-        self.stream = stream or sys.stderr
-        self.live = self.stream.isatty()
-        self.every = every       # seconds between two drawings
-        self.drawn_at = 0.0      # when the last one was
-        self.drawn_lines = 0     # and how many lines it had
+        self.token_budget, self.stream = token_budget, stream or sys.stderr
+        self.live, self.every = self.stream.isatty(), every   # every: seconds between two drawings
+        self.drawn_at, self.drawn_lines = 0.0, 0              # of the last one: when, how many
         self.announced = set()   # names of requests whose end has been printed
 
     def __enter__(self):
@@ -70,34 +68,26 @@ class Progress:
         size = shutil.get_terminal_size()
         states = {"decoding": [], "prefilling": [], "waiting": [], "done": []}
         for request in self.requests:
-            states[self.state(request)].append(request)
-        counts = ", ".join(f"{len(requests)} {state}" for state, requests in states.items())
-        lines = [f"{headline}   {counts}"]
-        for state, requests in states.items():
-            lines += [self.line(request, state) for request in requests]
+            state, text = self.state(request)
+            states[state].append(f"  {request.name:6} {state:11} {text}")
+        counts = ", ".join(f"{len(lines)} {state}" for state, lines in states.items())
+        lines = [f"{headline}   {counts}", *chain(*states.values())]
         room = max(size.lines - 2, 3)
         if len(lines) > room:
             lines = lines[:room - 1] + [f"... and {len(lines) - room + 1} more"]
         return [line[:size.columns - 1] for line in lines]
 
-    @staticmethod
-    def state(request):
-        if request.finished:
-            return "done"
-        if request.generated:
-            return "decoding"
-        return "prefilling" if request.computed else "waiting"
-
-    def line(self, request, state):
-        start = f"  {request.name:6} {state:11}"
-        if state == "waiting":
-            arrival = f", arrives at step {request.arrival}" if request.arrival else ""
-            return f"{start} {len(request.prompt)} prompt tokens{arrival}"
-        if state == "prefilling":
-            return f"{start} {request.computed}/{len(request.prompt)}"
-        words = " ".join(decode(self.tokenizer, request.generated[-24:]).split())[-50:]
-        last = f"{request.finish_reason}: {words}" if state == "done" else f"... {words}"
-        return f"{start} {len(request.generated)}/{request.max_new_tokens}  {last}"
+    def state(self, request):
+        """(state, what there is to say of it)"""
+        if request.generated or request.finished:
+            words = " ".join(decode(self.tokenizer, request.generated[-24:]).split())[-50:]
+            length = f"{len(request.generated)}/{request.max_new_tokens}"
+            return (("done", f"{length}  {request.finish_reason}: {words}") if request.finished
+                    else ("decoding", f"{length}  ... {words}"))
+        if request.computed:
+            return "prefilling", f"{request.computed}/{len(request.prompt)}"
+        arrival = f", arrives at step {request.arrival}" if request.arrival else ""
+        return "waiting", f"{len(request.prompt)} prompt tokens{arrival}"
 
     def draw(self, lines):
         self.drawn_at = time.perf_counter()

@@ -1,5 +1,4 @@
 """Figures from a trace: totals over its forward passes, and waiting times in seconds and steps."""
-import bisect
 import json
 from collections import Counter
 
@@ -31,16 +30,12 @@ def latencies(trace):
     lists: ttft_steps, itl_steps, ttft_seconds, itl_seconds. A request that gets its first token in
     the step of its arrival has a TTFT of 1 step.
     """
-    steps = sorted(trace.step_times)
     result = {"ttft_steps": [], "itl_steps": [], "ttft_seconds": [], "itl_seconds": []}
     for request in trace.requests:
         if not request.token_steps:
             continue
-        arrived = trace.started
-        if request.arrival:   # the first step at or after its arrival
-            arrived = trace.step_times[steps[bisect.bisect_left(steps, request.arrival)]]
         result["ttft_steps"].append(request.token_steps[0] - request.arrival + 1)
-        result["ttft_seconds"].append(request.token_times[0] - arrived)
+        result["ttft_seconds"].append(request.token_times[0] - trace.arrived(request))
         result["itl_steps"] += np.diff(request.token_steps).tolist()
         result["itl_seconds"] += np.diff(request.token_times).tolist()
     return result

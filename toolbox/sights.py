@@ -10,11 +10,12 @@ the three on the right are drawn.
 """
 from dataclasses import dataclass
 
+import torch
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
 
 from toolbox.plots import COLORS, KEYS, patch, pyplot, save
-from toolbox.xray import PAD
+from toolbox.xray import PAD, keys_of
 
 RED, LINE = COLORS["finished"], "#BBBBBB"
 CELL, TOP, WIDEST = 0.24, 0.5, 8.75   # inches
@@ -23,12 +24,8 @@ FONT = 9
 
 @dataclass
 class Panel:
-    """
-    What the queries of one row see; of a flat stream, what all queries see.
-
-    name: of the requests in it
-    """
-    name: str
+    """What the queries of one row see; of a flat stream, what all queries see."""
+    name: str       # of the requests in it
     queries: list   # labels; "·" is a pad
     keys: list      # labels
     cells: list     # for each query, for each key "past", "new", "pad", "wrong", "missing" or ""
@@ -41,14 +38,16 @@ def panels(sight, label=None):
     label: label(request, position) names a token; by default A0, A1, ...
     """
     label = label or (lambda request, position: f"{request.name}{position}")
-    rows = [sight.ids] if sight.ids.dim() == 1 else sight.ids
-    seen = [sight.seen] if sight.ids.dim() == 1 else sight.seen
-    return [panel(sight, ids.tolist(), counts.tolist(), label) for ids, counts in zip(rows, seen)]
+    rows = torch.atleast_2d(sight.ids)
+    seen = sight.seen.reshape(*rows.shape, -1)
+    return [panel(sight, *row, label) for row in zip(rows.tolist(), seen.tolist())]
 
 
 def panel(sight, ids, seen, label):
     token_of, shared = sight.xray.token_of, sight.xray.shared_keys(sight.batch)
-    columns, past_pads = key_columns(sight, ids)
+    past = {request: range(sight.xray.first[request], sight.xray.first[request] + start)
+            for (request, _), start in zip(sight.batch.plan, sight.batch.starts)}
+    columns, past_pads = key_columns(sight, ids, past)
     cells, extra = [], {}
     for id, counts in zip(ids, seen):
         if id == PAD:
@@ -57,10 +56,10 @@ def panel(sight, ids, seen, label):
         request, position = token_of[id]
         mine = {shared[key]: key for key in range(id - position, id + 1)}
         # A page that equal beginnings share counts as the request's own.
-        seen_keys = {mine.get(shared.get(key, key), key) for key, n in enumerate(counts[1:-1], 1)
-                     if n}
+        seen_keys = {mine.get(shared[key], key) for key, n in enumerate(counts[1:-1], 1) if n}
         pads = seen_pads(columns, past_pads, counts[PAD], counts[-1])
-        cells.append([cell(key, i in pads, key in mine.values(), key in seen_keys, sight, token_of)
+        cells.append([("wrong" if i in pads else "pad") if key == PAD else
+                      cell(key in mine.values(), key in seen_keys, key in past[token_of[key][0]])
                       for i, key in enumerate(columns)])
         for key in sorted(seen_keys - set(columns)):
             extra.setdefault(key, []).append(len(cells) - 1)
@@ -73,18 +72,15 @@ def panel(sight, ids, seen, label):
     return Panel(" ".join(owners), queries, names, cells)
 
 
-def key_columns(sight, ids):
+def key_columns(sight, ids, past):
     """The keys of a panel: [id, ...], and how many pads of the past are among them, in front."""
-    token_of, first = sight.xray.token_of, sight.xray.first
-    past = {request: range(first[request], first[request] + start)
-            for (request, _), start in zip(sight.batch.plan, sight.batch.starts)}
+    token_of = sight.xray.token_of
     owners = list(dict.fromkeys(token_of[id][0] for id in ids if id != PAD))
     if sight.ids.dim() == 1:   # request by request, its past and then its new tokens
         return [key for request in owners
                 for key in [*past[request], *(id for id in ids if token_of[id][0] is request)]], 0
-    keys = sight.batch.mask.size(-1) if hasattr(sight.batch, "mask") else sight.batch.end
     own = [key for request in owners for key in past[request]]
-    pads = keys - len(own) - len(ids)
+    pads = keys_of(sight.batch) - len(own) - len(ids)
     return [PAD] * pads + own + ids, pads
 
 
@@ -96,13 +92,9 @@ def seen_pads(columns, past_pads, pads, blanks):
     return {*new[len(new) - min(pads, len(new)):], *past[len(past) - min(rest, len(past)):]}
 
 
-def cell(key, pad_is_seen, may_see, sees, sight, token_of):
-    if key == PAD:
-        return "wrong" if pad_is_seen else "pad"
+def cell(may_see, sees, is_past):
     if sees != may_see:
         return "wrong" if sees else "missing"
-    request, position = token_of[key]
-    is_past = position < dict(zip((r for r, _ in sight.batch.plan), sight.batch.starts))[request]
     return ("past" if is_past else "new") if sees else ""
 
 

@@ -105,7 +105,10 @@ class FromJson:
             raise ValueError(f"tokenizer '{path}': there is no such file")
         try:
             self.inner = Tokenizer.from_file(str(path))
-            self.settings = {**self.read("config.json"), **self.read(FILES[1])}
+            self.settings = {}
+            for file in "config.json", FILES[1]:
+                if (self.folder / file).is_file():
+                    self.settings |= json.loads((self.folder / file).read_text(encoding="utf-8"))
         except Exception as error:   # tokenizers raises nothing more special
             raise ValueError(f"tokenizer '{path}': it cannot be read "
                              f"({str(error).splitlines()[0]:.100})") from None
@@ -115,10 +118,6 @@ class FromJson:
         end = self.text_of("eos_token")   # or only its number, in config.json; there may be several
         ids = self.inner.token_to_id(end) if end else self.settings.get("eos_token_id")
         self.eot_token = ids[0] if isinstance(ids, list) else ids
-
-    def read(self, file):
-        path = self.folder / file
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
     def text_of(self, key):   # of a special token
         value = self.settings.get(key) or ""
@@ -184,43 +183,11 @@ class FromJson:
         """Token ids of [{"role": ..., "content": text}, ...] and the beginning of an answer."""
         return self.inner.encode(self.chat_template(messages), add_special_tokens=False).ids
 
-    def use_chat_template(self):
-        """From now on, `encode` takes a text as a user's message in the model's own template."""
-        if not self.chat_template:
-            raise ValueError(f"tokenizer '{self.folder}': it has no chat template")
-        self.chats = True
-
 
 def use_chat_template(tokenizer):
-    """As FromJson.use_chat_template, for any tokenizer. ValueError if it has no template."""
+    """From now on, `encode` takes a text as a user's message in the model's own template."""
     if not isinstance(tokenizer, FromJson):
         raise ValueError("--chat: this model has no chat template")
-    tokenizer.use_chat_template()
-
-
-def train_ranks(texts, n_tokens):
-    """
-    Trains a byte-level BPE of `n_tokens` tokens on `texts`, with Hugging Face's tokenizers (a
-    development requirement), and returns it as tiktoken's ranks, bytes -> rank.
-    """
-    try:
-        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    except ImportError:
-        raise ValueError("training a tokenizer needs the package tokenizers: "
-                         "pip install -r requirements-dev.txt") from None
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)   # same as PATTERN
-    trainer = trainers.BpeTrainer(vocab_size=n_tokens, show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    bpe.train_from_iterator(texts, trainer)
-    table, ranks = byte_of(), {bytes([b]): b for b in range(256)}
-    in_order = sorted(bpe.get_vocab().items(), key=lambda item: item[1])   # of the merges
-    for token, _ in in_order:
-        ranks.setdefault(bytes(table[c] for c in token), len(ranks))
-    return ranks
-
-
-def write_ranks_file(ranks, path):
-    with open(path, "wb") as f:
-        for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-            f.write(base64.b64encode(token) + b" " + str(rank).encode() + b"\n")
+    if not tokenizer.chat_template:
+        raise ValueError(f"tokenizer '{tokenizer.folder}': it has no chat template")
+    tokenizer.chats = True

@@ -54,12 +54,15 @@ class Trace:
     passes: list = field(default_factory=list)
     # perf_counter; the TTFT of a request that arrives at step 0 counts from here
     started: float = field(default_factory=time.perf_counter)
-    # step -> perf_counter at its beginning
-    step_times: dict = field(default_factory=dict)
-    # request name -> tokens computed so far
-    reached: dict = field(default_factory=dict, repr=False)
+    step_times: dict = field(default_factory=dict)           # step -> perf_counter at its beginning
+    reached: dict = field(default_factory=dict, repr=False)  # request name -> tokens computed
     # the explorer.recorder.Recorder that watched the run, if one did
     recording: object = field(default=None, repr=False, compare=False)
+
+    def arrived(self, request):
+        """When a request's clock starts: with the first step at or after its arrival."""
+        later = (time for step, time in self.step_times.items() if step >= request.arrival > 0)
+        return min(later, default=self.started)
 
     @contextmanager
     def forward_pass(self, step, batch):

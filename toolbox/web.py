@@ -89,12 +89,11 @@ def fault(value, schema, name, spec):
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     if not any(isinstance(value, TYPES[kind]) and is_bool == (kind == "boolean") for kind in types):
         return f"{name} must be of type {' or '.join(types)}"
-    size, unit = (value, "") if isinstance(value, (int, float)) else (0, "")
-    low, high = schema.get("minimum"), schema.get("maximum")
+    size, ends, unit = value, "imum", ""
     if isinstance(value, (str, list)):
-        size, unit = len(value), " characters" if isinstance(value, str) else " items"
-        low, high = (schema.get(f"{end}{'Length' if unit == ' characters' else 'Items'}")
-                     for end in ("min", "max"))
+        size = len(value)
+        ends, unit = ("Length", " characters") if isinstance(value, str) else ("Items", " items")
+    low, high = schema.get(f"min{ends}"), schema.get(f"max{ends}")
     if value is not None and low is not None and size < low:
         return f"{name} must be at least {low}{unit}"
     if value is not None and high is not None and size > high:

@@ -8,6 +8,7 @@ GPT-2's layout differs from model.py in two ways, that of Llama from beyond/llam
 - query, key and value are one layer, `c_attn`, 3 * n_embd wide.
 """
 import json
+import os
 import pickle
 import re
 from pathlib import Path
@@ -65,6 +66,7 @@ def read_gpt2(name):
     Returns (config, weights): GPTConfig's arguments and a float32 state dict for GPT.
     Raises ValueError with one line that names what is missing or wrong.
     """
+    from model import GPT, GPTConfig
     files = locate(name)
     folder = files[0].parent
     if (kind := kind_of(folder, name)) in LLAMAS:
@@ -72,7 +74,7 @@ def read_gpt2(name):
                          "toolbox.load.load_model reads both")
     config = select(read_config(folder, name), CONFIG, FIXED, "GPT-2", name)
     weights = from_hugging_face(read_tensors(files, torch.float32, name))
-    check_weights(weights, config, shapes(config, name), name)
+    check_weights(weights, config, name, GPT, GPTConfig, "GPT-2")
     return config, weights
 
 
@@ -92,7 +94,7 @@ def read_llama(name, dtype):
             key = key.replace(theirs, ours)
         if key != "lm_head.weight" or not config["tied"]:
             weights[key] = tensor
-    check_weights(weights, config, shapes(config, name, Llama, LlamaConfig), name, "llama")
+    check_weights(weights, config, name, Llama, LlamaConfig, "llama")
     return config, weights
 
 
@@ -114,20 +116,16 @@ def locate(name):
     if name in NAMES:
         return download(name, f"openai-community/{name}")
     path = Path(name)
-    try:
-        is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, ValueError):   # a name that no file can have
-        is_folder = is_file = False
-    if is_folder:
+    if os.path.isdir(name):   # unlike Path's, for a name that no file can have, too
         for file in FILES:
             if (path / file).is_file():
                 return [path / file]
             if (path / f"{file}.index.json").is_file():
                 return shards(path / f"{file}.index.json", name)
         raise ValueError(f"model '{name}': the folder holds neither {FILES[0]} nor {FILES[1]}")
-    if is_file and path.suffix not in (".safetensors", ".bin"):
-        raise ValueError(f"model '{name}': {path.name} is neither .safetensors nor .bin")
-    if is_file:
+    if os.path.isfile(name):
+        if path.suffix not in (".safetensors", ".bin"):
+            raise ValueError(f"model '{name}': {path.name} is neither .safetensors nor .bin")
         return [path]
     if REPOSITORY.fullmatch(str(name)):
         return download(name, str(name), TOKENIZER_FILES)
@@ -270,27 +268,20 @@ def from_hugging_face(theirs):
     return ours
 
 
-def check_weights(ours, config, expected, name, kind="GPT-2"):
-    """ValueError unless `ours` has the names and shapes that are expected."""
-    if ours.keys() != expected.keys():
-        odd = sorted(ours.keys() ^ expected.keys())
+def check_weights(ours, config, name, model, arguments, kind):
+    """ValueError unless `ours` has the names and shapes of the weights of this configuration."""
+    try:
+        with torch.device("meta"):   # shapes only: allocates nothing
+            weights = model(arguments(**config)).state_dict()
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise ValueError(f"model '{name}': its config.json: {str(error).splitlines()[0]}") from None
+    if odd := sorted(ours.keys() ^ weights.keys()):
         raise ValueError(f"model '{name}': not a {kind} of {config['n_layer']} layers: "
                          f"{len(odd)} weights missing or unknown, first '{odd[0]}'")
     for key, tensor in ours.items():
-        if tuple(tensor.shape) != expected[key]:
+        if tensor.shape != weights[key].shape:
             raise ValueError(f"model '{name}': weight '{key}' has shape {tuple(tensor.shape)}, "
-                             f"its config.json says {expected[key]}")
-
-
-def shapes(config, name, model=None, arguments=None):
-    """The shape of each weight in a model of this configuration; a GPT if none is named."""
-    from model import GPT, GPTConfig
-    try:
-        with torch.device("meta"):   # shapes only: allocates nothing
-            weights = (model or GPT)((arguments or GPTConfig)(**config)).state_dict()
-        return {key: tuple(tensor.shape) for key, tensor in weights.items()}
-    except (ValueError, RuntimeError, TypeError) as error:
-        raise ValueError(f"model '{name}': its config.json: {str(error).splitlines()[0]}") from None
+                             f"its config.json says {tuple(weights[key].shape)}")
 
 
 def write_gpt2(model, folder, dtype=torch.float16):

@@ -30,79 +30,23 @@ from types import MethodType
 import torch
 
 from cache import KV
-from model import GPTConfig
 
 PAD = 0   # the id of every slot that holds no token
 
 
-class ScriptedModel(torch.nn.Module):
-    """
-    Called like a GPT, but without weights: the logits always favour the token's id + 1. So every
-    right answer is known beforehand, and a wrong token shows which request it belongs to.
-
-    Token p of request r must have the id r * stride + p + 1.
-    """
-
-    def __init__(self, requests, stride=64):
-        super().__init__()
-        self.config = GPTConfig(block_size=stride - 1, vocab_size=requests * stride + 1, n_layer=1,
-                                n_head=1, n_embd=1)
-        self.device = torch.device("cpu")
-
-    def forward(self, tokens, positions, attend, rows):
-        blank = torch.zeros(*tokens.shape, 1).unsqueeze(-3)          # one head of one feature
-        attend(0, blank, blank, blank)
-        following = (tokens[rows] + 1) % self.config.vocab_size
-        return torch.nn.functional.one_hot(following, self.config.vocab_size).float()
-
-
 @dataclass
 class Sight:
-    """
-    What one forward pass saw.
-
-    xray:      the XRay, which knows whose token an id is
-    batch:     the layout
-    ids:       of the slots, in the shape of batch.tokens
-    positions: the positions that the model was given for them
-    seen:      (..., D) for each slot how many keys of each id it sees, blanks last
-    record:    the trace's record of the pass; set by sights_at
-    """
-    xray: object
-    batch: object
-    ids: torch.Tensor
-    positions: torch.Tensor
-    seen: torch.Tensor
-    record: object = None
-
-
-class StandIn:
-    """A request as the layout sees it, but its tokens are the X-ray's ids."""
-
-    def __init__(self, request, first):
-        self.request, self.first = request, first
-
-    def slice(self, start, end):
-        return list(range(self.first + start, self.first + end))
-
-    @property
-    def prompt(self):
-        return self.slice(0, len(self.request.prompt))
-
-    @property
-    def generated(self):
-        return self.slice(len(self.request.prompt), len(self.request.tokens))
-
-    @property
-    def tokens(self):
-        return self.slice(0, len(self.request.tokens))
-
-    def __getattr__(self, name):
-        return getattr(self.request, name)
+    """What one forward pass saw."""
+    xray: object              # the XRay, which knows whose token an id is
+    batch: object             # the layout
+    ids: torch.Tensor         # of the slots, in the shape of batch.tokens
+    positions: torch.Tensor   # that the model was given for them
+    seen: torch.Tensor        # (..., D) for each slot how many keys of each id, blanks last
+    record: object = None     # the trace's record of the pass; set by sights_at
 
 
 class XRay:
-    """A hook on any model that the stages run: a GPT or a ScriptedModel."""
+    """A hook on any model that the stages run."""
 
     def __init__(self, model, requests):
         self.model, self.requests, self.passes = model, list(requests), []
@@ -111,6 +55,8 @@ class XRay:
             self.first[request] = len(self.token_of)
             length = len(request.prompt) + request.max_new_tokens
             self.token_of += [(request, position) for position in range(length)]
+        self.same_as = [*range(len(self.token_of) + 1)]   # id -> first id with an equal prefix
+        self.prefixes, self.known = {}, Counter()         # what same_as knows already
         self.buffers = {}                        # of the X-ray's own layer, for each cache
 
     def __enter__(self):
@@ -140,9 +86,16 @@ class XRay:
     def ids_of(self, batch):
         """The tokens of a layout, in their shape, but named by the X-ray's ids. PAD: no token."""
         twin = copy.copy(batch)
-        twin.plan = [(StandIn(request, self.first[request]), n) for request, n in batch.plan]
+        twin.plan = [(self.stand_in(request), n) for request, n in batch.plan]
         twin.lay_out(batch.tokens.device)
         return twin.tokens.long()
+
+    def stand_in(self, request):
+        """The request as the layout sees it, but its tokens are the X-ray's ids."""
+        ids = [*range(self.first[request], self.first[request] + len(request.tokens))]
+        twin, n = copy.copy(request), len(request.prompt)
+        twin.prompt, twin.generated = ids[:n], ids[n:]
+        return twin
 
     @contextmanager
     def own_layer(self, batch):
@@ -161,22 +114,25 @@ class XRay:
     def faults(self):
         """A sentence for everything that was seen and should not have been, or the reverse."""
         return [sentence for number, sight in enumerate(self.passes)
-                for sentence in self.faults_of(number, sight, self.shared_keys(sight.batch))]
+                for sentence in self.faults_of(number, sight)]
 
     def shared_keys(self, batch):
         """
-        id -> the id whose keys it may share. In stage 7 that is the first one with the same tokens
-        up to it; elsewhere no request shares any.
+        List: id -> the id whose keys it may share. In stage 7 that is the first one with the same
+        tokens up to it; elsewhere no request shares any.
         """
-        first_of, shared = {}, {}
-        for request in self.requests:
-            for position in range(len(request.tokens)):
-                id = self.first[request] + position
-                prefix = tuple(request.tokens[:position + 1]) if hasattr(batch, "pages") else id
-                shared[id] = first_of.setdefault(prefix, id)
-        return shared
+        if not hasattr(batch, "pages"):
+            return range(len(self.same_as))
+        for request, first in self.first.items():
+            known, most = self.known[request], len(request.prompt) + request.max_new_tokens
+            for id, token in enumerate(request.slice(known, most), first + known):
+                before = self.same_as[id - 1] if id > first else None
+                self.same_as[id] = self.prefixes.setdefault((before, token), id)
+                self.known[request] += 1
+        return self.same_as
 
-    def faults_of(self, number, sight, shared):
+    def faults_of(self, number, sight):
+        shared = self.shared_keys(sight.batch)
         slots = zip(sight.ids.flatten().tolist(), sight.positions.flatten().tolist(),
                     sight.seen.flatten(0, -2).tolist())
         for slot, (id, given, row) in enumerate(slots):
@@ -189,7 +145,7 @@ class XRay:
             if given != position:
                 yield f"{token} is computed as if at position {given}"
             expected = Counter(shared[key] for key in range(id - position, id + 1))
-            seen = Counter({shared.get(key, key): n for key, n in enumerate(row) if n})
+            seen = Counter({shared[key]: n for key, n in enumerate(row) if n})
             for wrong, verb in (seen - expected, "sees"), (expected - seen, "does not see"):
                 if wrong:
                     yield f"{token} {verb} {self.describe(wrong)}"
@@ -230,6 +186,11 @@ def sights_at(generate, model, requests, step, **knobs):
         raise ValueError(f"{trace.stage}: no forward pass in step {step}, the last step is "
                          f"{trace.passes[-1].step}")
     return sights
+
+
+def keys_of(batch):
+    """The number of key columns in each row of a rectangle: past and new."""
+    return batch.mask.size(-1) if hasattr(batch, "mask") else batch.end
 
 
 def counts_of(out):
