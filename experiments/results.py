@@ -1,8 +1,8 @@
 """
 How measurements are taken, compared and kept, as results/NAME.json.
 
-Every file says where and when: the machine, the versions, the date, the commit and the command. The
-tables of README and docs, and the pictures, are made from these files only.
+Every file says where and when: the machine, the versions, the date and the command. The tables of
+README and docs, and the pictures, are made from these files only.
 """
 import datetime
 import json
@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -93,8 +92,8 @@ def keep(path, prog, where, **figures):
 
 
 def provenance(prog):
-    """{"machine", "date", "commit", "command"} of this run."""
-    return {"machine": machine(), "date": datetime.date.today().isoformat(), "commit": commit(),
+    """{"machine", "date", "command"} of this run."""
+    return {"machine": machine(), "date": datetime.date.today().isoformat(),
             "command": " ".join([prog, *sys.argv[1:]])}
 
 
@@ -106,15 +105,3 @@ def machine():
         name = platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else None
     return f"{cores} cores of {name}" if cores else name
-
-
-def commit():
-    """The commit's short hash, with + if Python files have changed since."""
-    try:
-        done = [subprocess.run(["git", *words], cwd=FOLDER, capture_output=True, text=True,
-                               check=True).stdout.strip()
-                for words in (["rev-parse", "--short", "HEAD"],
-                              ["status", "--porcelain", "--untracked-files=no", ":/*.py"])]
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done[0] + "+" * bool(done[1])

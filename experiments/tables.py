@@ -40,8 +40,7 @@ def origin(found, how, command=True):
     """The line under a table: where its results were measured, when, how, and by which commands."""
     first, *_ = found
     measured = first["measured"]
-    parts = [measured["machine"], first["where"], measured["date"], f"commit {measured['commit']}",
-             how]
+    parts = [measured["machine"], first["where"], measured["date"], how]
     commands = dict.fromkeys(f"`{result['measured']['command']}`" for result in found)
     return below("; ".join(parts) + f"; {', '.join(commands)}" * command)
 

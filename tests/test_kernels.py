@@ -3,6 +3,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import platform
 import runpy
 import shutil
 import subprocess
@@ -361,6 +362,20 @@ def test_a_cache_of_another_model_is_not_taken_for_ones_own():
         other(batch.tokens, batch.positions, batch.attend, batch.rows)
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told to")
+def test_a_large_temporary_is_not_new_memory_each_time():
+    import resource   # not on Windows
+
+    def faults():   # pages that the system had to provide
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    toy(dtype=torch.float32).optimize()
+    faults()   # the heap grows to it once
+    assert faults() < 2**24 * 4 / 4096 / 10
+
+
 # --- it says what it does -------------------------------------------------------------------------
 
 @needs_native
@@ -374,7 +389,8 @@ def test_what_it_uses_in_one_line():
         f"compiled step: in {compiled} of {model._parts.passes.total()} passes, 1 thread; "
         "in the others not: it is for the layouts of stages 0, 6 and 7, not Rectangle")
     assert "called without it" in copy.deepcopy(TORCH).uses()
-    assert own(GPT)(PLAIN.config).optimize().uses() == "compiled step: no, Own is not GPT"
+    assert own(GPT)(PLAIN.config).optimize().uses() == (
+        "compiled step: no, Own is neither GPT nor Llama")
 
 
 @needs_native

@@ -45,7 +45,7 @@ def test_every_table_is_shown_and_every_result_says_where_it_was_measured():
     for path in results.FOLDER.glob("*.json"):
         found = results.load(path.stem)
         for result in found if isinstance(found, list) else [found]:
-            assert {"machine", "date", "commit", "command"} <= set(result["measured"])
+            assert {"machine", "date", "command"} <= set(result["measured"])
 
 
 def test_a_table_that_is_old_is_found(tmp_path, monkeypatch, capsys):
