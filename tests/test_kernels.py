@@ -364,7 +364,7 @@ def test_a_cache_of_another_model_is_not_taken_for_ones_own():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told to")
 def test_a_large_temporary_is_not_new_memory_each_time():
-    import resource   # not on Windows
+    import resource  # not on Windows
 
     def faults():   # pages that the system had to provide
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
