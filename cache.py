@@ -20,7 +20,6 @@ class KV:
 
     Each layer has two buffers (nh, capacity, hs), made when it is first written. They take leading
     axes, dtype and device of what is written: a batch axis or half of the heads is no special case.
-    They start as zeros: a hidden key has weight 0, but 0 times an uninitialised NaN is NaN.
     """
 
     def __init__(self, capacity):

@@ -13,7 +13,7 @@ tokens at each step: one for each decode, and the rest for prompts, in chunks.
     C         c0 c1  c2 c3  c4 c5  c6     d        no token for C before step 3: a partial
                                                    prefill yields none
 
-Better than stage 2: a long prompt no longer stalls the decodes; the time between tokens stays even.
+Better than stage 2: a long prompt slows several steps a little, instead of stalling one for long.
 Wasted: two forward passes in a step with both decodes and chunks, so the weights are read twice.
 (Claim H6. The idea is Sarathi's.)
 """
@@ -44,7 +44,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         # 1. which requests compute how many tokens in this step
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
-        # 2. two forward passes: one for the decodes, one for the chunks
+        # 2. two forward passes: one for single tokens (decodes, a prompt's end), one for the chunks
         decodes = [(request, n) for request, n in plan if request.todo == 1]
         chunks = [(request, n) for request, n in plan if request.todo > 1]
         for part in decodes, chunks:

@@ -32,9 +32,10 @@ head = Head()
 
 class Rectangle:
     """
-    Left-padded (B, T): one row per request, as wide as the longest row. Each request keeps its own
+    Left-padded (B, T): one row per request, as wide as the most new tokens. Each keeps its own
     cache. The pasts differ in length too, so they are gathered into a second rectangle in front of
-    the new tokens. In each layer a row of keys is, with the longest past P and width T,
+    the new tokens, as wide as the longest past P. In each layer a row of keys is, for p past and n
+    new tokens,
 
         | . . . past past past | . . new new |
           P - p pads, p past     T - n pads, n new      S = P + T keys
@@ -63,14 +64,15 @@ class Rectangle:
         self.tokens, self.positions, self.mask = (t.to(device) for t in (tokens, positions, mask))
         self.P = P
 
-        # A partial prefill has a last column too, but it gets no token yet: it is not sampled.
-        rows = complete(self.plan)
-        self.sampled = [self.plan[row][0] for row in rows]
-        self.rows = (torch.tensor(rows, dtype=torch.long, device=device), -1)
+        # In stages 3 and 4 a part of a prompt has a last column too, but is not sampled yet.
+        done = complete(self.plan)
+        self.sampled = [self.plan[b][0] for b in done]
+        self.rows = (torch.tensor(done, dtype=torch.long, device=device), -1)   # long, even if none
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
         """Gathers the pasts, attends, and puts the new keys and values into their caches."""
         T, P = k.size(-2), self.P
+        # Zeros: a pad has weight 0, but 0 times an uninitialised NaN is NaN.
         past_k, past_v = (t.new_zeros(*t.shape[:-2], P, t.size(-1)) for t in (k, v))
         for b, ((request, _), start) in enumerate(zip(self.plan, self.starts)):
             if start:                                               # a newcomer has no past

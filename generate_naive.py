@@ -8,7 +8,7 @@ computes is never read.
     prefill           decode, one column a step
     .  .  a  b  c  |  d [e] -         .   pad
     .  f  g  h  i  |  j  k  l [m]     -   finished, still computed
-    o  p  q  r  s  | [t] -  -         [e] a row's last token: nothing follows, so it needs no slot
+    o  p  q  r  s  | [t] -  -         [e] a row's last token, never computed: its slot, if any, is -
 
 Better than stage 0: one read of the weights serves all rows.
 Wasted: padding; finished rows keep running; no new request gets in before the last one is done.
@@ -55,12 +55,12 @@ class StaticBatch:
         self.tokens = tokens.to(device)                             # (B, T)
         columns = torch.arange(self.end, device=device)             # (S,)
         self.positions = columns[self.start:] - self.pads[:, None]  # counted from its first token
-        self.positions.clamp_(0, self.requests[0].block_size - 1)   # pads: any valid one will do
+        self.positions.clamp_(0, self.requests[0].block_size - 1)   # pads, finished rows: any valid
         self.mask = (columns >= self.pads[:, None])[:, None, None]  # (B, 1, 1, S)
 
-        rows = complete(self.plan)
-        self.sampled = [self.plan[row][0] for row in rows]
-        self.rows = (torch.tensor(rows, dtype=torch.long, device=device), -1)
+        done = complete(self.plan)
+        self.sampled = [self.plan[b][0] for b in done]
+        self.rows = (torch.tensor(done, dtype=torch.long, device=device), -1)   # long, even if none
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
         self.kv.write(layer, self.start, k, v)

@@ -10,8 +10,8 @@ token's keys and values go. (A *cache slot*; elsewhere a slot is a place in a te
     position        0  1  2  3    4  5  6  7     8  9
     cache slot      0  1  2  3    8  9 10 11     4  5          slot = table[p // 4] * 4 + p % 4
 
-Attention must look every key up in that table. On a GPU a kernel reads through it. Here a request's
-keys are a view of the pool where its pages are neighbours, and otherwise are gathered into a copy.
+Attention must look up every key in that table: on a GPU, the kernel does. Here a request's keys are
+a view of the pool if its pages are neighbours; otherwise they are gathered into a copy.
 
 Better than stage 6: more requests fit into the same memory, because none reserves room for an
 answer that may never come; and a common prompt is computed and kept once.
@@ -67,7 +67,7 @@ class Paged(Flat):
         pool_k[:, self.slot_mapping], pool_v[:, self.slot_mapping] = k, v
 
     def read(self, layer, i):
-        """Keys and values (nh, S, hs) of the plan's i-th request: a view, or else a copy."""
+        """Keys and values (nh, S_i, hs) of the plan's i-th request: a view, or else a copy."""
         return self.pool.k[layer][:, self.spans[i]], self.pool.v[layer][:, self.spans[i]]
 
     def cost(self):
@@ -81,7 +81,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     """
     Runs `requests` as stage 6 does, with another limit on memory. Returns the trace.
 
-    pages:          pages in the pool; None: enough for the max_batch largest requests
+    pages:          pages in the pool; None: enough for the max_batch largest, so none is preempted
     page_size:      tokens in a page
     policy:         "fcfs": first come, first served; "sjf" and "priority": see beyond/fairness.py
     share_prefixes: whether requests share the full pages of equal beginnings

@@ -15,8 +15,8 @@ from 0.
 
 Choosing a row for each prompt is bin packing, with bins as large as the longest prompt. First fit
 decreasing: take the prompts from the longest to the shortest, and put each into the first row that
-has room. Afterwards the keys and values are unpacked into each request's own cache, and decoding
-goes on as in stage 2.
+has room. Attention unpacks the keys and values into each request's own cache, and decoding goes on
+as in stage 2.
 
 Better than stage 2: prefill has hardly any padding, as long as short prompts fit beside others.
 Wasted: decode is still padded; and attention within a packed row scores every prompt against its
@@ -53,7 +53,7 @@ def first_fit_decreasing(lengths, size):
 
 class Packed:
     """
-    Whole prompts in rows as long as the longest of them, (r, m): at most as many rows as prompts.
+    Whole prompts in r rows of m slots, (r, m): as long as the longest, and at most one a prompt.
     Results come back in the plan's order.
     """
 

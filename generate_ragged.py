@@ -6,8 +6,8 @@ All padding comes from the batch axis, so that axis goes. The tokens of all requ
 token-wise layer takes a stream as it is. Only attention must know the boundaries, in one of two
 ways:
 
-    "mask":    scores between all tokens and all keys, and a block-diagonal mask: (sum n) x (sum S)
-    "varlen":  each request's tokens against its own keys; other keys are skipped: sum of (n x S)
+    "mask":    all N tokens against all S keys, and a block-diagonal mask: N x S scores
+    "varlen":  each request's n tokens against its own S_i keys, no others: the sum of n x S_i
 
     cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, no pads
 
@@ -78,7 +78,7 @@ class Flat:
         caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
         if self.attention == "mask":                    # compute all scores, hide most of them
             # Head ANDs its own triangle, up to column t + sum(starts) for token t of the stream.
-            # That hides nothing more: a token's own key is at column t + the starts so far.
+            # That hides nothing more: its key is at column t + the starts up to its own request's.
             keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
             return head(q, keys, values, mask=self.mask)[0]
         out = []                                        # skip: compute only the diagonal blocks
@@ -100,7 +100,7 @@ class Flat:
             request.kv.write(layer, start, k[:, a:b], v[:, a:b])
 
     def read(self, layer, i):
-        """Keys and values (nh, S, hs) of the plan's i-th request: views, nothing is copied."""
+        """Keys and values (nh, S_i, hs) of the plan's i-th request: views, nothing is copied."""
         return self.plan[i][0].kv.read(layer, self.ends[i])
 
     def cost(self):

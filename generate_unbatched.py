@@ -11,15 +11,15 @@ Without a cache, each new token runs the whole sequence through the model again.
     # # # #        # # # #
 
 Wasted: all weights are read from memory to compute a single token. This is why one batches. A step
-of GPT-2 reads 124 million weights once, and multiplies with each of them once for each row:
+of GPT-2 reads 124 million weights once, and for each row does a multiply and an add with each:
 
                                                      read      multiply, 1 row      32 rows
     two CPU cores    45 GB/s, 0.43 TFLOP/s, fp32    11 ms             0.6 ms         19 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A step takes the longer of the two. So 32 rows cost less than two rows one by one on the CPU, and no
-more than one row on the GPU, where reading takes longer for up to 150 rows. (Claim R7. The CPU's
-figures were measured by experiments/bench.py, the GPU's are its data sheet's.)
+A step takes at least the longer of the two. So 32 rows need not cost more than two rows one by one
+on the CPU (docs/measurements.md: three), and no more than one row on the GPU, where reading takes
+longer for up to 150 rows. (Claim R7. Speeds: experiments/bench.py and the GPU's data sheet.)
 """
 import torch
 

@@ -3,7 +3,7 @@ A GPT in the architecture of GPT-2, written so that any way of batching fits aro
 
 Almost everything in a transformer is *token-wise*: embeddings, LayerNorm, every linear layer,
 GELU and the residual adds look at one token and never at its neighbours. Tokens meet in exactly
-one line of this file, the one that calls `attend`:
+one call, `attend`:
 
     token ids, positions                         any leading shape: (B, T) or (N,)
         |
@@ -26,7 +26,7 @@ tokens are in this forward pass?* The scheduler decides. *Which keys may each of
 Small parts come first, as in nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
 The letters: B rows, T new tokens per row, P past keys, S = P + T keys, N tokens of a flat stream,
 R tokens whose logits are wanted, C = n_embd, nh heads of hs = C / nh features each, V tokens in the
-vocabulary. (That tokens meet in attention only is claim H1 of docs/sources.md.)
+vocabulary. (That tokens meet in attention only is claim H1 of notebooks/README.md.)
 """
 import math
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Head(nn.Module):
         """
         q:              (..., T, hs)  queries of the T new tokens
         k, v:           (..., T, hs)  their keys and values; or (..., S, hs) with the past already
-                                      in front: a view of a cache, in stages 0, 1, 6 and 7
+                                      in front, as read from a cache, in stages 0, 1, 6 and 7
         past_k, past_v: (..., P, hs)  keys and values of earlier tokens, which stages 2 to 5 bring
                                       together first; or None
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
@@ -108,7 +108,7 @@ class MultiHeadAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def split_heads(self, x):                                      # (..., T, C) -> (..., nh, T, hs)
-        # -1, not n_head: a tensor parallel rank that owns half of the heads runs this same line
+        # -1, not n_head: a device that owns half of the heads (tensor parallel) runs this line too
         return x.unflatten(-1, (-1, self.head_size)).transpose(-3, -2)
 
     def forward(self, x, attend):                                  # (..., T, C)

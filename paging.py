@@ -10,12 +10,13 @@ the order of its tokens. Equal beginnings share their pages:
     A's table    0, 2, 1       S: the 8 tokens of a common system prompt, computed and kept once
     B's table    0, 2, 3       A, B: the rest of the prompts;  a, b: generated
 
-Only full pages are shared, those of answers too, and a prompt's last token is always computed. So a
-newcomer writes behind the pages it shares, from a page boundary on: no shared page changes.
+Only full pages are shared, generated ones too, and a prompt's last token is always computed. So a
+newcomer first writes to a page of its own, after the shared ones, which never change. Requests
+that are admitted in the same step share nothing: no page is published yet. (Claim I7.)
 
 When no page is left, the last request to arrive is *preempted*, as in vLLM: it gives its pages back
-and returns to the front of the queue with its tokens. Later it computes again what was evicted, but
-it draws no random number twice. (Claim I7.)
+and returns to the front of the queue with its tokens. Later it computes again what it cannot find
+any more, but it draws no random number twice.
 """
 from collections import Counter, OrderedDict
 from heapq import heappop, heappush
@@ -29,12 +30,12 @@ class Pages:
     """
     The books of a pool. Each page is free, held by block tables, or kept.
 
-    free:      a heap: the lowest is taken first
+    free:      a heap: the lowest is taken first, so a table's pages tend to be neighbours
     holders:   how many block tables a page is in; a request writes only pages it alone holds
     kept:      published pages in no block table, least recently used first: evicted when needed
     published: full pages that others may find: (name of the page before, its tokens) -> page. The
-               same tokens after another beginning have other keys and values. A name is given once.
-               (A page's number is used again: what followed its old tokens would be found again.)
+               page before counts, because K and V depend on all that came before. Its name is given
+               once; its number is used again, and would find what followed its old tokens.
     """
 
     def __init__(self, number, size):
@@ -43,7 +44,7 @@ class Pages:
         self.free, self.holders, self.kept = list(range(number)), [0] * number, OrderedDict()
         self.published, self.key_of = {}, {}                # key -> page, page -> key
         self.name_of, self.names = [0] * number, count(1)   # of full pages; 0: the beginning
-        self.gains, self.counts = 0, Counter()   # pages given back or published; for the report
+        self.counts = Counter()                             # for the report
 
     def needed(self, tokens):   # pages for this many tokens
         return -(-tokens // self.size)
@@ -86,15 +87,13 @@ class Pages:
         page, key = table[i], (self.name_of[table[i - 1]] if i else 0, tuple(tokens))
         if key not in self.published:   # another request may have computed the same tokens
             self.published[key], self.key_of[page], self.name_of[page] = page, key, next(self.names)
-            self.gains += 1
-        self.name_of[page] = self.name_of[self.published[key]]
+        self.name_of[page] = self.name_of[self.published[key]]   # a copy has the same name
 
     def give_back(self, table):
-        """Dissolves a block table. Its last page is evicted first: alone it could not be found."""
+        """Dissolves a block table. Its last page is evicted first: alone it is of no use."""
         for page in reversed(table):
             self.holders[page] -= 1
             if not self.holders[page]:
-                self.gains += 1
                 if page in self.key_of:
                     self.kept[page] = None
                 else:
@@ -104,14 +103,13 @@ class Pages:
 class PagedScheduler(Scheduler):
     """
     A Scheduler whose memory limit is a pool of pages; `request.kv` is the request's block table.
-    All that run arrived before all that wait, and a request that lacks a page takes it from the
-    last that runs: the first goes on at every step. (For other orders see beyond/fairness.py.)
+    All running requests arrived before all waiting ones. One that lacks a page takes it from the
+    last running one. So the first makes progress at every step. (Other orders: beyond/fairness.py.)
     """
 
     def __init__(self, max_batch, token_budget, pages, share_prefixes=True):
         super().__init__(max_batch, token_budget)
         self.pages, self.share_prefixes, self.counts = pages, share_prefixes, pages.counts
-        self.refused = None, 0    # the last that found no room, and the gains that it waits for
 
     def add(self, request):
         need, most = self.pages.needed(request.kv_tokens), self.pages.number
@@ -142,14 +140,10 @@ class PagedScheduler(Scheduler):
 
     def grant_room(self, request):
         """Gives it pages for the tokens it has, shared ones first; False if there are too few."""
-        if request is self.refused[0] and self.pages.gains < self.refused[1]:
-            return False
         shared = self.pages.find(request.tokens[:-1])   # not the last: its logits are needed
         new = self.pages.needed(len(request.tokens)) - len(shared)
-        kept = sum(page in self.pages.kept for page in shared)   # soon not available any more
-        lacking = new + kept - self.pages.available()
-        if lacking > 0:   # a gain helps by one page at most: until then, no need to search again
-            self.refused = request, self.pages.gains + lacking
+        kept = sum(page in self.pages.kept for page in shared)   # available, but not after `hold`
+        if new + kept > self.pages.available():
             return False
         self.pages.hold(shared)
         request.kv, request.computed = list(shared), len(shared) * self.pages.size

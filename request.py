@@ -8,8 +8,8 @@ and values are in its cache. The others are still *to do*:
               -- -- -- --                             -- -- -- -- -- -- --
               computed 4   todo 2                     computed 7          todo 1
 
-A *plan* says how many tokens of which requests go into one forward pass: [(request, n), ...]. A
-request gets its next token only when the plan covers all that it still has to do.
+Serving goes in *steps*. A step's *plan* says how many tokens of which requests it computes, in one
+forward pass or two: [(request, n), ...]. A request gets a token only if that covers all its todo.
 """
 import random
 from dataclasses import dataclass, field
@@ -91,12 +91,12 @@ class Request:
         elif len(self.generated) == self.max_new_tokens or self.computed == self.block_size:
             self.finish_reason = "length"
 
-    def cancel(self):   # from any thread: the running loop ends it between two steps, `unfinished`
+    def cancel(self):   # from any thread; the loop ends it between two steps, in `unfinished`
         self.cancelled = True
 
 
 def unfinished(requests):
-    """Those that go on. Called between steps: here, and only here, a cancelled request ends."""
+    """Those still to be served. Called between steps: only here does a cancelled request end."""
     for request in requests:
         if request.cancelled and not request.finished:
             request.finish_reason = "cancelled"

@@ -24,9 +24,9 @@ class Scheduler:
     """
     max_batch:     requests that run at the same time
     token_budget:  tokens computed in a step
-    max_kv_tokens: tokens that all caches together may come to hold; None: no limit. An admitted
+    max_kv_tokens: tokens that all caches together can ever hold; None: no limit. An admitted
                    request *reserves* room for its prompt and its longest answer: it can always
-                   finish, and much of that room stays empty.
+                   finish, but much of that room stays empty.
     """
 
     def __init__(self, max_batch, token_budget, max_kv_tokens=None):
@@ -68,7 +68,7 @@ class Scheduler:
     def share_budget(self):
         """One token for each decode first, so that no prompt delays them; then prefill chunks."""
         plan = [(request, 1) for request in self.running if request.todo == 1]
-        budget = self.token_budget - len(plan)   # never negative: `admit` stops in time
+        budget = self.token_budget - len(plan)   # >= 0: `admit` lets at most token_budget run
         for request in self.running:
             if request.todo > 1 and budget > 0:
                 n = min(request.todo, budget)
@@ -86,7 +86,7 @@ class Scheduler:
     @property
     def busy(self):
         """Whether anything is left to do. Asked between steps: here cancelled requests leave."""
-        # Of those that wait, the first max_batch will do: no others can be in the next step.
+        # Only the first max_batch that wait can be next; if one leaves, another moves up: `while`.
         while cancelled := [request for request in (
                 *self.running, *islice(self.waiting, self.max_batch)) if request.cancelled]:
             for request in cancelled:
@@ -100,7 +100,7 @@ class Scheduler:
     def cancel(self, request):
         """Ends a request now, and frees what it holds. (Request.cancel is for other threads.)"""
         request.cancel()
-        unfinished([request])
+        unfinished([request])   # sets its finish_reason
         if request in self.waiting:
             self.waiting.remove(request)
         self.release()

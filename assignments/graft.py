@@ -12,14 +12,11 @@ BLOCKS = (ast.If, ast.Try, ast.ExceptHandler)   # "if TYPE_CHECKING:" and the li
 
 def functions_in(source):
     """{"Class.method" or "function": its node}, of one file; of two with one name, the last."""
-    found = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef):
-            found[node.name] = node
-        elif isinstance(node, ast.ClassDef):
-            found.update({f"{node.name}.{inner.name}": inner for inner in node.body
-                          if isinstance(inner, ast.FunctionDef)})
-    return found
+    tree = ast.parse(source)
+    owners = [("", tree), *((f"{node.name}.", node) for node in tree.body
+                            if isinstance(node, ast.ClassDef))]
+    return {prefix + node.name: node for prefix, owner in owners for node in owner.body
+            if isinstance(node, ast.FunctionDef)}
 
 
 # --- our own files, whose text stays as it is -----------------------------------------------------

@@ -156,8 +156,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "6a paging.py:Pages.give_back": {
         "given back in order": ("reversed(table)", "table"),
         "published pages are freed": ("if page in self.key_of:", "if False:"),
-        "no heap": ("heappush(self.free, page)", "self.free.append(page)"),
-        "giving back is no gain": ("self.gains += 1", "pass")},
+        "no heap": ("heappush(self.free, page)", "self.free.append(page)")},
     "6a paging.py:Pages.evict": {
         "evicts the latest": ("popitem(last=False)", "popitem()"),
         "evicted and still known": ("self.key_of.pop(page)", "self.key_of[page]")},

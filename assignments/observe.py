@@ -543,7 +543,7 @@ def books(rng, edge):
                 "holders": list(pages.holders), "kept, in order": list(pages.kept),
                 "free, as heappop takes them": [heappop(free) for _ in pages.free],
                 "published": sorted(pages.published.values()), "in key_of": sorted(pages.key_of),
-                "gains": pages.gains, "evicted_pages": pages.counts["evicted_pages"],
+                "evicted_pages": pages.counts["evicted_pages"],
                 **{f"find({tokens})": pages.find(tokens) for _, tokens in tables}}
 
 

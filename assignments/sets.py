@@ -29,7 +29,7 @@ class Part:
 @dataclass
 class Set:
     """
-    needs:   the modules of the student copy, besides `tools`
+    needs:   the modules of the student copy, besides those of toolbox/
     numbers: points for predicted numbers (predict.py asks them)
     breaks:  points for exposing bugs, five in each set (BUGS in mutants.py)
     written: points for the written answers (key/N.md)

@@ -160,7 +160,6 @@ def complete(plan):
             self.holders[page] -= 1
             if self.holders[page] > 0:
                 continue
-            self.gains = self.gains + 1
             if self.key_of.get(page) is None:
                 self.free = sorted(self.free + [page])
             else:
@@ -199,7 +198,6 @@ def complete(plan):
             self.name_of[page] = self.name_of[self.published[key]]
             return
         self.name_of[page], self.key_of[page] = new, key
-        self.gains += 1
 ''', "paging.py:PagedScheduler.preempt": '''
     def preempt(self, request):
         self.free(request)

@@ -1,1 +1,10 @@
-"""One short file for each question that comes after the ladder. Each stands on the ladder alone."""
+"""
+One short file for each question that comes after the ladder. * : has a command
+
+    fairness             who goes first?
+    tensor_parallel *    weights on several devices
+    llama                a modern model
+    engine, serve *      requests that come while it runs
+    hardware, arrivals, published, simulate *    any GPU, calculated
+    replicas, capacity *                         how many GPUs?
+"""

@@ -39,7 +39,7 @@ from toolbox.validate import at_least_1
 
 
 class Full(Exception):
-    """As many requests wait as may. seconds: when to try again"""
+    """The queue is full. seconds: when to try again"""
 
     def __init__(self, waiting, seconds):
         super().__init__(f"{waiting} requests wait already, and no more may: "
@@ -242,7 +242,7 @@ class RankEngine(Engine):
         raise error
 
     def run(self, deliver, rest=5.0):
-        """As Engine.run. Rank 0 sends something before the others give up waiting, after `rest`."""
+        """As Engine.run. Rank 0 sends something every `rest` seconds, or the others give up."""
         super().run(deliver, 0 if dist.get_rank() else rest)
         if not dist.get_rank():
             self.broadcast(([], [], 1, True))   # the others hold, and stop

@@ -39,8 +39,8 @@ MAX_OVERTAKEN = 16
 
 class FairScheduler(PagedScheduler):
     """
-    A PagedScheduler that keeps `waiting` in rank order, and `running` when it looks for a victim.
-    In `waiting`, requests that have not arrived stand behind all that have, by arrival.
+    A PagedScheduler that keeps `waiting` in rank order, and sorts `running` to choose a victim. In
+    `waiting`, requests that have not arrived stand behind all that have, by arrival.
 
     policy: one of POLICIES
     bound:  how often a request may be overtaken, and how often preempted

@@ -11,11 +11,11 @@ Read it beside model.py. What changed since GPT-2, and what each change does to 
     attention   a key head per query head    one per group of query heads     the cache shrinks
 
 *Rotary positions.* Each pair of features of q and k turns by an angle that is proportional to the
-token's position, so q k^T depends on the distance of two tokens only. A row whose positions are all
-too large by the same number comes out right: padding cannot hurt it within one pass. But a cached
-key keeps the angle with which it was computed, and the padding changes when requests come and go.
-Then the distances are wrong, and nothing raises an error. So positions count from a sequence's own
-first token, as before.
+token's position, so q k^T depends on positions only through their distance. A row whose positions
+are all too large by the same number comes out right: padding cannot hurt it within one pass. But a
+cached key keeps the angle with which it was computed, and the padding changes when requests come
+and go. Then the distances are wrong, and nothing raises an error. So positions count from a
+sequence's own first token, as before.
 
 *Grouped-query attention.* Each key head serves a group of g query heads; a token then costs
 2 x n_layer x n_kv_head x head_size numbers in the cache. To Head and to the layouts, the group is
@@ -176,7 +176,7 @@ class Llama(nn.Module):
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def optimize(self):
-        """Same results from the fastest kernels that this machine has: see kernels/__init__.py."""
+        """As GPT.optimize."""
         from kernels import optimize
         return optimize(self)
 

@@ -1,8 +1,9 @@
 """
 What others measured, beside what is calculated: `python -m beyond.simulate --published`.
 
-A run is here if its source says GPU, model, precision, lengths, and how requests come. The three
-numbers of beyond/hardware.py were chosen on the two that are marked; all others test them.
+A run is here if its source says which model and GPU, in which precision, and how requests come.
+What it leaves out is assumed, and named in SOURCES. The three numbers of beyond/hardware.py were
+chosen on the two runs that are marked; all others test them.
 """
 import random
 import statistics
@@ -81,7 +82,7 @@ WHY = {
                                     "139 ms that it publishes for one, would take 2.2 s",
     "nm-vllm": "an engine of early 2024, whose CPU works for more than 1 ms between two passes: "
                "vLLM's blog on 0.6.0 says that scheduling had taken 29% of the time",
-    "TensorRT-LLM, batch 52, 2,048 in": "nearly all of it are long prompts, whose matrices come "
+    "TensorRT-LLM, batch 52, 2,048 in": "nearly all of it is long prompts, whose matrices come "
                                         "closer to the peak: 70% in the first token of 2,048",
     "rahman, TTFT": "the page's tokens/s fit. First tokens also wait for an HTTP server and for "
                     "clients that fall into step, which depends on lengths that are not published",
@@ -127,7 +128,8 @@ def runs():
                          dict(max_batch=batch), chosen_on=batch == 384))
     for model, tp, prompt, ttft in (("llama-2-7b", 1, 128, 16), ("llama-2-7b", 1, 2048, 133),
                                     ("llama-2-70b", 4, 128, 47), ("llama-2-70b", 4, 2048, 377)):
-        found.append(Run("TensorRT-LLM", f"first token of {prompt:,} in", "a100", model,
+        found.append(Run("TensorRT-LLM",
+                         f"first token of {prompt:,} in, {tp} GPU{'s' * (tp > 1)}", "a100", model,
                          {"ttft_ms": ttft}, [(prompt, 1)], "unbatched", {}, tp=tp))
     found.append(Run("yobitel", "1 client", "h100", "llama-3.1-8b", {"itl_ms": 6.48},
                      [(256, 128)] * 4, clients=1))
@@ -138,7 +140,7 @@ def compare(runs, figures_of):
     """[{"source", "run", ..., "figure", "published", "calculated", "error"}, ...]"""
     rows, done = [], {}   # two systems may have run the same
     for run in runs:
-        same = (run.gpu, run.model, run.tp, run.stage, run.clients, *run.lengths)
+        same = (run.gpu, run.model, run.tp, run.stage, run.clients, str(run.knobs), *run.lengths)
         calculated = done[same] = done.get(same) or run.calculate(figures_of)
         for name, value in run.published.items():
             mine = {"tokens_per_s": calculated["tokens_per_s"],
@@ -161,15 +163,19 @@ def summary(rows):
                    f"{max(errors):.0%}, of {len(errors)} run{'s' * (len(errors) > 1)}")
 
 
+def cells(rows):
+    """The table of `compare`: its head, then a line for each row."""
+    yield ["source", "run", "GPU", "model", "figure", "published", "calculated", "error"]
+    for r in rows:
+        yield [r["source"] + "*" * r["chosen_on"], r["run"], r["gpu"], r["model"], r["figure"],
+               f"{r['published']:,.1f}", f"{r['calculated']:,.1f}",
+               f"{r['error']:+.0%}".replace("-0%", "+0%")]
+
+
 def report(rows):
     """The table of `compare`, the sources, why an error is large, and the errors: lines."""
-    cells = [("source", "run", "GPU", "model", "figure", "published", "calculated", "error")]
-    for r in rows:
-        cells.append((r["source"] + " *" * r["chosen_on"], r["run"], r["gpu"], r["model"],
-                      r["figure"], f"{r['published']:,.1f}", f"{r['calculated']:,.1f}",
-                      f"{r['error']:+.0%}"))
-    yield aligned(cells)
+    yield aligned([*cells(rows)])
     yield "* the triple was chosen on these two\n"
     yield from (f"{source}: {text}" for source, text in SOURCES.items())
-    yield from (f"larger than the goal: {where}: {why}" for where, why in WHY.items())
+    yield from (f"why the error is large: {where}: {why}" for where, why in WHY.items())
     yield from summary(rows)

@@ -4,13 +4,13 @@ Beyond one machine: replicas of a model behind a router, calculated.
     requests -> router -> replicas: a stage 7 scheduler, --tp GPUs and a clock each
 
 Requests are independent, so replicas share nothing; what the router decides is all. `round-robin`
-takes turns, `least-loaded` sends a request where the fewest are, and `prefix` where its beginning
-was sent before, unless that replica has many more requests than the others.
+takes turns, `least-loaded` sends a request where the fewest are, and `prefix` always to the same
+replica for the same first page, unless that one has many more requests than the others.
 
 Each replica drives the real PagedScheduler and prices a plan with the counts of stage 7's layout;
 a test compares both. It builds no tensors, and keeps no finished request.
 
-    python -m beyond.capacity --model llama-3.1-8b --rate 60 --replicas 16 --requests 100000
+    python -m beyond.capacity --model llama-3.1-8b --rate 60 --replicas 16 --requests 2000
 """
 import math
 import random

@@ -101,7 +101,7 @@ class Server:
 
     def hand_out(self, events):
         for request, token, why in events:
-            stream = self.streams.get(request)   # None: its client has left
+            stream = self.streams.get(request)   # None: its client left, or is the page
             if stream:
                 stream.put(token, Refused(500, why) if why else None)
             if token is None:

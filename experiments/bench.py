@@ -35,8 +35,8 @@ from experiments.engines import INSTALL, end_with_this_process
 from experiments.peers import peers
 from experiments.results import best_peer, median_seconds, provenance
 from experiments.results import run as run_stage
-from kernels import native, optimize
-from model import GPT, GPTConfig
+from kernels import keep_memory, native, optimize
+from model import GPT, GPTConfig, Head
 from request import Request
 from toolbox.cli import measuring_parser, measuring_place
 from toolbox.report import percentile
@@ -129,8 +129,9 @@ def apart(work, *args):
 @torch.inference_mode()
 def machine_peaks(fast):
     """
-    (floating point operations, bytes) per second: the fastest of several large multiplications,
-    with and without optimize(), and reading a large tensor.
+    (floating point operations, bytes, scores) per second: the fastest of several large
+    multiplications, with and without optimize(); reading a large tensor; and model.Head on padded
+    rows, which writes, masks and reads each score, as no fused kernel does.
     """
     layer, best = fast.h[0].mlp.c_fc, 0.0
     for rows in (256, 512, 1024, 2048):
@@ -138,8 +139,10 @@ def machine_peaks(fast):
         for multiply in (layer, lambda x: F.linear(x, layer.weight, layer.bias)):
             seconds = median_seconds(lambda: [multiply(x) for _ in range(4)], fast.device)
             best = max(best, 4 * 2 * rows * layer.weight.numel() / seconds)
-    x = torch.ones(2**27, device=fast.device)
-    return best, x.nbytes / median_seconds(x.sum, fast.device)
+    x, q = torch.ones(2**27, device=fast.device), torch.ones(8, 12, 256, 64, device=fast.device)
+    mask = torch.ones(8, 1, 1, 256, dtype=torch.bool, device=fast.device)
+    return (best, x.nbytes / median_seconds(x.sum, fast.device),
+            8 * 12 * 256**2 / median_seconds(lambda: Head()(q, q, q, mask=mask), fast.device))
 
 
 def roofline(model, trace, peak, bandwidth):
@@ -188,11 +191,11 @@ def measure(names, run, requests, repeats, say):
             runs[name].append((seconds, start, tokens, times))
             say(f"  {repeat + 1}/{repeats}  {name:32} {seconds:7.2f} s")
     for name, taken in runs.items():
-        systems[name].update(figures_of(taken, reference))
+        systems[name].update(medians_of(taken, reference))
     return systems
 
 
-def figures_of(runs, reference):
+def medians_of(runs, reference):
     """
     A system's figures: medians over its runs, [(seconds, start, tokens, times), ...], and the
     lowest share of equal tokens.
@@ -251,6 +254,7 @@ def run_benchmark(args):
     device, dtype, where = measuring_place(args)
     pythons = peer_pythons(args.peer_python)
     end_with_this_process()
+    keep_memory()   # of all threads: it must be told before the first of them begins
     print(where)
     results = []
     for model_name in args.models or (["small"] if args.quick else list(MODELS)):
@@ -286,11 +290,11 @@ def run_workload(args, model_name, name, run, fast):
     measured = measure(names, run, requests, 1 if args.quick else args.repeats,
                        lambda line: print(line, file=sys.stderr, flush=True))
     # the machine's better moment counts
-    peak, bandwidth = map(max, zip(before, apart(machine_peaks, fast)))
+    peak, bandwidth, scores = map(max, zip(before, apart(machine_peaks, fast)))
     least = roofline(fast, schedule, peak, bandwidth)
     useful = sum(len(r.prompt) if name == "W2" else r.max_new_tokens for r in requests)
     result = {"model": model_name, "workload": name, "tokens": useful, "roofline": least,
-              "peak": peak, "bandwidth": bandwidth, "systems": measured,
+              "peak": peak, "bandwidth": bandwidth, "scores": scores, "systems": measured,
               "peers": {name: peer.settings for name, peer in run.items()
                         if hasattr(peer, "settings")},   # with their versions
               "parts": apart(parts, run["ragged, varlen"], requests)}

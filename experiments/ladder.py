@@ -74,7 +74,7 @@ def wrong_lines(model, plain, requests, **knobs):
     return lines
 
 
-def figures_of(trace):
+def row_of(trace):
     """What the table of all stages says of one."""
     t, waits = totals(trace), latencies(trace)
     counts = ("forward_passes", "slots", "useful", "score_entries", "copied_bytes",
@@ -166,7 +166,7 @@ def compare(args):
     naive = traces["naive"]
     found = results.keep(
         args.json, "python -m experiments.ladder", where, repeats=args.repeats,
-        stages={name: figures_of(trace) for name, trace in traces.items()},
+        stages={name: row_of(trace) for name, trace in traces.items()},
         calculated=calculated(naive.requests, **knobs),
         requests=len(requests), prompt_tokens=prompt_tokens,
         generated=sum(len(r.generated) for r in naive.requests),

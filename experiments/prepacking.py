@@ -11,6 +11,7 @@ all tensors alive at the same time, except the weights.
     python -m experiments.prepacking --quick
     python -m experiments.prepacking --json prepacking.json --plot prepacking.png
 """
+import bisect
 import math
 import random
 import statistics
@@ -157,21 +158,12 @@ def peak_bytes(model, method, lengths):
 
 
 def largest_batch(config, method, kind, limit, most=1024):
-    """The largest k whose prefill stays within `limit` bytes, by bisection, to within 6%."""
+    """The largest k, up to `most`, whose prefill stays within `limit` bytes, by bisection."""
     with torch.device("meta"):   # tensors with sizes but no contents
         model = GPT(config)
     lengths = lengths_of(kind, most)
-
-    def fits(k):
-        return k <= most and peak_bytes(model, method, lengths[:k]) <= limit
-
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > max(1, low // 16):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect.bisect_right(range(1, most + 1), limit,
+                               key=lambda k: peak_bytes(model, method, lengths[:k]))
 
 
 # --- the experiments: each measures, prints its table and returns the figures ---------------------

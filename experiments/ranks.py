@@ -9,7 +9,6 @@ seconds = all-reduces x latency + bytes / bandwidth. `fit` finds both from the m
     torchrun --nproc_per_node 2 -m experiments.ranks --json experiments/results/ranks.json
 """
 import copy
-import platform
 import time
 
 import torch
@@ -107,11 +106,9 @@ def cost_model(points):
 
 def measure(args):
     """On every rank; only rank 0 prints."""
-    device, dtype, _ = cli.measuring_place(args)
+    device, dtype, where = cli.measuring_place(args)
     config = GPTConfig(n_layer=8, n_head=8, n_embd=512, vocab_size=1024)
     repeats, world = 3 if args.quick else 9, dist.get_world_size()
-    where = (f"{device}, {torch.get_num_threads()} thread(s) a rank, "
-             f"torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}")
     rows = time_ranks(config, device, dtype, repeats)
     most = max((row["ranks"] for row in rows), default=1)
     points = [(row["all_reduces"], row["bytes"], row["in_all_reduces"]) for row in rows

@@ -59,10 +59,8 @@ def median_seconds(work, device, repeats=7):
 
 def best_peer(systems):
     """The name of the peer with the lowest median time; None if there is no peer."""
-    def median(name):
-        return statistics.median(filter(None, systems[name]["rounds"]))
-
-    return min((name for name in systems if name.startswith(PEERS)), key=median, default=None)
+    return min((name for name in systems if name.startswith(PEERS)), default=None,
+               key=lambda name: statistics.median(filter(None, systems[name]["rounds"])))
 
 
 def times_best_peer(systems, name):

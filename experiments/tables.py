@@ -13,6 +13,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from beyond import published
 from experiments import results
 from toolbox.report import aligned, mean, percentile
 
@@ -232,7 +233,7 @@ def stages():
     ideas = {
         "unbatched": "one request, with a KV cache",
         "naive": "static batching: prompts padded to one length",
-        "dynamic": "a new batch every step",
+        "dynamic": "a new batch every step (*continuous batching*)",
         "chunked": "a token budget: decodes first, prompts in chunks",
         "interleaved": "decodes and chunks in one pass",
         "prepacked": "*off stage 2:* several prompts share a row",
@@ -248,13 +249,6 @@ def stages():
     head = ["stage", "the idea", "passes", "useful slots", "tokens/s here", "tokens/s A100",
             "ITL p99 A100"]
     return markdown(head, lines).replace("| --- | ---: |", "| --- | --- |", 1)
-
-
-def gpu_published(found):
-    yield ["source", "run", "GPU", "model", "figure", "published", "calculated", "error"]
-    for r in found["published"]:
-        yield [r["source"] + "*" * r["chosen_on"], r["run"], r["gpu"], r["model"], r["figure"],
-               f"{r['published']:,.1f}", f"{r['calculated']:,.1f}", f"{r['error']:+.0%}"]
 
 
 def gpu_ladder(found, model="gpt2-xl"):
@@ -301,8 +295,9 @@ FILES = {ladder: "ladder", gaps: "gaps", rows: "rows", sharing: "memory", scatte
 TABLES = {"stages": stages, "speed": speed, "parts": parts, "links": committed_links,
           **{f"bench {model}": partial(committed_bench, model) for model in ("gpt2", "small")},
           "gpu ladder llama": partial(calculated, partial(gpu_ladder, model="llama-2-7b")),
+          "gpu published": partial(calculated, lambda found: published.cells(found["published"])),
          **{table.__name__.replace("_", " "): partial(calculated, table) for table in (
-             gpu_published, gpu_ladder, gpu_machine, gpu_capacity, gpu_growth)},
+             gpu_ladder, gpu_machine, gpu_capacity, gpu_growth)},
          **{table.__name__: partial(committed, table, file) for table, file in FILES.items()}}
 
 

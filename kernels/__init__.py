@@ -158,7 +158,8 @@ FAST = {nn.Linear: FastLinear, MLP: FastMLP, GPT: FastGPT, Llama: FastLlama}
 def keep_memory():
     """
     Has glibc keep what it got from the system: it would give large temporaries back, and the system
-    clears the memory of each new one. That is a quarter of stage 1's time at GPT-2's size.
+    clears the memory of each new one. That is a quarter of stage 1's time at GPT-2's size. Threads
+    that began before this have heaps of their own, which cannot hold large ones.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:   # never trim; no mappings of their own; one heap for all threads

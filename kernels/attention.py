@@ -1,5 +1,5 @@
 """
-Attention over a flat stream (stages 6 and 7), with all caches in pools.
+Attention over a flat stream (stages 0, 6 and 7), with all caches in pools.
 
 The keys and values of all requests lie in one tensor per layer, so that one call writes the new
 ones of all requests, and a step finds every request's keys as views before its first layer. In

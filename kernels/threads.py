@@ -1,7 +1,7 @@
 """
 How many threads a step uses, on a machine that may be busy with something else.
 
-The threads of a step wait for each other some eighty times. Where another program shares one of
+The threads of a step wait for each other some hundred times. Where another program shares one of
 their cores, they all wait while that program runs. With one endless loop beside two threads a step
 takes three times as long; one thread alone loses much less.
 

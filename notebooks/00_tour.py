@@ -11,6 +11,7 @@ from lesson import ask, broken, check, folded, look, model, run, show, sizes, so
 from lesson import texts, tokenizer
 from experiments import figures
 from experiments.ladder import one_step, run_stages, small_workload
+from experiments.results import load as results
 from experiments.rows import forward_times
 from model import MultiHeadAttention
 from toolbox import sights
@@ -43,11 +44,13 @@ check("ragged, varlen", requests, token_budget=16)
 # ## Why batch at all?
 #
 # To generate a token, the processor reads all weights of the model from memory, for one row of
-# numbers. If it computes 32 rows, it still reads them once. Measured just now, on your machine:
+# numbers. If it computes 32 rows, it still reads them once. Our model is tiny, so most of its time
+# for one row is the cost of calling PyTorch, which is shared in the same way. Measured just now, on
+# your machine; and, on another one, a model of GPT-2's size, where it is the weights:
 
 # %% tags=["machine"]
 times = forward_times(model)
-figures.rows({"the built-in model": times});
+figures.rows({"the built-in model": times, "GPT-2, 124M": results("rows")["points"]});
 
 # %% [markdown]
 # On the left, a forward pass over more and more rows; on the right, the same time per row. Sixteen
@@ -107,8 +110,9 @@ for name in (*shown, "paged"):
     print(f"{name:20}{len(trace.passes):8}{slots:7}{useful / slots:8.0%}{scores:9,}")
 
 # %% [markdown]
-# *Scores* are products of a query and a key, in one head of one layer. The last line is stage 7:
-# as stage 6, but with memory in pages, which requests can share.
+# *Useful* slots hold a token that is computed for the first time. *Scores* are products of a query
+# and a key, in one head of one layer. The last line is stage 7: as stage 6, but with memory in
+# pages, which requests can share.
 #
 # ## The second question: which token sees which?
 #
@@ -163,5 +167,5 @@ show({"the published mask, step 4": published});
 # the page that [docs/explorer.html](../docs/explorer.html) has for all stages. Under `with
 # broken(...)` the page shows the bug at work.
 #
-# Or read the scripts in order, from `model.py` on. They are short, and the `diff` of two
-# neighbouring stages is the lesson.
+# Or read the scripts in order, from `model.py` on. They are short: 3 and 4 differ in a few lines, 6
+# and 7 in where keys and values live.

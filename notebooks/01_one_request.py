@@ -77,7 +77,8 @@ with torch.no_grad():
 # %% [markdown]
 # ## Change one token
 #
-# Now the whole model. Token 3 becomes another one. Which rows change, after which layer?
+# Now the whole model. In a GPT, a token sees itself and those before it. Token 3 becomes another
+# one. Which rows change, after which layer?
 
 
 # %%
@@ -238,7 +239,7 @@ for stage in "unbatched, no cache", "unbatched":
 #
 # > **Claim H5.** One token costs 2 · L · A · H values (keys and values, L layers, A heads of H
 # > features each). For Llama-2-7B (L = 32, A = 32, H = 128) in fp16 that is 8,192 values or 16
-# > KB per token *per layer*, 512 KB per token. *It holds.*
+# > KB (of 1,024 bytes) per token *per layer*, 512 KB per token. *It holds.*
 
 
 # %%
@@ -251,7 +252,6 @@ ask("1.4: Llama-2-7B in fp16: how many GB (10⁹ bytes) do the caches of 32 requ
     guess=...)
 
 # %%
-print("1 KB = 1,024 bytes")
 print(f"Llama-2-7B, a token, one layer: {cache_bytes(1, 1, 32, 128) / 1024:.0f} KB")
 print(f"Llama-2-7B, a token:            {cache_bytes(1, 32, 32, 128) / 1024:.0f} KB")
 kv = KV(capacity=1)

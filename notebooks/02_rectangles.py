@@ -123,13 +123,15 @@ ask("2.2: Positions are columns. Which of A, B and C still pass the check?",
     guess=...)
 
 # %%
+right = run("naive", requests).requests
 with folded(), broken("static column positions"):
     check("naive", requests)
-    for request in run("naive", requests).requests:
-        print(repr(tokenizer.decode(request.tokens)))
+    for instead, of in zip(run("naive", requests).requests, right):
+        print(f"{tokenizer.decode(instead.tokens)!r}\n    instead of "
+              f"{tokenizer.decode(of.tokens)!r}")
 
 # %% [markdown]
-# No error is raised, and the texts look no worse than before.
+# No error is raised, and the texts look no worse than the right ones.
 #
 # ## Waste, first kind: padding
 #
@@ -215,8 +217,8 @@ show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
 # computed fewer tokens than C. These slots are masked like all other pads.
 
 # %%
-ask("2.4: The same bug in stage 2: positions are columns. Which of the eight requests pass "
-    "the check?",
+ask("2.4: The same bug in stage 2: positions are columns, counted through past and new slots. "
+    "Which of the eight requests pass the check? (Look for the longest row of each rectangle.)",
     guess=...)
 
 # %%

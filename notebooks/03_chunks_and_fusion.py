@@ -52,7 +52,7 @@ source(Scheduler.share_budget)
 # ## By hand
 #
 # Three requests, at most 8 tokens a step. A's prompt has 3 tokens, B's 2, C's 12. All are there at
-# step 0, and each wants many tokens. Write a plan as `"A3 B2 C3"`: A computes 3 tokens, B 2, C 3.
+# step 0, and each wants many tokens. Write a plan as `"X4 Y1"`: X computes 4 tokens, Y 1.
 
 
 # %%
@@ -306,7 +306,7 @@ for stage in "dynamic", "chunked", "interleaved":
 # <details><summary>Answer</summary>
 #
 # The time to first token of long prompts, which now take more steps; and the number of passes,
-# each of which reads all weights. In the first picture all of steps 9 to 20 are slower with chunks
+# each of which reads all weights. In the first picture all of steps 10 to 21 are slower with chunks
 # than *dynamic* is after its stall, because each of them carries a chunk.
 # </details>
 #

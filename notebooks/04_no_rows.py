@@ -116,7 +116,8 @@ print({name: torch.allclose(padded[name], unpacked[name], atol=1e-5) for name in
 #
 # > **Claim P5.** The baselines: full batching pads to the longest; length-ordered batching
 # > sorts all requests first; dataset prepacking packs over the whole set. *All three are here*,
-# > and batches of 4 out of 8 prompts show the difference:
+# > and batches of 4 out of 8 prompts (for dataset prepacking 4 rows, however many prompts these
+# > are) show the difference:
 
 # %%
 lengths = [9, 1, 8, 2, 7, 3, 6, 4]

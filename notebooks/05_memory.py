@@ -83,8 +83,8 @@ for step in 0, 5, 10, 15, 20, 25:
 source(Paged.slots)
 
 # %%
-ask("5.2: A's block table is [0, 2, 1], 4 tokens to a page. In which slot of the pool is "
-    "position 9?",
+ask("5.2: B's block table is [3, 0, 5], 4 tokens to a page. In which slot of the pool is "
+    "position 10?",
     guess=...)
 
 # %% [markdown]
@@ -109,8 +109,9 @@ with broken("pages read in one piece"):
     check("paged", eight, max_batch=4, pages=24, page_size=4)
 
 # %% [markdown]
-# Requests whose pages happen to be neighbours are right. Such a bug shows only when memory is
-# fragmented, so a test must fragment it.
+# All are wrong, but not from the start: the pages that a prompt gets at once are often neighbours,
+# and those added later are not. A test with short answers would have passed. Such a bug shows only
+# when memory is fragmented, so a test must fragment it.
 #
 # ## Sharing
 #
@@ -150,7 +151,8 @@ for share in True, False:
 # logits are needed. So no request ever writes into a page that another one reads, and nothing is
 # copied.
 #
-# How is a page found again?
+# How is a page found again? Each full page gets a *name*, a number that is never given twice. 0
+# stands for the beginning of every sequence.
 
 # %%
 source(Pages.find)
@@ -187,7 +189,8 @@ figures.timelines([storm["pages"]], columns=1);
 # %% [markdown]
 # Pink tokens are computed again. The pool has 16 pages of 8 tokens, and all eight begin at once.
 # At step 11 all pages are full, and each request needs another one: F, G and H are preempted, and
-# E follows at step 19. They return when pages are free; *computed again* is what it costs.
+# E follows at step 19. They return when pages are free; *computed again* is what it costs. *TTFT* is
+# the time to a request's first token, here counted in steps; a token of step 0 takes one step.
 
 # %%
 print("                preemptions  steps  mean TTFT (steps)  computed again")
@@ -231,11 +234,11 @@ def victim(running):
 
 # %%
 def preemptions(pages):
-    requests = letters(A=6, B=6, C=6, D=6, new=10)
+    requests = letters(A=6, B=6, C=6, D=6, new=11)
     return run("paged", requests, pages=pages, page_size=4).counts["preemptions"]
 
 
-ask("5.4: Four requests, prompts of 6 tokens, 10 to generate, 4 tokens to a page. How many "
+ask("5.4: Four requests, prompts of 6 tokens, 11 to generate, 4 tokens to a page. How many "
     "pages does the smallest pool have in which none is preempted?",
     guess=...)
 
@@ -247,8 +250,7 @@ for pages in 5, 8, 10, 12:
 # ## Which request goes first?
 #
 # If not all can run, some wait. A *policy* is a sort key for the waiting requests: first come
-# first served, shortest job first, or by priority. *TTFT* is the time to a request's first token,
-# here counted in steps; a token of step 0 takes one step.
+# first served, shortest job first, or by priority.
 
 # %%
 mixed = [replace(request, max_new_tokens=new, priority=priority) for request, new, priority in zip(

@@ -61,7 +61,8 @@ for rows in 1, 8, 32, 128, 512:
 
 # %% [markdown]
 # By this estimate, additional rows are free up to that number. This is why one batches. Measured,
-# they are not quite free, but the curve has the same shape (all axes are logarithmic):
+# all takes three to five times as long, for the estimate leaves out the cost of calling operations,
+# and kernels that fall short of both limits. The curve has the same shape (all axes are logarithmic):
 
 # %%
 measured = results("rows")
@@ -101,14 +102,16 @@ for requests in 1, 8, 32:
 #
 # The operator of a server wants many tokens per second. A user sees two other times: *TTFT*, the
 # time to the first token, and *ITL*, the time between one token and the next. p50 is the median,
-# and p99 is the value that 99% of them do not exceed. Workload W1: 32 requests, prompts of 8 to
-# 512 tokens, answers of 8 to 128, and at most 512 tokens a step.
+# and p99 is the value that 99% of them do not exceed. Workload W1: 32 requests, all there at step 0,
+# and all may run at once; prompts of 8 to 512 tokens, answers of 8 to 128, at most 512 tokens a step.
+# All lines but the last are with `optimize()`:
 
 # %%
-print("                         tokens/s   TTFT mean   ITL p50    ITL p99")
-for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen"):
+print("                                tokens/s   TTFT mean   ITL p50    ITL p99")
+for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen",
+             "ragged, varlen, not optimized"):
     system = W1["systems"][name]
-    print(f"{name:22} {W1['tokens'] / system['seconds']:10.0f} {system['ttft_mean']:10.1f} s "
+    print(f"{name:30}{W1['tokens'] / system['seconds']:10.0f} {system['ttft_mean']:10.1f} s "
           f"{system['itl_p50'] * 1e3:6.0f} ms {system['itl_p99'] * 1e3:7.0f} ms")
 
 # %% [markdown]
@@ -138,7 +141,7 @@ def on_a100(stage):
 
 ask("6.3: Chunks are there to lower the worst ITL, and on this CPU they raise it: compare "
     "'dynamic' and 'chunked'. On the A100, is the ITL p99 of chunked lower than that of "
-    "dynamic? (yes or no)",
+    "dynamic? (yes or no; who waits for a second token while dynamic computes the prompts?)",
     guess=...)
 
 # %%
@@ -340,7 +343,7 @@ else:
 # ## Three questions
 #
 # **1.** A server decodes for 8 users, and memory limits its speed. A ninth arrives. What does that
-# cost the other eight?
+# cost the other eight, once its prompt has been computed?
 #
 # <details><summary>Answer</summary>
 #
@@ -353,7 +356,8 @@ else:
 # <details><summary>Answer</summary>
 #
 # Prepacking saves nothing: r = k, and there are no pads. Ragged batching saves no pads in this
-# prefill either, but it does as soon as the answers' lengths differ.
+# prefill either. It does once newcomers take the places of requests that have finished, because
+# then the pasts differ in length.
 # </details>
 #
 # **3.** Two machines are joined by a slow network. Tensor parallelism over both, or a whole copy

@@ -124,12 +124,12 @@ ANSWERS = {
         "A token's keys are computed when the next token is generated, so the last one needs no "
         "room. Each reserves 6 + 26 - 1 = 31 tokens, and 128 / 31 is a little more than 4."),
     "5.2": (
-        lambda nb: Paged.slots(SimpleNamespace(pages=Pages(4, 4)), [0, 2, 1], 9, 10)[0],
-        "Position 9 is in the third page of the table, page 1, at offset 1: 1 x 4 + 1."),
+        lambda nb: Paged.slots(SimpleNamespace(pages=Pages(6, 4)), [3, 0, 5], 10, 11)[0],
+        "Position 10 is in the third page of the table, page 5, at offset 2: 5 x 4 + 2."),
     "5.3": (answer_of_5_3, "Eight full pages are found; what is left is its own."),
     "5.4": (
         lambda nb: next(pages for pages in range(4, 40) if not nb.preemptions(pages)),
-        "Each comes to 16 tokens, of which the last needs no room. 15 tokens fill 4 pages."),
+        "Each comes to 17 tokens, of which the last needs no room. 16 tokens fill 4 pages."),
 
     "6.1": (
         answer_of_6_1,

@@ -232,7 +232,7 @@ def exercise(function):
     """
     if not is_blank(function):
         try:
-            fault = JUDGES[function.__name__](function)
+            fault = globals()[f"judge_{function.__name__}"](function)
         except Exception as error:   # of the reader's function, whatever it is
             fault = f"it raises {type(error).__name__}: {error}"
         print(f"{function.__name__}: " + (f"not yet. {fault}" if fault else "right."))
@@ -365,8 +365,3 @@ def judge_useless(function):
     for row in first_fit_decreasing(lengths, max(lengths)):
         if len(row) > 1:
             return f"prompts of {' and '.join(str(lengths[i]) for i in row)} tokens share a row"
-
-
-JUDGES = {"causal_rule": judge_causal_rule, "own_positions": judge_own_positions,
-          "row_mask": judge_row_mask, "varlen": judge_varlen, "victim": judge_victim,
-          "useless": judge_useless}

@@ -1,5 +1,6 @@
 """Two sizes: `pytest` is quick, `pytest --thorough` runs everything, with more examples."""
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,3 +28,19 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(pytest.mark.skip(reason="runs with --thorough"))
+
+
+@pytest.fixture(scope="session")
+def chrome():
+    try:
+        from explorer import still
+        programs = still.browser_path(), shutil.which("chromedriver")
+        assert all(programs), "there is no Chromium with a chromedriver on PATH"
+        browser = still.open_browser()
+    except Exception as why:   # Selenium is missing, or the two programs differ in version
+        must = os.environ.get("CI") and sys.platform == "linux"
+        (pytest.fail if must else pytest.skip)(f"no browser to test the explorer in: {why}")
+    browser.set_script_timeout(600)   # a busy machine is no fault of the page
+    browser.set_page_load_timeout(600)
+    yield browser
+    browser.quit()

@@ -11,8 +11,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from common import ROOT, quick
 
-ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "assignments"))
 import grade  # noqa: E402
 import graft  # noqa: E402
@@ -29,12 +29,6 @@ SALTS = ("", "a", "b") if os.environ.get("THOROUGH") else ("",)
 OF_PARTS = {name: mutant for name, mutant in MUTANTS.items()
             if {edit[0] for edit in mutant.edits} <= set(SETS[int(mutant.part[0])].functions)}
 TIMED_RUN, SEEN = grade.timed_run, {}
-
-
-def quick(names, chosen):
-    """Parameters of a test, of which only the chosen ones run without --thorough."""
-    return [name if name in chosen else pytest.param(name, marks=pytest.mark.thorough)
-            for name in names]
 
 
 def one_a_set(set_of):
@@ -154,8 +148,9 @@ def test_a_copy_gives_every_right_solution_full_marks_as_well(number, tmp_path):
         grade.checkout(tmp_path / str(i), number, files_of(edits, grade.clean))
     said = run_copy(tmp_path / "copy", f"""
 import grade
+known = grade.reference_of({number}, grade.VISIBLE)
 for i in range({len(variants)}):
-    scores, ignored = grade.grade({number}, f"../{{i}}")
+    scores, ignored = grade.grade({number}, f"../{{i}}", reference=known)
     print(i, *ignored, *(score for score in scores if score.points < score.of))
 """)
     assert said.split() == [str(i) for i in range(len(variants))]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import mixed, toy
+from common import ROOT, mixed, toy
 
 from beyond.llama import Llama, LlamaConfig
 from experiments import bench, engines, peers, results, tables
@@ -19,7 +19,6 @@ from model import GPT, GPTConfig
 from request import Request
 from toolbox.stages import STAGES
 
-ROOT = Path(__file__).parent.parent
 TINY = GPTConfig(block_size=1024, vocab_size=300, n_layer=2, n_head=2, n_embd=32)
 
 
@@ -212,10 +211,10 @@ def test_figures_are_medians_over_the_runs_each_for_itself():
     runs = [(3.0, 0.0, [[1, 2, 3]], [[0.5, 1.5, 3.0]]),
             (4.0, 10.0, [[1, 2, 3]], [[12.5, 13.5, 14.0]]),
             (9.0, 20.0, [[1, 2, 4]], [[21.0, 22.0, 29.0]])]
-    found = bench.figures_of(runs, [[1, 2, 3]])
+    found = bench.medians_of(runs, [[1, 2, 3]])
     assert found == {"seconds": 4.0, "spread": 1.5, "ttft_mean": 1.0, "itl_p50": 1.25,
                      "itl_p99": pytest.approx(1.495), "equal": 2 / 3}
-    one = bench.figures_of([(3.0, 0.0, [[1]], [[0.5]])], [[1]])   # no gaps
+    one = bench.medians_of([(3.0, 0.0, [[1]], [[0.5]])], [[1]])   # no gaps
     assert one["itl_p50"] is one["itl_p99"] is None and one["ttft_mean"] == 0.5
 
 
@@ -242,7 +241,7 @@ def test_all_of_it_on_a_tiny_model(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setitem(bench.MODELS, "small", TINY)
     monkeypatch.setattr(bench, "workload", small)
-    monkeypatch.setattr(bench, "machine_peaks", lambda model: (1e11, 1e10))
+    monkeypatch.setattr(bench, "machine_peaks", lambda model: (1e11, 1e10, 1e9))
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     file, picture = tmp_path / "b.json", tmp_path / "b.png"
     flags = ["--quick", "--systems", "unbatched", "ragged", "paged", "--json", file,

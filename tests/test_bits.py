@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import STAGES, examples, knobs_of, smallest_pool, toy
+from common import STAGES, examples, knobs_of, quick, smallest_pool, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ from kernels import native
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.check import Check
-from toolbox.verdict import Verdict, summary
+from toolbox.verdict import summary
 
 pytestmark = pytest.mark.skipif(not native.works(), reason="native.cpp is not in use here")
 thorough = pytest.mark.thorough
@@ -130,8 +130,8 @@ WAYS = [("ragged_varlen", {"token_budget": 23}),
 
 def all_faults():
     """Of steps that hold decodes and chunks of 1 to 97 tokens, with and without a past."""
-    return [fault for size in ((3, 48), (2, 10), (1, 64), (6, 20, 2)) for stage, knobs in WAYS
-            for fault in faults(size, stage, REQUESTS, **knobs)]
+    return (fault for size in ((3, 48), (2, 10), (1, 64), (6, 20, 2)) for stage, knobs in WAYS
+            for fault in faults(size, stage, REQUESTS, **knobs))
 
 
 def fresh(monkeypatch):
@@ -200,9 +200,7 @@ REORDERED = {   # another order of additions, or another rounding
         " for (i64 d = 0; d < size; d++) o[r * row + d] += part[r][d]; }")}
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name == "a query misses its own key" else thorough)
-    for name in (*WRONG, *REORDERED)])
+@pytest.mark.parametrize("name", quick([*WRONG, *REORDERED], ["a query misses its own key"]))
 def test_a_mistake_in_the_source_is_found(name, monkeypatch, tmp_path, capsys):
     """Above; and wrong numbers by the library's trial, too, so that nobody uses it."""
     rebuilt(monkeypatch, tmp_path, *{**WRONG, **REORDERED}[name])
@@ -211,7 +209,7 @@ def test_a_mistake_in_the_source_is_found(name, monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().err == (said if name in WRONG else "")
     monkeypatch.setattr(native, "problem", lambda: None)
     try:
-        assert all_faults()
+        assert any(all_faults())
     except ValueError as error:   # keys that were never written may be anything
         assert "not finite" in str(error)
 
@@ -229,7 +227,7 @@ ARM = [*AVX2, "-mno-avx2", "-D__ARM_NEON"]   # vectors of ARM's size
 def test_other_compilations_are_equal_to_themselves(flags, monkeypatch, tmp_path):
     """Other sizes of vectors, and what another compiler may do: no order is left to it."""
     rebuilt(monkeypatch, tmp_path, flags=flags)
-    assert native.works() and all_faults() == []
+    assert native.works() and [*all_faults()] == []
     assert flags not in (AVX2, ARM) or native.library().panel_width() == 16
 
 
@@ -241,7 +239,7 @@ test_bits.rebuilt(pytest.MonkeyPatch(), *sys.argv[1:], flags=[
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"])
 test_bits.test_a_multiplication_of_any_size()
 test_bits.test_nan_and_infinity_stay()
-assert test_bits.all_faults() == []
+assert [*test_bits.all_faults()] == []
 """
 
 
@@ -284,11 +282,3 @@ def test_the_check_says_bit_for_bit(stage, exact):
     row = torch.cat([row[:1].nextafter(torch.tensor([9.0])), row[1:]])   # the next number
     check.told[requests[3]] = [(token, row), *rest]
     assert "bit for bit" not in summary(check())
-
-
-def test_only_what_was_compared_is_bit_for_bit():
-    right, cancelled = Verdict("a", equal=True), Verdict("b", "cancelled", equal=True)
-    assert summary([right, cancelled]).endswith(", 1 cancelled, bit for bit")
-    for other in Verdict("b"), Verdict("b", "WRONG"), Verdict("b", "near-tie", equal=True):
-        assert "bit for bit" not in summary([right, other])
-    assert "bit for bit" not in summary([])

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import STAGES, VOCAB, toy
+from common import STAGES, VOCAB, fixed, toy
 
-import generate_ragged
 from model import cdf, sample
 from request import Request
 from toolbox import ties
@@ -121,24 +120,7 @@ def test_a_cancelled_request_is_right_as_far_as_it_came_and_counted_by_itself(wr
                                        f"{3 - wrong} cancelled, max ")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature, top_k", [(0.01, None), (0.7, None), (1.0, 2)])
-def test_no_rounding_excuses_a_wrong_sampler(dtype, temperature, top_k, monkeypatch):
-    """Right logits, wrong tokens: the second best, always."""
-    monkeypatch.setattr(generate_ragged, "sample",
-                        lambda logits, requests: logits.topk(2).indices[:, 1].tolist())
-    check = ran(toy(dtype=dtype), "ragged_varlen", five(temperature, top_k=top_k))
-    assert "WRONG" in [v.verdict for v in check()]
-
-
 # --- near-ties ----------------------------------------------------------------------------------
-
-def fixed(request, u):
-    """A copy that draws the number u."""
-    twin = replace(request)
-    twin.draw = lambda: u
-    return twin
-
 
 def test_the_worked_example():
     """The figures at the head of ties.py."""
@@ -212,3 +194,11 @@ def test_the_summary_counts_each_kind_by_itself():
         "max |Δlogit| 6.0e-02 relative\nWRONG: request 'r6': why")
     assert summary(verdicts[:4]).startswith("3/4 requests identical to unbatched, 1 near-tie, max ")
     assert summary(Check(MODEL, [])()).startswith("0/0 requests")
+
+
+def test_only_what_was_compared_is_bit_for_bit():
+    right, cancelled = Verdict("a", equal=True), Verdict("b", "cancelled", equal=True)
+    assert summary([right, cancelled]).endswith(", 1 cancelled, bit for bit")
+    for other in Verdict("b"), Verdict("b", "WRONG"), Verdict("b", "near-tie", equal=True):
+        assert "bit for bit" not in summary([right, other])
+    assert "bit for bit" not in summary([])

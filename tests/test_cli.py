@@ -12,12 +12,11 @@ import re
 import runpy
 import shlex
 import sys
-from pathlib import Path
 
 import matplotlib
 import pytest
 import torch
-from common import examples
+from common import ROOT, examples, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +36,6 @@ from toolbox.progress import Progress
 from toolbox.stages import SCRIPTS
 from toolbox.traps import broken
 
-ROOT = Path(__file__).parent.parent
 STAGES = [sys.modules[generate.__module__] for generate in SCRIPTS.values()]
 
 
@@ -183,8 +181,8 @@ def test_text_files_of_any_kind(tmp_path):
         assert code == 0 and re.findall(r"^(.*)▸", out, re.M) == ["a b", "c"], out
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("share", ["--share_prefixes", "--no_share_prefixes"])
+@pytest.mark.parametrize("stage, share", [   # each spelling in turn
+    (stage, ("--share_prefixes", "--no_share_prefixes")[i % 2]) for i, stage in enumerate(STAGES)])
 def test_a_flag_without_meaning_is_ignored_and_says_so(stage, share):
     knobs = {"max_batch": 2, "token_budget": 9, "max_kv_tokens": 200, "pages": 30, "page_size": 4,
              "policy": "sjf", "pack": "dataset", "attention": "mask"}
@@ -197,9 +195,8 @@ def test_a_flag_without_meaning_is_ignored_and_says_so(stage, share):
         assert (line in out) == (knob not in inspect.signature(stage.generate).parameters), line
 
 
-@pytest.mark.parametrize("stage", [   # a rectangle with finished rows, packed rows, a stream
-    pytest.param(stage, marks=[] if stage in (generate_naive, generate_prepacked, generate_paged)
-                 else pytest.mark.thorough) for stage in STAGES])
+@pytest.mark.parametrize("stage", quick(   # a rectangle with finished rows, packed rows, a stream
+    STAGES, [generate_naive, generate_prepacked, generate_paged]))
 def test_help_plot_trace_and_page(stage, tmp_path):
     code, out, err = run(stage, "--help")
     assert code == 0 and "None" not in out and "how to batch" in out

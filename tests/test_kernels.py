@@ -13,13 +13,12 @@ import time
 from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from unittest.mock import patch
 
 import common
 import pytest
 import torch
-from common import BLOCK_SIZE, STAGES, VOCAB, alone, assert_contract, examples, mixed
+from common import BLOCK_SIZE, ROOT, STAGES, VOCAB, alone, assert_contract, examples, mixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bits import EXACT, fresh
@@ -46,10 +45,9 @@ from toolbox.xray import XRay
 PLAIN = toy(dtype=torch.float32)
 FAST = toy(dtype=torch.float32).optimize()
 TORCH = optimize(toy(dtype=torch.float32), compiled=False)
-DOUBLE = toy().optimize()
+DOUBLE, KNOWN = toy().optimize(), {}
 TOKENS = torch.tensor([[i % VOCAB for i in range(BLOCK_SIZE)]])
 STREAMS = ("ragged_varlen", "paged")   # the stages whose attention optimize() replaces
-ROOT = Path(__file__).parent.parent
 
 has_native = native.works()
 needs_native = pytest.mark.skipif(not has_native, reason="native.cpp is not in use here")
@@ -76,7 +74,7 @@ def test_native_works_where_there_is_a_compiler():
 def test_contract_of_the_optimized_model(stage, workload):
     """Against the plain model to 1e-4, and only a near-tie may change a token; or bit for bit."""
     asked = [*map(replace, workload.requests)]
-    check = Check(PLAIN, asked, exact=FAST)
+    check = Check(PLAIN, asked, exact=FAST if stage in EXACT else None)
     STAGES[stage](FAST, asked, on_token=check.on_token, **common.knobs_of(stage, **workload.knobs))
     for verdict in check():
         assert verdict.verdict in ("identical", "near-tie"), verdict
@@ -372,8 +370,7 @@ def test_a_large_temporary_is_not_new_memory_each_time():
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     toy(dtype=torch.float32).optimize()
-    faults()   # the heap grows to it once
-    assert faults() < 2**24 * 4 / 4096 / 10
+    assert min(faults() for _ in range(9)) < 2**24 * 4 / 4096 / 10   # at first, the heap grows
 
 
 # --- it says what it does -------------------------------------------------------------------------
@@ -634,7 +631,7 @@ def test_contract_of_attention_in_a_pool(way, several_pools, stage, workload):
     pools = DOUBLE.pools
     pools.size, pools.pools = 1 if several_pools else 4 * BLOCK_SIZE, []
     assert_contract(DOUBLE, STAGES[stage], [*map(replace, workload.requests)], workload.cancels,
-                    whole=toy(), **common.knobs_of(stage, **workload.knobs))
+                    whole=toy(), known=KNOWN, **common.knobs_of(stage, **workload.knobs))
     assert DOUBLE.pools is pools and len(pools.pools) <= 1
     assert not any(pool.taken for pool in pools.pools)
 

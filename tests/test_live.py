@@ -8,12 +8,9 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-import test_page  # noqa: E402
 from test_serve import TOKENIZER, expected, serving  # noqa: E402
 
 from explorer.still import resize  # noqa: E402
-
-chrome = test_page.chrome   # a fixture
 
 
 @contextmanager

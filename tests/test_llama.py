@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import BLOCK_SIZE, SCHEDULED, STAGES, VOCAB, assert_contract, mixed, toy
+from common import BLOCK_SIZE, ROOT, SCHEDULED, STAGES, VOCAB, assert_contract, mixed, toy
 from test_tensor_parallel import assert_right
 
 import beyond.llama
@@ -30,7 +30,6 @@ from toolbox.tokenizer import use_chat_template
 from toolbox.traps import broken
 from toolbox.xray import XRay
 
-ROOT = Path(__file__).parent.parent
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 SIZES = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=20, num_hidden_layers=2,
@@ -367,7 +366,7 @@ def test_real_weights_answer_as_in_transformers(tmp_path):
         answer = reference.generate(torch.tensor(prompts[-1:]), max_new_tokens=16, do_sample=False)
         answers.append(answer[0, len(prompts[-1]):].tolist())
     assert "Paris" in decode(tokenizer, answers[0])
-    for stage, generate in STAGES.items():
+    for stage in "unbatched", "naive", "interleaved", "ragged_varlen", "paged":
         requests = [Request(prompt, 16, eos_token=tokenizer.eot_token) for prompt in prompts]
-        generate(model, requests)
+        STAGES[stage](model, requests)
         assert [request.generated for request in requests] == answers, stage

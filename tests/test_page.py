@@ -7,11 +7,8 @@ CI they fail.
 """
 import json
 import math
-import os
 import random
 import re
-import shutil
-import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -155,21 +152,6 @@ def test_the_walk_counts_its_figures_itself():
 
 
 # --- in a browser ---------------------------------------------------------------------------------
-
-@pytest.fixture(scope="module")
-def chrome():
-    try:
-        programs = still.browser_path(), shutil.which("chromedriver")
-        assert all(programs), "there is no Chromium with a chromedriver on PATH"
-        browser = still.open_browser()
-    except Exception as why:   # Selenium is missing, or the two programs differ in version
-        must = os.environ.get("CI") and sys.platform == "linux"
-        (pytest.fail if must else pytest.skip)(f"no browser to test the explorer in: {why}")
-    browser.set_script_timeout(600)   # a busy machine is no fault of the page
-    browser.set_page_load_timeout(600)
-    yield browser
-    browser.quit()
-
 
 class Page:
     """A page that is open in the browser."""

@@ -2,7 +2,6 @@
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
-from unittest.mock import patch
 
 import common
 import pytest
@@ -167,39 +166,11 @@ def test_with_pages_enough_it_hands_out_the_plans_of_the_scheduler(requests, max
                         requests, cancels, eos))
 
 
-# --- the first in the queue, when there is no room ------------------------------------------------
-
-class Searching(WatchedPaged):
-    """A scheduler that searches the published pages again in every step."""
-    refused = property(lambda self: (None, 0), lambda self, refused: None)
-
-
-@settings(max_examples=examples(600))
-@given(data=st.data(), requests=streams(), max_batch=st.integers(1, 8), budget=st.integers(1, 30),
-       size=st.integers(1, 4), cancels=CANCELS)
-def test_a_request_that_found_no_room_is_admitted_as_soon_as_it_fits(data, requests, max_batch,
-                                                                     budget, size, cancels):
-    need = common.smallest_pool(requests, size, block_size=64)
-    number = need + data.draw(st.integers(0, need))
-    plans = [plans_of(kind(max_batch, budget, Pages(number, size)), requests, cancels)
-             for kind in (Searching, WatchedPaged)]
-    assert plans[0] == plans[1]
-
-
 def test_pages_that_are_published_meanwhile_make_room_too():
     """In step 0 b lacks seven pages, and in that step a publishes seven that b can share."""
     scheduler = WatchedPaged(2, 64, Pages(9, 2))
     queue(scheduler, [Request([0] * 15, 2, name="a"), Request([0] * 14 + [1], 2, name="b")])
     assert run(scheduler) == ["a15", "a1 b1", "b1"]
-
-
-@pytest.mark.parametrize("kind, least, most", [(Searching, 51, 99), (WatchedPaged, 1, 8)])
-def test_a_request_that_found_no_room_is_searched_again_a_few_times_only(kind, least, most):
-    scheduler = kind(4, 64, Pages(17, 4))
-    queue(scheduler, [Request([1] * 8, 54, name="a"), Request([2] * 63, 1, name="b")])
-    with patch.object(Pages, "find", autospec=True, side_effect=Pages.find) as find:
-        assert run(scheduler)[:51] == ["a8"] + ["a1"] * 50
-    assert least <= find.call_count <= most
 
 
 # --- Pages: the allocator, publishing, finding, evicting ------------------------------------------
@@ -273,9 +244,8 @@ def grown(scheduler):
         sizes.append(overhead.held(scheduler))
     few, many = sizes
     pool = scheduler.pages.number * (scheduler.pages.size + 3)   # each page's key
-    bounded = "scheduler.pages.", "scheduler.refused."           # one refused request may remain
     return {path for path, n in many.items()
-            if n > (pool if path.startswith(bounded) else few[path])}
+            if n > (pool if path.startswith("scheduler.pages.") else few[path])}
 
 
 def test_what_has_finished_leaves_nothing_behind():

@@ -1,9 +1,9 @@
 """What README and docs say is so."""
 import re
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from common import ROOT
 
 from experiments import motion, results, tables
 from experiments.ladder import calculated, run_stages
@@ -12,7 +12,6 @@ from toolbox.load import load
 from toolbox.report import totals
 from toolbox.workload import PROMPTS, make_requests, read_prompts
 
-ROOT = Path(__file__).parent.parent
 PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", ROOT / "assignments" / "README.md",
          ROOT / "notebooks" / "README.md"]
 
@@ -88,14 +87,14 @@ def test_the_preemption_storm():
     assert traces["pages"].passes[-1].step < traces["reserve"].passes[-1].step
 
 
-@pytest.mark.parametrize("theme", motion.THEMES)
-def test_the_committed_picture_has_every_token_and_is_what_the_command_draws(theme):
+def test_the_committed_picture_has_every_token_and_is_what_the_command_draws():
     """If it has not: python -m experiments.motion"""
     traces = {stage: motion.run(stage) for stage in motion.PANELS}
-    text = (motion.FOLDER / f"motion-{theme}.svg").read_text(encoding="utf-8")
-    assert text == motion.picture(traces, motion.THEMES[theme])
-    ElementTree.fromstring(text)   # well-formed
-    ticks = len(re.findall(r"M[\d.]+ \d+v10", text))
-    assert ticks == sum(len(r.generated) for trace in traces.values() for r in trace.requests)
+    for theme, colors in motion.THEMES.items():
+        text = (motion.FOLDER / f"motion-{theme}.svg").read_text(encoding="utf-8")
+        assert text == motion.picture(traces, colors)
+        ElementTree.fromstring(text)   # well-formed
+        ticks = len(re.findall(r"M[\d.]+ \d+v10", text))
+        assert ticks == sum(len(r.generated) for trace in traces.values() for r in trace.requests)
     stalled, flowing = (1e3 * max(motion.gaps(trace))[0] for trace in traces.values())
     assert stalled > 5 * flowing

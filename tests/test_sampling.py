@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from common import fixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,22 +25,13 @@ def test_each_token_has_an_interval_as_wide_as_its_probability(temperature, top_
     np.testing.assert_allclose(np.diff(edges.numpy(), prepend=0), p / p.sum(), atol=1e-15)
 
 
-class Fixed(Request):
-    """Draws what it is told."""
-    u = 0.0
-
-    def draw(self):
-        return self.u
-
-
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(logits=st.lists(st.floats(-50, 50), min_size=1, max_size=20),
        u=st.floats(0, 1, exclude_max=True),
        temperature=st.sampled_from([1e-300, 1e-3, 0.7, 1.0, 100.0]),
        top_k=st.one_of(st.none(), st.integers(1, 25)))
 def test_any_logits_any_number_give_a_token_of_positive_probability(logits, u, temperature, top_k):
-    request = Fixed([0], temperature=temperature, top_k=top_k)
-    request.u = u
+    request = fixed(Request([0], temperature=temperature, top_k=top_k), u)
     x = torch.tensor([logits], dtype=torch.float64)
     token, = sample(x, [request])
     assert 0 <= token < len(logits)

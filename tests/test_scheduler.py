@@ -17,10 +17,6 @@ from scheduler import Scheduler
 
 
 @pytest.mark.parametrize("sizes, max_batch, token_budget, more, expected", [
-    # decodes first; three prompts share a budget; B has its three tokens and is gone
-    ([(3, 4), (2, 3), (9, 2)], 4, 6, {}, ["A3 B2 C1", "A1 B1 C4", "A1 B1 C4", "A1 C1"]),
-    # a finished request is replaced in the next step
-    ([(2, 1), (2, 3), (3, 2)], 2, 8, {}, ["A2 B2", "B1 C3", "B1 C1"]),
     # first come, first served
     ([(5, 1), (6, 1), (2, 1)], 8, 4, {}, ["A4", "A1 B3", "B3 C1", "C1"]),
     # none is overtaken: B does not fit beside A; C would, but it came after B

@@ -253,10 +253,25 @@ def test_a_model_from_its_config_and_a_gpu_from_three_numbers(tmp_path):
         shape_of(str(path))
 
 
-def test_capacity_prints_a_table_and_needs_a_rate(capsys):
+def test_capacity_prints_a_table_writes_it_and_refuses_half_a_question(capsys, tmp_path,
+                                                                        monkeypatch):
     args = ["--model", "llama-3.1-8b", "--requests", "20", "--output", "9"]
+
+    def run(*more):
+        return capacity.run(capacity.parser().parse_args([*args, *more]))
+
     with pytest.raises(ValueError, match="--rate is missing"):
-        capacity.run(capacity.parser().parse_args(args))
-    assert capacity.run(capacity.parser().parse_args([*args, "--rate", "9"])) == 0
+        run()
+    with pytest.raises(ValueError, match="--ttft and --itl belong together"):
+        run("--rate", "9", "--ttft", "50")
+    assert run("--rate", "9", "--json", str(tmp_path / "f.json")) == 0
     printed = capsys.readouterr().out
     assert "calculated" in printed and all(router in printed for router in ROUTERS)
+    rows = json.loads((tmp_path / "f.json").read_text())["rows"]
+    assert len(rows) == len(ROUTERS) and all(row["ttft_p99"] >= row["ttft_p50"] for row in rows)
+    tried = []   # no number keeps these limits
+    monkeypatch.setattr(capacity, "serve", lambda *a: tried.append(a[3]) or serve(*a))
+    assert run("--rate", "9", "--ttft", "0", "--itl", "0", "--most", "3", "--tp", "2") == 0
+    printed = capsys.readouterr().out
+    assert "--tp has no meaning with limits: ignored" in printed
+    assert printed.count("more than 3") == 4 and tried == [1, 2, 3] * 4

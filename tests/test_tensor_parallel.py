@@ -10,13 +10,11 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import weakref
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +27,6 @@ from experiments import ranks as measuring
 from request import Request
 from toolbox import torchrun
 
-ROOT = Path(__file__).parent.parent
 EVEN = dict(n_head=4, n_embd=16)
 NAME = "python -m beyond.tensor_parallel: "
 
@@ -147,28 +144,14 @@ def script(*flags):
     torchrun.main(shard, tensor_parallel.__doc__, [*flags, "--timeout", "600"])
 
 
-def assert_script(status, out):
-    assert status == 0 and "12/12 requests identical to unbatched" in out
-    assert out.count("--- r0:") == 1   # rank 0 speaks
+def test_the_script():   # under torchrun: in notebook 6
+    flags = "--stage paged --pages 13 --policy sjf --max_new_tokens 12"
+    (status, out, err), (other, said, _) = on_ranks(2, script, *flags.split())
+    assert status == other == 0 and "12/12 requests identical to unbatched" in out
+    assert out.count("--- r0:") == 1 and said == ""   # rank 0 speaks
     for words in ("2 ranks (gloo), 4 layers", "8 for 10 tokens of 1 request",
                   "8 for 5,120 tokens of 50 requests", "rank 0 in this run: "):
         assert words in out
-
-
-def test_the_script():
-    flags = "--stage paged --pages 13 --policy sjf --max_new_tokens 12"
-    (status, out, err), (other, said, _) = on_ranks(2, script, *flags.split())
-    assert_script(status, out)
-    assert other == 0 and said == ""
-
-
-@pytest.mark.thorough
-def test_under_torchrun():
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-         "-m", "beyond.tensor_parallel", "--max_new_tokens", "12", "--timeout", "600"],
-        cwd=ROOT, capture_output=True, text=True, encoding="utf-8", timeout=1200)
-    assert_script(result.returncode, result.stdout)
 
 
 def test_the_cost_model_finds_latency_and_bandwidth():

@@ -7,13 +7,13 @@ The contract: each request gets exactly the tokens that it would have got alone.
 
 The *reference* is one plain forward pass for each request: its prompt and the tokens that the stage
 gave it, without batch and cache. By the causal rule, this pass yields the logits before each token.
-So each token is judged given those before it. The verdict on a request is
+So each token is judged given the stage's own tokens before it. The verdict on a request is
 
-    identical    its logits equal the reference's up to TOLERANCE, `sample` chooses its tokens from
-                 both, and it ended where its limits end it
+    identical    its logits equal the reference's up to TOLERANCE, `sample` picks its tokens from
+                 either, and it ended where its limits end it
     near-tie     a token has *flipped*: from the reference's logits, `sample` chooses another; but
                  rounding explains it (ties.py)
-    cancelled    nothing is wrong as far as it came
+    cancelled    stopped early, and nothing is wrong up to there
     WRONG        anything else
 """
 from dataclasses import replace
@@ -29,7 +29,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 
 class Check:
-    def __init__(self, model, requests, exact=None):   # exact: optimized, for "bit for bit"
+    def __init__(self, model, requests, exact=None):   # exact: the model to equal bit for bit
         self.model, self.exact, self.flips = model, exact, ties.Flips(model)
         self.asked = {request: replace(request) for request in requests}    # as it came in
         self.told = {request: [] for request in self.asked}                 # [(token, logits), ...]

@@ -27,8 +27,7 @@ from toolbox.validate import at_least_1
 from toolbox.verdict import summary
 from toolbox.workload import PROMPTS, make_requests, read_prompts
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32,
-          "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 NUMBERS = {"max_batch": "the most requests that run at the same time (default: 8)",
            "token_budget": "the most tokens computed in a step (default: 64)",
            "max_kv_tokens": "cache entries reserved by all running requests together "
@@ -37,8 +36,6 @@ NUMBERS = {"max_batch": "the most requests that run at the same time (default: 8
                     "(default: as many as the largest requests can fill)",
            "page_size": "tokens per page (default: 16)"}
 KNOBS = (*NUMBERS, "policy", "share_prefixes", "pack", "attention", "use_cache")
-# knobs that are set by a flag of another name
-FLAGS = {("use_cache", False): "no_cache", ("share_prefixes", False): "no_share_prefixes"}
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -220,7 +217,7 @@ def knobs_of(generate, knobs):
 
 def say_ignored(args, names, where):
     for name in names:
-        flag = FLAGS.get((name, getattr(args, name)), name)
+        flag = name if getattr(args, name) is not False else f"no_{name.removeprefix('use_')}"
         print(f"--{flag} has no meaning {where}: ignored")
 
 

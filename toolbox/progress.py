@@ -9,8 +9,8 @@ from toolbox.load import decode
 
 class Progress:
     """
-    A forward hook of the model. On a terminal it redraws a few lines ten times a second; elsewhere
-    it prints one plain line for each request that is done.
+    A forward pre-hook of the model. On a terminal it redraws a few lines ten times a second;
+    elsewhere it prints one plain line for each request that is done.
 
         with Progress(model, requests, tokenizer, token_budget=64):
             generate(...)

@@ -10,16 +10,9 @@ import generate_prepacked
 import generate_ragged
 import generate_unbatched
 
-SCRIPTS = {
-    "unbatched": generate_unbatched.generate,
-    "naive": generate_naive.generate,
-    "dynamic": generate_dynamic.generate,
-    "chunked": generate_chunked.generate,
-    "interleaved": generate_interleaved.generate,
-    "prepacked": generate_prepacked.generate,
-    "ragged": generate_ragged.generate,
-    "paged": generate_paged.generate,
-}
+SCRIPTS = {module.__name__.removeprefix("generate_"): module.generate for module in (
+    generate_unbatched, generate_naive, generate_dynamic, generate_chunked, generate_interleaved,
+    generate_prepacked, generate_ragged, generate_paged)}
 STAGES = {   # in the ladder's order, with variants
     "unbatched, no cache": partial(generate_unbatched.generate, use_cache=False),
     **{name: generate for name, generate in SCRIPTS.items() if name not in ("ragged", "paged")},

@@ -169,22 +169,15 @@ def swapped(function, changes, **names):
     module = compile("class _:\n" + textwrap.indent(textwrap.dedent(source), " "),
                      f"<{function.__qualname__}, changed>", "exec")
     function.__globals__.update(names)
-    function.__code__ = code_named(function.__name__, module)
+    body = next(filter(inspect.iscode, module.co_consts))   # of the class
+    function.__code__ = next(code for code in filter(inspect.iscode, body.co_consts)
+                             if code.co_name == function.__name__)
     try:
         yield
     finally:
         function.__code__ = before
         for name in names:
             del function.__globals__[name]
-
-
-def code_named(name, code):
-    """The code object of that name, which is defined somewhere inside `code`."""
-    for constant in code.co_consts:
-        if inspect.iscode(constant):
-            found = constant if constant.co_name == name else code_named(name, constant)
-            if found:
-                return found
 
 
 def print_change(function, changes):

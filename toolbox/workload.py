@@ -44,10 +44,8 @@ def parse_line(line, where):
         raise ValueError(f"{where}: not JSON ({reason})") from None
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
         raise ValueError(f"{where}: not an object whose \"prompt\" is a string")
-    unknown = sorted(entry.keys() - set(KEYS))
-    if unknown:
-        allowed = ", ".join(KEYS)
-        raise ValueError(f"{where}: unknown key \"{unknown[0]}\"; allowed: {allowed}")
+    if unknown := sorted(entry.keys() - set(KEYS)):
+        raise ValueError(f"{where}: unknown key \"{unknown[0]}\"; allowed: {', '.join(KEYS)}")
     return entry | {"where": where}
 
 
