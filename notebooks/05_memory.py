@@ -189,8 +189,8 @@ figures.timelines([storm["pages"]], columns=1);
 # %% [markdown]
 # Pink tokens are computed again. The pool has 16 pages of 8 tokens, and all eight begin at once.
 # At step 11 all pages are full, and each request needs another one: F, G and H are preempted, and
-# E follows at step 19. They return when pages are free; *computed again* is what it costs. *TTFT* is
-# the time to a request's first token, here counted in steps; a token of step 0 takes one step.
+# E follows at step 19. They return when pages are free; *computed again* is what it costs. *TTFT*
+# is the time to a request's first token, here counted in steps; a token of step 0 takes one step.
 
 # %%
 print("                preemptions  steps  mean TTFT (steps)  computed again")
