@@ -17,7 +17,7 @@ Wasted: padding, as before; the pasts are copied into a new rectangle at every s
 prompt is prefilled in one piece, while every running decode waits for it.
 
 Names: the field calls this *continuous batching* (Orca: iteration-level scheduling); stages 3, 4, 6
-and 7 are better ways of doing it. What servers such as Triton call dynamic batching is stage 1.
+and 7 refine it. What servers such as Triton call dynamic batching is stage 1.
 """
 import torch
 
@@ -64,15 +64,17 @@ class Rectangle:
         self.tokens, self.positions, self.mask = (t.to(device) for t in (tokens, positions, mask))
         self.P = P
 
-        # In stages 3 and 4 a part of a prompt has a last column too, but is not sampled yet.
+        # A row may hold only part of a prompt (stages 3 and 4): its last column is not sampled.
         done = complete(self.plan)
         self.sampled = [self.plan[b][0] for b in done]
         self.rows = (torch.tensor(done, dtype=torch.long, device=device), -1)   # long, even if none
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
-        """Gathers the pasts, attends, and puts the new keys and values into their caches."""
+        """
+        Gathers the pasts, attends, and puts the new keys and values into their caches. Pads of the
+        past are zeros: their weight is 0, but 0 times an uninitialised NaN is NaN.
+        """
         T, P = k.size(-2), self.P
-        # Zeros: a pad has weight 0, but 0 times an uninitialised NaN is NaN.
         past_k, past_v = (t.new_zeros(*t.shape[:-2], P, t.size(-1)) for t in (k, v))
         for b, ((request, _), start) in enumerate(zip(self.plan, self.starts)):
             if start:                                               # a newcomer has no past
@@ -87,7 +89,7 @@ class Rectangle:
     def cost(self):
         (B, T), P = self.tokens.shape, self.P
         keys = sum(start + n for (_, n), start in zip(self.plan, self.starts))
-        # The pasts are copied into their rectangle, and then again, followed by the new keys.
+        # Copied: the pasts into their rectangle; then, by Head's torch.cat, pasts and new keys.
         copied = B * P + B * (P + T)
         return {"score_entries": B * T * (P + T), "padded_keys": B * (P + T) - keys,
                 "copied_bytes": copied * self.plan[0][0].kv.bytes_per_token}

@@ -33,8 +33,8 @@ from toolbox.validate import pool_size
 
 class Paged(Flat):
     """
-    Flat, but with keys and values in a pool: one KV whose "sequence" is all pages, one after
-    another. It replaces the three methods that say where keys and values live.
+    Flat, but with keys and values in a pool: one KV whose "sequence" is all the pages. It replaces
+    find_room, write and read. lay_out adds the slot mapping; cost counts copies of scattered pages.
     """
 
     def __init__(self, plan, pool, pages, device=None):

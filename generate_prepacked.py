@@ -53,8 +53,8 @@ def first_fit_decreasing(lengths, size):
 
 class Packed:
     """
-    Whole prompts in r rows of m slots, (r, m): as long as the longest, and at most one a prompt.
-    Results come back in the plan's order.
+    Whole prompts in r rows of m slots, (r, m): m is the longest prompt's length, and r at most the
+    number of prompts. Results come back in the plan's order.
     """
 
     def __init__(self, plan, device=None):
@@ -82,7 +82,7 @@ class Packed:
                 self.places[i] = (row, first, end)
         mask = (owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)
         self.tokens, self.positions = tokens.to(device), positions.to(device)         # (r, m)
-        self.mask = mask[:, None].to(device)                        # (r, 1, m, m)
+        self.mask = mask[:, None].to(device)   # (r, 1, m, m), not yet causal: Head adds that rule
 
         self.sampled = [request for request, _ in self.plan]        # whole prompts: all of them
         rows, _, ends = zip(*self.places)

@@ -77,8 +77,8 @@ class Flat:
         self.write(layer, k, v)
         caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
         if self.attention == "mask":                    # compute all scores, hide most of them
-            # Head ANDs its own triangle, up to column t + sum(starts) for token t of the stream.
-            # That hides nothing more: its key is at column t + the starts up to its own request's.
+            # Head also ANDs its causal rule: token t of the stream sees columns 0..t + sum(starts).
+            # This hides nothing needed. t's own key is at t + the starts of requests 0 to its own.
             keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
             return head(q, keys, values, mask=self.mask)[0]
         out = []                                        # skip: compute only the diagonal blocks
@@ -87,7 +87,7 @@ class Flat:
             out.append(head(q[..., new, :], keys, values)[0])                   # (nh, n, hs)
         return torch.cat(out, dim=-2)
 
-    # Where keys and values live: stage 7 replaces these three.
+    # Where keys and values live: stage 7 replaces these three methods, and extends `cost`.
 
     def find_room(self):
         """Gives a newcomer its cache, in one piece."""

@@ -10,13 +10,13 @@ the order of its tokens. Equal beginnings share their pages:
     A's table    0, 2, 1       S: the 8 tokens of a common system prompt, computed and kept once
     B's table    0, 2, 3       A, B: the rest of the prompts;  a, b: generated
 
-Only full pages are shared, generated ones too, and a prompt's last token is always computed. So a
-newcomer first writes to a page of its own, after the shared ones, which never change. Requests
-that are admitted in the same step share nothing: no page is published yet. (Claim I7.)
+Only full pages are shared, also those of answers; a prompt's last token is always computed. So a
+newcomer first writes to a page of its own, after the shared ones, which never change. Requests that
+are admitted in the same step cannot share what they are about to compute. (Claim I7.)
 
-When no page is left, the last request to arrive is *preempted*, as in vLLM: it gives its pages back
-and returns to the front of the queue with its tokens. Later it computes again what it cannot find
-any more, but it draws no random number twice.
+When no page is left, the running request that arrived last is *preempted*, as in vLLM: it gives its
+pages back and returns to the front of the queue with its tokens. Later it computes again what it
+cannot find any more, but it draws no random number twice.
 """
 from collections import Counter, OrderedDict
 from heapq import heappop, heappush
@@ -34,8 +34,8 @@ class Pages:
     holders:   how many block tables a page is in; a request writes only pages it alone holds
     kept:      published pages in no block table, least recently used first: evicted when needed
     published: full pages that others may find: (name of the page before, its tokens) -> page. The
-               page before counts, because K and V depend on all that came before. Its name is given
-               once; its number is used again, and would find what followed its old tokens.
+               page before counts, because K and V depend on all that came before. It goes by a name
+               that is never reused. Page numbers are: an old key would find what followed others.
     """
 
     def __init__(self, number, size):
@@ -90,7 +90,7 @@ class Pages:
         self.name_of[page] = self.name_of[self.published[key]]   # a copy has the same name
 
     def give_back(self, table):
-        """Dissolves a block table. Its last page is evicted first: alone it is of no use."""
+        """Dissolves a block table, last page first, to be evicted first: it needs the others."""
         for page in reversed(table):
             self.holders[page] -= 1
             if not self.holders[page]:

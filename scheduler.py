@@ -68,7 +68,7 @@ class Scheduler:
     def share_budget(self):
         """One token for each decode first, so that no prompt delays them; then prefill chunks."""
         plan = [(request, 1) for request in self.running if request.todo == 1]
-        budget = self.token_budget - len(plan)   # >= 0: `admit` lets at most token_budget run
+        budget = self.token_budget - len(plan)   # >= 0: each todo is >= 1, so `admit` stops in time
         for request in self.running:
             if request.todo > 1 and budget > 0:
                 n = min(request.todo, budget)
@@ -86,7 +86,7 @@ class Scheduler:
     @property
     def busy(self):
         """Whether anything is left to do. Asked between steps: here cancelled requests leave."""
-        # Only the first max_batch that wait can be next; if one leaves, another moves up: `while`.
+        # Of a long queue, look only at the next max_batch; if one leaves, another moves up: loop.
         while cancelled := [request for request in (
                 *self.running, *islice(self.waiting, self.max_batch)) if request.cancelled]:
             for request in cancelled:

@@ -1,7 +1,7 @@
 """
 One short file for each question that comes after the ladder. * : has a command
 
-    fairness             who goes first?
+    fairness *           who goes first?
     tensor_parallel *    weights on several devices
     llama                a modern model
     engine, serve *      requests that come while it runs

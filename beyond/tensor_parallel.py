@@ -1,7 +1,7 @@
 """
-Beyond one device: tensor parallelism. Each rank holds part of each block; batching does not change.
+Beyond one device: tensor parallelism. Each rank (a process with a device) holds part of each block.
 
-Two all-reduces per layer: the number of tokens N changes their size, not their number.
+Batching does not change. Two all-reduces (sums over all ranks) a layer: N changes only their size.
 
     x (N, C), the same on every rank
       |                                column-parallel: a rank computes some output features.
@@ -72,7 +72,7 @@ def shard(model, group=None):
     model.traffic = Traffic(group)
     for block in model.h:
         for part in block.attn, block.mlp:
-            for name, linear in part.named_children():   # a norm of q and k is each head's
+            for name, linear in part.named_children():   # norms of q and k are per head
                 if name == "c_proj":
                     part.c_proj = RowParallel(linear, rank, ranks, model.traffic)
                 elif isinstance(linear, nn.Linear):

@@ -128,7 +128,7 @@ def draw_pictures(model, folder, traces):
     figures.packing(some_prompts(model), folder / "packing.png")
     figures.slots([trace for name, trace in traces.items() if "no cache" not in name],
                   folder / "slots.png")
-    times = {"the built-in model, 0.9M parameters": results.load("rows_builtin")["points"],
+    times = {"the built-in model, 1.0M parameters": results.load("rows_builtin")["points"],
              "GPT-2 small, 124M parameters": results.load("rows")["points"]}
     figures.rows(times, folder / "rows.png")
     gaps = results.load("gaps")

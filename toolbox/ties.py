@@ -124,6 +124,6 @@ def margin(token, stage, reference, request, u):
     x = (reference - reference.max()).masked_fill(~kept, -math.inf) / request.temperature
     low, high = (x[:i].logsumexp(0) - x[i:].logsumexp(0) for i in (token, token + 1))
     log_odds = torch.tensor(u, dtype=x.dtype).logit()
-    # Logits that move by d move log-odds by up to 2 d / temperature, and a difference by up to 2 d.
+    # If each logit moves by up to d, log-odds x temperature and to_pass both move by up to 2 d.
     to_move = request.temperature * float(max(low - log_odds, log_odds - high))
     return max(*to_pass, to_move, 0.0)

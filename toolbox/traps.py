@@ -5,9 +5,9 @@ program runs, and removes it again.
     with broken("published mask"):
         generate(model, requests)
 
-A trap changes a line or two of the repository's own code, and nothing around them. So the reader
-sees exactly what is wrong. Most of the bugs have been seen in published code. The tests put in each
-of them (tests/test_traps.py), notebooks show some, and assignments ask students to expose others.
+A trap changes a few lines of the repository's own code, and nothing around them. So the reader sees
+exactly what is wrong. The tests put in each of them (tests/test_traps.py), notebooks show some, and
+assignments ask students to expose others.
 """
 import inspect
 import textwrap

@@ -1,6 +1,7 @@
 """
 Reads weights in Hugging Face's layout: config.json beside model.safetensors, its shards, or
-pytorch_model.bin. Writes those of a GPT-2. Files are memory mapped and converted tensor by tensor.
+pytorch_model.bin. Writes those of a GPT-2. Safetensors files are memory mapped, and converted
+tensor by tensor.
 
 GPT-2's layout differs from model.py in two ways, that of Llama from beyond/llama.py in names only:
 
