@@ -1,5 +1,5 @@
 """
-The pictures of README and docs, drawn from traces, X-rays and measured results, in the visual
+The pictures of the docs, drawn from traces, X-rays and measured results, in the visual
 language of toolbox/plots.py. Without a path, a function returns its figure for a notebook to show.
 """
 from pathlib import Path

@@ -1,5 +1,5 @@
 """
-All stages on one workload: as a table, as a page to step through, as the README's pictures.
+All stages on one workload: as a table, as a page to step through, as the docs' pictures.
 
 Steps and counts are the same on every machine, seconds are not. Every stage is checked against the
 unbatched run.
@@ -191,7 +191,7 @@ def compare(args):
 def main(argv=None):
     p = cli.parser(__doc__)
     p.prog = "python -m experiments.ladder"
-    p.add_argument("--pictures", metavar="DIR", help="draw the README's pictures into this folder")
+    p.add_argument("--pictures", metavar="DIR", help="draw the docs' pictures into this folder")
     p.add_argument("--json", metavar="FILE.json", help="write the figures of the table")
     p.add_argument("--repeats", type=int, default=3,
                    help="runs of each stage, in turn; the median of each duration counts")

@@ -1,8 +1,8 @@
 """
 How measurements are taken, compared and kept, as results/NAME.json.
 
-Every file says where and when: the machine, the versions, the date and the command. The tables of
-README and docs, and the pictures, are made from these files only.
+Every file says where and when: the machine, the versions, the date and the command. The marked
+tables of README and docs, and the seconds in the pictures, are made from these files.
 """
 import datetime
 import json

@@ -1,10 +1,10 @@
 """Two sizes: `pytest` is quick, `pytest --thorough` runs everything, with more examples."""
 import os
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from browser import open_browser
 
 sys.path.insert(0, str(Path(__file__).parent.parent))   # the modules lie at the top level
 # One thread for the tests and for all that they start. The models are tiny, and the threads of two
@@ -33,11 +33,8 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def chrome():
     try:
-        from explorer import still
-        programs = still.browser_path(), shutil.which("chromedriver")
-        assert all(programs), "there is no Chromium with a chromedriver on PATH"
-        browser = still.open_browser()
-    except Exception as why:   # Selenium is missing, or the two programs differ in version
+        browser = open_browser()
+    except Exception as why:   # one of them is missing, or they differ in version
         must = os.environ.get("CI") and sys.platform == "linux"
         (pytest.fail if must else pytest.skip)(f"no browser to test the explorer in: {why}")
     browser.set_script_timeout(600)   # a busy machine is no fault of the page

@@ -5,12 +5,11 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from browser import resize
 
 pytest.importorskip("uvicorn")
 
 from test_serve import TOKENIZER, expected, serving  # noqa: E402
-
-from explorer.still import resize  # noqa: E402
 
 
 @contextmanager

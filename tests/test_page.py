@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from browser import resize
 from common import STAGES, mixed, toy
 
-from explorer import build, page, still
+from explorer import build, page
 from explorer.recorder import record
 from request import Request
 from toolbox.cli import knobs_of
@@ -387,7 +388,7 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(width, height, la
     def seen():   # the address, and whether there is a way back to the stop
         return ladder_page.run("return [address(), $('return').offsetParent !== null]")
 
-    still.resize(ladder_page.browser, width, height)
+    resize(ladder_page.browser, width, height)
     for i, stop in enumerate(DATA["walk"]):   # the first screen is the first stop
         assert ladder_page.texts("#stop") == [stop["text"]] and ladder_page.run(IN_SIGHT), stop
         assert ladder_page.texts("#walk [aria-current]")[0].startswith(str(i + 1))

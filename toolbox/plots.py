@@ -6,7 +6,7 @@ What every script can draw with --plot, in one visual language:
     purple  computed again        thin grey line   waiting
 
 Colour-blind readers can tell the colours apart (Okabe and Ito's palette, with Tol's red); hatching
-repeats the distinction. The README's figures, in experiments/figures.py, use the same language.
+repeats the distinction. The docs' figures, in experiments/figures.py, use the same language.
 """
 import os
 from pathlib import Path
