@@ -61,7 +61,7 @@ for rows in 1, 8, 32, 128, 512:
 
 # %% [markdown]
 # By this estimate, additional rows are free up to that number. This is why one batches. Measured,
-# all takes three to five times as long, for the estimate leaves out the cost of calling operations,
+# all takes up to three times as long, for the estimate leaves out the cost of calling operations,
 # and kernels that fall short of both limits. The curve has the same shape (all axes are
 # logarithmic):
 
@@ -117,9 +117,10 @@ for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged,
 
 # %% [markdown]
 # Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
-# the one request that runs. But its mean TTFT is many seconds, because a request waits until all
-# before it are done. Interleaved makes one pass a step where chunked makes two, and is several
-# times slower: a CPU has no idle arithmetic for pads.
+# the one request that runs. But a request waits many seconds until all before it are done. Naive and
+# interleaved make fewer tokens than it does: most of what they compute is padding, and a CPU has no
+# idle arithmetic for pads. Stage 6 has none, even without `optimize()`; the last two lines differ in
+# their kernels only.
 #
 # ## The same on a GPU, calculated
 #
