@@ -117,10 +117,10 @@ for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged,
 
 # %% [markdown]
 # Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
-# the one request that runs. But a request waits many seconds until all before it are done. Naive and
-# interleaved make fewer tokens than it does: most of what they compute is padding, and a CPU has no
-# idle arithmetic for pads. Stage 6 has none, even without `optimize()`; the last two lines differ in
-# their kernels only.
+# the one request that runs. But a request waits many seconds until all before it are done. Naive
+# and interleaved make fewer tokens than it does: most of what they compute is padding, and a CPU
+# has no idle arithmetic for pads. Stage 6 has none, even without `optimize()`; the last two lines
+# differ in their kernels only.
 #
 # ## The same on a GPU, calculated
 #
