@@ -1,4 +1,5 @@
 """What happened in a run: one record per forward pass, and the time of every token."""
+import bisect
 import math
 import time
 from contextlib import contextmanager
@@ -61,8 +62,11 @@ class Trace:
 
     def arrived(self, request):
         """When a request's clock starts: with the first step at or after its arrival."""
-        later = (time for step, time in self.step_times.items() if step >= request.arrival > 0)
-        return min(later, default=self.started)
+        if request.arrival == 0:
+            return self.started
+        steps = list(self.step_times)   # they ascend
+        i = bisect.bisect_left(steps, request.arrival)
+        return self.step_times[steps[i]] if i < len(steps) else self.started
 
     @contextmanager
     def forward_pass(self, step, batch):
