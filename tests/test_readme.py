@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 from common import ROOT
 
-from experiments import motion, results, tables
+from experiments import gpu, motion, results, tables
 from experiments.ladder import calculated, run_stages
 from experiments.memory import storm
 from toolbox.load import load
@@ -35,6 +35,18 @@ def test_the_ladder_of_counts():
         assert said["generated"] == sum(len(request.generated) for request in trace.requests)
         assert {what: t[what] for what in ("forward_passes", "slots", "useful", "score_entries",
                                            "copied_bytes")}.items() <= said["stages"][name].items()
+
+
+def test_this_machine_is_calculated_from_the_benchmark_that_is_there():
+    """
+    If it is not:
+
+        python -m experiments.gpu --parts this_machine --json experiments/results/gpu.json
+    """
+    said, again = results.load("gpu")["this_machine"], gpu.this_machine()
+    assert len(said) == len(again)
+    for old, new in zip(said, again):
+        assert new == pytest.approx(old)
 
 
 def test_every_table_is_shown_and_every_result_says_where_it_was_measured():
