@@ -14,12 +14,12 @@ Wasted: all weights are read from memory to compute a single token. This is why 
 of GPT-2 reads 124 million weights once, and for each row does a multiply and an add with each:
 
                                                      read      multiply, 1 row      32 rows
-    two CPU cores    33 GB/s, 0.22 TFLOP/s, fp32    15 ms             1.1 ms         36 ms
+    two CPU cores    47 GB/s, 0.47 TFLOP/s, fp32    11 ms             0.5 ms         17 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A step takes at least the longer of the two. So one step of 32 rows can be as short as three of one
-row on the CPU (and is: docs/measurements.md), and as short as one of one row on the GPU, where
-reading takes longer for up to 150 rows. (Claim R7. Speeds: experiments/bench.py, GPU data sheet.)
+A step takes at least the longer of the two. So one step of 32 rows can be as short as two of one
+row on the CPU (measured: three, docs/measurements.md), and as short as one of one row on the GPU,
+where reading takes longer for up to 150 rows. (Claim R7. Speeds: experiments/bench.py, data sheet.)
 """
 import torch
 

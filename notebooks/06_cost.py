@@ -60,10 +60,10 @@ for rows in 1, 8, 32, 128, 512:
           f"multiplying {operations / PEAK * 1e3:6.1f} ms")
 
 # %% [markdown]
-# By this estimate, additional rows are free up to that number. This is why one batches. Measured,
-# all takes up to three times as long, for the estimate leaves out the cost of calling operations,
-# and kernels that fall short of both limits. The curve has the same shape (all axes are
-# logarithmic):
+# By this estimate, additional rows are free up to that number. This is why one batches. Measured
+# without `optimize()`, all takes three to eight times as long, for the estimate leaves out the cost
+# of calling operations, and kernels that fall short of both limits. The curve has the same shape
+# (all axes are logarithmic):
 
 # %%
 measured = results("rows")
@@ -117,10 +117,10 @@ for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged,
 
 # %% [markdown]
 # Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
-# the one request that runs. But a request waits many seconds until all before it are done. Naive
-# and interleaved make fewer tokens than it does: most of what they compute is padding, and a CPU
-# has no idle arithmetic for pads. Stage 6 has none, even without `optimize()`; the last two lines
-# differ in their kernels only.
+# the one request that runs. But a request waits many seconds until all before it are done. Naive,
+# dynamic and interleaved make fewer tokens than it does: much of what they compute is padding, and
+# a CPU has no idle arithmetic for pads. Stage 6 has none, even without `optimize()`; the last two
+# lines differ in their kernels only.
 #
 # ## The same on a GPU, calculated
 #
