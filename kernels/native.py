@@ -28,7 +28,7 @@ SECONDS = (ctypes.c_double * len(PARTS))()   # what all steps so far have spent 
 LOCK = RLock()   # one step at a time: they share working memory, clocks and the processor's cores
 
 SOURCE = Path(__file__).with_name("native.cpp")
-COMPILER = os.environ.get("CXX", "g++")
+COMPILER = os.environ.get("CXX") or "g++"
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp",
          "-fno-math-errno", "-fno-trapping-math",   # these let exp() become vector instructions
          "-ffp-contract=off",                       # every rounding as it is written: docs/bits.md
