@@ -87,7 +87,7 @@ def simulate(shape, gpu, generate, requests, clients=None, rate=None, seed=0, **
             request.arrived = request.arrival.seconds()
             request.arrival = steps[bisect.bisect_left(starts, request.arrived)]
         else:
-            request.arrived = starts[bisect.bisect_left(steps, request.arrival)]
+            request.arrived = trace.arrived(request)
     return trace
 
 
