@@ -17,9 +17,9 @@ of GPT-2 reads 124 million weights once, and for each row does a multiply and an
     two CPU cores    47 GB/s, 0.47 TFLOP/s, fp32    11 ms             0.5 ms         17 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A step takes at least the longer of the two. So one step of 32 rows can be as short as two of one
-row on the CPU (measured: three, docs/measurements.md), and as short as one of one row on the GPU,
-where reading takes longer for up to 150 rows. (Claim R7. Speeds: experiments/bench.py, data sheet.)
+A step takes at least the longer of the two. So on the CPU a step of 32 rows can be as short as two
+steps of one row (measured: three, docs/measurements.md). On the GPU it can be as short as one:
+there reading takes longer for up to 150 rows. (Claim R7. Speeds: experiments/bench.py, data sheet.)
 """
 import torch
 

@@ -44,8 +44,7 @@ def test_this_machine_is_calculated_from_the_benchmark_that_is_there():
         python -m experiments.gpu --parts this_machine --json experiments/results/gpu.json
     """
     said, again = results.load("gpu")["this_machine"], gpu.this_machine()
-    assert len(said) == len(again)
-    for old, new in zip(said, again):
+    for old, new in zip(said, again, strict=True):
         assert new == pytest.approx(old)
 
 
