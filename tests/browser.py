@@ -18,6 +18,10 @@ def open_browser():
 
 
 def resize(browser, width, height):
-    """Sets the viewport, in CSS pixels."""
+    """Sets the viewport, in CSS pixels, and waits until the page has been told and has drawn."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_async_script("""
+        const [width, done] = arguments, told = () => innerWidth === width
+          ? requestAnimationFrame(() => requestAnimationFrame(done)) : requestAnimationFrame(told);
+        told();""", width)
