@@ -42,7 +42,7 @@ class Full(Exception):
     """The queue is full. seconds: when to try again"""
 
     def __init__(self, waiting, seconds):
-        super().__init__(f"{waiting} requests wait already, and no more may: "
+        super().__init__(f"{waiting} waiting already, and no more may: "
                          f"try again in {seconds} s")
         self.seconds = seconds
 
@@ -81,11 +81,13 @@ class Engine:
         """Hands in a request. ValueError if it could never run, Full if too many wait."""
         prepare(request, self.model.config)
         max_batch, budget = self.scheduler.max_batch, self.scheduler.token_budget
-        PagedScheduler(max_batch, budget, self.pages).add(request)   # an idle one would refuse it
+        PagedScheduler(max_batch, budget, self.pages).add(request)   # refuses what never fits
         with self.changed:
             waiting = len(self.inbox) + len(self.scheduler.waiting)
             if waiting >= self.max_waiting:
                 raise Full(waiting, self.seconds_until_room())
+            if not self.busy:   # the time before was idle, and no pace
+                self.finish_times = deque([time.perf_counter()], maxlen=32)
             request.name, request.asked = f"r{next(self.names)}", time.perf_counter()
             self.inbox.append(request)
             self.changed.notify()

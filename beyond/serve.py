@@ -5,12 +5,12 @@ the batch while it runs (explorer/live.py).
     python -m beyond.serve --model builtin            then open http://127.0.0.1:8000/
     torchrun --nproc_per_node 2 -m beyond.serve       the same, on tensor parallel ranks
 
-    client <- HTTP <- Stream <--.                                 a Stream holds so many unread
-    client <- HTTP <- Stream <--+-- events <-- engine's thread    tokens and no more: no client can
+    client <- HTTP <- Stream <--.                                 a Stream holds a limited number
+    client <- HTTP <- Stream <--+-- events <-- engine's thread    of unread tokens: no client can
     client <- HTTP <- Stream <--'                                 make the others wait
 
-All clients share one thread of asyncio. What a body may hold is said by openapi.json, and checked
-against it: anything else is refused by name.
+All clients share one thread of asyncio. openapi.json says what a body may hold; anything else is
+refused by name.
 """
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from beyond.engine import Full
 from explorer.live import FILES, Live
-from toolbox.openai import SPEC, Form, Text, request_of
+from toolbox.openai import Form, Text, request_of, spec_of
 from toolbox.web import Gate, Histogram, Refused, error_of, event, prometheus, read_json, refuse
 from toolbox.web import reply as answer
 
@@ -65,21 +65,26 @@ class Server:
     def __init__(self, engine, tokenizer, name, key=None, unread=512, most_bytes=2**20,
                  body_seconds=10.0):
         self.engine, self.tokenizer, self.name, self.key = engine, tokenizer, name, key
+        self.room = min(engine.model.config.block_size, engine.pages.number * engine.pages.size)
         self.unread, self.limits = unread, {"most": most_bytes, "seconds": body_seconds}
-        self.streams, self.ends, self.tokens = {}, Counter(), 0
+        self.spec = spec_of(engine.model.config.block_size)
+        self.streams, self.stopped, self.tokens = {}, set(), 0   # stopped: by their stop strings
+        self.ends = Counter(stop=0, length=0, cancelled=0, error=0)
         self.ttft, self.itl, self.live = Histogram(), Histogram(), Live(engine, tokenizer, name)
         self.closing, self.died, self.exit = "", None, lambda: None
         paths = {"/v1/completions": self.generate, "/v1/chat/completions": self.generate,
                  "/v1/models": self.models, "/health": self.health, "/metrics": self.metrics,
-                 "/openapi.json": self.spec, "/live/control": self.control, "/live/ask": self.ask,
-                 "/live/steps": self.live.steps, **{path: self.live.file for path in FILES}}
-        methods = {path: ["POST" if "post" in SPEC["paths"].get(path, ()) else "GET"]
+                 "/openapi.json": self.openapi, "/live/control": self.control,
+                 "/live/ask": self.ask, "/live/steps": self.live.steps,
+                 **{path: self.live.file for path in FILES}}
+        methods = {path: ["POST" if "post" in self.spec["paths"].get(path, ()) else "GET"]
                    for path in paths}
         self.app = Starlette(
             routes=[Route(path, work, methods=methods[path]) for path, work in paths.items()],
             middleware=[Middleware(Gate, key, {"/health", "/openapi.json", *FILES})],
             exception_handlers={Refused: refuse, HTTPException: refuse, Exception: refuse},
             lifespan=self.lifespan)
+        self.app.router.redirect_slashes = False   # where to: the client's Host would say it
 
     # --- the engine's thread, and what comes from it ---
 
@@ -105,7 +110,8 @@ class Server:
             if stream:
                 stream.put(token, Refused(500, why) if why else None)
             if token is None:
-                self.ends[request.finish_reason] += 1
+                self.ends["stop" if request in self.stopped else request.finish_reason] += 1
+                self.stopped.discard(request)
                 continue
             self.tokens += 1
             if stream and not stream.closed:
@@ -116,7 +122,7 @@ class Server:
                     self.itl.add(times[n - 1] - times[n - 2])
 
     def close(self, seconds, why):
-        """No request is taken any more, and those that run get so many seconds."""
+        """No request is taken any more, and those that run get this many seconds."""
         self.closing = why
         self.live.close()
         self.loop.call_later(seconds, self.cut_all, why)
@@ -129,9 +135,9 @@ class Server:
     # --- completions ---
 
     async def generate(self, http):
-        schema = "Chat" if "chat" in http.url.path else "Completion"
-        body = await read_json(http, SPEC, schema, **self.limits)
-        request = self.admit(body)
+        schema = "Chat" if "chat" in http.scope["path"] else "Completion"
+        body = await read_json(http, self.spec, schema, **self.limits)
+        request = await self.admit(body)
         stream = self.streams[request] = Stream(self.engine, request, self.unread)
         text = Text(self.tokenizer, body)
         pieces, form = self.pieces(http, stream, text), Form(body, request, text, self.name)
@@ -141,17 +147,19 @@ class Server:
         first = await anext(pieces)   # before the status is sent: what fails now is no 200
         return StreamingResponse(self.lines(first, pieces, form), media_type="text/event-stream")
 
-    def admit(self, body):
+    async def admit(self, body):
         """The request that a body asks for, in the engine's hands. Refused if it cannot be."""
-        if self.closing:
-            raise Refused(503, self.closing)
         if body.get("model", self.name) != self.name:
             raise Refused(404, f"there is no model {body['model']!r:.99}; this is {self.name!r}")
         try:
-            request = request_of(body, self.tokenizer, self.engine.model.config)
+            request = await asyncio.to_thread(   # a long prompt takes a while
+                request_of, body, self.tokenizer, self.engine.model.config, self.room)
+            if self.closing:
+                raise Refused(503, self.closing)
             self.engine.add(request)
-        except ValueError as error:
-            raise Refused(400, str(error)) from None
+        except ValueError as error:   # in the client's words
+            why = str(error).removeprefix("request 'r0': ").replace("max_new_tokens", "max_tokens")
+            raise Refused(400, why) from None
         except Full as full:
             raise Refused(429, str(full), {"Retry-After": str(full.seconds)}) from None
         return request
@@ -166,6 +174,8 @@ class Server:
                 if refused:
                     raise refused
                 piece = text.add(token)
+                if text.stopped and not stream.request.finished:
+                    self.stopped.add(stream.request)
                 reason = ("stop" if text.stopped
                           else stream.request.finish_reason if token is None else None)
                 yield piece, reason
@@ -205,17 +215,17 @@ class Server:
     async def health(self, http):
         return answer({"status": self.closing or "ok"}, 503 if self.closing else 200)
 
-    async def spec(self, http):
-        return answer(SPEC | {"security": [{"key": []}]} if self.key else SPEC)
+    async def openapi(self, http):
+        return answer(self.spec | {"security": [{"key": []}]} if self.key else self.spec)
 
     async def ask(self, http):   # from the live page, which sees its tokens anyway
-        body = await read_json(http, SPEC, "Ask", **self.limits)
-        request = self.admit(body)
+        body = await read_json(http, self.spec, "Ask", **self.limits)
+        request = await self.admit(body)
         self.live.ask(body["tab"], request)
         return answer({"name": request.name})
 
     async def control(self, http):
-        return answer(self.live.control(await read_json(http, SPEC, "Control", **self.limits)))
+        return answer(self.live.control(await read_json(http, self.spec, "Control", **self.limits)))
 
     async def metrics(self, http):
         scheduler, pages = self.engine.scheduler, self.engine.pages

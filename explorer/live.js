@@ -19,14 +19,15 @@ function take({new: arrived, words, tokens, tables, ended, pass, kept, waiting: 
   for (const request of arrived) {
     requests.set(request.name, {...request, table: null, before: null, reason: null});
   }
-  for (const [name, token] of tokens) {
+  const known = ([name]) => requests.has(name);   // a page that opens may hear of steps before it
+  for (const [name, token] of tokens.filter(known)) {
     const request = requests.get(name);
     request.generated.push(token);
     request.steps.push(pass.step);
     request.ms.push(pass.start + pass.ms);
   }
-  for (const [name, table] of Object.entries(tables)) requests.get(name).table = table;
-  for (const [name, reason] of Object.entries(ended)) requests.get(name).reason = reason;
+  for (const [name, table] of Object.entries(tables).filter(known)) requests.get(name).table = table;
+  for (const [name, reason] of Object.entries(ended).filter(known)) requests.get(name).reason = reason;
   waiting = queue ?? waiting;            // kept and waiting are told when they change
   if (!pass) return;
   moments.push({...pass, tables, kept: kept ?? moments.at(-1)?.kept ?? []});
@@ -147,20 +148,26 @@ async function listen() {                // until the server closes the stream
   if (!answer) return;
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    const {value, done} = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n\n");
-    rest = lines.pop();
-    for (const line of lines) hear(JSON.parse(line.slice("data: ".length)));
+  try {
+    for (;;) {
+      const {value, done} = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n\n");
+      rest = lines.pop();
+      for (const line of lines) hear(JSON.parse(line.slice("data: ".length)));
+    }
+  } finally {
+    reader.cancel();                     // else the connection stays, and a browser has only six
   }
 }
 
 function hear(message) {
   if (message.names) {                   // a stream begins: the server may be another one
+    if (hello && hello.server !== message.server) for (const box of boxes) box.name = null;
     hello = message;
     [DATA.names, moments, waiting, view] = [message.names, [], [], null];
     requests.clear();
+    $("views").replaceChildren();
     const {model, knobs, pool, place} = message;
     $("about").textContent = `${model}: at most ${knobs.max_batch} requests run, ${knobs.token_budget} tokens a step, `
       + `${plural(pool.pages, "page")} of ${knobs.page_size}; ${place}`;

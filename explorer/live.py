@@ -36,7 +36,7 @@ class Live:
         self.examples = [entry["prompt"] for entry in read_prompts(PROMPTS)]
         most = 3 * engine.model.config.block_size // 4
         self.long = tokenizer.encode("\n".join(20 * self.examples))[:most]
-        self.known, self.tables, self.told = {}, {}, {}   # what the pages know
+        self.told = {}, {}, {}   # what the pages know: requests, their tables, the rest
         self.paused, self.speed, self.steps_left, self.last = False, 0, 0, 0.0
         engine.pace, self.word = self.pace, cache(partial(word, tokenizer))
 
@@ -59,18 +59,19 @@ class Live:
     def watch(self, batch):
         """Notes a step. batch: its Paged; None: nothing was computed."""
         engine, words, plan = self.engine, {}, batch.plan if batch else ()
+        known, tables, rest = self.told   # once: a page that opens sets new ones at any moment
         new = [request for request in dict.fromkeys((*engine.unfinished.values(), *dict(plan)))
-               if request.name not in self.known]
-        self.known.update({request.name: request for request in new})
+               if request.name not in known]
+        known.update({request.name: request for request in new})
         note = {"new": [self.describe(request, words) for request in new],
                 "tokens": [], "tables": {}, "ended": {}, "pass": None}
-        for name, request in list(self.known.items()):
-            if request.kv != self.tables.get(name):
-                note["tables"][name] = self.tables[name] = request.kv and list(request.kv)
+        for name, request in list(known.items()):
+            if request.kv != tables.get(name):
+                note["tables"][name] = tables[name] = request.kv and list(request.kv)
             if request.finished:
                 note["ended"][name] = request.finish_reason
-                del self.known[name]
-                self.tables.pop(name, None)
+                del known[name]
+                tables.pop(name, None)
         if batch:
             done = engine.trace.passes[-1]
             note["tokens"] = [(request.name, request.generated[-1]) for request in batch.sampled
@@ -82,8 +83,8 @@ class Live:
         if batch or new or note["ended"]:
             now = {"kept": list(engine.pages.kept),
                    "waiting": [request.name for request in engine.scheduler.waiting]}
-            note |= {name: each for name, each in now.items() if each != self.told.get(name)}
-            self.told = now
+            note |= {name: each for name, each in now.items() if each != rest.get(name)}
+            rest.update(now)
             self.notes.append(note | {"words": words})
             if not self.sending:
                 self.sending = True
@@ -111,10 +112,12 @@ class Live:
 
     def control(self, body):
         """Sets what the page's buttons set. Returns the new state, which all pages show."""
-        self.paused, self.speed = body.get("paused", self.paused), body.get("speed", self.speed)
-        self.steps_left = body.get("steps", 0)
-        if request := self.engine.unfinished.get(body.get("stop")):
-            self.engine.cancel(request)
+        if self.tabs:   # or nobody would see it
+            self.paused = body.get("paused", self.paused)
+            self.speed, self.steps_left = body.get("speed", self.speed), body.get("steps", 0)
+        for request in itertools.chain.from_iterable(self.asked.values()):   # no other client's
+            if request.name == body.get("stop"):
+                self.engine.cancel(request)
         self.engine.wake()
         self.send({"state": self.state()})
         return self.state()
@@ -126,10 +129,11 @@ class Live:
                  "token_budget": engine.scheduler.token_budget, "page_size": engine.pages.size}
         tab, number = asyncio.Queue(), next(self.numbers)
         tab.put_nowait({"model": self.model, "knobs": knobs, "names": NAMES, "state": self.state(),
-                        "tab": number, "examples": self.examples, "long": self.long,
+                        "tab": number, "server": engine.trace.started,
+                        "examples": self.examples, "long": self.long,
                         "place": page.place(engine.model), "max_waiting": engine.max_waiting,
                         "pool": {"pages": engine.pages.number, "page_size": engine.pages.size}})
-        self.known, self.tables, self.told = {}, {}, {}   # new ones: another thread uses the old
+        self.told = {}, {}, {}   # new ones: another thread uses the old
         self.tabs[tab], self.asked[number] = number, []
         engine.watch = self.watch
         engine.wake()
@@ -171,7 +175,7 @@ class Live:
 
     async def file(self, http):
         """The page, and what it loads. /explorer.html is an explorer page without any run."""
-        name = FILES[http.url.path]
+        name = FILES[http.scope["path"]]
         text = page.read(name) if name else page.page({})
         if name == "live.css":
             text = text.replace("{{colors}}", page.STYLE)

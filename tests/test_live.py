@@ -74,11 +74,24 @@ def test_requests_end_and_the_server_goes_on_when_the_last_page_is_closed():
         with page(running) as (lines, ask):
             running.post("/live/control", paused=True)
             ask("a", max_tokens=200)
-        running.until(lambda: running.server.ends)
-        assert running.server.ends == {"cancelled": 1}
+        running.until(lambda: +running.server.ends)
+        assert +running.server.ends == {"cancelled": 1}
         running.post("/live/control", paused=True)   # no page is open: nobody could go on
         assert running.post(prompt="b", max_tokens=3).status_code == 200
-        assert running.engine.watch is None
+        assert running.engine.watch is None and not running.server.live.paused
+
+
+def test_a_page_that_opens_during_a_step_takes_nothing_from_the_others():
+    with serving() as running, page(running) as (lines, ask):
+        live = running.server.live
+        describe = live.describe
+
+        def opened(request, words):   # in the middle of `watch`, what pages know is new
+            live.told = {}, {}, {}
+            return describe(request, words)
+        live.describe = opened
+        name = ask("a", max_tokens=1)
+        assert until(lines, lambda notes: name in notes[-1]["ended"])
 
 
 def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome, tmp_path):
@@ -111,3 +124,21 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome, tmp_path)
         assert script("return views[0].states[0].words") == "● decoding"
         assert script("return textOf(views[0].run.requests[0].prompt)") == hostile
         assert not [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def test_what_a_page_hears_that_it_does_not_know_does_no_harm(chrome):
+    strange = {"new": [], "words": {}, "pass": None,
+               "tokens": [["x", 1]], "tables": {"x": [1]}, "ended": {"x": "stop"}}
+    script = chrome.execute_script
+    with serving() as running:
+        chrome.get(running.url)
+        running.until(lambda: script("return hello !== null"))
+        script("hear({notes: [arguments[0]]})", strange)   # of a request before the page opened
+        number = script("""const usual = hear;
+                           hear = () => { hear = usual; throw Error("for the test"); };
+                           return hello.tab""")
+        running.post("/live/control", speed=9)   # the page is told, and fails
+        running.until(lambda: script("return hello.tab") > number)   # it connects again,
+        running.until(lambda: len(running.server.live.tabs) == 1)    # and has let go of the old one
+        script("boxes[0].name = 'r0'; hear({...hello, server: 0})")   # another server's r0
+        assert script("return boxes[0].name") is None

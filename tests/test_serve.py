@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import time
+from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Thread
@@ -15,7 +16,7 @@ import torch
 from common import alone, mixed, toy
 
 import generate_paged
-from beyond.engine import Engine
+from beyond.engine import Engine, Full
 from request import Request
 from toolbox.load import load
 
@@ -164,6 +165,14 @@ def test_who_leaves_frees_its_pages_before_the_next_pass():
     assert second.generated == alone(engine.model, second)[0]
 
 
+def test_idle_time_is_no_pace():
+    engine = Engine(toy(), max_waiting=1)
+    engine.finish_times = deque([time.perf_counter() - 3600])
+    engine.add(Request([1]))
+    with pytest.raises(Full, match="1 waiting already, .* try again in 1 s"):
+        engine.add(Request([1]))
+
+
 @pytest.mark.parametrize("stops", [[], ["b"], ["ab", "aab"], ["aba", "bb"]])
 def test_text_of_a_stream_is_the_text_of_the_whole_up_to_a_stop(stops):
     rng = random.Random(0)
@@ -186,7 +195,9 @@ def test_text_of_a_stream_is_the_text_of_the_whole_up_to_a_stop(stops):
 @pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.thorough)])
 def test_concurrent_clients_get_what_they_would_have_got_alone(number):
     bodies = list(asks(number))
-    with serving(pages=12, max_batch=6, max_waiting=number) as running:   # some are preempted
+    with serving(pages=12, max_batch=6, max_waiting=number) as running:
+        server = running.server   # it waits until all are there, so some are preempted
+        running.engine.pace = lambda: 0.01 * (len(server.streams) + server.ends.total() < number)
         answers = ask_all(running, bodies)
         running.until(lambda: sum(running.server.ends.values()) == number)
         metrics = {name.removeprefix("nanobatch_"): float(value) for name, value in re.findall(
@@ -210,6 +221,10 @@ def test_chat_tokens_models_and_the_lines_of_a_stream():
             chat = client.chat.completions.create(
                 messages=[{"role": "user", "content": content}], **ask).choices[0]
             assert (chat.message.content, chat.finish_reason) == want
+        deltas = [part.choices[0].delta for part in client.chat.completions.create(
+            messages=[{"role": "user", "content": "hi"}], stream=True, **ask)]
+        assert "".join(delta.content for delta in deltas) == want[0]
+        assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
         ids = client.completions.create(prompt=TOKENIZER.encode_ordinary(text), **ask)
         assert ids.choices[0].text == want[0]
         assert [model.id for model in client.models.list()] == ["m"]
@@ -230,7 +245,9 @@ def test_clients_that_disconnect_end_their_requests_alone():
         with pytest.raises(openai.APITimeoutError):   # it waits for a whole answer, and leaves
             running.client().with_options(timeout=0.3).completions.create(**body)
         assert sum(part.choices[0].text is not None for part in stay) == 301
-        running.until(lambda: running.server.ends == {"length": 1, "cancelled": 4})
+        running.until(lambda: running.server.ends == Counter(length=1, cancelled=4))
+        assert running.post(prompt="a", max_tokens=99, stop=["a", "e", "i"]).status_code == 200
+        running.until(lambda: running.server.ends == Counter(length=1, cancelled=4, stop=1))
 
 
 def test_a_slow_reader_is_cut_off_and_holds_up_nobody(monkeypatch):
@@ -266,10 +283,10 @@ def test_a_full_queue_answers_429_and_what_never_fits_400():
         ask = {"prompt": "a", "max_tokens": 300, "extra_body": {"ignore_eos": True}}
         refused = [answer for answer in ask_all(running, [ask] * 6)
                    if isinstance(answer, openai.RateLimitError)]
-        assert 3 <= len(refused) <= 4 and "2 requests wait" in str(refused[0])
+        assert 3 <= len(refused) <= 4 and "2 waiting already" in str(refused[0])
         assert int(refused[0].response.headers["retry-after"]) >= 1
         for wrong, why in (({"max_tokens": 400}, "25 pages of 16 tokens, pages is 20"),
-                           ({"prompt": [1] * 5000}, "5000 tokens does not fit")):
+                           ({"prompt": [1] * 4000 + [9999]}, "token id 9999 is not")):
             got = running.post(**{"prompt": "a", **wrong})
             assert got.status_code == 400 and why in got.text
 
@@ -294,15 +311,17 @@ def test_a_failed_pass_fails_its_requests_and_nothing_else():
                 list(stream)
 
 
-@pytest.mark.parametrize("drain, ends", [(30, "length"), (0.2, "the server shuts down")])
-def test_running_requests_may_finish_before_the_end(drain, ends):
+@pytest.mark.parametrize("drain, ends, signals", [
+    (30, "length", 1), (0.2, "the server shuts down", 1), (30, "the server shuts down", 2)])
+def test_running_requests_may_finish_before_the_end(drain, ends, signals):
     with serving(LONG, pages=600) as running:
         stream = running.client().completions.create(
-            model="m", prompt="a", max_tokens=600 if drain > 1 else 4000, stream=True,
+            model="m", prompt="a", max_tokens=600 if ends == "length" else 4000, stream=True,
             extra_body={"ignore_eos": True})
         next(iter(stream))
-        running.signal(drain)
-        if drain > 1:
+        for _ in range(signals):
+            running.signal(drain)
+        if ends == "length":
             assert list(stream)[-1].choices[0].finish_reason == ends
         else:
             with pytest.raises(openai.APIError, match=ends):

@@ -48,9 +48,15 @@ def test_what_is_wrong_with_a_body_is_said_in_json():
         ask = {"prompt": "a"}
         assert client.post("/v1/completions", content=json.dumps(ask)).status_code == 415
         half = json.dumps(ask | {"model": "\ud800"})   # of a character: JSON can say it
-        assert client.post("/v1/completions", content=half, headers=JSON).status_code == 404
+        assert "half of a character" in client.post(
+            "/v1/completions", content=half, headers=JSON).text
         assert client.get("/v1/completions").status_code == 405
         assert client.get("/x").json()["error"]["code"] == 404
+        for wrong, why in (({"prompt": [-1] * 600}, "prompt must have at most 256 items"),
+                           ({"prompt": ["a"]}, '"prompt[0] must be of type integer"'),
+                           ({"stop": ""}, '"stop must have at least 1 characters"'),
+                           ({"stream_options": {"include_usage": 1}}, "stream_options.include")):
+            assert why in client.post("/v1/completions", json=ask | wrong).text
         assert "'tools'" in client.post("/v1/completions", json=ask | {"tools": 1}).text
         fine = client.post("/v1/completions", json=ask | {"n": 1, "top_p": 1.0, "stop": None})
         assert fine.status_code == 200 and fine.json()["usage"]["prompt_tokens"] == 1
@@ -87,7 +93,15 @@ def test_limits_on_connections_headers_and_slow_bodies(monkeypatch):
         assert b" 503 " in fourth.recv(4000)
         assert silent.recv(10) == slow.recv(10) == b""   # closed
         assert b" 408 " in body.recv(4000)
-        for connection in silent, slow, body, fourth:
+        odd = connect(b"GET / HTTP/1.1\r\nHost\r\n\r\n")
+        assert json.loads(odd.recv(4000).partition(b"\r\n\r\n")[2])["error"]["code"] == 400
+        early = connect(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
+        answered = b""
+        while b"}" not in answered:   # it has its answer, and dawdles with the body
+            answered += early.recv(4000)
+        early.sendall(b"x")
+        assert early.recv(10) == b""
+        for connection in silent, slow, body, fourth, odd, early:
             connection.close()
         running.until(lambda: not running.uvicorn.server_state.connections)
         assert running.post(prompt="a").status_code == 200
@@ -96,6 +110,8 @@ def test_limits_on_connections_headers_and_slow_bodies(monkeypatch):
 @pytest.mark.parametrize("flags, word", [
     (["--host", "0.0.0.0"], "needs --api-key"), (["--port", "99999"], "--port 99999"),
     (["--pages", "0"], "--pages must be"), (["--drain", "-1"], "--drain must be"),
+    (["--drain", "inf"], "--drain must be"), (["--api-key", ""], "--api-key is empty"),
+    (["--page_size", "257"], "--page_size 257 exceeds block_size 256"),
     (["--model", "nowhere"], "nowhere")])
 def test_bad_flags_are_one_line(flags, word, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["serve", *flags])

@@ -9,17 +9,21 @@ from pathlib import Path
 from request import Request
 from toolbox.load import bytes_of
 
-SPEC = json.loads(Path(__file__).with_name("openapi.json").read_text(encoding="utf-8"))
+
+def spec_of(block_size):
+    """openapi.json, for a model with this limit: no list in a body may be longer."""
+    text = Path(__file__).with_name("openapi.json").read_text(encoding="utf-8")
+    return json.loads(text.replace('"block_size"', str(block_size)))
 
 
-def request_of(body, tokenizer, config):
-    """The Request that a body asks for. ValueError if it is bad."""
+def request_of(body, tokenizer, config, room):
+    """The Request that a body asks for. ValueError if it is bad. room: tokens that can be kept"""
     chat = "messages" in body
+    prompt = (chat_prompt(body["messages"], tokenizer, config) if chat
+              else body["prompt"] if isinstance(body["prompt"], list)
+              else encode(body["prompt"], tokenizer, config))
     limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    return Request(chat_prompt(body["messages"], tokenizer, config) if chat
-                   else body["prompt"] if isinstance(body["prompt"], list)
-                   else encode(body["prompt"], tokenizer, config),
-                   max_new_tokens=limit or (config.block_size if chat else 16),
+    return Request(prompt, limit or (max(1, room + 1 - len(prompt)) if chat else 16),
                    temperature=body.get("temperature", 1.0), top_k=body.get("top_k"),
                    seed=body.get("seed", random.getrandbits(32)),
                    eos_token=None if body.get("ignore_eos") else tokenizer.eot_token)
@@ -30,19 +34,25 @@ def chat_prompt(messages, tokenizer, config):
     messages = [{**message, "content": "".join(part["text"] for part in message["content"])}
                 if isinstance(message["content"], list) else message for message in messages]
     if getattr(tokenizer, "chat_template", None):
+        check_size("".join(message["content"] for message in messages), tokenizer, config)
         return tokenizer.encode_chat(messages)
     lines = [f"{message['role']}: {message['content']}" for message in messages]
     return encode("\n".join([*lines, "assistant:"]), tokenizer, config)
 
 
 def encode(text, tokenizer, config):
-    """Its tokens. ValueError, before any work, if it is too long whatever its tokens are."""
-    size, longest = len(text.encode("utf-8", "replace")), max_token_bytes(tokenizer)
+    """Its tokens. ValueError if they are too many."""
+    check_size(text, tokenizer, config)
+    # tiktoken's `encode` refuses texts that contain the name of a special token
+    return getattr(tokenizer, "encode_ordinary", tokenizer.encode)(text)
+
+
+def check_size(text, tokenizer, config):
+    """ValueError, before any work, if it is too long whatever its tokens are."""
+    size, longest = len(text.encode()), max_token_bytes(tokenizer)
     if size > config.block_size * longest:
         raise ValueError(f"prompt of {size} bytes: even {config.block_size} tokens, as many as "
                          f"the model takes, have at most {config.block_size * longest}")
-    # tiktoken's `encode` refuses texts that contain the name of a special token
-    return getattr(tokenizer, "encode_ordinary", tokenizer.encode)(text)
 
 
 @cache
@@ -81,14 +91,15 @@ class Form:
         self.chat, self.request, self.text = "messages" in body, request, text
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{request.name}"
         self.model, self.created = model, int(time.time())
-        self.options = body.get("stream_options", {})
+        self.options, self.role = body.get("stream_options", {}), {"role": "assistant"}
 
     def whole(self, text, reason):
         return {**self.part(text, reason, "message", ""), **self.usage()}
 
     def part(self, text, reason, place="delta", kind=".chunk"):
         choice = {"index": 0, "finish_reason": reason, "logprobs": None}
-        choice |= {place: {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        choice |= {place: {**self.role, "content": text}} if self.chat else {"text": text}
+        self.role = {}   # only the first part has it
         return {"id": self.id, "model": self.model, "created": self.created, "choices": [choice],
                 "object": "chat.completion" + kind if self.chat else "text_completion",
                 **(self.usage() if self.options.get("continuous_usage_stats") else {})}

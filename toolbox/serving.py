@@ -43,10 +43,13 @@ def serve(Server, args):
     """Until SIGTERM. Returns the exit status. On ranks other than 0, until rank 0 stops."""
     numbers = {f"--{name}": getattr(args, name) for name in NUMBERS}
     at_least_1(**{name: number for name, number in numbers.items() if number is not None})
-    if args.host not in LOCAL and not args.api_key:
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    if host not in LOCAL and args.api_key is None:
         raise ValueError(f"--host {args.host} lets others in: it needs --api-key")
-    if not args.drain >= 0:
-        raise ValueError(f"--drain must be at least 0 seconds, not {args.drain}")
+    if args.api_key == "":
+        raise ValueError("--api-key is empty")
+    if not 0 <= args.drain <= 1e6:
+        raise ValueError(f"--drain must be 0 to 1e6 seconds, not {args.drain}")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
 
     def prepared():
@@ -61,6 +64,9 @@ def serve(Server, args):
     # thread, would wait for each other more slowly beside them (1.6 times the time of a step).
     with ThreadPoolExecutor(1) as once:
         model, tokenizer = once.submit(prepared).result()
+    if args.page_size > model.config.block_size:
+        raise ValueError(f"--page_size {args.page_size} exceeds block_size "
+                         f"{model.config.block_size}, the model's limit")
     kind = RankEngine if ranks > 1 else Engine
     tokens = min(16384, args.max_batch * model.config.block_size)
     engine = kind(model, args.pages or -(-tokens // args.page_size), args.page_size,
@@ -72,7 +78,6 @@ def serve(Server, args):
         return 0
     server = Server(engine, tokenizer, args.model, args.api_key)
     listener = listen(args.host, args.port)
-    host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"{args.model} at http://{host}:{listener.getsockname()[1]}/", flush=True)
     Uvicorn(server, args.drain, args.max_connections).run(sockets=[listener])
     if server.died:
@@ -95,14 +100,16 @@ def listen(host, port):
 
 
 class Uvicorn(uvicorn.Server):
-    """On SIGTERM or Ctrl+C, running requests get `drain` seconds; a second one ends it at once."""
+    """On SIGTERM or Ctrl+C, running requests get `drain` seconds; on a second one, none."""
 
     def __init__(self, server, drain=30.0, connections=1000):
         super().__init__(uvicorn.Config(server.app, http=Connection, log_level="warning", ws="none",
-                                        timeout_graceful_shutdown=int(drain) + 5))
+                                        timeout_graceful_shutdown=int(drain) + 5,
+                                        # longer than clients wait before they use one again
+                                        # (httpx: 5 s): else they write into a closed one
+                                        timeout_keep_alive=15))
         self.server, self.drain, Connection.most = server, drain, connections
         server.exit = partial(setattr, self, "should_exit", True)
 
     def handle_exit(self, sig, frame):
-        self.force_exit = self.should_exit
-        self.server.close(self.drain, "the server shuts down")
+        self.server.close(0 if self.should_exit else self.drain, "the server shuts down")

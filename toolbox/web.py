@@ -4,6 +4,7 @@ import bisect
 import hmac
 import itertools
 import json
+import re
 
 import h11
 from starlette.requests import ClientDisconnect
@@ -47,7 +48,8 @@ def event(content):   # a server-sent one
 
 async def read_json(http, spec, schema, most, seconds):
     """The JSON body of a request: at most so many bytes in so many seconds, as spec allows it."""
-    if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
         raise Refused(415, "the body must be application/json")   # no web page can send it unasked
     body = bytearray()
 
@@ -62,6 +64,11 @@ async def read_json(http, spec, schema, most, seconds):
         raise Refused(408, f"the body took longer than {seconds} s") from None
     except ClientDisconnect:
         raise Refused(400, "the body ends too early") from None
+    return await asyncio.to_thread(checked, body, spec, schema)   # a large one may take a while
+
+
+def checked(body, spec, schema):
+    """The fields of a body that are not null. Refused if it is not as spec has it."""
     try:
         value = json.loads(body.decode(), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
@@ -81,7 +88,8 @@ def fault(value, schema, name, spec):
         schema = spec["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
     if "anyOf" in schema:
         faults = [fault(value, each, name, spec) for each in schema["anyOf"]]
-        return None if None in faults else " or ".join(faults)
+        fitting = [each for each in faults if each and not each.startswith(f"{name} must be of")]
+        return None if None in faults else " or ".join(fitting or faults)
     is_bool = isinstance(value, bool)
     if "enum" in schema:   # in Python, True == 1
         found = any(value == each and is_bool == isinstance(each, bool) for each in schema["enum"])
@@ -89,15 +97,18 @@ def fault(value, schema, name, spec):
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     if not any(isinstance(value, TYPES[kind]) and is_bool == (kind == "boolean") for kind in types):
         return f"{name} must be of type {' or '.join(types)}"
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):   # JSON can say it
+        return f"{name} holds half of a character, a lone surrogate"
     size, ends, unit = value, "imum", ""
     if isinstance(value, (str, list)):
         size = len(value)
         ends, unit = ("Length", " characters") if isinstance(value, str) else ("Items", " items")
     low, high = schema.get(f"min{ends}"), schema.get(f"max{ends}")
+    verb = "have" if unit else "be"
     if value is not None and low is not None and size < low:
-        return f"{name} must be at least {low}{unit}"
+        return f"{name} must {verb} at least {low}{unit}"
     if value is not None and high is not None and size > high:
-        return f"{name} must be at most {high}{unit}"
+        return f"{name} must {verb} at most {high}{unit}"
     if isinstance(value, list):
         faults = (fault(each, schema["items"], f"{name}[{i}]", spec)
                   for i, each in enumerate(value) if "items" in schema)
@@ -110,8 +121,9 @@ def fault(value, schema, name, spec):
         for key in schema.get("required", ()):
             if key not in value:
                 return f"{key} is missing"
-        return next(filter(None, (fault(each, known[key], key, spec)
-                                  for key, each in value.items())), None)
+        faults = (fault(each, known[key], key if name == "the body" else f"{name}.{key}", spec)
+                  for key, each in value.items())
+        return next(filter(None, faults), None)
 
 
 # --- connections ----------------------------------------------------------------------------------
@@ -129,7 +141,7 @@ class Gate:
         refused = None
         if scope["type"] == "http":
             headers = dict(scope["headers"])
-            host = headers.get(b"host", b"").decode("latin-1").rpartition(":")
+            host = headers.get(b"host", b"").decode("latin-1").lower().rpartition(":")
             given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
             if self.key is None:
                 if (host[0] if host[2].isdigit() else "".join(host)) not in LOCAL:
@@ -149,20 +161,29 @@ class Connection(H11Protocol):
     def connection_made(self, transport):
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            body = json.dumps(error_of(f"{self.most} connections are open already", 503)).encode()
-            transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After:"
-                            b" 1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-                            % (len(body), body))
-            transport.close()
+            self.refuse(f"{self.most} connections are open already", 503, ("Retry-After", "1"))
         else:
             self.end_after(self.header_seconds)
 
     def data_received(self, data):
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
+        if self.conn.their_state is h11.IDLE or self.conn.our_state is h11.DONE:
+            # a request is to come, or the rest of one that is answered already
+            if self.timer is None and not self.transport.is_closing():
+                self.end_after(self.header_seconds)
+        elif not self.flow.write_paused:
             self.end_after(None)
-        elif self.timer is None and not self.transport.is_closing():
-            self.end_after(self.header_seconds)
+
+    def send_400_response(self, message):   # uvicorn's is plain text
+        self.refuse(message, 400)
+
+    def refuse(self, message, status, *headers):
+        body = json.dumps(error_of(message, status)).encode()
+        head = h11.Response(status_code=status, headers=[
+            ("Content-Type", "application/json"), ("Content-Length", str(len(body))),
+            ("Connection", "close"), *headers])
+        self.transport.write(self.conn.send(head) + self.conn.send(h11.Data(data=body)))
+        self.transport.close()
 
     def pause_writing(self):   # the client does not read, and the transport's buffer is full
         super().pause_writing()
