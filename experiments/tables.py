@@ -108,7 +108,7 @@ def prepacking(result):
         lengths, full = result["lengths"][kind], by["full batching"]
         rows.append([kind, f"{mean(lengths):.0f} / {max(lengths)}", f"{full['useful']:.0%}",
                      *(f"{full['prefill_ms'] / by[name]['prefill_ms']:.2f}×" for name in names)])
-    head = ["", "mean / longest", "useful slots, padded", *names]
+    head = ["", "tokens, mean / longest", "useful slots, padded", *names]
     return head, rows, "prefill, k = 16, times as fast as padding to the longest"
 
 
@@ -168,11 +168,18 @@ def committed(table, name):
     return markdown(head, rows) + origin([result], how)
 
 
+def committed_ranks():
+    head, rows, how = ranks(result := results.load("ranks"))
+    where = re.sub(r"\d+ thread\(s\) a rank", "threads as in the table", result["where"])
+    return markdown(head, rows) + origin([{**result, "where": where}], how)
+
+
 def committed_links():
     result = results.load("ranks")
     latency, bandwidth = result["model"]["latency"] * 1e6, result["model"]["bandwidth"] / 1e9
     return markdown(*links(result)) + below(
-        f"fitted to the machine of the table above: {latency:,.0f} us, {bandwidth:.2f} GB/s")
+        f"fitted to 1 to 512 tokens on the machine of the table above: {latency:,.0f} us, "
+        f"{bandwidth:.2f} GB/s")
 
 
 def measured_on(model):
@@ -212,11 +219,12 @@ def speed():
              for name, label in labels.items()]
     head = ["tokens per second", *(f"{name} {WORKLOADS[name]}" for name in found), "TTFT mean, W1",
             "ITL p99, W1"]
-    peak, bandwidth = (max(result[name] for result in found.values()) / 1e9
-                       for name in ("peak", "bandwidth"))
+    peaks, bandwidths = ([result[name] / 1e9 for result in found.values()]
+                         for name in ("peak", "bandwidth"))
     return markdown(head, lines) + origin(
-        found.values(), f"at most {peak:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s; GPT-2's size, random "
-        "weights; medians of three runs, ¹ one run", command=False)
+        found.values(), f"at most {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
+        f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; medians of three runs, "
+        "¹ one run", command=False)
 
 
 def parts():
@@ -247,8 +255,8 @@ def stages():
                       f"{here['forward_passes']}", f"{here['useful'] / here['slots']:.0%}",
                       f"{here['tokens_per_second']:,.0f}", f"{there['tokens_per_s']:,.0f}",
                       f"{there['itl_ms']['p99']:.0f} ms"])
-    head = ["stage", "the idea", "passes", "useful slots", "tokens/s here", "tokens/s A100",
-            "ITL p99 A100"]
+    head = ["stage", "the idea", "passes", "useful slots", "tokens/s, 2 cores",
+            "tokens/s, A100", "ITL p99, A100"]
     return markdown(head, lines).replace("| --- | ---: |", "| --- | --- |", 1)
 
 
@@ -256,7 +264,7 @@ def gpu_ladder(found, model="gpt2-xl"):
     gpus = found["ladder"][model]
     yield ["calculated, " + model, *(f"{gpu}: {what}" for gpu in gpus
                                      for what in ("tokens/s", "TTFT", "ITL p99")),
-           "passes", "useful"]
+           "W1: passes", "W1: useful"]
     for stage, counts in next(iter(gpus.values())).items():
         cells = [cell for f in gpus.values() for cell in (
             f"{f[stage]['tokens_per_s']:,.0f}", f"{f[stage]['ttft_ms']['mean']:,.0f} ms",
@@ -268,7 +276,18 @@ def gpu_machine(found):
     yield ["tokens/s", "stage", "measured", "calculated", "error"]
     for r in found["this_machine"]:
         yield [r["workload"], r["stage"], f"{r['measured']:,.0f}", f"{r['calculated']:,.0f}",
-               f"{r['calculated'] / r['measured'] - 1:+.0%}"]
+               f"{r['calculated'] / r['measured'] - 1:+.0%}".replace("-0%", "+0%")]
+
+
+def gpu_published(found):
+    """As the command's, but the first row of each source links to it."""
+    head, *rows = published.cells(found["published"])
+    links = {source: f"[{source}](https://{re.match('[^ ,]+', text)[0].rstrip(':')})"
+             for source, text in published.SOURCES.items()}
+    yield head
+    for name, *row in rows:
+        source = name.rstrip("*")
+        yield [name.replace(source, links.pop(source, source)), *row]
 
 
 def gpu_capacity(found):
@@ -291,14 +310,20 @@ def calculated(table):
     return markdown(head, rows) + below("calculated; `python -m experiments.gpu`")
 
 
+def committed_growth():
+    head, *rows = gpu_growth(found := results.load("gpu"))
+    return markdown(head, rows) + below(f"measured on {found['measured']['machine']}; "
+                                        "`python -m experiments.gpu --parts growth`")
+
+
 FILES = {ladder: "ladder", gaps: "gaps", rows: "rows", sharing: "memory", scatter: "memory",
-         prepacking: "prepacking", queues: "overhead", beside: "overhead", ranks: "ranks"}
+         prepacking: "prepacking", queues: "overhead", beside: "overhead"}
 TABLES = {"stages": stages, "speed": speed, "parts": parts, "links": committed_links,
           "bench": committed_bench,
           "gpu ladder llama": partial(calculated, partial(gpu_ladder, model="llama-2-7b")),
-          "gpu published": partial(calculated, lambda found: published.cells(found["published"])),
+          "gpu growth": committed_growth, "ranks": committed_ranks,
          **{table.__name__.replace("_", " "): partial(calculated, table) for table in (
-             gpu_ladder, gpu_machine, gpu_capacity, gpu_growth)},
+             gpu_published, gpu_ladder, gpu_machine, gpu_capacity)},
          **{table.__name__: partial(committed, table, file) for table, file in FILES.items()}}
 
 
