@@ -32,10 +32,10 @@ head = Head()
 
 class Rectangle:
     """
-    Left-padded (B, T): one row per request, as wide as the most new tokens. Each keeps its own
-    cache. The pasts differ in length too, so they are gathered into a second rectangle in front of
-    the new tokens, as wide as the longest past P. In each layer a row of keys is, for p past and n
-    new tokens,
+    Left-padded (B, T): one row per request, as wide as the one with the most new tokens. Each
+    request keeps its own cache. The pasts differ in length too, so they are gathered into a second
+    rectangle in front of the new tokens, as wide as the longest past P. In each layer a row of keys
+    is, for p past and n new tokens,
 
         | . . . past past past | . . new new |
           P - p pads, p past     T - n pads, n new      S = P + T keys

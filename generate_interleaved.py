@@ -10,9 +10,9 @@ brings a chunk of 8:
     C   .  .  .  .  .  .  .   9
     D   0  1  2  3  4  5  6   7
 
-Trap: the pads of a decode row are *new* slots. A mask that hides only the padding of the past lets
-A attend to seven of them. So does the tutorial from which this example comes. Nothing raises an
-error; only the comparison with the unbatched run reveals it.
+Trap: the pads of a decode row are *new* slots. A mask that hides only the padding of the past, like
+that of the tutorial from which this example comes, lets A attend to seven of them. Nothing raises
+an error; only the comparison with the unbatched run reveals it.
 
 Better than stage 3: one forward pass where a step with decodes and chunks took two.
 Wasted: the right pass in the wrong shape. One chunk of n among B rows makes (B - 1)(n - 1) pad

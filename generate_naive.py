@@ -7,8 +7,8 @@ computes is never read.
 
     prefill           decode, one column a step
     .  .  a  b  c  |  d [e] -         .   pad
-    .  f  g  h  i  |  j  k  l [m]     -   finished, still computed
-    o  p  q  r  s  | [t] -  -         [e] a row's last token, never computed: its slot, if any, is -
+    .  f  g  h  i  |  j  k  l [m]     -   finished, still computed; so are the slots of [e] and [t]
+    o  p  q  r  s  | [t] -  -         [e] a row's last token: it is never computed
 
 Better than stage 0: one read of the weights serves all rows.
 Wasted: padding; finished rows keep running; no new request gets in before the last one is done.
@@ -70,7 +70,7 @@ class StaticBatch:
     def cost(self):
         keys = sum(start + n for (_, n), start in zip(self.plan, self.starts) if n)
         return {"score_entries": self.tokens.numel() * self.end,
-                "padded_keys": len(self.plan) * self.end - keys}
+                "padded_keys": len(self.plan) * self.end - keys}   # of pads and finished rows
 
 
 @torch.inference_mode()

@@ -2,8 +2,8 @@
 Stage 7: paged memory. Keys and values live in a pool of pages, and equal beginnings are shared.
 
 The batch stays the flat stream of stage 6. What changes is where the keys are. A request's block
-table lists its pages (paging.py), and a *slot mapping* says in which slot of the pool each new
-token's keys and values go. (A *cache slot*; elsewhere a slot is a place in a tensor of tokens.)
+table lists its pages (paging.py), and a *slot mapping* says which slot of the pool takes each new
+token's keys and values. (A *cache slot*; elsewhere a slot is a place in a tensor of tokens.)
 
     block table of A = [0, 2, 1], page_size 4
 

@@ -78,7 +78,7 @@ class Flat:
         caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
         if self.attention == "mask":                    # compute all scores, hide most of them
             # Head also ANDs its causal rule: token t of the stream sees columns 0..t + sum(starts).
-            # This hides nothing needed. t's own key is at t + the starts of requests 0 to its own.
+            # This hides nothing needed: t's own key is at t + the starts up to its own request's.
             keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
             return head(q, keys, values, mask=self.mask)[0]
         out = []                                        # skip: compute only the diagonal blocks

@@ -11,15 +11,15 @@ Without a cache, each new token runs the whole sequence through the model again.
     # # # #        # # # #
 
 Wasted: all weights are read from memory to compute a single token. This is why one batches. A step
-of GPT-2 reads 124 million weights once, and for each row does a multiply and an add with each:
+of GPT-2 reads 124 million weights once. Each row (a token) takes one multiply-add per weight:
 
                                                      read      multiply, 1 row      32 rows
     two CPU cores    47 GB/s, 0.47 TFLOP/s, fp32    11 ms             0.5 ms         17 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A step takes at least the longer of the two. So on the CPU a step of 32 rows can be as short as two
-steps of one row (measured: three, docs/measurements.md). On the GPU it can be as short as one:
-there reading takes longer for up to 150 rows. (Claim R7. Speeds: experiments/bench.py, data sheet.)
+A step takes at least the longer of the two. So on the CPU a step of 32 rows can be as short as 1.5
+steps of one row (measured: 2.6, docs/measurements.md). On the GPU it can be as short as one: there
+reading takes longer for up to 150 rows. (Claim R7. Speeds: experiments/bench.py, data sheet.)
 """
 import torch
 
@@ -36,7 +36,7 @@ class Alone:
     (1, T): the new tokens of one request; without a cache, all of its tokens every time.
 
     This is the first *layout*: it turns a plan into what the model takes (`lay_out`), says how
-    tokens meet (`attend`) and what that costs (`cost`). Every stage uses one.
+    tokens meet (`attend`) and what that costs (`cost`). All layouts have these three methods.
     """
 
     def __init__(self, request, use_cache, device=None):

@@ -21,7 +21,7 @@ one call, `attend`:
 
 So the model knows nothing about requests, padding or caches. It leaves two questions open. *Which
 tokens are in this forward pass?* The scheduler decides. *Which keys may each of them see?* The
-*layout* of the batch decides: it supplies `attend`. Each stage, generate_*.py, uses one.
+*layout* of the batch decides: it supplies `attend`. The layouts are in the stages, generate_*.py.
 
 Small parts come first, as in nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
 The letters: B rows, T new tokens per row, P past keys, S = P + T keys, N tokens of a flat stream,

@@ -35,7 +35,7 @@ class Pages:
     kept:      published pages in no block table, least recently used first: evicted when needed
     published: full pages that others may find: (name of the page before, its tokens) -> page. The
                page before counts, because K and V depend on all that came before. It goes by a name
-               that is never reused. Page numbers are: an old key would find what followed others.
+               that is never reused. A page's number is: an old key would then find wrong tokens.
     """
 
     def __init__(self, number, size):
@@ -90,7 +90,7 @@ class Pages:
         self.name_of[page] = self.name_of[self.published[key]]   # a copy has the same name
 
     def give_back(self, table):
-        """Dissolves a block table, last page first, to be evicted first: it needs the others."""
+        """Dissolves a block table, last page first: evicted before the pages that lead to it."""
         for page in reversed(table):
             self.holders[page] -= 1
             if not self.holders[page]:
@@ -154,7 +154,7 @@ class PagedScheduler(Scheduler):
     def update(self, plan, tokens):
         """As Scheduler.update; but first, pages that this pass has filled are published."""
         size = self.pages.size
-        for request, n in plan if self.share_prefixes else ():   # not published, none is ever found
+        for request, n in plan if self.share_prefixes else ():   # unpublished pages are never found
             for i in range(request.computed // size, (request.computed + n) // size):
                 self.pages.publish(request.kv, i, request.slice(i * size, (i + 1) * size))
         super().update(plan, tokens)

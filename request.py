@@ -9,7 +9,7 @@ and values are in its cache. The others are still *to do*:
               computed 4   todo 2                     computed 7          todo 1
 
 Serving goes in *steps*. A step's *plan* says how many tokens of which requests it computes, in one
-forward pass or two: [(request, n), ...]. A request gets a token only if that covers all its todo.
+forward pass or two: [(request, n), ...]. A request gets a token only if n covers all its todo.
 """
 import random
 from dataclasses import dataclass, field
@@ -73,7 +73,7 @@ class Request:
 
     @property
     def kv_tokens(self):
-        """Cache room for prompt and answer. The last token is never computed: 9 + 8 need 16."""
+        """Cache room for prompt and answer. The last token is never computed: 9 and 8 need 16."""
         return min(len(self.prompt) + self.max_new_tokens - 1, self.block_size)
 
     @property
