@@ -25,7 +25,7 @@ class Arrival:
     def __le__(self, step):
         return self.seconds() <= self.model.now
 
-    def __gt__(self, step):
+    def __gt__(self, step):   # asked by max(step, arrival)
         self.model.now = max(self.model.now, self.seconds())
         return False
 

@@ -13,7 +13,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 
-PEAK_SHARE, BANDWIDTH_SHARE, OVERHEAD = 0.62, 0.76, 1e-3   # the triple; the last in seconds
+PEAK_SHARE, BANDWIDTH_SHARE, OVERHEAD = 0.62, 0.76, 1e-3   # the three numbers; the last in seconds
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GiB = 2**30
 

@@ -175,7 +175,7 @@ def cells(rows):
 def report(rows):
     """The table of `compare`, the sources, why an error is large, and the errors: lines."""
     yield aligned([*cells(rows)])
-    yield "* the triple was chosen on these two\n"
+    yield "* the three numbers were chosen on these two\n"
     yield from (f"{source}: {text}" for source, text in SOURCES.items())
     yield from (f"why the error is large: {where}: {why}" for where, why in WHY.items())
     yield from summary(rows)

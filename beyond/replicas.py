@@ -3,7 +3,7 @@ Beyond one machine: replicas of a model behind a router, calculated.
 
     requests -> router -> replicas: a stage 7 scheduler, --tp GPUs and a clock each
 
-Requests are independent, so replicas share nothing; what the router decides is all. `round-robin`
+Requests are independent, so replicas share nothing; only the router decides. `round-robin`
 takes turns, `least-loaded` sends a request where the fewest are, and `prefix` always to the same
 replica for the same first page, unless that one has many more requests than the others.
 
@@ -102,7 +102,7 @@ def requests_of(args):
 
 
 def serve(shape, gpu, args, number, router, **knobs):
-    """Runs all requests on so many replicas. Returns {"ttft_ms": Spread, "itl_ms": Spread, ...}"""
+    """Runs all requests on `number` replicas. Returns {"ttft_ms": Spread, "itl_ms": Spread, ...}"""
     spans = {"ttft_ms": Spread(), "itl_ms": Spread()}
     replicas = [Replica(shape, gpu, spans, **knobs) for _ in range(number)]
     waiting = []   # requests without a token, at the half and at the end of all arrivals

@@ -68,7 +68,7 @@ def simulate(shape, gpu, generate, requests, clients=None, rate=None, seed=0, **
     `trace.model.passes` has (start, seconds, parts) of each pass.
 
     Without `clients` and `rate`, requests arrive in steps, as they say. With one of them, a request
-    has afterwards its arrival in seconds as `arrived`, and as `arrival` the step that saw it: given
+    afterwards has its arrival in seconds in `arrived`, and in `arrival` the step that saw it: given
     that, the real `generate` makes the same plans.
     """
     model = CalculatedModel(shape, gpu)
@@ -159,7 +159,7 @@ def stage_parser():
     p.add_argument("--published", action="store_true", help="compare with what others measured")
     p.add_argument("--stage", default="paged", choices=SCRIPTS)
     p.add_argument("--lengths", metavar="FILE", help="a line for each request: prompt answer")
-    p.add_argument("--clients", type=int, help="so many clients, each waits for its answer")
+    p.add_argument("--clients", type=int, help="number of clients; each waits for its answer")
     for name in cli.KNOBS:   # the stage checks the words
         p.add_argument(f"--{name}", type=int if name in cli.NUMBERS else str, help="a knob")
     p.add_argument("--plot", metavar="FILE.png", help="draw the run's steps")
