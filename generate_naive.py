@@ -7,8 +7,8 @@ computes is never read.
 
     prefill           decode, one column a step
     .  .  a  b  c  |  d [e] -         .   pad
-    .  f  g  h  i  |  j  k  l [m]     -   finished, still computed; so are the slots of [e] and [t]
-    o  p  q  r  s  | [t] -  -         [e] a row's last token: it is never computed
+    .  f  g  h  i  |  j  k  l [m]     -   finished, still computed
+    o  p  q  r  s  | [t] -  -         [e] a row's last token; its slot, if any, is wasted like -
 
 Better than stage 0: one read of the weights serves all rows.
 Wasted: padding; finished rows keep running; no new request gets in before the last one is done.

@@ -35,7 +35,7 @@ class Pages:
     kept:      published pages in no block table, least recently used first: evicted when needed
     published: full pages that others may find: (name of the page before, its tokens) -> page. The
                page before counts, because K and V depend on all that came before. It goes by a name
-               that is never reused. A page's number is: an old key would then find wrong tokens.
+               that is never reused; with page numbers, an old key would find wrong tokens.
     """
 
     def __init__(self, number, size):

@@ -3,7 +3,7 @@ Beyond one machine: replicas of a model behind a router, calculated.
 
     requests -> router -> replicas: a stage 7 scheduler, --tp GPUs and a clock each
 
-Requests are independent, so replicas share nothing; only the router decides. `round-robin`
+Requests are independent, so replicas share nothing, and all depends on the router. `round-robin`
 takes turns, `least-loaded` sends a request where the fewest are, and `prefix` always to the same
 replica for the same first page, unless that one has many more requests than the others.
 
