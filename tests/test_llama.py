@@ -321,10 +321,71 @@ def test_a_tied_output_of_its_own_must_be_the_embedding(folder, difference, dtyp
         load_model(folder)
 
 
+def test_a_prompt_is_neither_cut_nor_padded(folder):
+    before = load(folder)[1].encode("the thesis")
+    change_json(folder / "tokenizer.json",
+                truncation=dict(direction="Right", max_length=4, strategy="LongestFirst", stride=0),
+                padding=dict(strategy=dict(Fixed=40), direction="Right", pad_to_multiple_of=None,
+                             pad_id=0, pad_type_id=0, pad_token="<s>"))
+    assert load(folder)[1].encode("the thesis") == before
+
+
+WRONG = r"eos_token_id must be a token id or a list of them, not"
+
+
+@pytest.mark.parametrize("token, ids, expected", [
+    ("</s>", [7, 1], 1), (None, 7, 7), (None, [7, 1], 7), (None, None, None),
+    ("<|im_end|>", [7, 1], 7),   # not in the vocabulary
+    (None, [], rf"{WRONG} \[\]"), (None, "x", f"{WRONG} 'x'"), (None, -1, f"{WRONG} -1"),
+    ({"x": 1}, 7, "eos_token must be a string .* not {'x': 1}"), (5, 7, "eos_token .* not 5"),
+    (["</s>"], 7, "eos_token must be")])
+def test_the_token_that_ends_an_answer(folder, token, ids, expected):
+    change_json(folder / "config.json", eos_token_id=ids)
+    change_json(folder / "tokenizer_config.json", eos_token=token)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=f"^tokenizer '.*': {expected}"):
+            load(folder)
+    else:
+        assert load(folder)[1].eot_token == expected
+
+
+MESSAGES = [{"role": "user", "content": "a<b"}, {"content": "été", "role": "system"}]
+
+
+@pytest.mark.parametrize("template", [
+    "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
+    "{% if tools is not none or documents is not none %}a{% endif %}b",
+    "{{ eos_token }}{{ pad_token }}{{ unk_token }}{% if sep_token is defined %}a{% endif %}",
+    "{% for m in messages %}{%- generation -%} {{ m.role }} {% endgeneration %}\n{% endfor %}",
+    {"default": "{{ messages[0].content }}", "other": "b"}])
+def test_chat_templates_are_those_of_transformers(folder, template):
+    change_json(folder / "tokenizer_config.json", chat_template=template, bos_token="<s>",
+                pad_token="</s>", unk_token="<s>", tokenizer_class="PreTrainedTokenizerFast")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    assert load(folder)[1].chat_template(MESSAGES) == expected
+
+
+@pytest.mark.parametrize("template, message", [
+    ("{{ 1 / 0 }}", "ZeroDivisionError"), ("{{ messages[0].content + 5 }}", "TypeError"),
+    ("{{ raise_exception('no\nway') }}", "TemplateError: no$"), ("{% if %}", "SyntaxError"),
+    (5, "TypeError"), ([5], "TypeError"), (b"\xff", "UnicodeDecodeError")])
+def test_a_template_that_fails_says_so_in_one_line(folder, template, message):
+    if isinstance(template, bytes):
+        (folder / "chat_template.jinja").write_bytes(template)
+    else:
+        change_json(folder / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ValueError, match=f"its chat template fails: .*{message}") as error:
+        load(folder)[1].encode_chat(MESSAGES)
+    assert "\n" not in str(error.value)
+
+
 def test_missing_pieces_are_named(folder, monkeypatch):
     index, missing = folder / "model.safetensors.index.json", monkeypatch.setitem
     for change, message in (
             (lambda: missing(sys.modules, "tokenizers", None), "pip install tokenizers"),
+            (lambda: (folder / "tokenizer.json").write_text(tokenizers.Tokenizer(
+                tokenizers.models.BPE()).to_str()), "tokenizer.json': its vocabulary is empty"),
             (lambda: (folder / "tokenizer.json").write_text("{"), "tokenizer.json': it cannot be"),
             (lambda: (folder / "tokenizer.json").unlink(), "tokenizer.json': there is no such"),
             (lambda: (folder / "model.safetensors").rename(index), "index.json has no weight_map"),
