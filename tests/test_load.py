@@ -79,14 +79,17 @@ def old_bin(content):
     return do
 
 
-NOT_GPT2 = "config.json is not that of a GPT-2"
+NOT_GPT2, NOT_JSON = "config.json is not that of a GPT-2", "/config.json is not a JSON object"
 BROKEN = {   # what is done to a folder, and what is said about it
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(),
                    "holds neither model.safetensors nor pytorch_model.bin"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "there is no config.json"),
-    "config is no JSON": (write("config.json", "{"), NOT_GPT2),
+    "config is cut short": (write("config.json", "{"), NOT_JSON),
+    "config is a list": (write("config.json", "[1]"), NOT_JSON),
+    "config begins with a BOM": (edit("config.json", lambda old: b"\xef\xbb\xbf" + old), NOT_JSON),
+    "config is of no kind": (edit_config(model_type=["llama"]), "architecture is ['llama']"),
     "config of another model": (write("config.json", '{"hidden_size": 8}'), NOT_GPT2),
-    "nested too deeply": (write("config.json", "[" * 100_000), NOT_GPT2),
+    "nested too deeply": (write("config.json", "[" * 100_000), NOT_JSON),
     "layers missing": (edit_config(n_layer=5), "not a GPT-2 of 5 layers"),
     "another width": (edit_config(n_embd=64), "has shape"),
     "heads do not divide": (edit_config(n_head=3), "n_head 3"),
@@ -101,6 +104,11 @@ BROKEN = {   # what is done to a folder, and what is said about it
     "truncated": (edit("model.safetensors", lambda old: old[:1000]), "cannot be read"),
     "broken .bin": (old_bin(b"PK\3\4 no"), "cannot be read"),
     "a .bin that is code": (old_bin({"a": print}), "cannot be read"),
+    "a .bin that is text": (old_bin(b"hello"), "cannot be read"),
+    "a .bin with a number for a name": (old_bin({5: torch.zeros(1)}), "first '5'"),
+    "whole numbers for weights": (
+        add_weight("transformer.ln_f.bias", torch.zeros(128, dtype=torch.int8)),
+        "'ln_f.bias' is torch.int8, not one of torch.float16, torch.bfloat16, torch.float32"),
     "ranks are no ranks": (write("ranks.tiktoken", "hello world\n"), "not a ranks file"),
     "ranks are doubled": (write("ranks.tiktoken", "YQ== 0\nYg== 0\n"),
                           "without gaps and duplicates"),

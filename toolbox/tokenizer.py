@@ -7,11 +7,14 @@ downloads it once. Other models bring a tokenizer.json, which needs the package 
 """
 import base64
 import json
+from contextlib import contextmanager
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import tiktoken
+
+from toolbox.validate import is_whole
 
 BUILTIN = Path(__file__).parent / "builtin"
 END_OF_TEXT = "<|endoftext|>"
@@ -85,6 +88,8 @@ def gpt2():
 
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
+           "mask_token")   # that a chat template may name
 
 
 class FromJson:
@@ -105,6 +110,8 @@ class FromJson:
             raise ValueError(f"tokenizer '{path}': there is no such file")
         try:
             self.inner = Tokenizer.from_file(str(path))
+            self.inner.no_truncation()   # a file may ask to cut or to pad every text
+            self.inner.no_padding()
             self.settings = {}
             for file in "config.json", FILES[1]:
                 if (self.folder / file).is_file():
@@ -114,14 +121,24 @@ class FromJson:
                              f"({str(error).splitlines()[0]:.100})") from None
         self.special = {token: text.content
                         for token, text in self.inner.get_added_tokens_decoder().items()}
-        self.n_vocab = 1 + max(self.inner.get_vocab(with_added_tokens=True).values())
-        end = self.text_of("eos_token")   # or only its number, in config.json; there may be several
-        ids = self.inner.token_to_id(end) if end else self.settings.get("eos_token_id")
-        self.eot_token = ids[0] if isinstance(ids, list) else ids
+        vocab = self.inner.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise ValueError(f"tokenizer '{path}': its vocabulary is empty")
+        self.n_vocab, ids = 1 + max(vocab.values()), self.settings.get("eos_token_id")
+        self.eot_token = vocab.get(self.text_of("eos_token"))
+        if self.eot_token is None and ids is not None:   # then the first of config.json's
+            self.eot_token = ids[0] if isinstance(ids, list) and ids else ids
+            if not is_whole(self.eot_token, 0):
+                raise ValueError(f"tokenizer '{folder}': eos_token_id must be a token id or a "
+                                 f"list of them, not {ids!r:.60}")
 
-    def text_of(self, key):   # of a special token
-        value = self.settings.get(key) or ""
-        return value["content"] if isinstance(value, dict) else value
+    def text_of(self, key):   # of a special token; None if there is none
+        value = self.settings.get(key) or None
+        text = value.get("content") if isinstance(value, dict) else value
+        if value is not None and not isinstance(text, str):
+            raise ValueError(f"tokenizer '{self.folder}': {key} must be a string or an object "
+                             f"with its content, not {value!r:.60}")
+        return text
 
     def encode(self, text, **_):
         """Token ids; with what the tokenizer puts in front of a text, or in the chat template."""
@@ -151,33 +168,50 @@ class FromJson:
     def chat_template(self):
         """messages -> text, in the model's own form; None if it has no template."""
         from jinja2 import TemplateError  # torch brings it
+        from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
-        path, source = self.folder / FILES[2], self.settings.get("chat_template")
-        if path.is_file():
-            source = path.read_text(encoding="utf-8")
-        if isinstance(source, list):   # several, by name
-            source = {each["name"]: each["template"] for each in source}.get("default")
-        if not source:
-            return None
+
+        class Generation(Extension):   # a block around answers to train on: it changes no text
+            tags = {"generation"}
+
+            def parse(self, parser):
+                next(parser.stream)
+                return parser.parse_statements(["name:endgeneration"], drop_needle=True)
 
         def refuse(message):
             raise TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        @contextmanager
+        def one_line():   # a template is a program, which can fail in any way
+            try:
+                yield
+            except Exception as error:
+                raise ValueError(f"tokenizer '{self.folder}': its chat template fails: " +
+                                 f"{type(error).__name__}: {error}".splitlines()[0]) from None
+
+        environment = ImmutableSandboxedEnvironment(   # all as in transformers
+            trim_blocks=True, lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", Generation])
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals.update(
+            {key: text for key in SPECIAL if (text := self.text_of(key)) is not None},
             raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form),
-            bos_token=self.text_of("bos_token"), eos_token=self.text_of("eos_token"))
+            tools=None, documents=None)
+        with one_line():
+            path, source = self.folder / FILES[2], self.settings.get("chat_template")
+            if path.is_file():
+                source = path.read_text(encoding="utf-8")
+            if isinstance(source, list):   # several, by name
+                source = {each["name"]: each["template"] for each in source}
+            if isinstance(source, dict):
+                source = source.get("default")
+            template = environment.from_string(source) if source else None
 
         def render(messages):
-            try:
-                return environment.from_string(source).render(messages=messages,
-                                                              add_generation_prompt=True)
-            except TemplateError as error:
-                raise ValueError(f"tokenizer '{self.folder}': its chat template fails: "
-                                 f"{error}") from None
+            with one_line():
+                return template.render(messages=messages, add_generation_prompt=True)
 
-        return render
+        return template and render
 
     def encode_chat(self, messages):
         """Token ids of [{"role": ..., "content": text}, ...] and the beginning of an answer."""

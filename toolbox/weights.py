@@ -1,7 +1,7 @@
 """
 Reads weights in Hugging Face's layout: config.json beside model.safetensors, its shards, or
 pytorch_model.bin. Writes those of a GPT-2. Safetensors files are memory mapped, and converted
-tensor by tensor.
+tensor by tensor; what has been converted leaves the memory.
 
 GPT-2's layout differs from model.py in two ways, that of Llama from beyond/llama.py in names only:
 
@@ -10,17 +10,17 @@ GPT-2's layout differs from model.py in two ways, that of Llama from beyond/llam
 """
 import json
 import os
-import pickle
 import re
 from pathlib import Path
 from urllib.error import URLError
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from toolbox.tokenizer import BUILTIN
 from toolbox.tokenizer import FILES as TOKENIZER_FILES
+from toolbox.validate import one_of
 
 NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 HUB = "https://huggingface.co/{name}/resolve/main/{file}"
@@ -57,8 +57,7 @@ LLAMA_NAMES = {
     "q_proj.": "query.", "k_proj.": "key.", "v_proj.": "value.", "o_proj.": "c_proj.",
     "gate_proj.": "c_gate.", "up_proj.": "c_fc.", "down_proj.": "c_proj.",
 }
-READ_ERRORS = (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError,
-               AttributeError)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_gpt2(name):
@@ -93,17 +92,21 @@ def read_llama(name, dtype):
             continue
         for theirs, ours in LLAMA_NAMES.items():
             key = key.replace(theirs, ours)
-        if key != "lm_head.weight" or not config["tied"]:
-            weights[key] = tensor
-    check_weights(weights, config, name, Llama, LlamaConfig, "llama")
+        weights[key] = tensor
+    head = weights.pop("lm_head.weight", None) if config["tied"] else None
+    wte = weights.get("wte.weight", head)
+    if head is not None and not (head.dtype == wte.dtype and torch.equal(head, wte)):
+        raise ValueError(f"model '{name}': tie_word_embeddings is true, but lm_head.weight is not "
+                         "the embedding")
+    check_weights(weights, config, name, Llama, LlamaConfig, kind_of(files[0].parent, name))
     return config, weights
 
 
 def kind_of(folder, name):
     """Its model_type: "gpt2", or one of LLAMAS. ValueError for any other."""
     kind = read_config(folder, name).get("model_type", "gpt2")
-    if kind != "gpt2" and kind not in LLAMAS:
-        raise ValueError(f"model '{name}': its architecture is {kind!r}, "
+    if kind not in ("gpt2", *LLAMAS):   # it may be a list
+        raise ValueError(f"model '{name}': its architecture is {kind!r:.60}, "
                          f"not one of gpt2, {', '.join(LLAMAS)}")
     return kind
 
@@ -181,29 +184,37 @@ def download(name, repository, optional=()):
 
 
 def read_config(folder, name):
-    """What config.json says; {} if it is no JSON object."""
+    """What config.json says. ValueError if it is missing or no JSON object."""
+    path, theirs = folder / "config.json", None
     try:
-        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        theirs = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         raise ValueError(f"model '{name}': there is no config.json beside its weights") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        theirs = {}
-    return theirs if isinstance(theirs, dict) else {}
+    except (ValueError, RecursionError):
+        pass
+    if not isinstance(theirs, dict):
+        raise ValueError(f"model '{name}': {path} is not a JSON object")
+    return theirs
 
 
 def read_tensors(files, dtype, name):
-    """Yields (key, tensor) of all files."""
+    """Yields (key, tensor) of all files, those with one of FLOATS in `dtype`."""
     for path in files:
         try:
             if path.suffix == ".safetensors":
-                with safe_open(path, "pt") as file:
-                    for key in file.keys():
-                        yield key, file.get_tensor(key).to(dtype)
+                file = safe_open(path, "pt")
+                for key in file.keys():
+                    tensor = file.get_tensor(key)
+                    if tensor.dtype in FLOATS and tensor.dtype != dtype:
+                        tensor = tensor.to(dtype)
+                        file = safe_open(path, "pt")   # the old mapping goes, and its pages with it
+                    yield key, tensor
             else:
                 theirs = torch.load(path, map_location="cpu", weights_only=True)
                 for key, tensor in theirs.items():
-                    yield key, tensor.to_dense().to(dtype)
-        except READ_ERRORS as error:
+                    tensor = tensor.to_dense()
+                    yield str(key), tensor.to(dtype) if tensor.dtype in FLOATS else tensor
+        except Exception as error:   # torch.load raises any kind, by what the bytes happen to say
             raise ValueError(
                 f"model '{name}': {path.name} cannot be read: it is corrupt, cut short or "
                 f"of another kind ({type(error).__name__})") from None
@@ -218,19 +229,20 @@ def llama_config(theirs, name):
     theirs = {"sliding_window": 4096, **theirs} if kind == "mistral" else theirs   # its default
     config = select(theirs, LLAMA_CONFIG, LLAMA_FIXED | fixed, kind, name) | settings
     try:
-        rope = {"rope_theta": theirs.get("rope_theta", 10000.0), "rope_type": "default",
-                **(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
-        rope_type = rope.get("type", rope["rope_type"])   # "type": its old name
-        if rope_type not in ("default", "llama3"):
-            raise ValueError(f"rope_type {rope_type!r} is neither 'default' nor 'llama3'")
-        if rope_type == "llama3":
+        given = [theirs.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+        for each in given:   # also the second of two, which transformers ignores
+            rope_type = each.get("rope_type", each.get("type", "default"))   # "type": its old name
+            one_of("rope_type", rope_type, "default", "llama3")
+            one_of("type beside rope_type", each.get("type", rope_type), rope_type)
+        rope = {"rope_theta": theirs.get("rope_theta", 10000.0), **(given[0] or given[1])}
+        if rope.get("rope_type", rope.get("type")) == "llama3":
             config["rope_scaling"] = tuple(float(rope[key]) for key in ROPE_SCALING)
         return config | {
             "n_kv_head": theirs.get("num_key_value_heads") or config["n_head"],
             "head_size": theirs.get("head_dim") or config["n_embd"] // config["n_head"],
             "norm_eps": float(config["norm_eps"]), "rope_theta": float(rope["rope_theta"]),
             "tied": bool(theirs.get("tie_word_embeddings", False))}
-    except (TypeError, KeyError, ZeroDivisionError, ValueError) as error:
+    except (TypeError, AttributeError, KeyError, ArithmeticError, ValueError) as error:
         raise ValueError(f"model '{name}': its config.json is not that of a supported {kind} "
                          f"({type(error).__name__}: {error})") from None
 
@@ -274,7 +286,7 @@ def check_weights(ours, config, name, model, arguments, kind):
     try:
         with torch.device("meta"):   # shapes only: allocates nothing
             weights = model(arguments(**config)).state_dict()
-    except (ValueError, RuntimeError, TypeError) as error:
+    except (ValueError, RuntimeError, TypeError, ArithmeticError) as error:
         raise ValueError(f"model '{name}': its config.json: {str(error).splitlines()[0]}") from None
     if odd := sorted(ours.keys() ^ weights.keys()):
         raise ValueError(f"model '{name}': not a {kind} of {config['n_layer']} layers: "
@@ -283,6 +295,9 @@ def check_weights(ours, config, name, model, arguments, kind):
         if tensor.shape != weights[key].shape:
             raise ValueError(f"model '{name}': weight '{key}' has shape {tuple(tensor.shape)}, "
                              f"its config.json says {tuple(weights[key].shape)}")
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"model '{name}': weight '{key}' is {tensor.dtype}, not one of "
+                             f"{', '.join(map(str, FLOATS))}")
 
 
 def write_gpt2(model, folder, dtype=torch.float16):
