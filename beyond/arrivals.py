@@ -33,10 +33,23 @@ class Arrival:
         return self.number < other.number
 
 
-def workload(lengths):
+def digits(number, base):
+    """Token ids below `base`, others for each number; the lowest comes first."""
+    return [number % base, *digits(number // base, base)] if number else []
+
+
+def workload(lengths, vocabulary=1000):
     """Requests for [(tokens of the prompt, of the answer), ...]. No two begin alike."""
-    return [Request(([i % 1000, i // 1000] + [0] * prompt)[:prompt], answer, name=f"r{i}")
+    base = max(2, min(vocabulary, 1000))
+    return [Request((digits(i, base) + [0] * prompt)[:prompt], answer, name=f"r{i}")
             for i, (prompt, answer) in enumerate(lengths)]
+
+
+def check_prompt(length, shape):
+    """ValueError if it does not fit: before a list of so many tokens is made."""
+    if length > shape.block_size:
+        raise ValueError(f"a prompt of {length} tokens does not fit block_size {shape.block_size}, "
+                         "the model's limit")
 
 
 def arrivals(model, number, clients=None, rate=None, seed=0):
@@ -50,6 +63,11 @@ def arrivals(model, number, clients=None, rate=None, seed=0):
         return 0.0 if i < 0 else model.ends[i] if i < len(model.ends) else math.inf
 
     return [Arrival(model, i, partial(after, i - clients)) for i in range(number)]
+
+
+def ever_more(number, half, end):
+    """Whether a queue grows: of `number` requests, how many waited at the half and at the end."""
+    return number >= 20 and end > max(10, 0.1 * number, 1.5 * half)   # fewer may be one burst
 
 
 def bounds(flag, text):

@@ -14,7 +14,7 @@ from beyond.hardware import gpu_of, shape_of
 from beyond.replicas import ROUTERS, serve
 from toolbox import cli
 from toolbox.report import aligned
-from toolbox.validate import at_least_1
+from toolbox.validate import at_least_1, is_whole
 
 
 def figures(f):
@@ -42,7 +42,7 @@ def fewest(shape, gpu, args):
     def good(number):
         found[number] = f = serve(shape, gpu, args, number, args.router)
         return (not f["grows"] and f["ttft_ms"].percentile(99) <= args.ttft
-                and f["itl_ms"].percentile(99) <= args.itl)
+                and not f["itl_ms"].percentile(99) > args.itl)   # none: NaN, which is not above it
 
     found, low, high = {}, 0, 1
     while not good(high):
@@ -60,6 +60,11 @@ def run(args):
     if (args.ttft is None) != (args.itl is None):
         raise ValueError("--ttft and --itl belong together: give both limits, or none")
     limits = args.ttft is not None
+    for name in ("ttft", "itl") if limits else ():
+        if not getattr(args, name) >= 0:   # NaN, too
+            raise ValueError(f"--{name} must be a number of at least 0, not {getattr(args, name)}")
+    if not is_whole(args.prefix, 0):
+        raise ValueError(f"--prefix must be a whole number of at least 0, not {args.prefix}")
     cli.say_ignored(args, [name for name, default in (("replicas", None), ("tp", 1))
                            if limits and getattr(args, name) != default], "with limits")
     args.replicas = 4 if args.replicas is None else args.replicas

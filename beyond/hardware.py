@@ -13,6 +13,9 @@ import json
 import math
 from dataclasses import dataclass, replace
 
+from toolbox.validate import is_whole
+from toolbox.weights import LLAMAS
+
 PEAK_SHARE, BANDWIDTH_SHARE, OVERHEAD = 0.62, 0.76, 1e-3   # the three numbers; the last in seconds
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GiB = 2**30
@@ -105,8 +108,8 @@ class Shape:
         weights = (self.linears + self.vocabulary * (1 if self.tied else 2)) * self.size
         room = int((0.9 * gpu.memory - weights - 0.5e9) // self.kv_bytes)
         if room < 1:
-            raise ValueError(f"the weights take {weights / 1e9:.1f} GB a GPU, which has "
-                             f"{gpu.memory / 1e9:.1f}: take a larger --gpu or --tp")
+            raise ValueError(f"the weights take {weights / GiB:.1f} GiB a GPU, which has "
+                             f"{gpu.memory / GiB:.1f}: take a larger --gpu or --tp")
         return room
 
 
@@ -128,16 +131,16 @@ MODELS = {
 
 
 def gpu_of(text):
-    """A GPU by name, or from PEAK_TFLOPS,GB_PER_S,GB. ValueError for anything else."""
+    """A GPU by name, or from PEAK_TFLOPS,GB_PER_S,GiB. ValueError for anything else."""
     if text in GPUS:
         return GPUS[text]
     try:
         peak, bandwidth, memory = map(float, text.split(","))
     except ValueError:
-        raise ValueError(f"--gpu {text}: not PEAK_TFLOPS,GB_PER_S,GB and none of "
+        raise ValueError(f"--gpu {text}: not PEAK_TFLOPS,GB_PER_S,GiB and none of "
                          f"{', '.join(GPUS)}") from None
     if not all(0 < number < 1e9 for number in (peak, bandwidth, memory)):
-        raise ValueError(f"--gpu {text}: the three numbers must be above 0")
+        raise ValueError(f"--gpu {text}: the three numbers must be above 0 and below 1e9")
     return GPU(peak * 1e12, peak * 1e12, bandwidth * 1e9, memory * GiB)
 
 
@@ -152,20 +155,38 @@ def shape_of(text, dtype="float16", tp=1):
     try:
         with open(text, encoding="utf-8") as file:
             c = json.load(file)
-        if "n_embd" in c:   # GPT-2
-            wide, heads = c["n_embd"], c["n_head"]
-            return Shape(c["n_layer"], wide, heads, heads, wide // heads,
-                         c.get("n_inner") or 4 * wide, 2, c["vocab_size"], c["n_positions"], True,
-                         BYTES[dtype], tp)
-        heads = c["num_attention_heads"]
-        return Shape(c["num_hidden_layers"], c["hidden_size"], heads,
-                     c.get("num_key_value_heads", heads),
-                     c.get("head_dim") or c["hidden_size"] // heads, c["intermediate_size"], 3,
-                     c["vocab_size"], c["max_position_embeddings"],
-                     c.get("tie_word_embeddings", False), BYTES[dtype], tp)
     except OSError as error:
         raise ValueError(f"--model {text}: {error.strerror or error}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError):
-        raise ValueError(f"--model {text}: not the config.json of a model") from None
-    except KeyError as error:
-        raise ValueError(f"--model {text}: there is no {error} in it") from None
+    except (ValueError, RecursionError):
+        c = None
+    if not isinstance(c, dict):
+        raise ValueError(f"--model {text}: not the config.json of a model")
+    kind = c.get("model_type", "gpt2" if "n_embd" in c else "llama")
+    if kind not in ("gpt2", *LLAMAS):
+        raise ValueError(f"--model {text}: its architecture is {kind!r:.60}, not one of gpt2, "
+                         f"{', '.join(LLAMAS)}")
+
+    def whole(key, default=None):   # null is as good as missing
+        value = default if c.get(key) is None else c[key]
+        if value is None:
+            raise ValueError(f"--model {text}: there is no {key!r} in it")
+        if not is_whole(value, 1) or value > 10**9:
+            raise ValueError(f"--model {text}: {key} must be a whole number from 1 to 10^9, not "
+                             f"{value!r:.60}")
+        return value
+
+    def divided(key, by):   # a ValueError unless c[by] divides c[key]
+        if whole(key) % whole(by, whole(key)):
+            raise ValueError(f"--model {text}: {by} {c[by]} must divide {key} {c[key]}")
+        return whole(key)
+
+    if kind == "gpt2":
+        wide, heads = divided("n_embd", "n_head"), whole("n_head")
+        return Shape(whole("n_layer"), wide, heads, heads, wide // heads,
+                     whole("n_inner", 4 * wide), 2, whole("vocab_size"), whole("n_positions"),
+                     True, BYTES[dtype], tp)
+    heads, wide = divided("num_attention_heads", "num_key_value_heads"), whole("hidden_size")
+    return Shape(whole("num_hidden_layers"), wide, heads, whole("num_key_value_heads", heads),
+                 whole("head_dim", wide // heads), whole("intermediate_size"), 3,
+                 whole("vocab_size"), whole("max_position_embeddings"),
+                 c.get("tie_word_embeddings", False), BYTES[dtype], tp)

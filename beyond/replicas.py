@@ -17,7 +17,7 @@ import random
 from collections import Counter
 from itertools import accumulate
 
-from beyond.arrivals import bounds
+from beyond.arrivals import bounds, check_prompt, digits, ever_more
 from paging import PagedScheduler, Pages
 from request import Request, complete, prepare
 
@@ -27,9 +27,9 @@ PAGE_SIZE, MANY = 16, 1.25   # MANY times the mean number of requests, and 8 mor
 class Replica:
     """tp GPUs with one scheduler. now: seconds; spans: {"ttft_ms": Spread, "itl_ms": Spread}"""
 
-    def __init__(self, shape, gpu, spans, max_batch=256, token_budget=2048):
+    def __init__(self, shape, gpu, spans, max_batch=256, token_budget=2048, most=math.inf):
         self.shape, self.gpu, self.spans, self.now = shape, gpu, spans, 0.0
-        pages = Pages(shape.room(gpu) // PAGE_SIZE, PAGE_SIZE)
+        pages = Pages(min(shape.room(gpu) // PAGE_SIZE, most), PAGE_SIZE)
         self.scheduler = PagedScheduler(max_batch, token_budget, pages)
         self.last = {}   # request -> time of its last token, or of its arrival
 
@@ -89,14 +89,20 @@ def by_prefix(replicas, request, number):
 ROUTERS = {"round-robin": round_robin, "least-loaded": least_loaded, "prefix": by_prefix}
 
 
-def requests_of(args):
+def requests_of(args, shape):
     """(seconds, Request), one after another: Poisson. All requests of a group begin alike."""
+    base = max(2, min(shape.vocab_size // 2, 1000))   # own ids begin above it
     stream, time = random.Random(args.seed), 0.0
     (low, high), (least, most) = bounds("input", args.input), bounds("output", args.output)
+    if args.prefix and args.groups > shape.vocab_size:   # a group is a token id
+        raise ValueError(f"--groups must be at most {shape.vocab_size}, the size of the model's "
+                         f"vocabulary, not {args.groups}")
     for number in range(args.requests):
         group = stream.randrange(args.groups)
-        own = [1000 + number % 1000, number // 1000] + [0] * stream.randint(low, high)
-        prompt = [group] * args.prefix + own[:-2]
+        length = stream.randint(low, high)
+        check_prompt(args.prefix + length, shape)
+        own = [base + number % base, *digits(number // base, base)] + [0] * length
+        prompt = [group] * args.prefix + own[:length]
         yield time, Request(prompt, stream.randint(least, most), name=f"r{number}")
         time += stream.expovariate(args.rate)
 
@@ -104,9 +110,12 @@ def requests_of(args):
 def serve(shape, gpu, args, number, router, **knobs):
     """Runs all requests on `number` replicas. Returns {"ttft_ms": Spread, "itl_ms": Spread, ...}"""
     spans = {"ttft_ms": Spread(), "itl_ms": Spread()}
-    replicas = [Replica(shape, gpu, spans, **knobs) for _ in range(number)]
+    longest = args.prefix + bounds("input", args.input)[1] + bounds("output", args.output)[1]
+    # more pages than all requests can fill change nothing, but take time to make
+    most = args.requests * -(-min(longest, shape.block_size) // PAGE_SIZE)
+    replicas = [Replica(shape, gpu, spans, most=most, **knobs) for _ in range(number)]
     waiting = []   # requests without a token, at the half and at the end of all arrivals
-    for i, (time, request) in enumerate(requests_of(args)):
+    for i, (time, request) in enumerate(requests_of(args, shape)):
         for replica in replicas:
             replica.run_until(time)
         request, = prepare([request], shape)
@@ -117,4 +126,4 @@ def serve(shape, gpu, args, number, router, **knobs):
         replica.run_until(math.inf)
     saved = sum(replica.scheduler.counts["saved_tokens"] for replica in replicas)
     return {**spans, "saved_tokens": saved,
-            "grows": waiting[-1] > max(0.1 * args.requests, 1.5 * waiting[0])}
+            "grows": ever_more(args.requests, waiting[0], waiting[-1])}

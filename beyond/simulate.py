@@ -21,12 +21,13 @@ import sys
 import torch
 
 from beyond import published
-from beyond.arrivals import Arrival, arrivals, lengths_of, workload
+from beyond.arrivals import Arrival, arrivals, check_prompt, ever_more, lengths_of, workload
 from beyond.hardware import BYTES, gpu_of, shape_of
+from request import prepare
 from toolbox import cli, plots
 from toolbox.report import mean, percentile, report, totals
 from toolbox.stages import SCRIPTS
-from toolbox.validate import at_least_1
+from toolbox.validate import at_least_1, pool_size
 
 
 class CalculatedModel:
@@ -119,21 +120,34 @@ def grows(requests):
         return sum(r.token_times[0] > times[i] for r in requests[:i])
 
     half, end = waiting(len(times) // 2), waiting(len(times) - 1)
-    return times[-1] > 0 and end > 1.5 * half and end > 0.1 * len(times)
+    return times[-1] > 0 and ever_more(len(times), half, end)
 
 
-def with_memory(shape, gpu, generate, requests, knobs):
-    """The stage's knobs with defaults, and with as much cache as the GPU has room for."""
+def with_memory(shape, gpu, generate, requests, knobs, clients=None, rate=None):
+    """
+    The stage's knobs with defaults, and with as much cache as the GPU has room for. ValueError if
+    the stage may come to hold more than that.
+    """
     room, size = shape.room(gpu), knobs.get("page_size", 16)
     defaults = {"max_batch": 256, "token_budget": 2048, "max_kv_tokens": room,
                 "pages": max(room // size, 1)}
     mine, ignored = cli.knobs_of(generate, {**defaults, **knobs})
-    if not {"max_kv_tokens", "pages"} & set(mine):   # this stage never looks at memory
-        needs = sorted(min(len(r.prompt) + r.max_new_tokens, shape.block_size) for r in requests)
-        most = sum(needs[-mine.get("max_batch", 1):])
-        if most > room:
-            raise ValueError(f"this stage may come to hold {most:,} tokens, and the GPU has room "
-                             f"for {room:,}: lower --max_batch")
+    requests, flag = prepare(requests, shape), "max_batch"
+    rows = min(mine.get(flag, 1), clients or len(requests))
+    most = sum(sorted(request.kv_tokens for request in requests)[-rows:])
+    if "pages" in mine:
+        most = size * pool_size(requests, rows, mine["pages"], size)
+        flag = "pages" if "pages" in knobs else "page_size"
+    elif "max_kv_tokens" in mine:
+        most, flag = min(most, mine["max_kv_tokens"]), "max_kv_tokens"
+    elif generate is SCRIPTS["naive"]:   # a rectangle for each batch of neighbours in the queue
+        starts = range(0, len(requests), 1 if clients or rate else rows)   # 1: any neighbours
+        most = max(len(batch) * (max(len(r.prompt) for r in batch)
+                                 + max(r.kv_tokens - len(r.prompt) for r in batch))
+                   for batch in (requests[i:i + rows] for i in starts))
+    if most > room and mine.get("use_cache", True):
+        raise ValueError(f"this stage may come to hold {most:,} tokens, and the GPU has room "
+                         f"for {room:,}: lower --{flag}")
     return mine, [name for name in ignored if name in knobs]
 
 
@@ -141,7 +155,7 @@ def with_memory(shape, gpu, generate, requests, knobs):
 
 def parser(prog="python -m beyond.simulate", doc=__doc__):
     p = cli.Parser(prog=prog, description=doc.strip().splitlines()[0])
-    p.add_argument("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GB")
+    p.add_argument("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
     p.add_argument("--model", default="llama-2-7b", help="a name, or a config.json")
     p.add_argument("--dtype", default="float16", choices=BYTES)
     p.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
@@ -161,7 +175,12 @@ def stage_parser():
     p.add_argument("--lengths", metavar="FILE", help="a line for each request: prompt answer")
     p.add_argument("--clients", type=int, help="number of clients; each waits for its answer")
     for name in cli.KNOBS:   # the stage checks the words
-        p.add_argument(f"--{name}", type=int if name in cli.NUMBERS else str, help="a knob")
+        if name in ("share_prefixes", "use_cache"):   # and has a flag that turns these off
+            p.add_argument(f"--no_{name.removeprefix('use_')}", dest=name, action="store_const",
+                           const=False, help="a knob")
+        else:
+            p.add_argument(f"--{name}", type=int if name in cli.NUMBERS else str, help="a knob")
+    p.add_argument("--share_prefixes", action="store_const", const=True, help="the default")
     p.add_argument("--plot", metavar="FILE.png", help="draw the run's steps")
     return p
 
@@ -177,6 +196,9 @@ def check(args):
 def run(args):
     check(args)
     if args.published:
+        alone = stage_parser().parse_args(["--published"])
+        if vars(args) != vars(alone) | {"json": args.json}:
+            raise ValueError("--published: no other flag but --json has a meaning with it")
         rows = published.compare(published.runs(), figures_of)
         print(*published.report(rows), sep="\n")
         write(args.json, {"calculated": True, "rows": rows})
@@ -188,8 +210,11 @@ def run(args):
         if args.rate:
             raise ValueError("--rate and --clients exclude each other")
     gpu, shape = gpu_of(args.gpu), shape_of(args.model, args.dtype, args.tp)
-    generate, requests = SCRIPTS[args.stage], workload(lengths_of(args))
-    knobs, ignored = with_memory(shape, gpu, generate, requests, cli.given_knobs(args))
+    generate, lengths = SCRIPTS[args.stage], lengths_of(args)
+    check_prompt(max(lengths)[0], shape)
+    requests = workload(lengths, shape.vocab_size)
+    knobs, ignored = with_memory(shape, gpu, generate, requests, cli.given_knobs(args),
+                                 args.clients, args.rate)
     cli.say_ignored(args, ignored, "for this stage")
     trace = simulate(shape, gpu, generate, requests, args.clients, args.rate, args.seed, **knobs)
     f = figures(trace)
@@ -207,9 +232,11 @@ def run(args):
 
 
 def write(path, content):
+    """JSON, which has no NaN and no infinity: null."""
     if path:
+        content = json.loads(json.dumps(content), parse_constant=lambda name: None)
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+            json.dump(content, file, indent=1, allow_nan=False)
 
 
 if __name__ == "__main__":

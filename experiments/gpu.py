@@ -37,7 +37,7 @@ COLORS = dict(zip(CURVES, ("#999999", "#CC3311", "#E69F00", "#56B4E9", "#CC79A7"
 def run(stage, shape, gpu, requests, rate=None, **knobs):
     """A stage's trace on a calculated GPU. shape, gpu: or their names"""
     shape, gpu = MODELS.get(shape, shape), GPUS.get(gpu, gpu)
-    knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, knobs)
+    knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, knobs, rate=rate)
     return s.simulate(shape, gpu, STAGES[stage], requests, rate=rate, **knobs)
 
 
@@ -67,7 +67,7 @@ def curve():
         has_budget = "token_budget" in inspect.signature(STAGES[stage]).parameters
         for rate in (0.25, 0.5, 1, 2, 4, 8, 16):
             trace = run(stage, "llama-2-7b", "a100-40gb", mixed(120), rate,
-                        max_batch=256 if has_budget else 32)
+                        max_batch=256 if has_budget else 30)
             waits = [(r.token_times[-1] - r.arrived) / len(r.generated) for r in trace.requests]
             figures = s.figures(trace)
             points.append({"rate": rate, "latency": s.mean(waits), "grows": figures["grows"],

@@ -9,12 +9,14 @@ from common import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beyond import capacity, published
+from beyond import capacity, published, replicas
 from beyond import simulate as s
 from beyond.arrivals import workload
 from beyond.hardware import GPU, GPUS, MODELS, Shape, gpu_of, shape_of
-from beyond.replicas import ROUTERS, Replica, Spread, serve
+from beyond.replicas import ROUTERS, Replica, Spread, requests_of, serve
+from generate_naive import StaticBatch
 from model import GPT, GPTConfig
+from request import prepare
 from toolbox.cli import knobs_of
 from toolbox.stages import STAGES
 
@@ -191,6 +193,33 @@ def test_the_fewest_replicas_are_the_fewest():
                         and found["itl_ms"].percentile(99) <= 40)
 
 
+def test_six_requests_are_no_queue_that_grows_without_end():
+    args = SimpleNamespace(seed=9, input="20", output="5", requests=6, groups=1, prefix=0, rate=50.)
+    assert not serve(MODELS["llama-2-7b"], A100, args, 1, "least-loaded")["grows"]
+
+
+def test_more_pages_than_all_requests_can_fill_change_nothing(monkeypatch):
+    args = SimpleNamespace(seed=0, input="5:30", output="2:9", requests=30, groups=3, prefix=20,
+                           rate=300.0)
+    made, pages = [], replicas.Pages
+    monkeypatch.setattr(replicas, "Pages", lambda *a: made.append(a[0]) or pages(*a))
+    capped = serve(TINY, gpu_of("1,1,1"), args, 2, "prefix")
+    monkeypatch.setattr(replicas, "Replica", lambda *a, most: Replica(*a))
+    assert serve(TINY, gpu_of("1,1,1"), args, 2, "prefix") == capped
+    assert made[0] == 30 * 4 and made[-1] > 100_000 and capped["saved_tokens"] > 0
+
+
+@pytest.mark.parametrize("vocabulary", [50, 256, 32000])
+def test_made_up_prompts_differ_and_fit_the_vocabulary(vocabulary):
+    args = SimpleNamespace(seed=0, input="5", output="1", requests=5000, groups=1, prefix=0, rate=1)
+    shape = replace(TINY, vocab_size=vocabulary)
+    for requests in (workload([(5, 1)] * 5000, vocabulary),
+                     [request for _, request in requests_of(args, shape)]):
+        assert len({tuple(request.prompt) for request in requests}) == 5000
+        assert all(0 <= token < vocabulary for request in requests for token in request.prompt)
+    assert workload([(3, 1)] * 1235)[-1].prompt == [234, 1, 0]   # as results/gpu.json had it
+
+
 def test_published_lengths_and_quick_runs_within_the_goal():
     assert sum(answer for _, answer in published.nano_vllm()) == 133_966   # as its source says
     rows = published.compare([run for run in published.runs() if run.source == "gpt-fast"
@@ -216,29 +245,132 @@ def test_the_command(tmp_path, capsys):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("rate, grows", [("500", True), ("1", False)])
-def test_a_rate_that_nothing_can_serve_gets_a_finite_answer(rate, grows, capsys):
-    run(f"--rate {rate} --requests 60 --output 9")
+@pytest.mark.parametrize("line, grows", [
+    ("--rate 500 --requests 60 --output 9", True), ("--rate 1 --requests 60 --output 9", False),
+    ("--rate 50 --requests 6 --input 20 --output 5 --seed 3", False),   # three in a burst
+    ("--rate 50 --requests 20 --input 20 --output 5 --seed 10", False)])
+def test_a_rate_that_nothing_can_serve_gets_a_finite_answer(line, grows, capsys):
+    run(line)
     assert ("the queue grows without end" in capsys.readouterr().out) == grows
 
 
+SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12 --max_batch 12"
+
+
 @pytest.mark.parametrize("line, message", [
-    ("--gpu b7", "not PEAK_TFLOPS,GB_PER_S,GB and none of t4"),
+    ("--gpu b7", "not PEAK_TFLOPS,GB_PER_S,GiB and none of t4"),
     ("--gpu 1,0,3", "must be above 0"),
+    ("--gpu 1e9,1000,80", "must be above 0 and below 1e9"),
+    ("--gpu 1,2,3", "take 12.6 GiB a GPU, which has 3.0"),
+    ("--published --clients 0", "--published: no other flag"),
     ("--model bert", "not a config.json and none of gpt2"),
     ("--model none.json", "No such file"),
-    ("--gpu rtx-4070-laptop", "the weights take 13.5 GB a GPU, which has 8.6"),
+    ("--gpu rtx-4070-laptop", "the weights take 12.6 GiB a GPU, which has 8.0"),
     ("--tp 3", "--tp 3 does not divide n_head 32"),
     ("--rate 0", "--rate must be above 0"),
     ("--rate 1 --clients 2", "exclude each other"),
     ("--input 5:2", "--input 5:2: use N or LOW:HIGH"),
     ("--lengths none.txt", "No such file"),
     ("--stage naive --requests 4000 --max_batch 4000", "lower --max_batch"),
-    ("--input 5000", "does not fit block_size 4096")])
+    (f"{SMALL} --pages 100000", "hold 25,344 tokens, .* room for 6,519: lower --pages"),
+    (f"{SMALL} --page_size 4000 --gpu 312,2039,16.5", "hold 4,000 tokens, .* lower --page_size"),
+    (f"{SMALL} --stage ragged --max_kv_tokens 9999", "hold 9,999 .*: lower --max_kv_tokens"),
+    (f"{SMALL} --stage ragged --max_kv_tokens 99999", "hold 25,188 .*: lower --max_kv_tokens"),
+    (f"{SMALL} --stage dynamic", "hold 25,188 .*: lower --max_batch"),
+    ("--input 5000", "does not fit block_size 4096"),
+    ("--input 100000000000 --requests 1", "does not fit block_size 4096")])
 def test_bad_input_gets_one_line(line, message):
     with pytest.raises(ValueError, match=message) as error:
         run(line)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("lengths, more, need", [
+    ([(3000, 1), (1, 3000)], "", "11,998"),
+    ([(1, 1), (3000, 1), (1, 3000), (1, 1)], "", None),   # neither batch has both long ones
+    ([(1, 1), (3000, 1), (1, 3000), (1, 1)], "--rate 9", "11,998"),   # one may
+    ([(1, 1), (3000, 1), (1, 3000), (1, 1)], "--clients 1", None)])
+def test_a_static_batch_needs_room_for_its_rectangle(lengths, more, need, tmp_path):
+    file = tmp_path / "lengths"
+    file.write_text("\n".join(f"{prompt} {answer}" for prompt, answer in lengths))
+    line = f"--gpu 312,2039,18 --stage naive --max_batch 2 --lengths {file} {more}"
+    if need is None:
+        assert run(line) == 0
+        return
+    batch = StaticBatch(prepare(workload(lengths[-2:] if len(lengths) < 3 else lengths[1:3]),
+                                MODELS["llama-2-7b"]))
+    assert f"{2 * batch.kv.capacity:,}" == need
+    with pytest.raises(ValueError, match=f"hold {need} tokens, .* room for 6,519: lower --max_ba"):
+        run(line)
+
+
+def test_memory_that_no_request_can_use_is_not_missed():
+    assert run(f"{SMALL} --pages 100000 --requests 3") == 0
+    assert run(f"{SMALL} --stage ragged --max_kv_tokens 99999 --clients 3") == 0
+
+
+def test_the_stages_own_flags_turn_cache_and_sharing_off(capsys):
+    assert run("--stage unbatched --no_cache --input 8 --output 3 --requests 2") == 0
+    assert "stage: unbatched, no cache" in capsys.readouterr().out
+    for line, share in ("--no_share_prefixes", False), ("--share_prefixes", True):
+        assert s.stage_parser().parse_args([line]).share_prefixes is share
+    with pytest.raises(SystemExit):
+        run("--use_cache False")
+
+
+def test_answers_of_one_token_have_no_itl(tmp_path, capsys):
+    def written():
+        return json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+
+    line = f"--requests 20 --input 20 --output 1 --json {tmp_path}/a.json"
+    assert run(line) == 0 and written()["itl_ms"]["p50"] is None
+    assert capacity.run(capacity.parser().parse_args(
+        f"{line} --rate 5 --ttft 1000 --itl 100 --most 4".split())) == 0
+    assert [row["replicas"] for row in written()["rows"]] == [1] * 4
+    assert written()["rows"][0]["itl_p99"] is None
+
+
+CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256,
+          "num_key_value_heads": 2, "intermediate_size": 128, "max_position_embeddings": 512}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 256,
+        "n_positions": 512}
+
+
+@pytest.mark.parametrize("config, message", [
+    *(({**CONFIG, key: value}, f"{key} must be a whole number from 1 to 10.9, not {value!r:.60}")
+      for key, value in (
+          ("num_attention_heads", 0), ("num_hidden_layers", 0), ("num_key_value_heads", 0),
+          ("num_hidden_layers", 2.5), ("vocab_size", "2000"), ("max_position_embeddings", "x"),
+          ("intermediate_size", -5), ("hidden_size", float("nan")), ("hidden_size", float("inf")),
+          ("head_dim", -1), ("hidden_size", 10**400))),
+    ({**CONFIG, "max_position_embeddings": None}, "there is no 'max_position_embeddings' in it"),
+    ({**CONFIG, "num_key_value_heads": 3}, "num_key_value_heads 3 must divide num_attention_heads"),
+    ({**CONFIG, "hidden_size": 3}, "head_dim must be a whole number from 1"),
+    ({**GPT2, "n_embd": 66}, "n_head 4 must divide n_embd 66"),
+    ({**GPT2, "n_layer": True}, "n_layer must be a whole number from 1 to 10.9, not True"),
+    ({**CONFIG, "model_type": "mixtral"}, "its architecture is 'mixtral', not one of gpt2, llama"),
+    ({**CONFIG, "model_type": "bert"}, "its architecture is 'bert', not one of gpt2, llama"),
+    ([], "not the config.json of a model"),
+    pytest.param("[" * 100_000, "not the config.json of a model", id="deep"),
+    pytest.param("1" * 5000, "not the config.json of a model", id="digits")])
+def test_a_config_of_no_model_gets_one_line(config, message, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    with pytest.raises(ValueError, match=message) as error:
+        shape_of(str(path))
+    assert "\n" not in str(error.value) and len(str(error.value)) < len(str(path)) + 160
+
+
+def test_a_config_with_defaults_and_a_small_vocabulary(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "model_type": "qwen3", "num_key_value_heads": None}))
+    assert shape_of(str(path)).n_kv_head == 4
+    line = f"--model {path} --input 9 --output 2 --requests"
+    assert run(f"{line} 300") == 0
+    args = capacity.parser().parse_args(f"{line} 300 --rate 999 --router prefix".split())
+    assert capacity.run(args) == 0
+    path.write_text(json.dumps({**GPT2, "n_inner": None}))
+    assert shape_of(str(path)).ffn == 256
 
 
 def test_a_model_from_its_config_and_a_gpu_from_three_numbers(tmp_path):
@@ -264,6 +396,13 @@ def test_capacity_prints_a_table_writes_it_and_refuses_half_a_question(capsys, t
         run()
     with pytest.raises(ValueError, match="--ttft and --itl belong together"):
         run("--rate", "9", "--ttft", "50")
+    for flag, value in ("ttft", "nan"), ("ttft", "-1"), ("itl", "nan"), ("prefix", "-5"):
+        with pytest.raises(ValueError, match=f"--{flag} must be a .*number of at least 0, not"):
+            run("--rate", "9", "--ttft", "50", "--itl", "50", f"--{flag}", value)
+    with pytest.raises(ValueError, match="--groups must be at most 128256, .* not 128257"):
+        run("--rate", "9", "--prefix", "5", "--groups", "128257")
+    with pytest.raises(ValueError, match="does not fit block_size 131072"):
+        run("--rate", "9", "--prefix", "100000000000")
     assert run("--rate", "9", "--json", str(tmp_path / "f.json")) == 0
     printed = capsys.readouterr().out
     assert "calculated" in printed and all(router in printed for router in ROUTERS)
