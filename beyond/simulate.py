@@ -221,7 +221,7 @@ def run(args):
     print(f"{report(trace)}\n{args.model} on {args.tp} x {args.gpu}, calculated: "
           f"{f['tokens_per_s']:,.0f} tokens/s; TTFT mean {f['ttft_ms']['mean']:,.0f}, p99 "
           f"{f['ttft_ms']['p99']:,.0f} ms; ITL p50 {f['itl_ms']['p50']:,.1f}, p99 "
-          f"{f['itl_ms']['p99']:,.1f} ms")
+          f"{f['itl_ms']['p99']:,.1f} ms".replace(" nan", " -"))
     if args.rate and f["grows"]:
         print(f"calculated: the queue grows without end at {args.rate:g} requests a second; these "
               "times are those of the first requests only")

@@ -72,9 +72,11 @@ def report(trace):
         ("throughput", f"{t['generated']:,} tokens in {t['seconds']:.2f} s"
                        f" = {t['tokens_per_second']:,.0f} tokens/s"),
         ("TTFT", f"mean {mean(ttft):.1f}, p95 {percentile(ttft, 95):.1f} steps; "
-                 f"mean {mean(ttft_ms):.0f}, p95 {percentile(ttft_ms, 95):.0f} ms"),
+                 f"mean {mean(ttft_ms):.0f}, p95 {percentile(ttft_ms, 95):.0f} ms"
+                 if ttft else "none: no request has a token"),
         ("ITL", f"p50 {percentile(itl, 50):.1f}, p99 {percentile(itl, 99):.1f} steps; "
-                f"p50 {percentile(itl_ms, 50):.1f}, p99 {percentile(itl_ms, 99):.1f} ms"),
+                f"p50 {percentile(itl_ms, 50):.1f}, p99 {percentile(itl_ms, 99):.1f} ms"
+                if itl else "none: no request has two tokens"),
     ]
     if counts["preemptions"]:
         rows.append(("preemptions", f"{counts['preemptions']:,}"))

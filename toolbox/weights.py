@@ -269,7 +269,7 @@ def from_hugging_face(theirs):
     ours = {}
     for key, tensor in theirs:
         key = key.removeprefix("transformer.")
-        if key.endswith((".attn.bias", ".attn.masked_bias")) or key == "lm_head.weight":
+        if key.endswith((".attn.bias", ".attn.masked_bias")):
             continue
         if key.endswith(CONV1D) and tensor.dim() == 2:
             tensor = tensor.t()
@@ -278,6 +278,9 @@ def from_hugging_face(theirs):
                 ours[key.replace("c_attn", part)] = piece.contiguous()
         else:
             ours[key] = tensor.contiguous()
+    head = ours.get("lm_head.weight")   # one of its own is no GPT-2's: `check_weights` names it
+    if head is not None and torch.equal(head, ours.get("wte.weight", head)):
+        del ours["lm_head.weight"]
     return ours
 
 
