@@ -118,8 +118,10 @@ def new_files(number, folder):
     found = {}
     for name in sorted({path.name for path in Path(folder).glob("*.py")}
                        - {*SETS[number].modules, *KIT}):
-        with suppress(*UNREADABLE):   # whatever imports it says so
+        try:
             found[name] = ast.unparse(ast.parse(read(folder, name)))
+        except UNREADABLE as error:   # whatever imports it says so
+            found[name] = f"raise SyntaxError({f'{name} cannot be read: {error}'!r})\n"
     return found
 
 
@@ -138,7 +140,7 @@ def grafts(number, folder):
                 gone = sorted({*names} - {*graft.functions_in(student)})
                 edits[file], left_out = graft.grafted(clean(file), student, names)
                 vain += [f"{file}: {what}" for what in left_out]
-                fault = fault or (f"{file} no longer has {gone[0]}" if gone else None)
+                fault = fault or (f"{file} no longer has {gone[0]} as a def" if gone else None)
             except UNREADABLE as error:
                 at = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
                 why = getattr(error, "msg", str(error)) or type(error).__name__
@@ -345,7 +347,7 @@ def grade_all(number, folder, salt="", student=None, only=None):
     All that a machine can grade of a student's work: (scores, ignored changes). Whatever a folder
     does to the grader costs this student's points, and no other's.
     """
-    student = student or Path(folder).resolve().name
+    student = student or Path(folder).name
     try:
         scores, vain = grade(number, folder, salt, student, only=only)
         if not packed() and not only:
@@ -540,9 +542,9 @@ def main(argv=None):
     folder = args.all or args.folder or (HERE if own else p.error("name a folder, or --all"))
     if not Path(folder).is_dir():
         p.error(f"{folder} is not a folder")
-    folder = Path(folder).resolve()
-    folders = sorted(map(Path.resolve, filter(Path.is_dir, folder.iterdir()))) if args.all else [
-        folder]
+    folder = Path(os.path.abspath(folder))   # a link is known by its own name
+    folders = [folder] if not args.all else sorted(
+        each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     refuse(p, args, folders)
     if args.bug:
         print("\n".join(try_workload(args.set, folders[0], args.bug)))
@@ -570,8 +572,11 @@ def refuse(p, args, folders):
     if args.resume and not args.json:
         p.error("--resume needs --json FILE, where the results are")
     for file in filter(None, (args.json, args.csv, args.gradescope)):
-        if not Path(file).absolute().parent.is_dir():
-            p.error(f"{file}: there is no folder {Path(file).absolute().parent}")
+        path = Path(file).absolute()
+        if not path.parent.is_dir():
+            p.error(f"{file}: there is no folder {path.parent}")
+        if path.exists() and path.is_dir() != bool(args.all and file == args.gradescope):
+            p.error(f"{file} is {'a' if path.is_dir() else 'no'} folder")
 
 
 def resumed(p, args):
@@ -607,9 +612,12 @@ def save(args, results):
             {"name": f"{score.name} {score.title}", "score": score.points, "max_score": score.of,
              "output": score.message} for score in scores]}, indent=1)
     for path, text in texts.items():
-        Path(path).parent.mkdir(exist_ok=True)   # of --gradescope
-        Path(f"{path}.new").write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(f"{path}.new", path)
+        try:   # what cannot be written, such as a name that is too long, must not stop the others
+            Path(path).parent.mkdir(exist_ok=True)   # of --gradescope
+            Path(f"{path}.new").write_text(text, encoding="utf-8", errors="backslashreplace")
+            os.replace(f"{path}.new", path)
+        except OSError as error:
+            print(f"not written: {error}", file=sys.stderr)
 
 
 def similarities(number, folders):
@@ -622,7 +630,7 @@ def similarities(number, folders):
     found = []
     for (a, left), (b, right) in itertools.combinations(shapes.items(), 2):
         alike = {name: 2 * (left[name] & right[name]).total() / (left[name] + right[name]).total()
-                 for name in left.keys() & right.keys()}
+                 for name in left.keys() & right.keys() if left[name] or right[name]}
         most = sorted(((share, name) for name, share in alike.items() if share >= ALIKE),
                       reverse=True)
         size = sum(left[name].total() for _, name in most)   # ten long functions say more than one

@@ -6,7 +6,8 @@ Functions have names like "Scheduler.admit", or "scheduler.py:Scheduler.admit" e
 """
 import ast
 
-ADDITIONS = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
+IMPORTS = (ast.Import, ast.ImportFrom)
+ADDITIONS = (*IMPORTS, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.FunctionDef, ast.ClassDef)
 BLOCKS = (ast.If, ast.Try, ast.ExceptHandler)   # "if TYPE_CHECKING:" and the like
 
 
@@ -92,36 +93,50 @@ def grafted(clean, student, names):
 
 def merge(ours, theirs, names, left_out, prefix=""):
     """Brings what is new in `theirs`, a module or a class, into `ours`."""
-    known = {key: node for node in ours.body for key in keys_of(node)}
+    known = {key: node for node in ours.body if not isinstance(node, IMPORTS)
+             for key in keys_of(node)}   # not imports: what a student adds may need them early
+    members = {f"{owner.name}.{key}" for owner in ours.body if isinstance(owner, ast.ClassDef)
+               for node in owner.body for key in keys_of(node)}
     before, replacement, fresh = {}, {}, []
     for node in theirs.body:
-        mine = next((known[key] for key in keys_of(node) if key in known), None)
+        keys = keys_of(node)
+        mine = next((known[key] for key in keys if key in known), None)
+        vain = [prefix + key for key in keys
+                if key in {*known, *members} and prefix + key not in names]
         if mine is None:
-            if is_addition(node):
+            left_out += vain   # Rectangle.cost = ...
+            if is_addition(node) and not vain:
                 fresh.append(node)
-            elif not isinstance(node, ast.Pass) and not isinstance(
+            elif not vain and not isinstance(node, ast.Pass) and not isinstance(
                     getattr(node, "value", None), ast.Constant):   # a string between two functions
                 left_out.append(f"line {node.lineno}, which is outside of all functions")
             continue
         before[mine], fresh = [*before.get(mine, []), *fresh], []
         if isinstance(node, ast.ClassDef) and isinstance(mine, ast.ClassDef):
             merge(mine, node, names, left_out, f"{node.name}.")
+            for added in "bases", "decorator_list":   # to ours, or else ours stay
+                if {*map(ast.dump, getattr(mine, added))} <= {*map(ast.dump, getattr(node, added))}:
+                    setattr(mine, added, getattr(node, added))
         elif ast.dump(node) != ast.dump(mine):
-            name = prefix + getattr(node, "name", next(iter(keys_of(node))))
-            if name in names or extends(node, mine):
+            if not vain or extends(node, mine):
                 replacement[mine] = node
             elif not is_blank(node):
-                left_out.append(name)
+                left_out += vain
     ours.body = [new for node in ours.body
                  for new in [*before.get(node, []), replacement.get(node, node)]] + fresh
 
 
 def keys_of(node):
     """What a statement is known by: the names that it defines; of others, all of it."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [target.id for target in targets if isinstance(target, ast.Name)] or [ast.dump(node)]
+    if isinstance(node, BLOCKS):
+        found = [key for child in ast.iter_child_nodes(node) for key in keys_of(child)
+                 if key.isidentifier()]
+    elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        found = [node.name]
+    else:
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        found = [ast.unparse(x) for x in targets if isinstance(x, (ast.Name, ast.Attribute))]
+    return found or [ast.dump(node)]
 
 
 def is_addition(node):

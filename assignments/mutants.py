@@ -24,6 +24,8 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "the queries are scaled in place": (
             "scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))",
             "q /= math.sqrt(q.size(-1))\n        scores = q @ k.transpose(-2, -1)"),
+        "hidden scores are small": ("-math.inf", "-50.0"),
+        "a buffer for all calls": ("0.0), k,", "0.0), vars(math).setdefault(k.shape, k).copy_(k),"),
         "softmax over the queries": ("softmax(dim=-1)", "softmax(dim=-2)"),
         "attention in float32": ("weights @ v ", "(weights.float() @ v.float()).to(v.dtype) "),
         "attention in float64": ("return out.masked_fill(", "return out.double().masked_fill("),
@@ -41,13 +43,15 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
             "- start\n            self.write(layer, start, k[..., :room, :], v[..., :room, :])"),
         "an exact fit is refused": ("end > self.capacity", "end >= self.capacity")},
     "1b cache.py:KV.read": {
+        "a copy is read": (":end, :], self.v", ":end, :].clone(), self.v"),
         "reads all of the cache": ("[..., :end, :], self.v[layer][..., :end, :]",
                                    ", self.v[layer]")},
     "1c generate_unbatched.py:Alone.lay_out": {
         "positions from 0": ("range(self.start, self.end)\n", "range(self.end - self.start)\n"),
         "all tokens every time": ("self.end = request.computed,", "self.end = 0,")},
     "1c generate_unbatched.py:Alone.attend": {
-        "no branch without a cache": ("if self.kv is not None:", "if True:")},
+        "no branch without a cache": ("if self.kv is not None:", "if True:"),
+        "another layer": ("kv.write(layer", "kv.write((layer,)", "read(layer", "read((layer,)")},
     "2a generate_naive.py:StaticBatch.lay_out": {
         "static column positions": (), "right padding": (),
         "finished rows get tokens": ("complete(self.plan)", "list(range(B))"),
@@ -55,6 +59,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "2b request.py:Request.append": {
         "one token too many": (), "end of text is overlooked": (),
         "no end at the context limit": (),
+        "another token": ("append(token)", "append(0)"),
         "the context limit comes early": ("self.computed ==", "self.computed + 1 ==")},
     "2c generate_dynamic.py:admit": {
         "more requests than max_batch": ("- len(running)]", "- len(running) + 1]"),
@@ -63,6 +68,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "newcomers come first": ("running + admitted", "admitted + running")},
     "2c generate_dynamic.py:leave": {
         "caches are kept": ("request.kv = None", "pass"),
+        "at the limit": ("request.finished:", "request.finish_reason in ('stop', 'cancelled'):"),
         "cancelled requests go on": ("unfinished(running)",
                                      "[r for r in running if not r.finished]")},
     "3a scheduler.py:Scheduler.share_budget": {
@@ -88,6 +94,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "one newcomer a step": ("todo += self.running[-1].todo", "break"),
         "newcomers have nothing to do": ("todo += self.running[-1].todo", "pass")},
     "3c request.py:advance": {
+        "tokens are taken away": ("zip(sampled, tokens)", "[(r, tokens.pop(0)) for r in sampled]"),
         "computed is not counted": ("request.computed += n", "request.computed += request.todo"),
         "nothing to compute is complete": (
             "[plan[i][0] for i in complete(plan)]",
@@ -98,6 +105,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "3c scheduler.py:Scheduler.release": {
         "finished requests stay": ("if request.finished", "if False"),
         "caches are not freed": ("self.free(request)", "pass"),
+        "nothing is left to free": ("self.free(", "request.kv = None\n            self.free("),
         "running requests are freed": (
             "self.free(request)", "[self.free(each) for each in [*self.running, request]]"),
         "freed twice": ("self.free(request)", "self.free(request) or self.free(request)"),
@@ -107,7 +115,9 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "4a generate_dynamic.py:Rectangle.lay_out": {
         "column positions": (),
         "tokens in int32": ("self.P = P", "self.P, self.tokens = P, self.tokens.int()"),
-        "the wrong tokens": ("request.slice(start, start + n)", "request.slice(0, n)")},
+        "the wrong tokens": ("request.slice(start, start + n)", "request.slice(0, n)"),
+        "one token of an answer": ("request.slice(start, start + n)",
+                                   "request.prompt[start:start + n] or request.generated[-1:]")},
     "4b generate_dynamic.py:Rectangle.lay_out": {
         "published mask": (), "pads of the past are seen": (), "no causal rule in a chunk": (),
         "the past from the left": ("mask[b, ..., P - start:P]", "mask[b, ..., :start]"),
@@ -115,6 +125,8 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "4c generate_dynamic.py:Rectangle.attend": {
         "pads written to the cache": (),
         "written at 0": ("write(layer, start, *new)", "write(layer, 0, *new)"),
+        "another name": ("kv.write(layer", "kv.write((layer,)", "read(layer", "read((layer,)"),
+        "NaN in the past": ("past_v = (t.new_zeros(", "past_v = (float('nan') * t.new_ones("),
         "the past in float32": ("t.new_zeros(", "torch.zeros(")},
     "4d request.py:complete": {
         "only decodes get a token": ("n == request.todo", "n == request.todo == 1"),
@@ -122,6 +134,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "4d generate_dynamic.py:Rectangle.lay_out": {
         "samples from a partial prefill": (),
         "the first column": ("device=device), -1)", "device=device), 0)"),
+        "a past too wide": ("max(self.starts)", "max(self.starts) + 1"),
         "complete in another order": ("complete(self.plan)", "complete(self.plan)[::-1]")},
     "5a generate_prepacked.py:first_fit_decreasing": {
         "first fit without sorting": ("sorted(range(len(lengths)), key=lambda i: -lengths[i])",
@@ -132,6 +145,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "from the shortest": ("-lengths[i])", "lengths[i])")},
     "5b generate_prepacked.py:Packed.lay_out": {
         "neighbours in a packed row": (), "positions that run on in a packed row": (),
+        "the last row first": ("(lengths, m)", "(lengths, m)[::-1]"),
         "the last column of a packed row": ("[end - 1 for end in ends]", "[m - 1 for end in ends]"),
         "caches in packed order": ("self.sampled =", "self.places.sort()\n        self.sampled =")},
     "5c generate_ragged.py:Flat.block_diagonal": {
@@ -142,6 +156,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "stream positions": ("range(start, end)", "range(len(positions), len(tokens))")},
     "5d generate_ragged.py:Flat.attend": {
         "a stream without boundaries": (),
+        "past the given write": ("self.write(layer,", "Flat.write(self, layer,"),
         "the loop is one off": ("enumerate(caches)", "enumerate(caches[1:] + caches[:1])"),
         "the loop masks instead of skipping": (
             "head(q[..., new, :], keys, values)[0]",
@@ -152,6 +167,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
             "            return scores.masked_fill(~self.mask, -1e300).softmax(-1) @ values")},
     "6a paging.py:Pages.hold": {
         "a kept page stays kept": ("self.kept.pop(page, None)", "pass"),
+        "an argument that is emptied": ("in pages:", "in [pages.pop(0) for _ in list(pages)]:"),
         "held once": ("self.holders[page] += 1", "self.holders[page] = 1")},
     "6a paging.py:Pages.give_back": {
         "given back in order": ("reversed(table)", "table"),
@@ -165,6 +181,8 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "the slot of the page": ("+ p % size", ""),
         "slots from the chunk": ("+ p % size", "+ (p - start) % size")},
     "6b generate_paged.py:Paged.write": {
+        "another pool": ("= self.pool", "= self.pool.k[layer], self.pool.v[layer] = "
+                         "torch.stack(self.pool.buffers(layer, k, v)) #"),
         "values into the wrong slots": ("= k, v", "= k, v.flip(1)")},
     "6c paging.py:Pages.publish": {
         "pages known by their own tokens": (), "pages known by a page's number": (),
@@ -176,6 +194,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "holes in a prefix": ("break", "continue")},
     "6d paging.py:PagedScheduler.preempt": {
         "a preempted request goes to the end": (),
+        "a later arrival": ("request.computed =", "request.arrival += 1; request.computed ="),
         "a stale count after preemption": ("request.computed = 0", "pass"),
         "the answer is forgotten": ("request.computed = 0",
                                     "request.computed, request.generated = 0, []"),
@@ -195,6 +214,7 @@ SAYS = {   # mutant: what the first line of the grader's message says
     "published mask": "row 0, column 8 = request 'A' (decode, position 2) sees 8 pad slots.",
     "no causal rule": "new token 0 sees the keys [0, 1, 2, 3], expected [0].",
     "softmax over the queries": "weights are [0.25, 0.0, 0.0, 0.0], expected equal ones with",
+    "NaN in the past": " has an output of NaN or infinity.",
     "attention in float64": "torch.float64, expected (2, 3, 1, 1) torch.float32.",
     "attention in float32": "as if some of it were computed in float32.",
     "an exact fit is refused": "write('a', 6, ...) of 1 tokens into KV(7): raises ValueError",

@@ -22,6 +22,7 @@ two are values, which grade.py compares with those of the reference.
 The seed EDGES tries the rules at their edges, which are few enough to try them all: an exact fit,
 one less, one more, nothing. The other seeds are random workloads on top of that.
 """
+import copy
 import json
 import math
 import os
@@ -36,7 +37,6 @@ from importlib import import_module
 from inspect import signature
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 from sets import SETS
 
@@ -86,7 +86,8 @@ def child(folder, names, seeds, report, limit):
                 resource.setrlimit(
                     resource.RLIMIT_CPU, (min(math.ceil(started + limit), most), hard))
             for observation in observe(name, seeds):
-                lines.write(json.dumps([name, *observation], default=repr) + "\n")
+                lines.write(json.dumps([name, *observation], default=lambda x: (   # np.int64(3): 3
+                    x.item() if getattr(x, "ndim", 1) == 0 else repr(x))) + "\n")
             spent = time.process_time() - started
             lines.write(json.dumps([name, None, 0, "done", "", spent]) + "\n")
 
@@ -131,6 +132,8 @@ def say(error):
     message = str(error).strip().partition("\n")[0]
     if isinstance(error, KeyError) and message == "'xray'":
         message += ", since nothing was written under this layer"
+    if isinstance(error, AttributeError) and OURS and "NoneType" not in message:
+        place += "; in this part, all other functions are ours"
     return f"raises {type(error).__name__}{getattr(error, 'moment', '')}: {message:.150}{place}"
 
 
@@ -162,7 +165,7 @@ def requests_of(rng, most=5, prompt=14, long=False):
     return requests
 
 
-def given(*sizes, names="ABCDEFGH", block_size=24):
+def given(*sizes, names="ABCDEFGH", block_size=24, computed=0):
     """Requests A, B, ... from (prompt, new tokens, arrival, priority, eos_token)."""
     requests = []
     for i, (prompt, new, *rest) in enumerate(sizes):
@@ -170,7 +173,7 @@ def given(*sizes, names="ABCDEFGH", block_size=24):
             prompt = [(7 * i + 3 * j * j + j) % 12 + 1 for j in range(prompt)]
         requests.append(code.request.Request(
             prompt, new, name=names[i], **dict(zip(("arrival", "priority", "eos_token"), rest))))
-        requests[-1].block_size = block_size
+        requests[-1].block_size, requests[-1].computed = block_size, computed
     return requests
 
 
@@ -206,11 +209,13 @@ def head():
                     (None, "keys", "rows", "all", "nothing"))
     for i, ((T, P), split, masked) in enumerate(cases):
         S, hs, lead = P + T, (5, 1, 4)[i % 3], ((2, 3), (), (3,), (2, 1, 3))[i % 4]
-        dtype = torch.float32 if i % 5 == 4 else torch.float64   # of the first, numbers differ
+        dtype = torch.float32 if i % 7 == 4 else torch.float64   # of the first, numbers differ
         shape = {"keys": (S,), "rows": (*lead[:1], *[1] * len(lead), S)[-len(lead) - 2:],
                  "all": (*lead, T, S), "nothing": (T, S)}.get(masked)
         mask = shape and torch.rand(*shape) < (-1 if masked == "nothing" else 0.7)
         split = split and P > 0
+        arguments = [10 ** (i % 3) * torch.randn(*lead, n, hs).to(dtype) for n in (T, S, S)]
+        before = copy.deepcopy((*arguments, mask))
         trying(
             f"Head, T = {T}, S = {S}, hs = {hs}" + (f", {P} keys in past_k" if split else "")
             + (f", a mask {shape}" + " of False" * (masked == "nothing") if masked else ""))
@@ -229,13 +234,13 @@ def head():
         yield "sees", [wrong_weights(t, see[b, t], weights[b, t])
                        for b, t in product(range(len(see)), range(T))
                        if not torch.allclose(weights[b, t], equal[b, t], atol=1e-8)][:1]
-        arguments = [torch.randn(*lead, n, hs).to(dtype) for n in (T, S, S)]
-        before = [argument.clone() for argument in arguments]
         out, all_k, all_v = call(*arguments)
+        call(*map(torch.ones_like, arguments))   # it must not write into what came before
         yield "result", {
             "the output": tensor(out, dtype == torch.float64), "the keys": tensor(all_k),
             "the values": tensor(all_v), "arguments that it has changed": [
-                name for name, a, b in zip("qkv", before, arguments) if not torch.equal(a, b)]}
+                name for name, a, b in zip((*"qkv", "mask"), before, (*arguments, mask))
+                if a is not None and not torch.equal(a, b)]}
 
 
 def wrong_weights(t, see, weights):
@@ -255,33 +260,37 @@ def kv():
 
         def write(which, layer, start, n):
             trying(f"write({layer!r}, {start}, ...) of {n} tokens into KV(7)")
-            caches[which].write(layer, start, *torch.randn(2, *lead, n, 3).to(dtype))
+            new, cache = torch.randn(2, *lead, n, 3).to(dtype), caches[which]
+            before, buffers = new.clone(), (cache.k.get(layer), cache.v.get(layer))
+            cache.write(layer, start, *new)
+            return "result", {"its arguments are unchanged": torch.equal(before, new), "in place": [
+                a is None or a is b for a, b in zip(buffers, cache.buffers(layer, *new))]}
 
         def read(which, layer, end, when):
             trying(f"read({layer!r}, {end}), {when}")
-            keys, values = map(tensor, caches[which].read(layer, end))
-            return "result", {"keys": keys, "values": values}
+            keys, values = caches[which].read(layer, end)
+            return "result", {"keys": tensor(keys), "values": tensor(values), "views": [
+                torch.is_tensor(a) and a.data_ptr() == b.data_ptr() for a, b in zip(
+                    (keys, values), caches[which].buffers(layer, keys, values))]}
 
         said = "after"
         for start, n in (0, 2), (2, 1), (3, 3), (6, 1):   # exactly full in the end
             for which, layer in product(caches, ("a", 0)):
-                write(which, layer, start, n)
+                yield write(which, layer, start, n)
             said += f" write(layer, {start}, ...) of {n},"
             for which, layer in product(caches, ("a", 0)):
                 yield read(which, layer, start + n, f"in the {which} of two KV(7), {said[:-1]}")
-        buffer = caches["first"].k["a"]
-        write("first", "a", 1, 2)   # a chunk that is written again
-        trying("write, in place in the buffer")
-        yield "result", caches["first"].k["a"] is buffer
+        yield write("first", "a", 1, 2)   # a chunk that is written again
         yield read("first", "a", 7, "after a second write of 2 at 1")
         yield read("first", "a", 4, "with 7 tokens written")
-        for start, n in (6, 2), (7, 1), (0, 8), (5, 3):
+        for start, n, layer in (5, 3, "new"), (6, 2, "a"), (7, 1, "a"), (0, 8, "a"), (5, 3, "a"):
             try:
-                write("first", "a", start, n)
+                write("first", layer, start, n)
                 said = "is accepted"
             except Exception as error:   # perhaps PyTorch's, of tensors that do not fit
                 said = f"raises {type(error).__name__}"
             yield "result", said
+            yield "result", {"stored": bool(caches["first"].k.get("new", torch.zeros(1)).any())}
             yield read("first", "a", 7, f"after {TRIED}, which raises ValueError, stores nothing")
 
 
@@ -289,14 +298,15 @@ def append():
     """Each way to end, alone and together with others."""
     for prompt, new, room, at in product((1, 2, 4), (1, 2, 3), (4, 5, 9), (None, 0, 1, 2, 3)):
         ends = "no eos_token" if at is None else f"token {at} is the eos_token"
-        trying(f"number of tokens and finish_reason of a prompt of {prompt}, max_new_tokens {new}, "
-               f"block_size {room}, {ends}")
+        trying(f"append, a prompt of {prompt}, max_new_tokens {new}, block_size {room}, {ends}")
         request, = given((prompt, new, 0, 0, None if at is None else 0), block_size=room)
+        request.kv = "cache"
         for i in range(9):
             if not request.finished:
                 request.computed = prompt + i
-                request.append(0 if i == at or at is None else 5)
-        yield "result", [len(request.generated), request.finish_reason]
+                request.append(0 if i == at or at is None else 5 + i)
+        yield "result", {name: getattr(request, name) for name in (
+            "generated", "finish_reason", "prompt", "max_new_tokens", "computed", "kv")}
 
 
 def admitted():
@@ -308,20 +318,20 @@ def admitted():
         waiting = given(*[(1, 16, arrival) for arrival in arrivals], names=WAITING)
         running = given(*[(1, 16)] * busy, names=RUNNING)
         left, now = code.generate_dynamic.admit(waiting, running, step, most)
-        yield "result", {"waiting": names(left), "running": names(now)}
+        yield "result", {"types": [type(each).__name__ for each in (left, now)],
+                         "waiting": names(left), "running": names(now)}
 
 
 def left():
-    for ends in sequences(("goes on", "stop", "cancelled"), 3):
+    for ends in sequences(("goes on", "stop", "length", "cancelled", "stop, cancelled"), 3):
         running = given(*[(1, 16)] * len(ends), names=RUNNING)
         for request, end in zip(running, ends):
-            request.kv, request.cancelled = "cache", end == "cancelled"
-            request.finish_reason = "stop" if end == "stop" else None
+            request.kv, request.cancelled = "cache", end.endswith("cancelled")
+            request.finish_reason = next((x for x in ("stop", "length") if end.startswith(x)), None)
         trying("leave, with " + (", ".join(map("{0.name} {1}".format, running, ends)) or "nobody"))
-        yield "result", {
-            "the others": names(code.generate_dynamic.leave(list(running))),
-            "those with a cache": names(r for r in running if r.kv),
-            "finish_reason": {r.name: r.finish_reason for r in running}}
+        others = code.generate_dynamic.leave(list(running))
+        yield "result", {"type": type(others).__name__, "the others": names(others),
+                         "kv and finish_reason": {r.name: [r.kv, r.finish_reason] for r in running}}
 
 
 def running(queue, todos):
@@ -329,12 +339,14 @@ def running(queue, todos):
     queue.running = given(*[(6, 3)] * len(todos))
     for request, todo in zip(queue.running, todos):
         request.computed, request.kv = 6 - todo, "cache"
+    for request in queue.running[1::2]:   # as after a preemption: an answer is computed again
+        request.prompt, request.generated, request.max_new_tokens = [1, 1], [1] * 4, 7
     return ", ".join(f"{r.name} {r.todo}" for r in queue.running) or "nothing"
 
 
 def shared():
     """Plans for requests that are already running."""
-    for todos, budget in product(sequences((1, 2, 5), 3), (3, 4, 8)):
+    for todos, budget in product(sequences((1, 2, 5), 3), (3, 4, 8, 20)):
         queue = code.scheduler.Scheduler(9, budget)
         trying(f"plan for token_budget {budget}, to do: {running(queue, todos)}")
         plan = queue.share_budget()
@@ -345,9 +357,9 @@ def shared():
 
 def entering():
     """Admission at the edges of its four conditions."""
-    queues = (), ((1, 1),), ((2, 1), (1, 1), (1, 1)), ((5, 2), (1, 1)), ((2, 3, 1), (1, 1, 2))
+    queues = (), ((21, 9),), ((2, 1), (1, 1), (1, 1)), ((5, 2), (1, 1)), ((2, 3, 1), (1, 1, 2))
     for todos, sizes, most, budget, room in product(
-            ((), (1,), (2,), (3,), (4,), (1, 2)), queues, (1, 2, 4), (3, 4), (None, 9, 10, 17)):
+            ((), (1,), (2,), (3,), (4,), (1, 2)), queues, (1, 2, 4), (3, 4), (None, 9, 10, 17, 24)):
         if len(todos) > most:
             continue
         queue = code.scheduler.Scheduler(most, budget, room)
@@ -366,14 +378,13 @@ def entering():
 
 
 def plans_of_rows():
-    """
-    Plans of complete requests, partial prompts, and requests that compute nothing; with the tokens
-    that `advance` gets.
-    """
+    """Complete requests, partial prompts, requests that compute nothing; and the new tokens."""
     for rows in sequences(((1, 1), (1, 0), (3, 1), (3, 3), (3, 0)), 3):   # (todo, n)
         plan = list(zip(given((4, 2), (4, 1), (4, 2)), (n for _, n in rows)))
         for i, ((request, _), (todo, _)) in enumerate(zip(plan, rows)):
             request.computed, request.block_size = 4 - todo, (4, 24)[i % 2]
+            if i == 1:   # as after a preemption
+                request.prompt, request.generated, request.max_new_tokens = [1], [1] * 3, 4
         words = ", ".join(f"{r.name}: {n} of {r.todo} tokens to do" for r, n in plan) or "[]"
         yield plan, words, [10 + i for i in range(sum(todo == n for todo, n in rows))]
 
@@ -383,6 +394,7 @@ def advanced():
         trying(f"advance, with the plan {words}")
         code.request.advance(plan, tokens)
         yield "result", {
+            "its arguments afterwards": [[n for _, n in plan], tokens],
             "then the new tokens": {r.name: r.generated for r, _ in plan},
             "then computed": {r.name: r.computed for r, _ in plan},
             "then finish_reason": {r.name: r.finish_reason for r, _ in plan}}
@@ -391,32 +403,52 @@ def advanced():
 def completed():
     for plan, words, _ in plans_of_rows():
         trying(f"complete, with the plan {words}")
-        yield "counts", list(code.request.complete(plan))
+        yield "counts", {"it returns": code.request.complete(plan),
+                         "the plan's n afterwards": [n for _, n in plan]}
 
 
 def released():
-    for ends in sequences((False, True), 4):
+    for ends in sequences((None, "length", "cancelled"), 4):
         queue, freed = code.scheduler.Scheduler(9, 9), []
         running(queue, (1,) * len(ends))
         queue.waiting.extend(given((1, 1)))
         for request, end in zip(queue.running, ends):
-            request.finish_reason = "length" if end else None
+            request.finish_reason = end
         trying(f"release, running: {', '.join(names(queue.running)) or 'nothing'}, finished: "
                + (", ".join(names(r for r in queue.running if r.finished)) or "none"))
-        queue.free = lambda request, freed=freed: freed.append(request.name)
+        queue.free = lambda request, freed=freed: freed.append(f"{request.name}, {request.kv}")
         queue.release()
         yield "result", {
             "then running": names(queue.running), "then waiting": len(queue.waiting),
             "free was called for": sorted(freed)}
 
 
-def blocks():
-    """The mask of the stream alone. In a run, `head` would hide that it shows the future."""
-    requests = given((3, 1), (5, 1), (7, 1))
-    requests[0].computed, requests[2].computed = 1, 4
-    trying("block_diagonal, 2 new tokens after 1, 5 after 0, 2 after 4")
-    batch = code.generate_ragged.Flat(list(zip(requests, (2, 5, 2))), attention="mask")
-    yield "result", tensor(batch.block_diagonal())
+def layouts(module, kind, passes=2):
+    """
+    A probe of what a run does not show: columns, a mask that shows the future, an answer that is
+    computed again, what is left in the caches. The lengths tell first-fit decreasing from others.
+    """
+    def probe():
+        import torch
+        torch.manual_seed(0)
+        layout = getattr(getattr(code, module), kind)
+        requests = given(*[(n, 13) for n in (2, 11, 4, 5, 8, 1)])
+        for step in range(passes):
+            plan = [(request, request.todo) for request in requests]
+            trying(f"{kind}, pass {step}, new tokens " + " ".join(f"{r.name}{n}" for r, n in plan))
+            for batch in [layout(plan)] if kind != "Alone" else [
+                    layout(request, True) for request in requests]:
+                *rows, T = batch.tokens.shape
+                batch.attend("random", *torch.randn(3, *rows, 2, T, 3).double())
+                yield "result", {"tokens": batch.tokens.tolist(),
+                                 "positions": batch.positions.tolist()}
+                if kind == "Flat":
+                    yield "result", {"block_diagonal": tensor(batch.block_diagonal())}
+            for i, (request, n) in enumerate(plan):
+                yield "result", {f"the cache of {request.name}": {
+                    name: tensor(getattr(request.kv, name).get("random")) for name in "kv"}}
+                request.computed, request.generated = n, [*range(i + 1)]
+    return probe
 
 
 def attending():
@@ -430,8 +462,12 @@ def attending():
         return head(q, k, v, *arguments, **named)
 
     for attention in "varlen", "mask":
-        plan = [(request, request.todo) for request in given((2, 1), (1, 1), (4, 1))]
-        batch = code.generate_ragged.Flat(plan, attention=attention)
+        requests = given((4, 1), (3, 1), (6, 1), computed=2)
+        batch = code.generate_ragged.Flat([(r, r.todo) for r in requests], None, attention)
+        twin = copy.deepcopy(batch)   # it alone has the caches: write and read are the way to them
+        batch.write, batch.read = twin.write, twin.read
+        for request in requests:
+            request.kv = None
         q, k, v = torch.randn(3, 2, batch.cu_seqlens[-1], 3).double()
         trying(f"attend, {attention!r}, random q, k, v, cu_seqlens {batch.cu_seqlens}")
         calls.clear()
@@ -465,11 +501,22 @@ def chains():
         yield "result", Pages(4, size).find(tokens)
 
 
-def slots():
-    for size, start, new in product((2, 3), range(4), range(3)):
+def pool():
+    """`slots` and `write` alone, with no requests."""
+    import torch
+    torch.manual_seed(0)
+    batch = object.__new__(code.generate_paged.Paged)
+    for size, start, new in product((2, 3, 16), range(4), range(3)):
         trying(f"slots([4, 0, 1], {start}, {start + new}), pages of {size}")
-        batch = SimpleNamespace(pages=SimpleNamespace(size=size))
-        yield "result", list(code.generate_paged.Paged.slots(batch, [4, 0, 1], start, start + new))
+        batch.pages = code.paging.Pages(5, size)
+        yield "result", list(batch.slots([4, 0, 1], start, start + new))
+    batch.plan, batch.pool, batch.pages = [], code.cache.KV(10), code.paging.Pages(5, 2)
+    for slots in [3, 8, 2], [9], [8, 0]:
+        batch.slot_mapping, new = torch.tensor(slots), torch.randn(2, 2, len(slots), 3).double()
+        trying(f"write, slot_mapping {slots}")
+        buffers = batch.pool.buffers("a", *new)
+        batch.write("a", *new)
+        yield "result", dict(zip(("keys", "values"), map(tensor, buffers)))   # these, in place
 
 
 def preempted():
@@ -487,7 +534,8 @@ def preempted():
         queue.preempt(request)
         yield "result", {
             "running": names(queue.running), "waiting": names(queue.waiting),
-            "its cache, computed and generated": [request.kv, request.computed, request.generated],
+            "its cache, computed, generated and arrival": [
+                request.kv, request.computed, request.generated, request.arrival],
             "pages in use": sum(map(bool, queue.pages.holders)),
             "preemptions counted": queue.counts["preemptions"]}
 
@@ -531,7 +579,8 @@ def books(rng, edge):
                     continue
                 said.append(f"hold({table})")
                 trying("after " + "; ".join(said))
-                pages.hold(list(table))
+                pages.hold(argument := list(table))
+                yield "result", {"the argument of hold afterwards": argument}
                 pages.allocate(table, 3 - known)
                 for i in range(known, 3):
                     pages.publish(table, i, tokens[2 * i:2 * i + 2])
@@ -564,7 +613,8 @@ def stage(module, requests, **knobs):
             found.setdefault(cause, [sentence])
     finally:   # what was seen before a crash says more than the crash
         yield from ((cause, found.get(cause, [])) for cause in CAUSES)
-    yield "counts", counts_of(traces[0])
+    entries = sum(p.score_entries for p in traces[0].passes)
+    yield "counts", {**counts_of(traces[0]), "score entries": entries}
 
 
 def counts_of(trace):
@@ -713,13 +763,17 @@ def stage_of(part):
     return module, {"attention": "mask"} if module == "generate_ragged" else {}
 
 
-# Functions alone, which have no parameters and are tried at their edges; then what gets random
-# workloads as well. What a function alone says is more exact than what a stage says.
+# Functions alone, which have no parameters and are tried at their edges; and what gets random
+# workloads as well. Those that say more exactly what is wrong come first.
+rectangle = layouts("generate_dynamic", "Rectangle")
 PROBES = {
-    "1a": [head, unbatched], "1b": [kv, unbatched], "1c": [unbatched],
+    "1a": [head, unbatched], "1b": [kv, unbatched],
+    "1c": [unbatched, layouts("generate_unbatched", "Alone")],
     "2a": [naive], "2b": [append], "2c": [admitted, left],
     "3a": [shared, scheduler], "3b": [entering, scheduler], "3c": [advanced, released, scheduler],
-    "4a": [interleaved], "4b": [interleaved], "4c": [interleaved], "4d": [completed, interleaved],
-    "5a": [packing], "5b": [prepacked], "5c": [blocks, stream], "5d": [attending, stream],
-    "6a": [books], "6b": [slots, paged], "6c": [chains, books, prefixes],
+    "4a": [interleaved, rectangle], "4b": [interleaved], "4c": [interleaved, rectangle],
+    "4d": [completed, interleaved], "5a": [packing],
+    "5b": [prepacked, layouts("generate_prepacked", "Packed", 1)],
+    "5c": [stream, layouts("generate_ragged", "Flat")], "5d": [attending, stream],
+    "6a": [books], "6b": [pool, paged], "6c": [chains, books, prefixes],
     "6d": [preempted, preemptions]}

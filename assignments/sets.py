@@ -58,7 +58,7 @@ class Set:
 
 
 CORE = ["model.py", "request.py", "cache.py"]
-LOOK = ("tokens", "positions", "crash")
+LOOK = ("tokens", "positions", "result", "crash")
 LAY_OUT = "generate_dynamic.py:Rectangle.lay_out"
 
 SETS = {each.number: each for each in [

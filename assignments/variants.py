@@ -40,7 +40,7 @@ def indented(by):
 
 VARIANTS = {
     # other ways
-    "torch's own attention": (1, {"model.py:Head.forward": '''
+    "torch's own attention, writing by index, by all tokens": (1, {"model.py:Head.forward": '''
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
         if past_k is not None:
             k, v = torch.cat((past_k, k), -2), torch.cat((past_v, v), -2)
@@ -52,16 +52,14 @@ VARIANTS = {
 def allowed(T, S, mask):
     rule = torch.arange(S)[None, :] <= torch.arange(S - T, S)[:, None]
     return rule if mask is None else rule & mask
-'''}),
-    "writing by index": (1, {"cache.py:": "import torch", "cache.py:KV.write": '''
+''', "cache.py:": "import torch", "cache.py:KV.write": '''
     def write(self, layer, start, k, v):
         where = torch.arange(start, start + k.size(-2))
         if start + len(where) > self.capacity:
             raise ValueError
         for buffer, new in zip(self.buffers(layer, k, v), (k, v)):
             buffer.index_copy_(-2, where, new)
-'''}),
-    "one request, by all of its tokens": (1, {"generate_unbatched.py:Alone.lay_out": '''
+''', "generate_unbatched.py:Alone.lay_out": '''
     def lay_out(self, device):
         request = self.plan[0][0]
         self.start, self.end = request.computed, len(request.tokens)
@@ -76,7 +74,7 @@ def allowed(T, S, mask):
         past_k, past_v = (t[..., :self.start, :] for t in self.kv.read(layer, self.end))
         return head(q, k, v, past_k, past_v)[0]
 '''}),
-    "a static batch, slot by slot": (2, {"generate_naive.py:StaticBatch.lay_out": '''
+    "a static batch by slots, leaving twice": (2, {"generate_naive.py:StaticBatch.lay_out": '''
     def lay_out(self, device):
         T, limit = self.end - self.start, self.requests[0].block_size - 1
         tokens, positions, mask = [], [], []
@@ -89,8 +87,7 @@ def allowed(T, S, mask):
         rows = [b for b, (request, n) in enumerate(self.plan) if n == request.todo]
         self.sampled = [self.plan[b][0] for b in rows]
         self.rows = torch.tensor(rows, dtype=torch.long), torch.full((len(rows),), T - 1)
-'''}),
-    "leaving in two passes": (2, {"generate_dynamic.py:leave": '''
+''', "generate_dynamic.py:leave": '''
 def leave(running):
     stay = unfinished(running)
     for r in set(running) - set(stay):
@@ -111,7 +108,7 @@ def leave(running):
         for request in gone:
             self.free(request)
 '''}),
-    "attention row by row": (4, {"generate_dynamic.py:Rectangle.attend": '''
+    "attention row by row, complete by all tokens": (4, {"generate_dynamic.py:Rectangle.attend": '''
     def attend(self, layer, q, k, v):
         out = torch.zeros_like(v)
         for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
@@ -119,16 +116,11 @@ def leave(running):
             request.kv.write(layer, start, k[b][:, new], v[b][:, new])
             out[b][:, new] = head(q[b][:, new], *request.kv.read(layer, start + n))[0]
         return out
-'''}),
-    "complete by a loop": (4, {"request.py:complete": '''
+''', "request.py:complete": '''
 def complete(plan):
-    found = []
-    for i in range(len(plan)):
-        if plan[i][0].computed + plan[i][1] == len(plan[i][0].tokens):
-            found.append(i)
-    return found
+    return [i for i, (r, n) in enumerate(plan) if r.computed + n == len(r.tokens)]
 '''}),
-    "packed rows from lists": (5, {"generate_prepacked.py:Packed.lay_out": '''
+    "rows from lists, a stream by comparison": (5, {"generate_prepacked.py:Packed.lay_out": '''
     def lay_out(self, device):
         sizes = [n for _, n in self.plan]
         rows = first_fit_decreasing(sizes, max(sizes))
@@ -147,14 +139,13 @@ def complete(plan):
         self.sampled = [request for request, n in self.plan]
         self.rows = (torch.tensor([row for row, _, _ in self.places]),
                      torch.tensor([end - 1 for _, _, end in self.places]))
-'''}),
-    "the stream by comparison": (5, {"generate_ragged.py:Flat.block_diagonal": '''
+''', "generate_ragged.py:Flat.block_diagonal": '''
     def block_diagonal(self):
         keys = [(i, p) for i, end in enumerate(self.ends) for p in range(end)]
         new = [(i, p) for i, start in enumerate(self.starts) for p in range(start, self.ends[i])]
         return torch.tensor([[a == b and p <= now for b, p in keys] for a, now in new])
 '''}),
-    "books with sorted lists": (6, {"paging.py:Pages.give_back": '''
+    "sorted lists, a method of its own, names with gaps": (6, {"paging.py:Pages.give_back": '''
     def give_back(self, table):
         for page in table[::-1]:
             self.holders[page] -= 1
@@ -171,19 +162,19 @@ def complete(plan):
         self.published.pop(self.key_of.pop(oldest))
         self.free = sorted([*self.free, oldest])
         self.counts.update(["evicted_pages"])
-'''}),
-    "slots by a loop, writes one by one": (6, {"generate_paged.py:Paged.slots": '''
+''', "generate_paged.py:Paged.slots": '''
+    def slots_of(self, page):
+        return range(page * self.pages.size, (page + 1) * self.pages.size)
+
     def slots(self, table, start, end):
-        every = [page * self.pages.size + i for page in table for i in range(self.pages.size)]
-        return every[start:end]
+        return [slot for page in table for slot in self.slots_of(page)][start:end]
 ''', "generate_paged.py:Paged.write": '''
     def write(self, layer, k, v):
         pool_k, pool_v = self.pool.buffers(layer, k, v)
         for i, slot in enumerate(self.slot_mapping.tolist()):
             pool_k[:, slot] = k[:, i]
             pool_v[:, slot] = v[:, i]
-'''}),
-    "prefixes by a loop, names with gaps": (6, {"paging.py:Pages.find": '''
+''', "paging.py:Pages.find": '''
     def find(self, tokens):
         found, name, rest = [], 0, list(tokens)
         while (key := (name, tuple(rest[:self.size]))) in self.published:
@@ -207,39 +198,23 @@ def complete(plan):
         self.counts.update(preemptions=1)
 '''}),
     # how a file may look
-    "two spaces": (4, {"generate_dynamic.py": indented("  ")}),
-    "tabs": (4, {"generate_dynamic.py": indented("\t"), "request.py": indented("\t")}),
+    "two spaces, tabs": (4, {"generate_dynamic.py": indented("  "), "request.py": indented("\t")}),
     "a byte order mark": (5, {"generate_ragged.py": "\ufeff".__add__}),
     "Windows line ends": (1, {"model.py": lambda text: text.replace("\n", "\r\n")}),
     # what may be added
-    "annotations from typing": (3, {"scheduler.py:": "from typing import List, Tuple",
-                                    "scheduler.py:Scheduler.share_budget": '''
-    def share_budget(self) -> List[Tuple[Request, int]]:
-        plan: List[Tuple[Request, int]] = [(r, 1) for r in self.running if r.todo == 1]
-        for r in self.running:
-            left = self.token_budget - sum(n for _, n in plan)
-            if r.todo > 1 and left > 0:
-                plan.append((r, min(r.todo, left)))
-        return plan
-'''}),
-    "annotations that are not evaluated": (2, {
-        "generate_dynamic.py:": "from __future__ import annotations",
-        "generate_dynamic.py:admit": '''
-def admit(waiting: list[Nobody], running, step, max_batch) -> tuple[list, list]:
-    ready = sum(r.arrival <= step for r in waiting)
-    n = min(ready, max_batch - len(running))
-    return waiting[n:], [*running, *waiting[:n]]
-'''}),
-    "a decorator, a constant and a default": (5, {
+    "a decorator, a default, numbers of numpy, an import for type checkers": (5, {
         "generate_prepacked.py:": '''
 from functools import singledispatch
+
+import numpy as np
 
 LONGEST_FIRST = True
 ''', "generate_prepacked.py:first_fit_decreasing": '''
 @singledispatch
 def first_fit_decreasing(lengths, size, order=LONGEST_FIRST):
     rows, room = [], []
-    for length, i in sorted(((n, i) for i, n in enumerate(lengths)), reverse=order):
+    for i in np.argsort(np.array(lengths, int))[::-1 if order else 1]:
+        length = lengths[i]
         row = next((b for b, left in enumerate(room) if left >= length), len(rows))
         if row == len(rows):
             rows.append([])
@@ -247,6 +222,21 @@ def first_fit_decreasing(lengths, size, order=LONGEST_FIRST):
         rows[row].append(i)
         room[row] -= length
     return rows
+''', "generate_ragged.py:": '''
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+''', "generate_ragged.py:Flat.attend": '''
+    def attend(self, layer: Hashable, q, k, v):
+        self.write(layer, k, v)
+        pairs = [self.read(layer, i) for i, _ in enumerate(self.plan)]
+        if self.attention == "mask":
+            return head(q, *(torch.cat(part, -2) for part in zip(*pairs)), mask=self.mask)[0]
+        pieces = q.split([n for _, n in self.plan], dim=-2)
+        return torch.cat([head(piece, *pair)[0] for piece, pair in zip(pieces, pairs)], -2)
 '''}),
     "a helper in another file of the set": (4, {
         "cache.py": lambda text: text + '''
@@ -267,12 +257,23 @@ def padded(width, values):
         self.sampled = [request for i, (request, _) in enumerate(self.plan) if i in due]
         self.rows = torch.tensor(due, dtype=torch.long, device=device), T - 1
 '''}),
-    "a new file": (6, {"arithmetic.py": "def ceiling(a, b):\n    return (a + b - 1) // b\n",
+    "a new file, an attribute that __init__ sets": (6, {
+        "arithmetic.py": "def ceiling(a, b):\n    return (a + b - 1) // b\n",
         "paging.py:": "from arithmetic import ceiling", "paging.py:PagedScheduler.missing": '''
     def missing(self, request):
         return ceiling(request.computed + request.todo, self.pages.size) - len(request.kv)
+''', "paging.py": lambda text: text.replace(
+            "        self.published, self.key_of", "        self.log = []\n"
+            "        self.published, self.key_of"),
+        "paging.py:Pages.hold": '''
+    def hold(self, pages):
+        for page in pages:
+            self.log.append(page)
+            if page in self.kept:
+                del self.kept[page]
+            self.holders[page] = self.holders[page] + 1
 '''}),
-    "a property and a class attribute": (2, {"request.py:Request.append": '''
+    "a property, a class attribute, annotations": (2, {"request.py:Request.append": '''
     stops = ("stop", "length")
 
     @property
@@ -287,8 +288,18 @@ def padded(width, values):
         self.generated += [token]
         if token == self.eos_token or self.room <= 0:
             self.finish_reason = self.stops[token != self.eos_token]
+''',
+        "generate_dynamic.py:": "from __future__ import annotations",
+        "generate_dynamic.py:admit": '''
+def admit(waiting: list[Nobody], running, step, max_batch) -> tuple[list, list]:
+    ready = sum(r.arrival <= step for r in waiting)
+    n = min(ready, max_batch - len(running))
+    return waiting[n:], [*running, *waiting[:n]]
 '''}),
-    "an attribute that __post_init__ sets": (3, {
+    "an import that is repeated, a base class, an attribute that __post_init__ sets": (3, {
+        "scheduler.py": lambda text: text.replace("class Scheduler:", (
+            "class Sums:\n    total = lambda self: sum(r.kv_tokens for r in self.running)\n\n\n"
+            "@lambda it: it\nclass Scheduler(Sums):")).replace("reserved +", "self.total() +"),
         "request.py": lambda text: text.replace(
             "check_request(self)\n", "check_request(self)\n        self.history = []\n"),
         "request.py:advance": '''
@@ -299,33 +310,19 @@ def advance(plan, tokens):
         request.computed += n
         if request.todo == 0:
             request.append(next(tokens))
-'''}),
-    "an attribute that __init__ sets": (6, {
-        "paging.py": lambda text: text.replace(
-            "        self.published, self.key_of", "        self.log = []\n"
-            "        self.published, self.key_of"),
-        "paging.py:Pages.hold": '''
-    def hold(self, pages):
-        for page in pages:
-            self.log.append(page)
-            if page in self.kept:
-                del self.kept[page]
-            self.holders[page] = self.holders[page] + 1
-'''}),
-    "an import for type checkers": (5, {"generate_ragged.py:": '''
-from __future__ import annotations
+''', "scheduler.py:": '''
+import math
+from typing import List, Tuple
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-''', "generate_ragged.py:Flat.attend": '''
-    def attend(self, layer: Hashable, q, k, v):
-        self.write(layer, k, v)
-        pairs = [self.read(layer, i) for i, _ in enumerate(self.plan)]
-        if self.attention == "mask":
-            return head(q, *(torch.cat(part, -2) for part in zip(*pairs)), mask=self.mask)[0]
-        pieces = q.split([n for _, n in self.plan], dim=-2)
-        return torch.cat([head(piece, *pair)[0] for piece, pair in zip(pieces, pairs)], -2)
+MOST = math.inf
+MOST -= 1
+''', "scheduler.py:Scheduler.share_budget": '''
+    def share_budget(self) -> List[Tuple[Request, int]]:
+        plan: List[Tuple[Request, int]] = [(r, 1) for r in self.running if r.todo == 1]
+        for r in self.running:
+            left = self.token_budget - sum(n for _, n in plan)
+            if MOST > r.todo > 1 and left > 0:
+                plan.append((r, min(r.todo, left)))
+        return plan
 '''}),
 }

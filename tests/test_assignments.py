@@ -163,11 +163,14 @@ def complete(plan):
 
 
 from operator import sub
+Request.kv_tokens = 1
+if sub: advance = None
 raise SystemExit('never run')
 """, "cache.py": lambda text: text.replace("end = start + k.size(-2)", "end = start")}, grade.clean)
     scores, ignored = graded(tmp_path, 4, edits)
     line = edits["request.py"].count("\n") + 1
     assert not lost(scores) and ignored == [
+        "request.py: Request.kv_tokens", "request.py: advance",
         f"request.py: line {line}, which is outside of all functions", "cache.py: KV.write"]
 
 
@@ -293,6 +296,7 @@ def test_the_command_grades_a_class_whatever_a_folder_holds(tmp_path, capsys, mo
         {"1": {"requests": [["x", None]]}, "2": {"requests": [[10**9, 1]]}, "3": 7}))
     Path("class/mal/scheduler.py").unlink()
     os.mkfifo("class/mal/scheduler.py")
+    Path("class/.hidden").mkdir()
     flags = ("3 --all class --salt s --similarity --json out.json --csv out.csv "
              "--gradescope out").split()
     report, grade_all, numbers, saved = grade.report, grade.grade_all, grade.grade_numbers, []
@@ -320,6 +324,8 @@ def test_the_command_grades_a_class_whatever_a_folder_holds(tmp_path, capsys, mo
         grade.main([*flags, "--resume"])
     assert [call.args[1].name for call in again.call_args_list] == ["ada"]
     assert load("out.json")["ada"][0]["points"] == 3
+    grade.save(mock.Mock(json="", csv="", gradescope="out"), {"m" * 250: [], "zoe": []})
+    assert load("out/zoe.json") and "File name too long" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags, sentence", [
@@ -330,6 +336,7 @@ def test_the_command_grades_a_class_whatever_a_folder_holds(tmp_path, capsys, mo
     ("here --resume", "--resume needs --json FILE"),
     ("here --resume --json bad.json", "--json bad.json holds no results"),
     ("here --csv nowhere/3.csv", "nowhere/3.csv: there is no folder"),
+    ("here --json here", "here is a folder"), ("--all . --gradescope bad.json", "is no folder"),
 ])
 def test_flags_that_cannot_work_are_refused(flags, sentence, tmp_path, monkeypatch, capsys):
     (tmp_path / "here").mkdir()

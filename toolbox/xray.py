@@ -145,6 +145,9 @@ class XRay:
             if given != position:
                 yield f"{token} is computed as if at position {given}"
             expected = Counter(shared[key] for key in range(id - position, id + 1))
+            if max(row) < 0:
+                yield f"{token} has an output of NaN or infinity"
+                continue
             seen = Counter({shared[key]: n for key, n in enumerate(row) if n})
             for wrong, verb in (seen - expected, "sees"), (expected - seen, "does not see"):
                 if wrong:
@@ -194,8 +197,12 @@ def keys_of(batch):
 
 
 def counts_of(out):
-    """Numbers of keys (..., D + 1) from uniform weights (..., D); the smallest is one key's."""
+    """
+    Numbers of keys (..., D + 1) from uniform weights (..., D); the smallest is one key's. All are
+    -1 where the weights are not finite.
+    """
     each = out.masked_fill(out < 1e-9, 1).amin(dim=-1, keepdim=True)
     whole = out.sum(dim=-1, keepdim=True)
     blanks = ((1 - whole) / each).masked_fill(whole == 0, 0)   # it sees no key at all
-    return torch.cat([out / each, blanks], dim=-1).round().long()
+    counts = torch.cat([out / each, blanks], dim=-1).round()
+    return counts.masked_fill(~counts.isfinite().all(dim=-1, keepdim=True), -1).long()
