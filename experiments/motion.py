@@ -64,7 +64,7 @@ def panel(trace, title, x_of, top, theme):
         parts.append(f'<rect x="{x:.1f}" y="{y}" width="{x_of(end) - x:.1f}" height="{6 * ROW}" '
                      f'fill="{theme["finished"]}" opacity="0.15"/><text class="frozen" '
                      f'x="{(x + x_of(end)) / 2:.1f}" y="{y + 3.3 * ROW:.1f}" '
-                     f'text-anchor="middle">no token for {1e3 * worst:.0f} ms</text>')
+                     f'text-anchor="middle">no token: {1e3 * worst:.0f} ms</text>')
     for p, (begin, _, _) in zip(trace.passes, trace.model.passes):
         for name, _, n in p.work:
             if n > 1:

@@ -49,7 +49,7 @@ function readAddress() {                 // whatever it says: what does not exis
   state.clock = parts.has("ms") ? "ms" : parts.has("gpu") && GPU.size ? "gpu" : "step";
   state.cells = ["position", "wide"].includes(parts.get("cells")) ? parts.get("cells") : "token";
   state.all = parts.has("all");
-  setTheme(["dark", "light"].includes(parts.get("theme")) ? parts.get("theme") : "");
+  if (["dark", "light"].includes(parts.get("theme"))) setTheme(parts.get("theme"));
   const stop = parts.get("stop") - 1;
   state.stop = DATA.walk[stop] ? stop : null;
   state.tried = triedNamed(parts.get("try"));
@@ -72,7 +72,8 @@ function change(what) {                  // other runs, or another clock, at the
   const {k} = views[0].now, value = ticks[state.tick];
   Object.assign(state, what, {slot: null});
   pointed = null;
-  setTicks(what.clock ? valueOf(shown()[0].steps[Math.max(k, 0)]) : value);
+  const {steps} = shown()[0];            // another run may have fewer
+  setTicks(what.clock ? valueOf(steps[Math.max(0, Math.min(k, steps.length - 1))]) : value);
   build();
 }
 
@@ -183,7 +184,7 @@ function triedNamed(name) {              // its indices; null if there are no su
 
 function tryIt(tried) {
   before = state.tried && triedScores();
-  Object.assign(state, {tried, slot: null, clock: "gpu"});
+  Object.assign(state, {tried, slot: null, clock: state.tried && state.clock === "step" ? "step" : "gpu"});
   pointed = null;
   setTicks(Infinity);
   build();
@@ -215,7 +216,7 @@ function drawTry() {
     output.textContent = input.type === "range" ? knobs[knob][value] : "";
     label.className = knob === "mask" || stages.some(stage => applies[stage].includes(knob)) ? "" : "off";
   });
-  const broken = state.tried.at(-1) ? stages.map(stage => {
+  const broken = state.tried.at(-1) ? [...new Set(stages)].map(stage => {
     const [n, of] = wrong[settingOf(stage)] ?? [];
     return of ? `${stage}: ${n} of ${of} requests WRONG, and this timeline is the same: nothing raises an error.`
       : `${stage}: has no such mask to break.`;
@@ -366,7 +367,10 @@ function begin() {
   $("next").onclick = () => go(state.tick + 1);
   $("last").onclick = () => go(ticks.length - 1);
   $("play").onclick = () => play(!timer);
-  $("on").onclick = () => visit((state.stop ?? -1) + 1);
+  $("on").onclick = () => {
+    visit((state.stop ?? -1) + 1);
+    if ($("on").hidden) $("walk").querySelector("[aria-current]").focus();   // it is the last one
+  };
   $("return").onclick = () => visit(state.stop);
   $("all").onclick = () => { state.all = !state.all; build(); };
   document.addEventListener("keydown", onKey);

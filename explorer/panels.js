@@ -117,6 +117,7 @@ function drawTimeline(view) {
   const thick = high > 4 ? high - 1 : high;
   Object.assign(pen, {font: "11px system-ui, sans-serif", textBaseline: "middle"});
 
+  const edge = view.across(run.steps.at(-1)).reduce((left, width) => left + width);
   requests.forEach((request, r) => {
     let since = x(onTime ? request.arrived : request.arrival);
     pen.fillStyle = alarm;
@@ -143,6 +144,8 @@ function drawTimeline(view) {
         y += thick * count / slots;
       }
     }
+    pen.fillStyle = waiting;             // in a live run, it may wait still
+    if (!request.reason) pen.fillRect(since, (r + 0.5) * high - 0.5, Math.max(0, edge - since), 1);
   });
   const most = largest(shown().flatMap(other => other.steps.map(step => inStep(other, "slots", step))));
   for (const step of run.steps) {

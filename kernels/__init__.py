@@ -35,6 +35,11 @@ class Fast:
 
     def forward(self, tokens, positions=None, attend=causal, rows=None):
         """As GPT.forward or Llama.forward."""
+        if torch.is_grad_enabled():   # training: torch does not count what fused optimizers change
+            self._parts.versions = None
+            for module in self.modules():
+                if hasattr(module, "reordered"):
+                    module.reordered.packed = None, None, None, None
         if positions is None:   # whole sequences: a bare call, or training
             return self.whole(tokens, attend, rows)
         why = self._parts.changed(self)
@@ -42,6 +47,9 @@ class Fast:
             self.note(why)
             return super().forward(tokens, positions, attend, rows)
         why, layout = served.why_not(attend), getattr(attend, "__self__", None)
+        if not why and (tokens.shape != positions.shape or not is_alone(layout)
+                        and layout.cu_seqlens[-1] != tokens.numel()):
+            why = "the tokens are not those of the plan"
         try:
             if not why:
                 batch = alone(tokens, layout) if is_alone(layout) else layout
@@ -95,7 +103,7 @@ class Fast:
         attn = self.h[0].attn
         weight = attn.key.weight   # a tensor parallel rank has some of the heads
         heads = weight.size(0) // attn.head_size
-        shape = self.config.n_layer, heads, attn.head_size, weight.dtype, weight.device
+        shape = len(self.h), heads, attn.head_size, weight.dtype, weight.device
         if self._pools is None or self._pools.shape != shape:
             self._pools = Pools(min(4 * self.config.block_size, 4096), *shape)
         return self._pools

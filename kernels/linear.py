@@ -149,7 +149,8 @@ class Parts:
         frequencies = getattr(model, "frequencies", ())
         versions = [frequencies, *map(version_of, self.modules.parameters)]
         if versions != self.versions:
-            self.versions, self.refused, named = versions, None, dict(model.named_parameters())
+            self.versions, self.refused, named = versions, None, dict(
+                model.named_parameters(remove_duplicate=False))   # shared ones, too
             try:
                 self.weights = native.Weights(
                     named, model.h[0].attn.head_size, lambda name: model.get_submodule(

@@ -447,7 +447,7 @@ i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* 
     const Model& M = *model;
     for (i64 r = 0; r < N; r++)
         if (tokens[r] < 0 || tokens[r] >= M.vocabulary
-            || positions[r] < 0 || positions[r] >= M.positions) return r;
+            || (M.wpe && (positions[r] < 0 || positions[r] >= M.positions))) return r;
     i64 C = M.C, H = M.hidden, size = M.size, kv_heads = M.heads / M.group, m = N;
     i64 Q = M.heads * size, K = kv_heads * size;   // features of the queries; of the keys
     float *x = room, *y = x + N * C, *q = y + N * std::max(C, Q), *k = q + N * Q, *v = k + N * K;

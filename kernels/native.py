@@ -76,7 +76,7 @@ def library():
 def build():
     """The path of the shared library for this source, compiler and processor."""
     def run(*arguments):
-        return subprocess.run([COMPILER, *arguments], capture_output=True, timeout=120)
+        return subprocess.run([*COMPILER.split(), *arguments], capture_output=True, timeout=120)
 
     machine = run("-march=native", "-dM", "-E", "-x", "c++", os.devnull).stdout
     digest = hashlib.sha256(SOURCE.read_bytes() + machine + repr(FLAGS).encode()).hexdigest()[:16]
@@ -244,7 +244,9 @@ def multiply(x, packed, n, bias=None, gelu=False):
 
 def why_not_now(vocabulary):
     """Why no step can run on the weights of the module that makes logits now; None if one can."""
-    weight, reordered = vocabulary.weight, vocabulary.reordered
+    weight, reordered = vocabulary.weight, getattr(vocabulary, "reordered", None)
+    if reordered is None:
+        return "the module that makes logits came after optimize()"
     if not reordered.compiled:
         return "optimize() was called without it"
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
@@ -272,6 +274,8 @@ class Weights:
         # Where positions only turn, there is no last one
         self.positions = len(named["wpe.weight"]) if "wpe.weight" in named else 2**31
         layers = 1 + max(int(name.split(".")[1]) for name in named if name.startswith("h."))
+        if frequencies and 2 * len(frequencies) != head_size:
+            raise ValueError(f"{len(frequencies)} frequencies for heads of {head_size}")
         constants = [torch.tensor(part, **FLOAT) for part in (frequencies, [eps])]
         self.alive = [named, constants]   # what the addresses belong to
 
@@ -285,8 +289,10 @@ class Weights:
             weight = f"{name}.weight"
             if weight not in named:
                 return 0, 0
-            if named[weight].shape != (n, k):
-                raise ValueError(f"{weight} is {tuple(named[weight].shape)}, not {(n, k)}")
+            w = named[weight]
+            if (w.shape, w.dtype, w.device.type) != ((n, k), torch.float32, "cpu"):
+                raise ValueError(f"{weight} is {w.dtype} {tuple(w.shape)} on {w.device}, "
+                                 f"not torch.float32 {(n, k)} on the CPU")
             self.alive.append(packed(weight))
             return (address(self.alive[-1], torch.float32, packed_shape(n, k), weight),
                     part(f"{name}.bias", n))

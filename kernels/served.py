@@ -122,7 +122,7 @@ def touched(module):
 
 # --- layouts --------------------------------------------------------------------------------------
 
-METHODS = "attend", "lay_out", "read", "slots", "write"
+METHODS = "__init__", "attend", "lay_out", "read", "slots", "write"
 LAYOUTS = {"Alone": [*RECORD["generate_unbatched.py"]], "Flat": [*RECORD["generate_ragged.py"]],
            "Paged": [*RECORD["generate_paged.py"], *RECORD["generate_ragged.py"]]}
 
@@ -140,7 +140,8 @@ def why_not(attend):
     base = next((each.__name__ for each in kind.__mro__ if each.__name__ in LAYOUTS), None)
     if base is None:
         return f"it is for the layouts of stages 0, 6 and 7, not {kind.__name__}"
-    functions = [(part, name) for part in kind.__mro__ for name in METHODS if name in vars(part)]
+    functions = [(part, name) for part in kind.__mro__[:-1]   # not object
+                 for name in METHODS if name in vars(part)]
     changed = watch(*functions).first_changed()
     if not changed and [f"{part.__name__}.{name}" for part, name in functions] != LAYOUTS[base]:
         changed = base

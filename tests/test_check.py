@@ -77,6 +77,8 @@ FAULTS = {   # name: (what is done to the request, what the check says)
     "NaN": (lambda r, told, _: put(r, told, 0, factor=math.nan), "logits of token 0 differ by nan"),
     "a token short": (lambda r, told, _: cut(r, told, "length"), "after 5 tokens with 'length'"),
     "too many": (lambda r, told, _: too_many(r, told, "length"), "after 7 tokens with 'length'"),
+    "cancelled by nobody": (lambda r, told, _: setattr(r, "finish_reason", "cancelled"),
+                            "after 6 tokens with 'cancelled'"),
     "cancelled late": (lambda r, told, _: too_many(r, told, "cancelled"), "after 7 tokens with"),
     "stops late": (stops_late, "after 6 tokens with 'stop', not after "),
     "other reason": (lambda r, *_: setattr(r, "finish_reason", "stop"), "with 'stop', not after 6"),

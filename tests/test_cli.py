@@ -88,6 +88,8 @@ def test_exit_status_1_if_a_request_is_wrong():
     (generate_paged, "--prompts missing.txt", "--prompts missing.txt: No such file"),
     (generate_paged, "--prompts toolbox/builtin/model.safetensors", "not a text file in UTF-8"),
     (generate_paged, "--prompt a --prompts b", "--prompt and --prompts"),
+    (generate_paged, "--prompts ''", "--prompts : No such file"),
+    (generate_paged, f"--max_batch {10**20}", "--max_batch must be at most 9223372036854775807"),
     (generate_paged, "--prompt ''", "request 'r0': the prompt is empty"),
     (generate_paged, f"--prompt '{'word ' * 400}'",
      "request 'r0': prompt of 800 tokens does not fit block_size 256"),

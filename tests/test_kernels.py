@@ -171,13 +171,23 @@ def test_changed_weights_are_seen_by_this_model_alone(how):
 
 
 def test_it_can_still_be_trained():
-    grads, batch = [], Flat([(request, 1) for request in prepare(mixed(), FAST.config)])
+    def logits(model):
+        batch = Flat([(request, 1) for request in prepare(mixed(), FAST.config)])
+        return model(batch.tokens, batch.positions, batch.attend, batch.rows)
+
+    grads = []
     for model in copy.deepcopy(PLAIN), copy.deepcopy(FAST):
         model.requires_grad_(True)
         F.cross_entropy(model(TOKENS[:, :-1]).flatten(0, 1), TOKENS[0, 1:]).backward()
         grads.append((model.h[0].mlp.c_fc.weight.grad, model.wte.weight.grad))
     assert_close(*grads)
-    assert model(batch.tokens, batch.positions, batch.attend, batch.rows).requires_grad
+    for how in {}, {"fused": True}:   # torch does not count what a fused optimizer changes
+        torch.optim.SGD(model.parameters(), lr=1.0, **how).step()
+        again = copy.deepcopy(PLAIN)
+        again.load_state_dict(model.state_dict())
+        with torch.inference_mode():
+            assert_close(*map(logits, (again, model)))
+        assert logits(model).requires_grad   # the next step of the training
 
 
 def test_autocast_is_honoured():
@@ -273,6 +283,11 @@ def half(module, args, out):
     return out * 0.5
 
 
+def turned(layout, *args):
+    super(type(layout), layout).__init__(*args)
+    layout.slot_mapping = layout.slot_mapping * 0 + 5
+
+
 CHANGES = [   # what the model says of it, and what is changed
     ("Flat.attend has been replaced", lambda models: swapped(Flat.attend, [
         ("self.write(layer, k, v)", "self.write(layer, k, -v)")])),
@@ -303,7 +318,15 @@ CHANGES = [   # what the model says of it, and what is changed
         half)) for name in ("h.1", "h.0.mlp.c_fc", "wte")],
     each("ln_f has a hook", lambda m: m.ln_f.register_forward_pre_hook(
         lambda module, args: args[0] * torch.arange(15))),
-    each("h.1.mlp.c_fc is another module", lambda m: setattr(m.h[1].mlp, "c_fc", OTHER))]
+    each("h.1.mlp.c_fc is another module", lambda m: setattr(m.h[1].mlp, "c_fc", OTHER)),
+    each("the module that makes logits came after optimize()", lambda m: setattr(m, "wte", torch.nn.Embedding(
+        VOCAB, 15, _weight=PLAIN.wte.weight.flip(0)))),
+    *[each("compiled step: in 21", lambda m, part=part: setattr(   # two modules share a parameter
+        m.h[1].get_submodule(part), name, getattr(m.h[0].get_submodule(part), name)))
+      for part, name in (("mlp.c_fc", "weight"), ("attn.value", "bias"), ("ln_1", "bias"))],
+    each("compiled step: in 21", lambda m: (   # one block more than config.n_layer
+        m.h.append(copy.deepcopy(m.h[1])), setattr(m.h[-1].attn, "layer", len(m.h) - 1))),
+    put(generate_paged, "Paged", own(generate_paged.Paged, __init__=turned), "Own.__init__")]
 
 
 @pytest.mark.parametrize("said, change", CHANGES, ids=[said for said, _ in CHANGES])
@@ -332,6 +355,9 @@ def table(*pages):
     (lambda b: setattr(b, "tokens", b.tokens.int()), "", Flat),
     (lambda b: setattr(b, "rows", torch.tensor([1])), "", Flat),
     (lambda b: setattr(b, "rows", None), "", Flat),
+    (lambda b: setattr(b, "positions", b.positions[:, None]), "", Flat),
+    (lambda b: vars(b).update(tokens=b.tokens[:1], positions=b.positions[:1],
+                              rows=torch.tensor([0])), "", Flat),
     (table(0, 7), "", Paged), (table(0), "", Paged)])   # no such page; one too few
 @torch.inference_mode()
 def test_errors_are_those_of_the_plain_model(change, error, stage):

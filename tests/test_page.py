@@ -408,6 +408,13 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(width, height, la
     assert ladder_page.texts("#stop") == [DATA["walk"][6]["text"]]
 
 
+def test_the_scoreboard_shows_any_run(ladder_page):
+    for i, run in enumerate(DATA["runs"]):   # some have fewer steps than the stop's
+        ladder_page.open("stop=10")
+        ladder_page.run("document.querySelectorAll('.scores button')[arguments[0]].click()", i)
+        assert ladder_page.run("return [state.run, views[0].run.name]") == [run["name"]] * 2
+
+
 def test_the_timeline_answers_the_mouse(ladder_page):
     ladder_page.open("stop=3")
     ladder_page.run("""

@@ -189,7 +189,7 @@ def load_inputs(args):
     if args.prompt and args.prompts:
         raise ValueError("--prompt and --prompts: give one of the two")
     prompts = ([{"prompt": text} for text in args.prompt] if args.prompt
-               else read_prompts(args.prompts or PROMPTS))
+               else read_prompts(PROMPTS if args.prompts is None else args.prompts))
     model, tokenizer = load(args.model, DTYPES[args.dtype])
     if args.chat:
         use_chat_template(tokenizer)
@@ -247,7 +247,9 @@ def guarded(prog, work, speaks=True):
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:   # e.g. `| head` has read enough
+    except OSError as error:   # a full disk, say; or, without a word, `| head` has read enough
+        if not isinstance(error, BrokenPipeError):
+            print(f"{prog}: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -14,7 +14,7 @@ def check_request(request):
         request.prompt = [operator.index(token) for token in request.prompt]   # any library's ints
     except TypeError:
         raise ValueError(f"{request}: prompt must be a list of token ids, not "
-                         f"{request.prompt!r:.60}") from None
+                         f"{' '.join(repr(request.prompt).split()):.60}") from None
     if not request.prompt:
         raise ValueError(f"{request}: the prompt is empty, it needs at least one token")
     least = dict(max_new_tokens=1, top_k=1, seed=0, eos_token=0, priority=0, arrival=0)
@@ -38,6 +38,7 @@ def check_run(requests, kind, config):
     for request in requests:
         if not isinstance(request, kind):
             raise ValueError(f"requests must be Requests, not {request!r:.60}")
+        check_request(request)   # again: its fields may have been set since
     taken = {request.name for request in requests}
     free = (f"r{i}" for i in count() if f"r{i}" not in taken)
     name_of = {request: request.name or next(free) for request in dict.fromkeys(requests)}
@@ -78,6 +79,8 @@ def at_least_1(**knobs):
     for name, value in knobs.items():
         if not is_whole(value, 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if value > sys.maxsize:
+            raise ValueError(f"{name} must be at most {sys.maxsize}, not {value:.3g}")
 
 
 def one_of(name, value, *allowed):

@@ -39,8 +39,9 @@ def read_prompts(path):
 def parse_line(line, where):
     try:
         entry = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = getattr(error, "msg", "nested too deeply")
+    except (ValueError, RecursionError) as error:   # ValueError: also of a number too long
+        reason = ("nested too deeply" if isinstance(error, RecursionError)
+                  else getattr(error, "msg", "a number has too many digits"))
         raise ValueError(f"{where}: not JSON ({reason})") from None
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
         raise ValueError(f"{where}: not an object whose \"prompt\" is a string")
@@ -65,7 +66,7 @@ def make_requests(prompts, tokenizer, arrival_rate=None, **defaults):
         raise ValueError(str(error).replace("request: ", "--", 1)) from None
     stream, time, requests = random.Random(f"arrivals {defaults['seed']}"), 0.0, []
     for i, entry in enumerate(prompts):
-        arrival = min(int(time), 10**9)
+        arrival = int(min(time, 1e9))
         entry = {**defaults, "seed": defaults["seed"] + i, "name": f"r{i}", "arrival": arrival,
                  **entry}
         if arrival_rate:

@@ -53,7 +53,8 @@ class XRay:
         self.first, self.token_of = {}, [None]   # request -> its first id; id -> its token
         for request in self.requests:
             self.first[request] = len(self.token_of)
-            length = len(request.prompt) + request.max_new_tokens
+            length = min(len(request.prompt) + request.max_new_tokens,
+                         model.config.block_size + 1)   # the last token needs no position
             self.token_of += [(request, position) for position in range(length)]
         self.same_as = [*range(len(self.token_of) + 1)]   # id -> first id with an equal prefix
         self.prefixes, self.known = {}, Counter()         # what same_as knows already
@@ -124,7 +125,7 @@ class XRay:
         if not hasattr(batch, "pages"):
             return range(len(self.same_as))
         for request, first in self.first.items():
-            known, most = self.known[request], len(request.prompt) + request.max_new_tokens
+            known, most = self.known[request], len(request.tokens)
             for id, token in enumerate(request.slice(known, most), first + known):
                 before = self.same_as[id - 1] if id > first else None
                 self.same_as[id] = self.prefixes.setdefault((before, token), id)
