@@ -319,8 +319,8 @@ CHANGES = [   # what the model says of it, and what is changed
     each("ln_f has a hook", lambda m: m.ln_f.register_forward_pre_hook(
         lambda module, args: args[0] * torch.arange(15))),
     each("h.1.mlp.c_fc is another module", lambda m: setattr(m.h[1].mlp, "c_fc", OTHER)),
-    each("the module that makes logits came after optimize()", lambda m: setattr(m, "wte", torch.nn.Embedding(
-        VOCAB, 15, _weight=PLAIN.wte.weight.flip(0)))),
+    each("the module that makes logits came after optimize()", lambda m: setattr(
+        m, "wte", torch.nn.Embedding(VOCAB, 15, _weight=PLAIN.wte.weight.flip(0)))),
     *[each("compiled step: in 21", lambda m, part=part: setattr(   # two modules share a parameter
         m.h[1].get_submodule(part), name, getattr(m.h[0].get_submodule(part), name)))
       for part, name in (("mlp.c_fc", "weight"), ("attn.value", "bias"), ("ln_1", "bias"))],
