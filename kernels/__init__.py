@@ -35,8 +35,8 @@ class Fast:
 
     def forward(self, tokens, positions=None, attend=causal, rows=None):
         """As GPT.forward or Llama.forward."""
-        if torch.is_grad_enabled():   # training: torch does not count what fused optimizers change
-            self._parts.versions = None
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            self._parts.versions = None   # training: torch does not count what fused optimizers do
             for module in self.modules():
                 if hasattr(module, "reordered"):
                     module.reordered.packed = None, None, None, None
