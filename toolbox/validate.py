@@ -38,7 +38,6 @@ def check_run(requests, kind, config):
     for request in requests:
         if not isinstance(request, kind):
             raise ValueError(f"requests must be Requests, not {request!r:.60}")
-        check_request(request)   # again: its fields may have been set since
     taken = {request.name for request in requests}
     free = (f"r{i}" for i in count() if f"r{i}" not in taken)
     name_of = {request: request.name or next(free) for request in dict.fromkeys(requests)}
