@@ -42,8 +42,7 @@ class Full(Exception):
     """The queue is full. seconds: when to try again"""
 
     def __init__(self, waiting, seconds):
-        super().__init__(f"{waiting} waiting already, and no more may: "
-                         f"try again in {seconds} s")
+        super().__init__(f"the queue is full, with {waiting} waiting: try again in {seconds} s")
         self.seconds = seconds
 
 

@@ -13,8 +13,8 @@ at the latest, and no request is preempted more than MAX_OVERTAKEN times. At eit
     L was overtaken       1   2   3           L is due: d is shorter, and has to wait
 
 There is one order for the queue and for memory, the *rank*: due or not, then the key, then the
-arrival. The first in rank is admitted first, and the last in rank is the one to preempt. Who
-preempts stands before its victim in rank. So the first in rank keeps its pages and goes on at every
+arrival. The first in rank is admitted first, and the last in rank is the one to preempt. The one
+that preempts stands before its victim. So the first in rank keeps its pages and goes on at every
 step: no live-lock. The token budget goes to those that run already, then to new ones: else a stream
 of short prompts could stop a longer one in the middle. vLLM ranks victims as its policy ranks its
 queue, too: by arrival under "fcfs", by priority and then arrival under "priority". It has no bound.

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, replace
 
 from toolbox.validate import is_whole
-from toolbox.weights import LLAMAS
+from toolbox.weights import KINDS
 
 PEAK_SHARE, BANDWIDTH_SHARE, OVERHEAD = 0.62, 0.76, 1e-3   # the three numbers; the last in seconds
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -162,9 +162,9 @@ def shape_of(text, dtype="float16", tp=1):
     if not isinstance(c, dict):
         raise ValueError(f"--model {text}: not the config.json of a model")
     kind = c.get("model_type", "gpt2" if "n_embd" in c else "llama")
-    if kind not in ("gpt2", *LLAMAS):
-        raise ValueError(f"--model {text}: its architecture is {kind!r:.60}, not one of gpt2, "
-                         f"{', '.join(LLAMAS)}")
+    if kind not in KINDS:
+        raise ValueError(f"--model {text}: its architecture is {kind!r:.60}, not one of "
+                         f"{', '.join(KINDS)}")
 
     def whole(key, default=None):   # null is as good as missing
         value = default if c.get(key) is None else c[key]

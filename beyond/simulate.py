@@ -174,13 +174,7 @@ def stage_parser():
     p.add_argument("--stage", default="paged", choices=SCRIPTS)
     p.add_argument("--lengths", metavar="FILE", help="a line for each request: prompt answer")
     p.add_argument("--clients", type=int, help="number of clients; each waits for its answer")
-    for name in cli.KNOBS:   # the stage checks the words
-        if name in ("share_prefixes", "use_cache"):   # and has a flag that turns these off
-            p.add_argument(f"--no_{name.removeprefix('use_')}", dest=name, action="store_const",
-                           const=False, help="a knob")
-        else:
-            p.add_argument(f"--{name}", type=int if name in cli.NUMBERS else str, help="a knob")
-    p.add_argument("--share_prefixes", action="store_const", const=True, help="the default")
+    cli.add_knobs(p)
     p.add_argument("--plot", metavar="FILE.png", help="draw the run's steps")
     return p
 

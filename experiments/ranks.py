@@ -107,6 +107,7 @@ def cost_model(points):
 def measure(args):
     """On every rank; only rank 0 prints."""
     device, dtype, where = cli.measuring_place(args)
+    where = where.replace(f"{torch.get_num_threads()} threads", "threads as in the table")
     config = GPTConfig(n_layer=8, n_head=8, n_embd=512, vocab_size=1024)
     repeats, world = 3 if args.quick else 9, dist.get_world_size()
     rows = time_ranks(config, device, dtype, repeats)

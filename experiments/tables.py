@@ -168,12 +168,6 @@ def committed(table, name):
     return markdown(head, rows) + origin([result], how)
 
 
-def committed_ranks():
-    head, rows, how = ranks(result := results.load("ranks"))
-    where = re.sub(r"\d+ thread\(s\) a rank", "threads as in the table", result["where"])
-    return markdown(head, rows) + origin([{**result, "where": where}], how)
-
-
 def committed_links():
     result = results.load("ranks")
     latency, bandwidth = result["model"]["latency"] * 1e6, result["model"]["bandwidth"] / 1e9
@@ -317,11 +311,11 @@ def committed_growth():
 
 
 FILES = {ladder: "ladder", gaps: "gaps", rows: "rows", sharing: "memory", scatter: "memory",
-         prepacking: "prepacking", queues: "overhead", beside: "overhead"}
+         prepacking: "prepacking", queues: "overhead", beside: "overhead", ranks: "ranks"}
 TABLES = {"stages": stages, "speed": speed, "parts": parts, "links": committed_links,
           "bench": committed_bench,
           "gpu ladder llama": partial(calculated, partial(gpu_ladder, model="llama-2-7b")),
-          "gpu growth": committed_growth, "ranks": committed_ranks,
+          "gpu growth": committed_growth,
          **{table.__name__.replace("_", " "): partial(calculated, table) for table in (
              gpu_published, gpu_ladder, gpu_machine, gpu_capacity)},
          **{table.__name__: partial(committed, table, file) for table, file in FILES.items()}}

@@ -39,7 +39,7 @@ class Fast:
             self._parts.versions = None   # training: torch does not count what fused optimizers do
             for module in self.modules():
                 if hasattr(module, "reordered"):
-                    module.reordered.packed = None, None, None, None
+                    module.reordered.forget()
         if positions is None:   # whole sequences: a bare call, or training
             return self.whole(tokens, attend, rows)
         why = self._parts.changed(self)

@@ -54,6 +54,9 @@ class ReorderedWeight:
 
     def __init__(self, compiled):
         self.compiled = compiled         # whether it may be for native.cpp's kernel
+        self.forget()
+
+    def forget(self):
         self.packed = None, None, None, None   # the weight, its memory, version, the reordered one
 
     @property
@@ -64,7 +67,7 @@ class ReorderedWeight:
         """Whether there is a kernel for this weight: in float32 on a CPU."""
         if weight.dtype == torch.float32 and weight.device.type == "cpu":
             return self.is_native or has_onednn()
-        self.packed = None, None, None, None
+        self.forget()
         return False
 
     def __call__(self, weight):

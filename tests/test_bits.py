@@ -253,8 +253,8 @@ assert [*test_bits.all_faults()] == []
     ids=["as it is", "undefined", "out of bounds"])
 def test_native_under_sanitizers(right, wrong, message, tmp_path):
     """In a build that stops at the first fault."""
-    libraries = [subprocess.run([native.COMPILER, f"-print-file-name={name}"], capture_output=True,
-                                text=True, check=True).stdout.strip()
+    libraries = [subprocess.run([*native.COMPILER.split(), f"-print-file-name={name}"],
+                                capture_output=True, text=True, check=True).stdout.strip()
                  for name in ("libasan.so", "libubsan.so")]
     if not all(map(os.path.isabs, libraries)):
         pytest.skip(f"{native.COMPILER} has no sanitizers here")

@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 
 import matplotlib
@@ -129,6 +130,15 @@ def test_bad_flags(program, flags, message, monkeypatch):
     monkeypatch.setitem(bench.MODELS, "small", tiny)
     monkeypatch.setattr(bench, "peers", lambda model, **knobs: {})
     refused(message, program, *shlex.split(flags))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_a_full_disk_is_one_line_and_costs_no_text(tmp_path):
+    (tmp_path / "t.json").symlink_to("/dev/full")
+    done = subprocess.run([sys.executable, "generate_ragged.py", "--max_new_tokens", "2", "--trace",
+                           str(tmp_path / "t.json")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "forward passes" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("generate_ragged.py: [Errno 28]")
 
 
 def test_float64_on_an_apple_gpu(monkeypatch):

@@ -51,7 +51,7 @@ STREAMS = ("ragged_varlen", "paged")   # the stages whose attention optimize() r
 
 has_native = native.works()
 needs_native = pytest.mark.skipif(not has_native, reason="native.cpp is not in use here")
-needs_compiler = pytest.mark.skipif(shutil.which(native.COMPILER) is None,
+needs_compiler = pytest.mark.skipif(shutil.which(native.COMPILER.split()[0]) is None,
                                     reason=f"there is no {native.COMPILER} here")
 both_kernels = pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_native), False])
 

@@ -102,7 +102,7 @@ BROKEN = {   # what is done to a folder, and what is said about it
         add_weight("transformer.h.0.attn.c_attn.weight", torch.zeros(2, 3, 3)),
         "missing or unknown"),
     "an output of its own": (add_weight("lm_head.weight", torch.zeros(1024, 128)),
-                             "'lm_head.weight'"),
+                             "lm_head.weight is not the embedding"),
     "a weight too many": (add_weight("odd", torch.zeros(1)), "'odd'"),
     "truncated": (edit("model.safetensors", lambda old: old[:1000]), "cannot be read"),
     "broken .bin": (old_bin(b"PK\3\4 no"), "cannot be read"),

@@ -169,7 +169,7 @@ def test_idle_time_is_no_pace():
     engine = Engine(toy(), max_waiting=1)
     engine.finish_times = deque([time.perf_counter() - 3600])
     engine.add(Request([1]))
-    with pytest.raises(Full, match="1 waiting already, .* try again in 1 s"):
+    with pytest.raises(Full, match="full, with 1 waiting: try again in 1 s"):
         engine.add(Request([1]))
 
 
@@ -283,7 +283,7 @@ def test_a_full_queue_answers_429_and_what_never_fits_400():
         ask = {"prompt": "a", "max_tokens": 300, "extra_body": {"ignore_eos": True}}
         refused = [answer for answer in ask_all(running, [ask] * 6)
                    if isinstance(answer, openai.RateLimitError)]
-        assert 3 <= len(refused) <= 4 and "2 waiting already" in str(refused[0])
+        assert 3 <= len(refused) <= 4 and "full, with 2 waiting" in str(refused[0])
         assert int(refused[0].response.headers["retry-after"]) >= 1
         for wrong, why in (({"max_tokens": 400}, "25 pages of 16 tokens, pages is 20"),
                            ({"prompt": [1] * 4000 + [9999]}, "token id 9999 is not")):

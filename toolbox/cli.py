@@ -84,23 +84,7 @@ def parser(doc):
     what.add_argument("--arrival_rate", type=float, metavar="R",
                       help="requests arrive at random, R per step (default: all at step 0)")
 
-    knobs = p.add_argument_group("how to batch (changes when a token comes, never which)")
-    for name, text in NUMBERS.items():
-        knobs.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    knobs.add_argument("--policy", choices=tuple(POLICIES),
-                       help="which waiting request goes first (default: fcfs)")
-    knobs.add_argument("--share_prefixes", action="store_const", const=True,
-                       help="share pages between requests that begin with the same tokens "
-                            "(the default)")
-    knobs.add_argument("--no_share_prefixes", dest="share_prefixes", action="store_const",
-                       const=False, help="keep the pages of all requests apart")
-    knobs.add_argument("--pack", choices=("batch", "dataset"),
-                       help="prepacking: pack the prompts that were admitted, or let the packing "
-                            "decide which to admit (default: batch)")
-    knobs.add_argument("--attention", choices=("varlen", "mask"),
-                       help="how the ragged stage keeps requests apart (default: varlen)")
-    knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False,
-                       help="unbatched: compute everything again for each token")
+    add_knobs(p)
 
     where = p.add_argument_group("where")
     add_place(where)
@@ -118,6 +102,26 @@ def parser(doc):
     out.add_argument("--no_check", action="store_true",
                      help="do not compare with the unbatched run")
     return p
+
+
+def add_knobs(parser):
+    knobs = parser.add_argument_group("how to batch (changes when a token comes, never which)")
+    for name, text in NUMBERS.items():
+        knobs.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    knobs.add_argument("--policy", choices=tuple(POLICIES),
+                       help="which waiting request goes first (default: fcfs)")
+    knobs.add_argument("--share_prefixes", action="store_const", const=True,
+                       help="share pages between requests that begin with the same tokens "
+                            "(the default)")
+    knobs.add_argument("--no_share_prefixes", dest="share_prefixes", action="store_const",
+                       const=False, help="keep the pages of all requests apart")
+    knobs.add_argument("--pack", choices=("batch", "dataset"),
+                       help="prepacking: pack the prompts that were admitted, or let the packing "
+                            "decide which to admit (default: batch)")
+    knobs.add_argument("--attention", choices=("varlen", "mask"),
+                       help="how the ragged stage keeps requests apart (default: varlen)")
+    knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False,
+                       help="unbatched: compute everything again for each token")
 
 
 def add_place(group):
@@ -250,7 +254,10 @@ def guarded(prog, work, speaks=True):
     except OSError as error:   # a full disk, say; or, without a word, `| head` has read enough
         if not isinstance(error, BrokenPipeError):
             print(f"{prog}: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        try:
+            sys.stdout.flush()
+        except OSError:   # it is stdout: what is left of it cannot be written
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

@@ -87,15 +87,14 @@ def fault(value, schema, name, spec):
     if "$ref" in schema:
         schema = spec["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
     if "anyOf" in schema:
-        faults = [fault(value, each, name, spec) for each in schema["anyOf"]]
-        fitting = [each for each in faults if each and not each.startswith(f"{name} must be of")]
-        return None if None in faults else " or ".join(fitting or faults)
+        fitting = [each for each in schema["anyOf"] if is_of(value, types_of(each))]
+        faults = [fault(value, each, name, spec) for each in fitting or schema["anyOf"]]
+        return None if None in faults else " or ".join(faults)
     is_bool = isinstance(value, bool)
     if "enum" in schema:   # in Python, True == 1
         found = any(value == each and is_bool == isinstance(each, bool) for each in schema["enum"])
         return None if found else f"{name} must be {' or '.join(map(json.dumps, schema['enum']))}"
-    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    if not any(isinstance(value, TYPES[kind]) and is_bool == (kind == "boolean") for kind in types):
+    if not is_of(value, types := types_of(schema)):
         return f"{name} must be of type {' or '.join(types)}"
     if isinstance(value, str) and re.search("[\ud800-\udfff]", value):   # JSON can say it
         return f"{name} holds half of a character, a lone surrogate"
@@ -124,6 +123,15 @@ def fault(value, schema, name, spec):
         faults = (fault(each, known[key], key if name == "the body" else f"{name}.{key}", spec)
                   for key, each in value.items())
         return next(filter(None, faults), None)
+
+
+def types_of(schema):
+    return schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+
+
+def is_of(value, types):   # in Python, a bool is an int
+    return any(isinstance(value, TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
+               for kind in types)
 
 
 # --- connections ----------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ LLAMA_NAMES = {
     "q_proj.": "query.", "k_proj.": "key.", "v_proj.": "value.", "o_proj.": "c_proj.",
     "gate_proj.": "c_gate.", "up_proj.": "c_fc.", "down_proj.": "c_proj.",
 }
+KINDS = ("gpt2", *LLAMAS)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -74,6 +75,7 @@ def read_gpt2(name):
                          "toolbox.load.load_model reads both")
     config = select(read_config(folder, name), CONFIG, FIXED, "GPT-2", name)
     weights = from_hugging_face(read_tensors(files, torch.float32, name))
+    drop_tied_head(weights, name)
     check_weights(weights, config, name, GPT, GPTConfig, "GPT-2")
     return config, weights
 
@@ -85,29 +87,35 @@ def read_llama(name, dtype):
     """
     from beyond.llama import Llama, LlamaConfig
     files = locate(name)
-    config = llama_config(read_config(files[0].parent, name), name)
-    weights = {}
+    theirs = read_config(files[0].parent, name)
+    config, weights = llama_config(theirs, name), {}
     for key, tensor in read_tensors(files, dtype, name):
         if key.endswith(".inv_freq"):   # old files hold what frequencies() computes
             continue
-        for theirs, ours in LLAMA_NAMES.items():
-            key = key.replace(theirs, ours)
+        for old, new in LLAMA_NAMES.items():
+            key = key.replace(old, new)
         weights[key] = tensor
-    head = weights.pop("lm_head.weight", None) if config["tied"] else None
+    if config["tied"]:
+        drop_tied_head(weights, name)
+    check_weights(weights, config, name, Llama, LlamaConfig, theirs["model_type"])
+    return config, weights
+
+
+def drop_tied_head(weights, name):
+    """Of outputs tied to the embedding, a file may hold a copy. ValueError if it differs."""
+    head = weights.pop("lm_head.weight", None)
     wte = weights.get("wte.weight", head)
     if head is not None and not (head.dtype == wte.dtype and torch.equal(head, wte)):
         raise ValueError(f"model '{name}': tie_word_embeddings is true, but lm_head.weight is not "
                          "the embedding")
-    check_weights(weights, config, name, Llama, LlamaConfig, kind_of(files[0].parent, name))
-    return config, weights
 
 
 def kind_of(folder, name):
-    """Its model_type: "gpt2", or one of LLAMAS. ValueError for any other."""
+    """Its model_type, one of KINDS. ValueError for any other."""
     kind = read_config(folder, name).get("model_type", "gpt2")
-    if kind not in ("gpt2", *LLAMAS):   # it may be a list
+    if kind not in KINDS:   # it may be a list
         raise ValueError(f"model '{name}': its architecture is {kind!r:.60}, "
-                         f"not one of gpt2, {', '.join(LLAMAS)}")
+                         f"not one of {', '.join(KINDS)}")
     return kind
 
 
@@ -265,7 +273,7 @@ def select(theirs, names, fixed, kind, name):
 # --- weights --------------------------------------------------------------------------------------
 
 def from_hugging_face(theirs):
-    """GPT-2's tensors [(key, tensor), ...] as our state dict, without their masks and lm_head."""
+    """GPT-2's tensors [(key, tensor), ...] as our state dict, without their masks."""
     ours = {}
     for key, tensor in theirs:
         key = key.removeprefix("transformer.")
@@ -278,9 +286,6 @@ def from_hugging_face(theirs):
                 ours[key.replace("c_attn", part)] = piece.contiguous()
         else:
             ours[key] = tensor.contiguous()
-    head = ours.get("lm_head.weight")   # one of its own is no GPT-2's: `check_weights` names it
-    if head is not None and torch.equal(head, ours.get("wte.weight", head)):
-        del ours["lm_head.weight"]
     return ours
 
 

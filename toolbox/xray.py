@@ -125,7 +125,7 @@ class XRay:
         if not hasattr(batch, "pages"):
             return range(len(self.same_as))
         for request, first in self.first.items():
-            known, most = self.known[request], len(request.tokens)
+            known, most = self.known[request], request.computed + request.todo
             for id, token in enumerate(request.slice(known, most), first + known):
                 before = self.same_as[id - 1] if id > first else None
                 self.same_as[id] = self.prefixes.setdefault((before, token), id)
