@@ -3,14 +3,14 @@ The KV cache: keys and values that are kept, because a later token never changes
 
 By the causal rule the last token changes nothing that earlier tokens computed. So their keys and
 values stay as they are, and a new token computes one key, one value and one row of scores instead
-of all of them: O(n) instead of O(n^2). (Claims H3, H4.)
+of all of them: O(n) instead of O(n^2).
 
     layer 0   k  | k0 k1 k2 k3 .  .  .  . |      capacity 8, in tokens
               v  | v0 v1 v2 v3 .  .  .  . |      write: in place, at `start`
     layer 1   ...  \_________/                   read: a view of the first `end` tokens
 
 One token costs 2 x n_layer x n_embd numbers: 18,432 for the smallest GPT-2, 72 KiB in float32. The
-weights serve all requests of a batch; keys and values serve one. (Claims H5, R7.)
+weights serve all requests of a batch; keys and values serve one.
 """
 
 

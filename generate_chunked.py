@@ -15,7 +15,7 @@ tokens at each step: one for each decode, and the rest for prompts, in chunks.
 
 Better than stage 2: a long prompt slows several steps a little, instead of stalling one for long.
 Wasted: two forward passes in a step with both decodes and chunks, so the weights are read twice.
-(Claim H6. The idea is Sarathi's.)
+(The idea is Sarathi's.)
 """
 import torch
 
@@ -52,7 +52,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
                 continue
             batch = Rectangle(part, model.device)
             with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
             # 3. one token for each request that has nothing more to compute
             tokens = sample(logits, batch.sampled)
             scheduler.update(part, tokens)

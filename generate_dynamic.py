@@ -1,6 +1,9 @@
 """
 Stage 2: dynamic batching. A finished request leaves at once, and a waiting one takes its place.
 
+The field calls this *continuous batching* (Orca: iteration-level scheduling), and what servers such
+as Triton call dynamic batching is stage 1. Stages 3, 4, 6 and 7 refine it.
+
 The batch is rebuilt at every step, so the cache can no longer belong to the batch: each request has
 its own, and the layout `Rectangle` gathers them. Prompts and decodes differ in width, so a step has
 up to two forward passes: one rectangle for the decodes and one for the newcomers' prompts.
@@ -13,21 +16,16 @@ up to two forward passes: one rectangle for the decodes and one for the newcomer
     C             .   .   P   d   d           . waiting
 
 Better than stage 1: no finished rows, and no request waits for a whole batch.
-Wasted: padding, as before; the pasts are copied into a new rectangle at every step; and a long
-prompt is prefilled in one piece, while every running decode waits for it.
-
-Names: the field calls this *continuous batching* (Orca: iteration-level scheduling); stages 3, 4, 6
-and 7 refine it. What servers such as Triton call dynamic batching is stage 1.
+Wasted: padding, as before; each layer copies all pasts twice, into a rectangle and then in front of
+the new keys; and a long prompt is prefilled in one piece, while every running decode waits for it.
 """
 import torch
 
 from cache import KV
-from model import Head, sample
-from request import advance, complete, prepare, unfinished
+from model import head, sample
+from request import advance, indices_due, prepare, unfinished
 from toolbox.trace import Trace
 from toolbox.validate import at_least_1
-
-head = Head()
 
 
 class Rectangle:
@@ -41,7 +39,7 @@ class Rectangle:
           P - p pads, p past     T - n pads, n new      S = P + T keys
 
     and the mask must hide the pads of *both* parts. A published tutorial's version marks all new
-    slots as valid: there, a shorter row attends to its own padding. (Claim I8.)
+    slots as valid: there, a shorter row attends to its own padding.
     """
 
     def __init__(self, plan, device=None):
@@ -65,9 +63,10 @@ class Rectangle:
         self.P = P
 
         # A row may hold only part of a prompt (stages 3 and 4): its last column is not sampled.
-        done = complete(self.plan)
-        self.sampled = [self.plan[b][0] for b in done]
-        self.rows = (torch.tensor(done, dtype=torch.long, device=device), -1)   # long, even if none
+        due = indices_due(self.plan)
+        self.sampled = [self.plan[b][0] for b in due]
+        # The last column of these rows. long: without it, an empty list would become floats.
+        self.wanted = (torch.tensor(due, dtype=torch.long, device=device), -1)
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
         """
@@ -80,7 +79,7 @@ class Rectangle:
             if start:                                               # a newcomer has no past
                 past = request.kv.read(layer, start)
                 past_k[b, :, P - start:], past_v[b, :, P - start:] = past
-        out, _, _ = head(q, k, v, past_k, past_v, self.mask)
+        out = head(q, k, v, past_k, past_v, self.mask)
         for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
             new = k[b, :, T - n:], v[b, :, T - n:]                  # each row without its padding
             request.kv.write(layer, start, *new)
@@ -130,7 +129,7 @@ def generate(model, requests, max_batch=8, on_token=None):
                 continue
             batch = Rectangle(part, model.device)
             with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
             # 3. one token for each row
             tokens = sample(logits, batch.sampled)
             advance(batch.plan, tokens)

@@ -18,8 +18,8 @@ Better than stage 3: one forward pass where a step with decodes and chunks took 
 Wasted: the right pass in the wrong shape. One chunk of n among B rows makes (B - 1)(n - 1) pad
 slots: 3 x 7 = 21 above.
 
-Names: Sarathi calls this piggybacking, Sarathi-Serve a hybrid batch. (Claims I1, I3, I8, H9; the
-tutorial is source I of docs/sources.md.)
+Names: Sarathi calls this piggybacking, Sarathi-Serve a hybrid batch. (The tutorial is source I of
+docs/sources.md.)
 """
 import torch
 
@@ -46,7 +46,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         # 2. one forward pass for decodes and chunks together
         batch = Rectangle(plan, model.device)
         with trace.forward_pass(step, batch):
-            logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
+            logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
         # 3. one token for each request that has nothing more to compute
         tokens = sample(logits, batch.sampled)
         scheduler.update(plan, tokens)

@@ -12,23 +12,20 @@ computes is never read.
 
 Better than stage 0: one read of the weights serves all rows.
 Wasted: padding; finished rows keep running; no new request gets in before the last one is done.
-(Claims H7, H8.)
 """
 import torch
 
 from cache import KV
-from model import Head, sample
-from request import advance, complete, prepare, unfinished
+from model import head, sample
+from request import advance, indices_due, prepare, unfinished
 from toolbox.trace import Trace
 from toolbox.validate import at_least_1
-
-head = Head()
 
 
 class StaticBatch:
     """
-    Left-padded (B, T): first the prompts, then one column at a time. One cache of S columns belongs
-    to the whole batch, (B, nh, S, hs), pads and finished rows included.
+    Left-padded (B, T): first the prompts, then one column at a time. One cache belongs to the whole
+    batch, (B, nh, capacity, hs), pads and finished rows included. S of its columns are in use.
     """
 
     def __init__(self, requests, device=None):
@@ -58,14 +55,13 @@ class StaticBatch:
         self.positions.clamp_(0, self.requests[0].block_size - 1)   # pads, finished rows: any valid
         self.mask = (columns >= self.pads[:, None])[:, None, None]  # (B, 1, 1, S)
 
-        done = complete(self.plan)
-        self.sampled = [self.plan[b][0] for b in done]
-        self.rows = (torch.tensor(done, dtype=torch.long, device=device), -1)   # long, even if none
+        due = indices_due(self.plan)
+        self.sampled = [self.plan[b][0] for b in due]
+        self.wanted = (torch.tensor(due, device=device), -1)        # the last column of these rows
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
         self.kv.write(layer, self.start, k, v)
-        out, _, _ = head(q, *self.kv.read(layer, self.end), mask=self.mask)
-        return out
+        return head(q, *self.kv.read(layer, self.end), mask=self.mask)
 
     def cost(self):
         keys = sum(start + n for (_, n), start in zip(self.plan, self.starts) if n)
@@ -89,7 +85,7 @@ def generate(model, requests, max_batch=8, on_token=None):
         while True:
             # 2. one forward pass for all rows
             with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
             # 3. one token for each row that is not finished
             tokens = sample(logits, batch.sampled)
             advance(batch.plan, tokens)

@@ -10,16 +10,15 @@ token's keys and values. (A *cache slot*; elsewhere a slot is a place in a tenso
     position        0  1  2  3    4  5  6  7     8  9
     cache slot      0  1  2  3    8  9 10 11     4  5          slot = table[p // 4] * 4 + p % 4
 
-Attention must look up every key in that table: on a GPU, the kernel does. Here a request's keys are
-a view of the pool if its pages are neighbours; otherwise they are gathered into a copy.
+Attention must look up every key in that table. On a GPU the kernel does, and so does --optimize.
+Here a request's keys are gathered into a copy.
 
 Better than stage 6: more requests fit into the same memory, because none reserves room for an
 answer that may never come; and a common prompt is computed and kept once.
-Wasted: the work of a request that is preempted when memory runs out; and copies of scattered pages.
-(This is vLLM's PagedAttention, which calls a page a block.)
+Wasted: the work of a request that is preempted when memory runs out; and the gathered copies.
+Next: beyond/, one short file for each question that comes after. (This is vLLM's PagedAttention,
+which calls a page a block.)
 """
-from itertools import pairwise
-
 import torch
 
 from cache import KV
@@ -28,13 +27,13 @@ from model import sample
 from paging import PagedScheduler, Pages
 from request import prepare
 from toolbox.trace import Trace
-from toolbox.validate import pool_size
+from toolbox.validate import check_pool
 
 
 class Paged(Flat):
     """
     Flat, but with keys and values in a pool: one KV whose "sequence" is all the pages. It replaces
-    find_room, write and read. lay_out adds the slot mapping; cost counts copies of scattered pages.
+    find_room, write and read. lay_out adds where keys are in the pool; cost counts the copies.
     """
 
     def __init__(self, plan, pool, pages, device=None):
@@ -42,24 +41,19 @@ class Paged(Flat):
         super().__init__(plan, device)
 
     def find_room(self):
-        """Nothing to do: the scheduler has granted pages, and request.kv is the block table."""
+        """Nothing to do: the scheduler has granted pages."""
 
     def lay_out(self, device):
         super().lay_out(device)
-        new_slots, self.spans = [], []   # spans: the cache slots of each request's keys
-        for (request, _), start, end in zip(self.plan, self.starts, self.ends):
-            table = request.kv[:self.pages.needed(end)]   # it may hold more, for later tokens
-            new_slots += self.slots(table, start, end)
-            neighbours = all(b == a + 1 for a, b in pairwise(table))
-            first = table[0] * self.pages.size
-            self.spans.append(slice(first, first + end) if neighbours
-                              else torch.tensor(self.slots(table, 0, end), device=device))
-        self.slot_mapping = torch.tensor(new_slots, device=device)              # (N,)
+        slots = [self.slots(request.block_table, end).to(device)
+                 for (request, _), end in zip(self.plan, self.ends)]
+        self.key_slots = slots                                                  # (S_i,) each
+        self.slot_mapping = torch.cat([s[start:] for s, start in zip(slots, self.starts)])   # (N,)
 
-    def slots(self, table, start, end):
-        """The cache slots of the positions from start to end."""
-        size = self.pages.size
-        return [table[p // size] * size + p % size for p in range(start, end)]
+    def slots(self, table, end):
+        """The cache slots (end,) of the positions before `end`."""
+        p, size = torch.arange(end), self.pages.size
+        return torch.tensor(table)[p // size] * size + p % size
 
     def write(self, layer, k, v):
         """Puts the new keys and values (nh, N, hs) of all requests into their slots."""
@@ -67,12 +61,18 @@ class Paged(Flat):
         pool_k[:, self.slot_mapping], pool_v[:, self.slot_mapping] = k, v
 
     def read(self, layer, i):
-        """Keys and values (nh, S_i, hs) of the plan's i-th request: a view, or else a copy."""
-        return self.pool.k[layer][:, self.spans[i]], self.pool.v[layer][:, self.spans[i]]
+        """Keys and values (nh, S_i, hs) of the plan's i-th request, gathered into a copy."""
+        slots = self.key_slots[i]
+        return self.pool.k[layer][:, slots], self.pool.v[layer][:, slots]
 
     def cost(self):
-        gathered = sum(len(span) for span in self.spans if not isinstance(span, slice))
-        return {**super().cost(), "copied_bytes": gathered * self.pool.bytes_per_token}
+        return {**super().cost(), "copied_bytes": sum(self.ends) * self.pool.bytes_per_token}
+
+
+def pool_size(requests, max_batch, page_size):
+    """Pages enough for the max_batch largest requests: none of them is ever preempted."""
+    needed = sorted(-(-request.kv_tokens // page_size) for request in requests)
+    return sum(needed[-max_batch:])
 
 
 @torch.inference_mode()
@@ -81,13 +81,15 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     """
     Runs `requests` as stage 6 does, with another limit on memory. Returns the trace.
 
-    pages:          pages in the pool; None: enough for the max_batch largest, so none is preempted
+    pages:          pages in the pool, as far as the requests can use them; None: pool_size
     page_size:      tokens in a page
     policy:         "fcfs": first come, first served; "sjf" and "priority": see beyond/fairness.py
     share_prefixes: whether requests share the full pages of equal beginnings
     """
     requests = prepare(requests, model.config)
-    pages = Pages(pool_size(requests, max_batch, pages, page_size), page_size)
+    check_pool(max_batch, pages, page_size, model.config.block_size)
+    enough = pool_size(requests, len(requests) if pages else max_batch, page_size)
+    pages = Pages(min(pages or enough, enough), page_size)
     pool = KV(pages.number * page_size)
     scheduler = PagedScheduler(max_batch, token_budget, pages, share_prefixes)
     if policy != "fcfs":   # a question that comes after the ladder
@@ -104,7 +106,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
         # 2. one forward pass for decodes and chunks together
         batch = Paged(plan, pool, pages, model.device)
         with trace.forward_pass(step, batch):
-            logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
+            logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
         # 3. one token for each request that has nothing more to compute
         tokens = sample(logits, batch.sampled)
         scheduler.update(plan, tokens)

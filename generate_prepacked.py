@@ -1,9 +1,9 @@
 """
 Stage 5: prepacking. A row need not be a request: pack several prompts into one row.
 
-A branch off stage 2. That stage pads every prompt to the longest. What keeps requests apart is the
-mask, not the row, so short prompts can share a row: each sees only itself, and counts its positions
-from 0.
+A branch off stage 2, which you may skip: stage 6 has no rows at all. Stage 2 pads every prompt to
+the longest. What keeps requests apart is the mask, not the row, so short prompts can share a row:
+each sees only itself, and counts its positions from 0.
 
     padded (4, 6)        packed (2, 6)          mask of the second row
     a a a a a a          a a a a a a            b  x . . . . .
@@ -19,19 +19,18 @@ has room. Attention unpacks the keys and values into each request's own cache, a
 as in stage 2.
 
 Better than stage 2: prefill has hardly any padding, as long as short prompts fit beside others.
-Wasted: decode is still padded; and attention within a packed row scores every prompt against its
-neighbours, only to hide the result. (Claims P1 to P4.)
+Wasted: decodes still copy and pad their pasts; and in a packed row, attention scores every prompt
+against its neighbours, only to hide the result.
+Next: stage 6 packs everything into one row, decodes too, and scores no neighbours.
 """
 import torch
 
 from cache import KV
 from generate_dynamic import Rectangle, admit, leave
-from model import Head, sample
+from model import head, sample
 from request import advance, prepare, unfinished
 from toolbox.trace import Trace
 from toolbox.validate import at_least_1, one_of
-
-head = Head()
 
 
 def first_fit_decreasing(lengths, size):
@@ -87,10 +86,10 @@ class Packed:
         self.sampled = [request for request, _ in self.plan]        # whole prompts: all of them
         rows, _, ends = zip(*self.places)
         last = [end - 1 for end in ends]                            # the column of its last token
-        self.rows = (torch.tensor(rows, device=device), torch.tensor(last, device=device))
+        self.wanted = (torch.tensor(rows, device=device), torch.tensor(last, device=device))
 
     def attend(self, layer, q, k, v):                               # (r, nh, m, hs)
-        out, _, _ = head(q, k, v, mask=self.mask)
+        out = head(q, k, v, mask=self.mask)
         for (request, _), (row, first, end) in zip(self.plan, self.places):   # unpack
             request.kv.write(layer, 0, k[row, :, first:end], v[row, :, first:end])
         return out
@@ -134,7 +133,7 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
                 continue
             batch = layout(part, model.device)
             with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
             # 3. one token for each row
             tokens = sample(logits, batch.sampled)
             advance(batch.plan, tokens)

@@ -13,20 +13,18 @@ ways:
 
 Better than stage 4: every slot computed is a token that some request needs.
 Wasted: room in memory is reserved for answers that may never come; and a prompt that many requests
-share is computed and kept once for each of them. (Claims H11, R3, R4.)
+share is computed and kept once for each of them.
 """
 from itertools import accumulate, pairwise
 
 import torch
 
 from cache import KV
-from model import Head, sample
-from request import complete, prepare
+from model import head, sample
+from request import indices_due, prepare
 from scheduler import Scheduler
 from toolbox.trace import Trace
 from toolbox.validate import one_of
-
-head = Head()
 
 
 class Flat:
@@ -62,9 +60,10 @@ class Flat:
         if self.attention == "mask":
             self.mask = self.block_diagonal().to(device)                        # (N, S)
 
-        last = [self.cu_seqlens[i + 1] - 1 for i in complete(self.plan)]
-        self.sampled = [self.plan[i][0] for i in complete(self.plan)]
-        self.rows = torch.tensor(last, dtype=torch.long, device=device)
+        due = indices_due(self.plan)
+        self.sampled = [self.plan[i][0] for i in due]
+        last = [self.cu_seqlens[i + 1] - 1 for i in due]
+        self.wanted = torch.tensor(last, dtype=torch.long, device=device)       # (R,)
 
     def block_diagonal(self):
         """(N, S): a token sees the keys of its own request, up to its own position."""
@@ -80,14 +79,14 @@ class Flat:
             # Head also ANDs its causal rule: token t of the stream sees columns 0..t + sum(starts).
             # This hides nothing needed: t's own key is at t + the starts up to its own request's.
             keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
-            return head(q, keys, values, mask=self.mask)[0]
+            return head(q, keys, values, mask=self.mask)
         out = []                                        # skip: compute only the diagonal blocks
         for i, (keys, values) in enumerate(caches):
             new = slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])
-            out.append(head(q[..., new, :], keys, values)[0])                   # (nh, n, hs)
+            out.append(head(q[..., new, :], keys, values))                      # (nh, n, hs)
         return torch.cat(out, dim=-2)
 
-    # Where keys and values live: stage 7 replaces these three methods, and extends `cost`.
+    # Where keys and values live. Stage 7 replaces these three; it extends `lay_out` and `cost`.
 
     def find_room(self):
         """Gives a newcomer its cache, in one piece."""
@@ -131,7 +130,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None,
         # 2. one forward pass for decodes and chunks together
         batch = Flat(plan, model.device, attention)
         with trace.forward_pass(step, batch):
-            logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (R, V)
+            logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
         # 3. one token for each request that has nothing more to compute
         tokens = sample(logits, batch.sampled)
         scheduler.update(plan, tokens)

@@ -1,8 +1,8 @@
 """
-Stage 0: one request at a time. The reference that every other stage is compared with.
+Stage 0: one request at a time. Every other stage must give exactly its tokens.
 
 Without a cache, each new token runs the whole sequence through the model again. With a cache
-(cache.py) it computes one key, one value and one row of scores. (Claims H3, H4.)
+(cache.py) it computes one key, one value and one row of scores.
 
     without        with
     # . . .
@@ -19,24 +19,35 @@ of GPT-2 reads 124 million weights once. Each row (a token) takes one multiply-a
 
 A step takes at least the longer of the two. So on the CPU a step of 32 rows can be as short as 1.5
 steps of one row (measured: 2.6, docs/measurements.md). On the GPU it can be as short as one: there
-reading takes longer for up to 150 rows. (Claim R7. Speeds: experiments/bench.py, data sheet.)
+reading takes longer for up to 150 rows. (Speeds: measured by experiments/bench.py; data sheet.)
+
+The check at the end of each script, this one too, is plainer still: one forward pass over a prompt
+and all of its answer (toolbox/check.py).
 """
 import torch
 
 from cache import KV
-from model import Head, sample
-from request import advance, complete, prepare, unfinished
+from model import head, sample
+from request import advance, indices_due, prepare, unfinished
 from toolbox.trace import Trace
-
-head = Head()
 
 
 class Alone:
     """
     (1, T): the new tokens of one request; without a cache, all of its tokens every time.
 
-    This is the first *layout*: it turns a plan into what the model takes (`lay_out`), says how
-    tokens meet (`attend`) and what that costs (`cost`). All layouts have these three methods.
+    This is the first *layout*. All layouts have the same parts:
+
+    plan, starts       who computes how many tokens, and from which position on
+    lay_out            turns the plan into what the model takes. A method of its own, because stage
+                       1 calls it again for each column, and stage 7 extends it. It sets
+    tokens, positions  for the model: ids and places, in the shape of this layout
+    wanted             for the model: an index, the tokens whose logits are wanted
+    sampled            for `sample`: the requests that those logits belong to, in the same order
+    attend             for the model, once in each layer: which keys a token sees, from which cache
+    cost               for the trace, after the pass: what attention computed and copied
+
+    The *trace* is the record of a run, pass by pass: report, pictures and tests are made from it.
     """
 
     def __init__(self, request, use_cache, device=None):
@@ -53,17 +64,16 @@ class Alone:
         tokens, positions = request.slice(self.start, self.end), range(self.start, self.end)
         self.tokens = torch.tensor([tokens], device=device)         # (1, T)
         self.positions = torch.tensor([positions], device=device)   # (1, T)
-        self.sampled = [self.plan[i][0] for i in complete(self.plan)]
-        self.rows = (slice(None), -1)                               # the last token's logits
+        self.sampled = [self.plan[i][0] for i in indices_due(self.plan)]
+        self.wanted = (slice(None), -1)                             # the last token's logits
 
     def attend(self, layer, q, k, v):                               # (1, nh, T, hs)
         if self.kv is not None:
             self.kv.write(layer, self.start, k, v)
             k, v = self.kv.read(layer, self.end)                    # (1, nh, S, hs)
-        out, _, _ = head(q, k, v)
-        return out
+        return head(q, k, v)
 
-    def cost(self):   # for the trace (toolbox/trace.py), which asks after the pass
+    def cost(self):
         return {"score_entries": self.tokens.numel() * self.end}
 
 
@@ -85,7 +95,7 @@ def generate(model, requests, use_cache=True, on_token=None):
             batch = Alone(request, use_cache, model.device)
             # 2. one forward pass
             with trace.forward_pass(step, batch):
-                logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)     # (1, V)
+                logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (1, V)
             # 3. one token; without a cache, all is computed again
             tokens = sample(logits, batch.sampled)
             advance(batch.plan, tokens)

@@ -17,7 +17,7 @@ one call, `attend`:
     |           ln_2 -> mlp, + residual          token-wise
     +-- n_layer times
         |
-    ln_f -> logits                               token-wise, and only for the `rows` asked for
+    ln_f -> logits                               token-wise, and only for the tokens `wanted`
 
 So the model knows nothing about requests, padding or caches. It leaves two questions open. *Which
 tokens are in this forward pass?* The scheduler decides. *Which keys may each of them see?* The
@@ -26,7 +26,7 @@ tokens are in this forward pass?* The scheduler decides. *Which keys may each of
 Small parts come first, as in nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
 The letters: B rows, T new tokens per row, P past keys, S = P + T keys, N tokens of a flat stream,
 R tokens whose logits are wanted, C = n_embd, nh heads of hs = C / nh features each, V tokens in the
-vocabulary. (That tokens meet in attention only is claim H1 of notebooks/README.md.)
+vocabulary.
 """
 import math
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from toolbox.validate import check_config
+from toolbox.validate import check_config, check_finite
 
 
 @dataclass
@@ -54,24 +54,25 @@ class Head(nn.Module):
     """
     Scaled dot-product attention: softmax(q k^T / sqrt(hs)) v, with or without a past.
 
-    It is *stateless*: no cache, no weights, no global, no training flag. (It is a Module only so
-    that hooks can watch it; a new one is as good as an old one.) It is written for one head, but
-    any leading axes `...` will do: (B, nh) for all heads of all rows of a rectangle at once, (nh,)
-    for a flat stream. The head axis is just one more batch axis.
+    It is *stateless*: no cache, no weights, no global, no training flag. So one object, `head`,
+    serves all layers and all stages. It is written for one head, but any leading axes `...` will
+    do: (B, nh) for all heads of all rows of a rectangle at once, (nh,) for a flat stream. The head
+    axis is just one more batch axis.
     """
 
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
         """
         q:              (..., T, hs)  queries of the T new tokens
         k, v:           (..., T, hs)  their keys and values; or (..., S, hs) with the past already
-                                      in front, as read from a cache, in stages 0, 1, 6 and 7
-        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, which stages 2 to 5 bring
-                                      together first; or None
+                                      in front, where a cache holds both in one piece
+        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, or None. A rectangle of
+                                      several requests needs them: their pasts differ in length, so
+                                      all are padded to P columns and stand in front of the new
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
                         over past *and* new keys is (B, 1, 1, S). ANDed with the causal rule.
 
-        Returns the output (..., T, hs), and keys and values (..., S, hs), past and new together.
-        A query that may see no key at all (some pad slots) yields zeros, never NaN.
+        Returns (..., T, hs). A query that may see no key at all (some pad slots) yields zeros,
+        never NaN.
         """
         if past_k is not None:
             k = torch.cat([past_k, k], dim=-2)                     # (..., S, hs)
@@ -88,13 +89,15 @@ class Head(nn.Module):
         weights = scores.masked_fill(~see, -math.inf).softmax(dim=-1)
         out = weights @ v                                          # (..., T, hs)
         # The softmax of a row of only -inf is NaN, which would spread: such a row yields zeros.
-        return out.masked_fill(~see.any(dim=-1, keepdim=True), 0.0), k, v
+        return out.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)
+
+
+head = Head()
 
 
 def causal(layer, q, k, v):
     """The plainest `attend`: each row is one whole sequence, nothing cached, nothing padded."""
-    out, _, _ = Head()(q, k, v)
-    return out
+    return head(q, k, v)
 
 
 class MultiHeadAttention(nn.Module):
@@ -158,13 +161,13 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
-    def forward(self, tokens, positions=None, attend=causal, rows=None):
+    def forward(self, tokens, positions=None, attend=causal, wanted=None):
         """
         tokens:    long, (B, T) or (N,)
         positions: long, the same shape; each token's place in its own sequence, 0..block_size-1.
                    None: every row is one whole sequence that starts at 0.
         attend:    attend(layer, q, k, v) -> output, all (..., nh, T, hs); supplied by the layout
-        rows:      an index into the leading axes: the tokens whose logits are wanted; None: all.
+        wanted:    an index into the leading axes: the tokens whose logits are wanted; None: all.
                    The vocabulary projection, the widest layer, is computed for no other token.
 
         Returns logits (..., vocab_size), one row per token wanted.
@@ -177,8 +180,8 @@ class GPT(nn.Module):
         x = self.wte(tokens) + self.wpe(positions)                  # (..., T, C)
         for block in self.h:
             x = block(x, attend)
-        if rows is not None:
-            x = x[rows]                                             # (R, C)
+        if wanted is not None:
+            x = x[wanted]                                           # (R, C)
         return F.linear(self.ln_f(x), self.wte.weight)              # (..., V): the tied output head
 
     def optimize(self):
@@ -229,8 +232,7 @@ def sample(logits, requests):
     tokens = logits.argmax(dim=-1).tolist()
     largest = logits.amax(dim=-1).tolist()
     for i, request in enumerate(requests):
-        if not math.isfinite(largest[i]):
-            raise ValueError(f"{request}: the model's logits are not finite")
+        check_finite(request, largest[i])
         if request.temperature > 0:
             # in float64 on the CPU: the same on every device
             edges = cdf(logits[i].cpu().double(), request.temperature, request.top_k)      # (V,)

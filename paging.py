@@ -10,16 +10,10 @@ the order of its tokens. Equal beginnings share their pages:
     A's table    0, 2, 1       S: the 8 tokens of a common system prompt, computed and kept once
     B's table    0, 2, 3       A, B: the rest of the prompts;  a, b: generated
 
-Only full pages are shared, also those of answers; a prompt's last token is always computed. So a
-newcomer first writes to a page of its own, after the shared ones, which never change. Requests that
-are admitted in the same step cannot share what they are about to compute. (Claim I7.)
-
-When no page is left, the running request that arrived last is *preempted*, as in vLLM: it gives its
-pages back and returns to the front of the queue with its tokens. Later it computes again what it
-cannot find any more, but it draws no random number twice.
+Only full pages are shared, and a prompt's last token is always computed. So a newcomer writes to a
+page of its own, and shared pages never change. Requests admitted in one step share nothing new.
 """
 from collections import Counter, OrderedDict
-from heapq import heappop, heappush
 from itertools import count
 
 from scheduler import Scheduler
@@ -28,29 +22,30 @@ from toolbox.validate import at_least_1, refuse
 
 class Pages:
     """
-    The books of a pool. Each page is free, held by block tables, or kept.
+    The books of a pool: which pages are free, and which can be found by the tokens they hold.
 
-    free:      a heap: the lowest is taken first, so a table's pages tend to be neighbours
+    free:      pages in no block table, least recently used first. Who needs a page takes the first.
+               One that is given back goes to the end; until it is taken, it can still be found
     holders:   how many block tables a page is in; a request writes only pages it alone holds
-    kept:      published pages in no block table, least recently used first: evicted when needed
     published: full pages that others may find: (name of the page before, its tokens) -> page. The
-               page before counts, because K and V depend on all that came before. It goes by a name
-               that is never reused; with page numbers, an old key would find wrong tokens.
+               page before counts, because keys and values depend on all that came before.
+
+    A *name* is a serial number that is never used again. Why not the page's number? A and B compute
+    "the cat" side by side, in pages 0 and 1. B goes on: page 2 is "sat", after page 0. A ends, and
+    page 0 is taken for "a dog". Who looks for "a dog sat" would now find page 2, "sat" after page
+    0: the right word, computed after the wrong beginning.
     """
 
     def __init__(self, number, size):
         at_least_1(pages=number, page_size=size)
         self.number, self.size = number, size
-        self.free, self.holders, self.kept = list(range(number)), [0] * number, OrderedDict()
+        self.free, self.holders = OrderedDict.fromkeys(range(number)), [0] * number
         self.published, self.key_of = {}, {}                # key -> page, page -> key
         self.name_of, self.names = [0] * number, count(1)   # of full pages; 0: the beginning
         self.counts = Counter()                             # for the report
 
     def needed(self, tokens):   # pages for this many tokens
         return -(-tokens // self.size)
-
-    def available(self):
-        return len(self.free) + len(self.kept)
 
     def find(self, tokens):
         """The published pages that hold the longest possible beginning of these tokens."""
@@ -63,24 +58,22 @@ class Pages:
             name = self.name_of[page]
         return pages
 
-    def hold(self, pages):   # published pages go into one more block table
+    def hold(self, table, pages):
+        """Appends pages that were found to a block table."""
         for page in pages:
+            self.free.pop(page, None)
             self.holders[page] += 1
-            self.kept.pop(page, None)
+        table += pages
 
     def allocate(self, table, number):
-        """Appends `number` pages to a block table; at most as many as are available."""
+        """Appends the first `number` free pages. Nobody can find them any more."""
         for _ in range(number):
-            if not self.free:
-                self.evict()
-            table.append(heappop(self.free))
-            self.holders[table[-1]] = 1
-
-    def evict(self):   # of the pages that are kept, the least recently used
-        page, _ = self.kept.popitem(last=False)
-        del self.published[self.key_of.pop(page)]
-        heappush(self.free, page)
-        self.counts["evicted_pages"] += 1
+            page, _ = self.free.popitem(last=False)
+            if page in self.key_of:
+                del self.published[self.key_of.pop(page)]
+                self.counts["evicted_pages"] += 1
+            self.holders[page] = 1
+            table.append(page)
 
     def publish(self, table, i, tokens):
         """The i-th page of a block table is full: from now on others may find it."""
@@ -90,21 +83,18 @@ class Pages:
         self.name_of[page] = self.name_of[self.published[key]]   # a copy has the same name
 
     def give_back(self, table):
-        """Dissolves a block table, last page first: evicted before the pages that lead to it."""
+        """Dissolves a block table, last page first: taken before the pages that lead to it."""
         for page in reversed(table):
             self.holders[page] -= 1
             if not self.holders[page]:
-                if page in self.key_of:
-                    self.kept[page] = None
-                else:
-                    heappush(self.free, page)
+                self.free[page] = None
 
 
 class PagedScheduler(Scheduler):
     """
-    A Scheduler whose memory limit is a pool of pages; `request.kv` is the request's block table.
-    All running requests arrived before all waiting ones. One that lacks a page takes it from the
-    last running one. So the first makes progress at every step. (Other orders: beyond/fairness.py.)
+    A Scheduler whose memory limit is a pool of pages: a request holds a block table, not a cache.
+    When no page is left, the running request that arrived last is *preempted*, as in vLLM. So the
+    first makes progress at every step. (Other orders: beyond/fairness.py.)
     """
 
     def __init__(self, max_batch, token_budget, pages, share_prefixes=True):
@@ -118,20 +108,21 @@ class PagedScheduler(Scheduler):
         super().add(request)
 
     def schedule(self, step):
-        """As Scheduler.schedule; but first, a decode that has filled its pages gets another one."""
+        """As Scheduler.schedule; but first, who has filled its pages gets another one."""
         for request in list(self.running):
-            while request in self.running and self.missing(request) > 0:
-                if self.pages.available():
-                    self.pages.allocate(request.kv, 1)
+            need = self.pages.needed(request.computed + request.todo)   # for all its tokens
+            while request in self.running and len(request.block_table) < need:
+                if self.pages.free:
+                    self.pages.allocate(request.block_table, 1)
                 else:
                     self.preempt(self.running[-1])   # perhaps itself
         return super().schedule(step)
 
-    def missing(self, request):   # pages, for all tokens that it knows
-        return self.pages.needed(request.computed + request.todo) - len(request.kv)
-
     def preempt(self, request):
-        """Back to the queue. Its tokens stay; its published pages stay until they are evicted."""
+        """
+        It gives its pages back and returns to the front of the queue with its tokens. Later it
+        computes again what it cannot find any more, but draws no random number twice.
+        """
         self.running.remove(request)
         self.free(request)
         request.computed = 0
@@ -142,13 +133,12 @@ class PagedScheduler(Scheduler):
         """Gives it pages for the tokens it has, shared ones first; False if there are too few."""
         shared = self.pages.find(request.tokens[:-1])   # not the last: its logits are needed
         new = self.pages.needed(len(request.tokens)) - len(shared)
-        kept = sum(page in self.pages.kept for page in shared)   # available, but not after `hold`
-        if new + kept > self.pages.available():
+        if new + sum(page in self.pages.free for page in shared) > len(self.pages.free):
             return False
-        self.pages.hold(shared)
-        request.kv, request.computed = list(shared), len(shared) * self.pages.size
+        request.block_table, request.computed = [], len(shared) * self.pages.size
+        self.pages.hold(request.block_table, shared)
+        self.pages.allocate(request.block_table, new)
         self.counts.update(shared_pages=len(shared), saved_tokens=request.computed)
-        self.pages.allocate(request.kv, new)
         return True
 
     def update(self, plan, tokens):
@@ -156,9 +146,10 @@ class PagedScheduler(Scheduler):
         size = self.pages.size
         for request, n in plan if self.share_prefixes else ():   # unpublished pages are never found
             for i in range(request.computed // size, (request.computed + n) // size):
-                self.pages.publish(request.kv, i, request.slice(i * size, (i + 1) * size))
+                filled = request.slice(i * size, (i + 1) * size)
+                self.pages.publish(request.block_table, i, filled)
         super().update(plan, tokens)
 
     def free(self, request):
-        self.pages.give_back(request.kv)
-        request.kv = None
+        self.pages.give_back(request.block_table)
+        request.block_table = None

@@ -43,13 +43,13 @@ class Request:
     arrival: int = 0
 
     generated: list = field(default_factory=list, init=False)    # token ids
-    finish_reason: str | None = field(default=None, init=False)  # "stop" | "length" | "cancelled"
+    finish_reason: str | None = field(default=None, init=False)  # "stop" | "length"; or a server's
     token_times: list = field(default_factory=list, init=False)  # perf_counter() at each token
     token_steps: list = field(default_factory=list, init=False)  # step of each token
     computed: int = field(default=0, init=False)                 # tokens in the cache
-    kv: object = field(default=None, init=False, repr=False)     # its KV; stage 7: block table
+    kv: object = field(default=None, init=False, repr=False)     # its cache, a KV (cache.py)
+    block_table: list | None = field(default=None, init=False)   # in its place, from stage 7 on
     block_size: int | None = field(default=None, init=False)     # the model's, set by `prepare`
-    cancelled: bool = field(default=False, init=False)           # a mark, set by `cancel`
 
     def __post_init__(self):
         check_request(self)
@@ -83,34 +83,31 @@ class Request:
     def draw(self):   # a uniform number in [0, 1) from its own stream, one per sampled token
         return self.random_stream.random()
 
+    def is_last(self, number):
+        """Whether its number-th generated token has to be the last: no room for another one."""
+        return len(self.prompt) + number > self.kv_tokens
+
     def append(self, token):
         """Adds the next token. A sequence without a position left ends; it is never cropped."""
         self.generated.append(token)
         if token == self.eos_token:
             self.finish_reason = "stop"
-        elif len(self.generated) == self.max_new_tokens or self.computed == self.block_size:
+        elif self.is_last(len(self.generated)):
             self.finish_reason = "length"
-
-    def cancel(self):   # from any thread; the loop ends it between two steps, in `unfinished`
-        self.cancelled = True
 
 
 def unfinished(requests):
-    """Those still to be served. Called between steps: only here does a cancelled request end."""
-    for request in requests:
-        if request.cancelled and not request.finished:
-            request.finish_reason = "cancelled"
     return [request for request in requests if not request.finished]
 
 
-def complete(plan):
+def indices_due(plan):
     """Indices of a plan's requests that get a next token: those whose todo it covers in full."""
     return [i for i, (request, n) in enumerate(plan) if n == request.todo]
 
 
 def advance(plan, tokens):
-    """Records a pass: its tokens are computed, and complete requests get their next token."""
-    sampled = [plan[i][0] for i in complete(plan)]
+    """Records a pass: its tokens are computed, and those that are due get their next token."""
+    sampled = [plan[i][0] for i in indices_due(plan)]
     for request, n in plan:
         request.computed += n
     for request, token in zip(sampled, tokens):
@@ -121,5 +118,6 @@ def prepare(requests, config):
     """The requests by arrival, each with a name and the model's block_size. ValueError if bad."""
     requests = [requests] if isinstance(requests, Request) else list(requests)
     for request, name in zip(requests, check_run(requests, Request, config)):
-        request.name, request.block_size, request.kv = name, config.block_size, None
+        request.name, request.block_size = name, config.block_size
+        request.kv = request.block_table = None
     return sorted(requests, key=lambda request: request.arrival)

@@ -10,14 +10,13 @@ Every step has a budget of tokens, which is shared out in this order:
                        D c c                 D's prompt continues in the next step
 
 Finished requests leave at once. Waiting requests take their places in order of arrival, while fewer
-than `max_batch` run, the budget has something left, and their keys and values fit. (Claim H12.)
+than `max_batch` run, the budget has something left, and their keys and values fit.
 """
 import math
 from collections import deque
-from itertools import islice
 
-from request import Request, advance, unfinished
-from toolbox.validate import at_least_1, refuse
+from request import Request, advance
+from toolbox.validate import at_least_1, check_order, refuse
 
 
 class Scheduler:
@@ -41,8 +40,7 @@ class Scheduler:
         """Queues a prepared request. ValueError if it could never run, or arrives out of order."""
         if request.kv_tokens > self.max_kv_tokens:
             refuse(request, f"{request.kv_tokens} KV tokens, max_kv_tokens is {self.max_kv_tokens}")
-        if self.waiting and request.arrival < self.waiting[-1].arrival:
-            raise ValueError(f"{request} arrives before {self.waiting[-1]}: add it first")
+        check_order(request, self.waiting)
         self.waiting.append(request)
 
     # --- one step: admit requests, share the budget, record what was computed ---
@@ -85,25 +83,12 @@ class Scheduler:
 
     @property
     def busy(self):
-        """Whether anything is left to do. Asked between steps: here cancelled requests leave."""
-        # Of a long queue, look only at the next max_batch; if one leaves, another moves up: loop.
-        while cancelled := [request for request in (
-                *self.running, *islice(self.waiting, self.max_batch)) if request.cancelled]:
-            for request in cancelled:
-                self.cancel(request)
+        """Whether anything is left to do."""
         return bool(self.waiting or self.running)
 
     def next_step(self, step):
         """`step`, or the first arrival if there is nothing to do before it."""
         return step if self.running or not self.waiting else max(step, self.waiting[0].arrival)
-
-    def cancel(self, request):
-        """Ends a request now, and frees what it holds. (Request.cancel is for other threads.)"""
-        request.cancel()
-        unfinished([request])   # sets its finish_reason
-        if request in self.waiting:
-            self.waiting.remove(request)
-        self.release()
 
     def release(self):
         """Finished requests leave and let go of their caches."""
@@ -111,7 +96,7 @@ class Scheduler:
             self.running.remove(request)
             self.free(request)
 
-    # --- the queue and the memory: stage 7 replaces the last two ---
+    # --- the queue and the memory: stage 7 replaces grant_room and free, and extends others ---
 
     def arrived(self, step):
         """Whether the first in the queue has arrived."""

@@ -130,7 +130,7 @@ class Engine:
                 # 2. one forward pass for decodes and chunks together
                 batch = Paged(plan, self.pool, self.pages, self.model.device)
                 with self.trace.forward_pass(self.number, batch):
-                    logits = self.model(batch.tokens, batch.positions, batch.attend, batch.rows)
+                    logits = self.model(batch.tokens, batch.positions, batch.attend, batch.wanted)
                 # 3. one token for each request that has nothing more to compute
                 tokens = sample(logits, batch.sampled)
             except Exception as error:
@@ -155,7 +155,10 @@ class Engine:
             self.scheduler.add(request)
         for request in left:
             if not request.finished:
-                self.scheduler.cancel(request)
+                request.finish_reason = "cancelled"
+                if request in self.scheduler.waiting:
+                    self.scheduler.waiting.remove(request)
+        self.scheduler.release()
 
     def news(self):
         """(new requests, requests to cancel, seconds to hold the loop: 0 at full speed)."""

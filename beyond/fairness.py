@@ -23,11 +23,12 @@ queue, too: by arrival under "fcfs", by priority and then arrival under "priorit
     python generate_paged.py --policy sjf      stage 7 with a policy
 """
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 from paging import PagedScheduler, Pages
-from request import Request, complete, prepare
+from request import Request, indices_due, prepare
 
 POLICIES = {
     "fcfs": lambda request: 0,                                             # first come first served
@@ -52,10 +53,11 @@ class FairScheduler(PagedScheduler):
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
         self.key, self.bound = POLICIES[policy], bound
-        self.rank = {}              # request -> (has not arrived, is not due, its key, its number)
-        self.line = OrderedDict()   # requests that were never admitted, by arrival
-        self.added = 0              # requests so far; the next one's number
-        self.times_preempted = Counter()
+        # Weak: what has ended, and is held by nobody, leaves nothing behind.
+        self.rank = WeakKeyDictionary()   # (has not arrived, is not due, its key, its number)
+        self.times_preempted = WeakKeyDictionary()
+        self.line = OrderedDict()         # requests that were never admitted, by arrival
+        self.added = 0                    # requests so far; the next one's number
 
     def add(self, request):
         super().add(request)
@@ -100,34 +102,20 @@ class FairScheduler(PagedScheduler):
     def grant_room(self, request):
         """As PagedScheduler.grant_room; a request that is due needs room for its longest answer."""
         need = self.pages.needed(request.kv_tokens)
-        if self.is_due(request) and need > self.pages.available():
+        if self.is_due(request) and need > len(self.pages.free):
             return False
         if not super().grant_room(request):
             return False
         if self.is_due(request):
-            self.pages.allocate(request.kv, need - len(request.kv))
+            self.pages.allocate(request.block_table, need - len(request.block_table))
         self.line.pop(request, None)
         return True
 
     def preempt(self, request):
         super().preempt(request)
         self.waiting.popleft()   # not to the front: to its rank
-        self.times_preempted[request] += 1
-        self.enqueue(request, self.is_due(request) or self.times_preempted[request] >= self.bound)
-
-    def cancel(self, request):
-        super().cancel(request)
-        self.forget(request)
-
-    def free(self, request):
-        super().free(request)
-        if request.finished:
-            self.forget(request)
-
-    def forget(self, request):
-        """What has finished leaves nothing behind."""
-        self.rank.pop(request, None)
-        self.times_preempted.pop(request, None)
+        times = self.times_preempted[request] = self.times_preempted.get(request, 0) + 1
+        self.enqueue(request, self.is_due(request) or times >= self.bound)
 
 
 # --- the example ----------------------------------------------------------------------------------
@@ -144,7 +132,7 @@ def order(policy, bound):
     while scheduler.busy:
         plan = scheduler.schedule(step)
         admitted |= {request.name: None for request, _ in plan}
-        scheduler.update(plan, [0] * len(complete(plan)))
+        scheduler.update(plan, [0] * len(indices_due(plan)))
         step += 1
     return list(admitted)
 

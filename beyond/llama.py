@@ -158,7 +158,7 @@ class Llama(nn.Module):
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, tokens, positions=None, attend=causal, rows=None):
+    def forward(self, tokens, positions=None, attend=causal, wanted=None):
         """
         As GPT.forward, but for `attend`: attend(layer, q, k, v) -> output, q and the output
         (g, ..., n_kv_head, T, hs), k and v (..., n_kv_head, T, hs).
@@ -172,8 +172,8 @@ class Llama(nn.Module):
         rotation = self.rotation(positions, x.dtype)
         for block in self.h:
             x = block(x, rotation, attend)
-        if rows is not None:
-            x = x[rows]                                             # (R, C)
+        if wanted is not None:
+            x = x[wanted]                                           # (R, C)
         return F.linear(self.ln_f(x), (self.lm_head or self.wte).weight)   # (..., V)
 
     def rotation(self, positions, dtype):

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from beyond.arrivals import bounds, check_prompt, digits, ever_more
 from paging import PagedScheduler, Pages
-from request import Request, complete, prepare
+from request import Request, indices_due, prepare
 
 PAGE_SIZE, MANY = 16, 1.25   # MANY times the mean number of requests, and 8 more, is too many
 
@@ -43,7 +43,7 @@ class Replica:
         plan = self.scheduler.schedule(0)   # only requests that have arrived are in the queue
         slots, keys = sum(n for _, n in plan), sum(r.computed + n for r, n in plan)
         scores = sum(n * (r.computed + n) for r, n in plan)
-        sampled = [plan[i][0] for i in complete(plan)]
+        sampled = [plan[i][0] for i in indices_due(plan)]
         parts = self.shape.parts(slots, len(sampled), scores, keys)
         self.now += self.shape.seconds(self.gpu, parts, slots)
         self.scheduler.update(plan, [0] * len(sampled))

@@ -23,11 +23,12 @@ import torch
 from beyond import published
 from beyond.arrivals import Arrival, arrivals, check_prompt, ever_more, lengths_of, workload
 from beyond.hardware import BYTES, gpu_of, shape_of
+from generate_paged import pool_size
 from request import prepare
 from toolbox import cli, plots
 from toolbox.report import mean, percentile, report, totals
 from toolbox.stages import SCRIPTS
-from toolbox.validate import at_least_1, pool_size
+from toolbox.validate import at_least_1
 
 
 class CalculatedModel:
@@ -136,7 +137,7 @@ def with_memory(shape, gpu, generate, requests, knobs, clients=None, rate=None):
     rows = min(mine.get(flag, 1), clients or len(requests))
     most = sum(sorted(request.kv_tokens for request in requests)[-rows:])
     if "pages" in mine:
-        most = size * pool_size(requests, rows, mine["pages"], size)
+        most = size * min(mine["pages"], pool_size(requests, rows, size))
         flag = "pages" if "pages" in knobs else "page_size"
     elif "max_kv_tokens" in mine:
         most, flag = min(most, mine["max_kv_tokens"]), "max_kv_tokens"

@@ -37,7 +37,7 @@ def cache_bytes(model):
     """Of one token, counted in the cache."""
     request, = prepare(Request([0], 1), model.config)
     batch = Alone(request, True, model.device)
-    model(batch.tokens, batch.positions, batch.attend, batch.rows)
+    model(batch.tokens, batch.positions, batch.attend, batch.wanted)
     return request.kv.bytes_per_token
 
 

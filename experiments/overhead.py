@@ -24,7 +24,7 @@ from generate_ragged import generate
 from kernels.threads import LONGEST_PAUSE
 from model import GPT, GPTConfig
 from paging import PagedScheduler, Pages
-from request import Request, complete, prepare
+from request import Request, indices_due, prepare
 from scheduler import Scheduler
 from toolbox.cli import measuring_parser, measuring_place
 
@@ -64,7 +64,7 @@ def run_step(scheduler, step, rng):
     start = time.perf_counter()
     if scheduler.busy:
         plan = scheduler.schedule(step)
-        scheduler.update(plan, [rng.randrange(50) for _ in complete(plan)])
+        scheduler.update(plan, [rng.randrange(50) for _ in indices_due(plan)])
     return time.perf_counter() - start
 
 
@@ -123,10 +123,12 @@ def serve(scheduler, number):
             scheduler.add(request)
         come += new
         for line in scheduler.waiting, scheduler.running:
-            if line and rng.random() < 0.2:
-                rng.choice(line).cancel()            # a mark
-            if line and rng.random() < 0.2:
-                scheduler.cancel(rng.choice(line))   # at once
+            if line and rng.random() < 0.2:   # cancelled
+                request = rng.choice(line)
+                request.finish_reason = "cancelled"
+                if line is scheduler.waiting:
+                    line.remove(request)
+        scheduler.release()
         yield come, run_step(scheduler, step, rng)
         step += 1
 

@@ -99,7 +99,7 @@ def prefill(model, method, lengths, k):
         start = time.perf_counter()
         batch = layout(requests, model.device)
         before = time.perf_counter()
-        logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)
+        logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)
         synchronize(model.device)
         seconds += time.perf_counter() - before
         sample(logits, batch.sampled)
@@ -153,7 +153,7 @@ def peak_bytes(model, method, lengths):
     one_batch, = group(prepare(requests_of(lengths), model.config), len(lengths))
     with Bytes() as counted:
         batch = layout(one_batch, model.device)
-        model(batch.tokens, batch.positions, batch.attend, batch.rows)
+        model(batch.tokens, batch.positions, batch.attend, batch.wanted)
     return counted.peak
 
 

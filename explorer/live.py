@@ -66,8 +66,9 @@ class Live:
         note = {"new": [self.describe(request, words) for request in new],
                 "tokens": [], "tables": {}, "ended": {}, "pass": None}
         for name, request in list(known.items()):
-            if request.kv != tables.get(name):
-                note["tables"][name] = tables[name] = request.kv and list(request.kv)
+            table = request.block_table
+            if table != tables.get(name):
+                note["tables"][name] = tables[name] = table and list(table)
             if request.finished:
                 note["ended"][name] = request.finish_reason
                 del known[name]
@@ -81,7 +82,7 @@ class Live:
                             "start": self.ms(time.perf_counter() - done.seconds),
                             **{name: getattr(done, name) for name in COUNTS}}
         if batch or new or note["ended"]:
-            now = {"kept": list(engine.pages.kept),
+            now = {"kept": [page for page in engine.pages.free if page in engine.pages.key_of],
                    "waiting": [request.name for request in engine.scheduler.waiting]}
             note |= {name: each for name, each in now.items() if each != rest.get(name)}
             rest.update(now)

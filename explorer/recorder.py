@@ -60,7 +60,7 @@ class Recorder(XRay):
 
     @torch.inference_mode()
     def look(self, model, arguments):
-        """Called before each pass with the model's arguments: (tokens, positions, attend, rows)."""
+        """Called before each pass with the the model's arguments."""
         _, given, attend, _ = arguments
         batch, seen, same = attend.__self__, None, None
         if self.left_out:
@@ -134,14 +134,14 @@ class Recorder(XRay):
 
         room:     {request: capacity in tokens, or block table; None: it holds nothing}
         computed: {request: tokens in its cache}, where that does not follow from its last pass
-        kept:     published pages that are in no block table; None: the same as before
+        kept:     free pages that can still be found, oldest first; None: the same as before
         columns:  filled columns of a cache that belongs to the whole batch, pads included; else 0
         """
         room, computed = {}, {}
         rows = getattr(batch, "requests", ())   # of a static batch, which owns the cache
         for request, i in self.number.items():
-            kv = batch.kv if request in rows else request.kv
-            now = list(kv) if isinstance(kv, list) else getattr(kv, "capacity", None)
+            kv, table = batch.kv if request in rows else request.kv, request.block_table
+            now = getattr(kv, "capacity", None) if table is None else list(table)
             if now != self.memory.get(i):
                 room[i] = self.memory[i] = now
             if request.computed != self.expected.get(i, 0):
@@ -149,7 +149,7 @@ class Recorder(XRay):
         for request, n in batch.plan:
             self.expected[self.number[request]] = request.computed + n
         pages, before = getattr(batch, "pages", None), self.kept
-        self.kept = list(pages.kept) if pages else []
+        self.kept = [page for page in pages.free if page in pages.key_of] if pages else []
         self.pool = pages and {"pages": pages.number, "page_size": pages.size}
         return {"room": room, "computed": computed, "columns": batch.end if rows else 0,
                 "kept": self.kept if self.kept != before else None}

@@ -33,7 +33,7 @@ from model import GPT, MLP, causal
 class Fast:
     """What the two models have in common."""
 
-    def forward(self, tokens, positions=None, attend=causal, rows=None):
+    def forward(self, tokens, positions=None, attend=causal, wanted=None):
         """As GPT.forward or Llama.forward."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             self._parts.versions = None   # training: torch does not count what fused optimizers do
@@ -41,11 +41,11 @@ class Fast:
                 if hasattr(module, "reordered"):
                     module.reordered.forget()
         if positions is None:   # whole sequences: a bare call, or training
-            return self.whole(tokens, attend, rows)
+            return self.whole(tokens, attend, wanted)
         why = self._parts.changed(self)
         if why:
             self.note(why)
-            return super().forward(tokens, positions, attend, rows)
+            return super().forward(tokens, positions, attend, wanted)
         why, layout = served.why_not(attend), getattr(attend, "__self__", None)
         if not why and (tokens.shape != positions.shape or not is_alone(layout)
                         and layout.cu_seqlens[-1] != tokens.numel()):
@@ -54,7 +54,7 @@ class Fast:
             if not why:
                 batch = alone(tokens, layout) if is_alone(layout) else layout
                 try:
-                    return self.compiled_step(batch, tokens, positions, rows)
+                    return self.compiled_step(batch, tokens, positions, wanted)
                 except ValueError as error:
                     why = str(error)
                 if batch is not layout:
@@ -65,9 +65,9 @@ class Fast:
         except ValueError as error:
             why = str(error)
         self.note(why)
-        return self.by_torch(tokens, positions, attend, rows)
+        return self.by_torch(tokens, positions, attend, wanted)
 
-    def whole(self, tokens, attend, rows):
+    def whole(self, tokens, attend, wanted):
         """A bare call, which uses() does not count. Of one sequence, it is a compiled step, too."""
         n = tokens.size(-1)
         if (attend is causal and 0 < n == tokens.numel() <= self.config.block_size
@@ -75,27 +75,27 @@ class Fast:
                 and not served.watch((causal.__globals__["Head"], "forward")).first_changed()):
             positions = torch.arange(n, device=tokens.device).view(tokens.shape)
             try:
-                return self.compiled_step(alone(tokens), tokens, positions, rows, counts=False)
+                return self.compiled_step(alone(tokens), tokens, positions, wanted, counts=False)
             except ValueError:
                 pass
-        return super().forward(tokens, None, attend, rows)
+        return super().forward(tokens, None, attend, wanted)
 
-    def compiled_step(self, batch, tokens, positions, rows, counts=True):
+    def compiled_step(self, batch, tokens, positions, wanted, counts=True):
         """batch: the layout, or what `alone` makes of it. ValueError: no step can compute it."""
         with native.LOCK:
             if why := self._parts.why_not_compiled(self):
                 raise ValueError(why)
             self.pools.take_in(batch)
             places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
-            places = places if rows is None else places[rows]
+            places = places if wanted is None else places[wanted]
             logits = native.step(self._parts.weights, tokens.flatten(), positions.flatten(),
                                  *pieces_of(batch, places.flatten().tolist()))
             if counts:
                 self.note(threads_of(tokens.numel()).used)
         return logits.view(*places.shape, logits.size(-1))
 
-    def by_torch(self, tokens, positions, attend, rows):
-        return super().forward(tokens, positions, attend, rows)
+    def by_torch(self, tokens, positions, attend, wanted):
+        return super().forward(tokens, positions, attend, wanted)
 
     @property
     def pools(self):
@@ -128,31 +128,31 @@ class Fast:
 
 
 class FastGPT(Fast, GPT):
-    def by_torch(self, tokens, positions, attend, rows):
+    def by_torch(self, tokens, positions, attend, wanted):
         *blocks, last = self.h
         x = self.wte(tokens) + self.wpe(positions)                                # (..., T, C)
         for block in blocks:
             x = block(x, attend)
-        if rows is None:
+        if wanted is None:
             x = last(x, attend)
-        elif tokens[rows].numel() == tokens.numel():
-            x = last(x, attend)[rows]                                             # (R, C)
+        elif tokens[wanted].numel() == tokens.numel():
+            x = last(x, attend)[wanted]                                             # (R, C)
         else:
-            x = self.last_block(x, attend, rows)                                  # (R, C)
+            x = self.last_block(x, attend, wanted)                                  # (R, C)
         return fused_linear(self.wte, self.ln_f(x))
 
-    def last_block(self, x, attend, rows):
+    def last_block(self, x, attend, wanted):
         """
-        Block.forward for the tokens of `rows` alone, (R, C): after the last block nothing reads
+        Block.forward for the tokens of `wanted` alone, (R, C): after the last block nothing reads
         what the other tokens are, only their keys and values.
         """
         block, attn = self.h[-1], self.h[-1].attn
         y = block.ln_1(x)
-        k, v, of_rows = attn.key(y), attn.value(y), attn.query(y[rows])
+        k, v, of_rows = attn.key(y), attn.value(y), attn.query(y[wanted])
         q = of_rows.new_zeros(k.shape)
-        q[rows] = of_rows
+        q[wanted] = of_rows
         y = attend(attn.layer, *(attn.split_heads(part) for part in (q, k, v)))
-        x = x[rows] + attn.c_proj(y.transpose(-3, -2).flatten(-2)[rows])
+        x = x[wanted] + attn.c_proj(y.transpose(-3, -2).flatten(-2)[wanted])
         return x + block.mlp(block.ln_2(x))
 
 

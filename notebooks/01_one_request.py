@@ -111,7 +111,7 @@ with folded():
 # %%
 def sees_nothing(layer, q, k, v):
     """Attention with a mask that is False everywhere."""
-    return Head()(q, k, v, mask=torch.tensor([[False]]))[0]
+    return Head()(q, k, v, mask=torch.tensor([[False]]))
 
 
 for layer, rows in enumerate(moved_rows(changed_token=3, attend=sees_nothing)):
@@ -153,7 +153,7 @@ def attention(q, k, v, see):
 g = torch.Generator().manual_seed(0)
 q, k, v = (torch.randn(7, 32, generator=g) for _ in "qkv")
 ours = attention(q, k, v, see=torch.ones(7, 7, dtype=torch.bool).tril())
-print("the same as the model's Head:", torch.allclose(ours, Head()(q, k, v)[0], atol=1e-6))
+print("the same as the model's Head:", torch.allclose(ours, Head()(q, k, v), atol=1e-6))
 
 # %% [markdown]
 # > **Claim H2.** Scores are (number of queries, number of keys), so the cost of `q @ k.T` grows

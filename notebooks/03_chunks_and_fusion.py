@@ -13,7 +13,7 @@ from lesson import ask, broken, check, exercise, folded, letters, look, model, r
 import torch  # noqa: F401 (your code below needs it)
 from experiments import figures
 from experiments.results import load as results
-from request import complete
+from request import indices_due
 from scheduler import Scheduler
 
 # %% [markdown]
@@ -107,7 +107,7 @@ figures.timelines([prompts_first, decodes_first], columns=1);
 # largest of them give C's next token?
 
 # %%
-source(complete)
+source(indices_due)
 
 # %% [markdown]
 # No: C's next token is known already, because it is the next token of the prompt. The logits of a

@@ -103,7 +103,7 @@ def caches(layout):
     """{name: keys and values of the last layer} after a forward pass over whole prompts."""
     requests = prepare(letters(A=9, B=3, C=5, D=1, E=6), model.config)
     batch = layout([(request, len(request.prompt)) for request in requests])
-    model(batch.tokens, batch.positions, batch.attend, batch.rows)
+    model(batch.tokens, batch.positions, batch.attend, batch.wanted)
     return {request.name: torch.stack(request.kv.read(3, len(request.prompt)))
             for request in requests}
 
@@ -229,7 +229,7 @@ print(f"one of 1,000: {scores(1000):,}      ten of 100: {scores(*[100] * 10):,}"
 #
 # Write the attention that skips. `q` holds the queries of all requests, `(heads, N, features)`.
 # `caches[i]` is `(keys, values)` of request i, its new tokens already among them. `head(q, k, v)`
-# returns a tuple whose first element is the output.
+# returns the output.
 
 
 # %% tags=["exercise"]
@@ -248,7 +248,7 @@ def varlen(q, caches, cu_seqlens, head):
 #     out = []
 #     for i, (keys, values) in enumerate(caches):
 #         mine = q[:, cu_seqlens[i]:cu_seqlens[i + 1]]
-#         out.append(head(mine, keys, values)[0])
+#         out.append(head(mine, keys, values))
 #     return torch.cat(out, dim=-2)
 # ```
 # </details>

@@ -100,8 +100,8 @@ figures.pool(memory.filling_pool(model));
 # %% [markdown]
 # Each request grows by a page when its last one is full.
 #
-# Reading is where pages can go wrong. Our layout reads neighbouring pages as one view and gathers
-# scattered ones. Suppose that it treated all pages as neighbours:
+# Reading is where pages can go wrong. Our layout looks up the slot of every key in the block table.
+# Suppose that it read on from the first page, as if all pages were neighbours:
 
 # %%
 eight = letters(A=9, B=5, C=7, D=3, E=6, F=8, G=4, H=5, new=12)

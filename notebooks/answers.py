@@ -124,7 +124,7 @@ ANSWERS = {
         "A token's keys are computed when the next token is generated, so the last one needs no "
         "room. Each reserves 6 + 26 - 1 = 31 tokens, and 128 / 31 is a little more than 4."),
     "5.2": (
-        lambda nb: Paged.slots(SimpleNamespace(pages=Pages(6, 4)), [3, 0, 5], 10, 11)[0],
+        lambda nb: Paged.slots(SimpleNamespace(pages=Pages(6, 4)), [3, 0, 5], 11)[10].item(),
         "Position 10 is in the third page of the table, page 5, at offset 2: 5 x 4 + 2."),
     "5.3": (answer_of_5_3, "Eight full pages are found; what is left is its own."),
     "5.4": (

@@ -157,8 +157,8 @@ for i in range({len(variants)}):
 
 
 def test_what_is_added_comes_along_and_changes_elsewhere_do_not(tmp_path):
-    edits = files_of({"request.py:complete": """
-def complete(plan):
+    edits = files_of({"request.py:indices_due": """
+def indices_due(plan):
     return [i for i, (request, n) in enumerate(plan) if sub(n, request.todo) == 0]
 
 

@@ -46,8 +46,8 @@ def whole(requests):
 
 @torch.inference_mode()
 def run(batch, model=MODEL):
-    """One forward pass, after which its tokens count as computed. Returns logits of batch.rows."""
-    logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)
+    """One forward pass, after which its tokens count as computed. Returns its logits."""
+    logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)
     for request, n in batch.plan:
         request.computed += n
     return logits
@@ -82,7 +82,7 @@ def test_H1_attention_is_the_only_place_where_tokens_interact():
     tokens, changed = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[1, 2, 9, 4, 5]])
 
     def nothing_visible(layer, q, k, v):
-        return head(q, k, v, mask=torch.zeros(1, 1, dtype=torch.bool))[0]
+        return head(q, k, v, mask=torch.zeros(1, 1, dtype=torch.bool))
 
     for attend, differs in (nothing_visible, [0, 0, 1, 0, 0]), (causal, [0, 0, 1, 1, 1]):
         a, b = MODEL(tokens, attend=attend), MODEL(changed, attend=attend)
@@ -109,7 +109,7 @@ def test_H3_the_last_token_never_changes_earlier_ones_and_only_its_logits_are_ne
     logits = MODEL(tokens)
     assert close(logits[:, :-1], logits[:1, :-1].expand(VOCAB, -1, -1))
     assert (logits[0, -1] - logits[1, -1]).abs().max() > 0.1 * logits.abs().max()
-    assert close(MODEL(tokens, rows=(slice(None), -1)), logits[:, -1])
+    assert close(MODEL(tokens, wanted=(slice(None), -1)), logits[:, -1])
 
 
 def test_H4_with_a_cache_token_n_plus_1_costs_n_instead_of_n_squared():
@@ -155,7 +155,7 @@ def test_H6_chunked_prefill_gives_the_same_logits_and_cache_for_any_split(layout
 def test_H7_left_padding_so_that_the_next_token_comes_from_the_rightmost_column():
     requests = ready(3, 9, 5)
     batch = StaticBatch(requests)
-    assert batch.rows[1] == -1 and batch.kv.capacity == 9 + 8 - 1
+    assert batch.wanted[1] == -1 and batch.kv.capacity == 9 + 8 - 1
     assert batch.tokens.tolist() == [[0] * (9 - len(r.prompt)) + r.prompt for r in requests]
     # each row's own position, not the column's
     assert batch.positions[:, -1].tolist() == [2, 8, 4]
@@ -500,7 +500,7 @@ def test_I1_the_fused_rectangle():
 def test_I2_one_head_for_prefill_and_decode(T, padding, visible):
     """With equal scores, and values that are one-hot, the output tells which keys a query sees."""
     S = len(padding)
-    out, _, _ = head(torch.zeros(T, S), torch.zeros(S, S), torch.eye(S),
+    out = head(torch.zeros(T, S), torch.zeros(S, S), torch.eye(S),
                      mask=torch.tensor(padding, dtype=torch.bool))
     assert (out > 0).int().tolist() == visible
 

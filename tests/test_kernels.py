@@ -173,7 +173,7 @@ def test_changed_weights_are_seen_by_this_model_alone(how):
 def test_it_can_still_be_trained():
     def logits(model):
         batch = Flat([(request, 1) for request in prepare(mixed(), FAST.config)])
-        return model(batch.tokens, batch.positions, batch.attend, batch.rows)
+        return model(batch.tokens, batch.positions, batch.attend, batch.wanted)
 
     grads = []
     for model in copy.deepcopy(PLAIN), copy.deepcopy(FAST):
@@ -368,7 +368,7 @@ def test_errors_are_those_of_the_plain_model(change, error, stage):
         batch = stage([(request, 3)], *([KV(6), generate_paged.Pages(3, 2)] * (stage is Paged)))
         change(batch)
         try:
-            logits = model(batch.tokens, batch.positions, batch.attend, batch.rows)
+            logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)
             found.append(str(logits.argmax().item()))
         except Exception as told:
             found.append(type(told).__name__)
@@ -383,7 +383,7 @@ def test_a_cache_of_another_model_is_not_taken_for_ones_own():
     request.kv.write(0, 0, *torch.ones(2, 3, 1, 5))
     other, batch = toy(dtype=torch.float32, n_head=5).optimize(), Flat([(request, 1)])
     with pytest.raises(RuntimeError, match="must match the existing size"):   # of the plain model
-        other(batch.tokens, batch.positions, batch.attend, batch.rows)
+        other(batch.tokens, batch.positions, batch.attend, batch.wanted)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told to")
@@ -696,7 +696,7 @@ def test_a_cache_that_was_begun_without_optimize_moves_into_the_pool(mode):
         batch = Flat([(request, n)])
         assert type(request.kv) is KV
         with mode():
-            logits = m(batch.tokens, batch.positions, batch.attend, batch.rows)
+            logits = m(batch.tokens, batch.positions, batch.attend, batch.wanted)
         request.computed += n
     assert request.kv.pool in fast.pools.pools
     torch.testing.assert_close(logits, alone(model, request)[1][:1], rtol=0, atol=1e-9)

@@ -49,7 +49,7 @@ def test_full_prompts(ours, theirs, dtype, tolerance):
     tokens = torch.randint(37, (4, 32))
     expected = theirs(tokens).logits
     assert close(ours(tokens), expected)
-    assert close(ours(tokens, rows=(slice(None), -1)), expected[:, -1])
+    assert close(ours(tokens, wanted=(slice(None), -1)), expected[:, -1])
     # (N,) as well as (B, T)
     assert close(ours(tokens[0], positions=torch.arange(32)), expected[0])
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 import common
 import pytest
 import torch
-from common import BLOCK_SIZE, STAGES, examples, finish, queue, run, toy
+from common import BLOCK_SIZE, STAGES, cancel_now, examples, finish, queue, run, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -19,7 +19,6 @@ from model import causal, sample
 from paging import PagedScheduler, Pages
 from request import Request, prepare
 from scheduler import Scheduler
-from toolbox.validate import pool_size
 
 MODEL = toy()
 PAGED = STAGES["paged"]
@@ -28,21 +27,19 @@ PAGED = STAGES["paged"]
 # --- the books: what must hold of every pool at every moment --------------------------------------
 
 def assert_books(scheduler):
-    """Each page is free, held or kept, exactly once, and all tables, keys and names agree."""
+    """Each page is free or held, and all tables, keys and names agree."""
     pages, running, waiting = scheduler.pages, scheduler.running, scheduler.waiting
-    held = Counter(page for request in running for page in request.kv)
+    held = Counter(page for request in running for page in request.block_table)
     assert [held[page] for page in range(pages.number)] == pages.holders
-    assert sorted([*pages.free, *held, *pages.kept]) == list(range(pages.number))
-    assert all(pages.free[(i - 1) // 2] < pages.free[i] for i in range(1, len(pages.free)))
-    assert all(len(set(request.kv)) == len(request.kv) for request in running)
-    assert all(request.kv is None and request.computed == 0 for request in waiting)
+    assert sorted([*pages.free, *held]) == list(range(pages.number))
+    assert all(len(set(r.block_table)) == len(r.block_table) for r in running)
+    assert all(r.block_table is None and r.computed == 0 for r in waiting)
     assert {page: key for key, page in pages.published.items()} == pages.key_of
     assert len(pages.published) == len(pages.key_of)
-    assert pages.kept.keys() <= pages.key_of.keys() <= {*held, *pages.kept}
     assert_names(scheduler)
     if isinstance(scheduler, FairScheduler):
         assert list(waiting) == sorted(waiting, key=scheduler.rank.get)
-        assert scheduler.rank.keys() == {*running, *waiting}
+        assert {*running, *waiting} <= {*scheduler.rank}
     else:
         arrivals = [request.arrival for request in [*running, *waiting]]
         assert arrivals == sorted(arrivals)
@@ -60,14 +57,14 @@ def assert_names(scheduler):
     assert len(set(names)) == len(names)
     for request in scheduler.running if scheduler.share_prefixes else ():
         for end in range(pages.size, request.computed + 1, pages.size):   # its full pages
-            page = request.kv[end // pages.size - 1]
+            page = request.block_table[end // pages.size - 1]
             assert beginnings[pages.name_of[page]] == tuple(request.tokens[:end])
 
 
 def assert_writes(pages, batch):
     """The pass writes each new token to its own slot, in pages that no other request can read."""
     size = pages.size
-    slots = [request.kv[p // size] * size + p % size for request, n in batch.plan
+    slots = [request.block_table[p // size] * size + p % size for request, n in batch.plan
              for p in range(request.computed, request.computed + n)]
     assert batch.slot_mapping.tolist() == slots and len(set(slots)) == len(slots)
     for page in {slot // size for slot in slots}:
@@ -87,7 +84,7 @@ class Watched:
         for request in self.running:   # pages for the tokens it has; if due, for all it can need
             due = isinstance(self, FairScheduler) and self.is_due(request)
             tokens = request.kv_tokens if due else len(request.tokens)
-            assert len(request.kv) == self.pages.needed(tokens)
+            assert len(request.block_table) == self.pages.needed(tokens)
         return plan
 
     def update(self, plan, tokens):
@@ -123,9 +120,12 @@ def test_bad_knobs_are_refused_before_anything_ran(knobs, message):
     (2, None, 6 + 2), (8, None, 6 + 2 + 1),   # all that can run together have their longest answers
     (1, 6, 6), (1, 8, 8), (1, 10**12, 6 + 2 + 1),   # no more than all requests can fill
 ])
-def test_the_size_of_the_pool(max_batch, pages, made_of):
+def test_the_size_of_the_pool(max_batch, pages, made_of, monkeypatch):
+    made = []
+    monkeypatch.setattr("generate_paged.Pages", lambda *sizes: made.append(sizes) or Pages(*sizes))
     requests = [Request([1, 2], 2), Request([1] * 20, 9), Request([1] * 5, 3)]
-    assert pool_size(prepare(requests, MODEL.config), max_batch, pages, page_size=4) == made_of
+    PAGED(MODEL, requests, max_batch, pages=pages, page_size=4)
+    assert made == [(made_of, 4)]
 
 
 # --- a scheduler alone, without a model -----------------------------------------------------------
@@ -140,17 +140,17 @@ def streams(draw):
             for _ in range(draw(st.integers(1, 9)))]
 
 
-CANCELS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=3)
+CANCELS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=3)
 
 
 def plans_of(scheduler, requests, cancels=(), eos=None):
-    """Of copies of these requests. cancels: (request, step, at once: if not, it gets a mark)."""
+    """Of copies of these requests. cancels: (request, step)."""
     mine = queue(scheduler, [replace(request, eos_token=eos) for request in requests])
 
     def cancel(step):
-        for i, when, at_once in cancels:
-            if when == step and i < len(mine) and not mine[i].finished:
-                scheduler.cancel(mine[i]) if at_once else mine[i].cancel()
+        for i, when in cancels:
+            if when == step and i < len(mine):
+                cancel_now(scheduler, mine[i])
 
     return run(scheduler, 0, lambda request: len(request.tokens) // 7 % 2, cancel)
 
@@ -177,8 +177,8 @@ def test_pages_that_are_published_meanwhile_make_room_too():
 
 def fill(pages, tokens):
     """A block table with these tokens, whose full pages are published."""
-    table = pages.find(tokens)
-    pages.hold(table)
+    table = []
+    pages.hold(table, pages.find(tokens))
     pages.allocate(table, pages.needed(len(tokens)) - len(table))
     for i in range(len(tokens) // pages.size):
         pages.publish(table, i, tokens[i * pages.size:(i + 1) * pages.size])
@@ -195,11 +195,11 @@ def test_the_least_recently_used_page_goes_first_and_children_before_their_paren
     pages = Pages(4, 1)
     chain, other, last = written(pages, [1, 2]), written(pages, [8]), written(pages, [9])
     assert written(pages, [1]) == chain[:1]                # used again: now it is the youngest
-    assert list(pages.kept) == [chain[1], other[0], last[0], chain[0]]
+    assert list(pages.free) == [chain[1], other[0], last[0], chain[0]]
     for prefix, found in ([1, 2], chain[:1]), ([8], []), ([9], []), ([1], []):
-        pages.evict()
+        pages.allocate([], 1)
         assert pages.find(prefix) == found                 # what is gone is not found again
-    assert pages.counts["evicted_pages"] == len(pages.free) == 4
+    assert pages.counts["evicted_pages"] == 4 and not pages.free
 
 
 def test_full_pages_are_found_from_the_beginning_until_they_are_evicted_because_none_is_free():
@@ -208,13 +208,13 @@ def test_full_pages_are_found_from_the_beginning_until_they_are_evicted_because_
     assert pages.find([1, 2, 3, 4, 5]) == table[:2] and pages.find([1, 2, 9, 4]) == table[:1]
     assert pages.find([1]) == pages.find([3, 4]) == pages.find([2, 3, 4, 5]) == []
     other = fill(pages, [7, 7])
-    assert len(pages.free) == 2 and pages.available() == 4
+    assert len(pages.free) == 4
     pages.allocate(other, 2)
     assert pages.find([1, 2, 3, 4]) == table[:2] and not pages.counts["evicted_pages"]
     pages.allocate(other, 1)
     assert other[-1] == table[1] and pages.find([1, 2, 3, 4]) == table[:1]
-    pages.hold(table[:1])   # what is held is never evicted
-    assert pages.available() == 0 and pages.find([7, 7]) == other[:1]
+    pages.hold([], table[:1])   # what is held is never taken
+    assert not pages.free and pages.find([7, 7]) == other[:1]
 
 
 class Counted(list):
@@ -264,8 +264,9 @@ def test_pages_are_published_after_the_step_that_computed_them():
     assert plan == [(a, 4), (b, 4)] and not scheduler.pages.published   # the same step: nothing yet
     finish(scheduler, plan)
     assert scheduler.schedule(1) == [(a, 1), (b, 1), (c, 2)]
-    assert c.kv[0] == a.kv[0] and scheduler.pages.holders[a.kv[0]] == 2   # the same page, no copy
-    assert not {*c.kv[1:]} & {*a.kv, *b.kv}   # the last page of a prompt is never shared
+    first, *own = c.block_table
+    assert first == a.block_table[0] and scheduler.pages.holders[first] == 2   # no copy
+    assert not {*own} & {*a.block_table, *b.block_table}   # a prompt's last page is never shared
     assert scheduler.counts["shared_pages"] == 1 and scheduler.counts["saved_tokens"] == 2
 
 
@@ -352,12 +353,12 @@ class PagedEngine(RuleBasedStateMachine):
             self.scheduler.add(request)
 
     @rule(times=st.integers(1, 4), fails_at=st.sampled_from([None, None, None, 0, 1, 2, 3]),
-          cancel=st.one_of(st.none(), st.integers(0, 11)), in_the_pass=st.booleans())
+          cancel=st.one_of(st.none(), st.integers(0, 11)))
     @torch.inference_mode()
-    def step(self, times=1, fails_at=None, cancel=None, in_the_pass=False):
+    def step(self, times=1, fails_at=None, cancel=None):
         """
         fails_at: the forward pass fails before this block, when those before it have written
-        cancel:   this request is cancelled, in the last forward pass or when a token appears
+        cancel:   this request is cancelled after each pass
         """
         to_cancel = self.requests[cancel:cancel + 1] if cancel is not None else []
         for _ in range(times):
@@ -369,7 +370,7 @@ class PagedEngine(RuleBasedStateMachine):
                 continue
             batch = Paged(plan, self.pool, self.pages)
             assert_writes(self.pages, batch)
-            arguments = batch.tokens, batch.positions, batch.attend, batch.rows
+            arguments = batch.tokens, batch.positions, batch.attend, batch.wanted
             if fails_at is not None:
                 block = [*MODEL.h, MODEL.ln_f][fails_at]
                 with (block.register_forward_pre_hook(lambda *_: 1 / 0),
@@ -377,23 +378,20 @@ class PagedEngine(RuleBasedStateMachine):
                     MODEL(*arguments)
                 continue
             logits = MODEL(*arguments)
-            for request in to_cancel if in_the_pass else []:
-                request.cancel()
             self.scheduler.update(plan, sample(logits, batch.sampled))
-            for request in to_cancel if batch.sampled else []:
-                request.cancel()
+            for request in to_cancel:
+                cancel_now(self.scheduler, request)
 
     @rule(i=st.integers(0, 11))
     def cancel(self, i):
         for request in self.requests[i:i + 1]:
-            self.scheduler.cancel(request)
-            assert request.kv is None
+            cancel_now(self.scheduler, request)
+            assert request.block_table is None
             assert request not in [*self.scheduler.running, *self.scheduler.waiting]
 
     @invariant()
     @torch.inference_mode()
     def books_are_right(self):
-        self.scheduler.busy   # cancelled requests leave
         assert_books(self.scheduler)
         pages = self.pages
         if pages.published:
@@ -416,11 +414,11 @@ class PagedEngine(RuleBasedStateMachine):
             assert self.number <= bound
         for request in self.requests:
             tokens, _, reason = common.alone(MODEL, request)
-            assert request.kv is None
+            assert request.block_table is None
             assert request.generated == tokens[:len(request.generated)]
             if request.finish_reason != "cancelled":
                 assert (request.generated, request.finish_reason) == (tokens, reason)
-        assert self.pages.available() == self.pages.number and not any(self.pages.holders)
+        assert len(self.pages.free) == self.pages.number and not any(self.pages.holders)
 
 
 PagedEngine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=25)

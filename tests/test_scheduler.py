@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
-from common import CONFIG, examples, finish, plans, queue, run
+from common import CONFIG, examples, finish, plans, queue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,18 +59,6 @@ SCHEDULERS = {
     **{policy: lambda policy=policy: FairScheduler(2, 8, Pages(20, 2), policy, bound=2)
        for policy in POLICIES},
 }
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_of_many_marked_requests_none_is_computed(kind):
-    """More of them stand at the front of the queue than can be admitted in a step."""
-    scheduler = SCHEDULERS[kind]()
-    requests = queue(scheduler, [Request([0] * 3, 1, name=f"r{i}-") for i in range(30)])
-    for request in requests[:25]:
-        request.cancel()
-    computed = {part.split("-")[0] for plan in run(scheduler) for part in plan.split()}
-    assert computed == {f"r{i}" for i in range(25, 30)}
-    assert {request.finish_reason for request in requests[:25]} == {"cancelled"}
 
 
 @settings(max_examples=examples(300))

@@ -52,7 +52,7 @@ WHERE = {   # the stages that a trap is put into
     "a stale count after preemption": ("paged",),
     "pages known by their own tokens": ("paged",),
     "pages known by a page's number": ("paged",),
-    "published after they were given back": ("paged",),
+    "published a step late": ("paged",),
     "a block table is an alias": ("paged",),
 }
 
@@ -89,18 +89,17 @@ CASES = {   # a trap that needs another workload, or other knobs
     # the second request finds one page and needs three; then the third looks for the same one
     "a block table is an alias": lambda: (
         prompts([1, 2, 9], [1, 2, 3, 4], [1, 2, *range(10)]), dict(max_batch=1, page_size=2)),
-    # the first leaves in the step that fills its pages
-    "published after they were given back": lambda: (
-        [Request([1, 2, 3, 4, 5], 1, name="first"),
-         *prompts(*([1, 2, 3, 4, i, i] for i in range(4)), arrivals=[1] * 4)],
-        dict(pages=6, page_size=2)),
+    # the first leaves in the step that fills its pages, and the second takes them
+    "published a step late": lambda: (
+        prompts([1, 2, 3, 4, 5], [9] * 11, [1, 2, 3, 4, 6], new=1, arrivals=[0, 1, 2]),
+        dict(pages=6, page_size=2, token_budget=16)),
     "pages known by their own tokens": lambda: (
         prompts([1, 2, 3, 4], [3, 4, 7]), dict(max_batch=1, page_size=2)),
     # The first two compute 1 2, and only the first one's page is published. The second one's 4 5 is
-    # known after it. Then that page is evicted, and used for 9 9.
+    # known after it. Then that page is taken for 9 9.
     "pages known by a page's number": lambda: (
-        prompts([1, 2, 7], [1, 2, 4, 5, 6], [8] * 8, [9, 9], [9, 9, 4, 5, 6], new=1,
-                arrivals=[0, 0, 1, 1, 2]), dict(pages=6, page_size=2, token_budget=16)),
+        prompts([1, 2, 7], [1, 2, 4, 5, 6], [8] * 6, [9, 9], [9, 9, 4, 5, 6], new=1,
+                arrivals=[0, 0, 1, 1, 2]), dict(pages=7, page_size=2, token_budget=16)),
 }
 FAILS = {   # a trap that does not get as far as a wrong token
     "NaN for a query without keys": ValueError,               # sample refuses NaN

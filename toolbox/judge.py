@@ -45,15 +45,15 @@ def faults(generate, model, requests, **knobs):
                 if v.verdict == "WRONG")
 
 
-def record(tokens, positions, attend, rows):
+def record(tokens, positions, attend, wanted):
     """What goes into a forward pass."""
     batch = attend.__self__
-    slots = torch.arange(tokens.numel()).view(tokens.shape)[rows]
+    slots = torch.arange(tokens.numel()).view(tokens.shape)[wanted]
     plan = [(request, start, n, request.todo)
             for (request, n), start in zip(batch.plan, batch.starts)]
     return {"tokens": tokens, "positions": positions, "mask": getattr(batch, "mask", None),
             "plan": plan, "ids": tokens.flatten().tolist(), "sampled": list(batch.sampled),
-            "rows": slots.flatten().tolist()}
+            "wanted": slots.flatten().tolist()}
 
 
 def wrong_types(records):
@@ -99,11 +99,11 @@ def wrong_samples(records, xray):
         if set(seen["sampled"]) == set(due) and seen["sampled"] != list(due):
             order, right = (", ".join(r.name for r in each) for each in (seen["sampled"], due))
             yield f"pass {number}: sampled is {order}, expected {right}, the order of the plan"
-        if len(seen["rows"]) != len(seen["sampled"]):
-            yield (f"pass {number} reads {len(seen['rows'])} rows of logits for "
+        if len(seen["wanted"]) != len(seen["sampled"]):
+            yield (f"pass {number} reads {len(seen['wanted'])} rows of logits for "
                    f"{len(seen['sampled'])} requests")
         ids = sight.ids.flatten().tolist()
-        for request, slot in zip(seen["sampled"], seen["rows"]):
+        for request, slot in zip(seen["sampled"], seen["wanted"]):
             if request in due and xray.token_of[ids[slot]] != (request, due[request]):
                 yield (f"pass {number} reads the logits of {xray.place(sight, slot)} for "
                        f"{request}; its last token is elsewhere")

@@ -82,7 +82,7 @@ class Flips:
 def run_alone(model, prompt, tokens):
     """The reference: logits (n, V) before each of n tokens, as float64 on the CPU."""
     sequence = torch.tensor([prompt + tokens[:-1]], device=model.device)    # (1, T)
-    return model(sequence, rows=(0, slice(len(prompt) - 1, None))).cpu().double()
+    return model(sequence, wanted=(0, slice(len(prompt) - 1, None))).cpu().double()
 
 
 def in_wider_dtype(model):

@@ -60,7 +60,7 @@ def count_collectives(model, tokens, requests):
                       model.config)
     batch = Flat([(request, len(request.prompt)) for request in waiting], model.device)
     with torch.inference_mode(), Collectives() as counter:
-        model(batch.tokens, batch.positions, batch.attend, batch.rows)
+        model(batch.tokens, batch.positions, batch.attend, batch.wanted)
     return counter.counts
 
 

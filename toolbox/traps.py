@@ -25,7 +25,8 @@ ADMIT, SHARE = (f"scheduler.py:Scheduler.{name}" for name in ("admit", "share_bu
 FIND, PUBLISH = (f"paging.py:Pages.{name}" for name in ("find", "publish"))
 PREEMPT, ROOM, UPDATE = (
     f"paging.py:PagedScheduler.{name}" for name in ("preempt", "grant_room", "update"))
-PAGED = "generate_paged.py:Paged.lay_out"
+PAGED, READ = (f"generate_paged.py:Paged.{name}" for name in ("lay_out", "read"))
+LAST = "request.py:Request.is_last"
 
 TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     # which keys a token may see
@@ -46,7 +47,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         ("generate_ragged.py:Flat.read", "self.ends[i]",
          "max(self.ends[i], len(self.plan[i][0].prompt))")],
     "a chunk reads pages to the end of its prompt": [
-        (PAGED, "first + end)", "first + max(end, len(request.prompt)))")],
+        (READ, "self.key_slots[i]", "self.slots(self.plan[i][0].block_table, "
+                                    "max(self.ends[i], len(self.plan[i][0].prompt)))")],
     # positions
     "column positions": [
         (RECTANGLE, "torch.arange(start, start + n)", "torch.arange(P + T - n, P + T)")],
@@ -74,13 +76,16 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "one-token prompts are lost": [   # as if a prompt were a run of rising positions
         (UNPACK, "k[row, :, first:end], v[row, :, first:end]",
          "*(t[row, :, first:end] * (end - first > 1) for t in (k, v))")],
-    "pages read in one piece": [(PAGED, "all(b == a + 1 for a, b in pairwise(table))", "True")],
+    "pages read in one piece": [
+        (READ, "self.key_slots[i]", "(self.key_slots[i][0] + torch.arange(self.ends[i])) "
+                                    "% self.pool.capacity")],
     "pages read in the order of the pool": [   # the causal rule minds
-        (PAGED, "self.slots(table, 0, end)", "self.slots(sorted(table), 0, end)")],
+        (READ, "self.key_slots[i]", "self.key_slots[i].sort().values")],
     "new keys in the last page": [   # as if a pass never filled more than one page of a request
-        (PAGED, "slots(table, start, end)", "slots(table[-1:] * len(table), start, end)")],
+        (PAGED, "s[start:]", "s[-1] - s[-1] % self.pages.size + s[start:] % self.pages.size")],
     # tokens, and when they are sampled
-    "samples from a partial prefill": [("request.py:complete", "if n == request.todo", "if n > 0")],
+    "samples from a partial prefill": [
+        ("request.py:indices_due", "if n == request.todo", "if n > 0")],
     "draws for a partial prefill": [   # no token comes of it, but the random stream moves on
         ("request.py:advance", "request.computed += n",
          "n == request.todo or request.draw()\n        request.computed += n")],
@@ -91,8 +96,11 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "end of text is overlooked": [   # if it is the first token
         (APPEND, "if token == self.eos_token:",
          "if token == self.eos_token and len(self.generated) > 1:")],
-    "one token too many": [(APPEND, "len(self.generated) ==", "len(self.generated) - 1 ==")],
-    "no end at the context limit": [(APPEND, " or self.computed == self.block_size", "")],
+    "one token too many": [
+        (LAST, "len(self.prompt) + number > self.kv_tokens",
+         "number > self.max_new_tokens or len(self.prompt) + number > self.block_size")],
+    "no end at the context limit": [
+        (LAST, "len(self.prompt) + number > self.kv_tokens", "number == self.max_new_tokens")],
     # the scheduler
     "prompts before decodes": [
         (SHARE, "for request in self.running if request.todo == 1]",
@@ -115,17 +123,17 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (FIND, "name = self.name_of[page]", "name = 0"),
         (PUBLISH, "self.name_of[table[i - 1]] if i else 0", "0")],
     "pages known by a page's number": [(PUBLISH, "next(self.names)", "page + 1")],
-    "published after they were given back": [
-        (UPDATE, "size = self.pages.size", "size, late = self.pages.size, []"),
-        (UPDATE, "self.pages.publish(", "late.append(("),
-        (UPDATE, "(i + 1) * size))", "(i + 1) * size)))"),
-        (UPDATE, "super().update(plan, tokens)",
-         "super().update(plan, tokens)\n        for page in late:\n"
-         "            self.pages.publish(*page)")],
+    "published a step late": [   # when they may have been given back, and taken by another
+        (UPDATE, "size = self.pages.size",
+         "size, last, self.late = self.pages.size, vars(self).get('late', []), []\n"
+         "        for page in last:\n            self.pages.publish(*page)"),
+        (UPDATE, "self.pages.publish(request.block_table, i, filled)",
+         "self.late.append((request.block_table, i, filled))")],
     "a block table is an alias": [   # no trap before `find` keeps the lists that it hands out
         (FIND, "return pages",
          "return vars(self).setdefault('found', {}).setdefault(tuple(pages), pages)"),
-        (ROOM, "list(shared)", "shared")],
+        (ROOM, "self.pages.hold(request.block_table, shared)",
+         "self.pages.hold([], shared)\n        request.block_table = shared")],
 }
 
 

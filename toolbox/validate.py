@@ -1,4 +1,5 @@
 """Bad values, each refused by one line that names the request or the knob, and what is allowed."""
+import math
 import operator
 import sys
 from collections import Counter
@@ -69,6 +70,17 @@ def check_config(config):
         raise ValueError(f"GPTConfig: n_head {config.n_head} must divide n_embd {config.n_embd}")
 
 
+def check_finite(request, logit):
+    if not math.isfinite(logit):
+        raise ValueError(f"{request}: the model's logits are not finite")
+
+
+def check_order(request, waiting):
+    """ValueError for a request that is queued behind one that arrives later."""
+    if waiting and request.arrival < waiting[-1].arrival:
+        raise ValueError(f"{request} arrives before {waiting[-1]}: add it first")
+
+
 def is_whole(value, least):
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -87,19 +99,11 @@ def one_of(name, value, *allowed):
         raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, not {value!r}")
 
 
-def pool_size(requests, max_batch, pages, page_size):
-    """
-    The number of pages to allocate, at most those that all requests can fill. pages None: enough
-    for the max_batch largest. ValueError for a pool that cannot be.
-    """
-    at_least_1(max_batch=max_batch, page_size=page_size)
-    if page_size > requests[0].block_size:
-        raise ValueError(f"page_size {page_size} exceeds block_size {requests[0].block_size}")
-    needed = sorted(-(-request.kv_tokens // page_size) for request in requests)
-    if pages is None:
-        return sum(needed[-max_batch:])
-    at_least_1(pages=pages)
-    return min(pages, sum(needed))
+def check_pool(max_batch, pages, page_size, block_size):
+    """ValueError for a pool of pages that cannot be. pages: None if it is chosen later."""
+    at_least_1(max_batch=max_batch, page_size=page_size, pages=1 if pages is None else pages)
+    if page_size > block_size:
+        raise ValueError(f"page_size {page_size} exceeds block_size {block_size}")
 
 
 def refuse(request, need):

@@ -69,8 +69,8 @@ class XRay:
 
     @torch.inference_mode()
     def look(self, model, arguments):
-        """Called with the model's arguments: (tokens, positions, attend, rows)."""
-        tokens, positions, attend, rows = arguments
+        """Called with the model's arguments: (tokens, positions, attend, wanted)."""
+        tokens, positions, attend, wanted = arguments
         batch = attend.__self__
         ids = self.ids_of(batch)
         v = torch.nn.functional.one_hot(ids, len(self.token_of)).double().unsqueeze(-3)
@@ -82,7 +82,7 @@ class XRay:
         # The pass must run what was looked at. A kernel (kernels/) takes the place of the layout's
         # own method only: for this one, which does the same, it steps aside.
         same = MethodType(lambda batch, *args: attend(*args), batch)
-        return tokens, positions, same, rows
+        return tokens, positions, same, wanted
 
     def ids_of(self, batch):
         """The tokens of a layout, in their shape, but named by the X-ray's ids. PAD: no token."""
