@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 import safetensors.torch as safetensors
 import torch
-from common import BLOCK_SIZE, ROOT, SCHEDULED, STAGES, VOCAB, assert_contract, mixed, toy
+from common import BLOCK_SIZE, ROOT, STAGES, VOCAB, assert_contract, llama, mixed, toy
 from test_tensor_parallel import assert_right
 
 import beyond.llama
 import toolbox.weights
-from beyond.llama import Llama, LlamaConfig
+from beyond.llama import Llama
 from beyond.tensor_parallel import shard
 from kernels import native
 from model import GPT
@@ -44,17 +44,6 @@ FAMILIES = {
     "Qwen2.5": ("Qwen2", dict(tie_word_embeddings=True)),
     "Qwen3": ("Qwen3", dict(head_dim=8)),
 }
-
-
-def llama(**config):
-    """A random model that shows bugs (see toolbox/toy.py)."""
-    torch.manual_seed(0)
-    sizes = dict(block_size=BLOCK_SIZE, vocab_size=VOCAB, n_layer=3, n_head=6, n_kv_head=2,
-                 n_embd=15, head_size=4, ffn=20, rope_theta=100.0)
-    model = Llama(LlamaConfig(**sizes | config)).double().requires_grad_(False)
-    for p in model.parameters():
-        p.normal_(std=0.4)
-    return model
 
 
 MODEL = llama()
@@ -97,17 +86,12 @@ def test_logits_are_those_of_transformers(family, monkeypatch, tmp_path):
 # --- every stage ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_every_stage_keeps_the_contract_and_sees_what_it_should(stage):
-    """Also with little room: chunks, requests that wait, and in stage 7 preemptions."""
-    scarce = {"token_budget": 6} if stage in SCHEDULED else {}
-    scarce |= {"pages": BLOCK_SIZE // 3, "page_size": 3} if stage == "paged" else {}
-    for knobs in {}, scarce:
-        requests = mixed()
-        with XRay(MODEL, requests) as xray:
-            STAGES[stage](MODEL, requests, **knobs)
-        trace = assert_contract(MODEL, STAGES[stage], mixed(), **knobs)
-        assert len(xray.passes) == len(trace.passes) and xray.faults() == []
-    assert stage != "paged" or trace.counts["preemptions"] > 0
+def test_every_stage_sees_what_it_should(stage):
+    """(That each keeps the contract is in test_contract.py.)"""
+    requests = mixed()
+    with XRay(MODEL, requests) as xray:
+        STAGES[stage](MODEL, requests)
+    assert xray.passes and xray.faults() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
