@@ -185,7 +185,7 @@ class GPT(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)              # (..., V): the tied output head
 
     def optimize(self):
-        """Same results from faster kernels, with the weights held twice (docs/kernels.md)."""
+        """A snapshot that gives the same results faster, from a second copy of the weights."""
         from kernels import optimize  # how to multiply fast is not the lesson
         return optimize(self)
 
