@@ -111,15 +111,15 @@ def kind_of(attend):
 def check_head(function):
     """ValueError unless the `head` that a function calls is model.py's."""
     head = function.__globals__["head"]
-    touched = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-    if touched or not is_original(type(head).forward, "model.py", "Head.forward"):
+    if (not is_original(getattr(type(head), "forward", None), "model.py", "Head.forward")
+            or head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)):
         raise ValueError("Head.forward has been replaced")
 
 
 # --- the snapshot ---------------------------------------------------------------------------------
 
 class Snapshot:
-    """A model's weights, packed, and the model itself. Whatever else is asked of it, the model is."""
+    """A model's weights, packed, and the model, which answers all else that is asked of it."""
 
     def __init__(self, model):
         self.model, self.passes = model, Counter()   # reasons; None: compiled
@@ -148,8 +148,9 @@ class Snapshot:
         except ValueError as error:
             if positions is not None:
                 self.passes[str(error)] += 1
-            given = {} if attend is None else {"attend": attend}
-            return self.model(tokens, positions, wanted=wanted, **given)
+            if attend is None:
+                return self.model(tokens, positions, wanted=wanted)
+            return self.model(tokens, positions, attend, wanted)
         if positions is not None:   # a bare call is not counted
             self.passes[None] += 1
         return logits
@@ -163,7 +164,7 @@ class Snapshot:
             raise ValueError("a hook on the model")
         if positions is None and attend is None:
             page, requests = self.one_sequence(tokens)
-            positions = torch.arange(tokens.numel()).view(tokens.shape)
+            positions = torch.arange(tokens.numel(), device="cpu").view(tokens.shape)
         else:
             page, requests = self.requests_of(kind_of(attend), attend.__self__)
             check_head(attend.__func__)
@@ -184,7 +185,7 @@ class Snapshot:
         n = tokens.numel()
         if not 0 < n == tokens.size(-1) <= self.config.block_size:
             raise ValueError("it is not one sequence")
-        check_head(type(self.model).forward)
+        check_head(type(self.model).forward.__globals__["causal"])
         return n, [(n, 0, [0], *self.room(n))]
 
     def room(self, n):
@@ -195,7 +196,7 @@ class Snapshot:
         return keys, values, n
 
     def requests_of(self, kind, batch):
-        """(page size, [(n, start, table, addresses of keys, of values, slots), ...]) of a layout."""
+        """Of a layout: (page size, [(n, start, table, where keys are, values, slots), ...])."""
         if kind == "Alone":
             n = batch.tokens.numel()
             where = self.room(n) if batch.kv is None else self.addresses(batch.kv, (1,), batch.end)
@@ -204,11 +205,13 @@ class Snapshot:
             return 2**40, [
                 (n, start, [0], *self.addresses(request.kv, (), start + n))
                 for (request, n), start in zip(batch.plan, batch.starts)]
-        size, where = batch.pages.size, self.addresses(batch.pool, (), 1)
+        size = batch.pages.size
+        where = self.addresses(batch.pool, (), batch.pages.number * size)
         requests = []
         for (request, n), start in zip(batch.plan, batch.starts):
             table = request.block_table
-            if len(table) * size < start + n or not 0 <= min(table) <= max(table) < where[2] // size:
+            if (len(table) * size < start + n
+                    or not 0 <= min(table) <= max(table) < batch.pages.number):
                 raise ValueError(f"{request}: its block table has no room for {start + n} tokens")
             requests.append((n, start, [page * size for page in table], *where))
         return size, requests
@@ -265,7 +268,8 @@ def last_of_each(wanted, ends):
     Of how many last tokens of each request the logits are wanted. ValueError unless `wanted`,
     places in the stream, are those tokens in their order.
     """
-    counts = [bisect_left(wanted, end) - bisect_left(wanted, first) for first, end in pairwise(ends)]
+    counts = [bisect_left(wanted, end) - bisect_left(wanted, start)
+              for start, end in pairwise(ends)]
     lasts = (range(end - n, end) for end, n in zip(ends[1:], counts))
     if wanted != [*chain.from_iterable(lasts)]:
         raise ValueError("the logits wanted are not those of the last tokens")

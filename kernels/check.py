@@ -62,8 +62,8 @@ def fault(examples=20):
                 if not torch.allclose(alone[i][0], plain[i][0], rtol=0,
                                       atol=1e-4 * float(plain[i][0].abs().max())):
                     return f"{name}, workload {seed}: request {i} differs from the plain model"
-            for generate, more in ((generate_ragged.generate, {}),
-                                   (generate_paged.generate, dict(pages=20, page_size=2 + seed % 4))):
+            pages = dict(pages=20, page_size=2 + seed % 4)
+            for generate, more in (generate_ragged.generate, {}), (generate_paged.generate, pages):
                 found = logits_of(generate, fast, seed, **knobs, **more)
                 if any(not torch.equal(found[i], alone[i]) for i in alone):
                     return f"{name}, workload {seed}: {generate.__module__} is not stage 0's bits"
