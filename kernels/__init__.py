@@ -134,8 +134,7 @@ class Snapshot:
         owners = [module, *{each for m in model.modules() for each in type(m).__mro__
                             if each.__module__ in ("model", "beyond.llama")}]
         self.functions = [(owner, name) for owner in owners for name, each in vars(owner).items()
-                          if isfunction(each) and each.__module__ == owner.__dict__.get(
-                              "__module__", module.__name__)]
+                          if isfunction(each) and each.__module__ in ("model", "beyond.llama")]
         self.codes = self.current_codes()
 
     def current_codes(self):
