@@ -54,8 +54,8 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "another layer": ("kv.write(layer", "kv.write((layer,)", "read(layer", "read((layer,)")},
     "2a generate_naive.py:StaticBatch.lay_out": {
         "static column positions": (), "right padding": (),
-        "finished rows get tokens": ("complete(self.plan)", "list(range(B))"),
-        "sampled backwards": ("complete(self.plan)", "complete(self.plan)[::-1]")},
+        "finished rows get tokens": ("indices_due(self.plan)", "list(range(B))"),
+        "sampled backwards": ("indices_due(self.plan)", "indices_due(self.plan)[::-1]")},
     "2b request.py:Request.append": {
         "one token too many": (), "end of text is overlooked": (),
         "no end at the context limit": (),
@@ -97,7 +97,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "tokens are taken away": ("zip(sampled, tokens)", "[(r, tokens.pop(0)) for r in sampled]"),
         "computed is not counted": ("request.computed += n", "request.computed += request.todo"),
         "nothing to compute is complete": (
-            "[plan[i][0] for i in complete(plan)]",
+            "[plan[i][0] for i in indices_due(plan)]",
             "[request for request, n in plan if n in (0, request.todo)]"),
         "a token before it is counted": (
             "request.computed += n", "pass", "request.append(token)",
@@ -128,14 +128,14 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "another name": ("kv.write(layer", "kv.write((layer,)", "read(layer", "read((layer,)"),
         "NaN in the past": ("past_v = (t.new_zeros(", "past_v = (float('nan') * t.new_ones("),
         "the past in float32": ("t.new_zeros(", "torch.zeros(")},
-    "4d request.py:complete": {
+    "4d request.py:indices_due": {
         "only decodes get a token": ("n == request.todo", "n == request.todo == 1"),
         "a chunk of nothing is complete": ("if n == request.todo", "if n in (0, request.todo)")},
     "4d generate_dynamic.py:Rectangle.lay_out": {
         "samples from a partial prefill": (),
         "the first column": ("device=device), -1)", "device=device), 0)"),
         "a past too wide": ("max(self.starts)", "max(self.starts) + 1"),
-        "complete in another order": ("complete(self.plan)", "complete(self.plan)[::-1]")},
+        "complete in another order": ("indices_due(self.plan)", "indices_due(self.plan)[::-1]")},
     "5a generate_prepacked.py:first_fit_decreasing": {
         "first fit without sorting": ("sorted(range(len(lengths)), key=lambda i: -lengths[i])",
                                       "range(len(lengths))"),
@@ -159,27 +159,27 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "past the given write": ("self.write(layer,", "Flat.write(self, layer,"),
         "the loop is one off": ("enumerate(caches)", "enumerate(caches[1:] + caches[:1])"),
         "the loop masks instead of skipping": (
-            "head(q[..., new, :], keys, values)[0]",
-            "head(q.roll(-new.stop, -2), keys, values)[0][:, new.start - new.stop:]"),
+            "head(q[..., new, :], keys, values)",
+            "head(q.roll(-new.stop, -2), keys, values)[:, new.start - new.stop:]"),
         "a softmax of its own": (
-            "return head(q, keys, values, mask=self.mask)[0]",
+            "return head(q, keys, values, mask=self.mask)",
             "scores = q @ keys.transpose(-2, -1) / q.size(-1) ** 0.5\n"
             "            return scores.masked_fill(~self.mask, -1e300).softmax(-1) @ values")},
     "6a paging.py:Pages.hold": {
-        "a kept page stays kept": ("self.kept.pop(page, None)", "pass"),
+        "a held page stays free": ("self.free.pop(page, None)", "pass"),
         "an argument that is emptied": ("in pages:", "in [pages.pop(0) for _ in list(pages)]:"),
         "held once": ("self.holders[page] += 1", "self.holders[page] = 1")},
     "6a paging.py:Pages.give_back": {
         "given back in order": ("reversed(table)", "table"),
-        "published pages are freed": ("if page in self.key_of:", "if False:"),
-        "no heap": ("heappush(self.free, page)", "self.free.append(page)")},
-    "6a paging.py:Pages.evict": {
-        "evicts the latest": ("popitem(last=False)", "popitem()"),
-        "evicted and still known": ("self.key_of.pop(page)", "self.key_of[page]")},
+        "free while another holds it": ("if not self.holders[page]:", "if True:")},
+    "6a paging.py:Pages.allocate": {
+        "takes the latest": ("popitem(last=False)", "popitem()"),
+        "taken and still known": ("self.key_of.pop(page)", "self.key_of[page]")},
     "6b generate_paged.py:Paged.slots": {
-        "pages read in one piece": (),
-        "the slot of the page": ("+ p % size", ""),
-        "slots from the chunk": ("+ p % size", "+ (p - start) % size")},
+        "pages read in one piece": (
+            "torch.tensor(table)[p // size] * size + p % size",
+            "(table[0] * size + p) % (size * self.pages.number)"),
+        "the slot of the page": ("+ p % size", "")},
     "6b generate_paged.py:Paged.write": {
         "another pool": ("= self.pool", "= self.pool.k[layer], self.pool.v[layer] = "
                          "torch.stack(self.pool.buffers(layer, k, v)) #"),
@@ -198,9 +198,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "a stale count after preemption": ("request.computed = 0", "pass"),
         "the answer is forgotten": ("request.computed = 0",
                                     "request.computed, request.generated = 0, []"),
-        "the pages stay held": ("self.free(request)", "request.kv = None")},
-    "6d paging.py:PagedScheduler.missing": {
-        "one page too few": ("+ request.todo", "+ request.todo - 1")},
+        "the pages stay held": ("self.free(request)", "request.block_table = None")},
 }
 MUTANTS = {}
 for where, mutants in WRONG.items():

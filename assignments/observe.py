@@ -32,7 +32,6 @@ import time
 import traceback
 from collections import deque
 from functools import partial
-from heapq import heappop
 from importlib import import_module
 from inspect import signature
 from itertools import product
@@ -229,16 +228,15 @@ def head():
         zeros, eye = torch.zeros(*lead, S, S).double(), torch.eye(S).double().expand(*lead, S, S)
         see = torch.ones(T, S, dtype=torch.bool).tril(P)
         see = (see if mask is None else see & mask).expand(*lead, T, S).reshape(-1, T, S)
-        weights = call(zeros[..., :T, :], zeros, eye)[0].reshape(-1, T, S)
+        weights = call(zeros[..., :T, :], zeros, eye).reshape(-1, T, S)
         equal = see / see.sum(-1, keepdim=True).clamp(min=1.0).double()
         yield "sees", [wrong_weights(t, see[b, t], weights[b, t])
                        for b, t in product(range(len(see)), range(T))
                        if not torch.allclose(weights[b, t], equal[b, t], atol=1e-8)][:1]
-        out, all_k, all_v = call(*arguments)
+        out = call(*arguments)
         call(*map(torch.ones_like, arguments))   # it must not write into what came before
         yield "result", {
-            "the output": tensor(out, dtype == torch.float64), "the keys": tensor(all_k),
-            "the values": tensor(all_v), "arguments that it has changed": [
+            "the output": tensor(out, dtype == torch.float64), "arguments that it has changed": [
                 name for name, a, b in zip((*"qkv", "mask"), before, (*arguments, mask))
                 if a is not None and not torch.equal(a, b)]}
 
@@ -323,11 +321,10 @@ def admitted():
 
 
 def left():
-    for ends in sequences(("goes on", "stop", "length", "cancelled", "stop, cancelled"), 3):
+    for ends in sequences(("goes on", "stop", "length", "cancelled"), 3):
         running = given(*[(1, 16)] * len(ends), names=RUNNING)
         for request, end in zip(running, ends):
-            request.kv, request.cancelled = "cache", end.endswith("cancelled")
-            request.finish_reason = next((x for x in ("stop", "length") if end.startswith(x)), None)
+            request.kv, request.finish_reason = "cache", None if end == "goes on" else end
         trying("leave, with " + (", ".join(map("{0.name} {1}".format, running, ends)) or "nobody"))
         others = code.generate_dynamic.leave(list(running))
         yield "result", {"type": type(others).__name__, "the others": names(others),
@@ -402,8 +399,8 @@ def advanced():
 
 def completed():
     for plan, words, _ in plans_of_rows():
-        trying(f"complete, with the plan {words}")
-        yield "counts", {"it returns": code.request.complete(plan),
+        trying(f"indices_due, with the plan {words}")
+        yield "counts", {"it returns": code.request.indices_due(plan),
                          "the plan's n afterwards": [n for _, n in plan]}
 
 
@@ -507,9 +504,9 @@ def pool():
     torch.manual_seed(0)
     batch = object.__new__(code.generate_paged.Paged)
     for size, start, new in product((2, 3, 16), range(4), range(3)):
-        trying(f"slots([4, 0, 1], {start}, {start + new}), pages of {size}")
+        trying(f"slots([4, 0, 1], {start + new}), pages of {size}")
         batch.pages = code.paging.Pages(5, size)
-        yield "result", list(batch.slots([4, 0, 1], start, start + new))
+        yield "result", tensor(batch.slots([4, 0, 1], start + new))
     batch.plan, batch.pool, batch.pages = [], code.cache.KV(10), code.paging.Pages(5, 2)
     for slots in [3, 8, 2], [9], [8, 0]:
         batch.slot_mapping, new = torch.tensor(slots), torch.randn(2, 2, len(slots), 3).double()
@@ -528,14 +525,12 @@ def preempted():
     for generated, which in (1, 1), (2, 2), (3, 0), (4, 0):
         request = queue.running[which]
         request.computed, request.generated = 3, [7] * generated
-        trying(f"missing, with a prompt of 3, {generated} generated, 2 pages of 2")
-        yield "result", queue.missing(request)
         trying(f"after the preemption of {request.name}")
         queue.preempt(request)
         yield "result", {
             "running": names(queue.running), "waiting": names(queue.waiting),
             "its cache, computed, generated and arrival": [
-                request.kv, request.computed, request.generated, request.arrival],
+                request.block_table, request.computed, request.generated, request.arrival],
             "pages in use": sum(map(bool, queue.pages.holders)),
             "preemptions counted": queue.counts["preemptions"]}
 
@@ -566,31 +561,29 @@ def books(rng, edge):
     for _ in range(6 if edge else 1):
         pages, tables, said = code.paging.Pages(8, 2), [], deque(maxlen=3)
         for _ in range(40 if edge else 14):
-            if tables and (rng.random() < 0.45 or pages.available() < 3):
+            if tables and (rng.random() < 0.45 or len(pages.free) < 3):
                 table, tokens = tables.pop(rng.randrange(len(tables)))
                 said.append(f"give_back({table})")
                 trying("after " + "; ".join(said))
                 pages.give_back(list(table))
             else:
                 tokens = [rng.randrange(2) for _ in range(6)]
-                table = pages.find(tokens[:-1])
-                known, kept = len(table), sum(page in pages.kept for page in table)
-                if 3 - known > pages.available() - kept:
+                shared, table = pages.find(tokens[:-1]), []
+                known, revived = len(shared), sum(page in pages.free for page in shared)
+                if 3 - known > len(pages.free) - revived:
                     continue
-                said.append(f"hold({table})")
+                said.append(f"hold([], {shared})")
                 trying("after " + "; ".join(said))
-                pages.hold(argument := list(table))
-                yield "result", {"the argument of hold afterwards": argument}
+                pages.hold(table, argument := list(shared))
+                yield "result", {"the argument of hold afterwards": argument, "table": list(table)}
                 pages.allocate(table, 3 - known)
                 for i in range(known, 3):
                     pages.publish(table, i, tokens[2 * i:2 * i + 2])
                 tables.append((table, tokens))
                 said[-1] += f", then {table} is the block table of {tokens}"
             trying("after " + "; ".join(said))
-            free = list(pages.free)
             yield "result", {
-                "holders": list(pages.holders), "kept, in order": list(pages.kept),
-                "free, as heappop takes them": [heappop(free) for _ in pages.free],
+                "holders": list(pages.holders), "free, in order": list(pages.free),
                 "published": sorted(pages.published.values()), "in key_of": sorted(pages.key_of),
                 "evicted_pages": pages.counts["evicted_pages"],
                 **{f"find({tokens})": pages.find(tokens) for _, tokens in tables}}

@@ -108,7 +108,7 @@ def set_6(rng):
     position = rng.randint(size, 4 * size - 1)
     common = rng.randint(9, 14)
     books = SimpleNamespace(pages=SimpleNamespace(size=size))
-    slot, = Paged.slots(books, table, position, position + 1)
+    slot = Paged.slots(books, table, position + 1)[position].item()
 
     def suffices(pages):
         trace = run_of("paged", *[(prompt, new)] * 3, pages=pages, page_size=size,

@@ -85,7 +85,7 @@ SETS = {each.number: each for each in [
         Part("4a", "tokens and positions", [LAY_OUT], 3, LOOK),
         Part("4b", "the mask over past and new slots", [LAY_OUT], 4, ("sees", "crash")),
         Part("4c", "gathering and writing back", ["generate_dynamic.py:Rectangle.attend"], 3),
-        Part("4d", "which requests get a token", [LAY_OUT, "request.py:complete"], 2,
+        Part("4d", "which requests get a token", [LAY_OUT, "request.py:indices_due"], 2,
              ("sampled", "crash", "counts")),
     ], needs=[*CORE, "scheduler.py", "generate_dynamic.py", "generate_interleaved.py"],
         numbers=3, breaks=3),
@@ -99,11 +99,10 @@ SETS = {each.number: each for each in [
               "generate_ragged.py"], numbers=3, breaks=3),
     Set(6, "Pages", [
         Part("6a", "holding and giving back", ["paging.py:Pages.hold", "paging.py:Pages.give_back",
-                                              "paging.py:Pages.evict"], 2),
+                                              "paging.py:Pages.allocate"], 2),
         Part("6b", "block tables", ["generate_paged.py:Paged.slots",
                                    "generate_paged.py:Paged.write"], 2),
         Part("6c", "sharing a prefix", ["paging.py:Pages.find", "paging.py:Pages.publish"], 3),
-        Part("6d", "preemption", ["paging.py:PagedScheduler.preempt",
-                                 "paging.py:PagedScheduler.missing"], 2),
+        Part("6d", "preemption", ["paging.py:PagedScheduler.preempt"], 2),
     ], needs=[*CORE, "scheduler.py", "generate_ragged.py", "paging.py", "generate_paged.py"]),
 ]}

@@ -46,7 +46,7 @@ VARIANTS = {
             k, v = torch.cat((past_k, k), -2), torch.cat((past_v, v), -2)
         see = allowed(q.size(-2), k.size(-2), mask)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=see)
-        return torch.where(see.any(-1, keepdim=True), out, torch.zeros_like(out)), k, v
+        return torch.where(see.any(-1, keepdim=True), out, torch.zeros_like(out))
 
 
 def allowed(T, S, mask):
@@ -65,14 +65,14 @@ def allowed(T, S, mask):
         self.start, self.end = request.computed, len(request.tokens)
         self.tokens = torch.tensor(request.tokens, device=device)[None, self.start:]
         self.positions = torch.arange(self.end, device=device)[None, self.start:]
-        self.sampled, self.rows = [request], (torch.tensor([0]), torch.tensor([-1]))
+        self.sampled, self.wanted = [request], (torch.tensor([0]), torch.tensor([-1]))
 ''', "generate_unbatched.py:Alone.attend": '''
     def attend(self, layer, q, k, v):
         if self.kv is None:
-            return head(q, k, v)[0]
+            return head(q, k, v)
         self.kv.write(layer, self.start, k, v)
         past_k, past_v = (t[..., :self.start, :] for t in self.kv.read(layer, self.end))
-        return head(q, k, v, past_k, past_v)[0]
+        return head(q, k, v, past_k, past_v)
 '''}),
     "a static batch by slots, leaving twice": (2, {"generate_naive.py:StaticBatch.lay_out": '''
     def lay_out(self, device):
@@ -86,7 +86,7 @@ def allowed(T, S, mask):
         self.mask = torch.tensor(mask)[:, None, None]
         rows = [b for b, (request, n) in enumerate(self.plan) if n == request.todo]
         self.sampled = [self.plan[b][0] for b in rows]
-        self.rows = torch.tensor(rows, dtype=torch.long), torch.full((len(rows),), T - 1)
+        self.wanted = torch.tensor(rows, dtype=torch.long), torch.full((len(rows),), T - 1)
 ''', "generate_dynamic.py:leave": '''
 def leave(running):
     stay = unfinished(running)
@@ -114,10 +114,10 @@ def leave(running):
         for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
             new = slice(q.size(-2) - n, None)
             request.kv.write(layer, start, k[b][:, new], v[b][:, new])
-            out[b][:, new] = head(q[b][:, new], *request.kv.read(layer, start + n))[0]
+            out[b][:, new] = head(q[b][:, new], *request.kv.read(layer, start + n))
         return out
-''', "request.py:complete": '''
-def complete(plan):
+''', "request.py:indices_due": '''
+def indices_due(plan):
     return [i for i, (r, n) in enumerate(plan) if r.computed + n == len(r.tokens)]
 '''}),
     "rows from lists, a stream by comparison": (5, {"generate_prepacked.py:Packed.lay_out": '''
@@ -137,7 +137,7 @@ def complete(plan):
                 self.mask[row, 0, piece, piece] = True
                 self.places[i] = (row, at, at + sizes[i])
         self.sampled = [request for request, n in self.plan]
-        self.rows = (torch.tensor([row for row, _, _ in self.places]),
+        self.wanted = (torch.tensor([row for row, _, _ in self.places]),
                      torch.tensor([end - 1 for _, _, end in self.places]))
 ''', "generate_ragged.py:Flat.block_diagonal": '''
     def block_diagonal(self):
@@ -149,25 +149,25 @@ def complete(plan):
     def give_back(self, table):
         for page in table[::-1]:
             self.holders[page] -= 1
-            if self.holders[page] > 0:
-                continue
-            if self.key_of.get(page) is None:
-                self.free = sorted(self.free + [page])
-            else:
-                self.kept.update({page: None})
-''', "paging.py:Pages.evict": '''
-    def evict(self):
-        oldest = list(self.kept)[0]
-        self.kept.pop(oldest)
-        self.published.pop(self.key_of.pop(oldest))
-        self.free = sorted([*self.free, oldest])
-        self.counts.update(["evicted_pages"])
+            if self.holders[page] == 0:
+                self.free.update({page: None})
+''', "paging.py:Pages.allocate": '''
+    def allocate(self, table, number):
+        for oldest in list(self.free)[:number]:
+            self.free.pop(oldest)
+            key = self.key_of.pop(oldest, None)
+            if key is not None:
+                self.published.pop(key)
+                self.counts.update(["evicted_pages"])
+            self.holders[oldest] += 1
+            table.extend([oldest])
 ''', "generate_paged.py:Paged.slots": '''
     def slots_of(self, page):
         return range(page * self.pages.size, (page + 1) * self.pages.size)
 
-    def slots(self, table, start, end):
-        return [slot for page in table for slot in self.slots_of(page)][start:end]
+    def slots(self, table, end):
+        slots = [slot for page in table for slot in self.slots_of(page)][:end]
+        return torch.tensor(slots, dtype=torch.long)
 ''', "generate_paged.py:Paged.write": '''
     def write(self, layer, k, v):
         pool_k, pool_v = self.pool.buffers(layer, k, v)
@@ -234,9 +234,9 @@ if TYPE_CHECKING:
         self.write(layer, k, v)
         pairs = [self.read(layer, i) for i, _ in enumerate(self.plan)]
         if self.attention == "mask":
-            return head(q, *(torch.cat(part, -2) for part in zip(*pairs)), mask=self.mask)[0]
+            return head(q, *(torch.cat(part, -2) for part in zip(*pairs)), mask=self.mask)
         pieces = q.split([n for _, n in self.plan], dim=-2)
-        return torch.cat([head(piece, *pair)[0] for piece, pair in zip(pieces, pairs)], -2)
+        return torch.cat([head(piece, *pair) for piece, pair in zip(pieces, pairs)], -2)
 '''}),
     "a helper in another file of the set": (4, {
         "cache.py": lambda text: text + '''
@@ -253,25 +253,30 @@ def padded(width, values):
             positions.append(padded(T, range(start, start + n)))
             mask.append(padded(self.P, [1] * start) + padded(T, [1] * n))
         self.tokens, self.positions = torch.tensor(tokens), torch.tensor(positions)
-        self.mask, due = torch.tensor(mask).bool()[:, None, None], complete(self.plan)
+        self.mask, due = torch.tensor(mask).bool()[:, None, None], indices_due(self.plan)
         self.sampled = [request for i, (request, _) in enumerate(self.plan) if i in due]
-        self.rows = torch.tensor(due, dtype=torch.long, device=device), T - 1
+        self.wanted = torch.tensor(due, dtype=torch.long, device=device), T - 1
 '''}),
     "a new file, an attribute that __init__ sets": (6, {
         "arithmetic.py": "def ceiling(a, b):\n    return (a + b - 1) // b\n",
-        "paging.py:": "from arithmetic import ceiling", "paging.py:PagedScheduler.missing": '''
-    def missing(self, request):
-        return ceiling(request.computed + request.todo, self.pages.size) - len(request.kv)
+        "paging.py:": "from arithmetic import ceiling", "paging.py:PagedScheduler.preempt": '''
+    def preempt(self, request):
+        self.free(request)
+        self.running = [other for other in self.running if other is not request]
+        self.waiting.insert(0, request)
+        self.counts.update(preemptions=ceiling(1, 1))
+        request.computed = 0
 ''', "paging.py": lambda text: text.replace(
             "        self.published, self.key_of", "        self.log = []\n"
             "        self.published, self.key_of"),
         "paging.py:Pages.hold": '''
-    def hold(self, pages):
+    def hold(self, table, pages):
         for page in pages:
             self.log.append(page)
-            if page in self.kept:
-                del self.kept[page]
+            if page in self.free:
+                del self.free[page]
             self.holders[page] = self.holders[page] + 1
+            table.append(page)
 '''}),
     "a property, a class attribute, annotations": (2, {"request.py:Request.append": '''
     stops = ("stop", "length")

@@ -26,7 +26,6 @@ FIND, PUBLISH = (f"paging.py:Pages.{name}" for name in ("find", "publish"))
 PREEMPT, ROOM, UPDATE = (
     f"paging.py:PagedScheduler.{name}" for name in ("preempt", "grant_room", "update"))
 PAGED, READ = (f"generate_paged.py:Paged.{name}" for name in ("lay_out", "read"))
-LAST = "request.py:Request.is_last"
 
 TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     # which keys a token may see
@@ -97,10 +96,10 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (APPEND, "if token == self.eos_token:",
          "if token == self.eos_token and len(self.generated) > 1:")],
     "one token too many": [
-        (LAST, "len(self.prompt) + number > self.kv_tokens",
-         "number > self.max_new_tokens or len(self.prompt) + number > self.block_size")],
+        (APPEND, "self.is_last(len(self.generated))", "self.is_last(len(self.generated) - 1)")],
     "no end at the context limit": [
-        (LAST, "len(self.prompt) + number > self.kv_tokens", "number == self.max_new_tokens")],
+        (APPEND, "self.is_last(len(self.generated))",
+         "len(self.generated) == self.max_new_tokens")],
     # the scheduler
     "prompts before decodes": [
         (SHARE, "for request in self.running if request.todo == 1]",
