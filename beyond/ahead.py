@@ -11,53 +11,29 @@ Elsewhere host and device take turns, and the device is idle while the host samp
 
 A plan depends on how many tokens there are, hardly on which. So pass t + 1 is laid out with a
 *hole* for each token that pass t will give, and the device fills the holes from its own memory.
-What the host cannot know is a stop token: a request that ends with pass t is in pass t + 1, too,
-which costs it one row. An end by length is known. (AsyncScheduler in vLLM; continuous_async in
-transformers.)
+A stop token is known too late: a request that ends with pass t is in pass t + 1, which costs a row.
+(AsyncScheduler in vLLM; continuous_async in transformers.)
 
-The device runs its passes in the order of the queue. So what a request frees may be given away: its
-next owner writes after the last pass that was queued with it. Only its name must not be: a pass
-publishes a page only if the block table is still the one it was laid out with.
+The device runs passes in order. So what is freed under a queued pass may be given away: its next
+owner writes later. But pages are published only if the request still holds their block table. (On
+CUDA, the layouts' copies still wait for the device: pinned memory would come next.)
 
-    python -m beyond.ahead     what it gains, calculated
+    python -m beyond.ahead [HOST_MS]     what it gains, calculated
 """
 import sys
 import time
+from types import SimpleNamespace
 
 import torch
 
+from beyond.fork import memory_of
 from beyond.hardware import gpu_of, shape_of
-from cache import KV
-from generate_paged import Paged
-from generate_ragged import Flat
 from model import cdf
-from paging import PagedScheduler, Pages
 from request import prepare
-from scheduler import Scheduler
 from toolbox.trace import Trace
-from toolbox.validate import check_finite, check_pool
+from toolbox.validate import check_finite
 
 HOLE = -1   # no token: an embedding would refuse it
-
-
-def memory_of(model, max_batch, token_budget, max_kv_tokens, pages, page_size):
-    """(scheduler, layout): stage 7's if `pages` is a number, or else stage 6's."""
-    if pages is None:
-        return (Scheduler(max_batch, token_budget, max_kv_tokens),
-                lambda plan: Flat(plan, model.device))
-    check_pool(max_batch, pages, page_size, model.config.block_size)
-    books, pool = Pages(pages, page_size), KV(pages * page_size)
-    return (PagedScheduler(max_batch, token_budget, books),
-            lambda plan: Paged(plan, pool, books, model.device))
-
-
-class Flight:
-    """A pass in the device's queue. tokens: (R,) on the device, one for each request sampled."""
-
-    def __init__(self, step, batch, logits, tokens):
-        self.step, self.batch, self.logits, self.tokens = step, batch, logits, tokens
-        self.tables = [request.block_table for request, _ in batch.plan]   # it writes through these
-        self.started = time.perf_counter()
 
 
 def choose(logits, requests):
@@ -70,18 +46,8 @@ def choose(logits, requests):
     return tokens
 
 
-def plan_of(scheduler, step, flight):
-    """A step's plan. It may be empty while a pass is in flight: what lands gives room."""
-    try:
-        return scheduler.schedule(step)
-    except RuntimeError:
-        if flight:
-            return []
-        raise
-
-
 def launch(model, scheduler, lay_out, step, flight):
-    """Plans and queues the pass after `flight`, as if that had landed. None if there is none."""
+    """Plans the pass after `flight` as if that had landed, and queues it. None if it is empty."""
     holes = {}   # request -> the place of its token in flight.tokens
     for request, n in flight.batch.plan if flight else ():
         if not request.finished:
@@ -91,8 +57,12 @@ def launch(model, scheduler, lay_out, step, flight):
             request.generated.append(HOLE)
             holes[request] = place   # without a hole its todo is 0, and it is not planned
     try:
-        plan = plan_of(scheduler, step, flight)
+        plan = scheduler.schedule(step)
         batch = lay_out(plan) if plan else None
+    except RuntimeError:   # nothing can go on, but what lands may give room
+        if not flight:
+            raise
+        batch = None
     finally:
         for request in holes:
             request.generated.pop()   # nobody else sees a hole
@@ -103,25 +73,27 @@ def launch(model, scheduler, lay_out, step, flight):
         places = [holes[batch.sampled[i]] for i in rows]
         batch.tokens[batch.wanted[rows]] = flight.tokens[places]
     logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)          # (R, V)
-    return Flight(step, batch, logits, choose(logits, batch.sampled))
+    return SimpleNamespace(step=step, batch=batch, logits=logits,
+                           tokens=choose(logits, batch.sampled),                          # (R,)
+                           tables=[request.block_table for request, _ in batch.plan])
 
 
 def land(flight, scheduler, trace, on_token):
     """The pass is over: its requests get their tokens, and the pages it has filled can be found."""
     batch, chosen = flight.batch, flight.tokens.tolist()   # waits for the device
     reached = dict(trace.reached)
-    trace.record_pass(flight.step, batch, time.perf_counter() - flight.started)
+    trace.record_pass(flight.step, batch, time.perf_counter() - trace.step_times[flight.step])
     for (request, n), start, table in zip(batch.plan, batch.starts, flight.tables):
         if request.finished:   # one pass ago, or cancelled
-            first = max(start, reached.get(request.name, 0))
-            trace.record_rejected(request, first, max(start + n, first))
+            first = min(max(start, reached.get(request.name, 0)), start + n)
+            trace.record_rejected(request, first, start + n)
         elif table is not None and table is request.block_table:
             size = scheduler.pages.size
             for i in range(start // size, (start + n) // size):
                 scheduler.pages.publish(table, i, request.slice(i * size, (i + 1) * size))
-    kept = [i for i, request in enumerate(batch.sampled) if not request.finished]
-    sampled, logits = [batch.sampled[i] for i in kept], flight.logits[kept]
-    tokens = [chosen[i] for i in kept]
+    going = [i for i, request in enumerate(batch.sampled) if not request.finished]
+    sampled, tokens = [batch.sampled[i] for i in going], [chosen[i] for i in going]
+    logits = flight.logits[going]
     for request, token, largest in zip(sampled, tokens, logits.amax(dim=-1).tolist()):
         check_finite(request, largest)
         request.append(token)
@@ -152,12 +124,10 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
 
 
 if __name__ == "__main__":
-    host = float(sys.argv[1]) if sys.argv[1:] else 2.0
-    print(f"512 passes of 16 decodes, 1,024 keys each, on an H100; the host takes {host:g} ms a "
-          "pass; calculated")
-    for name in ("qwen3-8b", "qwen3-0.6b"):
+    host, gpu = float(sys.argv[1]) if sys.argv[1:] else 2.0, gpu_of("h100")
+    for name in "qwen3-8b", "qwen3-0.6b":   # 512 passes of 16 decodes with 1,024 keys each
         shape = shape_of(name)
-        device = 1e3 * shape.seconds(gpu_of("h100"), shape.parts(16, 16, 2**14, 2**14), 16)
+        device = 1e3 * shape.seconds(gpu, shape.parts(16, 16, 2**14, 2**14), 16)
         turns, ahead = host + device, max(host, device)
-        print(f"  {name:10}  in turns {0.512 * turns:.2f} s, device busy {device / turns:.0%};  "
-              f"ahead {0.512 * ahead:.2f} s, busy {device / ahead:.0%}")
+        print(f"{name} on an H100, {host:g} ms of host, calculated: in turns {0.512 * turns:.2f} s, "
+              f"busy {device / turns:.0%}; ahead {0.512 * ahead:.2f} s, busy {device / ahead:.0%}")

@@ -1,20 +1,16 @@
 """
 Speculative decoding: guess several tokens, and check all of them in one pass.
 
-A decode reads all weights to compute one token. A chunk of 1 + K tokens reads them once, too. So a
-request guesses its next K tokens, and the ragged pass computes them as a chunk, all of whose logits
-are wanted. Each row says what really comes after its token:
+A decode reads all weights for one token. A chunk of 1 + K tokens reads them once, too. So a request
+guesses K tokens, and the ragged pass computes them in one chunk, all of whose logits are wanted:
 
     in the pass   ... the | json  module  is       known: "the"; guessed: "json module is"
     its logits        json  module  loads  a       two were right; "loads" is the third token
 
-An accepted guess is a decode whose pass has already been made. So what follows every pass, sample
-and update and record, now takes rounds, and a request is in the next one while its guess was right.
-A rejected row draws no random number. Keys beyond `computed` are never read: no roll-back.
-
-Papers accept a guess x with probability min(1, p(x) / q(x)) (Leviathan 2023, Chen 2023). A looked-up
-guess has q(x) = 1, and the request's own draw gives x with probability p(x): comparing the two loses
-nothing, and gives the very tokens that the request would have got alone.
+An accepted guess is a decode whose pass has already been made. So sample, update and record take
+rounds, and a request takes part while its guesses are right. A rejected row draws no random number.
+Keys beyond `computed` are never read: nothing is rolled back. Rejection sampling would accept a
+guess with its probability p. The request's own draw gives it as often, and if not, the right token.
 
 A guess is what followed the latest tokens when they last occurred (prompt lookup decoding, Saxena
 2023). Guesses take what is left of the token budget, and no page that is not held.
@@ -22,18 +18,17 @@ A guess is what followed the latest tokens when they last occurred (prompt looku
     python -m beyond.speculative [MODEL PROMPTS]    passes against K, and the calculated price
 """
 import sys
+from itertools import product
 
 import torch
 
-from beyond.ahead import memory_of
+from beyond.fork import memory_of
 from beyond.hardware import gpu_of, shape_of
 from model import sample
 from request import indices_due, prepare
 from toolbox.load import load
 from toolbox.trace import Trace
 from toolbox.workload import PROMPTS, make_requests, read_prompts
-
-KS = 0, 2, 4, 8
 
 
 class Lookup:
@@ -87,9 +82,9 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         for request, guessed in drafts.items():
             request.generated += guessed
         batch = lay_out([(request, n + len(drafts[request])) for request, n in plan])
-        first, wanted = {}, []   # request -> its first row of the logits; their places in the batch
         for request, guessed in drafts.items():
             del request.generated[len(request.generated) - len(guessed):]
+        first, wanted = {}, []   # request -> its first row of the logits; their places in the batch
         for request, last in zip(batch.sampled, batch.wanted.tolist()):
             first[request] = len(wanted)
             wanted += range(last - len(drafts[request]), last + 1)
@@ -113,24 +108,15 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     return trace
 
 
-def price(batch, guesses, gpu=gpu_of("a100"), shape=shape_of("llama-2-7b"), keys=512):
-    """Calculated time of a pass with so many guesses for each request, over one with none."""
-    def seconds(rows):
-        return shape.seconds(gpu, shape.parts(rows, rows, rows * keys, batch * keys), rows)
-    return seconds(batch * (1 + guesses)) / seconds(batch)
-
-
-def main(name="builtin", prompts=PROMPTS):
-    model, tokenizer = load(name)
-    print("passes with K =", *KS)
-    for batch, t in (8, 0.0), (8, 0.7), (1, 0.0):
-        runs = [generate(model, make_requests(read_prompts(prompts), tokenizer, seed=0,
-                                              max_new_tokens=64, temperature=t), batch, guesses=k)
-                for k in KS]
-        print(f"  batch {batch}, temperature {t}:", *[len(run.passes) for run in runs])
-    print("a pass with K = 4 over one with 0: Llama 2 7B, 512 keys each, A100, calculated")
-    print(*[f"  batch {batch}: x {price(batch, 4):.2f}" for batch in (1, 8, 32, 64, 256)], sep="\n")
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    model, tokenizer = load(*sys.argv[1:2])
+    prompts = read_prompts(*sys.argv[2:] or [PROMPTS])
+    for batch, t, k in product((8, 1), (0.0, 0.7), (0, 2, 4, 8)):
+        requests = make_requests(prompts, tokenizer, max_new_tokens=64, temperature=t, seed=0)
+        passes = len(generate(model, requests, batch, guesses=k).passes)
+        print(f"batch {batch}, temperature {t}, K = {k}: {passes} passes")
+    gpu, shape = gpu_of("a100"), shape_of("llama-2-7b")
+    for batch in 1, 8, 32, 64, 256:   # with 512 keys each
+        parts = [shape.parts(n, n, 512 * n, 512 * batch) for n in (batch, 5 * batch)]
+        one, all_5 = [shape.seconds(gpu, part, 1) for part in parts]
+        print(f"Llama 2 7B, A100, calculated: batch {batch}, K = 4: a pass x {all_5 / one:.2f}")
