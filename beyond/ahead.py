@@ -129,5 +129,5 @@ if __name__ == "__main__":
         shape = shape_of(name)
         device = 1e3 * shape.seconds(gpu, shape.parts(16, 16, 2**14, 2**14), 16)
         turns, ahead = host + device, max(host, device)
-        print(f"{name} on an H100, {host:g} ms of host, calculated: in turns {0.512 * turns:.2f} s, "
+        print(f"{name}, H100, {host:g} ms of host, calculated: in turns {0.512 * turns:.2f} s, "
               f"busy {device / turns:.0%}; ahead {0.512 * ahead:.2f} s, busy {device / ahead:.0%}")

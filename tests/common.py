@@ -1,5 +1,6 @@
 """The oracle and the workloads that all tests of the contract share."""
 import os
+import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,22 @@ def mixed():
     return [Request([i % VOCAB for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7,
                     temperature=n % 2, seed=n, name=f"r{n}", arrival=n // 3)
             for n in range(1, 12)]
+
+
+# what a run with a bug may raise
+SEEN = (AssertionError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+
+
+def crowd(seed, model):
+    """Requests that begin alike and repeat themselves, and some tokens of theirs as stop tokens."""
+    stream = random.Random(seed)
+    stem = [stream.randrange(VOCAB) for _ in range(3)] * 4
+    requests = [Request(stem[:stream.randint(1, 11)], 12, stream.choice([0.0, 0.0, 0.5]), seed=i,
+                        arrival=stream.choice([0, 0, 1, 2, 5]), name=f"r{i}") for i in range(8)]
+    for request in requests:
+        tokens, _, _ = alone(model, request)
+        request.eos_token = stream.choice([None, tokens[stream.randrange(9)], *stem[:3]])
+    return [replace(request) for request in requests]
 
 
 def smallest_pool(requests, page_size, block_size=BLOCK_SIZE):
