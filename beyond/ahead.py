@@ -58,16 +58,16 @@ def launch(model, scheduler, lay_out, step, flight):
             holes[request] = place   # without a hole its todo is 0, and it is not planned
     try:
         plan = scheduler.schedule(step)
-        batch = lay_out(plan) if plan else None
+        if not plan:
+            return None
+        batch = lay_out(plan)
     except RuntimeError:   # nothing can go on, but what lands may give room
         if not flight:
             raise
-        batch = None
+        return None
     finally:
         for request in holes:
             request.generated.pop()   # nobody else sees a hole
-    if not batch:
-        return None
     rows = [i for i, request in enumerate(batch.sampled) if request in holes]
     if rows:   # a hole is its request's last token: the one whose logits are wanted
         places = [holes[batch.sampled[i]] for i in rows]

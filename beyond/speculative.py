@@ -12,8 +12,7 @@ rounds, and a request takes part while its guesses are right. A rejected row dra
 Keys beyond `computed` are never read: nothing is rolled back. Rejection sampling would accept a
 guess with its probability p. The request's own draw gives it as often, and if not, the right token.
 
-A guess is what followed the latest tokens when they last occurred (prompt lookup decoding, Saxena
-2023). Guesses take what is left of the token budget, and no page that is not held.
+A guess is what followed the latest tokens when they last occurred (prompt lookup, Saxena 2023).
 
     python -m beyond.speculative [MODEL PROMPTS]    passes against K, and the calculated price
 """
@@ -50,7 +49,7 @@ class Lookup:
 
 
 def draft(plan, scheduler, lookups, most):
-    """{request: guesses}: for decodes, as far as budget, length limit and pages leave room."""
+    """{request: guesses}: for decodes, as far as budget, length and pages held leave room."""
     drafts, budget = {}, scheduler.token_budget - sum(n for _, n in plan)
     for request, n in plan:
         room = request.kv_tokens   # the last token is never computed
@@ -113,10 +112,10 @@ if __name__ == "__main__":
     prompts = read_prompts(*sys.argv[2:] or [PROMPTS])
     for batch, t, k in product((8, 1), (0.0, 0.7), (0, 2, 4, 8)):
         requests = make_requests(prompts, tokenizer, max_new_tokens=64, temperature=t, seed=0)
-        passes = len(generate(model, requests, batch, guesses=k).passes)
-        print(f"batch {batch}, temperature {t}, K = {k}: {passes} passes")
+        trace = generate(model, requests, batch, guesses=k)
+        print(f"batch {batch}, temperature {t}, K = {k}: {len(trace.passes)} passes")
     gpu, shape = gpu_of("a100"), shape_of("llama-2-7b")
     for batch in 1, 8, 32, 64, 256:   # with 512 keys each
-        parts = [shape.parts(n, n, 512 * n, 512 * batch) for n in (batch, 5 * batch)]
-        one, all_5 = [shape.seconds(gpu, part, 1) for part in parts]
+        one, all_5 = [shape.seconds(gpu, shape.parts(n, n, 512 * n, 512 * batch), n)
+                      for n in (batch, 5 * batch)]
         print(f"Llama 2 7B, A100, calculated: batch {batch}, K = 4: a pass x {all_5 / one:.2f}")
