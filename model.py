@@ -87,9 +87,10 @@ class Head(nn.Module):
 
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))   # (..., T, S)
         weights = scores.masked_fill(~see, -math.inf).softmax(dim=-1)
-        out = weights @ v                                          # (..., T, hs)
-        # The softmax of a row of only -inf is NaN, which would spread: such a row yields zeros.
-        return out.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)
+        # The softmax of a row of only -inf is NaN, which would spread (in bfloat16 even to the rows
+        # beside it, on some processors). Such a row gets weights of zero.
+        weights = weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)
+        return weights @ v                                         # (..., T, hs)
 
 
 head = Head()
@@ -185,7 +186,7 @@ class GPT(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)              # (..., V): the tied output head
 
     def optimize(self):
-        """Same results from faster kernels, with the weights held twice (docs/kernels.md)."""
+        """A snapshot that gives the same results faster, from a second copy of the weights."""
         from kernels import optimize  # how to multiply fast is not the lesson
         return optimize(self)
 

@@ -1,23 +1,21 @@
 """
 Fairness: other orders than first come, first served, and a bound on what they may cost a request.
 
-A *policy* is a sort key: of the waiting requests, the one with the smallest key goes first. The
-shortest job first makes the mean wait short. But a long job may wait for ever, if short ones keep
-arriving. So there is a bound: the n-th request to arrive is admitted as the (n + MAX_OVERTAKEN)-th
-at the latest, and no request is preempted more than MAX_OVERTAKEN times. At either bound it is
-*due*: it goes before all that are not, is given room for its longest answer, and is not preempted.
-
     one place, shortest job first, a bound of 3; L is long, a to d are short, all arrive together
 
     admitted              a   b   c   L   d
     L was overtaken       1   2   3           L is due: d is shorter, and has to wait
 
-There is one order for the queue and for memory, the *rank*: due or not, then the key, then the
-arrival. The first in rank is admitted first, and the last in rank is the one to preempt. The one
-that preempts stands before its victim. So the first in rank keeps its pages and goes on at every
-step: no live-lock. The token budget goes to those that run already, then to new ones: else a stream
-of short prompts could stop a longer one in the middle. vLLM ranks victims as its policy ranks its
-queue, too: by arrival under "fcfs", by priority and then arrival under "priority". It has no bound.
+A *policy* is a sort key: of the waiting requests, the one with the smallest key goes first. The
+shortest job first makes the mean wait short; but a long job may wait for ever, if short ones keep
+arriving. So there is a bound: the n-th request to arrive is admitted as the (n + MAX_OVERTAKEN)-th
+at the latest, and no request is preempted more than MAX_OVERTAKEN times. At either bound it is
+*due*: it goes before all that are not, is given room for its longest answer, and is not preempted.
+
+One order serves the queue and the memory, the *rank*: due or not, then the key, then the arrival.
+The first in rank is admitted first; the last is preempted, by one that stands before it. So the
+first in rank keeps its pages and goes on at every step: no live-lock. (vLLM ranks by arrival or by
+priority, too. It has no bound.)
 
     python -m beyond.fairness                  the example above, and all policies with its requests
     python generate_paged.py --policy sjf      stage 7 with a policy

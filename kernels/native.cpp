@@ -322,7 +322,8 @@ struct Piece {
     i64 start;                // position of the first of them
     i64 wanted;               // of so many, the last ones, the logits are wanted
     const i64* table;         // the slots at which its pages begin
-    float *keys, *values;     // of its pool: (layers, heads, slots, size)
+    float* const* keys;       // of each layer: (heads, slots, size)
+    float* const* values;
     i64 slots;
 };
 
@@ -338,9 +339,8 @@ static void keep(const float* k, const float* v, i64 heads, i64 size, const Piec
     #pragma omp for schedule(static)
     for (i64 item = 0; item < requests * heads; item++) {
         const Piece& p = pieces[item / heads];
-        i64 head = layer * heads + item % heads;
-        Cache keys = cache_of(p, p.keys, page, size, head);
-        Cache values = cache_of(p, p.values, page, size, head);
+        Cache keys = cache_of(p, p.keys[layer], page, size, item % heads);
+        Cache values = cache_of(p, p.values[layer], page, size, item % heads);
         for (i64 i = 0; i < p.n; i++) {
             i64 from = (p.first + i) * heads * size + item % heads * size;
             std::copy_n(k + from, size, keys[p.start + i]);
@@ -360,9 +360,9 @@ static void attend(const float* q, float* out, i64 heads, i64 group, i64 size, c
     #pragma omp for schedule(dynamic, together) nowait
     for (i64 item = 0; item < requests * heads; item++) {
         const Piece& p = pieces[item / heads];
-        i64 head = layer * (heads / group) + item % heads / group;
-        Cache keys = cache_of(p, p.keys, page, size, head);
-        Cache values = cache_of(p, p.values, page, size, head);
+        i64 head = item % heads / group;
+        Cache keys = cache_of(p, p.keys[layer], page, size, head);
+        Cache values = cache_of(p, p.values[layer], page, size, head);
         i64 skip = last ? p.n - p.wanted : 0, n = p.n - skip;
         i64 at = (p.first + skip) * row + item % heads * size;
         uintptr_t next = place(keys[0], p.slots * size);   // a head's slots lie behind another's

@@ -1,6 +1,6 @@
 """
 Builds, loads and calls native.cpp: a whole forward pass of a flat stream in one call, in float32 on
-a CPU. That needs g++, and results that agree with torch's. Elsewhere everything runs through torch.
+a CPU. That needs g++, and results that agree with torch's.
 
 The compiler is called once, for two seconds, and what it builds stays in kernels/build/, as does
 the reason if it fails. The library has no threads of its own but uses those of torch's OpenMP: two
@@ -21,8 +21,6 @@ from threading import RLock
 import torch
 from torch.nn import functional as F
 
-from kernels.threads import threads_of
-
 PARTS = "blocks' multiplications", "attention", "norms", "vocabulary"
 SECONDS = (ctypes.c_double * len(PARTS))()   # what all steps so far have spent on each
 LOCK = RLock()   # one step at a time: they share working memory, clocks and the processor's cores
@@ -41,24 +39,20 @@ INSTALL = {"linux": "apt install g++", "darwin": "brew install gcc, then CXX=g++
 
 @cache
 def problem():
-    """Why native.cpp cannot be used here, in a line that stderr gets, too. None: it can be."""
+    """Why native.cpp cannot be used here, in a line. None: it can be."""
     with LOCK:
         try:
             library()
         except FileNotFoundError:
             install = INSTALL.get(sys.platform)
-            found = f"there is no {COMPILER} here" + (f" ({install})" if install else "")
+            found = f"there is no {COMPILER}" + (f" ({install})" if install else "")
         except (OSError, subprocess.SubprocessError, RuntimeError) as error:
             found = f"{COMPILER} cannot build native.cpp: {error}"
         else:
             found = None if agrees() else "native.cpp computes something else than torch"
     if found:
-        print(f"optimize(): {found}; using torch's kernels", file=sys.stderr)
+        found = " ".join(found.split())   # a compiler says more than a line
     return found
-
-
-def works():
-    return problem() is None
 
 
 @cache
@@ -161,14 +155,15 @@ def agrees():
             x = x + linear(y, block + "mlp.c_proj")
         return norm(x, "ln_f")[-1] @ named["wte.weight"].T
 
-    pool = torch.full((2, 2, 2, 80, size), torch.nan, **FLOAT)
-    weights = Weights(named, size, lambda name: pack(named[name]), frequencies=frequencies)
+    caches = torch.full((2, 2, 2, 80, size), torch.nan, **FLOAT)   # keys, values; layers; heads
+    weights = Weights(named, size, frequencies=frequencies)
+    a, b = (numbers(layer.data_ptr() for layer in part) for part in caches)
     # Chunks without and with a past, few tokens and many; a decode; pages of 20 tokens, scattered
     for starts, ends in ((0, 0), (20, 4)), ((20, 4), (36, 5)), ((36,), (37,)):
         places = [range(*part) for part in zip(starts, ends)]
         tokens = [p[i] for p, part in zip(prompts, places) for i in part]
         stream = torch.tensor([tokens, [i for part in places for i in part]], device="cpu")
-        firsts, (a, b) = (0, len(places[0])), map(pool_address, pool)
+        firsts = (0, len(places[0]))
         pieces = [(first, len(part), part.start, 1, table, a, b, 80)
                   for first, part, table in zip(firsts, places, ([0, 60], [30]))]
         logits = step(weights, *stream, pieces, 20)
@@ -193,9 +188,16 @@ def address(tensor, dtype, shape, name="a tensor"):
                      f"not {dtype} {tuple(shape)} on the CPU")
 
 
-def pool_address(pool):
-    """Of a pool's keys or values: (layers, heads, slots, size)."""
-    return address(pool, torch.float32, pool.shape, "a pool")
+def keep_memory():
+    """
+    Has glibc keep what it got from the system: it would give large temporaries back, and the system
+    clears the memory of each new one. That is a quarter of stage 1's time at GPT-2's size. Threads
+    that began before this have heaps of their own, which cannot hold large ones.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:   # never trim; no mappings of their own; one heap for all threads
+        for parameter, value in (-1, -1), (-4, 0), (-8, 1):
+            mallopt(parameter, value)
 
 
 def huge_pages(tensor):
@@ -242,32 +244,19 @@ def multiply(x, packed, n, bias=None, gelu=False):
     return y
 
 
-def why_not_now(vocabulary):
-    """Why no step can run on the weights of the module that makes logits now; None if one can."""
-    weight, reordered = vocabulary.weight, getattr(vocabulary, "reordered", None)
-    if reordered is None:
-        return "the module that makes logits came after optimize()"
-    if not reordered.compiled:
-        return "optimize() was called without it"
-    if weight.dtype != torch.float32 or weight.device.type != "cpu":
-        return f"it is for float32 on a CPU, not {weight.dtype} on {weight.device.type}"
-    return problem()
-
-
 class Weights:
     """
-    Where an unchanged model's weights are, as `struct Model` and `struct Layer` list them, and
-    working memory for its steps. ValueError for weights of other shapes.
+    Copies of a model's weights, the matrices packed, where `struct Model` and `struct Layer` look
+    for them, and working memory for its steps. ValueError for weights of other shapes.
 
     named:       as GPT.named_parameters or Llama.named_parameters
-    packed:      a function of a weight's name: that weight, packed
     eps:         of its norms
     frequencies: of rotary positions, one for each pair of features; () if the model has none
     """
     BLOCK = ("ln_1", "attn.query", "attn.key", "attn.value", "attn.c_proj", "attn.q_norm",
              "attn.k_norm", "ln_2", "mlp.c_gate", "mlp.c_fc", "mlp.c_proj")
 
-    def __init__(self, named, head_size, packed, eps=1e-5, frequencies=()):
+    def __init__(self, named, head_size, eps=1e-5, frequencies=()):
         self.vocabulary, C = named["wte.weight"].shape
         Q, K, H = (len(named[f"h.0.{name}.weight"])
                    for name in ("attn.query", "attn.key", "mlp.c_fc"))
@@ -276,11 +265,14 @@ class Weights:
         layers = 1 + max(int(name.split(".")[1]) for name in named if name.startswith("h."))
         if frequencies and 2 * len(frequencies) != head_size:
             raise ValueError(f"{len(frequencies)} frequencies for heads of {head_size}")
-        constants = [torch.tensor(part, **FLOAT) for part in (frequencies, [eps])]
-        self.alive = [named, constants]   # what the addresses belong to
+        self.alive = []   # what the addresses belong to
+
+        def keep(tensor, shape, name):
+            self.alive.append(tensor)
+            return address(tensor, torch.float32, shape, name)
 
         def part(name, *shape):   # 0, a null pointer: it has none
-            return address(named[name], torch.float32, shape, name) if name in named else 0
+            return keep(named[name].detach().clone(), shape, name) if name in named else 0
 
         def norm(name, size=C):
             return part(f"{name}.weight", size), part(f"{name}.bias", size)
@@ -293,9 +285,7 @@ class Weights:
             if (w.shape, w.dtype, w.device.type) != ((n, k), torch.float32, "cpu"):
                 raise ValueError(f"{weight} is {w.dtype} {tuple(w.shape)} on {w.device}, "
                                  f"not torch.float32 {(n, k)} on the CPU")
-            self.alive.append(packed(weight))
-            return (address(self.alive[-1], torch.float32, packed_shape(n, k), weight),
-                    part(f"{name}.bias", n))
+            return keep(pack(w.detach()), packed_shape(n, k), weight), part(f"{name}.bias", n)
 
         shapes = {"attn.query": (Q, C), "attn.key": (K, C), "attn.value": (K, C),
                   "attn.c_proj": (C, Q), "mlp.c_gate": (H, C), "mlp.c_fc": (H, C),
@@ -307,7 +297,8 @@ class Weights:
         self.model = numbers([
             layers, Q // head_size, Q // K, head_size, C, H, self.vocabulary, self.positions,
             part("wte.weight", self.vocabulary, C), part("wpe.weight", self.positions, C),
-            *(address(each, torch.float32, each.shape) if len(each) else 0 for each in constants),
+            *(keep(torch.tensor(each, **FLOAT), (len(each),), "a constant") if each else 0
+              for each in (frequencies, [eps])),
             *norm("ln_f"),
             *matrix("lm_head" if "lm_head.weight" in named else "wte", self.vocabulary, C)])
         self.per_token = C + max(C, Q) + Q + 2 * K + 2 * H + head_size
@@ -321,8 +312,8 @@ def step(weights, tokens, positions, pieces, page):
     token or a position that the model does not have.
 
     pieces: for each request (its first token in the stream, their number, position of the first,
-            of how many, the last ones, the logits are wanted, block table, address of the pool's
-            keys, of its values, slots in the pool). A block table lists the slots at which pages
+            of how many, the last ones, the logits are wanted, block table, addresses of its keys
+            in each layer, of its values, slots there). A block table lists the slots at which pages
             begin.
     page:   tokens in a page
     """
@@ -331,18 +322,18 @@ def step(weights, tokens, positions, pieces, page):
               address(positions, torch.int64, (N,), "positions"))
     tables = numbers(slot for piece in pieces for slot in piece[4])
     table, lines = ctypes.addressof(tables), []
-    for first, n, start, wanted, slots, *pool in pieces:
-        lines += [first, n, start, wanted, table, *pool]
+    for first, n, start, wanted, slots, keys, values, room in pieces:
+        lines += [first, n, start, wanted, table, ctypes.addressof(keys), ctypes.addressof(values),
+                  room]
         table += 8 * len(slots)
     shape = sum(piece[3] for piece in pieces), weights.vocabulary
     logits = torch.empty(shape, **FLOAT)
-    with threads_of(N).chosen() as count:
-        if len(weights.room) < weights.per_token * N:
-            weights.room = torch.empty(weights.per_token * N, **FLOAT)
-        done = library().step(
-            weights.model, weights.layers, *stream, N, numbers(lines), len(pieces), page,
-            address(weights.room, torch.float32, weights.room.shape),
-            address(logits, torch.float32, shape), count, SECONDS)
+    if len(weights.room) < weights.per_token * N:
+        weights.room = torch.empty(weights.per_token * N, **FLOAT)
+    done = library().step(
+        weights.model, weights.layers, *stream, N, numbers(lines), len(pieces), page,
+        address(weights.room, torch.float32, weights.room.shape),
+        address(logits, torch.float32, shape), torch.get_num_threads(), SECONDS)
     if done < N:
         raise IndexError(f"token id {tokens[done]} at position {positions[done]}: the model has "
                          f"{weights.vocabulary} tokens and {weights.positions} positions")

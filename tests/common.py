@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from beyond.fairness import POLICIES
+from beyond.llama import Llama, LlamaConfig
 from model import GPTConfig, sample
 from request import Request, prepare
 from toolbox import cli
@@ -55,6 +56,17 @@ def knobs_of(stage, **knobs):
     return cli.knobs_of(STAGES[stage], knobs)[0]
 
 
+def llama(**config):
+    """A random Llama that shows bugs (see toolbox/toy.py)."""
+    torch.manual_seed(0)
+    sizes = dict(block_size=BLOCK_SIZE, vocab_size=VOCAB, n_layer=3, n_head=6, n_kv_head=2,
+                 n_embd=15, head_size=4, ffn=20, rope_theta=100.0)
+    model = Llama(LlamaConfig(**sizes | config)).double().requires_grad_(False)
+    for p in model.parameters():
+        p.normal_(std=0.4)
+    return model
+
+
 @torch.inference_mode()
 def alone(model, request):
     """
@@ -63,7 +75,7 @@ def alone(model, request):
     """
     twin, sequence, logits = replace(request), list(request.prompt), []
     while True:
-        logits.append(model(torch.tensor([sequence]))[0, -1])
+        logits.append(model(torch.tensor([sequence], device=model.device))[0, -1])
         sequence += sample(logits[-1][None], [twin])
         new = sequence[len(request.prompt):]
         if new[-1] == request.eos_token:

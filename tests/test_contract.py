@@ -3,39 +3,48 @@ The contract: whatever the stage, the knobs and the other requests, each request
 it would have got alone.
 """
 from dataclasses import replace
+from functools import lru_cache
+from types import SimpleNamespace
 
 import common
 import pytest
 import torch
-from common import BATCHED, SCHEDULED, STAGES, alone, assert_contract, knobs_of, mixed, toy
+from common import BATCHED, SCHEDULED, STAGES, alone, assert_contract, knobs_of, llama, mixed, toy
 from hypothesis import given, settings
 
 from cache import KV
 from request import Request
 
-MODEL, KNOWN = toy(), {}
+MODEL = toy()
+COMPILED = ("unbatched", "ragged_varlen", "paged")   # what the compiled step serves
+BACKENDS = {   # name: (model, the model to compare with, tolerance)
+    "float64": lambda: (MODEL, MODEL, 1e-10),
+    "float32": lambda: (toy(dtype=torch.float32),) * 2 + (1e-4,),
+    "Llama": lambda: (llama(),) * 2 + (1e-10,),
+    "compiled": lambda: (toy(dtype=torch.float32).optimize(), toy(dtype=torch.float32), 1e-4),
+    "cuda": lambda: (toy(dtype=torch.float32).to("cuda"),) * 2 + (1e-4,)}
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+@lru_cache(maxsize=None)
+def backend(name):
+    model, whole, tolerance = BACKENDS[name]()
+    return SimpleNamespace(model=model, whole=whole, tolerance=tolerance, known={})
+
+
+def contract(stage, name, requests, **knobs):
+    """Each of (copies of) these requests gets what it would have got alone. Returns the trace."""
+    b = backend(name)
+    return assert_contract(b.model, STAGES[stage], [*map(replace, requests)], b.tolerance, b.whole,
+                           b.known, **knobs_of(stage, **knobs))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @settings(max_examples=common.examples(200))
 @given(workload=common.workloads())
 def test_contract(stage, workload):
-    requests, knobs = [replace(request) for request in workload.requests], workload.knobs
-
-    def memory_is_as_accounted(*_):
-        caches = [(r, r.kv) for r in requests if isinstance(r.kv, KV)]
-        for request, kv in caches:
-            lengths = {buffer.size(-2) for buffer in [*kv.k.values(), *kv.v.values()]}
-            assert kv.capacity == request.kv_tokens and lengths <= {kv.capacity}
-        if stage in SCHEDULED and knobs["max_kv_tokens"]:
-            assert sum(kv.capacity for _, kv in caches) <= knobs["max_kv_tokens"]
-
-    handle = MODEL.register_forward_pre_hook(memory_is_as_accounted)
-    try:
-        trace = assert_contract(MODEL, STAGES[stage], requests, known=KNOWN,
-                                **knobs_of(stage, **knobs))
-    finally:
-        handle.remove()
+    knobs = workload.knobs
+    trace = contract(stage, "float64", workload.requests, **knobs)
     if knobs["pages"] is None:   # enough for all that can run at the same time
         assert not trace.counts.get("preemptions")
     assert knobs["share_prefixes"] or not trace.counts.get("shared_pages")
@@ -51,6 +60,37 @@ def test_contract(stage, workload):
         assert stage == "naive" or p.finished_slots == 0
 
 
+@pytest.mark.parametrize("stage, name", [
+    *((stage, name) for name in ("float32", "Llama") for stage in STAGES),
+    *((stage, "compiled") for stage in COMPILED),
+    *(pytest.param(stage, "cuda", marks=no_gpu) for stage in STAGES)])
+@settings(max_examples=common.examples(50))
+@given(workload=common.workloads())
+def test_contract_of_other_models_and_numbers(stage, name, workload):
+    contract(stage, name, workload.requests, **workload.knobs)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@settings(max_examples=common.examples(30))
+@given(workload=common.workloads())
+def test_memory_is_as_accounted(stage, workload):
+    requests, most = [*map(replace, workload.requests)], workload.knobs["max_kv_tokens"]
+
+    def look(*_):
+        caches = [(r, r.kv) for r in requests if isinstance(r.kv, KV)]
+        for request, kv in caches:
+            lengths = {buffer.size(-2) for buffer in [*kv.k.values(), *kv.v.values()]}
+            assert kv.capacity == request.kv_tokens and lengths <= {kv.capacity}
+        if stage in SCHEDULED and most:
+            assert sum(kv.capacity for _, kv in caches) <= most
+
+    handle = MODEL.register_forward_pre_hook(look)
+    try:
+        STAGES[stage](MODEL, requests, **knobs_of(stage, **workload.knobs))
+    finally:
+        handle.remove()
+
+
 EDGES = [   # trap 10, and the ends of every range; 8 is the token budget
     *(Request([i % common.VOCAB for i in range(n)], new)
       for n in (1, 7, 8, 9, common.BLOCK_SIZE - 1, common.BLOCK_SIZE) for new in (1, 5, 1000)),
@@ -60,8 +100,7 @@ EDGES = [   # trap 10, and the ends of every range; 8 is the token budget
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_edges(stage):
-    assert_contract(MODEL, STAGES[stage], [replace(request) for request in EDGES],
-                    **knobs_of(stage, token_budget=8))
+    contract(stage, "float64", EDGES, token_budget=8)
 
 
 @pytest.mark.parametrize("stage", STAGES)

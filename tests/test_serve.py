@@ -73,7 +73,7 @@ def serving(model=MODEL, pages=128, settings=None, **knobs):
         yield running
         if running.thread.is_alive():   # whatever the clients did, nothing of it is left
             running.until(running.idle)
-            assert running.engine.pages.available() == pages
+            assert len(running.engine.pages.free) == pages
             assert not running.engine.trace.reached and not running.server.streams
     finally:
         if running.thread.is_alive():

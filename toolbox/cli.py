@@ -276,12 +276,10 @@ def run_stage(generate, args, shard=None):
     say_ignored(args, ignored, "for this stage")
     model, tokenizer, requests = load_inputs(args)
     plain, check = model, None
-    if not args.no_check and (shard or args.optimize):
-        model = copy.deepcopy(model)   # or the changed model would check itself
     if shard:
-        model = shard(model)
+        model = shard(copy.deepcopy(model) if not args.no_check else model)
     if args.optimize:
-        model.optimize()
+        model = model.optimize()
     if not args.no_check:
         check = Check(plain, requests, exact=model if args.optimize and not shard else None)
     has = inspect.signature(generate).parameters
@@ -298,7 +296,7 @@ def run_stage(generate, args, shard=None):
     if not args.quiet:
         print_texts(requests, tokenizer)
     print(report(trace))
-    if args.optimize:
+    if hasattr(model, "uses"):   # a snapshot
         print(model.uses())
     if "use_cache" in has and "use_cache" not in knobs:
         without = generate(model, [replace(request) for request in requests], use_cache=False)

@@ -37,7 +37,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")],
     "causal rule from the top left": [(HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
     "NaN for a query without keys": [
-        (HEAD, "out.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "out")],
+        (HEAD, "weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "weights")],
     "neighbours in a packed row": [
         (PACKED, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
          "owner[:, None, :] >= 0")],
