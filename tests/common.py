@@ -1,5 +1,7 @@
 """The oracle and the workloads that all tests of the contract share."""
 import os
+import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,12 +84,14 @@ def alone(model, request):
             return new, torch.stack(logits), "length"
 
 
-def assert_contract(model, generate, requests, tolerance=1e-10, whole=None, known=None, **knobs):
+def assert_contract(model, generate, requests, tolerance=1e-10, whole=None, known=None,
+                    per_pass=1, late=0, **knobs):
     """
     Runs `generate` and asserts that each request got exactly what it would have got alone.
 
     whole:   the model to compare with; None: the same one
     known:   a dict of what requests get alone; it is filled
+    per_pass, late: tokens that a pass may give a request; passes that may come after its last one
     """
     logits, known = {}, {} if known is None else known
 
@@ -106,22 +110,23 @@ def assert_contract(model, generate, requests, tolerance=1e-10, whole=None, know
         difference /= reference.abs().max()
         assert difference <= tolerance, f"request {i}: logits differ by {difference:.1e}"
         assert request.kv is request.block_table is None, f"request {i} still holds its cache"
-        assert request.token_steps == sorted(set(request.token_steps))
+        assert request.token_steps == sorted(request.token_steps)
+        assert max(Counter(request.token_steps).values()) <= per_pass
         assert all(step >= request.arrival for step in request.token_steps)
-    assert_trace(trace, requests)
+    assert_trace(trace, requests, late)
     return trace
 
 
-def assert_trace(trace, requests):
+def assert_trace(trace, requests, late=0):
     """What holds of the passes of every run."""
     steps = [p.step for p in trace.passes]
     assert steps == sorted(steps), "time runs backwards"
     named = {request.name: request for request in requests}
     for p in trace.passes:
         for name, _, _ in p.work:
-            assert named[name].arrival <= p.step <= named[name].token_steps[-1]
-        assert p.slots == p.useful + p.recomputed + p.pad_slots + p.finished_slots
-        assert min(p.useful, p.recomputed, p.pad_slots, p.finished_slots) >= 0
+            assert named[name].arrival <= p.step <= named[name].token_steps[-1] + late
+        parts = p.useful, p.recomputed, p.pad_slots, p.finished_slots, p.rejected
+        assert p.slots == sum(parts) and min(parts) >= 0
         assert p.useful_scores <= p.score_entries
 
 
@@ -192,6 +197,22 @@ def mixed():
     return [Request([i % VOCAB for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7,
                     temperature=n % 2, seed=n, name=f"r{n}", arrival=n // 3)
             for n in range(1, 12)]
+
+
+# what a run with a bug may raise
+SEEN = (AssertionError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+
+
+def crowd(seed, model):
+    """Requests that begin alike and repeat themselves, and some tokens of theirs as stop tokens."""
+    stream = random.Random(seed)
+    stem = [stream.randrange(VOCAB) for _ in range(3)] * 4
+    requests = [Request(stem[:stream.randint(1, 11)], 12, stream.choice([0.0, 0.0, 0.5]), seed=i,
+                        arrival=stream.choice([0, 0, 1, 2, 5]), name=f"r{i}") for i in range(8)]
+    for request in requests:
+        tokens, _, _ = alone(model, request)
+        request.eos_token = stream.choice([None, tokens[stream.randrange(9)], *stem[:3]])
+    return [replace(request) for request in requests]
 
 
 def smallest_pool(requests, page_size, block_size=BLOCK_SIZE):

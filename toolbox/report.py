@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 
 SUMS = ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", "score_entries",
-        "useful_scores", "copied_bytes", "slots")
+        "useful_scores", "copied_bytes", "rejected", "slots")
 
 
 def totals(trace):
@@ -78,6 +78,11 @@ def report(trace):
                 f"p50 {percentile(itl_ms, 50):.1f}, p99 {percentile(itl_ms, 99):.1f} ms"
                 if itl else "none: no request has two tokens"),
     ]
+    accepted = sum(len(r.token_steps) - len(set(r.token_steps)) for r in trace.requests)
+    if accepted or t["rejected"]:
+        rows.append(("rejected", share("rejected", "slots", "slots")))
+        rows.append(("accepted", f"{accepted:,} guesses, "
+                                 f"{accepted / t['forward_passes']:.2f} per pass"))
     if counts["preemptions"]:
         rows.append(("preemptions", f"{counts['preemptions']:,}"))
     if counts["shared_pages"] or counts["evicted_pages"]:

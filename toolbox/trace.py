@@ -21,7 +21,7 @@ class ForwardPass:
     """
     Slots are places in the tensor that was computed:
 
-        slots = useful + recomputed + pad_slots + finished_slots
+        slots = useful + recomputed + pad_slots + finished_slots + rejected
 
     Scores are entries of q k^T, of one head in one layer. Bytes are summed over all layers.
     """
@@ -39,6 +39,7 @@ class ForwardPass:
     seconds: float
     padded_keys: int = 0      # key slots that hold no key of a running request
     copied_bytes: int = 0     # keys and values copied to bring them together, padding included
+    rejected: int = 0         # tokens that turned out, after sampling, not to be needed
 
     @property
     def slots(self):
@@ -105,6 +106,14 @@ class Trace:
             seconds=seconds,
             **batch.cost(),
         ))
+
+    def record_rejected(self, request, first, end):
+        """Of the last pass: a request's tokens from `first` on were computed in vain."""
+        record, number = self.passes[-1], end - first
+        record.rejected += number
+        record.useful -= number
+        record.useful_scores -= sum(range(first + 1, end + 1))
+        self.reached[request.name] -= number
 
     def record_tokens(self, step, requests, tokens, logits, on_token=None):
         """Records time and step of each new token, and calls `on_token(request, token, logits)`."""

@@ -1,0 +1,133 @@
+"""
+Planning ahead: the next pass is planned and queued while the device still computes this one.
+
+Elsewhere host and device take turns, and the device is idle while the host samples and plans:
+
+    host    plan 1           read 1, plan 2            read 2, plan 3
+    device         pass 1                    pass 2                    pass 3
+
+    host    plan 1, plan 2   read 1, plan 3   read 2, plan 4
+    device         pass 1     pass 2           pass 3                  a token is read a step late
+
+A plan depends on how many tokens there are, hardly on which. So pass t + 1 is laid out with a
+*hole* for each token that pass t will give, and the device fills the holes from its own memory.
+A stop token is known too late: a request that ends with pass t is in pass t + 1, which costs a row.
+(AsyncScheduler in vLLM; continuous_async in transformers.)
+
+The device runs passes in order. So what is freed under a queued pass may be given away: its next
+owner writes later. But pages are published only if the request still holds their block table. (On
+CUDA, the layouts' copies still wait for the device: pinned memory would come next.)
+
+    python -m beyond.ahead [HOST_MS]     what it gains, calculated
+"""
+import sys
+import time
+from types import SimpleNamespace
+
+import torch
+
+from beyond.fork import memory_of
+from beyond.hardware import gpu_of, shape_of
+from model import cdf
+from request import prepare
+from toolbox.trace import Trace
+from toolbox.validate import check_finite
+
+HOLE = -1   # no token: an embedding would refuse it
+
+
+def choose(logits, requests):
+    """As `sample`, but the tokens stay on the device; the numbers are drawn on the host, now."""
+    tokens = logits.argmax(dim=-1)
+    for i, request in enumerate(requests):
+        if request.temperature > 0:
+            edges = cdf(logits[i].double(), request.temperature, request.top_k)
+            tokens[i] = torch.searchsorted(edges, request.draw(), right=True)
+    return tokens
+
+
+def launch(model, scheduler, lay_out, step, flight):
+    """Plans the pass after `flight` as if that had landed, and queues it. None if it is empty."""
+    holes = {}   # request -> the place of its token in flight.tokens
+    for request, n in flight.batch.plan if flight else ():
+        if not request.finished:
+            request.computed += n
+    for place, request in enumerate(flight.batch.sampled if flight else ()):
+        if not request.finished and not request.is_last(len(request.generated) + 1):
+            request.generated.append(HOLE)
+            holes[request] = place   # without a hole its todo is 0, and it is not planned
+    try:
+        plan = scheduler.schedule(step)
+        if not plan:
+            return None
+        batch = lay_out(plan)
+    except RuntimeError:   # nothing can go on, but what lands may give room
+        if not flight:
+            raise
+        return None
+    finally:
+        for request in holes:
+            request.generated.pop()   # nobody else sees a hole
+    rows = [i for i, request in enumerate(batch.sampled) if request in holes]
+    if rows:   # a hole is its request's last token: the one whose logits are wanted
+        places = [holes[batch.sampled[i]] for i in rows]
+        batch.tokens[batch.wanted[rows]] = flight.tokens[places]
+    logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)          # (R, V)
+    return SimpleNamespace(step=step, batch=batch, logits=logits,
+                           tokens=choose(logits, batch.sampled),                          # (R,)
+                           tables=[request.block_table for request, _ in batch.plan])
+
+
+def land(flight, scheduler, trace, on_token):
+    """The pass is over: its requests get their tokens, and the pages it has filled can be found."""
+    batch, chosen = flight.batch, flight.tokens.tolist()   # waits for the device
+    reached = dict(trace.reached)
+    trace.record_pass(flight.step, batch, time.perf_counter() - trace.step_times[flight.step])
+    for (request, n), start, table in zip(batch.plan, batch.starts, flight.tables):
+        if request.finished:   # one pass ago, or cancelled
+            first = min(max(start, reached.get(request.name, 0)), start + n)
+            trace.record_rejected(request, first, start + n)
+        elif table is not None and table is request.block_table:
+            size = scheduler.pages.size
+            for i in range(start // size, (start + n) // size):
+                scheduler.pages.publish(table, i, request.slice(i * size, (i + 1) * size))
+    going = [i for i, request in enumerate(batch.sampled) if not request.finished]
+    sampled, tokens = [batch.sampled[i] for i in going], [chosen[i] for i in going]
+    logits = flight.logits[going]
+    for request, token, largest in zip(sampled, tokens, logits.amax(dim=-1).tolist()):
+        check_finite(request, largest)
+        request.append(token)
+        if request.finished and request in scheduler.waiting:   # preempted meanwhile
+            scheduler.waiting.remove(request)
+    scheduler.release()
+    trace.record_tokens(flight.step, sampled, tokens, logits, on_token)
+
+
+@torch.inference_mode()
+def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, pages=None,
+             page_size=16, on_token=None):
+    """Runs `requests` as stage 6 or 7, with one pass in the queue while the next is planned."""
+    requests = prepare(requests, model.config)
+    scheduler, lay_out = memory_of(model, max_batch, token_budget, max_kv_tokens, pages, page_size)
+    trace = Trace("ahead", requests, getattr(scheduler, "counts", {}))
+    for request in requests:
+        scheduler.add(request)
+    step, flight = 0, None
+    while scheduler.busy or flight:
+        step = scheduler.next_step(step)
+        trace.step_times.setdefault(step, time.perf_counter())
+        queued = launch(model, scheduler, lay_out, step, flight)
+        if flight:
+            land(flight, scheduler, trace, on_token)
+        flight, step = queued, step + 1
+    return trace
+
+
+if __name__ == "__main__":
+    host, gpu = float(sys.argv[1]) if sys.argv[1:] else 2.0, gpu_of("h100")
+    for name in "qwen3-8b", "qwen3-0.6b":   # 512 passes of 16 decodes with 1,024 keys each
+        shape = shape_of(name)
+        device = 1e3 * shape.seconds(gpu, shape.parts(16, 16, 2**14, 2**14), 16)
+        turns, ahead = host + device, max(host, device)
+        print(f"{name}, H100, {host:g} ms of host, calculated: in turns {0.512 * turns:.2f} s, "
+              f"busy {device / turns:.0%}; ahead {0.512 * ahead:.2f} s, busy {device / ahead:.0%}")

@@ -1,0 +1,121 @@
+"""
+Speculative decoding: guess several tokens, and check all of them in one pass.
+
+A decode reads all weights for one token. A chunk of 1 + K tokens reads them once, too. So a request
+guesses K tokens, and the ragged pass computes them in one chunk, all of whose logits are wanted:
+
+    in the pass   ... the | json  module  is       known: "the"; guessed: "json module is"
+    its logits        json  module  loads  a       two were right; "loads" is the third token
+
+An accepted guess is a decode whose pass has already been made. So sample, update and record take
+rounds, and a request takes part while its guesses are right. A rejected row draws no random number.
+Keys beyond `computed` are never read: nothing is rolled back. Rejection sampling would accept a
+guess with its probability p. The request's own draw gives it as often, and if not, the right token.
+
+A guess is what followed the latest tokens when they last occurred (prompt lookup, Saxena 2023).
+
+    python -m beyond.speculative [MODEL PROMPTS]    passes against K, and the calculated price
+"""
+import sys
+from itertools import product
+
+import torch
+
+from beyond.fork import memory_of
+from beyond.hardware import gpu_of, shape_of
+from model import sample
+from request import indices_due, prepare
+from toolbox.load import load
+from toolbox.trace import Trace
+from toolbox.workload import PROMPTS, make_requests, read_prompts
+
+
+class Lookup:
+    """One request's tokens, found by the n-grams before them. Each token is entered once."""
+
+    def __init__(self, longest=3):
+        self.sizes, self.after, self.entered = range(longest, 0, -1), {}, 0
+
+    def guess(self, request, most):
+        """At most `most` tokens: what followed the last n-gram when it last occurred."""
+        end = request.computed + request.todo
+        for i in range(self.entered + 1, end):   # not the end itself: nothing follows it yet
+            self.after.update((tuple(request.slice(i - n, i)), i) for n in self.sizes if n <= i)
+        self.entered = end - 1
+        for n in self.sizes:
+            if n <= end and (i := self.after.get(tuple(request.slice(end - n, end)))):
+                return request.slice(i, i + most)
+        return []
+
+
+def draft(plan, scheduler, lookups, most):
+    """{request: guesses}: for decodes, as far as budget, length and pages held leave room."""
+    drafts, budget = {}, scheduler.token_budget - sum(n for _, n in plan)
+    for request, n in plan:
+        room = request.kv_tokens   # the last token is never computed
+        if request.block_table is not None:
+            room = min(room, len(request.block_table) * scheduler.pages.size)
+        room, drafts[request] = min(most, budget, room - request.computed - 1), []
+        if request.todo == 1 and room > 0:
+            drafts[request] = lookups.setdefault(request, Lookup()).guess(request, room)
+            budget -= len(drafts[request])
+    return drafts
+
+
+@torch.inference_mode()
+def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, pages=None,
+             page_size=16, guesses=4, on_token=None):
+    """Runs `requests` as stage 6 or 7, with at most `guesses` for each decode."""
+    requests = prepare(requests, model.config)
+    scheduler, lay_out = memory_of(model, max_batch, token_budget, max_kv_tokens, pages, page_size)
+    trace, lookups = Trace(f"speculative, {guesses} guesses", requests), {}
+    for request in requests:
+        scheduler.add(request)
+    step = 0
+    while scheduler.busy:
+        # 1. which requests compute how many tokens in this step, and guess how many more
+        step = scheduler.next_step(step)
+        plan = scheduler.schedule(step)
+        drafts = draft(plan, scheduler, lookups, guesses)
+        # 2. one forward pass; while it is laid out, guesses are tokens like any others
+        for request, guessed in drafts.items():
+            request.generated += guessed
+        batch = lay_out([(request, n + len(drafts[request])) for request, n in plan])
+        for request, guessed in drafts.items():
+            del request.generated[len(request.generated) - len(guessed):]
+        first, wanted = {}, []   # request -> its first row of the logits; their places in the batch
+        for request, last in zip(batch.sampled, batch.wanted.tolist()):
+            first[request] = len(wanted)
+            wanted += range(last - len(drafts[request]), last + 1)
+        batch.wanted = torch.tensor(wanted, dtype=torch.long, device=model.device)       # (R,)
+        with trace.forward_pass(step, batch):
+            logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)    # (R, V)
+        # 3. in rounds, one token for each request whose guesses so far were right
+        number = 0
+        while plan:
+            sampled = [plan[i][0] for i in indices_due(plan)]
+            rows = logits[[first[request] + number for request in sampled]]
+            tokens = sample(rows, sampled)
+            scheduler.update(plan, tokens)
+            trace.record_tokens(step, sampled, tokens, rows, on_token)
+            plan = [(request, 1) for request, token in zip(sampled, tokens)
+                    if not request.finished and drafts[request][number:number + 1] == [token]]
+            number += 1
+        for (request, _), end in zip(batch.plan, batch.ends):
+            trace.record_rejected(request, request.computed, end)
+        step += 1
+    return trace
+
+
+if __name__ == "__main__":
+    model, tokenizer = load(*sys.argv[1:2])
+    prompts = read_prompts(*sys.argv[2:] or [PROMPTS])
+    for batch, t, k in product((8, 1), (0.0, 0.7), (0, 2, 4, 8)):
+        requests = make_requests(prompts, tokenizer, max_new_tokens=64, temperature=t, seed=0)
+        trace = generate(model, requests, batch, guesses=k)
+        print(f"batch {batch}, temperature {t}, K = {k}: {len(trace.passes)} passes")
+    gpu, shape = gpu_of("a100"), shape_of("llama-2-7b")
+    for batch in 1, 8, 32, 64, 256:   # with 512 keys each
+        one, all_5 = [shape.seconds(gpu, shape.parts(n, n, 512 * n, 512 * batch), n)
+                      for n in (batch, 5 * batch)]
+        print(f"Llama 2 7B, A100, calculated: batch {batch}, K = 4: a pass x {all_5 / one:.2f}")
