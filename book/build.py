@@ -41,8 +41,8 @@ LADDER = [   # file, title, the rung below, its figure, the notebook about it
     ("paging", "Pages", "scheduler", "pool.png", "05_memory"),
     ("generate_paged", "Stage 7: paged memory", "generate_ragged", "storm.png", "05_memory"),
 ]
-DOCS = ["use", "measurements", "gpu", "memory", "prepacking", "tensor_parallel", "bits", "llama",
-        "serving", "kernels", "cuda", "sources", "glossary"]
+DOCS = ["use", "measurements", "gpu", "memory", "prepacking", "tensor_parallel", "llama",
+        "serving", "kernels", "sources", "glossary"]
 LINK = re.compile(r'(\]\(|src(?:set)?=")([^)"#\s]+)')
 
 

@@ -15,7 +15,6 @@ need only their keys and values.
     python -m experiments.bench --quick                             about a minute
     python -m experiments.bench --json bench.json --plot bench.png  all of it
 """
-import copy
 import json
 import math
 import random
@@ -35,7 +34,7 @@ from experiments.engines import INSTALL, end_with_this_process
 from experiments.peers import peers
 from experiments.results import best_peer, median_seconds, provenance
 from experiments.results import run as run_stage
-from kernels import keep_memory, native, optimize
+from kernels import native
 from model import GPT, GPTConfig, Head
 from request import Request
 from toolbox.cli import measuring_parser, measuring_place
@@ -77,15 +76,12 @@ def loud(model):
 
 def models(config, device, dtype, pythons):
     """
-    The same weights several times: ({how: our model}, {name: peer}). how: "optimized"; "without
-    native.cpp", optimized as far as it goes without a compiler; "not optimized".
+    The same weights several times: ({how: our model}, {name: peer}). how: "optimized"; "not
+    optimized".
     """
     torch.manual_seed(0)
     plain = loud((GPT if isinstance(config, GPTConfig) else Llama)(config)).to(device, dtype)
-    ours = {"optimized": copy.deepcopy(plain).optimize()}
-    if device.type == "cpu" and native.works():
-        ours["without native.cpp"] = optimize(copy.deepcopy(plain), compiled=False)
-    ours["not optimized"] = plain
+    ours = {"optimized": plain.optimize(), "not optimized": plain}
     return ours, peers(plain, pythons=pythons, **KNOBS)
 
 
@@ -130,13 +126,17 @@ def apart(work, *args):
 def machine_peaks(fast):
     """
     (floating point operations, bytes, scores) per second: the fastest of several large
-    multiplications, with and without optimize(); reading a large tensor; and model.Head on padded
-    rows, which writes, masks and reads each score, as no fused kernel does.
+    multiplications, torch's and those of a snapshot; reading a large tensor; and model.Head on
+    padded rows, which writes, masks and reads each score, as no fused kernel does.
     """
     layer, best = fast.h[0].mlp.c_fc, 0.0
+    ways = [lambda x: F.linear(x, layer.weight, layer.bias)]
+    if hasattr(fast, "uses"):
+        packed = native.pack(layer.weight)
+        ways.append(lambda x: native.multiply(x, packed, layer.out_features, layer.bias))
     for rows in (256, 512, 1024, 2048):
         x = torch.randn(rows, layer.in_features, device=fast.device).to(layer.weight.dtype)
-        for multiply in (layer, lambda x: F.linear(x, layer.weight, layer.bias)):
+        for multiply in ways:
             seconds = median_seconds(lambda: [multiply(x) for _ in range(4)], fast.device)
             best = max(best, 4 * 2 * rows * layer.weight.numel() / seconds)
     x, q = torch.ones(2**27, device=fast.device), torch.ones(8, 12, 256, 64, device=fast.device)
@@ -254,7 +254,7 @@ def run_benchmark(args):
     device, dtype, where = measuring_place(args)
     pythons = peer_pythons(args.peer_python)
     end_with_this_process()
-    keep_memory()   # of all threads: it must be told before the first of them begins
+    native.keep_memory()   # of all threads: it must be told before the first of them begins
     print(where)
     results = []
     for model_name in args.models or (["small"] if args.quick else list(MODELS)):

@@ -8,7 +8,6 @@ unbatched run.
     python -m experiments.ladder --pictures experiments/pictures
     python -m experiments.ladder --page all.html
 """
-import copy
 import statistics
 import sys
 from dataclasses import replace
@@ -152,7 +151,7 @@ def compare(args):
         plots.check_path(folder / "mask.png", "--pictures")
     *_, where = cli.measuring_place(args)
     plain, tokenizer, requests = cli.load_inputs(args)
-    model = copy.deepcopy(plain).optimize() if args.optimize else plain
+    model = plain.optimize() if args.optimize else plain
     knobs = cli.given_knobs(args)
     of_variants = [knob for knob in ("pack", "attention", "use_cache") if knob in knobs]
     for knob in of_variants:   # STAGES itself sets these

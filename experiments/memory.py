@@ -16,12 +16,10 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from unittest import mock
 
 import generate_paged
 from experiments import figures, results, tables
 from model import GPT, GPTConfig
-from paging import Pages
 from request import Request
 from toolbox.cli import measuring_parser, measuring_place
 from toolbox.load import load
@@ -61,8 +59,10 @@ def watch(model):
 
     def hook(module, arguments):
         batch = arguments[2].__self__   # attend is a method of the layout
-        seen.append({"tables": {request.name: list(request.kv) for request, _ in batch.plan},
-                     "kept": set(batch.pages.kept), "number": batch.pages.number})
+        seen.append({"tables": {request.name: list(request.block_table)
+                                for request, _ in batch.plan},
+                     "kept": batch.pages.free.keys() & batch.pages.key_of.keys(),
+                     "number": batch.pages.number})
 
     with model.register_forward_pre_hook(hook):
         yield seen
@@ -82,49 +82,20 @@ def sharing(model, repeats):
             for share, runs in results.in_turn((True, False), run, repeats).items()}
 
 
-# --- scatter: what it costs to read pages ---------------------------------------------------------
+# --- pages: what it costs to gather them ----------------------------------------------------------
 
-class ScatteredPages(Pages):
-    """Hands out pages in random order, the worst case for reading them."""
-    stream = random.Random(0)
-
-    def allocate(self, table, number):
-        for _ in range(number):
-            page = self.choose(table)
-            self.free.remove(page)
-            self.free.insert(0, page)   # where the pool takes the next one
-            super().allocate(table, 1)
-
-    def choose(self, table):
-        return self.stream.choice(self.free)
-
-
-class NeighbouringPages(ScatteredPages):
-    """The best case: each request has 16 pages, more than it needs, to itself."""
-    def __init__(self, number, size):
-        super().__init__(4 * number, size)
-
-    def choose(self, table):
-        return table[-1] + 1 if table else min(page for page in self.free if page % 16 == 0)
-
-
-WAYS = {"stage 6": None, "neighbours": NeighbouringPages, "scattered": ScatteredPages}
-
-
-def scatter(model, requests, repeats):
-    """{way: figures}: median seconds of runs in turn, and the median ratio to stage 6's."""
-    def run(way):
-        generate, start = STAGES["paged" if WAYS[way] else "ragged, varlen"], time.perf_counter()
-        with mock.patch.object(generate_paged, "Pages", WAYS[way]):
-            trace = results.run(generate, model, requests,
-                                {"max_batch": 16, "token_budget": 64, "pages": 2048})
+def gathered(model, requests, repeats):
+    """Of stage 7: {"seconds", "copied_bytes", "ratio" to stage 6's time and its "spread"}."""
+    def run(name):
+        start = time.perf_counter()
+        trace = results.run(STAGES[name], model, requests,
+                            {"max_batch": 16, "token_budget": 64, "pages": 2048})
         return time.perf_counter() - start, totals(trace)["copied_bytes"]
 
-    taken = results.in_turn(WAYS, run, repeats)
-    seconds = {way: [seconds for seconds, _ in runs] for way, runs in taken.items()}
-    return {way: {"seconds": statistics.median(seconds[way]), "copied_bytes": runs[0][1],
-                  **results.ratio(zip(seconds[way], seconds["stage 6"]))}
-            for way, runs in taken.items()}
+    ragged, paged = results.in_turn(("ragged, varlen", "paged"), run, repeats).values()
+    seconds = [[seconds for seconds, _ in runs] for runs in (paged, ragged)]
+    return {"seconds": statistics.median(seconds[0]), "copied_bytes": paged[0][1],
+            **results.ratio(zip(*seconds))}
 
 
 def mixed_lengths(vocab_size, requests=24):
@@ -165,13 +136,13 @@ def measure(args):
             device, dtype).requires_grad_(False)
     for name, measured in models.items():
         requests = mixed_lengths(measured.config.vocab_size)
-        ratios[name] = scatter(measured, requests, repeats)
-        ratios[f"{name}, optimize()"] = scatter(measured.optimize(), requests, repeats)
+        ratios[name] = gathered(measured, requests, repeats)
+        ratios[f"{name}, optimize()"] = gathered(measured.optimize(), requests, repeats)
     found = results.keep(args.json, "python -m experiments.memory", where, repeats=repeats,
-                         sharing=shared, scatter=ratios)
+                         sharing=shared, gathered=ratios)
     tables.show("sixteen prompts of 144 tokens that begin with the same 128",
                 *tables.sharing(found))
-    tables.show("stage 7 against stage 6, 24 requests of mixed lengths", *tables.scatter(found))
+    tables.show("stage 7 against stage 6, 24 requests of mixed lengths", *tables.gathered(found))
     if args.plot:
         figures.pool(filling_pool(load()[0]), args.plot)
         print(f"drawn in {args.plot}")

@@ -21,7 +21,6 @@ from functools import partial
 from beyond.fairness import POLICIES, FairScheduler
 from experiments import results, tables
 from generate_ragged import generate
-from kernels.threads import LONGEST_PAUSE
 from model import GPT, GPTConfig
 from paging import PagedScheduler, Pages
 from request import Request, indices_due, prepare
@@ -170,7 +169,7 @@ def beside_a_loop(model, repeats, steps):
                 pairs.append((quiet, step_seconds(model, steps)))
             finally:
                 loop.kill()
-        time.sleep(LONGEST_PAUSE)   # then all threads are tried again
+        time.sleep(1)
         step_seconds(model, steps)
     quiet, busy = (statistics.median(part) for part in zip(*pairs))
     return {"quiet": quiet, "busy": busy, **results.ratio((b, a) for a, b in pairs)}

@@ -39,7 +39,7 @@ typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t places __attribute__((vector_size(4 * W)));
 
 // The order of additions decides the last bits of a sum. A request's numbers are added in the same
-// order whatever else is in the step (docs/bits.md): by the helpers below, and by loops that add
+// order whatever else is in the step (docs/kernels.md): by the helpers below, and by loops that add
 // one after the other. For `omp simd reduction(+)` a compiler chooses an order, perhaps from an
 // address; there is none here. And it may round a * b before it adds c, or not, in each copy of a
 // loop as it likes. So it is told never to merge the two (-ffp-contract=off, native.py), and where

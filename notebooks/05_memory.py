@@ -267,15 +267,14 @@ for policy in "fcfs", "sjf", "priority":
 #
 # ## What do pages cost?
 #
-# They cost little where a request's pages are neighbours. Where they are scattered, its keys must
-# be gathered at every step and layer. Measured, stage 7's time as a multiple of stage 6's:
+# A request's keys must be gathered at every step and layer. Measured, stage 7's time as a multiple of
+# stage 6's:
 
 # %%
 measured = results("memory")
 print(measured["where"])
-for name, ways in measured["scatter"].items():
-    print(f"{name:32} neighbours {ways['neighbours']['ratio']:.2f}, "
-          f"scattered {ways['scattered']['ratio']:.2f}")
+for name, found in measured["gathered"].items():
+    print(f"{name:32} {found['ratio']:.2f}")
 
 # %% [markdown]
 # On a GPU a kernel reads through the block table, and gathers nothing. So the calculated GPU of

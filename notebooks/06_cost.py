@@ -25,7 +25,6 @@ from experiments.results import load as results
 from kernels import native
 from toolbox.check import Check
 from toolbox.cli import knobs_of
-from toolbox.load import load
 from toolbox.stages import STAGES
 from toolbox.verdict import summary
 
@@ -328,8 +327,8 @@ print(f"16 at a time        {lanes[0]:.7f}")
 
 # %% tags=["machine"]
 requests = letters(A=9, B=30, C=2, D=17, new=12)
-if native.works():
-    fast = load("builtin")[0].optimize()
+if native.problem() is None:
+    fast = model.optimize()
     for title, made, exact in ("as you read it", model, None), ("optimize()", fast, fast):
         judge = Check(model, requests, exact)
         STAGES["ragged, varlen"](made, requests, token_budget=8, on_token=judge.on_token)
@@ -340,7 +339,7 @@ else:
           "4/4 requests identical to unbatched, bit for bit")
 
 # %% [markdown]
-# More in [docs/bits.md](../docs/bits.md).
+# More in [docs/kernels.md](../docs/kernels.md).
 #
 # ## Three questions
 #
