@@ -231,7 +231,7 @@ class Server:
         scheduler, pages = self.engine.scheduler, self.engine.pages
         figures = {"requests_running": len(scheduler.running),
                    "requests_waiting": len(scheduler.waiting) + len(self.engine.inbox),
-                   "pages": pages.number, "pages_free": pages.available(),
+                   "pages": pages.number, "pages_free": len(pages.free),
                    "preemptions_total": pages.counts["preemptions"], "tokens_total": self.tokens,
                    **{f"requests_{end}_total": n for end, n in self.ends.items()},
                    "ttft_seconds": self.ttft, "itl_seconds": self.itl}

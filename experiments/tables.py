@@ -109,22 +109,6 @@ def prepacking(result):
     return head, rows, "prefill, k = 16, times as fast as padding to the longest"
 
 
-def queues(result):
-    rows = [[name, *(f"{f['step'] * 1e3:.2f} ms" for f in taken.values()),
-             f"{list(taken.values())[-1]['add'] * 1e3:.0f} ms"]
-            for name, taken in result["queues"].items()]
-    sizes = [f"{int(n):,}" for n in next(iter(result["queues"].values()))]
-    head = ["scheduler's time a step", *(f"{n} waiting" for n in sizes), f"adding {sizes[-1]}"]
-    return head, rows, f"the least of {result['repeats']} runs"
-
-
-def beside(result):
-    rows = [[name, f"{f['quiet'] * 1e3:.1f} ms", f"{f['busy'] * 1e3:.1f} ms",
-             f"{f['ratio']:.2f} ±{f['spread']:.2f}"] for name, f in result["beside"].items()]
-    head = ["a step of 16 decodes", "quiet", "beside a loop", "times as long"]
-    return head, rows, f"medians of {result['repeats']} pairs"
-
-
 def ranks(result, tokens=(1, 512)):
     rows = [[row["ranks"], row["threads"], row["tokens"], f"{row['seconds'] * 1e3:.1f} ms",
              f"{row['in_all_reduces'] * 1e3:.1f} ms", row["all_reduces"],
@@ -303,7 +287,7 @@ def committed_growth():
 
 
 FILES = {ladder: "ladder", gaps: "gaps", rows: "rows", sharing: "memory", gathered: "memory",
-         prepacking: "prepacking", queues: "overhead", beside: "overhead", ranks: "ranks"}
+         prepacking: "prepacking", ranks: "ranks"}
 TABLES = {"stages": stages, "speed": speed, "parts": parts, "links": committed_links,
           "bench": committed_bench,
           "gpu ladder llama": partial(calculated, partial(gpu_ladder, model="llama-2-7b")),

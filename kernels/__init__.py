@@ -39,8 +39,8 @@ def optimize(model):
     A snapshot of the model, or the model itself and one line on stderr that says why not.
 
     Hooks inside the model, gradients, autocast and later changes of its weights are the model's: a
-    compiled pass knows nothing of them. After such a change, call optimize() again. A hook on the
-    model as a whole sees every pass, because none is compiled while it is there.
+    compiled pass knows nothing of them. After such a change, call optimize() again. Hooks before
+    the model as a whole see every pass, and may change what goes into it.
     """
     if why := why_not(model):
         print(f"compiled step: no, {why}", file=sys.stderr)
@@ -142,25 +142,28 @@ class Snapshot:
 
     def __call__(self, tokens, positions=None, attend=None, wanted=None):
         """As GPT.forward or Llama.forward."""
-        try:
-            logits = self.compiled(tokens, positions, attend, wanted)
-        except ValueError as error:
-            if positions is not None:
-                self.passes[str(error)] += 1
-            if attend is None:
+        if attend is None:   # a bare call is not counted
+            try:
+                return self.compiled(tokens, positions, attend, wanted)
+            except ValueError:
                 return self.model(tokens, positions, wanted=wanted)
-            return self.model(tokens, positions, attend, wanted)
-        if positions is not None:   # a bare call is not counted
-            self.passes[None] += 1
+        arguments = tokens, positions, attend, wanted
+        for hook in self.model._forward_pre_hooks.values():
+            arguments = hook(self.model, arguments) or arguments
+        try:
+            logits = self.compiled(*arguments)
+        except ValueError as error:
+            self.passes[str(error)] += 1
+            return self.model.forward(*arguments)   # its hooks have been called
+        self.passes[None] += 1
         return logits
 
     def compiled(self, tokens, positions, attend, wanted):
         """The pass in one compiled call. ValueError: it cannot be, and why."""
         if self.current_codes() != self.codes:
             raise ValueError("a function of the model has been replaced")
-        if self.model._forward_hooks or self.model._forward_pre_hooks or (
-                "forward" in vars(self.model)):
-            raise ValueError("a hook on the model")
+        if self.model._forward_hooks or "forward" in vars(self.model):
+            raise ValueError("a hook after the model, or a forward of its own")
         if positions is None and attend is None:
             page, requests = self.one_sequence(tokens)
             positions = torch.arange(tokens.numel(), device="cpu").view(tokens.shape)

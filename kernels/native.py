@@ -29,7 +29,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 COMPILER = os.environ.get("CXX") or "g++"
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp",
          "-fno-math-errno", "-fno-trapping-math",   # these let exp() become vector instructions
-         "-ffp-contract=off",                       # every rounding as it is written: docs/kernels.md
+         "-ffp-contract=off",                       # every rounding as it is written
          "-fno-split-loops"]                        # in two halves, `tile` would spill its sums
 FLOAT = dict(dtype=torch.float32, device="cpu")   # said everywhere: programs may set other defaults
 INSTALL = {"linux": "apt install g++", "darwin": "brew install gcc, then CXX=g++-15"}

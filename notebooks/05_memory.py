@@ -267,8 +267,8 @@ for policy in "fcfs", "sjf", "priority":
 #
 # ## What do pages cost?
 #
-# A request's keys must be gathered at every step and layer. Measured, stage 7's time as a multiple of
-# stage 6's:
+# A request's keys must be gathered at every step and layer. Measured, stage 7's time as a multiple
+# of stage 6's:
 
 # %%
 measured = results("memory")

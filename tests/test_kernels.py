@@ -398,6 +398,11 @@ def test_other_layouts_and_observers_run_the_model():
     with XRay(fast, requests) as xray:
         STAGES["ragged_varlen"](fast, requests)
     assert len(xray.passes) > 10 and xray.faults() == []
+    seen, before = [], fast.passes[None]
+    handle = fast.register_forward_pre_hook(lambda *_: seen.append(1))   # one that only looks
+    trace = STAGES["ragged_varlen"](fast, mixed())
+    handle.remove()
+    assert len(seen) == len(trace.passes) == fast.passes[None] - before
     STAGES["ragged_varlen"](fast, mixed())
     assert fast.uses().startswith("compiled step: in ")
 
@@ -413,7 +418,7 @@ def test_it_serves_a_script_that_is_run(script):
 
 def test_a_cache_that_was_begun_by_the_model_is_continued():
     fast, requests = PLAIN.optimize(), mixed()
-    handle = PLAIN.register_forward_pre_hook(lambda *_: None)   # plain, until it is removed
+    handle = PLAIN.register_forward_hook(lambda *_: None)   # plain, until it is removed
     STAGES["ragged_varlen"](fast, requests, on_token=lambda *_: handle.remove())
     assert [r.generated for r in requests] == [alone(PLAIN, r)[0] for r in mixed()]
     assert fast.uses().startswith("compiled step: in ")

@@ -1,5 +1,7 @@
 """Stage 7: pages, sharing, growth, preemption. Outputs never change, only waiting times."""
-from collections import Counter
+import random
+import sys
+from collections import Counter, deque
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,11 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from beyond.fairness import MAX_OVERTAKEN, POLICIES, FairScheduler
 from cache import KV
-from experiments import overhead
 from generate_paged import Paged
-from model import causal, sample
+from model import GPTConfig, causal, sample
 from paging import PagedScheduler, Pages
-from request import Request, prepare
+from request import Request, indices_due, prepare
 from scheduler import Scheduler
 
 MODEL = toy()
@@ -235,17 +236,75 @@ def test_time_and_memory_of_a_prefix_are_linear_in_its_tokens():
 
 # --- nothing is left behind -----------------------------------------------------------------------
 
+def containers(thing, path="scheduler", seen=None):
+    """(path, container) of every list, dict and so on that an object holds, however deep."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, (list, tuple, set, deque, dict)):
+        yield path, thing
+        for member in [*thing, *thing.values()] if isinstance(thing, dict) else thing:
+            yield from containers(member, path, seen)
+    elif hasattr(thing, "__dict__") and not callable(thing):
+        for name, value in vars(thing).items():
+            yield from containers(value, f"{path}.{name}", seen)
+
+
+def serve(scheduler, number):
+    """So many short requests; some share a prefix, some are cancelled."""
+    rng, come, step = random.Random(0), 0, 0
+    stems = [[rng.randrange(50) for _ in range(n)] for n in (0, 0, 16, 40)]
+    config = GPTConfig()
+    while come < number or scheduler.busy:
+        new = min(rng.randrange(32), number - come) if len(scheduler.waiting) < 64 else 0
+        for _ in range(new):
+            prompt = rng.choice(stems) + [rng.randrange(50) for _ in range(rng.randint(1, 30))]
+            request, = prepare(Request(prompt, rng.randint(1, 12), arrival=step + 1), config)
+            scheduler.add(request)
+        come += new
+        for line in scheduler.waiting, scheduler.running:
+            if line and rng.random() < 0.2:
+                cancel_now(scheduler, rng.choice(line))
+        if scheduler.busy:
+            plan = scheduler.schedule(step)
+            scheduler.update(plan, [rng.randrange(50) for _ in indices_due(plan)])
+        step += 1
+
+
 def grown(scheduler):
     """Containers that hold more after 3,000 requests than after 300; twice, all have finished."""
     sizes = []
     for number in 300, 2_700:
-        for _ in overhead.serve(scheduler, number):
-            pass
-        sizes.append(overhead.held(scheduler))
+        serve(scheduler, number)
+        found = Counter()
+        for path, container in containers(scheduler):
+            found[path] += len(container)
+        sizes.append(found)
     few, many = sizes
     pool = scheduler.pages.number * (scheduler.pages.size + 3)   # each page's key
     return {path for path, n in many.items()
             if n > (pool if path.startswith("scheduler.pages.") else few[path])}
+
+
+@pytest.mark.parametrize("new", [
+    lambda: Scheduler(32, 256), lambda: PagedScheduler(32, 256, Pages(600, 16)),
+    lambda: FairScheduler(32, 256, Pages(600, 16), "sjf")], ids=["6", "7", "fair"])
+def test_a_step_does_not_cost_more_with_a_longer_queue(new):
+    """Counted: the functions that it calls. A sorted queue may look at a few more."""
+    calls = []
+    for waiting in 300, 10_000:
+        scheduler, rng = new(), random.Random(0)
+        queue(scheduler, [Request([rng.randrange(9) for _ in range(rng.randint(8, 40))], 20)
+                          for _ in range(waiting)])
+        scheduler.update(plan := scheduler.schedule(0), [0] * len(indices_due(plan)))
+        counted = Counter()
+        sys.setprofile(lambda frame, event, argument: counted.update([event]))
+        for step in range(1, 20):
+            scheduler.update(plan := scheduler.schedule(step), [0] * len(indices_due(plan)))
+        sys.setprofile(None)
+        calls.append(counted.total())
+    assert calls[1] < 1.2 * calls[0]
 
 
 def test_what_has_finished_leaves_nothing_behind():
