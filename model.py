@@ -202,7 +202,7 @@ class GPT(nn.Module):
         in Hugging Face's layout. ValueError for other names and other models.
         """
         from toolbox.weights import read_gpt2  # file formats are not the lesson
-        config, weights = read_gpt2(name)
+        config, weights = read_gpt2(name, lambda config: cls(GPTConfig(**config)))
         model = cls(GPTConfig(**config))
         model.load_state_dict(weights)
         return model

@@ -1,12 +1,9 @@
 """Llama's architecture: equal to transformers', read from any folder, and served by every stage."""
 import contextlib
-import http.server
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +15,6 @@ from common import BLOCK_SIZE, ROOT, STAGES, VOCAB, assert_contract, llama, mixe
 from test_tensor_parallel import assert_right
 
 import beyond.llama
-import toolbox.weights
 from beyond.llama import Llama
 from beyond.tensor_parallel import shard
 from model import GPT
@@ -351,27 +347,6 @@ def test_missing_pieces_are_named(folder, monkeypatch):
         change()
         with pytest.raises(ValueError, match=message):
             load(folder)
-
-
-def test_a_repository_is_downloaded_once(folder, monkeypatch):
-    """From a server on this machine, which answers 404 for what is not there."""
-    (folder / "owner").mkdir()
-    theirs("Qwen3", vocab_size=300).save_pretrained(folder / "owner/name", max_shard_size="10KB")
-    shutil.copy(folder / "tokenizer.json", folder / "owner/name/tokenizer.json")
-    handler = type("Quiet", (http.server.SimpleHTTPRequestHandler,), dict(
-        log_message=lambda *_: None, translate_path=lambda self, path: str(folder) + path))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/{{name}}/{{file}}"
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(folder / "hub"))
-    monkeypatch.setattr(toolbox.weights, "HUB", url)
-    monkeypatch.setenv("no_proxy", "*")
-    with pytest.raises(ValueError, match="downloading config.json failed .*404"):
-        load("owner/other")
-    first, _ = load("owner/name")
-    server.shutdown()
-    server.server_close()
-    assert torch.equal(first.wte.weight, load("owner/name")[0].wte.weight)
 
 
 PEAK = """

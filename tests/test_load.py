@@ -1,8 +1,9 @@
 """Tokenizer and weights: round trips, and one clear line for every way that a file can be wrong."""
 import json
 import shutil
-from urllib.error import URLError
+import sys
 
+import huggingface_hub
 import pytest
 import requests
 import safetensors.torch as safetensors
@@ -12,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toolbox.tokenizer
-import toolbox.weights
 from model import GPT, GPTConfig
 from toolbox.load import decode, load
 from toolbox.tokenizer import BUILTIN, END_OF_TEXT, byte_of
-from toolbox.weights import read_gpt2
 
 MODEL, TOKENIZER = load()
 
@@ -69,21 +68,10 @@ def add_weight(name, tensor):
                 lambda old: safetensors.save({**safetensors.load(old), name: tensor}))
 
 
-def old_bin(content):
-    """pytorch_model.bin instead of model.safetensors: bytes, or what torch.save is given."""
-    def do(folder):
-        (folder / "model.safetensors").unlink()
-        if isinstance(content, bytes):
-            (folder / "pytorch_model.bin").write_bytes(content)
-        else:
-            torch.save(content, folder / "pytorch_model.bin")
-    return do
-
-
 NOT_GPT2, NOT_JSON = "config.json is not that of a GPT-2", "/config.json is not a JSON object"
 BROKEN = {   # what is done to a folder, and what is said about it
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(),
-                   "holds neither model.safetensors nor pytorch_model.bin"),
+                   "does not hold model.safetensors"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "there is no config.json"),
     "config is cut short": (write("config.json", "{"), NOT_JSON),
     "config is a list": (write("config.json", "[1]"), NOT_JSON),
@@ -105,10 +93,6 @@ BROKEN = {   # what is done to a folder, and what is said about it
                              "lm_head.weight is not the embedding"),
     "a weight too many": (add_weight("odd", torch.zeros(1)), "'odd'"),
     "truncated": (edit("model.safetensors", lambda old: old[:1000]), "cannot be read"),
-    "broken .bin": (old_bin(b"PK\3\4 no"), "cannot be read"),
-    "a .bin that is code": (old_bin({"a": print}), "cannot be read"),
-    "a .bin that is text": (old_bin(b"hello"), "cannot be read"),
-    "a .bin with a number for a name": (old_bin({5: torch.zeros(1)}), "first '5'"),
     "whole numbers for weights": (
         add_weight("transformer.ln_f.bias", torch.zeros(128, dtype=torch.int8)),
         "'ln_f.bias' is torch.int8, not one of torch.float16, torch.bfloat16, torch.float32"),
@@ -138,34 +122,40 @@ def test_an_unknown_name_is_refused(name):
         load(name)
 
 
-def test_a_gpt2_name_is_downloaded_once_with_torchs_loader(folder, tmp_path, monkeypatch):
-    """No test can download; a file URL takes the same way through torch.hub."""
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
-    monkeypatch.setattr(toolbox.weights, "HUB", folder.as_uri() + "/{file}")
-    config, weights = read_gpt2("gpt2")
-    assert config["n_layer"] == 4
-    assert (tmp_path / "hub/checkpoints/gpt2/model.safetensors").is_file()
-    monkeypatch.setattr(toolbox.weights, "HUB", "file:///nowhere/{name}/{file}")
-    read_gpt2("gpt2")   # from the cache
+def test_a_name_is_downloaded_by_huggingface_hub(folder, monkeypatch):
+    """No test can download: what that library is asked for, and what is made of its answer."""
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download",
+                        lambda repository, file: str(folder / file))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repository, allow_patterns: (
+        asked.append((repository, allow_patterns)), str(folder))[1])
+    assert torch.equal(GPT.from_pretrained("gpt2").wte.weight, MODEL.wte.weight)
+    assert load("owner/name")[1].n_vocab == 1024
+    assert {repository for repository, _ in asked} == {"openai-community/gpt2", "owner/name"}
+    assert all({"config.json", "*.safetensors"} <= {*patterns} for _, patterns in asked)
+    edit_config(model_type="mistral", sliding_window=4096)(folder)
+    asked.clear()
+    with pytest.raises(ValueError, match="model 'owner/name': its config.json"):
+        load("owner/name")
+    assert not asked   # refused before its weights are here
 
 
-def test_no_network_is_one_clear_line(tmp_path, monkeypatch):
-    def unreachable(*args, **kwargs):
-        raise URLError("Name or service not known")
+def test_no_network_is_one_clear_line(monkeypatch):
+    def offline(*args, **kwargs):
+        raise requests.exceptions.ConnectionError("Max retries exceeded\nwith url")
 
-    def offline(name):
-        raise requests.exceptions.ConnectionError("Max retries exceeded with url")
-
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(torch.hub, "download_url_to_file", unreachable)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(ValueError, match="model 'gpt2-xl': downloading config.json failed "
-                                         ".*local folder or the built-in model"):
+                                         ".*local folder or the built-in model") as error:
         GPT.from_pretrained("gpt2-xl")
-    assert not list((tmp_path / "checkpoints/gpt2-xl").glob("*"))
+    assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="tokenizer 'gpt2': .*cannot reach the network "
                                          ".*ConnectionError"):
         toolbox.tokenizer.gpt2()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)   # it is not installed
+    with pytest.raises(ValueError, match="model 'gpt2': downloading needs huggingface_hub"):
+        GPT.from_pretrained("gpt2")
 
 
 def test_a_token_that_the_tokenizer_does_not_have_is_shown_as_a_replacement():

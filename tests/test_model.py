@@ -28,14 +28,11 @@ def theirs():
     return model
 
 
-@pytest.fixture(scope="module", params=["safetensors", "bin"])
-def ours(theirs, request, tmp_path_factory):
-    """Read from a folder that Hugging Face's save_pretrained wrote, or from an old .bin."""
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def ours(theirs, tmp_path_factory):
+    """Read from a folder that Hugging Face's save_pretrained wrote."""
+    folder = tmp_path_factory.mktemp("gpt2")
     theirs.save_pretrained(folder)
-    if request.param == "bin":
-        (folder / "model.safetensors").unlink()
-        torch.save(theirs.state_dict(), folder / "pytorch_model.bin")
     return GPT.from_pretrained(folder)
 
 

@@ -18,9 +18,12 @@ def load_model(name="builtin", dtype=torch.float32):
     """
     if weights.kind_of(weights.locate(name)[0].parent, name) == "gpt2":
         return GPT.from_pretrained(name).to(dtype)
-    config, tensors = weights.read_llama(name, dtype)
+    def make(config):
+        return Llama(LlamaConfig(**config))
+
+    config, tensors = weights.read_llama(name, dtype, make)
     with torch.device("meta"):   # no memory: `assign` puts the tensors that were read in place
-        model = Llama(LlamaConfig(**config))
+        model = make(config)
     model.load_state_dict(tensors, assign=True)
     return model
 

@@ -1,7 +1,7 @@
 """
-Reads weights in Hugging Face's layout: config.json beside model.safetensors, its shards, or
-pytorch_model.bin. Writes those of a GPT-2. Safetensors files are memory mapped, and converted
-tensor by tensor; what has been converted leaves the memory.
+Reads weights in Hugging Face's layout: config.json beside model.safetensors or its shards. Writes
+those of a GPT-2. The files are memory mapped, and converted tensor by tensor; what has been
+converted leaves the memory. What a model is made of, the caller says.
 
 GPT-2's layout differs from model.py in two ways, that of Llama from beyond/llama.py in names only:
 
@@ -12,7 +12,6 @@ import json
 import os
 import re
 from pathlib import Path
-from urllib.error import URLError
 
 import torch
 from safetensors import safe_open
@@ -23,9 +22,8 @@ from toolbox.tokenizer import FILES as TOKENIZER_FILES
 from toolbox.validate import one_of
 
 NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-HUB = "https://huggingface.co/{name}/resolve/main/{file}"
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")   # "owner/name" on the hub
-FILES = ("model.safetensors", "pytorch_model.bin")
+FILE = "model.safetensors"
 CONFIG = {   # our names: theirs
     "block_size": ("n_positions", "n_ctx"), "vocab_size": ("vocab_size",),
     "n_layer": ("n_layer",), "n_head": ("n_head",), "n_embd": ("n_embd",),
@@ -61,13 +59,14 @@ KINDS = ("gpt2", *LLAMAS)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def read_gpt2(name):
+def read_gpt2(name, make):
     """
     name: "builtin", one of NAMES, or a local folder or weights file (its config.json beside it).
+    make: a function of GPTConfig's arguments that makes a GPT, whose weights these have to be
+
     Returns (config, weights): GPTConfig's arguments and a float32 state dict for GPT.
     Raises ValueError with one line that names what is missing or wrong.
     """
-    from model import GPT, GPTConfig
     files = locate(name)
     folder = files[0].parent
     if (kind := kind_of(folder, name)) in LLAMAS:
@@ -76,16 +75,15 @@ def read_gpt2(name):
     config = select(read_config(folder, name), CONFIG, FIXED, "GPT-2", name)
     weights = from_hugging_face(read_tensors(files, torch.float32, name))
     drop_tied_head(weights, name)
-    check_weights(weights, config, name, GPT, GPTConfig, "GPT-2")
+    check_weights(weights, config, name, make, "GPT-2")
     return config, weights
 
 
-def read_llama(name, dtype):
+def read_llama(name, dtype, make):
     """
     As read_gpt2, for the architectures of beyond/llama.py: LlamaConfig's arguments and a state dict
     in `dtype`. Where a file has that dtype, its tensors are the memory-mapped file.
     """
-    from beyond.llama import Llama, LlamaConfig
     files = locate(name)
     theirs = read_config(files[0].parent, name)
     config, weights = llama_config(theirs, name), {}
@@ -97,7 +95,7 @@ def read_llama(name, dtype):
         weights[key] = tensor
     if config["tied"]:
         drop_tied_head(weights, name)
-    check_weights(weights, config, name, Llama, LlamaConfig, theirs["model_type"])
+    check_weights(weights, config, name, make, theirs["model_type"])
     return config, weights
 
 
@@ -124,29 +122,29 @@ def kind_of(folder, name):
 def locate(name):
     """The weights files for a name, one or several shards, downloaded if necessary."""
     if name == "builtin":
-        return [BUILTIN / FILES[0]]
+        return [BUILTIN / FILE]
     if name in NAMES:
         return download(name, f"openai-community/{name}")
     path = Path(name)
     if os.path.isdir(name):   # unlike Path's, for a name that no file can have, too
-        for file in FILES:
-            if (path / file).is_file():
-                return [path / file]
-            if (path / f"{file}.index.json").is_file():
-                return shards(path / f"{file}.index.json", name)
-        raise ValueError(f"model '{name}': the folder holds neither {FILES[0]} nor {FILES[1]}")
+        return files_in(path, name)
     if os.path.isfile(name):
-        if path.suffix not in (".safetensors", ".bin"):
-            raise ValueError(f"model '{name}': {path.name} is neither .safetensors nor .bin")
+        if path.suffix != ".safetensors":
+            raise ValueError(f"model '{name}': {path.name} is not .safetensors")
         return [path]
     if REPOSITORY.fullmatch(str(name)):
-        return download(name, str(name), TOKENIZER_FILES)
+        return download(name, str(name))
     raise ValueError(f"model '{name}': no such file or folder, and none of the names "
                      f"builtin, {', '.join(NAMES)}, or owner/name on huggingface.co")
 
 
-def shards(index, name):
-    """The files that an index names, in order."""
+def files_in(folder, name):
+    """The weights files of a folder: one, or those that an index names, in order."""
+    if (folder / FILE).is_file():
+        return [folder / FILE]
+    index = folder / f"{FILE}.index.json"
+    if not index.is_file():
+        raise ValueError(f"model '{name}': the folder does not hold {FILE}")
     try:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         paths = [index.parent / Path(file).name for file in sorted(files)]
@@ -157,38 +155,31 @@ def shards(index, name):
     return paths
 
 
-def download(name, repository, optional=()):
-    """
-    Downloads owner/name's files once, with torch's own loader, into torch's own cache. optional:
-    files that it may lack. If there are any, its weights may come in shards.
-    """
-    folder = Path(torch.hub.get_dir()) / "checkpoints" / name
-    index = folder / f"{FILES[0]}.index.json"
+def download(name, repository):
+    """Of owner/name, once, into Hugging Face's cache: its weights and its tokenizer."""
+    try:
+        from huggingface_hub import hf_hub_download, snapshot_download
+    except ImportError:
+        raise ValueError(f"model '{name}': downloading needs huggingface_hub; pip install it, or "
+                         "use a local folder or the built-in model") from None
+    try:
+        config = hf_hub_download(repository, "config.json")
+    except Exception as error:   # of many kinds: no network, no such repository, none in the cache
+        raise failed(name, "config.json", error) from None
+    if kind_of(Path(config).parent, name) in LLAMAS:   # refused before its weights are here
+        llama_config(read_config(Path(config).parent, name), name)
+    try:
+        folder = snapshot_download(repository, allow_patterns=[
+            "config.json", "*.safetensors", f"{FILE}.index.json", *TOKENIZER_FILES])
+    except Exception as error:
+        raise failed(name, "its weights", error) from None
+    return files_in(Path(folder), name)
 
-    def weights():
-        return shards(index, name) if index.is_file() else [folder / FILES[0]]
 
-    def fetch(file, required=True):
-        if (folder / file).is_file():
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        try:   # writes the whole file or nothing
-            url = HUB.format(name=repository, file=file)
-            torch.hub.download_url_to_file(url, str(folder / file))
-        except (URLError, OSError) as error:
-            if required or getattr(error, "code", None) != 404:
-                raise ValueError(f"model '{name}': downloading {file} failed ({error}); connect "
-                                 "once, or use a local folder or the built-in model") from None
-
-    if not weights()[-1].is_file():   # which is the last to come
-        fetch("config.json")
-        if kind_of(folder, name) in LLAMAS:   # refused before its weights are here
-            llama_config(read_config(folder, name), name)
-        for file in optional and (*optional, index.name):
-            fetch(file, required=False)
-        for file in weights():
-            fetch(file.name)
-    return weights()
+def failed(name, what, error):
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return ValueError(f"model '{name}': downloading {what} failed ({said[0]:.200}); connect once, "
+                      "or use a local folder or the built-in model")
 
 
 def read_config(folder, name):
@@ -209,20 +200,14 @@ def read_tensors(files, dtype, name):
     """Yields (key, tensor) of all files, those with one of FLOATS in `dtype`."""
     for path in files:
         try:
-            if path.suffix == ".safetensors":
-                file = safe_open(path, "pt")
-                for key in file.keys():
-                    tensor = file.get_tensor(key)
-                    if tensor.dtype in FLOATS and tensor.dtype != dtype:
-                        tensor = tensor.to(dtype)
-                        file = safe_open(path, "pt")   # the old mapping goes, and its pages with it
-                    yield key, tensor
-            else:
-                theirs = torch.load(path, map_location="cpu", weights_only=True)
-                for key, tensor in theirs.items():
-                    tensor = tensor.to_dense()
-                    yield str(key), tensor.to(dtype) if tensor.dtype in FLOATS else tensor
-        except Exception as error:   # torch.load raises any kind, by what the bytes happen to say
+            file = safe_open(path, "pt")
+            for key in file.keys():
+                tensor = file.get_tensor(key)
+                if tensor.dtype in FLOATS and tensor.dtype != dtype:
+                    tensor = tensor.to(dtype)
+                    file = safe_open(path, "pt")   # the old mapping goes, and its pages with it
+                yield key, tensor
+        except Exception as error:   # of a kind of its own, by what the bytes happen to say
             raise ValueError(
                 f"model '{name}': {path.name} cannot be read: it is corrupt, cut short or "
                 f"of another kind ({type(error).__name__})") from None
@@ -289,11 +274,11 @@ def from_hugging_face(theirs):
     return ours
 
 
-def check_weights(ours, config, name, model, arguments, kind):
+def check_weights(ours, config, name, make, kind):
     """ValueError unless `ours` has the names and shapes of the weights of this configuration."""
     try:
         with torch.device("meta"):   # shapes only: allocates nothing
-            weights = model(arguments(**config)).state_dict()
+            weights = make(config).state_dict()
     except (ValueError, RuntimeError, TypeError, ArithmeticError) as error:
         raise ValueError(f"model '{name}': its config.json: {str(error).splitlines()[0]}") from None
     if odd := sorted(ours.keys() ^ weights.keys()):
@@ -326,4 +311,4 @@ def write_gpt2(model, folder, dtype=torch.float16):
               "activation_function": "gelu_new",
               **{keys[0]: getattr(model.config, name) for name, keys in CONFIG.items()}}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    save_file(theirs, folder / FILES[0], metadata={"format": "pt"})
+    save_file(theirs, folder / FILE, metadata={"format": "pt"})
