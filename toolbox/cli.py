@@ -284,7 +284,7 @@ def run_stage(generate, args, shard=None):
         check = Check(plain, requests, exact=model if args.optimize and not shard else None)
     has = inspect.signature(generate).parameters
     budget = knobs.get("token_budget") or getattr(has.get("token_budget"), "default", None)
-    shown = nullcontext() if args.quiet else Progress(model, requests, tokenizer, budget)
+    shown = nullcontext() if args.quiet else Progress(model, requests, budget)
     try:
         with shown:
             trace = generate(model, requests, on_token=check and check.on_token, **knobs)
