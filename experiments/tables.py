@@ -109,20 +109,6 @@ def prepacking(result):
     return head, rows, "prefill, k = 16, times as fast as padding to the longest"
 
 
-def ranks(result, tokens=(1, 512)):
-    rows = [[row["ranks"], row["threads"], row["tokens"], f"{row['seconds'] * 1e3:.1f} ms",
-             f"{row['in_all_reduces'] * 1e3:.1f} ms", row["all_reduces"],
-             f"{row['bytes'] / 1e6:.2f} MB"] for row in result["rows"] if row["tokens"] in tokens]
-    head = ["ranks", "threads", "tokens", "a pass", "of it in all-reduces", "all-reduces", "sent"]
-    return head, rows, f"{result['size']}; medians of {result['repeats']}"
-
-
-def links(result):
-    rows = [[link, *(f"{ms:,.1f} ms" for ms in values)]
-            for link, values in result["model"]["calculated"].items()]
-    return ["calculated: in all-reduces of a pass", "8 tokens", "1,000 tokens"], rows
-
-
 def bench(result, equal=False):
     """All systems on one workload. equal: with the share of tokens that are the reference's."""
     workload, systems = result["workload"], result["systems"]
@@ -149,14 +135,6 @@ def runs_of(system):
 def committed(table, name):
     head, rows, how = table(result := results.load(name))
     return markdown(head, rows) + origin([result], how)
-
-
-def committed_links():
-    result = results.load("ranks")
-    latency, bandwidth = result["model"]["latency"] * 1e6, result["model"]["bandwidth"] / 1e9
-    return markdown(*links(result)) + below(
-        f"fitted to 1 to 512 tokens on the machine of the table above: {latency:,.0f} us, "
-        f"{bandwidth:.2f} GB/s")
 
 
 def measured_on(model):
@@ -287,8 +265,8 @@ def committed_growth():
 
 
 FILES = {ladder: "ladder", gaps: "gaps", rows: "rows", sharing: "memory", gathered: "memory",
-         prepacking: "prepacking", ranks: "ranks"}
-TABLES = {"stages": stages, "speed": speed, "parts": parts, "links": committed_links,
+         prepacking: "prepacking"}
+TABLES = {"stages": stages, "speed": speed, "parts": parts,
           "bench": committed_bench,
           "gpu ladder llama": partial(calculated, partial(gpu_ladder, model="llama-2-7b")),
           "gpu growth": committed_growth,

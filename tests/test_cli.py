@@ -415,5 +415,6 @@ def test_live_progress_on_a_terminal(monkeypatch):
     updates = screen.getvalue().split("\r\x1b[K")
     assert any("budget 16/16" in update for update in updates)
     assert max(len(update.split("\n")[0]) for update in updates) < 100
-    assert all(f"{request.name}: {request.finish_reason} after " in screen.getvalue() for request in requests)
+    assert all(f"{request.name}: {request.finish_reason} after " in screen.getvalue()
+               for request in requests)
     assert not model._forward_pre_hooks   # it leaves nothing behind

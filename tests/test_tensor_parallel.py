@@ -5,7 +5,6 @@ stops the others.
 import contextlib
 import copy
 import io
-import json
 import multiprocessing
 import os
 import signal
@@ -23,7 +22,6 @@ from common import BLOCK_SIZE, SCHEDULED, STAGES, assert_contract, knobs_of, toy
 
 from beyond import tensor_parallel
 from beyond.tensor_parallel import shard
-from experiments import ranks as measuring
 from request import Request
 from toolbox import torchrun
 
@@ -154,40 +152,20 @@ def test_the_script():   # under torchrun: in notebook 6
         assert words in out
 
 
-def test_the_cost_model_finds_latency_and_bandwidth():
-    points = [(16, size, 16 * 30e-6 + size / 2e9) for size in (1e3, 1e5, 1e7)]
-    assert measuring.fit(points) == pytest.approx((30e-6, 2e9))
-
-
-@pytest.mark.thorough
-def test_the_table(tmp_path):
-    file = tmp_path / "ranks.json"
-    spawn = multiprocessing.get_context("spawn")
-    (status, out, err), _ = on_ranks(2, measuring.main, ["--quick", "--json", str(file)],
-                                     start=spawn)
-    assert status == 0, (status, err)
-    assert "cost model, fitted to 2 ranks" in out and "CALCULATED, not measured" in out
-    assert [(row["ranks"], row["tokens"], row["all_reduces"])
-            for row in json.loads(file.read_text())["rows"]] == [
-        (ranks, tokens, 16 * (ranks > 1)) for ranks in (1, 1, 2) for tokens in (1, 8, 64, 512)]
-
-
 def test_one_clear_line_from_rank_0():
     (status, _, err), (other, _, silence) = on_ranks(2, script, "--temperature", "-1")
     assert status == other == 2 and silence == ""
     assert err.startswith(f"{NAME}--temperature must be") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("main, command", [
-    (script, "-m beyond.tensor_parallel"), (measuring.main, "-m experiments.ranks")])
-def test_without_torchrun(main, command, monkeypatch, capsys):
+def test_without_torchrun(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["x"])
     with pytest.raises(SystemExit) as stop:
-        main()
+        script()
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.count("\n") == 1
-    assert f"torchrun --nproc_per_node 2 {command}" in said
+    assert "torchrun --nproc_per_node 2 -m beyond.tensor_parallel" in said
 
 
 def leaves():
