@@ -23,10 +23,9 @@ from beyond.tensor_parallel import column_parallel
 from experiments import bench, figures
 from experiments.results import load as results
 from kernels import native
-from toolbox.check import Check
+from toolbox.check import Check, summary
 from toolbox.cli import knobs_of
 from toolbox.stages import STAGES
-from toolbox.verdict import summary
 
 # %% [markdown]
 # ## Two limits

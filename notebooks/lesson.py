@@ -43,7 +43,7 @@ from paging import PagedScheduler
 from request import Request
 from explorer import page
 from toolbox import sights
-from toolbox.check import Check
+from toolbox.check import Check, summary
 from toolbox.judge import faults
 from toolbox.load import load
 from toolbox.plots import pyplot
@@ -51,7 +51,6 @@ from explorer.recorder import record
 from toolbox.stages import STAGES
 from toolbox.trace import Trace
 from toolbox.traps import broken, swapped
-from toolbox.verdict import summary
 from toolbox.xray import sights_at
 
 

@@ -9,8 +9,7 @@ from common import STAGES, VOCAB, fixed, toy
 from model import cdf, sample
 from request import Request
 from toolbox import ties
-from toolbox.check import TOLERANCE, Check
-from toolbox.verdict import Verdict, summary
+from toolbox.check import TOLERANCE, Check, Verdict, summary
 
 MODEL = toy(dtype=torch.float32)
 # of the half precisions, one is enough for the quick size

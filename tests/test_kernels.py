@@ -40,9 +40,8 @@ from kernels import check as checking
 from kernels import native
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.check import Check
+from toolbox.check import Check, summary
 from toolbox.traps import broken
-from toolbox.verdict import summary
 from toolbox.xray import XRay
 
 pytestmark = pytest.mark.skipif(shutil.which(native.COMPILER.split()[0]) is None,

@@ -16,16 +16,24 @@ So each token is judged given the stage's own tokens before it. The verdict on a
     cancelled    stopped early, and nothing is wrong up to there
     WRONG        anything else
 """
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from model import sample
 from toolbox import ties
-from toolbox.verdict import Verdict
 
 # How far logits may be apart, relative to the largest of them
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass
+class Verdict:
+    name: str
+    verdict: str = "identical"   # or "near-tie", "cancelled", "WRONG"
+    difference: float = 0.0      # largest |logit difference|, relative to the largest |logit|
+    detail: str = ""             # what is wrong, or which token has flipped
+    equal: bool = False          # whether its logits equal the reference's bit for bit
 
 
 class Check:
@@ -88,3 +96,19 @@ class Check:
             if not excused:
                 return sentence
             verdict.verdict, verdict.detail = "near-tie", sentence
+
+
+def summary(verdicts):
+    """One line for all, and one for each request that is WRONG."""
+    kinds = [v.verdict for v in verdicts]
+    identical, tied, cancelled = map(kinds.count, ("identical", "near-tie", "cancelled"))
+    line = f"{identical}/{len(kinds) - cancelled} requests identical to unbatched"
+    line += f", {tied} near-tie{'s' * (tied > 1)}" if tied else ""
+    line += f", {cancelled} cancelled" if cancelled else ""
+    if 0 < identical == len(kinds) - cancelled and all(v.equal for v in verdicts):
+        line += ", bit for bit"
+    else:
+        largest = max((v.difference for v in verdicts), default=0.0)
+        line += f", max |Δlogit| {largest:.1e} relative"
+    wrong = (f"WRONG: request '{v.name}': {v.detail}" for v in verdicts if v.verdict == "WRONG")
+    return "\n".join([line, *wrong])

@@ -18,13 +18,12 @@ from beyond.fairness import POLICIES
 from explorer import page
 from explorer.recorder import record
 from toolbox import plots
-from toolbox.check import Check
+from toolbox.check import Check, summary
 from toolbox.load import decode, load
 from toolbox.progress import Progress
 from toolbox.report import report, write_trace
 from toolbox.tokenizer import use_chat_template
 from toolbox.validate import at_least_1
-from toolbox.verdict import summary
 from toolbox.workload import PROMPTS, make_requests, read_prompts
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
