@@ -52,7 +52,7 @@ class Set:
     @property
     def modules(self):
         """The files that the parts run with. Where there is no model, there is no torch."""
-        tools = "__init__ validate " + "toy trace xray check ties verdict judge " * (
+        tools = "__init__ validate " + "toy trace xray check ties judge " * (
             "model.py" in self.needs)
         return [*self.needs, *(f"toolbox/{name}.py" for name in tools.split())]
 
