@@ -15,7 +15,7 @@ stay as they are. What changes is how requests get in and how tokens get out:
     a queue of any length                   a queue of max_waiting requests, then `Full`
     an error ends the run                   an error ends the requests of its pass
 
-One thread owns scheduler, pages, pool and model. Other threads touch only the inbox, so only the
+One thread owns scheduler, pages, pool and model. Other threads change only the inbox, so only the
 inbox needs a lock. `while engine.busy: engine.step()` is stage 7's `generate`: the same passes.
 """
 import json

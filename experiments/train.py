@@ -5,16 +5,12 @@ Trains the built-in model on Python's own documentation; allow ten minutes on tw
     python generate_naive.py --model out
 
 Nothing is downloaded. The script trains the tokenizer and a model of 4 layers with 4 heads each,
-and picks the prompts from held-out text; toolbox/builtin holds the result of such a run. It may be
-interrupted: the state is saved twice a minute, and the same command continues from there, with the
-same result as an uninterrupted run.
+and picks the prompts from held-out text; toolbox/builtin holds the result of such a run.
 
 The model's output is fluent nonsense; it exists only as a workload.
 """
 import base64
 import math
-import os
-import pickle
 import random
 import sys
 import time
@@ -31,7 +27,6 @@ from toolbox.tokenizer import byte_of, from_ranks
 from toolbox.weights import write_gpt2
 
 N_TOKENS = 1023         # of the tokenizer, without <|endoftext|>
-SAVE_EVERY = 30         # seconds
 LOG_EVERY = 50          # steps
 VALIDATE_EVERY = 500    # steps
 
@@ -90,7 +85,7 @@ def pick_prompts(held_out, encoding, lengths=(5, 6, 7, 9, 12, 16, 22, 31, 45, 64
 def get_batch(docs, step, batch_size, block_size, seed):
     """
     (x, y) of shape (B, T). Each row is a sequence of random documents that begins at the start of
-    one, as every prompt does. A function of (seed, step), so a resumed run sees the same data.
+    one, as every prompt does. A function of (seed, step): another run sees the same data.
     """
     rng = random.Random(f"{seed} {step}")
     rows = []
@@ -130,10 +125,9 @@ def train(args):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name} must be above 0, not {getattr(args, name)}")
     out = Path(args.out)
-    state_file, new_state = out / "train_state.pt", out / "train_state.pt.new"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        new_state.write_bytes(b"")   # is it writable?
+        (out / "ranks.tiktoken").write_bytes(b"")   # is it writable?
     except OSError as error:
         raise ValueError(f"--out {out}: {error.strerror}") from None
 
@@ -160,30 +154,9 @@ def train(args):
               for dim, decay in ((2, 0.1), (1, 0.0))]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.99))
 
-    # 3. resume an interrupted run of the same settings
-    first = 0
-    settings = {**vars(args), "out": None,
-                "train_tokens": train_tokens}   # the text depends on the Python version
-    if state_file.exists():
-        try:
-            state = torch.load(state_file, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError):
-            raise ValueError(f"{state_file} cannot be read: delete it to start from the "
-                             "beginning") from None
-        if state["settings"] == settings:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            first = state["step"]
-            print(f"resuming at step {first}")
-
-    def save(step):
-        torch.save({"settings": settings, "step": step, "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict()}, new_state)
-        os.replace(new_state, state_file)   # never leaves half a file
-
-    # 4. train
-    started = saved = time.perf_counter()
-    for step in range(first, args.steps):
+    # 3. train
+    started = time.perf_counter()
+    for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         x, y = get_batch(docs, step, args.batch_size, model.config.block_size, args.seed)
@@ -194,11 +167,8 @@ def train(args):
         optimizer.step()
 
         now, done = time.perf_counter(), step + 1
-        if now - saved > SAVE_EVERY:
-            save(done)
-            saved = now
         if done % LOG_EVERY == 0 or done == args.steps:
-            rate = (done - first) / (now - started)
+            rate = done / (now - started)
             speed = rate * args.batch_size * model.config.block_size
             left = (args.steps - done) / rate
             print(f"step {done:5d}/{args.steps}  loss {loss.item():.3f}  {speed:,.0f} tokens/s  "
@@ -208,17 +178,15 @@ def train(args):
             bits = nats / math.log(2) / bytes_per_token
             print(f"validation loss {nats:.3f} ({bits:.2f} bits per byte)", flush=True)
 
-    # 5. the result, which GPT.from_pretrained reads
+    # 4. the result, which GPT.from_pretrained reads
     write_gpt2(model, out)
-    for file in state_file, new_state:
-        file.unlink(missing_ok=True)
     print(f"wrote {out}: try  python generate_naive.py --model {out}")
     return 0
 
 
 def main(argv=None):
     p = Parser(prog="python -m experiments.train", description=__doc__.strip().splitlines()[0])
-    p.add_argument("--out", default="out", help="folder for the result and the saved state")
+    p.add_argument("--out", default="out", help="folder for the result")
     p.add_argument("--steps", type=int, default=4000)
     p.add_argument("--batch_size", type=int, default=8)
     p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")

@@ -293,33 +293,16 @@ def test_what_optimize_changes_does_not_check_itself(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_training_is_reproducible_and_an_interruption_changes_nothing(tmp_path, monkeypatch):
+def test_training_is_reproducible(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
     documents = [("a.b", "Return the name of the thing, which is a string."),
                  ("a.c", "Close it. It cannot be used any more.")] * 30
     monkeypatch.setattr(train, "documents", lambda: documents)
     monkeypatch.setattr(train, "N_TOKENS", 280)
-    monkeypatch.setattr(train, "SAVE_EVERY", 0)
-
-    def args(name):
-        return argparse.Namespace(out=str(tmp_path / name), steps=6, batch_size=2, lr=1e-3, seed=0)
-
-    train.train(args("whole"))
-    loss_of, calls = train.loss_of, []
-
-    def interrupted(model, x, y):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return loss_of(model, x, y)
-
-    monkeypatch.setattr(train, "loss_of", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train.train(args("parts"))
-    assert (tmp_path / "parts/train_state.pt").exists()
-    train.train(args("parts"))
-    assert len(calls) > 4 and not (tmp_path / "parts/train_state.pt").exists()
-    (a, tokenizer), (b, _) = load(tmp_path / "whole"), load(tmp_path / "parts")
+    for name in "ab":
+        train.train(argparse.Namespace(out=str(tmp_path / name), steps=6, batch_size=2, lr=1e-3,
+                                       seed=0))
+    (a, tokenizer), (b, _) = load(tmp_path / "a"), load(tmp_path / "b")
     for mine, theirs in zip(a.state_dict().values(), b.state_dict().values()):
         assert torch.equal(mine, theirs)
     assert tokenizer.n_vocab == a.config.vocab_size == 281
