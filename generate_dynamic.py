@@ -141,5 +141,5 @@ def generate(model, requests, max_batch=8, on_token=None):
 
 
 if __name__ == "__main__":
-    from toolbox.cli import main
+    from command_line import main
     main(generate, __doc__)

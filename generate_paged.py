@@ -83,18 +83,17 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
 
     pages:          pages in the pool, as far as the requests can use them; None: pool_size
     page_size:      tokens in a page
-    policy:         "fcfs": first come, first served; "sjf" and "priority": see beyond/fairness.py
+    policy:         "fcfs": first come, first served; or another scheduler, such as those in
+                    beyond/fairness.py: SCHEDULERS["sjf"], SCHEDULERS["priority"]
     share_prefixes: whether requests share the full pages of equal beginnings
     """
     requests = prepare(requests, model.config)
-    check_pool(max_batch, pages, page_size, model.config.block_size)
+    check_pool(max_batch, pages, page_size, policy, model.config.block_size)
     enough = pool_size(requests, len(requests) if pages else max_batch, page_size)
     pages = Pages(min(pages or enough, enough), page_size)
     pool = KV(pages.number * page_size)
-    scheduler = PagedScheduler(max_batch, token_budget, pages, share_prefixes)
-    if policy != "fcfs":   # a question that comes after the ladder
-        from beyond.fairness import FairScheduler
-        scheduler = FairScheduler(max_batch, token_budget, pages, policy, share_prefixes)
+    make = PagedScheduler if policy == "fcfs" else policy
+    scheduler = make(max_batch, token_budget, pages, share_prefixes=share_prefixes)
     trace = Trace("paged", requests, scheduler.counts)
     for request in requests:
         scheduler.add(request)
@@ -116,5 +115,5 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
 
 
 if __name__ == "__main__":
-    from toolbox.cli import main
+    from command_line import main
     main(generate, __doc__)

@@ -22,7 +22,7 @@ steps of one row (measured: 2.6, docs/measurements.md). On the GPU it can be as 
 reading takes longer for up to 150 rows. (Speeds: measured by experiments/bench.py; data sheet.)
 
 The check at the end of each script, this one too, is plainer still: one forward pass over a prompt
-and all of its answer (toolbox/check.py).
+and all of its answer (checks/check.py).
 """
 import torch
 
@@ -107,5 +107,5 @@ def generate(model, requests, use_cache=True, on_token=None):
 
 
 if __name__ == "__main__":
-    from toolbox.cli import main
+    from command_line import main
     main(generate, __doc__)

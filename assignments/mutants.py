@@ -9,7 +9,7 @@ import json
 from collections import namedtuple
 from pathlib import Path
 
-from toolbox.traps import TRAPS  # the known bugs of batching code
+from checks.traps import TRAPS  # the known bugs of batching code
 
 # part: that it belongs to, "4b"; edits: [(function, code as it stands, code of the mutant), ...]
 Mutant = namedtuple("Mutant", "part edits")

@@ -16,7 +16,7 @@ grade.py looks at them:
     counts      forward passes, slots, preemptions, the steps of tokens
     contract    tokens and logits of each request, beside the same request alone
 
-All but `result` and `counts` are sentences (toolbox/judge.py), and right if there are none. These
+All but `result` and `counts` are sentences (checks/judge.py), and right if there are none. These
 two are values, which grade.py compares with those of the reference.
 
 The seed EDGES tries the rules at their edges, which are few enough to try them all: an exact fit,
@@ -125,6 +125,7 @@ def say(error):
     """An exception in a line, with the last line of the student's own code that it passed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if frame.filename.startswith(FOLDER) and "toolbox" not in frame.filename
+              and "checks" not in frame.filename
               and frame.name not in OURS]
     last = frames[-1] if frames else None
     place = f" (in {last.name}: {last.line})" if last and not last.line.startswith("raise") else ""
@@ -593,8 +594,8 @@ def books(rng, edge):
 
 def stage(module, requests, **knobs):
     """Runs a stage on a small model, and yields all that can be seen of it."""
-    from toolbox.judge import CAUSES, faults
-    from toolbox.toy import toy
+    from checks.judge import CAUSES, faults
+    from checks.toy import toy
     trying(describe(requests, **knobs))
     traces, found = [], {}
 
@@ -735,7 +736,7 @@ def handed_in(name, rng, edge):
     if part[0] == "3":
         yield from plans(requests, **asked["knobs"])
         return
-    from toolbox.toy import toy
+    from checks.toy import toy
     module, fixed = stage_of(part)
     trace = getattr(code, module).generate(
         toy(), requests, **fixed, **asked["knobs"], on_token=lambda request, token, row:

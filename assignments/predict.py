@@ -11,8 +11,8 @@ from observe import given
 
 def run_of(stage, *sizes, **knobs):
     """The trace of a run; sizes: (prompt tokens, new tokens, arrival) of each request."""
-    from toolbox.stages import STAGES
-    from toolbox.toy import toy
+    from checks.toy import toy
+    from loading.stages import STAGES
     return STAGES[stage](toy(), given(*sizes), **knobs)
 
 

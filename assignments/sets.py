@@ -29,7 +29,7 @@ class Part:
 @dataclass
 class Set:
     """
-    needs:   the modules of the student copy, besides those of toolbox/
+    needs:   the modules of the student copy, besides those of toolbox/ and checks/
     numbers: points for predicted numbers (predict.py asks them)
     breaks:  points for exposing bugs, five in each set (BUGS in mutants.py)
     written: points for the written answers (key/N.md)
@@ -52,9 +52,10 @@ class Set:
     @property
     def modules(self):
         """The files that the parts run with. Where there is no model, there is no torch."""
-        tools = "__init__ validate " + "toy trace xray check ties judge " * (
-            "model.py" in self.needs)
-        return [*self.needs, *(f"toolbox/{name}.py" for name in tools.split())]
+        tools = "toolbox/__init__ toolbox/validate " + (
+            "toolbox/trace checks/__init__ checks/toy checks/xray checks/check checks/ties "
+            "checks/judge " * ("model.py" in self.needs))
+        return [*self.needs, *(f"{name}.py" for name in tools.split())]
 
 
 CORE = ["model.py", "request.py", "cache.py"]

@@ -12,9 +12,9 @@ import sys
 from beyond import simulate as s
 from beyond.hardware import gpu_of, shape_of
 from beyond.replicas import ROUTERS, serve
-from toolbox import cli
-from toolbox.report import aligned
+from toolbox import flags
 from toolbox.validate import at_least_1, is_whole
+from views.report import aligned
 
 
 def figures(f):
@@ -65,7 +65,7 @@ def run(args):
             raise ValueError(f"--{name} must be a number of at least 0, not {getattr(args, name)}")
     if not is_whole(args.prefix, 0):
         raise ValueError(f"--prefix must be a whole number of at least 0, not {args.prefix}")
-    cli.say_ignored(args, [name for name, default in (("replicas", None), ("tp", 1))
+    flags.say_ignored(args, [name for name, default in (("replicas", None), ("tp", 1))
                            if limits and getattr(args, name) != default], "with limits")
     args.replicas = 4 if args.replicas is None else args.replicas
     at_least_1(**{f"--{name}": getattr(args, name)

@@ -22,6 +22,7 @@ priority, too. It has no bound.)
 """
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from functools import partial
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
@@ -114,6 +115,11 @@ class FairScheduler(PagedScheduler):
         self.waiting.popleft()   # not to the front: to its rank
         times = self.times_preempted[request] = self.times_preempted.get(request, 0) + 1
         self.enqueue(request, self.is_due(request) or times >= self.bound)
+
+
+SCHEDULERS = {   # by policy, for stage 7: generate(model, requests, policy=SCHEDULERS["sjf"])
+    "fcfs": PagedScheduler,
+    **{policy: partial(FairScheduler, policy=policy) for policy in POLICIES if policy != "fcfs"}}
 
 
 # --- the example ----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def memory_of(model, max_batch, token_budget, max_kv_tokens, pages, page_size):
     if pages is None:
         return (Scheduler(max_batch, token_budget, max_kv_tokens),
                 lambda plan: Flat(plan, model.device))
-    check_pool(max_batch, pages, page_size, model.config.block_size)
+    check_pool(max_batch, pages, page_size, "fcfs", model.config.block_size)
     books, pool = Pages(pages, page_size), KV(pages * page_size)
     return (ForkScheduler(max_batch, token_budget, books),
             lambda plan: Paged(plan, pool, books, model.device))

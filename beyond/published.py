@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from beyond.arrivals import workload
 from beyond.hardware import GPUS, MODELS
-from toolbox.cli import knobs_of
-from toolbox.report import aligned
-from toolbox.stages import STAGES
+from loading.stages import STAGES
+from toolbox.flags import knobs_of
+from views.report import aligned
 
 VLLM = dict(max_batch=256, token_budget=2048)
 SOURCES = {

@@ -22,13 +22,15 @@ import torch
 
 from beyond import published
 from beyond.arrivals import Arrival, arrivals, check_prompt, ever_more, lengths_of, workload
+from beyond.fairness import SCHEDULERS
 from beyond.hardware import BYTES, gpu_of, shape_of
 from generate_paged import pool_size
+from loading.stages import SCRIPTS
 from request import prepare
-from toolbox import cli, plots
-from toolbox.report import mean, percentile, report, totals
-from toolbox.stages import SCRIPTS
+from toolbox import flags
 from toolbox.validate import at_least_1
+from views import plots
+from views.report import mean, percentile, report, totals
 
 
 class CalculatedModel:
@@ -132,7 +134,7 @@ def with_memory(shape, gpu, generate, requests, knobs, clients=None, rate=None):
     room, size = shape.room(gpu), knobs.get("page_size", 16)
     defaults = {"max_batch": 256, "token_budget": 2048, "max_kv_tokens": room,
                 "pages": max(room // size, 1)}
-    mine, ignored = cli.knobs_of(generate, {**defaults, **knobs})
+    mine, ignored = flags.knobs_of(generate, {**defaults, **knobs})
     requests, flag = prepare(requests, shape), "max_batch"
     rows = min(mine.get(flag, 1), clients or len(requests))
     most = sum(sorted(request.kv_tokens for request in requests)[-rows:])
@@ -155,7 +157,7 @@ def with_memory(shape, gpu, generate, requests, knobs, clients=None, rate=None):
 # --- the command ----------------------------------------------------------------------------------
 
 def parser(prog="python -m beyond.simulate", doc=__doc__):
-    p = cli.Parser(prog=prog, description=doc.strip().splitlines()[0])
+    p = flags.Parser(prog=prog, description=doc.strip().splitlines()[0])
     p.add_argument("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
     p.add_argument("--model", default="llama-2-7b", help="a name, or a config.json")
     p.add_argument("--dtype", default="float16", choices=BYTES)
@@ -175,7 +177,7 @@ def stage_parser():
     p.add_argument("--stage", default="paged", choices=SCRIPTS)
     p.add_argument("--lengths", metavar="FILE", help="a line for each request: prompt answer")
     p.add_argument("--clients", type=int, help="number of clients; each waits for its answer")
-    cli.add_knobs(p)
+    flags.add_knobs(p, SCHEDULERS)
     p.add_argument("--plot", metavar="FILE.png", help="draw the run's steps")
     return p
 
@@ -183,7 +185,7 @@ def stage_parser():
 def check(args):
     """ValueError for a bad --json or --rate."""
     if args.json:
-        plots.check_path(args.json, "--json")
+        flags.check_path(args.json, "--json")
     if args.rate is not None and not 0 < args.rate < math.inf:
         raise ValueError(f"--rate must be above 0, not {args.rate}")
 
@@ -199,7 +201,7 @@ def run(args):
         write(args.json, {"calculated": True, "rows": rows})
         return 0
     if args.plot:
-        plots.check_path(args.plot, "--plot", plots.SUFFIXES)
+        flags.check_path(args.plot, "--plot", flags.PICTURES)
     if args.clients is not None:
         at_least_1(**{"--clients": args.clients})
         if args.rate:
@@ -208,9 +210,9 @@ def run(args):
     generate, lengths = SCRIPTS[args.stage], lengths_of(args)
     check_prompt(max(lengths)[0], shape)
     requests = workload(lengths, shape.vocab_size)
-    knobs, ignored = with_memory(shape, gpu, generate, requests, cli.given_knobs(args),
-                                 args.clients, args.rate)
-    cli.say_ignored(args, ignored, "for this stage")
+    knobs, ignored = with_memory(shape, gpu, generate, requests,
+                                 flags.given_knobs(args, SCHEDULERS), args.clients, args.rate)
+    flags.say_ignored(args, ignored, "for this stage")
     trace = simulate(shape, gpu, generate, requests, args.clients, args.rate, args.seed, **knobs)
     f = figures(trace)
     print(f"{report(trace)}\n{args.model} on {args.tp} x {args.gpu}, calculated: "

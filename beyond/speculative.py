@@ -23,11 +23,11 @@ import torch
 
 from beyond.fork import memory_of
 from beyond.hardware import gpu_of, shape_of
+from loading.load import load
+from loading.workload import PROMPTS, make_requests, read_prompts
 from model import sample
 from request import indices_due, prepare
-from toolbox.load import load
 from toolbox.trace import Trace
-from toolbox.workload import PROMPTS, make_requests, read_prompts
 
 
 class Lookup:

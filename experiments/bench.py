@@ -28,18 +28,18 @@ from statistics import mean, median
 import torch
 from torch.nn import functional as F
 
-from beyond.llama import Llama, LlamaConfig
 from experiments import figures, tables
 from experiments.engines import INSTALL, end_with_this_process
 from experiments.peers import peers
 from experiments.results import best_peer, median_seconds, provenance
 from experiments.results import run as run_stage
 from kernels import native
+from loading.llama import Llama, LlamaConfig
+from loading.stages import STAGES
 from model import GPT, GPTConfig, Head
 from request import Request
-from toolbox.cli import measuring_parser, measuring_place
-from toolbox.report import percentile
-from toolbox.stages import STAGES
+from toolbox.flags import measuring_parser, measuring_place
+from views.report import percentile
 
 MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),
           "smollm2": LlamaConfig()}

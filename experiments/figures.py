@@ -1,6 +1,6 @@
 """
 The pictures of the docs, drawn from traces, X-rays and measured results, in the visual
-language of toolbox/plots.py. Without a path, a function returns its figure for a notebook to show.
+language of views/plots.py. Without a path, a function returns its figure for a notebook to show.
 """
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from matplotlib.patches import Rectangle as Box
 
 from experiments.results import PEERS
 from experiments.tables import WORKLOADS
-from toolbox import sights
-from toolbox.plots import COLORS, COUNTED, NAMES, legend, pyplot, save, style, timeline
+from views import sights
+from views.plots import COLORS, COUNTED, NAMES, legend, pyplot, save, style, timeline
 
 WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
 # None of these means anything in a timeline or a mask: GREY is the baseline, BROWN is ragged.
@@ -77,7 +77,7 @@ def timelines(traces, path=None, columns=2):
 def packing(sight, path=None):
     """
     A batch's prompts padded to one length, and packed into rows; and which token sees which in the
-    row that holds the most prompts. sight: of stage 5 (toolbox/xray.py)
+    row that holds the most prompts. sight: of stage 5 (checks/xray.py)
     """
     plan, places, (rows, m) = sight.batch.plan, sight.batch.places, sight.ids.shape
     lengths = [n for _, n in plan]

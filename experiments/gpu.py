@@ -24,8 +24,8 @@ from beyond.replicas import serve
 from experiments import results
 from experiments.bench import KNOBS, workload
 from experiments.figures import curves, finished, grouped_bars, log_axis
-from toolbox import plots
-from toolbox.stages import STAGES
+from loading.stages import STAGES
+from views import plots
 
 PICTURES = results.FOLDER.parent / "pictures"
 LADDER = {"gpt2-xl": ("t4", "rtx-4090", "a100", "h100"), "llama-2-7b": ("rtx-4090", "a100", "h100")}

@@ -15,18 +15,21 @@ from pathlib import Path
 
 import numpy as np
 
+import command_line
 from beyond import arrivals, simulate
+from beyond.fairness import SCHEDULERS
 from beyond.hardware import GPUS, MODELS
+from checks.check import Check
+from checks.xray import sights_at
 from experiments import figures, memory, results, tables
 from experiments.rows import ARRIVAL
 from explorer import page
 from explorer.recorder import record
+from loading.stages import STAGES
 from request import Request
-from toolbox import cli, plots, sights
-from toolbox.check import Check
-from toolbox.report import latencies, mean, percentile, totals
-from toolbox.stages import STAGES
-from toolbox.xray import sights_at
+from toolbox import flags
+from views import sights
+from views.report import latencies, mean, percentile, totals
 
 
 def run_stages(model, requests, stages=STAGES, repeats=1, **knobs):
@@ -67,7 +70,7 @@ def wrong_lines(model, plain, requests, **knobs):
     for name, generate in STAGES.items():
         copies = [replace(request) for request in requests]
         check = Check(plain, copies)
-        generate(model, copies, on_token=check.on_token, **cli.knobs_of(generate, knobs)[0])
+        generate(model, copies, on_token=check.on_token, **flags.knobs_of(generate, knobs)[0])
         lines += [f"WRONG: {name}: request '{v.name}': {v.detail}"
                   for v in check() if v.verdict == "WRONG"]
     return lines
@@ -87,7 +90,7 @@ def calculated(requests, **knobs):
     lengths = [(len(r.prompt), len(r.generated)) for r in requests]
     return {name: simulate.figures(simulate.simulate(
         MODELS["llama-2-7b"], GPUS["a100"], generate, arrivals.workload(lengths),
-        **cli.knobs_of(generate, knobs)[0])) for name, generate in STAGES.items()}
+        **flags.knobs_of(generate, knobs)[0])) for name, generate in STAGES.items()}
 
 
 # --- workloads small enough for a picture ---------------------------------------------------------
@@ -148,16 +151,16 @@ def compare(args):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"--pictures {folder}: {error.strerror}") from None
-        plots.check_path(folder / "mask.png", "--pictures")
-    *_, where = cli.measuring_place(args)
-    plain, tokenizer, requests = cli.load_inputs(args)
+        flags.check_path(folder / "mask.png", "--pictures")
+    *_, where = flags.measuring_place(args)
+    plain, tokenizer, requests = command_line.load_inputs(args)
     model = plain.optimize() if args.optimize else plain
-    knobs = cli.given_knobs(args)
+    knobs = flags.given_knobs(args, SCHEDULERS)
     of_variants = [knob for knob in ("pack", "attention", "use_cache") if knob in knobs]
     for knob in of_variants:   # STAGES itself sets these
         del knobs[knob]
     of_one_run = [name for name in ("plot", "trace", "quiet") if getattr(args, name)]
-    cli.say_ignored(args, of_variants + of_one_run, "where all stages run")
+    flags.say_ignored(args, of_variants + of_one_run, "where all stages run")
 
     prompt_tokens = sum(len(request.prompt) for request in requests)
     print(f"{len(requests)} requests, {prompt_tokens} prompt tokens, {where}")
@@ -177,7 +180,7 @@ def compare(args):
         reference = None if args.no_check else plain
         page.write(args.page, {   # each stage once more, under the X-ray and the check
             name: record(STAGES[name], model, trace.requests, trace, reference,
-                         **cli.knobs_of(STAGES[name], knobs)[0])
+                         **flags.knobs_of(STAGES[name], knobs)[0])
             for name, trace in traces.items()}, tokenizer)
     if args.no_check:
         return 0
@@ -188,7 +191,7 @@ def compare(args):
 
 
 def main(argv=None):
-    p = cli.parser(__doc__)
+    p = command_line.parser(__doc__)
     p.prog = "python -m experiments.ladder"
     p.add_argument("--pictures", metavar="DIR", help="draw the docs' pictures into this folder")
     p.add_argument("--json", metavar="FILE.json", help="write the figures of the table")

@@ -19,12 +19,12 @@ from dataclasses import replace
 
 import generate_paged
 from experiments import figures, results, tables
+from loading.load import load
+from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.cli import measuring_parser, measuring_place
-from toolbox.load import load
-from toolbox.report import latencies, mean, percentile, totals
-from toolbox.stages import STAGES
+from toolbox.flags import measuring_parser, measuring_place
+from views.report import latencies, mean, percentile, totals
 
 # --- storm: what happens when memory runs out -----------------------------------------------------
 

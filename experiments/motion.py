@@ -12,13 +12,13 @@ from pathlib import Path
 
 from beyond.hardware import GPUS, MODELS
 from beyond.simulate import simulate
+from checks.traps import broken
 from experiments.ladder import one_step
+from loading.load import load
+from loading.stages import STAGES
 from request import Request
-from toolbox import sights
-from toolbox.load import load
-from toolbox.plots import COLORS
-from toolbox.stages import STAGES
-from toolbox.traps import broken
+from views import sights
+from views.plots import COLORS
 
 FOLDER = Path(__file__).parent / "pictures"
 SLOWER = 6                        # than the calculated clock
@@ -26,7 +26,7 @@ HOLD = 2.5                        # seconds for which the whole picture stands
 WIDTH, LEFT, ROW, PANEL = 840, 52, 17, 172
 PANELS = {"dynamic": "Stage 2, dynamic batching: everybody waits for the long prompt",
           "ragged, varlen": "Stage 6, ragged batching: the prompt comes in chunks, everybody flows"}
-THEMES = {   # the colours of toolbox/plots.py, lighter on a dark page
+THEMES = {   # the colours of views/plots.py, lighter on a dark page
     "light": {"paper": "#ffffff", "ink": "#1f2328", "soft": "#59636e", "line": "#d0d7de",
               **{kind: COLORS[kind] for kind in ("prefill", "decode", "finished")}},
     "dark": {"paper": "#0d1117", "ink": "#e6edf3", "soft": "#9198a1", "line": "#30363d",

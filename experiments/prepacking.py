@@ -27,12 +27,12 @@ from experiments import figures, results, tables
 from generate_naive import StaticBatch
 from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
+from loading.load import load
+from loading.workload import read_prompts
 from model import GPT, GPTConfig, sample
 from request import Request, prepare
-from toolbox.cli import measuring_parser, measuring_place
-from toolbox.load import load
+from toolbox.flags import measuring_parser, measuring_place
 from toolbox.trace import synchronize
-from toolbox.workload import read_prompts
 
 CONTEXT = 512
 SHOTS = (120, 150, 190, 230, 280, 330, 390, 450)   # lengths of a few-shot question's examples

@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from toolbox.cli import knobs_of
+from toolbox.flags import knobs_of
 from toolbox.trace import synchronize
 
 FOLDER = Path(__file__).parent / "results"

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from experiments import figures, results, tables
+from loading.load import load
+from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.cli import measuring_parser, measuring_place
-from toolbox.load import load
-from toolbox.stages import STAGES
+from toolbox.flags import measuring_parser, measuring_place
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GAP_STAGES = {name: STAGES[name]

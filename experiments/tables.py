@@ -15,7 +15,7 @@ from pathlib import Path
 
 from beyond import published
 from experiments import results
-from toolbox.report import aligned, mean, percentile
+from views.report import aligned, mean, percentile
 
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from model import GPT, GPTConfig
 from toolbox.builtin.corpus import documents
-from toolbox.cli import Parser
+from toolbox.flags import Parser
 from toolbox.tokenizer import byte_of, from_ranks
 from toolbox.weights import write_gpt2
 

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from beyond.hardware import GPUS, MODELS
 from beyond.simulate import figures, simulate
+from checks.check import Check
+from checks.traps import broken
 from explorer import page
 from explorer.recorder import record
 from explorer.walk import MASK, waits, walk
-from toolbox.check import Check
-from toolbox.cli import knobs_of
-from toolbox.load import load
-from toolbox.stages import STAGES
-from toolbox.traps import broken
-from toolbox.workload import PROMPTS, make_requests, read_prompts
+from loading.load import load
+from loading.stages import STAGES
+from loading.workload import PROMPTS, make_requests, read_prompts
+from toolbox.flags import knobs_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "explorer.html"
 CLOCK = "calculated for Llama 2 7B on an A100"

@@ -14,10 +14,10 @@ from functools import cache, partial
 from starlette.responses import Response, StreamingResponse
 
 from explorer import page
-from toolbox.load import word
-from toolbox.plots import NAMES
+from loading.load import word
+from loading.workload import PROMPTS, read_prompts
 from toolbox.web import event
-from toolbox.workload import PROMPTS, read_prompts
+from views.plots import NAMES
 
 FILES = {"/": "live.html", "/live.js": "live.js", "/live.css": "live.css", "/page.css": "page.css",
          "/runs.js": "runs.js", "/panels.js": "panels.js", "/explorer.html": None}

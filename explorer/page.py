@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from toolbox.check import summary
-from toolbox.load import word
-from toolbox.plots import COLORS, KEYS, NAMES
+from checks.check import summary
+from loading.load import word
+from views.plots import COLORS, KEYS, NAMES
 
 FOLDER = Path(__file__).parent
 COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", "score_entries",

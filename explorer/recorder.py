@@ -24,8 +24,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from toolbox.check import Check
-from toolbox.xray import PAD, XRay, keys_of
+from checks.check import Check
+from checks.xray import PAD, XRay, keys_of
 
 # The X-ray gives each token an id, and each key a vector as long as there are ids. Beyond this
 # many tokens, prompts and longest answers together, the recorder leaves it out.
@@ -37,7 +37,7 @@ class Recorder(XRay):
     """
     For one run of `requests`, on any model that the stages run.
 
-    check: a toolbox.check.Check that listens to the same run; None: outputs are not checked
+    check: a checks.check.Check that listens to the same run; None: outputs are not checked
     """
 
     def __init__(self, model, requests, check=None):

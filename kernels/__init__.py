@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 RECORD = Path(__file__).with_name("checked.json")   # {file: digest}, written by kernels/check.py
 STAGES = {"Alone": "generate_unbatched.py", "Flat": "generate_ragged.py",
           "Paged": "generate_paged.py"}
-FILES = "model.py", "cache.py", *STAGES.values(), "beyond/llama.py"   # what a step stands for
+FILES = "model.py", "cache.py", *STAGES.values(), "loading/llama.py"   # what a step stands for
 METHODS = "__init__", "lay_out", "attend", "find_room", "slots", "write", "read"   # of a layout
 
 
@@ -52,7 +52,7 @@ def optimize(model):
 def why_not(model):
     """Why no snapshot can serve this model, in words; None if one can."""
     kind = type(model)
-    if f"{kind.__module__}.{kind.__name__}" not in ("model.GPT", "beyond.llama.Llama"):
+    if f"{kind.__module__}.{kind.__name__}" not in ("model.GPT", "loading.llama.Llama"):
         return f"{kind.__name__} is neither GPT nor Llama"
     if changed := next((file for file, now in digests().items() if now != checked().get(file)), 0):
         return f"{changed} has changed since it was checked (python -m kernels.check)"
@@ -132,9 +132,9 @@ class Snapshot:
         # What a step computes without calling it: functions of the model's module, and its methods.
         module = sys.modules[type(model).__module__]
         owners = [module, *{each for m in model.modules() for each in type(m).__mro__
-                            if each.__module__ in ("model", "beyond.llama")}]
+                            if each.__module__ in ("model", "loading.llama")}]
         self.functions = [(owner, name) for owner in owners for name, each in vars(owner).items()
-                          if isfunction(each) and each.__module__ in ("model", "beyond.llama")]
+                          if isfunction(each) and each.__module__ in ("model", "loading.llama")]
         self.codes = self.current_codes()
 
     def current_codes(self):

@@ -16,8 +16,8 @@ import torch
 import generate_paged
 import generate_ragged
 import generate_unbatched
-from beyond.llama import Llama, LlamaConfig
 from kernels import RECORD, Snapshot, digests, native
+from loading.llama import Llama, LlamaConfig
 from model import GPT, GPTConfig
 from request import Request
 

@@ -14,7 +14,7 @@ from experiments.ladder import one_step, run_stages, small_workload
 from experiments.results import load as results
 from experiments.rows import forward_times
 from model import MultiHeadAttention
-from toolbox import sights
+from views import sights
 
 # %% [markdown]
 # ## Six requests, one batch

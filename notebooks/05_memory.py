@@ -17,7 +17,7 @@ from experiments.results import load as results
 from generate_paged import Paged
 from paging import Pages, PagedScheduler
 from scheduler import Scheduler
-from toolbox.report import latencies, mean
+from views.report import latencies, mean
 
 # %% [markdown]
 # ## Reserving
@@ -253,10 +253,12 @@ for pages in 5, 8, 10, 12:
 # first served, shortest job first, or by priority.
 
 # %%
+from beyond.fairness import SCHEDULERS
+
 mixed = [replace(request, max_new_tokens=new, priority=priority) for request, new, priority in zip(
     letters(A=40, B=6, C=30, D=4, E=5, F=8), (30, 6, 20, 5, 4, 8), (1, 2, 2, 0, 0, 1))]
-for policy in "fcfs", "sjf", "priority":
-    trace = run("paged", mixed, max_batch=2, token_budget=16, policy=policy)
+for policy, scheduler in SCHEDULERS.items():
+    trace = run("paged", mixed, max_batch=2, token_budget=16, policy=scheduler)
     ttft = {request.name: request.token_steps[0] for request in trace.requests}
     print(f"{policy:9} mean TTFT {mean(latencies(trace)['ttft_steps']):4.1f} steps;  "
           f"first token in step {ttft}")

@@ -23,9 +23,9 @@ from beyond.tensor_parallel import column_parallel
 from experiments import bench, figures
 from experiments.results import load as results
 from kernels import native
-from toolbox.check import Check, summary
-from toolbox.cli import knobs_of
-from toolbox.stages import STAGES
+from checks.check import Check, summary
+from toolbox.flags import knobs_of
+from loading.stages import STAGES
 
 # %% [markdown]
 # ## Two limits

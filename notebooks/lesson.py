@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from beyond.fairness import SCHEDULERS
 from base64 import b64encode
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
@@ -42,16 +43,16 @@ from model import Head
 from paging import PagedScheduler
 from request import Request
 from explorer import page
-from toolbox import sights
-from toolbox.check import Check, summary
-from toolbox.judge import faults
-from toolbox.load import load
-from toolbox.plots import pyplot
+from views import sights
+from checks.check import Check, summary
+from checks.judge import faults
+from loading.load import load
+from views.plots import pyplot
 from explorer.recorder import record
-from toolbox.stages import STAGES
+from loading.stages import STAGES
 from toolbox.trace import Trace
-from toolbox.traps import broken, swapped
-from toolbox.xray import sights_at
+from checks.traps import broken, swapped
+from checks.xray import sights_at
 
 
 torch.set_num_threads(1)   # a model this small gains nothing from more
@@ -349,7 +350,8 @@ def judge_victim(function):
         with swapped(PagedScheduler.schedule, [(
                 "self.running[-1]", "victim_of_reader(self.running, self.rank.get)")],
                 victim_of_reader=chosen):
-            fault = first_fault("paged", requests, pages=12, page_size=4, policy="priority")
+            fault = first_fault("paged", requests, pages=12, page_size=4,
+                                policy=SCHEDULERS["priority"])
     except Stuck as stuck:
         fault = str(stuck)
     return next(iter(faults), fault)

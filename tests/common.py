@@ -11,13 +11,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from beyond.fairness import POLICIES
-from beyond.llama import Llama, LlamaConfig
+from beyond.fairness import SCHEDULERS
+from checks.toy import toy as toy  # the tests import it from here
+from loading.llama import Llama, LlamaConfig
+from loading.stages import STAGES as ALL
 from model import GPTConfig, sample
 from request import Request, prepare
-from toolbox import cli
-from toolbox.stages import STAGES as ALL
-from toolbox.toy import toy as toy  # the tests import it from here
+from toolbox import flags
 
 ROOT = Path(__file__).parent.parent
 BLOCK_SIZE, VOCAB = 24, 13
@@ -53,11 +53,11 @@ BATCHED = ("naive", "dynamic", "prepacked", "prepacked_dataset", *SCHEDULED)
 
 def knobs_of(stage, **knobs):
     """Those of the knobs that a stage has."""
-    return cli.knobs_of(STAGES[stage], knobs)[0]
+    return flags.knobs_of(STAGES[stage], knobs)[0]
 
 
 def llama(**config):
-    """A random Llama that shows bugs (see toolbox/toy.py)."""
+    """A random Llama that shows bugs (see checks/toy.py)."""
     torch.manual_seed(0)
     sizes = dict(block_size=BLOCK_SIZE, vocab_size=VOCAB, n_layer=3, n_head=6, n_kv_head=2,
                  n_embd=15, head_size=4, ffn=20, rope_theta=100.0)
@@ -247,6 +247,6 @@ def workloads(draw):
     knobs = dict(max_batch=draw(st.integers(1, 7)), token_budget=budget,
                  max_kv_tokens=draw(st.one_of(st.none(), st.integers(need, 3 * need))),
                  pages=draw(st.one_of(st.none(), st.integers(pages, 3 * pages))),
-                 page_size=size, policy=draw(st.sampled_from(list(POLICIES))),
+                 page_size=size, policy=draw(st.sampled_from(list(SCHEDULERS.values()))),
                  share_prefixes=draw(st.booleans()))
     return SimpleNamespace(requests=requests, knobs=knobs)

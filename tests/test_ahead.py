@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import generate_ragged
 from beyond import ahead
 from beyond.ahead import HOLE, generate
+from checks.traps import swapped
 from request import Request
 from scheduler import Scheduler
-from toolbox.traps import swapped
 
 MODEL, KNOWN = toy(), {}
 

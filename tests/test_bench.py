@@ -13,11 +13,11 @@ import pytest
 import torch
 from common import ROOT, mixed, toy
 
-from beyond.llama import Llama, LlamaConfig
 from experiments import bench, engines, peers, results, tables
+from loading.llama import Llama, LlamaConfig
+from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.stages import STAGES
 
 TINY = GPTConfig(block_size=1024, vocab_size=300, n_layer=2, n_head=2, n_embd=32)
 

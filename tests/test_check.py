@@ -6,10 +6,10 @@ import pytest
 import torch
 from common import STAGES, VOCAB, fixed, toy
 
+from checks import ties
+from checks.check import TOLERANCE, Check, Verdict, summary
 from model import cdf, sample
 from request import Request
-from toolbox import ties
-from toolbox.check import TOLERANCE, Check, Verdict, summary
 
 MODEL = toy(dtype=torch.float32)
 # of the half precisions, one is enough for the quick size

@@ -21,20 +21,22 @@ from common import ROOT, examples, quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import command_line
 import generate_interleaved
 import generate_naive
 import generate_paged
 import generate_prepacked
 import generate_ragged
+from checks.traps import broken
 from experiments import bench, ladder, prepacking, rows, train
 from kernels import native
+from loading.load import load
+from loading.stages import SCRIPTS
 from model import GPTConfig
 from request import Request
-from toolbox import cli
-from toolbox.load import load
-from toolbox.progress import Progress
-from toolbox.stages import SCRIPTS
-from toolbox.traps import broken
+from toolbox.flags import NUMBERS as KNOB_NUMBERS
+from toolbox.flags import guarded
+from views.progress import Progress
 
 STAGES = [sys.modules[generate.__module__] for generate in SCRIPTS.values()]
 
@@ -54,7 +56,7 @@ def run(program, *flags):
     """The same of a stage script or a command of experiments/, with these flags."""
     flags = [str(flag) for flag in flags]
     if program in STAGES:
-        return captured(cli.main, program.generate, program.__doc__, flags)
+        return captured(command_line.main, program.generate, program.__doc__, flags)
     return captured(program.main, flags)
 
 
@@ -94,7 +96,7 @@ def test_exit_status_1_if_a_request_is_wrong():
     (generate_paged, f"--prompt '{'word ' * 400}'",
      "request 'r0': prompt of 800 tokens does not fit block_size 256"),
     *((generate_paged, f"--{number} 0", f"--{number} must be a whole number of at least 1, not 0")
-      for number in ("max_new_tokens", "top_k", *cli.NUMBERS)),
+      for number in ("max_new_tokens", "top_k", *KNOB_NUMBERS)),
     (generate_paged, "--pages 3", "needs 6 pages of 16 tokens, pages is 3"),
     (generate_ragged, "--max_kv_tokens 60", "KV tokens, max_kv_tokens is 60"),
     (generate_paged, "--temperature nan", "--temperature must be a number of at least 0, not nan"),
@@ -132,11 +134,12 @@ def test_bad_flags(program, flags, message, monkeypatch):
 def test_a_full_disk_is_one_line_and_costs_no_text():
     """In a process of its own: its stdout is a pipe, which keeps what was printed until the end."""
     done = subprocess.run([sys.executable, "-c", """if True:
-        from toolbox import cli
+        from toolbox.flags import guarded
+        import command_line
         def work():
             print("printed before")
             raise OSError(28, "full")
-        raise SystemExit(cli.guarded("x.py", work))"""], cwd=ROOT, capture_output=True, text=True,
+        raise SystemExit(guarded("x.py", work))"""], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "PYTHONUNBUFFERED": ""})
     assert (done.returncode, done.stdout, done.stderr) == (
         1, "printed before\n", "x.py: [Errno 28] full\n")
@@ -332,7 +335,7 @@ def test_a_reader_who_has_read_enough():
     reading, writing = os.pipe()
     with open(writing, "w") as out, contextlib.redirect_stdout(out):
         os.close(reading)
-        assert cli.guarded("x", lambda: print("line", flush=True)) == 1
+        assert guarded("x", lambda: print("line", flush=True)) == 1
         print("and no error later, when Python ends", flush=True)
 
 
@@ -340,7 +343,7 @@ def test_a_reader_who_has_read_enough():
 
 NUMBERS = [1, 7, 60, 10**20, 0, -1, 1.5, "x", ""]
 FLAGS = {   # a flag -> its values; None: without a value
-    **{f"--{name}": NUMBERS for name in ("max_new_tokens", "top_k", "seed", *cli.NUMBERS)},
+    **{f"--{name}": NUMBERS for name in ("max_new_tokens", "top_k", "seed", *KNOB_NUMBERS)},
     "--policy": ["fcfs", "sjf", "priority", "x"],
     "--share_prefixes": [None],
     "--no_share_prefixes": [None],

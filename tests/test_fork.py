@@ -8,9 +8,9 @@ from hypothesis import given, settings
 
 from beyond.fork import ForkScheduler, answers
 from beyond.speculative import generate
+from checks.traps import swapped
 from paging import PagedScheduler, Pages
 from request import Request
-from toolbox.traps import swapped
 
 MODEL, KNOWN = toy(), {}
 

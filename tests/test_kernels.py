@@ -35,14 +35,15 @@ from torch.nn import functional as F
 
 import generate_ragged
 import kernels
-from beyond.llama import Llama, LlamaConfig
+from beyond.fairness import SCHEDULERS
+from checks.check import Check, summary
+from checks.traps import broken
+from checks.xray import XRay
 from kernels import check as checking
 from kernels import native
+from loading.llama import Llama, LlamaConfig
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.check import Check, summary
-from toolbox.traps import broken
-from toolbox.xray import XRay
 
 pytestmark = pytest.mark.skipif(shutil.which(native.COMPILER.split()[0]) is None,
                                 reason=f"there is no {native.COMPILER} here")
@@ -101,7 +102,7 @@ def test_batched_equals_unbatched(stage, data, requests, threads, size):
     knobs = knobs_of(
         stage, max_batch=data.draw(st.integers(1, 6)), token_budget=data.draw(st.integers(1, 200)),
         pages=data.draw(st.sampled_from([None, least, 2 * least])), page_size=page_size,
-        policy=data.draw(st.sampled_from(["fcfs", "sjf", "priority"])),
+        policy=data.draw(st.sampled_from(list(SCHEDULERS.values()))),
         share_prefixes=data.draw(st.booleans()))
     assert faults(size, stage, requests, threads, **knobs) == []
 

@@ -14,17 +14,17 @@ import torch
 from common import BLOCK_SIZE, ROOT, STAGES, VOCAB, assert_contract, llama, mixed, toy
 from test_tensor_parallel import assert_right
 
-import beyond.llama
-from beyond.llama import Llama
+import loading.llama
 from beyond.tensor_parallel import shard
+from checks.check import Check
+from checks.traps import broken
+from checks.xray import XRay
+from loading.llama import Llama
+from loading.load import decode, load, load_model
 from model import GPT
 from request import Request
-from toolbox.check import Check
-from toolbox.load import decode, load, load_model
 from toolbox.openai import chat_prompt
 from toolbox.tokenizer import use_chat_template
-from toolbox.traps import broken
-from toolbox.xray import XRay
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -164,8 +164,8 @@ def test_the_compiled_step_computes_every_kind(shape):
 
 
 @pytest.mark.parametrize("owner, name", [
-    (beyond.llama, "rotate"), (Llama, "rotation"), (beyond.llama.SwiGLU, "forward"),
-    (beyond.llama.GroupedAttention, "split_heads")])
+    (loading.llama, "rotate"), (Llama, "rotation"), (loading.llama.SwiGLU, "forward"),
+    (loading.llama.GroupedAttention, "split_heads")])
 def test_what_is_replaced_is_called(owner, name, monkeypatch):
     calls, was = [], getattr(owner, name)
     fast = llama().float().optimize()
@@ -351,7 +351,7 @@ def test_missing_pieces_are_named(folder, monkeypatch):
 
 PEAK = """
 import sys, torch
-from toolbox.load import load_model
+from loading.load import load_model
 def status(field):   # bytes
     return int(open("/proc/self/status").read().split(field + ":")[1].split()[0]) * 1024
 load_model()   # imports what it needs

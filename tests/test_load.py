@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toolbox.tokenizer
+from loading.load import decode, load
 from model import GPT, GPTConfig
-from toolbox.load import decode, load
 from toolbox.tokenizer import BUILTIN, END_OF_TEXT, byte_of
 
 MODEL, TOKENIZER = load()

@@ -18,15 +18,15 @@ import torch
 from browser import resize
 from common import STAGES, mixed, toy
 
+from checks.traps import broken
 from explorer import build, page
 from explorer.recorder import record
+from loading.load import decode, load
+from loading.stages import STAGES as LADDER
 from request import Request
-from toolbox.cli import knobs_of
-from toolbox.load import decode, load
-from toolbox.plots import COLORS
-from toolbox.report import latencies, mean, totals
-from toolbox.stages import STAGES as LADDER
-from toolbox.traps import broken
+from toolbox.flags import knobs_of
+from views.plots import COLORS
+from views.report import latencies, mean, totals
 
 MODEL = toy(dtype=torch.float32)
 BUILTIN, TOKENIZER = load()

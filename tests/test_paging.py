@@ -107,7 +107,7 @@ class WatchedFair(Watched, FairScheduler):
     (dict(pages=2.5), "pages must be a whole number of at least 1, not 2.5"),
     (dict(pages=9, page_size="4"), "page_size must be a whole number of at least 1, not '4'"),
     (dict(page_size=25), "page_size 25 exceeds block_size 24"),
-    (dict(policy="lifo"), "policy must be one of fcfs, sjf, priority, not 'lifo'"),
+    (dict(policy="lifo"), "policy must be 'fcfs' or a scheduler, such as .*, not 'lifo'"),
     (dict(pages=1, page_size=16), "request 'large': .* needs 2 pages of 16 tokens, pages is 1"),
 ])
 def test_bad_knobs_are_refused_before_anything_ran(knobs, message):

@@ -8,9 +8,9 @@ from common import ROOT
 from experiments import gpu, motion, results, tables
 from experiments.ladder import calculated, run_stages
 from experiments.memory import storm
-from toolbox.load import load
-from toolbox.report import totals
-from toolbox.workload import PROMPTS, make_requests, read_prompts
+from loading.load import load
+from loading.workload import PROMPTS, make_requests, read_prompts
+from views.report import totals
 
 PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", ROOT / "assignments" / "README.md",
          ROOT / "notebooks" / "README.md"]

@@ -9,8 +9,8 @@ from common import STAGES, toy
 from experiments.ladder import with_medians
 from experiments.results import in_turn
 from request import Request
-from toolbox.report import latencies, report, totals, write_trace
 from toolbox.trace import ForwardPass, Trace
+from views.report import latencies, report, totals, write_trace
 
 TOKEN = 2 * 3 * 15 * 8   # bytes of one token's keys and values: 3 layers, 15 wide, float64
 

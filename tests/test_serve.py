@@ -17,8 +17,8 @@ from common import alone, mixed, toy
 
 import generate_paged
 from beyond.engine import Engine, Full
+from loading.load import load
 from request import Request
-from toolbox.load import load
 
 pytest.importorskip("uvicorn")
 httpx, openai = pytest.importorskip("httpx"), pytest.importorskip("openai")

@@ -15,10 +15,10 @@ from beyond.arrivals import workload
 from beyond.hardware import GPU, GPUS, MODELS, Shape, gpu_of, shape_of
 from beyond.replicas import ROUTERS, Replica, Spread, requests_of, serve
 from generate_naive import StaticBatch
+from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import prepare
-from toolbox.cli import knobs_of
-from toolbox.stages import STAGES
+from toolbox.flags import knobs_of
 
 TINY = Shape(1, 8, 2, 2, 4, 32, 2, 1000, 64, tied=True, size=4)
 MODEL = GPT(GPTConfig(block_size=64, vocab_size=1000, n_layer=1, n_head=2, n_embd=8))   # the same

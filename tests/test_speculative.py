@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from beyond import speculative
 from beyond.speculative import Lookup, generate
+from checks.traps import swapped
 from request import Request, prepare
-from toolbox.report import report, totals
-from toolbox.traps import swapped
+from views.report import report, totals
 
 MODEL, KNOWN = toy(), {}
 QUIET = toy(loud=False)   # it repeats itself, so most guesses are right

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from common import BLOCK_SIZE, SCHEDULED, STAGES, assert_contract, knobs_of, toy
 
 from beyond import tensor_parallel
+from beyond.fairness import SCHEDULERS
 from beyond.tensor_parallel import shard
 from request import Request
 from toolbox import torchrun
@@ -105,7 +106,7 @@ def every_stage_is_right():
     for stage, generate in STAGES.items():
         # at last so few pages that requests are preempted and computed again
         for more in {}, dict(max_kv_tokens=BLOCK_SIZE + 3, pages=BLOCK_SIZE // 3 + 1, page_size=3,
-                             policy="priority"):
+                             policy=SCHEDULERS["priority"]):
             knobs = knobs_of(stage, max_batch=4, token_budget=6, **more)
             counts.update(assert_contract(model, generate, workload(), whole=whole, **knobs).counts)
             if stage not in SCHEDULED:

@@ -1,5 +1,5 @@
 """
-Each known bug of toolbox/traps.py is put in, and the assertion that our code passes must fail on
+Each known bug of checks/traps.py is put in, and the assertion that our code passes must fail on
 it. A bug of a layout, of sampling or of pages breaks the contract, in the stages that WHERE names.
 A bug of the scheduler shows in its plans.
 """
@@ -11,11 +11,11 @@ import pytest
 import torch
 from common import RAGGED, SCHEDULED, STAGES, alone, assert_contract, knobs_of, plans, toy
 
+from checks.traps import TRAPS, broken, swapped
 from model import Head
 from paging import PagedScheduler, Pages
 from request import Request
 from scheduler import Scheduler
-from toolbox.traps import TRAPS, broken, swapped
 
 MODEL, KNOWN = toy(), {}
 RECTANGLES, PACKED = ("dynamic", "chunked", "interleaved"), ("prepacked", "prepacked_dataset")

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from matplotlib.colors import to_hex
 from test_traps import WHERE, case_of, workload
 
+from checks.traps import broken
+from checks.xray import XRay, sights_at
 from request import Request
-from toolbox import sights
-from toolbox.traps import broken
-from toolbox.xray import XRay, sights_at
+from views import sights
 
 MODEL = toy()
 

@@ -1,1 +1,1 @@
-"""Supporting code for every script: command line, loading, trace, report, check, plots."""
+"""What any file may need: bad values, flags, tokenizers, weights, the trace."""

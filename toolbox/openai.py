@@ -6,8 +6,8 @@ import time
 from functools import cache
 from pathlib import Path
 
+from loading.load import bytes_of
 from request import Request
-from toolbox.load import bytes_of
 
 
 def spec_of(block_size):

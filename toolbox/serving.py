@@ -9,8 +9,8 @@ from functools import partial
 import uvicorn
 
 from beyond.engine import Engine, RankEngine
-from toolbox import cli, torchrun
-from toolbox.load import load
+from loading.load import load
+from toolbox import flags, torchrun
 from toolbox.validate import at_least_1
 from toolbox.web import LOCAL, Connection
 
@@ -23,7 +23,7 @@ NUMBERS = {"max_batch": (8, "requests that run at the same time"),
 
 
 def main(Server):
-    p = cli.Parser(prog="python -m beyond.serve", description="Serves a model over HTTP.")
+    p = flags.Parser(prog="python -m beyond.serve", description="Serves a model over HTTP.")
     p.add_argument("--model", default="builtin", help="as for the stages")
     p.add_argument("--host", default="127.0.0.1", help="address; any other one needs --api-key")
     p.add_argument("--port", type=int, default=8000, help="0: any that is free")
@@ -32,8 +32,8 @@ def main(Server):
         p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=what)
     p.add_argument("--drain", type=float, default=30.0, metavar="S",
                    help="seconds for running requests after SIGTERM")
-    cli.add_place(p)
-    cli.add_optimize(p)
+    flags.add_place(p)
+    flags.add_optimize(p)
     if "RANK" in os.environ:
         torchrun.run_on_ranks(p, partial(serve, Server))
     raise SystemExit(p.run(partial(serve, Server)))
@@ -54,7 +54,7 @@ def serve(Server, args):
 
     def prepared():
         model, tokenizer = load(args.model)
-        model.to(cli.device_of(args), cli.DTYPES[args.dtype])
+        model.to(flags.device_of(args), flags.DTYPES[args.dtype])
         if ranks > 1:
             from beyond.tensor_parallel import shard
             model = shard(model)

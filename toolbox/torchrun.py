@@ -14,8 +14,9 @@ import torch.distributed as dist
 # GIL; Python ends it, and the rank aborts: "terminate called without an active exception".
 import torch.distributed.nn
 
-from toolbox import cli
-from toolbox.stages import SCRIPTS
+import command_line
+from loading.stages import SCRIPTS
+from toolbox import flags
 from toolbox.traffic import count_examples
 
 
@@ -40,12 +41,12 @@ def run_on_ranks(p, command, argv=None):
         p.error("--page shows a run on one device: use it with the stage's own script")
     if rank:   # rank 0 alone prints, checks, writes and draws
         args.quiet, args.no_check, args.trace, args.plot, args.json = True, True, None, None, None
-    sys.exit(cli.guarded(p.prog, lambda: run_in_group(p.prog, command, args), speaks=not rank))
+    sys.exit(flags.guarded(p.prog, lambda: run_in_group(p.prog, command, args), speaks=not rank))
 
 
 def run_in_group(prog, command, args):
     """Joins the other ranks, runs the command and leaves. ValueError if the ranks cannot join."""
-    device = cli.device_of(args)
+    device = flags.device_of(args)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     elif device.type == "mps":
@@ -70,7 +71,7 @@ def run_in_group(prog, command, args):
 
 def main(shard, doc, argv=None):
     """The command of beyond/tensor_parallel.py: runs a stage, and prints what was sent."""
-    p = cli.parser(doc)
+    p = command_line.parser(doc)
     p.prog = "python -m beyond.tensor_parallel"
     p.add_argument("--stage", choices=SCRIPTS, default="ragged", help="the way of batching to run")
     run_on_ranks(p, lambda args: run_sharded(shard, args), argv)
@@ -85,7 +86,7 @@ def run_sharded(shard, args):
         model.traffic.reset()
         return model
 
-    status = cli.run_stage(SCRIPTS[args.stage], args, shard=shard_and_count)
+    status = command_line.run_stage(SCRIPTS[args.stage], args, shard=shard_and_count)
     model, = models
     sent = model.traffic
     print(f"{dist.get_world_size()} ranks ({dist.get_backend()}), {model.config.n_layer} layers, "

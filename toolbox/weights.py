@@ -3,7 +3,7 @@ Reads weights in Hugging Face's layout: config.json beside model.safetensors or 
 those of a GPT-2. The files are memory mapped, and converted tensor by tensor; what has been
 converted leaves the memory. What a model is made of, the caller says.
 
-GPT-2's layout differs from model.py in two ways, that of Llama from beyond/llama.py in names only:
+GPT-2's layout differs from model.py in two ways, that of Llama from loading/llama.py in names only:
 
 - linear layers are `Conv1D`, whose weight is the transpose of nn.Linear's;
 - query, key and value are one layer, `c_attn`, 3 * n_embd wide.
@@ -71,7 +71,7 @@ def read_gpt2(name, make):
     folder = files[0].parent
     if (kind := kind_of(folder, name)) in LLAMAS:
         raise ValueError(f"model '{name}': its architecture is {kind!r}, not 'gpt2'; "
-                         "toolbox.load.load_model reads both")
+                         "loading.load.load_model reads both")
     config = select(read_config(folder, name), CONFIG, FIXED, "GPT-2", name)
     weights = from_hugging_face(read_tensors(files, torch.float32, name))
     drop_tied_head(weights, name)
@@ -81,8 +81,8 @@ def read_gpt2(name, make):
 
 def read_llama(name, dtype, make):
     """
-    As read_gpt2, for the architectures of beyond/llama.py: LlamaConfig's arguments and a state dict
-    in `dtype`. Where a file has that dtype, its tensors are the memory-mapped file.
+    As read_gpt2, for the architectures of loading/llama.py: LlamaConfig's arguments and a state
+    dict in `dtype`. Where a file has that dtype, its tensors are the memory-mapped file.
     """
     files = locate(name)
     theirs = read_config(files[0].parent, name)

@@ -10,8 +10,8 @@ from collections import Counter
 
 import torch
 
-from toolbox.check import Check
-from toolbox.xray import XRay
+from checks.check import Check
+from checks.xray import XRay
 
 # In this order: a wrong token makes everything after it wrong, too.
 CAUSES = ("tokens", "positions", "sees", "sampled", "contract")

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from checks import ties
 from model import sample
-from toolbox import ties
 
 # How far logits may be apart, relative to the largest of them
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -8,15 +8,12 @@ What every script can draw with --plot, in one visual language:
 Colour-blind readers can tell the colours apart (Okabe and Ito's palette, with Tol's red); hatching
 repeats the distinction. The docs' figures, in experiments/figures.py, use the same language.
 """
-import os
-from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-SUFFIXES = (".png", ".pdf", ".svg")
 COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4",
           "finished": "#CC3311", "waiting": "#999999"}
 KEYS = {"past": "#5E4FA2", "new": "#E69F00"}   # what a token sees: cached keys, this pass's
@@ -38,26 +35,6 @@ def pyplot():
         "axes.titlelocation": "left", "axes.titlesize": 10, "grid.color": "#EEEEEE",
         "hatch.linewidth": 0.4, "figure.dpi": 110, "savefig.dpi": 140, "legend.frameon": False})
     return plt
-
-
-def check_path(path, flag, suffixes=None):
-    """ValueError if a file cannot be written there: checked before the work. None: no file."""
-    if path is None:
-        return
-    path = Path(path)
-    if suffixes and path.suffix.lower() not in suffixes:
-        raise ValueError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
-    if path.is_dir():
-        raise ValueError(f"{flag} {path}: is a folder")
-    if not path.parent.is_dir():
-        raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
-    existed = path.exists()
-    try:
-        open(path, "ab").close()
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from None
-    if not existed:
-        os.remove(path)
 
 
 def patch(kind):

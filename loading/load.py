@@ -1,7 +1,7 @@
 """A model and its tokenizer, by name."""
 import torch
 
-from beyond.llama import Llama, LlamaConfig
+from loading.llama import Llama, LlamaConfig
 from model import GPT
 from toolbox import weights
 from toolbox.tokenizer import FromJson, from_ranks_file, from_vocab_file, gpt2

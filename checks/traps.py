@@ -170,7 +170,7 @@ def swapped(function, changes, **names):
     for old, new in changes:
         if source.count(old) != 1:
             raise ValueError(f"{function.__qualname__}: {old!r} occurs {source.count(old)} times "
-                             "instead of once; toolbox/traps.py lists the known bugs' edits")
+                             "instead of once; checks/traps.py lists the known bugs' edits")
         source = source.replace(old, new)
     # The class gives super() the same meaning as in the original; it is compiled, never run.
     module = compile("class _:\n" + textwrap.indent(textwrap.dedent(source), " "),

@@ -35,7 +35,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import MultiHeadAttention, causal
+from model import GPT, MultiHeadAttention, causal
 from toolbox.validate import at_least_1
 
 
@@ -183,10 +183,7 @@ class Llama(nn.Module):
         angles = (positions[..., None].to(exact) * turns).unsqueeze(-3)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def optimize(self):
-        """As GPT.optimize."""
-        from kernels import optimize
-        return optimize(self)
+    optimize = GPT.optimize
 
     @property
     def device(self):

@@ -14,8 +14,8 @@ import torch
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
 
-from toolbox.plots import COLORS, KEYS, patch, pyplot, save
-from toolbox.xray import PAD, keys_of
+from checks.xray import PAD, keys_of
+from views.plots import COLORS, KEYS, patch, pyplot, save
 
 RED, LINE = COLORS["finished"], "#BBBBBB"
 CELL, TOP, WIDEST = 0.24, 0.5, 8.75   # inches

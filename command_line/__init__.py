@@ -1,0 +1,171 @@
+"""
+The command line of a stage, with the same flags for every script: `main(generate, __doc__)`.
+
+Exit status: 0 success, 1 a request is WRONG, 2 bad input (one line on stderr), 130 interrupted.
+"""
+import copy
+import inspect
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from beyond.fairness import SCHEDULERS
+from checks.check import Check, summary
+from explorer import page
+from explorer.recorder import record
+from loading.load import decode, load
+from loading.workload import PROMPTS, make_requests, read_prompts
+from toolbox.flags import (
+    DTYPES,
+    PICTURES,
+    Parser,
+    add_knobs,
+    add_optimize,
+    add_place,
+    check_path,
+    device_of,
+    given_knobs,
+    knobs_of,
+    say_ignored,
+)
+from toolbox.tokenizer import use_chat_template
+from views import plots
+from views.progress import Progress
+from views.report import report, write_trace
+
+
+def main(generate, doc, argv=None):
+    """Runs a stage on the prompts, prints texts, report and check, and exits."""
+    sys.exit(parser(doc).run(lambda args: run_stage(generate, args), argv))
+
+
+def run_stage(generate, args, shard=None):
+    """
+    One stage on the prompts. Returns the exit status.
+
+    shard: called with the model before it runs; the check still uses the whole model
+    """
+    knobs, ignored = knobs_of(generate, given_knobs(args, SCHEDULERS))
+    say_ignored(args, ignored, "for this stage")
+    model, tokenizer, requests = load_inputs(args)
+    plain, check = model, None
+    if shard:
+        model = shard(copy.deepcopy(model) if not args.no_check else model)
+    if args.optimize:
+        model = model.optimize()
+    if not args.no_check:
+        check = Check(plain, requests, exact=model if args.optimize and not shard else None)
+    has = inspect.signature(generate).parameters
+    budget = knobs.get("token_budget") or getattr(has.get("token_budget"), "default", None)
+    shown = nullcontext() if args.quiet else Progress(model, requests, budget)
+    try:
+        with shown:
+            trace = generate(model, requests, on_token=check and check.on_token, **knobs)
+    except KeyboardInterrupt:
+        finished = [request for request in requests if request.finished]
+        print_texts(finished, tokenizer)
+        print(f"{len(finished)} of {len(requests)} requests were finished")
+        raise
+    if not args.quiet:
+        print_texts(requests, tokenizer)
+    print(report(trace))
+    if hasattr(model, "uses"):   # a snapshot
+        print(model.uses())
+    if "use_cache" in has and "use_cache" not in knobs:
+        without = generate(model, [replace(request) for request in requests], use_cache=False)
+        print("\nfor comparison,", report(without), end="\n\n")
+    if args.trace:
+        write_trace(trace, args.trace)
+    if args.plot:
+        plots.stage(trace, args.plot)
+    if args.page:
+        seen = record(generate, model, requests, trace, None if args.no_check else plain, **knobs)
+        page.write(args.page, {trace.stage: seen}, tokenizer)
+    if written := [file for file in (args.trace, args.plot, args.page) if file]:
+        print("wrote", *written)
+    if check is None:
+        return 0
+    verdicts = check()
+    print(summary(verdicts))
+    return int(any(v.verdict == "WRONG" for v in verdicts))
+
+
+def print_texts(requests, tokenizer):
+    for request in requests:
+        print(f"--- {request.name}: {len(request.prompt)} prompt tokens, "
+              f"{len(request.generated)} generated, {request.finish_reason or 'unfinished'}")
+        print(decode(tokenizer, request.prompt) + "▸" + decode(tokenizer, request.generated))
+    print()
+
+
+def load_inputs(args):
+    """
+    (model, tokenizer, requests) for a stage. Bad flags are found here, before any work: ValueError.
+    """
+    device = device_of(args)
+    check_path(args.plot, "--plot", PICTURES)
+    check_path(args.page, "--page", (".html",))
+    check_path(args.trace, "--trace")
+    if args.prompt and args.prompts:
+        raise ValueError("--prompt and --prompts: give one of the two")
+    prompts = ([{"prompt": text} for text in args.prompt] if args.prompt
+               else read_prompts(PROMPTS if args.prompts is None else args.prompts))
+    model, tokenizer = load(args.model, DTYPES[args.dtype])
+    if args.chat:
+        use_chat_template(tokenizer)
+    requests = make_requests(
+        prompts, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+        top_k=args.top_k, seed=args.seed, arrival_rate=args.arrival_rate)
+    model.to(device)
+    model(torch.zeros(1, 1, dtype=torch.long, device=device))   # warm-up: torch's own set-up
+    return model, tokenizer, requests
+
+
+def parser(doc):
+    """doc: a script's docstring; the help shows its first paragraph and its next sentence."""
+    first, second = (" ".join(paragraph.split()) for paragraph in doc.strip().split("\n\n")[:2])
+    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.")
+
+    what = p.add_argument_group("what to generate")
+    what.add_argument("--model", default="builtin",
+                      help="builtin, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a local folder or "
+                           "file, or owner/name on huggingface.co: GPT-2, Llama, Mistral, Qwen")
+    what.add_argument("--chat", action="store_true",
+                      help="put each prompt into the model's own chat template")
+    what.add_argument("--prompt", action="append", help="a prompt; may be repeated")
+    what.add_argument("--prompts", metavar="FILE",
+                      help="a text file of prompts separated by blank lines, or a .jsonl file "
+                           "whose lines have a prompt and optionally max_new_tokens, "
+                           "temperature, top_k, seed, priority, arrival, name "
+                           "(default: twelve built-in prompts)")
+    what.add_argument("--max_new_tokens", type=int, default=64, metavar="N",
+                      help="the most tokens to generate for a prompt")
+    what.add_argument("--temperature", type=float, default=0.7, metavar="T",
+                      help="0 takes the most likely token, above 0 samples")
+    what.add_argument("--top_k", type=int, metavar="K",
+                      help="sample from the K most likely tokens only (default: from all)")
+    what.add_argument("--seed", type=int, default=0, metavar="N",
+                      help="random seed of the first request; each further one adds 1")
+    what.add_argument("--arrival_rate", type=float, metavar="R",
+                      help="requests arrive at random, R per step (default: all at step 0)")
+
+    add_knobs(p, SCHEDULERS)
+
+    where = p.add_argument_group("where")
+    add_place(where)
+    add_optimize(where)
+
+    out = p.add_argument_group("what to show")
+    out.add_argument("--plot", metavar="FILE.png",
+                     help="draw this run: what was computed for each request at each step")
+    out.add_argument("--page", metavar="FILE.html",
+                     help="write a page in which to step through this run in a browser")
+    out.add_argument("--trace", metavar="FILE.json",
+                     help="write all forward passes and the time of every token")
+    out.add_argument("--quiet", action="store_true",
+                     help="no texts and no progress: report and check only")
+    out.add_argument("--no_check", action="store_true",
+                     help="do not compare with the unbatched run")
+    return p

@@ -1,0 +1,1 @@
+"""What a run starts from: a model by name, requests from prompts, a stage by name."""

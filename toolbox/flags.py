@@ -1,0 +1,194 @@
+"""
+Flags that several commands have, and what the values mean: how to batch, which device, which files.
+
+Exit status of every command: 0 success, 1 a request is WRONG, 2 bad input (one line on stderr), 130
+interrupted.
+"""
+import argparse
+import inspect
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from toolbox.validate import at_least_1
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+NUMBERS = {"max_batch": "the most requests that run at the same time (default: 8)",
+           "token_budget": "the most tokens computed in a step (default: 64)",
+           "max_kv_tokens": "cache entries reserved by all running requests together "
+                            "(default: no limit)",
+           "pages": "pages in the pool of the paged stage "
+                    "(default: as many as the largest requests can fill)",
+           "page_size": "tokens per page (default: 16)"}
+PICTURES = (".png", ".pdf", ".svg")
+KNOBS = (*NUMBERS, "policy", "share_prefixes", "pack", "attention", "use_cache")
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, **settings):
+        super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+
+    def run(self, command, argv=None):
+        """Parses the flags. Returns the exit status of `command(args)`."""
+        args = self.parse_args(argv)
+        return guarded(self.prog, lambda: command(args))
+
+
+def add_knobs(parser, policies):
+    """policies: {name: scheduler}, as beyond/fairness.py has them."""
+    knobs = parser.add_argument_group("how to batch (changes when a token comes, never which)")
+    for name, text in NUMBERS.items():
+        knobs.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    knobs.add_argument("--policy", choices=tuple(policies),
+                       help="which waiting request goes first (default: fcfs)")
+    knobs.add_argument("--share_prefixes", action="store_const", const=True,
+                       help="share pages between requests that begin with the same tokens "
+                            "(the default)")
+    knobs.add_argument("--no_share_prefixes", dest="share_prefixes", action="store_const",
+                       const=False, help="keep the pages of all requests apart")
+    knobs.add_argument("--pack", choices=("batch", "dataset"),
+                       help="prepacking: pack the prompts that were admitted, or let the packing "
+                            "decide which to admit (default: batch)")
+    knobs.add_argument("--attention", choices=("varlen", "mask"),
+                       help="how the ragged stage keeps requests apart (default: varlen)")
+    knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False,
+                       help="unbatched: compute everything again for each token")
+
+
+def add_place(group):
+    group.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
+                       help="auto takes cuda or mps if available")
+    group.add_argument("--dtype", choices=DTYPES, default="float32",
+                       help="of weights and arithmetic")
+
+
+def add_optimize(group):
+    group.add_argument("--optimize", action="store_true",
+                       help="use the fastest kernels available, model.optimize()")
+
+
+def measuring_parser(prog, doc, quick, plot=True):
+    """For a command that measures. quick: what its --quick does. plot: whether it can draw."""
+    p = Parser(prog=prog, description=" ".join(doc.split("\n\n")[0].split()))
+    p.add_argument("--quick", action="store_true", help=quick)
+    add_place(p)
+    p.add_argument("--json", metavar="FILE.json", help="write the figures")
+    p.set_defaults(plot=None)
+    if plot:
+        p.add_argument("--plot", metavar="FILE.png", help="draw them")
+    return p
+
+
+def measuring_place(args):
+    """
+    (device, dtype, a text that says where it was measured) for a measuring command. Raises
+    ValueError if there is no such device, or if the files cannot be written.
+    """
+    check_path(args.json, "--json")
+    check_path(args.plot, "--plot", PICTURES)
+    device = device_of(args)
+    name = f"{device}, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    where = f"{name}, torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}"
+    return device, DTYPES[args.dtype], where
+
+
+def device_of(args):
+    """The torch device for --device and --dtype. ValueError if it is not available."""
+    mps = torch.backends.mps.is_available()
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+        if device == "mps" and args.dtype == "float64":
+            print("an Apple GPU has no float64: running on the CPU")
+            device = "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: there is no CUDA device here; use cpu or auto")
+    if device == "mps" and not mps:
+        raise ValueError("--device mps: there is no Apple GPU here; use cpu or auto")
+    if device == "mps" and args.dtype == "float64":
+        raise ValueError("--dtype float64: an Apple GPU has none, "
+                         "use --device cpu or another --dtype")
+    return torch.device(device)
+
+
+def given_knobs(args, policies):
+    """{knob: value} for those that are set on the command line. ValueError for a bad number."""
+    knobs = {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
+    at_least_1(**{f"--{knob}": knobs[knob] for knob in NUMBERS if knob in knobs})
+    if args.policy:
+        knobs["policy"] = policies[args.policy]
+    return knobs
+
+
+def knobs_of(generate, knobs):
+    """The knobs that a stage has, as a dict, and the names of the others."""
+    has = inspect.signature(generate).parameters
+    mine = {name: value for name, value in knobs.items() if name in has}
+    return mine, [name for name in knobs if name not in has]
+
+
+def say_ignored(args, names, where):
+    for name in names:
+        flag = name if getattr(args, name) is not False else f"no_{name.removeprefix('use_')}"
+        print(f"--{flag} has no meaning {where}: ignored")
+
+
+def check_path(path, flag, suffixes=None):
+    """ValueError if a file cannot be written there: checked before the work. None: no file."""
+    if path is None:
+        return
+    path = Path(path)
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ValueError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
+    if path.is_dir():
+        raise ValueError(f"{flag} {path}: is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
+    existed = path.exists()
+    try:
+        open(path, "ab").close()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+    if not existed:
+        os.remove(path)
+
+
+def guarded(prog, work, speaks=True):
+    """
+    Runs `work()`, which returns an exit status. Expected errors become one line on stderr.
+
+    speaks: False for a rank of beyond.tensor_parallel that leaves the message to rank 0
+    """
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")   # for consoles without Unicode
+    try:
+        return work()
+    except ValueError as error:
+        if speaks:
+            print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:   # a full disk, say; or, without a word, `| head` has read enough
+        if not isinstance(error, BrokenPipeError):
+            print(f"{prog}: {error}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:   # it is stdout: what is left of it cannot be written
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

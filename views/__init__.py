@@ -1,0 +1,1 @@
+"""What does it look like? Report, plots, what each token sees, progress."""
