@@ -20,7 +20,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from beyond.fairness import SCHEDULERS
 from base64 import b64encode
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
@@ -35,6 +34,7 @@ from unittest.mock import patch
 import torch
 
 from answers import ANSWERS
+from beyond.fairness import SCHEDULERS
 from generate_dynamic import Rectangle
 from generate_naive import StaticBatch
 from generate_prepacked import first_fit_decreasing
