@@ -14,7 +14,7 @@ guess with its probability p. The request's own draw gives it as often, and if n
 
 A guess is what followed the latest tokens when they last occurred (prompt lookup, Saxena 2023).
 
-    python -m beyond.speculative [MODEL PROMPTS]    passes against K, and the calculated price
+    python -m beyond.speculative [MODEL PROMPTS]    passes against K, and the price (docs/guessing.md)
 """
 import sys
 from itertools import product
