@@ -86,7 +86,7 @@ def listen(host, port):
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ValueError(f"--host {host} --port {port}: {error}") from None
-    # What a client leaves unread waits here, too; if it reads nothing for 30 s, its connection ends.
+    # What a client leaves unread waits here, too. Who reads nothing for 30 s loses the connection.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
     if hasattr(socket, "TCP_USER_TIMEOUT"):   # Linux
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)

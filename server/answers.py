@@ -26,9 +26,9 @@ def requests_of(body, tokenizer, config, room):
         name = f"prompt[{i}]" if len(prompts) > 1 else "the prompt"
         tokens = encode(prompt, tokenizer, config) if isinstance(prompt, str) else prompt
         most = room + 1 - len(tokens)   # the last token is never computed, and needs no room
-        if max(asked or 1, 1) > most:
-            raise ValueError(f"{name} has {len(tokens)} tokens, and there is room for {room}: " + (
-                f"max_tokens must be at most {most}, not {asked}" if most > 0 else "it is too long"))
+        if (asked or 1) > most:
+            why = f"max_tokens must be at most {most}, not {asked}" if most > 0 else "too long"
+            raise ValueError(f"{name} has {len(tokens)} tokens, there is room for {room}: {why}")
         if bad := [token for token in tokens if token >= config.vocab_size]:
             raise ValueError(f"{name}: token id {bad[0]} is not in the vocabulary, "
                              f"0 to {config.vocab_size - 1}")
@@ -98,33 +98,31 @@ class Form:
     """The answer to one body: whole, or in parts. model: its name"""
 
     def __init__(self, body, requests, model):
-        self.chat, self.options, self.model = isinstance(body, Chat), body.stream_options, model
-        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid4().hex}"
-        self.created, self.begun = int(time.time()), set()   # begun: choices that have a role
+        self.chat, self.include_usage = isinstance(body, Chat), body.stream_options.include_usage
+        self.same = {"id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid4().hex}", "model": model,
+                     "created": int(time.time())}
+        self.begun = set()   # indices of choices that have a role
         self.prompt_tokens = sum(len(request.prompt) for request in requests) // body.n
 
     def whole(self, choices, tokens):
         """choices: [(text, finish reason), ...]; tokens: how many were generated"""
-        return self.form("", "message", [(i, *choice) for i, choice in enumerate(choices)], tokens)
+        return self.form([(i, *choice) for i, choice in enumerate(choices)], tokens, "", "message")
 
-    def part(self, choices, tokens, usage=False):
-        """Of a stream. choices: (index, text, finish reason) of the one that goes on, or none"""
-        usage |= self.options.continuous_usage_stats
-        return self.form(".chunk", "delta", choices, tokens if usage else None)
+    def part(self, choices, tokens=None):
+        """Of a stream. choices: [(index, text, finish reason)], or none beside the usage"""
+        return self.form(choices, tokens, ".chunk", "delta")
 
-    def form(self, kind, place, choices, tokens):
-        def content(i, text):
-            if not self.chat:
-                return {"text": text}
-            role = {} if i in self.begun else {"role": "assistant"}   # the first part has it
+    def form(self, choices, tokens, kind, place):
+        body = {**self.same, "object": "chat.completion" + kind if self.chat else "text_completion",
+                "choices": []}
+        for i, text, reason in choices:
+            role = {} if i in self.begun else {"role": "assistant"}   # only the first part has it
             self.begun.add(i)
-            return {place: {**role, "content": text}}
-
-        n, usage = self.prompt_tokens, {}
+            content = {place: {**role, "content": text}} if self.chat else {"text": text}
+            body["choices"].append(
+                {"index": i, "finish_reason": reason, "logprobs": None, **content})
         if tokens is not None:
-            usage = {"usage": {"prompt_tokens": n, "completion_tokens": tokens,
-                               "total_tokens": n + tokens}}
-        return {"id": self.id, "model": self.model, "created": self.created,
-                "object": "chat.completion" + kind if self.chat else "text_completion",
-                "choices": [{"index": i, "finish_reason": reason, "logprobs": None,
-                             **content(i, text)} for i, text, reason in choices], **usage}
+            n = self.prompt_tokens
+            body["usage"] = {"prompt_tokens": n, "completion_tokens": tokens,
+                             "total_tokens": n + tokens}
+        return body

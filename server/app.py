@@ -15,14 +15,12 @@ import time
 from functools import partial
 from threading import Thread
 
+import prometheus_client as prometheus
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram
-from prometheus_client import ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 
@@ -32,6 +30,7 @@ from server.live import FILES, Live
 from server.schemas import Ask, Chat, Completion, Control, Error, error_of, sentence
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
+SECONDS = .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60   # of histograms
 AppStatus.disable_automatic_graceful_drain()   # SIGTERM ends no stream: `Server.close` does
 
 
@@ -41,8 +40,8 @@ class Answer:
     def __init__(self, engine, requests, texts, unread):
         self.engine, self.requests, self.texts = engine, requests, texts
         self.room, self.queue, self.closed = unread * len(requests), asyncio.Queue(), False
-        self.times = [None] * len(requests)       # of the last token of each
-        self.left = set(range(len(requests)))     # which go on
+        self.times = [None] * len(requests)   # of the last token of each
+        self.left = {*range(len(requests))}   # indices of those that go on
 
     def put(self, i, event):
         if not self.closed:
@@ -71,8 +70,7 @@ class Answer:
                 if event.reason == "error":
                     raise HTTPException(500, f"the forward pass failed: {event.error}")
                 if i in self.left:
-                    text = self.texts[i].add(event.token)
-                    reason = event.reason
+                    text, reason = self.texts[i].add(event.token), event.reason
                     if self.texts[i].stopped:
                         reason = "stop"
                         self.engine.cancel(self.requests[i], reason)
@@ -104,27 +102,25 @@ class Server:
         self.engine, self.tokenizer, self.name, self.key = engine, tokenizer, name, key
         self.room = min(engine.model.config.block_size, engine.pages.number * engine.pages.size)
         self.unread, self.answers = unread, {}   # answers: request -> (its Answer, its index there)
-        self.live = Live(engine, tokenizer, name)
         self.closing, self.died, self.exit = "", None, lambda: None
-        self.model = {"id": name, "object": "model", "created": int(time.time()),
-                      "owned_by": "nanoBatch", "max_model_len": self.room}
-        self.measure()
+        self.live, self.created = Live(engine, tokenizer, name), int(time.time())
+        self.measure(engine.scheduler, engine.pages)
         self.app = FastAPI(
             title="nanoBatch", lifespan=self.lifespan, max_body_size=most_bytes,
             redirect_slashes=False,   # where to: the client's Host would say it
-            exception_handlers=dict.fromkeys((AnyHTTPException, Exception), refuse)
-            | {RequestValidationError: refuse_body})
+            exception_handlers={RequestValidationError: refuse, AnyHTTPException: refuse,
+                                Exception: refuse})
         if key is None:   # else a page elsewhere could make its own name point here: DNS rebinding
             self.app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL, www_redirect=False)
-        self.app.get("/health")(self.health)
         for path in FILES:
             self.app.get(path, include_in_schema=False)(self.live.file)
+        self.app.get("/health")(self.health)
         api = APIRouter(dependencies=[] if key is None else [Depends(self.check_key)],
                         responses={status: {"model": Error} for status in ("4XX", "5XX")})
         api.post("/v1/completions")(self.completions)
         api.post("/v1/chat/completions")(self.chat)
         api.get("/v1/models")(self.models)
-        api.get("/v1/models/{name:path}")(self.one_model)
+        api.get("/v1/models/{name:path}")(self.model)
         api.get("/metrics")(self.metrics)
         api.get("/live/steps")(self.live.steps)
         api.post("/live/ask")(self.ask)
@@ -151,17 +147,17 @@ class Server:
 
     def hand_out(self, events):
         for event in events:
-            answer, i = self.answers.get(event.request, (None, 0))   # None: the page has asked
+            answer, i = self.answers.get(event.request, (None, 0))   # None: the live page's
             if event.token is None:
                 self.answers.pop(event.request, None)
                 self.ends.labels(event.reason).inc()
             else:
                 self.tokens.inc()
-            if answer:
-                if event.token is not None and not answer.closed:
+            if answer and not answer.closed:
+                if event.token is not None:
                     before, answer.times[i] = answer.times[i], event.time
-                    figure = self.itl if before else self.ttft
-                    figure.observe(event.time - (before or event.request.asked))
+                    seconds = event.time - (before or event.request.asked)
+                    (self.itl if before else self.ttft).observe(seconds)
                 answer.put(i, event)
 
     def close(self, seconds, why="the server shuts down"):
@@ -172,39 +168,36 @@ class Server:
         self.exit()
 
     def cut_all(self):
-        for answer, _ in list(self.answers.values()):
-            if not answer.closed:
-                answer.close(500 if self.died else 503, self.closing)
+        for answer in {answer for answer, _ in self.answers.values()}:
+            answer.close(500 if self.died else 503, self.closing)
 
     # --- completions ---
 
     async def completions(self, body: Completion, http: Request):
-        return await self.answer(body, http)
+        return await self.complete(body, http)
 
     async def chat(self, body: Chat, http: Request):
-        return await self.answer(body, http)
+        return await self.complete(body, http)
 
-    async def answer(self, body, http):
+    async def complete(self, body, http):
         requests = await self.requests_of(body)
-        answer = Answer(self.engine, requests, [Text(self.tokenizer, body.stop) for _ in requests],
-                        self.unread)
-        new = {request: (answer, i) for i, request in enumerate(requests)}
-        self.add(requests, new)
+        texts = [Text(self.tokenizer, body.stop) for _ in requests]
+        answer = Answer(self.engine, requests, texts, self.unread)
+        self.add(requests, {request: (answer, i) for i, request in enumerate(requests)})
         pieces, form = answer.pieces(http), Form(body, requests, self.name)
         if body.stream:
             first = await anext(pieces)   # before the status is sent: what fails now is no 200
             return EventSourceResponse(self.lines(first, pieces, form, answer), sep="\n")
-        choices = [["", None] for _ in requests]
+        choices = [("", None)] * len(requests)
         async for i, text, reason in pieces:
-            choices[i] = [choices[i][0] + text, reason]
+            choices[i] = choices[i][0] + text, reason
         return JSONResponse(form.whole(choices, answer.tokens))
 
     async def requests_of(self, body):
         """The requests that a body asks for. HTTPException if they cannot be."""
-        if body.model not in (None, self.name):
-            raise self.no_model(body.model)
-        try:   # a long prompt takes a while
-            requests = await asyncio.to_thread(
+        await self.model(body.model or self.name)
+        try:
+            requests = await asyncio.to_thread(   # a long prompt takes a while
                 requests_of, body, self.tokenizer, self.engine.model.config, self.room)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
@@ -216,26 +209,27 @@ class Server:
         """Hands them to the engine. answers: where their tokens go, from the first one on."""
         self.answers |= answers
         try:
-            self.engine.add(*requests)
-        except (ValueError, Full) as error:
-            for request in answers:
-                del self.answers[request]
-            if isinstance(error, Full):
-                raise HTTPException(429, str(error), {"Retry-After": "1"}) from None
-            raise HTTPException(400, str(error)) from None
+            return self.engine.add(*requests)
+        except Full as full:
+            error = HTTPException(429, str(full), {"Retry-After": "1"})
+        except ValueError as wrong:
+            error = HTTPException(400, str(wrong))
+        for request in answers:
+            del self.answers[request]
+        raise error
 
     async def lines(self, first, pieces, form, answer):
         """The data of server-sent events, one for each token."""
         async with contextlib.aclosing(pieces):
             try:
-                yield json.dumps(form.part([first], answer.tokens))
+                yield json.dumps(form.part([first]))
                 async for piece in pieces:
-                    yield json.dumps(form.part([piece], answer.tokens))
+                    yield json.dumps(form.part([piece]))
             except HTTPException as error:
                 yield json.dumps(error_of(error.status_code, error.detail))
                 return
-        if form.options.include_usage:
-            yield json.dumps(form.part([], answer.tokens, usage=True))
+        if form.include_usage:
+            yield json.dumps(form.part([], answer.tokens))
         yield "[DONE]"
 
     # --- the rest ---
@@ -247,15 +241,13 @@ class Server:
                                 {"WWW-Authenticate": "Bearer"})
 
     async def models(self):
-        return {"object": "list", "data": [self.model]}
+        return {"object": "list", "data": [await self.model(self.name)]}
 
-    async def one_model(self, name: str):
+    async def model(self, name: str):
         if name != self.name:
-            raise self.no_model(name)
-        return self.model
-
-    def no_model(self, name):
-        return HTTPException(404, f"there is no model {name!r:.99}; this is {self.name!r}")
+            raise HTTPException(404, f"there is no model {name!r:.99}; this is {self.name!r}")
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "nanoBatch",
+                "max_model_len": self.room}
 
     async def health(self):
         return JSONResponse({"status": self.closing or "ok"}, 503 if self.closing else 200)
@@ -269,38 +261,30 @@ class Server:
     async def control(self, body: Control):
         return self.live.control(body)
 
-    def measure(self):
-        self.registry = CollectorRegistry()
+    def measure(self, scheduler, pages):
+        self.registry = prometheus.CollectorRegistry()
         new = {"namespace": "nanobatch", "registry": self.registry}
-        buckets = .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60
-        self.ttft = Histogram("ttft_seconds", "time to a first token", buckets=buckets, **new)
-        self.itl = Histogram("itl_seconds", "time between two tokens", buckets=buckets, **new)
-        self.tokens = Counter("tokens", "generated", **new)
-        self.ends = Counter("requests", "ended, by finish reason", ["reason"], **new)
-        self.registry.register(self)
-        ProcessCollector(registry=self.registry)
-
-    def collect(self):   # for prometheus_client
-        scheduler, pages = self.engine.scheduler, self.engine.pages
-        for name, text, value in (
-                ("requests_running", "in the batch", len(scheduler.running)),
-                ("requests_waiting", "in the queue", self.engine.waiting),
-                ("pages", "of the pool", pages.number),
-                ("pages_free", "of the pool", len(pages.free))):
-            yield GaugeMetricFamily(f"nanobatch_{name}", text, value)
-        yield CounterMetricFamily("nanobatch_preemptions", "requests that lost their pages",
-                                  pages.counts["preemptions"])
+        self.ttft = prometheus.Histogram("ttft_seconds", "to a first token", buckets=SECONDS, **new)
+        self.itl = prometheus.Histogram("itl_seconds", "between tokens", buckets=SECONDS, **new)
+        self.tokens = prometheus.Counter("tokens", "generated", **new)
+        self.ends = prometheus.Counter("requests", "ended", ["reason"], **new)
+        for name, text, figure in (
+                ("requests_running", "in the batch", lambda: len(scheduler.running)),
+                ("requests_waiting", "in the queue", lambda: self.engine.waiting),
+                ("pages", "in the pool", lambda: pages.number),
+                ("pages_free", "in the pool", lambda: len(pages.free)),
+                ("preemptions", "since the start", lambda: pages.counts["preemptions"])):
+            prometheus.Gauge(name, text, **new).set_function(figure)
+        prometheus.ProcessCollector(registry=self.registry)
 
     async def metrics(self):
-        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(prometheus.generate_latest(self.registry),
+                        media_type=prometheus.CONTENT_TYPE_LATEST)
 
 
 async def refuse(http, error):
     """The answer to any error is JSON in OpenAI's form; to a mistake of ours, without details."""
-    status = getattr(error, "status_code", 500)
-    message = getattr(error, "detail", "internal error")
+    status, message = getattr(error, "status_code", 500), getattr(error, "detail", "internal error")
+    if isinstance(error, RequestValidationError):
+        status, message = 400, sentence(error.errors())
     return JSONResponse(error_of(status, message), status, getattr(error, "headers", None))
-
-
-async def refuse_body(http, error):
-    return JSONResponse(error_of(400, sentence(error.errors())), 400)

@@ -43,7 +43,6 @@ Zero, One = Annotated[float, Field(ge=0, le=0)], Annotated[float, Field(ge=1, le
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    continuous_usage_stats: bool = False
 
 
 class TextFormat(Strict):
@@ -51,7 +50,7 @@ class TextFormat(Strict):
 
 
 class Sampling(Strict):
-    """Of completions and chats. The last nine have no effect: they ask for what is done anyway."""
+    """Of completions and chats. The last ones have no effect: they ask for what is done anyway."""
     model: Text | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
@@ -115,15 +114,8 @@ class Control(Strict):
     stop: Text | None = None
 
 
-class Problem(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
 class Error(BaseModel):
-    error: Problem
+    error: dict[Literal["message", "type", "param", "code"], str | int | None]
 
 
 def error_of(status, message):
@@ -133,18 +125,17 @@ def error_of(status, message):
 
 def sentence(errors):
     """What is wrong with a body, in words, from pydantic's errors."""
-    own = [error for error in errors if error["type"] == "value_error"]   # of this file
-    error = (own or errors)[0]
-    path = error["loc"][1:]
-    if error["type"] == "json_invalid":
+    error = next((each for each in errors if each["type"] == "value_error"), errors[0])
+    kind, path, text = error["type"], error["loc"][1:], error["msg"]
+    if kind == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']}"
-    if not path and not own:
+    if not path and kind != "value_error":
         return "the body must be a JSON object, sent with Content-Type: application/json"
     forms = [i for i, part in enumerate(path) if part in FORMS]
     path = path[:forms[0] + 1] if forms else path
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
-    if own:
-        return f"{name}: {error['ctx']['error']}" if name else str(error["ctx"]["error"])
-    if error["type"] == "missing":
-        return f"{name} is missing"
-    return f"{name} must be {FORMS[path[-1]]}" if forms else f"{name}: {error['msg']}"
+    if kind == "value_error":   # of this file
+        text = str(error["ctx"]["error"])
+    elif forms:
+        text = f"it must be {FORMS[path[-1]]}"
+    return f"{name}: {text}" if name else text

@@ -163,7 +163,8 @@ def test_the_loop_of_stage_7_is_the_same_one_closed():
     knobs = dict(pages=20, page_size=3, max_batch=3, token_budget=7)
     trace = generate_paged.generate(model, closed, policy=ForkScheduler, **knobs)
     engine, todo, passes, events = Engine(model, **knobs), opened[:], [], []
-    engine.observer = Watch(lambda batch: passes.append(replace(engine.trace.passes[-1], seconds=0)))
+    engine.observer = Watch(
+        lambda batch: passes.append(replace(engine.trace.passes[-1], seconds=0)))
     while todo or engine.busy:
         while todo and todo[0].arrival <= engine.number:
             engine.add(todo.pop(0))
@@ -253,7 +254,7 @@ def test_several_threads_compute_only_if_they_are_clearly_faster(faster, chosen,
 @pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.thorough)])
 def test_concurrent_clients_get_what_they_would_have_got_alone(number):
     bodies = list(asks(number))
-    with serving(pages=12, max_batch=6, max_waiting=number) as running:
+    with serving(pages=7, max_batch=6, max_waiting=number) as running:
         running.hold(number)   # so some are preempted
         answers = ask_all(running, bodies)
         running.until(lambda: sum(running.ends.values()) == number)
@@ -263,7 +264,7 @@ def test_concurrent_clients_get_what_they_would_have_got_alone(number):
         assert usage.prompt_tokens == len(TOKENIZER.encode_ordinary(body["prompt"]))
         assert 0 < usage.completion_tokens <= body["max_tokens"]
     used = sum(usage.completion_tokens for *_, usage in answers)
-    assert metrics["ttft_seconds_count"] == number and metrics["preemptions_total"] > 0
+    assert metrics["ttft_seconds_count"] == number and metrics["preemptions"] > 0
     assert metrics["tokens_total"] >= used and metrics["itl_seconds_count"] >= used - number
     assert metrics['itl_seconds_bucket{le="+Inf"}'] == metrics["itl_seconds_count"]
 
@@ -305,8 +306,8 @@ def test_chat_tokens_models_and_the_lines_of_a_stream():
         assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
         ids = client.completions.create(prompt=TOKENIZER.encode_ordinary(text), **ask)
         assert ids.choices[0].text == want[0]
-        chat = client.chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "hi"}], extra_body={"ignore_eos": True})
+        chat = client.chat.completions.create(model="m", extra_body={"ignore_eos": True},
+                                              messages=[{"role": "user", "content": "hi"}])
         assert chat.usage.total_tokens == 257   # all the room that there is
         assert [model.id for model in client.models.list()] == ["m"]
         assert client.models.retrieve("m").max_model_len == 256
@@ -442,11 +443,12 @@ BAD = [(400, data) for data in (
 WORDS = [   # a body, and what its refusal says
     ({"tools": [{}], "x": 1}, "unsupported field 'x'; supported are model, max_tokens"),
     ({"\ud800": 1}, r"unsupported field '\\ud800'"), ({"prompt": "\ud800"}, "half of a character"),
-    ({"stream_options": {"x": 1}}, "stream_options: unsupported field 'x'; supported are include"),
-    ({"prompt": ["a", 1]}, "prompt must be a text, a list of token ids, or a list of several"),
-    ({"stop": ""}, "stop must be a text or at most 4 texts"), ({"prompt": None}, "prompt is missing"),
+    ({"stream_options": {"x": 1}}, "stream_options: unsupported field 'x'; supported are inc"),
+    ({"prompt": ["a", 1]}, "prompt: it must be a text, a list of token ids, or a list of several"),
+    ({"stop": ""}, "stop: it must be a text or at most 4 texts"),
+    ({"prompt": None}, "prompt: it must be a text"),
     ({"prompt": [5000]}, "the prompt: token id 5000 is not in the vocabulary, 0 to 1023"),
-    ({"prompt": [[1] * 9, [1] * 300]}, "prompt[1] has 300 tokens, and there is room for 256"),
+    ({"prompt": [[1] * 9, [1] * 300]}, "prompt[1] has 300 tokens, there is room for 256"),
     ({"prompt": "a" * 9000}, "prompt of 9000 bytes: even 256 tokens, as many as the model takes"),
     ({"max_tokens": 300}, "max_tokens must be at most 256, not 300"),
     ({"prompt": ["a"] * 3, "n": 100}, "300 requests at once: at most 256 may wait, max_waiting"),
@@ -471,7 +473,7 @@ def test_what_is_wrong_with_a_body_is_said_in_json():
         assert client.get("/x").json()["error"]["code"] == 404
         content = client.post("/v1/chat/completions", json={"messages": [
             {"role": "user", "content": [{"type": "image"}]}]})
-        assert "messages[0].content must be a text" in content.json()["error"]["message"]
+        assert "messages[0].content: it must be a text" in content.json()["error"]["message"]
         fine = client.post("/v1/completions", json={
             "prompt": "a", "max_tokens": 3, "n": 1, "stop": None, "tools": [], "logit_bias": {},
             "response_format": {"type": "text"}, "presence_penalty": 0, "unknown": None})
@@ -518,7 +520,8 @@ def test_the_program_serves_until_sigterm():
             process.send_signal(signal.SIGTERM)   # with a stream in flight
             parts = [json.loads(line[6:])["choices"][0] for line in (first, *lines)
                      if line not in ("", "data: [DONE]")]
-        assert ("".join(part["text"] for part in parts), parts[-1]["finish_reason"]) == expected(body)
+        text = "".join(part["text"] for part in parts)
+        assert (text, parts[-1]["finish_reason"]) == expected(body)
         assert process.wait(60) == 0
     finally:
         process.kill()
