@@ -530,40 +530,30 @@ def test_the_program_serves_until_sigterm():
 
 @pytest.mark.thorough
 def test_a_storm():
-    """
-    Random arrivals, cancellations and disconnects. Every answer that is not cut short must be the
-    one of the request alone; no page may be lost (`serving` looks), and no memory gained.
-    """
+    """Clients stay, vanish and hurry: whole answers are right, no page or memory is lost."""
     import psutil
     rng, bodies, counts, memory = random.Random(0), list(asks(100)), Counter(), []
     known = [expected(body) for body in bodies]   # before it: the oracle takes memory, too
 
-    async def one(client, i, delay, fate):
-        await asyncio.sleep(delay)
+    async def one(client):
+        i, fate = rng.randrange(100), rng.random()
+        await asyncio.sleep(rng.choice([0, 1, 2]) * rng.random())   # many at once fill any queue
         try:
             if fate < 0.6:
-                text, reason, _ = await answer(client, bodies[i], stream=fate < 0.4)
-                assert (text, reason) == known[i], bodies[i]
-                counts["equal"] += 1
-            elif fate < 0.8:   # it leaves in the middle of a stream
+                counts[(await answer(client, bodies[i], fate < 0.4))[:2] == known[i]] += 1
+            elif fate < 0.8:
                 stream = await client.completions.create(model="m", stream=True, **bodies[i])
-                for _ in range(rng.randint(0, 5)):
-                    await anext(aiter(stream), None)
+                await anext(aiter(stream), None)
                 await stream.close()
-                counts["disconnected"] += 1
-            else:              # before the answer
+            else:
                 await asyncio.wait_for(answer(client, bodies[i], False), rng.random() / 5)
-        except asyncio.TimeoutError:
-            counts["cancelled"] += 1
-        except openai.RateLimitError:
-            counts["refused"] += 1
+        except (asyncio.TimeoutError, openai.RateLimitError) as error:
+            counts[type(error)] += 1
 
     async def rounds(running):
         async with running.client(openai.AsyncOpenAI) as client:
-            for _ in range(15):   # a third comes at once, and fills any queue
-                await asyncio.gather(*(
-                    one(client, rng.randrange(100), rng.choice([0, 1, 2]) * rng.random(),
-                        rng.random()) for _ in range(60)))
+            for _ in range(15):
+                await asyncio.gather(*(one(client) for _ in range(60)))
                 gc.collect()
                 memory.append(psutil.Process().memory_info().rss)
 
@@ -573,5 +563,5 @@ def test_a_storm():
             asyncio.run(rounds(running))
     finally:
         gc.enable()
-    assert counts["equal"] > 20 and len(counts) == 4, counts
+    assert counts[True] > 20 and not counts[False] and len(counts) >= 3, counts
     assert max(memory[10:]) - max(memory[5:10]) < 2**24
