@@ -8,8 +8,7 @@ import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
 
-from experiments.results import PEERS
-from experiments.tables import WORKLOADS
+from experiments.results import PEERS, WORKLOADS
 from views import sights
 from views.plots import COLORS, COUNTED, NAMES, legend, pyplot, save, style, timeline
 
@@ -162,22 +161,22 @@ def draw_page(ax, x, y, held_by, kept):
 
 # --- slots, rows, time between tokens -------------------------------------------------------------
 
-def slots(traces, path=None):
-    """Useful, padded and finished slots of each stage, as bars."""
-    figure, ax = pyplot().subplots(figsize=(8, 0.9 + 0.42 * len(traces)))
-    left = np.zeros(len(traces))
+def slots(result, path=None):
+    """Useful, padded and finished slots of each stage, as bars. result: of `ladder`"""
+    stages = {name: row for name, row in result["stages"].items() if "no cache" not in name}
+    figure, ax = pyplot().subplots(figsize=(8, 0.9 + 0.42 * len(stages)))
+    left = np.zeros(len(stages))
     for kind, name in COUNTED.items():
-        values = np.array([sum(getattr(p, name) for p in trace.passes) for trace in traces])
+        values = np.array([row[name] for row in stages.values()])
         if values.any():
-            ax.barh(range(len(traces)), values, left=left, height=0.72, **style(kind),
+            ax.barh(range(len(stages)), values, left=left, height=0.72, **style(kind),
                     label="useful" if name == "useful" else NAMES[kind])
             left += values
-    for i, (trace, total) in enumerate(zip(traces, left)):
-        useful = sum(p.useful for p in trace.passes)
-        ax.text(total, i, f"  {useful / total:.0%} useful, {len(trace.passes)} passes",
+    for i, (row, total) in enumerate(zip(stages.values(), left)):
+        ax.text(total, i, f"  {row['useful'] / total:.0%} useful, {row['forward_passes']} passes",
                 va="center", fontsize=9)
-    ax.set_yticks(range(len(traces)), [trace.stage for trace in traces])
-    ax.set(ylim=(len(traces) - 0.5, -0.5), xlim=(0, left.max() * 1.32),
+    ax.set_yticks(range(len(stages)), list(stages))
+    ax.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, left.max() * 1.32),
            xlabel="slots computed for the same workload")
     ax.legend(loc="lower right")
     return finished(figure, path)

@@ -1,7 +1,7 @@
 """
 Trains the built-in model on Python's own documentation; allow ten minutes on two cores.
 
-    python -m experiments.train                       # writes out/: ranks file, prompts, weights
+    python -m experiments train                       # writes out/: ranks file, prompts, weights
     python generate_naive.py --model out
 
 Nothing is downloaded. The script trains the tokenizer and a model of 4 layers with 4 heads each,
@@ -12,7 +12,6 @@ The model's output is fluent nonsense; it exists only as a workload.
 import base64
 import math
 import random
-import sys
 import time
 from pathlib import Path
 from statistics import mean
@@ -22,13 +21,16 @@ from torch.nn import functional as F
 
 from model import GPT, GPTConfig
 from toolbox.builtin.corpus import documents
-from toolbox.flags import Parser
 from toolbox.tokenizer import byte_of, from_ranks
 from toolbox.weights import write_gpt2
 
 N_TOKENS = 1023         # of the tokenizer, without <|endoftext|>
 LOG_EVERY = 50          # steps
 VALIDATE_EVERY = 500    # steps
+FLAGS = {"--out": dict(default="out", help="folder for the result"),
+         "--steps": dict(type=int, default=4000), "--batch_size": dict(type=int, default=8),
+         "--lr": dict(type=float, default=3e-3, help="peak learning rate"),
+         "--seed": dict(type=int, default=0)}
 
 
 def train_ranks(texts, n_tokens):
@@ -121,6 +123,7 @@ def learning_rate(step, args):
 
 
 def train(args):
+    """Trains the built-in model on Python's own documentation; ten minutes on two cores."""
     for name in "steps", "batch_size", "lr":
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name} must be above 0, not {getattr(args, name)}")
@@ -182,17 +185,3 @@ def train(args):
     write_gpt2(model, out)
     print(f"wrote {out}: try  python generate_naive.py --model {out}")
     return 0
-
-
-def main(argv=None):
-    p = Parser(prog="python -m experiments.train", description=__doc__.strip().splitlines()[0])
-    p.add_argument("--out", default="out", help="folder for the result")
-    p.add_argument("--steps", type=int, default=4000)
-    p.add_argument("--batch_size", type=int, default=8)
-    p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    p.add_argument("--seed", type=int, default=0)
-    return p.run(train, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
