@@ -8,7 +8,7 @@ Measures, and writes down what was measured:
     python -m experiments pictures                           their pictures
 
 An experiment is a function of the flags that returns its figures as plain data; beside it stand
-functions that make tables and a picture of them. `experiments/results/` holds the committed figures.
+functions that make tables and a picture of them. results/ holds the committed figures.
 """
 import platform
 import sys
@@ -20,7 +20,6 @@ import command_line
 from experiments import (
     bench,
     figures,
-    gpu,
     ladder,
     memory,
     pictures,
@@ -91,7 +90,8 @@ def measure(experiment, args, command):
         for table in experiment.tables(kept[-1] if several else kept):
             tables.show(table)
     if args.plot:
-        print("drawn in", experiment.draw(kept, args.plot))
+        drawn = experiment.draw(kept, args.plot)
+        print("drawn in", *(drawn if isinstance(drawn, list) else [drawn]))
     wrong = [] if several else kept.get("wrong") or []
     print(*wrong, sep="\n", end="\n" * bool(wrong))
     return int(bool(wrong))

@@ -163,7 +163,8 @@ def table(result):
              f"{row['ttft_mean'] * 1e3:,.0f} ms", f"{row['itl_p99'] * 1e3:.1f} ms"]
             for name, row in result["stages"].items()]
     how = (f"{result['requests']} prompts ({result['prompt_tokens']} prompt tokens, "
-           f"{result['generated']} generated), each duration the median of {result['repeats']} runs")
+           f"{result['generated']} generated), each duration the median of {result['repeats']} "
+           "runs")
     return Table(head, rows, how, title=how)
 
 
@@ -175,4 +176,5 @@ def ideas(result):
         rows.append([f"{number} [{script}](generate_{script}.py)", idea,
                      f"{here['forward_passes']}", f"{here['useful'] / here['slots']:.0%}",
                      f"{there['tokens_per_s']:,.0f}"])
-    return Table(["stage", "the idea", "passes", "useful slots", "tokens/s, calculated, A100"], rows)
+    head = ["stage", "the idea", "passes", "useful slots", "tokens/s, calculated, A100"]
+    return Table(head, rows)

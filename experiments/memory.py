@@ -38,7 +38,8 @@ def storm(model):
 def of_storm(trace):
     t, waits = totals(trace), latencies(trace)
     return {"steps": trace.passes[-1].step + 1, "preemptions": trace.counts.get("preemptions", 0),
-            "recomputed": t["recomputed"] / t["slots"], "ttft_mean_steps": mean(waits["ttft_steps"]),
+            "recomputed": t["recomputed"] / t["slots"],
+            "ttft_mean_steps": mean(waits["ttft_steps"]),
             "itl_p99_steps": percentile(waits["itl_steps"], 99)}
 
 

@@ -2,8 +2,8 @@
 Other programs that run the same model on the same requests, for bench.py. Output is greedy, and
 each request gets exactly max_new_tokens tokens.
 
-Each runs in a process of its own: vLLM and OpenVINO GenAI pin other versions of torch than ours, and
-have a Python environment of their own. This file is both sides. `Engine` starts the process and
+Each runs in a process of its own: vLLM and OpenVINO GenAI pin other versions of torch than ours,
+and have a Python environment of their own. This file is both sides. `Engine` starts the process and
 talks to it; the process runs this file as a script. They exchange lines of JSON:
 
     bench.py                          peers.py vllm FOLDER ...
@@ -53,7 +53,8 @@ class Engine:
         self.name, self.log = name, tempfile.TemporaryFile(mode="w+", errors="replace")
         own_group = {"process_group": 0} if hasattr(os, "killpg") else {}
         self.process = subprocess.Popen(
-            [python, "-P", __file__, name, *map(str, arguments)],   # -P: this folder's names are ours
+            # -P: the names in this folder are ours
+            [python, "-P", __file__, name, *map(str, arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, **own_group)
         self.settings = self.answer()
         self.signal("SIGSTOP")
@@ -90,6 +91,7 @@ def vllm(folder, max_batch, token_budget, threads, device, dtype):
         VLLM_CPU_KVCACHE_SPACE="3", VLLM_CPU_OMP_THREADS_BIND=f"0-{threads - 1}",
         VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     import vllm
+    from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
     engine = vllm.LLM(
         model=folder, skip_tokenizer_init=True, dtype=dtype, enable_prefix_caching=False,
@@ -103,14 +105,16 @@ def vllm(folder, max_batch, token_budget, threads, device, dtype):
         while engine.has_unfinished_requests():
             yield [(int(out.request_id), list(out.outputs[0].token_ids)) for out in engine.step()]
 
-    return (f"vLLM {vllm.__version__}, compiled, no prefix caching, at most {max_batch} sequences "
-            f"and {token_budget} tokens a step"), generate
+    return (f"vLLM {vllm.__version__}, {type(current_platform).__name__}, compiled, no prefix "
+            f"caching, at most {max_batch} sequences and {token_budget} tokens a step"), generate
 
 
 def zentorch(*arguments):
-    """vLLM with AMD's plug-in, which it finds by itself."""
+    """vLLM with AMD's kernels, which it uses by itself where they are installed and fit."""
     from importlib.metadata import version
     settings, generate = vllm(*arguments)
+    if "Zen" not in settings:
+        raise RuntimeError("vLLM does not use zentorch on this processor")
     return f"{settings}, zentorch {version('zentorch')}", generate
 
 
