@@ -265,9 +265,7 @@ def runs_of(system):
 def table(result, equal=True):
     """All systems on one workload. equal: with the share of tokens that are the reference's."""
     name, rows = result["workload"], []
-    for system, f in result["systems"].items():
-        if system.endswith("without native.cpp"):   # of results from before the snapshot
-            continue
+    for system, f in results.systems(result).items():
         ratio = times_best_peer(result["systems"], system)
         spread = f" ±{f['spread'] / 2:.0%}" if runs_of(f) > 1 else ""
         itl = [] if name == "W2" else [f"{f['itl_p99'] * 1e3:,.0f} ms"]

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
 
-from experiments.results import PEERS, WORKLOADS
+from experiments.results import PEERS, WORKLOADS, systems
 from views import sights
 from views.plots import COLORS, COUNTED, NAMES, legend, pyplot, save, style, timeline
 
@@ -228,18 +228,18 @@ def beside(path, name):
 
 def bench_picture(result, path=None):
     """Useful tokens per second of all systems, and the roofline."""
-    systems = result["systems"]
-    figure, ax = pyplot().subplots(figsize=(WIDTH, 0.25 * len(systems) + 1.1))
+    shown = systems(result)
+    figure, ax = pyplot().subplots(figsize=(WIDTH, 0.25 * len(shown) + 1.1))
     colors = [GREY if name.startswith(PEERS) else BROWN if name == "ragged, varlen" else SKY
-              for name in systems]
-    bars = ax.barh(list(systems), [result["tokens"] / f["seconds"] for f in systems.values()],
+              for name in shown]
+    bars = ax.barh(list(shown), [result["tokens"] / f["seconds"] for f in shown.values()],
                    color=colors, height=0.75)
     ax.bar_label(bars, fmt=" {:,.0f}", fontsize=9)
     most = result["tokens"] / result["roofline"]
     ax.axvline(most, color="black", linestyle="--", linewidth=1)
     ax.text(most, -0.9, f"roofline {most:,.0f} ", ha="right", va="center", fontsize=9)
     ax.tick_params("y", labelsize=9)
-    ax.set(ylim=(len(systems) - 0.4, -1.4), xlim=(0, 1.08 * most),
+    ax.set(ylim=(len(shown) - 0.4, -1.4), xlim=(0, 1.08 * most),
            title=f"{result['workload']}, {WORKLOADS[result['workload']]}: {result['model']}",
            xlabel="prompt tokens/s" if result["workload"] == "W2" else "tokens/s")
     return finished(figure, path)

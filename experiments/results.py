@@ -21,8 +21,7 @@ from toolbox.trace import synchronize
 
 FOLDER = Path(__file__).parent / "results"
 WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
-# The first word of a peer's name. CTranslate2 is one in results from before 2026-11-24 only.
-PEERS = ("transformers", "CTranslate2", "vLLM", "OpenVINO")
+PEERS = ("transformers", "vLLM", "OpenVINO")   # the first word of a peer's name
 
 
 class Table(NamedTuple):
@@ -31,6 +30,12 @@ class Table(NamedTuple):
     rows: list
     how: str = ""     # it was measured: in small print, in documents only
     title: str = ""   # above it, where it is printed
+
+
+def systems(result):
+    """Of a result of `bench`, without those that are no longer measured."""
+    return {name: figures for name, figures in result["systems"].items()
+            if not name.startswith("CTranslate2") and not name.endswith("without native.cpp")}
 
 
 def run(generate, model, requests, knobs):
