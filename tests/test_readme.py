@@ -1,5 +1,7 @@
 """What README and docs say is so."""
+import inspect
 import re
+import textwrap
 from xml.etree import ElementTree
 
 import pytest
@@ -76,9 +78,8 @@ def test_tables_files_pictures_and_modules_are_those_that_are_there(path):
 
 
 def test_the_python_example_runs():
-    text = (ROOT / "docs" / "use.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
-    scope = {}
+    text = inspect.getmodule(load).__doc__
+    code, scope = textwrap.dedent(text[text.index("    from"):text.index("trace.passes")]), {}
     exec(code, scope)
     assert all(request.finish_reason for request in scope["requests"])
 
