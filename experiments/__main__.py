@@ -68,7 +68,7 @@ EXPERIMENTS = {
         bench.measure, lambda found: [bench.table(found), bench.parts_table(found)],
         "a quarter of the requests, the small model, one run each", figures.bench, bench.FLAGS)}
 COMMANDS = {"train": (train.train, train.FLAGS), "tables": (tables.write, tables.FLAGS),
-            "pictures": (pictures.draw, pictures.FLAGS)}
+            "pictures": (pictures.draw, {})}
 
 
 def measure(experiment, args, command):

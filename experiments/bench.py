@@ -273,7 +273,9 @@ def table(result, equal=True):
                      f"{ratio:.2f}" if ratio else "–", f"{result['roofline'] / f['seconds']:.0%}",
                      f"{f['ttft_mean']:.1f} s", *itl, *[f"{f['equal']:.1%}"] * equal])
     return Table([f"{name} {WORKLOADS[name]}", "tokens/s", "runs", "× best peer", "of roofline",
-                  "TTFT mean", *["ITL p99"] * (name != "W2"), *["equal"] * equal], rows)
+                  "TTFT mean", *["ITL p99"] * (name != "W2"), *["equal"] * equal], rows,
+                 "medians over the runs, ± half their spread; times the best peer: "
+                 "median over the rounds")
 
 
 def parts_table(*found):

@@ -54,18 +54,11 @@ def of(make, *files, command=True):
 
 
 def of_bench(make, command=True):
-    """The same from the benchmark's results on GPT-2's size."""
+    """The same from the benchmark's results on GPT-2's size. `make` may return several tables."""
     found = [result for result in results.load("bench") if result["model"] == "gpt2"]
-    table = make(*found)
-    return markdown(table) + origin(found, table.how, command)
-
-
-def whole_bench():
-    """All systems, a table for each workload."""
-    found = [result for result in results.load("bench") if result["model"] == "gpt2"]
-    return "\n".join(markdown(bench.table(result, equal=False)) for result in found) + origin(
-        found, "medians over the runs, ± half their spread; times the best peer: "
-        "median over the rounds")
+    made = make(*found)
+    made = [made] if isinstance(made, Table) else made
+    return "\n".join(map(markdown, made)) + origin(found, made[0].how, command)
 
 
 # --- calculated for GPUs --------------------------------------------------------------------------
@@ -137,7 +130,7 @@ TABLES = {   # a table's name: its text
     "gathered": partial(of, memory.gathered_table, "memory"),
     "prepacking": partial(of, prepacking.kinds_table, "prepacking"),
     "speed": partial(of_bench, bench.speed_table, command=False),
-    "bench": whole_bench,
+    "bench": partial(of_bench, lambda *found: [bench.table(result, False) for result in found]),
     "parts": partial(of_bench, bench.parts_table),
     "gpu ladder": partial(calculated, gpu_ladder),
     "gpu ladder llama": partial(calculated, partial(gpu_ladder, model="llama-2-7b")),
