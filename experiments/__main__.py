@@ -20,6 +20,7 @@ import command_line
 from experiments import (
     bench,
     figures,
+    gpu,
     ladder,
     memory,
     pictures,
@@ -67,8 +68,8 @@ EXPERIMENTS = {
     "bench": Experiment(
         bench.measure, lambda found: [bench.table(found), bench.parts_table(found)],
         "a quarter of the requests, the small model, one run each", figures.bench, bench.FLAGS)}
-COMMANDS = {"train": (train.train, train.FLAGS), "tables": (tables.write, tables.FLAGS),
-            "pictures": (pictures.draw, {})}
+COMMANDS = {"gpu": (gpu.calculate, gpu.FLAGS), "train": (train.train, train.FLAGS),
+            "tables": (tables.write, tables.FLAGS), "pictures": (pictures.draw, {})}
 
 
 def measure(experiment, args, command):

@@ -65,58 +65,58 @@ def of_bench(make, command=True):
 
 def gpu_ladder(found, model="gpt2-xl"):
     gpus = found["ladder"][model]
-    head = ["calculated, " + model, *(f"{gpu}: {what}" for gpu in gpus
-                                      for what in ("tokens/s", "TTFT", "ITL p99")),
-            "W1: passes", "W1: useful"]
-    rows = []
+    yield ["calculated, " + model, *(f"{gpu}: {what}" for gpu in gpus
+                                     for what in ("tokens/s", "TTFT", "ITL p99")),
+           "W1: passes", "W1: useful"]
     for stage, counts in next(iter(gpus.values())).items():
         cells = [cell for f in gpus.values() for cell in (
             f"{f[stage]['tokens_per_s']:,.0f}", f"{f[stage]['ttft_ms']['mean']:,.0f} ms",
             f"{f[stage]['itl_ms']['p99']:,.0f} ms")]
-        rows.append([stage, *cells, f"{counts['passes']:,}", f"{counts['useful']:.0%}"])
-    return Table(head, rows)
+        yield [stage, *cells, f"{counts['passes']:,}", f"{counts['useful']:.0%}"]
 
 
 def gpu_machine(found):
-    return Table(["tokens/s", "stage", "measured", "calculated", "error"], [
-        [r["workload"], r["stage"], f"{r['measured']:,.0f}", f"{r['calculated']:,.0f}",
-         f"{r['calculated'] / r['measured'] - 1:+.0%}".replace("-0%", "+0%")]
-        for r in found["this_machine"]])
+    yield ["tokens/s", "stage", "measured", "calculated", "error"]
+    for r in found["this_machine"]:
+        yield [r["workload"], r["stage"], f"{r['measured']:,.0f}", f"{r['calculated']:,.0f}",
+               f"{r['calculated'] / r['measured'] - 1:+.0%}".replace("-0%", "+0%")]
 
 
 def gpu_published(found):
-    """As beyond.published prints it, but the first row of each source links to it."""
+    """As the command's, but the first row of each source links to it."""
     head, *rows = published.cells(found["published"])
     links = {source: f"[{source}](https://{re.match('[^ ,]+', text)[0].rstrip(':')})"
              for source, text in published.SOURCES.items()}
-    return Table(head, [[name.replace(source := name.rstrip("*"), links.pop(source, source)), *row]
-                        for name, *row in rows])
+    yield head
+    for name, *row in rows:
+        source = name.rstrip("*")
+        yield [name.replace(source, links.pop(source, source)), *row]
 
 
 def gpu_capacity(found):
-    rows = []
-    for limit, (*budgets, whole) in ((limit, rates.values())
-                                     for limit, rates in found["capacity"].items()):
-        rows.append([limit, *(f"{rate:.1f} requests/s" for rate in (*budgets, whole)),
-                     f"{max(budgets) / whole:.1f}" if whole else "–"])
-    return Table(["ITL p99 below", "budget 512", "budget 2,048", "whole prompts", "best / whole"],
-                 rows)
+    yield ["ITL p99 below", "budget 512", "budget 2,048", "whole prompts", "best / whole"]
+    for limit, rates in found["capacity"].items():
+        *budgets, whole = rates.values()
+        yield [limit, *(f"{rate:.1f} requests/s" for rate in rates.values()),
+               f"{max(budgets) / whole:.1f}" if whole else "–"]
 
 
 def gpu_growth(found):
-    return Table(["requests on 16 replicas", "seconds to calculate", "peak memory"], [
-        [f"{r['requests']:,}", f"{r['seconds']:,.0f}", f"{r['peak_mb']:,.0f} MB"]
-        for r in found["growth"]])
+    yield ["requests on 16 replicas", "seconds to calculate", "peak memory"]
+    for r in found["growth"]:
+        yield [f"{r['requests']:,}", f"{r['seconds']:,.0f}", f"{r['peak_mb']:,.0f} MB"]
 
 
-def calculated(make):
-    return markdown(make(results.load("gpu"))) + below("calculated; `python -m experiments.gpu`")
+def calculated(table):
+    """Of docs/gpu.md."""
+    head, *rows = table(results.load("gpu"))
+    return markdown(Table(head, rows)) + below("calculated; `python -m experiments gpu`")
 
 
-def measured_growth():
-    found = results.load("gpu")
-    return markdown(gpu_growth(found)) + below(f"measured on {found['measured']['machine']}; "
-                                               "`python -m experiments.gpu --parts growth`")
+def committed_growth():
+    head, *rows = gpu_growth(found := results.load("gpu"))
+    return markdown(Table(head, rows)) + below(f"measured on {found['measured']['machine']}; "
+                                               "`python -m experiments gpu --parts growth`")
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ TABLES = {   # a table's name: its text
     "gpu machine": partial(calculated, gpu_machine),
     "gpu published": partial(calculated, gpu_published),
     "gpu capacity": partial(calculated, gpu_capacity),
-    "gpu growth": measured_growth}
+    "gpu growth": committed_growth}
 
 
 def renewed(text):

@@ -43,7 +43,7 @@ def test_this_machine_is_calculated_from_the_benchmark_that_is_there():
     """
     If it is not:
 
-        python -m experiments.gpu --parts this_machine --json experiments/results/gpu.json
+        python -m experiments gpu --parts this_machine --json experiments/results/gpu.json
     """
     said, again = results.load("gpu")["this_machine"], gpu.this_machine()
     for old, new in zip(said, again, strict=True):
