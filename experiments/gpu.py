@@ -2,10 +2,9 @@
 Every lesson about time on GPUs, calculated by beyond/simulate.py: nothing here is measured but the
 seconds that the calculation itself takes.
 
-    python -m experiments.gpu --json experiments/results/gpu.json     ten minutes
-    python -m experiments.gpu --draw                                  the pictures, from that file
+    python -m experiments gpu --json experiments/results/gpu.json     ten minutes
+    python -m experiments gpu --draw                                  the pictures, from that file
 """
-import argparse
 import bisect
 import inspect
 import random
@@ -25,6 +24,7 @@ from experiments import results
 from experiments.bench import KNOBS, workload
 from experiments.figures import curves, finished, grouped_bars, log_axis
 from loading.stages import STAGES
+from toolbox import flags
 from views import plots
 
 PICTURES = results.FOLDER.parent / "pictures"
@@ -222,12 +222,14 @@ def draw(found):
     finished(figure, PICTURES / "gpu-roofline.png", rect=(0, 0.07, 1, 1))
 
 
-def main(argv=None):
-    p = argparse.ArgumentParser(prog="python -m experiments.gpu", description=__doc__)
-    p.add_argument("--json", metavar="FILE.json", help="write the figures")
-    p.add_argument("--parts", nargs="+", choices=PARTS, help="calculate these only, keep the rest")
-    p.add_argument("--draw", action="store_true", help="draw what results/gpu.json holds")
-    args = p.parse_args(argv)
+FLAGS = {"--json": dict(metavar="FILE.json", help="write the figures"),
+         "--parts": dict(nargs="+", choices=PARTS, help="calculate these only, keep the rest"),
+         "--draw": dict(action="store_true", help="draw what results/gpu.json holds")}
+
+
+def calculate(args):
+    """Every lesson about time on GPUs, calculated: ten minutes."""
+    flags.check_path(args.json, "--json")
     if args.draw:
         draw(results.load("gpu"))
         return 0
@@ -239,9 +241,6 @@ def main(argv=None):
         found[name] = PARTS[name]()
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
         if args.json:
-            results.keep(args.json, "python -m experiments.gpu", "calculated", **found)
+            results.keep(args.json, " ".join(["python -m experiments", *sys.argv[1:]]),
+                         "calculated", found)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
