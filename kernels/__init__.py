@@ -3,12 +3,9 @@ What `fast = model.optimize()` makes: a snapshot that computes a whole pass in o
 
 Nothing here is a lesson about batching. It is here so that the ladder's top rungs can be compared
 with other programs. A snapshot holds packed copies of the weights, and the model that they came
-from, about which it changes nothing. It is called like the model:
-
-    logits = fast(batch.tokens, batch.positions, batch.attend, batch.wanted)
-
-It takes the place of exactly three layouts, those of stages 0, 6 and 7, and of a bare call for one
-sequence; anything else is computed by the model. docs/kernels.md says what is promised.
+from, about which it changes nothing, and is called like it. It takes the place of exactly three
+layouts, those of stages 0, 6 and 7, and of a bare call for one sequence; anything else is computed
+by the model. docs/kernels.md says what is promised.
 """
 import copy
 import ctypes
@@ -77,8 +74,6 @@ def digests():
             for file in FILES}
 
 
-# --- whether what runs is what the repository's files say -----------------------------------------
-
 @cache
 def in_repository(file):
     path = Path(file).resolve()
@@ -104,8 +99,6 @@ def check_methods(thing, *names):
                 raise ValueError(f"{owner.__name__}.{name} has been replaced")
 
 
-# --- the snapshot ---------------------------------------------------------------------------------
-
 class Snapshot(nn.Module):
     """A model's weights, packed, and the model, which answers all else that is asked of it."""
 
@@ -127,10 +120,7 @@ class Snapshot(nn.Module):
             self.passes[why] += bool(attend)   # a bare call does not count
 
     def compiled(self, tokens, positions, attend, wanted):
-        """
-        The pass in one compiled call. ValueError: it cannot be, and why. IndexError, as torch's,
-        for a token or a position that the model does not have.
-        """
+        """The pass in one compiled call. ValueError: it cannot be, and why."""
         for part in self.parts:
             check_methods(part)
         space, N, V = type(self.model).forward.__globals__, tokens.numel(), self.weights.vocabulary
@@ -177,16 +167,12 @@ class Snapshot(nn.Module):
             done = native.library().step(
                 self.weights.of_model, self.weights.of_layers, *stream, N, native.numbers(pieces),
                 len(layout.plan), logits.data_ptr(), torch.get_num_threads(), native.SECONDS)
-        if done < N:
-            raise IndexError(f"token id {tokens[done]} at position {positions[done]}: the model "
-                             f"has {V} tokens and {self.config.block_size} positions")
+        if done < N:   # the model says so in torch's words
+            raise ValueError("the model does not have these tokens or positions")
         return logits.view(*places.shape, V)
 
     def addresses(self, kv, lead):
-        """
-        (where a KV's keys are in each layer, where its values are, slots in it), kept with the KV.
-        lead: its axes before the heads
-        """
+        """(addresses of its keys in each layer, of its values, slots), kept with the KV."""
         kept = vars(kv).get("addresses")
         if kept is None or kept[0] is not kv.k.get(0):
             check_methods(kv, "KV")

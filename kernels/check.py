@@ -3,9 +3,8 @@ Checks the compiled step against the files that it stands for, and records that 
 
     python -m kernels.check
 
-On random passes of stages 0, 6 and 7: the logits are the plain model's to rounding, and bit for bit
-those of the request alone. Only if all agree does it write checked.json, without which optimize()
-returns models as they are.
+On random passes of stages 0, 6 and 7, the logits must be the plain model's to rounding, and bit for
+bit those of the request alone. Without its record, optimize() returns models as they are.
 """
 import json
 import random
@@ -16,10 +15,10 @@ from types import SimpleNamespace
 
 import torch
 
-import generate_paged
-import generate_ragged
-import generate_unbatched
 from cache import KV
+from generate_paged import Paged
+from generate_ragged import Flat
+from generate_unbatched import Alone
 from kernels import LAYOUTS, RECORD, Snapshot, digests, native
 from loading.llama import Llama, LlamaConfig
 from model import GPT, GPTConfig
@@ -58,9 +57,8 @@ def fault(examples=30):
             request.block_size, request.block_table = 40, pages[40 * i:40 * (i + 1)]
         for _ in range(8):
             plan = [(r, rng.randint(1, r.todo)) for r in rng.sample(requests, rng.randint(1, 4))]
-            layout = {"Alone": lambda: generate_unbatched.Alone(requests[0], use_cache=True),
-                      "Flat": lambda: generate_ragged.Flat(plan),
-                      "Paged": lambda: generate_paged.Paged(plan, pool, books)}[kind]()
+            layout = {"Alone": Alone(requests[0], use_cache=True), "Flat": Flat(plan),
+                      "Paged": Paged(plan, pool, books)}[kind]
             last = torch.tensor([n for _, n in layout.plan]).cumsum(0) - 1
             wanted = (0, last) if kind == "Alone" else last
             theirs, mine = (compute(layout.tokens, layout.positions, layout.attend, wanted)
@@ -77,14 +75,11 @@ def fault(examples=30):
 
 
 def main():
-    why = native.problem() or fault()
-    if why:
-        print(f"not recorded: {why}", file=sys.stderr)
-        return 1
+    if why := native.problem() or fault():
+        sys.exit(f"not recorded: {why}")
     RECORD.write_text(json.dumps(digests(), indent=1) + "\n")
     print(f"the compiled step agrees with the files; wrote {RECORD.name}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

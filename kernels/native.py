@@ -23,7 +23,6 @@ LOCK = Lock()   # one step at a time: they share working memory, clocks and the 
 
 SOURCE = Path(__file__).with_name("native.cpp")
 COMPILER = os.environ.get("CXX") or "g++"
-INSTALL = {"darwin": "brew install gcc, then CXX=g++-15"}.get(sys.platform, "apt install g++")
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp",
          "-fno-math-errno", "-fno-trapping-math",   # these let exp() become vector instructions
          "-ffp-contract=off",                       # every rounding as it is written
@@ -31,18 +30,15 @@ FLAGS = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp",
 FLOAT = dict(dtype=torch.float32, device="cpu")   # said everywhere: programs may set other defaults
 
 
-# --- building and loading -------------------------------------------------------------------------
-
 @cache
 def problem():
     """Why native.cpp cannot be used here, in a line. None: it can be."""
     try:
         library()
     except FileNotFoundError:
-        return f"there is no {COMPILER} ({INSTALL})"
+        return f"there is no {COMPILER} (apt install g++)"
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        hint = f" ({INSTALL})" if sys.platform == "darwin" else ""   # its g++ has no OpenMP
-        return f"{COMPILER} cannot build native.cpp: {' '.join(str(error).split())}{hint}"
+        return f"{COMPILER} cannot build native.cpp: {' '.join(str(error).split())}"
 
 
 @cache
@@ -80,13 +76,10 @@ def build():
     return path
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
 def keep_memory():
     """
-    Has glibc keep what it got from the system: it would give large temporaries back, and the system
-    clears the memory of each new one. That is a quarter of stage 1's time at GPT-2's size. Threads
-    that began before this have heaps of their own, which cannot hold large ones.
+    Has glibc keep what it got from the system, which clears the memory of each new temporary: a
+    quarter of stage 1's time at GPT-2's size. It helps threads that begin afterwards.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:   # never trim; no mappings of their own; one heap for all threads
@@ -98,9 +91,7 @@ def address(tensor, dtype, shape):
     """Where a tensor's numbers are. ValueError unless it is plain, contiguous and on the CPU."""
     if (type(tensor) is not torch.Tensor or tensor.dtype is not dtype or tensor.shape != shape
             or tensor.device.type != "cpu" or not tensor.is_contiguous()):
-        found = (f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-                 if torch.is_tensor(tensor) else f"a {type(tensor).__name__}")
-        raise ValueError(f"it needs a contiguous {dtype} {tuple(shape)} on cpu, not {found}")
+        raise ValueError(f"it is for a contiguous {dtype} {tuple(shape)} on the CPU")
     return tensor.data_ptr()
 
 
@@ -109,13 +100,10 @@ def numbers(values):
     return (ctypes.c_int64 * len(values))(*values)
 
 
-# --- weights --------------------------------------------------------------------------------------
-
 def pack(weight):
     """
-    A weight (n, k) in the order in which it is read: (panels, k, columns of a panel). A step reads
-    hundreds of megabytes, each once. In pages of 4 KB, which is what Linux gives unless asked for
-    2 MB, finding them takes a quarter of attention's time.
+    A weight (n, k) in the order in which it is read: (panels, k, columns of a panel). Linux is
+    asked for pages of 2 MB: with 4 KB, finding them takes a quarter of attention's time.
     """
     (n, k), width = weight.shape, library().panel_width()
     packed = torch.empty(-(-n // width), k, width, **FLOAT)

@@ -11,7 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, wraps
 from pathlib import Path
@@ -38,7 +38,7 @@ import generate_ragged
 import kernels
 from beyond.fairness import SCHEDULERS
 from cache import KV
-from checks.check import Check, summary
+from checks.check import Check
 from checks.traps import TRAPS, broken, function_named
 from checks.xray import XRay
 from generate_paged import Paged
@@ -246,7 +246,7 @@ SANITIZED = """
 import sys
 import pytest
 import test_kernels
-test_kernels.rebuilt(pytest.MonkeyPatch(), *sys.argv[1:], flags=[
+test_kernels.rebuilt(pytest.MonkeyPatch(), sys.argv[1], flags=[
     "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"])
 test_kernels.test_a_multiplication_of_any_size()
 test_kernels.test_nan_and_infinity_stay()
@@ -256,13 +256,7 @@ assert [*test_kernels.all_faults()] == []
 
 @thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
-@pytest.mark.parametrize("right, wrong, message", [
-    ("", "", ""),
-    ("x = x > -87.f ? x < 88.f ? x : 88.f : -87.f;", "x = x < -87.f ? -87.f : x > 88.f ? 88.f : x;",
-     "runtime error"),
-    ("j < cols; j++) part[j] = gelu", "j <= cols; j++) part[j] = gelu", "AddressSanitizer")],
-    ids=["as it is", "undefined", "out of bounds"])
-def test_native_under_sanitizers(right, wrong, message, tmp_path):
+def test_native_under_sanitizers(tmp_path):
     """In a build that stops at the first fault."""
     libraries = [subprocess.run([*native.COMPILER.split(), f"-print-file-name={name}"],
                                 capture_output=True, text=True, check=True).stdout.strip()
@@ -271,11 +265,11 @@ def test_native_under_sanitizers(right, wrong, message, tmp_path):
         pytest.skip(f"{native.COMPILER} has no sanitizers here")
     tests = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", SANITIZED, tmp_path, right, wrong], capture_output=True, text=True,
+        [sys.executable, "-c", SANITIZED, tmp_path], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}",
              "LD_PRELOAD": ":".join(libraries),
              "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0"})
-    assert message in done.stderr and (done.returncode == 0) == (not wrong), done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # --- the snapshot ---------------------------------------------------------------------------------
@@ -287,7 +281,7 @@ def test_the_record_is_that_of_the_files_as_they_stand():
     assert kernels.digests() == json.loads(kernels.RECORD.read_text()), "python -m kernels.check"
 
 
-def test_the_command_records_only_what_agrees(monkeypatch, tmp_path, capsys):
+def test_the_command_records_only_what_agrees(monkeypatch, tmp_path):
     monkeypatch.setattr(checking, "RECORD", tmp_path / "checked.json")
     for name in ("no causal rule in a chunk", "pages read in one piece",
                  "a chunk reads to the end of its prompt"):
@@ -296,11 +290,12 @@ def test_the_command_records_only_what_agrees(monkeypatch, tmp_path, capsys):
         file = function.__code__.co_filename
         with broken(name, show=False):
             function.__code__ = function.__code__.replace(co_filename=file)   # as if it stood there
-            assert checking.main() == 1
-        assert "not recorded: native.cpp computes something else" in capsys.readouterr().err
+            with pytest.raises(SystemExit, match="not recorded: native.cpp computes"):
+                checking.main()
         assert not checking.RECORD.exists()
     fresh(monkeypatch)
-    assert checking.main() == 0 and checking.RECORD.exists()
+    checking.main()
+    assert checking.RECORD.exists()
 
 
 @pytest.mark.parametrize("model, message", [
@@ -441,17 +436,14 @@ def test_defaults_make_no_difference(change, value, back, monkeypatch):
 @pytest.mark.parametrize("stage", ["ragged_varlen", "paged"])
 def test_threads_on_one_snapshot(stage):
     fast, runs = PLAIN.optimize(), [mixed() for _ in range(4)]
-    threads = [threading.Thread(target=STAGES[stage], args=(fast, run)) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        [*threads.map(lambda run: STAGES[stage](fast, run), runs)]
     right = [alone(PLAIN, request)[0] for request in mixed()]
     assert all([request.generated for request in run] == right for run in runs)
 
 
 @pytest.mark.parametrize("compiler, message", [
-    ("no-such-compiler", f"there is no no-such-compiler ({native.INSTALL})"),
+    ("no-such-compiler", "there is no no-such-compiler (apt install g++)"),
     ("false", "false cannot build native.cpp: no message")])
 def test_a_failed_build_says_so_in_a_line(compiler, message, monkeypatch, capsys):
     fresh(monkeypatch)
@@ -461,23 +453,15 @@ def test_a_failed_build_says_so_in_a_line(compiler, message, monkeypatch, capsys
         assert capsys.readouterr().err == f"compiled step: no, {message}\n"
 
 
-@pytest.mark.parametrize("wrong, message", [
-    ("x", "a str"), (torch.ones(2, 3).T, "contiguous"), (torch.ones(3, 2).double(), "float64"),
-    (torch.ones(2, 3), r"\(2, 3\)"), (torch.ones(3, 2, device="meta"), "on meta")])
-def test_no_other_tensor_comes_through_the_door(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        native.address(wrong, torch.float32, (3, 2))
+def test_an_address_is_given_for_nothing_else():
+    right = torch.ones(3, 2)
+    assert native.address(right, torch.float32, (3, 2)) == right.data_ptr()
+    for wrong in "x", torch.ones(2, 3).T, right.double(), torch.ones(2, 3), right.to("meta"):
+        with pytest.raises(ValueError, match="a contiguous"):
+            native.address(wrong, torch.float32, (3, 2))
 
 
-@pytest.mark.parametrize("stage, exact", [("paged", True), ("interleaved", False)])
-def test_the_check_says_bit_for_bit(stage, exact):
-    fast = PLAIN.optimize()
-    for model, other, says in (PLAIN, None, False), (PLAIN, fast, exact):
-        requests = [replace(request, prompt=[1, 2, 3]) for request in REQUESTS]
-        check = Check(model, requests, exact=other)
-        STAGES[stage](fast, requests, on_token=check.on_token)
-        assert summary(check()).endswith("8/8 requests identical to unbatched, bit for bit") == says
-    (token, row), *rest = check.told[requests[3]]
-    row = torch.cat([row[:1].nextafter(torch.tensor([9.0])), row[1:]])   # the next number
-    check.told[requests[3]] = [(token, row), *rest]
-    assert "bit for bit" not in summary(check())
+def test_a_token_that_the_model_does_not_have_is_refused_as_by_the_model():
+    for model in PLAIN, PLAIN.optimize():
+        with pytest.raises(IndexError, match="index out of range"):
+            model(torch.tensor([[1, 13]]))
