@@ -89,17 +89,21 @@ static inline void fetch(uintptr_t from, i64 numbers) {
     for (i64 i = 0; i < numbers; i += 16) __builtin_prefetch((const void*)(from + 4 * i));
 }
 
-// y (R, cols) += x (R, k) w (k, C * W). `ahead`: what is read next, fetched meanwhile.
+// y (R, cols) += x (R, k) w (k, C * W). `ahead`: what is read next, fetched meanwhile: a row of it at
+// every so many steps. Evenly, so that the memory is busy all the time: in the first steps alone they
+// would wait for it, and it would rest in the others.
 template <i64 R, i64 C>
 static void tile(const float* x, i64 x_row, const float* w, i64 w_row, float* y, i64 y_row,
-                 i64 k, i64 cols, uintptr_t ahead, i64 ahead_k) {
+                 i64 k, i64 cols, uintptr_t ahead, i64 every) {
     vec sum[R][C] = {};
-    for (i64 i = 0; i < k; i++) {
+    for (i64 i = 0, wait = every; i < k; i++) {
         vec b[C];
         for (i64 c = 0; c < C; c++) b[c] = *(const vec*)(w + i * w_row + c * W);
-        if (i < ahead_k)
+        if (--wait == 0) {
             for (i64 c = 0; c < C; c++) __builtin_prefetch((const void*)(ahead + 4 * c * W));
-        ahead += 4 * w_row;
+            ahead += 4 * w_row;
+            wait = every;
+        }
         for (i64 r = 0; r < R; r++) {
             vec a = x[r * x_row + i] - vec{};     // the same number in all places
             for (i64 c = 0; c < C; c++) sum[r][c] = multiply_add(a, b[c], sum[r][c]);
@@ -169,13 +173,13 @@ static void linear(const float* x, Matrix weight, float* y, i64 m, i64 k, i64 n,
                 sum = after == ADD ? sum + bias : bias;
             }
         for (i64 at = 0; at < k; at += DEPTH) {
-            i64 depth = min(DEPTH, k - at), share = (depth + blocks - 1) / blocks;
+            i64 depth = min(DEPTH, k - at);
             const float* w = weight.packed + first * k + at * PANEL;
             for (i64 block = 0; block < blocks; block++) {
                 i64 r = m * block / blocks, rows = m * (block + 1) / blocks - r;   // equal parts
-                // While one piece of w is multiplied, each block fetches its share of the next.
+                // While one piece of w is multiplied, each block fetches its share of the next piece.
                 tile_of(rows, COLS)(x + r * k + at, k, w, PANEL, y + r * n + first, n, depth, cols,
-                                    place(w, (depth + block * share) * PANEL), share);
+                                    place(w, (depth + depth * block / blocks) * PANEL), blocks);
             }
         }
         if (after == GELU)
