@@ -31,7 +31,7 @@ def load_model(name="builtin", dtype=torch.float32):
     A Llama is read tensor by tensor from memory-mapped safetensors files: it takes its weights and,
     if these are converted, one tensor of the file more until it is read.
     """
-    if weights.kind_of(weights.locate(name)[0].parent, name) == "gpt2":
+    if weights.kind_of(name) == "gpt2":
         return GPT.from_pretrained(name).to(dtype)
     def make(config):
         return Llama(LlamaConfig(**config))
