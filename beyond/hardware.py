@@ -1,15 +1,15 @@
 """
 How long a forward pass takes on a GPU, calculated from a data sheet (sheets.json).
 
-    arithmetic = operations of (rows + 90 of a tile) / (share x peak)
+    arithmetic = operations of (rows + 85 of a tile) / (share x peak)
     reading    = bytes / (0.85 x bandwidth)
     seconds    = sqrt(arithmetic^2 + reading^2) + engine + all-reduces
 
 A GPU overlaps reading and arithmetic, but never all of it: the root lies between the larger of the
 two and their sum. For 3 ms and 4 ms it says 5. A matrix is computed in tiles of many rows, so a
 pass over few rows computes most of a tile in vain: of its peak it reaches share x rows / (rows +
-90). `share` belongs to a generation of GPUs, 0.59 for Hopper (its clocks fall under full load) and
-0.72 for the others. An engine has its time between two passes, and one for each token it samples.
+85). `share` belongs to a generation of GPUs, 0.58 for Hopper (its clocks fall under full load) and
+0.71 for the others. An engine has its time between two passes, and one for each token it samples.
 
 All were chosen on one half of the published runs and tested on the other: beyond/published.py.
 """
@@ -22,7 +22,7 @@ from toolbox.validate import is_whole
 from toolbox.weights import KINDS
 
 SHEETS = json.loads(Path(__file__).with_name("sheets.json").read_text(encoding="utf-8"))
-BANDWIDTH_SHARE, LINK_SHARE, TILE = 0.85, 0.39, 90   # TILE: in rows
+BANDWIDTH_SHARE, LINK_SHARE, TILE = 0.85, 0.45, 85   # TILE: in rows
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GiB = 2**30
 ENGINES = SHEETS["engines"]   # {name: {"overhead", "per_request"}}, for dataclasses.replace(gpu)
@@ -37,7 +37,7 @@ class GPU:
     memory: float
     link: float = 12e9         # bytes/s each way; the default is PCIe
     link_latency: float = 30e-6
-    share: float = 0.72        # of the peak, in a pass of many rows
+    share: float = 0.71        # of the peak, in a pass of many rows
     tile: float = TILE
     overhead: float = ENGINES["tensorrt-llm"]["overhead"]         # seconds between two passes
     per_request: float = ENGINES["tensorrt-llm"]["per_request"]   # and for each sampled token
