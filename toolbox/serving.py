@@ -8,9 +8,10 @@ from functools import partial
 
 import uvicorn
 
+from beyond import tensor_parallel
 from beyond.engine import Engine, RankEngine
 from loading.load import load
-from toolbox import flags, torchrun
+from toolbox import flags
 from toolbox.validate import at_least_1
 from toolbox.web import LOCAL, Connection
 
@@ -35,7 +36,7 @@ def main(Server):
     flags.add_place(p)
     flags.add_optimize(p)
     if "RANK" in os.environ:
-        torchrun.run_on_ranks(p, partial(serve, Server))
+        tensor_parallel.run_on_ranks(p, partial(serve, Server))
     raise SystemExit(p.run(partial(serve, Server)))
 
 
@@ -56,8 +57,7 @@ def serve(Server, args):
         model, tokenizer = load(args.model)
         model.to(flags.device_of(args), flags.DTYPES[args.dtype])
         if ranks > 1:
-            from beyond.tensor_parallel import shard
-            model = shard(model)
+            model = tensor_parallel.shard(model)
         return model.optimize() if args.optimize else model, tokenizer
 
     # In a thread that ends, and its OpenMP threads with it: the engine's own, in the engine's
