@@ -116,8 +116,8 @@ class Shape:
         weights = (self.linears + self.vocabulary * (1 if self.tied else 2)) * self.size
         room = int((0.9 * gpu.memory - weights - 0.5e9) // self.kv_bytes)
         if room < 1:
-            raise ValueError(f"the weights take {weights / GiB:.1f} GiB a GPU, which has "
-                             f"{gpu.memory / GiB:.1f}: take a larger --gpu or --tp")
+            raise ValueError(f"the weights take {weights / GiB:.1f} GiB of each GPU's memory, "
+                             f"which has {gpu.memory / GiB:.1f} GiB")
         return room
 
 

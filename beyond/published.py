@@ -58,10 +58,12 @@ def passes(number, prompt, answer, room, max_batch=2048, token_budget=8192):
         budget, new = token_budget - decodes, 0
         for i, left in enumerate(prefills):
             n = min(left, budget)
+            if n == 0:
+                break
             end = prompt - left + n
-            budget, slots, keys, scores = budget - n, slots + n, keys + end * (n > 0), scores + n * end
+            slots, keys, scores = slots + n, keys + end, scores + n * end
+            budget, new = budget - n, new + (n == left)
             prefills[i] -= n
-            new += n == left
         for _ in range(new):
             prefills.popleft()
         yield slots, sampled + new, scores, keys
@@ -73,27 +75,41 @@ def passes(number, prompt, answer, room, max_batch=2048, token_budget=8192):
         step += 1
 
 
+def machine(run):
+    """(shape, GPU) of a run, with its engine."""
+    shape = replace(MODELS[run["model"]], tp=run["tp"])
+    return shape, replace(GPUS[run["gpu"]], **ENGINES[run["engine"]])
+
+
+def counted(run):
+    """(passes, tokens of all answers) of a run whose requests are equal."""
+    kind, number, prompt, answer = run["kind"], run["requests"], run["input"], run["output"]
+    shape, gpu = machine(run)
+    room, many = shape.room(gpu), 2048 if kind == "in-flight" else number
+    if kind == "clients":   # each sends three requests, one after another
+        number *= 3
+    if kind == "static" and number * (prompt + answer) < 1.2 * room:   # it was one batch
+        room = 10**9
+    return passes(number, prompt, answer, room, many), number * answer
+
+
 def calculate(run, figures_of):
     """{figure: value} of a run, a dict. figures_of: beyond.simulate.figures_of"""
-    shape, gpu = replace(MODELS[run["model"]], tp=run["tp"]), GPUS[run["gpu"]]
-    gpu, room = replace(gpu, **ENGINES[run["engine"]]), shape.room(gpu)
-    kind, number, prompt, answer = run["kind"], run["requests"], run["input"], run["output"]
-    equal = answer is not None
-    if equal and run["figure"] == "tokens_per_s" or kind == "prompt":
-        many = 2048 if kind == "in-flight" else number
-        if kind == "clients":   # each sends three requests, one after another
-            number *= 3
-        if kind == "static" and number * (prompt + answer) < 1.2 * room:   # it was one batch
-            room = 10**9
-        seconds = sum(shape.seconds(gpu, shape.parts(slots, sampled, scores, keys), slots, sampled)
-                      for slots, sampled, scores, keys in passes(number, prompt, answer, room, many))
-        return {"tokens_per_s": number * answer / seconds, "ttft_ms": 1e3 * seconds}
-    lengths = [(prompt, answer)] * 3 * (number if kind == "clients" else 40) if equal else \
-        {"nano_vllm": nano_vllm, "rahman": rahman}[prompt]()
+    shape, gpu = machine(run)
+    if run["output"] and run["figure"] == "tokens_per_s" or run["kind"] == "prompt":
+        all_passes, tokens = counted(run)
+        seconds = sum(shape.seconds(gpu, shape.parts(*counts), counts[0], counts[1])
+                      for counts in all_passes)
+        return {"tokens_per_s": tokens / seconds, "ttft_ms": 1e3 * seconds}
+    kind, number = run["kind"], run["requests"]
+    if run["output"]:
+        lengths = [(run["input"], run["output"])] * 3 * (number if kind == "clients" else 40)
+    else:
+        lengths = {"nano_vllm": nano_vllm, "rahman": rahman}[run["input"]]()
     load = {"clients": {"clients": number}, "rate": {"rate": number}}.get(kind, {})
     budget = {"LMDeploy": 8192, "nano-vllm": 16384}.get(run["source"], 2048)
     f = figures_of(shape, gpu, STAGES["paged"], workload(lengths), **load, max_batch=512,
-                   token_budget=budget, pages=room // 16)
+                   token_budget=budget, pages=shape.room(gpu) // 16)
     front = 1e3 * FRONT_END * (run["source"] in OVER_HTTP)
     return {"tokens_per_s": f["tokens_per_s"], "itl_ms": f["itl_ms"]["p50"],
             "ttft_ms": f["ttft_ms"]["mean"] + front}
@@ -143,7 +159,8 @@ def cells(rows):
     yield ["source", "run", "GPU", "model", "figure", "published", "calculated", "error"]
     for r in rows:
         size = f"{r['input']:,} in, {r['output']:,} out" if r["output"] else "mixed"
-        yield [r["source"] + "*" * (r["half"] == "chosen"), f"{r['kind']} {r['requests']:,}, {size}",
+        yield [r["source"] + "*" * (r["half"] == "chosen"),
+               f"{r['kind']} {r['requests']:,}, {size}",
                f"{r['tp']} x {r['gpu']}", r["model"], r["figure"], f"{r['published']:,.1f}",
                f"{r['calculated']:,.1f}", f"{r['error']:+.0%}".replace("-0%", "+0%")]
 

@@ -272,9 +272,9 @@ def with_memory(shape, gpu, generate, requests, knobs, clients=None, rate=None):
                                  + max(r.kv_tokens - len(r.prompt) for r in batch))
                    for batch in (requests[i:i + rows] for i in starts))
     if most > room and mine.get("use_cache", True):
-        what = f"lower --{flag}" if flag in knobs else f"--{flag} limits that"
+        advice = f": lower --{flag}" if flag in knobs else ""
         raise ValueError(f"{rows} requests at once may come to hold {most:,} tokens, and the "
-                         f"GPU's {gpu.memory / GiB:g} GiB have room for {room:,}: {what}")
+                         f"GPU's {gpu.memory / GiB:g} GiB have room for {room:,}{advice}")
     return mine, [name for name in ignored if name in knobs]
 
 

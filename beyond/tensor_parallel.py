@@ -95,10 +95,10 @@ def shard(model, group=None):
     return model
 
 
-# --- what is sent ---------------------------------------------------------------------------------
+# --- what is sent -------------------------------------------------------------------------------
 
 class Traffic:
-    """All-reduces of a run, the bytes of their tensors, and (on a CPU) the seconds spent in them."""
+    """All-reduces of a run, their tensors' bytes, and (on a CPU) the seconds spent in them."""
 
     def __init__(self, group=None):
         self.group = group

@@ -208,10 +208,10 @@ def stages():
     return markdown(head, lines).replace("| --- | ---: |", "| --- | --- |", 1)
 
 
-def gpu_ladder(found, model="gpt2-xl"):
-    gpus = found["ladder"][model]
-    yield ["calculated, " + model, *(f"{gpu}: {what}" for gpu in gpus
-                                     for what in ("tokens/s", "TTFT", "ITL p99")),
+def gpu_ladder(found):
+    gpus = found["ladder"]
+    yield ["calculated, llama-2-7b", *(f"{gpu}: {what}" for gpu in gpus
+                                       for what in ("tokens/s", "TTFT", "ITL p99")),
            "W1: passes", "W1: useful"]
     for stage, counts in next(iter(gpus.values())).items():
         cells = [cell for f in gpus.values() for cell in (
@@ -228,14 +228,14 @@ def gpu_machine(found):
 
 
 def gpu_published(found):
-    """As the command's, but the first row of each source links to it."""
-    head, *rows = published.cells(found["published"])
-    links = {source: f"[{source}](https://{re.match('[^ ,]+', text)[0].rstrip(':')})"
-             for source, text in published.SOURCES.items()}
-    yield head
-    for name, *row in rows:
-        source = name.rstrip("*")
-        yield [name.replace(source, links.pop(source, source)), *row]
+    yield from published.summary(found["published"])
+
+
+def gpu_sources(found):
+    yield ["source", "runs", "address, and what is assumed"]
+    for source, text in published.SOURCES.items():
+        yield [source, len({row["number"] or id(row) for row in found["published"]
+                            if row["source"] == source}), text]
 
 
 def gpu_capacity(found):
@@ -268,10 +268,9 @@ FILES = {ladder: "ladder", gaps: "gaps", rows: "rows", sharing: "memory", gather
          prepacking: "prepacking"}
 TABLES = {"stages": stages, "speed": speed, "parts": parts,
           "bench": committed_bench,
-          "gpu ladder llama": partial(calculated, partial(gpu_ladder, model="llama-2-7b")),
           "gpu growth": committed_growth,
          **{table.__name__.replace("_", " "): partial(calculated, table) for table in (
-             gpu_published, gpu_ladder, gpu_machine, gpu_capacity)},
+             gpu_published, gpu_sources, gpu_ladder, gpu_machine, gpu_capacity)},
          **{table.__name__: partial(committed, table, file) for table, file in FILES.items()}}
 
 
