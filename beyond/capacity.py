@@ -17,7 +17,7 @@ import math
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -157,7 +157,7 @@ def serve(shape, gpu, load, number, router, **knobs):
     for replica in replicas:
         replica.run_until(math.inf)
     tried = s.tries(load.requests, SCRIPTS["paged"], **knobs)
-    served = number * most_of_one(shape, gpu, load, tried, tuple(knobs.items()))
+    served = number * most_of_one(shape, gpu, replace(load, rate=1.0), tried, tuple(knobs.items()))
     return {**spans, "saved_tokens": sum(r.scheduler.counts["saved_tokens"] for r in replicas),
             "times": load.rate / served, "verdict": s.verdict(load.rate / served, tried)}
 
@@ -252,7 +252,7 @@ def run(args):
         print(f"no table: a replica of {args.model} fits on none of 1, 2, 4 and 8 x {args.gpu}")
     for *_, f in rows[-1:]:
         if f["verdict"] == s.TOO_SHORT:
-            print(f"too short to tell: use --requests {s.enough(f['times'])}")
+            print(s.advice(f["times"]))
     s.write(args.json, {"calculated": True, "rows": [
         {**dict(zip(head, cells)), **figures(f)} for *cells, f in rows]})
     return 0

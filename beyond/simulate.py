@@ -190,12 +190,12 @@ def figures_of(*args, **knobs):
 
 # --- can it keep up? ------------------------------------------------------------------------------
 
-TOO_SHORT = "too short to tell"
+TOO_SHORT, MOST_TRIED = "too short to tell", 5000
 
 
 def tries(number, generate, max_batch=1, **knobs):
     """How many requests find out what is served at most; fewer where they cost more."""
-    return max(number, 4 * max_batch, 1000 if generate in BOOKS else 250)
+    return max(min(number, MOST_TRIED), 4 * max_batch, 1000 if generate in BOOKS else 250)
 
 
 def most_served(shape, gpu, generate, requests, **knobs):
@@ -226,9 +226,11 @@ def verdict(times, tried):
     return "overloaded" if times > 1 else "keeps up"
 
 
-def enough(times):
-    """So many requests that `verdict` can tell; no more than a million."""
-    return min(math.ceil((1.5 / max(abs(times - 1), 1e-3)) ** 2) + 1, 10**6)
+def advice(times):
+    """What to do where `verdict` cannot tell."""
+    needed = math.ceil((1.5 / max(abs(times - 1), 1e-3)) ** 2) + 1
+    return f"{TOO_SHORT}: " + (f"use --requests {needed}" if needed <= MOST_TRIED else
+                               "the rate is that of the limit, within 2%")
 
 
 def owed(trace, time):
@@ -272,9 +274,9 @@ def with_memory(shape, gpu, generate, requests, knobs, clients=None, rate=None):
                                  + max(r.kv_tokens - len(r.prompt) for r in batch))
                    for batch in (requests[i:i + rows] for i in starts))
     if most > room and mine.get("use_cache", True):
-        advice = f": lower --{flag}" if flag in knobs else ""
+        hint = f": lower --{flag}" if flag in knobs else ""
         raise ValueError(f"{rows} requests at once may come to hold {most:,} tokens, and the "
-                         f"GPU's {gpu.memory / GiB:g} GiB have room for {room:,}{advice}")
+                         f"GPU's {gpu.memory / GiB:g} GiB have room for {room:,}{hint}")
     return mine, [name for name in ignored if name in knobs]
 
 
@@ -362,8 +364,7 @@ def run(args):
 
 def load_text(load, rate):
     """The lines that say whether a machine can keep up."""
-    text = load["verdict"] + (f": use --requests {enough(load['times'])}"
-                              if load["verdict"] == TOO_SHORT else "")
+    text = advice(load["times"]) if load["verdict"] == TOO_SHORT else load["verdict"]
     return (f"{text}; {rate:g} requests/s are {load['times']:.2f} times what it can serve, "
             f"{load['served_at_most']:,.2f}\n"
             f"tokens (prompts and answers): {load['offered_tokens_per_s']:,.0f} a second come, "

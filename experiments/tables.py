@@ -221,21 +221,15 @@ def gpu_ladder(found):
 
 
 def gpu_machine(found):
-    yield ["tokens/s", "stage", "measured", "calculated", "error"]
-    for r in found["this_machine"]:
-        yield [r["workload"], r["stage"], f"{r['measured']:,.0f}", f"{r['calculated']:,.0f}",
-               f"{r['calculated'] / r['measured'] - 1:+.0%}".replace("-0%", "+0%")]
+    workloads = dict.fromkeys(row["workload"] for row in found["this_machine"])
+    yield ["stage: error in tokens/s", *workloads]
+    for stage in dict.fromkeys(row["stage"] for row in found["this_machine"]):
+        yield [stage, *(f"{r['calculated'] / r['measured'] - 1:+.0%}".replace("-0%", "+0%")
+                        for r in found["this_machine"] if r["stage"] == stage)]
 
 
 def gpu_published(found):
     yield from published.summary(found["published"])
-
-
-def gpu_sources(found):
-    yield ["source", "runs", "address, and what is assumed"]
-    for source, text in published.SOURCES.items():
-        yield [source, len({row["number"] or id(row) for row in found["published"]
-                            if row["source"] == source}), text]
 
 
 def gpu_capacity(found):
@@ -270,7 +264,7 @@ TABLES = {"stages": stages, "speed": speed, "parts": parts,
           "bench": committed_bench,
           "gpu growth": committed_growth,
          **{table.__name__.replace("_", " "): partial(calculated, table) for table in (
-             gpu_published, gpu_sources, gpu_ladder, gpu_machine, gpu_capacity)},
+             gpu_published, gpu_ladder, gpu_machine, gpu_capacity)},
          **{table.__name__: partial(committed, table, file) for table, file in FILES.items()}}
 
 
