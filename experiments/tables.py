@@ -63,10 +63,10 @@ def of_bench(make, command=True):
 
 # --- calculated for GPUs --------------------------------------------------------------------------
 
-def gpu_ladder(found, model="gpt2-xl"):
-    gpus = found["ladder"][model]
-    yield ["calculated, " + model, *(f"{gpu}: {what}" for gpu in gpus
-                                     for what in ("tokens/s", "TTFT", "ITL p99")),
+def gpu_ladder(found):
+    gpus = found["ladder"]
+    yield ["calculated, llama-2-7b", *(f"{gpu}: {what}" for gpu in gpus
+                                       for what in ("tokens/s", "TTFT", "ITL p99")),
            "W1: passes", "W1: useful"]
     for stage, counts in next(iter(gpus.values())).items():
         cells = [cell for f in gpus.values() for cell in (
@@ -76,21 +76,15 @@ def gpu_ladder(found, model="gpt2-xl"):
 
 
 def gpu_machine(found):
-    yield ["tokens/s", "stage", "measured", "calculated", "error"]
-    for r in found["this_machine"]:
-        yield [r["workload"], r["stage"], f"{r['measured']:,.0f}", f"{r['calculated']:,.0f}",
-               f"{r['calculated'] / r['measured'] - 1:+.0%}".replace("-0%", "+0%")]
+    workloads = dict.fromkeys(row["workload"] for row in found["this_machine"])
+    yield ["stage: error in tokens/s", *workloads]
+    for stage in dict.fromkeys(row["stage"] for row in found["this_machine"]):
+        yield [stage, *(f"{r['calculated'] / r['measured'] - 1:+.0%}".replace("-0%", "+0%")
+                        for r in found["this_machine"] if r["stage"] == stage)]
 
 
 def gpu_published(found):
-    """As the command's, but the first row of each source links to it."""
-    head, *rows = published.cells(found["published"])
-    links = {source: f"[{source}](https://{re.match('[^ ,]+', text)[0].rstrip(':')})"
-             for source, text in published.SOURCES.items()}
-    yield head
-    for name, *row in rows:
-        source = name.rstrip("*")
-        yield [name.replace(source, links.pop(source, source)), *row]
+    yield from published.summary(found["published"])
 
 
 def gpu_capacity(found):
@@ -133,7 +127,6 @@ TABLES = {   # a table's name: its text
     "bench": partial(of_bench, lambda *found: [bench.table(result, False) for result in found]),
     "parts": partial(of_bench, bench.parts_table),
     "gpu ladder": partial(calculated, gpu_ladder),
-    "gpu ladder llama": partial(calculated, partial(gpu_ladder, model="llama-2-7b")),
     "gpu machine": partial(calculated, gpu_machine),
     "gpu published": partial(calculated, gpu_published),
     "gpu capacity": partial(calculated, gpu_capacity),
