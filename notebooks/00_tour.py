@@ -60,22 +60,19 @@ def seconds(rows, repeats=20):
 
 with torch.inference_mode():
     times = [(rows, seconds(rows)) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
-figure, axes = plt.subplots(1, 2, figsize=(8.75, 3.2))
+figure, axes = plt.subplots(figsize=(6, 3.2))
 for label, points in {"the built-in model": times, "GPT-2": results("rows")["points"]}.items():
     rows, passes = zip(*points)
-    axes[0].loglog(rows, [1e3 * s for s in passes], "o-", base=2, label=label)
-    axes[1].loglog(rows, [1e3 * s / n for n, s in points], "o-", base=2)
-axes[0].set(title="one forward pass, ms", xlabel="rows")
-axes[1].set(title="the same, ms per row", xlabel="rows")
-for axis in [axis for ax in axes for axis in (ax.xaxis, ax.yaxis)]:
+    axes.loglog(rows, [1e3 * s for s in passes], "o-", base=2, label=label)
+for axis in axes.xaxis, axes.yaxis:
     axis.set_major_formatter("{x:g}")
-axes[0].legend();
+axes.set(xlabel="rows", ylabel="ms for one forward pass")
+axes.legend();
 
 # %% [markdown]
-# On the left, a forward pass over more and more rows; on the right, the same time per row. Sixteen
-# rows take much less than sixteen times as long as one. (GPT-2's bump at two rows is the
-# library's: one row is a vector, which it multiplies in another way than a matrix, and a matrix of
-# two rows takes about as long as one of eight.)
+# A forward pass over more and more rows. Sixteen take much less than sixteen times as long as one.
+# (GPT-2's bump at two rows is the library's: one row is a vector, which it multiplies in another
+# way than a matrix, and a matrix of two rows takes about as long as one of eight.)
 #
 # ## Two questions
 #
@@ -172,15 +169,9 @@ show({"the published mask, step 4": published});
 #
 # ## Where to go from here
 #
-# | notebook | afterwards you can |
-# |---|---|
-# | [1. One request](01_one_request.ipynb) | read a mask; say why a KV cache is exact |
-# | [2. Rectangles](02_rectangles.ipynb) | pad prompts to one length, and count what that wastes |
-# | [3. Chunks and fusion](03_chunks_and_fusion.ipynb) | use a token budget; find the bug above |
-# | [4. No rows](04_no_rows.ipynb) | pack rows; drop them; skip what a mask only hides |
-# | [5. Memory](05_memory.ipynb) | keep caches in pages, share them, and choose what to preempt |
-# | [6. Cost](06_cost.ipynb) | say what a step costs, and choose a token budget |
-# | [7. Your engine](07_your_engine.ipynb) | put the loop together yourself, and let it guess |
+# [Notebook 1](01_one_request.ipynb) begins with a single request. Each of the next ones solves a
+# problem of the one before it, and in the last one you put an engine together.
+# [README.md](README.md) says what you can do after each of them.
 #
 # **Turn this knob.** Above, `token_budget=16`. Draw the timelines again with 8, and with 64. Which
 # stages change, and when does F get its first token?

@@ -44,30 +44,17 @@ source(MultiHeadAttention.forward)
 # on each row by itself, as if the others were not there. There is a single exception: the line
 # that calls `attend`.
 #
-# Is that so? `step_by_step` runs the steps of the first block on a tensor of 7 rows, and then on
-# one of its rows alone.
-
+# Is that so? Here are the steps of the first block on a tensor of 7 rows, and on one of them alone:
 
 # %%
-def step_by_step(x):
-    """The token-wise steps of the first block: {step: its output}."""
-    block, out = model.h[0], {}
-    out["LayerNorm"] = block.ln_1(x)
-    out["query"], out["key"], out["value"] = (
-        part(x) for part in (block.attn.query, block.attn.key, block.attn.value))
-    out["output projection"] = block.attn.c_proj(x)
-    out["FFN-up"] = block.mlp.c_fc(x)
-    out["GELU"] = torch.nn.functional.gelu(x, approximate="tanh")
-    out["FFN-down"] = block.mlp.c_proj(x.repeat(1, 4))
-    out["residual"] = x + x
-    return out
-
-
+block = model.h[0]
+steps = {"LayerNorm": block.ln_1, "query": block.attn.query, "key": block.attn.key,
+         "value": block.attn.value, "output projection": block.attn.c_proj,
+         "FFN-up": block.mlp.c_fc, "GELU": torch.nn.functional.gelu, "residual": lambda x: x + x}
 x = torch.randn(7, 128, generator=torch.Generator().manual_seed(0))
-with torch.no_grad():
-    for (name, together), alone in zip(step_by_step(x).items(), step_by_step(x[3:4]).values()):
-        print(f"{name:18} row 3 is the same alone:", torch.allclose(together[3], alone[0],
-                                                                    atol=1e-6))
+for name, step in steps.items():
+    print(f"{name:18} row 3 is the same alone:",
+          torch.allclose(step(x)[3], step(x[3:4])[0], atol=1e-6))
 
 # %% [markdown]
 # ## Change one token

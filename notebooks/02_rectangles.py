@@ -14,7 +14,7 @@
 from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, run
 from lesson import run_all, show, sizes, source, texts, timelines, tokenizer, word
 from exercises import exercise, solution
-import torch  # noqa: F401 (your code may need it)
+import torch
 from generate_dynamic import Rectangle, admit, leave
 
 requests = texts("Return the value of this function if", "The class", "Return True if the")

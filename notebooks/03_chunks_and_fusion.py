@@ -12,7 +12,7 @@
 from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, results
 from lesson import run, run_all, show, source, timelines
 from exercises import exercise, solution
-import torch  # noqa: F401 (your code below needs it)
+import torch
 import matplotlib.pyplot as plt
 from request import indices_due
 from scheduler import Scheduler
@@ -33,6 +33,7 @@ for name, points in measured["points"].items():
     steps, seconds = zip(*points)
     axes.plot(steps, [1e3 * s for s in seconds], ".-",
               label=f"{name}: at worst {1e3 * max(seconds):.0f} ms")
+axes.axvline(8, color="#999999", linestyle="--")   # the prompt arrives
 axes.set(xlabel="step", ylabel="ms since the last token", ylim=(0, None))
 axes.legend();
 
@@ -186,8 +187,8 @@ show({"stage 4: decodes of A, B, C, and a chunk of D": look("interleaved", small
 # Both kinds must be hidden.
 
 # %%
-ask("3.5: In the tutorial's example 21 of 32 slots are padding. If D's chunk had 16 tokens instead of 8,"
-    " how many slots would be padding?",
+ask("3.5: In the tutorial's example 21 of 32 slots are padding. If D's chunk had 16 tokens "
+    "instead of 8, how many slots would be padding?",
     guess=...)
 
 # %% [markdown]
@@ -306,8 +307,8 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
 # </details>
 #
 # **Claims** ([docs/sources.md](../docs/sources.md)): H12 (a budget, decodes first), I3 and I6 (one
-# call, or a plain prefill or decode), I4 (strip pads) and I5 (never sample from a part) hold. *Wrong
-# as published:* I8, all new slots are marked valid; H9, whose pads are linear in n and in B, not
-# quadratic; and I1, where the newest of 22 tokens is at position 21, not 22.
+# call, or a plain prefill or decode), I4 (strip pads) and I5 (never sample from a part) hold.
+# *Wrong as published:* I8, all new slots are marked valid; H9, whose pads are linear in n and in B,
+# not quadratic; and I1, where the newest of 22 tokens is at position 21, not 22.
 #
 # **Next:** [04_no_rows](04_no_rows.ipynb).

@@ -14,8 +14,7 @@ from lesson import packing, run_all, show, source
 from exercises import exercise, solution
 from types import SimpleNamespace
 import torch
-from generate_dynamic import Rectangle
-from generate_prepacked import Packed, first_fit_decreasing
+from generate_prepacked import first_fit_decreasing
 from generate_ragged import Flat
 from request import prepare
 
@@ -24,8 +23,8 @@ from request import prepare
 #
 # Here are five prompts of 9, 3, 5, 1 and 6 tokens. Padded to the longest they fill 5 rows of 9, and
 # 21 of the 45 slots are pads. Now put several prompts into one row, as long as there is room. This
-# is called *prepacking*. (Engines do not do it today: the second half of this notebook is better. It
-# shows how little the model cares about rows.)
+# is called *prepacking*. (Engines do not do it today: the second half of this notebook is better.
+# It shows how little the model cares about rows.)
 #
 # Which prompt goes into which row is a problem known as *bin packing*; a row is a bin. *First-fit
 # decreasing* takes the prompts from the longest to the shortest, and puts each into the first bin
@@ -77,28 +76,9 @@ with broken("positions that run on in a packed row"):
     check("prepacked", five)
 
 # %% [markdown]
-# ### Unpacking
+# After the pass each prompt's keys and values go into its own cache: they are *unpacked*. From then
+# on nothing tells that the prompts shared rows.
 #
-# Afterwards each prompt's keys and values go into its own cache.
-#
-# We compare the keys and values of the last layer. They depend on all masks and positions before.
-
-
-# %%
-@torch.inference_mode()
-def caches(layout):
-    """{name: keys and values of the last layer} after a forward pass over whole prompts."""
-    requests = prepare(letters(A=9, B=3, C=5, D=1, E=6), model.config)
-    batch = layout([(request, len(request.prompt)) for request in requests])
-    model(batch.tokens, batch.positions, batch.attend, batch.wanted)
-    return {request.name: torch.stack(request.kv.read(3, len(request.prompt)))
-            for request in requests}
-
-
-padded, unpacked = caches(Rectangle), caches(Packed)
-print({name: torch.allclose(padded[name], unpacked[name], atol=1e-5) for name in padded})
-
-# %% [markdown]
 # ## No rows at all
 #
 # If the mask keeps requests apart, not the row, then why have rows? Every layer but attention
@@ -229,9 +209,10 @@ counts(run_all(("interleaved", "prepacked", "ragged, mask", "ragged, varlen"), e
 # depends on its column.
 # </details>
 #
-# **Claims** ([docs/sources.md](../docs/sources.md)): P1 (first-fit decreasing), P2 and P3 (a triangle
-# and positions for each prompt), P4 (the same caches, to rounding) and P5 (the baselines,
-# [docs/prepacking.md](../docs/prepacking.md)) hold. P10, that packing a dataset beats sorting it, does
-# *not always*. H11 (ragged: no padding), R3, R4 and R6 (what masks compute and varlen skips) hold.
+# **Claims** ([docs/sources.md](../docs/sources.md)): P1 (first-fit decreasing), P2 and P3 (a
+# triangle and positions for each prompt), P4 (the same caches, to rounding) and P5 (the baselines,
+# [docs/prepacking.md](../docs/prepacking.md)) hold. P10, that packing a dataset beats sorting it,
+# does *not always*. H11 (ragged: no padding), R3, R4 and R6 (what masks compute and varlen skips)
+# hold.
 #
 # **Next:** [05_memory](05_memory.ipynb).

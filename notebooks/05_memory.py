@@ -14,8 +14,7 @@
 from lesson import ask, broken, check, filling_pool, folded, letters, model, pool, run, source
 from lesson import texts, timelines, word
 from exercises import exercise, solution
-from types import SimpleNamespace
-import torch  # noqa: F401 (your code may need it)
+import torch
 from generate_paged import Paged
 from paging import Pages, PagedScheduler
 from request import Request
@@ -143,8 +142,8 @@ ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the 
 # %%
 for share in True, False:
     trace = alike(share)
-    print(f"{'shared' if share else 'not shared':10} {sum(p.slots for p in trace.passes):5,} tokens "
-          f"computed in {len(trace.passes)} passes, {trace.counts['shared_pages']} pages shared")
+    print(f"share_prefixes={share}: {sum(p.slots for p in trace.passes):,} tokens computed in "
+          f"{len(trace.passes)} passes, {trace.counts['shared_pages']} pages found")
 
 # %% [markdown]
 # Only *full* pages are shared, and the last token of a prompt is always computed, because its
@@ -198,6 +197,8 @@ ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become fre
 
 # %%
 books.give_back(B)
+
+# %%
 ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a list)",
     guess=...)
 
@@ -232,9 +233,9 @@ source(PagedScheduler.preempt)
 timelines([storm["pages"]], columns=1);
 
 # %% [markdown]
-# Pink tokens are computed again. The pool has 16 pages of 8 tokens, and all eight begin at once.
-# At step 11 all pages are full, and each request needs another one: F, G and H are preempted, and
-# E follows at step 19. They return when pages are free; *computed again* is what it costs. TTFT, the
+# Pink tokens are computed again. The pool has 16 pages of 8 tokens, and all eight begin at once. At
+# step 11 all pages are full, and each request needs another one: F, G and H are preempted, and E
+# follows at step 19. They return when pages are free; *computed again* is what it costs. TTFT, the
 # time to the first token, is counted in steps here; a token of step 0 takes one step.
 
 # %%
@@ -246,10 +247,10 @@ for name, trace in storm.items():
           f"{sum(p.recomputed for p in trace.passes) / slots:15.0%}")
 
 # %% [markdown]
-# Which request is preempted? The one that arrived last; with priorities, the last of the least urgent.
-# Any order would do, as long as it is the same at every step. The first request in it is never
-# preempted, so it finishes; then the next one is first. With victims chosen at random, two requests
-# could take pages from each other forever.
+# Which request is preempted? The one that arrived last; with priorities, the last of the least
+# urgent. Any order would do, as long as it is the same at every step. The first request in it is
+# never preempted, so it finishes; then the next one is first. With victims chosen at random, two
+# requests could take pages from each other forever.
 #
 # ### How much memory is enough?
 
@@ -305,7 +306,7 @@ for pages in 5, 8, 10, 12:
 # computed again. The eleventh is drawn with the next number of its own random stream.
 # </details>
 #
-# **Claims** ([docs/sources.md](../docs/sources.md)): I7 (full pages of a prompt are reused) holds. We
-# enter pages of generated tokens, too.
+# **Claims** ([docs/sources.md](../docs/sources.md)): I7 (full pages of a prompt are reused) holds.
+# We enter pages of generated tokens, too.
 #
 # **Next:** [06_cost](06_cost.ipynb) turns the counts into time.

@@ -8,15 +8,18 @@
 # - say what a batch makes cheaper, and what it does not;
 # - calculate the time of a step, and choose a token budget by it.
 #
-# All with one machine and one model: an A100 (`PEAK` is 312 · 10¹² operations a second and `BANDWIDTH`
-# 2,039 · 10⁹ bytes, by its data sheet), and Llama 2 7B in fp16, which reads and multiplies by 6.6 · 10⁹
-# `PARAMETERS`. No GPU is needed: its times are calculated.
+# All with one machine and one model: an A100 (`PEAK` is 312 · 10¹² operations a second and
+# `BANDWIDTH` 2,039 · 10⁹ bytes, by its data sheet), and Llama 2 7B in fp16, which reads and
+# multiplies by 6.6 · 10⁹ `PARAMETERS`. No GPU is needed: its times are calculated.
 
 # %%
-from lesson import STAGES, ask, copies_of, folded, letters, model, results, source
+from lesson import FOLDER, STAGES, ask, copies_of, folded, letters, model, results, source
 from exercises import BANDWIDTH, PARAMETERS, PEAK, exercise, solution
-import math  # noqa: F401 (your code may need it)
+import math
+import os
 import random
+import subprocess
+import sys
 import matplotlib.pyplot as plt
 import torch
 from beyond.hardware import GPUS, MODELS
@@ -87,11 +90,11 @@ for requests in 1, 8, 32:
 #
 # ## Your turn: the time of a step
 #
-# `beyond/simulate.py` runs the stages' own loops on a model that computes nothing, and moves a clock
-# on by what the layouts count. Its throughput is within 5% of published measurements in the median
-# ([docs/gpu.md](../docs/gpu.md)). What it knows of a GPU is three numbers: it reaches 0.62 of its
-# peak and 0.76 of its bandwidth, and a pass takes 1 ms besides. Reading and arithmetic overlap, but
-# not perfectly: together they take √(arithmetic² + reading²).
+# `beyond/simulate.py` runs the stages' own loops on a model that computes nothing, and moves a
+# clock on by what the layouts count. Its throughput is within 5% of published measurements in the
+# median ([docs/gpu.md](../docs/gpu.md)). What it knows of a GPU is three numbers: it reaches 0.62
+# of its peak and 0.76 of its bandwidth, and a pass takes 1 ms besides. Reading and arithmetic
+# overlap, but not perfectly: together they take √(arithmetic² + reading²).
 #
 # Write the same for decode steps: `rows` requests of one new token each, and `kv_tokens` cached
 # tokens in all. (The operations of attention are few. Leave them out.) It is compared with decode
@@ -174,8 +177,8 @@ with folded():
 # the one request that runs; but a request waits until all before it are done. More rows are nearly
 # free here, so even a padded batch makes more tokens.
 #
-# Prepacking (notebook 4) is a matter of the prompts: it pays where lengths are short and skewed, and
-# saves nothing where all are equal. Light blue packs each batch, brown is ragged; more in
+# Prepacking (notebook 4) is a matter of the prompts: it pays where lengths are short and skewed,
+# and saves nothing where all are equal. Light blue packs each batch, brown is ragged; more in
 # [docs/prepacking.md](../docs/prepacking.md).
 #
 # ![times as fast as padding, by kind of prompts](../experiments/pictures/prepacking-kinds.png)
@@ -193,8 +196,6 @@ source(column_parallel)
 # %%
 def all_reduces():
     """What a run on two processes counts: ["2 ranks (gloo)", "4 layers", ...]."""
-    import os, subprocess, sys
-    from lesson import FOLDER
     printed = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
          "-m", "beyond.tensor_parallel", "--quiet", "--max_new_tokens", "3"], cwd=FOLDER.parent,
@@ -273,8 +274,8 @@ ask("6.5: In float32, how much is 1e8 + (-1e8 + 1)?",
 # </details>
 #
 # **Claims** ([docs/sources.md](../docs/sources.md)): R7 (attention's intensity stays), P7 (what
-# predicts the speedup of packing) and P9 (latency grows with k) hold. P6 and P8 (1.6 to 3.5 times as
-# fast, 16 times as many prompts) hold for short, skewed lengths only. *Wrong as published:* R5, two
-# all-reduces per block, not 16; H10, as one compile serves all numbers of rows.
+# predicts the speedup of packing) and P9 (latency grows with k) hold. P6 and P8 (1.6 to 3.5 times
+# as fast, 16 times as many prompts) hold for short, skewed lengths only. *Wrong as published:* R5,
+# two all-reduces per block, not 16; H10, as one compile serves all numbers of rows.
 #
 # **Next:** [07_your_engine](07_your_engine.ipynb) puts it all together.

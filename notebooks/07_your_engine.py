@@ -9,7 +9,7 @@
 # - say what speculative decoding gains, and when it stops paying.
 
 # %%
-from lesson import ask, broken, check, folded, letters, run, survivors, texts, timelines
+from lesson import ask, broken, check, folded, letters, run, texts, timelines
 from exercises import BANDWIDTH, PARAMETERS, PEAK, exercise, solution
 import difflib
 import inspect
@@ -37,10 +37,10 @@ from toolbox.trace import Trace
 # | `scheduler.schedule(step)` | notebook 3 | the plan, `[(request, n), ...]` |
 # | `Flat(plan)` | notebook 4 | the stream: `tokens`, `positions`, `attend`, `wanted`, `sampled` |
 # | `model(tokens, positions, attend, wanted)` | notebook 1 | logits, a row for each token wanted |
-# | `sample(logits, requests)` | – | a token for each row, greedy or from its request's own numbers |
+# | `sample(logits, requests)` | – | a token for each row, by its request's own random numbers |
 #
-# `batch.wanted` says whose logits are wanted, `batch.sampled` for which requests. Your engine serves
-# six requests, and each is compared with itself alone.
+# `batch.wanted` says whose logits are wanted, `batch.sampled` for which requests. Your engine
+# serves six requests, and each is compared with itself alone.
 
 
 # %% tags=["exercise"]
@@ -147,8 +147,8 @@ ask("7.4: A request guesses four tokens. The first three are right, the fourth i
 
 # %% [markdown]
 # Where do guesses come from? From a small model; from further heads of the large one; or, the
-# cheapest, from the text: what followed the last few tokens when they last occurred. That is *prompt
-# lookup*, in `beyond/speculative.py`.
+# cheapest, from the text: what followed the last few tokens when they last occurred. That is
+# *prompt lookup*, in `beyond/speculative.py`.
 #
 # ### Your turn: which tokens count
 #
@@ -189,7 +189,7 @@ print(*(line[2:] for line in difflib.ndiff(old, new) if line.startswith("+ ")), 
 
 # %%
 loops = letters(A=9, B=5, C=7, D=3, new=48)
-sampled = texts("Return the value of", "# json", "The class", "If the file", new=48, temperature=0.7)
+sampled = texts("Return the value", "# json", "The class", "If the", new=48, temperature=0.7)
 for requests, how in (loops, "greedy, and soon in a loop"), (sampled, "at temperature 0.7"):
     for guesses in 0, 2, 4, 8:
         passes = run(speculative.generate, requests, guesses=guesses).passes
@@ -202,9 +202,9 @@ for requests, how in (loops, "greedy, and soon in a loop"), (sampled, "at temper
 #
 # ## Where guessing stops paying
 #
-# Rows are nearly free until their arithmetic takes as long as reading the weights. Batching uses the
-# same idle arithmetic. So who has a large batch has nothing left to guess with. Here is the time of
-# a step from notebook 6; each request has 500 cached tokens:
+# Rows are nearly free until their arithmetic takes as long as reading the weights. Batching uses
+# the same idle arithmetic. So who has a large batch has nothing left to guess with. Here is the
+# time of a step from notebook 6; each request has 500 cached tokens:
 
 
 # %%
@@ -220,8 +220,8 @@ def cost(batch, guesses=4):
 
 
 BATCHES = 1, 8, 32, 64, 128, 256
-ask("7.5: With 4 guesses, a pass gives each request 1.4 tokens on average. From which batch on (1, 8, "
-    "32, 64, 128, 256) does guessing make it slower?",
+ask("7.5: With 4 guesses, a pass gives each request 1.4 tokens on average. From which batch on "
+    "(1, 8, 32, 64, 128, 256) does guessing make it slower?",
     guess=...)
 
 # %%
@@ -239,21 +239,24 @@ with folded():
 # Guessing pays as long as the factor is smaller than the number of tokens that a pass gives, 1.4 at
 # the dashed line. So engines guess for few users, and less or not at all for many.
 #
-# **Turn this knob.** Give each request 4,000 cached tokens instead of 500. Does guessing stop paying
-# earlier, or later? Why?
+# **Turn this knob.** Give each request 4,000 cached tokens instead of 500. Does guessing stop
+# paying earlier, or later? Why?
 #
 # ## What was not taught
 #
 # You can read an engine now. What is still in vLLM, and under which name:
 #
-# | | what it is for | in vLLM |
-# |---|---|---|
-# | CUDA graphs | a step's kernels are launched as one, for a few fixed numbers of rows | `cudagraph_mode` |
-# | asynchronous scheduling | plan step n + 1 while the GPU computes step n ([beyond/ahead.py](../beyond/ahead.py)) | `--async-scheduling` |
-# | disaggregation | prefill on some GPUs, decode on others: a prompt stalls nobody | `--kv-transfer-config` |
-# | swap | caches go to the CPU's memory and come back, instead of being computed again | `OffloadingConnector` |
-# | quantised caches | keys and values in 8 bits: twice the tokens, half the reading | `--kv-cache-dtype fp8` |
-# | structured output | before sampling, hide all tokens that a grammar forbids | `structured_outputs` |
+# - **CUDA graphs**, `cudagraph_mode`: all kernels of a step are launched as one, for a few fixed
+#   numbers of rows.
+# - **Asynchronous scheduling**, `--async-scheduling`: step n + 1 is planned while the GPU computes
+#   step n ([beyond/ahead.py](../beyond/ahead.py)).
+# - **Disaggregation**, `--kv-transfer-config`: some GPUs prefill, others decode, so that no prompt
+#   stalls a decode; keys and values travel between them.
+# - **Swap**, `OffloadingConnector`: keys and values go to the CPU's memory and come back, instead
+#   of being computed again.
+# - **Quantised caches**, `--kv-cache-dtype fp8`: twice as many tokens fit, and half is read.
+# - **Structured output**, `structured_outputs`: before sampling, all tokens are hidden that a
+#   grammar forbids.
 #
 # And what you know by another name: pages are *blocks*, `token_budget` is `max_num_batched_tokens`,
 # `max_batch` is `max_num_seqs`, a draft's settings are `--speculative-config`, and shared pages are
@@ -269,8 +272,8 @@ with folded():
 # Not during a step, whose plan still names it.
 # </details>
 #
-# **2.** A guess is accepted if it equals the token that was sampled. Does that change what the model
-# says at temperature 0.7?
+# **2.** A guess is accepted if it equals the token that was sampled. Does that change what the
+# model says at temperature 0.7?
 #
 # <details><summary>Answer</summary>
 #
@@ -283,7 +286,7 @@ with folded():
 #
 # <details><summary>Answer</summary>
 #
-# When the tokens come (TTFT and ITL), how much is computed and held for them, and the last digits of
-# the logits. The last may flip a token where two are almost equally likely: `check` calls that a
+# When the tokens come (TTFT and ITL), how much is computed and held for them, and the last digits
+# of the logits. The last may flip a token where two are almost equally likely: `check` calls that a
 # near-tie, and says so.
 # </details>

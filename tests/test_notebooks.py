@@ -4,7 +4,6 @@ It is committed executed, small, and without a trace of the machine it ran on. A
 a person would, an exercise accepts our code and knows the usual mistakes. The sources' claims are
 met where their table says.
 """
-import inspect
 import os
 import re
 import subprocess
@@ -25,7 +24,6 @@ MACHINES = ("/home/", "/Users/", "/root/", "/tmp/", str(ROOT))
 
 sys.path.insert(0, str(FOLDER))
 import build  # noqa: E402 (they lie beside the notebooks)
-import exercises  # noqa: E402
 import lesson  # noqa: E402
 
 ASKED = {number: it for number, it in lesson.QUESTIONS.items() if "answer" in it}
@@ -97,19 +95,18 @@ def test_it_is_built_from_its_source_knows_no_machine_and_leads_to_files(name):
 
 def test_its_first_cell_finds_the_repository_wherever_the_kernel_starts(tmp_path):
     find = build.front("00_tour", "ann/repo")
-    assert f"ann/repo/blob/HEAD/notebooks/{'00_tour'}.ipynb" in find[0].source
-    assert "https://github.com/ann/repo" in find[1].source
+    assert "ann/repo/blob/HEAD/notebooks/00_tour.ipynb" in find[0].source
     script = tmp_path / "git"   # stands for git: there is no network
-    script.write_text("#!/bin/sh\nmkdir -p $6/notebooks && touch $6/notebooks/lesson.py\n")
+    script.write_text("#!/bin/sh\nmkdir -p $4/notebooks && touch $4/notebooks/lesson.py\n")
     script.chmod(0o755)
     code = find[1].source.replace('sys.executable, "-m", "pip"', '"true"') + \
         "\nprint((root / 'notebooks' / 'lesson.py').resolve())"
-    for place, found in ((ROOT, ROOT), (FOLDER, ROOT), (ROOT / "docs", ROOT), (ROOT.parent, None),
-                         (tmp_path, tmp_path / "nanoBatch")):
-        done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True,
-                              env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
-        if found:
-            assert done.stdout.strip() == str(found / "notebooks" / "lesson.py"), done.stderr
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    fetched = tmp_path / "nanoBatch"
+    for place, found in (ROOT, ROOT), (FOLDER, ROOT), (ROOT / "docs", ROOT), (tmp_path, fetched):
+        done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True,
+                              text=True, env={**os.environ, "PATH": path})
+        assert done.stdout.strip() == str(found / "notebooks" / "lesson.py"), done.stderr
 
 
 # --- questions ------------------------------------------------------------------------------------
@@ -133,7 +130,7 @@ RIGHT = {   # what a person may type
     "3.3": [0, "none", "zero", "0 of 3", "None", None, "nothing", "0 out of 3"],
     "3.4": ["C", "only C", "c"],
     "3.5": [45, "45 slots", 3 * 15, "45"], "3.6": [1393, "1,393", 199 * 7],
-    "4.1": [4, "four", "4 rows"], "4.2": ["A, C, E", "ACE", "ace", "A and C and E", ["E", "C", "A"]],
+    "4.1": [4, "four", "4 rows"], "4.2": ["A, C, E", "ACE", "ace", "A and C and E", list("ECA")],
     "4.3": [3600, "3,600", 60 * 60, 60**2, "3.6k"], "4.4": [1400, "1,400", 100 + 900 + 400],
     "4.5": [50_000, "50,000", "50k", 5e4, "50 000", 20 * 50**2, "5e4"],
     "5.1": [4, "four", 128 // 31], "5.2": [22, "slot 22", 5 * 4 + 2], "5.3": [16, "16 tokens"],
@@ -190,19 +187,20 @@ def test_no_right_answer_is_refused_and_a_wrong_one_hears_of_its_mistake(number)
 def written():
     """{function's name: (our answer, its cell, the notebook's imports)}"""
     found = {}
-    for name in NAMES:
-        cells = [cell for cell in source(name).cells if cell.cell_type == "code"]
+    for cells in ([cell for cell in source(name).cells if cell.cell_type == "code"]
+                  for name in NAMES):
         for cell in cells:
             if "exercise" in cell.metadata.get("tags", []):
-                function = re.search(r"def (\w+)", cell.source).group(1)
-                found[function] = f"@exercise\n{TAUGHT[function]['code']}", cell.source, cells[0].source
+                function = re.search(r"def (\w+)", cell.source)[1]
+                found[function] = (f"@exercise\n{TAUGHT[function]['code'].strip()}\n", cell.source,
+                                   cells[0].source)
     return found
 
 
 WRITTEN = written()
 
 
-def tried(code, imports="", capsys=None):
+def tried(code, imports, capsys):
     """What an exercise prints about this code, in a notebook with these imports."""
     scope = {}
     exec(imports, scope)
@@ -227,7 +225,35 @@ def test_an_exercise_accepts_our_answer_and_names_the_usual_mistakes(name, capsy
         assert said.startswith(f"{name}: not yet. ") and said.endswith(f"{sentence}\n"), said
 
 
-def test_an_exercise_says_where_in_a_run(capsys):
-    answer, _, imports = WRITTEN["causal_rule"]
-    said = tried(answer.replace("torch.arange(S - T, S)", "torch.arange(T)"), imports, capsys)
-    assert "position 4) does not see positions 1, 2, 3, 4 of request 'A'. Your triangle" in said
+@pytest.mark.parametrize("name, old, new, sentence", [
+    ("causal_rule", "torch.arange(S - T, S)", "torch.arange(T)",
+     "position 4) does not see positions 1, 2, 3, 4 of request 'A'. Your triangle"),
+    ("varlen", "head(mine, keys, values)",   # without `head`: what it returns counts
+     "torch.nn.functional.scaled_dot_product_attention(mine, keys, values, torch.ones("
+     "mine.size(1), keys.size(1)).tril(keys.size(1) - mine.size(1)).bool())", "right."),
+    ("serve", "batch.attend, batch.wanted)", "batch.attend, wanted=batch.wanted)", "right."),
+    ("serve", "batch.attend, batch.wanted)", "batch.attend)", "reads 8 rows of logits for 3"),
+    ("serve", "sample(logits, batch.sampled)", "logits.argmax(-1).tolist()",
+     "request 'AA': token 0 is not what its own logits and random number give"),
+    ("serve", "scheduler.schedule(step)", "[(r, 1) for r in requests[:1]]", "line 12"),
+])
+def test_an_exercise_says_what_goes_wrong_in_a_run(name, old, new, sentence, capsys):
+    answer, _, imports = WRITTEN[name]
+    assert answer.count(old) == 1
+    assert sentence in tried(answer.replace(old, new), imports, capsys)
+
+
+# --- claims ---------------------------------------------------------------------------------------
+
+def test_the_claims_are_met_where_their_table_says_and_tested():
+    import test_claims
+    rows = re.findall(r"^\| ([HRPI]\d+) \| (.+) \| (.+) \| `(\w+)` \| `(\w+)` \|$",
+                      (ROOT / "docs" / "sources.md").read_text(encoding="utf-8"), re.M)
+    assert len({claim for claim, *_ in rows}) == len(rows) == 37
+    for name in NAMES[1:-1]:
+        text, = re.findall(r"^\*\*Claims\b(?:.+\n)+", source(name).cells[-1].source + "\n", re.M)
+        here = {claim: verdict for claim, _, verdict, where, _ in rows if where == name}
+        assert sorted(re.findall(r"\b[HRPI]\d+\b", text)) == sorted(here)
+        assert ("rong as published" in text) == ("wrong as published" in " ".join(here.values()))
+    for claim, *_, test in rows:
+        assert test.startswith(f"test_{claim}_") and callable(getattr(test_claims, test))
