@@ -71,8 +71,8 @@ axes.legend();
 
 # %% [markdown]
 # A forward pass over more and more rows. Sixteen take much less than sixteen times as long as one.
-# (GPT-2's bump at two rows is the library's: one row is a vector, which it multiplies in another
-# way than a matrix, and a matrix of two rows takes about as long as one of eight.)
+# (The library multiplies in several ways, and changes over between them: one row is a vector, and
+# a matrix of two rows takes about as long as one of eight. Hence GPT-2's bump, and other steps.)
 #
 # ## Two questions
 #

@@ -175,7 +175,9 @@ with folded():
 # %% [markdown]
 # Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
 # the one request that runs; but a request waits until all before it are done. More rows are nearly
-# free here, so even a padded batch makes more tokens.
+# free here, so even a padded batch makes more tokens. And chunks, which are there to lower the ITL,
+# raise its p99: all requests come at once, and *dynamic* computes all prompts before anybody waits
+# for a second token. If a figure contradicts the purpose of a method, ask what was measured.
 #
 # Prepacking (notebook 4) is a matter of the prompts: it pays where lengths are short and skewed,
 # and saves nothing where all are equal. Light blue packs each batch, brown is ragged; more in

@@ -69,12 +69,10 @@ if get_ipython():
 # --- to show -------------------------------------------------------------------------------------
 
 def source(function):
-    """Prints a function as it stands in its file, without its docstring. At most 12 lines."""
+    """Prints a function as it stands in its file, without its docstring."""
     text = inspect.getsource(function)
     if function.__doc__:
         text = re.sub(r' *r?"""' + re.escape(function.__doc__) + '"""\n', "", text)
-    if text.count("\n") > 12:
-        raise ValueError(f"{function.__qualname__} is too long to show at once: over 12 lines")
     print(f"# {function.__module__}.py\n{textwrap.dedent(text).rstrip()}")
 
 
@@ -96,10 +94,8 @@ def folded():
 
 def letters(new=4, arrivals=None, **lengths):
     """
-    Requests named by letters, with prompts of these lengths.
-
-    new:      tokens to generate; or {name: number}
-    arrivals: {name: step}, 0 for the others
+    Requests named by letters, with prompts of these lengths. new: tokens to generate, or {name:
+    number}; arrivals: {name: step}, 0 for the others.
     """
     new = new if isinstance(new, dict) else dict.fromkeys(lengths, new)
     return [Request([(7 * i + 3 * j * j + j) % 1000 for j in range(length)], new[name], name=name,
@@ -132,10 +128,10 @@ def word(request, position):
 
 
 def generate_of(stage):
-    """The function of a stage's name; a function stays what it is."""
-    if not callable(stage) and stage not in STAGES:
-        raise ValueError(f"there is no stage {stage!r}, only {', '.join(map(repr, STAGES))}")
-    return stage if callable(stage) else STAGES[stage]
+    """A stage's function, by its name; a function stays what it is."""
+    if callable(stage) or stage in STAGES:
+        return STAGES.get(stage, stage)
+    raise ValueError(f"there is no stage {stage!r}, only {', '.join(map(repr, STAGES))}")
 
 
 def run(stage, requests, **knobs):
@@ -238,22 +234,23 @@ def means(guess, answer, within=0, ordered=False):
     Whether a guess says what an answer says, as a person would judge. answer: a bool; a number, to
     which a guess is close `within` this share; names, "A, C"; a list of numbers; or of plans.
     """
-    text = str(guess.tolist() if hasattr(guess, "tolist") else
-               [*guess] if isinstance(guess, range) else guess).strip().lower()
+    guess = guess.tolist() if hasattr(guess, "tolist") else guess
+    text = str([*guess] if isinstance(guess, range) else guess).strip().lower()
     if isinstance(answer, bool):
-        word, = re.findall(r"\w+", text)[:1] or [""]
-        return word in (("yes", "y", "true") if answer else ("no", "n", "false"))
+        return (re.findall(r"\w+", text) or [""])[0] in (
+            ("yes", "y", "true") if answer else ("no", "n", "false"))
     if isinstance(answer, str):
         return names(text) == names(answer.lower())
     if answer == []:
         return text in ("[]", "()", "set()", "none", "nothing", "")
-    if isinstance(answer, list) and isinstance(answer[0], str):
-        return plans(text) == plans(str(answer).lower())
     if isinstance(answer, list):
+        if isinstance(answer[0], str):
+            return plans(text) == plans(str(answer).lower())
         found = numbers(text)
         return found == answer or not ordered and sorted(found) == sorted(answer)
-    text = re.sub(r"(?<=\d)[ ,_'](?=\d{3}\b)", "", re.sub(r"\bnone\b|\bnothing\b", "0", text))
-    found = numbers(re.sub(r"(?<=\d)k\b", "e3", re.sub(r"(?<=\d) (out )?of \d+", "", text)))
+    text = re.sub(r"(?<=\d)[ ,_'](?=\d{3}\b)", "", text)   # 4,900
+    text = re.sub(r"(?<=\d) (out )?of \d+", "", text)       # 0 of 3
+    found = numbers(re.sub(r"(?<=\d)k\b", "e3", re.sub(r"\b(none|nothing)\b", "0", text)))
     return len(found) == 1 and abs(found[0] - answer) <= within * abs(answer)
 
 
