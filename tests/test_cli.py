@@ -100,6 +100,7 @@ def test_exit_status_1_if_a_request_is_wrong():
     (generate_paged, "--pages 3", "needs 6 pages of 16 tokens, pages is 3"),
     (generate_ragged, "--max_kv_tokens 60", "KV tokens, max_kv_tokens is 60"),
     (generate_paged, "--temperature nan", "--temperature must be a number of at least 0, not nan"),
+    (generate_paged, "--top_p 0", "--top_p must be a number above 0 and at most 1, not 0.0"),
     (generate_paged, "--arrival_rate nan", "--arrival_rate must be above 0, not nan"),
     (generate_paged, "--policy lifo", "--policy: invalid choice: 'lifo'"),
     (generate_paged, "--device cuda", "--device cuda: there is no CUDA device here; use cpu"),
@@ -177,7 +178,7 @@ def test_bad_files(file, line, message, tmp_path):
 
 def test_json_lines_say_what_each_request_wants(tmp_path):
     lines = [{"prompt": "# json", "max_new_tokens": 3, "temperature": 0, "name": "first"},
-             {"prompt": "# os", "seed": 9, "arrival": 4, "priority": 2, "top_k": 5}]
+             {"prompt": "# os", "seed": 9, "arrival": 4, "priority": 2, "top_k": 5, "top_p": 0.9}]
     file, trace_file = tmp_path / "p.jsonl", tmp_path / "t.json"
     file.write_text("\n\n".join(map(json.dumps, lines)))
     code, out, err = run(generate_ragged, "--prompts", file, "--max_new_tokens", 5,
@@ -349,13 +350,14 @@ FLAGS = {   # a flag -> its values; None: without a value
     "--no_share_prefixes": [None],
     "--pack": ["batch", "dataset"],
     "--temperature": [0, 0.7, 1e-300, 1e300, "nan", "inf", -1, "hot"],
+    "--top_p": [0.5, 1, 0, 1.5, "nan"],
     "--arrival_rate": [0.1, 1e9, 1e-9, 1e-300, 0, "nan", "inf"],
     "--attention": ["mask", "varlen"],
     "--dtype": ["float32", "float64", "bfloat16", "float8"],
     "--prompt": ["", "# a", "<|endoftext|>", "\0é\udc80"],
 }
 KEYS = st.sampled_from(["prompt", "seed", "name", "arrival", "max_new_tokens", "temperature",
-                        "top_k", "priority", "odd"])
+                        "top_k", "top_p", "priority", "odd"])
 VALUES = st.one_of(st.text(max_size=8), st.integers(-3, 9), st.none(), st.floats())
 JSON_LINES = st.lists(st.dictionaries(KEYS, VALUES, max_size=4), max_size=3)
 CONTENTS = st.one_of(
