@@ -201,8 +201,8 @@ for requests, how in (greedy, "greedy"), (sampled, "at temperature 0.7"):
     check(speculative.generate, requests, guesses=4)
 
 # %% [markdown]
-# Fewer passes, more rows, the same tokens, sampled or not. (Better guesses give two or three
-# tokens.)
+# Fewer passes, more rows, the same tokens, sampled or not. (On texts that repeat themselves, it is
+# more: [docs/guessing.md](../docs/guessing.md).)
 #
 # ## Where guessing stops paying
 #

@@ -11,21 +11,17 @@ import inspect
 import math  # noqa: F401 (our code below uses it)
 import traceback
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from unittest.mock import patch
 
 import torch
-from lesson import QUESTIONS, STAGES, copies_of, folded, letters, model, texts
+from lesson import QUESTIONS, STAGES, folded, letters, model, texts  # noqa: F401
 
 from beyond.hardware import GPUS, MODELS
 from beyond.simulate import simulate
 from checks.judge import faults
-from checks.traps import swapped
-from generate_dynamic import Rectangle
-from generate_naive import StaticBatch
-from generate_ragged import Flat
+from checks.traps import function_named, swapped
 from model import Head
 
 
@@ -58,15 +54,17 @@ def fault_of(function, it):
     """None, or what is wrong with a function. it: its entry in questions.toml"""
     name, arguments = function.__name__, list(inspect.signature(function).parameters)
     calls, got, expected, fault = eval(it["calls"]), "", "", None
+    whats = ["it returns", *(f"{argument} becomes" for argument in arguments)]
     theirs, right = results(function, calls), results(REAL.get(name) or ours(it, name), calls)
     for call, a, b in reversed([*zip(calls, theirs, right)]):
-        for what, mine, our, before in zip(["it returns", *arguments], a, b, [None, *call]):
+        for what, mine, our, before in zip(whats, a, b, [None, *call]):
             if not same(mine, our) and not same(our, before):   # we change this argument, too
                 got, expected = shown(mine), shown(our)
-                given = ", ".join(f"{n} = {shown(v)}" for n, v in zip(arguments, call))
+                given = ", ".join(f"{n} = {shown(v)}" for n, v in zip(arguments, call)
+                                  if not inspect.isfunction(v))
                 fault = f"For {given}: {what} {got}, expected {expected}."
-    if name in RUNS and got == expected:   # alike, but for what is in it
-        fault = fault_in_run(function, *RUNS[name]) or fault
+    if "run" in it and got == expected:   # alike, but for what is in it
+        fault = fault_in_run(function, **it["run"]) or fault
     usual = (why for *edit, why in it["mistakes"] if fault and same(
         theirs, results(ours(it, name, *edit), calls)))
     return fault and f"{fault} {next(usual, '')}".strip()
@@ -103,16 +101,20 @@ def shown(value):
     return f"{value:.4g}" if isinstance(value, float) else f"{value!r:.60}"
 
 
-def fault_in_run(function, stage, place, requests, knobs):
-    """The first thing that goes wrong in a run with the reader's function, in a sentence."""
-    def serve(model, requests, **knobs):   # the reader's; arguments of the model may be named
+def fault_in_run(function, stage, requests, knobs, edit=None):
+    """
+    The first thing that goes wrong in a run with the reader's function, in a sentence. edit: whose
+    code it takes a place in, the old text, and the new, in which it is `reader`. None: it serves.
+    """
+    def serve(model, requests, **knobs):   # arguments of the reader's model may be named
         def called(tokens, positions, attend, wanted=None):
             return model(tokens, positions, attend, wanted)
         called.config, called.device = model.config, model.device
         return function(called, requests, **knobs)
 
-    with place(function):
-        found = faults(STAGES.get(stage, serve), model, copies_of(requests), **knobs)
+    place = swapped(function_named(edit[0]), [edit[1:]], reader=function) if edit else nullcontext()
+    with place:
+        found = faults(STAGES[stage] if edit else serve, model, eval(requests), **knobs)
         return next((f"{sentence}." for _, sentence in found), None)
 
 
@@ -153,36 +155,3 @@ def simulated():
 PEAK, BANDWIDTH = 312e12, 2039e9   # of an A100: operations/s in fp16, bytes/s
 PARAMETERS = 6.6e9                 # of Llama 2 7B: those that a pass reads and multiplies by
 REAL = {"step_time": lambda rows, kv_tokens: simulated()[rows, kv_tokens]}
-
-
-# --- runs: a stage, how the reader's function takes the place of ours, requests, and knobs --------
-
-def edited(method, old, new):
-    """A context in which `reader`, in the text `new`, is the reader's function."""
-    return lambda function: swapped(method, [(old, new)], reader=function)
-
-
-def attending(function):
-    def attend(batch, layer, q, k, v):
-        batch.write(layer, k, v)
-        caches = [batch.read(layer, i) for i in range(len(batch.plan))]
-        return function(q, caches, batch.cu_seqlens, Head())
-    return patch.object(Flat, "attend", attend)
-
-
-FOUR = letters(A=4, B=2, C=1, D=11)
-DRAWN = [replace(request, name=request.name * 2)
-         for request in texts("Return the value", "# json", temperature=0.7)]
-RUNS = {
-    "causal_rule": ("chunked", edited(
-        Head.forward, "torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)",
-        "reader(T, S)"), letters(A=7, B=3), {"token_budget": 4}),
-    "own_positions": ("naive", edited(
-        StaticBatch.lay_out, "columns[self.start:] - self.pads[:, None]",
-        "reader(columns[self.start:], self.pads).clone()"), letters(A=3, B=7, C=1), {}),
-    "row_mask": ("interleaved", edited(
-        Rectangle.lay_out, "mask[b, ..., P + T - n:] = True", "mask[b] = reader(start, n, P, T)"),
-        FOUR, {"token_budget": 8}),
-    "varlen": ("ragged, varlen", attending, FOUR, {"token_budget": 8}),
-    "serve": (None, nullcontext, FOUR + DRAWN, {}),
-}

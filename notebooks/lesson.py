@@ -248,9 +248,13 @@ def means(guess, answer, within=0, ordered=False):
             return plans(text) == plans(str(answer).lower())
         found = numbers(text)
         return found == answer or not ordered and sorted(found) == sorted(answer)
-    text = re.sub(r"(?<=\d)[ ,_'](?=\d{3}\b)", "", text)   # 4,900
-    text = re.sub(r"(?<=\d) (out )?of \d+", "", text)       # 0 of 3
-    found = numbers(re.sub(r"(?<=\d)k\b", "e3", re.sub(r"\b(none|nothing)\b", "0", text)))
+    for written, meant in ((r".*=", ""), (r"\b(none|nothing|nobody|no one)\b", "0"),
+                           (r"(?<=\d)[ ,_'](?=\d{3}\b)", ""), (r"(?<=\d)k\b", "e3"),
+                           (r"(?<=\d) (out )?of \d+", "")):   # 3 x 15 = 45; 4,900; 50k; 0 of 3
+        text = re.sub(written, meant, text)
+    if re.fullmatch(r"[\d.]+( *[-+*/] *[\d.]+)+", text):
+        text = str(eval(text))
+    found = numbers(text)
     return len(found) == 1 and abs(found[0] - answer) <= within * abs(answer)
 
 
@@ -258,13 +262,13 @@ def numbers(text):
     """The numbers in a text, in order; "3 to 5" are three."""
     text = re.sub(rf"\b({'|'.join(WORDS)})\b", lambda word: str(WORDS.index(word[0])), text)
     text = re.sub(r"(\d+)\s*(?:-|–|to|through|\.\.+)\s*(\d+)", lambda ends: " ".join(
-        map(str, range(int(ends[1]), int(ends[2]) + 1))), text)
+        map(str, range(int(ends[1]), int(ends[2]) + 1))) or ends[0], text)
     return [float(each) for each in re.findall(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?", text)]
 
 
 def names(text):
     """The letters that name requests: "a and c", "ac" and "['c', 'a']" are two."""
-    text = re.sub(r"\b(and|only|just|requests?|rows?|none|nobody|no one)\b", "", text)
+    text = re.sub(r"\b(and|only|just|the|requests?|rows?|none|nobody|no one|one)\b", "", text)
     return {letter for letter in text if letter.isalpha()}
 
 

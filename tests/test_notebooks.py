@@ -17,7 +17,7 @@ nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 jupytext = pytest.importorskip("jupytext")
 pytest.importorskip("ipykernel")
-FOLDER = ROOT / "notebooks"
+FOLDER, PATH = ROOT / "notebooks", os.environ["PATH"]
 NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
 EACH = pytest.mark.parametrize("name", NAMES)
 MACHINES = ("/home/", "/Users/", "/root/", "/tmp/", str(ROOT))
@@ -94,19 +94,17 @@ def test_it_is_built_from_its_source_knows_no_machine_and_leads_to_files(name):
 
 
 def test_its_first_cell_finds_the_repository_wherever_the_kernel_starts(tmp_path):
-    find = build.front("00_tour", "ann/repo")
-    assert "ann/repo/blob/HEAD/notebooks/00_tour.ipynb" in find[0].source
-    script = tmp_path / "git"   # stands for git: there is no network
-    script.write_text("#!/bin/sh\nmkdir -p $4/notebooks && touch $4/notebooks/lesson.py\n")
-    script.chmod(0o755)
-    code = find[1].source.replace('sys.executable, "-m", "pip"', '"true"') + \
-        "\nprint((root / 'notebooks' / 'lesson.py').resolve())"
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    fetched = tmp_path / "nanoBatch"
-    for place, found in (ROOT, ROOT), (FOLDER, ROOT), (ROOT / "docs", ROOT), (tmp_path, fetched):
+    badges, find = (cell.source for cell in build.front("00_tour", "ann/repo"))
+    assert "ann/repo/blob/HEAD/notebooks/00_tour.ipynb" in badges
+    git = tmp_path / "git"   # stands for git: there is no network
+    git.write_text("#!/bin/sh\necho $3; mkdir -p $4/notebooks; touch $4/notebooks/lesson.py\n")
+    git.chmod(0o755)
+    code = find.replace('sys.executable, "-m", "pip"', '"true"') + "\nprint(root.resolve())"
+    for place, said in ((ROOT, f"{ROOT}\n"), (FOLDER, f"{ROOT}\n"), (ROOT / "docs", f"{ROOT}\n"),
+                        (tmp_path, f"https://github.com/ann/repo\n{tmp_path / 'nanoBatch'}\n")):
         done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True,
-                              text=True, env={**os.environ, "PATH": path})
-        assert done.stdout.strip() == str(found / "notebooks" / "lesson.py"), done.stderr
+                              text=True, env={**os.environ, "PATH": f"{tmp_path}:{PATH}"})
+        assert done.stdout == said, done.stderr
 
 
 # --- questions ------------------------------------------------------------------------------------
@@ -116,33 +114,33 @@ RIGHT = {   # what a person may type
     "1.1": [[3, 4, 5, 6], (3, 4, 5, 6), {6, 5, 4, 3}, range(3, 7), "3-6", "3 to 6", "3, 4, 5, 6",
             "3 4 5 6", "rows 3, 4, 5 and 6", torch.arange(3, 7), "[3,4,5,6]", "three to six"],
     "1.2": [4900, 4900.0, "4,900", "4 900", 70 * 70, "4900 scores", "4.9k", "4_900", 4.9e3],
-    "1.3": [[6], 6, "6", {6}, "row 6", "only 6", "six", range(6, 7)],
+    "1.3": [[6], 6, "6", {6}, "row 6", "only 6", "six", range(6, 7), "last", "only the last row"],
     "1.4": [68.7, 68.72, 69, 68, "68.7 GB", "68.7GB", 68.719476736, 68.7e9, "about 68.7", "~69"],
     "2.1": ["A", "a", "only A", ("A",), "just request A"],
     "2.2": ["A", "row A", {"A"}],
-    "2.3": [13, "13", "13 slots", 8 + 5, 13.0, "13 of 30"],
+    "2.3": [13, "13", "13 slots", "8+5", 13.0, "13 of 30", "8 + 5 = 13"],
     "2.4": ["D, F", "DF", "df", "F and D", ["D", "F"], {"D", "F"}, "D F", "D & F", "d/f"],
     "3.1": [["A3 B2 C3", "A1 B1 C6", "A1 B1 C3"], ["C3 A3 B2", "C6 A1 B1", "B1 A1 C3"],
             "A3 B2 C3; A1 B1 C6; A1 B1 C3", "A3 B2 C3, A1 B1 C6, A1 B1 C3",
             ["a3b2c3", "a1b1c6", "a1b1c3"], ["A:3, B:2, C:3", "A:1, B:1, C:6", "A:1, B:1, C:3"],
             [{"A": 3, "B": 2, "C": 3}, {"A": 1, "B": 1, "C": 6}, {"A": 1, "B": 1, "C": 3}]],
     "3.2": [6, "step 6", "6", "after step 6", "six"],
-    "3.3": [0, "none", "zero", "0 of 3", "None", None, "nothing", "0 out of 3"],
+    "3.3": [0, "none", "zero", "0 of 3", "None", None, "nothing", "0 out of 3", "no one"],
     "3.4": ["C", "only C", "c"],
     "3.5": [45, "45 slots", 3 * 15, "45"], "3.6": [1393, "1,393", 199 * 7],
     "4.1": [4, "four", "4 rows"], "4.2": ["A, C, E", "ACE", "ace", "A and C and E", list("ECA")],
-    "4.3": [3600, "3,600", 60 * 60, 60**2, "3.6k"], "4.4": [1400, "1,400", 100 + 900 + 400],
+    "4.3": [3600, "3,600", "60 * 60", 60**2, "3.6k"], "4.4": [1400, "1,400", 100 + 900 + 400],
     "4.5": [50_000, "50,000", "50k", 5e4, "50 000", 20 * 50**2, "5e4"],
     "5.1": [4, "four", 128 // 31], "5.2": [22, "slot 22", 5 * 4 + 2], "5.3": [16, "16 tokens"],
     "5.4": [[2], 2, "2", "page 2", {2}, "only page 2", "two"],
-    "5.5": [[4, 5, 2, 3, 1, 0], "4 5 2 3 1 0", "4, 5, 2, 3, 1, 0", (4, 5, 2, 3, 1, 0)],
+    "5.5": [[4, 5, 2, 3, 1, 0], "4 5 2 3 1 0", "4-5-2-3-1-0", "4 -> 5 -> 2 -> 3 -> 1 -> 0"],
     "5.6": [16, "16 pages"],
     "6.1": [153, 153.0, 153.02, 150, 155, "153 rows", "about 153", 312e12 / 2039e9],
-    "6.2": [16.8, 16.78, 17, "16.8 GB", 16.8e9, 16.777216, "16.8"],
+    "6.2": [16.8, 16.78, 17, "16.8 GB", 16.8e9, 16.777216, 16.4, "16.8"],
     "6.3": [False, "no", "No", "no, longer", "n", "False"],
     "6.4": [[8, 8], "8 and 8", 8, (8, 8), "8, 8"], "6.5": [0, 0.0, "zero", "0"],
     "7.1": ["A, B", "AB", ["B", "A"]], "7.2": ["A and C", "ac"], "7.3": ["ABC", "A B C", "a, b, c"],
-    "7.4": [4, "4 tokens", "four"], "7.5": [64, "64 requests", "a batch of 64"],
+    "7.4": [4, "4 tokens", "four"], "7.5": [64, "64 requests", "a batch of 64", "from 64 on"],
 }
 
 
@@ -184,26 +182,12 @@ def test_no_right_answer_is_refused_and_a_wrong_one_hears_of_its_mistake(number)
 
 # --- exercises ------------------------------------------------------------------------------------
 
-def written():
-    """{function's name: (our answer, its cell, the notebook's imports)}"""
-    found = {}
-    for cells in ([cell for cell in source(name).cells if cell.cell_type == "code"]
-                  for name in NAMES):
-        for cell in cells:
-            if "exercise" in cell.metadata.get("tags", []):
-                function = re.search(r"def (\w+)", cell.source)[1]
-                found[function] = (f"@exercise\n{TAUGHT[function]['code'].strip()}\n", cell.source,
-                                   cells[0].source)
-    return found
-
-
-WRITTEN = written()
-
-
-def tried(code, imports, capsys):
-    """What an exercise prints about this code, in a notebook with these imports."""
+def tried(name, code, capsys):
+    """What an exercise prints about this code, in its notebook after the first cell."""
+    cells = next(cells for cells in (code_cells(source(name)) for name in NAMES)
+                 if any(f"def {name}(" in cell.source for cell in cells))
     scope = {}
-    exec(imports, scope)
+    exec(cells[0].source, scope)
     capsys.readouterr()
     exec(compile(code, "<a cell>", "exec"), scope)
     return capsys.readouterr().out
@@ -211,36 +195,37 @@ def tried(code, imports, capsys):
 
 @pytest.mark.parametrize("name", TAUGHT)
 def test_an_exercise_accepts_our_answer_and_names_the_usual_mistakes(name, capsys):
-    answer, blank, imports = WRITTEN[name]
-    assert tried(answer, imports, capsys) == f"{name}: right.\n"
-    signature = re.search(rf"def {name}\(.*\):", answer).group(0)
-    for code in blank, f"@exercise\n{signature}\n    pass":
-        assert "replace ... by your code" in tried(code, imports, capsys)
-    said = tried(f"@exercise\n{signature}\n    x = 1\n    raise KeyError('x')", imports, capsys)
+    code = "@exercise\n" + TAUGHT[name]["code"].lstrip()
+    signature = re.search(rf"def {name}\(.*\):", code).group(0)
+    assert tried(name, code, capsys) == f"{name}: right.\n"
+    for blank in "...", "pass", "x = ...":
+        said = tried(name, f"@exercise\n{signature}\n    {blank}", capsys)
+        assert said == f"{name}: replace ... by your code, then run the cell.\n"
+    said = tried(name, f"@exercise\n{signature}\n    x = 1\n    raise KeyError('x')", capsys)
     assert said == f"{name}: not yet. line 4: KeyError: 'x'\n"
     for old, new, sentence in TAUGHT[name]["mistakes"]:
-        code = TAUGHT[name]["code"]
         assert old in code
-        said = tried("@exercise\n" + code.replace(old, new), imports, capsys)
-        assert said.startswith(f"{name}: not yet. ") and said.endswith(f"{sentence}\n"), said
+        said = tried(name, code.replace(old, new), capsys)
+        assert said.startswith(f"{name}: not yet. ") and said.endswith(f" {sentence}\n"), said
+
+
+SDPA = ("torch.nn.functional.scaled_dot_product_attention(mine, keys, values, torch.ones("
+        "mine.size(1), keys.size(1)).tril(keys.size(1) - mine.size(1)).bool())")
 
 
 @pytest.mark.parametrize("name, old, new, sentence", [
     ("causal_rule", "torch.arange(S - T, S)", "torch.arange(T)",
      "position 4) does not see positions 1, 2, 3, 4 of request 'A'. Your triangle"),
-    ("varlen", "head(mine, keys, values)",   # without `head`: what it returns counts
-     "torch.nn.functional.scaled_dot_product_attention(mine, keys, values, torch.ones("
-     "mine.size(1), keys.size(1)).tril(keys.size(1) - mine.size(1)).bool())", "right."),
+    ("varlen", "head(mine, keys, values)", SDPA, "right."),   # without `head`
     ("serve", "batch.attend, batch.wanted)", "batch.attend, wanted=batch.wanted)", "right."),
     ("serve", "batch.attend, batch.wanted)", "batch.attend)", "reads 8 rows of logits for 3"),
     ("serve", "sample(logits, batch.sampled)", "logits.argmax(-1).tolist()",
-     "request 'AA': token 0 is not what its own logits and random number give"),
+     "request 'A': token 0 is not what its own logits and random number give"),
     ("serve", "scheduler.schedule(step)", "[(r, 1) for r in requests[:1]]", "line 12"),
 ])
 def test_an_exercise_says_what_goes_wrong_in_a_run(name, old, new, sentence, capsys):
-    answer, _, imports = WRITTEN[name]
-    assert answer.count(old) == 1
-    assert sentence in tried(answer.replace(old, new), imports, capsys)
+    code = "@exercise\n" + TAUGHT[name]["code"].lstrip()
+    assert code.count(old) == 1 and sentence in tried(name, code.replace(old, new), capsys)
 
 
 # --- claims ---------------------------------------------------------------------------------------
