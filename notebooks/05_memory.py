@@ -263,7 +263,7 @@ for pages in 5, 8, 10, 12:
 # preemptions are there, and does it still take fewer steps than reserving?
 #
 # A *policy* says which of the waiting requests goes first, and who is preempted first: first come
-# first served, shortest first, or by priority ([beyond/fairness.py](../beyond/fairness.py)). And a
+# first served, shortest first, or by priority (`beyond/fairness.py`). And a
 # GPU's kernel reads keys through the block table, while our model gathers them into a copy; what
 # that costs is in [docs/memory.md](../docs/memory.md).
 #

@@ -135,12 +135,6 @@ with folded(), broken("draws for a partial prefill"):
 # and its pass has been made already. If it was wrong, what comes after it is thrown away.
 
 # %%
-def kept(guesses, rows):
-    """The tokens that a pass gives: guesses, and what the model says in each row."""
-    right = next((i for i, (g, r) in enumerate(zip(guesses, rows)) if g != r), len(guesses))
-    return rows[:right + 1]
-
-
 ask("7.4: A request guesses four tokens. The first three are right, the fourth is wrong. How many "
     "tokens does the pass give it?",
     guess=...)
@@ -201,8 +195,8 @@ for requests, how in (greedy, "greedy"), (sampled, "at temperature 0.7"):
     check(speculative.generate, requests, guesses=4)
 
 # %% [markdown]
-# Fewer passes, more rows, the same tokens, sampled or not. (On texts that repeat themselves, it is
-# more: [docs/guessing.md](../docs/guessing.md).)
+# More tokens in a pass, more rows, and the same tokens, sampled or not. (Texts that repeat
+# themselves gain more: [docs/guessing.md](../docs/guessing.md).)
 #
 # ## Where guessing stops paying
 #
@@ -253,7 +247,7 @@ with folded():
 # - **CUDA graphs**, `cudagraph_mode`: all kernels of a step are launched as one, for a few fixed
 #   numbers of rows.
 # - **Asynchronous scheduling**, `--async-scheduling`: step n + 1 is planned while the GPU computes
-#   step n ([beyond/ahead.py](../beyond/ahead.py)).
+#   step n (`beyond/ahead.py`).
 # - **Disaggregation**, `--kv-transfer-config`: some GPUs prefill, others decode, so that no prompt
 #   stalls a decode; keys and values travel between them.
 # - **Swap**, `OffloadingConnector`: keys and values go to the CPU's memory and come back, instead

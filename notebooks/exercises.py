@@ -55,7 +55,7 @@ def fault_of(function, it):
     name, arguments = function.__name__, list(inspect.signature(function).parameters)
     calls, got, expected, fault = eval(it["calls"]), "", "", None
     whats = ["it returns", *(f"{argument} becomes" for argument in arguments)]
-    theirs, right = results(function, calls), results(REAL.get(name) or ours(it, name), calls)
+    theirs, right = results(function, calls), results(REAL.get(name) or our_code(name), calls)
     for call, a, b in reversed([*zip(calls, theirs, right)]):
         for what, mine, our, before in zip(whats, a, b, [None, *call]):
             if not same(mine, our) and not same(our, before):   # we change this argument, too
@@ -66,7 +66,7 @@ def fault_of(function, it):
     if "run" in it and got == expected:   # alike, but for what is in it
         fault = fault_in_run(function, **it["run"]) or fault
     usual = (why for *edit, why in it["mistakes"] if fault and same(
-        theirs, results(ours(it, name, *edit), calls)))
+        theirs, results(our_code(name, *edit), calls)))
     return fault and f"{fault} {next(usual, '')}".strip()
 
 
@@ -75,10 +75,10 @@ def results(function, calls):
     return [[function(*given), *given] for given in copy.deepcopy(calls)]
 
 
-def ours(it, name, *edit):
+def our_code(name, *edit):
     """Our function, or what an edit makes of it: (old, new)."""
-    scope = dict(globals())
-    exec(it["code"].replace(*edit) if edit else it["code"], scope)
+    code, scope = QUESTIONS[name]["code"], dict(globals())
+    exec(code.replace(*edit) if edit else code, scope)
     return scope[name]
 
 
