@@ -1,17 +1,14 @@
 """
 What the notebooks share.
 
-    source(function)                           prints a short function
     ask("1.2: How many ...?", guess=...)       judges a guess by questions.toml
-    @exercise                                  judges a reader's function (exercises.py)
     with folded(): ...                         hides its output behind a line to click
     with broken("published mask"): ...         inserts a known bug, and removes it again
     run, run_all, look, check                  run a stage: its trace, what tokens see, is it right?
     show({title: look(...)}), show(run(...))   draw what tokens see; step through a run, in a page
 
-The model is the built-in one. Prompts are words where text helps, and letters where only lengths
-matter: `letters(A=4, B=2)` are two requests with prompts of 4 and 2 arbitrary tokens. A stage is
-named, or a function `generate` of your own.
+Prompts are words where text helps, and letters where only lengths matter: `letters(A=4, B=2)` are
+two requests with prompts of 4 and 2 arbitrary tokens. A stage is a name, or a function of your own.
 """
 import inspect
 import io
@@ -135,10 +132,7 @@ def generate_of(stage):
 
 
 def run(stage, requests, **knobs):
-    """
-    Runs a stage on copies of `requests`. Returns its trace; trace.requests are the copies. It is
-    recorded as well, while a bug that was put in is still there, so that show(trace) can draw it.
-    """
+    """A stage's trace, with copies of `requests`; recorded as well, so that show can draw it."""
     return record(generate_of(stage), model, requests, reference=model, **knobs)
 
 
@@ -161,10 +155,7 @@ def look(stage, requests, step, number=0, **knobs):
 
 
 def show(seen, label=None):
-    """
-    Draws what each token sees: show({title: Sight, ...}), side by side. label=word: as text.
-    Of a run, show(trace) is a page to step through; show({title: trace, ...}) compares two.
-    """
+    """Draws {title: Sight}, by label=word as text. A trace, or {title: trace}, is a page."""
     runs = {seen.stage: seen} if isinstance(seen, Trace) else seen
     if all(isinstance(trace, Trace) for trace in runs.values()):
         return page.Inline(runs, tokenizer)
@@ -206,10 +197,7 @@ GUESSES = {}   # number of a question -> the wrong guesses so far, in words
 
 
 def ask(question, guess=...):
-    """
-    Prints the question, "1.2: How many ...?". Once `...` is replaced by a guess, judges it: the
-    first that is wrong gets a hint, the second the answer.
-    """
+    """Prints a question. Judges a guess: the first miss gets a hint, the second the answer."""
     print(f"Question {question}")
     number = question.partition(":")[0]
     print("Replace ... by your answer, then run the cell." if guess is ... else
