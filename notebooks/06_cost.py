@@ -149,9 +149,9 @@ with folded():
     axes.legend()
 
 # %% [markdown]
-# Down to about 256 tokens, the ITL falls almost with the budget, and the TTFT hardly grows: such a
-# step still has more than 153 rows, so its arithmetic is busy. Below that a step is limited by
-# reading, takes the same time for fewer tokens, and only the TTFT pays.
+# Down to about 512 tokens, the ITL falls almost with the budget, and the TTFT grows little: such a
+# step still has far more than 153 rows, so its arithmetic is busy. Below that a step is limited
+# more and more by reading: it takes nearly the same time for fewer tokens, and only the TTFT pays.
 #
 # **Turn this knob.** Let 128 requests decode instead of 32. Which of the budgets is too small now?
 #
