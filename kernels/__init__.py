@@ -153,7 +153,6 @@ class Snapshot(nn.Module):
             lasts += range(first - count, first)
         if first != N or tokens.shape != positions.shape or asked != lasts:
             raise ValueError("it is for the tokens of the plan, and the logits of the last of them")
-
         tokens, positions = tokens.flatten(), positions.flatten()
         stream = [native.address(t, torch.int64, (N,)) for t in (tokens, positions)]
         logits = torch.empty(len(asked), V, **native.FLOAT)
