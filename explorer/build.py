@@ -58,7 +58,7 @@ TRIED = "naive", "dynamic", "chunked", "interleaved", FLAT, "paged"
 RECTANGLES = "dynamic", "chunked", "interleaved"   # the published mask is a mask of these
 GRID = {"max_batch": (2, 4, 8), "token_budget": (8, 16, 32, 64, 128), "page_size": (4, 16, 64),
         "memory": (320, 640, 2048), "long": (False, True)}
-FIRST = 1, 4, 2, 2, 1, 2, 1, 0   # at first: two of TRIED, a value of each knob, the mask not broken
+FIRST = 1, 4, 1, 2, 1, 1, 1, 0   # at first: two of TRIED, a value of each knob, the mask not broken
 CHUNKED = "max_batch", "token_budget", "memory", "long"
 APPLIES = {   # the knobs that a stage has
     **dict.fromkeys(("naive", "dynamic"), ("max_batch", "long")),

@@ -110,7 +110,7 @@ function slotNamed(name) {
 
 const PANELS = {timeline: "Timeline", plan: "Plan of this step", tensor: "Tensor", sees: "Who sees whom",
                 bill: "Bill so far", memory: "Memory", requests: "Requests"};
-const ONCE = {score: "Scoreboard", change: "From rows to a stream"};   // one panel for all runs
+const ONCE = {score: "Scoreboard", change: "Change of shape: from rows to a stream"};   // one panel for all runs
 const DRAW = {timeline: moveCursor, plan: drawPlan, tensor: drawTensor, bill: drawBill, requests: drawRequests,
               memory: drawMemory};
 

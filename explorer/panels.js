@@ -92,7 +92,9 @@ function drawTimeline(view) {
   view.cursor = element("div", {className: "cursor"});
   view.box = element("div", {className: "box"}, canvas, view.cursor);
   const onTime = state.clock !== "step", longest = run.gaps.at(-1)?.[3] ?? 0;
-  const shaded = 0.8 * largest(shown().map(other => other.gaps.at(-1)?.[3] ?? 0));   // waits as long as this
+  const most = largest(shown().map(other => other.gaps.at(-1)?.[3] ?? 0)), asked = timeline.closest(".asking");
+  const usual = run.gaps.length ? run.gaps.at(-1)[2] / run.gaps.length : 0;
+  const shaded = asked ? Infinity : Math.max(0.9 * most, 1.5 * usual);   // waits as long as this
   const wait = `Longest wait for a next token: ${ms(longest)}` + (longest > shaded ? " (red frames)." : ".");
   timeline.replaceChildren(view.box, ...onTime ? [element("p", {className: longest > shaded ? "longest" : ""}, wait)] : [],
     ...run.check ? [div("verdicts", ...verdicts(run))] : []);
@@ -146,7 +148,7 @@ function drawTimeline(view) {
       }
     }
   });
-  const most = largest(shown().flatMap(other => other.steps.map(step => inStep(other, "slots", step))));
+  const tallest = largest(shown().flatMap(other => other.steps.map(step => inStep(other, "slots", step))));
   for (const step of run.steps) {
     const [left, width] = view.across(step);
     for (const pass of step.passes) {
@@ -162,7 +164,7 @@ function drawTimeline(view) {
     }
     let y = floor;
     for (const [kind, slots] of Object.entries(count)) {
-      const height = BAND * slots / most;
+      const height = BAND * slots / tallest;
       y -= height;
       if (height) paint(kind, left, y, width, height);
     }
@@ -287,14 +289,17 @@ const SHAPES = ["two passes", "one rectangle", "without the pads", "one stream"]
 function drawChange(panel, runs, step, [from, to]) {
   const [passes, rectangle, stream] = runs.map(run => ({run, passes: run.stepOf.get(step).passes}));
   const width = Math.max(rectangle.run.passes.shape[rectangle.passes[0]][1], stream.run.passes.slots[stream.passes[0]]);
-  const high = 16, cell = Math.min(34, (panel.clientWidth - 8) / width), cells = new Map(), rows = [];
+  const high = 20, cell = Math.min(44, (panel.clientWidth - 8) / width), cells = new Map(), rows = [];
   const put = (shape, {run, passes}) => {   // where each slot is in a shape: its token's place, or a pad's
     let y = 0;
     for (const pass of passes) {
       const {owner, position} = slotsOf(run, pass);
       owner.forEach((row, b) => row.forEach((r, column) => {
         const key = r < 0 ? `pad ${shape} ${b} ${column}` : r + "." + position[b][column];
-        if (!cells.has(key)) cells.set(key, {kind: kindOf(run, pass, r, position[b][column]), places: {}});
+        if (!cells.has(key)) {
+          const textContent = r < 0 || cell < 20 ? "" : word(run, r, position[b][column]);
+          cells.set(key, {kind: kindOf(run, pass, r, position[b][column]), textContent, places: {}});
+        }
         cells.get(key).places[shape] = [column, y + b];
       }));
       y += owner.length + 0.6;
@@ -304,8 +309,8 @@ function drawChange(panel, runs, step, [from, to]) {
   put(0, passes);
   put(1, rectangle);
   put(3, stream);
-  const nodes = [...cells.values()].map(({kind, places}) => {
-    const node = element("i", {className: "slot " + kind, style: `width: ${Math.max(1, cell - 1)}px; height: ${high - 1}px`});
+  const nodes = [...cells.values()].map(({kind, textContent, places}) => {
+    const node = element("i", {className: "slot " + kind, textContent, style: `width: ${Math.max(1, cell - 1)}px; height: ${high - 1}px`});
     places[2] = places[3] && places[1];   // a pad is in no stream
     return {node, places, pad: !places[3]};
   });
