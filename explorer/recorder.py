@@ -81,7 +81,7 @@ class Recorder(XRay):
         return same
 
     def stand_in(self, request):
-        """With ids for guesses, too: they are laid out before it is known whether they are right."""
+        """With ids for guesses, too, which are laid out before any is known to be right."""
         twin, length = super().stand_in(request), self.length[self.number[request]]
         known = len(request.tokens)
         twin.generated += range(self.first[request] + known, self.first[request] + length)
