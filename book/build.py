@@ -11,10 +11,11 @@ from html import escape
 from pathlib import Path
 
 from latex2mathml.converter import convert
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-TAKEN = (".md", ".py", ".cpp", ".png", ".svg", ".ipynb")
+TAKEN = (".md", ".py", ".cpp", ".png", ".svg", ".ipynb", ".json")
 LINK = re.compile(r'(\]\(|src(?:set)?=")([^)"#\s:]+)')
 
 
@@ -70,31 +71,32 @@ def prose(docstring):
             return re.sub(r"(?m)^([\w, ]+):\s+", r"- `\1`: ", re.sub(r"\n\s+", " ", text))
         drawn = text.startswith("    ") or re.search(r"\S {2,}\S", text)
         return f"<pre>{escape(text)}</pre>" if drawn else text
-    text = re.sub(r"\n\s*\n(?= {4})", "\n&#10;", docstring.strip("\n"))   # within a drawing
-    return "\n\n".join(block(part).replace("&amp;#10;", "&#10;")
-                       for part in re.split(r"\n\s*\n", text))
+    found = "\n\n".join(map(block, re.split(r"\n\s*\n", docstring.strip("\n"))))
+    return re.sub(r"</pre>\n\n<pre>(?=    )", "\n&#10;", found)   # one drawing
 
 
 def code_lines(source):
     """Code without docstrings and comments, so that a diff shows what changed."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+        kinds = ast.Module, ast.ClassDef, ast.FunctionDef
+        if isinstance(node, kinds) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree).splitlines()
 
 
 # --- MkDocs calls these ---------------------------------------------------------------------------
 
+@event_priority(100)   # before mkdocs-jupyter looks for notebooks
 def on_files(files, config):
     for entry in config.extra["ladder"]:
         files.append(File.generated(config, f"ladder/{entry['file']}.md",
                                     content=chapter(**entry)))
     taken = [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*")) if path.suffix in TAKEN]
-    taken = [path for path in taken if not {"book", "build"} & {*path.parts}
+    taken = [path for path in taken if not {"book", "build", "key"} & {*path.parts}
              and str(path) != "README.md" and not any(part[0] in "._" for part in path.parts[:-1])]
-    for path in taken:
-        files.append(File.generated(config, str(path), abs_src_path=str(ROOT / path)))
+    for path in taken:   # a notebook needs a file on the disk
+        files.append(File(str(path), str(ROOT), config.site_dir, config.use_directory_urls))
     for folder in {path.parent for path in taken} - {Path()}:   # what a link to a folder shows
         if folder / "README.md" not in taken:
             links = "\n".join(f"- [{p.name}]({p.name})" for p in taken if p.parent == folder)
@@ -125,7 +127,8 @@ def on_page_markdown(markdown, page, config, files):
             return f"{before}{up}index.md"
         return before + (f"{target.rstrip('/')}/README.md" if inside.is_dir() else target)
     first = page.file.src_uri.split("/")[0]
-    page.meta["search"] = {"boost": {"ladder": 4, "docs": 2, "index.md": 4}.get(first, 1)}
+    page.meta["search"] = {"boost": {"ladder": 4, "docs": 3, "notebooks": 2}.get(first, 1),
+                           "exclude": first == "assignments"}
     return LINK.sub(led, markdown)
 
 
