@@ -1,44 +1,54 @@
 """
-The guided walk of the explorer, up the ladder. Each stop is a sentence or two, and a scene: a step
-of one or two runs, and the panels that show what the sentence speaks of. Some ask first.
+The guided walk of the explorer, up the ladder. Each stop is a sentence or two, in walk.toml, and a
+scene: a step of one or two runs, and the panels that show what the sentence speaks of. Some ask
+first.
 
 Each stop finds its step in the runs themselves, and counts its figures there. Milliseconds are
 those of a calculated GPU.
 """
 import statistics
+from pathlib import Path
 
+import tomllib
+
+WORDS = Path(__file__).with_suffix(".toml")
 MASK = "interleaved, published mask"   # a run of stage 4 under the trap of that name
 FLAT, SAME = "ragged, varlen", "ragged, 416 tokens"   # SAME: in as much memory as stage 7 has
 GUESS, TWO = "speculative", "two requests"
 
 
 def walk(traces, scores):
-    """The stops for runs {name: trace}, as the page takes them; see `stop`."""
-    return [one_request(traces), padding(traces), finished_rows(traces), stall(traces),
-            chunk(traces), fused(traces), published_mask(traces), flat_stream(traces),
-            sharing(traces), preemption(traces), guessing(traces), scoreboard(traces, scores)]
+    """The stops for runs {name: trace}, as the page takes them."""
+    words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
+    scenes = one_request, padding, finished_rows, stall, chunk, fused_rectangle, published_mask, \
+        flat_stream, sharing, preemption, guessing
+    found = [(scene.__name__, *scene(traces)) for scene in scenes]
+    found.append(("scoreboard", *scoreboard(traces, scores)))
+    return [stop(name.replace("_", " "), words[name], figures, **scene)
+            for name, scene, figures in found]
 
 
-def stop(title, text, panels, runs, step, clock="step", look=0, slot=None, ask=None, change=None):
+def stop(title, words, figures, runs, step, clock="step", look=0, slot=None, before=None,
+         change=None):
     """
-    panels: those of the scene; the first is the one to look at
     runs:   the run that is shown, and if there are two, the one beside it
     look:   0 or 1, which of them to look at
     slot:   (pass, row, column) to point at, in that run
-    ask:    (question, choices, number of the right one[, step and slot while it asks])
+    before: (step, slot) while it asks; else the same
     change: (from, to), of the shapes of one step: passes of stage 3, rectangle, no pads, stream
     """
-    def scene(step, slot):
-        show = {"run": runs[0], "beside": runs[1] if len(runs) > 1 else "", "clock": clock,
-                "step": step}
+    def scene(runs, step, slot):
+        show = {"run": runs[0], "beside": "".join(runs[1:]), "clock": clock, "step": step}
         return show | ({"slot": ".".join(map(str, (look, *slot)))} if slot else {})
 
-    found = {"title": title, "text": text, "panels": panels, "look": look,
-             "show": scene(step, slot)}
-    if ask:
-        question, choices, right, *before = ask
-        found["ask"] = {"question": question, "choices": choices, "right": right,
-                        "show": scene(*before) if before else found["show"]}
+    figures = {"step": step, **figures}
+    found = {"title": title, "text": words["text"].format(**figures), "panels": words["panels"],
+             "look": look, "show": scene(runs, step, slot)}
+    if "question" in words:   # nothing that is shown then gives the answer away
+        asked = scene(runs, *before) if before else scene(runs[:1], step, not change and slot)
+        found["ask"] = {"question": words["question"].format(**figures), "show": asked,
+                        "choices": [text.format(**figures) for text in words["choices"]],
+                        "right": words["right"]}
     if change:
         found["change"] = {"runs": ["chunked", "interleaved", FLAT], "shapes": change}
     return found
@@ -48,86 +58,59 @@ def one_request(traces):
     first, both = (next((i, p) for i, p in enumerate(traces[TWO].passes) if p.shape == shape)
                    for shape in ((1, 1), (2, 1)))
     one, two = (1e3 * p.seconds for _, p in (first, both))
-    question = (f"One request, A. Step 0 computed its whole prompt (blue). Step {first[1].step} "
-                "computes one slot, its latest token (green), and the token after it comes out. For "
-                f"this one slot a GPU reads all weights: {one:.1f} ms. Soon B arrives. How long "
-                "does a step take that computes a slot of each?")
-    text = (f"Step {both[1].step} computes a slot of A and one of B in {two:.1f} ms: the weights "
-            "are read once for both. That is why one batches. But the two have unequal lengths, "
-            "and arrive and end at different times. What to do about that is the rest of this walk.")
-    choices = [f"{one / 2:.1f} ms", f"{two:.1f} ms", f"{2 * one:.1f} ms"]
-    return stop("one request", text, ["tensor", "sees", "timeline"], [TWO], both[1].step,
-                slot=(both[0], 1, 0), ask=(question, choices, 1, first[1].step, (first[0], 0, 0)))
+    return (dict(runs=[TWO], step=both[1].step, slot=(both[0], 1, 0),
+                 before=(first[1].step, (first[0], 0, 0))),
+            dict(first=first[1].step, both=both[1].step, one=one, two=two, half=one / 2,
+                 twice=2 * one))
 
 
 def padding(traces):
     i, p = most(traces["naive"], lambda p: p.pad_slots)
     row, (name, _, n) = min(enumerate(p.work), key=lambda entry: entry[1][2])
-    question = (f"Stage 1 puts the prompts of a batch into one rectangle, as wide as the longest. "
-                f"Step {p.step} computes its second batch. How many of these {p.slots:,} slots are "
-                "useful, that is, hold a token?")
-    text = (f"{p.useful:,} of {p.slots:,}. {name} has {n} tokens in a row of {p.shape[1]} slots. "
-            f"{p.pad_slots:,} slots are pads, like the framed one: computed for nothing.")
-    choices = sorted({p.useful, p.slots // 4, p.slots})
-    return stop("padding", text, ["tensor", "sees", "timeline"], ["naive"], p.step,
-                slot=(i, row, 0), ask=(question, [f"{n:,}" for n in choices],
-                                       choices.index(p.useful)))
+    return (dict(runs=["naive"], step=p.step, slot=(i, row, 0)),
+            dict(slots=p.slots, useful=p.useful, quarter=p.slots // 4, pads=p.pad_slots, name=name,
+                 n=n, wide=p.shape[1]))
 
 
 def finished_rows(traces):
     _, p = most(traces["naive"], lambda p: p.finished_slots * any(
         request.arrival <= p.step < request.token_steps[0]
         for request in traces["naive"].requests))
-    text = (f"A static batch runs until its longest request is done. In step {p.step}, "
-            f"{p.finished_slots} of its {p.shape[0]} rows belong to requests that have finished "
-            "(red), while others wait for a place (the thin grey lines).")
-    return stop("finished rows", text, ["timeline", "tensor", "sees"], ["naive"], p.step)
+    return (dict(runs=["naive"], step=p.step), dict(finished=p.finished_slots, rows=p.shape[0]))
 
 
 def stall(traces):
     wait, step = worst_wait(traces["dynamic"])
     every = statistics.median_high(wait for wait, *_ in waits(traces["dynamic"]))
     decodes, prefill = passes_of(traces["dynamic"], step)
-    names = " and ".join(name for name, _, _ in prefill.work)
-    question = (f"Stage 2 lets newcomers in at once, but computes their prompts in one piece. In "
-                f"step {step}, a second pass computes the {prefill.useful} prompt tokens of "
-                f"{names}. The {len(decodes.work)} requests that decode usually get a token every "
-                f"{every:.0f} ms. How long do they wait for this one?")
-    text = (f"They get no token for {wait:.0f} ms (red frames), instead of {every:.0f}: in step "
-            f"{step} everyone waits for the prompt of {names}.")
-    return stop("stall", text, ["timeline", "tensor", "sees"], ["dynamic"], step, "ms",
-                ask=(question, [f"{ms:.0f} ms" for ms in (every, wait, 3 * wait)], 1))
+    return (dict(runs=["dynamic"], step=step, clock="ms"),
+            dict(wait=wait, every=every, thrice=3 * wait, tokens=prefill.useful,
+                 names=" and ".join(name for name, _, _ in prefill.work),
+                 decodes=len(decodes.work)))
 
 
 def chunk(traces):
     _, step = worst_wait(traces["dynamic"])
-    decodes, prefill = passes_of(traces["chunked"], step)
-    name, first, n = prefill.work[0]
-    whole = len(request_of(traces["chunked"], name).prompt)
+    _, prefill = passes_of(traces["chunked"], step)
+    name, _, n = prefill.work[0]
     both = [traces[run] for run in ("dynamic", "chunked")]
-    longest = [worst_wait(trace)[0] for trace in both]
     late = [1e3 * (request.token_times[0] - trace.arrived(request))
             for trace, request in ((trace, request_of(trace, name)) for trace in both)]
     ends = [1e3 * max(request.token_times[-1] for request in trace.requests) for trace in both]
-    tokens = traces["chunked"].recording.knobs["token_budget"]
-    text = (f"Stage 3 gives each step a budget of {tokens} tokens, decodes first. In step {step} "
-            f"that leaves {n} for a chunk of {name}, which has {whole}. The longest wait falls from "
-            f"{longest[0]:.0f} to {longest[1]:.0f} ms. It has two prices: {name} waits "
-            f"{late[1]:.0f} ms for its first token, not {late[0]:.0f}; and with so small a budget, "
-            f"which reads the weights more often, the whole run takes {ends[1]:.0f} ms, not {ends[0]:.0f}.")
-    return stop("chunk", text, ["timeline", "plan"], ["chunked", "dynamic"], step, "ms")
+    return (dict(runs=["chunked", "dynamic"], step=step, clock="ms"),
+            dict(budget=both[1].recording.knobs["token_budget"], n=n, name=name, late=late,
+                 whole=len(request_of(both[1], name).prompt), ends=ends,
+                 waits=[worst_wait(trace)[0] for trace in both]))
 
 
-def fused(traces):
+def fused_rectangle(traces):
     _, step = worst_wait(traces["dynamic"])
     i, p = most(traces["interleaved"], lambda p: p.step == step)
     row = next(row for row, (_, _, n) in enumerate(p.work) if n == 1)
-    ms = [milliseconds(traces[run], p.step) for run in ("chunked", "interleaved")]
-    text = (f"Stage 4 fuses the two passes into one, so it reads the weights once: step {p.step} "
-            f"takes {ms[1]:.0f} ms, not {ms[0]:.0f}. But every decode is padded to the width of "
-            f"the chunk: {p.useful + p.recomputed} tokens in {p.slots:,} slots.")
-    return stop("fused rectangle", text, ["change", "tensor", "sees"], ["chunked", "interleaved"],
-                p.step, look=1, slot=(i, row, 0), change=(0, 1))
+    ms = [milliseconds(traces[run], step) for run in ("chunked", "interleaved")]
+    return (dict(runs=["chunked", "interleaved"], step=step, look=1, slot=(i, row, 0),
+                 change=(0, 1)),
+            dict(ms=ms, tokens=p.useful + p.recomputed, slots=p.slots))
 
 
 def published_mask(traces):
@@ -141,28 +124,19 @@ def published_mask(traces):
     alone = {request.name: request.generated for request in traces["unbatched"].requests}
     other = sum(alone[request.name] != request.generated for request in recorder.requests)
     p = traces[MASK].passes[i]
-    text = ("A published tutorial marks all new slots of this rectangle as valid. So the framed "
-            f"decode of {p.work[row][0]} sees {pads} pads (red). Nothing raises an error. Only the "
-            f"check tells: {other} of {len(recorder.requests)} requests get other tokens than they "
-            "would have got alone.")
-    return stop("published mask", text, ["tensor", "sees"], [MASK], p.step,
-                slot=(i, row, p.shape[1] - 1))
+    return (dict(runs=[MASK], step=p.step, slot=(i, row, p.shape[1] - 1)),
+            dict(name=p.work[row][0], pads=pads, other=other, all=len(recorder.requests)))
 
 
 def flat_stream(traces):
     _, step = worst_wait(traces["dynamic"])
     wide, = passes_of(traces["interleaved"], step)
     i, p = most(traces[FLAT], lambda p: p.step == step)
-    ms = [milliseconds(traces[run], p.step) for run in ("interleaved", FLAT)]
-    question = (f"Stage 6 has no rows. The tokens of all requests are one stream, and its "
-                f"boundaries say which keys each may see. Stage 4 needs {wide.slots:,} slots for "
-                f"step {step}. How many does stage 6 need for the same plan?")
-    text = (f"{p.slots} slots, not {wide.slots:,}, and {ms[1]:.0f} ms, not {ms[0]:.0f}: the pads "
-            "fall out, the rows join into a stream, and each token still sees its own request "
-            "alone. No slot is a pad.")
-    choices = [f"{n:,}" for n in (p.slots, wide.slots // 2, wide.slots)]
-    return stop("flat stream", text, ["change", "tensor", "sees"], ["interleaved", FLAT], p.step,
-                look=1, slot=(i, 0, 0), ask=(question, choices, 0), change=(1, 3))
+    if any(p.work != wide.work for p in passes_of(traces[FLAT], step)):
+        raise RuntimeError(f"step {step} of stages 4 and 6 has two plans")
+    ms = [milliseconds(traces[run], step) for run in ("interleaved", FLAT)]
+    return (dict(runs=["interleaved", FLAT], step=step, look=1, slot=(i, 0, 0), change=(1, 3)),
+            dict(wide=wide.slots, half=wide.slots // 2, slots=p.slots, ms=ms))
 
 
 def sharing(traces):
@@ -177,12 +151,10 @@ def sharing(traces):
     table = tables(trace, i)[name][:first // size]
     others = [other for other, pages in tables(trace, i).items()
               if other != name and pages[:len(table)] == table]
-    p, slot = trace.passes[i], sum(n for _, _, n in trace.passes[i].work[:-1])
-    text = (f"Stage 7 keeps all keys and values in pages of {size} tokens. Each "
-            f"request has a list of them. {name} begins like {' and '.join(others)}: it takes "
-            f"the same {len(table)} pages (double frames), which are kept once, and its first "
-            f"{first} tokens are not computed.")
-    return stop("sharing", text, ["memory", "timeline"], ["paged"], p.step, slot=(i, 0, slot))
+    p = trace.passes[i]
+    return (dict(runs=["paged"], step=p.step, slot=(i, 0, sum(n for _, _, n in p.work[:-1]))),
+            dict(size=size, name=name, others=" and ".join(others), pages=len(table),
+                 tokens=first))
 
 
 def preemption(traces):
@@ -195,12 +167,9 @@ def preemption(traces):
     lost = next(i for i in inside if name not in tables(trace, i))
     again, p = next((n, trace.passes[i]) for i in inside for who, first, n in trace.passes[i].work
                     if who == name and first < reached(trace, i, name))
-    text = (f"Memory is scarce here: {trace.recording.pool['pages']} pages. Before step "
-            f"{trace.passes[lost].step} no page is left, and {name}, the last of those that run, "
-            f"is preempted: it gives its pages back, and waits {wait:.0f} ms for its next token "
-            f"(red frame). In step {p.step} it computes {again} of its tokens again (purple). It "
-            "draws no random number twice, so its text stays the same.")
-    return stop("preemption", text, ["timeline", "memory"], ["paged"], p.step, "ms")
+    return (dict(runs=["paged"], step=p.step, clock="ms"),
+            dict(pages=trace.recording.pool["pages"], lost=trace.passes[lost].step, name=name,
+                 wait=wait, again=again))
 
 
 def guessing(traces):
@@ -208,30 +177,22 @@ def guessing(traces):
     for i, p in enumerate(trace.passes):
         kept = [request_of(trace, name).token_steps.count(p.step) for name, _, _ in p.work]
         found.append((sum(max(n - 1, 0) for n in kept), p.rejected, i))
-    right, vain, i = max(found, key=lambda entry: (min(entry[:2]), entry))
+    right, wrong, i = max(found, key=lambda entry: (min(entry[:2]), entry))
     p = trace.passes[i]
     work = next(k for k, (name, _, _) in enumerate(p.work)
                 if request_of(trace, name).token_steps.count(p.step) > 1)
-    guesses = [sum(each) for each in zip(*((a, b) for a, b, _ in found))]
-    text = ("A question after the ladder (beyond/speculative.py): why compute one token of a "
-            "request if the pass has room? Each guesses what followed its latest tokens when they "
-            f"last occurred. In step {p.step}, {right} guesses are right (light blue), tokens "
-            f"without a pass of their own; {vain} are wrong (brown), computed in vain. In all, "
-            f"{guesses[0]} of {sum(guesses)}: {len(trace.passes)} passes, not "
-            f"{len(traces[FLAT].passes)}. Texts that repeat themselves, like code, gain more.")
-    return stop("guessing", text, ["tensor", "sees", "timeline"], [GUESS], p.step,
-                slot=(i, 0, sum(n for _, _, n in p.work[:work]) + 1))
+    slot = sum(n for _, _, n in p.work[:work]) + 1
+    hits = sum(right for right, _, _ in found)
+    return (dict(runs=[GUESS], step=p.step, slot=(i, 0, slot)),
+            dict(right=right, wrong=wrong, hits=hits, passes=len(trace.passes),
+                 guesses=hits + sum(wrong for _, wrong, _ in found),
+                 without=len(traces[FLAT].passes)))
 
 
 def scoreboard(traces, scores):
-    limit = traces[SAME].recording.knobs["max_kv_tokens"]
-    text = ("All stages, the same requests, the same tokens. Stage 3 ends the stall, and reads the "
-            "weights twice a step; stage 4 reads them once, and pays for pads; stage 6 does "
-            f"neither. Memory is not equal: stage 6 came to reserve {scores[FLAT]['memory']:,} "
-            f"tokens, stage 7 {scores['paged']['memory']}. With {limit} at most, "
-            f"stage 6 makes {scores[SAME]['speed']} tokens/s, stage 7 {scores['paged']['speed']}. "
-            "A click on a name shows its run.")
-    return stop("scoreboard", text, ["score"], [FLAT], traces[FLAT].passes[-1].step, "ms")
+    return (dict(runs=[FLAT], step=traces[FLAT].passes[-1].step, clock="ms"),
+            dict(limit=traces[SAME].recording.knobs["max_kv_tokens"], flat=scores[FLAT],
+                 same=scores[SAME], paged=scores["paged"]))
 
 
 # --- what the stops count -------------------------------------------------------------------------
