@@ -136,7 +136,8 @@ def picture(traces, theme, narrow=False):
     body += [text(x_of(tick / 5), bottom + 10, f"{tick / 5:.1f} s", "soft", "middle")
              for tick in range(0, int(last * 5) + 1, 1 + narrow)]
     return f'''<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 60}"
- role="img" aria-label="A long prompt stops all requests in stage 2, less in stage 3, and least in stage 6">
+ role="img"
+ aria-label="A long prompt stops all requests in stage 2, less in stage 3, and least in stage 6">
 <style>
 text {{ font: 12px system-ui, sans-serif; fill: {theme["ink"]} }}
 .title {{ font-weight: 600; font-size: 14px }} .soft {{ fill: {theme["soft"]} }}

@@ -227,7 +227,7 @@ function tryIt(tried) {
   pointed = null;
   setTicks(Infinity);
   for (const [stage, figures] of Object.entries(triedScores())) {
-    visited.push([stage, figures]);
+    if (!visited.some(([, known]) => known === figures)) visited.push([stage, figures]);
     DATA.grid.goals.forEach((goal, i) => { if (meets(goal, stage, figures)) reached.add(i); });
   }
   build();

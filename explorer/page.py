@@ -118,7 +118,7 @@ def run_data(name, trace, texts, calculated):
         # only the passes in which they change: {pass: ...}
         **{column: {i: frame[column] for i, frame in enumerate(recorder.frames)
                     if frame[column] not in ({}, None, 0)}
-           for column in ("sees", "shift", "room", "computed", "kept", "columns")},
+           for column in ("sees", "shift", "guesses", "room", "computed", "kept", "columns")},
     }
     return {
         "name": name, "idea": idea(recorder.generate),
@@ -170,4 +170,6 @@ def place(model):
 def vocabulary(traces, tokenizer):
     """{token id: its text}; a token that is not whole characters is a list of its bytes."""
     used = {token for trace in traces.values() for r in trace.requests for token in r.tokens}
+    used |= {token for trace in traces.values() for frame in trace.recording.frames
+             for token in frame["guesses"].values()}
     return {token: word(tokenizer, token) for token in sorted(used)}

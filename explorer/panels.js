@@ -274,7 +274,7 @@ function gridOf({run, number, slots, panels}, pass) {
     row.forEach((owner, column) => {
       const name = [number, pass, b, column].join("."), kind = kindOf(run, pass, owner, position[b][column]);
       const edge = owner >= 0 && row[column - 1] >= 0 && owner !== row[column - 1] ? " edge" : "";
-      const textContent = owner >= 0 && cell > 16 ? word(run, owner, position[b][column], state.cells) : "";
+      const textContent = owner >= 0 && cell > 16 ? word(run, owner, position[b][column], state.cells, guessAt(run, pass, column)) : "";
       slots.set(name, element("i", {className: "slot " + kind + edge, textContent, data: {slot: name}}));
       grid.append(slots.get(name));
     });
@@ -351,15 +351,16 @@ function drawPointed() {
   for (const view of views) {
     for (const node of view.lit ?? []) node.classList.remove("lit", "picked", "wrong");
     view.lit = [];
+    view.panels.tensor?.querySelector(".lens")?.remove();
     const {run, number, panels: {sees = div()}} = view, [owner, pass, row] = picked ?? [];
     if (!view.slots) continue;
     if (run.xray.left_out) sees.replaceChildren(soft(`Not measured in this run: ${run.xray.left_out}.`));
     else if (owner === number && view.now.passes.includes(pass)) {
       const slot = slotAt(run, ...picked.slice(1)), keys = markedKeys(run, pass, row, slot);
-      sees.replaceChildren(sentence(run, slot, keys), strip(run, pass, slot, keys));
+      sees.replaceChildren(sentence(run, slot, keys, guessAt(run, pass, picked[3])), strip(run, pass, slot, keys));
       sees.lastChild.scrollTop = (sees.querySelector(".wrong")?.offsetTop ?? 0) - sees.lastChild.offsetTop;
       lightUp(view, name, picked, keys);
-      magnify(view, picked);
+      if (innerWidth <= 760) magnify(view, picked);
     } else {
       sees.replaceChildren(soft("Point at a slot of the tensor to see which keys it sees. "
                                 + "A click or a tap holds it."));
@@ -367,12 +368,12 @@ function drawPointed() {
   }
 }
 
-function sentence(run, slot, keys) {
+function sentence(run, slot, keys, guess) {
   const {owner, position, kind, shift} = slot;
   const count = (mark, pad) => keys.filter(key => key.mark === mark && (key.owner < 0) === pad).length;
   const who = owner === -1 ? "A pad"
     : owner < -1 ? `A slot of ${run.requests[-2 - owner].name}, which is finished,`
-    : `${run.requests[owner].name}, position ${position}, “${word(run, owner, position)}” (${DATA.names[kind]})`;
+    : `${run.requests[owner].name}, position ${position}, “${word(run, owner, position, "token", guess)}” (${DATA.names[kind]})`;
   const [past, fresh, wrong, missing] = ["past", "new", "wrong", "missing"].map(mark => count(mark, false));
   const [oldPads, newPads] = [count("past", true), count("new", true)];
   const pads = count("wrong", true) + oldPads + newPads;
@@ -395,7 +396,8 @@ function strip(run, pass, slot, keys) {  // all keys of its row, in order
     const who = key.owner < 0 ? "pad" : `${run.requests[key.owner].name}, position ${key.position}`;
     if (where !== before) node.append(bold(where));
     before = where;
-    const textContent = key.owner < 0 ? "·" : word(run, key.owner, key.position, state.cells);
+    const textContent = key.owner < 0 ? "·" : word(run, key.owner, key.position, state.cells,
+                                                              key.past ? undefined : guessAt(run, pass, key.column));
     node.append(element("i", {className: key.mark, title: `${who}: ${key.mark}`, textContent}));
   }
   return node;
@@ -406,9 +408,9 @@ function magnify({slots, panels: {tensor}}, [number, pass, row, column]) {   // 
   const lens = div("lens", ...names.filter(name => slots.has(name)).map(name => {
     const slot = slotAt(views[number].run, pass, row, Number(name.split(".")[3]));
     return element("i", {className: "slot " + slot.kind + (name === names[4] ? " picked" : ""), data: {slot: name},
-                         textContent: slot.owner < 0 ? "·" : word(views[number].run, slot.owner, slot.position)});
+                         textContent: slot.owner < 0 ? "·" : word(
+                           views[number].run, slot.owner, slot.position, "token", guessAt(views[number].run, pass, Number(name.split(".")[3])))});
   }));
-  tensor.querySelector(".lens")?.remove();
   tensor.append(lens);
 }
 

@@ -18,6 +18,7 @@ of the slot in the tensor
     sees       [[request, from, to, ...], pads, blanks]: ranges of positions, and numbers of pad
                keys and of keys to which nothing was written
     shift      position given to the model, minus the token's own
+    guesses    token that was guessed for a position whose token is not known yet
 """
 import inspect
 from dataclasses import replace
@@ -120,9 +121,12 @@ class Recorder(XRay):
             if not n:   # of a static batch; its request has finished
                 owner[row * width:(row + 1) * width] = -2 - self.number[request]
         shift = np.where(owner >= 0, given.flatten().numpy(force=True) - position, 0)
+        tokens, known = batch.tokens.flatten().tolist(), [len(r.tokens) for r in self.requests]
+        guesses = {slot: tokens[slot] for slot, (i, at) in enumerate(zip(owner, position))
+                   if i >= 0 and at >= known[i]}
         sees = {slot: each for slot, each in enumerate(seen or ()) if each != (
             [int(owner[slot]), 0, int(position[slot]) + 1], 0, 0)}
-        return {"owner": owner.reshape(-1, width).tolist(), "sees": sees,
+        return {"owner": owner.reshape(-1, width).tolist(), "sees": sees, "guesses": guesses,
                 "position": position.reshape(-1, width).tolist(),
                 "shift": {int(slot): int(shift[slot]) for slot in shift.nonzero()[0]}}
 

@@ -121,14 +121,17 @@ function textOf(tokens) {
   return new TextDecoder().decode(Uint8Array.from(bytes));
 }
 
-function word(run, owner, position, what = "token") {   // a token, in a word
+// A token, in a word. guess: the token that was guessed for this position
+function word(run, owner, position, what = "token", guess = undefined) {
   const {name, tokens} = run.requests[owner];
   if (what === "position") return String(position);
   if (!DATA.vocabulary) return name + position;
-  const piece = DATA.vocabulary[tokens[position]];
+  const piece = DATA.vocabulary[guess ?? tokens[position]];
   if (typeof piece !== "string") return piece.map(byte => byte.toString(16)).join(" ");
   return piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ /, "␣");
 }
+
+const guessAt = (run, pass, column) => run.passes.guesses?.[pass]?.[column];   // in a stream
 
 // A run's name with its stage's number, which is in the first line of the stage's docstring.
 function labelOf({name, idea}) {
