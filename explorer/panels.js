@@ -185,6 +185,7 @@ function moveCursor({run, now, cursor, across}) {
   cursor.dataset.step = `step ${now.step}`;
   const step = run.steps[Math.max(now.k, 0)], [left, width] = across(step);
   cursor.style.left = (now.passes.length ? left : left + width) - 2 + "px";
+  cursor.classList.toggle("late", left > cursor.parentNode.clientWidth / 2);
   cursor.style.width = (now.passes.length ? width : 0) + 4 + "px";
 }
 

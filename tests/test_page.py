@@ -554,7 +554,8 @@ def test_text_has_contrast_and_kinds_differ_without_colour(theme, ladder_page):
             low, high = sorted(map(luminance, pair))
             assert (high + 0.05) / (low + 0.05) >= 4.5, (address, pair)
     patterns = ladder_page.run("""
-        return ["prefill", "decode", "recomputed", "pad", "finished", "accepted", "rejected"].map(kind => {
+        return ["prefill", "decode", "recomputed", "pad", "finished", "accepted",
+                "rejected"].map(kind => {
           const node = document.body.appendChild(document.createElement("i"));
           node.className = kind;
           return getComputedStyle(node).backgroundImage;
