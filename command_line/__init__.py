@@ -137,12 +137,14 @@ def load_inputs(args):
 def parser(doc):
     """doc: a script's docstring; the help shows its first paragraph and its next sentence."""
     first, second = (" ".join(paragraph.split()) for paragraph in doc.strip().split("\n\n")[:2])
-    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.")
+    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.",
+               epilog="In Python a stage is a function: loading/load.py begins with an example.")
 
     what = p.add_argument_group("what to generate")
     what.add_argument("--model", default="builtin",
-                      help="builtin, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a local folder or "
-                           "file, or owner/name on huggingface.co: GPT-2, Llama, Mistral, Qwen")
+                      help="builtin, gpt2 (0.5 GB, downloaded once by huggingface_hub), "
+                           "gpt2-medium, gpt2-large, gpt2-xl, a local folder or file, or "
+                           "owner/name on huggingface.co: GPT-2, Llama, Mistral, Qwen")
     what.add_argument("--chat", action="store_true",
                       help="put each prompt into the model's own chat template")
     what.add_argument("--prompt", action="append", help="a prompt; may be repeated")
