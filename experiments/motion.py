@@ -6,7 +6,7 @@ The stages run for real, on the clock of a calculated GPU (beyond/simulate.py). 
 that a request gets, a bar is a piece of a prompt. The picture is an SVG whose only animation is a
 veil that slides off it, several times slower than the GPU. Without motion it is unveiled.
 
-    python -m experiments.motion      writes bug.png, and motion-*.svg, wide and narrow
+    python -m experiments pictures      writes bug.png, and motion-*.svg, wide and narrow, too
 """
 import statistics
 from pathlib import Path
