@@ -1,11 +1,10 @@
 """
 What `fast = model.optimize()` makes: a snapshot that computes a whole pass in one compiled call.
 
-Nothing here is a lesson about batching. It is here so that the ladder's top rungs can be compared
-with other programs. A snapshot holds packed copies of the weights, and the model that they came
-from, about which it changes nothing, and is called like it. It takes the place of exactly three
-layouts, those of stages 0, 6 and 7, and of a bare call for one sequence; anything else is computed
-by the model. docs/kernels.md says what is promised.
+It is here so that the ladder's top rungs can be compared with other programs, and no lesson about
+batching. A snapshot holds packed copies of the weights, and the model that they came from, about
+which it changes nothing, and is called like it. It takes the place of exactly three layouts, those
+of stages 0, 6 and 7, and of a bare call for one sequence. See docs/kernels.md for what is promised.
 """
 import copy
 import ctypes
@@ -34,9 +33,8 @@ def optimize(model):
     """
     A snapshot of the model, or the model itself and one line on stderr that says why not.
 
-    Hooks on the model, gradients, autocast and later changes of its weights are the model's: a
-    compiled pass knows nothing of them. After a change, call optimize() again. The snapshot is a
-    Module, with hooks of its own, which see every pass.
+    Hooks on the model, gradients, autocast and later changes of its weights are the model's. After
+    a change, call optimize() again. The snapshot, a Module, has hooks of its own for every pass.
     """
     if why := why_not(model):
         print(f"compiled step: no, {why}", file=sys.stderr)
@@ -68,8 +66,7 @@ def why_not(model):
         return str(error)
 
 
-def digests():
-    """{file: digest} of the files as they are, line ends aside."""
+def digests():   # of the files as they are, line ends aside
     return {file: hashlib.sha256((ROOT / file).read_bytes().replace(b"\r\n", b"\n")).hexdigest()
             for file in FILES}
 
@@ -124,9 +121,8 @@ class Snapshot(nn.Module):
         for part in self.parts:
             check_methods(part)
         space, N, V = type(self.model).forward.__globals__, tokens.numel(), self.weights.vocabulary
-        for name in space.keys() & {"causal", "rotate"}:
-            if not is_original(space[name], name):
-                raise ValueError(f"{name} has been replaced")
+        if not all(is_original(space[name], name) for name in space.keys() & {"causal", "rotate"}):
+            raise ValueError("causal or rotate has been replaced")
         if attend is None:   # like a request without a cache
             if positions is not None or not 0 < N == tokens.size(-1) <= self.config.block_size:
                 raise ValueError("it is not one sequence")
@@ -140,9 +136,7 @@ class Snapshot(nn.Module):
                 raise ValueError(f"it is for the attend of {type(layout).__name__}, \"varlen\"")
             head = attend.__func__.__globals__["head"]
         check_methods(head, "Head")
-
-        places = torch.arange(N, device="cpu").view(tokens.shape)
-        places = places if wanted is None else places[wanted]
+        places = torch.arange(N, device="cpu").view(tokens.shape)[... if wanted is None else wanted]
         asked, lasts, pieces, alive, first = places.flatten().tolist(), [], [], [], 0
         for (request, n), start in zip(layout.plan, layout.starts):
             kv = getattr(layout, "pool", request.kv)
@@ -159,7 +153,6 @@ class Snapshot(nn.Module):
             lasts += range(first - count, first)
         if first != N or tokens.shape != positions.shape or asked != lasts:
             raise ValueError("it is for the tokens of the plan, and the logits of the last of them")
-
         tokens, positions = tokens.flatten(), positions.flatten()
         stream = [native.address(t, torch.int64, (N,)) for t in (tokens, positions)]
         logits = torch.empty(len(asked), V, **native.FLOAT)

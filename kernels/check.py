@@ -33,9 +33,8 @@ def models():
         both = [GPT(GPTConfig(n_head=3, n_embd=15, **sizes)), Llama(LlamaConfig(
             n_head=6, n_kv_head=2, n_embd=18, head_size=4, ffn=33, rope_theta=100.0, qkv_bias=True,
             qk_norm=True, tied=False, **sizes))]
-        for model in both:
-            for p in model.float().requires_grad_(False).parameters():
-                p.normal_(std=0.3)
+        for p in (p for m in both for p in m.float().requires_grad_(False).parameters()):
+            p.normal_(std=0.3)
     return both
 
 
@@ -44,8 +43,8 @@ def models():
 @torch.autocast("cpu", enabled=False)
 def fault(examples=30):
     """
-    The first disagreement, in words; None if there is none. Four requests prefill in random chunks
-    and then decode, in each of the layouts. ValueError if a method has been replaced.
+    The first disagreement, in words, of requests that prefill in random chunks and then decode.
+    None if there is none. ValueError if a method has been replaced.
     """
     for model, seed, kind in product(models(), range(examples), LAYOUTS):
         fast, rng, where = Snapshot(model), random.Random(seed), f"{kind}, workload {seed}"

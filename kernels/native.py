@@ -96,7 +96,7 @@ def address(tensor, dtype, shape):
 
 
 def numbers(values):
-    values = list(values)
+    values = [*values]
     return (ctypes.c_int64 * len(values))(*values)
 
 
@@ -149,8 +149,7 @@ class Weights:
         (V, C), size = named["wte.weight"].shape, model.h[0].attn.head_size
         Q, K, H = (len(named[f"h.0.{name}.weight"])
                    for name in ("attn.query", "attn.key", "mlp.c_fc"))
-        # Where positions only turn, there is no last one
-        positions = len(named["wpe.weight"]) if "wpe.weight" in named else 2**31
+        positions = len(named["wpe.weight"]) if "wpe.weight" in named else 2**31   # no last one
         self.layers, self.heads, self.head_size, self.vocabulary = len(model.h), K // size, size, V
         self.of_layers = numbers(each for i in range(self.layers) for name in self.BLOCK
                                  for each in both(f"h.{i}.{name}"))

@@ -105,8 +105,8 @@ class Uvicorn(uvicorn.Server):
         server.exit = partial(setattr, self, "should_exit", True)
 
     def handle_exit(self, sig, frame):
-        self.server.loop.call_soon_threadsafe(
-            self.server.close, 0 if self.should_exit else self.drain)
+        seconds, self.should_exit = 0 if self.should_exit else self.drain, True
+        self.server.loop.call_soon_threadsafe(self.server.close, seconds)
 
 
 if __name__ == "__main__":

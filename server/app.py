@@ -19,7 +19,7 @@ import prometheus_client as prometheus
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
@@ -117,12 +117,13 @@ class Server:
         self.app.get("/health")(self.health)
         api = APIRouter(dependencies=[] if key is None else [Depends(self.check_key)],
                         responses={status: {"model": Error} for status in ("4XX", "5XX")})
-        api.post("/v1/completions")(self.completions)
-        api.post("/v1/chat/completions")(self.chat)
+        stream = {200: {"content": {"text/event-stream": {}}}}   # or JSON
+        api.post("/v1/completions", responses=stream)(self.completions)
+        api.post("/v1/chat/completions", responses=stream)(self.chat)
         api.get("/v1/models")(self.models)
         api.get("/v1/models/{name:path}")(self.model)
-        api.get("/metrics")(self.metrics)
-        api.get("/live/steps")(self.live.steps)
+        api.get("/metrics", response_class=PlainTextResponse)(self.metrics)
+        api.get("/live/steps", response_class=EventSourceResponse)(self.live.steps)
         api.post("/live/ask")(self.ask)
         api.post("/live/control")(self.control)
         self.app.include_router(api)

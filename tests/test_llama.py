@@ -13,6 +13,7 @@ import safetensors.torch as safetensors
 import torch
 from common import BLOCK_SIZE, ROOT, STAGES, VOCAB, assert_contract, llama, mixed, toy
 from test_tensor_parallel import assert_right
+from toolbox.openai import chat_prompt
 
 import loading.llama
 from beyond.tensor_parallel import shard
@@ -23,7 +24,6 @@ from loading.llama import Llama
 from loading.load import decode, load, load_model
 from model import GPT
 from request import Request
-from toolbox.openai import chat_prompt
 from toolbox.tokenizer import use_chat_template
 
 transformers = pytest.importorskip("transformers")

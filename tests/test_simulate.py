@@ -277,7 +277,7 @@ def test_the_verdict_is_right_for_random_loads():
     ("--rate 12 --input 1024 --output 16 --requests 40 --seed 3", "keeps up"),
     ("--rate 18 --input 1024 --output 16 --requests 160 --seed 5", "overloaded"),
     ("--rate 50 --requests 6 --input 20 --output 5 --seed 3", "keeps up"),   # three in a burst
-    ("--rate 15.7 --input 1024 --output 16 --requests 40", "too short to tell: use --requests ")])
+    ("--rate 15.4 --input 1024 --output 16 --requests 40", "too short to tell: use --requests ")])
 def test_a_load_is_judged_in_the_second_line(line, verdict, capsys):
     run(line)
     assert capsys.readouterr().out.splitlines()[1].startswith(verdict)
