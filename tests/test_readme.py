@@ -91,13 +91,19 @@ def test_the_preemption_storm():
 
 
 def test_the_committed_picture_has_every_token_and_is_what_the_command_draws():
-    """If it has not: python -m experiments.motion"""
-    traces = {stage: motion.run(stage) for stage in motion.PANELS}
-    for theme, colors in motion.THEMES.items():
-        text = (motion.FOLDER / f"motion-{theme}.svg").read_text(encoding="utf-8")
-        assert text == motion.picture(traces, colors)
+    """If it has not: python -m experiments pictures"""
+    traces = {stage: motion.run(stage) for stage in (*motion.PANELS, motion.BETWEEN)}
+    shown = [traces[stage] for stage in motion.PANELS]
+    for name, text in motion.pictures(traces).items():
+        assert text == (motion.FOLDER / name).read_text(encoding="utf-8")
         ElementTree.fromstring(text)   # well-formed
-        ticks = len(re.findall(r"M[\d.]+ \d+v10", text))
-        assert ticks == sum(len(r.generated) for trace in traces.values() for r in trace.requests)
-    stalled, flowing = (1e3 * max(motion.gaps(trace))[0] for trace in traces.values())
-    assert stalled > 5 * flowing
+        ticks = len(re.findall(r"M[\d.]+ \d+v8", text))
+        assert ticks == sum(len(r.generated) for trace in shown for r in trace.requests)
+        for worst, done, after in map(motion.figures, shown):
+            assert f"worst wait {worst:.0f} ms, done after {done:.2f} s" in text
+            assert f"{after:.0f} ms a token" in text
+    for trace in shown:   # the prompt comes at the same time everywhere
+        seen = trace.step_times[trace.requests[-1].arrival]
+        assert motion.ARRIVAL <= seen < motion.ARRIVAL + max(p.seconds for p in trace.passes)
+    stalled, chunked, flowing = (motion.figures(trace)[0] for trace in shown)
+    assert stalled > 3 * chunked > 6 * flowing
