@@ -6,7 +6,7 @@ import random
 from itertools import count
 from types import SimpleNamespace
 
-from observe import given
+from kit import given
 
 
 def run_of(stage, *sizes, **knobs):
