@@ -182,10 +182,10 @@ ROOTS = []   # the folder, or the archive, that our modules come from; set by th
 
 
 def defined_in(module):
-    """The functions and classes that one of our modules defines."""
+    """The functions and classes that one of our modules defines, and objects of these classes."""
     return {name: value for name, value in vars(module).items()
-            if getattr(value, "__module__", None) == module.__name__
-            and isinstance(value, (FunctionType, type))}
+            if type(value).__module__ == module.__name__ or isinstance(
+                value, (FunctionType, type)) and value.__module__ == module.__name__}
 
 
 def our_modules():

@@ -11,6 +11,7 @@ import copy
 import itertools
 import json
 import math
+import os
 import random
 import runpy
 import signal
@@ -24,6 +25,7 @@ from pathlib import Path
 import isolate
 from isolate import Fault
 
+os.environ["OMP_NUM_THREADS"] = "1"   # a tiny model gains nothing from threads that wait for each other
 HERE = Path(__file__).resolve().parent
 PACKED = HERE / "reference.bin"   # in a student's copy: our files, in a zip archive
 ROOT = HERE.parent
@@ -203,6 +205,18 @@ class Part:
                 raise Fault(f"{where}: takes more than {TIMES} times as long as ours; does its "
                             "time grow with the square of the size?")
 
+    def on_device(self, make, *names):
+        """All tensors that a layout sets must be on `device`: here "meta", which has no memory."""
+        import torch
+        with self.theirs():
+            batch = make(given((3, 2), (4, 2)), torch.device("meta"))
+            for name in names:
+                value = getattr(batch, name)
+                for each in value if isinstance(value, tuple) else (value,):
+                    where = each.device.type if torch.is_tensor(each) else "meta"
+                    if where != "meta":
+                        raise Fault(f"{name} is on the {where}, but `device` is {'meta'!r}")
+
     def example(self, test_file):
         """The set's worked examples of this part: what example.py prints is what it says."""
         script = Path(test_file).with_name("example.py")
@@ -287,3 +301,59 @@ def flat(value, at=()):
 def short(value):
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def left_in_caches(layout, rng, passes):
+    """
+    A probe of what a run does not show: columns, a mask that shows the future, an answer that is
+    computed again, what is left in the caches. The lengths tell first-fit decreasing from others.
+    """
+    import torch
+    torch.manual_seed(rng.randrange(99))
+    requests = given(*[(n, 13) for n in (2, 11, 4, 5, 8, 1, 3, 9, 2)])
+    for step in range(passes):
+        plan = [(request, request.todo) for request in requests]
+        where = f"{layout.__name__}, pass {step}, new tokens " + " ".join(
+            f"{r.name}{n}" for r, n in plan)
+        batch = layout(plan)
+        *rows, T = batch.tokens.shape
+        batch.attend("random", *torch.randn(3, *rows, 2, T, 3).double())
+        yield where, {"tokens": batch.tokens.tolist(), "positions": batch.positions.tolist()}
+        if hasattr(batch, "block_diagonal"):
+            yield where, {"block_diagonal": tensor(batch.block_diagonal())}
+        for i, (request, n) in enumerate(plan):
+            yield where, {f"the cache of {request.name}": {
+                name: tensor(getattr(request.kv, name).get("random")) for name in "kv"}}
+            request.computed, request.generated = n, [*range(i % 6 + 1)]
+
+
+def books(rng, cases):
+    """Random operations on the books of a pool, and what they hold afterwards."""
+    from paging import Pages
+    for number, size, operations in cases:
+        pages, tables, said = Pages(number, size), [], []
+        for _ in range(operations):
+            if tables and (rng.random() < 0.45 or len(pages.free) < 3):
+                table, tokens = tables.pop(rng.randrange(len(tables)))
+                said.append(f"give_back({table})")
+                pages.give_back(list(table))
+            else:
+                tokens = [rng.randrange(2) for _ in range(3 * size)]
+                shared, table = pages.find(tokens[:-1]), []
+                known, revived = len(shared), sum(page in pages.free for page in shared)
+                if 3 - known > len(pages.free) - revived:
+                    continue
+                said.append(f"hold([], {shared})")
+                pages.hold(table, argument := list(shared))
+                yield "after " + "; ".join(said[-3:]), {
+                    "the argument of hold afterwards": argument, "table": list(table)}
+                pages.allocate(table, 3 - known)
+                for i in range(known, 3):
+                    pages.publish(table, i, tokens[size * i:size * (i + 1)])
+                tables.append((table, tokens))
+                said[-1] += f", then {table} is the block table of {tokens}"
+            yield "after " + "; ".join(said[-3:]), {
+                "holders": list(pages.holders), "free, in order": list(pages.free),
+                "published": sorted(pages.published.values()), "in key_of": sorted(pages.key_of),
+                "evicted_pages": pages.counts["evicted_pages"],
+                **{f"find({tokens})": pages.find(tokens) for _, tokens in tables[-9:]}}

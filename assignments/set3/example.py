@@ -1,4 +1,4 @@
-"""The handout's worked examples. Each part's docstring is what it prints: `pytest set3 -k example -s`."""
+"""The handout's worked examples. A part prints its docstring: `pytest set3 -k example -s`."""
 import request
 from request import Request
 from scheduler import Scheduler
