@@ -1,13 +1,8 @@
 """
-Wrong solutions that test the grader, and the bugs that students have to expose.
-
-Each mutant changes a line or two of the reference. The known bugs of batching code are among them.
-A mutant must lose points in its own part. None is ever copied to students. (Right solutions that
-must get full marks are in variants.py.)
+Wrong solutions that test the course kit. Each changes a line or two of the reference, and must lose
+the points of its own part and no other. (Right solutions are in variants.py.)
 """
-import json
 from collections import namedtuple
-from pathlib import Path
 
 from checks.traps import TRAPS  # the known bugs of batching code
 
@@ -205,44 +200,3 @@ for where, mutants in WRONG.items():
     for name, code in mutants.items():
         edits = [(function, old, new) for old, new in zip(code[::2], code[1::2])]
         MUTANTS[name] = Mutant(part, edits or TRAPS[name])
-
-
-SAYS = {   # mutant: what the first line of the grader's message says
-    "published mask": "row 0, column 8 = request 'A' (decode, position 2) sees 8 pad slots.",
-    "no causal rule": "new token 0 sees the keys [0, 1, 2, 3], expected [0].",
-    "softmax over the queries": "weights are [0.25, 0.0, 0.0, 0.0], expected equal ones with",
-    "NaN in the past": " has an output of NaN or infinity.",
-    "attention in float64": "torch.float64, expected (2, 3, 1, 1) torch.float32.",
-    "attention in float32": "as if some of it were computed in float32.",
-    "an exact fit is refused": "write('a', 6, ...) of 1 tokens into KV(7): raises ValueError",
-    "sampled backwards": "pass 0: sampled is B, A, expected A, B, the order of the plan.",
-    "tokens in int32": "pass 0: tokens has dtype torch.int32, expected torch.int64.",
-    "no branch without a cache": "raises AttributeError in pass 0: 'NoneType' object has no",
-}
-# What costs a student their own part and nothing else: the body of a function, as text, or all of
-# its file, as bytes, with None for no file; and what the grader says.
-NASTY = {
-    "an endless loop": ("while True: pass", "does not finish within 1 seconds of CPU time, or 100"),
-    "ten megabytes of output": ("print('x' * 10**7)", "File too large"),
-    "a deleted folder": ("import os, shutil; shutil.rmtree(os.getcwd()); raise KeyError('gone')",
-                         "raises FileNotFoundError"),   # in the smaller workload, which came later
-    "a deleted report": ("import os; os.remove('../report'); os._exit(0)", "ends the process"),
-    "too much memory": ("torch.empty(10**12).fill_(1)", "raises RuntimeError"),
-    "recursion": ("return self.lay_out(device)", "raises RecursionError"),
-    "a syntax error": (b"def broken(:", "generate_dynamic.py cannot be read: line 1"),
-    "no function": (b"x = 1\n", "generate_dynamic.py no longer has Rectangle."),
-    "a zero": (b"\0", "generate_dynamic.py cannot be read"),
-    "nested too deep": (b"-" * 10**5 + b"1", "generate_dynamic.py cannot be read"),
-    "two megabytes": (b"#" * (1 << 21), "cannot be read: it is not a file of at most 1 MB"),
-    "no file": (None, "generate_dynamic.py cannot be read: it is not there"),
-}
-
-
-# The bugs that students expose, five a set: {name of a mutant: what it says of it; the smallest
-# workload known that shows it, "requests" and "knobs" as in break.json (handouts/copy_break.md)}
-BUGS = json.loads(Path(__file__).with_name("bugs.json").read_text(encoding="utf-8"))
-
-
-def bugs_of(number):
-    """Names of the bugs that set `number` asks students to expose, in their order."""
-    return [name for name in BUGS if MUTANTS[name].part[0] == str(number)]

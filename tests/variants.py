@@ -1,5 +1,5 @@
 """
-Right solutions that differ from ours. Both graders must give each full marks.
+Right solutions that differ from ours: each must get full marks.
 
 A variant belongs to a set, and changes files by these keys:
 
@@ -10,7 +10,15 @@ A variant belongs to a set, and changes files by these keys:
 import ast
 import re
 
-import graft
+from make import node_of
+
+
+def replaced(text, name, new):
+    """The file with another definition in place of a function."""
+    lines, node = text.splitlines(), node_of(text, name)
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    lines[first - 1:node.end_lineno] = new.splitlines()
+    return "\n".join(lines) + "\n"
 
 
 def files_of(edits, clean):
@@ -22,7 +30,7 @@ def files_of(edits, clean):
             files[file] = change(files.get(file) or clean(file))
         elif function:
             first, *helpers = change.strip("\n").split("\n\n\n")
-            text = graft.replaced(files.get(file) or clean(file), function, first)
+            text = replaced(files.get(file) or clean(file), function, first)
             files[file] = "\n\n\n".join([text, *helpers])
         elif colon:
             lines = (files.get(file) or clean(file)).splitlines()
