@@ -29,9 +29,10 @@ from pathlib import Path
 from make import HERE, SETS, functions_of, parts_of
 
 CPU, MEGABYTES, LARGEST = 600, 6000, 64 << 20   # hard limits; kit.py has the ones that count
+PATIENCE = 900                                  # seconds by the clock
 LATE = "does not finish within"
 # Before pytest: the limits, and no module of the student's in the way of Python's own.
-CHILD = """
+LIMITS = """
 import sys
 sys.path.pop(0)
 try:
@@ -40,9 +41,8 @@ try:
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
 except ImportError:
     pass   # Windows: the clock is the only limit
-import pytest
-sys.exit(pytest.main(sys.argv[1:]))
 """.format(cpu=CPU, megabytes=MEGABYTES)
+CHILD = f"{LIMITS}\nimport pytest\nsys.exit(pytest.main(sys.argv[1:]))"
 
 
 # --- what was handed in ---------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def main(argv=None):
     p.add_argument("--gradescope", metavar="FILE", help="Gradescope's results.json, with --one")
     p.add_argument("--resume", action="store_true", help="skip those in the --json file")
     p.add_argument("--jobs", type=int, default=2, help="students at a time")
-    p.add_argument("--patience", type=float, default=900, help="seconds by the clock for a part")
+    p.add_argument("--patience", type=float, default=PATIENCE, help="seconds by the clock for a part")
     args = p.parse_args(argv)
     if not args.folder.is_dir():
         p.error(f"{args.folder} is not a folder")

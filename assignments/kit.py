@@ -149,8 +149,13 @@ class Part:
     @contextmanager
     def theirs(self, seconds=0.0):
         """With their functions, and their limit on CPU time. seconds: that ours has taken."""
-        with self.submission.part(self.functions), limited(max(FLOOR, TIMES * seconds)):
-            yield
+        place = os.getcwd()
+        os.chdir(self.submission.folder)   # where their data files are
+        try:
+            with self.submission.part(self.functions), limited(max(FLOOR, TIMES * seconds)):
+                yield
+        finally:
+            os.chdir(place)
 
     def compare(self, probe, *arguments):
         """A probe yields (where, value); Fault at the first value that is not as with ours."""

@@ -15,6 +15,7 @@ import csv
 import importlib
 import json
 import sys
+import warnings
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -32,7 +33,9 @@ KIT = ("conftest.py", "kit.py", "isolate.py", "breaks.py")   # what a copy's tes
 def tests_of(number):
     """The set's test module, which says what its parts are."""
     sys.path.insert(0, str(HERE / f"set{number}"))
-    return importlib.import_module(f"test_set{number}")
+    with warnings.catch_warnings():   # pytest knows its marker only once conftest.py is loaded
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"test_set{number}")
 
 
 def parts_of(number):
