@@ -3,13 +3,13 @@ Workloads that students hand in to expose bugs, in setN/break.json. The referenc
 without the bug. bugs.json has the bugs, and for each the smallest workload known.
 """
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from zipfile import ZipFile
 
 from checks.traps import TRAPS, function_named, swapped
 from isolate import Fault
-from kit import HERE, PACKED, counts_of, difference, given, plans_of, short
+from kit import HERE, PACKED, ROOT, counts_of, difference, given, plans_of, short
 
 
 def bugs_of(number):
@@ -19,9 +19,36 @@ def bugs_of(number):
             return json.loads(archive.read("bugs.json"))
     text = (HERE / "bugs.json").read_text(encoding="utf-8")
     bugs = {name: bug for name, bug in json.loads(text).items() if bug["set"] == number}
-    return [{"set": number, "runs": bug["runs"], "says": bug["says"],
-             "edits": bug.get("edits") or TRAPS[name],
-             "most": size_of(bug) * 3 // 2} for name, bug in bugs.items()]
+    return [{**bug, "edits": bug.get("edits") or TRAPS[name], "most": (
+        size_of(bug) * 3 // 2 if "requests" in bug else len(bug["calls"] or ()))}
+        for name, bug in bugs.items()]
+
+
+@contextmanager
+def inserted(bug):
+    """Ours with the bug, for the `with` block."""
+    with ExitStack() as edits:
+        changes = {}
+        for function, old, new in bug["edits"]:
+            changes.setdefault(function, []).append((old, new))
+        for function, each in changes.items():
+            edits.enter_context(swapped(function_named(function), each))
+        yield
+
+
+def in_repository(submission):
+    """Whether our own files are tested: nothing is handed in there."""
+    return not PACKED.exists() and submission.folder == ROOT
+
+
+def handed_in(submission, name, number, key):
+    """One answer of setN/numbers.json and the like. Fault, in a sentence, if it cannot be read."""
+    file = submission.folder / f"set{number}" / name
+    try:
+        return json.loads(file.read_text("utf-8-sig"))[key]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        why = "it is not there" if isinstance(error, OSError) else error
+        raise Fault(f"{name} has no answer {key}: {why}") from None
 
 
 def fixed_knobs(bug):
@@ -43,12 +70,7 @@ def exposed(bug, asked):
     except Exception as error:
         raise Fault(f"the right code raises {type(error).__name__}: {error}") from None
     try:
-        with ExitStack() as edits:
-            changes = {}
-            for function, old, new in bug["edits"]:
-                changes.setdefault(function, []).append((old, new))
-            for function, each in changes.items():
-                edits.enter_context(swapped(function_named(function), each))
+        with inserted(bug):
             wrong = run(bug, asked)
     except Exception as error:
         wrong = {"the run": f"raises {type(error).__name__}: {error}"}

@@ -15,8 +15,9 @@ import traceback
 from pathlib import Path
 
 import pytest
+from breaks import bugs_of, exposed, handed_in, in_repository
 from isolate import Fault, Submission
-from kit import PACKED, ROOT, Part
+from kit import HERE, PACKED, ROOT, Part
 
 SCORES = pytest.StashKey()
 
@@ -42,9 +43,8 @@ def option(config, name):
 
 @pytest.fixture(scope="session")
 def submission(pytestconfig):
-    folder = option(pytestconfig, "--submission") or (
-        PACKED.parent.parent if PACKED.exists() else ROOT)
-    return Submission(folder)
+    folder = option(pytestconfig, "--submission") or ROOT   # in a copy, ROOT is the copy
+    return Submission(folder, *([HERE] if Path(folder) == ROOT and not PACKED.exists() else []))
 
 
 @pytest.fixture(scope="session")
@@ -75,21 +75,11 @@ def name_of(item):
         item.originalname.removeprefix("test_").replace("_", " "))
 
 
-def handed_in(submission, name, number, key):
-    """One answer of numbers.json or break.json. Fault, in a sentence, if it cannot be read."""
-    file = submission.folder / f"set{number}" / name
-    try:
-        return json.loads(file.read_text("utf-8-sig"))[key]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        why = "it is not there" if isinstance(error, OSError) else error
-        raise Fault(f"{name} has no answer {key}: {why}") from None
-
-
 @pytest.fixture(params="1234")
 def number(request, submission, student):
     """Judges one predicted number. The copy has no answers."""
     def judge(set_number):
-        if not PACKED.exists() and submission.folder == ROOT:
+        if in_repository(submission):
             pytest.skip("the repository hands nothing in")
         answer = handed_in(submission, "numbers.json", set_number, request.param)
         if PACKED.exists():
@@ -105,9 +95,8 @@ def number(request, submission, student):
 def bug(request, submission, record_property):
     """Judges the workload for one bug, and says what the bug does with it."""
     def judge(set_number):
-        if not PACKED.exists() and submission.folder == ROOT:
+        if in_repository(submission):
             pytest.skip("the repository hands nothing in")
-        from breaks import bugs_of, exposed
         asked = handed_in(submission, "break.json", set_number, request.param)
         try:
             said = exposed(bugs_of(set_number)[int(request.param) - 1], asked)

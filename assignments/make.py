@@ -53,13 +53,13 @@ def functions_of(number):
     """{function: the first part that asks for it}, and None for what would give others away."""
     hidden = dict.fromkeys(getattr(tests_of(number), "HIDDEN", ()))
     return hidden | {function: name for name, mark in reversed(parts_of(number).items())
-                     for function in mark.args[1:]}
+                     if not mark.kwargs.get("given") for function in mark.args[1:]}
 
 
 def needed(number):
     """Our files that the set's tests run with, found by their imports."""
     todo, found = [HERE / f"set{number}" / f"test_set{number}.py", *(HERE / name for name in KIT)], []
-    todo += [ROOT / name for name in (*tests_of(number).FILES.split(), "checks/judge.py")
+    todo += [path_of(name) for name in (*tests_of(number).FILES.split(), "checks/judge.py")
              if "model.py" in tests_of(number).FILES or not name.startswith("checks")]
     while todo:
         path = todo.pop()
@@ -74,7 +74,28 @@ def needed(number):
                 todo += filter(Path.is_file, (
                     ROOT.joinpath(*parts).with_suffix(".py"), *(ROOT.joinpath(
                         *parts[:i], "__init__.py") for i in range(1, len(parts) + 1))))
-    return sorted(str(path.relative_to(ROOT)) for path in found if HERE not in path.parents)
+    return sorted({*tests_of(number).FILES.split(), *(
+        str(path.relative_to(ROOT)) for path in found if HERE not in path.parents)})
+
+
+def path_of(name):
+    return ROOT / name if (ROOT / name).is_file() else HERE / name
+
+
+def text_of(name):
+    return path_of(name).read_text("utf-8")
+
+
+def edited(text, edits):
+    """The file with a bug in it. edits: [(function, code as it stands, code of the bug), ...]"""
+    for function, old, new in edits:
+        node, lines = node_of(text, function.split(":")[1]), text.splitlines(keepends=True)
+        source = "".join(lines[node.lineno - 1:node.end_lineno])
+        if source.count(old) != 1:
+            raise ValueError(f"{function}: {old!r} occurs {source.count(old)} times")
+        lines[node.lineno - 1:node.end_lineno] = source.replace(old, new)
+        text = "".join(lines)
+    return text
 
 
 # --- blanking -------------------------------------------------------------------------------------
@@ -112,32 +133,34 @@ def blanked(text, name, message):
 
 def student_copy(number, student):
     """{file: its bytes} of one student's copy."""
-    folder, ours = HERE / f"set{number}", {name: (ROOT / name).read_text("utf-8")
-                                           for name in needed(number)}
+    folder, ours = HERE / f"set{number}", {name: text_of(name) for name in needed(number)}
     files = dict(ours)
     for function, part in functions_of(number).items():
         file, name = function.split(":")
         files[file] = blanked(files[file], name, f"{name} is not written yet (part {part})"
                               if part else f"{name} is not part of this set")
     bugs, title = breaks.bugs_of(number), (folder / "HANDOUT.md").read_text("utf-8").splitlines()[0]
-    packed = {**ours, "bugs.json": json.dumps(bugs)}
+    packed = {**ours, "bugs.json": json.dumps(bugs), f"set{number}/__init__.py": ""}
     mine = {path.name: path.read_text("utf-8") for path in sorted(folder.glob("*.*"))
-            if path.name not in ("KEY.md", f"test_set{number}.pyc")}
+            if path.name != "KEY.md" and f"set{number}/{path.name}" not in files}
     mine |= {name: (HERE / name).read_text("utf-8") for name in KIT}
     tests = tests_of(number)
     if hasattr(tests, "personal"):   # what differs between students: set 7's bug
-        files |= tests.personal(files, student)
+        files |= tests.personal(files, student, edited)
     install = "pip install pytest" + " torch numpy" * ("model.py" in files)
+    if hasattr(tests, "CALLS"):
+        mine["calls.json"] = json.dumps({"calls": []}) + "\n"
     files["README.md"] = (HERE / "copy_readme.md").read_text("utf-8").format(
         number=number, title=title.removeprefix("# "), install=install)
     mine["written.md"] = f"# Set {number}: written answers\n\n## 1\n\n## 2\n\n## AI assistants\n"
     asked = questions(number, student)
-    mine["numbers.json"] = json.dumps(dict.fromkeys(asked), indent=1) + "\n"
-    mine["NUMBERS.md"] = (
-        f"# Numbers for {student}\n\nPredict them by hand, before you run anything. The answers go "
-        "into numbers.json.\n\n" + "".join(f"{key}. {question}\n"
-                                           for key, (question, _) in asked.items()))
-    if bugs:
+    if asked:
+        mine["numbers.json"] = json.dumps(dict.fromkeys(asked), indent=1) + "\n"
+        mine["NUMBERS.md"] = (
+            f"# Numbers for {student}\n\nPredict them by hand, before you run anything. The answers "
+            "go into numbers.json.\n\n" + "".join(f"{key}. {question}\n"
+                                                 for key, (question, _) in asked.items()))
+    if bugs and "runs" in bugs[0]:
         says = "".join(f"{i}. {bug['says']} Runs {bug['runs']}.py" + "".join(
             f" with {name}={value!r}" for name, value in breaks.fixed_knobs(bug).items()) + ".\n"
             for i, bug in enumerate(bugs, 1))

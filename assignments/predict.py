@@ -134,5 +134,5 @@ def set_6(rng):
 def questions(number, student):
     """{"1": (text, its answer), ...} for a student."""
     rng = random.Random(f"numbers {number} {student}")
-    set_of = (set_1, set_2, set_3, set_4, set_5, set_6)[number - 1]
+    set_of = (set_1, set_2, set_3, set_4, set_5, set_6, lambda rng: (), lambda rng: ())[number - 1]
     return {str(i): question for i, question in enumerate(set_of(rng), 1)}
