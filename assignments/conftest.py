@@ -145,7 +145,8 @@ def pytest_runtest_makereport(item, call):
     if call.excinfo:
         folder = item.funcargs["submission"].folder if "submission" in item.funcargs else Path("-")
         sentence = say(call.excinfo.value, folder)
-        score["messages"].append(sentence)
+        if sentence not in score["messages"]:
+            score["messages"].append(sentence)
         if isinstance(call.excinfo.value, (Fault, NotImplementedError)):
             report.longrepr = sentence   # the sentence says more than our stack does
     elif text := dict(item.user_properties).get("says"):

@@ -47,8 +47,8 @@ RIGHT = {
         "    def update(self, plan")),
     "a function from a helper": (3, ("request.py", "def advance(", "def unused("), (
         "request.py", "import random\n", "import random\nfrom after import advance\n"), (
-        "after.py", None, "from request import indices_due\n\n\ndef advance(plan, tokens):\n"
-        "    due = [plan[i][0] for i in indices_due(plan)]\n    for r, n in plan:\n"
+        "after.py", None, "def advance(plan, tokens):\n"
+        "    due = [r for r, n in plan if n == r.todo]\n    for r, n in plan:\n"
         "        r.computed += n\n    for r, token in zip(due, tokens):\n        r.append(token)\n")),
     "a helper called queue.py": sharing("from queue import shares\n", ("queue.py", None, HELPER)),
     "an import when it is called": sharing("", ("queue.py", None, HELPER), call=(

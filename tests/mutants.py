@@ -109,6 +109,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "4a generate_dynamic.py:Rectangle.lay_out": {
         "column positions": (),
         "tokens in int32": ("self.P = P", "self.P, self.tokens = P, self.tokens.int()"),
+        "a past too wide": ("max(self.starts)", "max(self.starts) + 1"),
         "the wrong tokens": ("request.slice(start, start + n)", "request.slice(0, n)"),
         "one token of an answer": ("request.slice(start, start + n)",
                                    "request.prompt[start:start + n] or request.generated[-1:]")},
@@ -128,7 +129,6 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "4d generate_dynamic.py:Rectangle.lay_out": {
         "samples from a partial prefill": (),
         "the first column": ("device=device), -1)", "device=device), 0)"),
-        "a past too wide": ("max(self.starts)", "max(self.starts) + 1"),
         "complete in another order": ("indices_due(self.plan)", "indices_due(self.plan)[::-1]")},
     "5a generate_prepacked.py:first_fit_decreasing": {
         "first fit without sorting": ("sorted(range(len(lengths)), key=lambda i: -lengths[i])",
