@@ -7,9 +7,10 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from zipfile import ZipFile
 
-from checks.traps import TRAPS, function_named, swapped
 from isolate import Fault
 from kit import HERE, PACKED, ROOT, counts_of, difference, given, plans_of, short
+
+from checks.traps import TRAPS, function_named, swapped
 
 
 def bugs_of(number):

@@ -133,7 +133,8 @@ def test_of(number, name, mark, folder, results, student, secret, patience):
         with open(results.with_suffix(".out"), "wb") as printed:
             status = subprocess.run(list(map(str, command)), cwd=folder, stdin=subprocess.DEVNULL,
                                     stdout=printed, stderr=subprocess.STDOUT, timeout=patience,
-                                    env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}).returncode
+                                    env={**os.environ, "PYTEST_ADDOPTS": "",
+                                         "PYTHONDONTWRITEBYTECODE": "1"}).returncode
     except subprocess.TimeoutExpired:
         return outcome(name, mark, 0, f"{LATE} {patience:g} seconds by the clock")
     try:

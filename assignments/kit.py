@@ -9,15 +9,13 @@ A test says in a sentence what is wrong: the first fault, and the smallest workl
 """
 import copy
 import itertools
-import json
 import math
 import os
-import random
 import runpy
 import signal
 import sys
 import time
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from io import StringIO
 from pathlib import Path

@@ -2,10 +2,12 @@
 The course kit: the reference passes its own tests, each mutant loses its own part, each right
 solution gets full marks, nothing leaks into a copy, and nothing that is handed in stops the grader.
 """
+import ast
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,14 +17,19 @@ KIT = ROOT / "assignments"
 sys.path.insert(0, str(KIT))
 import breaks  # noqa: E402
 import grade_class  # noqa: E402
+import isolate  # noqa: E402
 import leaderboard  # noqa: E402
 import make  # noqa: E402
 import predict  # noqa: E402
-from handed_in import RIGHT, WRONG  # noqa: E402
+from handed_in import FILES, NASTY, RIGHT, SHARE, WRONG  # noqa: E402
 from mutants import MUTANTS  # noqa: E402
-from variants import VARIANTS  # noqa: E402
 
 SETS = make.SETS
+
+
+@pytest.fixture(autouse=True)
+def no_flags_from_outside(monkeypatch):
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)   # such as --thorough
 
 
 def marks(number, folder, *flags, only=None):
@@ -143,3 +150,175 @@ def test_open_tasks_are_ranked_by_counts(task, texts, table, tmp_path, capsys):
     leaderboard.main([task, str(tmp_path)])
     for line, start in zip(capsys.readouterr().out.splitlines(), table, strict=True):
         assert " ".join(line.split()[1:]).startswith(start)
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("number", quick(SETS, [3, 7]))
+def test_a_copy_is_the_repository_without_the_solutions(number, tmp_path):
+    for folder in "ab":
+        make.make(number, tmp_path / folder, "ada")
+    first, second = ({path.relative_to(tmp_path / folder): path.read_bytes()
+                      for path in (tmp_path / folder).rglob("*") if path.is_file()}
+                     for folder in "ab")
+    assert first and first == second
+    with pytest.raises(ValueError, match="a is not an empty folder"):
+        make.make(number, tmp_path / "a", "ada")
+    texts = {str(path): content.decode() for path, content in first.items()
+             if path.suffix in (".py", ".md")}
+    assert not any("KEY" in name for name in texts)
+    everything, planted = "\n".join(texts.values()), make.tests_of(number)
+    for function in make.functions_of(number):
+        file, name = function.split(":")
+        node = make.node_of(make.text_of(file), name)
+        blank = make.body_of(make.node_of(texts[file], name))
+        assert len(blank) == 1 and ast.unparse(blank[0]).startswith("raise NotImplementedError(")
+        for inner in make.body_of(node):
+            for line in map(str.strip, ast.unparse(inner).splitlines()):
+                assert len(line) < 30 or line not in everything, (function, line)
+    for file in make.tests_of(number).FILES.split():   # what earlier sets asked for is complete
+        for earlier in range(1, number):
+            for function in make.functions_of(earlier):
+                name = function.split(":")[1]
+                if function.startswith(f"{file}:") and function not in make.functions_of(number) \
+                        and not hasattr(planted, "personal"):
+                    assert ast.dump(make.node_of(texts[file], name)) == ast.dump(
+                        make.node_of(make.text_of(file), name))
+    # Without torch, where the set needs none; each blank names itself
+    (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')")
+    ran = subprocess.run([sys.executable, "-m", "pytest", "-q", f"set{number}"], text=True,
+                         cwd=tmp_path / "a", capture_output=True, env={
+                             **os.environ, "PYTHONPATH": str(tmp_path) * (number in (3, 7))})
+    assert ran.returncode == 1, ran.stdout
+    for function in make.functions_of(number):
+        if make.functions_of(number)[function]:
+            break
+    assert f"{function.split(':')[1]} is not written yet (part " in ran.stdout
+    assert "Traceback" not in ran.stdout and ran.stdout.rstrip().count("\n") < 99
+
+
+def test_a_roster_is_refused_in_a_line(tmp_path, capsys):
+    (tmp_path / "roster.csv").write_text("student\nada\nada\n")
+    for text, said in (("student\nada\nada\n", "'ada' stands there twice"), ("id\n../x\n", "'../x' "
+                       "cannot be a folder's name"), ("id\n", "there is no id")):
+        (tmp_path / "roster.csv").write_text(text)
+        with pytest.raises(SystemExit):
+            make.main(["3", str(tmp_path / "out"), "--roster", str(tmp_path / "roster.csv")])
+        assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+# --- numbers and bugs to expose -------------------------------------------------------------------
+
+@pytest.mark.parametrize("number", quick(range(1, 7), [3, 6]))
+def test_numbers_are_of_no_use_to_a_neighbour(number):
+    answers = [[answer for _, answer in predict.questions(number, f"s{i}").values()]
+               for i in range(12)]
+    assert all(type(answer) is int for each in answers for answer in each)
+    same = [a == b for i, mine in enumerate(answers) for theirs in answers[:i]
+            for a, b in zip(mine, theirs)]
+    assert len(answers[0]) == 4 and sum(same) / len(same) < 0.1
+
+
+@pytest.mark.parametrize("number", quick(range(1, 7), [3, 4]))
+def test_the_smallest_workloads_expose_the_bugs_and_say_how(number, tmp_path):
+    known = json.loads((KIT / "bugs.json").read_text())
+    known = [bug for bug in known.values() if bug["set"] == number]
+    for bug, asked in zip(breaks.bugs_of(number), known, strict=True):
+        asked = {"requests": asked["requests"], "knobs": asked["knobs"]}
+        assert "with the bug, " in breaks.exposed(bug, asked)
+    for asked, said in (({"requests": [[3, 1]] * 8}, "at most"), ({"requests": [[1]]}, "a request is"),
+                        ({"requests": [[99, 1]], "knobs": {}}, "the right code raises"),
+                        ({"requests": [[1, 1]], "knobs": {}}, "right and wrong code both give"),
+                        (None, "there is no workload"), ("no", "a workload is")):
+        bug = breaks.bugs_of(number)[0 if asked and "8" in said else -2]
+        with pytest.raises(isolate.Fault) as error:
+            breaks.exposed(bug, asked)
+        if number == 4 and "at most" not in said:
+            assert said in str(error.value)
+
+
+# --- a class --------------------------------------------------------------------------------------
+
+def test_an_instructors_first_ten_minutes(tmp_path):
+    """The commands of the README, from roster to grades."""
+    text = (KIT / "README.md").read_text().split("## The first ten minutes")[1]
+    commands = text.split("```")[1].replace("python ", f"{sys.executable} ").replace(
+        "pytest set3", f"{sys.executable} -m pytest set3")
+    for name in "assignments", "scheduler.py", "request.py":
+        os.symlink(ROOT / name, tmp_path / name)
+    ran = subprocess.run(["bash", "-e", "-c", commands], cwd=tmp_path, text=True,
+                         capture_output=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "0 of 9 points" in ran.stdout
+    assert ran.stdout.splitlines()[-2:] == ["ada,ada,3,3,3,0.0,0.0,9.0", "bob,bob,0,0,0,0.0,0.0,0.0"]
+
+
+def class_of(tmp_path, texts):
+    """A folder of submissions to set 3 with these texts of scheduler.py."""
+    for i, text in enumerate(texts):
+        submission(3, tmp_path / f"s{i}")
+        file = tmp_path / f"s{i}" / "work" / "scheduler.py"
+        file.write_bytes(text) if text else file.unlink()
+    return [tmp_path / f"s{i}" for i in range(len(texts))]
+
+
+@pytest.mark.parametrize("statement", quick(NASTY, [*NASTY][1:3]))
+def test_what_a_student_does_costs_their_part_and_no_other(statement, tmp_path):
+    said = NASTY[statement]
+    text = (ROOT / "scheduler.py").read_text().replace(SHARE, f"        {statement}\n" + SHARE)
+    folder, = class_of(tmp_path, [text.encode()])
+    patience = 20 if "clock" in said else 600
+    tests = grade_class.graded(3, folder, "s", patience, ["3a", "3c"])["tests"]
+    assert [test["score"] for test in tests] == [0, 3], tests
+    assert said in tests[0]["output"]
+
+
+@pytest.mark.parametrize("name", quick(FILES, [*FILES][:3]))
+def test_whatever_a_file_is_names_itself(name, tmp_path):
+    content, said = FILES[name]
+    folder, = class_of(tmp_path, [content])
+    _, found = marks(3, folder / "work")
+    assert said in found["3a"][1] and said in found["3b"][1]
+    if name == "no class":
+        assert found["3c"][1] == "there is no class Scheduler any more"
+
+
+def test_submissions_are_found_and_links_refused(tmp_path):
+    place = submission(3, tmp_path / "deep" / "one")
+    (place / "student.json").write_text('{"student": "ada"}')
+    (tmp_path / "deep" / "__MACOSX").mkdir()
+    with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
+        for path in place.rglob("*"):
+            archive.write(path, f"a/b/{path.relative_to(place)}")
+        archive.writestr("__MACOSX/scheduler.py", "x")
+    linked = submission(3, tmp_path / "linked")
+    os.symlink("/etc/passwd", linked / "passwd")
+    for path, student, points in (("deep", "ada", 3), ("zipped.zip", "ada", 3), ("linked", "linked", 0)):
+        result = grade_class.graded(3, tmp_path / path, None, 600, ["3a"])
+        found = {test["part"]: test for test in result["tests"]}
+        assert result["student"] == student and found["3a"]["score"] == points, result
+    assert found["3a"]["output"].endswith("work/passwd is a link that leads out of the folder")
+
+
+def test_a_class_is_resumed_and_what_was_late_is_tried_again(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def graded(number, path, secret, patience, only=None):
+        calls.append((path.name, only))
+        late = path.name == "bob" and only is None
+        return {"student": "ada", "tests": [
+            grade_class.outcome(name, mark, 0 if late and name == "3a" else mark.args[0],
+                                "does not finish within 9 seconds" if late and name == "3a" else "")
+            for name, mark in make.parts_of(3).items() if only is None or name in only]}
+
+    monkeypatch.setattr(grade_class, "graded", graded)
+    for name in "ada", "bob":
+        (tmp_path / "class" / name).mkdir(parents=True)
+    flags = ["3", str(tmp_path / "class"), "--json", str(tmp_path / "3.json"), "--csv",
+             str(tmp_path / "3.csv")]
+    assert grade_class.main(flags) and sorted(calls, key=str) == [
+        ("ada", None), ("bob", None), ("bob", ["3a"])]
+    assert "ada: 2 submissions have this id" in capsys.readouterr().err
+    (tmp_path / "class" / "eve").mkdir()
+    assert grade_class.main([*flags, "--resume"]) and calls[3:] == [("eve", None)]
+    assert len((tmp_path / "3.csv").read_text().splitlines()) == 4

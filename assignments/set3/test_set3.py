@@ -75,9 +75,9 @@ class Test3a(Whole):
     def test_time(self, part):
         def prepare():
             queue = Scheduler(4000, 10**6)
-            queue.running = given((1, 3), (2, 3)) * 2000
+            queue.running = given((1, 3), (2, 3)) * 10_000
             return queue
-        part.fast("share_budget for 4,000 requests", prepare, lambda queue: queue.share_budget())
+        part.fast("share_budget for 20,000 requests", prepare, lambda queue: queue.share_budget())
 
 
 def rooms(cases):

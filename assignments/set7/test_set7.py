@@ -3,11 +3,11 @@ import random
 import zlib
 
 import pytest
+import set7.audit
 from breaks import bugs_of, handed_in, in_repository, inserted
 from isolate import Fault
 from kit import books, difference
 
-import set7.audit
 from paging import Pages
 
 FILES = "paging.py scheduler.py request.py set7/audit.py"
