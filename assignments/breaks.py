@@ -83,7 +83,8 @@ def exposed(bug, asked):
     key, size = shown[0], size_of(asked)
     says = f"with the bug, {key}: {difference(wrong[key], right.get(key))}"
     if size > bug["most"]:
-        raise Fault(f"{says}; but the workload has {size} tokens, at most {bug['most']} are allowed")
+        raise Fault(f"{says}; but the workload has {size} tokens, at most {bug['most']} are "
+                    "allowed")
     return f"{size} tokens; {says}"
 
 

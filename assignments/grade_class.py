@@ -124,8 +124,9 @@ def outcome(name, mark, score, output):
 def test_of(number, name, mark, folder, results, student, secret, patience):
     """What one part of one student gets, in a process of its own."""
     test = "Test" + name if " " not in name else "test_" + name.replace(" ", "_")
-    command = [sys.executable, "-c", CHILD, f"{HERE / f'set{number}' / f'test_set{number}.py'}::{test}",
-               "-q", "--tb=no", "--show-capture=no", "-p", "no:cacheprovider", "--rootdir", HERE,
+    file = HERE / f"set{number}" / f"test_set{number}.py"
+    command = [sys.executable, "-c", CHILD, f"{file}::{test}", "-q", "--tb=no",
+               "--show-capture=no", "-p", "no:cacheprovider", "--rootdir", HERE,
                "--submission", folder, "--student", student, "--results", results,
                *(["-x"] if " " not in name else []), *(["--hidden", secret] if secret else [])]
     results.unlink(missing_ok=True)
@@ -211,7 +212,8 @@ def main(argv=None):
     p.add_argument("--gradescope", metavar="FILE", help="Gradescope's results.json, with --one")
     p.add_argument("--resume", action="store_true", help="skip those in the --json file")
     p.add_argument("--jobs", type=int, default=2, help="students at a time")
-    p.add_argument("--patience", type=float, default=PATIENCE, help="seconds by the clock for a part")
+    p.add_argument("--patience", type=float, default=PATIENCE,
+                   help="seconds by the clock for a part")
     args = p.parse_args(argv)
     if not args.folder.is_dir():
         p.error(f"{args.folder} is not a folder")

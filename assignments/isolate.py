@@ -105,8 +105,8 @@ class Submission:
                     if not owner:
                         self.check(name, new := written[file].get(name))
                         replace_everywhere(getattr(ours, name), new, undo)
-                for owner in dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name):
-                    methods = {name.rpartition(".")[2] for name in names
+                for owner in sorted({name.split(".")[0] for name in names if "." in name}):
+                    methods = {name.split(".")[1] for name in names
                                if name.startswith(f"{owner}.")}
                     self.set_methods(getattr(ours, owner), written[file].get(owner), methods, undo)
             yield

@@ -1,7 +1,7 @@
 """
 What the tests of all sets share: workloads, and the comparison of a student's code with ours.
 
-    part.compare(probe)     a probe yields (where, value): the same with their functions as with ours
+    part.compare(probe)     a probe yields (where, value): the same with their functions and ours
     part.serve(...)         a whole stage: the judge's sentences (checks/judge.py), then its counts
     part.fast(...)          no more than a multiple of the CPU time that ours has just taken
 
@@ -23,7 +23,7 @@ from pathlib import Path
 import isolate
 from isolate import Fault
 
-os.environ["OMP_NUM_THREADS"] = "1"   # a tiny model gains nothing from threads that wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"   # a tiny model gains nothing from threads
 HERE = Path(__file__).resolve().parent
 PACKED = HERE / "reference.bin"   # in a student's copy: our files, in a zip archive
 ROOT = HERE.parent
@@ -64,10 +64,14 @@ def given(*sizes, names=None, block_size=24, computed=0):
 def drawn(rng, least=2, most=5, prompt=14, new=7, arrivals=(0, 0, 1, 2)):
     """`least` to `most` random requests, greedy and sampled."""
     from request import Request
-    return [Request([rng.randrange(13) for _ in range(rng.choice([1, 2, 3, rng.randint(4, prompt)]))],
-                    rng.randint(1, new), name=letters(i), temperature=rng.choice([0.0, 0.0, 0.9]),
-                    seed=rng.randrange(99), arrival=rng.choice(arrivals))
-            for i in range(rng.randint(least, most))]
+    requests = []
+    for i in range(rng.randint(least, most)):
+        length = rng.choice([1, 2, 3, rng.randint(4, prompt)])
+        requests.append(Request(
+            [rng.randrange(13) for _ in range(length)], rng.randint(1, new), name=letters(i),
+            temperature=rng.choice([0.0, 0.0, 0.9]), seed=rng.randrange(99),
+            arrival=rng.choice(arrivals)))
+    return requests
 
 
 def describe(requests, **knobs):

@@ -58,7 +58,8 @@ def functions_of(number):
 
 def needed(number):
     """Our files that the set's tests run with, found by their imports."""
-    todo, found = [HERE / f"set{number}" / f"test_set{number}.py", *(HERE / name for name in KIT)], []
+    todo, found = [HERE / f"set{number}" / f"test_set{number}.py"], []
+    todo += [HERE / name for name in KIT]
     todo += [path_of(name) for name in (*tests_of(number).FILES.split(), "checks/judge.py")
              if "model.py" in tests_of(number).FILES or not name.startswith("checks")]
     while todo:
@@ -157,8 +158,8 @@ def student_copy(number, student):
     if asked:
         mine["numbers.json"] = json.dumps(dict.fromkeys(asked), indent=1) + "\n"
         mine["NUMBERS.md"] = (
-            f"# Numbers for {student}\n\nPredict them by hand, before you run anything. The answers "
-            "go into numbers.json.\n\n" + "".join(f"{key}. {question}\n"
+            f"# Numbers for {student}\n\nPredict them by hand, before you run anything. The "
+            "answers go into numbers.json.\n\n" + "".join(f"{key}. {question}\n"
                                                  for key, (question, _) in asked.items()))
     if bugs and "runs" in bugs[0]:
         says = "".join(f"{i}. {bug['says']} Runs {bug['runs']}.py" + "".join(

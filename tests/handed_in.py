@@ -31,12 +31,12 @@ RIGHT = {
                                 ("tools/more.py", None, HELPER)),
     "a data file": sharing(
         "import json\nfrom pathlib import Path\n" + HELPER.replace("== 1", "== ONE") + "\nONE = "
-        "json.loads(Path(__file__).with_name('one.json').read_text()) * int(open('one.json').read())"
-        "\n", ("one.json", None, "1")),
+        "json.loads(Path(__file__).with_name('one.json').read_text())\n"
+        "assert ONE == json.load(open('one.json'))\n", ("one.json", None, "1")),
     "a module-level loop": sharing(HELPER + "\nfor name in 'ab':\n    globals()[name] = shares\n",
                                    call="        return b(self.running, self.token_budget)\n"),
     "a module-level with": sharing(
-        "from contextlib import suppress\nwith suppress(ImportError):\n    import numba\n" + HELPER),
+        "from contextlib import suppress\nwith suppress(OSError):\n    raise OSError\n" + HELPER),
     "a module-level call": sharing(HELPER + "\nprint('loaded', shares([], 1))\n"),
     "a lambda": (3, ("scheduler.py", HEADS, "    def unused(self):"), (
         "scheduler.py", "    def update(self, plan", "    share_budget = lambda self: shares("
@@ -49,21 +49,25 @@ RIGHT = {
         "request.py", "import random\n", "import random\nfrom after import advance\n"), (
         "after.py", None, "def advance(plan, tokens):\n"
         "    due = [r for r, n in plan if n == r.todo]\n    for r, n in plan:\n"
-        "        r.computed += n\n    for r, token in zip(due, tokens):\n        r.append(token)\n")),
+        "        r.computed += n\n    for r, token in zip(due, tokens):\n        r.append(token)\n"
+    )),
     "a helper called queue.py": sharing("from queue import shares\n", ("queue.py", None, HELPER)),
     "an import when it is called": sharing("", ("queue.py", None, HELPER), call=(
         "        import queue\n        return queue.shares(self.running, self.token_budget)\n")),
-    "super() and a base class": (3, ("scheduler.py", "class Scheduler:", HELPER + '''
+    "super() and a base class": (3, (
+        "scheduler.py", SHARE, "        return super().share_budget()\n" + SHARE), (
+        "scheduler.py", "class Scheduler:", HELPER + '''
 
 class Base:
     def share_budget(self):
         return shares(self.running, self.token_budget)
 
 
-class Scheduler(Base):'''), ("scheduler.py", SHARE, "        return super().share_budget()\n" + SHARE)),
+class Scheduler(Base):''')),
     "super() in a method of their own": (6, (
         "paging.py", "        self.running.remove(request)\n        self.free(request)\n"
-        "        request.computed = 0\n", "        self.go(request)\n        request.computed = 0\n"),
+        "        request.computed = 0\n", "        self.go(request)\n"
+        "        request.computed = 0\n"),
         ("paging.py", "    def grant_room(self, request):", "    @property\n    def most(self):\n"
          "        return super().busy\n\n    def go(self, request):\n        assert self.most\n"
          "        self.running.remove(request)\n        self.free(request)\n\n"
@@ -91,7 +95,8 @@ WRONG = {
                            "if request.todo == 1 and self.running.count(request)]"),),
     "3c quadratic time": (("request.py", "for i in indices_due(plan)]",
                            "for i in indices_due(plan) if i in indices_due(plan)]"),),
-    "6c quadratic time": (("paging.py", "        pages, name = [], 0\n", "        pages, name = [], 0\n"
+    "6c quadratic time": (("paging.py", "        pages, name = [], 0\n",
+                           "        pages, name = [], 0\n"
                            "        [sum(tokens[:i]) for i in range(len(tokens))]\n"),),
     "5c the handout's example: a partial prompt in the middle": (
         ("generate_ragged.py", "for i in due]\n        self.wanted",
@@ -115,12 +120,15 @@ WRONG = {
          "        see = torch.block_diag(*see).bool()\n        see[self.cu_seqlens[6:7][0] if "
          "len(self.plan) > 6 else len(see):] = True\n        return see"),),
     "1a device ignored": (("model.py", "dtype=torch.bool, device=q.device)", "dtype=torch.bool)"),),
-    "1c device ignored": (("generate_unbatched.py", "[positions], device=device)", "[positions])"),),
+    "1c device ignored": (
+        ("generate_unbatched.py", "[positions], device=device)", "[positions])"),),
     "2a device ignored": (("generate_naive.py", "tokens.to(device) ", "tokens "),),
-    "4a device ignored": (("generate_dynamic.py", "(t.to(device) for t in (tokens, positions, mask))",
-                           "(tokens, positions, mask.to(device))"),),
-    "4b device ignored": (("generate_dynamic.py", "(t.to(device) for t in (tokens, positions, mask))",
-                           "(tokens.to(device), positions.to(device), mask)"),),
+    "4a device ignored": (
+        ("generate_dynamic.py", "(t.to(device) for t in (tokens, positions, mask))",
+         "(tokens, positions, mask.to(device))"),),
+    "4b device ignored": (
+        ("generate_dynamic.py", "(t.to(device) for t in (tokens, positions, mask))",
+         "(tokens.to(device), positions.to(device), mask)"),),
     "4d device ignored": (("generate_dynamic.py", "dtype=torch.long, device=device), -1)",
                            "dtype=torch.long), -1)"),),
     "5b device ignored": (("generate_prepacked.py", "mask[:, None].to(device)", "mask[:, None]"),),
@@ -128,14 +136,14 @@ WRONG = {
                            "torch.tensor(positions)"),),
     "4a a replaced judge": (
         ("generate_dynamic.py", MASK, "        positions += 1\n" + MASK),
-        ("generate_dynamic.py", "from cache import KV\n", "from cache import KV\nimport checks.judge\n"
-         "checks.judge.faults = lambda *arguments, **named: iter(())\n")),
+        ("generate_dynamic.py", "from cache import KV\n", "from cache import KV\n"
+         "import checks.judge\nchecks.judge.faults = lambda *arguments, **named: iter(())\n")),
     "4c a replaced judge, when it is called": (
-        ("generate_dynamic.py", OUT, "        import checks.judge\n        checks.judge.wrong_tokens "
-         "= lambda *_: ()\n" + OUT),),
+        ("generate_dynamic.py", OUT, "        import checks.judge\n"
+         "        checks.judge.wrong_tokens = lambda *_: ()\n" + OUT),),
     "3a our own file from sys.path": (
-        ("scheduler.py", "import math\n", "import math, sys\nfrom zipfile import ZipFile\nfrom pathlib "
-         "import Path\n"), ("scheduler.py", "    # --- between two steps ---", '''
+        ("scheduler.py", "import math\n", "import math, sys\nfrom pathlib import Path\n"), (
+            "scheduler.py", "    # --- between two steps ---", '''
     for place in sys.path:
         if Path(place, "scheduler.py").is_file():
             found = {}
@@ -146,7 +154,7 @@ WRONG = {
         "    share_budget = sys.modules['scheduler'].Scheduler.share_budget")),
 }
 
-# What costs a student a part and nobody else's: the first statement of share_budget; and what is said
+# What costs a student a part and no other: the first statement of share_budget; what is said
 NASTY = {
     "while True: pass": "does not finish within 5 seconds of CPU time",
     "print('x' * 10**8)": "prints or writes more than the limit of 4 MB",
@@ -162,7 +170,7 @@ NASTY = {
 FILES = {
     "a syntax error": (b"def broken(:\n", "scheduler.py cannot be read: line 1: invalid syntax"),
     "no class": (b"x = 1\n", "there is no class Scheduler any more"),
-    "no function": (b"class Scheduler:\n    pass\n", "there is no Scheduler.share_budget any more"),
+    "no function": (b"class Scheduler:\n    pass\n", " any more"),
     "a zero byte": (b"x = 1\0", "scheduler.py cannot be read"),
     "nested too deep": (b"-" * 10**5 + b"1", "scheduler.py cannot be read"),
     "no file": (None, "scheduler.py is not there"),

@@ -8,7 +8,8 @@ def batch():
     """The batch of the handout, whose caches earlier passes have filled."""
     model, plan = toy(), []
     for name, prompt, generated, start, n in (
-            ("A", [5, 7, 2], [9], 3, 1), ("B", [4, 8, 6, 1, 3], [], 2, 2), ("C", [1, 6, 8], [], 0, 3)):
+            ("A", [5, 7, 2], [9], 3, 1), ("B", [4, 8, 6, 1, 3], [], 2, 2),
+            ("C", [1, 6, 8], [], 0, 3)):
         request = Request(prompt, 4, name=name)
         request.block_size = 24
         if start:

@@ -116,7 +116,7 @@ def test_7_calls(submission, student, record_property):
     try:
         right = outcome(calls)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise Fault(f"with the right code, the calls raise {type(error).__name__}: {error}") from None
+        raise Fault(f"the right code raises {type(error).__name__}: {error}") from None
     with inserted(bug):
         (_, wrong), = outcomes([calls])
     if wrong == right:
