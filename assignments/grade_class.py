@@ -135,6 +135,7 @@ def test_of(number, name, mark, folder, results, student, secret, patience):
             status = subprocess.run(list(map(str, command)), cwd=folder, stdin=subprocess.DEVNULL,
                                     stdout=printed, stderr=subprocess.STDOUT, timeout=patience,
                                     env={**os.environ, "PYTEST_ADDOPTS": "",
+                                         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
                                          "PYTHONDONTWRITEBYTECODE": "1"}).returncode
     except subprocess.TimeoutExpired:
         return outcome(name, mark, 0, f"{LATE} {patience:g} seconds by the clock")

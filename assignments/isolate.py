@@ -109,11 +109,22 @@ class Submission:
                     methods = {name.split(".")[1] for name in names
                                if name.startswith(f"{owner}.")}
                     self.set_methods(getattr(ours, owner), written[file].get(owner), methods, undo)
+            self.set_additions(undo)
             yield
         finally:
             for owner, name, value in reversed(undo):
                 setattr(owner, name, value) if value is not undo else delattr(owner, name)
             refuse_changes(before)
+
+    def set_additions(self, undo):
+        """What a student has added to any of our classes, in the files that the part has loaded."""
+        for name in [name for name in sys.modules if name.startswith("theirs.")]:
+            ours = ours_of(name.removeprefix("theirs."))
+            written = getattr(sys.modules[name], "__written__", {})
+            for owner, mine in defined_in(ours).items() if ours else ():
+                theirs = written.get(owner)
+                if isinstance(mine, type) and isinstance(theirs, type) and theirs is not mine:
+                    self.set_methods(mine, theirs, (), undo)
 
     def set_methods(self, ours, theirs, methods, undo):
         """A part's methods, and all that a student has added to a class, set onto our class."""

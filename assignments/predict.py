@@ -57,7 +57,7 @@ def set_2(rng):
 def set_3(rng):
     a, b, c = rng.randint(2, 9), rng.randint(2, 9), rng.randint(20, 60)
     x, y, z, k = rng.randint(9, 25), rng.randint(9, 25), rng.randint(3, 9), rng.randint(3, 9)
-    budget = rng.randint(4, 8)
+    budget = rng.randint(4, 11)
     room = max(a + x + b + y - 2 + rng.randint(1, 9), c + z)
     sizes = (a, x), (b, y), (c, z)
     free, full = (run_of("interleaved", *sizes, token_budget=budget, max_kv_tokens=most)

@@ -52,13 +52,13 @@ VARIANTS = {
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
         if past_k is not None:
             k, v = torch.cat((past_k, k), -2), torch.cat((past_v, v), -2)
-        see = allowed(q.size(-2), k.size(-2), mask)
+        see = allowed(q.size(-2), k.size(-2), mask, q.device)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=see)
         return torch.where(see.any(-1, keepdim=True), out, torch.zeros_like(out))
 
 
-def allowed(T, S, mask):
-    rule = torch.arange(S)[None, :] <= torch.arange(S - T, S)[:, None]
+def allowed(T, S, mask, device):
+    rule = torch.arange(S, device=device) <= torch.arange(S - T, S, device=device)[:, None]
     return rule if mask is None else rule & mask
 ''', "cache.py:": "import torch", "cache.py:KV.write": '''
     def write(self, layer, start, k, v):
@@ -73,7 +73,7 @@ def allowed(T, S, mask):
         self.start, self.end = request.computed, len(request.tokens)
         self.tokens = torch.tensor(request.tokens, device=device)[None, self.start:]
         self.positions = torch.arange(self.end, device=device)[None, self.start:]
-        self.sampled, self.wanted = [request], (torch.tensor([0]), torch.tensor([-1]))
+        self.sampled, self.wanted = [request], torch.tensor([[0], [-1]], device=device).unbind()
 ''', "generate_unbatched.py:Alone.attend": '''
     def attend(self, layer, q, k, v):
         if self.kv is None:
@@ -132,9 +132,10 @@ def indices_due(plan):
     def lay_out(self, device):
         sizes = [n for _, n in self.plan]
         rows = first_fit_decreasing(sizes, max(sizes))
-        self.tokens = torch.zeros(len(rows), max(sizes), dtype=torch.long)
+        self.tokens = torch.zeros(len(rows), max(sizes), dtype=torch.long, device=device)
         self.positions = self.tokens.clone()
-        self.mask = torch.zeros(len(rows), 1, max(sizes), max(sizes), dtype=torch.bool)
+        self.mask = torch.zeros(len(rows), 1, max(sizes), max(sizes), dtype=torch.bool,
+                                device=device)
         self.places = [None] * len(sizes)
         for row, members in enumerate(rows):
             for i, before in zip(members, (members[:place] for place in range(len(members)))):
@@ -145,8 +146,8 @@ def indices_due(plan):
                 self.mask[row, 0, piece, piece] = True
                 self.places[i] = (row, at, at + sizes[i])
         self.sampled = [request for request, n in self.plan]
-        self.wanted = (torch.tensor([row for row, _, _ in self.places]),
-                     torch.tensor([end - 1 for _, _, end in self.places]))
+        self.wanted = tuple(torch.tensor(each, device=device) for each in zip(
+            *((row, end - 1) for row, _, end in self.places)))
 ''', "generate_ragged.py:Flat.block_diagonal": '''
     def block_diagonal(self):
         keys = [(i, p) for i, end in enumerate(self.ends) for p in range(end)]
@@ -260,8 +261,9 @@ def padded(width, values):
             tokens.append(padded(T, request.slice(start, start + n)))
             positions.append(padded(T, range(start, start + n)))
             mask.append(padded(self.P, [1] * start) + padded(T, [1] * n))
-        self.tokens, self.positions = torch.tensor(tokens), torch.tensor(positions)
-        self.mask, due = torch.tensor(mask).bool()[:, None, None], indices_due(self.plan)
+        self.tokens, self.positions = (torch.tensor(t, device=device) for t in (tokens, positions))
+        self.mask = torch.tensor(mask, device=device).bool()[:, None, None]
+        due = indices_due(self.plan)
         self.sampled = [request for i, (request, _) in enumerate(self.plan) if i in due]
         self.wanted = torch.tensor(due, dtype=torch.long, device=device), T - 1
 '''}),
@@ -332,10 +334,11 @@ MOST -= 1
 ''', "scheduler.py:Scheduler.share_budget": '''
     def share_budget(self) -> List[Tuple[Request, int]]:
         plan: List[Tuple[Request, int]] = [(r, 1) for r in self.running if r.todo == 1]
+        left = self.token_budget - sum(n for _, n in plan)
         for r in self.running:
-            left = self.token_budget - sum(n for _, n in plan)
             if MOST > r.todo > 1 and left > 0:
                 plan.append((r, min(r.todo, left)))
+                left -= plan[-1][1]
         return plan
 '''}),
 }

@@ -20,7 +20,8 @@ def part_a():
     """
     [[1, 4], [3, 0], [5, 2]]
     """
-    print(generate_prepacked.first_fit_decreasing([2, 6, 3, 5, 1, 4], 7))
+    rows = generate_prepacked.first_fit_decreasing([2, 6, 3, 5, 1, 4], 7)
+    print([[int(i) for i in row] for row in rows])
 
 
 def part_b():

@@ -43,8 +43,7 @@ class Test6a(Parts):
 
         def call(pages):
             table = []
-            for _ in range(3000):
-                pages.allocate(table, 1)
+            pages.allocate(table, 3000)
             pages.give_back(table)
             pages.hold([], table[::-1])
 
