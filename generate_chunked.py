@@ -15,7 +15,7 @@ tokens at each step: one for each decode, and the rest for prompts, in chunks.
 
 Better than stage 2: a long prompt slows several steps a little, instead of stalling one for long.
 Wasted: two forward passes in a step with both decodes and chunks, so the weights are read twice.
-(The idea is Sarathi's.)
+Next: stage 4 makes one of them. (The idea of both is Sarathi's.)
 """
 import torch
 

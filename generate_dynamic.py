@@ -18,6 +18,7 @@ up to two forward passes: one rectangle for the decodes and one for the newcomer
 Better than stage 1: no finished rows, and no request waits for a whole batch.
 Wasted: padding, as before; each layer copies all pasts twice, into a rectangle and then in front of
 the new keys; and a long prompt is prefilled in one piece, while every running decode waits for it.
+Next: stage 3 cuts long prompts into chunks.
 """
 import torch
 

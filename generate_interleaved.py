@@ -17,9 +17,8 @@ an error; only the comparison with the unbatched run reveals it.
 Better than stage 3: one forward pass where a step with decodes and chunks took two.
 Wasted: the right pass in the wrong shape. One chunk of n among B rows makes (B - 1)(n - 1) pad
 slots: 3 x 7 = 21 above.
-
-Names: Sarathi calls this piggybacking, Sarathi-Serve a hybrid batch. (The tutorial is source I of
-docs/sources.md.)
+Next: stage 6 drops the rows. (Stage 5 is a side branch. Sarathi calls stage 4 piggybacking. The
+tutorial is source I of docs/sources.md.)
 """
 import torch
 

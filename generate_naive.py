@@ -12,6 +12,7 @@ computes is never read.
 
 Better than stage 0: one read of the weights serves all rows.
 Wasted: padding; finished rows keep running; no new request gets in before the last one is done.
+Next: stage 2 rebuilds the batch at every step.
 """
 import torch
 

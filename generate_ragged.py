@@ -14,6 +14,7 @@ ways:
 Better than stage 4: every slot computed is a token that some request needs.
 Wasted: room in memory is reserved for answers that may never come; and a prompt that many requests
 share is computed and kept once for each of them.
+Next: stage 7 keeps keys and values in pages.
 """
 from itertools import accumulate, pairwise
 

@@ -17,12 +17,13 @@ of GPT-2 reads 124 million weights once. Each row (a token) takes one multiply-a
     two CPU cores    47 GB/s, 0.47 TFLOP/s, fp32    11 ms             0.5 ms         17 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A step takes at least the longer of the two. So on the CPU a step of 32 rows can be as short as 1.5
-steps of one row (measured: 2.6, docs/measurements.md). On the GPU it can be as short as one: there
-reading takes longer for up to 150 rows. (Speeds: measured by experiments/bench.py; data sheet.)
+A step takes at least the longer of the two. So 32 rows can be as cheap as 1.5 steps of one row on
+the CPU (measured: 2.6, docs/measurements.md), and as one on the GPU, where reading takes longer for
+up to 150 rows. (Speeds of the CPU: measured; of the GPU: its data sheet.)
+Next: stage 1 computes a token for many requests from one read of the weights.
 
-The check at the end of each script, this one too, is plainer still: one forward pass over a prompt
-and all of its answer (checks/check.py).
+The check that ends every script, this one too, is plainer still: one forward pass over a prompt and
+all of its answer (checks/check.py).
 """
 import torch
 
@@ -58,7 +59,7 @@ class Alone:
         self.lay_out(device)
 
     def lay_out(self, device):
-        """Sets start, end, tokens and positions (1, T), and which logits to take."""
+        """Sets start, end, tokens and positions (1, T), and which logits are wanted."""
         (request, n), = self.plan
         self.start, self.end = request.computed, request.computed + n
         tokens, positions = request.slice(self.start, self.end), range(self.start, self.end)

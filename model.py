@@ -208,10 +208,24 @@ class GPT(nn.Module):
         return model
 
 
-def cdf(logits, temperature, top_k=None):
-    """Cumulative distribution over the vocabulary for logits (V,) in float64; ends in exactly 1."""
+def cut(logits, temperature, top_k=None, top_p=1.0):
+    """
+    Logits (V,) in float64, with -inf for the tokens that may not be sampled. top_k keeps the k
+    largest; of these, top_p keeps the most likely until their probabilities add up to top_p.
+    """
     if top_k is not None and top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
+    if top_p < 1:
+        largest = logits.sort(descending=True).values
+        sums = ((largest - largest[0]) / temperature).softmax(dim=-1).cumsum(dim=-1)
+        last = min(int((sums < top_p).sum()), len(sums) - 1)   # a rounding may keep all sums below
+        logits = logits.masked_fill(logits < largest[last], -math.inf)
+    return logits
+
+
+def cdf(logits, temperature, top_k=None, top_p=1.0):
+    """Cumulative distribution over the vocabulary for logits (V,) in float64; ends in exactly 1."""
+    logits = cut(logits, temperature, top_k, top_p)
     total = ((logits - logits.max()) / temperature).softmax(dim=-1).cumsum(dim=-1)
     return total / total[-1]   # the sum may miss 1 by a rounding, and u must not fall beyond it
 
@@ -220,10 +234,10 @@ def sample(logits, requests):
     """
     The next token of each request: logits (R, V), row i for requests[i] -> list of R token ids.
 
-    temperature 0 takes the largest logit (greedy). Otherwise the distribution, cut to the `top_k`
-    largest logits if set, is sampled by its inverse CDF: one uniform number in [0, 1) falls into
-    exactly one token's interval. It comes from the request's *own* random stream, one per sampled
-    token, whatever else is in the batch.
+    temperature 0 takes the largest logit (greedy). Otherwise the distribution, cut by `top_k` and
+    `top_p` if set, is sampled by its inverse CDF: one uniform number in [0, 1) falls into exactly
+    one token's interval. It comes from the request's *own* random stream, one per sampled token,
+    whatever else is in the batch.
 
         CDF   0 |----- the -----|-- a --|- of -|...| 1
                           ^ u = 0.31  ->  "the"
@@ -236,6 +250,7 @@ def sample(logits, requests):
         check_finite(request, largest[i])
         if request.temperature > 0:
             # in float64 on the CPU: the same on every device
-            edges = cdf(logits[i].cpu().double(), request.temperature, request.top_k)      # (V,)
+            x, t = logits[i].cpu().double(), request.temperature
+            edges = cdf(x, t, request.top_k, request.top_p)                                # (V,)
             tokens[i] = int(torch.searchsorted(edges, request.draw(), right=True))
     return tokens

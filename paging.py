@@ -24,16 +24,15 @@ class Pages:
     """
     The books of a pool: which pages are free, and which can be found by the tokens they hold.
 
-    free:      pages in no block table, least recently used first. Who needs a page takes the first.
-               One that is given back goes to the end; until it is taken, it can still be found
-    holders:   how many block tables a page is in; a request writes only pages it alone holds
+    free:      pages in no block table, least recently used first. Whoever needs a page takes the
+               first. A page given back goes to the end; until it is taken, it can still be found
+    holders:   how many block tables a page is in; a request writes only pages that it alone holds
     published: full pages that others may find: (name of the page before, its tokens) -> page. The
                page before counts, because keys and values depend on all that came before.
 
-    A *name* is a serial number that is never used again. Why not the page's number? A and B compute
-    "the cat" side by side, in pages 0 and 1. B goes on: page 2 is "sat", after page 0. A ends, and
-    page 0 is taken for "a dog". Who looks for "a dog sat" would now find page 2, "sat" after page
-    0: the right word, computed after the wrong beginning.
+    A *name* is a serial number, never used again. Page numbers will not do: A computes "the cat" in
+    page 0, and B goes on from there with "sat" in page 2. Both end, and page 0 is taken for "a
+    dog". A search for "a dog sat" would now find page 2: the right word after the wrong beginning.
     """
 
     def __init__(self, number, size):
@@ -92,9 +91,9 @@ class Pages:
 
 class PagedScheduler(Scheduler):
     """
-    A Scheduler whose memory limit is a pool of pages: a request holds a block table, not a cache.
-    When no page is left, the running request that arrived last is *preempted*, as in vLLM. So the
-    first makes progress at every step. (Other orders: beyond/fairness.py.)
+    A Scheduler whose memory is a pool of pages: a request holds a block table, not a cache. When no
+    page is left, the running request that arrived last is *preempted*, as in vLLM. So the first
+    makes progress at every step. (Other orders: beyond/fairness.py.)
     """
 
     def __init__(self, max_batch, token_budget, pages, share_prefixes=True):
@@ -119,13 +118,10 @@ class PagedScheduler(Scheduler):
         return super().schedule(step)
 
     def preempt(self, request):
-        """
-        It gives its pages back and returns to the front of the queue with its tokens. Later it
-        computes again what it cannot find any more, but draws no random number twice.
-        """
+        """It gives its pages back and returns to the front of the queue, with its tokens."""
         self.running.remove(request)
         self.free(request)
-        request.computed = 0
+        request.computed = 0   # computed again, as far as it is not found; nothing is drawn again
         self.waiting.appendleft(request)
         self.counts["preemptions"] += 1
 
@@ -146,8 +142,7 @@ class PagedScheduler(Scheduler):
         size = self.pages.size
         for request, n in plan if self.share_prefixes else ():   # unpublished pages are never found
             for i in range(request.computed // size, (request.computed + n) // size):
-                filled = request.slice(i * size, (i + 1) * size)
-                self.pages.publish(request.block_table, i, filled)
+                self.pages.publish(request.block_table, i, request.slice(i * size, (i + 1) * size))
         super().update(plan, tokens)
 
     def free(self, request):

@@ -26,6 +26,8 @@ class Request:
     max_new_tokens: at least 1
     temperature:    0 takes the most likely token, above 0 samples
     top_k:          sample from the k largest logits only (more if the k-th is tied); None: from all
+    top_p:          of these, sample from the most likely only, until their probabilities add up to
+                    top_p, above 0 (more if the last is tied); 1: from all
     seed:           starts this request's own random stream
     eos_token:      ends the request when generated (it is kept as the last token); None: never
     name:           for messages and plots; if empty, `prepare` chooses one
@@ -36,6 +38,7 @@ class Request:
     max_new_tokens: int = 16
     temperature: float = 0.0
     top_k: int | None = None
+    top_p: float = field(default=1.0, kw_only=True)
     seed: int = 0
     eos_token: int | None = None
     name: str = ""

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 
 KEPT = {"toolbox", "checks"}   # packages that are always ours
 
@@ -228,23 +228,30 @@ def super_of_theirs(*arguments):
 
 
 class Above:
-    def __init__(self, owner, instance):
-        self.classes, self.instance = owner.__mro__[1:], instance
+    """What `super()` gives: attributes of the classes above `owner`, bound to an object."""
 
-    def __getattr__(self, name):
-        for each in self.classes:
+    def __init__(self, owner, instance):
+        self.seen = owner.__mro__[1:], instance
+
+    def __getattribute__(self, name):
+        classes, instance = object.__getattribute__(self, "seen")
+        for each in classes:
             if name in vars(each):
                 value = vars(each)[name]
                 get = getattr(type(value), "__get__", None)
-                return get(value, self.instance, type(self.instance)) if get else value
+                return get(value, instance, type(instance)) if get else value
         raise AttributeError(f"'super' object has no attribute {name!r}")
 
 
 def differ(a, b):
     """Whether two functions have different code, wherever it stands."""
-    a, b = (getattr(each, "__code__", None) for each in (a, b))
-    return a is None or b is None or (a.co_code, a.co_names, a.co_consts) != (
-        b.co_code, b.co_names, b.co_consts)
+    return code_of(getattr(a, "__code__", None)) != code_of(getattr(b, "__code__", None))
+
+
+def code_of(code):
+    """What a code object does, without the file and the lines where it stands."""
+    return code and (code.co_code, code.co_names, *(
+        code_of(each) if isinstance(each, CodeType) else each for each in code.co_consts))
 
 
 def snapshot():

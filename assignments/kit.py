@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -110,7 +111,7 @@ def plan_of(plan):
 def plans_of(requests, max_batch=8, token_budget=64, max_kv_tokens=None):
     """A scheduler's run with no model, every sampled token is 0: (its plans, what holds after)."""
     from scheduler import Scheduler
-    requests = sorted(requests, key=lambda request: request.arrival)
+    requests = sorted(map(replace, requests), key=lambda request: request.arrival)
     queue, step, made = Scheduler(max_batch, token_budget, max_kv_tokens), 0, []
     for request in requests:
         request.block_size = 24
@@ -178,13 +179,13 @@ class Part:
         from checks.toy import toy
         where, started = describe(requests, **knobs), time.process_time()
         generate = import_module(stage).generate
-        expected = counts_of(generate(toy(), copy.deepcopy(requests), **knobs))
+        expected = counts_of(generate(toy(), [*map(replace, requests)], **knobs))
         seconds, traces, found, crash = time.process_time() - started, [], {}, None
         with self.theirs(10 * seconds):
             generate = import_module(stage).generate
             try:
                 for cause, sentence in faults(lambda *args, **named: traces.append(
-                        generate(*args, **named)), toy(), copy.deepcopy(requests), **knobs):
+                        generate(*args, **named)), toy(), [*map(replace, requests)], **knobs):
                     found.setdefault(cause, sentence)
             except Exception as error:   # what was seen before a crash says more than the crash
                 crash = error

@@ -41,7 +41,8 @@ def choose(logits, requests):
     tokens = logits.argmax(dim=-1)
     for i, request in enumerate(requests):
         if request.temperature > 0:
-            edges = cdf(logits[i].double(), request.temperature, request.top_k)
+            x, t = logits[i].double(), request.temperature
+            edges = cdf(x, t, request.top_k, request.top_p)
             tokens[i] = torch.searchsorted(edges, request.draw(), right=True)
     return tokens
 

@@ -14,7 +14,7 @@ guess with its probability p. The request's own draw gives it as often, and if n
 
 A guess is what followed the latest tokens when they last occurred (prompt lookup, Saxena 2023).
 
-    python -m beyond.speculative [MODEL PROMPTS]    passes against K, and the calculated price
+    python -m beyond.speculative [MODEL PROMPTS]    docs/guessing.md: passes saved, and their price
 """
 import sys
 from itertools import product
@@ -116,6 +116,6 @@ if __name__ == "__main__":
         print(f"batch {batch}, temperature {t}, K = {k}: {len(trace.passes)} passes")
     gpu, shape = gpu_of("a100"), shape_of("llama-2-7b")
     for batch in 1, 8, 32, 64, 256:   # with 512 keys each
-        one, all_5 = [shape.seconds(gpu, shape.parts(n, n, 512 * n, 512 * batch), n)
-                      for n in (batch, 5 * batch)]
-        print(f"Llama 2 7B, A100, calculated: batch {batch}, K = 4: a pass x {all_5 / one:.2f}")
+        one, five = [shape.seconds(gpu, shape.parts(n, n, 512 * n, 512 * batch), n)
+                     for n in (batch, 5 * batch)]
+        print(f"Llama 2 7B, A100, calculated: batch {batch}, K = 4: a pass x {five / one:.2f}")

@@ -33,6 +33,10 @@ If the stage keeps c instead of b and gives c, two things had to happen. c had t
 takes 4.98 - 4.95 = 0.03. With only a and c kept, the edge is at 5.00 - 4.95 = 0.05 and had to get
 down to u, which takes 0.01. The larger of the two is the margin, 0.03: near-tie.
 
+top_p 0.68 instead of top_k. The probabilities of a and b add up to 0.675, so c is kept as well. If
+the stage cuts c, the log-odds of a and b, 0.73, had to get up to those of 0.68, 0.75. So the margin
+is at least 0.02.
+
 The danger is a rounding measured by the stage's own error. Suppose that a wrong mask raises c by
 0.10, and so the greedy stage gives c. Four times this error is 0.40, and excuses the margin of
 0.05. It would excuse every bug: an error that flips a token is at least half of the margin, so four
@@ -44,6 +48,8 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
+
+from model import cut
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 FACTOR = 4   # a margin compares two logits, and each is rounded in two runs: reference and stage
@@ -110,7 +116,7 @@ def margin(token, stage, reference, request, u):
     """
     How far the reference's logits are from giving the stage's token.
 
-    stage, reference: logits (V,), as float64; the stage's say only which tokens top_k keeps
+    stage, reference: logits (V,), as float64; the stage's say only which tokens the cuts keep
     u:                the random number with which the token was sampled
     """
     if request.temperature == 0:
@@ -119,11 +125,36 @@ def margin(token, stage, reference, request, u):
     kth = reference.topk(k).values[-1]
     kept = stage >= stage.topk(k).values[-1]                              # (V,)
     kept_by_one_only = kept != (reference >= kth)
-    to_pass = (reference - kth)[kept_by_one_only].abs().tolist()
+    moves = (reference - kth)[kept_by_one_only].abs().tolist()   # to get past the k-th
+    if request.top_p < 1:
+        likely = cut(stage, request.temperature, request.top_k, request.top_p) > -math.inf
+        moves += moves_of_top_p(likely, kept, stage, reference, request)
+        kept = likely
 
     x = (reference - reference.max()).masked_fill(~kept, -math.inf) / request.temperature
     low, high = (x[:i].logsumexp(0) - x[i:].logsumexp(0) for i in (token, token + 1))
     log_odds = torch.tensor(u, dtype=x.dtype).logit()
-    # If each logit moves by up to d, log-odds x temperature and to_pass both move by up to 2 d.
-    to_move = request.temperature * float(max(low - log_odds, log_odds - high))
-    return max(*to_pass, to_move, 0.0)
+    # If each logit moves by up to d, log-odds x temperature and gaps both move by up to 2 d.
+    moves.append(request.temperature * float(max(low - log_odds, log_odds - high)))
+    return max(*moves, 0.0)
+
+
+def moves_of_top_p(likely, kept, stage, reference, request):
+    """
+    How far the reference's logits are from having top_p keep these tokens, for each reason.
+
+    likely, kept: which tokens top_p keeps from the stage's logits, and which top_k, boolean (V,)
+    """
+    x = (reference - reference[kept].max()) / request.temperature
+
+    def log_odds(tokens):   # of all these against all others
+        return x[tokens].logsumexp(0) - x[kept & ~tokens].logsumexp(0)
+
+    last = likely & (stage == stage[likely].min())   # several, if they tie
+    limit = torch.tensor(request.top_p, dtype=x.dtype).logit()
+    above = reference.masked_fill(~kept | likely, -math.inf).max() - reference[likely].min()
+    between = reference[last].max() - reference[last].min()
+    enough = limit - log_odds(likely)                # they add up to top_p,
+    needed = log_odds(likely & ~last) - limit        # and without the last they do not
+    return [float(above), float(between),
+            *(request.temperature * float(each) for each in (enough, needed))]

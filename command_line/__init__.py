@@ -117,7 +117,7 @@ def load_inputs(args):
         use_chat_template(tokenizer)
     requests = make_requests(
         prompts, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-        top_k=args.top_k, seed=args.seed, arrival_rate=args.arrival_rate)
+        top_k=args.top_k, top_p=args.top_p, seed=args.seed, arrival_rate=args.arrival_rate)
     model.to(device)
     model(torch.zeros(1, 1, dtype=torch.long, device=device))   # warm-up: torch's own set-up
     return model, tokenizer, requests
@@ -126,19 +126,21 @@ def load_inputs(args):
 def parser(doc):
     """doc: a script's docstring; the help shows its first paragraph and its next sentence."""
     first, second = (" ".join(paragraph.split()) for paragraph in doc.strip().split("\n\n")[:2])
-    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.")
+    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.",
+               epilog="In Python a stage is a function: loading/load.py begins with an example.")
 
     what = p.add_argument_group("what to generate")
     what.add_argument("--model", default="builtin",
-                      help="builtin, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a local folder or "
-                           "file, or owner/name on huggingface.co: GPT-2, Llama, Mistral, Qwen")
+                      help="builtin, gpt2 (0.5 GB, downloaded once by huggingface_hub), "
+                           "gpt2-medium, gpt2-large, gpt2-xl, a local folder or file, or "
+                           "owner/name on huggingface.co: GPT-2, Llama, Mistral, Qwen")
     what.add_argument("--chat", action="store_true",
                       help="put each prompt into the model's own chat template")
     what.add_argument("--prompt", action="append", help="a prompt; may be repeated")
     what.add_argument("--prompts", metavar="FILE",
                       help="a text file of prompts separated by blank lines, or a .jsonl file "
                            "whose lines have a prompt and optionally max_new_tokens, "
-                           "temperature, top_k, seed, priority, arrival, name "
+                           "temperature, top_k, top_p, seed, priority, arrival, name "
                            "(default: twelve built-in prompts)")
     what.add_argument("--max_new_tokens", type=int, default=64, metavar="N",
                       help="the most tokens to generate for a prompt")
@@ -146,6 +148,9 @@ def parser(doc):
                       help="0 takes the most likely token, above 0 samples")
     what.add_argument("--top_k", type=int, metavar="K",
                       help="sample from the K most likely tokens only (default: from all)")
+    what.add_argument("--top_p", type=float, default=1.0, metavar="P",
+                      help="of these, sample from the most likely only, until their "
+                           "probabilities add up to P; 1: from all")
     what.add_argument("--seed", type=int, default=0, metavar="N",
                       help="random seed of the first request; each further one adds 1")
     what.add_argument("--arrival_rate", type=float, metavar="R",

@@ -8,7 +8,8 @@ from toolbox.tokenizer import BUILTIN
 
 PROMPTS = BUILTIN / "prompts.txt"
 # the keys that a line of a .jsonl file may have
-KEYS = ("prompt", "max_new_tokens", "temperature", "top_k", "seed", "priority", "arrival", "name")
+KEYS = ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "priority", "arrival",
+        "name")
 
 
 def read_prompts(path):

@@ -238,6 +238,7 @@ def workloads(draw):
                                 max_new_tokens=draw(st.integers(1, 12)),
                                 temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.5])),
                                 top_k=draw(st.sampled_from([None, None, 1, 3])),
+                                top_p=draw(st.sampled_from([1.0, 1.0, 0.5, 0.9])),
                                 seed=draw(st.integers(0, 2**32)),
                                 eos_token=draw(st.one_of(st.none(), token)), name=f"r{i}",
                                 priority=draw(st.integers(0, 2)),

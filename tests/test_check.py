@@ -1,10 +1,13 @@
 """The check that every script ends with: it finds what is wrong, and raises no false alarm."""
 import math
+import random
 from dataclasses import replace
 
 import pytest
 import torch
-from common import STAGES, VOCAB, fixed, toy
+from common import STAGES, VOCAB, examples, fixed, toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from checks import ties
 from checks.check import TOLERANCE, Check, Verdict, summary
@@ -130,16 +133,40 @@ def test_the_worked_example():
     assert ties.rounding(*one) == [0, pytest.approx(0.04)]   # each token has its own
     assert float(cdf(reference, 1.0, top_k=2)[0]) == pytest.approx(0.505, abs=5e-4)
     greedy, sampled = Request([1]), Request([1], temperature=1.0, top_k=2)
+    nucleus = Request([1], temperature=1.0, top_p=0.68)
     for request, u, stage, token, expected in [
             (greedy, None, [4.98, 5.00, 4.95], 1, 0.02),
             (greedy, None, [5.00, 4.98, 5.05], 2, 0.05),
             (sampled, 0.51, [5.01, 4.96, 4.94], 0, 0.02),
             (sampled, 0.60, [5.50, 4.90, 4.80], 0, 0.39),
             (sampled, 0.51, [4.99, 4.95, 4.96], 2, 0.03),
-            (replace(sampled, temperature=2.0), 0.51, [5.05, 4.95, 4.94], 0, 0.06)]:
+            (replace(sampled, temperature=2.0), 0.51, [5.05, 4.95, 4.94], 0, 0.06),
+            (nucleus, 0.48, [5.02, 4.99, 4.93], 0, 0.02),     # c cut: a and b had to reach 0.68
+            (nucleus, 0.60, [5.06, 4.92, 4.97], 2, 0.065),    # b cut: a and c had to
+            (nucleus, 0.49, [4.80, 4.79, 5.50], 2, 0.09),     # and the edge had to get down to u
+            (replace(nucleus, top_p=0.500), 0.80, [5.06, 4.92, 4.97], 2, 0.03),    # c got past b
+            (replace(nucleus, top_p=0.671), 0.80, [4.98, 4.975, 4.97], 2, 0.02),   # c kept,
+            (replace(nucleus, top_p=0.660), 0.40, [4.98, 4.98, 4.98], 1, 0.05)]:   # as it ties
         stage = torch.tensor(stage, dtype=torch.float64)
         assert sample(stage[None], [fixed(request, u)]) == [token]
         assert ties.margin(token, stage, reference, request, u) == pytest.approx(expected, abs=5e-3)
+
+
+@settings(max_examples=examples(2000))
+@given(seed=st.integers(0, 2**32), top_k=st.sampled_from([None, 6]), top_p=st.floats(0.01, 0.999),
+       temperature=st.sampled_from([0.3, 1.0]), step=st.sampled_from([0.0, 0.01]))
+def test_what_moves_each_logit_by_at_most_d_has_a_margin_of_at_most_2_d(
+        seed, top_k, top_p, temperature, step):
+    numbers, d = torch.Generator().manual_seed(seed), 0.01
+    reference, moved = torch.rand(2, 9, generator=numbers, dtype=torch.float64)
+    stage = reference + d * (2 * moved - 1)
+    if step:   # many ties, as in low precision
+        reference, d = (reference / step).round() * step, d + step
+        stage = (stage / step).round() * step
+    u = random.Random(seed).random()
+    request = Request([1], temperature=temperature, top_k=top_k, top_p=top_p)
+    token, = sample(stage[None], [fixed(request, u)])
+    assert ties.margin(token, stage, reference, request, u) <= 2 * d + 1e-9
 
 
 # Relative to the largest logit: a difference that rounding makes, and one that it does not make
@@ -150,8 +177,8 @@ GAPS = {torch.float64: (2e-14, 5e-11), torch.float32: (2e-7, 5e-5),
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.5])
-@pytest.mark.parametrize("top_k", [None, 5])
-def test_a_token_may_flip_at_a_near_tie_only(dtype, temperature, top_k, monkeypatch):
+@pytest.mark.parametrize("top_k, top_p", [(None, 1.0), (5, 1.0), (None, 0.8)])
+def test_a_token_may_flip_at_a_near_tie_only(dtype, temperature, top_k, top_p, monkeypatch):
     """
     For token i, the stage raises the logits from some entry on by gaps[i], relative to the largest,
     and lowers those before it. The number falls between its CDF and the reference's.
@@ -166,16 +193,17 @@ def test_a_token_may_flip_at_a_near_tie_only(dtype, temperature, top_k, monkeypa
     for gaps, kind in {(near,): "near-tie", (-near,): "near-tie", (far,): "WRONG", (-far,): "WRONG",
                        (near, -near): "near-tie", (near, far): "WRONG",
                        (0.0, near): "near-tie"}.items():
-        request, numbers = Request([1, 2, 3], len(gaps), temperature, top_k), []
+        request, numbers = Request([1, 2, 3], len(gaps), temperature, top_k, top_p=top_p), []
         check = Check(model, [request])
         for i, gap in enumerate(gaps):
             row = model(torch.tensor([request.tokens]))[0, -1].double()
-            edges = cdf(row, temperature, top_k)
+            edges = cdf(row, temperature, top_k, top_p)
             entry = int((edges - 0.5).abs().argmin())
             shift = torch.full((VOCAB,), gap * float(row.abs().max()), dtype=torch.float64)
             shift[:entry + 1] *= -1
             stage = (row + shift).to(dtype)
-            numbers.append(float(edges[entry] + cdf(stage.double(), temperature, top_k)[entry]) / 2)
+            moved = cdf(stage.double(), temperature, top_k, top_p)
+            numbers.append(float(edges[entry] + moved[entry]) / 2)
             request.generated += sample(stage[None], [fixed(request, numbers[i])])
             check.on_token(request, request.generated[i], stage)
         request.finish_reason = "length"

@@ -2,7 +2,6 @@
 The command line, and each script as a reader runs it. Every kind of bad input is one line and exit
 status 2, before any work; never a traceback.
 """
-import argparse
 import contextlib
 import inspect
 import io
@@ -28,11 +27,9 @@ import generate_paged
 import generate_prepacked
 import generate_ragged
 from checks.traps import broken
-from experiments import bench, ladder, prepacking, rows, train
 from kernels import native
 from loading.load import load
 from loading.stages import SCRIPTS
-from model import GPTConfig
 from request import Request
 from toolbox.flags import NUMBERS as KNOB_NUMBERS
 from toolbox.flags import guarded
@@ -53,7 +50,7 @@ def captured(main, *arguments):
 
 
 def run(program, *flags):
-    """The same of a stage script or a command of experiments/, with these flags."""
+    """The same of a stage script or another command, with these flags."""
     flags = [str(flag) for flag in flags]
     if program in STAGES:
         return captured(command_line.main, program.generate, program.__doc__, flags)
@@ -100,6 +97,7 @@ def test_exit_status_1_if_a_request_is_wrong():
     (generate_paged, "--pages 3", "needs 6 pages of 16 tokens, pages is 3"),
     (generate_ragged, "--max_kv_tokens 60", "KV tokens, max_kv_tokens is 60"),
     (generate_paged, "--temperature nan", "--temperature must be a number of at least 0, not nan"),
+    (generate_paged, "--top_p 0", "--top_p must be a number above 0 and at most 1, not 0.0"),
     (generate_paged, "--arrival_rate nan", "--arrival_rate must be above 0, not nan"),
     (generate_paged, "--policy lifo", "--policy: invalid choice: 'lifo'"),
     (generate_paged, "--device cuda", "--device cuda: there is no CUDA device here; use cpu"),
@@ -108,26 +106,11 @@ def test_exit_status_1_if_a_request_is_wrong():
     (generate_paged, "--trace tests", "--trace tests: is a folder"),
     (generate_paged, "--page run.pdf", "--page run.pdf: the name must end in .html"),
     (generate_paged, "--max_bat 3", "unrecognized arguments: --max_bat 3"),
-    (rows, "--plot x.txt", "--plot x.txt: the name must end in"),
-    (rows, "--json no/such/x.json", "--json no/such/x.json: there is no folder"),
-    (ladder, "--repeats 0", "--repeats must be at least 1"),
-    (ladder, "--pictures README.md", "--pictures README.md: "),
-    (prepacking, "--memory 0", "--memory must be above 0 GB"),
-    (prepacking, "--prompts no.txt", "no.txt"),
-    (bench, "--repeats 0", "--repeats must be at least 1"),
-    (bench, "--quick --systems vllm", "--systems vllm: no system has such a name; choose"),
-    (bench, "--quick --peer-python vllm", "--peer-python vllm=: use NAME=PATH"),
-    (bench, "--quick --peer-python sglang=python", "with the name vllm or openvino"),
-    (train, "--lr nan", "--lr must be above 0"),
-    (train, "--out README.md", "--out README.md: "),
 ])
 def test_bad_flags(program, flags, message, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    tiny = GPTConfig(block_size=99, vocab_size=9, n_layer=1, n_head=1, n_embd=4)
-    monkeypatch.setitem(bench.MODELS, "small", tiny)
-    monkeypatch.setattr(bench, "peers", lambda model, **knobs: {})
     refused(message, program, *shlex.split(flags))
 
 
@@ -177,7 +160,7 @@ def test_bad_files(file, line, message, tmp_path):
 
 def test_json_lines_say_what_each_request_wants(tmp_path):
     lines = [{"prompt": "# json", "max_new_tokens": 3, "temperature": 0, "name": "first"},
-             {"prompt": "# os", "seed": 9, "arrival": 4, "priority": 2, "top_k": 5}]
+             {"prompt": "# os", "seed": 9, "arrival": 4, "priority": 2, "top_k": 5, "top_p": 0.9}]
     file, trace_file = tmp_path / "p.jsonl", tmp_path / "t.json"
     file.write_text("\n\n".join(map(json.dumps, lines)))
     code, out, err = run(generate_ragged, "--prompts", file, "--max_new_tokens", 5,
@@ -251,65 +234,15 @@ def test_shared_pages_by_flags():
                                         r"[1-9]\d* tokens saved, \d+ evicted", out)), out
 
 
-# --- the commands of experiments/ -----------------------------------------------------------------
-
-@pytest.mark.parametrize("flags, words", [
-    (["--dtype", "float64"], ["ms per row", "float64"]),
-    (["--gaps", "--quick"], ["a prompt of 192 tokens arrives", *rows.GAP_STAGES])])
-def test_rows_and_gaps_are_measured_and_drawn(flags, words, tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "ROWS", (1, 2, 4))
-    picture, file = tmp_path / "rows.png", tmp_path / "rows.json"
-    code, out, err = run(rows, "--plot", picture, "--json", file, *flags)
-    assert code == 0 and all(word in out for word in words)
-    assert picture.stat().st_size > 10_000
-    points = json.loads(file.read_text())["points"]
-    assert [*points] == [*rows.GAP_STAGES] if "--gaps" in flags else [
-        n for n, _ in points] == [1, 2, 4]
-
-
-def test_all_stages_as_a_table():
-    code, out, err = run(ladder, "--prompt", "# a", "--prompt", "# json\nLoad a file",
-                         "--max_new_tokens", 4, "--repeats", 1, "--max_batch", 2,
-                         "--no_cache", "--attention", "mask", "--trace", "t.json")
-    assert code == 0 and all(name in out for name in ladder.STAGES)
-    assert "11 stages: each of 2 requests identical to unbatched" in out
-    said = [line.split()[0] for line in out.splitlines()
-            if "where all stages run: ignored" in line]
-    assert said == ["--attention", "--no_cache", "--trace"]
-
-
 def test_what_optimize_changes_does_not_check_itself(monkeypatch):
     flags = ["--optimize", "--prompt", "# json\nLoad a file", "--max_new_tokens", 4]
     code, out, _ = run(generate_ragged, *flags)
     assert code == 0 and "1/1 requests identical to unbatched" in out
     assert "\ncompiled step: " in out
-    assert run(ladder, *flags, "--repeats", 1)[0] == 0
-
     pack = native.pack
     monkeypatch.setattr(native, "pack", lambda weight: pack(weight) * 1.5)
     code, out, _ = run(generate_ragged, *flags)
     assert code == 1 and "WRONG: request 'r0': logits of token 0 differ" in out
-    code, out, _ = run(ladder, *flags, "--repeats", 1)
-    wrong = "unbatched", "unbatched, no cache", "ragged, varlen", "paged"   # others are plain
-    assert code == 1
-    assert all((f"WRONG: {name}: request 'r0'" in out) == (name in wrong) for name in ladder.STAGES)
-
-
-@pytest.mark.thorough
-def test_training_is_reproducible(tmp_path, monkeypatch):
-    pytest.importorskip("tokenizers")
-    documents = [("a.b", "Return the name of the thing, which is a string."),
-                 ("a.c", "Close it. It cannot be used any more.")] * 30
-    monkeypatch.setattr(train, "documents", lambda: documents)
-    monkeypatch.setattr(train, "N_TOKENS", 280)
-    for name in "ab":
-        train.train(argparse.Namespace(out=str(tmp_path / name), steps=6, batch_size=2, lr=1e-3,
-                                       seed=0))
-    (a, tokenizer), (b, _) = load(tmp_path / "a"), load(tmp_path / "b")
-    for mine, theirs in zip(a.state_dict().values(), b.state_dict().values()):
-        assert torch.equal(mine, theirs)
-    assert tokenizer.n_vocab == a.config.vocab_size == 281
-    assert len(tokenizer.encode("the name of the thing")) < 10   # its merges are used
 
 
 # --- interruption ---------------------------------------------------------------------------------
@@ -349,13 +282,14 @@ FLAGS = {   # a flag -> its values; None: without a value
     "--no_share_prefixes": [None],
     "--pack": ["batch", "dataset"],
     "--temperature": [0, 0.7, 1e-300, 1e300, "nan", "inf", -1, "hot"],
+    "--top_p": [0.5, 1, 0, 1.5, "nan"],
     "--arrival_rate": [0.1, 1e9, 1e-9, 1e-300, 0, "nan", "inf"],
     "--attention": ["mask", "varlen"],
     "--dtype": ["float32", "float64", "bfloat16", "float8"],
     "--prompt": ["", "# a", "<|endoftext|>", "\0é\udc80"],
 }
 KEYS = st.sampled_from(["prompt", "seed", "name", "arrival", "max_new_tokens", "temperature",
-                        "top_k", "priority", "odd"])
+                        "top_k", "top_p", "priority", "odd"])
 VALUES = st.one_of(st.text(max_size=8), st.integers(-3, 9), st.none(), st.floats())
 JSON_LINES = st.lists(st.dictionaries(KEYS, VALUES, max_size=4), max_size=3)
 CONTENTS = st.one_of(

@@ -1,6 +1,4 @@
 """Stage 5: which prompt goes into which row, and the experiments. (Claims P1 to P10 say more.)"""
-import json
-
 import pytest
 import torch
 from common import STAGES, VOCAB
@@ -76,31 +74,3 @@ def test_memory_on_the_meta_device_is_that_of_a_real_run():
         real, counted = (prepacking.peak_bytes(model, method, [3, 40, 17, 8, 1])
                          for model in (GPT(config), meta))
         assert abs(real - counted) <= 0.02 * real, method
-
-
-def test_the_command(tmp_path, capsys, monkeypatch):
-    """All of it, with a tiny model, prompts of at most 24 tokens, and memory for some of them."""
-    def tiny(**sizes):
-        return GPTConfig(**{**sizes, "vocab_size": 97, "n_head": 2, "n_embd": 32})
-
-    def fewer(model, prompts, repeats, predictors=prepacking.predictors):
-        return predictors(model, 400, repeats)
-
-    monkeypatch.setattr(prepacking, "GPTConfig", tiny)
-    monkeypatch.setattr(prepacking, "predictors", fewer)
-    monkeypatch.setattr(prepacking, "CONTEXT", 24)
-    file, picture, texts = tmp_path / "p.json", tmp_path / "p.png", tmp_path / "prompts.txt"
-    texts.write_text("one\n\ntwo words\n\n" + "three " * 9)
-    flags = ["--quick", "--prompts", texts, "--memory", 0.0003, "--json", file, "--plot", picture]
-    assert prepacking.main([str(flag) for flag in flags]) == 0
-    said = capsys.readouterr().out
-    for words in (*prepacking.METHODS, str(texts), "correlation with r/k", "the largest k"):
-        assert words in said
-    result = json.loads(file.read_text())
-    assert set(result["kinds"]) == {str(texts)}
-    assert [path.stem for path in sorted(tmp_path.glob("p-*.png"))] == [
-        "p-batch-size", "p-kinds", "p-latency", "p-memory", "p-predictors"]
-    for points in result["predictors"].values():
-        assert all(r_k <= 1 and speedup > 0 for r_k, _, speedup in points)
-    for found in result["largest"].values():
-        assert 1 < found["full batching"] <= found["prepacking, batch"] < 64

@@ -1,5 +1,7 @@
 """What README and docs say is so."""
+import inspect
 import re
+import textwrap
 from xml.etree import ElementTree
 
 import pytest
@@ -41,7 +43,7 @@ def test_this_machine_is_calculated_from_the_benchmark_that_is_there():
     """
     If it is not:
 
-        python -m experiments.gpu --parts this_machine --json experiments/results/gpu.json
+        python -m experiments gpu --parts this_machine --json experiments/results/gpu.json
     """
     said, again = results.load("gpu")["this_machine"], gpu.this_machine()
     for old, new in zip(said, again, strict=True):
@@ -58,19 +60,9 @@ def test_every_table_is_shown_and_every_result_says_where_it_was_measured():
             assert {"machine", "date", "command"} <= set(result["measured"])
 
 
-def test_a_table_that_is_old_is_found(tmp_path, monkeypatch, capsys):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("<!-- table: gaps -->\nold\n<!-- end -->\n")
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    assert tables.main(["--check"]) == 1 and "old: README.md" in capsys.readouterr().out
-    assert tables.main([]) == 0 and tables.main(["--check"]) == 0
-    with pytest.raises(ValueError, match="there is no table 'x'"):
-        tables.renewed("<!-- table: x -->\n<!-- end -->")
-
-
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_tables_files_pictures_and_modules_are_those_that_are_there(path):
-    """If a table is old: python -m experiments.tables"""
+    """If a table is old: python -m experiments tables"""
     text = path.read_text(encoding="utf-8")
     assert tables.renewed(text) == text
     linked = re.findall(r"\]\(((?!http)[^)#]+)\)", text) + re.findall(r'src="([^"]+)"', text)
@@ -78,16 +70,16 @@ def test_tables_files_pictures_and_modules_are_those_that_are_there(path):
     for name in linked:
         assert (path.parent / name).exists(), name
     for module in modules:
-        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+        path_of = ROOT / module.replace(".", "/")
+        assert path_of.with_suffix(".py").exists() or (path_of / "__main__.py").exists(), module
     named = re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|ipynb))`", text)
     for name in named:
         assert (ROOT / name).exists() or (path.parent / name).exists(), name
 
 
 def test_the_python_example_runs():
-    text = (ROOT / "docs" / "use.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", text, re.S).group(1)
-    scope = {}
+    text = inspect.getmodule(load).__doc__
+    code, scope = textwrap.dedent(text[text.index("    from"):text.index("trace.passes")]), {}
     exec(code, scope)
     assert all(request.finish_reason for request in scope["requests"])
 

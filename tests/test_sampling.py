@@ -8,34 +8,49 @@ from common import fixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import cdf, sample
+from model import cdf, cut, sample
 from request import Request
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 3.0, 2.9, -4.0], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("temperature, top_k", [(0.3, None), (2.0, 3), (1.0, 1), (1.0, 100)])
-def test_each_token_has_an_interval_as_wide_as_its_probability(temperature, top_k):
+@pytest.mark.parametrize("temperature, top_k, top_p", [
+    (0.3, None, 1.0), (2.0, 3, 1.0), (1.0, 1, 1.0), (1.0, 100, 1.0), (1.0, None, 0.5),
+    (1.0, None, 0.45), (2.0, None, 0.75), (2.0, 3, 0.6), (0.3, 100, 1e-9)])
+def test_each_token_has_an_interval_as_wide_as_its_probability(temperature, top_k, top_p):
     x = LOGITS.numpy() / temperature
     if top_k and top_k < len(x):
         x = np.where(x >= np.sort(x)[-top_k], x, -np.inf)
     p = np.exp(x - x.max())
-    edges = cdf(LOGITS, temperature, top_k)
+    more_likely = np.array([p[p > each].sum() for each in p]) / p.sum()
+    p[more_likely >= top_p] = 0   # the tokens before it add up to top_p already
+    edges = cdf(LOGITS, temperature, top_k, top_p)
     assert edges[-1] == 1
     np.testing.assert_allclose(np.diff(edges.numpy(), prepend=0), p / p.sum(), atol=1e-15)
+
+
+def test_top_p_keeps_all_that_tie_with_the_last_and_stops_where_the_sum_is_exact():
+    x = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log()
+    for top_p, number in ((0.5, 1), (0.50001, 2), (0.75, 2), (0.7500001, 4), (0.9, 4), (1, 4)):
+        assert int((cut(x, 1.0, None, top_p) > -math.inf).sum()) == number, top_p
+    assert (cut(x[2:], 1.0, None, 1e-300) > -math.inf).tolist() == [True, True]
+    flat = torch.zeros(7, dtype=torch.float64)   # adds up to less than 1, by rounding
+    assert (cut(flat, 1.0, None, math.nextafter(1, 0)) == 0).all()
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(logits=st.lists(st.floats(-50, 50), min_size=1, max_size=20),
        u=st.floats(0, 1, exclude_max=True),
        temperature=st.sampled_from([1e-300, 1e-3, 0.7, 1.0, 100.0]),
-       top_k=st.one_of(st.none(), st.integers(1, 25)))
-def test_any_logits_any_number_give_a_token_of_positive_probability(logits, u, temperature, top_k):
-    request = fixed(Request([0], temperature=temperature, top_k=top_k), u)
+       top_k=st.one_of(st.none(), st.integers(1, 25)),
+       top_p=st.one_of(st.just(1.0), st.floats(0, 1, exclude_min=True)))
+def test_any_logits_any_number_give_a_token_of_positive_probability(
+        logits, u, temperature, top_k, top_p):
+    request = fixed(Request([0], temperature=temperature, top_k=top_k, top_p=top_p), u)
     x = torch.tensor([logits], dtype=torch.float64)
     token, = sample(x, [request])
     assert 0 <= token < len(logits)
-    edges = cdf(x[0], temperature, top_k)
+    edges = cdf(x[0], temperature, top_k, top_p)
     low = edges[token - 1] if token else 0.0
     assert low <= u < edges[token]
     assert top_k is None or sum(value > logits[token] for value in logits) < top_k

@@ -133,6 +133,8 @@ def test_a_step_does_not_look_at_every_waiting_request(kind, arrival):
     *((dict(temperature=t), "temperature must be a number of at least 0, not ")
       for t in (-0.1, math.nan, math.inf, "hot")),
     (dict(top_k=0), "top_k"),
+    *((dict(top_p=p), "top_p must be a number above 0 and at most 1, not ")
+      for p in (0, 1.1, math.nan, True, "x")),
     *((dict(arrival=arrival), "arrival") for arrival in (-1, 1.5)),
     (dict(priority=-1), "priority"),
     *((dict(prompt=prompt), "prompt must be a list of token ids") for prompt in ([1.5], None, "a")),

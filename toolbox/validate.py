@@ -27,6 +27,9 @@ def check_request(request):
     t = request.temperature
     if not isinstance(t, (int, float)) or not 0 <= t <= sys.float_info.max:
         raise ValueError(f"{request}: temperature must be a number of at least 0, not {t!r}")
+    p = request.top_p
+    if not isinstance(p, (int, float)) or isinstance(p, bool) or not 0 < p <= 1:
+        raise ValueError(f"{request}: top_p must be a number above 0 and at most 1, not {p!r}")
 
 
 def check_run(requests, kind, config):

@@ -1,6 +1,4 @@
 """The handout's worked examples. A part prints its docstring: `pytest set6 -k example -s`."""
-from types import SimpleNamespace
-
 import torch
 
 from cache import KV
@@ -46,9 +44,9 @@ def part_b():
     [9, 10, 11, 3, 4, 5, 12, 13]
     keys in slots 9 and 3: 1.0 2.0
     """
-    books = SimpleNamespace(pages=SimpleNamespace(size=3))
-    print(Paged.slots(books, [3, 1, 4], 8).tolist())
     batch = object.__new__(Paged)
+    batch.pages = Pages(5, 3)
+    print(batch.slots([3, 1, 4], 8).tolist())
     batch.pool, batch.slot_mapping = KV(15), torch.tensor([9, 3])
     new = torch.tensor([[[1.0], [2.0]]])
     batch.write(0, new, new)
