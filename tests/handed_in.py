@@ -66,8 +66,8 @@ class Base:
 class Scheduler(Base):''')),
     "super() in a method of their own": (6, (
         "paging.py", "        self.running.remove(request)\n        self.free(request)\n"
-        "        request.computed = 0\n", "        self.go(request)\n"
-        "        request.computed = 0\n"),
+        "        request.computed = 0  ", "        self.go(request)\n"
+        "        request.computed = 0  "),
         ("paging.py", "    def grant_room(self, request):", "    @property\n    def most(self):\n"
          "        return super().busy\n\n    def go(self, request):\n        assert self.most\n"
          "        self.running.remove(request)\n        self.free(request)\n\n"
