@@ -1,23 +1,30 @@
 """
-Two open tasks, ranked by counts and never by seconds. handouts/open.md describes them.
+Two open tasks, ranked by counts and never by seconds. open.md describes them.
 
     python assignments/leaderboard.py policy DIR     each folder in DIR holds a policy.py
     python assignments/leaderboard.py packing DIR    each folder in DIR holds a packing.py
 
-Each runs in a child process, as in grade.py. `ours` and a lower bound of packing are ranked, too.
+Each runs in a process of its own, with limits. `ours` and a lower bound of packing are ranked, too.
 """
 import argparse
+import json
 import math
 import random
+import runpy
+import subprocess
+import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import grade
+import kit
+from grade_class import LIMITS, PATIENCE
+from kit import Fault
 
 ARRIVALS, BUDGET, PLACES = 2000, 48, 40
-LEAST = 6   # CPU seconds. Allowed are grade.TIMES as many, or as `ours` takes if it takes more
+TIMES, LEAST = 10, 6   # a student may take TIMES the CPU seconds of `ours`, which count as LEAST
 
 
 def workload(rng):
@@ -92,31 +99,40 @@ def fill(pack, rng):
     return {"rows": total}
 
 
-def play(task, rng):
-    """What the policy.py or packing.py beside this process achieves; observe.py calls it."""
-    if task == "policy":
-        from policy import share
-        return serve(share, rng)
-    from packing import pack
-    return fill(pack, rng)
+def play(task, file, seed, seconds, results):
+    """In a process of its own: what a student's file achieves, as JSON in the file `results`."""
+    started = time.process_time()
+    try:
+        with kit.limited(seconds):
+            function, rng = ("share", "pack")[task == "packing"], random.Random(f"{task} {seed}")
+            theirs = runpy.run_path(file)[function]
+            found = serve(theirs, rng) if task == "policy" else fill(theirs, rng)
+    except Exception as error:
+        found = {"fault": str(error) if isinstance(error, Fault) else
+                 f"raises {type(error).__name__}: {str(error).strip():.150}"}
+    Path(results).write_text(json.dumps({**found, "seconds": time.process_time() - started}))
 
 
 def result_of(folder, task, seed, ours=0):
-    """
-    What one student's file achieves: a dict, with "fault" if it fails. What does not finish is
-    tried once more. ours: the CPU seconds of the repository's own solution
-    """
-    try:
-        edits = {f"{task}.py": grade.read(folder, f"{task}.py").decode()}
-    except grade.UNREADABLE:
-        return {"fault": f"there is no {task}.py that can be read"}
-    for _ in range(2):
-        seen, _ = grade.timed_run(3, [task], [seed], edits, {task: max(ours, LEAST)})
-        _, _, cause, _, value = seen[task][0]
-        found = value if cause == "result" else {"fault": value[0]}
-        if grade.LATE not in found.get("fault", ""):
-            break
-    return found
+    """What one student's file achieves: a dict, with "fault" if it fails. ours: CPU seconds."""
+    file = Path(folder, f"{task}.py")
+    if not file.is_file():
+        return {"fault": f"there is no {task}.py"}
+    arguments = task, str(file.resolve()), seed, TIMES * max(ours, LEAST)
+    with tempfile.TemporaryDirectory() as place:
+        results = Path(place, "results.json")
+        code = (f"{LIMITS}\nsys.path[:0] = {[str(kit.HERE), str(kit.ROOT)]}\n"
+                f"import leaderboard\nleaderboard.play(*{(*arguments, str(results))})")
+        try:
+            status = subprocess.run(
+                [sys.executable, "-c", code], cwd=folder, timeout=PATIENCE,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL).returncode
+            return json.loads(results.read_text())
+        except subprocess.TimeoutExpired:
+            return {"fault": f"does not finish within {PATIENCE} seconds by the clock"}
+        except (OSError, ValueError):
+            return {"fault": f"ends the process (status {status})"}
 
 
 def baselines(task, seed):

@@ -1,116 +1,226 @@
 """
-Makes a student copy of one assignment, cut from the repository as it stands.
+Makes student copies of a set, cut from the repository as it stands.
 
-    python assignments/make.py 4 out/                     the copy
-    python assignments/make.py 4 out/ --student ada       with the numbers that ada has to predict
-    python assignments/make.py 4 out/ --nbgrader          and a notebook in nbgrader's convention
+    python assignments/make.py 4 out --student ada          out/ada
+    python assignments/make.py 4 out --roster roster.csv    a copy for each id in its first column
 
-Signature and docstring of each function stay; its body becomes a hint and an error. Only what the
-set needs is copied: no tests, no notebooks. Our code is packed in reference.bin, for the grader,
-which is the same as the instructor's: so both give the same marks. Same input, same bytes. The
-texts are templates in handouts/.
+Signature and docstring of each function of the set stay; its body becomes an error that says what
+is missing. All else is complete: what earlier sets asked for is in the copy as we have it. The
+kit's own files come along as they are, with our code in an archive, reference.bin, which the tests
+run. Same input, same bytes.
 """
 import argparse
+import ast
+import csv
+import importlib
 import json
-import zlib
+import sys
+import warnings
+import zipfile
+from io import BytesIO
 from pathlib import Path
 
-import grade
-import graft
-import observe
-from mutants import BUGS, MUTANTS, bugs_of
-from predict import questions
-from sets import SETS
-
 HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+import breaks  # noqa: E402
+from predict import questions  # noqa: E402
+
+ROOT = HERE.parent
+SETS = sorted(int(path.name[3:]) for path in HERE.glob("set?"))
+KIT = ("conftest.py", "kit.py", "isolate.py", "breaks.py")   # what a copy's tests run with
 
 
-def student_copy(number, student=None, nbgrader=False):
-    """{file: text} of a set's student copy, but for what make packs."""
-    chosen = SETS[number]
-    files = {name: grade.clean(name) for name in chosen.modules}
-    blanks = [(function, f"set {number}, part {part.name}: {function.split(':')[1]}")
-              for part in chosen.parts for function in part.functions]
-    for function, message in [*blanks, *((name, "not part of this set") for name in chosen.hidden)]:
+def tests_of(number):
+    """The set's test module, which says what its parts are."""
+    sys.path.insert(0, str(HERE / f"set{number}"))
+    with warnings.catch_warnings():   # pytest knows its marker only once conftest.py is loaded
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"test_set{number}")
+
+
+def parts_of(number):
+    """{"3a": its points marker}, and likewise "3 numbers" and "3 break"."""
+    found = {}
+    for name, value in vars(tests_of(number)).items():
+        for mark in getattr(value, "pytestmark", ()):
+            if mark.name == "points":
+                name = name.removeprefix("Test").removeprefix("test_").replace("_", " ")
+                found[name] = mark
+    return found
+
+
+def functions_of(number):
+    """{function: the first part that asks for it}, and None for what would give others away."""
+    hidden = dict.fromkeys(getattr(tests_of(number), "HIDDEN", ()))
+    return hidden | {function: name for name, mark in reversed(parts_of(number).items())
+                     if not mark.kwargs.get("given") for function in mark.args[1:]}
+
+
+def needed(number):
+    """Our files that the set's tests run with, found by their imports."""
+    todo, found = [HERE / f"set{number}" / f"test_set{number}.py"], []
+    todo += [HERE / name for name in KIT]
+    todo += [path_of(name) for name in (*tests_of(number).FILES.split(), "checks/judge.py")
+             if "model.py" in tests_of(number).FILES or not name.startswith("checks")]
+    while todo:
+        path = todo.pop()
+        if path in found:
+            continue
+        found.append(path)
+        for node in ast.parse(path.read_text("utf-8")).body:   # not what a function imports
+            modules = [node.module] if isinstance(node, ast.ImportFrom) else [
+                alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                parts = module.split(".")
+                todo += filter(Path.is_file, (
+                    ROOT.joinpath(*parts).with_suffix(".py"), *(ROOT.joinpath(
+                        *parts[:i], "__init__.py") for i in range(1, len(parts) + 1))))
+    return sorted({*tests_of(number).FILES.split(), *(
+        str(path.relative_to(ROOT)) for path in found if HERE not in path.parents)})
+
+
+def path_of(name):
+    return ROOT / name if (ROOT / name).is_file() else HERE / name
+
+
+def text_of(name):
+    return path_of(name).read_text("utf-8")
+
+
+def edited(text, edits):
+    """The file with a bug in it. edits: [(function, code as it stands, code of the bug), ...]"""
+    for function, old, new in edits:
+        node, lines = node_of(text, function.split(":")[1]), text.splitlines(keepends=True)
+        source = "".join(lines[node.lineno - 1:node.end_lineno])
+        if source.count(old) != 1:
+            raise ValueError(f"{function}: {old!r} occurs {source.count(old)} times")
+        lines[node.lineno - 1:node.end_lineno] = source.replace(old, new)
+        text = "".join(lines)
+    return text
+
+
+# --- blanking -------------------------------------------------------------------------------------
+
+def node_of(text, name):
+    """The definition of "Class.method" or "function"."""
+    body = ast.parse(text).body
+    for part in name.split("."):
+        node = next(node for node in body if getattr(node, "name", None) == part)
+        body = node.body
+    return node
+
+
+def body_of(node):
+    """The statements of a function without its docstring."""
+    return node.body[1:] if ast.get_docstring(node) is not None else node.body
+
+
+def blanked(text, name, message):
+    """The file with one function blanked: signature and docstring stay."""
+    node = node_of(text, name)
+    lines, body = text.splitlines(), body_of(node)
+    # comments between the docstring or signature and the first statement belong to the body
+    start = node.body[0].end_lineno if body is not node.body else next(
+        number for number in range(node.lineno, node.end_lineno + 1)
+        if lines[number - 1].split("#")[0].rstrip().endswith(":"))
+    indent = " " * (node.col_offset + 4)
+    size = node.end_lineno - body[0].lineno + 1
+    lines[start:node.end_lineno] = [f"{indent}# {size} lines in ours",
+                                    f"{indent}raise NotImplementedError({message!r})"]
+    return "\n".join(lines) + "\n"
+
+
+# --- a copy ---------------------------------------------------------------------------------------
+
+def student_copy(number, student):
+    """{file: its bytes} of one student's copy."""
+    folder, ours = HERE / f"set{number}", {name: text_of(name) for name in needed(number)}
+    files = dict(ours)
+    for function, part in functions_of(number).items():
         file, name = function.split(":")
-        if not graft.is_blank(graft.functions_in(files[file])[name]):   # it may be in two parts
-            files[file] = graft.blanked(files[file], name, message)
-    for name in grade.KIT:
-        files[name] = (HERE / name).read_text(encoding="utf-8")
-    install, knobs = ("pip install torch numpy\n    ", "those of `generate`") if (
-        "model.py" in chosen.needs) else ("", "`max_batch` (8 if you give none), `token_budget` "
-                                          "(64) and `max_kv_tokens` (no limit)")
-    bugs = ""
-    for i, bug in enumerate(bugs_of(number), 1):
-        module, fixed = observe.stage_of(MUTANTS[bug].part)
-        fixed = "".join(f" with {name}={value!r}" for name, value in fixed.items())
-        bugs += f"{i}. {BUGS[bug]['says']} Runs {module}.py{fixed}.\n"
-    for name, template in (("README.md", "copy_readme.md"), ("HANDOUT.md", f"{number}.md"),
-                           ("BREAK.md", "copy_break.md")):
-        text = (HERE / "handouts" / template).read_text(encoding="utf-8")
-        files[name] = text.format(number=number, title=chosen.title, install=install, knobs=knobs,
-                                  bugs=bugs) if template.startswith("copy") else text
-    files["break.json"] = json.dumps(dict.fromkeys("12345"), indent=1) + "\n"
-    files["written.md"] = f"# Set {number}: written answers\n\n## 1\n\n## 2\n\n## AI assistants\n"
-    if student:
-        asked = questions(number, student)
-        files["numbers.json"] = json.dumps(dict.fromkeys(asked), indent=1) + "\n"
-        files["NUMBERS.md"] = (
+        files[file] = blanked(files[file], name, f"{name} is not written yet (part {part})"
+                              if part else f"{name} is not part of this set")
+    bugs, title = breaks.bugs_of(number), (folder / "HANDOUT.md").read_text("utf-8").splitlines()[0]
+    packed = {**ours, "bugs.json": json.dumps(bugs), f"set{number}/__init__.py": ""}
+    mine = {path.name: path.read_text("utf-8") for path in sorted(folder.glob("*.*"))
+            if path.name != "KEY.md" and f"set{number}/{path.name}" not in files}
+    mine |= {name: (HERE / name).read_text("utf-8") for name in KIT}
+    tests = tests_of(number)
+    if hasattr(tests, "personal"):   # what differs between students: set 7's bug
+        files |= tests.personal(files, student, edited)
+    install = "pip install pytest" + " torch numpy" * ("model.py" in files)
+    if hasattr(tests, "CALLS"):
+        mine["calls.json"] = json.dumps({"calls": []}) + "\n"
+    files["README.md"] = (HERE / "copy_readme.md").read_text("utf-8").format(
+        number=number, title=title.removeprefix("# "), install=install)
+    mine["written.md"] = f"# Set {number}: written answers\n\n## 1\n\n## 2\n\n## AI assistants\n"
+    asked = questions(number, student)
+    if asked:
+        mine["numbers.json"] = json.dumps(dict.fromkeys(asked), indent=1) + "\n"
+        mine["NUMBERS.md"] = (
             f"# Numbers for {student}\n\nPredict them by hand, before you run anything. The "
-            "answers go into numbers.json.\n\n"
-            + "".join(f"{key}. {question}\n" for key, (question, _) in asked.items()))
-    if nbgrader:
-        files[f"set{number}.ipynb"] = notebook(number)
-    return files
+            "answers go into numbers.json.\n\n" + "".join(f"{key}. {question}\n"
+                                                 for key, (question, _) in asked.items()))
+    if bugs and "runs" in bugs[0]:
+        says = "".join(f"{i}. {bug['says']} Runs {bug['runs']}.py" + "".join(
+            f" with {name}={value!r}" for name, value in breaks.fixed_knobs(bug).items()) + ".\n"
+            for i, bug in enumerate(bugs, 1))
+        knobs = "those of `generate`" if "model.py" in files else (
+            "`max_batch` (8 if you give none), `token_budget` (64) and `max_kv_tokens` (no limit)")
+        mine["BREAK.md"] = (HERE / "copy_break.md").read_text("utf-8").format(
+            number=number, bugs=says, knobs=knobs)
+        mine["break.json"] = json.dumps(dict.fromkeys("12345"), indent=1) + "\n"
+    files["student.json"] = json.dumps({"student": student, "set": number}) + "\n"
+    files |= {f"set{number}/{name}": text for name, text in mine.items()}
+    archive = BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as zipped:
+        for name, text in packed.items():
+            zipped.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
+    return {**{name: text.encode() for name, text in files.items()},
+            f"set{number}/reference.bin": archive.getvalue()}
 
 
-def notebook(number):
-    """A notebook in nbgrader's convention: a cell of text and one of points for each part."""
-    def cell(kind, source, grade_id, **more):
-        flags = {"grade": False, "solution": False, "locked": True, "schema_version": 3,
-                 "grade_id": grade_id, **more}
-        return {"cell_type": kind, "id": grade_id, "metadata": {"nbgrader": flags},
-                "source": source,
-                **({"outputs": [], "execution_count": None} if kind == "code" else {})}
-
-    cells = [cell("markdown", f"# Set {number}: {SETS[number].title}\n\nWrite the functions in the "
-                  "files beside this notebook, then run its cells.", "intro"),
-             cell("code", f"import grade\nscores, _ = grade.grade({number}, '.')\n"
-                  "points = {score.name: score.points for score in scores}", "run")]
-    for part in SETS[number].parts:
-        cells += [cell("markdown", f"## {part.name}: {part.title}\n\n" + "\n".join(
-            f"- `{function}`" for function in part.functions), f"text-{part.name}"),
-            cell("code", f"print(next(score for score in scores if score.name == '{part.name}'))\n"
-                 f"points['{part.name}']", f"points-{part.name}", grade=True, points=part.points)]
-    return json.dumps({"cells": cells, "metadata": {"kernelspec": {
-        "name": "python3", "display_name": "Python 3", "language": "python"}},
-        "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
-
-
-def make(number, folder, student=None, nbgrader=False):
-    """Writes the copy. ValueError if the folder is not empty."""
+def make(number, folder, student):
+    """Writes one copy. ValueError if the folder is not empty."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder")
-    files = student_copy(number, student, nbgrader)
-    grade.write_files(folder, files)
-    # What the grader in the copy runs. Packed, so that nobody reads it unawares
-    (folder / grade.PACKED.name).write_bytes(zlib.compress(json.dumps({
-        "set": number, "files": {name: grade.clean(name) for name in SETS[number].modules},
-        "bugs": [grade.bug(number, i) for i in range(1, 6)]}).encode(), 9))
-    return len(files) + 1
+    for name, content in student_copy(number, student).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def roster(file):
+    """The ids in the first column of a CSV file. ValueError for one that cannot name a folder."""
+    with open(file, newline="", encoding="utf-8-sig") as lines:
+        ids = [row[0].strip() for row in csv.reader(lines) if row and row[0].strip()]
+    ids = ids[1:] if ids[:1] and ids[0].lower() in ("id", "student", "email", "name") else ids
+    for student in ids:
+        if ids.count(student) > 1:
+            raise ValueError(f"{file}: {student!r} stands there twice")
+        if student.startswith(".") or set(student) & set('/\\:\0'):
+            raise ValueError(f"{file}: {student!r} cannot be a folder's name")
+    return ids or refuse(f"{file}: there is no id in its first column")
+
+
+def refuse(why):
+    raise ValueError(why)
 
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[1])
     p.add_argument("set", type=int, choices=SETS)
-    p.add_argument("folder", help="a new or empty folder")
-    p.add_argument("--student", help="the id that decides the numbers to predict")
-    p.add_argument("--nbgrader", action="store_true", help="add a notebook for nbgrader")
+    p.add_argument("folder", help="in which each student gets a folder")
+    who = p.add_mutually_exclusive_group(required=True)
+    who.add_argument("--student", help="an id, which decides numbers and hidden workloads")
+    who.add_argument("--roster", help="a CSV file with an id in the first column")
     args = p.parse_args(argv)
     try:
-        print(f"{make(args.set, args.folder, args.student, args.nbgrader)} files in {args.folder}")
-    except ValueError as error:
+        for student in roster(args.roster) if args.roster else [args.student]:
+            make(args.set, Path(args.folder, student), student)
+            print(Path(args.folder, student))
+    except (ValueError, OSError) as error:
         p.error(str(error))
 
 

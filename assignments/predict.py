@@ -6,14 +6,14 @@ import random
 from itertools import count
 from types import SimpleNamespace
 
-from observe import given
+from kit import given
 
 
 def run_of(stage, *sizes, **knobs):
     """The trace of a run; sizes: (prompt tokens, new tokens, arrival) of each request."""
     from checks.toy import toy
     from loading.stages import STAGES
-    return STAGES[stage](toy(), given(*sizes), **knobs)
+    return STAGES[stage](toy(block_size=128), given(*sizes), **knobs)
 
 
 def set_1(rng):
@@ -38,8 +38,8 @@ def set_1(rng):
 
 
 def set_2(rng):
-    a, b, c = rng.sample(range(2, 10), 3)
-    x, y, z = rng.sample(range(2, 9), 3)
+    a, b, c = rng.sample(range(2, 25), 3)
+    x, y, z = rng.sample(range(2, 20), 3)
     three = (a, x), (b, y), (c, z)
     static, dynamic = run_of("naive", *three), run_of("dynamic", *three, max_batch=2)
     words = (f"prompts of {a}, {b} and {c} tokens, which want {x}, {y} and {z} new tokens and all "
@@ -55,18 +55,23 @@ def set_2(rng):
 
 
 def set_3(rng):
-    a, b, c = rng.randint(2, 4), rng.randint(2, 4), rng.randint(9, 14)
-    budget, room = rng.choice([4, 5, 6]), a + b + 20
-    free, full = (run_of("interleaved", (a, 9), (b, 9), (c, 3), token_budget=budget,
-                         max_kv_tokens=most) for most in (None, room))
-    words = (f"token_budget {budget}, prompts of {a}, {b} and {c} tokens (A, B, C), which want 9, "
-             "9 and 3 new tokens and all arrive at step 0")
+    a, b, c = rng.randint(2, 9), rng.randint(2, 9), rng.randint(20, 60)
+    x, y, z, k = rng.randint(9, 25), rng.randint(9, 25), rng.randint(3, 9), rng.randint(3, 9)
+    budget = rng.randint(4, 11)
+    room = max(a + x + b + y - 2 + rng.randint(1, 9), c + z)
+    sizes = (a, x), (b, y), (c, z)
+    free, full = (run_of("interleaved", *sizes, token_budget=budget, max_kv_tokens=most)
+                  for most in (None, room))
+    words = (f"token_budget {budget}, prompts of {a}, {b} and {c} tokens (A, B, C), which want "
+             f"{x}, {y} and {z} new tokens and all arrive at step 0")
     yield (f"{words}: in which step (from 0) does C get its first token?",
            free.requests[2].token_steps[0])
     yield f"{words}: how many steps does the run have?", free.passes[-1].step + 1
     yield (f"{words}, and max_kv_tokens {room}: in which step does C get its first token?",
            full.requests[2].token_steps[0])
-    yield f"{words}: how many tokens does step 1 compute?", free.passes[1].useful
+    yield (f"{words}: how many tokens of C's prompt are computed after step {k}?", sum(
+        n for p in free.passes[:k + 1] for name, first, n in p.work
+        if name == "C" and first < c))
 
 
 def set_4(rng):
@@ -87,7 +92,7 @@ def set_4(rng):
 
 def set_5(rng):
     from generate_prepacked import first_fit_decreasing
-    lengths = [rng.randint(2, 12) for _ in range(7)]
+    lengths = [rng.randint(2, 25) for _ in range(rng.randint(7, 14))]
     a, b, c = rng.sample(range(5, 20), 3)
     rows = len(first_fit_decreasing(lengths, max(lengths)))
     yield (f"First-fit decreasing, prompts of {', '.join(map(str, lengths))} tokens, rows as long "
@@ -103,10 +108,10 @@ def set_5(rng):
 
 def set_6(rng):
     from generate_paged import Paged
-    size, prompt, new = rng.choice([3, 4, 5]), rng.randint(6, 9), rng.randint(6, 9)
-    table = rng.sample(range(9), 4)
+    size, prompt, new = rng.randint(3, 9), rng.randint(6, 30), rng.randint(6, 30)
+    table, common = rng.sample(range(30), 4), rng.randint(9, 60)
     position = rng.randint(size, 4 * size - 1)
-    common = rng.randint(9, 14)
+    cached = [rng.randint(5, 60) for _ in range(5)]
     books = SimpleNamespace(pages=SimpleNamespace(size=size))
     slot = Paged.slots(books, table, position + 1)[position].item()
 
@@ -114,10 +119,12 @@ def set_6(rng):
         trace = run_of("paged", *[(prompt, new)] * 3, pages=pages, page_size=size,
                        share_prefixes=False)
         return len(trace.passes[0].work) == 3 and not trace.counts["preemptions"]
-    smallest = next(filter(suffices, count(-(-(prompt + new) // size))))
-    prompts = [[*range(common % 13), *[5] * (common - common % 13), 7 + i] for i in range(3)]
+    smallest = next(filter(suffices, count(
+        max(3 * (prompt // size), -(-(prompt + new) // size)))))
+    prompts = [[*[5, 7, 2][:common % 3 + 1], *[5] * (common - common % 3 - 1), 7 + i]
+               for i in range(3)]
     shared = run_of("paged", *[(tokens, 2, 2 * i) for i, tokens in enumerate(prompts)],
-                    page_size=size)
+                    page_size=size, token_budget=99)
     yield (f"Pages of {size} tokens, block table {table}: in which slot of the pool is position "
            f"{position}?", slot)
     yield (f"Pages of {size} tokens, three requests with prompts of {prompt} tokens, all "
@@ -127,12 +134,13 @@ def set_6(rng):
            f"other. They have their first {common} tokens in common, and differ in the last. How "
            "many tokens of the second and third together need not be computed?",
            shared.counts["saved_tokens"])
-    yield (f"Pages of {size} tokens: how many slots does a request of {prompt + new} cached tokens "
-           "leave empty in its last page?", -(prompt + new) % size)
+    yield (f"Pages of {size} tokens: how many slots do five requests of "
+           f"{', '.join(map(str, cached))} cached tokens leave empty in their last pages, in all?",
+           sum(-each % size for each in cached))
 
 
 def questions(number, student):
     """{"1": (text, its answer), ...} for a student."""
     rng = random.Random(f"numbers {number} {student}")
-    set_of = (set_1, set_2, set_3, set_4, set_5, set_6)[number - 1]
+    set_of = (set_1, set_2, set_3, set_4, set_5, set_6, lambda rng: (), lambda rng: ())[number - 1]
     return {str(i): question for i, question in enumerate(set_of(rng), 1)}

@@ -1,0 +1,125 @@
+"""Set 2: rectangles."""
+from itertools import product
+
+import pytest
+from kit import RUNNING, WAITING, drawn, given, names, sequences
+
+import generate_dynamic
+import generate_naive
+
+FILES = "model.py request.py cache.py generate_naive.py generate_dynamic.py"
+HIDDEN = "generate_dynamic.py:Rectangle.lay_out", "generate_dynamic.py:Rectangle.attend"
+points = pytest.mark.points
+MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2)
+
+
+@points(4, "generate_naive.py:StaticBatch.lay_out", title="the static batch")
+class Test2a:
+    def test_the_example(self, part):
+        part.example(__file__)
+
+    def test_the_stage(self, part):   # in the last, a row goes on beyond the last position
+        for sizes, most in (MIX, 3), (((2, 1), (2, 2)), 8), (((20, 2), (2, 20)), 8):
+            part.serve("generate_naive", given(*sizes), max_batch=most)
+        for sizes in part.sizes:
+            part.serve("generate_naive", drawn(part.rng, **sizes),
+                       max_batch=part.rng.choice([2, 3, 4]) if not sizes else 40)
+
+    def test_device(self, part):
+        part.on_device(generate_naive.StaticBatch, "tokens", "positions", "mask", "wanted")
+
+
+def appends(cases):
+    for prompt, new, room, at in cases:
+        ends = "no eos_token" if at is None else f"token {at} is the eos_token"
+        request, = given((prompt, new, 0, 0, None if at is None else 0), block_size=room)
+        request.kv = "cache"
+        for i in range(room):
+            if not request.finished:
+                request.computed = prompt + i
+                request.append(0 if i == at or at is None else 5 + i)
+        yield (f"append, a prompt of {prompt}, max_new_tokens {new}, block_size {room}, {ends}",
+               {name: getattr(request, name) for name in (
+                   "generated", "finish_reason", "prompt", "max_new_tokens", "computed", "kv")})
+
+
+@points(2, "request.py:Request.append", title="the end of a request")
+class Test2b:
+    def test_the_example(self, part):
+        part.example(__file__)
+
+    def test_append(self, part):
+        part.compare(appends, list(product((1, 2, 4), (1, 2, 3), (4, 5, 9), (None, 0, 1, 2, 3))))
+        rng = part.rng
+        part.compare(appends, [(rng.randint(1, 60), rng.randint(1, 80), 64, rng.choice(
+            [None, rng.randint(0, 60)])) for _ in range(40)])
+
+    def test_time(self, part):
+        def prepare():
+            request, = given((1, 9000), block_size=10**4)
+            return request
+        part.fast("append, 3,000 times", prepare,
+                  lambda request: [request.append(1) for _ in range(3000)])
+
+
+def admissions(cases):
+    for arrivals, busy, step, most in cases:
+        waiting = given(*[(1, 16, arrival) for arrival in arrivals], names=WAITING)
+        running = given(*[(1, 16)] * busy, names=RUNNING)
+        left, now = generate_dynamic.admit(waiting, running, step, most)
+        yield (f"admit at step {step}, max_batch {most}, {busy} running, waiting with arrivals "
+               f"{arrivals}", {"types": [type(each).__name__ for each in (left, now)],
+                               "waiting": names(left), "running": names(now)})
+
+
+def leaves(cases):
+    for ends in cases:
+        running = given(*[(1, 16)] * len(ends), names=RUNNING)
+        for request, end in zip(running, ends):
+            request.kv, request.finish_reason = "cache", None if end == "goes on" else end
+        where = "leave, with " + (", ".join(map("{0.name} {1}".format, running, ends)) or "nobody")
+        others = generate_dynamic.leave(list(running))
+        yield where, {"type": type(others).__name__, "the others": names(others),
+                      "kv and finish_reason": {r.name: [r.kv, r.finish_reason] for r in running}}
+
+
+@points(3, "generate_dynamic.py:admit", "generate_dynamic.py:leave", title="dynamic admission")
+class Test2c:
+    def test_the_example(self, part):
+        part.example(__file__)
+
+    def test_admit(self, part):
+        part.compare(admissions, list(product(
+            ([], [0], [1], [0, 0], [0, 1], [1, 1, 2, 3], [0, 0, 0, 1, 1, 1]), range(4), range(3),
+            (3, 4, 6))))
+        rng = part.rng
+        part.compare(admissions, [(sorted(rng.randint(0, 9) for _ in range(rng.randint(5, 40))),
+                                   rng.randint(0, 8), rng.randint(0, 9), rng.choice([8, 13, 40]))
+                                  for _ in range(40)])
+
+    def test_leave(self, part):
+        ends = "goes on", "stop", "length", "cancelled"
+        part.compare(leaves, sequences(ends, 3))
+        part.compare(leaves, [[part.rng.choice(ends) for _ in range(30)] for _ in range(10)])
+
+    def test_time(self, part):
+        requests = given(*[(1, 1)] * 3000)
+        part.fast("admit of 3,000 requests", lambda: list(requests),
+                  lambda waiting: generate_dynamic.admit(waiting, [], 0, 3000))
+        for request in requests[::2]:
+            request.finish_reason = "stop"
+        part.fast("leave of 3,000 requests", lambda: list(requests), generate_dynamic_leave)
+
+
+def generate_dynamic_leave(running):
+    return generate_dynamic.leave(running)
+
+
+@points(2, title="predicted numbers")
+def test_2_numbers(number):
+    number(2)
+
+
+@points(2, title="bugs exposed")
+def test_2_break(bug):
+    bug(2)

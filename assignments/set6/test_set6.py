@@ -1,0 +1,179 @@
+"""Set 6: pages."""
+from collections import deque
+
+import pytest
+import torch
+from kit import books, drawn, given, names, tensor
+
+from cache import KV
+from generate_paged import Paged
+from paging import PagedScheduler, Pages
+
+FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py "
+         "generate_paged.py")
+points = pytest.mark.points
+MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2)
+
+
+class Parts:
+    def test_the_example(self, part):
+        part.example(__file__)
+
+
+def whole(part):
+    """Whole runs, with room and with none to spare."""
+    part.serve("generate_paged", given(*MIX), token_budget=5, page_size=2, pages=15, max_batch=4)
+    for sizes in part.sizes:
+        many = sizes.get("least", 4)
+        size = part.rng.choice([2, 3])
+        part.serve("generate_paged", drawn(part.rng, **sizes), token_budget=max(8, many),
+                   page_size=size, pages=(12, 10)[size - 2] + 2 * many, max_batch=many)
+
+
+@points(2, "paging.py:Pages.hold", "paging.py:Pages.give_back", "paging.py:Pages.allocate",
+        title="holding and giving back")
+class Test6a(Parts):
+    def test_books(self, part):
+        part.compare(books, part.rng, [(8, 2, 40)] * 6)
+        part.compare(books, part.rng, [(60, 2, 150)])
+
+    def test_time(self, part):
+        def prepare():
+            return Pages(4000, 1)
+
+        def call(pages):
+            table = []
+            pages.allocate(table, 3000)
+            pages.give_back(table)
+            pages.hold([], table[::-1])
+
+        part.fast("3,000 pages allocated, given back and held", prepare, call)
+
+
+def pool(cases):
+    """`slots` and `write` alone, with no requests."""
+    batch = object.__new__(Paged)
+    for size, end, table in cases:
+        batch.pages = Pages(max(table) + 1, size)
+        yield f"slots({table}, {end}), pages of {size}", tensor(batch.slots(table, end))
+    batch.plan, batch.pool, batch.pages = [], KV(60), Pages(30, 2)
+    for slots in [3, 8, 2], [9], [8, 0], [*range(59, 18, -1)]:
+        batch.slot_mapping, new = torch.tensor(slots), torch.randn(
+            2, 2, len(slots), 3, generator=torch.Generator().manual_seed(len(slots))).double()
+        buffers = batch.pool.buffers("a", *new)
+        batch.write("a", *new)
+        yield f"write, slot_mapping {slots}", dict(zip(("keys", "values"), map(tensor, buffers)))
+
+
+@points(2, "generate_paged.py:Paged.slots", "generate_paged.py:Paged.write", title="block tables")
+class Test6b(Parts):
+    def test_pool(self, part):
+        part.compare(pool, [(size, start + new, [4, 0, 1]) for size in (2, 3, 16)
+                            for start in range(4) for new in range(3)])
+        tables = [part.rng.sample(range(90), 30) for _ in range(5)]
+        part.compare(pool, [(size, part.rng.randint(25 * size, 30 * size), table)
+                            for size, table in zip((1, 2, 3, 7, 16), tables)])
+
+    def test_the_stage(self, part):
+        whole(part)
+
+
+def chains(sizes):
+    """Two requests compute the same page in one step. Later its number is used again."""
+    pages, a, b, c = Pages(3, 1), [], [], []
+    pages.allocate(a, 1)
+    pages.allocate(b, 2)
+    said = "after publish([0], 0, [5]), publish([1, 2], 0, [5]), publish([1, 2], 1, [8])"
+    for table, i, token in (a, 0, 5), (b, 0, 5), (b, 1, 8):
+        pages.publish(table, i, [token])
+    yield f"{said}: find([5, 8])", pages.find([5, 8])
+    pages.give_back(a)
+    pages.allocate(c, 1)
+    pages.publish(c, 0, [3])
+    yield (f"{said}, give_back([0]), the eviction of page 0, publish([0], 0, [3]): find([3, 8])",
+           pages.find([3, 8]))
+    for size in sizes:
+        for tokens in [], [1], [1, 2], [1, 2, 3, 4, 5, 6]:
+            yield f"find({tokens}), pages of {size}, none published", Pages(4, size).find(tokens)
+
+
+def prefixes(rng, number):
+    """Prompts that begin alike, and some that have the same tokens after another beginning."""
+    stem = [rng.randrange(13) for _ in range(6)]
+    other = [(stem[0] + 1) % 13, *stem[1:4]]
+    starts = stem, stem[:4], stem[2:], other, other + stem[4:]
+    prompts = [starts[i % 5] + [rng.randrange(13) for _ in range(rng.randint(1, 3))]
+               for i in range(number)]
+    return given(*[(prompt, rng.randint(2, 5), 2 * i) for i, prompt in enumerate(prompts)])
+
+
+@points(3, "paging.py:Pages.find", "paging.py:Pages.publish", title="sharing a prefix")
+class Test6c(Parts):
+    def test_books(self, part):
+        part.compare(chains, (2, 3))
+        part.compare(books, part.rng, [(8, 2, 40)] * 6)
+        part.compare(books, part.rng, [(80, 2, 150)])
+
+    def test_the_stage(self, part):
+        for many in (5, 5, 30 if part.hidden else 12):
+            part.serve("generate_paged", prefixes(part.rng, many), max_batch=2, token_budget=6,
+                       page_size=2, pages=6 * many)
+
+    def test_time(self, part):
+        def prepare(number, published):
+            pages, table = Pages(number, 1), []
+            pages.allocate(table, number)
+            for i in range(published):
+                pages.publish(table, i, [i % 13])
+            return pages, table
+
+        part.fast("3,000 pages of one table published", lambda: prepare(3000, 0), lambda made: [
+            made[0].publish(made[1], i, [i % 13]) for i in range(3000)])
+        part.fast("find of 20,000 tokens", lambda: prepare(20_000, 20_000),
+                  lambda made: made[0].find([i % 13 for i in range(20_000)]))
+
+
+def preempted(order):
+    """Some requests are preempted by hand."""
+    queue = PagedScheduler(max(order) + 2, 10**4, Pages(400, 2))
+    for request in given(*[([i % 13] * 3, 9) for i in range(max(order) + 4)]):
+        queue.add(request)
+    queue.schedule(0)
+    for generated, which in enumerate(order, 1):
+        request = queue.running[which]
+        request.computed, request.generated = 3, [7] * generated
+        queue.preempt(request)
+        yield f"after the preemption of {request.name}", {
+            "running": names(queue.running), "waiting": names(queue.waiting),
+            "type of waiting": isinstance(queue.waiting, deque), "its cache, computed, generated "
+            "and arrival": [request.block_table, request.computed, request.generated,
+                            request.arrival],
+            "pages in use": sum(map(bool, queue.pages.holders)),
+            "preemptions counted": queue.counts["preemptions"]}
+
+
+@points(2, "paging.py:PagedScheduler.preempt", title="preemption")
+class Test6d(Parts):
+    def test_preempt(self, part):
+        part.compare(preempted, (1, 2, 0, 0))
+        part.compare(preempted, tuple(range(30, 0, -3)))
+
+    def test_the_stage(self, part):
+        for sizes in part.sizes:
+            requests = drawn(part.rng, prompt=6, **sizes)
+            for request in requests:
+                request.max_new_tokens = part.rng.randint(5, 8)
+            requests[-1].arrival = 300   # while it is awaited, the others must not wait
+            many = sizes.get("least", 4)
+            part.serve("generate_paged", requests, max_batch=many, token_budget=2 * many,
+                       page_size=2, pages=2 * many)
+
+
+@points(2, title="predicted numbers")
+def test_6_numbers(number):
+    number(6)
+
+
+@points(2, title="bugs exposed")
+def test_6_break(bug):
+    bug(6)
