@@ -41,6 +41,13 @@ def quick(names, chosen):
             for name in names]
 
 
+def fixed(request, u):
+    """A copy that draws the number u."""
+    twin = replace(request)
+    twin.draw = lambda: u
+    return twin
+
+
 STAGES = {name.replace("unbatched, no cache", "no_cache").replace(", ", "_"): generate
           for name, generate in ALL.items()}
 RAGGED = ("ragged_mask", "ragged_varlen")
@@ -232,6 +239,8 @@ def mixed():
                     temperature=n % 2, seed=n, name=f"r{n}", arrival=n // 3)
             for n in range(1, 12)]
 
+
+QUIET = toy(loud=False)   # it repeats itself, so most guesses are right
 
 # what a run with a bug may raise
 SEEN = (AssertionError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
