@@ -8,7 +8,7 @@ import pytest
 from common import cancel_now, examples, queue, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_paging import CANCELS, WatchedFair, WatchedPaged, grown, plans_of, streams
+from test_paging import CANCELS, WatchedFair, WatchedPaged, plans_of, streams
 
 from beyond import fairness
 from beyond.fairness import MAX_OVERTAKEN, POLICIES, FairScheduler, order
@@ -141,10 +141,3 @@ def test_no_request_is_preempted_without_end(bound, most):
     queue(scheduler, [Request([0] * prompt, new) for prompt, new in sizes])
     run(scheduler)
     assert max(times.values(), default=0) == most
-
-
-# --- what it costs --------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("policy", ["sjf", "priority"])
-def test_what_has_finished_leaves_nothing_behind(policy):
-    assert grown(FairScheduler(16, 256, Pages(24, 16), policy)) == set()
