@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from beyond.fairness import SCHEDULERS
+from beyond.tensor_parallel import shard
 from checks.toy import toy as toy  # the tests import it from here
 from loading.llama import Llama, LlamaConfig
 from loading.stages import STAGES as ALL
@@ -144,17 +145,13 @@ def assert_trace(trace, requests, late=0):
 EVEN = dict(n_head=4, n_embd=16)   # so that two ranks can share them
 
 
-def on_rank():
-    from beyond.tensor_parallel import shard  # in a process group
-    return shard(toy(**EVEN)), toy(**EVEN), 1e-10
-
-
-BACKENDS = {   # name: (model, the model to compare with, tolerance)
+BACKENDS = {   # name: (model, the model to compare with, tolerance); ranks need a process group
     "float64": lambda: (toy(),) * 2 + (1e-10,),
     "float32": lambda: (toy(dtype=torch.float32),) * 2 + (1e-4,),
     "Llama": lambda: (llama(),) * 2 + (1e-10,),
     "compiled": lambda: (toy(dtype=torch.float32).optimize(), toy(dtype=torch.float32), 1e-4),
-    "rank": on_rank,
+    "rank": lambda: (shard(toy(**EVEN)), toy(**EVEN), 1e-10),
+    "Llama rank": lambda: (shard(llama(n_head=4)), llama(n_head=4), 1e-10),
     "cuda": lambda: (toy(dtype=torch.float32).to("cuda"),) * 2 + (1e-4,)}
 
 

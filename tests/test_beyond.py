@@ -55,14 +55,15 @@ def run(stage, requests, model=MODEL, known=None, **knobs):
 @given(case=common.workloads(), more=st.integers(0, 20), model=st.sampled_from([MODEL, QUIET]),
        twins=st.booleans())
 def test_contract(stage, pages, case, more, model, twins):
-    (requests, pressure), handed = case, common.knobs_of("ragged_varlen", **case[1])
+    (requests, pressure), knobs = case, common.knobs_of("ragged_varlen", **case[1])
     if twins:   # forks: several answers to each prompt
         requests = [*requests, *(replace(r, seed=r.seed + 1, name=f"{r.name} again")
                                  for r in requests)]
     if pages:
         size = pressure["page_size"]
-        handed |= dict(max_kv_tokens=None, page_size=size, pages=smallest_pool(requests, size) + more)
-    run(stage, requests, model, **handed)
+        pages = smallest_pool(requests, size) + more
+        knobs |= dict(max_kv_tokens=None, page_size=size, pages=pages)
+    run(stage, requests, model, **knobs)
 
 
 # --- known bugs -----------------------------------------------------------------------------------

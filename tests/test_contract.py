@@ -15,6 +15,7 @@ from common import BATCHED, SCHEDULED, STAGES, alone, assert_contract, contract,
 from hypothesis import given, settings
 from test_tensor_parallel import assert_right
 
+from beyond.tensor_parallel import shard
 from cache import KV
 from checks.toy import toy
 from checks.xray import XRay
@@ -127,6 +128,11 @@ def on_two_ranks():
             contract(stage, "rank", *case)
 
     every_stage()   # both ranks draw the same
+    for stage in "naive", "interleaved", "paged":
+        contract(stage, "Llama rank", mixed(), {})
+    for change, what in (dict(n_kv_head=1), "n_kv_head 1"), (dict(ffn=21), "FFN width 21"):
+        with pytest.raises(ValueError, match=f"2 ranks: {what} is not a multiple"):
+            shard(common.llama(**change))
 
 
 def test_contract_on_two_ranks():
