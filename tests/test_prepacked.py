@@ -1,45 +1,13 @@
-"""Stage 5: which prompt goes into which row, and the experiments. (Claims P1 to P10 say more.)"""
-import json
-
+"""How prepacking is measured: the methods that are compared, and memory. (Claims P5 to P10.)"""
 import pytest
 import torch
-from common import STAGES, VOCAB
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_claims import MODEL, close, ready, run, whole
+from common import VOCAB
+from test_claims import MODEL, close, run, whole
 
 from experiments import prepacking
-from generate_prepacked import first_fit_decreasing
 from generate_ragged import Flat
 from model import GPT, GPTConfig
-from request import Request, prepare
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40))
-def test_no_prompt_would_have_fitted_into_an_earlier_row(lengths):
-    size = max(lengths)
-    bins = first_fit_decreasing(lengths, size)
-    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
-    full = [sum(lengths[i] for i in members) for members in bins]
-    assert max(full) <= size and len(bins) >= -(-sum(lengths) // size)
-    for b, members in enumerate(bins):
-        assert all(earlier + min(lengths[i] for i in members) > size for earlier in full[:b])
-
-
-def test_dataset_packing_chooses_which_requests_to_admit_together():
-    """16 prompts, 8 and 1 tokens in turn: row by row, 8 at a time make full rows."""
-    slots = {}
-    for stage in "prepacked", "prepacked_dataset":
-        trace = STAGES[stage](MODEL, ready(*[8, 1] * 4, *[7, 1] * 4, new=1), max_batch=8)
-        assert all(p.pad_slots == p.padded_keys for p in trace.passes)
-        slots[stage] = sum(p.slots for p in trace.passes)
-    assert slots["prepacked_dataset"] < slots["prepacked"]
-
-
-def test_a_bad_pack_is_refused():
-    with pytest.raises(ValueError, match="pack must be 'batch' or 'dataset', not 'rows'"):
-        STAGES["prepacked"](MODEL, [Request([1])], pack="rows")
+from request import prepare
 
 
 @pytest.mark.parametrize("method", prepacking.METHODS)
@@ -76,31 +44,3 @@ def test_memory_on_the_meta_device_is_that_of_a_real_run():
         real, counted = (prepacking.peak_bytes(model, method, [3, 40, 17, 8, 1])
                          for model in (GPT(config), meta))
         assert abs(real - counted) <= 0.02 * real, method
-
-
-def test_the_command(tmp_path, capsys, monkeypatch):
-    """All of it, with a tiny model, prompts of at most 24 tokens, and memory for some of them."""
-    def tiny(**sizes):
-        return GPTConfig(**{**sizes, "vocab_size": 97, "n_head": 2, "n_embd": 32})
-
-    def fewer(model, prompts, repeats, predictors=prepacking.predictors):
-        return predictors(model, 400, repeats)
-
-    monkeypatch.setattr(prepacking, "GPTConfig", tiny)
-    monkeypatch.setattr(prepacking, "predictors", fewer)
-    monkeypatch.setattr(prepacking, "CONTEXT", 24)
-    file, picture, texts = tmp_path / "p.json", tmp_path / "p.png", tmp_path / "prompts.txt"
-    texts.write_text("one\n\ntwo words\n\n" + "three " * 9)
-    flags = ["--quick", "--prompts", texts, "--memory", 0.0003, "--json", file, "--plot", picture]
-    assert prepacking.main([str(flag) for flag in flags]) == 0
-    said = capsys.readouterr().out
-    for words in (*prepacking.METHODS, str(texts), "correlation with r/k", "the largest k"):
-        assert words in said
-    result = json.loads(file.read_text())
-    assert set(result["kinds"]) == {str(texts)}
-    assert [path.stem for path in sorted(tmp_path.glob("p-*.png"))] == [
-        "p-batch-size", "p-kinds", "p-latency", "p-memory", "p-predictors"]
-    for points in result["predictors"].values():
-        assert all(r_k <= 1 and speedup > 0 for r_k, _, speedup in points)
-    for found in result["largest"].values():
-        assert 1 < found["full batching"] <= found["prepacking, batch"] < 64
