@@ -1,7 +1,7 @@
 """
 The model against a third party's: Hugging Face's GPT2LMHeadModel with the same, loud weights. And
-each layout by itself: on the "meta" device tensors have a shape and no numbers, so whoever reads one
-(.item(), a mask in an `if`) fails there, as a layout would stall on a GPU.
+each layout by itself: on the "meta" device tensors have a shape and no numbers, so whatever reads
+one (.item(), a mask in an `if`) fails there, as a layout would stall on a GPU.
 """
 import pytest
 import torch
@@ -94,7 +94,8 @@ def test_too_long_a_row_is_refused():
 
 
 @pytest.mark.parametrize("change, named", [
-    (dict(n_layer=0), "n_layer .* >= 1, not 0"), (dict(n_head=5, n_embd=12), "n_head 5 .* n_embd 12")])
+    (dict(n_layer=0), "n_layer .* >= 1, not 0"),
+    (dict(n_head=5, n_embd=12), "n_head 5 .* n_embd 12")])
 def test_a_config_of_no_model_is_refused(change, named):
     with pytest.raises(ValueError, match=named):
         GPTConfig(**change)
