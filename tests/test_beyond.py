@@ -257,3 +257,13 @@ def test_the_commands_print_what_they_gain(module, said, capsys, monkeypatch):
     runpy.run_module(module, run_name="__main__")
     out = capsys.readouterr().out
     assert all(line in out for line in said)
+
+
+def test_a_pass_without_logits_is_not_priced_for_the_vocabulary():
+    shape, gpu = speculative.shape_of("gpt2"), speculative.gpu_of("a100")
+    priced = [shape.parts(slots=64, rows=rows, scores=64 * 64, keys=64) for rows in (0, 1, 5)]
+    size = shape.n_embd * shape.vocab_size   # its weights are read once, for however many rows
+    assert [p["vocabulary"] for p in priced] == [(rows * 2 * size, 2 * size * (rows > 0))
+                                                 for rows in (0, 1, 5)]
+    seconds = [shape.seconds(gpu, p, 64) for p in priced]
+    assert seconds[0] < seconds[1] < seconds[2]
