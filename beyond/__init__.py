@@ -3,7 +3,6 @@ One short file for each question that comes after the ladder. * : the file befor
 
     fairness *           who goes first?
     tensor_parallel *    weights on several devices
-    engine, serve *      requests that come while it runs
     hardware, arrivals, published, simulate *    any GPU, calculated
     replicas, capacity *                         how many GPUs?
 """

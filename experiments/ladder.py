@@ -1,17 +1,10 @@
 """
-All stages on one workload: as a table, as a page to step through, as the docs' pictures.
+All stages on one workload: the ladder's table. And the small workloads that the pictures show.
 
-Steps and counts are the same on every machine, seconds are not. Every stage is checked against the
-unbatched run.
-
-    python -m experiments.ladder
-    python -m experiments.ladder --pictures experiments/pictures
-    python -m experiments.ladder --page all.html
+Steps and counts are the same on every machine, seconds are not.
 """
 import statistics
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -21,15 +14,25 @@ from beyond.fairness import SCHEDULERS
 from beyond.hardware import GPUS, MODELS
 from checks.check import Check
 from checks.xray import sights_at
-from experiments import figures, memory, results, tables
-from experiments.rows import ARRIVAL
+from experiments import results
+from experiments.results import Table
 from explorer import page
 from explorer.recorder import record
 from loading.stages import STAGES
 from request import Request
 from toolbox import flags
-from views import sights
+from views.plots import COUNTED
 from views.report import latencies, mean, percentile, totals
+
+IDEAS = {   # of the README's table
+    "unbatched": "one request, with a KV cache",
+    "naive": "static batching: prompts padded to one length",
+    "dynamic": "a new batch every step (*continuous batching*)",
+    "chunked": "a token budget: decodes first, prompts in chunks",
+    "interleaved": "decodes and chunks in one pass",
+    "prepacked": "*off stage 2:* several prompts share a row",
+    "ragged, varlen": "no rows: a stream of tokens",
+    "paged": "memory in pages, shared beginnings"}
 
 
 def run_stages(model, requests, stages=STAGES, repeats=1, **knobs):
@@ -79,7 +82,7 @@ def wrong_lines(model, plain, requests, **knobs):
 def row_of(trace):
     """What the table of all stages says of one."""
     t, waits = totals(trace), latencies(trace)
-    counts = ("forward_passes", "slots", "useful", "score_entries", "copied_bytes",
+    counts = ("forward_passes", "slots", *COUNTED.values(), "score_entries", "copied_bytes",
               "tokens_per_second")
     return {**{what: t[what] for what in counts}, "ttft_mean": mean(waits["ttft_seconds"]),
             "itl_p99": percentile(waits["itl_seconds"], 99)}
@@ -119,86 +122,59 @@ def some_prompts(model):
     return sights_at(STAGES["prepacked"], model, requests, step=0)[0]
 
 
-def draw_pictures(model, folder, traces):
-    """Draws the pictures into a folder. Seconds come from the committed results."""
-    small = run_stages(model, small_workload(model.config), max_batch=4, token_budget=16)
-    shown = ("naive", "dynamic", "chunked", "interleaved", "ragged, varlen")
-    figures.timelines([small[name] for name in shown], folder / "timelines.png")
-    figures.timelines(list(memory.storm(model).values()), folder / "storm.png")
-    figures.pool(memory.filling_pool(model), folder / "pool.png")
-    sights.draw(one_step(model), folder / "mask.png")
-    figures.packing(some_prompts(model), folder / "packing.png")
-    figures.slots([trace for name, trace in traces.items() if "no cache" not in name],
-                  folder / "slots.png")
-    times = {"the built-in model, 1.0M parameters": results.load("rows_builtin")["points"],
-             "GPT-2 small, 124M parameters": results.load("rows")["points"]}
-    figures.rows(times, folder / "rows.png")
-    gaps = results.load("gaps")
-    figures.itl(gaps["points"], ARRIVAL, gaps["prompt_tokens"], folder / "itl.png")
-    figures.prepacking(results.load("prepacking"), folder / "prepacking.png")
-    large = [result for result in results.load("bench") if result["model"] == "gpt2"]
-    figures.bench(large, folder / "bench.png")
+# --- the experiment -------------------------------------------------------------------------------
 
-
-# --- the command ----------------------------------------------------------------------------------
-
-def compare(args):
-    if args.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, not {args.repeats}")
-    folder = args.pictures and Path(args.pictures)
-    if folder:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--pictures {folder}: {error.strerror}") from None
-        flags.check_path(folder / "mask.png", "--pictures")
-    *_, where = flags.measuring_place(args)
+def measure(args, device, dtype):
+    """Runs all stages on the same prompts, and checks each against the unbatched run."""
     plain, tokenizer, requests = command_line.load_inputs(args)
     model = plain.optimize() if args.optimize else plain
     knobs = flags.given_knobs(args, SCHEDULERS)
     of_variants = [knob for knob in ("pack", "attention", "use_cache") if knob in knobs]
     for knob in of_variants:   # STAGES itself sets these
         del knobs[knob]
-    of_one_run = [name for name in ("plot", "trace", "quiet") if getattr(args, name)]
+    of_one_run = [name for name in ("trace", "quiet") if getattr(args, name)]
     flags.say_ignored(args, of_variants + of_one_run, "where all stages run")
 
-    prompt_tokens = sum(len(request.prompt) for request in requests)
-    print(f"{len(requests)} requests, {prompt_tokens} prompt tokens, {where}")
-    traces = run_stages(model, requests, repeats=args.repeats, **knobs)
+    repeats = 1 if args.quick else args.repeats
+    traces = run_stages(model, requests, repeats=repeats, **knobs)
     naive = traces["naive"]
-    found = results.keep(
-        args.json, "python -m experiments.ladder", where, repeats=args.repeats,
-        stages={name: row_of(trace) for name, trace in traces.items()},
-        calculated=calculated(naive.requests, **knobs),
-        requests=len(requests), prompt_tokens=prompt_tokens,
-        generated=sum(len(r.generated) for r in naive.requests),
-        useful_scores=sum(p.useful_scores for p in naive.passes))
-    tables.show("", *tables.ladder(found))
-    if folder:
-        draw_pictures(model, folder, traces)
     if args.page:
         reference = None if args.no_check else plain
         page.write(args.page, {   # each stage once more, under the X-ray and the check
             name: record(STAGES[name], model, trace.requests, trace, reference,
                          **flags.knobs_of(STAGES[name], knobs)[0])
             for name, trace in traces.items()}, tokenizer)
-    if args.no_check:
-        return 0
-    wrong = wrong_lines(model, plain, requests, **knobs)
-    print("\n".join(wrong) or f"{len(traces)} stages: each of {len(requests)} requests identical "
-          "to unbatched")
-    return int(bool(wrong))
+    wrong = None if args.no_check else wrong_lines(model, plain, requests, **knobs)
+    if wrong == []:
+        print(f"{len(traces)} stages: each of {len(requests)} requests identical to unbatched")
+    return {"repeats": repeats, "stages": {name: row_of(t) for name, t in traces.items()},
+            "calculated": calculated(naive.requests, **knobs), "requests": len(requests),
+            "prompt_tokens": sum(len(request.prompt) for request in requests),
+            "generated": sum(len(request.generated) for request in naive.requests),
+            "useful_scores": sum(p.useful_scores for p in naive.passes), "wrong": wrong}
 
 
-def main(argv=None):
-    p = command_line.parser(__doc__)
-    p.prog = "python -m experiments.ladder"
-    p.add_argument("--pictures", metavar="DIR", help="draw the docs' pictures into this folder")
-    p.add_argument("--json", metavar="FILE.json", help="write the figures of the table")
-    p.add_argument("--repeats", type=int, default=3,
-                   help="runs of each stage, in turn; the median of each duration counts")
-    return p.run(compare, argv)
+def table(result):
+    head = ["stage", "passes", "slots", "useful", f"scores ({result['useful_scores']:,} useful)",
+            "K/V copied", "tokens/s", "TTFT mean", "ITL p99"]
+    rows = [[name, f"{row['forward_passes']:,}", f"{row['slots']:,}",
+             f"{row['useful'] / row['slots']:.0%}", f"{row['score_entries']:,}",
+             f"{row['copied_bytes'] / 1e6:,.0f} MB", f"{row['tokens_per_second']:,.0f}",
+             f"{row['ttft_mean'] * 1e3:,.0f} ms", f"{row['itl_p99'] * 1e3:.1f} ms"]
+            for name, row in result["stages"].items()]
+    how = (f"{result['requests']} prompts ({result['prompt_tokens']} prompt tokens, "
+           f"{result['generated']} generated), each duration the median of {result['repeats']} "
+           "runs")
+    return Table(head, rows, how, title=how)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def ideas(result):
+    """The README's ladder. Each column has one unit and one machine."""
+    rows = []
+    for number, (name, idea) in enumerate(IDEAS.items()):
+        here, there, script = result["stages"][name], result["calculated"][name], name.split(",")[0]
+        rows.append([f"{number} [{script}](generate_{script}.py)", idea,
+                     f"{here['forward_passes']}", f"{here['useful'] / here['slots']:.0%}",
+                     f"{there['tokens_per_s']:,.0f}"])
+    head = ["stage", "the idea", "passes", "useful slots", "tokens/s, calculated, A100"]
+    return Table(head, rows)

@@ -1,32 +1,25 @@
 """
 What pages are worth: the same requests with reserved memory (stage 6) and with pages (stage 7).
 
-Three experiments:
-
     storm      eight requests in half the memory that they may need
     sharing    sixteen requests whose prompts begin alike, with and without shared prefixes
-    scatter    the time of stage 7 against stage 6: with neighbouring pages, with scattered pages
-
-    python -m experiments.memory
-    python -m experiments.memory --json experiments/results/memory.json
+    gathered   the time of stage 7 against stage 6
 """
 import random
 import statistics
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
 
 import generate_paged
-from experiments import figures, results, tables
+from experiments import results
+from experiments.results import Table
 from loading.load import load
 from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.flags import measuring_parser, measuring_place
 from views.report import latencies, mean, percentile, totals
 
-# --- storm: what happens when memory runs out -----------------------------------------------------
 
 def storm(model):
     """Memory for 128 tokens, reserved or in pages: {"reserve": trace, "pages": trace}."""
@@ -42,7 +35,13 @@ def storm(model):
     return traces
 
 
-# --- sharing: equal beginnings are computed and kept once -----------------------------------------
+def of_storm(trace):
+    t, waits = totals(trace), latencies(trace)
+    return {"steps": trace.passes[-1].step + 1, "preemptions": trace.counts.get("preemptions", 0),
+            "recomputed": t["recomputed"] / t["slots"],
+            "ttft_mean_steps": mean(waits["ttft_steps"]),
+            "itl_p99_steps": percentile(waits["itl_steps"], 99)}
+
 
 def alike(vocab_size, requests=16, prefix=128, tail=16, new=16):
     """Requests whose prompts begin with the same tokens, as with one system prompt."""
@@ -82,10 +81,8 @@ def sharing(model, repeats):
             for share, runs in results.in_turn((True, False), run, repeats).items()}
 
 
-# --- pages: what it costs to gather them ----------------------------------------------------------
-
 def gathered(model, requests, repeats):
-    """Of stage 7: {"seconds", "copied_bytes", "ratio" to stage 6's time and its "spread"}."""
+    """Of stage 7: {"seconds", "copied_bytes", "ratio" to stage 6's time, half its "spread"}."""
     def run(name):
         start = time.perf_counter()
         trace = results.run(STAGES[name], model, requests,
@@ -93,9 +90,10 @@ def gathered(model, requests, repeats):
         return time.perf_counter() - start, totals(trace)["copied_bytes"]
 
     ragged, paged = results.in_turn(("ragged, varlen", "paged"), run, repeats).values()
-    seconds = [[seconds for seconds, _ in runs] for runs in (paged, ragged)]
-    return {"seconds": statistics.median(seconds[0]), "copied_bytes": paged[0][1],
-            **results.ratio(zip(*seconds))}
+    ratios = [mine / theirs for (mine, _), (theirs, _) in zip(paged, ragged)]
+    return {"seconds": statistics.median(seconds for seconds, _ in paged),
+            "copied_bytes": paged[0][1], "ratio": statistics.median(ratios),
+            "spread": (max(ratios) - min(ratios)) / 2}
 
 
 def mixed_lengths(vocab_size, requests=24):
@@ -103,8 +101,6 @@ def mixed_lengths(vocab_size, requests=24):
     return [Request([stream.randrange(vocab_size) for _ in range(stream.randint(8, 120))],
                     stream.randint(8, 64), name=f"r{i}") for i in range(requests)]
 
-
-# --- the command ----------------------------------------------------------------------------------
 
 def filling_pool(model):
     """What the picture of a pool shows: eight prompts that begin alike, in a small pool."""
@@ -117,43 +113,42 @@ def filling_pool(model):
     return seen
 
 
-def measure(args):
-    device, dtype, where = measuring_place(args)
-    model, _ = load()
-    model.to(device, dtype)
-    print(where)
-    tables.show("eight requests, memory for 128 tokens: reserved, or 16 pages of 8",
-                ("", "steps", "preemptions", "recomputed", "TTFT mean steps", "ITL p99 steps"),
-                [(name, trace.passes[-1].step + 1, trace.counts.get("preemptions", 0),
-                  f"{totals(trace)['recomputed'] / totals(trace)['slots']:.0%}",
-                  f"{mean(latencies(trace)['ttft_steps']):.1f}",
-                  f"{percentile(latencies(trace)['itl_steps'], 99):.0f}")
-                 for name, trace in storm(model).items()])
-    repeats, ratios, models = 1 if args.quick else 5, {}, {"built-in model": model}
-    shared = sharing(model, repeats)
+def measure(args, device, dtype):
+    """What pages are worth: memory reserved (stage 6) against memory in pages (stage 7)."""
+    model = load()[0].to(device, dtype)
+    repeats, models = 1 if args.quick else 5, {"built-in model": model}
     if not args.quick:
         models["6 layers, 384 wide"] = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384)).to(
             device, dtype).requires_grad_(False)
+    found = {"repeats": repeats, "sharing": sharing(model, repeats), "gathered": {},
+             "storm": {name: of_storm(trace) for name, trace in storm(model).items()}}
     for name, measured in models.items():
         requests = mixed_lengths(measured.config.vocab_size)
-        ratios[name] = gathered(measured, requests, repeats)
-        ratios[f"{name}, optimize()"] = gathered(measured.optimize(), requests, repeats)
-    found = results.keep(args.json, "python -m experiments.memory", where, repeats=repeats,
-                         sharing=shared, gathered=ratios)
-    tables.show("sixteen prompts of 144 tokens that begin with the same 128",
-                *tables.sharing(found))
-    tables.show("stage 7 against stage 6, 24 requests of mixed lengths", *tables.gathered(found))
-    if args.plot:
-        figures.pool(filling_pool(load()[0]), args.plot)
-        print(f"drawn in {args.plot}")
-    return 0
+        for how, ours in (name, measured), (f"{name}, optimize()", measured.optimize()):
+            found["gathered"][how] = gathered(ours, requests, repeats)
+    return found
 
 
-def main(argv=None):
-    p = measuring_parser("python -m experiments.memory", __doc__,
-                         quick="one run each, the built-in model only")
-    return p.run(measure, argv)
+def storm_table(result):
+    return Table(
+        ["", "steps", "preemptions", "recomputed", "TTFT mean steps", "ITL p99 steps"],
+        [[name, f["steps"], f["preemptions"], f"{f['recomputed']:.0%}",
+          f"{f['ttft_mean_steps']:.1f}", f"{f['itl_p99_steps']:.0f}"]
+         for name, f in result["storm"].items()],
+        title="eight requests, memory for 128 tokens: reserved, or 16 pages of 8")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def sharing_table(result):
+    names = {"true": "shared prefixes", "false": "not shared"}
+    return Table(["", "pages held at most", "passes", "tokens computed", "seconds"],
+                 [[names[share], f["pages"], f["passes"], f"{f['tokens']:,}", f"{f['seconds']:.2f}"]
+                  for share, f in result["sharing"].items()], f"medians of {result['repeats']}",
+                 title="sixteen prompts of 144 tokens that begin with the same 128")
+
+
+def gathered_table(result):
+    return Table(["stage 7", "time / stage 6's", "gathered"],
+                 [[name, f"{f['ratio']:.2f} ±{f['spread']:.2f}",
+                   f"{f['copied_bytes'] / 1e6:,.0f} MB"] for name, f in result["gathered"].items()],
+                 f"medians of {result['repeats']} runs in turn",
+                 title="stage 7 against stage 6, 24 requests of mixed lengths")

@@ -7,15 +7,11 @@ ragged beside them.
 The lengths are synthetic, shaped like the paper's datasets; `--prompts FILE` takes the lengths of
 real prompts. Weights are random. Times are medians of runs in turn. Memory is counted: the bytes of
 all tensors alive at the same time, except the weights.
-
-    python -m experiments.prepacking --quick
-    python -m experiments.prepacking --json prepacking.json --plot prepacking.png
 """
 import bisect
 import math
 import random
 import statistics
-import sys
 import time
 import weakref
 
@@ -23,7 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from experiments import figures, results, tables
+from experiments import results
+from experiments.results import Table
 from generate_naive import StaticBatch
 from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
@@ -31,9 +28,14 @@ from loading.load import load
 from loading.workload import read_prompts
 from model import GPT, GPTConfig, sample
 from request import Request, prepare
-from toolbox.flags import measuring_parser, measuring_place
 from toolbox.trace import synchronize
 
+FLAGS = {
+    "--prompts": dict(metavar="FILE", help="take the lengths of these prompts in the first table, "
+                                           "instead of synthetic ones"),
+    "--model": dict(default="builtin", help="the model whose tokenizer counts them"),
+    "--memory": dict(type=float, default=1.0, metavar="GB",
+                     help="the limit of the largest batches")}
 CONTEXT = 512
 SHOTS = (120, 150, 190, 230, 280, 330, 390, 450)   # lengths of a few-shot question's examples
 KINDS = {   # the paper's kinds of prompts, as distributions of lengths
@@ -166,7 +168,7 @@ def largest_batch(config, method, kind, limit, most=1024):
                                key=lambda k: peak_bytes(model, method, lengths[:k]))
 
 
-# --- the experiments: each measures, prints its table and returns the figures ---------------------
+# --- the experiments ------------------------------------------------------------------------------
 
 def packing_speedup(model, lengths, k, repeats):
     """The speedup of packing a batch over padding it: (prefill, ttft)."""
@@ -177,12 +179,8 @@ def packing_speedup(model, lengths, k, repeats):
 
 def by_batch_size(model, sizes, repeats):
     """The speedup of packing a batch of k, for each k: {kind: [(k, prefill, ttft), ...]}."""
-    found = {kind: [(k, *packing_speedup(model, lengths_of(kind, max(2 * k, 16)), k, repeats))
-                    for k in sizes] for kind in ("uniform", "instructions")}
-    tables.show("speedup of prefill by prepacking a batch of k", ("k", *sizes),
-                [(kind, *(f"{prefill:.2f}x" for _, prefill, _ in points))
-                 for kind, points in found.items()])
-    return found
+    return {kind: [(k, *packing_speedup(model, lengths_of(kind, max(2 * k, 16)), k, repeats))
+                   for k in sizes] for kind in ("uniform", "instructions")}
 
 
 def predictors(model, prompts, repeats):
@@ -190,21 +188,13 @@ def predictors(model, prompts, repeats):
     {k: [(r / k, m - L / k, speedup of prefill), ...]} for every fourth batch of k out of `prompts`
     prompts. r rows, m the longest prompt, L all tokens of the batch.
     """
-    lengths, found, rows = lengths_of("uniform", prompts), {}, []
-    for k in 16, 32:
-        points = found[k] = []
+    lengths, found = lengths_of("uniform", prompts), {16: [], 32: []}
+    for k, points in found.items():
         for i in range(0, prompts - k + 1, 4 * k):
             batch = lengths[i:i + k]
             r = len(first_fit_decreasing(batch, max(batch)))
             points.append((r / k, max(batch) - sum(batch) / k,
                            packing_speedup(model, batch, k, repeats)[0]))
-        x, y, speedups = zip(*points)
-        rows.append((k, len(points), f"{statistics.mean(x):.2f}",
-                     f"{statistics.mean(speedups):.2f}x",
-                     *(f"{statistics.correlation(z, speedups):+.2f}" for z in (x, y))))
-    tables.show(
-        "what predicts the speedup: uniform lengths in 1..512, a small model (1 layer, 256 wide)",
-        ("k", "batches", "mean r/k", "mean speedup", "correlation with r/k", "with m - L/k"), rows)
     return found
 
 
@@ -214,26 +204,16 @@ def by_rows(model, sizes, repeats):
     for k in sizes:
         f = time_methods(model, [min(128, CONTEXT)] * k, k, repeats, ["full batching"])
         points.append((k, f["full batching"]["prefill_ms"] * k / 1e3))
-    tables.show("seconds of a prefill of k prompts of 128 tokens", ("k", *sizes),
-                [("s", *(f"{seconds:.3f}" for _, seconds in points))])
     return points
 
 
 def by_memory(gigabytes, most):
-    """The largest batch that fits: {kind: {method: k}}."""
-    config, methods = GPTConfig(block_size=CONTEXT, n_layer=4), [*METHODS][::2]
-    found = {kind: {method: largest_batch(config, method, kind, gigabytes * 1e9, most)
-                    for method in methods}
-             for kind in ("dialogue", "instructions", "articles", "uniform")}
-    tables.show(
-        f"the largest k whose prefill fits in {gigabytes:g} GB, weights excluded; "
-        "4 layers as wide as GPT-2's (768), float32", ("", *methods),
-        [(kind, *(f"{k} ({k / by['full batching']:.1f}x)" for k in by.values()))
-         for kind, by in found.items()])
-    return found
+    """The largest batch that fits: {kind: {method: k}}. 4 layers as wide as GPT-2's, float32."""
+    config = GPTConfig(block_size=CONTEXT, n_layer=4)
+    return {kind: {method: largest_batch(config, method, kind, gigabytes * 1e9, most)
+                   for method in [*METHODS][::2]}
+            for kind in ("dialogue", "instructions", "articles", "uniform")}
 
-
-# --- the command ----------------------------------------------------------------------------------
 
 def kinds_of(args):
     """{kind: prompt lengths}, synthetic or of a file's prompts."""
@@ -245,44 +225,54 @@ def kinds_of(args):
     return {args.prompts: [min(max(n, 1), CONTEXT) for n in tokens]}
 
 
-def measure(args):
+def measure(args, device, dtype):
+    """The prepacking paper's experiments (source P), and ragged batching beside its methods."""
     if not args.memory > 0:
         raise ValueError(f"--memory must be above 0 GB, not {args.memory}")
-    kinds = kinds_of(args)
-    device, dtype, where = measuring_place(args)
+    kinds, quick, repeats = kinds_of(args), args.quick, 1 if args.quick else 3
     torch.manual_seed(0)
     model, small = (GPT(GPTConfig(block_size=CONTEXT, **sizes)).to(device, dtype)
                     for sizes in (dict(n_layer=2, n_head=6, n_embd=384),
                                   dict(vocab_size=1024, n_layer=1, n_head=4, n_embd=256)))
-    name = f"{model.config.n_layer} layers, {model.config.n_embd} wide"
-    print(f"{where}; {name}, random weights" + ("" if args.prompts else "; synthetic lengths"))
-    quick, repeats = args.quick, 1 if args.quick else 3
     sizes = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32, 64)
-    by_kind = {kind: time_methods(model, lengths, 16, repeats) for kind, lengths in kinds.items()}
-    result = results.keep(
-        args.json, "python -m experiments.prepacking", where, lengths=kinds, model=name,
-        repeats=repeats, kinds=by_kind, batch_size=by_batch_size(model, sizes, repeats),
-        predictors=predictors(small, 640 if quick else 5000, repeats),
-        latency=by_rows(model, sizes, repeats),
-        largest=by_memory(args.memory, 64 if quick else 1024))
-    head, rows, how = tables.prepacking(result)
-    tables.show(how, head, rows)
-    if args.plot:
-        print("drawn in", *figures.prepacking(result, args.plot))
-    return 0
+    return {"lengths": kinds, "repeats": repeats, "memory": args.memory,
+            "model": f"{model.config.n_layer} layers, {model.config.n_embd} wide",
+            "kinds": {kind: time_methods(model, lengths, 16, repeats)
+                      for kind, lengths in kinds.items()},
+            "batch_size": by_batch_size(model, sizes, repeats),
+            "predictors": predictors(small, 640 if quick else 5000, repeats),
+            "latency": by_rows(model, sizes, repeats),
+            "largest": by_memory(args.memory, 64 if quick else 1024)}
 
 
-def main(argv=None):
-    p = measuring_parser("python -m experiments.prepacking", __doc__,
-                         quick="fewer prompts and batches: about a minute")
-    p.add_argument("--prompts", metavar="FILE",
-                   help="take the lengths of these prompts in the last table, "
-                        "instead of synthetic ones")
-    p.add_argument("--model", default="builtin", help="the model whose tokenizer counts them")
-    p.add_argument("--memory", type=float, default=1.0, metavar="GB",
-                   help="the limit of the largest batches")
-    return p.run(measure, argv)
+def kinds_table(result):
+    names, rows = [*METHODS][1:], []
+    for kind, by in result["kinds"].items():
+        lengths, full = result["lengths"][kind], by["full batching"]
+        rows.append([kind, f"{statistics.mean(lengths):.0f} / {max(lengths)}",
+                     f"{full['useful']:.0%}",
+                     *(f"{full['prefill_ms'] / by[name]['prefill_ms']:.2f}×" for name in names)])
+    how = "prefill, k = 16, times as fast as padding to the longest"
+    return Table(["", "tokens, mean / longest", "useful slots, padded", *names], rows, how, how)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def tables(result):
+    k = [k for k, _ in result["latency"]]
+    yield kinds_table(result)
+    yield Table(["k", *k], [[kind, *(f"{prefill:.2f}×" for _, prefill, _ in points)]
+                            for kind, points in result["batch_size"].items()],
+                title="speedup of prefill by prepacking a batch of k")
+    rows = []
+    for size, points in result["predictors"].items():
+        *causes, speedups = zip(*points)
+        rows.append([size, len(points), f"{statistics.mean(speedups):.2f}×",
+                     *(f"{statistics.correlation(cause, speedups):+.2f}" for cause in causes)])
+    yield Table(["k", "batches", "mean speedup", "correlation with r/k", "with m - L/k"], rows,
+                title="what predicts the speedup: uniform lengths, 1 layer, 256 wide")
+    yield Table(["k", *k], [["s", *(f"{seconds:.3f}" for _, seconds in result["latency"])]],
+                title="seconds of a prefill of k prompts of 128 tokens")
+    yield Table(["", *next(iter(result["largest"].values()))],
+                [[kind, *(f"{n} ({n / by['full batching']:.1f}×)" for n in by.values())]
+                 for kind, by in result["largest"].items()],
+                title=f"the largest k whose prefill fits in {result['memory']:g} GB, weights "
+                      "excluded; 4 layers as wide as GPT-2's (768), float32")

@@ -14,12 +14,28 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from toolbox.flags import knobs_of
 from toolbox.trace import synchronize
 
 FOLDER = Path(__file__).parent / "results"
-PEERS = ("transformers", "CTranslate2", "vLLM", "OpenVINO")   # the first word of a peer's name
+WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
+PEERS = ("transformers", "vLLM", "OpenVINO")   # the first word of a peer's name
+
+
+class Table(NamedTuple):
+    """What an experiment says of its figures, to be printed or to stand in a document."""
+    head: list
+    rows: list
+    how: str = ""     # it was measured: in small print, in documents only
+    title: str = ""   # above it, where it is printed
+
+
+def systems(result):
+    """Of a result of `bench`, without those that are no longer measured."""
+    return {name: figures for name, figures in result["systems"].items()
+            if not name.startswith("CTranslate2") and not name.endswith("without native.cpp")}
 
 
 def run(generate, model, requests, knobs):
@@ -40,12 +56,6 @@ def in_turn(ways, run, repeats, warm_up=1):
     return {way: runs[warm_up:] for way, runs in taken.items()}
 
 
-def ratio(pairs):
-    """{"ratio": the median of mine / theirs, "spread": half of its range} over pairs of runs."""
-    ratios = [mine / theirs for mine, theirs in pairs]
-    return {"ratio": statistics.median(ratios), "spread": (max(ratios) - min(ratios)) / 2}
-
-
 def median_seconds(work, device, repeats=7):
     """Median seconds of work(); two more calls warm up."""
     def run(_):
@@ -57,42 +67,25 @@ def median_seconds(work, device, repeats=7):
     return statistics.median(in_turn([work], run, repeats, warm_up=2)[work])
 
 
-def best_peer(systems):
-    """The name of the peer with the lowest median time; None if there is no peer."""
-    return min((name for name in systems if name.startswith(PEERS)), default=None,
-               key=lambda name: statistics.median(filter(None, systems[name]["rounds"])))
-
-
-def times_best_peer(systems, name):
-    """How many times as fast as the best peer: the median over the rounds in which both ran."""
-    peer = best_peer(systems)
-    if peer is None:
-        return None
-    pairs = zip(systems[name]["rounds"], systems[peer]["rounds"])
-    return statistics.median(theirs / mine for mine, theirs in pairs if mine and theirs)
-
-
 def load(name):
     """The contents of results/NAME.json."""
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def keep(path, prog, where, **figures):
+def keep(path, command, where, figures):
     """
     Figures with their provenance, as `load` returns them. Writes them unless path is None.
 
-    prog: the command, without its arguments
+    figures: a dict, or a list of them
     """
-    text = json.dumps({"where": where, "measured": provenance(prog), **figures}, indent=1) + "\n"
+    origin = {"where": where, "measured": {
+        "machine": machine(), "date": datetime.date.today().isoformat(), "command": command}}
+    kept = ([{**each, **origin} for each in figures] if isinstance(figures, list)
+            else {**origin, **figures})
+    text = json.dumps(kept, indent=1) + "\n"
     if path:
         Path(path).write_text(text, encoding="utf-8")
     return json.loads(text)
-
-
-def provenance(prog):
-    """{"machine", "date", "command"} of this run."""
-    return {"machine": machine(), "date": datetime.date.today().isoformat(),
-            "command": " ".join([prog, *sys.argv[1:]])}
 
 
 def machine():

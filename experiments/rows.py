@@ -1,36 +1,32 @@
 """
-Forward time against the number of rows: why batching pays.
+Two measurements that explain the ladder: a pass over more rows, and a long prompt that arrives.
 
 A forward pass reads all weights once, however many rows it computes. So a pass over 32 rows takes
 much less than 32 times as long as one over a single row, until arithmetic is the limit.
-
-With --gaps the command measures something else, why long prompts are cut into chunks: the time
-between the tokens of running requests while a long prompt arrives.
-
-    python -m experiments.rows
-    python -m experiments.rows --plot rows.png
-    python -m experiments.rows --gaps --plot gaps.png
 """
 import statistics
-import sys
 import time
 from collections import defaultdict
-from functools import partial
 
 import numpy as np
 import torch
 
-from experiments import figures, results, tables
+from experiments import results
+from experiments.results import Table
 from loading.load import load
 from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.flags import measuring_parser, measuring_place
+from views.report import percentile
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GAP_STAGES = {name: STAGES[name]
               for name in ("dynamic", "chunked", "interleaved", "ragged, varlen")}
 ARRIVAL = 8   # the step at which the long prompt arrives
+NAMES = {"builtin": "built-in model", "random": "GPT-2, 124M"}
+FLAGS = {"--model": dict(
+    default="builtin", help="builtin, a GPT-2 name, a local folder or file; or random: of the "
+                            "size of GPT-2 small, with random weights")}
 
 
 @torch.inference_mode()
@@ -75,41 +71,43 @@ def decode_gaps(model, prompt_tokens, stages=GAP_STAGES, running=4, budget=64, r
     return gaps
 
 
-def measure(args):
-    device, dtype, where = measuring_place(args)
+def model_of(args, device, dtype):
     # random weights run as fast as trained ones
     model = GPT(GPTConfig()) if args.model == "random" else load(args.model)[0]
-    model.requires_grad_(False).to(device, dtype)
-    print(f"{args.model} on {where}")
-    keep = partial(results.keep, args.json, "python -m experiments.rows", where, model=args.model)
-    if args.gaps:
-        prompt_tokens, repeats = 3 * model.config.block_size // 4, 1 if args.quick else 3
-        print(f"a prompt of {prompt_tokens} tokens arrives while four requests decode")
-        points = decode_gaps(model, prompt_tokens, repeats=repeats)
-        found = keep(repeats=repeats, points=points, prompt_tokens=prompt_tokens)
-        tables.show("", *tables.gaps(found, form=".1f"))
-        draw = partial(figures.itl, points, ARRIVAL, prompt_tokens)
-    else:
-        points = forward_times(model, ROWS[:5] if args.quick else ROWS)
-        keep(repeats=7, points=points)
-        tables.show("", ("rows", "ms per forward pass", "ms per row"), [
-            (n, f"{seconds * 1e3:.2f}", f"{seconds / n * 1e3:.3f}") for n, seconds in points])
-        draw = partial(figures.rows, {f"{args.model}, {args.dtype}, {device}": points})
-    if args.plot:
-        print(f"drawn in {draw(args.plot)}")
-    return 0
+    return model.requires_grad_(False).to(device, dtype)
 
 
-def main(argv=None):
-    p = measuring_parser("python -m experiments.rows", __doc__,
-                         quick="at most 16 rows; with --gaps, one run of each stage")
-    p.add_argument("--model", default="builtin",
-                   help="builtin, a GPT-2 name, a local folder or file; or random: of the size of "
-                        "GPT-2 small, with random weights")
-    p.add_argument("--gaps", action="store_true",
-                   help="measure the time between tokens while a long prompt arrives, instead")
-    return p.run(measure, argv)
+def measure_rows(args, device, dtype):
+    """The time of a forward pass against its number of rows: why batching pays."""
+    model = model_of(args, device, dtype)
+    return {"model": args.model, "repeats": 7,
+            "points": forward_times(model, ROWS[:5] if args.quick else ROWS)}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def measure_gaps(args, device, dtype):
+    """The time between tokens while a long prompt arrives: why prompts are cut into chunks."""
+    model, repeats = model_of(args, device, dtype), 1 if args.quick else 3
+    prompt_tokens = 3 * model.config.block_size // 4
+    print(f"a prompt of {prompt_tokens} tokens arrives while four requests decode")
+    return {"model": args.model, "repeats": repeats, "prompt_tokens": prompt_tokens,
+            "points": decode_gaps(model, prompt_tokens, repeats=repeats)}
+
+
+def rows_table(*found):
+    """Of one model or several; `how` is that of the last."""
+    rows = {}
+    for i, result in enumerate(found):
+        for n, seconds in result["points"]:
+            rows.setdefault(n, ["–"] * len(found))[i] = f"{seconds * 1e3:,.2f} ms"
+    names = [NAMES.get(result["model"], result["model"]) for result in found]
+    return Table(["rows", *names], [[n, *row] for n, row in rows.items()],
+                 f"medians of {found[-1]['repeats']}", title="one forward pass")
+
+
+def gaps_table(result):
+    rows = []
+    for name, points in result["points"].items():
+        ms = [percentile([gap * 1e3 for _, gap in points], q) for q in (50, 99, 100)]
+        rows.append([name, *(f"{t:,.0f} ms" if t > 10 else f"{t:.1f} ms" for t in ms)])
+    return Table(["time between tokens of four requests", "p50", "p99", "worst"], rows,
+                 f"medians of {result['repeats']}")

@@ -1,7 +1,7 @@
 """
 Trains the built-in model on Python's own documentation; allow ten minutes on two cores.
 
-    python -m experiments.train                       # writes out/: ranks file, prompts, weights
+    python -m experiments train                       # writes out/: ranks file, prompts, weights
     python generate_naive.py --model out
 
 Nothing is downloaded. The script trains the tokenizer and a model of 4 layers with 4 heads each,
@@ -12,8 +12,6 @@ The model's output is fluent nonsense; it exists only as a workload.
 import base64
 import math
 import random
-import sys
-import time
 from pathlib import Path
 from statistics import mean
 
@@ -22,13 +20,15 @@ from torch.nn import functional as F
 
 from model import GPT, GPTConfig
 from toolbox.builtin.corpus import documents
-from toolbox.flags import Parser
 from toolbox.tokenizer import byte_of, from_ranks
 from toolbox.weights import write_gpt2
 
 N_TOKENS = 1023         # of the tokenizer, without <|endoftext|>
-LOG_EVERY = 50          # steps
-VALIDATE_EVERY = 500    # steps
+LOG_EVERY = 100         # steps
+FLAGS = {"--out": dict(default="out", help="folder for the result"),
+         "--steps": dict(type=int, default=4000), "--batch_size": dict(type=int, default=8),
+         "--lr": dict(type=float, default=3e-3, help="peak learning rate"),
+         "--seed": dict(type=int, default=0)}
 
 
 def train_ranks(texts, n_tokens):
@@ -39,8 +39,7 @@ def train_ranks(texts, n_tokens):
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     except ImportError:
-        raise ValueError("training a tokenizer needs the package tokenizers: "
-                         "pip install -r requirements-dev.txt") from None
+        raise ValueError("this needs tokenizers: pip install -r requirements-dev.txt") from None
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)   # same as PATTERN
     trainer = trainers.BpeTrainer(vocab_size=n_tokens, show_progress=False,
@@ -100,10 +99,10 @@ def get_batch(docs, step, batch_size, block_size, seed):
 
 def loss_of(model, x, y):
     """Mean cross-entropy in nats per token."""
-    def attend(layer, q, k, v):   # as model.causal, by torch's kernel, whose backward pass is fast
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return F.cross_entropy(model(x, attend=attend).flatten(0, 1), y.flatten())
+    # as model.causal, by torch's kernel, whose backward pass is fast
+    logits = model(x, attend=lambda layer, q, k, v: F.scaled_dot_product_attention(
+        q, k, v, is_causal=True))
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 @torch.no_grad()
@@ -121,6 +120,7 @@ def learning_rate(step, args):
 
 
 def train(args):
+    """Trains the built-in model on Python's own documentation; ten minutes on two cores."""
     for name in "steps", "batch_size", "lr":
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name} must be above 0, not {getattr(args, name)}")
@@ -155,7 +155,6 @@ def train(args):
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.99))
 
     # 3. train
-    started = time.perf_counter()
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
@@ -166,33 +165,12 @@ def train(args):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-        now, done = time.perf_counter(), step + 1
-        if done % LOG_EVERY == 0 or done == args.steps:
-            rate = done / (now - started)
-            speed = rate * args.batch_size * model.config.block_size
-            left = (args.steps - done) / rate
-            print(f"step {done:5d}/{args.steps}  loss {loss.item():.3f}  {speed:,.0f} tokens/s  "
-                  f"{left // 60:.0f}:{left % 60:02.0f} left", flush=True)
-        if done % VALIDATE_EVERY == 0 or done == args.steps:
-            nats = validate(model, val)
-            bits = nats / math.log(2) / bytes_per_token
-            print(f"validation loss {nats:.3f} ({bits:.2f} bits per byte)", flush=True)
+        if (step + 1) % LOG_EVERY == 0:
+            print(f"step {step + 1:5d}/{args.steps}  loss {loss.item():.3f}", flush=True)
+    nats = validate(model, val)
+    print(f"validation loss {nats:.3f} ({nats / math.log(2) / bytes_per_token:.2f} bits per byte)")
 
     # 4. the result, which GPT.from_pretrained reads
     write_gpt2(model, out)
     print(f"wrote {out}: try  python generate_naive.py --model {out}")
     return 0
-
-
-def main(argv=None):
-    p = Parser(prog="python -m experiments.train", description=__doc__.strip().splitlines()[0])
-    p.add_argument("--out", default="out", help="folder for the result")
-    p.add_argument("--steps", type=int, default=4000)
-    p.add_argument("--batch_size", type=int, default=8)
-    p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    p.add_argument("--seed", type=int, default=0)
-    return p.run(train, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,24 +2,29 @@
 Builds docs/explorer.html: all stages on a workload made for it, the guided walk, and "Try it".
 
 Every stage runs on the built-in model, under the X-ray and the check, and once more on a calculated
-GPU (beyond/simulate.py), which gives the clock in its milliseconds. "Try it" has a run on that GPU
-for each setting of the knobs, and, with the published mask, the verdict on a run of the model.
+GPU (beyond/simulate.py), which gives all times: so the page is the same on every machine. "Try it"
+has a run on that GPU for each setting of the knobs, and, with the published mask, the verdict on a
+run of the model.
 
     python -m explorer.build
 """
 import itertools
 import json
+from bisect import bisect_right
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from beyond import speculative
 from beyond.hardware import GPUS, MODELS
 from beyond.simulate import figures, simulate
 from checks.check import Check
 from checks.traps import broken
 from explorer import page
 from explorer.recorder import record
-from explorer.walk import MASK, waits, walk
+from explorer.walk import FLAT, GUESS, MASK, SAME, TWO, most_held, waits, walk
 from loading.load import load
 from loading.stages import STAGES
 from loading.workload import PROMPTS, make_requests, read_prompts
@@ -28,6 +33,10 @@ from toolbox.flags import knobs_of
 PAGE = Path(__file__).parent.parent / "docs" / "explorer.html"
 CLOCK = "calculated for Llama 2 7B on an A100"
 KNOBS = dict(max_batch=8, token_budget=32, pages=26, page_size=16)
+FURTHER = {   # name of a run: (stage, further knobs)
+    SAME: (STAGES[FLAT], {"max_kv_tokens": KNOBS["pages"] * KNOBS["page_size"]}),
+    MASK: (STAGES["interleaved"], {}), GUESS: (speculative.generate, {"pages": None}),
+    TWO: (STAGES["dynamic"], {})}
 SEED = 100   # with it, few answers end early
 SHARED = """# reading files
 Files are opened with the built-in function open, which returns a file object. The mode says how \
@@ -42,18 +51,24 @@ closed cannot be used again: all attempts raise an error. After closing it, """
 REQUESTS = {"A": (6, 44, 0), "B": (0, 12, 0), "C": (2, 48, 0), "D": (4, 24, 0), "E": (11, 36, 0),
             "long 1": (LONG + "reading from it", 20, 8), "long 2": (LONG + "writing to it", 16, 8),
             "F": (8, 24, 10), "G": (SHARED + "In binary mode", 18, 30),
-            "H": (SHARED + "A line", 14, 34), "I": (9, 12, 36)}
+            "H": (SHARED + "A line", 14, 34), "K": (9, 12, 36)}
 
 # "Try it"
-TRIED = "naive", "dynamic", "chunked", "interleaved", "ragged, varlen", "paged"
+TRIED = "naive", "dynamic", "chunked", "interleaved", FLAT, "paged"
 RECTANGLES = "dynamic", "chunked", "interleaved"   # the published mask is a mask of these
-GRID = {"max_batch": (2, 4, 8), "token_budget": (16, 32, 128), "page_size": (4, 16, 64),
+GRID = {"max_batch": (2, 4, 8), "token_budget": (8, 16, 32, 64, 128), "page_size": (4, 16, 64),
         "memory": (320, 640, 2048), "long": (False, True)}
-FIRST = 1, 4, 2, 1, 1, 2, 1, 0   # at first: two of TRIED, a value of each knob, the mask not broken
+FIRST = 1, 4, 1, 2, 1, 1, 1, 0   # at first: two of TRIED, a value of each knob, the mask not broken
+CHUNKED = "max_batch", "token_budget", "memory", "long"
 APPLIES = {   # the knobs that a stage has
-    "naive": ("max_batch", "long"), "dynamic": ("max_batch", "memory", "long"),
-    **dict.fromkeys(("chunked", "interleaved", "ragged, varlen"),
-                    ("max_batch", "token_budget", "memory", "long")), "paged": tuple(GRID)}
+    **dict.fromkeys(("naive", "dynamic"), ("max_batch", "long")),
+    **dict.fromkeys(("chunked", "interleaved", FLAT), CHUNKED), "paged": tuple(GRID)}
+GOALS = [   # limits of figures, with the long prompts; and values of knobs
+    {"text": "no wait for a next token over 15 ms, and over 500 tokens/s",
+     "next": [0, 15], "speed": [500, 1e9]},
+    {"text": "first tokens within 180 ms, no later wait over 20 ms", "first": [0, 180],
+     "next": [0, 20]},
+    {"text": "over 340 tokens/s in 320 tokens of memory", "speed": [340, 1e9], "memory": 320}]
 
 
 def workload(tokenizer):
@@ -68,34 +83,52 @@ def workload(tokenizer):
 # --- the runs -------------------------------------------------------------------------------------
 
 def runs(model, requests):
-    """All stages, and stage 4 under the published mask: ({name: trace}, {name: its twin})."""
-    traces, twins = {}, {}
-    for name, generate in {**STAGES, MASK: STAGES["interleaved"]}.items():
-        knobs = knobs_of(generate, KNOBS)[0]
+    """({name: recorded run}, {name: what the scoreboard says of it})."""
+    traces, scores = {}, {}
+    for name, (generate, more) in {**{name: (STAGES[name], {}) for name in STAGES},
+                                   **FURTHER}.items():
+        some = requests if name != TWO else [
+            replace(requests[0], max_new_tokens=16), replace(requests[1], arrival=4)]
+        knobs = knobs_of(generate, KNOBS | more)[0]
         with broken("published mask", show=False) if name == MASK else nullcontext():
-            timed = generate(model, [replace(request) for request in requests], **knobs)
-            traces[name] = record(generate, model, requests, timed, model, **knobs)
-        twins[name] = twin(traces[name], generate, knobs)
-    return traces, twins
-
-
-def twin(trace, generate, knobs):
-    """The same run on the calculated GPU: passes and tokens at the same steps, other times."""
-    requests = [fixed(request, request) for request in trace.recording.requests]
-    same = calculated(generate, requests, knobs)
-    if [p.work for p in same.passes] != [p.work for p in trace.passes]:
-        raise RuntimeError(f"stage '{trace.stage}' makes other plans on the calculated GPU")
-    return same
-
-
-def fixed(request, finished):
-    """The request with an answer as long as that of one that has finished, whatever its tokens."""
-    return replace(request, max_new_tokens=len(finished.generated), eos_token=None)
+            done = generate(model, [replace(request) for request in some], **knobs).requests
+            timed = calculated(generate, done, knobs)
+            trace = traces[name] = record(generate, model, some, timed, model, **knobs)
+        if trace.step_times != timed.step_times:
+            raise RuntimeError(f"stage '{trace.stage}' makes other plans on the calculated GPU")
+        scores[name] = {**score_of(timed), "memory": most_held(trace),
+                        "wrong": wrong(trace.recording.check)}
+    return traces, scores
 
 
 def calculated(generate, requests, knobs):
-    copies = [replace(request) for request in requests]
-    return simulate(MODELS["llama-2-7b"], GPUS["a100"], generate, copies, **knobs)
+    """
+    The run on the calculated GPU of requests that have finished: their answers have the same
+    lengths, and, if a stage guesses, the same tokens.
+    """
+    fixed = [replace(r, max_new_tokens=len(r.generated), eos_token=None) for r in requests]
+    if generate is speculative.generate:
+        fixed = [replace(request) for request in requests]
+        generate = repeating(generate, {request.name: request.tokens for request in requests})
+    return simulate(MODELS["llama-2-7b"], GPUS["a100"], generate, fixed, **knobs)
+
+
+def repeating(generate, tokens):
+    """`generate`, on a model whose logits leave no choice but the `tokens` of each request."""
+    def run(model, requests, **knobs):
+        def forward(ids, positions, attend, wanted):
+            model(ids, positions, attend, wanted)   # which moves the clock on
+            batch, logits = attend.__self__, torch.zeros(len(wanted), 1 + max(map(max, words)))
+            for row, slot in enumerate(wanted.tolist()):
+                request, _ = batch.plan[bisect_right(batch.cu_seqlens, slot) - 1]
+                following = tokens[request.name][positions[slot] + 1:]
+                logits[row, following[0] if following else 0] = 1e9
+            return logits
+
+        words = tokens.values()
+        forward.config, forward.device = model.config, model.device
+        return generate(forward, requests, **knobs)
+    return run
 
 
 def score_of(same):
@@ -113,39 +146,38 @@ def wrong(check):
 
 # --- "Try it" -------------------------------------------------------------------------------------
 
-def grid(model, requests, answers):
+def grid(model, answers):
     """
     The runs of all settings: {"runs": [...], "of": {setting: number of its run}, ...}. A setting is
     the stage and the index of each knob's value, and comes without the knobs that its stage lacks.
 
     answers: the requests when they have finished; here, too, their answers are that long
     """
-    fixed_requests = [fixed(*pair) for pair in zip(requests, answers)]
     found, kinds, verdicts, outcomes = {}, {}, {}, {}
     for stage in TRIED:
-        names = [name for name in GRID if name in APPLIES[stage]]
+        names = APPLIES[stage]
         for values in itertools.product(*(enumerate(GRID[name]) for name in names)):
             setting = {name: value for name, (_, value) in zip(names, values)}
             key = ".".join([stage, *(str(i) for i, _ in values)])
-            size, memory = setting.get("page_size", 16), setting.get("memory", 0)
-            knobs, _ = knobs_of(STAGES[stage], {**setting, "max_kv_tokens": memory,
-                                                "pages": memory // size})
-            some = [request for request in fixed_requests
+            memory = setting.get("memory", 0)
+            knobs, _ = knobs_of(STAGES[stage], {
+                **setting, "max_kv_tokens": memory, "pages": memory // setting.get("page_size", 1)})
+            some = [request for request in answers
                     if setting["long"] or not request.name.startswith("long")]
             same = calculated(STAGES[stage], some, knobs)
-            text = json.dumps(compact(same, fixed_requests))
+            text = json.dumps(plain(same, answers))
             kinds[key] = found.setdefault(text, len(found))
             if stage in RECTANGLES:
                 if text not in outcomes:   # equal passes have the same outcome
                     outcomes[text] = under_the_mask(model, STAGES[stage], some, knobs, same)
                 verdicts[key] = outcomes[text]
-    return {"stages": TRIED, "first": FIRST, "knobs": GRID, "applies": APPLIES, "of": kinds,
-            "runs": [json.loads(text) for text in found], "wrong": verdicts}
+    return {"stages": TRIED, "first": FIRST, "knobs": GRID, "applies": APPLIES, "goals": GOALS,
+            "of": kinds, "runs": [json.loads(text) for text in found], "wrong": verdicts}
 
 
-def under_the_mask(model, generate, requests, knobs, same):
+def under_the_mask(model, generate, answers, knobs, same):
     """How many requests get wrong tokens from the built-in model under the published mask."""
-    requests = [replace(request) for request in requests]
+    requests = [replace(r, max_new_tokens=len(r.generated), eos_token=None) for r in answers]
     check = Check(model, requests)
     with broken("published mask", show=False):
         trace = generate(model, requests, on_token=check.on_token, **knobs)
@@ -154,24 +186,14 @@ def under_the_mask(model, generate, requests, knobs, same):
     return [wrong(check), len(requests)]
 
 
-def compact(same, requests):
-    """
-    A run for the timeline: {"figures", "ms" of each pass, "passes"}. Passes of the same requests
-    that go on with as many tokens each are one entry, [how many, from which step, shape,
-    [request, first, tokens, ...], finished requests].
-    """
+def plain(same, requests):
+    """A run for the timeline; `expanded` in runs.js makes of it what page.run_data returns."""
     number = {request.name: i for i, request in enumerate(requests)}
-    entries, expected = [], None
-    for p in same.passes:
-        if (p.step, p.shape, p.finished, p.work) == expected:
-            entries[-1][0] += 1
-        else:
-            rows = [[number[who] for who in p.finished]] if p.finished else []
-            entries.append([1, p.step, p.shape, page.flat(p.work, number), *rows])
-        expected = (p.step + 1, p.shape, p.finished,
-                    [(who, first + n, n) for who, first, n in p.work])
-    return {"figures": score_of(same), "passes": entries,
-            "ms": [round(1e3 * p.seconds, 1) for p in same.passes],
+    return {"figures": score_of(same), "ms": [round(1e3 * p.seconds, 1) for p in same.passes],
+            "step": [p.step for p in same.passes], "shape": [p.shape for p in same.passes],
+            "work": [page.flat(p.work, number) for p in same.passes],
+            "finished": {i: [number[who] for who in p.finished]
+                         for i, p in enumerate(same.passes) if p.finished},
             "requests": [number[request.name] for request in same.requests],
             "arrived": [round(1e3 * request.arrived, 1) for request in same.requests]}
 
@@ -180,14 +202,10 @@ def compact(same, requests):
 
 def data():
     model, tokenizer = load()
-    requests = workload(tokenizer)
-    traces, twins = runs(model, requests)
+    traces, scores = runs(model, workload(tokenizer))
     answers = traces["unbatched"].recording.requests
-    return {**page.data_of(traces, tokenizer, twins), "clock": CLOCK,
-            "walk": walk(traces, twins),
-            "score": {name: {**score_of(same), "wrong": wrong(traces[name].recording.check)}
-                      for name, same in twins.items()},
-            "grid": grid(model, requests, answers)}
+    return {**page.data_of(traces, tokenizer, CLOCK), "walk": walk(traces, scores),
+            "score": scores, "grid": grid(model, answers)}
 
 
 def main():

@@ -7,6 +7,7 @@ const state = {run: names[0], beside: "", clock: "step", tick: 0, slot: null, ce
                tried: null};             // "Try it": two stages and each knob's value, as indices
 let ticks = [];       // of the clock: the steps of the shown runs, or the milliseconds at which they end
 let pointed = null;   // the slot under the mouse or the keyboard; state.slot is the one that is held
+const answered = new Map();   // stop -> the choice that was made there
 let views = [];       // for each run that is shown {run, number, panels: {name: element}, now, states}
 const inFrame = location.protocol === "about:";   // a notebook's frame has no address of its own
 const $ = id => document.getElementById(id);
@@ -15,10 +16,12 @@ const $ = id => document.getElementById(id);
 
 const inScene = () => state.tried === null && state.stop !== null && !state.all;
 
+const asking = () => inScene() && Boolean(DATA.walk[state.stop].ask) && !answered.has(state.stop);
+const sceneOf = i => DATA.walk[i].ask && !answered.has(i) ? DATA.walk[i].ask.show : DATA.walk[i].show;
+
 function shown() {
-  if (state.tried) return state.tried.slice(0, 2).map(triedRun);
-  const calculated = state.clock === "gpu" || (inScene() && state.clock !== "ms");   // as the stop's prose
-  return [state.run, state.beside].filter(Boolean).map(name => (calculated ? GPU : RUNS).get(name));
+  return state.tried ? state.tried.slice(0, 2).map(triedRun)
+    : [state.run, state.beside].filter(Boolean).map(name => RUNS.get(name));
 }
 
 const valueOf = step => state.clock === "step" ? step.step : step.end;
@@ -35,7 +38,7 @@ function address() {
   if (state.beside && !state.tried) parts.set("beside", state.beside);
   parts.set(state.clock, ticks[state.tick]);
   if (state.slot) parts.set("slot", state.slot);
-  if (state.stop !== null) parts.set("stop", state.stop + 1);
+  if (state.stop !== null) parts.set("stop", state.stop);
   if (state.stop !== null && state.all) parts.set("all", 1);
   if (state.cells !== "token") parts.set("cells", state.cells);
   if (theme) parts.set("theme", theme);
@@ -46,15 +49,14 @@ function readAddress() {                 // whatever it says: what does not exis
   const parts = new URLSearchParams(location.hash.slice(1));
   const [run, beside = ""] = parts.has("run") ? [parts.get("run"), parts.get("beside")] : names;
   Object.assign(state, {run: RUNS.has(run) ? run : names[0], beside: RUNS.has(beside) ? beside : ""});
-  state.clock = parts.has("ms") ? "ms" : parts.has("gpu") && GPU.size ? "gpu" : "step";
+  state.clock = parts.has("ms") ? "ms" : "step";
   state.cells = ["position", "wide"].includes(parts.get("cells")) ? parts.get("cells") : "token";
   state.all = parts.has("all");
   if (["dark", "light"].includes(parts.get("theme"))) setTheme(parts.get("theme"));
-  const stop = parts.get("stop") - 1;
+  const stop = Number(parts.get("stop") ?? -1);
   state.stop = DATA.walk[stop] ? stop : null;
   state.tried = triedNamed(parts.get("try"));
-  if (!state.tried && !parts.has("run") && DATA.walk.length) return visit(state.stop ?? 0);
-  if (state.tried && state.clock === "ms") state.clock = "gpu";
+  if (!state.tried && !parts.has("run") && DATA.walk.length) return visit(state.stop ?? 0, false);
   setTicks(Number(parts.get(state.clock)) || 0);
   state.slot = slotNamed(parts.get("slot")) ? parts.get("slot") : null;
   build();
@@ -77,9 +79,10 @@ function change(what) {                  // other runs, or another clock, at the
   build();
 }
 
-function visit(i) {                      // a stop of the walk
-  const {run, beside, clock, step, slot = null} = DATA.walk[i].show;
-  Object.assign(state, {run, beside, clock, slot, stop: i, all: false, tried: null});
+function visit(i, news = true) {         // a stop of the walk; Back leads to where one was before
+  if (news) leave();
+  const {run, beside, clock, step, slot = null} = sceneOf(i);
+  Object.assign(state, {run, beside, clock, slot, stop: i, all: false, tried: null, tab: 0});
   pointed = null;
   setTicks(valueOf(shown()[0].stepOf.get(step)));
   build();
@@ -87,9 +90,14 @@ function visit(i) {                      // a stop of the walk
 }
 
 function strayed() {                     // whether another moment or run than the stop's is shown
-  const {run, beside, clock, step, slot = null} = DATA.walk[state.stop].show;
+  const {run, beside, clock, step, slot = null} = sceneOf(state.stop);
   return state.tried || state.run !== run || state.beside !== beside || state.clock !== clock
     || state.slot !== slot || views[0].now.step !== step;
+}
+
+function answer(choice) {
+  answered.set(state.stop, choice);
+  visit(state.stop, false);
 }
 
 // A slot's name is "view.pass.row.column". Its four numbers, if there is such a slot.
@@ -102,37 +110,66 @@ function slotNamed(name) {
 
 const PANELS = {timeline: "Timeline", plan: "Plan of this step", tensor: "Tensor", sees: "Who sees whom",
                 bill: "Bill so far", memory: "Memory", requests: "Requests"};
-
+const ONCE = {score: "Scoreboard", change: "Change of shape: from rows to a stream"};   // one panel for all runs
 const DRAW = {timeline: moveCursor, plan: drawPlan, tensor: drawTensor, bill: drawBill, requests: drawRequests,
               memory: drawMemory};
 
 function build() {                       // everything anew: other runs, another width or theme
   const main = $("views"), stop = inScene() ? DATA.walk[state.stop] : null;
-  const scene = state.tried ? ["score", "timeline"] : stop?.panels ?? Object.keys(PANELS);
+  const scene = (state.tried ? ["score", "timeline"] : stop?.panels ?? Object.keys(PANELS)).filter(
+    name => name !== "change" || !asking());
   views = shown().map((run, number) => ({run, number, panels: {}, rows: new Map()}));
-  main.className = (views.length === 2 ? "two" : "one") + (state.tried || stop ? " scene" : "");
+  main.className = (views.length === 2 ? "two" : "one") + (state.tried || stop ? " scene" : "") + (asking() ? " asking" : "");
   main.replaceChildren();
   for (const name of scene) {
-    if (name === "score") main.append(drawScore());
-    else for (const view of views) {
-      const heading = element("h2", {}, PANELS[name]);
-      if (views.length === 2 || stop) heading.append(element("small", {}, " · " + view.run.name));
-      view.panels[name] = element("div");
-      const ariaLabel = `${PANELS[name]}, ${view.run.name}`;
-      main.append(element("section", {className: "panel " + name, style: `--area: ${name}`, ariaLabel},
-                          heading, view.panels[name]));
+    for (const view of ONCE[name] ? [null] : views) {
+      const panel = element("div"), title = PANELS[name] ?? ONCE[name], run = view ? labelOf(view.run) : "";
+      const note = view ? run : name === "score" ? `${DATA.calculated}; longest waits, in ms` : `step ${sceneOf(state.stop).step}`;
+      if (view) view.panels[name] = panel;
+      main.append(element("section", {className: "panel " + name, style: `--area: ${name}`, ariaLabel: `${title}, ${run}`},
+                          element("h2", {}, title, element("small", {}, " · " + note)), panel));
+      if (name === "score") panel.append(scoreboardNow());
+      if (name === "change") drawChange(panel, stop.change.runs.map(name => RUNS.get(name)), stop.show.step, stop.change.shapes);
     }
   }
   if (stop) {
-    (views[stop.look].panels[scene[0]]?.parentNode ?? main.lastChild).classList.add("look");
+    ((views[stop.look] ?? views[0]).panels[scene[0]]?.parentNode ?? main.firstChild).classList.add("look");
   }
   for (const view of views) {
     if (view.panels.sees) view.panels.sees.ariaLive = "polite";
     if (view.panels.timeline) drawTimeline(view);
   }
+  drawLegend(scene);
+  drawTabs(scene);
   render();
   const list = $("walk").firstChild, marked = list.querySelector("[aria-current]");
   if (marked) list.scrollLeft = marked.offsetLeft - 60;   // on a phone it scrolls sideways
+}
+
+function drawLegend(scene) {             // of what can be seen now
+  const has = name => shown().some(run => run.totals[name].at(-1) > 0), sees = scene.includes("sees");
+  const guesses = shown().some(({knobs}) => knobs.guesses);
+  const kinds = {prefill: true, decode: true, recomputed: has("recomputed"), pad: has("pad_slots") || scene.includes("change"),
+                 finished: has("finished_slots"), accepted: guesses, rejected: guesses, waiting: scene.includes("timeline"),
+                 past: sees, new: sees, wrong: shown().some(({xray}) => sees && xray?.wrong)};
+  const names = {...DATA.names, past: "seen: key in the cache", new: "seen: key of this pass", wrong: "seen, and must not be"};
+  $("legend").replaceChildren(...Object.keys(kinds).filter(kind => kinds[kind]).map(
+    kind => element("span", {}, element("i", {className: kind}), names[kind])));
+}
+
+function drawTabs(scene) {               // a phone shows one panel at a time; a slot and its keys belong together
+  const names = scene.filter(name => name !== "sees");
+  const open = tab => {
+    state.tab = tab;
+    for (const panel of $("views").children) {
+      const name = panel.classList[1] === "sees" ? "tensor" : panel.classList[1];
+      panel.classList.toggle("behind", name !== names[tab]);
+    }
+    for (const [i, button] of [...$("tabs").children].entries()) button.ariaPressed = String(i === tab);
+  };
+  $("tabs").replaceChildren(...names.map((name, i) => element(
+    "button", {onclick: () => { open(i); render(); }}, (PANELS[name] ?? ONCE[name]).split(" ")[0])));
+  open(Math.min(state.tab ?? 0, names.length - 1));
 }
 
 function render() {                      // what depends on the moment
@@ -146,11 +183,10 @@ function render() {                      // what depends on the moment
   if (!inFrame) writeAddress();
 }
 
-function drawScore() {
-  const heading = element("h2", {}, "Scoreboard", element("small", {}, ` · ${DATA.clock}; longest waits, in ms`));
-  const pick = run => { state.all = true; change({run, beside: "", clock: "gpu"}); };
-  return element("section", {className: "panel score", ariaLabel: "Scoreboard"}, heading,
-                 state.tried ? scoreboard(triedScores(), before) : scoreboard(DATA.score, null, pick));
+function scoreboardNow() {
+  const pick = run => { leave(); state.all = true; change({run, beside: "", clock: "ms"}); };
+  const ladder = Object.fromEntries(Object.entries(DATA.score).filter(([name]) => name !== "two requests"));
+  return state.tried ? scoreboard(triedScores(), before) : scoreboard(ladder, null, pick);
 }
 
 // --- "Try it": other knobs, whose runs are in the page --------------------------------------------
@@ -158,6 +194,8 @@ function drawScore() {
 const LABELS = {max_batch: "max_batch", token_budget: "token budget", page_size: "page size",
                 memory: "memory, in tokens", long: "drop in two long prompts", mask: "break the mask"};
 const expandedRuns = new Map();          // number of a run -> that run
+const visited = [];                      // [stage, figures], of all choices
+const reached = new Set();               // goals
 let before = null;                       // the figures of the last choice
 
 function settingOf(stage) {              // its name, and the indices of the knobs that it has
@@ -183,24 +221,36 @@ function triedNamed(name) {              // its indices; null if there are no su
 }
 
 function tryIt(tried) {
+  if (!state.tried) leave();
   before = state.tried && triedScores();
-  Object.assign(state, {tried, slot: null, clock: state.tried && state.clock === "step" ? "step" : "gpu"});
+  Object.assign(state, {tried, slot: null, clock: state.tried ? state.clock : "ms"});
   pointed = null;
   setTicks(Infinity);
+  for (const [stage, figures] of Object.entries(triedScores())) {
+    if (!visited.some(([, known]) => known === figures)) visited.push([stage, figures]);
+    DATA.grid.goals.forEach((goal, i) => { if (meets(goal, stage, figures)) reached.add(i); });
+  }
   build();
 }
 
+function meets(goal, stage, figures) {
+  const {applies, knobs} = DATA.grid, value = knob => knobs[knob][state.tried[2 + Object.keys(knobs).indexOf(knob)]];
+  return value("long") && (!goal.memory || (applies[stage].includes("memory") && value("memory") <= goal.memory))
+    && ["next", "first", "speed"].every(key => !goal[key] || (goal[key][0] <= figures[key] && figures[key] <= goal[key][1]));
+}
+
 function beginTry() {                    // its controls
-  const {stages, knobs, first} = DATA.grid;
+  const {stages, knobs, first, goals} = DATA.grid;
   const set = (k, value) => tryIt(Object.assign([...state.tried], {[k]: Number(value)}));
-  const selects = [0, 1].map(k => element("select", {onchange: event => set(k, event.target.value)},
-    ...stages.map((name, value) => element("option", {value}, name))));
+  const selects = [0, 1].map(k => element("select", {onchange: event => set(k, event.target.value)}, ...stages.map(
+    (name, value) => element("option", {value}, labelOf(RUNS.get(name))))));
   const inputs = [...Object.entries(knobs), ["mask", [false, true]]].map(([name, values], k) => {
     const kind = values.includes(true) ? {type: "checkbox", onchange: event => set(k + 2, event.target.checked)}
       : {type: "range", min: 0, max: values.length - 1, oninput: event => set(k + 2, event.target.value)};
     return element("label", {data: {knob: name}}, LABELS[name], element("input", kind), element("output"));
   });
-  $("try").append(...selects.map((select, k) => element("label", {}, k ? "and" : "stage", select)), ...inputs, element("p"));
+  $("try").append(...selects.map((select, k) => element("label", {}, k ? "and" : "stage", select)), ...inputs, element("p"),
+    element("ol", {id: "goals"}, ...goals.map(({text}) => element("li", {}, text))), element("figure", {id: "points"}));
   const button = element("button", {id: "tries", onclick: () => tryIt(state.tried ?? first)}, "try it");
   $("walk").firstChild.append(element("li", {}, button));
 }
@@ -212,18 +262,49 @@ function drawTry() {
   $("try").querySelectorAll("select").forEach((select, k) => { select.value = state.tried[k]; });
   $("try").querySelectorAll("[data-knob]").forEach((label, k) => {
     const value = state.tried[k + 2], [, input, output] = label.childNodes, {knob} = label.dataset;
-    Object.assign(input, {value, checked: Boolean(value)});
-    output.textContent = input.type === "range" ? knobs[knob][value] : "";
-    label.className = knob === "mask" || stages.some(stage => applies[stage].includes(knob)) ? "" : "off";
+    const having = stages.filter(stage => knob === "mask" || applies[stage].includes(knob));
+    Object.assign(input, {value, checked: Boolean(value), disabled: !having.length});
+    output.textContent = (input.type === "range" ? knobs[knob][value] : "")
+      + (having.length === 1 && stages[0] !== stages[1] ? ` (${having[0]} only)` : "");
+    label.className = having.length ? "" : "off";
   });
   const broken = state.tried.at(-1) ? [...new Set(stages)].map(stage => {
     const [n, of] = wrong[settingOf(stage)] ?? [];
     return of ? `${stage}: ${n} of ${of} requests WRONG, and this timeline is the same: nothing raises an error.`
       : `${stage}: has no such mask to break.`;
   }) : [];
-  const said = $("try").lastChild;
+  const free = stages.filter(stage => !applies[stage].includes("memory"));
+  const said = $("try").querySelector("p");
   said.className = broken.length ? "bad" : "soft";
-  said.textContent = broken.join(" ") || "This repository's stages ran with each combination, on a calculated A100.";
+  said.textContent = broken.join(" ") || "This repository's stages ran with each combination, on a calculated A100."
+    + (free.length ? ` No memory limit: ${[...new Set(free)].join(", ")}.` : "");
+  for (const [i, item] of [...$("goals").children].entries()) item.className = reached.has(i) ? "reached" : "";
+  drawPoints();
+}
+
+// All choices so far: the longest wait across, speed upwards, the stage's number as the point.
+function drawPoints() {
+  const wide = 300, high = 130, left = 34, x = wait => left + (wide - left - 12) * Math.min(wait, 60) / 60;
+  const y = speed => high - 18 - (high - 30) * Math.min(speed, 600) / 600;
+  const svg = (tag, attributes, text = "") => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.textContent = text;
+    return node;
+  };
+  const {next, speed} = DATA.grid.goals[0], now = new Set(Object.values(triedScores()));
+  const plot = svg("svg", {viewBox: `0 0 ${wide} ${high}`, role: "img",
+                           "aria-label": `${visited.length} points: longest wait and speed of each choice`});
+  plot.append(
+    svg("rect", {x: x(0), y: y(600), width: x(next[1]) - x(0), height: y(speed[0]) - y(600), class: "goal"}),
+    svg("path", {d: `M${x(0)} ${y(600)}V${y(0)}H${x(60)}`, class: "axes"}),
+    ...[0, 300, 600].map(value => svg("text", {x: left - 4, y: y(value) + 4, "text-anchor": "end"}, value)),
+    ...[15, 30, 45, 60].map(value => svg("text", {x: x(value), y: high - 4, "text-anchor": "middle"}, value)),
+    svg("text", {x: left + 4, y: 10}, "tokens/s; across: longest wait, ms; shaded: goal 1"),
+    ...visited.map(([stage, figures]) => svg(
+      "text", {x: x(figures.next), y: y(figures.speed) + 4, "text-anchor": "middle", class: now.has(figures) ? "now" : ""},
+      /\d/.exec(labelOf(RUNS.get(stage)))[0])));
+  $("points").replaceChildren(plot);
 }
 
 let written = -Infinity, later = null;
@@ -238,6 +319,15 @@ function writeAddress() {                // not at every step: browsers refuse 1
   }
 }
 
+function leave() {                       // what is shown keeps its place in the browser's history
+  play(false);
+  clearTimeout(later);
+  if (inFrame || !views.length) return;
+  history.replaceState(null, "", address());
+  history.pushState(null, "", address());
+  written = -Infinity;
+}
+
 // --- controls -------------------------------------------------------------------------------------
 
 let timer = null;                        // while it plays
@@ -245,23 +335,34 @@ let timer = null;                        // while it plays
 function drawControls() {
   for (const id of ["run", "beside", "clock", "cells"]) $(id).value = state[id];
   const value = ticks[state.tick], end = ticks.at(-1), {stop, tried} = state, {walk} = DATA;
-  $("now").textContent = state.clock === "step" ? `step ${value} of ${end}` : `${ms(value).slice(0, -3)} of ${ms(end)}`;
+  $("now").textContent = state.clock === "step" ? `step ${value} of ${end}`
+    : `step ${views[0].now.step}: ${ms(value).slice(0, -3)} of ${ms(end)}`;
   for (const [i, button] of $("walk").querySelectorAll("button").entries()) {
     button.ariaCurrent = tried ? (button.id === "tries" ? "page" : null) : i === stop ? "step" : null;
   }
   const on = walk[stop], away = Boolean(on && strayed());
   $("stop").hidden = !walk.length || Boolean(tried);
-  $("stop").className = on ? "on" : "";
-  $("stop").textContent = on ? on.text : "New to batching? Take the guided walk.";
+  drawStop(on);
   $("controls").hidden = Boolean(tried) || inScene();
-  $("clock").querySelector("[value=ms]").disabled = Boolean(tried);
   $("all").hidden = !on || Boolean(tried);
   $("all").textContent = state.all ? "this scene only" : "all panels";
   $("return").hidden = !away;
-  $("return").textContent = `back to stop ${stop + 1}`;
+  $("return").textContent = `back to stop ${stop}`;
   $("on").hidden = away || !walk[(stop ?? -1) + 1] || Boolean(tried && !on);
   $("on").textContent = on ? "next stop" : "guided walk";
   drawTry();
+}
+
+function drawStop(on) {                  // its question, or its text
+  const said = !on ? "" : [state.stop, asking(), answered.get(state.stop)].join();
+  if ($("stop").dataset.said === said) return;
+  $("stop").dataset.said = said;
+  $("stop").className = on ? "on" : "";
+  const {question, choices, right} = on?.ask ?? {}, choice = answered.get(state.stop);
+  const before = choice === undefined ? "" : choice === right ? "Right. " : choice === null ? "" : `Not ${choices[choice]}. `;
+  $("stop").replaceChildren(...!on ? ["New to batching? Take the guided walk."]
+    : !asking() ? [before, on.text] : [question, div("choices", ...choices.map((text, i) => element(
+      "button", {onclick: () => answer(i)}, text)), element("button", {onclick: () => answer(null)}, "show me"))]);
 }
 
 function play(on) {
@@ -323,6 +424,28 @@ function onKey(event) {
   event.preventDefault();
 }
 
+function swipe(event) {                  // sideways, to the next stop or back
+  const {clientX, clientY} = event.changedTouches[0], {target} = event;
+  const slides = target.closest(".box, input, select") || [target.closest(".scroll")].some(
+    box => box && box.scrollWidth > box.clientWidth + 1);
+  if (event.type === "touchstart") return void (touched = slides || state.stop === null ? null : [clientX, clientY]);
+  if (!touched) return;
+  const [right, down] = [clientX - touched[0], clientY - touched[1]], i = state.stop + (right < 0 ? 1 : -1);
+  if (Math.abs(right) > 60 && Math.abs(right) > 2 * Math.abs(down) && DATA.walk[i] && !state.tried) visit(i);
+}
+
+function nearest(event) {                // the slot that is meant: between two, or on a narrow one
+  const grid = event.target.closest(".grid");
+  if (!grid || event.target.dataset.slot) return event.target.dataset.slot ?? null;
+  const {clientX, clientY} = event, far = node => {
+    const {left, right, top, bottom} = node.getBoundingClientRect();
+    return Math.hypot(clientX - (left + right) / 2, clientY - (top + bottom) / 2);
+  };
+  return [...grid.querySelectorAll(".slot")].reduce((a, b) => far(b) < far(a) ? b : a).dataset.slot;
+}
+
+let touched = null;                      // where a swipe has begun
+
 function seek(event) {                   // a press or a drag on the timeline; else it says what is there
   const view = views.find(view => view.box?.contains(event.target)), moved = event.type === "pointermove";
   for (const {tip} of views) tip?.remove();
@@ -345,19 +468,15 @@ function seek(event) {                   // a press or a drag on the timeline; e
 function begin() {
   const {requests} = RUNS.get(names[0]), tokens = requests.reduce((sum, {prompt}) => sum + prompt.length, 0);
   $("about").textContent = `${plural(requests.length, "request")}, ${plural(tokens, "prompt token")}`;
-  $("run").append(...names.map(name => element("option", {value: name}, name)));
-  $("beside").append(...["", ...names].map(name => element("option", {value: name}, name || "nothing")));
+  const options = list => list.map(value => element("option", {value}, value ? labelOf(RUNS.get(value)) : "nothing"));
+  $("run").append(...options(names));
+  $("beside").append(...options(["", ...names]));
   $("stages").hidden = names.length === 1;
   $("walk").hidden = !DATA.walk.length;
-  if (!GPU.size) $("clock").querySelector("[value=gpu]").remove();
+  $("clock").options[1].textContent = DATA.calculated ? "ms, calculated for an A100" : "ms, measured";
   $("walk").querySelector("ol").append(...DATA.walk.map(({title}, i) => element(
-    "li", {}, element("button", {onclick: () => visit(i)}, `${i + 1} ${title}`))));
+    "li", {}, element("button", {onclick: () => visit(i)}, `${i} ${title}`))));
   if (DATA.grid) beginTry();
-  const legend = [...Object.entries(DATA.names), ["past", "key in the cache"], ["new", "key of this pass"],
-                  ["wrong", "seen, and must not be"]];
-  $("legend").append(...legend.map(
-    ([kind, name]) => element("span", {}, element("i", {className: kind}), name)));
-
   for (const id of ["run", "beside", "clock"]) $(id).onchange = () => change({[id]: $(id).value});
   $("cells").onchange = () => { state.cells = $("cells").value; render(); };
   $("speed").onchange = () => timer && play(true);
@@ -373,6 +492,7 @@ function begin() {
   };
   $("return").onclick = () => visit(state.stop);
   $("all").onclick = () => { state.all = !state.all; build(); };
+  for (const type of ["touchstart", "touchend"]) document.addEventListener(type, swipe, {passive: true});
   document.addEventListener("keydown", onKey);
 
   const main = $("views"), slotOf = event => event.target.dataset.slot ?? null;
@@ -382,12 +502,13 @@ function begin() {
     drawPointed();
   });
   main.addEventListener("mousedown", event => slotOf(event) && event.preventDefault());   // keeps the focus
-  main.addEventListener("click", event => slotOf(event) && hold(slotOf(event)));
+  main.addEventListener("click", event => nearest(event) && hold(nearest(event)));
   main.addEventListener("pointerdown", seek);
   main.addEventListener("pointermove", seek);
   main.addEventListener("pointerleave", seek);
   let wide = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; build(); } });
+  addEventListener("popstate", () => { play(false); readAddress(); });
   addEventListener("hashchange", () => { if (location.hash !== address()) readAddress(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", build);
   readAddress();

@@ -21,10 +21,12 @@ from loading.load import word
 from views.plots import COLORS, KEYS, NAMES
 
 FOLDER = Path(__file__).parent
-COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", "score_entries",
-          "useful_scores", "copied_bytes")   # of a ForwardPass
+COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "rejected", "padded_keys",
+          "score_entries", "useful_scores", "copied_bytes")   # of a ForwardPass
+GUESSES = {"accepted": "#56B4E9", "rejected": "#8C2D04"}   # colours of guessed tokens
+KINDS = {**NAMES, "accepted": "guess, accepted", "rejected": "guess, rejected"}
 HARMLESS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}   # no character that HTML could understand
-STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS}.items())
+STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS, **GUESSES}.items())
 
 
 def write(path, traces, tokenizer=None):
@@ -72,36 +74,24 @@ class Inline:
 
 # --- the data -------------------------------------------------------------------------------------
 
-def data_of(traces, tokenizer=None, twins=None):
+def data_of(traces, tokenizer=None, calculated=""):
     """
     All that the page knows of runs. Times are in milliseconds from the start of a run.
 
-    twins: {name: trace} of the same runs on a calculated GPU, for a further clock
+    calculated: of which GPU, if these times are; they are the same on every machine
     """
     for trace in traces.values():
         if trace.recording is None:
             raise ValueError(f"the run of stage '{trace.stage}' was not recorded: "
                              "explorer.recorder.record runs a stage and records it")
     texts = []   # prompts and answers, each once: the stages of a ladder have the same
-    runs = [run_data(name, trace, texts) for name, trace in traces.items()]
-    for run in runs if twins else ():
-        run["gpu"] = times_of(twins[run["name"]], [request["name"] for request in run["requests"]])
-    return {"runs": runs, "texts": texts, "names": NAMES,
-            "vocabulary": tokenizer and vocabulary(traces, tokenizer), "walk": []}
+    return {"runs": [run_data(name, trace, texts, calculated) for name, trace in traces.items()],
+            "texts": texts, "names": KINDS, "calculated": calculated, "walk": [],
+            "vocabulary": tokenizer and vocabulary(traces, tokenizer)}
 
 
 def ms(seconds):
     return round(1e3 * seconds, 2)
-
-
-def times_of(twin, names):
-    """The times of a run on a calculated GPU, in milliseconds, as run_data has those of a run."""
-    requests = {request.name: request for request in twin.requests}
-    return {"passes": {"start": [ms(twin.step_times[p.step]) for p in twin.passes],
-                       "ms": [ms(p.seconds) for p in twin.passes]},
-            "requests": [{"arrived": ms(requests[name].arrived),
-                          "ms": [ms(time) for time in requests[name].token_times]}
-                         for name in names]}
 
 
 def flat(work, number):
@@ -109,7 +99,7 @@ def flat(work, number):
     return [value for who, *n in work for value in (number[who], *n)]
 
 
-def run_data(name, trace, texts):
+def run_data(name, trace, texts, calculated):
     recorder = trace.recording
     number = {request.name: i for i, request in enumerate(recorder.requests)}
     passes = {
@@ -122,17 +112,18 @@ def run_data(name, trace, texts):
         **{count: values if any(values) else 0 for count, values in
            ((count, [getattr(p, count) for p in trace.passes]) for count in COUNTS)},
         **{column: [frame[column] for frame in recorder.frames]
-           for column in ("rows", "past")},
+           for column in ("owner", "position", "past")},
         "finished": {i: [number[who] for who in p.finished] for i, p in enumerate(trace.passes)
                      if p.finished},
         # only the passes in which they change: {pass: ...}
         **{column: {i: frame[column] for i, frame in enumerate(recorder.frames)
                     if frame[column] not in ({}, None, 0)}
-           for column in ("room", "computed", "kept", "columns")},
+           for column in ("sees", "shift", "guesses", "room", "computed", "kept", "columns")},
     }
     return {
-        "name": name, "idea": idea(recorder.generate), "place": place(recorder.model),
-        "knobs": recorder.knobs, "pool": recorder.pool, "check": check_data(recorder),
+        "name": name, "idea": idea(recorder.generate),
+        "place": calculated or place(recorder.model), "knobs": recorder.knobs,
+        "pool": recorder.pool, "check": check_data(recorder, calculated),
         "xray": {"left_out": recorder.left_out, "wrong": recorder.wrong,
                  "sentences": recorder.sentences},
         "requests": [request_data(request, trace, texts) for request in recorder.requests],
@@ -153,12 +144,13 @@ def request_data(request, trace, texts):
     }
 
 
-def check_data(recorder):
+def check_data(recorder, calculated):
     """The verdict on the outputs: a line, and {request: what is wrong with it}."""
     if recorder.check is None:
         return {"summary": "outputs were not checked", "wrong": None}
     verdicts = recorder.check()
-    return {"summary": summary(verdicts).splitlines()[0],
+    line = summary(verdicts).splitlines()[0]
+    return {"summary": line.partition(", max")[0] if calculated else line,   # its rounding differs
             "wrong": {v.name: v.detail for v in verdicts if v.verdict == "WRONG"}}
 
 
@@ -178,4 +170,6 @@ def place(model):
 def vocabulary(traces, tokenizer):
     """{token id: its text}; a token that is not whole characters is a list of its bytes."""
     used = {token for trace in traces.values() for r in trace.requests for token in r.tokens}
+    used |= {token for trace in traces.values() for frame in trace.recording.frames
+             for token in frame["guesses"].values()}
     return {token: word(tokenizer, token) for token in sorted(used)}

@@ -66,6 +66,7 @@ function hatching(pen, color, ...directions) {
 function painter(pen) {                  // paint(kind, x, y, width, height)
   const fills = {prefill: [inkOf("prefill")], decode: [inkOf("decode")], recomputed: [inkOf("recomputed")],
                  pad: [inkOf("blank"), hatching(pen, inkOf("stripe"), true)],
+                 accepted: [inkOf("accepted")], rejected: [inkOf("rejected"), hatching(pen, "#ffffff90", false)],
                  finished: [inkOf("finished"), hatching(pen, "#ffffffb0", true, false)]};
   return (kind, x, y, width, height) => {
     for (const fill of fills[kind]) {
@@ -91,10 +92,12 @@ function drawTimeline(view) {
   view.cursor = element("div", {className: "cursor"});
   view.box = element("div", {className: "box"}, canvas, view.cursor);
   const onTime = state.clock !== "step", longest = run.gaps.at(-1)?.[3] ?? 0;
-  const shaded = 0.8 * largest(shown().map(other => other.gaps.at(-1)?.[3] ?? 0));   // waits as long as this
-  const wait = `Longest wait for a next token: ${ms(longest)}` + (longest > shaded ? " (shaded)." : ".");
+  const most = largest(shown().map(other => other.gaps.at(-1)?.[3] ?? 0)), asked = timeline.closest(".asking");
+  const usual = run.gaps.length ? run.gaps.at(-1)[2] / run.gaps.length : 0;
+  const shaded = asked ? Infinity : Math.max(0.9 * most, 1.5 * usual);   // waits as long as this
+  const wait = `Longest wait for a next token: ${ms(longest)}` + (longest > shaded ? " (red frames)." : ".");
   timeline.replaceChildren(view.box, ...onTime ? [element("p", {className: longest > shaded ? "longest" : ""}, wait)] : [],
-    ...run.idea ? [div("verdicts", ...verdicts(run))] : []);
+    ...run.check ? [div("verdicts", ...verdicts(run))] : []);
 
   const floor = requests.length * high + 6 + BAND, wide = view.box.clientWidth || 300;
   const ratio = window.devicePixelRatio || 1, pen = canvas.getContext("2d");
@@ -120,14 +123,6 @@ function drawTimeline(view) {
   const edge = view.across(run.steps.at(-1)).reduce((left, width) => left + width);
   requests.forEach((request, r) => {
     let since = x(onTime ? request.arrived : request.arrival);
-    pen.fillStyle = alarm;
-    pen.globalAlpha = 0.3;
-    for (const [i, time] of onTime ? request.ms.entries() : []) {
-      if (request.ms[i + 1] - time > shaded) {
-        pen.fillRect(x(time), r * high, x(request.ms[i + 1]) - x(time), high);
-      }
-    }
-    pen.globalAlpha = 1;
     pen.fillStyle = ink;
     if (labels) pen.fillText(request.name.slice(0, 8), 0, (r + 0.5) * high);
     for (const work of request.work) {
@@ -139,31 +134,37 @@ function drawTimeline(view) {
       const inPass = passes.work[pass].length / 3 + (passes.finished[pass]?.length ?? 0);
       const slots = shape.length === 2 && shape[0] === inPass ? shape[1] : n;
       let y = r * high;
-      for (const [kind, count] of [...partsOf(request, work), ["pad", slots - n]]) {
+      for (const [kind, count] of [...partsOf(run, r, work), ["pad", slots - n]]) {
         if (count) paint(kind, left, y, width, thick * count / slots);
         y += thick * count / slots;
       }
     }
     pen.fillStyle = waiting;             // in a live run, it may wait still
     if (!request.reason) pen.fillRect(since, (r + 0.5) * high - 0.5, Math.max(0, edge - since), 1);
+    Object.assign(pen, {strokeStyle: alarm, lineWidth: 2});
+    for (const [i, time] of onTime ? request.ms.entries() : []) {   // all of a long wait, cells included
+      if (request.ms[i + 1] - time > shaded) {
+        pen.strokeRect(x(time), r * high, x(request.ms[i + 1]) - x(time), Math.max(thick, 3));
+      }
+    }
   });
-  const most = largest(shown().flatMap(other => other.steps.map(step => inStep(other, "slots", step))));
+  const tallest = largest(shown().flatMap(other => other.steps.map(step => inStep(other, "slots", step))));
   for (const step of run.steps) {
     const [left, width] = view.across(step);
     for (const pass of step.passes) {
       const [from, over] = acrossPass(pass);
       for (const r of passes.finished[pass] ?? []) paint("finished", from, r * high, over, thick);
     }
-    const count = {decode: 0, prefill: 0, recomputed: 0, pad: inStep(run, "pad_slots", step),
+    const count = {decode: 0, accepted: 0, prefill: 0, recomputed: 0, rejected: 0, pad: inStep(run, "pad_slots", step),
                    finished: inStep(run, "finished_slots", step)};
     for (const pass of step.passes) {
       for (const [r] of threes(passes.work[pass])) {
-        for (const [kind, n] of partsOf(requests[r], last(requests[r].work, pass))) count[kind] += n;
+        for (const [kind, n] of partsOf(run, r, last(requests[r].work, pass))) count[kind] += n;
       }
     }
     let y = floor;
     for (const [kind, slots] of Object.entries(count)) {
-      const height = BAND * slots / most;
+      const height = BAND * slots / tallest;
       y -= height;
       if (height) paint(kind, left, y, width, height);
     }
@@ -181,8 +182,10 @@ function drawTimeline(view) {
 }
 
 function moveCursor({run, now, cursor, across}) {
+  cursor.dataset.step = `step ${now.step}`;
   const step = run.steps[Math.max(now.k, 0)], [left, width] = across(step);
   cursor.style.left = (now.passes.length ? left : left + width) - 2 + "px";
+  cursor.classList.toggle("late", left > cursor.parentNode.clientWidth / 2);
   cursor.style.width = (now.passes.length ? width : 0) + 4 + "px";
 }
 
@@ -191,12 +194,12 @@ function moveCursor({run, now, cursor, across}) {
 function drawPlan({run, now, panels: {plan}}) {
   const budget = run.knobs.token_budget, scale = Math.max(budget ?? 0, run.mostTokens);
   const bar = element("div", {className: "bar"}), pixels = plan.clientWidth / scale;
-  const names = {decode: [], prefill: [], recomputed: []};
+  const names = {decode: [], prefill: [], recomputed: [], accepted: [], rejected: []};
   let tokens = 0;
   for (const pass of now.passes) {
     for (const [r] of threes(run.passes.work[pass])) {
       const request = run.requests[r], {name} = request;
-      for (const [kind, n] of partsOf(request, last(request.work, pass)).filter(([, n]) => n)) {
+      for (const [kind, n] of partsOf(run, r, last(request.work, pass)).filter(([, n]) => n)) {
         const title = `${name}: ${plural(n, "token")}, ${DATA.names[kind]}`;
         tokens += n;
         names[kind].push(`${name} (${n})`);
@@ -208,7 +211,8 @@ function drawPlan({run, now, panels: {plan}}) {
   const list = (all, before, after = "") => all.length
     && before + all.slice(0, 8).join(", ") + (all.length > 8 ? ", …" : "") + after;
   const items = [names.decode.length && plural(names.decode.length, "decode"),
-                 list(names.prefill, "prefill of "), list(names.recomputed, "", " computed again")];
+                 list(names.prefill, "prefill of "), list(names.recomputed, "", " computed again"),
+                 list(names.accepted, "right guesses of "), list(names.rejected, "wrong guesses of ")];
   const of = budget ? `${tokens} of ${plural(budget, "token")}, the token budget`
     : `${plural(tokens, "token")}, without a budget`;
   plan.replaceChildren(bar, element("p", {}, now.passes.length
@@ -225,17 +229,17 @@ function drawTensor(view) {
   view.slots = new Map();                // a slot's name -> its element
   const parts = now.passes.map((pass, k) => {
     const counts = [["useful", "useful"], ["recomputed", "computed again"], ["pad_slots", "pads"],
-                    ["finished_slots", "finished"]].filter(([name]) => p[name] && p[name][pass]);
+                    ["finished_slots", "finished"], ["rejected", "wrong guesses"]].filter(([name]) => p[name] && p[name][pass]);
     const which = now.passes.length > 1 ? `, pass ${k + 1} of ${now.passes.length}` : "";
     const text = `${which}: ${plural(p.slots[pass], "slot")}, ` + counts.map(
-      ([name, what]) => `${number(p[name][pass])} ${what}`).join(", ") + `; ${ms(p.ms[pass])}${run.gpu ? ", calculated" : ""}`;
+      ([name, what]) => `${number(p[name][pass])} ${what}`).join(", ") + `; ${ms(p.ms[pass])}${DATA.calculated ? ", calculated" : ""}`;
     const shape = `(${p.shape[pass].join(", ")}${p.shape[pass].length === 1 ? "," : ""})`;
     return element("div", {className: "pass", data: {pass}},
                    element("p", {}, bold("shape " + shape), text), div("scroll", gridOf(view, pass)));
   });
   // Room for the tallest step, so that the panels below stay where they are.
   run.tallest ??= largest(run.steps.map(step => step.passes.reduce((total, pass) => total + 40
-    + (p.shape[pass].length === 1 ? 45 : p.rows[pass].length * (highOf(p, pass) + 1)), 0)));
+    + (p.shape[pass].length === 1 ? 45 : p.shape[pass][0] * (highOf(p, pass) + 1)), 0)));
   tensor.style.minHeight = Math.min(run.tallest, 420) + "px";
   tensor.replaceChildren(...parts.length ? parts : [soft(nothing(now))]);
   if (state.cells === "position" && ![...view.slots.values()].some(({textContent}) => textContent)) {
@@ -244,10 +248,10 @@ function drawTensor(view) {
   for (const box of tensor.querySelectorAll(".scroll")) box.scrollLeft = box.scrollWidth;   // past the pads
 }
 
-const highOf = (p, pass) => p.rows[pass].length > 16 ? 13 : 22;   // pixels
+const highOf = ({shape}, pass) => shape[pass].length > 1 && shape[pass][0] > 16 ? 13 : 22;   // pixels
 
 function gridOf({run, number, slots, panels}, pass) {
-  const p = run.passes, rows = p.rows[pass], shape = p.shape[pass];
+  const p = run.passes, {owner: rows, position} = slotsOf(run, pass), shape = p.shape[pass];
   const width = shape.at(-1), flat = shape.length === 1;
   const nameOf = row => ownersOf(row).map(owner => run.requests[owner].name).join(" ");
   const labels = flat ? 0 : 4 + 8 * largest(rows.map(row => Math.min(8, nameOf(row).length)));
@@ -261,27 +265,84 @@ function gridOf({run, number, slots, panels}, pass) {
       + `grid-template-columns: ${flat ? "" : labels + "px "} repeat(${width}, ${cell}px)`});
   grid.setAttribute("role", "application");
   for (const owner of flat ? ownersOf(rows[0]) : []) {   // the stream's boundaries
-    const n = rows[0].reduce((sum, run) => sum + (run[0] === owner ? run[2] : 0), 0);
+    const n = rows[0].filter(each => each === owner).length;
     const {name} = run.requests[owner], textContent = n * cell > 9 * name.length ? name : "";
     grid.append(element("span", {className: "name above", title: name, textContent,
                                  style: `grid-column: span ${n}`}));
   }
   rows.forEach((row, b) => {
     if (!flat) grid.append(element("span", {className: "name", title: nameOf(row)}, nameOf(row)));
-    let column = 0, before = -1;
-    for (const [owner, first, n] of row) {
-      const edge = before >= 0 && owner >= 0 && owner !== before ? " edge" : "";   // between two requests
-      before = owner;
-      for (let k = 0; k < n; k++) {
-        const name = [number, pass, b, column++].join("."), kind = kindOf(run, pass, owner, first + k);
-        const textContent = owner >= 0 && cell > 16 ? word(run, owner, first + k, state.cells) : "";
-        const className = "slot " + kind + (k ? "" : edge);
-        slots.set(name, element("i", {className, textContent, data: {slot: name}}));
-        grid.append(slots.get(name));
-      }
-    }
+    row.forEach((owner, column) => {
+      const name = [number, pass, b, column].join("."), kind = kindOf(run, pass, owner, position[b][column]);
+      const edge = owner >= 0 && row[column - 1] >= 0 && owner !== row[column - 1] ? " edge" : "";
+      const textContent = owner >= 0 && cell > 16 ? word(run, owner, position[b][column], state.cells, guessAt(run, pass, column)) : "";
+      slots.set(name, element("i", {className: "slot " + kind + edge, textContent, data: {slot: name}}));
+      grid.append(slots.get(name));
+    });
   });
   return grid;
+}
+
+// The change: one step's slots in the shapes of several stages. Where motion is welcome, they move.
+
+const SHAPES = ["two passes", "one rectangle", "without the pads", "one stream"];
+
+function drawChange(panel, runs, step, [from, to]) {
+  const [passes, rectangle, stream] = runs.map(run => ({run, passes: run.stepOf.get(step).passes}));
+  const width = Math.max(rectangle.run.passes.shape[rectangle.passes[0]][1], stream.run.passes.slots[stream.passes[0]]);
+  const high = 20, cell = Math.min(44, (panel.clientWidth - 8) / width), cells = new Map(), rows = [];
+  const put = (shape, {run, passes}) => {   // where each slot is in a shape: its token's place, or a pad's
+    let y = 0;
+    for (const pass of passes) {
+      const {owner, position} = slotsOf(run, pass);
+      owner.forEach((row, b) => row.forEach((r, column) => {
+        const key = r < 0 ? `pad ${shape} ${b} ${column}` : r + "." + position[b][column];
+        if (!cells.has(key)) {
+          const textContent = r < 0 || cell < 20 ? "" : word(run, r, position[b][column]);
+          cells.set(key, {kind: kindOf(run, pass, r, position[b][column]), textContent, places: {}});
+        }
+        cells.get(key).places[shape] = [column, y + b];
+      }));
+      y += owner.length + 0.6;
+    }
+    rows.push(y);
+  };
+  put(0, passes);
+  put(1, rectangle);
+  put(3, stream);
+  const nodes = [...cells.values()].map(({kind, textContent, places}) => {
+    const node = element("i", {className: "slot " + kind, textContent, style: `width: ${Math.max(1, cell - 1)}px; height: ${high - 1}px`});
+    places[2] = places[3] && places[1];   // a pad is in no stream
+    return {node, places, pad: !places[3]};
+  });
+  const box = div("change", ...nodes.map(({node}) => node)), said = element("p", {ariaLive: "polite"});
+  box.style.height = high * Math.max(...rows) + 30 + "px";
+  const facts = [passes, rectangle, rectangle, stream].map(({run, passes: list}, shape) => {
+    const sum = name => list.reduce((total, i) => total + run.passes[name][i], 0), slots = sum("slots");
+    const pads = run.passes.pad_slots ? sum("pad_slots") : 0;
+    return shape === 2 ? `${pads} pads fall out: ${slots - pads} tokens remain.`
+      : `${labelOf(run)}: ${plural(list.length, "pass")}, ${plural(slots, "slot")}, ${plural(pads, "pad")}, ${ms(sum("ms"))}.`;
+  });
+  const show = shape => {
+    for (const {node, places, pad} of nodes) {
+      const here = places[shape], [x, y] = here ?? places[shape === 0 ? 1 : shape - 1] ?? places[1] ?? places[0];
+      const fall = !here && shape > 1 ? high * Math.max(...rows) - high * y : 0;
+      node.style.transform = `translate(${x * cell}px, ${y * high + fall}px)`;
+      node.style.opacity = here ? 1 : 0;
+    }
+    said.textContent = facts[shape];
+    for (const [i, button] of [...buttons.children].entries()) button.ariaPressed = String(from + i === shape);
+  };
+  const buttons = div("shapes", ...SHAPES.slice(from, to + 1).map((name, i) => element(
+    "button", {onclick: () => { clearTimeout(later); show(from + i); }}, name)));
+  let later = null;
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const on = shape => {
+    show(shape);
+    if (shape < to) later = setTimeout(() => box.isConnected && on(shape + 1), 1400);
+  };
+  panel.replaceChildren(buttons, box, said);
+  if (still) show(to); else on(from);
 }
 
 // Who sees whom: the keys of the slot that is pointed at, or held, and where they are.
@@ -291,14 +352,16 @@ function drawPointed() {
   for (const view of views) {
     for (const node of view.lit ?? []) node.classList.remove("lit", "picked", "wrong");
     view.lit = [];
+    view.panels.tensor?.querySelector(".lens")?.remove();
     const {run, number, panels: {sees = div()}} = view, [owner, pass, row] = picked ?? [];
     if (!view.slots) continue;
     if (run.xray.left_out) sees.replaceChildren(soft(`Not measured in this run: ${run.xray.left_out}.`));
     else if (owner === number && view.now.passes.includes(pass)) {
       const slot = slotAt(run, ...picked.slice(1)), keys = markedKeys(run, pass, row, slot);
-      sees.replaceChildren(sentence(run, slot, keys), strip(run, pass, slot, keys));
+      sees.replaceChildren(sentence(run, slot, keys, guessAt(run, pass, picked[3])), strip(run, pass, slot, keys));
       sees.lastChild.scrollTop = (sees.querySelector(".wrong")?.offsetTop ?? 0) - sees.lastChild.offsetTop;
       lightUp(view, name, picked, keys);
+      if (innerWidth <= 760) magnify(view, picked);
     } else {
       sees.replaceChildren(soft("Point at a slot of the tensor to see which keys it sees. "
                                 + "A click or a tap holds it."));
@@ -306,12 +369,12 @@ function drawPointed() {
   }
 }
 
-function sentence(run, slot, keys) {
+function sentence(run, slot, keys, guess) {
   const {owner, position, kind, shift} = slot;
   const count = (mark, pad) => keys.filter(key => key.mark === mark && (key.owner < 0) === pad).length;
   const who = owner === -1 ? "A pad"
     : owner < -1 ? `A slot of ${run.requests[-2 - owner].name}, which is finished,`
-    : `${run.requests[owner].name}, position ${position}, “${word(run, owner, position)}” (${DATA.names[kind]})`;
+    : `${run.requests[owner].name}, position ${position}, “${word(run, owner, position, "token", guess)}” (${DATA.names[kind]})`;
   const [past, fresh, wrong, missing] = ["past", "new", "wrong", "missing"].map(mark => count(mark, false));
   const [oldPads, newPads] = [count("past", true), count("new", true)];
   const pads = count("wrong", true) + oldPads + newPads;
@@ -334,10 +397,22 @@ function strip(run, pass, slot, keys) {  // all keys of its row, in order
     const who = key.owner < 0 ? "pad" : `${run.requests[key.owner].name}, position ${key.position}`;
     if (where !== before) node.append(bold(where));
     before = where;
-    const textContent = key.owner < 0 ? "·" : word(run, key.owner, key.position, state.cells);
+    const textContent = key.owner < 0 ? "·" : word(run, key.owner, key.position, state.cells,
+                                                              key.past ? undefined : guessAt(run, pass, key.column));
     node.append(element("i", {className: key.mark, title: `${who}: ${key.mark}`, textContent}));
   }
   return node;
+}
+
+function magnify({slots, panels: {tensor}}, [number, pass, row, column]) {   // on a phone: a slot and its neighbours
+  const names = [-4, -3, -2, -1, 0, 1, 2, 3, 4].map(k => [number, pass, row, column + k].join("."));
+  const lens = div("lens", ...names.filter(name => slots.has(name)).map(name => {
+    const slot = slotAt(views[number].run, pass, row, Number(name.split(".")[3]));
+    return element("i", {className: "slot " + slot.kind + (name === names[4] ? " picked" : ""), data: {slot: name},
+                         textContent: slot.owner < 0 ? "·" : word(
+                           views[number].run, slot.owner, slot.position, "token", guessAt(views[number].run, pass, Number(name.split(".")[3])))});
+  }));
+  tensor.append(lens);
 }
 
 function lightUp(view, name, [number, pass, row], keys) {
@@ -499,12 +574,13 @@ function drawBill({run, now, states, panels: {bill}}) {
     pad_slots: ["pads", ...ofSlots("pad_slots")],
     finished_slots: ["finished", ...ofSlots("finished_slots")],
     recomputed: ["computed again", ...ofSlots("recomputed")],
+    ...run.knobs.guesses ? {rejected: ["wrong guesses", ...ofSlots("rejected")]} : {},
     score_entries: ["scores, a head and layer", number(total("score_entries"))],
     useful_scores: ["useful scores", number(total("useful_scores")),
                     percent(total("useful_scores"), total("score_entries"), "scores")],
     padded_keys: ["padded keys", number(total("padded_keys"))],
     copied_bytes: ["copied keys and values", (total("copied_bytes") / 1e6).toFixed(1) + " MB"],
-    ms: ["time in passes", ms(total("ms")), run.gpu ? "calculated" : ""],
+    ms: ["time in passes", ms(total("ms")), DATA.calculated ? "calculated" : ""],
     ttft: ["TTFT, mean", firsts.length ? ms(mean(firsts)) : "–", plural(firsts.length, "request")],
     itl: ["ITL, mean", gaps ? ms(sum / gaps) : "–"],
     stall: ["ITL, longest", gaps ? ms(longest) : "–"]};
@@ -518,7 +594,8 @@ function drawBill({run, now, states, panels: {bill}}) {
 
 const COLUMNS = {passes: ["passes", number], useful: ["useful slots", x => Math.round(100 * x) + "%"],
                  speed: ["tokens/s", number], first: ["wait, first token", Math.round],
-                 next: ["wait, next token", Math.round], preemptions: ["preempted", number]};
+                 next: ["wait, next token", Math.round], preemptions: ["preempted", number],
+                 memory: ["memory, tokens", n => n ? number(n) : "–"]};
 
 function scoreboard(scores, before, pick) {
   const most = Object.fromEntries(["speed", "next"].map(   // these are drawn as bars, too
@@ -526,14 +603,15 @@ function scoreboard(scores, before, pick) {
   const lines = Object.entries(scores).map(([name, score]) => {
     const cells = Object.entries(COLUMNS).map(([key, [, text]]) => {
       const was = before?.[name]?.[key], style = most[key] ? `--share: ${100 * score[key] / most[key]}%` : "";
-      return element("td", {data: {score: key}, style}, text(score[key]),
+      return score[key] === undefined ? "" : element("td", {data: {score: key}, style}, text(score[key]),
                      was !== undefined && text(was) !== text(score[key]) ? element("small", {}, ` was ${text(was)}`) : "");
     });
-    const title = pick ? element("button", {onclick: () => pick(name)}, name) : name;
+    const label = labelOf(RUNS.get(name)), title = pick ? element("button", {onclick: () => pick(name)}, label) : label;
     const wrong = score.wrong ? element("span", {className: "bad"}, ` ${score.wrong} requests WRONG`) : "";
     return element("tr", {}, element("th", {scope: "row"}, title, wrong), ...cells);
   });
   return element("table", {className: "scores"},
-    element("tr", {}, ...["stage", ...Object.values(COLUMNS).map(([title]) => title)].map(
+    element("tr", {}, ...["stage", ...Object.entries(COLUMNS).filter(
+      ([key]) => Object.values(scores)[0][key] !== undefined).map(([, [title]]) => title)].map(
       title => element("th", {scope: "col"}, title))), ...lines);
 }

@@ -7,16 +7,18 @@ The trace knows what a forward pass costs. The recorder is an X-ray, and adds wh
 which token is in which slot, which keys that slot really sees, and how much memory every request
 has. All of it is read from the layout and the caches of the running stage.
 
-A *run of slots* is a list, as long as its last value that is not the default:
+A frame, of one forward pass, has for each row of the tensor and each slot in it
 
-    [owner, first, n, sees, grows, pads, blanks, shift]
+    owner      number of the request; -1 for a pad; -2 - number for a slot of a finished request
+    position   of the owner's token that is in it; 0 for pads
 
-    owner    number of the request; -1 for pads; -2 - number for slots of a finished request
-    first, n token positions first .. first + n - 1 of the owner, in n neighbouring slots
-    sees     [request, from, to, ...]: the keys that the first slot sees, as ranges of positions
-    grows    1: each further slot sees one key more, at the end of the last range. 0: the same keys
-    pads     pad keys that each slot sees;  blanks: keys seen to which nothing was written
-    shift    position given to the model, minus the token's own; 0 where all is right
+and, for those slots that see other keys than their own request's up to themselves, by the number
+of the slot in the tensor
+
+    sees       [[request, from, to, ...], pads, blanks]: ranges of positions, and numbers of pad
+               keys and of keys to which nothing was written
+    shift      position given to the model, minus the token's own
+    guesses    token that was guessed for a position whose token is not known yet
 """
 import inspect
 from dataclasses import replace
@@ -30,7 +32,6 @@ from checks.xray import PAD, XRay, keys_of
 # The X-ray gives each token an id, and each key a vector as long as there are ids. Beyond this
 # many tokens, prompts and longest answers together, the recorder leaves it out.
 MOST_TOKENS = 4000
-DEFAULTS = (1, 0, 0, 0)   # of grows, pads, blanks and shift
 
 
 class Recorder(XRay):
@@ -51,6 +52,7 @@ class Recorder(XRay):
         positions = [position for _, position in self.token_of[1:]]
         self.owner = np.array([-1, *owners, -1])             # of an id; -1 for PAD and for blanks
         self.position = np.array([0, *positions, 0])
+        self.length = np.bincount(owners).tolist()           # of ids that a request has
         self.first_id = np.array([*self.first.values()])     # of a request, by its number
         self.frames = []                                     # one dict for each forward pass
         self.wrong, self.sentences = 0, []                   # what the X-ray found, see faults
@@ -69,11 +71,22 @@ class Recorder(XRay):
             same = super().look(model, arguments)
             sight = self.passes.pop()
             ids, seen = sight.ids, self.ranges(sight)
-            self.note_faults(sight, seen)
         past = keys_of(batch) - ids.size(-1) if ids.dim() == 2 else 0
-        self.frames.append({"past": past, **self.changes(batch),   # past: key columns of a row
-                            "rows": self.rows(batch, ids, given.flatten().tolist(), seen)})
+        frame = {"past": past, **self.slots(batch, ids, given, seen), **self.changes(batch)}
+        wrong = sum(frame["owner"][slot // ids.size(-1)][slot % ids.size(-1)] >= 0
+                    for slot in frame["sees"].keys() | frame["shift"].keys())
+        if wrong and not self.sentences:
+            self.sentences = list(self.faults_of(len(self.frames), sight))[:5]
+        self.wrong += wrong
+        self.frames.append(frame)        # past: key columns of a row
         return same
+
+    def stand_in(self, request):
+        """With ids for guesses, too, which are laid out before any is known to be right."""
+        twin, length = super().stand_in(request), self.length[self.number[request]]
+        known = len(request.tokens)
+        twin.generated += range(self.first[request] + known, self.first[request] + length)
+        return twin
 
     def ranges(self, sight):
         """What each slot sees: ([request, from, to, ...], pads, blanks)."""
@@ -99,34 +112,23 @@ class Recorder(XRay):
                     (int(self.owner[a]), int(self.position[a]), int(self.position[b]) + 1))
         return seen
 
-    def note_faults(self, sight, seen):
-        """Counts the tokens that see what they should not, or are at a wrong position."""
-        slots = zip(sight.ids.flatten().tolist(), sight.positions.flatten().tolist(), seen)
-        wrong = sum(
-            (sees, given) != (([int(self.owner[id]), 0, int(self.position[id]) + 1], 0, 0),
-                              int(self.position[id])) for id, given, sees in slots if id != PAD)
-        if wrong and not self.sentences:
-            self.sentences = list(self.faults_of(len(self.frames), sight))[:5]
-        self.wrong += wrong
-
-    def rows(self, batch, ids, given, seen):
-        """The slots of a pass, row by row, as runs."""
-        width, ids, rows = ids.size(-1), ids.flatten().tolist(), []
-        for start in range(0, len(ids), width):
-            row = []
-            for slot in range(start, start + width):
-                owner, position, shift = int(self.owner[ids[slot]]), 0, 0
-                if ids[slot] != PAD:
-                    position = int(self.position[ids[slot]])
-                    shift = given[slot] - position
-                elif len(batch.plan) * width == len(ids) and not batch.plan[start // width][1]:
-                    owner = -2 - self.number[batch.plan[start // width][0]]
-                sees, pads, blanks = seen[slot] if seen else (None, 0, 0)
-                one = [owner, position, 1, sees, 1, pads, blanks, shift]
-                if not (row and extend(row[-1], one)):
-                    row.append(one)
-            rows.append([trimmed(run) for run in row])
-        return rows
+    def slots(self, batch, ids, given, seen):
+        """Owner and position of each slot, and what is not as it should be."""
+        width, flat = ids.size(-1), ids.flatten().numpy(force=True)
+        owner, position = self.owner[flat], self.position[flat]
+        rows = batch.plan if len(batch.plan) * width == len(flat) else ()
+        for row, (request, n) in enumerate(rows):
+            if not n:   # of a static batch; its request has finished
+                owner[row * width:(row + 1) * width] = -2 - self.number[request]
+        shift = np.where(owner >= 0, given.flatten().numpy(force=True) - position, 0)
+        tokens, known = batch.tokens.flatten().tolist(), [len(r.tokens) for r in self.requests]
+        guesses = {slot: tokens[slot] for slot, (i, at) in enumerate(zip(owner, position))
+                   if i >= 0 and at >= known[i]}
+        sees = {slot: each for slot, each in enumerate(seen or ()) if each != (
+            [int(owner[slot]), 0, int(position[slot]) + 1], 0, 0)}
+        return {"owner": owner.reshape(-1, width).tolist(), "sees": sees, "guesses": guesses,
+                "position": position.reshape(-1, width).tolist(),
+                "shift": {int(slot): int(shift[slot]) for slot in shift.nonzero()[0]}}
 
     def changes(self, batch):
         """
@@ -159,8 +161,8 @@ def record(generate, model, requests, timed=None, reference=None, **knobs):
     """
     Runs a stage on copies of `requests` under a Recorder. Returns its trace.
 
-    timed:     the trace of an undisturbed run, whose times count, unless it did something else
-               because rounding flipped a near-tie; None: it runs first
+    timed:     the trace of another run, whose times count, unless it did something else because
+               rounding flipped a near-tie; None: an undisturbed run comes first
     reference: the model that the outputs are checked against; None: they are not checked
     """
     if timed is None:
@@ -173,8 +175,9 @@ def record(generate, model, requests, timed=None, reference=None, **knobs):
                 if name not in ("model", "requests", "on_token")}
     recorder.generate, recorder.knobs = generate, defaults | knobs
     if work_of(trace) == work_of(timed):
-        for what in "passes", "started", "step_times":
-            setattr(trace, what, getattr(timed, what))
+        trace.started, trace.step_times = timed.started, timed.step_times
+        for p, twin in zip(trace.passes, timed.passes):
+            p.seconds = twin.seconds
         for request, twin in zip(trace.requests, timed.requests):
             request.token_times = twin.token_times
     trace.recording = recorder
@@ -183,27 +186,5 @@ def record(generate, model, requests, timed=None, reference=None, **knobs):
 
 def work_of(trace):
     """What a run did, whatever time it took."""
-    return ([replace(p, seconds=0) for p in trace.passes],
-            [(request.name, request.generated) for request in trace.requests])
-
-
-def extend(run, one):
-    """Whether a run of slots goes on with the next slot `one`; if so, adds it."""
-    owner, first, n, sees, grows, *rest = run
-    if owner != one[0] or rest != one[5:] or one[1] != (first + n if owner >= 0 else 0):
-        return False
-    further = one[3]
-    if n == 1 and sees and further == sees:
-        run[4] = grows = 0
-    if further != (sees and [*sees[:-1], sees[-1] + grows * n]):
-        return False
-    run[2] += 1
-    return True
-
-
-def trimmed(run):
-    """Without the defaults at its end."""
-    n = len(run)
-    while n > 4 and run[n - 1] == DEFAULTS[n - 5]:
-        n -= 1
-    return run[:n] if n > 4 or run[3] is not None else run[:3]
+    return ([(p.step, p.shape, p.work, p.finished) for p in trace.passes],
+            [(request.name, request.token_steps) for request in trace.requests])

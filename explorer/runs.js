@@ -1,19 +1,12 @@
 "use strict";
 // What is known of the recorded runs: no drawing here. explorer/page.py says what the data hold, and
-// explorer/recorder.py what a run of slots is. `now` is a moment, as momentOf returns it.
+// explorer/recorder.py what a frame is. `now` is a moment, as momentOf returns it.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const SUMS = ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "padded_keys",
+const SUMS = ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "rejected", "padded_keys",
               "score_entries", "useful_scores", "copied_bytes", "ms"];
-const RUNS = new Map(), GPU = new Map();   // as measured; and with the times of a calculated GPU
-for (const run of DATA.runs) {
-  const {gpu, requests} = run;
-  if (gpu) {
-    GPU.set(run.name, prepare({...run, place: DATA.clock, passes: {...run.passes, ...gpu.passes},
-                               requests: requests.map((request, r) => ({...request, ...gpu.requests[r]}))}));
-  }
-  RUNS.set(run.name, prepare({...run, gpu: null}));
-}
+const RUNS = new Map();
+for (const run of DATA.runs) RUNS.set(run.name, prepare(run));
 
 // Adds what is looked up often: the passes of each step, running totals, each request's events.
 function prepare(run) {
@@ -41,8 +34,9 @@ function prepare(run) {
   }
   for (const i of p.step.keys()) {
     for (const [r, first, n] of threes(p.work[i])) {
-      const work = requests[r].work, [, from, count, reached] = work.at(-1) ?? [0, 0, 0, 0];
-      work.push([i, first, n, Math.max(reached, from + count), p.step[i]]);
+      const {work} = requests[r], before = work.at(-1);
+      const reached = before ? Math.max(before[3], before[1] + before[2] - rejectedOf(run, r, before)) : 0;
+      work.push([i, first, n, reached, p.step[i]]);
     }
     for (const [r, room] of Object.entries(p.room[i] ?? {})) requests[r].rooms.push([i, room]);
     for (const [r, n] of Object.entries(p.computed[i] ?? {})) requests[r].resets.push([i, n]);
@@ -65,33 +59,37 @@ function prepare(run) {
   return run;
 }
 
-// A run of "Try it", which explorer/build.py has made compact: prepared, but without tensors.
-function expanded({requests, arrived, passes: entries, ms}, name) {
-  const all = RUNS.get("unbatched").requests, indexOf = new Map(requests.map((r, i) => [r, i]));
-  const p = {step: [], start: [], ms, shape: [], work: [], pad_slots: [], finished_slots: [], finished: {},
-             recomputed: 0, room: {}, computed: {}, kept: {}, columns: {}, rows: {}};
+function guessed({knobs, requests}, r, [, first, n]) {   // whether a request guessed tokens in a pass
+  return knobs.guesses && n > 1 && first >= requests[r].prompt.length;
+}
+
+// Of the tokens that a request computed in a pass, the guesses that turned out to be wrong.
+function rejectedOf(run, r, work) {
+  return guessed(run, r, work) ? work[2] - run.requests[r].steps.filter(step => step === work[4]).length : 0;
+}
+
+// A run of "Try it", which explorer/build.py has: prepared, but without tensors.
+function expanded({requests, arrived, step, shape, work, finished, ms}, name) {
+  const {requests: all} = RUNS.get("unbatched"), indexOf = new Map(requests.map((r, i) => [r, i]));
   const list = requests.map((r, i) => ({...all[r], arrived: arrived[i], steps: [], ms: []}));
+  const p = {step, shape, ms, start: [], pad_slots: [], finished: {}, recomputed: 0, room: {}, computed: {}, kept: {},
+             work: work.map(parts => threes(parts).flatMap(([r, first, n]) => [indexOf.get(r), first, n]))};
+  p.finished_slots = step.map((_, i) => (finished[i] ?? []).length);
   let now = 0;
-  for (const [times, from, shape, work, finished = []] of entries) {
-    for (let k = 0; k < times; k++) {
-      const i = p.step.push(from + k) - 1, same = i && p.step[i - 1] === from + k;
-      const parts = threes(work).map(([r, first, n]) => [indexOf.get(r), first + k * n, n]);
-      const tokens = parts.reduce((sum, [, , n]) => sum + n, 0);
-      p.start.push(same ? p.start[i - 1] : now);
-      p.shape.push(shape);
-      p.work.push(parts.flat());
-      p.finished_slots.push(finished.length);
-      p.pad_slots.push(shape.reduce((a, b) => a * b) - tokens - finished.length);
-      if (finished.length) p.finished[i] = finished.map(r => indexOf.get(r));
-      now += ms[i];
-      for (const [r, first, n] of parts) {   // a token, where all known ones are computed
-        if (first + n !== list[r].prompt.length + list[r].ms.length) continue;
-        list[r].steps.push(from + k);
-        list[r].ms.push(now);
-      }
+  for (const i of step.keys()) {
+    p.start.push(i && step[i - 1] === step[i] ? p.start[i - 1] : now);
+    if (finished[i]) p.finished[i] = finished[i].map(r => indexOf.get(r));
+    now += ms[i];
+    let tokens = 0;
+    for (const [r, first, n] of threes(p.work[i])) {   // a token, where all known ones are computed
+      tokens += n;
+      if (first + n !== list[r].prompt.length + list[r].ms.length) continue;
+      list[r].steps.push(step[i]);
+      list[r].ms.push(now);
     }
+    p.pad_slots.push(shape[i].reduce((a, b) => a * b) - tokens - p.finished_slots[i]);
   }
-  return prepare({name, knobs: {}, place: DATA.clock, requests: list, passes: p, pool: null});
+  return prepare({...RUNS.get(name), requests: list, passes: p, pool: null, check: null});
 }
 
 function threes(values) {                // [a, b, c, d, e, f] -> [[a, b, c], [d, e, f]]
@@ -123,13 +121,22 @@ function textOf(tokens) {
   return new TextDecoder().decode(Uint8Array.from(bytes));
 }
 
-function word(run, owner, position, what = "token") {   // a token, in a word
+// A token, in a word. guess: the token that was guessed for this position
+function word(run, owner, position, what = "token", guess = undefined) {
   const {name, tokens} = run.requests[owner];
   if (what === "position") return String(position);
   if (!DATA.vocabulary) return name + position;
-  const piece = DATA.vocabulary[tokens[position]];
+  const piece = DATA.vocabulary[guess ?? tokens[position]];
   if (typeof piece !== "string") return piece.map(byte => byte.toString(16)).join(" ");
   return piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ /, "␣");
+}
+
+const guessAt = (run, pass, column) => run.passes.guesses?.[pass]?.[column];   // in a stream
+
+// A run's name with its stage's number, which is in the first line of the stage's docstring.
+function labelOf({name, idea}) {
+  const stage = /^Stage (\d)/.exec(idea ?? "")?.[1] ?? "";
+  return stage ? `stage ${stage}, ${name}` : name;
 }
 
 // --- a moment -------------------------------------------------------------------------------------
@@ -167,37 +174,45 @@ function stateOf(run, request, now) {
 // --- slots and what they see ----------------------------------------------------------------------
 
 // The tokens of a request in a pass: [[kind, how many], ...].
-function partsOf({prompt}, [, first, n, reached]) {
+function partsOf(run, r, work) {
+  const [, first, n, reached] = work, {prompt} = run.requests[r], rejected = rejectedOf(run, r, work);
   const again = Math.max(0, Math.min(reached, first + n) - first);
   const prefill = Math.max(0, Math.min(prompt.length, first + n) - first - again);
-  return [["recomputed", again], ["prefill", prefill], ["decode", n - again - prefill]];
+  const rest = n - again - prefill - rejected, accepted = guessed(run, r, work) ? rest - 1 : 0;
+  return [["recomputed", again], ["prefill", prefill], ["decode", rest - accepted], ["accepted", accepted],
+          ["rejected", rejected]];
 }
 
 function kindOf(run, pass, owner, position) {
   if (owner < 0) return owner === -1 ? "pad" : "finished";
-  if (position < last(run.requests[owner].work, pass)[3]) return "recomputed";
-  return position < run.requests[owner].prompt.length ? "prefill" : "decode";
+  const work = last(run.requests[owner].work, pass), [, first, n, reached] = work;
+  if (position < reached) return "recomputed";
+  if (position < run.requests[owner].prompt.length) return "prefill";
+  if (position === first || !guessed(run, owner, work)) return "decode";
+  return position < first + n - rejectedOf(run, owner, work) ? "accepted" : "rejected";
+}
+
+// Owner and position of each slot of a pass, row by row. A stream without a record follows its work.
+function slotsOf({passes: {owner, position, work}}, pass) {
+  if (owner) return {owner: owner[pass] ?? [], position: position[pass]};
+  const parts = threes(work[pass] ?? []);
+  return {owner: [parts.flatMap(([r, , n]) => Array(n).fill(r))],
+          position: [parts.flatMap(([, first, n]) => Array.from({length: n}, (_, k) => first + k))]};
 }
 
 // {owner, position, ranges, pads, blanks, shift, kind} of a slot, or null. ranges: the keys that it
-// sees, [[request, from, to], ...]; null if that was not measured.
+// sees, [[request, from, to], ...]. Where nothing else is recorded, these are its request's up to it.
 function slotAt(run, pass, row, column) {
-  let start = 0;
-  for (const slots of run.passes.rows[pass]?.[row] ?? []) {
-    const [owner, first, n, sees = null, grows = 1, pads = 0, blanks = 0, shift = 0] = slots;
-    const k = column - start, position = owner < 0 ? 0 : first + k;
-    if (k >= 0 && k < n) {
-      const ranges = sees && threes(sees);
-      if (ranges?.length) ranges.at(-1)[2] += grows * k;
-      return {owner, position, ranges, pads, blanks, shift, kind: kindOf(run, pass, owner, position)};
-    }
-    start += n;
-  }
-  return null;
+  const slots = slotsOf(run, pass), owner = slots.owner[row]?.[column], name = row * slots.owner[0]?.length + column;
+  if (owner === undefined) return null;
+  const position = slots.position[row][column], {sees = {}, shift = {}} = run.passes;
+  const [ranges, pads, blanks] = sees[pass]?.[name] ?? [owner < 0 ? [] : [owner, 0, position + 1], 0, 0];
+  return {owner, position, ranges: threes(ranges), pads, blanks, shift: shift[pass]?.[name] ?? 0,
+          kind: kindOf(run, pass, owner, position)};
 }
 
 function ownersOf(row) {                 // the requests whose slots, finished or not, are in a row
-  return [...new Set(row.map(([owner]) => owner < -1 ? -2 - owner : owner))].filter(owner => owner >= 0);
+  return [...new Set(row.map(owner => owner < -1 ? -2 - owner : owner))].filter(owner => owner >= 0);
 }
 
 function pageOf(run, pass, {owner, position}) {   // that holds a key in stage 7; elsewhere null
@@ -207,8 +222,8 @@ function pageOf(run, pass, {owner, position}) {   // that holds a key in stage 7
 
 // The keys of a slot's row in their order, [{owner, position, column, past}, ...]; owner < 0: a pad.
 function keysOf(run, pass, row, slot) {
-  const p = run.passes, slots = p.rows[pass][row], flat = p.shape[pass].length === 1;
-  const past = (flat ? [slot.owner] : ownersOf(slots)).flatMap(owner => {
+  const p = run.passes, {owner: owners, position} = slotsOf(run, pass), flat = p.shape[pass].length === 1;
+  const past = (flat ? [slot.owner] : ownersOf(owners[row])).flatMap(owner => {
     const [i, first, n] = last(run.requests[owner].work, pass);
     const length = i === pass ? first : first + n;
     return Array.from({length}, (_, position) => ({owner, position, past: true}));
@@ -216,12 +231,9 @@ function keysOf(run, pass, row, slot) {
   const pads = Math.max(0, p.past[pass] - past.length), keys = [];
   for (let i = 0; i < pads; i++) keys.push({owner: -1, past: true});
   keys.push(...past);
-  let column = 0;
-  for (const [owner, first, n] of slots) {
-    for (let k = 0; k < n; k++, column++) {
-      if (!flat || owner === slot.owner) keys.push({owner, position: first + k, column, past: false});
-    }
-  }
+  owners[row].forEach((owner, column) => {
+    if (!flat || owner === slot.owner) keys.push({owner, position: position[row][column], column, past: false});
+  });
   return keys;
 }
 

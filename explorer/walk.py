@@ -1,129 +1,145 @@
 """
-The guided walk of the explorer: ten stops up the ladder. Each is a sentence or two, and a scene: a
-step of one or two runs, and the panels that show what the sentence speaks of.
+The guided walk of the explorer, up the ladder. Each stop is a sentence or two, in walk.toml, and a
+scene: a step of one or two runs, and the panels that show what the sentence speaks of. Some ask
+first.
 
 Each stop finds its step in the runs themselves, and counts its figures there. Milliseconds are
-those of `twins`, the same runs on a calculated GPU.
+those of a calculated GPU.
 """
 import statistics
+from pathlib import Path
 
+import tomllib
+
+WORDS = Path(__file__).with_suffix(".toml")
 MASK = "interleaved, published mask"   # a run of stage 4 under the trap of that name
-FLAT = "ragged, varlen"
+FLAT, SAME = "ragged, varlen", "ragged, 416 tokens"   # SAME: in as much memory as stage 7 has
+GUESS, TWO = "speculative", "two requests"
 
 
-def walk(traces, twins):
-    """The stops for runs {name: trace}, as the page takes them; see `stop`."""
-    return [found(traces, twins) for found in (
-        padding, finished_rows, stall, chunk, fused, published_mask, flat_stream, sharing,
-        preemption, scoreboard)]
+def walk(traces, scores):
+    """The stops for runs {name: trace}, as the page takes them."""
+    words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
+    scenes = one_request, padding, finished_rows, stall, chunk, fused_rectangle, published_mask, \
+        flat_stream, sharing, preemption, guessing
+    found = [(scene.__name__, *scene(traces)) for scene in scenes]
+    found.append(("scoreboard", *scoreboard(traces, scores)))
+    return [stop(name.replace("_", " "), words[name], figures, **scene)
+            for name, scene, figures in found]
 
 
-def stop(title, text, panels, runs, step, clock="step", look=0, slot=None):
+def stop(title, words, figures, runs, step, clock="step", look=0, slot=None, before=None,
+         change=None):
     """
-    panels: those of the scene; the first is the one to look at
     runs:   the run that is shown, and if there are two, the one beside it
     look:   0 or 1, which of them to look at
     slot:   (pass, row, column) to point at, in that run
+    before: (step, slot) while it asks; else the same
+    change: (from, to), of the shapes of one step: passes of stage 3, rectangle, no pads, stream
     """
-    show = {"run": runs[0], "beside": runs[1] if len(runs) > 1 else "", "clock": clock,
-            "step": step}
-    if slot:
-        show["slot"] = ".".join(map(str, (look, *slot)))
-    return {"title": title, "text": text, "panels": panels, "look": look, "show": show}
+    def scene(runs, step, slot):
+        show = {"run": runs[0], "beside": "".join(runs[1:]), "clock": clock, "step": step}
+        return show | ({"slot": ".".join(map(str, (look, *slot)))} if slot else {})
+
+    figures = {"step": step, **figures}
+    found = {"title": title, "text": words["text"].format(**figures), "panels": words["panels"],
+             "look": look, "show": scene(runs, step, slot)}
+    if "question" in words:   # nothing that is shown then gives the answer away
+        asked = scene(runs, *before) if before else scene(runs[:1], step, not change and slot)
+        found["ask"] = {"question": words["question"].format(**figures), "show": asked,
+                        "choices": [text.format(**figures) for text in words["choices"]],
+                        "right": words["right"]}
+    if change:
+        found["change"] = {"runs": ["chunked", "interleaved", FLAT], "shapes": change}
+    return found
 
 
-def padding(traces, twins):
+def one_request(traces):
+    first, both = (next((i, p) for i, p in enumerate(traces[TWO].passes) if p.shape == shape)
+                   for shape in ((1, 1), (2, 1)))
+    one, two = (1e3 * p.seconds for _, p in (first, both))
+    return (dict(runs=[TWO], step=both[1].step, slot=(both[0], 1, 0),
+                 before=(first[1].step, (first[0], 0, 0))),
+            dict(first=first[1].step, both=both[1].step, one=one, two=two, half=one / 2,
+                 twice=2 * one))
+
+
+def padding(traces):
     i, p = most(traces["naive"], lambda p: p.pad_slots)
     row, (name, _, n) = min(enumerate(p.work), key=lambda entry: entry[1][2])
-    text = (f"Stage 1 puts all prompts into one rectangle, as wide as the longest of them. {name} "
-            f"has {n} tokens in a row of {p.shape[1]} slots. {p.pad_slots:,} of all {p.slots:,} "
-            "slots are pads, like the framed one: computed for nothing.")
-    panels = ["tensor", "sees", "timeline"]
-    return stop("padding", text, panels, ["naive"], p.step, slot=(i, row, 0))
+    return (dict(runs=["naive"], step=p.step, slot=(i, row, 0)),
+            dict(slots=p.slots, useful=p.useful, quarter=p.slots // 4, pads=p.pad_slots, name=name,
+                 n=n, wide=p.shape[1]))
 
 
-def finished_rows(traces, twins):
+def finished_rows(traces):
     _, p = most(traces["naive"], lambda p: p.finished_slots * any(
         request.arrival <= p.step < request.token_steps[0]
         for request in traces["naive"].requests))
-    text = (f"A static batch runs until its longest request is done. In step {p.step}, "
-            f"{p.finished_slots} of its {p.shape[0]} rows belong to requests that have finished "
-            "(red), while others wait for a place (the thin grey lines).")
-    return stop("finished rows", text, ["timeline", "tensor", "sees"], ["naive"], p.step)
+    return (dict(runs=["naive"], step=p.step), dict(finished=p.finished_slots, rows=p.shape[0]))
 
 
-def stall(traces, twins):
-    wait, step = worst_wait(twins["dynamic"])
-    every = statistics.median_high(wait for wait, _ in waits(twins["dynamic"]))
+def stall(traces):
+    wait, step = worst_wait(traces["dynamic"])
+    every = statistics.median_high(wait for wait, *_ in waits(traces["dynamic"]))
     decodes, prefill = passes_of(traces["dynamic"], step)
-    names = " and ".join(name for name, _, _ in prefill.work)
-    text = (f"Stage 2 lets newcomers in at once, but computes their prompts in one piece. In step "
-            f"{step}, a second pass computes the {prefill.useful} prompt tokens of {names}. The "
-            f"{len(decodes.work)} requests that decode get no token for {wait:.0f} ms; otherwise "
-            f"they get one every {every:.0f} ms.")
-    return stop("stall", text, ["timeline", "tensor", "sees"], ["dynamic"], step, "gpu")
+    return (dict(runs=["dynamic"], step=step, clock="ms"),
+            dict(wait=wait, every=every, thrice=3 * wait, tokens=prefill.useful,
+                 names=" and ".join(name for name, _, _ in prefill.work),
+                 decodes=len(decodes.work)))
 
 
-def chunk(traces, twins):
-    _, step = worst_wait(twins["dynamic"])
-    decodes, prefill = passes_of(traces["chunked"], step)
-    name, first, n = prefill.work[0]
-    whole = len(request_of(traces["chunked"], name).prompt)
-    waits = [worst_wait(twins[run])[0] for run in ("dynamic", "chunked")]
-    twin = [request_of(twins[run], name) for run in ("dynamic", "chunked")]
-    late = [1e3 * (request.token_times[0] - request.arrived) for request in twin]
-    tokens = traces["chunked"].recording.knobs["token_budget"]
-    text = (f"Stage 3 gives each step a budget of {tokens} tokens, decodes first. In step {step} "
-            f"that leaves {n} for a chunk of {name}, which has {whole}. The longest wait for a "
-            f"next token falls from {waits[0]:.0f} to {waits[1]:.0f} ms. The price: {name} waits "
-            f"{late[1]:.0f} ms for its first token, not {late[0]:.0f}.")
-    return stop("chunk", text, ["timeline", "plan"], ["chunked", "dynamic"], step, "gpu")
+def chunk(traces):
+    _, step = worst_wait(traces["dynamic"])
+    _, prefill = passes_of(traces["chunked"], step)
+    name, _, n = prefill.work[0]
+    both = [traces[run] for run in ("dynamic", "chunked")]
+    late = [1e3 * (request.token_times[0] - trace.arrived(request))
+            for trace, request in ((trace, request_of(trace, name)) for trace in both)]
+    ends = [1e3 * max(request.token_times[-1] for request in trace.requests) for trace in both]
+    return (dict(runs=["chunked", "dynamic"], step=step, clock="ms"),
+            dict(budget=both[1].recording.knobs["token_budget"], n=n, name=name, late=late,
+                 whole=len(request_of(both[1], name).prompt), ends=ends,
+                 waits=[worst_wait(trace)[0] for trace in both]))
 
 
-def fused(traces, twins):
-    _, step = worst_wait(twins["dynamic"])
+def fused_rectangle(traces):
+    _, step = worst_wait(traces["dynamic"])
     i, p = most(traces["interleaved"], lambda p: p.step == step)
     row = next(row for row, (_, _, n) in enumerate(p.work) if n == 1)
-    ms = [milliseconds(twins[run], p.step) for run in ("chunked", "interleaved")]
-    text = (f"Stage 4 fuses the two passes into one, so it reads the weights once: step {p.step} "
-            f"takes {ms[1]:.0f} ms, not {ms[0]:.0f}. But every decode is padded to the width of "
-            f"the chunk: {p.useful + p.recomputed} tokens in {p.slots:,} slots.")
-    return stop("fused rectangle", text, ["tensor", "sees", "timeline"], ["interleaved", "chunked"],
-                p.step, slot=(i, row, 0))
+    ms = [milliseconds(traces[run], step) for run in ("chunked", "interleaved")]
+    return (dict(runs=["chunked", "interleaved"], step=step, look=1, slot=(i, row, 0),
+                 change=(0, 1)),
+            dict(ms=ms, tokens=p.useful + p.recomputed, slots=p.slots))
 
 
-def published_mask(traces, twins):
+def published_mask(traces):
     recorder, found = traces[MASK].recording, []
-    for i, frame in enumerate(recorder.frames):
-        for row, slots in enumerate(frame["rows"]):
-            owner, position, n, *rest = slots[-1]
-            if owner >= 0 and n == 1 and len(rest) > 2 and rest[2]:
-                found.append((rest[2], i, row))
+    for i, (p, frame) in enumerate(zip(traces[MASK].passes, recorder.frames)):
+        for slot, (_, pads, _) in frame["sees"].items():
+            row, column = divmod(slot, p.shape[-1])
+            if frame["owner"][row][column] >= 0 and p.work[row][2] == 1:
+                found.append((pads, i, row))
     pads, i, row = max(found)
     alone = {request.name: request.generated for request in traces["unbatched"].requests}
     other = sum(alone[request.name] != request.generated for request in recorder.requests)
     p = traces[MASK].passes[i]
-    text = ("A published tutorial marks all new slots of this rectangle as valid. So the framed "
-            f"decode of {p.work[row][0]} sees {pads} pads (red). Nothing raises an error. Only the "
-            f"check tells: {other} of {len(recorder.requests)} requests get other tokens than they "
-            "would have got alone.")
-    return stop("published mask", text, ["tensor", "sees"], [MASK], p.step,
-                slot=(i, row, p.shape[1] - 1))
+    return (dict(runs=[MASK], step=p.step, slot=(i, row, p.shape[1] - 1)),
+            dict(name=p.work[row][0], pads=pads, other=other, all=len(recorder.requests)))
 
 
-def flat_stream(traces, twins):
-    _, step = worst_wait(twins["dynamic"])
+def flat_stream(traces):
+    _, step = worst_wait(traces["dynamic"])
     wide, = passes_of(traces["interleaved"], step)
     i, p = most(traces[FLAT], lambda p: p.step == step)
-    ms = [milliseconds(twins[run], p.step) for run in ("interleaved", FLAT)]
-    text = ("Stage 6 has no rows. The tokens of all requests are one stream, and its boundaries "
-            f"say which keys each may see. The same plan takes {p.slots} slots, not {wide.slots:,},"
-            f" and {ms[1]:.0f} ms, not {ms[0]:.0f}. No slot is a pad.")
-    return stop("flat stream", text, ["tensor", "sees", "timeline"], ["interleaved", FLAT], p.step,
-                look=1, slot=(i, 0, 0))
+    if any(p.work != wide.work for p in passes_of(traces[FLAT], step)):
+        raise RuntimeError(f"step {step} of stages 4 and 6 has two plans")
+    ms = [milliseconds(traces[run], step) for run in ("interleaved", FLAT)]
+    return (dict(runs=["interleaved", FLAT], step=step, look=1, slot=(i, 0, 0), change=(1, 3)),
+            dict(wide=wide.slots, half=wide.slots // 2, slots=p.slots, ms=ms))
 
 
-def sharing(traces, twins):
+def sharing(traces):
     trace, first_of, found = traces["paged"], {}, []
     for i, p in enumerate(trace.passes):
         for name, first, _ in p.work:
@@ -135,35 +151,48 @@ def sharing(traces, twins):
     table = tables(trace, i)[name][:first // size]
     others = [other for other, pages in tables(trace, i).items()
               if other != name and pages[:len(table)] == table]
-    p, slot = trace.passes[i], sum(n for _, _, n in trace.passes[i].work[:-1])
-    text = (f"Stage 7 keeps all keys and values in pages of {size} tokens. Each "
-            f"request has a list of them. {name} begins like {' and '.join(others)}: it takes "
-            f"the same {len(table)} pages (double frames), which are kept once, and its first "
-            f"{first} tokens are not computed.")
-    return stop("sharing", text, ["memory", "timeline"], ["paged"], p.step, slot=(i, 0, slot))
+    p = trace.passes[i]
+    return (dict(runs=["paged"], step=p.step, slot=(i, 0, sum(n for _, _, n in p.work[:-1]))),
+            dict(size=size, name=name, others=" and ".join(others), pages=len(table),
+                 tokens=first))
 
 
-def preemption(traces, twins):
+def preemption(traces):
+    """Of the longest wait, whose frame the timeline shows."""
     trace = traces["paged"]
-    i, p = most(trace, lambda p: p.recomputed)
-    again = sum(p.recomputed for p in trace.passes)
-    name = next(name for name, first, _ in p.work if first < reached(trace, i, name))
-    lost = max(j for j in range(i) if name in tables(trace, j))
-    text = (f"Memory is scarce here: {trace.recording.pool['pages']} pages. After step "
-            f"{trace.passes[lost].step} no page is left, and {name}, the last of those that run, "
-            f"is preempted: it gives its pages back and waits (shaded). In step {p.step} it "
-            f"computes tokens again (purple), {again} in the whole run. It draws no random number "
-            "twice, so its text stays the same.")
-    return stop("preemption", text, ["timeline", "memory"], ["paged"], p.step, "gpu")
+    wait, end, name = max(waits(trace))
+    steps = request_of(trace, name).token_steps
+    start = steps[steps.index(end) - 1]
+    inside = [i for i, p in enumerate(trace.passes) if start < p.step <= end]
+    lost = next(i for i in inside if name not in tables(trace, i))
+    again, p = next((n, trace.passes[i]) for i in inside for who, first, n in trace.passes[i].work
+                    if who == name and first < reached(trace, i, name))
+    return (dict(runs=["paged"], step=p.step, clock="ms"),
+            dict(pages=trace.recording.pool["pages"], lost=trace.passes[lost].step, name=name,
+                 wait=wait, again=again))
 
 
-def scoreboard(traces, twins):
-    text = ("All stages, the same requests, the same tokens. Stage 3 ends the stall, and reads the "
-            "weights twice a step; stage 4 reads them once, and pays for pads; stage 6 does "
-            "neither. Stage 7 serves them in less memory, and computes shared beginnings once. A "
-            "click on a name shows its run.")
-    last = traces[FLAT].passes[-1].step
-    return stop("scoreboard", text, ["score"], [FLAT], last, "gpu")
+def guessing(traces):
+    trace, found = traces[GUESS], []
+    for i, p in enumerate(trace.passes):
+        kept = [request_of(trace, name).token_steps.count(p.step) for name, _, _ in p.work]
+        found.append((sum(max(n - 1, 0) for n in kept), p.rejected, i))
+    right, wrong, i = max(found, key=lambda entry: (min(entry[:2]), entry))
+    p = trace.passes[i]
+    work = next(k for k, (name, _, _) in enumerate(p.work)
+                if request_of(trace, name).token_steps.count(p.step) > 1)
+    slot = sum(n for _, _, n in p.work[:work]) + 1
+    hits = sum(right for right, _, _ in found)
+    return (dict(runs=[GUESS], step=p.step, slot=(i, 0, slot)),
+            dict(right=right, wrong=wrong, hits=hits, passes=len(trace.passes),
+                 guesses=hits + sum(wrong for _, wrong, _ in found),
+                 without=len(traces[FLAT].passes)))
+
+
+def scoreboard(traces, scores):
+    return (dict(runs=[FLAT], step=traces[FLAT].passes[-1].step, clock="ms"),
+            dict(limit=traces[SAME].recording.knobs["max_kv_tokens"], flat=scores[FLAT],
+                 same=scores[SAME], paged=scores["paged"]))
 
 
 # --- what the stops count -------------------------------------------------------------------------
@@ -181,23 +210,23 @@ def request_of(trace, name):
     return next(request for request in trace.requests if request.name == name)
 
 
-def waits(twin):
-    """[(milliseconds, step), ...]: each request's waits for its next tokens, and when they end."""
-    return [(1e3 * (b - a), step) for request in twin.requests for a, b, step in zip(
+def waits(trace):
+    """[(ms, step, name), ...]: each request's waits for its next tokens, and when they end."""
+    return [(1e3 * (b - a), step, request.name) for request in trace.requests for a, b, step in zip(
         request.token_times, request.token_times[1:], request.token_steps[1:])]
 
 
-def worst_wait(twin):
+def worst_wait(trace):
     """
     (milliseconds, step) of the longest wait, and of the step that made others wait: a wait ends
     with the step after the one whose second pass is long.
     """
-    longest, end = max(waits(twin))
-    return longest, max(p.step for p in twin.passes if p.step < end)
+    longest, end, _ = max(waits(trace))
+    return longest, max(p.step for p in trace.passes if p.step < end)
 
 
-def milliseconds(twin, step):
-    return sum(1e3 * p.seconds for p in passes_of(twin, step))
+def milliseconds(trace, step):
+    return sum(1e3 * p.seconds for p in passes_of(trace, step))
 
 
 def reached(trace, i, name):
@@ -213,3 +242,13 @@ def tables(trace, i):
         held.update(frame["room"])
     names = [request.name for request in trace.recording.requests]
     return {names[number]: table for number, table in held.items() if table}
+
+
+def most_held(trace):
+    """The most tokens of memory that a run had reserved at one time, pads included."""
+    held, largest, size = {}, 0, (trace.recording.pool or {}).get("page_size")
+    for frame in trace.recording.frames:
+        held.update({number: room or 0 for number, room in frame["room"].items()})
+        pages = {page for room in held.values() if size and room for page in room}
+        largest = max(largest, size * len(pages) if size else sum(held.values()))
+    return largest

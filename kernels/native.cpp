@@ -34,6 +34,7 @@ constexpr i64 W = 4, COLS = 4, ROWS = 6, SIDE = 1;
 #error "a processor for which these sizes were not chosen: torch's own kernels are better"
 #endif
 constexpr i64 PANEL = COLS * W;    // columns of the result that are computed together
+constexpr i64 LINE = 16;           // numbers in a cache line
 constexpr i64 DEPTH = 768;         // so much of k that a panel's piece of w stays in the L2 cache
 typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t places __attribute__((vector_size(4 * W)));
@@ -88,17 +89,21 @@ static inline void fetch(uintptr_t from, i64 numbers) {
     for (i64 i = 0; i < numbers; i += 16) __builtin_prefetch((const void*)(from + 4 * i));
 }
 
-// y (R, cols) += x (R, k) w (k, C * W). `ahead`: what is read next, fetched meanwhile.
+// y (R, cols) += x (R, k) w (k, C * W). `ahead`: what is read next, fetched meanwhile: a row of it at
+// every so many steps. Evenly, so that the memory is busy all the time: in the first steps alone they
+// would wait for it, and it would rest in the others.
 template <i64 R, i64 C>
 static void tile(const float* x, i64 x_row, const float* w, i64 w_row, float* y, i64 y_row,
-                 i64 k, i64 cols, uintptr_t ahead, i64 ahead_k) {
+                 i64 k, i64 cols, uintptr_t ahead, i64 every) {
     vec sum[R][C] = {};
-    for (i64 i = 0; i < k; i++) {
+    for (i64 i = 0, wait = every; i < k; i++) {
         vec b[C];
         for (i64 c = 0; c < C; c++) b[c] = *(const vec*)(w + i * w_row + c * W);
-        if (i < ahead_k)
+        if (--wait == 0) {
             for (i64 c = 0; c < C; c++) __builtin_prefetch((const void*)(ahead + 4 * c * W));
-        ahead += 4 * w_row;
+            ahead += 4 * w_row;
+            wait = every;
+        }
         for (i64 r = 0; r < R; r++) {
             vec a = x[r * x_row + i] - vec{};     // the same number in all places
             for (i64 c = 0; c < C; c++) sum[r][c] = multiply_add(a, b[c], sum[r][c]);
@@ -168,13 +173,13 @@ static void linear(const float* x, Matrix weight, float* y, i64 m, i64 k, i64 n,
                 sum = after == ADD ? sum + bias : bias;
             }
         for (i64 at = 0; at < k; at += DEPTH) {
-            i64 depth = min(DEPTH, k - at), share = (depth + blocks - 1) / blocks;
+            i64 depth = min(DEPTH, k - at);
             const float* w = weight.packed + first * k + at * PANEL;
             for (i64 block = 0; block < blocks; block++) {
                 i64 r = m * block / blocks, rows = m * (block + 1) / blocks - r;   // equal parts
-                // While one piece of w is multiplied, each block fetches its share of the next.
+                // While one piece of w is multiplied, each block fetches its share of the next piece.
                 tile_of(rows, COLS)(x + r * k + at, k, w, PANEL, y + r * n + first, n, depth, cols,
-                                    place(w, (depth + block * share) * PANEL), share);
+                                    place(w, (depth + depth * block / blocks) * PANEL), blocks);
             }
         }
         if (after == GELU)
@@ -208,9 +213,9 @@ static void softmax(float* scores, i64 seen, i64 all, float scale) {
 // The keys or values of one request and one head, wherever its pages are.
 struct Cache {
     float* pool;              // (slots, size) of this head
-    const i64* table;         // the slot at which each page begins
+    const i64* table;         // its pages
     i64 page, size;
-    float* operator[](i64 s) const { return pool + (table[s / page] + s % page) * size; }
+    float* operator[](i64 s) const { return pool + (table[s / page] * page + s % page) * size; }
 };
 
 constexpr i64 AHEAD = 16;     // values are fetched so many tokens before they are used
@@ -321,26 +326,26 @@ struct Piece {
     i64 first, n;             // its new tokens in the stream
     i64 start;                // position of the first of them
     i64 wanted;               // of so many, the last ones, the logits are wanted
-    const i64* table;         // the slots at which its pages begin
+    const i64* table;         // its pages; a cache in one piece is a single page
     float* const* keys;       // of each layer: (heads, slots, size)
     float* const* values;
-    i64 slots;
+    i64 slots, page;          // tokens in its caches, and in a page
 };
 
 // The keys (or the values) of a request that one head of one layer keeps.
-static Cache cache_of(const Piece& p, float* pool, i64 page, i64 size, i64 head) {
-    return {pool + head * p.slots * size, p.table, page, size};
+static Cache cache_of(const Piece& p, float* pool, i64 size, i64 head) {
+    return {pool + head * p.slots * size, p.table, p.page, size};
 }
 
 // Writes the new keys and values, (N, heads * size), into the caches. It waits for all threads: a
 // request may see what another one writes in the same step.
 static void keep(const float* k, const float* v, i64 heads, i64 size, const Piece* pieces,
-                 i64 requests, i64 page, i64 layer) {
+                 i64 requests, i64 layer) {
     #pragma omp for schedule(static)
     for (i64 item = 0; item < requests * heads; item++) {
         const Piece& p = pieces[item / heads];
-        Cache keys = cache_of(p, p.keys[layer], page, size, item % heads);
-        Cache values = cache_of(p, p.values[layer], page, size, item % heads);
+        Cache keys = cache_of(p, p.keys[layer], size, item % heads);
+        Cache values = cache_of(p, p.values[layer], size, item % heads);
         for (i64 i = 0; i < p.n; i++) {
             i64 from = (p.first + i) * heads * size + item % heads * size;
             std::copy_n(k + from, size, keys[p.start + i]);
@@ -352,7 +357,7 @@ static void keep(const float* k, const float* v, i64 heads, i64 size, const Piec
 // Each query sees its request's keys up to its own position. q, out: (N, heads * size), of which
 // `group` neighbours share a head of keys. Only the last `wanted` queries of a request if `last`.
 static void attend(const float* q, float* out, i64 heads, i64 group, i64 size, const Piece* pieces,
-                   i64 requests, i64 page, i64 layer, bool last) {
+                   i64 requests, i64 layer, bool last) {
     static thread_local Room room;
     float scale = 1 / std::sqrt(float(size));
     i64 row = heads * size;
@@ -361,8 +366,8 @@ static void attend(const float* q, float* out, i64 heads, i64 group, i64 size, c
     for (i64 item = 0; item < requests * heads; item++) {
         const Piece& p = pieces[item / heads];
         i64 head = item % heads / group;
-        Cache keys = cache_of(p, p.keys[layer], page, size, head);
-        Cache values = cache_of(p, p.values[layer], page, size, head);
+        Cache keys = cache_of(p, p.keys[layer], size, head);
+        Cache values = cache_of(p, p.values[layer], size, head);
         i64 skip = last ? p.n - p.wanted : 0, n = p.n - skip;
         i64 at = (p.first + skip) * row + item % heads * size;
         uintptr_t next = place(keys[0], p.slots * size);   // a head's slots lie behind another's
@@ -438,19 +443,22 @@ void multiply(const float* x, const float* packed, const float* bias, float* y,
     linear(x, {packed, bias}, y, m, k, n, with_gelu ? GELU : NOTHING);
 }
 
-// A forward pass of N tokens. logits: (wanted, vocabulary). room: as native.py reckons it.
-// seconds: of each Part, added up. Returns N; or, before anything is written, the first token whose id
-// or position is beyond the embeddings.
+// A forward pass of N tokens. logits: (wanted, vocabulary). seconds: of each Part, added up. Returns N;
+// or, before anything is written, the first token whose id or position is beyond the embeddings.
+// One pass at a time: all use the same room.
 i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* positions, i64 N,
-          const Piece* pieces, i64 requests, i64 page, float* room, float* logits, i64 threads,
-          double* seconds) {
+          const Piece* pieces, i64 requests, float* logits, i64 threads, double* seconds) {
+    static std::vector<float> room;
     const Model& M = *model;
     for (i64 r = 0; r < N; r++)
         if (tokens[r] < 0 || tokens[r] >= M.vocabulary
             || (M.wpe && (positions[r] < 0 || positions[r] >= M.positions))) return r;
     i64 C = M.C, H = M.hidden, size = M.size, kv_heads = M.heads / M.group, m = N;
     i64 Q = M.heads * size, K = kv_heads * size;   // features of the queries; of the keys
-    float *x = room, *y = x + N * C, *q = y + N * std::max(C, Q), *k = q + N * Q, *v = k + N * K;
+    size_t needed = N * (C + std::max(C, Q) + Q + 2 * K + 2 * H + size) + LINE;
+    room.resize(std::max(room.size(), needed));
+    float* x = (float*)((uintptr_t(room.data()) + 4 * LINE - 1) / (4 * LINE) * (4 * LINE));
+    float *y = x + N * C, *q = y + N * std::max(C, Q), *k = q + N * Q, *v = k + N * K;
     float *h = v + N * K, *gate = h + N * H, *turns = gate + N * H, eps = *M.eps;
     double since = omp_get_wtime();
     auto spent_on = [&](Part part) {   // the first thread's time since the last call
@@ -490,8 +498,8 @@ i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* 
                 turn(k, layer.k_norm, turns, N, kv_heads, size, eps);
                 #pragma omp barrier
             }
-            keep(k, v, kv_heads, size, pieces, requests, page, i);
-            attend(q, y, M.heads, M.group, size, pieces, requests, page, i, last);
+            keep(k, v, kv_heads, size, pieces, requests, i);
+            attend(q, y, M.heads, M.group, size, pieces, requests, i, last);
             #pragma omp barrier
             if (last) {   // from here on, only the tokens whose logits are wanted
                 #pragma omp single

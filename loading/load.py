@@ -1,4 +1,19 @@
-"""A model and its tokenizer, by name."""
+"""
+A model and its tokenizer, by name. In Python a stage is a function:
+
+    from generate_ragged import generate          # every stage has a `generate`
+    from loading.load import load
+    from request import Request
+
+    model, tokenizer = load("builtin")            # or gpt2, ..., or a folder
+    prompts = ["# json\\n", "Return the value of"]
+    requests = [Request(tokenizer.encode(prompt), max_new_tokens=8) for prompt in prompts]
+    trace = generate(model, requests, max_batch=8, token_budget=64)
+    for request in requests:
+        print(tokenizer.decode(request.tokens), request.finish_reason)
+
+trace.passes has what each forward pass computed (toolbox/trace.py).
+"""
 import torch
 
 from loading.llama import Llama, LlamaConfig
@@ -16,7 +31,7 @@ def load_model(name="builtin", dtype=torch.float32):
     A Llama is read tensor by tensor from memory-mapped safetensors files: it takes its weights and,
     if these are converted, one tensor of the file more until it is read.
     """
-    if weights.kind_of(weights.locate(name)[0].parent, name) == "gpt2":
+    if weights.kind_of(name) == "gpt2":
         return GPT.from_pretrained(name).to(dtype)
     def make(config):
         return Llama(LlamaConfig(**config))

@@ -1,20 +1,19 @@
 # %% [markdown]
-# # The tour: why batch, and how, in ten minutes
+# # The tour: why batch, and how, in a quarter of an hour
 #
 # An LLM server gets many requests at once. This repository serves them in eight ways, called
 # *stages*. Each removes one fault of an earlier one, in a script that you can read in one sitting.
-# This notebook shows where that leads. Notebooks 1 to 6 take it apart, with questions to answer
+# This notebook shows where that leads. Notebooks 1 to 7 take it apart, with questions to answer
 # and code to write.
 
 # %%
-from lesson import ask, broken, check, folded, look, model, run, show, sizes, source
-from lesson import texts, tokenizer
-from experiments import figures
-from experiments.ladder import one_step, run_stages, small_workload
-from experiments.results import load as results
-from experiments.rows import forward_times
+from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, model
+from lesson import results, run, run_all, show, sizes, source, texts, timelines, tokenizer
+import statistics
+import time
+import torch
+import matplotlib.pyplot as plt
 from model import MultiHeadAttention
-from views import sights
 
 # %% [markdown]
 # ## Six requests, one batch
@@ -49,12 +48,31 @@ check("ragged, varlen", requests, token_budget=16)
 # your machine; and, on another one, a model of GPT-2's size, where it is the weights:
 
 # %% tags=["machine"]
-times = forward_times(model)
-figures.rows({"the built-in model": times, "GPT-2, 124M": results("rows")["points"]});
+def seconds(rows, repeats=20):
+    """The median time of a forward pass over so many tokens, which see only themselves."""
+    tokens, taken = torch.zeros(rows, dtype=torch.long), []
+    for _ in range(5 + repeats):   # five to warm up
+        start = time.perf_counter()
+        model(tokens, tokens, lambda layer, q, k, v: v)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[5:])
+
+
+with torch.inference_mode():
+    times = [(rows, seconds(rows)) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+figure, axes = plt.subplots(figsize=(6, 3.2))
+for label, points in {"the built-in model": times, "GPT-2": results("rows")["points"]}.items():
+    rows, passes = zip(*points)
+    axes.loglog(rows, [1e3 * s for s in passes], "o-", base=2, label=label)
+for axis in axes.xaxis, axes.yaxis:
+    axis.set_major_formatter("{x:g}")
+axes.set(xlabel="rows", ylabel="ms for one forward pass")
+axes.legend();
 
 # %% [markdown]
-# On the left, a forward pass over more and more rows; on the right, the same time per row. Sixteen
-# rows take much less than sixteen times as long as one.
+# A forward pass over more and more rows. Sixteen take much less than sixteen times as long as one.
+# (The library multiplies in several ways, and changes over between them: one row is a vector, and
+# a matrix of two rows takes about as long as one of eight. Hence GPT-2's bump, and other steps.)
 #
 # ## Two questions
 #
@@ -82,11 +100,11 @@ source(MultiHeadAttention.forward)
 # that is still computed. On a thin line a request waits.
 
 # %%
-eight = small_workload(model.config)
+eight = eight_requests()
 sizes(eight)
-traces = run_stages(model, eight, max_batch=4, token_budget=16)
-shown = "naive", "dynamic", "chunked", "interleaved", "prepacked", "ragged, varlen"
-figures.timelines([traces[name] for name in shown]);
+shown = "naive", "dynamic", "chunked", "interleaved", "prepacked", "ragged, varlen", "paged"
+traces = run_all(shown, eight, max_batch=4, token_budget=16)
+timelines([traces[name] for name in shown[:-1]]);
 
 # %% [markdown]
 # - **naive**, static batching: pad all prompts to one length, and run until the longest answer is
@@ -102,12 +120,7 @@ figures.timelines([traces[name] for name in shown]);
 # - **ragged:** no rows, only a stream of tokens, and no padding.
 
 # %%
-print("                      passes  slots  useful   scores")
-for name in (*shown, "paged"):
-    trace = traces[name]
-    slots, useful, scores = (sum(getattr(p, what) for p in trace.passes)
-                             for what in ("slots", "useful", "score_entries"))
-    print(f"{name:20}{len(trace.passes):8}{slots:7}{useful / slots:8.0%}{scores:9,}")
+counts(traces, slots="slots", useful="useful", scores="score_entries")
 
 # %% [markdown]
 # *Useful* slots hold a token that is computed for the first time. *Scores* are products of a query
@@ -123,7 +136,9 @@ for name in (*shown, "paged"):
 # are padding.
 
 # %%
-sights.draw(one_step(model));
+four = letters(A=4, B=2, C=1, D=6, arrivals={"D": 1})
+show({name: look(name, four, step=1, token_budget=7)
+      for name in ("interleaved", "ragged, mask")});
 
 # %% [markdown]
 # Most of the rectangle is padding, of two kinds: B and C have shorter pasts than A, and all three
@@ -154,14 +169,12 @@ show({"the published mask, step 4": published});
 #
 # ## Where to go from here
 #
-# | notebook | afterwards you can |
-# |---|---|
-# | [1. One request](01_one_request.ipynb) | read a mask; say why a KV cache is exact |
-# | [2. Rectangles](02_rectangles.ipynb) | pad prompts to one length, and count what that wastes |
-# | [3. Chunks and fusion](03_chunks_and_fusion.ipynb) | use a token budget; find the bug above |
-# | [4. No rows](04_no_rows.ipynb) | pack rows; drop them; skip what a mask only hides |
-# | [5. Memory](05_memory.ipynb) | keep caches in pages, share them, and choose what to preempt |
-# | [6. Cost](06_cost.ipynb) | turn counts into time; calculate a GPU; read TTFT and ITL |
+# [Notebook 1](01_one_request.ipynb) begins with a single request. Each of the next ones solves a
+# problem of the one before it, and in the last one you put an engine together.
+# [README.md](README.md) says what you can do after each of them.
+#
+# **Turn this knob.** Above, `token_budget=16`. Draw the timelines again with 8, and with 64. Which
+# stages change, and when does F get its first token?
 #
 # To see any run move, add a cell with `show(run("interleaved", eight, max_batch=4))`. It draws
 # the page that [docs/explorer.html](../docs/explorer.html) has for all stages. Under `with

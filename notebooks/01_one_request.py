@@ -9,12 +9,11 @@
 #
 # A cell that begins with `ask` wants a guess from you: replace `...` with your answer and run it
 # again. A cell with `@exercise` wants a few lines of code, and tells you whether they are right.
-# Boxes quote claims of the texts that this course is built on (listed in [README.md](README.md)
-# beside the notebooks), and say whether they hold.
 
 # %%
-from lesson import ask, broken, check, exercise, folded, letters, look, model, run, show, source
+from lesson import ask, broken, check, folded, letters, look, model, run, show, source
 from lesson import texts, tokenizer, word
+from exercises import exercise, solution
 import torch
 from model import Block, Head, MultiHeadAttention
 from cache import KV
@@ -45,34 +44,17 @@ source(MultiHeadAttention.forward)
 # on each row by itself, as if the others were not there. There is a single exception: the line
 # that calls `attend`.
 #
-# > **Claim R2.** A block has ten steps: LayerNorm twice, QKV, attention, output projection,
-# > residual twice, FFN-up, GELU, FFN-down. All but attention give the same rows whatever else
-# > is in the tensor. *It holds.*
-#
-# We test it. `step_by_step` runs the steps of the first block on a tensor of 7 rows, and then on
-# one of its rows alone.
-
+# Is that so? Here are the steps of the first block on a tensor of 7 rows, and on one of them alone:
 
 # %%
-def step_by_step(x):
-    """The token-wise steps of the first block: {step: its output}."""
-    block, out = model.h[0], {}
-    out["LayerNorm"] = block.ln_1(x)
-    out["query"], out["key"], out["value"] = (
-        part(x) for part in (block.attn.query, block.attn.key, block.attn.value))
-    out["output projection"] = block.attn.c_proj(x)
-    out["FFN-up"] = block.mlp.c_fc(x)
-    out["GELU"] = torch.nn.functional.gelu(x, approximate="tanh")
-    out["FFN-down"] = block.mlp.c_proj(x.repeat(1, 4))
-    out["residual"] = x + x
-    return out
-
-
+block = model.h[0]
+steps = {"LayerNorm": block.ln_1, "query": block.attn.query, "key": block.attn.key,
+         "value": block.attn.value, "output projection": block.attn.c_proj,
+         "FFN-up": block.mlp.c_fc, "GELU": torch.nn.functional.gelu, "residual": lambda x: x + x}
 x = torch.randn(7, 128, generator=torch.Generator().manual_seed(0))
-with torch.no_grad():
-    for (name, together), alone in zip(step_by_step(x).items(), step_by_step(x[3:4]).values()):
-        print(f"{name:18} row 3 is the same alone:", torch.allclose(together[3], alone[0],
-                                                                    atol=1e-6))
+for name, step in steps.items():
+    print(f"{name:18} row 3 is the same alone:",
+          torch.allclose(step(x)[3], step(x[3:4])[0], atol=1e-6))
 
 # %% [markdown]
 # ## Change one token
@@ -118,9 +100,6 @@ for layer, rows in enumerate(moved_rows(changed_token=3, attend=sees_nothing)):
     print(f"after layer {layer}: rows {rows} differ")
 
 # %% [markdown]
-# > **Claim H1.** Attention is the only place where tokens interact: with every mask entry
-# > False, no token influences another. *It holds*, as you have just seen.
-#
 # This is what makes batching easy. You may put any tokens into one tensor, from any number of
 # requests, as long as you get attention right.
 #
@@ -155,9 +134,6 @@ q, k, v = (torch.randn(7, 32, generator=g) for _ in "qkv")
 ours = attention(q, k, v, see=torch.ones(7, 7, dtype=torch.bool).tril())
 print("the same as the model's Head:", torch.allclose(ours, Head()(q, k, v), atol=1e-6))
 
-# %% [markdown]
-# > **Claim H2.** Scores are (number of queries, number of keys), so the cost of `q @ k.T` grows
-# > with the square of a prompt's length. Keys and values always have equal length. *It holds.*
 
 # %%
 ask("1.2: A prompt of 7 tokens has 49 scores (per head and layer). How many has one of 70?",
@@ -185,13 +161,6 @@ with folded():
         print(f"after layer {layer}: rows {rows} differ")
 
 # %% [markdown]
-# <details><summary>The claim, once you have answered</summary>
-#
-# > **Claim H3.** The last token never changes the attention output of earlier tokens, and only
-# > the last token's logits are needed to go on. *It holds.*
-#
-# </details>
-#
 # What of the old tokens does a new token need? Its query needs their *keys and values*. Those we
 # keep: that is the KV cache. Old queries, outputs and logits are not needed again.
 
@@ -217,10 +186,6 @@ texts_are = [tokenizer.decode(trace.requests[0].tokens) for trace in (without, w
 print(texts_are)
 
 # %% [markdown]
-# > **Claim H4.** With a KV cache, token n + 1 costs O(n) instead of O(n²): exactly one
-# > projection to a key and a value instead of n + 1. *It holds:* one row, and one row of
-# > scores.
-#
 # How much time this saves depends on the machine and on the length. Here are 200 tokens, on yours:
 
 # %% tags=["machine"]
@@ -237,9 +202,9 @@ for stage in "unbatched, no cache", "unbatched":
 #
 # ## What a cache costs
 #
-# > **Claim H5.** One token costs 2 · L · A · H values (keys and values, L layers, A heads of H
-# > features each). For Llama-2-7B (L = 32, A = 32, H = 128) in fp16 that is 8,192 values or 16
-# > KB (of 1,024 bytes) per token *per layer*, 512 KB per token. *It holds.*
+# One token costs 2 · L · A · H numbers: keys and values, in L layers, of A heads with H features
+# each. For Llama 2 7B (L = 32, A = 32, H = 128) in fp16, two bytes a number, that is 16 KB (of
+# 1,024 bytes) in each layer, and 512 KB in all.
 
 
 # %%
@@ -275,14 +240,8 @@ show({"a prompt: 7 x 7": look("unbatched", [request], step=0),
 # %% [markdown]
 # The three are one and the same rule: with S keys and T new tokens, the new tokens are the last T
 # of the S keys, and each new token sees everything up to itself. For T = S that is the triangle,
-# for T = 1 everything, and between them the whole past and a triangle over the last T columns.
-#
-# > **Claim I2.** One Head serves prefill and decode: an all-True mask, a lower triangle on its
-# > last T columns, ANDed with the padding mask (notebook 2). *It holds.*
-#
-# > **Claim H6.** Chunked prefill of n = 7 tokens in chunks of m = 4 takes ⌈7/4⌉ = 2 chunks and
-# > gives the same logits and the same cache as one pass, and so does any other split. *It
-# > holds.*
+# for T = 1 everything, and between them the whole past and a triangle over the last T columns. So
+# one `Head` serves prefill and decode, and any split into chunks gives the same logits:
 
 # %%
 for budget in 1, 2, 3, 4, 7:
@@ -308,18 +267,10 @@ def causal_rule(T, S):
     ...
 
 
+# %%
+solution("causal_rule")
+
 # %% [markdown]
-# <details><summary>Our answer</summary>
-#
-# ```python
-# @exercise
-# def causal_rule(T, S):
-#     query = torch.arange(S - T, S)[:, None]     # the position of each new token
-#     key = torch.arange(S)[None, :]
-#     return key <= query
-# ```
-# </details>
-#
 # ## Break it
 #
 # A mistake that is easy to make: let the triangle begin in the top left corner, as PyTorch's
@@ -336,6 +287,9 @@ show({"broken: 3 x 7": wrong,
 # %% [markdown]
 # The three queries are at positions 4, 5 and 6, but see only as much as positions 0, 1 and 2
 # would. Keys with a red outline must be seen, and are not.
+#
+# **Turn this knob.** Above, a chunk has 4 tokens. Draw the correct mask for `token_budget=3` and
+# `step=1`, and before you look, say: how many keys come from the cache, and how many are new?
 #
 # ## Three questions
 #
@@ -367,5 +321,9 @@ show({"broken: 3 x 7": wrong,
 # No. There the new token changes every earlier row of the first layer's output, hence the keys and
 # values of the second layer, and so on: everything must be computed again.
 # </details>
+#
+# **Claims.** The texts behind this course make claims, and [docs/sources.md](../docs/sources.md)
+# says which hold. Here you met R2 and H1 (tokens meet in attention only), H2 (scores grow with the
+# square), H3 and H4 (a cache is exact, and O(n)), H5 (its size), H6 and I2 (chunks; one Head).
 #
 # **Next:** [02_rectangles](02_rectangles.ipynb) puts several requests into one tensor.

@@ -8,13 +8,13 @@
 # - give every token the right position;
 # - name three kinds of waste, and count them.
 #
-# (In a cell with `ask`, replace `...` with your guess. An `@exercise` judges your code. Boxes quote
-# claims of the texts that this course is built on.)
+# (In a cell with `ask`, replace `...` with your guess. An `@exercise` judges your code.)
 
 # %%
-from lesson import ask, broken, check, exercise, folded, letters, look, model, run, show, sizes
-from lesson import source, texts, tokenizer, word
-from experiments import figures
+from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, run
+from lesson import run_all, show, sizes, source, texts, timelines, tokenizer, word
+from exercises import exercise, solution
+import torch
 from generate_dynamic import Rectangle, admit, leave
 
 requests = texts("Return the value of this function if", "The class", "Return True if the")
@@ -51,9 +51,6 @@ show({"stage 1, step 0": prefill}, label=word);
 #
 # After the prefill, each row needs the logits of its last token. With the padding on the left,
 # these tokens are all in the last column.
-#
-# > **Claim H7.** Batched prompts are padded on the left, so that the next token always comes
-# > from the rightmost column. *It holds.*
 #
 # Here is the same batch padded on the right. The mask hides the pads there, the positions are
 # right, and every later token goes where it belongs. Only one thing has not changed: the next token
@@ -104,16 +101,10 @@ def own_positions(columns, pads):
     ...
 
 
+# %%
+solution("own_positions")
+
 # %% [markdown]
-# <details><summary>Our answer</summary>
-#
-# ```python
-# @exercise
-# def own_positions(columns, pads):
-#     return columns - pads[:, None]
-# ```
-# </details>
-#
 # ### Break it
 #
 # Suppose that the position were simply the column.
@@ -135,10 +126,7 @@ with folded(), broken("static column positions"):
 #
 # ## Waste, first kind: padding
 #
-# > **Claim R1.** A (10 tokens) and B (30) are padded to [2, 30]: A computes 900 score entries
-# > per head and layer instead of 100, nine times as many. *This holds.* But *wrong as
-# > published:* the linear layers' waste is not "2×". They compute 60 slots for 40 tokens, which
-# > is 1.5×.
+# A prompt of 10 tokens beside one of 30: what does its row cost?
 
 # %%
 two = letters(A=10, B=30)
@@ -161,14 +149,11 @@ ask("2.3: The batch runs until the last request has its 10 tokens. How many slot
 
 # %%
 with folded():
-    figures.timelines([run("naive", uneven)], columns=1)
+    timelines([run("naive", uneven)], columns=1)
 
 # %% [markdown]
 # In a timeline, blue is prefill and green is decode. Hatched grey is padding. Hatched red is a
 # finished row that is still computed. On a thin line a request waits.
-#
-# > **Claim H8.** Static batches waste every step of a finished row until the longest row ends.
-# > *It holds:* the red cells.
 #
 # ## Waste, third kind: waiting
 #
@@ -176,11 +161,9 @@ with folded():
 # at the thin lines: these requests wait although some rows hold only finished requests.
 
 # %%
-from experiments.ladder import small_workload
-
-eight = small_workload(model.config)
+eight = eight_requests()
 sizes(eight)
-figures.timelines([run("naive", eight, max_batch=4)], columns=1);
+timelines([run("naive", eight, max_batch=4)], columns=1);
 
 # %% [markdown]
 # ## Stage 2: a new batch at every step
@@ -193,7 +176,7 @@ source(leave)
 source(admit)
 
 # %%
-figures.timelines([run("dynamic", eight, max_batch=4)], columns=1);
+timelines([run("dynamic", eight, max_batch=4)], columns=1);
 
 # %% [markdown]
 # Stage 2 builds a new rectangle in every step, so the cache can no longer belong to the batch.
@@ -229,13 +212,8 @@ with folded(), broken("column positions"):
 # ## The bill
 
 # %%
-print("               passes  slots  padding  finished  copied KB")
-for stage in "unbatched", "naive", "dynamic":
-    trace = run(stage, eight, **({} if stage == "unbatched" else {"max_batch": 4}))
-    slots, pads, finished, copied = (
-        sum(getattr(p, what) for p in trace.passes)
-        for what in ("slots", "pad_slots", "finished_slots", "copied_bytes"))
-    print(f"{stage:15}{len(trace.passes):5}{slots:7}{pads:9}{finished:9}{copied // 1024:11,}")
+counts(run_all(("unbatched", "naive", "dynamic"), eight, max_batch=4), slots="slots",
+       padding="pad_slots", finished="finished_slots", copied_bytes="copied_bytes")
 
 # %% [markdown]
 # Batching makes far fewer passes, and it pays for that with padding. Dynamic batching has no
@@ -243,6 +221,9 @@ for stage in "unbatched", "naive", "dynamic":
 # because it draws all steps equally wide. Step 6 computes the 40 tokens of F's prompt in one
 # piece. It takes much longer than the others, and A, C and E wait that long for their next tokens.
 # Notebook 3 solves this problem.
+#
+# **Turn this knob.** Run the bill again with `max_batch=2`, and with 8. Predict first: which count
+# of *dynamic* grows with the batch, and which one shrinks?
 #
 # ## Three questions
 #
@@ -273,5 +254,9 @@ for stage in "unbatched", "naive", "dynamic":
 # rectangle for all of them, and a request that leaves makes a hole. Stage 6 drops the rectangle
 # instead, and stage 7 shows where the keys can live then.
 # </details>
+#
+# **Claims** ([docs/sources.md](../docs/sources.md)): H7 (pad on the left) and H8 (finished rows)
+# hold. R1, on A and B padded to (2, 30), is *wrong as published* in one place: A's scores are nine
+# times as many, but the linear layers compute 60 slots for 40 tokens, 1.5 times, not "2×".
 #
 # **Next:** [03_chunks_and_fusion](03_chunks_and_fusion.ipynb) cuts the long prompts into pieces.

@@ -9,10 +9,11 @@
 # - find the bug in a published tutorial's mask.
 
 # %%
-from lesson import ask, broken, check, exercise, folded, letters, look, model, run, show, source
-import torch  # noqa: F401 (your code below needs it)
-from experiments import figures
-from experiments.results import load as results
+from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, results
+from lesson import run, run_all, show, source, timelines
+from exercises import exercise, solution
+import torch
+import matplotlib.pyplot as plt
 from request import indices_due
 from scheduler import Scheduler
 
@@ -21,14 +22,20 @@ from scheduler import Scheduler
 #
 # Four requests decode. At step 8 a prompt of 768 tokens arrives. The picture shows, for each step,
 # how long the four waited for their next token. (A model of GPT-2's size with random weights, 64
-# tokens a step: `python -m experiments.rows --gaps --model random`; the results are committed.
-# *Interleaved* is the subject of this notebook, *ragged* of the next. Dark red is *dynamic*, light
-# blue *chunked*, olive *interleaved*, brown *ragged*.)
+# tokens a step, measured beforehand. *Interleaved* is the subject of this notebook, *ragged* of the
+# next.)
 
 # %%
 measured = results("gaps")
 print(measured["where"])
-figures.itl(measured["points"], arrival=8, prompt_tokens=measured["prompt_tokens"]);
+figure, axes = plt.subplots(figsize=(8.75, 3.6))
+for name, points in measured["points"].items():
+    steps, seconds = zip(*points)
+    axes.plot(steps, [1e3 * s for s in seconds], ".-",
+              label=f"{name}: at worst {1e3 * max(seconds):.0f} ms")
+axes.axvline(8, color="#999999", linestyle="--")   # the prompt arrives
+axes.set(xlabel="step", ylabel="ms since the last token", ylim=(0, None))
+axes.legend();
 
 # %% [markdown]
 # With *dynamic*, stage 2, all of them stand still until the whole prompt is computed. (Stages 2
@@ -36,10 +43,9 @@ figures.itl(measured["points"], arrival=8, prompt_tokens=measured["prompt_tokens
 # a prompt's cache can be filled in pieces, with the same result (notebook 1). So let a step
 # compute a limited number of tokens, the *token budget*.
 #
-# > **Claim H12.** Continuous batching is a budget of m tokens per step: all decodes first, at 1
-# > token each; the rest is filled with prefill chunks. Finished requests leave at once and are
-# > replaced. Every computed token is a useful one (until preemption, notebook 5, recomputes
-# > some). *It holds* for tokens; a rectangle's pads come on top.
+# Two times matter to a user. *TTFT* is the time to the first token, from a request's arrival on.
+# *ITL* is the time between one token and the next. The picture shows the ITL of the four; the
+# newcomer feels its TTFT.
 #
 # In our Scheduler the budget is shared out in these lines. `todo` is how many of a request's known
 # tokens are not computed yet. A decode has 1. So has a prompt of which only the last token is
@@ -82,7 +88,8 @@ with folded():
 
 # %%
 three = letters(A=3, B=2, C=30, new=12)
-ask("3.3: Prompts before decodes. How many of three requests get wrong tokens?",
+ask("3.3: Prompts before decodes, C's prompt has 30 tokens. How many of the three get wrong "
+    "tokens?",
     guess=...)
 
 # %%
@@ -94,13 +101,32 @@ with broken("prompts before decodes", show=False):
     prompts_first = run("interleaved", three, token_budget=5)
 decodes_first = run("interleaved", three, token_budget=5)
 prompts_first.stage, decodes_first.stage = "prompts first", "decodes first"
-figures.timelines([prompts_first, decodes_first], columns=1);
+timelines([prompts_first], columns=1);
 
 # %% [markdown]
 # Blue is prefill, green is decode, hatched grey is padding, and on a thin line a request waits.
-# Prompts first: A and B wait until C's whole prompt is computed, and the stall is back. Decodes
-# first: A and B get a token in every step. The price is that C's first token comes later.
-#
+# Prompts first: A and B wait until C's whole prompt is computed, and the stall is back. With
+# decodes first, somebody else has to wait.
+
+
+# %%
+def waits(trace):
+    """{name: the longest that it waits for a token, in steps}"""
+    return {r.name: max(b - a for a, b in zip([r.arrival - 1, *r.token_steps], r.token_steps))
+            for r in trace.requests}
+
+
+ask("3.4: Who pays for the long prompt now? Which of A, B and C wait longer for a token with "
+    "decodes first than with prompts first?",
+    guess=...)
+
+# %%
+with folded():
+    for trace in prompts_first, decodes_first:
+        print(f"{trace.stage}: the longest wait for a token, in steps: {waits(trace)}")
+    timelines([decodes_first], columns=1)
+
+# %% [markdown]
 # ## When may one sample?
 #
 # C's prompt is computed in chunks. Each chunk has a last token, and that token has logits. Does the
@@ -112,9 +138,6 @@ source(indices_due)
 # %% [markdown]
 # No: C's next token is known already, because it is the next token of the prompt. The logits of a
 # last token say something new only when the plan covers all that the request has to do.
-#
-# > **Claim I5.** Never sample from a partial prefill; the last row's last logit is the first
-# > token only when the prompt is complete. *It holds.*
 
 # %%
 with broken("samples from a partial prefill"):
@@ -128,11 +151,6 @@ with broken("samples from a partial prefill"):
 #
 # Stage 3 makes two forward passes in a step: one for the decodes, one for the chunks. Each reads
 # all weights. But the model does not know what a decode is. It sees tokens and positions.
-#
-# > **Claim I3.** A fused step makes one model call where chunked prefill makes two. *It holds.*
-#
-# > **Claim I6.** With no decodes the fused call is a plain prefill, with no prefill a plain
-# > decode. *It holds.*
 
 # %%
 for stage in "chunked", "interleaved":
@@ -147,31 +165,30 @@ for stage in "chunked", "interleaved":
 # ### The example of the source
 #
 # The tutorial that introduced this fused pass has an example. A, B and C decode at positions 22,
-# 15 and 9. D brings a chunk of 8 tokens. We reproduce it: three prompts of 22, 15 and 9 tokens
-# arrive at step 0, and D at step 1.
+# 15 and 9. D brings a chunk of 8 tokens. Its shape, with a scheduler's numbers:
 
 # %%
 example = letters(A=22, B=15, C=9, D=8, new=3, arrivals={"D": 1})
 fused = look("interleaved", example, step=1)
-print(fused.positions)
-
-# %%
-show({"stage 4: decodes of A, B, C, and a chunk of D": fused});
+slots, pads_in_it = fused.ids.numel(), int((fused.ids == 0).sum())
+print(fused.positions, f"\n{slots} slots, of which {pads_in_it} are padding")
 
 # %% [markdown]
-# > **Claim I1.** A, B and C decode at positions 22, 15 and 9, beside a chunk of 8 of D: a
-# > rectangle of 4 × 8, 11 tokens within a budget of 16 (ours is 64, so that three prompts fit
-# > into step 0), 21 pad slots, and padded past keys besides. *It holds*, but for one slip.
-# > *Wrong as published:* A has "produced 22 tokens" and decodes at position 22. By the source's
-# > own formula, position = tokens − 1, its newest token is at 21.
-#
+# The same in small, so that the mask fits a screen. A, B and C decode at positions 6, 4 and 2, and
+# D brings a chunk of 4:
+
+# %%
+small = letters(A=6, B=4, C=2, D=4, new=3, arrivals={"D": 1})
+show({"stage 4: decodes of A, B, C, and a chunk of D": look("interleaved", small, step=1)});
+
+# %% [markdown]
 # There are *two kinds of pads* in this picture, both hatched grey. On the left, the pasts (purple)
 # have different lengths. In the middle, the rows have different numbers of new tokens (orange).
 # Both kinds must be hidden.
 
 # %%
-ask("3.4: In the picture 21 of 32 slots are padding. If D's chunk had 16 tokens instead of 8,"
-    " how many slots would be padding?",
+ask("3.5: In the tutorial's example 21 of 32 slots are padding. If D's chunk had 16 tokens "
+    "instead of 8, how many slots would be padding?",
     guess=...)
 
 # %% [markdown]
@@ -189,19 +206,10 @@ def row_mask(start, n, P, T):
     ...
 
 
+# %%
+solution("row_mask")
+
 # %% [markdown]
-# <details><summary>Our answer</summary>
-#
-# ```python
-# @exercise
-# def row_mask(start, n, P, T):
-#     mask = torch.zeros(P + T, dtype=torch.bool)
-#     mask[P - start:P] = True        # its past
-#     mask[P + T - n:] = True         # its new tokens, not their pads
-#     return mask
-# ```
-# </details>
-#
 # ## The published mask
 #
 # The tutorial builds a mask for the padding of the past, and marks *all* T new slots as valid. No
@@ -210,14 +218,10 @@ def row_mask(start, n, P, T):
 # %%
 with broken("published mask"):
     check("interleaved", example)
-    published = look("interleaved", example, step=1)
+    published = look("interleaved", small, step=1)
 show({"the published mask": published});
 
 # %% [markdown]
-# > **Claim I8.** *Wrong as published:* all new slots are marked valid, so left-padded rows
-# > attend to their pad slots. Here that moves logits by up to a third of the largest. With the
-# > pads masked, only rounding is left.
-#
 # Red keys are seen, and should not be. They belong to no token. They are pads with arbitrary
 # contents, and each takes part of the softmax's weight. B and C are wrong from their first token
 # on: their prompts are shorter than A's, so their rows had new pads in step 0, too. Neither an
@@ -228,9 +232,6 @@ show({"the published mask": published});
 #
 # After attention, the new keys and values go into each request's own cache. Row D has added 8
 # tokens, the others one each, and the pads must stay out.
-#
-# > **Claim I4.** Padding must be stripped per row when the cache is written back, since each
-# > row added a different number of tokens. *It holds.*
 
 # %%
 with broken("pads written to the cache"):
@@ -254,7 +255,7 @@ def pads(n, B):
     return int((fused.ids == 0).sum())
 
 
-ask("3.5: 693 pads for n = 100 and B = 8. How many for n = 200?",
+ask("3.6: 693 pads for n = 100 and B = 8. How many for n = 200?",
     guess=...)
 
 # %%
@@ -262,32 +263,19 @@ with folded():
     for n, B in (100, 8), (200, 8), (100, 15):
         print(f"n = {n}, B = {B:2}: {pads(n, B):,} pad slots")
 
-# %% [markdown]
-# <details><summary>The claim, once you have answered</summary>
-#
-# > **Claim H9.** Dynamic batching in one rectangle needs (n − 1)(B − 1) pad tokens to admit a
-# > prompt of n beside B − 1 decodes: for n = 100 and B = 8, 693. *The formula holds.* *Wrong as
-# > published:* "grows quadratically with both batch size and prompt length". It is linear in
-# > each, and padded keys come on top.
-#
-# </details>
 
 # %%
-from experiments.ladder import small_workload
-
-eight = small_workload(model.config)
-print("              passes  slots  padding  padded keys")
-for stage in "dynamic", "chunked", "interleaved":
-    passes = run(stage, eight, max_batch=4,
-                 **({} if stage == "dynamic" else {"token_budget": 16})).passes
-    print(f"{stage:14}{len(passes):5}{sum(p.slots for p in passes):8}"
-          f"{sum(p.pad_slots for p in passes):8}{sum(p.padded_keys for p in passes):12,}")
+counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batch=4,
+               token_budget=16), slots="slots", padding="pad_slots", padded_keys="padded_keys")
 
 # %% [markdown]
 # The fused pass reads the weights once a step instead of twice, and pays with padding. One pass is
 # right; the rectangle is not. Which of the two wins depends on the machine. On a CPU, where
 # arithmetic is scarce, the fused rectangle of stage 4 is often *slower* than stage 3's two passes.
 # Notebook 4 keeps the pass and drops the rectangle.
+#
+# **Turn this knob.** Take a `token_budget` of 4 in the last cell, and then of 64. Predict first:
+# which of the counts of *interleaved* becomes larger, and which smaller?
 #
 # ## Three questions
 #
@@ -317,5 +305,10 @@ for stage in "dynamic", "chunked", "interleaved":
 # It is as wide as the rectangle, so it has no pads among its new slots. Its past would have
 # been masked correctly. Later, when D itself decodes beside a new chunk, it would be wrong as well.
 # </details>
+#
+# **Claims** ([docs/sources.md](../docs/sources.md)): H12 (a budget, decodes first), I3 and I6 (one
+# call, or a plain prefill or decode), I4 (strip pads) and I5 (never sample from a part) hold.
+# *Wrong as published:* I8, all new slots are marked valid; H9, whose pads are linear in n and in B,
+# not quadratic; and I1, where the newest of 22 tokens is at position 21, not 22.
 #
 # **Next:** [04_no_rows](04_no_rows.ipynb).

@@ -9,13 +9,12 @@
 # - write the loop over `cu_seqlens` that skips what a mask only hides.
 
 # %%
-from lesson import ask, broken, check, exercise, folded, letters, look, model, run, show, source
+from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, model
+from lesson import packing, run_all, show, source
+from exercises import exercise, solution
 from types import SimpleNamespace
 import torch
-from experiments import figures, prepacking
-from experiments.ladder import some_prompts
-from generate_dynamic import Rectangle
-from generate_prepacked import Packed, first_fit_decreasing
+from generate_prepacked import first_fit_decreasing
 from generate_ragged import Flat
 from request import prepare
 
@@ -24,7 +23,8 @@ from request import prepare
 #
 # Here are five prompts of 9, 3, 5, 1 and 6 tokens. Padded to the longest they fill 5 rows of 9, and
 # 21 of the 45 slots are pads. Now put several prompts into one row, as long as there is room. This
-# is called *prepacking*.
+# is called *prepacking*. (Engines do not do it today: the second half of this notebook is better.
+# It shows how little the model cares about rows.)
 #
 # Which prompt goes into which row is a problem known as *bin packing*; a row is a bin. *First-fit
 # decreasing* takes the prompts from the longest to the shortest, and puts each into the first bin
@@ -33,32 +33,23 @@ from request import prepare
 # %%
 source(first_fit_decreasing)
 
-# %% [markdown]
-# > **Claim P1.** Prepacking puts k prompts into bins of size m, the longest prompt, by
-# > first-fit decreasing; they fill r ≤ k rows; packing costs O(k log k) and is negligible. *It
-# > holds,* if a search tree finds the bin. The plain loop above is O(k · r), and negligible as
-# > well.
-
 # %%
 ask("4.1: What is the smallest number of rows of 9 slots that hold prompts of 8, 7, 5, 4, 3, "
     "2 and 1 tokens?",
     guess=...)
 
 # %%
-figures.packing(some_prompts(model));
+five = letters(A=9, B=3, C=5, D=1, E=6)
+packed = look("prepacked", five, step=0)
+packing(packed);
 
 # %% [markdown]
 # Blue slots hold tokens of prompts, hatched ones are padding. On the right is the mask of the row
 # that E and B share, as the X-ray measured it. E comes before B in the same row, and the causal
-# rule alone would let B see all of E.
-#
-# > **Claim P2.** Independent mask: within a bin, the mask M'[a:b, a:b] is lower triangular for
-# > each prompt, which stands in columns a to b, and M' is 0 elsewhere. *It holds.*
-#
-# > **Claim P3.** Restart positions: each prompt in a bin counts from 0. *It holds.*
+# rule alone would let B see all of E. So the mask has a triangle for each prompt, and each prompt
+# counts its positions from 0:
 
 # %%
-packed = some_prompts(model)
 print(packed.positions)
 
 # %% [markdown]
@@ -66,7 +57,6 @@ print(packed.positions)
 # each prompt's next token is read where its own last token is. The pads may be on the right now.
 
 # %%
-five = letters(A=9, B=3, C=5, D=1, E=6)
 ask("4.2: Without the independent mask, the causal rule alone: which of A to E pass the "
     "check?",
     guess=...)
@@ -86,65 +76,9 @@ with broken("positions that run on in a packed row"):
     check("prepacked", five)
 
 # %% [markdown]
-# ### Unpacking
+# After the pass each prompt's keys and values go into its own cache: they are *unpacked*. From then
+# on nothing tells that the prompts shared rows.
 #
-# Afterwards each prompt's keys and values go into its own cache.
-#
-# > **Claim P4.** The unpacked KV caches are *exactly* those of the padded batch; time to first
-# > token includes unpacking. *It holds up to rounding;* we unpack inside the forward pass, so
-# > its time is included.
-#
-# We compare the keys and values of the last layer. They depend on all masks and positions before.
-
-
-# %%
-@torch.inference_mode()
-def caches(layout):
-    """{name: keys and values of the last layer} after a forward pass over whole prompts."""
-    requests = prepare(letters(A=9, B=3, C=5, D=1, E=6), model.config)
-    batch = layout([(request, len(request.prompt)) for request in requests])
-    model(batch.tokens, batch.positions, batch.attend, batch.wanted)
-    return {request.name: torch.stack(request.kv.read(3, len(request.prompt)))
-            for request in requests}
-
-
-padded, unpacked = caches(Rectangle), caches(Packed)
-print({name: torch.allclose(padded[name], unpacked[name], atol=1e-5) for name in padded})
-
-# %% [markdown]
-# ### What to compare it with
-#
-# > **Claim P5.** The baselines: full batching pads to the longest; length-ordered batching
-# > sorts all requests first; dataset prepacking packs over the whole set. *All three are here*,
-# > and batches of 4 out of 8 prompts (for dataset prepacking 4 rows, however many prompts these
-# > are) show the difference:
-
-# %%
-lengths = [9, 1, 8, 2, 7, 3, 6, 4]
-for method, (group, layout) in prepacking.METHODS.items():
-    requests = prepare(prepacking.requests_of(lengths), model.config)
-    shapes = [tuple(layout(plan, None).tokens.shape) for plan in group(requests, 4)]
-    slots = sum(torch.Size(shape).numel() for shape in shapes)
-    print(f"{method:20} {str(shapes):20} {slots:3} slots for {sum(lengths)} tokens")
-
-# %% [markdown]
-# > **Claim P10.** Length-ordered batching still pads, and dataset prepacking beats it per
-# > prompt. *Not always.* Counted in slots, it does on four of five synthetic kinds of prompts,
-# > and loses on few-shot questions: lengths just above half of the longest sort well, but do
-# > not fit side by side.
-
-# %%
-for kind in prepacking.KINDS:
-    lengths = prepacking.lengths_of(kind, 64)
-    slots = []
-    for method in "length-ordered", "prepacking, dataset":
-        group, layout = prepacking.METHODS[method]
-        requests = prepare(prepacking.requests_of(lengths),
-                           SimpleNamespace(block_size=512, vocab_size=97))
-        slots.append(sum(layout(plan, None).tokens.numel() for plan in group(requests, 16)))
-    print(f"{kind:20} {sum(lengths):6,} tokens; slots: sorted {slots[0]:6,}, packed {slots[1]:6,}")
-
-# %% [markdown]
 # ## No rows at all
 #
 # If the mask keeps requests apart, not the row, then why have rows? Every layer but attention
@@ -156,10 +90,6 @@ for kind in prepacking.KINDS:
 requests = letters(A=10, B=30)
 stream = look("ragged, mask", requests, step=0)
 print("tokens:", tuple(stream.ids.shape), " cu_seqlens:", stream.batch.cu_seqlens)
-
-# %% [markdown]
-# > **Claim H11.** Ragged batching: concatenate, with a block-diagonal causal mask; no padding
-# > at all, the same outputs. *It holds.*
 
 # %% [markdown]
 # `starts` says how many tokens of each request are cached, `ends` how many it has with the new
@@ -191,11 +121,6 @@ masked, skipped = (look(stage, requests, step=0).record
 print(f"masked {masked.score_entries:,}, skipped {skipped.score_entries:,}, "
       f"useful by the causal rule {masked.useful_scores:,}")
 
-# %% [markdown]
-# > **Claim R3.** Flat scores of 40 × 40: 1,600 computed, 1,000 within a request, 600 wasted
-# > (counting the causal rule, 520 are useful). With R requests of length L, (R L)² against R
-# > L². *It holds.*
-
 # %%
 three = letters(A=10, B=30, C=20)
 ask("4.3: C, a prompt of 20 tokens, joins A and B. How many scores does the mask compute now?",
@@ -204,10 +129,6 @@ ask("4.3: C, a prompt of 20 tokens, joins A and B. How many scores does the mask
 # %%
 ask("4.4: And how many does varlen compute?",
     guess=...)
-
-# %% [markdown]
-# > **Claim R6.** The same 1,000 tokens: one request has 10⁶ score entries per head and layer,
-# > ten requests of 100 have 10⁵. *It holds.*
 
 
 # %%
@@ -228,8 +149,8 @@ print(f"one of 1,000: {scores(1000):,}      ten of 100: {scores(*[100] * 10):,}"
 # ### Your turn: the varlen loop
 #
 # Write the attention that skips. `q` holds the queries of all requests, `(heads, N, features)`.
-# `caches[i]` is `(keys, values)` of request i, its new tokens already among them. `head(q, k, v)`
-# returns the output.
+# `caches[i]` is `(keys, values)` of request i alone, its new tokens already among them. `head(q, k,
+# v)` returns the output; it adds the causal rule.
 
 
 # %% tags=["exercise"]
@@ -239,43 +160,26 @@ def varlen(q, caches, cu_seqlens, head):
     ...
 
 
+# %%
+solution("varlen")
+
 # %% [markdown]
-# <details><summary>Our answer</summary>
-#
-# ```python
-# @exercise
-# def varlen(q, caches, cu_seqlens, head):
-#     out = []
-#     for i, (keys, values) in enumerate(caches):
-#         mine = q[:, cu_seqlens[i]:cu_seqlens[i + 1]]
-#         out.append(head(mine, keys, values))
-#     return torch.cat(out, dim=-2)
-# ```
-# </details>
-#
-# > **Claim R4.** Varlen: the loop over `cu_seqlens = [0, 10, 40]` computes 1,000 entries, and
-# > none across requests. *It holds.* On a GPU, FlashAttention's varlen kernel does this in one
-# > launch.
-#
 # ## The bill
 #
 # The same eight requests in four layouts:
 
 # %%
-from experiments.ladder import small_workload
-
-eight = small_workload(model.config)
-print("                passes  slots  padding  scores")
-for stage in "interleaved", "prepacked", "ragged, mask", "ragged, varlen":
-    knobs = {} if stage == "prepacked" else {"token_budget": 16}
-    passes = run(stage, eight, max_batch=4, **knobs).passes
-    print(f"{stage:16}{len(passes):6}{sum(p.slots for p in passes):7}"
-          f"{sum(p.pad_slots for p in passes):9}{sum(p.score_entries for p in passes):8,}")
+counts(run_all(("interleaved", "prepacked", "ragged, mask", "ragged, varlen"), eight_requests(),
+               max_batch=4, token_budget=16),
+       slots="slots", padding="pad_slots", scores="score_entries")
 
 # %% [markdown]
 # Stage 6 has stage 4's number of passes, and not one pad. Two wastes are left, and both are about
 # memory: room is reserved for answers that may never come, and equal prompts are computed and kept
 # once per request. Notebook 5 is about both.
+#
+# **Turn this knob.** Give `counts` above eight requests of one length: `letters(A=9, B=9, ...)`.
+# Predict first: how much padding is left in *prepacked*, and in *interleaved*?
 #
 # ## Three questions
 #
@@ -304,5 +208,11 @@ for stage in "interleaved", "prepacked", "ragged, mask", "ragged, varlen":
 # No. The mask hides everything but B, and B's positions count from 0. So nothing that B computes
 # depends on its column.
 # </details>
+#
+# **Claims** ([docs/sources.md](../docs/sources.md)): P1 (first-fit decreasing), P2 and P3 (a
+# triangle and positions for each prompt), P4 (the same caches, to rounding) and P5 (the baselines,
+# [docs/prepacking.md](../docs/prepacking.md)) hold. P10, that packing a dataset beats sorting it,
+# does *not always*. H11 (ragged: no padding), R3, R4 and R6 (what masks compute and varlen skips)
+# hold.
 #
 # **Next:** [05_memory](05_memory.ipynb).

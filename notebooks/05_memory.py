@@ -7,15 +7,17 @@
 # - say what reserving memory wastes, and what pages do about it;
 # - translate a token's position into a slot of the pool, by its block table;
 # - share the pages of a common prompt, and say which pages must never be shared;
-# - choose the request to preempt when no page is left.
+# - give pages back, and say which is lost first;
+# - say what preemption costs when no page is left.
 
 # %%
-from lesson import ask, broken, check, exercise, folded, letters, model, run, source, texts, word
-from dataclasses import replace
-from experiments import figures, memory
-from experiments.results import load as results
+from lesson import ask, broken, check, filling_pool, folded, letters, model, pool, run, source
+from lesson import texts, timelines, word
+from exercises import exercise, solution
+import torch
 from generate_paged import Paged
 from paging import Pages, PagedScheduler
+from request import Request
 from scheduler import Scheduler
 from views.report import latencies, mean
 
@@ -37,28 +39,19 @@ ask("5.1: How many of the eight can run at the same time?",
     guess=...)
 
 # %%
-storm = memory.storm(model)
+crowd = letters(A=6, B=6, C=6, D=6, E=6, F=6, G=6, H=6, new=26)
+storm = {"reserve": run("ragged, varlen", crowd, max_kv_tokens=128),
+         "pages": run("paged", crowd, pages=16, page_size=8)}
 with folded():
-    figures.timelines([storm["reserve"]], columns=1)
+    timelines([storm["reserve"]], columns=1)
 
 # %% [markdown]
 # (Blue is prefill, green is decode, and on a thin line a request waits.) The others wait until the
 # first ones are done. How much of the memory was in use meanwhile?
 
-
 # %%
-def in_use(trace, step):
-    """Tokens whose keys and values exist after this step."""
-    done = [request.name for request in trace.requests if request.token_steps[-1] < step]
-    reached = {}
-    for p in trace.passes:
-        if p.step <= step:
-            reached |= {name: first + n for name, first, n in p.work}
-    return sum(tokens for name, tokens in reached.items() if name not in done)
-
-
-for step in 0, 5, 10, 15, 20, 25:
-    print(f"step {step:2}: {in_use(storm['reserve'], step):3} of 128 tokens in use")
+for p in storm["reserve"].passes[:26:5]:
+    print(f"step {p.step:2}: {sum(first + n for _, first, n in p.work):3} of 128 tokens in use")
 
 # %% [markdown]
 # On average 54 of the 128 places stay empty, although every answer here is as long as it may be.
@@ -95,7 +88,7 @@ ask("5.2: B's block table is [3, 0, 5], 4 tokens to a page. In which slot of the
 # White pages are free:
 
 # %%
-figures.pool(memory.filling_pool(model));
+pool(filling_pool(model));
 
 # %% [markdown]
 # Each request grows by a page when its last one is full.
@@ -119,18 +112,16 @@ with broken("pages read in one piece"):
 # 16 tokens of their own. A key depends on its token and on what comes before it, and here both are
 # the same. So the keys and values are the same, and may be computed and kept once.
 #
-# > **Claim I7.** Completed prompt blocks (our pages) are entered into a block cache, for reuse
-# > by later requests with the same prefix. *It holds.* We enter pages of generated tokens, too.
-#
 # All sixteen arrive at step 0. But a step computes at most 64 tokens, so the later ones begin when
 # the first has computed the common part.
 
 
 # %%
 def alike(share):
-    """Sixteen requests with 128 tokens in common."""
-    return run("paged", memory.alike(model.config.vocab_size), max_batch=16, token_budget=64,
-               pages=160, share_prefixes=share)
+    """Sixteen requests with 128 tokens in common, and 16 of their own."""
+    requests = [Request([*range(128), *range(200 + 20 * i, 216 + 20 * i)], 16, name=f"r{i}")
+                for i in range(16)]
+    return run("paged", requests, max_batch=16, token_budget=64, pages=160, share_prefixes=share)
 
 
 ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
@@ -139,12 +130,9 @@ ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the 
 
 # %%
 for share in True, False:
-    with memory.watch(model) as pool:
-        trace = alike(share)
-    held = max(len({page for table in step["tables"].values() for page in table})
-               for step in pool)
-    print(f"{'shared' if share else 'not shared':10} {held:3} pages held at most, "
-          f"{sum(p.slots for p in trace.passes):5,} tokens computed, {len(trace.passes)} passes")
+    trace = alike(share)
+    print(f"share_prefixes={share}: {sum(p.slots for p in trace.passes):,} tokens computed in "
+          f"{len(trace.passes)} passes, {trace.counts['shared_pages']} pages found")
 
 # %% [markdown]
 # Only *full* pages are shared, and the last token of a prompt is always computed, because its
@@ -174,6 +162,53 @@ with broken("pages known by their own tokens"):
 # these tokens are at other positions, and each layer has mixed in what came before them. So their
 # keys and values are different.
 #
+# ### Who still needs a page?
+#
+# Two requests, 4 tokens to a page. B's prompt begins as A's does, so their tables are [0, 1, 2] and
+# [0, 1, 3]: `holders` counts how many tables a page is in. Then A finishes.
+
+# %%
+books, A, B = Pages(6, 4), [], []
+books.allocate(A, 3)
+books.hold(B, A[:2])
+books.allocate(B, 1)
+print("A:", A, " B:", B, " holders:", books.holders, " free:", list(books.free))
+unused = set(books.free)
+books.give_back(A)
+freed = sorted(set(books.free) - unused)
+ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
+    guess=...)
+
+# %% [markdown]
+# A free page keeps its contents until it is taken, so the next request with the same beginning may
+# still find it. Whoever needs a page takes the one that has been free the longest. What was in it
+# can no longer be found: it is *evicted*. So the order in which pages come back matters.
+
+# %%
+books.give_back(B)
+
+# %%
+ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a list)",
+    guess=...)
+
+# %% [markdown]
+# ### Your turn: giving pages back
+#
+# A request is done with its block table. `holders[page]` is the number of tables that a page is in,
+# and `free` lists the free pages, in the order in which they will be taken. Change both.
+
+
+# %% tags=["exercise"]
+@exercise
+def give_back(table, holders, free):
+    """Takes the pages of a table out of use; returns nothing."""
+    ...
+
+
+# %%
+solution("give_back")
+
+# %% [markdown]
 # ## Preemption
 #
 # Pages are granted one by one, so they may run out in the middle of an answer. Then one request
@@ -184,13 +219,13 @@ with broken("pages known by their own tokens"):
 source(PagedScheduler.preempt)
 
 # %%
-figures.timelines([storm["pages"]], columns=1);
+timelines([storm["pages"]], columns=1);
 
 # %% [markdown]
-# Pink tokens are computed again. The pool has 16 pages of 8 tokens, and all eight begin at once.
-# At step 11 all pages are full, and each request needs another one: F, G and H are preempted, and
-# E follows at step 19. They return when pages are free; *computed again* is what it costs. *TTFT*
-# is the time to a request's first token, here counted in steps; a token of step 0 takes one step.
+# Pink tokens are computed again. The pool has 16 pages of 8 tokens, and all eight begin at once. At
+# step 11 all pages are full, and each request needs another one: F, G and H are preempted, and E
+# follows at step 19. They return when pages are free; *computed again* is what it costs. TTFT, the
+# time to the first token, is counted in steps here; a token of step 0 takes one step.
 
 # %%
 print("                preemptions  steps  mean TTFT (steps)  computed again")
@@ -201,33 +236,10 @@ for name, trace in storm.items():
           f"{sum(p.recomputed for p in trace.passes) / slots:15.0%}")
 
 # %% [markdown]
-# ### Your turn: which request to preempt
-#
-# `running` lists the running requests, in any order. Each has a `priority` (0 is the most urgent),
-# an `arrival` (a step) and a `name`. Preempt the least urgent; among equals the last to arrive;
-# and among those the last by name.
-
-
-# %% tags=["exercise"]
-@exercise
-def victim(running):
-    """Returns the request to preempt."""
-    ...
-
-
-# %% [markdown]
-# <details><summary>Our answer</summary>
-#
-# ```python
-# @exercise
-# def victim(running):
-#     return max(running, key=lambda request: (request.priority, request.arrival, request.name))
-# ```
-# </details>
-#
-# Any order would do, as long as it is the same at every step. The first request in it is never
-# preempted, so it finishes; then the next one is first. With victims chosen at random, two requests
-# could take pages from each other forever.
+# Which request is preempted? The one that arrived last; with priorities, the last of the least
+# urgent. Any order would do, as long as it is the same at every step. The first request in it is
+# never preempted, so it finishes; then the next one is first. With victims chosen at random, two
+# requests could take pages from each other forever.
 #
 # ### How much memory is enough?
 
@@ -238,7 +250,7 @@ def preemptions(pages):
     return run("paged", requests, pages=pages, page_size=4).counts["preemptions"]
 
 
-ask("5.4: Four requests, prompts of 6 tokens, 11 to generate, 4 tokens to a page. How many "
+ask("5.6: Four requests, prompts of 6 tokens, 11 to generate, 4 tokens to a page. How many "
     "pages does the smallest pool have in which none is preempted?",
     guess=...)
 
@@ -247,40 +259,13 @@ for pages in 5, 8, 10, 12:
     print(f"{pages:2} pages: {preemptions(pages)} preemptions")
 
 # %% [markdown]
-# ## Which request goes first?
+# **Turn this knob.** In `storm` above, give the pool 12 pages, and then 24. Predict first: how many
+# preemptions are there, and does it still take fewer steps than reserving?
 #
-# If not all can run, some wait. A *policy* is a sort key for the waiting requests: first come
-# first served, shortest job first, or by priority.
-
-# %%
-from beyond.fairness import SCHEDULERS
-
-mixed = [replace(request, max_new_tokens=new, priority=priority) for request, new, priority in zip(
-    letters(A=40, B=6, C=30, D=4, E=5, F=8), (30, 6, 20, 5, 4, 8), (1, 2, 2, 0, 0, 1))]
-for policy, scheduler in SCHEDULERS.items():
-    trace = run("paged", mixed, max_batch=2, token_budget=16, policy=scheduler)
-    ttft = {request.name: request.token_steps[0] for request in trace.requests}
-    print(f"{policy:9} mean TTFT {mean(latencies(trace)['ttft_steps']):4.1f} steps;  "
-          f"first token in step {ttft}")
-
-# %% [markdown]
-# Shortest first makes the mean smaller, and the long requests wait. They could wait forever if
-# short ones kept coming. So `beyond/fairness.py` lets at most sixteen later requests overtake one.
-#
-# ## What do pages cost?
-#
-# A request's keys must be gathered at every step and layer. Measured, stage 7's time as a multiple
-# of stage 6's:
-
-# %%
-measured = results("memory")
-print(measured["where"])
-for name, found in measured["gathered"].items():
-    print(f"{name:32} {found['ratio']:.2f}")
-
-# %% [markdown]
-# On a GPU a kernel reads through the block table, and gathers nothing. So the calculated GPU of
-# notebook 6 charges nothing for it.
+# A *policy* says which of the waiting requests goes first, and who is preempted first: first come
+# first served, shortest first, or by priority (`beyond/fairness.py`). And a
+# GPU's kernel reads keys through the block table, while our model gathers them into a copy; what
+# that costs is in [docs/memory.md](../docs/memory.md).
 #
 # ## Three questions
 #
@@ -310,4 +295,7 @@ for name, found in measured["gathered"].items():
 # computed again. The eleventh is drawn with the next number of its own random stream.
 # </details>
 #
-# **Next:** [06_cost](06_cost.ipynb).
+# **Claims** ([docs/sources.md](../docs/sources.md)): I7 (full pages of a prompt are reused) holds.
+# We enter pages of generated tokens, too.
+#
+# **Next:** [06_cost](06_cost.ipynb) turns the counts into time.

@@ -1,248 +1,210 @@
 # %% [markdown]
-# # 6. Cost
+# # 6. What a step costs
 #
-# The other notebooks count slots, scores and pages. Here they become time. Afterwards you can
+# The other notebooks count slots, scores and pages. This one asks a single question: how long does
+# a step take? Afterwards you can
 #
 # - say whether a step is limited by arithmetic or by memory, with a calculator;
-# - read TTFT and ITL, and say which stage improves which;
-# - calculate what a GPU would make of all stages;
-# - say when prepacking is useless;
-# - say what tensor parallelism costs, and what it does not depend on;
-# - say why a batch changes the last digits of a logit.
+# - say what a batch makes cheaper, and what it does not;
+# - calculate the time of a step, and choose a token budget by it.
 #
-# Times in seconds come from committed results, which name the machine that they were measured on.
-# Those of a GPU are calculated here.
+# All with one machine and one model: an A100 (`PEAK` is 312 · 10¹² operations a second and
+# `BANDWIDTH` 2,039 · 10⁹ bytes, by its data sheet), and Llama 2 7B in fp16, which reads and
+# multiplies by 6.6 · 10⁹ `PARAMETERS`. No GPU is needed: its times are calculated.
 
 # %%
-from lesson import ask, exercise, folded, letters, model, source, torchrun
-from functools import cache, reduce
+from lesson import FOLDER, STAGES, ask, copies_of, folded, letters, model, results, source
+from exercises import BANDWIDTH, PARAMETERS, PEAK, exercise, solution
+import math
+import os
+import random
+import subprocess
+import sys
+import matplotlib.pyplot as plt
 import torch
-from beyond import arrivals, simulate
 from beyond.hardware import GPUS, MODELS
+from beyond.simulate import figures, simulate
 from beyond.tensor_parallel import column_parallel
-from experiments import bench, figures
-from experiments.results import load as results
-from kernels import native
-from checks.check import Check, summary
 from toolbox.flags import knobs_of
-from loading.stages import STAGES
 
 # %% [markdown]
 # ## Two limits
 #
-# A forward pass reads every weight once, and multiplies each with every row. So a pass over M rows
-# needs at least the larger of two times: all bytes divided by the memory's bandwidth, and all
-# operations divided by the arithmetic's peak. That is a *roofline*. GPT-2 with 124M parameters, in
-# float32, on two CPU cores:
+# A forward pass reads every weight once, and multiplies it with every row: two operations, a
+# multiplication and an addition. So a pass over M rows needs at least the larger of two times: all
+# bytes divided by the bandwidth, and all operations divided by the peak. That is a *roofline*.
 
 # %%
-W1 = next(result for result in results("bench") if result["model"] == "gpt2")
-print(W1["where"])
-PEAK, BANDWIDTH = W1["peak"], W1["bandwidth"]
-print(f"peak {PEAK / 1e9:.0f} GFLOP/s, bandwidth {BANDWIDTH / 1e9:.0f} GB/s")
-
-
-# %%
-def linears(rows, parameters=123.5e6, bytes_per_number=4):
-    """(bytes of weights, operations) of all linear layers for so many rows."""
-    return parameters * bytes_per_number, 2 * rows * parameters
-
-
 ask("6.1: From how many rows on does multiplying take longer than reading the weights?",
     guess=...)
 
 # %%
-for rows in 1, 8, 32, 128, 512:
-    weights, operations = linears(rows)
-    print(f"{rows:3} rows: reading {weights / BANDWIDTH * 1e3:3.0f} ms, "
-          f"multiplying {operations / PEAK * 1e3:6.1f} ms")
+with folded():
+    for rows in 1, 8, 32, 128, 256, 512:
+        print(f"{rows:3} rows: reading {2 * PARAMETERS / BANDWIDTH * 1e3:.1f} ms, "
+              f"multiplying {2 * rows * PARAMETERS / PEAK * 1e3:5.1f} ms")
 
 # %% [markdown]
-# By this estimate, additional rows are free up to that number. This is why one batches. Measured
-# without `optimize()`, all takes three to eight times as long, for the estimate leaves out the cost
-# of calling operations, and kernels that fall short of both limits. The curve has the same shape
-# (all axes are logarithmic):
+# By this estimate, more rows are free up to that number. This is why one batches. A CPU has less
+# arithmetic for each byte that it reads, so its rows are free for a shorter while. Here is GPT-2 on
+# two cores, measured, beside its own roofline:
 
 # %%
-measured = results("rows")
-print(measured["where"])
-figures.rows({"GPT-2, 124M parameters": measured["points"]});
+measured, cpu = results("rows"), results("bench")[0]
+print(measured["where"], f"\n{cpu['peak'] / 1e9:.0f} GFLOP/s, {cpu['bandwidth'] / 1e9:.0f} GB/s")
+rows, seconds = zip(*measured["points"])
+least = [max(4 * 123.5e6 / cpu["bandwidth"], 2 * n * 123.5e6 / cpu["peak"]) for n in rows]
+figure, axes = plt.subplots(figsize=(6, 3.2))
+axes.loglog(rows, [1e3 * s for s in seconds], "o-", base=2, label="measured")
+axes.loglog(rows, [1e3 * s for s in least], "--", base=2, label="roofline")
+for axis in axes.xaxis, axes.yaxis:
+    axis.set_major_formatter("{x:g}")
+axes.set(xlabel="rows", ylabel="ms for one forward pass")
+axes.legend();
 
 # %% [markdown]
-# 32 rows take less than four times as long as one. (Two rows take as long as eight: the library
-# multiplies such narrow matrices in another way.)
+# The curve has the shape of the roofline: flat first, then in proportion to the rows. It lies above
+# it, because calling operations takes time and kernels fall short of both limits.
 #
 # ## What does not get cheaper
 #
 # Weights serve all rows. Keys and values do not: each request has its own, and reads all of them
-# for one new token. A token's are 2 · L · A · H numbers (notebook 1).
+# for one new token, 512 KB of 1,024 bytes for each cached token (notebook 1).
 
 # %%
-ask("6.2: 32 requests with 300 cached tokens each, GPT-2 (12 layers, 768 wide) in float32. "
-    "How many MB (10⁶ bytes) of keys and values does a decode step read?",
+ask("6.2: 32 requests decode, each with 1,000 cached tokens. How many GB (10⁹ bytes) of keys and "
+    "values does the step read?",
     guess=...)
 
 # %%
 print("requests   operations per byte: linears   attention")
 for requests in 1, 8, 32:
-    weights, operations = linears(requests)
-    keys = requests * 300 * 2 * 12 * 768 * 4                   # bytes of keys and values
-    attention = requests * 300 * 2 * 2 * 12 * 768              # q k, and weights v
-    print(f"{requests:8} {operations / weights:30.1f} {attention / keys:11.1f}")
+    keys = requests * 1000 * 2 * 32 * 32 * 128 * 2        # bytes of keys and values
+    attention = requests * 1000 * 2 * 2 * 32 * 32 * 128   # q k, and weights v
+    print(f"{requests:8} {2 * requests * PARAMETERS / (2 * PARAMETERS):30.1f} "
+          f"{attention / keys:11.1f}")
 
 # %% [markdown]
-# Operations per byte are called *arithmetic intensity*.
+# Operations per byte are called *arithmetic intensity*. Each further request raises that of the
+# linear layers. That of attention stays where it is: batching helps the weights, not the cache.
 #
-# > **Claim R7.** At decode, the arithmetic intensity of each request's attention is about 1 in
-# > fp16 (0.5 in fp32) and stays there, while that of the linears rises with the number of rows:
-# > batching helps the weights, not the cache. *It holds.*
+# ## Your turn: the time of a step
 #
-# ## Which stage improves what
+# `beyond/simulate.py` runs the stages' own loops on a model that computes nothing, and moves a
+# clock on by what the layouts count. Its throughput on one GPU is within 5% of published
+# measurements in the median ([docs/gpu.md](../docs/gpu.md)). What it knows of an A100:
 #
-# The operator of a server wants many tokens per second. A user sees two other times: *TTFT*, the
-# time to the first token, and *ITL*, the time between one token and the next. p50 is the median,
-# and p99 is the value that 99% of them do not exceed. Workload W1: 32 requests, which all come at
-# step 0 and may all run at once; prompts of 8 to 512 tokens, answers of 8 to 128, at most 512
-# tokens a step. All lines but the last are with `optimize()`:
-
-# %%
-print("                                tokens/s   TTFT mean   ITL p50    ITL p99")
-for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen",
-             "ragged, varlen, not optimized"):
-    system = W1["systems"][name]
-    print(f"{name:30}{W1['tokens'] / system['seconds']:10.0f} {system['ttft_mean']:10.1f} s "
-          f"{system['itl_p50'] * 1e3:6.0f} ms {system['itl_p99'] * 1e3:7.0f} ms")
-
-# %% [markdown]
-# Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
-# the one request that runs. But a request waits many seconds until all before it are done. Naive,
-# dynamic and interleaved make fewer tokens than it does: much of what they compute is padding, and
-# a CPU has no idle arithmetic for pads. Stage 6 has none, even without `optimize()`; the last two
-# lines differ in their kernels only.
+# - It reaches 0.85 of its bandwidth, and 0.71 of its peak. A matrix is computed in tiles of many
+#   rows, some of them in vain: as if a pass had 85 rows more.
+# - Reading and arithmetic overlap, but not perfectly: they take √(arithmetic² + reading²).
+# - Between two passes 0.75 ms go by, and 25 µs for each token that is sampled.
 #
-# ## The same on a GPU, calculated
-#
-# None of us needs a GPU for this. The layouts count what each pass computes, reads and copies. The
-# estimate above, with the data sheet of another machine, turns these counts into time:
-# `beyond/simulate.py` runs the stages' own loops on a model that computes nothing but moves a clock
-# on. Its throughput is within 5% of published measurements in the median
-# ([docs/gpu.md](../docs/gpu.md)). Here is W1 with Llama 2 7B on an A100, in under a second:
-
-# %%
-LENGTHS = [(len(r.prompt), r.max_new_tokens) for r in bench.workload("W1", 32000)]
-
-
-def on_a100(stage):
-    """The trace of W1 on the calculated GPU."""
-    knobs, _ = knobs_of(STAGES[stage], {"max_batch": 32, "token_budget": 512})
-    return simulate.simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES[stage],
-                             arrivals.workload(LENGTHS), **knobs)
-
-
-ask("6.3: Chunks are there to lower the worst ITL, and on this CPU they raise it: compare "
-    "'dynamic' and 'chunked'. On the A100, is the ITL p99 of chunked lower than that of "
-    "dynamic? (yes or no; who waits for a second token while dynamic computes the prompts?)",
-    guess=...)
-
-# %%
-with folded():
-    print("A100, calculated         tokens/s   TTFT mean   ITL p50    ITL p99")
-    for stage in ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen"):
-        f = simulate.figures(on_a100(stage))
-        print(f"{stage:22} {f['tokens_per_s']:10.0f} {f['ttft_ms']['mean'] / 1e3:10.1f} s "
-              f"{f['itl_ms']['p50']:6.0f} ms {f['itl_ms']['p99']:7.0f} ms")
-
-# %% [markdown]
-# On the A100, stage 6 makes more than eight times as many tokens as one request at a time. More
-# rows are nearly free there, for its arithmetic waits for the weights.
-#
-# A figure can seem to contradict the purpose of a method. Then ask what was measured. When one long
-# prompt arrives while others decode, chunks do what they promise (notebook 3).
-#
-# ## When prepacking pays
-#
-# The paper packs prompts into rows, and compares the prefill with padding to the longest. Our
-# figures, for its kinds of prompts and k = 16. Brown is ragged batching (stage 6), light blue packs
-# each batch, dark red packs the whole dataset, olive sorts by length, and grey pads to the longest:
-
-# %%
-packing = results("prepacking")
-print(packing["where"])
-figures.prepacking_picture("kinds", packing)
-figures.prepacking_picture("batch-size", packing);
-
-# %% [markdown]
-# > **Claim P6.** Prefill and TTFT are 1.6 to 3.5 times faster than full batching at k = 16, up
-# > to 4.5 and 6 times at larger k, and the same in the worst case r = k. *It holds for short,
-# > skewed lengths* (dialogue, instructions), where we even find 10 at k = 64; our long ones
-# > gain less. Packing the whole dataset makes TTFT worse, since a prompt waits until its row is
-# > due.
-#
-# (The prompts of the second picture are not those of the first, so the values at k = 16 differ.
-# With k = 1 each row is one prompt: r = k, and the speedup is about 1.)
-
-# %%
-figures.prepacking_picture("predictors", packing);
-
-# %% [markdown]
-# > **Claim P7.** The speedup is predicted by r/k, the batch-size reduction (about 1/(r/k) at
-# > best), and by m − L/k, the longest minus the mean length (L tokens in k prompts); uniform
-# > lengths give r/k ≈ 0.6. *Both predict it, but 1/(r/k) is no upper limit here:* many points
-# > lie above the line.
-
-# %%
-figures.prepacking_picture("memory", packing)
-figures.prepacking_picture("latency", packing);
-
-# %% [markdown]
-# > **Claim P8.** Peak memory falls with the pad tokens, and allows up to 16 times larger
-# > prefill batches. *It falls;* with our lengths, and 1 GB besides the weights, 1.2 (articles)
-# > to 3.4 times (dialogue) as many prompts fit.
-#
-# > **Claim P9.** Hardware does not parallelise a batch for free: at fixed m, latency grows with
-# > k. *It holds:* 64 prompts take 35 times as long as one.
-#
-# ### Your turn: when is prepacking useless?
-#
-# Find eight prompts, *all of different lengths*, for which packing needs as many rows as padding.
+# Write the same for decode steps: `rows` requests of one new token each, and `kv_tokens` cached
+# tokens in all. (The operations of attention are few. Leave them out.) It is compared with decode
+# steps of stage 6 in the simulator.
 
 
 # %% tags=["exercise"]
 @exercise
-def useless():
-    """Returns a list of eight different lengths for which first-fit decreasing needs 8 rows."""
+def step_time(rows, kv_tokens):
+    """Seconds of a decode step on the A100."""
     ...
 
 
+# %%
+solution("step_time")
+
 # %% [markdown]
-# <details><summary>Our answer</summary>
+# ## Which budget?
 #
-# ```python
-# @exercise
-# def useless():
-#     return [16, 15, 14, 13, 12, 11, 10, 9]   # no two of them fit into a row of 16
-# ```
-# </details>
+# 32 requests decode. At step 40 a prompt of 2,000 tokens arrives, and is cut into chunks by the
+# token budget. A small budget keeps each step short, so the ITL of the 32 is good. What does the
+# newcomer's TTFT do?
+
+
+# %%
+def served(budget):
+    """(ms to the newcomer's first token, the longest ms between two tokens of the others)"""
+    requests = [*letters(150, **{f"r{i}": 8 for i in range(32)}), *letters(8, {"N": 40}, N=2000)]
+    *others, newcomer = simulate(
+        MODELS["llama-2-7b"], GPUS["a100"], STAGES["ragged, varlen"], requests, max_batch=64,
+        token_budget=budget).requests
+    gaps = [b - a for r in others for a, b in zip(r.token_times, r.token_times[1:])]
+    return 1e3 * (newcomer.token_times[0] - newcomer.arrived), 1e3 * max(gaps)
+
+
+BUDGETS = 64, 128, 256, 512, 1024, 2048
+TTFT, ITL = ({budget: served(budget)[i] for budget in BUDGETS} for i in (0, 1))
+ask("6.3: From 2,048 tokens a step to 256: does the newcomer's TTFT become shorter as well? (yes "
+    "or no)",
+    guess=...)
+
+# %%
+with folded():
+    figure, axes = plt.subplots(figsize=(6, 3.2))
+    axes.semilogx(BUDGETS, TTFT.values(), "o-", base=2, label="TTFT of the newcomer")
+    axes.semilogx(BUDGETS, ITL.values(), "s-", base=2, label="longest ITL of the others")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="token budget", ylabel="ms, calculated", ylim=(0, None))
+    axes.legend()
+
+# %% [markdown]
+# Down to about 512 tokens, the ITL falls almost with the budget, and the TTFT grows little: such a
+# step still has far more than 153 rows, so its arithmetic is busy. Below that a step is limited
+# more and more by reading: it takes nearly the same time for fewer tokens, and only the TTFT pays.
 #
-# ## More than one device
+# **Turn this knob.** Let 128 requests decode instead of 32. Which of the budgets is too small now?
 #
-# If the weights do not fit, or one device is too slow, every weight matrix can be split. With two
-# processes, called *ranks*, each holds half of the heads and half of the MLP. The first layer of
-# each pair is split by its outputs:
+# ## All stages
+#
+# p50 is the median, p99 the value that 99% do not exceed. 32 requests come at step 0; prompts of 8
+# to 512 tokens, answers of 8 to 128, at most 512 tokens a step. Before you unfold it: on a CPU,
+# padding costs so much that naive batching makes fewer tokens than one request at a time. Here?
+
+# %%
+dice = random.Random(0)
+sizes = {f"r{i}": [round(2 ** dice.uniform(3, high)) for high in (9, 7)] for i in range(32)}
+requests = letters({name: new for name, (_, new) in sizes.items()},
+                   **{name: prompt for name, (prompt, _) in sizes.items()})
+with folded():
+    print(f"{'calculated':18} tokens/s   TTFT mean   ITL p50   ITL p99")
+    for stage in "unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen":
+        knobs, _ = knobs_of(STAGES[stage], {"max_batch": 32, "token_budget": 512})
+        f = figures(simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES[stage],
+                             copies_of(requests), **knobs))
+        print(f"{stage:18} {f['tokens_per_s']:8.0f} {f['ttft_ms']['mean']:8.0f} ms "
+              f"{f['itl_ms']['p50']:6.0f} ms {f['itl_ms']['p99']:6.0f} ms")
+
+# %% [markdown]
+# Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
+# the one request that runs; but a request waits until all before it are done. More rows are nearly
+# free here, so even a padded batch makes more tokens. And chunks, which are there to lower the ITL,
+# raise its p99: all requests come at once, and *dynamic* computes all prompts before anybody waits
+# for a second token. If a figure contradicts the purpose of a method, ask what was measured.
+#
+# Prepacking (notebook 4) is a matter of the prompts: it pays where lengths are short and skewed,
+# and saves nothing where all are equal. Light blue packs each batch, brown is ragged; more in
+# [docs/prepacking.md](../docs/prepacking.md).
+#
+# ![times as fast as padding, by kind of prompts](../experiments/pictures/prepacking-kinds.png)
+#
+# ## If you have more time
+#
+# **More than one device.** If the weights do not fit, every weight matrix can be split over several
+# devices, *ranks*. The first layer of each pair is split by its outputs, the second by its inputs:
+# there each rank has only a part of every sum, and an *all-reduce* adds the parts up.
 
 # %%
 source(column_parallel)
 
-# %% [markdown]
-# The second one is split by its inputs, so each rank has only a part of every sum. An *all-reduce*
-# adds the parts up: one after attention's output projection, one after the MLP.
-
 
 # %%
-@cache
-def counts():
+def all_reduces():
     """What a run on two processes counts: ["2 ranks (gloo)", "4 layers", ...]."""
-    printed = torchrun(2, "-m", "beyond.tensor_parallel", "--quiet", "--max_new_tokens", "3")
+    printed = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+         "-m", "beyond.tensor_parallel", "--quiet", "--max_new_tokens", "3"], cwd=FOLDER.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True).stdout
     line = next(line for line in printed.splitlines() if "all-reduces of a forward pass" in line)
     return line.replace(": ", ", ").split(", ")
 
@@ -253,51 +215,29 @@ ask("6.4: Our model has 4 layers. How many all-reduces does a forward pass make 
 
 # %%
 with folded():
-    print(*counts(), sep="\n  ")
+    print(*all_reduces(), sep="\n  ")
 
 # %% [markdown]
-# <details><summary>The claim, once you have answered</summary>
-#
-# > **Claim R5.** Tensor parallel over 2 ranks, 8 layers: 16 all-reduces per forward pass, for
-# > 10 tokens or 10,000, for one request or fifty; each rank owns half the heads, and the varlen
-# > loop needs no communication. *It holds:* the model above has 4 layers, hence 8. *Wrong as
-# > published* in one place: "16 sync events per block" is 2 per block, 16 per pass.
-#
-# </details>
-#
 # So schedulers and layouts stay as they are; only the weights are split.
 #
-# ## Shapes and compilers
-#
-# A ragged batch has a different shape at each step. Does that rule out a compiler?
+# **Shapes and compilers.** A ragged batch has a different shape at each step. Does that rule out a
+# compiler?
 
 # %%
 from torch._dynamo.testing import CompileCounter
 
-
-def compiles(dynamic):
-    """How often torch.compile compiles the first block's MLP for four numbers of rows."""
+for dynamic in False, True:
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(model.h[0].mlp, backend=counter, dynamic=dynamic)
     for rows in 3, 5, 8, 21:
         with torch.no_grad():
             compiled(torch.randn(rows, 128))
-    return counter.frame_count
-
-
-print("static shapes: ", compiles(dynamic=False), "compiles for 4 shapes")
-print("dynamic shapes:", compiles(dynamic=True), "compile")
+    print(f"dynamic={dynamic}: {counter.frame_count} compiles for 4 shapes")
 
 # %% [markdown]
-# > **Claim H10.** CUDA graphs want static shapes, which forces padding to a fixed maximum;
-# > torch.compile does too. *The first holds:* a graph replays fixed addresses and sizes. *The
-# > second no longer does:* with dynamic shapes, one compile serves all numbers of rows.
-#
-# ## The last bits
-#
-# `check` says "identical", and means: up to rounding. Why not exactly? A float32 has 24 binary
-# digits, and every addition rounds to them. So the order of additions shows:
+# **The last bits.** `check` says "identical", and means: up to rounding. Why not exactly? A float32
+# has 24 binary digits, and every addition rounds to them. So the order of additions shows:
 
 # %%
 print("(1e8 + -1e8) + 1 =", ((torch.tensor(1e8) + -1e8) + 1).item())
@@ -305,40 +245,9 @@ ask("6.5: In float32, how much is 1e8 + (-1e8 + 1)?",
     guess=...)
 
 # %% [markdown]
-# A sum of 768 numbers, as a linear layer of GPT-2 takes it, in three orders:
-
-# %%
-torch.manual_seed(0)
-numbers = torch.randn(768)
-lanes = reduce(torch.add, numbers.view(-1, 16))     # 16 partial sums side by side
-while len(lanes) > 1:
-    lanes = lanes[0::2] + lanes[1::2]               # and these in pairs
-print(f"exact               {numbers.double().sum():.7f}")
-print(f"first to last       {reduce(torch.add, numbers):.7f}")
-print(f"last to first       {reduce(torch.add, numbers.flip(0)):.7f}")
-print(f"16 at a time        {lanes[0]:.7f}")
-
-# %% [markdown]
-# None is wrong. A kernel takes the order that is fastest for the shape it is given, and a batch
-# changes the shape. So a request's logits depend on which others happen to run. `optimize()` brings
-# kernels that keep to one order for every shape. Stage 6 without and with it, against each request
-# alone:
-
-# %% tags=["machine"]
-requests = letters(A=9, B=30, C=2, D=17, new=12)
-if native.problem() is None:
-    fast = model.optimize()
-    for title, made, exact in ("as you read it", model, None), ("optimize()", fast, fast):
-        judge = Check(model, requests, exact)
-        STAGES["ragged, varlen"](made, requests, token_budget=8, on_token=judge.on_token)
-        print(f"{title:15} {summary(judge())}")
-        requests = letters(A=9, B=30, C=2, D=17, new=12)
-else:
-    print("These kernels need g++, and it is not here. With it this cell prints:\n"
-          "4/4 requests identical to unbatched, bit for bit")
-
-# %% [markdown]
-# More in [docs/kernels.md](../docs/kernels.md).
+# A kernel takes the order that is fastest for the shape it is given, and a batch changes the shape.
+# So the last digits of a request's logits depend on which others happen to run. `model.optimize()`
+# brings kernels that keep to one order ([docs/kernels.md](../docs/kernels.md)).
 #
 # ## Three questions
 #
@@ -351,13 +260,13 @@ else:
 # and values are read as well, so the step takes longer by that share.
 # </details>
 #
-# **2.** All prompts of a batch have the same length. What do prepacking and ragged batching save?
+# **2.** Llama 3 has a quarter as many key and value heads as query heads. Which of the two limits
+# does that help, and for whom?
 #
 # <details><summary>Answer</summary>
 #
-# Prepacking saves nothing: r = k, and there are no pads. Ragged batching saves no pads in this
-# prefill either. It does once newcomers take the places of requests that have finished, because
-# then the pasts differ in length.
+# Reading: a cached token takes a quarter of the bytes. It helps large batches with long pasts,
+# where the cache is most of what a step reads. And four times as many tokens fit into memory.
 # </details>
 #
 # **3.** Two machines are joined by a slow network. Tensor parallelism over both, or a whole copy
@@ -368,3 +277,10 @@ else:
 # Copies, if the model fits: requests are independent, so copies need no communication at all,
 # while tensor parallelism waits for the network twice in every layer of every step.
 # </details>
+#
+# **Claims** ([docs/sources.md](../docs/sources.md)): R7 (attention's intensity stays), P7 (what
+# predicts the speedup of packing) and P9 (latency grows with k) hold. P6 and P8 (1.6 to 3.5 times
+# as fast, 16 times as many prompts) hold for short, skewed lengths only. *Wrong as published:* R5,
+# two all-reduces per block, not 16; H10, as one compile serves all numbers of rows.
+#
+# **Next:** [07_your_engine](07_your_engine.ipynb) puts it all together.

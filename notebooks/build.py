@@ -3,10 +3,9 @@ Builds the executed notebooks from their sources: notebooks/NN_name.py -> notebo
 
     python notebooks/build.py            all of them
     python notebooks/build.py 00_tour    some of them
-    python notebooks/build.py --links    prints links to open them in Colab and Binder
 
-A source is a Python file in jupytext's percent format. The tests run every notebook again and
-compare what it prints, except in cells tagged "machine", which depends on where they run.
+A source is a Python file in jupytext's percent format. In front of it come badges that open it in
+Colab and Binder, if the git remote `origin` is on GitHub, and a cell that finds the repository.
 """
 import re
 import subprocess
@@ -16,76 +15,51 @@ from pathlib import Path
 import jupytext
 import nbclient
 import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell
 
 FOLDER = Path(__file__).parent
+BADGES = """\
+[![Colab](https://colab.research.google.com/assets/colab-badge.svg)]\
+(https://colab.research.google.com/github/{home}/blob/HEAD/notebooks/{name}.ipynb) \
+[![Binder](https://mybinder.org/badge_logo.svg)]\
+(https://mybinder.org/v2/gh/{home}/HEAD?urlpath=lab/tree/notebooks/{name}.ipynb)"""
+FIND = """\
+# Run this first. It finds the repository from wherever you are, or fetches it.
+import subprocess, sys
+from pathlib import Path
+
+near = [Path.cwd(), *Path.cwd().parents, *Path.cwd().glob("*/"), Path("nanoBatch")]
+root = next((path for path in near if (path / "notebooks" / "lesson.py").exists()), near[-1])
+if not root.exists():
+    subprocess.run(["git", "clone", "-q", "https://github.com/{home}", root], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "tiktoken"], check=True)
+sys.path.insert(0, str(root.resolve() / "notebooks"))"""
 
 
-def notebook_of(source):
-    """The notebook of a .py source, not yet executed; cells have the same ids every time."""
-    notebook = jupytext.read(source)
-    for i, cell in enumerate(notebook.cells):
-        cell.id = f"cell-{i}"
+def front(name, home):
+    """The cells in front of a notebook's own. home: OWNER/NAME on GitHub, or None"""
+    badges = [new_markdown_cell(BADGES.format(home=home, name=name))] if home else []
+    return [*badges, new_code_cell(FIND.format(home=home or "OWNER/NAME"))]
+
+
+def build(name, home):
+    """Runs the notebook of a source from scratch, in its folder. An error if a cell raises one."""
+    notebook = jupytext.read(FOLDER / f"{name}.py")
+    notebook.cells = front(name, home) + notebook.cells
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python",
                                         "name": "python3"}}
-    return notebook
-
-
-def execute(notebook):
-    """Runs it from scratch, in its folder; raises an error if a cell does."""
-    where = {"metadata": {"path": str(FOLDER)}}
-    nbclient.NotebookClient(notebook, kernel_name="python3", resources=where).execute()
+    nbclient.execute(notebook, cwd=FOLDER)
     notebook.metadata.pop("language_info", None)   # the Python version it ran on
-    for cell in notebook.cells:
+    for i, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{i}"                      # the same every time
         cell.metadata.pop("execution", None)       # the times at which it ran
-    return notebook
-
-
-def links(remote, branch):
-    """
-    Markdown that opens the notebooks of a repository on GitHub in Colab and Binder.
-
-    remote: its address, as git knows it. ValueError if it is not on GitHub
-    """
-    found = re.fullmatch(r"(?:\w+://)?(?:[^/@]+@)?github\.com[:/]([^/]+/[^/]+?)(?:\.git)?/?",
-                         remote)
-    if not found:
-        raise ValueError(f"the remote {remote!r} is not on GitHub, which Colab and Binder open")
-    home = found.group(1)
-    colab = f"https://colab.research.google.com/github/{home}/blob/{branch}/notebooks"
-    return f"""Binder clones the repository and installs what it needs:
-[all notebooks](https://mybinder.org/v2/gh/{home}/{branch}?urlpath=lab/tree/notebooks)
-
-Colab opens one notebook, without the repository. Clone it in a new first cell, then go on:
-
-```
-!git clone --branch {branch} https://github.com/{home} repository
-%cd repository/notebooks
-%pip install -q tiktoken
-```
-
-""" + "\n".join(f"- [{name}]({colab}/{name}.ipynb)" for name in names())
-
-
-def git(*words):
-    """What a git command prints."""
-    done = subprocess.run(["git", *words], cwd=FOLDER, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"git {' '.join(words)}: {done.stderr.strip()} (the address comes from "
-                         "git remote add origin https://github.com/OWNER/NAME)")
-    return done.stdout.strip()
-
-
-def names():
-    return sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
+    nbformat.write(notebook, FOLDER / f"{name}.ipynb")
+    print(f"built {name}.ipynb")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--links"]:
-        try:
-            print(links(git("remote", "get-url", "origin"), git("branch", "--show-current")))
-            sys.exit()
-        except ValueError as error:
-            sys.exit(f"notebooks/build.py --links: {error}")
-    for name in sys.argv[1:] or names():
-        nbformat.write(execute(notebook_of(FOLDER / f"{name}.py")), FOLDER / f"{name}.ipynb")
-        print(f"built {name}.ipynb")
+    origin = subprocess.run(["git", "remote", "get-url", "origin"], cwd=FOLDER,
+                            capture_output=True, text=True).stdout.strip()
+    found = re.fullmatch(r".*github\.com[:/]([^/]+/[^/]+?)(?:\.git)?/?", origin)
+    for name in sys.argv[1:] or sorted(path.stem for path in FOLDER.glob("[0-9]*.py")):
+        build(name, found and found[1])

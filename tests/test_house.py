@@ -9,12 +9,8 @@ FLOORS = [   # from the ground up; CONTRIBUTING.md says what each room is for
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PATH = {path.stem for path in ROOT.glob("*.py")}
 LAZY = {("model.py", "kernels")}   # one line, in model.optimize
-# Files that have not found their room yet
-HOMELESS = {"beyond/serve.py", *(f"toolbox/{name}.py" for name in (
-    "openai", "serving", "torchrun", "traffic"))}
 FILES = [path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("*/**/*.py")])
-         if path.relative_to(ROOT).parts[0] in (*FLOOR, path.name)
-         and path.relative_to(ROOT).as_posix() not in HOMELESS]
+         if path.relative_to(ROOT).parts[0] in (*FLOOR, path.name)]
 
 
 def imported(tree):

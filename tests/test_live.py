@@ -7,16 +7,16 @@ import httpx
 import pytest
 from browser import resize
 
-pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
 
-from test_serve import TOKENIZER, expected, serving  # noqa: E402
+from test_server import TOKENIZER, expected, serving  # noqa: E402
 
 
 @contextmanager
 def page(running):
     """(next message, ask) of a page that listens."""
     with httpx.stream("GET", running.url + "/live/steps", timeout=30) as stream:
-        lines = (json.loads(line[6:]) for line in stream.iter_lines() if line)
+        lines = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data"))
         hello = next(lines)
 
         def ask(prompt, **body):
@@ -74,11 +74,11 @@ def test_requests_end_and_the_server_goes_on_when_the_last_page_is_closed():
         with page(running) as (lines, ask):
             running.post("/live/control", paused=True)
             ask("a", max_tokens=200)
-        running.until(lambda: +running.server.ends)
-        assert +running.server.ends == {"cancelled": 1}
+        running.until(lambda: running.ends)
+        assert running.ends == {"cancelled": 1}
         running.post("/live/control", paused=True)   # no page is open: nobody could go on
         assert running.post(prompt="b", max_tokens=3).status_code == 200
-        assert running.engine.watch is None and not running.server.live.paused
+        assert not running.server.live.notes and not running.server.live.paused
 
 
 def test_a_page_that_opens_during_a_step_takes_nothing_from_the_others():
@@ -86,7 +86,7 @@ def test_a_page_that_opens_during_a_step_takes_nothing_from_the_others():
         live = running.server.live
         describe = live.describe
 
-        def opened(request, words):   # in the middle of `watch`, what pages know is new
+        def opened(request, words):   # in the middle of `see`, what pages know is new
             live.told = {}, {}, {}
             return describe(request, words)
         live.describe = opened

@@ -1,6 +1,8 @@
 """The figures, pictures and links of README and docs are those that the code gives today."""
+import inspect
 import os
 import re
+import textwrap
 from xml.etree import ElementTree
 
 import pytest
@@ -40,23 +42,26 @@ def test_the_ladder_of_counts():
 
 
 def test_this_machine_is_calculated_from_the_benchmark_that_is_there():
-    """If it is not: python -m experiments.gpu --parts this_machine"""
+    """If it is not: python -m experiments gpu --parts this_machine"""
     said, again = results.load("gpu")["this_machine"], gpu.this_machine()
     for old, new in zip(said, again, strict=True):
         assert new == pytest.approx(old)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_tables_are_new_links_lead_somewhere_and_examples_run(path):
+def test_tables_are_new_links_lead_somewhere(path):
     """If a table is old: python -m experiments tables"""
     text = path.read_text(encoding="utf-8")
     assert tables.renewed(text) == text
     for name in re.findall(r"\]\(((?!http)[^)#]+)\)|src=\"([^\"]+)\"", text):
         assert (path.parent / "".join(name)).exists(), name
-    for code in re.findall(r"```python\n(.*?)```", text, re.S):
-        if "Request(" in code and "import" in code:   # whole programs only
-            exec(code, scope := {})
-            assert all(request.finish_reason for request in scope["requests"])
+
+
+def test_the_python_example_runs():
+    text = inspect.getmodule(load).__doc__
+    code, scope = textwrap.dedent(text[text.index("    from"):text.index("trace.passes")]), {}
+    exec(code, scope)
+    assert all(request.finish_reason for request in scope["requests"])
 
 
 def test_the_preemption_storm():
@@ -66,13 +71,19 @@ def test_the_preemption_storm():
 
 
 def test_the_committed_picture_has_every_token_and_is_what_the_command_draws():
-    """If it has not: python -m experiments.motion"""
-    traces = {stage: motion.run(stage) for stage in motion.PANELS}
-    for theme, colors in motion.THEMES.items():
-        text = (motion.FOLDER / f"motion-{theme}.svg").read_text(encoding="utf-8")
-        assert text == motion.picture(traces, colors)
+    """If it has not: python -m experiments pictures"""
+    traces = {stage: motion.run(stage) for stage in (*motion.PANELS, motion.BETWEEN)}
+    shown = [traces[stage] for stage in motion.PANELS]
+    for name, text in motion.pictures(traces).items():
+        assert text == (motion.FOLDER / name).read_text(encoding="utf-8")
         ElementTree.fromstring(text)   # well-formed
-        ticks = len(re.findall(r"M[\d.]+ \d+v10", text))
-        assert ticks == sum(len(r.generated) for trace in traces.values() for r in trace.requests)
-    stalled, flowing = (1e3 * max(motion.gaps(trace))[0] for trace in traces.values())
-    assert stalled > 5 * flowing
+        ticks = len(re.findall(r"M[\d.]+ \d+v8", text))
+        assert ticks == sum(len(r.generated) for trace in shown for r in trace.requests)
+        for worst, done, after in map(motion.figures, shown):
+            assert f"worst wait {worst:.0f} ms, done after {done:.2f} s" in text
+            assert f"{after:.0f} ms a token" in text
+    for trace in shown:   # the prompt comes at the same time everywhere
+        seen = trace.step_times[trace.requests[-1].arrival]
+        assert motion.ARRIVAL <= seen < motion.ARRIVAL + max(p.seconds for p in trace.passes)
+    stalled, chunked, flowing = (motion.figures(trace)[0] for trace in shown)
+    assert stalled > 3 * chunked > 6 * flowing

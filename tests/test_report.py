@@ -83,7 +83,7 @@ def test_report():
     assert report(golden(counts=counts)).splitlines() == [
         *GOLDEN_REPORT,
         "  preemptions     1,234",
-        "  shared pages    5 taken from other requests, 20 tokens saved, 2 evicted",
+        "  shared pages    5 found in the pool, 20 tokens saved, 2 evicted",
     ]
     for counts in {}, {name: 0 for name in counts}:
         assert report(golden(counts=counts)).splitlines() == GOLDEN_REPORT

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from common import BLOCK_SIZE, SCHEDULED, STAGES, assert_contract, knobs_of, toy
 
+import command_line
 from beyond import tensor_parallel
 from beyond.fairness import SCHEDULERS
 from beyond.tensor_parallel import shard
 from request import Request
-from toolbox import torchrun
 
 EVEN = dict(n_head=4, n_embd=16)
 NAME = "python -m beyond.tensor_parallel: "
@@ -140,7 +140,7 @@ def test_uneven_heads_are_refused_and_optimize_works_in_either_order():
 # --- the commands ---------------------------------------------------------------------------------
 
 def script(*flags):
-    torchrun.main(shard, tensor_parallel.__doc__, [*flags, "--timeout", "600"])
+    tensor_parallel.main(command_line, [*flags, "--timeout", "600"])
 
 
 def test_the_script():   # under torchrun: in notebook 6
@@ -204,7 +204,7 @@ def loses_a_rank(how, timeout):
         return all_reduce_of_torch(*args, **kwargs)
 
     dist.init_process_group, dist.all_reduce = init_process_group, all_reduce
-    torchrun.main(shard, tensor_parallel.__doc__, ["--stage", "ragged", "--timeout", timeout])
+    tensor_parallel.main(command_line, ["--stage", "ragged", "--timeout", timeout])
 
 
 def is_killed():

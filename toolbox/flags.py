@@ -7,7 +7,6 @@ interrupted.
 import argparse
 import inspect
 import os
-import platform
 import sys
 from pathlib import Path
 
@@ -76,33 +75,6 @@ def add_place(group):
 def add_optimize(group):
     group.add_argument("--optimize", action="store_true",
                        help="use the fastest kernels available, model.optimize()")
-
-
-def measuring_parser(prog, doc, quick, plot=True):
-    """For a command that measures. quick: what its --quick does. plot: whether it can draw."""
-    p = Parser(prog=prog, description=" ".join(doc.split("\n\n")[0].split()))
-    p.add_argument("--quick", action="store_true", help=quick)
-    add_place(p)
-    p.add_argument("--json", metavar="FILE.json", help="write the figures")
-    p.set_defaults(plot=None)
-    if plot:
-        p.add_argument("--plot", metavar="FILE.png", help="draw them")
-    return p
-
-
-def measuring_place(args):
-    """
-    (device, dtype, a text that says where it was measured) for a measuring command. Raises
-    ValueError if there is no such device, or if the files cannot be written.
-    """
-    check_path(args.json, "--json")
-    check_path(args.plot, "--plot", PICTURES)
-    device = device_of(args)
-    name = f"{device}, {torch.get_num_threads()} threads"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    where = f"{name}, torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}"
-    return device, DTYPES[args.dtype], where
 
 
 def device_of(args):

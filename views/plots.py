@@ -84,21 +84,31 @@ def timeline(ax, trace, last_step=None):
                  "slots useful", fontsize=9)
 
 
-def draw_work(ax, trace, row_of):
+def parts_of(trace):
+    """[(pass, {request: {kind: tokens}})]: what each forward pass computed, for whom."""
     prompt = {request.name: len(request.prompt) for request in trace.requests}
-    reached = {}   # name -> tokens computed so far
+    reached, found = dict.fromkeys(prompt, 0), []   # tokens computed so far
+    for p in trace.passes:
+        parts = {}
+        for name, first, n in p.work:
+            again = max(0, min(reached[name], first + n) - first)
+            prefill = max(0, min(prompt[name], first + n) - first - again)
+            reached[name] = max(reached[name], first + n)
+            parts[name] = {"recomputed": again, "prefill": prefill, "decode": n - again - prefill}
+        found.append((p, parts))
+    return found
 
+
+def draw_work(ax, trace, row_of):
     def draw(step, name, kind, height, base=0.0):
         ax.bar(step, 0.84 * height, 0.92, row_of[name] - 0.42 + 0.84 * base, **style(kind))
 
-    for p in trace.passes:
-        for name, first, n in p.work:
-            own_row = len(p.shape) == 2 and p.shape[0] == len(p.work) + len(p.finished)
-            width, base = p.shape[1] if own_row else n, 0.0
-            again = max(0, min(reached.get(name, 0), first + n) - first)
-            reached[name] = max(reached.get(name, 0), first + n)
-            new = "decode" if first + again >= prompt[name] else "prefill"
-            for kind, count in ("recomputed", again), (new, n - again), ("pad", width - n):
+    for p, parts in parts_of(trace):
+        own_row = len(p.shape) == 2 and p.shape[0] == len(p.work) + len(p.finished)
+        for name, kinds in parts.items():
+            n, base = sum(kinds.values()), 0.0
+            width = p.shape[1] if own_row else n
+            for kind, count in [*kinds.items(), ("pad", width - n)]:
                 if count:
                     draw(p.step, name, kind, count / width, base)
                     base += count / width
@@ -107,23 +117,45 @@ def draw_work(ax, trace, row_of):
 
 
 def stage(trace, path):
-    """What --plot draws: the run's timeline, and below it what each forward pass computed."""
-    plt = pyplot()
-    requests, passes = len(trace.requests), len(trace.passes)
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(11, 2.6 + 0.22 * requests), height_ratios=[requests + 2, 8])
+    """
+    What --plot draws: each request's timeline, below it the slots of each step, on the same axis
+    and in the same colours, and one sentence.
+    """
+    requests, last = len(trace.requests), trace.passes[-1].step
+    figure, (top, bottom) = pyplot().subplots(
+        2, 1, figsize=(11, 3 + 0.22 * requests), height_ratios=[requests + 2, 8], sharex=True)
     timeline(top, trace)
-    base = np.zeros(passes)
-    for kind, name in COUNTED.items():
-        values = np.array([getattr(p, name) for p in trace.passes])
-        bottom.bar(range(passes), values, 0.92, base, align="edge", **style(kind))
+    slots = {kind: np.zeros(last + 1) for kind in ("decode", "prefill", "recomputed", "pad",
+                                                   "finished")}
+    for p, parts in parts_of(trace):
+        for kinds in parts.values():
+            for kind, count in kinds.items():
+                slots[kind][p.step] += count
+        slots["pad"][p.step] += p.pad_slots
+        slots["finished"][p.step] += p.finished_slots
+    base = np.zeros(last + 1)
+    for kind, values in slots.items():
+        bottom.bar(range(last + 1), values, 0.92, base, **style(kind))
         base += values
-    bottom.set_xlim(0, passes)
-    bottom.set_xlabel("forward pass (green: useful slots)")
+    top.set_xlabel("")
+    bottom.set_xlabel("step")
     bottom.set_ylabel("slots")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    legend(figure, ["prefill", "decode", "recomputed", "pad", "finished", "waiting"])
+    figure.tight_layout(rect=(0, 0.11, 1, 1))
+    figure.text(0.5, 0.075, sentence(trace), ha="center")
+    drawn = [kind for kind in slots if slots[kind].any()]
+    legend(figure, [*drawn, "waiting"])
     return save(figure, path)
+
+
+def sentence(trace):
+    """What to see in the picture of a run: the longest wait, and whom the passes worked for."""
+    waits = [(b - a, b, request.name) for request in trace.requests
+             for a, b in zip(request.token_steps, request.token_steps[1:])]
+    longest, step, name = max(waits, default=(0, 0, ""))
+    useful = sum(p.useful for p in trace.passes) / sum(p.slots for p in trace.passes)
+    said = (f"{name} waited longest for a next token, {longest} steps until step {step}"
+            if longest > 1 else "Every request, once it had a token, got one in each step")
+    return f"{said}; {useful:.0%} of the slots held a token that some request needed."
 
 
 def save(figure, path):

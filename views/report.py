@@ -86,7 +86,7 @@ def report(trace):
     if counts["preemptions"]:
         rows.append(("preemptions", f"{counts['preemptions']:,}"))
     if counts["shared_pages"] or counts["evicted_pages"]:
-        rows.append(("shared pages", f"{counts['shared_pages']:,} taken from other requests, "
+        rows.append(("shared pages", f"{counts['shared_pages']:,} found in the pool, "
                                      f"{counts['saved_tokens']:,} tokens saved, "
                                      f"{counts['evicted_pages']:,} evicted"))
     return "\n".join([f"stage: {trace.stage}", *(f"  {name:15} {text}" for name, text in rows)])

@@ -1,32 +1,38 @@
 """
-The live page: the batch of a running engine (beyond/engine.py), as it happens, in a browser.
+The live page: the batch of a running engine (engine.py), as it happens, in a browser.
 
-After each step the engine's thread calls `watch`, which notes what changed; ten times a second the
-notes go to every open page, as JSON. With no page open, nothing is noted. The page keeps the last
-steps, and draws them with the explorer's own functions (runs.js, panels.js).
+The page observes the engine. After each step the engine's thread calls `see`, which notes what
+changed; ten times a second the notes go to every open page, as JSON. With no page open, nothing is
+noted. The page keeps the last steps, and draws them with the explorer's own functions (runs.js,
+panels.js).
 """
 import asyncio
 import itertools
+import json
 import time
 from collections import deque
 from functools import cache, partial
+from pathlib import Path
 
-from starlette.responses import Response, StreamingResponse
+from fastapi import Request, Response
+from sse_starlette.sse import EventSourceResponse
 
 from explorer import page
 from loading.load import word
 from loading.workload import PROMPTS, read_prompts
-from toolbox.web import event
+from server.engine import Observer
 from views.plots import NAMES
 
-FILES = {"/": "live.html", "/live.js": "live.js", "/live.css": "live.css", "/page.css": "page.css",
-         "/runs.js": "runs.js", "/panels.js": "panels.js", "/explorer.html": None}
+FOLDER = Path(__file__).parent
+FILES = {"/": FOLDER / "live.html", "/explorer.html": None,   # None: made when it is asked for
+         **{f"/{name}": FOLDER / name for name in ("live.js", "live.css")},
+         **{f"/{name}": page.FOLDER / name for name in ("page.css", "runs.js", "panels.js")}}
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 COUNTS = "useful", "recomputed", "score_entries", "useful_scores", "copied_bytes"
 INTERVAL, UNREAD = 0.1, 50   # seconds between two messages; messages that a page may leave unread
 
 
-class Live:
+class Live(Observer):
     """model: its name"""
 
     def __init__(self, engine, tokenizer, model):
@@ -38,12 +44,12 @@ class Live:
         self.long = tokenizer.encode("\n".join(20 * self.examples))[:most]
         self.told = {}, {}, {}   # what the pages know: requests, their tables, the rest
         self.paused, self.speed, self.steps_left, self.last = False, 0, 0, 0.0
-        engine.pace, self.word = self.pace, cache(partial(word, tokenizer))
+        engine.observer, self.word = self, cache(partial(word, tokenizer))
 
     # --- in the engine's thread ---
 
-    def pace(self):
-        """Seconds until the next step may run: 0 at full speed, a long time while paused."""
+    def hold(self):
+        """Seconds until the next pass may run: 0 at full speed, a long time while paused."""
         now = time.perf_counter()
         if not self.tabs:   # nobody is there who could go on
             return 0
@@ -56,8 +62,10 @@ class Live:
         self.last = now
         return 0
 
-    def watch(self, batch):
+    def see(self, batch):
         """Notes a step. batch: its Paged; None: nothing was computed."""
+        if not self.tabs:
+            return
         engine, words, plan = self.engine, {}, batch.plan if batch else ()
         known, tables, rest = self.told   # once: a page that opens sets new ones at any moment
         new = [request for request in dict.fromkeys((*engine.unfinished.values(), *dict(plan)))
@@ -106,24 +114,25 @@ class Live:
     def state(self):
         return {"paused": self.paused, "speed": self.speed}
 
-    def ask(self, tab, request):
-        """A page has asked for it: when the page is closed, it ends."""
+    def ask(self, tab, requests):
+        """A page has asked for them: when the page is closed, they end."""
         if tab in self.asked:
-            self.asked[tab] = [*(r for r in self.asked[tab] if not r.finished), request]
+            self.asked[tab] = [*(r for r in self.asked[tab] if not r.finished), *requests]
 
     def control(self, body):
         """Sets what the page's buttons set. Returns the new state, which all pages show."""
         if self.tabs:   # or nobody would see it
-            self.paused = body.get("paused", self.paused)
-            self.speed, self.steps_left = body.get("speed", self.speed), body.get("steps", 0)
+            self.paused = self.paused if body.paused is None else body.paused
+            self.speed = self.speed if body.speed is None else body.speed
+            self.steps_left = body.steps
         for request in itertools.chain.from_iterable(self.asked.values()):   # no other client's
-            if request.name == body.get("stop"):
+            if request.name == body.stop:
                 self.engine.cancel(request)
         self.engine.wake()
         self.send({"state": self.state()})
         return self.state()
 
-    async def steps(self, http):
+    async def steps(self):
         """The page's stream. A page that opens is told of all that is under way."""
         engine, self.loop = self.engine, asyncio.get_running_loop()
         knobs = {"max_batch": engine.scheduler.max_batch,
@@ -136,18 +145,14 @@ class Live:
                         "pool": {"pages": engine.pages.number, "page_size": engine.pages.size}})
         self.told = {}, {}, {}   # new ones: another thread uses the old
         self.tabs[tab], self.asked[number] = number, []
-        engine.watch = self.watch
         engine.wake()
-        return StreamingResponse(self.lines(tab, http), media_type="text/event-stream")
+        return EventSourceResponse(self.lines(tab), sep="\n")
 
-    async def lines(self, tab, http):
-        gone = asyncio.create_task(http.receive())   # what comes is the end of the connection
-        gone.add_done_callback(lambda _: tab.put_nowait(None))
+    async def lines(self, tab):
         try:
             while (message := await tab.get()) is not None:
-                yield event(message)
-        finally:
-            gone.cancel()
+                yield json.dumps(message)
+        finally:   # also if the connection ends
             self.leave(tab)
 
     def leave(self, tab):
@@ -155,7 +160,7 @@ class Live:
             if not request.finished:
                 self.engine.cancel(request)
         if not self.tabs:
-            self.engine.watch, self.paused, self.speed = None, False, 0
+            self.paused, self.speed = False, 0
             self.engine.wake()
 
     def send_notes(self):
@@ -174,10 +179,10 @@ class Live:
         for tab in list(self.tabs):
             tab.put_nowait(None)
 
-    async def file(self, http):
+    async def file(self, http: Request):
         """The page, and what it loads. /explorer.html is an explorer page without any run."""
-        name = FILES[http.scope["path"]]
-        text = page.read(name) if name else page.page({})
-        if name == "live.css":
+        file = FILES[http.scope["path"]]
+        text = file.read_text(encoding="utf-8") if file else page.page({})
+        if http.scope["path"] == "/live.css":
             text = text.replace("{{colors}}", page.STYLE)
-        return Response(text, media_type=TYPES["." + (name or "html").rpartition(".")[2]])
+        return Response(text, media_type=TYPES[file.suffix if file else ".html"])

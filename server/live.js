@@ -1,6 +1,6 @@
 "use strict";
 // The live page: keeps the last steps that the server tells of, and draws them as if they were a
-// recorded run, with the explorer's functions in runs.js and panels.js. explorer/live.py says what a
+// recorded run, with the explorer's functions in runs.js and panels.js. live.py says what a
 // note holds. Whatever comes from a prompt enters the page as textContent.
 
 const KEPT = 1000, DRAWN = 120;          // steps
@@ -154,7 +154,9 @@ async function listen() {                // until the server closes the stream
       if (done) return;
       const lines = (rest + value).split("\n\n");
       rest = lines.pop();
-      for (const line of lines) hear(JSON.parse(line.slice("data: ".length)));
+      for (const line of lines) {        // others are comments, to keep the connection open
+        if (line.startsWith("data: ")) hear(JSON.parse(line.slice("data: ".length)));
+      }
     }
   } finally {
     reader.cancel();                     // else the connection stays, and a browser has only six

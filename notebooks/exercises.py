@@ -1,0 +1,157 @@
+"""
+The judge of exercises: what a reader's function gets wrong, in a sentence.
+
+It is called with arguments whose results are known, and takes the place of the repository's own
+code in a run. questions.toml has our code, the arguments, and the usual mistakes as edits of our
+code: who makes one of them reads its sentence.
+"""
+import copy
+import dis
+import inspect
+import math  # noqa: F401 (our code below uses it)
+import traceback
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+
+import torch
+from lesson import QUESTIONS, STAGES, folded, letters, model, texts  # noqa: F401
+
+from beyond.hardware import GPUS, MODELS
+from beyond.simulate import simulate
+from checks.judge import faults
+from checks.traps import function_named, swapped
+from model import Head
+
+
+def exercise(function):
+    """Judges a function of a notebook's reader, in a sentence, and returns it as it is."""
+    name, code = function.__name__, function.__code__
+    steps, none = ([step.argval for step in dis.get_instructions(each)]
+                   for each in (function, lambda: None))
+    if Ellipsis in code.co_consts or steps == none:   # `...` or `pass` alone leave no code
+        print(f"{name}: replace ... by your code, then run the cell.")
+        return function
+    try:
+        fault = fault_of(function, QUESTIONS[name])
+    except Exception as error:   # of the reader's function, whatever it is
+        lines = [f"line {frame.lineno}, {frame.line}: ".replace(", :", ":")
+                 for frame in traceback.extract_tb(error.__traceback__)
+                 if frame.filename == code.co_filename]
+        fault = f"{''.join(lines[-1:])}{type(error).__name__}: {error}"
+    print(f"{name}: " + (f"not yet. {fault}" if fault else "right."))
+    return function
+
+
+def solution(name):
+    """Our function, behind a line to click."""
+    with folded():
+        print(QUESTIONS[name]["code"].strip())
+
+
+def fault_of(function, it):
+    """None, or what is wrong with a function. it: its entry in questions.toml"""
+    name, arguments = function.__name__, list(inspect.signature(function).parameters)
+    calls, got, expected, fault = eval(it["calls"]), "", "", None
+    whats = ["it returns", *(f"{argument} becomes" for argument in arguments)]
+    theirs, right = results(function, calls), results(REAL.get(name) or our_code(name), calls)
+    for call, a, b in reversed([*zip(calls, theirs, right)]):
+        for what, mine, our, before in zip(whats, a, b, [None, *call]):
+            if not same(mine, our) and not same(our, before):   # we change this argument, too
+                got, expected = shown(mine), shown(our)
+                given = ", ".join(f"{n} = {shown(v)}" for n, v in zip(arguments, call)
+                                  if not inspect.isfunction(v))
+                fault = f"For {given}: {what} {got}, expected {expected}."
+    if "run" in it and got == expected:   # alike, but for what is in it
+        fault = fault_in_run(function, **it["run"]) or fault
+    usual = (why for *edit, why in it["mistakes"] if fault and same(
+        theirs, results(our_code(name, *edit), calls)))
+    return fault and f"{fault} {next(usual, '')}".strip()
+
+
+def results(function, calls):
+    """For each call, what the function returns, and its arguments afterwards."""
+    return [[function(*given), *given] for given in copy.deepcopy(calls)]
+
+
+def our_code(name, *edit):
+    """Our function, or what an edit makes of it: (old, new)."""
+    code, scope = QUESTIONS[name]["code"], dict(globals())
+    exec(code.replace(*edit) if edit else code, scope)
+    return scope[name]
+
+
+def same(a, b):
+    """Whether two results agree: times to 1%, tensors to rounding."""
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, type(a)) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and shown(a) == shown(b) and torch.allclose(
+            a.double(), b.double(), atol=1e-5)
+    return type(a) is type(b) and (a == b or isinstance(a, float) and abs(a - b) < 0.01 * b)
+
+
+def shown(value):
+    """A value in a sentence."""
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype)[6:]} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(shown, value))}]"
+    return f"{value:.4g}" if isinstance(value, float) else f"{value!r:.60}"
+
+
+def fault_in_run(function, stage, requests, knobs, edit=None):
+    """
+    The first thing that goes wrong in a run with the reader's function, in a sentence. edit: whose
+    code it takes a place in, the old text, and the new, in which it is `reader`. None: it serves.
+    """
+    def serve(model, requests, **knobs):   # arguments of the reader's model may be named
+        def called(tokens, positions, attend, wanted=None):
+            return model(tokens, positions, attend, wanted)
+        called.config, called.device = model.config, model.device
+        return function(called, requests, **knobs)
+
+    place = swapped(function_named(edit[0]), [edit[1:]], reader=function) if edit else nullcontext()
+    with place:
+        found = faults(STAGES[stage] if edit else serve, model, eval(requests), **knobs)
+        return next((f"{sentence}." for _, sentence in found), None)
+
+
+# --- arguments, for questions.toml ----------------------------------------------------------------
+
+def stream(*cu_seqlens):
+    """Of varlen: random queries, caches of 3 older tokens and the new ones, and a head."""
+    g = torch.Generator().manual_seed(0)
+    caches = [tuple(torch.randn(2, 3 + b - a, 4, generator=g) for _ in "kv")
+              for a, b in pairwise(cu_seqlens)]
+    q = torch.randn(2, cu_seqlens[-1], 4, generator=g)
+    return q, caches, [*cu_seqlens], lambda q, k, v: Head()(q, k, v)
+
+
+@dataclass
+class Rows:
+    """Of accepted: gives the token of a row, and notes which rows were sampled."""
+    tokens: list
+    sampled: list = field(default_factory=list)
+
+    def __call__(self, i):
+        self.sampled.append(i)
+        return self.tokens[i]
+
+
+@cache
+def simulated():
+    """{(rows, keys): seconds} of decode steps, Llama 2 7B on an A100, by beyond/simulate.py."""
+    found = {}
+    for rows, prompt in (1, 100), (16, 1000), (64, 500), (256, 200):
+        requests = letters(3, **{f"r{i}": prompt for i in range(rows)})
+        decode = simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES["ragged, varlen"], requests,
+                          max_batch=rows, token_budget=rows * prompt).passes[-1]
+        found[rows, sum(first + n for _, first, n in decode.work)] = decode.seconds
+    return found
+
+
+PEAK, BANDWIDTH = 312e12, 2039e9   # of an A100: operations/s in fp16, bytes/s
+PARAMETERS = 6.6e9                 # of Llama 2 7B: those that a pass reads and multiplies by
+REAL = {"step_time": lambda rows, kv_tokens: simulated()[rows, kv_tokens]}

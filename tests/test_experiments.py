@@ -1,0 +1,297 @@
+"""python -m experiments: what is counted and compared, peers as processes, and quick runs."""
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from common import ROOT, mixed, toy
+
+from experiments import __main__ as runner
+from experiments import bench, peers, prepacking, results, rows, tables, train
+from experiments.roofline import roofline
+from kernels import native
+from loading.llama import Llama, LlamaConfig
+from loading.load import load
+from loading.stages import STAGES
+from model import GPT, GPTConfig
+from request import Request
+
+TINY = GPTConfig(block_size=1024, vocab_size=300, n_layer=2, n_head=2, n_embd=32)
+STAND_IN = """
+from types import SimpleNamespace as SamplingParams
+__version__ = "0"
+
+class LLM:
+    def __init__(self, model, **options):
+        print("engines talk a lot")
+        self.llm_engine, self.left = self, {}
+
+    def add_request(self, name, prompt, params):
+        first = prompt["prompt_token_ids"][0]
+        if first == 13:
+            raise SystemExit("ValueError: thirteen")
+        self.left[name] = list(range(first, first + params.max_tokens))
+
+    def has_unfinished_requests(self):
+        return any(self.left.values())
+
+    def step(self):
+        return [SamplingParams(request_id=name, outputs=[SamplingParams(token_ids=[left.pop(0)])])
+                for name, left in self.left.items() if left]
+"""
+
+
+def test_the_workloads_are_those_that_the_docs_describe():
+    mixture, prefill, decode = (bench.workload(name, 50257) for name in results.WORKLOADS)
+    assert [len(w) for w in (mixture, prefill, decode)] == [32, 64, 32]
+    assert all(8 <= len(r.prompt) <= 512 and 8 <= r.max_new_tokens <= 128 for r in mixture)
+    assert sorted(len(r.prompt) for r in mixture)[16] < 100   # log-uniform: half are below 64
+    assert all(1 <= len(r.prompt) <= 512 and r.max_new_tokens == 1 for r in prefill)
+    assert all(len(r.prompt) == 16 and 32 <= r.max_new_tokens <= 256 for r in decode)
+    assert [r.prompt for r in mixture] == [r.prompt for r in bench.workload("W1", 50257)]
+
+
+def test_the_roofline_by_hand():
+    """
+    A prompt of 4 tokens in chunks of 3 and 1, and one decode, on a model small enough to count. Of
+    the last block's 12 C^2 weights, a token that is not sampled from needs 2 C^2, for its key and
+    value, and no scores.
+    """
+    model = GPT(GPTConfig(block_size=8, vocab_size=10, n_layer=2, n_head=1, n_embd=4))
+    trace = STAGES["ragged, varlen"](model, [Request([1, 2, 3, 4], 2)], max_batch=3, token_budget=3)
+    assert [p.work for p in trace.passes] == [[("r0", 0, 3)], [("r0", 3, 1)], [("r0", 4, 1)]]
+    block, kv, vocabulary = 12 * 16, 2 * 16, 40
+    operations = [2 * 3 * (block + kv) + 4 * 4 * 6]
+    operations += [2 * (2 * block + vocabulary) + 4 * 4 * 2 * keys for keys in (4, 5)]
+    memory = [4 * (2 * block + 2 * 2 * 4 * (3 + 3))]
+    memory += [4 * (2 * block + vocabulary + 2 * 2 * 4 * (keys + 1)) for keys in (4, 5)]
+    assert roofline(model, trace, peak=1, bandwidth=1e9) == pytest.approx(sum(operations))
+    assert roofline(model, trace, peak=1e9, bandwidth=1) == pytest.approx(sum(memory))
+    model.half()
+    assert roofline(model, trace, peak=1e9, bandwidth=1) == pytest.approx(sum(memory) / 2)
+
+
+# --- peers ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["GPT-2", pytest.param("Llama", marks=pytest.mark.thorough)])
+def test_peers_and_stages_give_the_same_tokens(kind):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = toy(block_size=64, n_layer=2, dtype=torch.float32) if kind == "GPT-2" else bench.loud(
+        Llama(LlamaConfig(64, 13, 2, n_head=4, n_kv_head=2, n_embd=32, head_size=8, ffn=48)))
+    requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
+    reference, _ = bench.stage(model, STAGES["unbatched"], {})(requests)
+    assert len({token for row in reference for token in row}) > 5   # they could differ
+    for name in "transformers, static 8 sorted", "transformers, continuous":
+        engine, = bench.peers(model, [name], max_batch=8, token_budget=32).values()
+        tokens, times = engine(requests)
+        engine.signal("SIGKILL")
+        assert tokens == reference, name
+        assert [len(t) for t in times] == [r.max_new_tokens for r in requests], name
+        assert all(t == sorted(t) for t in times), name
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """The arguments of an Engine on vLLM's interface, as far as it is used, without vLLM."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(STAND_IN)
+    (tmp_path / "vllm" / "sampling_params.py").write_text("class RequestOutputKind: DELTA = 1")
+    (tmp_path / "vllm" / "platforms.py").write_text("current_platform = 1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "vllm", sys.executable, str(tmp_path), 4, 16, 1, "cpu", "float32"
+
+
+def wait_for(pid, states):
+    """Until a process is stopped, "T", or has ended, "Z" or "". As long as that takes."""
+    for _ in range(6000):
+        stat = Path(f"/proc/{pid}/stat")
+        if (stat.read_text().split()[2] if stat.exists() else "") in states:
+            return
+        time.sleep(0.1)
+    raise AssertionError("it does not happen within ten minutes")
+
+
+def test_an_engine_in_a_process_of_its_own(vllm):
+    engine = peers.Engine(*vllm)
+    assert engine.settings.startswith("vLLM 0, ") and "4 sequences and 16 tokens" in engine.settings
+    for _ in range(2):
+        tokens, times = engine([Request([1, 2], 3), Request([5], 1)])
+        assert tokens == [[1, 2, 3], [5]] and [len(t) for t in times] == [3, 1]
+        assert times[0] == sorted(times[0]) and times[0][0] <= time.perf_counter()
+        if sys.platform == "linux":   # it does not spin while others run
+            wait_for(engine.process.pid, ["T"])
+    with pytest.raises(RuntimeError, match="vllm has ended, its last words: ValueError: thirteen"):
+        engine([Request([13], 1)])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+@pytest.mark.parametrize("how", ["terminate", "kill"])
+def test_a_benchmark_that_is_ended_leaves_no_engine(how, vllm):
+    code = (f"import time; from experiments import peers; engine = peers.Engine(*{vllm!r});"
+            "print(engine.process.pid, flush=True); time.sleep(10**4)")
+    bench_like = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True,
+                                  stdout=subprocess.PIPE)
+    pid = int(bench_like.stdout.readline())
+    wait_for(pid, ["T"])
+    getattr(bench_like, how)()
+    bench_like.wait(600)
+    wait_for(pid, ["Z", ""])
+
+
+def test_which_systems_run_again_and_which_is_the_best_peer(monkeypatch):
+    """
+    One slow moment in the first round does not exclude a system; 3x the fastest time does, unless
+    it is a stage or the best peer. A round in which that did not run does not count.
+    """
+    clock = [0.0]
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def system(seconds):
+        left = iter(seconds)
+
+        def run(requests):
+            clock[0] += next(left)
+            return [[7]], [[clock[0]]]
+        return run
+
+    for takes, expected, best, ratio in (
+            ({"unbatched": [1, 1, 1], "vLLM": [2.75, 1.5, 1.5], "a variant": [4],
+              "interleaved": [4, 4, 4]}, {"a variant": [4, None, None], "interleaved": [4, 4, 4]},
+             "vLLM", 1.5),
+            ({"unbatched": [1, 1, 1], "vLLM": [9, 9], "transformers, a": [5, 20]},
+             {"vLLM": [9, None, 9], "transformers, a": [5, 20, None]}, "vLLM", 9)):
+        run = {name: system(seconds) for name, seconds in takes.items()}
+        found = bench.in_rounds(list(takes), run, [], 3)
+        assert all(found[name]["rounds"] == seconds for name, seconds in expected.items())
+        assert bench.best_peer(found) == best
+        assert bench.times_best_peer(found, "unbatched") == ratio
+        assert all(f["seconds"] == statistics.median(takes[name]) for name, f in found.items())
+
+
+def test_figures_are_medians_over_the_runs_each_for_itself():
+    """The run of median time has neither the median TTFT nor the median gap; one run is wrong."""
+    runs = [(3.0, 0.0, [[1, 2, 3]], [[0.5, 1.5, 3.0]]),
+            (4.0, 10.0, [[1, 2, 3]], [[12.5, 13.5, 14.0]]),
+            (9.0, 20.0, [[1, 2, 4]], [[21.0, 22.0, 29.0]])]
+    assert bench.medians_of(runs, [[1, 2, 3]]) == {
+        "seconds": 4.0, "spread": 1.5, "ttft_mean": 1.0, "itl_p50": 1.25,
+        "itl_p99": pytest.approx(1.495), "equal": 2 / 3}
+
+
+# --- the runner -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("flags, word", [
+    ("nix", "ladder"), ("bench --systems nix", "ragged"), ("bench --peer-python x=y", "NAME=PATH"),
+    ("rows --plot x.gif", ".png"), ("rows --json no/x.json", "no folder"), ("rows --jso", "--jso"),
+    ("ladder --repeats 0", "--repeats"), ("gaps --model nix", "nix"),
+    ("prepacking --memory 0", "--memory"), ("prepacking --prompts no.txt", "no.txt"),
+    ("train --lr nan", "--lr"), ("train --out README.md", "--out")])
+def test_a_bad_flag_is_one_line(flags, word, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    try:
+        code = runner.main(flags.split())
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr().err
+    assert code == 2 and said.count("\n") == 1 and word in said
+
+
+def quick(tmp_path, *flags):
+    """The figures and the size of the pictures of a quick run."""
+    file, picture = tmp_path / "f.json", tmp_path / "f.png"
+    assert runner.main([*flags, "--quick", "--json", file, "--plot", picture]) == 0
+    found = json.loads(file.read_text())
+    for each in found if isinstance(found, list) else [found]:
+        assert each["measured"]["command"].startswith(f"python -m experiments {flags[0]} ")
+        assert each["measured"]["machine"] and "torch" in each["where"]
+    return found, [path.stat().st_size for path in tmp_path.glob("f*.png")]
+
+
+def test_ladder_and_what_is_wrong(tmp_path, capsys, monkeypatch):
+    flags = ("--optimize", "--max_new_tokens", 4, "--prompt", "# a",
+             "--prompt", "# json\nLoad a file")
+    found, sizes = quick(tmp_path, "ladder", *flags, "--no_cache", "--trace", "t.json")
+    said = capsys.readouterr().out
+    assert [*found["stages"]] == [*STAGES] and found["wrong"] == [] and sizes[0] > 10_000
+    assert "11 stages: each of 2 requests identical to unbatched" in said
+    assert re.findall(r"--(\w+) has no meaning where all", said) == ["no_cache", "trace"]
+    pack = native.pack
+    monkeypatch.setattr(native, "pack", lambda weight: pack(weight) * 1.5)
+    assert runner.main(["ladder", "--quick", *flags]) == 1
+    said = capsys.readouterr().out
+    wrong = "unbatched", "unbatched, no cache", "ragged, varlen", "paged"   # others are plain
+    assert all((f"WRONG: {name}: request 'r0'" in said) == (name in wrong) for name in STAGES)
+
+
+def test_rows_and_gaps_and_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "ROWS", (1, 2, 4))
+    found, sizes = quick(tmp_path, "rows", "--dtype", "float64")
+    assert [n for n, _ in found["points"]] == [1, 2, 4] and sizes[0] > 10_000
+    assert [*quick(tmp_path, "gaps")[0]["points"]] == [*rows.GAP_STAGES]
+    shared = quick(tmp_path, "memory")[0]["sharing"]
+    assert shared["true"]["tokens"] < shared["false"]["tokens"]
+
+
+def test_bench_on_a_tiny_model(monkeypatch, tmp_path):
+    def small(*arguments, workload=bench.workload):
+        return [replace(request, max_new_tokens=min(request.max_new_tokens, 9))
+                for request in workload(*arguments)[:4]]
+
+    monkeypatch.setitem(bench.MODELS, "small", TINY)
+    monkeypatch.setattr(bench, "workload", small)
+    monkeypatch.setattr(bench, "machine_peaks", lambda model: (1e11, 1e10, 1e9))
+    found, sizes = quick(tmp_path, "bench", "--systems", "unbatched", "ragged", "paged")
+    assert [result["workload"] for result in found] == ["W1", "W2", "W3"] and len(sizes) == 3
+    for result in found:
+        assert set(result["systems"]) >= {"unbatched", "ragged, mask", "ragged, varlen", "paged"}
+        assert all(f["seconds"] > 0 and f["equal"] > 0.95 for f in result["systems"].values())
+
+
+def test_prepacking_with_prompts_of_a_file(tmp_path, monkeypatch):
+    """A tiny model, prompts of at most 24 tokens, and memory for some of them."""
+    monkeypatch.setattr(prepacking, "GPTConfig", lambda **sizes: GPTConfig(
+        **{**sizes, "vocab_size": 97, "n_head": 2, "n_embd": 32}))
+    monkeypatch.setattr(prepacking, "CONTEXT", 24)
+    (tmp_path / "p.txt").write_text("one\n\ntwo words\n\n" + "three " * 9)
+    found, sizes = quick(tmp_path, "prepacking", "--prompts", tmp_path / "p.txt",
+                         "--memory", 0.0003)
+    assert [*found["kinds"]] == [str(tmp_path / "p.txt")] and len(sizes) == 2
+    assert all(r_k <= 1 and speedup > 0
+               for points in found["predictors"].values() for r_k, _, speedup in points)
+    assert all(1 < of["full batching"] <= of["prepacking, batch"] < 64
+               for of in found["largest"].values())
+
+
+@pytest.mark.thorough
+def test_training_is_reproducible(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr(train, "documents", lambda: [
+        ("a.b", "Return the name of the thing, which is a string."),
+        ("a.c", "Close it. It cannot be used any more.")] * 30)
+    monkeypatch.setattr(train, "N_TOKENS", 280)
+    for name in "ab":
+        flags = "--out", tmp_path / name, "--steps", 6, "--batch_size", 2
+        assert runner.main(["train", *flags]) == 0
+    (a, tokenizer), (b, _) = load(tmp_path / "a"), load(tmp_path / "b")
+    for mine, theirs in zip(a.state_dict().values(), b.state_dict().values()):
+        assert torch.equal(mine, theirs)
+    assert tokenizer.n_vocab == a.config.vocab_size == 281
+    assert len(tokenizer.encode("the name of the thing")) < 10   # its merges are used
+
+
+def test_a_table_that_is_old_is_found(tmp_path, monkeypatch, capsys):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("<!-- table: gaps -->\nold\n<!-- end -->\n")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert runner.main(["tables", "--check"]) == 1 and "old: README.md" in capsys.readouterr().out
+    assert runner.main(["tables"]) == 0 and runner.main(["tables", "--check"]) == 0
+    with pytest.raises(ValueError, match="there is no table 'x'"):
+        tables.renewed("<!-- table: x -->\n<!-- end -->")
