@@ -126,8 +126,9 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (UPDATE, "size = self.pages.size",
          "size, last, self.late = self.pages.size, vars(self).get('late', []), []\n"
          "        for page in last:\n            self.pages.publish(*page)"),
-        (UPDATE, "self.pages.publish(request.block_table, i, filled)",
-         "self.late.append((request.block_table, i, filled))")],
+        (UPDATE,
+         "self.pages.publish(request.block_table, i, request.slice(i * size, (i + 1) * size))",
+         "self.late.append((request.block_table, i, request.slice(i * size, (i + 1) * size)))")],
     "a block table is an alias": [   # no trap before `find` keeps the lists that it hands out
         (FIND, "return pages",
          "return vars(self).setdefault('found', {}).setdefault(tuple(pages), pages)"),

@@ -1,8 +1,12 @@
-"""The oracle and the workloads that all tests of the contract share."""
+"""
+The contract, for all rooms: the oracle `alone`, which shares nothing with the stages; the backends
+that run them; the workloads, and the pressure under which they run.
+"""
 import os
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from beyond.fairness import SCHEDULERS
+from beyond.tensor_parallel import shard
 from checks.toy import toy as toy  # the tests import it from here
 from loading.llama import Llama, LlamaConfig
 from loading.stages import STAGES as ALL
@@ -118,16 +123,49 @@ def assert_contract(model, generate, requests, tolerance=1e-10, whole=None, know
 
 
 def assert_trace(trace, requests, late=0):
-    """What holds of the passes of every run."""
+    """What holds of the passes of every run. Tokens that are new to it are counted once more."""
     steps = [p.step for p in trace.passes]
     assert steps == sorted(steps), "time runs backwards"
-    named = {request.name: request for request in requests}
+    named, reached = {request.name: request for request in requests}, Counter()
     for p in trace.passes:
-        for name, _, _ in p.work:
+        new = []
+        for name, first, n in p.work:
             assert named[name].arrival <= p.step <= named[name].token_steps[-1] + late
+            new += range(max(first, reached[name]), first + n)
+            reached[name] = max(first + n, reached[name])
         parts = p.useful, p.recomputed, p.pad_slots, p.finished_slots, p.rejected
         assert p.slots == sum(parts) and min(parts) >= 0
-        assert p.useful_scores <= p.score_entries
+        assert p.finished_slots == len(p.finished) and p.useful_scores <= p.score_entries
+        if not any(p.rejected for p in trace.passes):
+            assert (p.useful, p.useful_scores) == (len(new), sum(new) + len(new))
+
+
+# --- backends -------------------------------------------------------------------------------------
+
+EVEN = dict(n_head=4, n_embd=16)   # so that two ranks can share them
+
+
+BACKENDS = {   # name: (model, the model to compare with, tolerance); ranks need a process group
+    "float64": lambda: (toy(),) * 2 + (1e-10,),
+    "float32": lambda: (toy(dtype=torch.float32),) * 2 + (1e-4,),
+    "Llama": lambda: (llama(),) * 2 + (1e-10,),
+    "compiled": lambda: (toy(dtype=torch.float32).optimize(), toy(dtype=torch.float32), 1e-4),
+    "rank": lambda: (shard(toy(**EVEN)), toy(**EVEN), 1e-10),
+    "Llama rank": lambda: (shard(llama(n_head=4)), llama(n_head=4), 1e-10),
+    "cuda": lambda: (toy(dtype=torch.float32).to("cuda"),) * 2 + (1e-4,)}
+
+
+@lru_cache(maxsize=None)
+def backend(name):
+    model, whole, tolerance = BACKENDS[name]()
+    return SimpleNamespace(model=model, whole=whole, tolerance=tolerance, known={})
+
+
+def contract(stage, name, requests, pressure):
+    """Each of (copies of) these requests gets what it would have got alone. Returns the trace."""
+    b = backend(name)
+    return assert_contract(b.model, STAGES[stage], [*map(replace, requests)], b.tolerance, b.whole,
+                           b.known, **knobs_of(stage, **pressure))
 
 
 # --- a scheduler alone, without a model -----------------------------------------------------------
@@ -199,6 +237,8 @@ def mixed():
             for n in range(1, 12)]
 
 
+QUIET = toy(loud=False)   # it repeats itself, so most guesses are right
+
 # what a run with a bug may raise
 SEEN = (AssertionError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
@@ -223,6 +263,7 @@ def smallest_pool(requests, page_size, block_size=BLOCK_SIZE):
 
 @st.composite
 def workloads(draw):
+    """(requests, pressure): what they ask for, and the knobs that decide when they get it."""
     token = st.integers(0, VOCAB - 1)
     budget = draw(st.integers(1, 40))
     edges = st.sampled_from([budget - 1, budget, budget + 1, 2 * budget, BLOCK_SIZE])
@@ -245,9 +286,9 @@ def workloads(draw):
                                 arrival=draw(st.sampled_from([0, 0, 0, 1, 2, 5, 30]))))
     need, size = smallest_pool(requests, 1), draw(st.integers(1, 6))
     pages = smallest_pool(requests, size)
-    knobs = dict(max_batch=draw(st.integers(1, 7)), token_budget=budget,
-                 max_kv_tokens=draw(st.one_of(st.none(), st.integers(need, 3 * need))),
-                 pages=draw(st.one_of(st.none(), st.integers(pages, 3 * pages))),
-                 page_size=size, policy=draw(st.sampled_from(list(SCHEDULERS.values()))),
-                 share_prefixes=draw(st.booleans()))
-    return SimpleNamespace(requests=requests, knobs=knobs)
+    pressure = dict(max_batch=draw(st.integers(1, 7)), token_budget=budget,
+                    max_kv_tokens=draw(st.one_of(st.none(), st.integers(need, 3 * need))),
+                    pages=draw(st.one_of(st.none(), st.integers(pages, 3 * pages))),
+                    page_size=size, policy=draw(st.sampled_from(list(SCHEDULERS.values()))),
+                    share_prefixes=draw(st.booleans()))
+    return requests, pressure

@@ -34,16 +34,15 @@ def five(temperature=0.0, **limits):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_is_well(stage, temperature, dtype):
-    requests = five(temperature, eos_token=7)
+def test_all_is_well(stage, dtype):
+    requests = [*five(eos_token=7), *five(1.0, eos_token=7)]
     check = ran(toy(dtype=dtype, loud=TOLERANCE[dtype] < 1e-3), stage, requests)
     kinds = {v.verdict for v in check()}
     assert kinds <= {"identical", "near-tie"}, summary(check())
     if TOLERANCE[dtype] < 1e-3:   # half precision may have near-ties
-        assert kinds == {"identical"} and "wider_model" not in vars(check)   # made for flips only
-        assert summary(check()).startswith("5/5 requests identical to unbatched, max |Δlogit| ")
+        assert kinds == {"identical"}
+        assert summary(check()).startswith("10/10 requests identical to unbatched, max |Δlogit| ")
         assert {r.finish_reason for r in requests} == {"stop", "length"}
         assert len(requests[4].generated) == 3
 
@@ -176,8 +175,8 @@ GAPS = {torch.float64: (2e-14, 5e-11), torch.float32: (2e-7, 5e-5),
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.5])
-@pytest.mark.parametrize("top_k, top_p", [(None, 1.0), (5, 1.0), (None, 0.8)])
+@pytest.mark.parametrize("temperature, top_k, top_p", [
+    (0.1, None, 1.0), (0.7, 5, 1.0), (1.5, None, 0.8), (1.5, 5, 1.0)])
 def test_a_token_may_flip_at_a_near_tie_only(dtype, temperature, top_k, top_p, monkeypatch):
     """
     For token i, the stage raises the logits from some entry on by gaps[i], relative to the largest,

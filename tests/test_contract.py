@@ -1,94 +1,142 @@
 """
-The contract: whatever the stage, the knobs and the other requests, each request gets exactly what
-it would have got alone.
+The contract: whatever the stage, the backend, the workload and the pressure, each request gets
+exactly what it would have got alone.
 """
+import math
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
-from types import SimpleNamespace
+from unittest.mock import patch
 
 import common
 import pytest
 import torch
-from common import BATCHED, SCHEDULED, STAGES, alone, assert_contract, knobs_of, llama, mixed, toy
+from common import BATCHED, SCHEDULED, STAGES, alone, assert_contract, contract, knobs_of, mixed
 from hypothesis import given, settings
+from test_tensor_parallel import assert_right
 
+from beyond.tensor_parallel import shard
 from cache import KV
+from checks.toy import toy
+from checks.xray import XRay
+from model import Head
 from request import Request
 
-MODEL = toy()
+MODEL, WATCHED = common.backend("float64").model, toy()   # equal; hooks only on the second
 COMPILED = ("unbatched", "ragged_varlen", "paged")   # what the compiled step serves
-BACKENDS = {   # name: (model, the model to compare with, tolerance)
-    "float64": lambda: (MODEL, MODEL, 1e-10),
-    "float32": lambda: (toy(dtype=torch.float32),) * 2 + (1e-4,),
-    "Llama": lambda: (llama(),) * 2 + (1e-10,),
-    "compiled": lambda: (toy(dtype=torch.float32).optimize(), toy(dtype=torch.float32), 1e-4),
-    "cuda": lambda: (toy(dtype=torch.float32).to("cuda"),) * 2 + (1e-4,)}
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
-@lru_cache(maxsize=None)
-def backend(name):
-    model, whole, tolerance = BACKENDS[name]()
-    return SimpleNamespace(model=model, whole=whole, tolerance=tolerance, known={})
+@contextmanager
+def seam(model):
+    """
+    Yields a list that gets a Counter for each forward pass: the scores, key slots and copied bytes
+    of its first layer, counted where attention is called. It asserts that caches have their size.
+    """
+    counts, inside, forward = [], [], Head.forward
 
+    def storage(*tensors):
+        return {t.untyped_storage().data_ptr() for t in tensors}
 
-def contract(stage, name, requests, **knobs):
-    """Each of (copies of) these requests gets what it would have got alone. Returns the trace."""
-    b = backend(name)
-    return assert_contract(b.model, STAGES[stage], [*map(replace, requests)], b.tolerance, b.whole,
-                           b.known, **knobs_of(stage, **knobs))
+    def head(self, q, k, v, past_k=None, past_v=None, mask=None):
+        if inside:
+            P, size = 0 if past_k is None else past_k.size(-2), k.nbytes + v.nbytes
+            rows, S, count = math.prod(q.shape[:-3]), P + k.size(-2), counts[-1]
+            count["scores"] += rows * q.size(-2) * S
+            count["keys"] += rows * S
+            batch, new = inside[0]
+            caches = [kv for kv in (getattr(batch, "kv", None), getattr(batch, "pool", None),
+                                    *(request.kv for request, _ in batch.plan)) if kv]
+            known = new | storage(*(kv.k[0] for kv in caches if kv.k))
+            if past_k is not None:   # gathered; and then, in front of the new keys, once more
+                count["copied"] += 2 * (past_k.nbytes + past_v.nbytes) + size
+            elif storage(k) - known:
+                count["copied"] += size
+        return forward(self, q, k, v, past_k, past_v, mask)
+
+    def look(model, arguments):
+        tokens, positions, attend, wanted = arguments
+        counts.append(Counter())
+        for request, _ in attend.__self__.plan:
+            if isinstance(request.kv, KV):
+                buffers = [*request.kv.k.values(), *request.kv.v.values()]
+                assert {request.kv.capacity, *(b.size(-2) for b in buffers)} == {request.kv_tokens}
+
+        def counted(layer, q, k, v):
+            if layer == 0:
+                inside.append((attend.__self__, storage(k)))
+            out = attend(layer, q, k, v)
+            inside.clear()
+            return out
+
+        return tokens, positions, counted, wanted
+
+    handle = model.register_forward_pre_hook(look)   # after the X-ray's, which runs `attend` too
+    try:
+        with patch.object(Head, "forward", head):
+            yield counts
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @settings(max_examples=common.examples(200))
-@given(workload=common.workloads())
-def test_contract(stage, workload):
-    knobs = workload.knobs
-    trace = contract(stage, "float64", workload.requests, **knobs)
-    if knobs["pages"] is None:   # enough for all that can run at the same time
-        assert not trace.counts.get("preemptions")
-    assert knobs["share_prefixes"] or not trace.counts.get("shared_pages")
-    for p in trace.passes:
+@given(case=common.workloads())
+def test_contract(stage, case):
+    """...and each token sees its own request up to itself, and a pass costs what its trace says."""
+    (requests, pressure), known = case, common.backend("float64").known
+    requests = [*map(replace, requests)]
+    with XRay(WATCHED, requests) as xray, seam(WATCHED) as counts:
+        trace = assert_contract(WATCHED, STAGES[stage], requests, whole=MODEL, known=known,
+                                **knobs_of(stage, **pressure))
+    assert xray.faults() == [] and len(xray.passes) == len(trace.passes)
+    preempted = trace.counts.get("preemptions")
+    assert not preempted or pressure["pages"]   # else there are enough for all that can run at once
+    assert pressure["share_prefixes"] or not trace.counts.get("shared_pages")
+    for p, count in zip(trace.passes, counts, strict=True):
+        held = sum(first + n for _, first, n in p.work)
+        assert p.score_entries == count["scores"] and p.padded_keys == count["keys"] - held
+        assert p.copied_bytes == MODEL.config.n_layer * count["copied"]
         if stage in SCHEDULED:
-            assert p.useful + p.recomputed <= knobs["token_budget"]
+            assert p.useful + p.recomputed <= pressure["token_budget"]
+        if stage in ("chunked", "interleaved", *common.RAGGED) and pressure["max_kv_tokens"]:
+            reserved = sum(r.kv_tokens for r in requests if r.name in [name for name, *_ in p.work])
+            assert reserved <= pressure["max_kv_tokens"]
         if stage in (*common.RAGGED, "paged"):
             assert p.pad_slots == p.padded_keys == 0
-        if stage != "no_cache" and not trace.counts.get("preemptions"):
-            assert p.recomputed == 0
-        if stage in ("unbatched", "naive", "ragged_varlen"):
-            assert p.copied_bytes == 0   # caches are written in place and read as views
+        assert stage == "no_cache" or preempted or p.recomputed == 0
         assert stage == "naive" or p.finished_slots == 0
+        if stage in ("unbatched", "no_cache", "naive", "ragged_varlen"):
+            assert p.copied_bytes == 0
 
 
-@pytest.mark.parametrize("stage, name", [
-    *((stage, name) for name in ("float32", "Llama") for stage in STAGES),
+@pytest.mark.parametrize("stage, backend", [
+    *((stage, backend) for backend in ("float32", "Llama") for stage in STAGES),
     *((stage, "compiled") for stage in COMPILED),
     *(pytest.param(stage, "cuda", marks=no_gpu) for stage in STAGES)])
 @settings(max_examples=common.examples(50))
-@given(workload=common.workloads())
-def test_contract_of_other_models_and_numbers(stage, name, workload):
-    contract(stage, name, workload.requests, **workload.knobs)
+@given(case=common.workloads())
+def test_contract_of_other_models_and_numbers(stage, backend, case):
+    contract(stage, backend, *case)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@settings(max_examples=common.examples(30))
-@given(workload=common.workloads())
-def test_memory_is_as_accounted(stage, workload):
-    requests, most = [*map(replace, workload.requests)], workload.knobs["max_kv_tokens"]
+def on_two_ranks():
+    @settings(max_examples=common.examples(30))
+    @given(case=common.workloads())
+    def every_stage(case):
+        for stage in STAGES:
+            contract(stage, "rank", *case)
 
-    def look(*_):
-        caches = [(r, r.kv) for r in requests if isinstance(r.kv, KV)]
-        for request, kv in caches:
-            lengths = {buffer.size(-2) for buffer in [*kv.k.values(), *kv.v.values()]}
-            assert kv.capacity == request.kv_tokens and lengths <= {kv.capacity}
-        if stage in SCHEDULED and most:
-            assert sum(kv.capacity for _, kv in caches) <= most
+    every_stage()   # both ranks draw the same
+    for stage in "naive", "interleaved", "paged":
+        contract(stage, "Llama rank", mixed(), {})
+    for change, what in (dict(n_kv_head=1), "n_kv_head 1"), (dict(ffn=21), "FFN width 21"):
+        with pytest.raises(ValueError, match=f"2 ranks: {what} is not a multiple"):
+            shard(common.llama(**change))
 
-    handle = MODEL.register_forward_pre_hook(look)
-    try:
-        STAGES[stage](MODEL, requests, **knobs_of(stage, **workload.knobs))
-    finally:
-        handle.remove()
+
+def test_contract_on_two_ranks():
+    assert_right(2, on_two_ranks)
 
 
 EDGES = [   # trap 10, and the ends of every range; 8 is the token budget
@@ -100,45 +148,18 @@ EDGES = [   # trap 10, and the ends of every range; 8 is the token budget
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_edges(stage):
-    contract(stage, "float64", EDGES, token_budget=8)
+    contract(stage, "float64", EDGES, dict(token_budget=8))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_requests_are_served_in_the_order_of_their_arrival(stage):
-    """Not earlier, and not later than necessary; with room for one at a time."""
+    """Not earlier, and not later than necessary; with room for one at a time; from any iterable."""
     requests = [Request([i + 1] * 3, 2, arrival=arrival)
                 for i, arrival in enumerate([30, 0, 9, 9, 4])]
-    STAGES[stage](MODEL, requests, **knobs_of(stage, max_batch=1))
+    STAGES[stage](MODEL, iter(requests), **knobs_of(stage, max_batch=1))
     assert [r.token_steps for r in requests] == [[30, 31], [0, 1], [9, 10], [11, 12], [4, 5]]
-
-
-def test_a_cache_left_from_a_failed_run_is_not_used_again():
-    request = Request([1, 2, 3], 4)
-    single = toy(dtype=torch.float32)
-    handle = single.h[2].register_forward_pre_hook(lambda *_: 1 / 0)
-    for stage in BATCHED:
-        with pytest.raises(ZeroDivisionError):
-            STAGES[stage](single, [request])
-        assert request.computed == 0
-        assert_contract(MODEL, STAGES[stage], [request])
-        request = replace(request)
-    handle.remove()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_any_iterable_of_requests_will_do(stage):
-    for requests in (Request([i], 2) for i in range(3)), Request([5], 2):
-        trace = STAGES[stage](MODEL, requests)
-        assert all(len(request.generated) == 2 for request in trace.requests)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_callback_that_raises_leaves_whole_tokens(stage):
-    requests = [Request([i, i + 1], 5) for i in range(4)]
-    with pytest.raises(ZeroDivisionError):
-        STAGES[stage](MODEL, requests, on_token=lambda r, *_: 1 / (len(r.generated) - 3))
-    for request in requests:
-        assert len(request.generated) == len(request.token_times) == len(request.token_steps)
+    STAGES[stage](MODEL, single := Request([5], 2))
+    assert single.finish_reason == "length"
 
 
 @pytest.mark.parametrize("stage", BATCHED)
@@ -159,23 +180,39 @@ def test_the_vocabulary_projection_touches_no_token_whose_logits_are_not_wanted(
     assert sum(asked) == 4 + 9
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_failed_step_does_no_harm(stage):
-    """
-    An exception in the middle of a forward pass reaches the caller, and no token is counted that
-    was not computed.
-    """
-    model, calls, requests = toy(), [], mixed()
+# --- a step that fails ----------------------------------------------------------------------------
 
-    def fail(module, args):
+def failing(number, dtype=torch.float64):
+    """A model whose forward pass of this number fails in the second block."""
+    model, calls = toy(dtype=dtype), []
+
+    def fail(*_):
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) == number:
             raise ZeroDivisionError
 
     model.h[1].register_forward_pre_hook(fail)
+    return model
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_failed_step_does_no_harm(stage):
+    """Its error reaches the caller, and no token is counted that was not computed."""
     with pytest.raises(ZeroDivisionError):
-        STAGES[stage](model, requests)
+        STAGES[stage](failing(5), requests := mixed())
     for request in requests:
         assert request.generated == alone(MODEL, request)[0][:len(request.generated)]
         known = len(request.tokens) - 1 if stage != "no_cache" else 0   # none stays computed there
         assert len(request.generated) == 0 or request.computed == known
+    with pytest.raises(ZeroDivisionError):
+        STAGES[stage](failing(1, torch.float32), requests := mixed())
+    assert_contract(MODEL, STAGES[stage], requests)   # no cache of the failed run is used again
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_callback_that_raises_leaves_whole_tokens(stage):
+    requests = [Request([i, i + 1], 5) for i in range(4)]
+    with pytest.raises(ZeroDivisionError):
+        STAGES[stage](MODEL, requests, on_token=lambda r, *_: 1 / (len(r.generated) - 3))
+    for request in requests:
+        assert len(request.generated) == len(request.token_times) == len(request.token_steps)

@@ -8,7 +8,7 @@ import pytest
 from common import cancel_now, examples, queue, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_paging import CANCELS, WatchedFair, WatchedPaged, grown, plans_of, streams
+from test_paging import WatchedFair, streams
 
 from beyond import fairness
 from beyond.fairness import MAX_OVERTAKEN, POLICIES, FairScheduler, order
@@ -32,18 +32,6 @@ def test_policies_are_sort_keys(policy, expected):
     assert "".join(plan[0] for plan in run(scheduler)) == expected
 
 
-@settings(max_examples=examples(300))
-@given(data=st.data(), requests=streams(), max_batch=st.integers(1, 8), budget=st.integers(1, 30),
-       size=st.integers(1, 4), share=st.booleans(), cancels=CANCELS)
-def test_first_come_first_served_has_the_plans_of_stage_7(data, requests, max_batch, budget, size,
-                                                          share, cancels):
-    need = common.smallest_pool(requests, size, block_size=64)
-    pages = need + data.draw(st.integers(0, need))
-    fair = WatchedFair(max_batch, budget, Pages(pages, size), "fcfs", share, bound=10**9)
-    plain = WatchedPaged(max_batch, budget, Pages(pages, size), share)
-    assert plans_of(fair, requests, cancels) == plans_of(plain, requests, cancels)
-
-
 def test_the_victim_is_the_last_in_rank_and_may_be_the_one_that_grows():
     scheduler = WatchedFair(8, 64, Pages(3, 4), "priority", share_prefixes=False)
     queue(scheduler, [Request([0] * 3, 9, name=name, priority=priority, arrival=arrival)
@@ -58,7 +46,6 @@ def test_the_victim_is_the_last_in_rank_and_may_be_the_one_that_grows():
 # --- the bound: no request starves ----------------------------------------------------------------
 
 def test_the_example_of_the_docstring(capsys):
-    assert order("sjf", bound=3) == [*"abcLd"]
     assert order("sjf", bound=4) == [*"abcdL"] == order("priority", bound=4)
     assert order("fcfs", bound=3) == [*"Labcd"]
     runpy.run_path(fairness.__file__, run_name="__main__")
@@ -141,10 +128,3 @@ def test_no_request_is_preempted_without_end(bound, most):
     queue(scheduler, [Request([0] * prompt, new) for prompt, new in sizes])
     run(scheduler)
     assert max(times.values(), default=0) == most
-
-
-# --- what it costs --------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("policy", ["sjf", "priority"])
-def test_what_has_finished_leaves_nothing_behind(policy):
-    assert grown(FairScheduler(16, 256, Pages(24, 16), policy)) == set()

@@ -1,14 +1,27 @@
-"""The model against a third party's: Hugging Face's GPT2LMHeadModel with the same, loud weights."""
-import ast
-
+"""
+The model against a third party's: Hugging Face's GPT2LMHeadModel with the same, loud weights. And
+each layout by itself: on the "meta" device tensors have a shape and no numbers, so whatever reads
+one (.item(), a mask in an `if`) fails there, as a layout would stall on a GPU.
+"""
 import pytest
 import torch
-from common import ROOT, STAGES, toy
+from common import STAGES, toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from model import GPT, Head
-from request import Request
+from cache import KV
+from generate_dynamic import Rectangle
+from generate_naive import StaticBatch
+from generate_paged import Paged
+from generate_prepacked import Packed, first_fit_decreasing, generate
+from generate_ragged import Flat
+from generate_unbatched import Alone
+from model import GPT, GPTConfig, Head
+from paging import Pages
+from request import Request, advance, prepare
 
 transformers = pytest.importorskip("transformers")
+
 
 @pytest.fixture(scope="module")
 def theirs():
@@ -60,9 +73,9 @@ def test_greedy_tokens_equal_their_generate_one_prompt_at_a_time(ours, theirs):
         max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(prompt):].tolist()
         for prompt in prompts]
     assert all(len(set(tokens)) > 3 for tokens in expected)
-    for stage, generate in STAGES.items():
+    for stage in STAGES:
         requests = [Request(prompt, 12) for prompt in prompts]
-        generate(ours, requests)
+        STAGES[stage](ours, requests)
         assert [request.generated for request in requests] == expected, stage
 
 
@@ -80,26 +93,94 @@ def test_too_long_a_row_is_refused():
         toy()(torch.zeros(1, 25, dtype=torch.long))
 
 
-# --- the rooms of the house -----------------------------------------------------------------------
-
-def imported(path):
-    """The modules that a file imports when it is imported itself."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom):
-            yield node.module
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+@pytest.mark.parametrize("change, named", [
+    (dict(n_layer=0), "n_layer .* >= 1, not 0"),
+    (dict(n_head=5, n_embd=12), "n_head 5 .* n_embd 12")])
+def test_a_config_of_no_model_is_refused(change, named):
+    with pytest.raises(ValueError, match=named):
+        GPTConfig(**change)
 
 
-@pytest.mark.parametrize("files, higher", [
-    ("model.py request.py cache.py scheduler.py paging.py", "toolbox beyond kernels experiments"),
-    ("generate_*.py toolbox/**/*.py kernels/**/*.py", "experiments"),
-    # the scheduler knows no tensors and no clock
-    ("request.py scheduler.py paging.py toolbox/validate.py", "torch numpy time"),
-])
-def test_no_room_imports_a_higher_one(files, higher):
-    for pattern in files.split():
-        assert (paths := [*ROOT.glob(pattern)]), pattern
-        for path in paths:
-            names = {*imported(path)} - {"toolbox.validate"}   # it refuses bad values
-            assert not {name.split(".")[0] for name in names} & {*higher.split()}, path
+# --- each layout by itself ------------------------------------------------------------------------
+
+META = torch.device("meta")
+POOL = KV(48)
+
+
+def paged(plan):
+    for i, (request, _) in enumerate(plan):
+        request.block_table = [3 * i + 2, 3 * i, 3 * i + 1]
+    return Paged(plan, POOL, Pages(12, 4), META)
+
+
+LAYOUTS = {   # of a plan; the other passes of a static batch, and those of a packed one, differ
+    "Alone": lambda plan: Alone(plan[0][0], True, META),
+    "StaticBatch": lambda plan: StaticBatch([request for request, _ in plan], META),
+    "Rectangle": lambda plan: Rectangle(plan, META),
+    "Packed": lambda plan: Packed(plan, META),
+    "Flat, mask": lambda plan: Flat(plan, META, "mask"),
+    "Flat, varlen": lambda plan: Flat(plan, META),
+    "Paged": paged}
+
+
+def tensors(thing):
+    if isinstance(thing, (list, tuple)):
+        for part in thing:
+            yield from tensors(part)
+    elif isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, KV):
+        yield from (*thing.k.values(), *thing.v.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.inference_mode()
+def test_a_pass_stays_on_its_device_and_in_its_dtype(name, dtype):
+    """A pass over prompts, one cut short; then one over decodes and the rest of that prompt."""
+    model, batch = toy().to(META, dtype), None
+    requests = prepare([Request([1] * n, 5) for n in (7, 1, 4)], model.config)
+    POOL.k.clear(), POOL.v.clear()
+    for number in range(2):
+        cut = 0 if number or name in ("Alone", "StaticBatch", "Packed") else 2
+        if name == "StaticBatch" and number:
+            batch.add_columns()
+        elif name != "Packed" or not number:
+            batch = LAYOUTS[name]([(r, r.todo - cut * (r is requests[0])) for r in requests])
+        logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)
+        assert logits.shape == (len(batch.sampled), model.config.vocab_size)
+        caches = [request.kv for request, _ in batch.plan]
+        for tensor in tensors([*vars(batch).values(), *caches, logits]):
+            assert tensor.device == META
+            assert tensor.dtype in (torch.long, torch.bool, dtype)
+        assert all(isinstance(number, int) for number in batch.cost().values())
+        if name != "Packed":
+            advance(batch.plan, [1] * len(batch.sampled))
+
+
+# --- the rows of stage 5 (claims P1 to P10 say more) ----------------------------------------------
+
+@settings(max_examples=100)
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40))
+def test_no_prompt_would_have_fitted_into_an_earlier_row(lengths):
+    size = max(lengths)
+    bins = first_fit_decreasing(lengths, size)
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    full = [sum(lengths[i] for i in members) for members in bins]
+    assert max(full) <= size and len(bins) >= -(-sum(lengths) // size)
+    for b, members in enumerate(bins):
+        assert all(earlier + min(lengths[i] for i in members) > size for earlier in full[:b])
+
+
+def test_dataset_packing_chooses_which_requests_to_admit_together():
+    """16 prompts, 8 and 1 tokens in turn: row by row, 8 at a time make full rows."""
+    lengths, slots = [*[8, 1] * 4, *[7, 1] * 4], {}
+    for pack in "batch", "dataset":
+        trace = generate(toy(), [Request([1] * n, 1) for n in lengths], max_batch=8, pack=pack)
+        assert all(p.pad_slots == p.padded_keys for p in trace.passes)
+        slots[pack] = sum(p.slots for p in trace.passes)
+    assert slots["dataset"] < slots["batch"]
+    with pytest.raises(ValueError, match="pack must be 'batch' or 'dataset', not 'rows'"):
+        generate(toy(), [Request([1])], pack="rows")
+    with pytest.raises(ValueError, match="attention must be 'mask' or 'varlen', not 'x'"):
+        STAGES["ragged_varlen"](toy(), [Request([1])], attention="x")

@@ -1,24 +1,25 @@
 """Stage 7: pages, sharing, growth, preemption. Outputs never change, only waiting times."""
+import gc
 import random
-import sys
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
+from types import FunctionType, ModuleType
 
 import common
 import pytest
 import torch
-from common import BLOCK_SIZE, STAGES, cancel_now, examples, finish, queue, run, toy
+from common import BLOCK_SIZE, STAGES, cancel_now, examples, queue, run, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from beyond.fairness import MAX_OVERTAKEN, POLICIES, FairScheduler
+from beyond.fairness import MAX_OVERTAKEN, POLICIES, SCHEDULERS, FairScheduler
 from cache import KV
 from generate_paged import Paged
-from model import GPTConfig, causal, sample
+from model import causal, sample
 from paging import PagedScheduler, Pages
-from request import Request, indices_due, prepare
+from request import Request, prepare
 from scheduler import Scheduler
 
 MODEL = toy()
@@ -103,16 +104,14 @@ class WatchedFair(Watched, FairScheduler):
 
 # --- knobs ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("knobs, message", [
-    (dict(pages=2.5), "pages must be a whole number of at least 1, not 2.5"),
-    (dict(pages=9, page_size="4"), "page_size must be a whole number of at least 1, not '4'"),
-    (dict(page_size=25), "page_size 25 exceeds block_size 24"),
-    (dict(policy="lifo"), "policy must be 'fcfs' or a scheduler, such as .*, not 'lifo'"),
+@pytest.mark.parametrize("knobs, named", [
+    (dict(pages=2.5), "pages .* at least 1"), (dict(page_size="4"), "page_size .* at least 1"),
+    (dict(page_size=25), "page_size 25 exceeds block_size 24"), (dict(policy="lifo"), "'lifo'"),
     (dict(pages=1, page_size=16), "request 'large': .* needs 2 pages of 16 tokens, pages is 1"),
 ])
-def test_bad_knobs_are_refused_before_anything_ran(knobs, message):
+def test_bad_knobs_are_refused_before_anything_ran(knobs, named):
     requests = [Request([1, 2, 3], 1, name="small"), Request([4] * 9, name="large")]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         PAGED(MODEL, requests, **knobs)
     assert requests[0].generated == []
 
@@ -157,14 +156,20 @@ def plans_of(scheduler, requests, cancels=(), eos=None):
 
 
 @settings(max_examples=examples(300))
-@given(requests=streams(), max_batch=st.integers(1, 9), budget=st.integers(1, 30),
-       size=st.integers(1, 6), eos=st.sampled_from([None, 0, 1]), cancels=CANCELS)
-def test_with_pages_enough_it_hands_out_the_plans_of_the_scheduler(requests, max_batch, budget,
-                                                                   size, eos, cancels):
-    pages = sum(common.smallest_pool([request], size, block_size=64) for request in requests)
-    assert (plans_of(Scheduler(max_batch, budget), requests, cancels, eos)
-            == plans_of(WatchedPaged(max_batch, budget, Pages(pages, size), share_prefixes=False),
-                        requests, cancels, eos))
+@given(data=st.data(), requests=streams(), max_batch=st.integers(1, 9), budget=st.integers(1, 30),
+       size=st.integers(1, 6), eos=st.sampled_from([None, 0, 1]), cancels=CANCELS,
+       share=st.booleans())
+def test_schedulers_that_are_first_come_first_served_hand_out_the_same_plans(
+        data, requests, max_batch, budget, size, eos, cancels, share):
+    """Stage 6's, if there are pages enough and none is shared; and a fair one that is not bound."""
+    enough = sum(common.smallest_pool([request], size, block_size=64) for request in requests)
+    least = common.smallest_pool(requests, size, block_size=64)
+    few, how = data.draw(st.integers(least, 2 * least)), (requests, cancels, eos)
+    assert (plans_of(Scheduler(max_batch, budget), *how)
+            == plans_of(WatchedPaged(max_batch, budget, Pages(enough, size), False), *how))
+    fair = WatchedFair(max_batch, budget, Pages(few, size), "fcfs", share, bound=10**9)
+    assert (plans_of(WatchedPaged(max_batch, budget, Pages(few, size), share), *how)
+            == plans_of(fair, *how))
 
 
 def test_pages_that_are_published_meanwhile_make_room_too():
@@ -236,98 +241,45 @@ def test_time_and_memory_of_a_prefix_are_linear_in_its_tokens():
 
 # --- nothing is left behind -----------------------------------------------------------------------
 
-def containers(thing, path="scheduler", seen=None):
-    """(path, container) of every list, dict and so on that an object holds, however deep."""
-    seen = set() if seen is None else seen
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, (list, tuple, set, deque, dict)):
-        yield path, thing
-        for member in [*thing, *thing.values()] if isinstance(thing, dict) else thing:
-            yield from containers(member, path, seen)
-    elif hasattr(thing, "__dict__") and not callable(thing):
-        for name, value in vars(thing).items():
-            yield from containers(value, f"{path}.{name}", seen)
+def reachable(thing):
+    """The number of objects that it holds, however deep."""
+    seen, found = {}, [thing]
+    while found:
+        each = found.pop()
+        if id(each) not in seen and not isinstance(each, (type, ModuleType, FunctionType)):
+            seen[id(each)] = each
+            found += gc.get_referents(each)
+    return len(seen)
 
 
 def serve(scheduler, number):
-    """So many short requests; some share a prefix, some are cancelled."""
-    rng, come, step = random.Random(0), 0, 0
-    stems = [[rng.randrange(50) for _ in range(n)] for n in (0, 0, 16, 40)]
-    config = GPTConfig()
-    while come < number or scheduler.busy:
-        new = min(rng.randrange(32), number - come) if len(scheduler.waiting) < 64 else 0
-        for _ in range(new):
-            prompt = rng.choice(stems) + [rng.randrange(50) for _ in range(rng.randint(1, 30))]
-            request, = prepare(Request(prompt, rng.randint(1, 12), arrival=step + 1), config)
-            scheduler.add(request)
-        come += new
+    """So many requests; some share a prefix, some are cancelled."""
+    rng = random.Random(0)
+    stems = [[rng.randrange(10) for _ in range(n)] for n in (0, 0, 16, 40)]
+    queue(scheduler, [Request(rng.choice(stems) + [rng.randrange(10) for _ in range(
+        rng.randint(1, 20))], rng.randint(1, 12)) for _ in range(number)])
+
+    def cancel(step):
         for line in scheduler.waiting, scheduler.running:
             if line and rng.random() < 0.2:
                 cancel_now(scheduler, rng.choice(line))
-        if scheduler.busy:
-            plan = scheduler.schedule(step)
-            scheduler.update(plan, [rng.randrange(50) for _ in indices_due(plan)])
-        step += 1
+
+    run(scheduler, token=lambda request: rng.randrange(10), between=cancel)
 
 
-def grown(scheduler):
-    """Containers that hold more after 3,000 requests than after 300; twice, all have finished."""
-    sizes = []
+@pytest.mark.parametrize("policy", SCHEDULERS)
+def test_what_has_finished_leaves_nothing_behind(policy):
+    """Of 300 requests, and of 3,000; but the pages that can be found may be others."""
+    scheduler, counts = SCHEDULERS[policy](16, 256, Pages(24, 16)), []
     for number in 300, 2_700:
         serve(scheduler, number)
-        found = Counter()
-        for path, container in containers(scheduler):
-            found[path] += len(container)
-        sizes.append(found)
-    few, many = sizes
-    pool = scheduler.pages.number * (scheduler.pages.size + 3)   # each page's key
-    return {path for path, n in many.items()
-            if n > (pool if path.startswith("scheduler.pages.") else few[path])}
-
-
-@pytest.mark.parametrize("new", [
-    lambda: Scheduler(32, 256), lambda: PagedScheduler(32, 256, Pages(600, 16)),
-    lambda: FairScheduler(32, 256, Pages(600, 16), "sjf")], ids=["6", "7", "fair"])
-def test_a_step_does_not_cost_more_with_a_longer_queue(new):
-    """Counted: the functions that it calls. A sorted queue may look at a few more."""
-    calls = []
-    for waiting in 300, 10_000:
-        scheduler, rng = new(), random.Random(0)
-        queue(scheduler, [Request([rng.randrange(9) for _ in range(rng.randint(8, 40))], 20)
-                          for _ in range(waiting)])
-        scheduler.update(plan := scheduler.schedule(0), [0] * len(indices_due(plan)))
-        counted = Counter()
-        sys.setprofile(lambda frame, event, argument: counted.update([event]))
-        for step in range(1, 20):
-            scheduler.update(plan := scheduler.schedule(step), [0] * len(indices_due(plan)))
-        sys.setprofile(None)
-        calls.append(counted.total())
-    assert calls[1] < 1.2 * calls[0]
-
-
-def test_what_has_finished_leaves_nothing_behind():
-    scheduler = PagedScheduler(16, 256, Pages(24, 16))
-    assert grown(scheduler) == set()
-    assert scheduler.counts["preemptions"] > 20 and scheduler.counts["evicted_pages"] > 1000
+        gc.collect()
+        counts.append(reachable(scheduler))
+    assert counts[1] <= counts[0] + 3 * 24
+    assert scheduler.counts["preemptions"] and scheduler.counts["evicted_pages"] > 1000
 
 
 # --- sharing --------------------------------------------------------------------------------------
-
-def test_pages_are_published_after_the_step_that_computed_them():
-    scheduler = WatchedPaged(4, 8, Pages(8, 2))
-    a, b, c = queue(scheduler, [Request([1, 2, 3, 4], 3, name=name, arrival=arrival)
-                                for name, arrival in [("a", 0), ("b", 0), ("c", 1)]])
-    plan = scheduler.schedule(0)
-    assert plan == [(a, 4), (b, 4)] and not scheduler.pages.published   # the same step: nothing yet
-    finish(scheduler, plan)
-    assert scheduler.schedule(1) == [(a, 1), (b, 1), (c, 2)]
-    first, *own = c.block_table
-    assert first == a.block_table[0] and scheduler.pages.holders[first] == 2   # no copy
-    assert not {*own} & {*a.block_table, *b.block_table}   # a prompt's last page is never shared
-    assert scheduler.counts["shared_pages"] == 1 and scheduler.counts["saved_tokens"] == 2
-
 
 def test_generated_pages_are_found_too():
     scheduler = WatchedPaged(1, 8, Pages(8, 2))

@@ -1,43 +1,13 @@
-"""Stage 5: which prompt goes into which row, and the experiments. (Claims P1 to P10 say more.)"""
+"""How prepacking is measured: the methods that are compared, and memory. (Claims P5 to P10.)"""
 import pytest
 import torch
-from common import STAGES, VOCAB
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_claims import MODEL, close, ready, run, whole
+from common import VOCAB
+from test_claims import MODEL, close, run, whole
 
 from experiments import prepacking
-from generate_prepacked import first_fit_decreasing
 from generate_ragged import Flat
 from model import GPT, GPTConfig
-from request import Request, prepare
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40))
-def test_no_prompt_would_have_fitted_into_an_earlier_row(lengths):
-    size = max(lengths)
-    bins = first_fit_decreasing(lengths, size)
-    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
-    full = [sum(lengths[i] for i in members) for members in bins]
-    assert max(full) <= size and len(bins) >= -(-sum(lengths) // size)
-    for b, members in enumerate(bins):
-        assert all(earlier + min(lengths[i] for i in members) > size for earlier in full[:b])
-
-
-def test_dataset_packing_chooses_which_requests_to_admit_together():
-    """16 prompts, 8 and 1 tokens in turn: row by row, 8 at a time make full rows."""
-    slots = {}
-    for stage in "prepacked", "prepacked_dataset":
-        trace = STAGES[stage](MODEL, ready(*[8, 1] * 4, *[7, 1] * 4, new=1), max_batch=8)
-        assert all(p.pad_slots == p.padded_keys for p in trace.passes)
-        slots[stage] = sum(p.slots for p in trace.passes)
-    assert slots["prepacked_dataset"] < slots["prepacked"]
-
-
-def test_a_bad_pack_is_refused():
-    with pytest.raises(ValueError, match="pack must be 'batch' or 'dataset', not 'rows'"):
-        STAGES["prepacked"](MODEL, [Request([1])], pack="rows")
+from request import prepare
 
 
 @pytest.mark.parametrize("method", prepacking.METHODS)

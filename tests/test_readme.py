@@ -1,5 +1,6 @@
-"""What README and docs say is so."""
+"""The figures, pictures and links of README and docs are those that the code gives today."""
 import inspect
+import os
 import re
 import textwrap
 from xml.etree import ElementTree
@@ -11,22 +12,23 @@ from experiments import gpu, motion, results, tables
 from experiments.ladder import calculated, run_stages
 from experiments.memory import storm
 from loading.load import load
+from loading.stages import STAGES
 from loading.workload import PROMPTS, make_requests, read_prompts
 from views.report import totals
 
-PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", ROOT / "assignments" / "README.md",
-         ROOT / "notebooks" / "README.md"]
+PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
 
 
 def test_the_ladder_of_counts():
     """
     Counts depend on what is generated; a row that differs on your machine alone may be a near-tie
-    that rounding flipped.
+    that rounding flipped. (In the quick size, of some stages.)
     """
     said, (model, tokenizer) = results.load("ladder"), load()
     requests = make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64, temperature=0.7,
                              top_k=None, seed=0)   # the scripts' defaults
-    traces = run_stages(model, requests)
+    some = STAGES if os.environ.get("THOROUGH") else ("naive", "interleaved", "paged")
+    traces = run_stages(model, requests, {name: STAGES[name] for name in some})
     again = calculated(traces["naive"].requests)
     assert again.keys() == said["calculated"].keys()
     for name, figures in again.items():
@@ -40,41 +42,19 @@ def test_the_ladder_of_counts():
 
 
 def test_this_machine_is_calculated_from_the_benchmark_that_is_there():
-    """
-    If it is not:
-
-        python -m experiments gpu --parts this_machine --json experiments/results/gpu.json
-    """
+    """If it is not: python -m experiments gpu --parts this_machine"""
     said, again = results.load("gpu")["this_machine"], gpu.this_machine()
     for old, new in zip(said, again, strict=True):
         assert new == pytest.approx(old)
 
 
-def test_every_table_is_shown_and_every_result_says_where_it_was_measured():
-    shown = re.findall("<!-- table: (.+?) -->", "".join(path.read_text(encoding="utf-8")
-                                                        for path in tables.pages()))
-    assert sorted(shown) == sorted(tables.TABLES)
-    for path in results.FOLDER.glob("*.json"):
-        found = results.load(path.stem)
-        for result in found if isinstance(found, list) else [found]:
-            assert {"machine", "date", "command"} <= set(result["measured"])
-
-
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_tables_files_pictures_and_modules_are_those_that_are_there(path):
+def test_tables_are_new_links_lead_somewhere(path):
     """If a table is old: python -m experiments tables"""
     text = path.read_text(encoding="utf-8")
     assert tables.renewed(text) == text
-    linked = re.findall(r"\]\(((?!http)[^)#]+)\)", text) + re.findall(r'src="([^"]+)"', text)
-    modules = set(re.findall(r"python -m (\w+(?:\.\w+)*)", text)) - {"venv", "pytest"}
-    for name in linked:
-        assert (path.parent / name).exists(), name
-    for module in modules:
-        path_of = ROOT / module.replace(".", "/")
-        assert path_of.with_suffix(".py").exists() or (path_of / "__main__.py").exists(), module
-    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|txt|ipynb))`", text)
-    for name in named:
-        assert (ROOT / name).exists() or (path.parent / name).exists(), name
+    for name in re.findall(r"\]\(((?!http)[^)#]+)\)|src=\"([^\"]+)\"", text):
+        assert (path.parent / "".join(name)).exists(), name
 
 
 def test_the_python_example_runs():

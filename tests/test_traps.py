@@ -1,7 +1,7 @@
 """
 Each known bug of checks/traps.py is put in, and the assertion that our code passes must fail on
-it. A bug of a layout, of sampling or of pages breaks the contract, in the stages that WHERE names.
-A bug of the scheduler shows in its plans.
+it. A bug of a layout, of sampling or of pages breaks the contract, in the stages that WHERE names;
+the X-ray names those of layouts, and they are drawn. A bug of the scheduler shows in its plans.
 """
 import random
 from dataclasses import replace
@@ -10,12 +10,15 @@ from functools import lru_cache
 import pytest
 import torch
 from common import RAGGED, SCHEDULED, STAGES, alone, assert_contract, knobs_of, plans, toy
+from matplotlib.colors import to_hex
 
 from checks.traps import TRAPS, broken, swapped
+from checks.xray import XRay, sights_at
 from model import Head
 from paging import PagedScheduler, Pages
 from request import Request
 from scheduler import Scheduler
+from views import sights
 
 MODEL, KNOWN = toy(), {}
 RECTANGLES, PACKED = ("dynamic", "chunked", "interleaved"), ("prepacked", "prepacked_dataset")
@@ -127,17 +130,14 @@ def check(stage, case=None):
 check_ours = lru_cache(maxsize=None)(check)   # so KNOWN is filled before any bug is put in
 
 
-@pytest.mark.parametrize("stage, name", [(stage, name) for name in WHERE for stage in WHERE[name]])
+@pytest.mark.parametrize("stage, name", [
+    (stage, name) for name in TRAPS for stage in WHERE.get(name, ())])
 def test_trap(stage, name):
     case = name if name in CASES else None
     check_ours(stage, case)
     random.seed(0)   # "one random stream for all" is this one
     with broken(name, show=False), pytest.raises(FAILS.get(name, AssertionError)):
         check(stage, case)
-
-
-def test_every_trap_is_put_in():
-    assert sorted([*WHERE, *IN_PLANS]) == sorted(TRAPS)
 
 
 def test_a_trap_is_shown_and_taken_out_even_if_the_block_fails(capsys):
@@ -148,6 +148,12 @@ def test_a_trap_is_shown_and_taken_out_even_if_the_block_fails(capsys):
         "  - mask[b, ..., P + T - n:] = True",
         "  + mask[b, ..., P:] = True"]
     check("interleaved")
+    seen = []   # a trap may use names of its own
+    with swapped(Head.forward, [("scores = q @", "scores = seen.append(q.shape) or q @")],
+                 seen=seen):
+        Head()(*torch.zeros(3, 2, 4))
+    Head()(*torch.zeros(3, 2, 4))
+    assert seen == [(2, 4)] and "seen" not in Head.forward.__globals__
     with pytest.raises(ValueError, match="no trap 'x', only 'published mask', "):
         with broken("x"):
             pass
@@ -156,13 +162,82 @@ def test_a_trap_is_shown_and_taken_out_even_if_the_block_fails(capsys):
             pass
 
 
-def test_swapped_code_may_use_other_names_and_leaves_none_behind():
-    seen = []
-    with swapped(Head.forward, [("scores = q @", "scores = seen.append(q.shape) or q @")],
-                 seen=seen):
-        Head()(*torch.zeros(3, 2, 4))
-    Head()(*torch.zeros(3, 2, 4))
-    assert seen == [(2, 4)] and "seen" not in Head.forward.__globals__
+# --- what the X-ray says of them (that it finds no fault in our code: test_contract.py) -----------
+
+NAMED = {   # what the sentence must hold for each layout bug of the known traps
+    "published mask": "pad slot", "pads of the past are seen": "empty key slot",
+    "pads written to the cache": "pad slot",
+    "no causal rule in a chunk": "sees position",
+    "causal rule from the top left": "does not see position",
+    "neighbours in a packed row": "of request 'r", "a stream without boundaries": "of request 'r",
+    "column positions": "as if at position", "static column positions": "as if at position",
+    "positions that run on in a packed row": "as if at position",
+    "pages read in one piece": "sees position", "pages known by their own tokens": "sees position",
+}
+UNSEEN = "pads of the past are seen", "causal rule from the top left"   # in a prepacked prefill
+
+
+@pytest.mark.parametrize("trap, stage", [(trap, stage) for trap in NAMED for stage in WHERE[trap]
+                                         if stage != "prepacked" or trap not in UNSEEN])
+def test_a_layout_bug_is_named(trap, stage):
+    model = toy(block_size=64)   # there are wrong positions for all
+    requests, own = case_of(trap if trap.startswith("pages known") else None)
+    requests = [replace(request, temperature=0.0) for request in requests]
+    knobs = knobs_of(stage, **{"max_batch": 4, "token_budget": 8, "page_size": 3} | own)
+    with broken(trap, show=False), XRay(model, requests) as xray:
+        STAGES[stage](model, requests, **knobs)
+    assert any(NAMED[trap] in sentence for sentence in xray.faults())
+    assert not model._forward_pre_hooks   # it leaves nothing behind
+
+
+# --- who sees whom, drawn -------------------------------------------------------------------------
+
+def drawn(stage, requests=None, step=1, **knobs):
+    """The panels of that step's only pass."""
+    requests = requests or [Request([1, 2], 4, name="A"), Request([3], 4, name="B"),
+                            Request([7, 8, 9, 10], 1, name="C", arrival=1)]   # a chunk, in step 1
+    sight, = sights_at(STAGES[stage], MODEL, requests, step, **knobs)
+    return sights.panels(sight), sight
+
+
+def test_a_step_that_really_ran():
+    (a, b, c), _ = drawn("interleaved")
+    assert (a.name, a.queries, a.keys) == ("A", ["·", "·", "·", "A2"],
+                                           ["A0", "A1", "·", "·", "·", "A2"])
+    assert a.cells[3] == ["past", "past", "pad", "pad", "pad", "new"]
+    assert b.keys == ["·", "B0", "·", "·", "·", "B1"]
+    assert c.cells == [["pad"] * 2 + ["new"] * (i + 1) + [""] * (3 - i) for i in range(4)]
+    (panel,), _ = drawn("ragged_mask")
+    assert panel.keys == ["A0", "A1", "A2", "B0", "B1", "C0", "C1", "C2", "C3"]
+    assert panel.cells[1] == ["", "", "", "past", "new", "", "", "", ""]
+    with pytest.raises(ValueError, match="no forward pass in step 99, the last step is 3"):
+        drawn("interleaved", step=99)
+
+
+@pytest.mark.parametrize("stage", [name for name in STAGES if name != "no_cache"])
+def test_no_stage_draws_a_wrong_key(stage):
+    knobs = knobs_of(stage, max_batch=4, token_budget=8, page_size=2, pages=26)
+    for step in range(3):
+        for sight in sights_at(STAGES[stage], MODEL, workload(), step, **knobs):
+            for panel in sights.panels(sight):
+                assert not {kind for row in panel.cells for kind in row} & {"wrong", "missing"}
+                assert all(len(row) == len(panel.keys) for row in panel.cells)
+
+
+def test_seen_pads_are_red_and_unseen_keys_are_marked():
+    with broken("published mask", show=False):
+        panels, sight = drawn("interleaved")
+    assert panels[0].cells[3] == ["past", "past", "wrong", "wrong", "wrong", "new"]
+    colors = [to_hex(patch.get_facecolor()).upper()
+              for patch in sights.draw({"as published": sight}).axes[0].patches]
+    assert colors.count(sights.RED) == 3
+    with broken("causal rule from the top left", show=False):
+        panels, _ = drawn("unbatched", [Request([1, 2, 3], 2, name="A")])
+    assert panels[0].cells == [["past", "missing", "missing", "missing"]]
+    with broken("neighbours in a packed row", show=False):
+        panels, _ = drawn("prepacked", step=0, requests=[
+            Request([1] * n, 1, name=name) for n, name in ((5, "A"), (3, "B"), (2, "C"))])
+    assert panels[1].cells[3] == ["wrong"] * 3 + ["new", ""]
 
 
 # --- the traps of the scheduler show in its plans -------------------------------------------------
@@ -173,20 +248,18 @@ def decodes_go_before_prompts():
 
 def no_prefill_starves_behind_decodes():
     sizes = [(1, 9), (2, 9), (7, 9), (5, 9), (3, 9), (20, 4), (11, 9), (1, 9), (1, 9), (9, 9)] * 3
-    for budget in 1, 2, 3, 8:
-        pools = [Pages(10**4 // size, size) for size in (1, 4)]
-        for scheduler in Scheduler(20, budget), *(PagedScheduler(20, budget, p) for p in pools):
-            plans(scheduler, sizes)   # `run` asserts that all of them go on, within the budget
+    for budget in 1, 2, 3, 8:   # `run` asserts that all of them go on, within the budget
+        plans(Scheduler(20, budget), sizes)
+        plans(PagedScheduler(20, budget, Pages(2500, 4)), sizes)
 
 
 def what_can_never_fit_is_refused_by_name_with_the_numbers():
     small, large = (3, 3), (9, 8)   # the last token is never computed: 16 places, one page of 16
-    for new, need, what, limit in [
-            (lambda n: Scheduler(4, 8, n), 16, "KV tokens", "max_kv_tokens"),
+    for new, need, what in [
+            (lambda n: Scheduler(4, 8, n), 16, "KV tokens, max_kv_tokens"),
             *((lambda n, size=size: PagedScheduler(4, 8, Pages(n, size)), need,
-               f"pages of {size} tokens", "pages") for size, need in ((1, 16), (5, 4), (2, 8)))]:
-        words = f"request 'B'.* 9 .* 8 needs {need} {what}, {limit} is {need - 1}"
-        with pytest.raises(ValueError, match=words):
+               f"pages of {size} tokens, pages") for size, need in ((1, 16), (5, 4), (2, 8)))]:
+        with pytest.raises(ValueError, match=f"'B'.* 9 .* 8 needs {need} {what} is {need - 1}"):
             plans(new(need - 1), [small, large])
         plans(new(need), [small, large])
         plans(new(64), [small, (9, 10**9)])   # the context limits what a request can need
@@ -217,7 +290,7 @@ IN_PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", IN_PLANS)
+@pytest.mark.parametrize("name", [name for name in TRAPS if name not in WHERE])
 def test_trap_of_the_scheduler(name):
     IN_PLANS[name]()
     with broken(name, show=False), pytest.raises(FAILS.get(name, AssertionError)):

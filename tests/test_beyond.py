@@ -1,0 +1,269 @@
+"""
+Speculative decoding, planning ahead, forks: more stages that keep the contract, on stage 6's memory
+and on stage 7's. What each of them gains is counted. (Fairness: test_fairness.py)
+"""
+import runpy
+import sys
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import common
+import pytest
+from common import QUIET, alone, assert_contract, cancel_now, crowd, smallest_pool, toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import generate_ragged
+from beyond import ahead, speculative
+from beyond.fork import ForkScheduler, answers
+from beyond.speculative import Lookup
+from checks.traps import swapped
+from paging import PagedScheduler, Pages
+from request import Request, prepare
+from scheduler import Scheduler
+from views.report import report, totals
+
+MODEL, KNOWN = toy(), {}
+STAGES = {   # name: (generate, what a run of it may do that others do not)
+    **{f"{k} guesses": (partial(speculative.generate, guesses=k), dict(per_pass=1 + k))
+       for k in (0, 1, 4, 6)},
+    "ahead": (ahead.generate, dict(late=1))}
+
+
+def run(stage, requests, model=MODEL, known=None, **knobs):
+    """The contract, for copies of these requests."""
+    generate, more = STAGES[stage]
+    requests, known = [*map(replace, requests)], KNOWN if model is MODEL else known
+
+    def no_hole_is_seen(*_):
+        assert not any(ahead.HOLE in request.generated for request in requests)
+
+    handle = model.register_forward_pre_hook(no_hole_is_seen)
+    try:
+        trace = assert_contract(model, generate, requests, known=known, **more, **knobs)
+    finally:
+        handle.remove()
+    for p in trace.passes:
+        assert p.slots <= knobs.get("token_budget", 64) and p.pad_slots == p.finished_slots == 0
+    return trace
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["stage 6", "stage 7"])
+@pytest.mark.parametrize("stage", STAGES)
+@settings(max_examples=common.examples(150))
+@given(case=common.workloads(), more=st.integers(0, 20), model=st.sampled_from([MODEL, QUIET]),
+       twins=st.booleans())
+def test_contract(stage, pages, case, more, model, twins):
+    (requests, pressure), knobs = case, common.knobs_of("ragged_varlen", **case[1])
+    if twins:   # forks: several answers to each prompt
+        requests = [*requests, *(replace(r, seed=r.seed + 1, name=f"{r.name} again")
+                                 for r in requests)]
+    if pages:
+        size = pressure["page_size"]
+        pages = smallest_pool(requests, size) + more
+        knobs |= dict(max_kv_tokens=None, page_size=size, pages=pages)
+    run(stage, requests, model, **knobs)
+
+
+# --- known bugs -----------------------------------------------------------------------------------
+
+GUESS = speculative.generate.__wrapped__   # without its decorator
+TRAPS = {   # name: (stage, function, code as it stands, code of the trap)
+    "a draw for a rejected row": ("4 guesses", GUESS, "            number += 1\n", '''
+            number += 1
+            for request in sampled:
+                if request not in dict(plan) and number <= len(drafts[request]):
+                    request.draw()
+'''),
+    "a guess accepted after a stop token": (
+        "4 guesses", GUESS, "if not request.finished and", "if"),
+    "a guess past the length limit": (
+        "4 guesses", speculative.draft, "room = request.kv_tokens", "room = request.kv_tokens + 9"),
+    "a guess beyond the pages held": (
+        "4 guesses", speculative.draft, "scheduler.pages.size)", "99)"),
+    "a wrong guess is accepted": ("4 guesses", GUESS, "== [token]]", "!= []]"),
+    "a guess takes a prompt's share": (
+        "4 guesses", speculative.draft, "scheduler.token_budget - sum(n for _, n in plan)", "64"),
+    "a stale hole": ("ahead", ahead.launch, "= flight.tokens[places]",
+                     "= flight.batch.tokens[flight.batch.wanted[places]]"),
+    "a hole that nobody fills": ("ahead", ahead.launch, "    if rows:", "    if False:"),
+    "a hole for a token after the last": (
+        "ahead", ahead.launch, " and not request.is_last(len(request.generated) + 1)", ""),
+    "a cache freed under a queued pass": (
+        "ahead", ahead.land, "table is not None and table is request.block_table",
+        "table is not None"),
+    "pages published from where the request has come to": (
+        "ahead", ahead.land, "range(start // size, (start + n) // size)",
+        "range(request.computed // size, (request.computed + n) // size)"),
+    "a token for a request that has ended": (
+        "ahead", ahead.land, "enumerate(batch.sampled) if not request.finished",
+        "enumerate(batch.sampled)"),
+    "a preempted request that ended waits on": (
+        "ahead", ahead.land, "if request.finished and request in scheduler.waiting", "if False"),
+    "a partial page is shared": (
+        "0 guesses", ForkScheduler.grant_room, "return super().grant_room(request)",
+        '''granted = super().grant_room(request)
+        for other in self.running if granted else ():
+            i = request.computed // size
+            self.pages.give_back(request.block_table[i:])
+            del request.block_table[i:]
+            self.pages.hold(request.block_table, other.block_table[i:i + 1])
+            break
+        return granted'''),
+}
+
+
+def crowds(stage, seeds=25):
+    twins = [Request([1, 2, 3, 4, 5, 6], 9, 0.9, seed=i) for i in range(5)]
+    run(stage, twins, pages=30, page_size=4)
+    for seed in range(seeds):
+        for model in QUIET, MODEL:
+            requests, known = crowd(seed, model), {}
+            run(stage, requests, model, known, token_budget=20)
+            for size, pages in (4, 9), *((n, smallest_pool(requests, n)) for n in (1, 2, 4)):
+                run(stage, requests, model, known, token_budget=20, pages=pages, page_size=size)
+
+
+@pytest.mark.parametrize("stage", dict.fromkeys(stage for stage, *_ in TRAPS.values()))
+def test_nothing_is_wrong_without_a_trap(stage):
+    crowds(stage, common.examples(25))
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_traps_are_seen(trap):
+    stage, function, *change = TRAPS[trap]
+    with swapped(function, [change]), pytest.raises(common.SEEN):
+        crowds(stage)
+
+
+# --- speculative decoding -------------------------------------------------------------------------
+
+def test_guesses_save_passes_and_are_counted():
+    requests = [Request([1, 2, 3] * 2, 12, name=f"r{i}") for i in range(4)]
+    plain, guessed = (run(f"{k} guesses", requests, QUIET) for k in (0, 4))
+    assert len(guessed.passes) < len(plain.passes)
+    sums = totals(guessed)
+    assert sums["useful"] == totals(plain)["useful"] and totals(plain)["rejected"] == 0
+    accepted = sum(len(r.token_steps) - len(set(r.token_steps)) for r in guessed.requests)
+    assert f"{accepted:,} guesses, {accepted / len(guessed.passes):.2f} per pass" in report(guessed)
+    assert "accepted" not in report(plain)
+    # all that was sent through the model beyond the plain run was rejected
+    assert sums["slots"] - totals(plain)["slots"] == sums["rejected"]
+
+
+def test_lookup_enters_each_token_once():
+    """Its work for a token does not grow with the tokens seen."""
+    request, lookup = Request([i % 7 for i in range(600)], 40), Lookup()
+    prepare(request, common.GPTConfig())
+    request.computed = 599
+    assert lookup.guess(request, 3) == [(600 + i) % 7 for i in range(3)]
+    with patch.object(Request, "slice", autospec=True, side_effect=Request.slice) as looked_at:
+        for token in range(5):
+            request.computed += 1
+            request.append(token)
+            lookup.guess(request, 3)
+    assert looked_at.call_count <= 5 * 7
+
+
+@pytest.mark.parametrize("prompt, most, guessed", [
+    ([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 2, [4, 9]),   # after 1 2 3, the longest
+    ([1, 2, 4, 1, 2, 5, 1, 2], 1, [5]),               # the latest 1 2
+    ([1, 2, 3], 4, [])])
+def test_lookup_takes_the_longest_and_latest(prompt, most, guessed):
+    assert Lookup().guess(Request(prompt, 5), most) == guessed
+
+
+# --- planning ahead -------------------------------------------------------------------------------
+
+@settings(max_examples=common.examples(200))
+@given(case=common.workloads(), seed=st.integers(0, 99), pages=st.booleans())
+def test_cancelled_requests_keep_what_they_had(case, seed, pages):
+    """Cancelled between two steps, waiting or running or in flight; the others lose nothing."""
+    stream, requests = common.random.Random(seed), [*map(replace, case[0])]
+    schedule = Scheduler.schedule
+
+    def cancel_some(scheduler, step):
+        for request in [*scheduler.running, *scheduler.waiting]:
+            if not request.finished and stream.random() < 0.05:
+                cancel_now(scheduler, request)
+        return schedule(scheduler, step) if scheduler.busy else []
+
+    size = case[1]["page_size"]
+    room = dict(pages=smallest_pool(requests, size) + 3, page_size=size) if pages else {}
+    with patch.object(Scheduler, "schedule", cancel_some):
+        ahead.generate(MODEL, requests, token_budget=case[1]["token_budget"], **room)
+    for request in requests:
+        tokens, _, reason = alone(MODEL, request)
+        assert request.finished and request.kv is request.block_table is None
+        if request.finish_reason == "cancelled":
+            assert request.generated == tokens[:len(request.generated)]
+        else:
+            assert (request.generated, request.finish_reason) == (tokens, reason)
+
+
+def test_the_next_pass_is_queued_before_tokens_are_read():
+    events, land, launch = [], ahead.land, ahead.launch
+
+    def landing(flight, *rest):
+        events.append(f"land {flight.step}")
+        land(flight, *rest)
+
+    def launching(model, scheduler, lay_out, step, flight):
+        queued = launch(model, scheduler, lay_out, step, flight)
+        events.append(f"launch {step}" if queued else "nothing to launch")
+        return queued
+
+    with patch.object(ahead, "land", landing), patch.object(ahead, "launch", launching):
+        ahead.generate(MODEL, [Request([1, 2], 3)])
+    assert events == ["launch 0", "launch 1", "land 0", "launch 2", "land 1",
+                      "nothing to launch", "land 2"]
+
+
+def test_a_stop_costs_a_row_and_an_end_by_length_none():
+    tokens, _, _ = alone(MODEL, Request([1, 2], 6))
+    for request, rows in (Request([1, 2], 6), 0), (Request([1, 2], 9, eos_token=tokens[-1]), 1):
+        plain = totals(generate_ragged.generate(MODEL, [replace(request)]))
+        trace = totals(run("ahead", [request]))
+        assert (trace["rejected"], trace["useful"]) == (rows, plain["useful"])
+        assert trace["useful_scores"] == plain["useful_scores"]
+
+
+def test_logits_that_are_not_finite_are_refused_by_name():
+    model = toy()
+    model.ln_f.weight[0] = float("nan")
+    with pytest.raises(ValueError, match="request 'r3': .* not finite"):
+        ahead.generate(model, Request([1], name="r3"))
+
+
+# --- forks, and the commands ----------------------------------------------------------------------
+
+def test_equal_prompts_asked_for_together_are_computed_and_kept_once():
+    assert answers(PagedScheduler(8, 1024, Pages(64, 16))) == (952, 64)
+    assert answers(PagedScheduler(8, 1024, Pages(64, 16)), apart=2) == (392, 29)
+    assert answers(ForkScheduler(8, 1024, Pages(64, 16))) == (392, 29)
+
+
+@pytest.mark.parametrize("module, said", [
+    pytest.param("beyond.speculative", ["batch 8, temperature 0.0, K = 0: 84 passes",
+                                        "batch 8, temperature 0.0, K = 4: 54 passes",
+                                        "batch 256, K = 4: a pass x 1.84"],
+                 marks=pytest.mark.thorough),
+    ("beyond.ahead", ["in turns 5.07 s, busy 80%; ahead 4.05 s, busy 100%"]),
+    ("beyond.fork", ["392 tokens computed, 29 pages held"])])
+def test_the_commands_print_what_they_gain(module, said, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [module])
+    monkeypatch.delitem(sys.modules, module)   # it runs anew, as __main__
+    runpy.run_module(module, run_name="__main__")
+    out = capsys.readouterr().out
+    assert all(line in out for line in said)
+
+
+def test_a_pass_without_logits_is_not_priced_for_the_vocabulary():
+    shape, gpu = speculative.shape_of("gpt2"), speculative.gpu_of("a100")
+    priced = [shape.parts(slots=64, rows=rows, scores=64 * 64, keys=64) for rows in (0, 1, 5)]
+    size = shape.n_embd * shape.vocab_size   # its weights are read once, for however many rows
+    assert [p["vocabulary"] for p in priced] == [(rows * 2 * size, 2 * size * (rows > 0))
+                                                 for rows in (0, 1, 5)]
+    seconds = [shape.seconds(gpu, p, 64) for p in priced]
+    assert seconds[0] < seconds[1] < seconds[2]
