@@ -10,7 +10,7 @@ of all of them: O(n) instead of O(n^2).
     layer 1   ...  \_________/                   read: a view of the first `end` tokens
 
 One token costs 2 x n_layer x n_embd numbers: 18,432 for the smallest GPT-2, 72 KiB in float32. The
-weights serve all requests of a batch; keys and values serve one.
+weights serve all requests of a batch; keys and values serve one (until stage 7 shares them).
 """
 
 

@@ -14,8 +14,9 @@ tokens at each step: one for each decode, and the rest for prompts, in chunks.
                                                    prefill yields none
 
 Better than stage 2: a long prompt slows several steps a little, instead of stalling one for long.
-Wasted: two forward passes in a step with both decodes and chunks, so the weights are read twice.
-Next: stage 4 makes one of them. (The idea of both is Sarathi's.)
+Wasted: padding and copies, as before; and two forward passes in a step with decodes and chunks, so
+the weights are read twice.
+Next: stage 4 makes one of them. (Both are Sarathi's idea.)
 """
 import torch
 

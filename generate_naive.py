@@ -8,7 +8,7 @@ computes is never read.
     prefill           decode, one column a step
     .  .  a  b  c  |  d [e] -         .   pad
     .  f  g  h  i  |  j  k  l [m]     -   finished, still computed
-    o  p  q  r  s  | [t] -  -         [e] a row's last token; its slot, if any, is wasted like -
+    o  p  q  r  s  | [t] -  -         [e] a row's last token: needed by nobody, wasted like -
 
 Better than stage 0: one read of the weights serves all rows.
 Wasted: padding; finished rows keep running; no new request gets in before the last one is done.
@@ -77,7 +77,7 @@ def generate(model, requests, max_batch=8, on_token=None):
     requests = prepare(requests, model.config)
     trace = Trace("naive", requests)
     waiting, step = requests, 0
-    while waiting := unfinished(waiting):
+    while waiting := unfinished(waiting):   # one may have been cancelled
         # 1. requests that have arrived form a batch, which stays together until all are done
         step = max(step, waiting[0].arrival)
         running = [request for request in waiting if request.arrival <= step][:max_batch]

@@ -10,7 +10,7 @@ token's keys and values. (A *cache slot*; elsewhere a slot is a place in a tenso
     position        0  1  2  3    4  5  6  7     8  9
     cache slot      0  1  2  3    8  9 10 11     4  5          slot = table[p // 4] * 4 + p % 4
 
-Attention must look up every key in that table. On a GPU the kernel does, and so does --optimize.
+Attention must look up every key in that table. vLLM's GPU kernel does, and on a CPU --optimize.
 Here a request's keys are gathered into a copy.
 
 Better than stage 6: more requests fit into the same memory, because none reserves room for an
@@ -45,10 +45,10 @@ class Paged(Flat):
 
     def lay_out(self, device):
         super().lay_out(device)
-        slots = [self.slots(request.block_table, end).to(device)
-                 for (request, _), end in zip(self.plan, self.ends)]
-        self.key_slots = slots                                                  # (S_i,) each
-        self.slot_mapping = torch.cat([s[start:] for s, start in zip(slots, self.starts)])   # (N,)
+        self.key_slots = [self.slots(request.block_table, end).to(device)       # (S_i,) each
+                          for (request, _), end in zip(self.plan, self.ends)]
+        self.slot_mapping = torch.cat([slots[start:] for slots, start in        # (N,)
+                                       zip(self.key_slots, self.starts)])
 
     def slots(self, table, end):
         """The cache slots (end,) of the positions before `end`."""

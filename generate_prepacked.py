@@ -18,7 +18,7 @@ decreasing: take the prompts from the longest to the shortest, and put each into
 has room. Attention unpacks the keys and values into each request's own cache, and decoding goes on
 as in stage 2.
 
-Better than stage 2: prefill has hardly any padding, as long as short prompts fit beside others.
+Better than stage 2: prefill has hardly any padding, if there are short prompts to fill the rows.
 Wasted: decodes still copy and pad their pasts; and in a packed row, attention scores every prompt
 against its neighbours, only to hide the result.
 Next: stage 6 packs everything into one row, decodes too, and scores no neighbours.

@@ -45,7 +45,7 @@ class Flat:
         one_of("attention", attention, "mask", "varlen")
         self.plan, self.attention = plan, attention
         self.starts = [request.computed for request, _ in plan]
-        self.ends = [start + n for (_, n), start in zip(plan, self.starts)]   # numbers of keys
+        self.ends = [start + n for (_, n), start in zip(plan, self.starts)]   # of its keys
         self.cu_seqlens = [0, *accumulate(n for _, n in plan)]
         self.find_room()
         self.lay_out(device)

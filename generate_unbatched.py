@@ -17,7 +17,7 @@ of GPT-2 reads 124 million weights once. Each row (a token) takes one multiply-a
     two CPU cores    47 GB/s, 0.47 TFLOP/s, fp32    11 ms             0.5 ms         17 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A step takes at least the longer of the two. So 32 rows can be as cheap as 1.5 steps of one row on
+A step takes at least the longer of the two. So 32 rows can be as cheap as 1.6 steps of one row on
 the CPU (measured: 2.6, docs/measurements.md), and as one on the GPU, where reading takes longer for
 up to 150 rows. (Speeds of the CPU: measured; of the GPU: its data sheet.)
 Next: stage 1 computes a token for many requests from one read of the weights.

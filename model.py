@@ -20,8 +20,9 @@ one call, `attend`:
     ln_f -> logits                               token-wise, and only for the tokens `wanted`
 
 So the model knows nothing about requests, padding or caches. It leaves two questions open. *Which
-tokens are in this forward pass?* The scheduler decides. *Which keys may each of them see?* The
-*layout* of the batch decides: it supplies `attend`. The layouts are in the stages, generate_*.py.
+tokens are in this forward pass?* The stage decides, from stage 3 on with a Scheduler. *Which keys
+may each of them see?* The *layout* of the batch decides: it supplies `attend`. The layouts are in
+the stages, generate_*.py.
 
 Small parts come first, as in nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
 The letters: B rows, T new tokens per row, P past keys, S = P + T keys, N tokens of a flat stream,
@@ -54,7 +55,7 @@ class Head(nn.Module):
     """
     Scaled dot-product attention: softmax(q k^T / sqrt(hs)) v, with or without a past.
 
-    It is *stateless*: no cache, no weights, no global, no training flag. So one object, `head`,
+    It is *stateless*: no cache, no weights, no global, no dropout. So one object, `head`,
     serves all layers and all stages. It is written for one head, but any leading axes `...` will
     do: (B, nh) for all heads of all rows of a rectangle at once, (nh,) for a flat stream. The head
     axis is just one more batch axis.
@@ -87,8 +88,8 @@ class Head(nn.Module):
 
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))   # (..., T, S)
         weights = scores.masked_fill(~see, -math.inf).softmax(dim=-1)
-        # The softmax of a row of only -inf is NaN, which would spread (in bfloat16 even to the rows
-        # beside it, on some processors). Such a row gets weights of zero.
+        # The softmax of a row of only -inf is NaN. A pad's NaN would be in its value in the next
+        # layer, and 0 times NaN is NaN, also for a token that hides it. So: weights of zero.
         weights = weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)
         return weights @ v                                         # (..., T, hs)
 
@@ -186,7 +187,7 @@ class GPT(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)              # (..., V): the tied output head
 
     def optimize(self):
-        """A snapshot that gives the same results faster, from a second copy of the weights."""
+        """A copy of the model as it is now, which computes the same faster."""
         from kernels import optimize  # how to multiply fast is not the lesson
         return optimize(self)
 
@@ -227,7 +228,7 @@ def cdf(logits, temperature, top_k=None, top_p=1.0):
     """Cumulative distribution over the vocabulary for logits (V,) in float64; ends in exactly 1."""
     logits = cut(logits, temperature, top_k, top_p)
     total = ((logits - logits.max()) / temperature).softmax(dim=-1).cumsum(dim=-1)
-    return total / total[-1]   # the sum may miss 1 by a rounding, and u must not fall beyond it
+    return total / total[-1]   # the sum may miss 1 by a rounding, and no draw may be beyond
 
 
 def sample(logits, requests):

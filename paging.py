@@ -11,7 +11,8 @@ the order of its tokens. Equal beginnings share their pages:
     B's table    0, 2, 3       A, B: the rest of the prompts;  a, b: generated
 
 Only full pages are shared, and a prompt's last token is always computed. So a newcomer writes to a
-page of its own, and shared pages never change. Requests admitted in one step share nothing new.
+page of its own, and shared pages never change. Requests admitted in one step cannot
+share what they compute: it is published after the pass.
 """
 from collections import Counter, OrderedDict
 from itertools import count
@@ -30,9 +31,10 @@ class Pages:
     published: full pages that others may find: (name of the page before, its tokens) -> page. The
                page before counts, because keys and values depend on all that came before.
 
-    A *name* is a serial number, never used again. Page numbers will not do: A computes "the cat" in
-    page 0, and B goes on from there with "sat" in page 2. Both end, and page 0 is taken for "a
-    dog". A search for "a dog sat" would now find page 2: the right word after the wrong beginning.
+    A *name* is a serial number, never used again. Page numbers will not do: A and B compute "the
+    cat" in the same step, in pages 0 and 1, and only page 0 is published. B goes on with "sat down"
+    in page 2, known as what follows page 0. A ends, and page 0 is taken for "a dog". A search for
+    "a dog sat down" would now find page 2: the right words after the wrong beginning.
     """
 
     def __init__(self, number, size):
@@ -77,9 +79,10 @@ class Pages:
     def publish(self, table, i, tokens):
         """The i-th page of a block table is full: from now on others may find it."""
         page, key = table[i], (self.name_of[table[i - 1]] if i else 0, tuple(tokens))
-        if key not in self.published:   # another request may have computed the same tokens
+        if key in self.published:   # another request has computed the same: a copy, the same name
+            self.name_of[page] = self.name_of[self.published[key]]
+        else:
             self.published[key], self.key_of[page], self.name_of[page] = page, key, next(self.names)
-        self.name_of[page] = self.name_of[self.published[key]]   # a copy has the same name
 
     def give_back(self, table):
         """Dissolves a block table, last page first: taken before the pages that lead to it."""
@@ -134,7 +137,7 @@ class PagedScheduler(Scheduler):
         request.block_table, request.computed = [], len(shared) * self.pages.size
         self.pages.hold(request.block_table, shared)
         self.pages.allocate(request.block_table, new)
-        self.counts.update(shared_pages=len(shared), saved_tokens=request.computed)
+        self.counts.update(shared_pages=len(shared), saved_tokens=request.computed)   # adds
         return True
 
     def update(self, plan, tokens):

@@ -26,8 +26,7 @@ class Request:
     max_new_tokens: at least 1
     temperature:    0 takes the most likely token, above 0 samples
     top_k:          sample from the k largest logits only (more if the k-th is tied); None: from all
-    top_p:          of these, sample from the most likely only, until their probabilities add up to
-                    top_p, above 0 (more if the last is tied); 1: from all
+    top_p:          of these, from the most likely, until they add up to it (or tie); 1: from all
     seed:           starts this request's own random stream
     eos_token:      ends the request when generated (it is kept as the last token); None: never
     name:           for messages and plots; if empty, `prepare` chooses one
@@ -76,7 +75,7 @@ class Request:
 
     @property
     def kv_tokens(self):
-        """Cache room for prompt and answer. The last token is never computed: 9 and 8 need 16."""
+        """Room for prompt and answer. The last token is never computed: 9 and 8 need 16."""
         return min(len(self.prompt) + self.max_new_tokens - 1, self.block_size)
 
     @property
@@ -87,7 +86,7 @@ class Request:
         return self.random_stream.random()
 
     def is_last(self, number):
-        """Whether its number-th generated token has to be the last: no room for another one."""
+        """Whether its number-th generated token is its last: for another, it would need a place."""
         return len(self.prompt) + number > self.kv_tokens
 
     def append(self, token):

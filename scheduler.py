@@ -49,7 +49,7 @@ class Scheduler:
         """The plan of this step, [(request, number of tokens), ...]; empty if none has arrived."""
         self.admit(step)
         plan = self.share_budget()
-        if not plan and (self.running or self.arrived(step)):   # an error, never an endless loop
+        if not plan and (self.running or self.arrived(step)):   # no room is ever granted
             stuck = [*self.running, *self.waiting][0]
             raise RuntimeError(f"{stuck} has arrived at step {step}, but nothing can go on")
         return plan
@@ -64,9 +64,9 @@ class Scheduler:
             todo += self.running[-1].todo
 
     def share_budget(self):
-        """One token for each decode first, so that no prompt delays them; then prefill chunks."""
+        """One token for each decode first: no prompt keeps one out. Then prefill chunks."""
         plan = [(request, 1) for request in self.running if request.todo == 1]
-        budget = self.token_budget - len(plan)   # >= 0: each todo is >= 1, so `admit` stops in time
+        budget = self.token_budget - len(plan)   # >= 0: `admit` stops once the todos reach it
         for request in self.running:
             if request.todo > 1 and budget > 0:
                 n = min(request.todo, budget)
@@ -96,7 +96,7 @@ class Scheduler:
             self.running.remove(request)
             self.free(request)
 
-    # --- the queue and the memory: stage 7 replaces grant_room and free, and extends others ---
+    # --- the queue and the memory: stage 7 replaces grant_room and free ---
 
     def arrived(self, step):
         """Whether the first in the queue has arrived."""

@@ -4,5 +4,8 @@ One short file for each question that comes after the ladder. * : the file befor
     fairness *           who goes first?
     tensor_parallel *    weights on several devices
     hardware, arrivals, published, simulate *    any GPU, calculated
-    replicas, capacity *                         how many GPUs?
+    capacity *           how many GPUs?
+    speculative *        guess several tokens, check them in one pass
+    ahead *              plan the next pass while this one runs
+    fork *               several answers to one prompt
 """

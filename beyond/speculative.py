@@ -9,8 +9,9 @@ guesses K tokens, and the ragged pass computes them in one chunk, all of whose l
 
 An accepted guess is a decode whose pass has already been made. So sample, update and record take
 rounds, and a request takes part while its guesses are right. A rejected row draws no random number.
-Keys beyond `computed` are never read: nothing is rolled back. Rejection sampling would accept a
-guess with its probability p. The request's own draw gives it as often, and if not, the right token.
+Keys beyond `computed` are never read: nothing is rolled back. Rejection sampling accepts a guess
+with its probability p. Here the request draws its token as always. The draw equals the guess with
+probability p, too, and otherwise it is already the right token.
 
 A guess is what followed the latest tokens when they last occurred (prompt lookup, Saxena 2023).
 

@@ -20,7 +20,7 @@ the same random numbers, so no decision has to be sent. model.py knows nothing o
 
     torchrun --nproc_per_node 2 -m beyond.tensor_parallel --stage ragged
 
-(Claim R5.)
+(Claim R5 of docs/sources.md.)
 """
 import os
 import sys

@@ -81,7 +81,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "pages read in the order of the pool": [   # the causal rule minds
         (READ, "self.key_slots[i]", "self.key_slots[i].sort().values")],
     "new keys in the last page": [   # as if a pass never filled more than one page of a request
-        (PAGED, "s[start:]", "s[-1] - s[-1] % self.pages.size + s[start:] % self.pages.size")],
+        (PAGED, "slots[start:]",
+         "slots[-1] - slots[-1] % self.pages.size + slots[start:] % self.pages.size")],
     # tokens, and when they are sampled
     "samples from a partial prefill": [
         ("request.py:indices_due", "if n == request.todo", "if n > 0")],

@@ -39,7 +39,7 @@ class ForwardPass:
     seconds: float
     padded_keys: int = 0      # key slots that hold no key of a running request
     copied_bytes: int = 0     # keys and values copied to bring them together, padding included
-    rejected: int = 0         # tokens that turned out, after sampling, not to be needed
+    rejected: int = 0         # wrong guesses, or computed after a stop token
 
     @property
     def slots(self):
