@@ -92,9 +92,8 @@ def serving(model=MODEL, pages=128, settings=None, **knobs):
     try:
         yield running
         if running.thread.is_alive():   # whatever the clients did, nothing of it is left
-            running.until(running.idle)
-            assert len(running.engine.pages.free) == pages
-            assert not running.engine.trace.reached and not running.server.answers
+            running.until(lambda: running.idle() and not running.server.answers)
+            assert len(running.engine.pages.free) == pages and not running.engine.trace.reached
     finally:
         if running.thread.is_alive():
             running.signal(0)
@@ -362,7 +361,9 @@ def test_the_reason_reaches_a_slow_reader_that_goes_on():
         create = running.client().completions.create(
             model="m", prompt="a", max_tokens=4000, extra_body={"ignore_eos": True}, stream=True)
         next(iter(create))
-        running.server.loop.call_soon_threadsafe(time.sleep, 0.5)   # the server cannot send
+        request, = running.engine.scheduler.running
+        running.server.loop.call_soon_threadsafe(   # the server cannot send for 20 tokens
+            running.until, lambda most=len(request.generated) + 20: len(request.generated) > most)
         with pytest.raises(openai.APIError, match="8 tokens unread"):
             list(create)
 
