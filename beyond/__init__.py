@@ -1,8 +1,8 @@
 """
 One short file for each question that comes after the ladder. * : the file before it has a command
 
-    fairness *           who goes first?
+    fairness             who goes first?
     tensor_parallel *    weights on several devices
     hardware, arrivals, published, simulate *    any GPU, calculated
-    replicas, capacity *                         how many GPUs?
+    capacity *           how many GPUs?
 """

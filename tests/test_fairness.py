@@ -1,5 +1,4 @@
 """beyond/fairness.py: policies, and bounds on what they may cost a request."""
-import runpy
 from collections import Counter
 from dataclasses import replace
 
@@ -10,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_paging import WatchedFair, streams
 
-from beyond import fairness
-from beyond.fairness import MAX_OVERTAKEN, POLICIES, FairScheduler, order
+from beyond.fairness import MAX_OVERTAKEN, POLICIES, FairScheduler
 from paging import Pages
 from request import Request
 
@@ -45,11 +43,11 @@ def test_the_victim_is_the_last_in_rank_and_may_be_the_one_that_grows():
 
 # --- the bound: no request starves ----------------------------------------------------------------
 
-def test_the_example_of_the_docstring(capsys):
-    assert order("sjf", bound=4) == [*"abcdL"] == order("priority", bound=4)
-    assert order("fcfs", bound=3) == [*"Labcd"]
-    runpy.run_path(fairness.__file__, run_name="__main__")
-    assert "sjf        bound  3   admitted: a b c L d\n" in capsys.readouterr().out
+def test_the_example_of_the_docstring():
+    scheduler = WatchedFair(1, 64, Pages(64, 16), "sjf", share_prefixes=False, bound=3)
+    queue(scheduler, [Request([0] * 20, 1, name="L"),
+                      *(Request([0] * 9, 1, name=name) for name in "abcd")])
+    assert run(scheduler) == ["a9", "b9", "c9", "L20", "d9"]
 
 
 @pytest.mark.parametrize("policy", ["sjf", "priority"])
