@@ -5,4 +5,7 @@ One short file for each question that comes after the ladder. * : the file befor
     tensor_parallel *    weights on several devices
     hardware, arrivals, published, simulate *    any GPU, calculated
     capacity *           how many GPUs?
+    speculative *        guess several tokens, check them in one pass
+    ahead *              plan the next pass while this one runs
+    fork *               several answers to one prompt
 """

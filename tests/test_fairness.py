@@ -50,17 +50,6 @@ def test_the_example_of_the_docstring():
     assert run(scheduler) == ["a9", "b9", "c9", "L20", "d9"]
 
 
-@pytest.mark.parametrize("policy", ["sjf", "priority"])
-@pytest.mark.parametrize("bound, waits", [(MAX_OVERTAKEN, MAX_OVERTAKEN), (10**9, 100)])
-def test_no_request_starves(policy, bound, waits):
-    """A long, unimportant request against a stream of others, one of which arrives every step."""
-    scheduler = WatchedFair(1, 64, Pages(64, 1), policy, bound=bound)
-    long = Request([0] * 40, 1, name="long", priority=9)
-    queue(scheduler, [long, *(Request([0], 1, name=f"s{i}", arrival=i) for i in range(100))])
-    run(scheduler)
-    assert long.token_steps == [waits]
-
-
 def test_no_stream_of_short_prompts_stops_a_longer_one_in_the_middle():
     """One arrives every step; with the decode of the one before it, it could take all four."""
     scheduler = WatchedFair(3, 4, Pages(64, 4), "sjf")
