@@ -1,7 +1,7 @@
 """
 One short file for each question that comes after the ladder. * : the file before it has a command
 
-    fairness *           who goes first?
+    fairness             who goes first?
     tensor_parallel *    weights on several devices
     hardware, arrivals, published, simulate *    any GPU, calculated
     capacity *           how many GPUs?

@@ -128,7 +128,7 @@ if __name__ == "__main__":
     host, gpu = float(sys.argv[1]) if sys.argv[1:] else 2.0, gpu_of("h100")
     for name in "qwen3-8b", "qwen3-0.6b":   # 512 passes of 16 decodes with 1,024 keys each
         shape = shape_of(name)
-        device = 1e3 * shape.seconds(gpu, shape.parts(16, 16, 2**14, 2**14), 16)
+        device = 1e3 * shape.seconds(gpu, shape.parts(16, 16, 2**14, 2**14), 16, 16)
         turns, ahead = host + device, max(host, device)
         print(f"{name}, H100, {host:g} ms of host, calculated: in turns {0.512 * turns:.2f} s, "
               f"busy {device / turns:.0%}; ahead {0.512 * ahead:.2f} s, busy {device / ahead:.0%}")

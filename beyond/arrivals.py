@@ -83,20 +83,8 @@ def bounds(flag, text):
 
 
 def lengths_of(args):
-    """[(prompt, answer), ...] from --input and --output, or from --lengths."""
-    if not args.lengths:
-        at_least_1(**{"--requests": args.requests})
-        stream, pair = random.Random(args.seed), (bounds("input", args.input),
-                                                  bounds("output", args.output))
-        return [tuple(stream.randint(*each) for each in pair) for _ in range(args.requests)]
-    try:
-        with open(args.lengths, encoding="utf-8") as file:
-            pairs = [tuple(map(int, line.split())) for line in file if line.strip()]
-    except OSError as error:
-        raise ValueError(f"--lengths {args.lengths}: {error.strerror}") from None
-    except ValueError:
-        pairs = []
-    if not pairs or any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
-        raise ValueError(f"--lengths {args.lengths}: each line must be the tokens of a prompt and "
-                         "of its answer, two whole numbers of at least 1")
-    return pairs
+    """[(prompt, answer), ...] from --input and --output."""
+    at_least_1(**{"--requests": args.requests})
+    pair = bounds("input", args.input), bounds("output", args.output)
+    stream = random.Random(args.seed)
+    return [tuple(stream.randint(*each) for each in pair) for _ in range(args.requests)]

@@ -17,17 +17,14 @@ The first in rank is admitted first; the last is preempted, by one that stands b
 first in rank keeps its pages and goes on at every step: no live-lock. (vLLM ranks by arrival or by
 priority, too. It has no bound.)
 
-    python -m beyond.fairness                  the example above, and all policies with its requests
     python generate_paged.py --policy sjf      stage 7 with a policy
 """
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from functools import partial
-from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
-from paging import PagedScheduler, Pages
-from request import Request, indices_due, prepare
+from paging import PagedScheduler
 
 POLICIES = {
     "fcfs": lambda request: 0,                                             # first come first served
@@ -120,28 +117,3 @@ class FairScheduler(PagedScheduler):
 SCHEDULERS = {   # by policy, for stage 7: generate(model, requests, policy=SCHEDULERS["sjf"])
     "fcfs": PagedScheduler,
     **{policy: partial(FairScheduler, policy=policy) for policy in POLICIES if policy != "fcfs"}}
-
-
-# --- the example ----------------------------------------------------------------------------------
-
-def order(policy, bound):
-    """Names of the example's requests in the order of their admission. No model is needed."""
-    config = SimpleNamespace(block_size=1024, vocab_size=1)
-    requests = prepare([Request([0] * 100, name="L", priority=1),
-                        *(Request([0] * 9, name=name) for name in "abcd")], config)
-    scheduler = FairScheduler(1, 64, Pages(64, 16), policy, bound=bound)
-    admitted, step = {}, 0
-    for request in requests:
-        scheduler.add(request)
-    while scheduler.busy:
-        plan = scheduler.schedule(step)
-        admitted |= {request.name: None for request, _ in plan}
-        scheduler.update(plan, [0] * len(indices_due(plan)))
-        step += 1
-    return list(admitted)
-
-
-if __name__ == "__main__":
-    for policy in POLICIES:
-        for bound in 3, MAX_OVERTAKEN:
-            print(f"{policy:10} bound {bound:2}   admitted: {' '.join(order(policy, bound))}")

@@ -36,7 +36,6 @@ from scheduler import Scheduler
 from toolbox import flags
 from toolbox.trace import Trace
 from toolbox.validate import at_least_1, check_pool
-from views import plots
 from views.report import mean, percentile, report, totals
 
 
@@ -301,10 +300,8 @@ def stage_parser():
     p = parser()
     p.add_argument("--published", action="store_true", help="compare with what others measured")
     p.add_argument("--stage", default="paged", choices=SCRIPTS)
-    p.add_argument("--lengths", metavar="FILE", help="a line for each request: prompt answer")
     p.add_argument("--clients", type=int, help="number of clients; each waits for its answer")
     flags.add_knobs(p, SCHEDULERS)
-    p.add_argument("--plot", metavar="FILE.png", help="draw the run's steps")
     return p
 
 
@@ -326,8 +323,6 @@ def run(args):
         print(*published.report(rows), sep="\n")
         write(args.json, {"calculated": True, "rows": rows})
         return 0
-    if args.plot:
-        flags.check_path(args.plot, "--plot", flags.PICTURES)
     if args.clients is not None:
         at_least_1(**{"--clients": args.clients})
         if args.rate:
@@ -348,17 +343,14 @@ def run(args):
     if args.rate:
         tried = tries(len(requests), generate, **knobs)
         args.requests = max(args.requests, tried)
-        more = lengths_of(args)   # a file has as many as it has
-        more = [more[i % len(more)] for i in range(tried)]
-        served = most_served(shape, gpu, generate, workload(more, shape.vocab_size), **knobs)
+        more = workload(lengths_of(args)[:tried], shape.vocab_size)
+        served = most_served(shape, gpu, generate, more, **knobs)
         f["load"] = judged(trace, args.rate, served, tried)
         print(load_text(f["load"], args.rate))
     if note := cut_short(requests, shape):
         print(note)
     print(report(trace))
     write(args.json, f)
-    if args.plot:
-        plots.stage(trace, args.plot)
     return 0
 
 

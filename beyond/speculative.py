@@ -116,7 +116,7 @@ if __name__ == "__main__":
         trace = generate(model, requests, batch, guesses=k)
         print(f"batch {batch}, temperature {t}, K = {k}: {len(trace.passes)} passes")
     gpu, shape = gpu_of("a100"), shape_of("llama-2-7b")
-    for batch in 1, 8, 32, 64, 256:   # with 512 keys each
-        one, five = [shape.seconds(gpu, shape.parts(n, n, 512 * n, 512 * batch), n)
+    for batch in 1, 8, 32, 64, 256:   # with 512 keys, and at least one sampled token each
+        one, five = [shape.seconds(gpu, shape.parts(n, n, 512 * n, 512 * batch), n, batch)
                      for n in (batch, 5 * batch)]
         print(f"Llama 2 7B, A100, calculated: batch {batch}, K = 4: a pass x {five / one:.2f}")

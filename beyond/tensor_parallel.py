@@ -158,11 +158,14 @@ def count_examples(model):
 
 # --- the command, which torchrun starts once per rank ---------------------------------------------
 
-def run_on_ranks(p, command, argv=None):
+def main(command_line, argv=None):
     """
-    Parses the flags with `p`, runs `command(args)` on every rank, and exits with the status that it
-    returns. Only rank 0 prints. Without torchrun, or with a wrong flag, it exits with 2.
+    Runs a stage on all ranks, prints what was sent, and exits with the status. Only rank 0 prints.
+    Without torchrun, or with a wrong flag, it exits with 2. command_line: the module
     """
+    p = command_line.parser(__doc__)
+    p.prog = "python -m beyond.tensor_parallel"
+    p.add_argument("--stage", choices=SCRIPTS, default="ragged", help="the way of batching to run")
     p.add_argument("--timeout", type=float, default=60.0, metavar="S",
                    help="seconds after which a rank that does not answer counts as lost")
     rank = int(os.environ.get("RANK", 0))
@@ -172,18 +175,19 @@ def run_on_ranks(p, command, argv=None):
     args = p.parse_args(argv)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         p.error("it runs under torchrun, which starts the ranks: "
-                f"torchrun --nproc_per_node 2 {p.prog.removeprefix('python ')}")
+                "torchrun --nproc_per_node 2 -m beyond.tensor_parallel")
     if not args.timeout > 0:
         p.error(f"--timeout must be above 0 seconds, not {args.timeout}")
     if getattr(args, "page", None):   # recording repeats the run, for which all ranks must stay
         p.error("--page shows a run on one device: use it with the stage's own script")
     if rank:   # rank 0 alone prints, checks, writes and draws
         args.quiet, args.no_check, args.trace, args.plot, args.json = True, True, None, None, None
-    sys.exit(flags.guarded(p.prog, lambda: run_in_group(p.prog, command, args), speaks=not rank))
+    sys.exit(flags.guarded(p.prog, lambda: run_in_group(p.prog, command_line, args),
+                           speaks=not rank))
 
 
-def run_in_group(prog, command, args):
-    """Joins the other ranks, runs the command and leaves. ValueError if the ranks cannot join."""
+def run_in_group(prog, command_line, args):
+    """Joins the other ranks, runs the stage and leaves. ValueError if the ranks cannot join."""
     device = flags.device_of(args)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -197,7 +201,7 @@ def run_in_group(prog, command, args):
         raise ValueError("the ranks did not find each other: "
                          f"{str(error).splitlines()[0]:.150}") from None
     try:
-        return command(args)
+        return run_sharded(command_line, args)
     except ConnectionError as error:
         print(f"{prog}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -205,14 +209,6 @@ def run_in_group(prog, command, args):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def main(command_line, argv=None):
-    """Runs a stage on all ranks, and prints what was sent. command_line: the module"""
-    p = command_line.parser(__doc__)
-    p.prog = "python -m beyond.tensor_parallel"
-    p.add_argument("--stage", choices=SCRIPTS, default="ragged", help="the way of batching to run")
-    run_on_ranks(p, lambda args: run_sharded(command_line, args), argv)
 
 
 def run_sharded(command_line, args):
