@@ -9,12 +9,6 @@ stay as they are. What changes is how requests get in and how tokens get out:
     add(request)    --> inbox --> schedule -> forward pass -> sample --> events: tokens, ends
     cancel(request) --> left  -'  `----------- one step() -----------'
 
-    stage 7's generate()                    here
-    a list, known at the start              an inbox, emptied before every step
-    on_token(request, token, logits)        step() returns what happened: [Event, ...]
-    a queue of any length                   a queue of max_waiting requests, then `Full`
-    an error ends the run                   an error ends the requests of its pass
-
 One thread owns scheduler, pages, pool and model, and all requests that it has taken in. The others
 change the inbox only, so only the inbox has a lock. They learn what became of a request from its
 events. What they read besides is single numbers: how many wait, and for /metrics how many run and
@@ -39,7 +33,6 @@ from model import sample
 from paging import Pages
 from request import Request, prepare
 from toolbox.trace import Trace
-from toolbox.validate import at_least_1
 
 
 class Full(Exception):
@@ -74,7 +67,6 @@ class Engine:
 
     def __init__(self, model, pages=256, page_size=16, max_batch=8, token_budget=64,
                  share_prefixes=True, max_waiting=256):
-        at_least_1(max_waiting=max_waiting)
         self.model, self.max_waiting = model, max_waiting
         self.pages = Pages(pages, page_size)
         self.pool = KV(pages * page_size)
@@ -187,19 +179,18 @@ class Engine:
         return [Event(request, None, time.perf_counter(), request.finish_reason,
                       error if request.finish_reason == "error" else "") for request in ended]
 
-    def run(self, deliver, rest=5.0):
+    def run(self, deliver):
         """
         The engine's thread, until `stop`: steps, and sleeps while there is nothing to do.
 
         deliver: called with the events of each step
-        rest:    the longest sleep, in seconds
         """
         while not self.stopping:
             hold = self.observer.hold()
             if events := self.step(held=hold > 0):
                 deliver(events)
             with self.changed:
-                sleep = hold or (0 if self.unfinished else rest)
+                sleep = hold or (0 if self.unfinished else 5)
                 if sleep and not (self.inbox or self.left or self.woken):
-                    self.changed.wait(min(sleep, rest))
+                    self.changed.wait(min(sleep, 5))
                 self.woken = False

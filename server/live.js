@@ -28,9 +28,9 @@ function take({new: arrived, words, tokens, tables, ended, pass, kept, waiting: 
   }
   for (const [name, table] of Object.entries(tables).filter(known)) requests.get(name).table = table;
   for (const [name, reason] of Object.entries(ended).filter(known)) requests.get(name).reason = reason;
-  waiting = queue ?? waiting;            // kept and waiting are told when they change
+  waiting = queue;
   if (!pass) return;
-  moments.push({...pass, tables, kept: kept ?? moments.at(-1)?.kept ?? []});
+  moments.push({...pass, tables, kept});
   while (moments.length > KEPT) {        // what a request held before the first step that is kept
     for (const [name, table] of Object.entries(moments.shift().tables)) {
       if (requests.has(name)) requests.get(name).before = table;
@@ -196,9 +196,9 @@ async function connect() {
 
 // --- prompts --------------------------------------------------------------------------------------
 
-async function ask(prompt, tokens = Number($("tokens").value)) {   // the name of the new request
+async function ask(prompt) {             // the name of the new request
   const answer = await send("/live/ask", {
-    tab: hello?.tab ?? 0, prompt, max_tokens: tokens, temperature: Number($("temperature").value),
+    tab: hello?.tab ?? 0, prompt, max_tokens: Number($("tokens").value), temperature: Number($("temperature").value),
     seed: Math.floor(Math.random() * 2 ** 32)});
   return answer && (await answer.json()).name;
 }
@@ -249,13 +249,6 @@ $("pause").onclick = () => control({paused: $("pause").ariaPressed !== "true"});
 $("one").onclick = () => control({paused: true, steps: 1});
 $("speed").onchange = () => control({speed: Number($("speed").value)});
 $("box").onclick = () => addBox("");
-$("long").onclick = () => ask(hello.long);
-$("users").onclick = async () => {
-  for (let i = 0; i < 20; i++) {
-    const tokens = 8 + Math.floor(Math.random() * 56);
-    if (!await ask(hello.examples[i % hello.examples.length], tokens)) return;
-  }
-};
 $("keep").onclick = keep;
 $("theme").onclick = () => {
   const {style} = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;

@@ -78,7 +78,8 @@ def test_requests_end_and_the_server_goes_on_when_the_last_page_is_closed():
         assert running.ends == {"cancelled": 1}
         running.post("/live/control", paused=True)   # no page is open: nobody could go on
         assert running.post(prompt="b", max_tokens=3).status_code == 200
-        assert not running.server.live.notes and not running.server.live.paused
+        assert not running.server.live.state["paused"]
+        running.until(lambda: not running.server.live.notes)
 
 
 def test_a_page_that_opens_during_a_step_takes_nothing_from_the_others():
@@ -87,7 +88,7 @@ def test_a_page_that_opens_during_a_step_takes_nothing_from_the_others():
         describe = live.describe
 
         def opened(request, words):   # in the middle of `see`, what pages know is new
-            live.told = {}, {}, {}
+            live.told = {}
             return describe(request, words)
         live.describe = opened
         name = ask("a", max_tokens=1)
@@ -127,7 +128,7 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome, tmp_path)
 
 
 def test_what_a_page_hears_that_it_does_not_know_does_no_harm(chrome):
-    strange = {"new": [], "words": {}, "pass": None,
+    strange = {"new": [], "words": {}, "pass": None, "kept": [], "waiting": [],
                "tokens": [["x", 1]], "tables": {"x": [1]}, "ended": {"x": "stop"}}
     script = chrome.execute_script
     with serving() as running:
