@@ -29,9 +29,6 @@ def requests_of(body, tokenizer, config, room):
         if (asked or 1) > most:
             why = f"max_tokens must be at most {most}, not {asked}" if most > 0 else "too long"
             raise ValueError(f"{name} has {len(tokens)} tokens, there is room for {room}: {why}")
-        if bad := [token for token in tokens if token >= config.vocab_size]:
-            raise ValueError(f"{name}: token id {bad[0]} is not in the vocabulary, "
-                             f"0 to {config.vocab_size - 1}")
         requests += [Request(
             tokens, asked or min(default, most), body.temperature, body.top_k, top_p=body.top_p,
             seed=seed + j, eos_token=None if body.ignore_eos else tokenizer.eot_token)

@@ -11,7 +11,8 @@ FORMS = {
 # They ask for what is done anyway. Any other value is refused.
 NO_EFFECT = {"presence_penalty": [0], "frequency_penalty": [0], "repetition_penalty": [1],
              "best_of": [1], "echo": [False], "suffix": [""], "logit_bias": [{}], "tools": [[]],
-             "tool_choice": ["none", "auto"], "response_format": [{"type": "text"}]}
+             "tool_choice": ["none", "auto"], "response_format": [{"type": "text"}],
+             "logprobs": [False]}
 
 
 def whole(text):
@@ -60,7 +61,6 @@ class Sampling(Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: Text = ""
-    logprobs: Literal[False] = False
 
 
 class Completion(Sampling):
