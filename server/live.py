@@ -24,7 +24,7 @@ from server.schemas import Control
 from views.plots import NAMES
 
 FOLDER = Path(__file__).parent
-FILES = {"/": FOLDER / "live.html", "/explorer.html": None,   # None: made when it is asked for
+FILES = {"/": FOLDER / "live.html",
          **{f"/{name}": FOLDER / name for name in ("live.js", "live.css")},
          **{f"/{name}": page.FOLDER / name for name in ("page.css", "runs.js", "panels.js")}}
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -168,9 +168,7 @@ class Live(Observer):
             queue.put_nowait(None)
 
     async def file(self, http: Request):
-        """The page, and what it loads. /explorer.html is an explorer page without any run."""
+        """The page, and what it loads."""
         file = FILES[http.scope["path"]]
-        text = file.read_text(encoding="utf-8") if file else page.page({})
-        if http.scope["path"] == "/live.css":
-            text = text.replace("{{colors}}", page.STYLE)
-        return Response(text, media_type=TYPES[file.suffix if file else ".html"])
+        text = file.read_text(encoding="utf-8").replace("{{colors}}", page.STYLE)
+        return Response(text, media_type=TYPES[file.suffix])

@@ -1,6 +1,5 @@
 """The live page: what the server tells it, and what it shows in a browser."""
 import json
-import time
 from contextlib import contextmanager
 
 import httpx
@@ -95,12 +94,10 @@ def test_a_page_that_opens_during_a_step_takes_nothing_from_the_others():
         assert until(lines, lambda notes: name in notes[-1]["ended"])
 
 
-def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome, tmp_path):
+def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
     hostile = "</script><img src=x onerror='document.title=1'><b>\n# list.append\n"
     want = expected({"prompt": hostile, "max_tokens": 20, "temperature": 0, "seed": 0})[0]
     script = chrome.execute_script
-    chrome.execute_cdp_cmd("Page.setDownloadBehavior",
-                           {"behavior": "allow", "downloadPath": str(tmp_path)})
     with serving() as running:
         chrome.get(running.url)
         running.until(lambda: script("return hello !== null"))
@@ -117,13 +114,7 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome, tmp_path)
         for width in 1400, 390:
             resize(chrome, width, 900)
             assert script("return document.documentElement.scrollWidth <= innerWidth")
-        script("$('keep').click()")
-        running.until(lambda: (tmp_path / "run.html").exists())
-        time.sleep(0.3)
-        chrome.get((tmp_path / "run.html").as_uri() + "#step=3")
-        assert script("return $('now').textContent").startswith("step 3 of ")
-        assert script("return views[0].states[0].words") == "● decoding"
-        assert script("return textOf(views[0].run.requests[0].prompt)") == hostile
+        assert script("return $('now').textContent").endswith("0 running, 0 waiting")
         assert not [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
 
 
