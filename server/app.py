@@ -13,6 +13,7 @@ import hmac
 import json
 import time
 from functools import partial
+from itertools import pairwise
 from threading import Thread
 
 import prometheus_client as prometheus
@@ -39,7 +40,6 @@ class Answer:
     def __init__(self, engine, requests, texts, unread):
         self.engine, self.requests, self.texts = engine, requests, texts
         self.room, self.queue, self.closed = unread * len(requests), asyncio.Queue(), False
-        self.times = [None] * len(requests)   # of the last token of each
         self.left = {*range(len(requests))}   # indices of those that go on
 
     def put(self, i, event):
@@ -149,13 +149,14 @@ class Server:
             if event.token is None:
                 self.answers.pop(event.request, None)
                 self.ends.labels(event.reason).inc()
+                times = event.request.token_times
+                if times:
+                    self.ttft.observe(times[0] - event.request.asked)
+                for before, after in pairwise(times):
+                    self.itl.observe(after - before)
             else:
                 self.tokens.inc()
-            if answer and not answer.closed:
-                if event.token is not None:
-                    before, answer.times[i] = answer.times[i], event.time
-                    seconds = event.time - (before or event.request.asked)
-                    (self.itl if before else self.ttft).observe(seconds)
+            if answer:
                 answer.put(i, event)
 
     def close(self, seconds, why="the server shuts down"):

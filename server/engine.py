@@ -43,7 +43,6 @@ class Event(NamedTuple):
     """A request's next token; or, if token is None, its end."""
     request: Request
     token: int | None
-    time: float               # perf_counter
     reason: str | None = None   # of the end: "stop", "length", "cancelled" or "error"
     error: str = ""
 
@@ -144,8 +143,7 @@ class Engine:
             else:
                 self.scheduler.update(plan, tokens)
                 self.trace.record_tokens(self.number, batch.sampled, tokens, logits)
-                events = [Event(request, token, request.token_times[-1])
-                          for request, token in zip(batch.sampled, tokens)]
+                events = [*map(Event, batch.sampled, tokens)]
             self.trace.step_times.clear()
             self.number += 1
         events += self.ends(error)
@@ -176,7 +174,7 @@ class Engine:
         for request in ended:
             del self.unfinished[request.name]
             self.trace.reached.pop(request.name, None)
-        return [Event(request, None, time.perf_counter(), request.finish_reason,
+        return [Event(request, None, request.finish_reason,
                       error if request.finish_reason == "error" else "") for request in ended]
 
     def run(self, deliver):

@@ -176,7 +176,6 @@ def test_the_loop_of_stage_7_is_the_same_one_closed():
     for request in opened:   # each token left, and then the end
         mine = [event for event in events if event.request is request]
         assert [event.token for event in mine] == [*request.generated, None]
-        assert [event.time for event in mine[:-1]] == request.token_times
         assert mine[-1].reason == request.finish_reason
 
 
