@@ -201,14 +201,13 @@ async function ask(prompt) {             // the name of the new request
 
 function addBox(text) {
   const prompt = element("textarea", {rows: 2, value: text, ariaLabel: "prompt"});
-  const go = element("button", {}, "send"), stop = element("button", {disabled: true}, "stop");
+  const go = element("button", {}, "send");
   const who = element("span", {className: "soft"}), output = element("output");
   const box = {name: null, draw() {
     const request = requests.get(box.name);
     if (!request) return;
     const row = waiting.indexOf(box.name);
     who.textContent = `${box.name}: ${request.reason ?? (row >= 0 ? `waiting, number ${row + 1}` : "running")}`;
-    stop.disabled = Boolean(request.reason);
     const end = output.scrollHeight - output.scrollTop < output.clientHeight + 30;
     output.textContent = textOf(request.reason === "stop" ? request.generated.slice(0, -1) : request.generated);
     if (end) output.scrollTop = output.scrollHeight;
@@ -224,9 +223,8 @@ function addBox(text) {
     event.preventDefault();
     go.click();
   };
-  stop.onclick = () => send("/live/control", {stop: box.name});
   boxes.push(box);
-  $("boxes").append(element("div", {className: "box prompt"}, prompt, element("div", {}, go, stop, who), output));
+  $("boxes").append(element("div", {className: "box prompt"}, prompt, element("div", {}, go, who), output));
 }
 
 const control = body => send("/live/control", body);

@@ -114,10 +114,6 @@ class Live(Observer):
         if self.tabs:   # or nobody would see it, and go on
             self.state |= body.model_dump(include={"paused", "speed"}, exclude_none=True)
             self.steps_left = body.steps
-        for _, asked in self.tabs.values():   # no other client's
-            for request in asked:
-                if request.name == body.stop:
-                    self.engine.cancel(request)
         self.engine.wake()
         self.send({"state": self.state})
 

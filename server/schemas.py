@@ -94,11 +94,10 @@ class Ask(Completion):
 
 
 class Control(Strict):
-    """Of the live page's buttons. speed: steps a second, 0 for all; stop: a request's name."""
+    """Of the live page's buttons. speed: steps a second, 0 for all."""
     paused: bool | None = None
     speed: float | None = Field(None, ge=0, le=1000)
     steps: int = Field(0, ge=0, le=1000)
-    stop: Text | None = None
 
 
 def error_of(status, message):
