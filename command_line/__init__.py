@@ -18,19 +18,7 @@ from explorer import page
 from explorer.recorder import record
 from loading.load import decode, load
 from loading.workload import PROMPTS, make_requests, read_prompts
-from toolbox.flags import (
-    DTYPES,
-    PICTURES,
-    Parser,
-    add_knobs,
-    add_optimize,
-    add_place,
-    check_path,
-    device_of,
-    given_knobs,
-    knobs_of,
-    say_ignored,
-)
+from toolbox import flags
 from toolbox.tokenizer import use_chat_template
 from views import plots
 from views.progress import Progress
@@ -48,8 +36,8 @@ def run_stage(generate, args, shard=None):
 
     shard: called with the model before it runs; the check still uses the whole model
     """
-    knobs, ignored = knobs_of(generate, given_knobs(args, SCHEDULERS))
-    say_ignored(args, ignored, "for this stage")
+    knobs, ignored = flags.knobs_of(generate, flags.given_knobs(args, SCHEDULERS))
+    flags.say_ignored(args, ignored, "for this stage")
     model, tokenizer, requests = load_inputs(args)
     plain, check = model, None
     if shard:
@@ -115,15 +103,15 @@ def load_inputs(args):
     """
     (model, tokenizer, requests) for a stage. Bad flags are found here, before any work: ValueError.
     """
-    device = device_of(args)
-    check_path(args.plot, "--plot", PICTURES)
-    check_path(args.page, "--page", (".html",))
-    check_path(args.trace, "--trace")
+    device = flags.device_of(args)
+    flags.check_path(args.plot, "--plot", flags.PICTURES)
+    flags.check_path(args.page, "--page", (".html",))
+    flags.check_path(args.trace, "--trace")
     if args.prompt and args.prompts:
         raise ValueError("--prompt and --prompts: give one of the two")
     prompts = ([{"prompt": text} for text in args.prompt] if args.prompt
                else read_prompts(PROMPTS if args.prompts is None else args.prompts))
-    model, tokenizer = load(args.model, DTYPES[args.dtype])
+    model, tokenizer = load(args.model, flags.DTYPES[args.dtype])
     if args.chat:
         use_chat_template(tokenizer)
     requests = make_requests(
@@ -137,8 +125,9 @@ def load_inputs(args):
 def parser(doc):
     """doc: a script's docstring; the help shows its first paragraph and its next sentence."""
     first, second = (" ".join(paragraph.split()) for paragraph in doc.strip().split("\n\n")[:2])
-    p = Parser(description=f"{first} {second.split('. ')[0].rstrip('.:')}.",
-               epilog="In Python a stage is a function: loading/load.py begins with an example.")
+    p = flags.Parser(
+        description=f"{first} {second.split('. ')[0].rstrip('.:')}.",
+        epilog="In Python a stage is a function: loading/load.py begins with an example.")
 
     what = p.add_argument_group("what to generate")
     what.add_argument("--model", default="builtin",
@@ -167,11 +156,11 @@ def parser(doc):
     what.add_argument("--arrival_rate", type=float, metavar="R",
                       help="requests arrive at random, R per step (default: all at step 0)")
 
-    add_knobs(p, SCHEDULERS)
+    flags.add_knobs(p, SCHEDULERS)
 
     where = p.add_argument_group("where")
-    add_place(where)
-    add_optimize(where)
+    flags.add_place(where)
+    flags.add_optimize(where)
 
     out = p.add_argument_group("what to show")
     out.add_argument("--plot", metavar="FILE.png",

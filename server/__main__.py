@@ -18,8 +18,6 @@ NUMBERS = {"max_batch": (8, "requests that run at the same time"),
            "pages": (None, "pages in the pool (default: for max_batch of the longest requests, "
                            "but at most 16,384 tokens)"),
            "max_waiting": (256, "requests that may wait; the next one gets 429"),
-           "max_connections": (1000, "requests that are served at the same time, all told; "
-                                     "the next one gets 503"),
            "threads": (None, "threads that compute (default: one, unless more are measured to be "
                              "faster when the server starts)")}
 
@@ -44,10 +42,8 @@ def serve(args):
     numbers = {f"--{name}": getattr(args, name) for name in NUMBERS}
     at_least_1(**{name: number for name, number in numbers.items() if number is not None})
     host = f"[{args.host}]" if ":" in args.host else args.host
-    if host not in LOCAL and args.api_key is None:
+    if host not in LOCAL and not args.api_key:
         raise ValueError(f"--host {args.host} lets others in: it needs --api-key")
-    if args.api_key == "":
-        raise ValueError("--api-key is empty")
     if not 0 <= args.drain <= 1e6:
         raise ValueError(f"--drain must be 0 to 1e6 seconds, not {args.drain}")
     # In a thread that ends, and its OpenMP threads with it: the engine's own, in the engine's
@@ -60,11 +56,11 @@ def serve(args):
     tokens = min(16384, args.max_batch * model.config.block_size)
     engine = Engine(model, args.pages or -(-tokens // args.page_size), args.page_size,
                     args.max_batch, args.token_budget, max_waiting=args.max_waiting)
-    server = Server(engine, tokenizer, args.model, args.api_key)
+    server = Server(engine, tokenizer, args.model, args.api_key or None)
     listener = listen(args.host, args.port)
     print(f"{args.model}, {torch.get_num_threads()} threads, at "
           f"http://{host}:{listener.getsockname()[1]}/", flush=True)
-    Uvicorn(server, args.drain, args.max_connections).run(sockets=[listener])
+    Uvicorn(server, args.drain).run(sockets=[listener])
     if server.died:
         raise server.died
     return 0
@@ -96,9 +92,9 @@ def listen(host, port):
 class Uvicorn(uvicorn.Server):
     """On SIGTERM or Ctrl+C, running requests get `drain` seconds; on a second one, none."""
 
-    def __init__(self, server, drain=30.0, connections=1000):
+    def __init__(self, server, drain=30.0):
         super().__init__(uvicorn.Config(
-            server.app, log_level="warning", ws="none", limit_concurrency=connections,
+            server.app, log_level="warning", ws="none", limit_concurrency=1000,
             timeout_graceful_shutdown=int(drain) + 5,
             timeout_keep_alive=15))   # longer than clients wait before they use one again (httpx:
         self.server, self.drain = server, drain   # 5 s): else they write into a closed one

@@ -29,9 +29,6 @@ def requests_of(body, tokenizer, config, room):
         if (asked or 1) > most:
             why = f"max_tokens must be at most {most}, not {asked}" if most > 0 else "too long"
             raise ValueError(f"{name} has {len(tokens)} tokens, there is room for {room}: {why}")
-        if bad := [token for token in tokens if token >= config.vocab_size]:
-            raise ValueError(f"{name}: token id {bad[0]} is not in the vocabulary, "
-                             f"0 to {config.vocab_size - 1}")
         requests += [Request(
             tokens, asked or min(default, most), body.temperature, body.top_k, top_p=body.top_p,
             seed=seed + j, eos_token=None if body.ignore_eos else tokenizer.eot_token)
@@ -95,26 +92,20 @@ class Text:
 
 
 class Form:
-    """The answer to one body: whole, or in parts. model: its name"""
+    """The answer to one body: whole, or a stream's parts. model: its name"""
 
     def __init__(self, body, requests, model):
-        self.chat, self.include_usage = isinstance(body, Chat), body.stream_options.include_usage
+        self.chat, self.stream = isinstance(body, Chat), body.stream
         self.same = {"id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid4().hex}", "model": model,
                      "created": int(time.time())}
         self.begun = set()   # indices of choices that have a role
         self.prompt_tokens = sum(len(request.prompt) for request in requests) // body.n
 
-    def whole(self, choices, tokens):
-        """choices: [(text, finish reason), ...]; tokens: how many were generated"""
-        return self.form([(i, *choice) for i, choice in enumerate(choices)], tokens, "", "message")
-
-    def part(self, choices, tokens=None):
-        """Of a stream. choices: [(index, text, finish reason)], or none beside the usage"""
-        return self.form(choices, tokens, ".chunk", "delta")
-
-    def form(self, choices, tokens, kind, place):
-        body = {**self.same, "object": "chat.completion" + kind if self.chat else "text_completion",
-                "choices": []}
+    def fill(self, choices, tokens=None):
+        """choices: [(index, text, finish reason), ...]; tokens: how many were generated"""
+        kind, place = ("chat.completion.chunk", "delta") if self.stream else (
+            "chat.completion", "message")
+        body = {**self.same, "object": kind if self.chat else "text_completion", "choices": []}
         for i, text, reason in choices:
             role = {} if i in self.begun else {"role": "assistant"}   # only the first part has it
             self.begun.add(i)

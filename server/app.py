@@ -13,6 +13,7 @@ import hmac
 import json
 import time
 from functools import partial
+from itertools import pairwise
 from threading import Thread
 
 import prometheus_client as prometheus
@@ -27,10 +28,9 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from server.answers import Form, Text, requests_of
 from server.engine import Full
 from server.live import FILES, Live
-from server.schemas import Ask, Chat, Completion, Control, Error, error_of, sentence
+from server.schemas import Ask, Chat, Completion, error_of, sentence
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
-SECONDS = .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60   # of histograms
 AppStatus.disable_automatic_graceful_drain()   # SIGTERM ends no stream: `Server.close` does
 
 
@@ -40,7 +40,6 @@ class Answer:
     def __init__(self, engine, requests, texts, unread):
         self.engine, self.requests, self.texts = engine, requests, texts
         self.room, self.queue, self.closed = unread * len(requests), asyncio.Queue(), False
-        self.times = [None] * len(requests)   # of the last token of each
         self.left = {*range(len(requests))}   # indices of those that go on
 
     def put(self, i, event):
@@ -115,17 +114,15 @@ class Server:
         for path in FILES:
             self.app.get(path, include_in_schema=False)(self.live.file)
         self.app.get("/health")(self.health)
-        api = APIRouter(dependencies=[] if key is None else [Depends(self.check_key)],
-                        responses={status: {"model": Error} for status in ("4XX", "5XX")})
-        stream = {200: {"content": {"text/event-stream": {}}}}   # or JSON
-        api.post("/v1/completions", responses=stream)(self.completions)
-        api.post("/v1/chat/completions", responses=stream)(self.chat)
+        api = APIRouter(dependencies=[] if key is None else [Depends(self.check_key)])
+        api.post("/v1/completions")(self.complete)
+        api.post("/v1/chat/completions")(self.chat)
         api.get("/v1/models")(self.models)
         api.get("/v1/models/{name:path}")(self.model)
         api.get("/metrics", response_class=PlainTextResponse)(self.metrics)
         api.get("/live/steps", response_class=EventSourceResponse)(self.live.steps)
         api.post("/live/ask")(self.ask)
-        api.post("/live/control")(self.control)
+        api.post("/live/control")(self.live.control)
         self.app.include_router(api)
 
     # --- the engine's thread, and what comes from it ---
@@ -152,13 +149,14 @@ class Server:
             if event.token is None:
                 self.answers.pop(event.request, None)
                 self.ends.labels(event.reason).inc()
+                times = event.request.token_times
+                if times:
+                    self.ttft.observe(times[0] - event.request.asked)
+                for before, after in pairwise(times):
+                    self.itl.observe(after - before)
             else:
                 self.tokens.inc()
-            if answer and not answer.closed:
-                if event.token is not None:
-                    before, answer.times[i] = answer.times[i], event.time
-                    seconds = event.time - (before or event.request.asked)
-                    (self.itl if before else self.ttft).observe(seconds)
+            if answer:
                 answer.put(i, event)
 
     def close(self, seconds, why="the server shuts down"):
@@ -174,13 +172,10 @@ class Server:
 
     # --- completions ---
 
-    async def completions(self, body: Completion, http: Request):
-        return await self.complete(body, http)
-
     async def chat(self, body: Chat, http: Request):
         return await self.complete(body, http)
 
-    async def complete(self, body, http):
+    async def complete(self, body: Completion, http: Request):
         requests = await self.requests_of(body)
         texts = [Text(self.tokenizer, body.stop) for _ in requests]
         answer = Answer(self.engine, requests, texts, self.unread)
@@ -188,11 +183,12 @@ class Server:
         pieces, form = answer.pieces(http), Form(body, requests, self.name)
         if body.stream:
             first = await anext(pieces)   # before the status is sent: what fails now is no 200
-            return EventSourceResponse(self.lines(first, pieces, form, answer), sep="\n")
-        choices = [("", None)] * len(requests)
+            usage = answer if body.stream_options.include_usage else None
+            return EventSourceResponse(self.lines(first, pieces, form, usage), sep="\n")
+        choices = [(i, "", None) for i in range(len(requests))]
         async for i, text, reason in pieces:
-            choices[i] = choices[i][0] + text, reason
-        return JSONResponse(form.whole(choices, answer.tokens))
+            choices[i] = i, choices[i][1] + text, reason
+        return JSONResponse(form.fill(choices, answer.tokens))
 
     async def requests_of(self, body):
         """The requests that a body asks for. HTTPException if they cannot be."""
@@ -210,27 +206,26 @@ class Server:
         """Hands them to the engine. answers: where their tokens go, from the first one on."""
         self.answers |= answers
         try:
-            return self.engine.add(*requests)
-        except Full as full:
-            error = HTTPException(429, str(full), {"Retry-After": "1"})
-        except ValueError as wrong:
-            error = HTTPException(400, str(wrong))
-        for request in answers:
-            del self.answers[request]
-        raise error
+            self.engine.add(*requests)
+        except (Full, ValueError) as error:
+            for request in answers:
+                del self.answers[request]
+            full = isinstance(error, Full)
+            raise HTTPException(429 if full else 400, str(error),
+                                {"Retry-After": "1"} if full else None) from None
 
-    async def lines(self, first, pieces, form, answer):
-        """The data of server-sent events, one for each token."""
+    async def lines(self, first, pieces, form, usage):
+        """The data of server-sent events, one for each token. usage: an Answer, or None"""
         async with contextlib.aclosing(pieces):
             try:
-                yield json.dumps(form.part([first]))
+                yield json.dumps(form.fill([first]))
                 async for piece in pieces:
-                    yield json.dumps(form.part([piece]))
+                    yield json.dumps(form.fill([piece]))
             except HTTPException as error:
                 yield json.dumps(error_of(error.status_code, error.detail))
                 return
-        if form.include_usage:
-            yield json.dumps(form.part([], answer.tokens))
+        if usage:
+            yield json.dumps(form.fill([], usage.tokens))
         yield "[DONE]"
 
     # --- the rest ---
@@ -259,24 +254,19 @@ class Server:
         self.live.ask(body.tab, requests)
         return {"name": requests[0].name}
 
-    async def control(self, body: Control):
-        return self.live.control(body)
-
     def measure(self, scheduler, pages):
         self.registry = prometheus.CollectorRegistry()
         new = {"namespace": "nanobatch", "registry": self.registry}
-        self.ttft = prometheus.Histogram("ttft_seconds", "to a first token", buckets=SECONDS, **new)
-        self.itl = prometheus.Histogram("itl_seconds", "between tokens", buckets=SECONDS, **new)
+        self.ttft = prometheus.Histogram("ttft_seconds", "to a first token", **new)
+        self.itl = prometheus.Histogram("itl_seconds", "between tokens", **new)
         self.tokens = prometheus.Counter("tokens", "generated", **new)
         self.ends = prometheus.Counter("requests", "ended", ["reason"], **new)
         for name, text, figure in (
                 ("requests_running", "in the batch", lambda: len(scheduler.running)),
                 ("requests_waiting", "in the queue", lambda: self.engine.waiting),
-                ("pages", "in the pool", lambda: pages.number),
                 ("pages_free", "in the pool", lambda: len(pages.free)),
                 ("preemptions", "since the start", lambda: pages.counts["preemptions"])):
             prometheus.Gauge(name, text, **new).set_function(figure)
-        prometheus.ProcessCollector(registry=self.registry)
 
     async def metrics(self):
         return Response(prometheus.generate_latest(self.registry),

@@ -9,12 +9,6 @@ stay as they are. What changes is how requests get in and how tokens get out:
     add(request)    --> inbox --> schedule -> forward pass -> sample --> events: tokens, ends
     cancel(request) --> left  -'  `----------- one step() -----------'
 
-    stage 7's generate()                    here
-    a list, known at the start              an inbox, emptied before every step
-    on_token(request, token, logits)        step() returns what happened: [Event, ...]
-    a queue of any length                   a queue of max_waiting requests, then `Full`
-    an error ends the run                   an error ends the requests of its pass
-
 One thread owns scheduler, pages, pool and model, and all requests that it has taken in. The others
 change the inbox only, so only the inbox has a lock. They learn what became of a request from its
 events. What they read besides is single numbers: how many wait, and for /metrics how many run and
@@ -39,7 +33,6 @@ from model import sample
 from paging import Pages
 from request import Request, prepare
 from toolbox.trace import Trace
-from toolbox.validate import at_least_1
 
 
 class Full(Exception):
@@ -50,7 +43,6 @@ class Event(NamedTuple):
     """A request's next token; or, if token is None, its end."""
     request: Request
     token: int | None
-    time: float               # perf_counter
     reason: str | None = None   # of the end: "stop", "length", "cancelled" or "error"
     error: str = ""
 
@@ -74,7 +66,6 @@ class Engine:
 
     def __init__(self, model, pages=256, page_size=16, max_batch=8, token_budget=64,
                  share_prefixes=True, max_waiting=256):
-        at_least_1(max_waiting=max_waiting)
         self.model, self.max_waiting = model, max_waiting
         self.pages = Pages(pages, page_size)
         self.pool = KV(pages * page_size)
@@ -152,8 +143,7 @@ class Engine:
             else:
                 self.scheduler.update(plan, tokens)
                 self.trace.record_tokens(self.number, batch.sampled, tokens, logits)
-                events = [Event(request, token, request.token_times[-1])
-                          for request, token in zip(batch.sampled, tokens)]
+                events = [*map(Event, batch.sampled, tokens)]
             self.trace.step_times.clear()
             self.number += 1
         events += self.ends(error)
@@ -184,22 +174,21 @@ class Engine:
         for request in ended:
             del self.unfinished[request.name]
             self.trace.reached.pop(request.name, None)
-        return [Event(request, None, time.perf_counter(), request.finish_reason,
+        return [Event(request, None, request.finish_reason,
                       error if request.finish_reason == "error" else "") for request in ended]
 
-    def run(self, deliver, rest=5.0):
+    def run(self, deliver):
         """
         The engine's thread, until `stop`: steps, and sleeps while there is nothing to do.
 
         deliver: called with the events of each step
-        rest:    the longest sleep, in seconds
         """
         while not self.stopping:
             hold = self.observer.hold()
             if events := self.step(held=hold > 0):
                 deliver(events)
             with self.changed:
-                sleep = hold or (0 if self.unfinished else rest)
+                sleep = hold or (0 if self.unfinished else 5)
                 if sleep and not (self.inbox or self.left or self.woken):
-                    self.changed.wait(min(sleep, rest))
+                    self.changed.wait(min(sleep, 5))
                 self.woken = False

@@ -3,7 +3,7 @@
 // recorded run, with the explorer's functions in runs.js and panels.js. live.py says what a
 // note holds. Whatever comes from a prompt enters the page as textContent.
 
-const KEPT = 1000, DRAWN = 120;          // steps
+const KEPT = 120;                        // steps
 const $ = id => document.getElementById(id);
 const state = {clock: "step", cells: "token"};   // what panels.js asks for, as of page.js
 const valueOf = step => step.step, shown = () => [view.run];
@@ -28,9 +28,9 @@ function take({new: arrived, words, tokens, tables, ended, pass, kept, waiting: 
   }
   for (const [name, table] of Object.entries(tables).filter(known)) requests.get(name).table = table;
   for (const [name, reason] of Object.entries(ended).filter(known)) requests.get(name).reason = reason;
-  waiting = queue ?? waiting;            // kept and waiting are told when they change
+  waiting = queue;
   if (!pass) return;
-  moments.push({...pass, tables, kept: kept ?? moments.at(-1)?.kept ?? []});
+  moments.push({...pass, tables, kept});
   while (moments.length > KEPT) {        // what a request held before the first step that is kept
     for (const [name, table] of Object.entries(moments.shift().tables)) {
       if (requests.has(name)) requests.get(name).before = table;
@@ -43,50 +43,46 @@ function take({new: arrived, words, tokens, tables, ended, pass, kept, waiting: 
   }
 }
 
-// The last `most` steps as the data of an explorer page, see explorer/page.py. The first is step 0.
-function recent(most) {
-  const shownSteps = moments.slice(-most), texts = [];
-  const first = shownSteps[0]?.step ?? 0, start = shownSteps[0]?.start ?? 0;
-  const worked = new Set(shownSteps.flatMap(({work}) => work.map(([name]) => name)));
+// The last steps as the data of an explorer page, see explorer/page.py. The first is step 0.
+function recent() {
+  const [{step: first, start}] = moments, texts = [];
+  const worked = new Set(moments.flatMap(({work}) => work.map(([name]) => name)));
   const queue = new Set(waiting.slice(0, 40));
   const known = [...requests.values()].filter(
     ({name, reason}) => worked.has(name) || (!reason && queue.has(name)));
   const index = new Map(known.map(({name}, i) => [name, i]));
   const tablesOf = tables => Object.fromEntries(
     Object.entries(tables).filter(([name]) => index.has(name)).map(([name, table]) => [index.get(name), table]));
-  const earlier = Object.fromEntries(known.map(({name, before}) => [name, before]));
-  for (const {tables} of moments.slice(0, -most || undefined)) {
-    if (moments.length > most) Object.assign(earlier, tables);
-  }
-  const held = Object.fromEntries(Object.entries(earlier).filter(([, table]) => table));
+  const held = Object.fromEntries(
+    known.filter(({before}) => before).map(({name, before}) => [name, before]));
   const flat = work => work.filter(([name]) => index.has(name)).map(([name, ...n]) => [index.get(name), ...n]);
-  const last = Math.max(0, (shownSteps.at(-1)?.step ?? 0) - first);
+  const last = moments.at(-1).step - first;
   const passes = {
-    step: shownSteps.map(({step}) => step - first), start: shownSteps.map(each => each.start - start),
-    ms: shownSteps.map(({ms}) => ms), work: shownSteps.map(({work}) => flat(work).flat()),
-    shape: shownSteps.map(({work}) => [work.reduce((sum, [, , n]) => sum + n, 0)]),
-    rows: shownSteps.map(({work}) => [flat(work)]), past: shownSteps.map(() => 0),
+    step: moments.map(({step}) => step - first), start: moments.map(each => each.start - start),
+    ms: moments.map(({ms}) => ms), work: moments.map(({work}) => flat(work).flat()),
+    shape: moments.map(({work}) => [work.reduce((sum, [, , n]) => sum + n, 0)]),
+    rows: moments.map(({work}) => [flat(work)]), past: moments.map(() => 0),
     pad_slots: 0, finished_slots: 0, padded_keys: 0, finished: {}, computed: {}, columns: {},
-    room: Object.fromEntries(shownSteps.map(({tables}, i) => [i, tablesOf(i ? tables : {...held, ...tables})])),
-    kept: Object.fromEntries(shownSteps.map(({kept}, i) => [i, kept]))};
+    room: Object.fromEntries(moments.map(({tables}, i) => [i, tablesOf(i ? tables : {...held, ...tables})])),
+    kept: Object.fromEntries(moments.map(({kept}, i) => [i, kept]))};
   for (const name of ["useful", "recomputed", "score_entries", "useful_scores", "copied_bytes"]) {
-    passes[name] = shownSteps.map(step => step[name]);
+    passes[name] = moments.map(step => step[name]);
   }
   const list = known.map(({name, prompt, generated, arrival, arrived, reason, limit, steps, ms}) => ({
     name, prompt: texts.push(prompt) - 1, generated: texts.push([...generated]) - 1, limit, reason,
     arrival: Math.min(arrival - first, last), arrived: arrived - start,
     steps: steps.map(step => step - first), ms: ms.map(time => time - start)}));
-  const {model, knobs, place, pool, names} = hello;
+  const {model, knobs, place, pool} = hello;
   const run = {name: model, idea: `Stage 7 as a server: the steps from ${first} on.`, knobs, place, pool, passes,
                requests: list, check: {summary: "outputs were not checked", wrong: null},
                xray: {left_out: "this run was watched while it served", wrong: 0, sentences: []}};
-  return {runs: [run], texts, names, vocabulary: DATA.vocabulary, walk: []};
+  return {run, texts};
 }
 
 // --- drawing --------------------------------------------------------------------------------------
 
-const PANELS = {timeline: `The last ${DRAWN} steps`, plan: "Plan of the last step", tensor: "Its tensor",
-                requests: "Requests", bill: `Bill of the last ${DRAWN} steps`, memory: "Memory"};
+const PANELS = {timeline: `The last ${KEPT} steps`, plan: "Plan of the last step", tensor: "Its tensor",
+                requests: "Requests", bill: `Bill of the last ${KEPT} steps`, memory: "Memory"};
 
 function layOut() {
   view = {number: 0, panels: {}, rows: new Map(), rowOf: new Map()};
@@ -103,9 +99,9 @@ function draw() {
   for (const box of boxes) box.draw();
   if (!moments.length) return;
   if (!view) layOut();
-  const data = recent(DRAWN), {step} = moments.at(-1);
+  const data = recent(), {step} = moments.at(-1);
   DATA.texts = data.texts;
-  const run = view.run = prepare(data.runs[0]);
+  const run = view.run = prepare(data.run);
   view.now = momentOf(run, "step", run.steps.at(-1).step);
   view.states = run.requests.map(request => stateOf(run, request, view.now));
   // A request's row stays the same element, wherever it stands now.
@@ -196,23 +192,22 @@ async function connect() {
 
 // --- prompts --------------------------------------------------------------------------------------
 
-async function ask(prompt, tokens = Number($("tokens").value)) {   // the name of the new request
+async function ask(prompt) {             // the name of the new request
   const answer = await send("/live/ask", {
-    tab: hello?.tab ?? 0, prompt, max_tokens: tokens, temperature: Number($("temperature").value),
+    tab: hello?.tab ?? 0, prompt, max_tokens: Number($("tokens").value), temperature: Number($("temperature").value),
     seed: Math.floor(Math.random() * 2 ** 32)});
   return answer && (await answer.json()).name;
 }
 
 function addBox(text) {
   const prompt = element("textarea", {rows: 2, value: text, ariaLabel: "prompt"});
-  const go = element("button", {}, "send"), stop = element("button", {disabled: true}, "stop");
+  const go = element("button", {}, "send");
   const who = element("span", {className: "soft"}), output = element("output");
   const box = {name: null, draw() {
     const request = requests.get(box.name);
     if (!request) return;
     const row = waiting.indexOf(box.name);
     who.textContent = `${box.name}: ${request.reason ?? (row >= 0 ? `waiting, number ${row + 1}` : "running")}`;
-    stop.disabled = Boolean(request.reason);
     const end = output.scrollHeight - output.scrollTop < output.clientHeight + 30;
     output.textContent = textOf(request.reason === "stop" ? request.generated.slice(0, -1) : request.generated);
     if (end) output.scrollTop = output.scrollHeight;
@@ -228,20 +223,8 @@ function addBox(text) {
     event.preventDefault();
     go.click();
   };
-  stop.onclick = () => send("/live/control", {stop: box.name});
   boxes.push(box);
-  $("boxes").append(element("div", {className: "box prompt"}, prompt, element("div", {}, go, stop, who), output));
-}
-
-async function keep() {                  // an explorer page without a run, and then with this one
-  const answer = await send("/explorer.html");
-  if (!answer || !moments.length) return;
-  const text = await answer.text(), mark = 'id="data">', start = text.indexOf(mark) + mark.length;
-  const data = JSON.stringify(recent(KEPT)).replaceAll("<", "\\u003c");
-  const whole = text.slice(0, start) + data + text.slice(text.indexOf("</script>", start));
-  const href = URL.createObjectURL(new Blob([whole], {type: "text/html"}));
-  element("a", {href, download: "run.html"}).click();
-  setTimeout(() => URL.revokeObjectURL(href), 60000);
+  $("boxes").append(element("div", {className: "box prompt"}, prompt, element("div", {}, go, who), output));
 }
 
 const control = body => send("/live/control", body);
@@ -249,14 +232,6 @@ $("pause").onclick = () => control({paused: $("pause").ariaPressed !== "true"});
 $("one").onclick = () => control({paused: true, steps: 1});
 $("speed").onchange = () => control({speed: Number($("speed").value)});
 $("box").onclick = () => addBox("");
-$("long").onclick = () => ask(hello.long);
-$("users").onclick = async () => {
-  for (let i = 0; i < 20; i++) {
-    const tokens = 8 + Math.floor(Math.random() * 56);
-    if (!await ask(hello.examples[i % hello.examples.length], tokens)) return;
-  }
-};
-$("keep").onclick = keep;
 $("theme").onclick = () => {
   const {style} = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
   style.colorScheme = (style.colorScheme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";

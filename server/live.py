@@ -7,11 +7,11 @@ noted. The page keeps the last steps, and draws them with the explorer's own fun
 panels.js).
 """
 import asyncio
-import itertools
 import json
 import time
 from collections import deque
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 
 from fastapi import Request, Response
@@ -19,12 +19,12 @@ from sse_starlette.sse import EventSourceResponse
 
 from explorer import page
 from loading.load import word
-from loading.workload import PROMPTS, read_prompts
 from server.engine import Observer
+from server.schemas import Control
 from views.plots import NAMES
 
 FOLDER = Path(__file__).parent
-FILES = {"/": FOLDER / "live.html", "/explorer.html": None,   # None: made when it is asked for
+FILES = {"/": FOLDER / "live.html",
          **{f"/{name}": FOLDER / name for name in ("live.js", "live.css")},
          **{f"/{name}": page.FOLDER / name for name in ("page.css", "runs.js", "panels.js")}}
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -36,29 +36,24 @@ class Live(Observer):
     """model: its name"""
 
     def __init__(self, engine, tokenizer, model):
-        self.engine, self.tokenizer, self.model = engine, tokenizer, model
-        self.tabs, self.asked, self.numbers = {}, {}, itertools.count(1)   # asked: by their numbers
+        self.engine, self.model, self.word = engine, model, cache(partial(word, tokenizer))
+        self.tabs, self.numbers = {}, count(1)   # number -> (queue of messages, requests asked for)
         self.notes, self.sending = deque(), False
-        self.examples = [entry["prompt"] for entry in read_prompts(PROMPTS)]
-        most = 3 * engine.model.config.block_size // 4
-        self.long = tokenizer.encode("\n".join(20 * self.examples))[:most]
-        self.told = {}, {}, {}   # what the pages know: requests, their tables, the rest
-        self.paused, self.speed, self.steps_left, self.last = False, 0, 0, 0.0
-        engine.observer, self.word = self, cache(partial(word, tokenizer))
+        self.told = {}   # what the pages know: name -> (request, its block table)
+        self.state, self.steps_left, self.last = {"paused": False, "speed": 0}, 0, 0.0
+        engine.observer = self
 
     # --- in the engine's thread ---
 
     def hold(self):
         """Seconds until the next pass may run: 0 at full speed, a long time while paused."""
-        now = time.perf_counter()
-        if not self.tabs:   # nobody is there who could go on
-            return 0
-        if self.paused:
+        now, speed = time.perf_counter(), self.state["speed"]
+        if self.state["paused"]:
             if not (self.steps_left and self.engine.busy):
                 return 1e9
             self.steps_left -= 1
-        elif self.speed and now < self.last + 1 / self.speed:
-            return self.last + 1 / self.speed - now
+        elif speed and now < self.last + 1 / speed:
+            return self.last + 1 / speed - now
         self.last = now
         return 0
 
@@ -67,20 +62,21 @@ class Live(Observer):
         if not self.tabs:
             return
         engine, words, plan = self.engine, {}, batch.plan if batch else ()
-        known, tables, rest = self.told   # once: a page that opens sets new ones at any moment
+        known = self.told   # once: a page that opens sets a new one at any moment
         new = [request for request in dict.fromkeys((*engine.unfinished.values(), *dict(plan)))
                if request.name not in known]
-        known.update({request.name: request for request in new})
+        known.update({request.name: (request, None) for request in new})
         note = {"new": [self.describe(request, words) for request in new],
-                "tokens": [], "tables": {}, "ended": {}, "pass": None}
-        for name, request in list(known.items()):
-            table = request.block_table
-            if table != tables.get(name):
-                note["tables"][name] = tables[name] = table and list(table)
+                "tokens": [], "tables": {}, "ended": {}, "pass": None, "words": words,
+                "kept": [page for page in engine.pages.free if page in engine.pages.key_of],
+                "waiting": [request.name for request in engine.scheduler.waiting]}
+        for name, (request, table) in list(known.items()):
+            if table != request.block_table:
+                table = note["tables"][name] = request.block_table and [*request.block_table]
+                known[name] = request, table
             if request.finished:
                 note["ended"][name] = request.finish_reason
                 del known[name]
-                tables.pop(name, None)
         if batch:
             done = engine.trace.passes[-1]
             note["tokens"] = [(request.name, request.generated[-1]) for request in batch.sampled
@@ -90,11 +86,7 @@ class Live(Observer):
                             "start": self.ms(time.perf_counter() - done.seconds),
                             **{name: getattr(done, name) for name in COUNTS}}
         if batch or new or note["ended"]:
-            now = {"kept": [page for page in engine.pages.free if page in engine.pages.key_of],
-                   "waiting": [request.name for request in engine.scheduler.waiting]}
-            note |= {name: each for name, each in now.items() if each != rest.get(name)}
-            rest.update(now)
-            self.notes.append(note | {"words": words})
+            self.notes.append(note)
             if not self.sending:
                 self.sending = True
                 self.loop.call_soon_threadsafe(self.loop.call_later, INTERVAL, self.send_notes)
@@ -111,56 +103,48 @@ class Live(Observer):
 
     # --- in the thread of asyncio ---
 
-    def state(self):
-        return {"paused": self.paused, "speed": self.speed}
-
     def ask(self, tab, requests):
         """A page has asked for them: when the page is closed, they end."""
-        if tab in self.asked:
-            self.asked[tab] = [*(r for r in self.asked[tab] if not r.finished), *requests]
+        if tab in self.tabs:
+            asked = self.tabs[tab][1]
+            asked[:] = [request for request in asked if not request.finished] + requests
 
-    def control(self, body):
-        """Sets what the page's buttons set. Returns the new state, which all pages show."""
-        if self.tabs:   # or nobody would see it
-            self.paused = self.paused if body.paused is None else body.paused
-            self.speed = self.speed if body.speed is None else body.speed
+    async def control(self, body: Control):
+        """Sets what the page's buttons set. All pages show the new state."""
+        if self.tabs:   # or nobody would see it, and go on
+            self.state |= body.model_dump(include={"paused", "speed"}, exclude_none=True)
             self.steps_left = body.steps
-        for request in itertools.chain.from_iterable(self.asked.values()):   # no other client's
-            if request.name == body.stop:
-                self.engine.cancel(request)
         self.engine.wake()
-        self.send({"state": self.state()})
-        return self.state()
+        self.send({"state": self.state})
 
     async def steps(self):
         """The page's stream. A page that opens is told of all that is under way."""
         engine, self.loop = self.engine, asyncio.get_running_loop()
         knobs = {"max_batch": engine.scheduler.max_batch,
                  "token_budget": engine.scheduler.token_budget, "page_size": engine.pages.size}
-        tab, number = asyncio.Queue(), next(self.numbers)
-        tab.put_nowait({"model": self.model, "knobs": knobs, "names": NAMES, "state": self.state(),
-                        "tab": number, "server": engine.trace.started,
-                        "examples": self.examples, "long": self.long,
-                        "place": page.place(engine.model), "max_waiting": engine.max_waiting,
-                        "pool": {"pages": engine.pages.number, "page_size": engine.pages.size}})
-        self.told = {}, {}, {}   # new ones: another thread uses the old
-        self.tabs[tab], self.asked[number] = number, []
+        tab, queue = next(self.numbers), asyncio.Queue()
+        queue.put_nowait({"model": self.model, "knobs": knobs, "names": NAMES, "state": self.state,
+                          "tab": tab, "server": engine.trace.started,
+                          "place": page.place(engine.model),
+                          "pool": {"pages": engine.pages.number, "page_size": engine.pages.size}})
+        self.told = {}   # a new one: another thread uses the old
+        self.tabs[tab] = queue, []
         engine.wake()
-        return EventSourceResponse(self.lines(tab), sep="\n")
+        return EventSourceResponse(self.lines(tab, queue), sep="\n")
 
-    async def lines(self, tab):
+    async def lines(self, tab, queue):
         try:
-            while (message := await tab.get()) is not None:
+            while (message := await queue.get()) is not None:
                 yield json.dumps(message)
         finally:   # also if the connection ends
             self.leave(tab)
 
     def leave(self, tab):
-        for request in self.asked.pop(self.tabs.pop(tab, None), ()):
-            if not request.finished:
-                self.engine.cancel(request)
-        if not self.tabs:
-            self.paused, self.speed = False, 0
+        _, asked = self.tabs.pop(tab, (None, ()))
+        for request in asked:
+            self.engine.cancel(request)
+        if not self.tabs:   # nobody is there who could go on
+            self.state = {"paused": False, "speed": 0}
             self.engine.wake()
 
     def send_notes(self):
@@ -168,21 +152,19 @@ class Live(Observer):
         self.send({"notes": [self.notes.popleft() for _ in range(len(self.notes))]})
 
     def send(self, message):
-        for tab in list(self.tabs):
-            if tab.qsize() > UNREAD:   # it opens the stream again, and is told everything
+        for tab, (queue, _) in list(self.tabs.items()):
+            if queue.qsize() > UNREAD:   # it opens the stream again, and is told everything
                 self.leave(tab)
-                tab.put_nowait(None)
+                queue.put_nowait(None)
             else:
-                tab.put_nowait(message)
+                queue.put_nowait(message)
 
     def close(self):
-        for tab in list(self.tabs):
-            tab.put_nowait(None)
+        for queue, _ in self.tabs.values():
+            queue.put_nowait(None)
 
     async def file(self, http: Request):
-        """The page, and what it loads. /explorer.html is an explorer page without any run."""
+        """The page, and what it loads."""
         file = FILES[http.scope["path"]]
-        text = file.read_text(encoding="utf-8") if file else page.page({})
-        if http.scope["path"] == "/live.css":
-            text = text.replace("{{colors}}", page.STYLE)
-        return Response(text, media_type=TYPES[file.suffix if file else ".html"])
+        text = file.read_text(encoding="utf-8").replace("{{colors}}", page.STYLE)
+        return Response(text, media_type=TYPES[file.suffix])

@@ -8,13 +8,15 @@ FORMS = {
     "prompt": "a text, a list of token ids, or a list of several such prompts; none may be empty",
     "stop": "a text or at most 4 texts, of 1 to 200 characters",
     "content": 'a text, or a list of {"type": "text", "text": ...}'}
+# They ask for what is done anyway. Any other value is refused.
+NO_EFFECT = {"presence_penalty": [0], "frequency_penalty": [0], "repetition_penalty": [1],
+             "best_of": [1], "echo": [False], "suffix": [""], "logit_bias": [{}], "tools": [[]],
+             "tool_choice": ["none", "auto"], "response_format": [{"type": "text"}],
+             "logprobs": [False]}
 
 
 def whole(text):
-    try:
-        text.encode()
-    except UnicodeEncodeError:   # JSON can say it
-        raise ValueError("it holds half of a character, a lone surrogate") from None
+    text.encode()   # JSON can say half a character, a lone surrogate: this is a ValueError
     return text
 
 
@@ -27,7 +29,8 @@ class Strict(BaseModel):
     def known(cls, fields):
         if not isinstance(fields, dict):
             return fields   # pydantic refuses it
-        given = {name: value for name, value in fields.items() if value is not None}
+        given = {name: value for name, value in fields.items()
+                 if value is not None and value not in NO_EFFECT.get(name, ())}
         if unknown := given.keys() - cls.model_fields.keys():
             raise ValueError(f"unsupported field {min(unknown)!a:.60}; supported are "
                              f"{', '.join(cls.model_fields)}")
@@ -38,19 +41,14 @@ Text = Annotated[str, AfterValidator(whole)]
 Stop = Annotated[Text, Field(min_length=1, max_length=200)]
 Words = Annotated[Text, Field(min_length=1)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-Zero, One = Annotated[float, Field(ge=0, le=0)], Annotated[float, Field(ge=1, le=1)]
 
 
 class StreamOptions(Strict):
     include_usage: bool = False
 
 
-class TextFormat(Strict):
-    type: Literal["text"]
-
-
 class Sampling(Strict):
-    """Of completions and chats. The last ones have no effect: they ask for what is done anyway."""
+    """Of completions and chats."""
     model: Text | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
@@ -63,21 +61,10 @@ class Sampling(Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: Text = ""
-    presence_penalty: Zero = 0
-    frequency_penalty: Zero = 0
-    repetition_penalty: One = 1
-    logit_bias: dict[str, float] = Field({}, max_length=0)
-    response_format: TextFormat = TextFormat(type="text")
-    tools: list = Field([], max_length=0)
-    tool_choice: Literal["none", "auto"] = "none"
-    logprobs: Literal[False] = False
 
 
 class Completion(Sampling):
     prompt: Words | Tokens | Annotated[list[Words] | list[Tokens], Field(min_length=1)]
-    best_of: One = 1
-    echo: Literal[False] = False
-    suffix: Literal[""] = ""
 
     @property
     def prompts(self):
@@ -107,15 +94,10 @@ class Ask(Completion):
 
 
 class Control(Strict):
-    """Of the live page's buttons. speed: steps a second, 0 for all; stop: a request's name."""
+    """Of the live page's buttons. speed: steps a second, 0 for all."""
     paused: bool | None = None
     speed: float | None = Field(None, ge=0, le=1000)
     steps: int = Field(0, ge=0, le=1000)
-    stop: Text | None = None
-
-
-class Error(BaseModel):
-    error: dict[Literal["message", "type", "param", "code"], str | int | None]
 
 
 def error_of(status, message):
@@ -126,16 +108,14 @@ def error_of(status, message):
 def sentence(errors):
     """What is wrong with a body, in words, from pydantic's errors."""
     error = next((each for each in errors if each["type"] == "value_error"), errors[0])
-    kind, path, text = error["type"], error["loc"][1:], error["msg"]
+    kind, path = error["type"], error["loc"][1:]
+    text = error["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']}"
     if not path and kind != "value_error":
         return "the body must be a JSON object, sent with Content-Type: application/json"
-    forms = [i for i, part in enumerate(path) if part in FORMS]
-    path = path[:forms[0] + 1] if forms else path
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
-    if kind == "value_error":   # of this file
-        text = str(error["ctx"]["error"])
-    elif forms:
-        text = f"it must be {FORMS[path[-1]]}"
+    if field := next((part for part in path if part in FORMS), None):
+        path = path[:path.index(field) + 1]
+        text = text if kind == "value_error" else f"it must be {FORMS[field]}"
+    name = ".".join(map(str, path))
     return f"{name}: {text}" if name else text

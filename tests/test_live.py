@@ -1,6 +1,5 @@
 """The live page: what the server tells it, and what it shows in a browser."""
 import json
-import time
 from contextlib import contextmanager
 
 import httpx
@@ -78,7 +77,8 @@ def test_requests_end_and_the_server_goes_on_when_the_last_page_is_closed():
         assert running.ends == {"cancelled": 1}
         running.post("/live/control", paused=True)   # no page is open: nobody could go on
         assert running.post(prompt="b", max_tokens=3).status_code == 200
-        assert not running.server.live.notes and not running.server.live.paused
+        assert not running.server.live.state["paused"]
+        running.until(lambda: not running.server.live.notes)
 
 
 def test_a_page_that_opens_during_a_step_takes_nothing_from_the_others():
@@ -87,19 +87,17 @@ def test_a_page_that_opens_during_a_step_takes_nothing_from_the_others():
         describe = live.describe
 
         def opened(request, words):   # in the middle of `see`, what pages know is new
-            live.told = {}, {}, {}
+            live.told = {}
             return describe(request, words)
         live.describe = opened
         name = ask("a", max_tokens=1)
         assert until(lines, lambda notes: name in notes[-1]["ended"])
 
 
-def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome, tmp_path):
+def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
     hostile = "</script><img src=x onerror='document.title=1'><b>\n# list.append\n"
     want = expected({"prompt": hostile, "max_tokens": 20, "temperature": 0, "seed": 0})[0]
     script = chrome.execute_script
-    chrome.execute_cdp_cmd("Page.setDownloadBehavior",
-                           {"behavior": "allow", "downloadPath": str(tmp_path)})
     with serving() as running:
         chrome.get(running.url)
         running.until(lambda: script("return hello !== null"))
@@ -116,18 +114,12 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome, tmp_path)
         for width in 1400, 390:
             resize(chrome, width, 900)
             assert script("return document.documentElement.scrollWidth <= innerWidth")
-        script("$('keep').click()")
-        running.until(lambda: (tmp_path / "run.html").exists())
-        time.sleep(0.3)
-        chrome.get((tmp_path / "run.html").as_uri() + "#step=3")
-        assert script("return $('now').textContent").startswith("step 3 of ")
-        assert script("return views[0].states[0].words") == "● decoding"
-        assert script("return textOf(views[0].run.requests[0].prompt)") == hostile
+        assert script("return $('now').textContent").endswith("0 running, 0 waiting")
         assert not [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
 
 
 def test_what_a_page_hears_that_it_does_not_know_does_no_harm(chrome):
-    strange = {"new": [], "words": {}, "pass": None,
+    strange = {"new": [], "words": {}, "pass": None, "kept": [], "waiting": [],
                "tokens": [["x", 1]], "tables": {"x": [1]}, "ended": {"x": "stop"}}
     script = chrome.execute_script
     with serving() as running:

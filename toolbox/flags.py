@@ -79,17 +79,13 @@ def add_optimize(group):
 
 def device_of(args):
     """The torch device for --device and --dtype. ValueError if it is not available."""
-    mps = torch.backends.mps.is_available()
-    device = args.device
+    device, there = args.device, {"cuda": torch.cuda.is_available(),
+                                  "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-        if device == "mps" and args.dtype == "float64":
-            print("an Apple GPU has no float64: running on the CPU")
-            device = "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: there is no CUDA device here; use cpu or auto")
-    if device == "mps" and not mps:
-        raise ValueError("--device mps: there is no Apple GPU here; use cpu or auto")
+        device = next(name for name in there
+                      if there[name] and (name, args.dtype) != ("mps", "float64"))
+    if not there[device]:
+        raise ValueError(f"--device {device}: there is no such device here; use cpu or auto")
     if device == "mps" and args.dtype == "float64":
         raise ValueError("--dtype float64: an Apple GPU has none, "
                          "use --device cpu or another --dtype")
@@ -125,17 +121,13 @@ def check_path(path, flag, suffixes=None):
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
-    if path.is_dir():
-        raise ValueError(f"{flag} {path}: is a folder")
-    if not path.parent.is_dir():
-        raise ValueError(f"{flag} {path}: there is no folder {path.parent}")
     existed = path.exists()
     try:
         open(path, "ab").close()
     except OSError as error:
         raise ValueError(f"{flag} {path}: {error.strerror}") from None
     if not existed:
-        os.remove(path)
+        path.unlink()
 
 
 def guarded(prog, work, speaks=True):
