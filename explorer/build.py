@@ -169,20 +169,18 @@ def grid(model, answers):
             kinds[key] = found.setdefault(text, len(found))
             if stage in RECTANGLES:
                 if text not in outcomes:   # equal passes have the same outcome
-                    outcomes[text] = under_the_mask(model, STAGES[stage], some, knobs, same)
+                    outcomes[text] = under_the_mask(model, STAGES[stage], some, knobs)
                 verdicts[key] = outcomes[text]
     return {"stages": TRIED, "first": FIRST, "knobs": GRID, "applies": APPLIES, "goals": GOALS,
             "of": kinds, "runs": [json.loads(text) for text in found], "wrong": verdicts}
 
 
-def under_the_mask(model, generate, answers, knobs, same):
+def under_the_mask(model, generate, answers, knobs):
     """How many requests get wrong tokens from the built-in model under the published mask."""
     requests = [replace(r, max_new_tokens=len(r.generated), eos_token=None) for r in answers]
     check = Check(model, requests)
     with broken("published mask", show=False):
-        trace = generate(model, requests, on_token=check.on_token, **knobs)
-    if [p.work for p in trace.passes] != [p.work for p in same.passes]:
-        raise RuntimeError("the published mask changes a plan")
+        generate(model, requests, on_token=check.on_token, **knobs)
     return [wrong(check), len(requests)]
 
 
