@@ -388,7 +388,6 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(width, height, la
 
 
 def test_back_goes_back_a_stop(ladder_page):
-    ladder_page.open("stop=0")   # whatever was opened before
     for i in (2, 4, 6):
         ladder_page.run("visit(arguments[0])", i)
     for i in (4, 2, 0):
