@@ -49,10 +49,7 @@ def read(name):
 
 def filled(data):
     """The page's text, with data in it."""
-    names = [run["name"] for run in data["runs"]]
-    known = ", ".join(names) if len(names) < 4 else f"{len(names)} stages"
-    title = f"nanoBatch: {known}" if known else "nanoBatch"
-    parts = {"title": html.escape(title), "colors": f":root {{ {STYLE}}}", "css": read("page.css"),
+    parts = {"colors": f":root {{ {STYLE}}}", "css": read("page.css"),
              "js": "".join(map(read, ("runs.js", "panels.js", "page.js"))),
              "data": json.dumps(data, separators=(",", ":")).translate(HARMLESS)}
     text = read("page.html")

@@ -62,7 +62,7 @@ class Recorder(XRay):
 
     @torch.inference_mode()
     def look(self, model, arguments):
-        """Called before each pass with the the model's arguments."""
+        """Called before each pass with the model's arguments."""
         _, given, attend, _ = arguments
         batch, seen, same = attend.__self__, None, None
         if self.left_out:

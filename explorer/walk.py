@@ -132,8 +132,6 @@ def flat_stream(traces):
     _, step = worst_wait(traces["dynamic"])
     wide, = passes_of(traces["interleaved"], step)
     i, p = most(traces[FLAT], lambda p: p.step == step)
-    if any(p.work != wide.work for p in passes_of(traces[FLAT], step)):
-        raise RuntimeError(f"step {step} of stages 4 and 6 has two plans")
     ms = [milliseconds(traces[run], step) for run in ("interleaved", FLAT)]
     return (dict(runs=["interleaved", FLAT], step=step, look=1, slot=(i, 0, 0), change=(1, 3)),
             dict(wide=wide.slots, half=wide.slots // 2, slots=p.slots, ms=ms))
@@ -165,8 +163,7 @@ def preemption(traces):
     start = steps[steps.index(end) - 1]
     inside = [i for i, p in enumerate(trace.passes) if start < p.step <= end]
     lost = next(i for i in inside if name not in tables(trace, i))
-    again, p = next((n, trace.passes[i]) for i in inside for who, first, n in trace.passes[i].work
-                    if who == name and first < reached(trace, i, name))
+    again, p = next((n, p) for p in trace.passes[lost:] for who, _, n in p.work if who == name)
     return (dict(runs=["paged"], step=p.step, clock="ms"),
             dict(pages=trace.recording.pool["pages"], lost=trace.passes[lost].step, name=name,
                  wait=wait, again=again))
@@ -227,12 +224,6 @@ def worst_wait(trace):
 
 def milliseconds(trace, step):
     return sum(1e3 * p.seconds for p in passes_of(trace, step))
-
-
-def reached(trace, i, name):
-    """How many tokens of a request had been computed before pass i."""
-    return max((first + n for p in trace.passes[:i] for who, first, n in p.work if who == name),
-               default=0)
 
 
 def tables(trace, i):

@@ -12,8 +12,6 @@ from request import Request
 from toolbox.trace import ForwardPass, Trace
 from views.report import latencies, report, totals, write_trace
 
-TOKEN = 2 * 3 * 15 * 8   # bytes of one token's keys and values: 3 layers, 15 wide, float64
-
 
 def golden(**arguments):
     """
@@ -112,28 +110,3 @@ def test_seconds_are_measured():
         trace = generate(model, [Request([1, 2], 2)])
         assert all(0.01 <= p.seconds for p in trace.passes)
         assert totals(trace)["seconds"] >= 0.02
-
-
-def two_prompts(*news):
-    """Prompts of 3 and 5 tokens."""
-    return [Request([1] * 3, news[0], name="a"), Request([2] * 5, news[1], name="b")]
-
-
-def test_costs_of_a_rectangle_counted_by_hand():
-    """One step of prefill and one of decode."""
-    prefill, decode = STAGES["dynamic"](toy(), two_prompts(2, 2)).passes
-    assert prefill.shape == (2, 5) and prefill.pad_slots == 2 and prefill.padded_keys == 2
-    assert prefill.score_entries == 2 * 5 * 5 and prefill.useful_scores == 6 + 15
-    assert prefill.copied_bytes == 2 * 5 * TOKEN
-    assert decode.shape == (2, 1) and decode.pad_slots == 0 and decode.padded_keys == 2
-    assert decode.score_entries == 2 * 1 * 6 and decode.useful_scores == 4 + 6
-    assert decode.copied_bytes == 2 * 5 * TOKEN + 2 * 6 * TOKEN
-
-
-def test_costs_of_a_static_batch_counted_by_hand():
-    prefill, first, second = STAGES["naive"](toy(), two_prompts(3, 1)).passes
-    assert prefill.padded_keys == 2 and prefill.finished_slots == 0
-    assert first.shape == (2, 1) and first.finished == ["b"]
-    assert first.finished_slots == 1 and first.pad_slots == 0
-    assert first.padded_keys == 2 * 6 - 4 and second.padded_keys == 2 * 7 - 5
-    assert first.score_entries == 12 and first.useful_scores == 4
