@@ -67,7 +67,7 @@ EXPERIMENTS = {
     "prepacking": Experiment(
         prepacking.measure, [prepacking.kinds_table, prepacking.predictors_table],
         lambda found, path: figures.kinds(found["kinds"], path),
-        "fewer prompts and batches: about a minute", prepacking.FLAGS),
+        "fewer prompts and batches: about a minute"),
     "bench": Experiment(
         bench.measure, [bench.table], figures.bench,
         "a quarter of the requests, the small model, one run each", bench.FLAGS)}

@@ -13,13 +13,12 @@ import shutil
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from statistics import mean, median
 
 import torch
 
 from experiments import results
-from experiments.peers import INSTALL, PEERS, Engine
+from experiments.peers import PEERS, Engine
 from experiments.results import WORKLOADS, Table
 from experiments.roofline import machine_peaks, roofline
 from kernels import native
@@ -43,8 +42,8 @@ FLAGS = {
     "--repeats": dict(type=int, default=3, metavar="N",
                       help="runs of each system, in turn; their medians count"),
     "--peer-python": dict(nargs="+", metavar="NAME=PATH", default=[],
-                          help=f"NAME is {', '.join(INSTALL)}; PATH the Python of an environment "
-                               "that has it")}
+                          help=f"NAME is {', '.join(PEERS.values())}; PATH the Python of an "
+                               "environment that has it (default: this one)")}
 
 
 def workload(name, vocab_size, quick=False):
@@ -98,28 +97,18 @@ def our_systems(plain, fast):
             "ragged, varlen, max_batch 1": stage(fast, ragged, {**KNOBS, "max_batch": 1})}
 
 
-def peers(folder, names, pythons={}, device="cpu", dtype=torch.float32, max_batch=32,
-          token_budget=512):
-    """
-    {name: Engine} of those of PEERS that can run here, on the model in this folder. Prints a line
-    for each of the others.
-    """
-    found, dtype = {}, str(dtype).removeprefix("torch.")
+def peers(folder, names, pythons={}, device="cpu", dtype=torch.float32, knobs=KNOBS):
+    """{name: Engine} of those of PEERS that run here, on the model in this folder."""
+    found = {}
     for name in names:
         engine = PEERS[name]
-        if engine in INSTALL and engine not in pythons:
-            why = (f"--peer-python {engine}=PATH names the Python of an environment that has it "
-                   f"({INSTALL[engine]})")
-        elif engine in INSTALL and (str(device), dtype) != ("cpu", "float32"):
-            why = "here it runs only in float32 on a CPU"
-        elif find_spec("transformers") is None:
-            why = "transformers is not installed (pip install -r requirements-dev.txt)"
-        else:
-            found[name] = Engine(engine, pythons.get(engine, sys.executable), folder, max_batch,
-                                 token_budget, torch.get_num_threads(), device, dtype)
+        try:
+            found[name] = Engine(engine, pythons.get(engine, sys.executable), folder,
+                                 *knobs.values(), torch.get_num_threads(), device,
+                                 str(dtype).removeprefix("torch."))
             print(found[name].settings, flush=True)
-            continue
-        print(f"{name} is left out: {why}", flush=True)
+        except RuntimeError as error:
+            print(f"{name} is left out: {error}", flush=True)
     return found
 
 
@@ -127,9 +116,9 @@ def peer_pythons(pairs):
     """{engine: Python} from NAME=PATH. ValueError for anything else."""
     pythons = dict(pair.partition("=")[::2] for pair in pairs)
     for name, path in pythons.items():
-        if name not in INSTALL or not shutil.which(path):
+        if name not in PEERS.values() or not shutil.which(path):
             raise ValueError(f"--peer-python {name}={path}: use NAME=PATH with the name "
-                             f"{' or '.join(INSTALL)} and the path of a Python")
+                             f"{' or '.join(PEERS.values())} and the path of a Python")
     return pythons
 
 
@@ -178,8 +167,7 @@ def measure(args, device, dtype):
                 plain = load_model(model_name).requires_grad_(False)
             plain = plain.to(device, dtype)
             theirs = peers(folder if model_name in MODELS else model_name,
-                           [name for name in chosen if name in PEERS], pythons, device, dtype,
-                           **KNOBS)
+                           [name for name in chosen if name in PEERS], pythons, device, dtype)
         fast = plain.optimize()
         run = {**our_systems(plain, fast), **theirs}
         names = [name for name in chosen if name in run]

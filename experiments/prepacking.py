@@ -2,8 +2,8 @@
 The experiments of the prepacking paper (source P), run live on this machine.
 
 Prefill only: each prompt yields one token. The ways to batch are the paper's (claim P5), with
-ragged beside them. The lengths are synthetic, shaped like the paper's datasets; `--prompts FILE`
-takes the lengths of real prompts. Weights are random. Times are medians of runs in turn.
+ragged beside them. The lengths are synthetic, shaped like the paper's datasets. Weights are random.
+Times are medians of runs in turn.
 """
 import math
 import random
@@ -17,14 +17,10 @@ from experiments.results import Table
 from generate_naive import StaticBatch
 from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
-from loading.load import load
-from loading.workload import read_prompts
 from model import GPT, GPTConfig
 from request import Request, prepare
 from toolbox.trace import synchronize
 
-FLAGS = {"--prompts": dict(metavar="FILE", help=(
-    "take the lengths of these prompts in the first table, instead of synthetic ones"))}
 CONTEXT = 512
 SHOTS = (120, 150, 190, 230, 280, 330, 390, 450)   # lengths of a few-shot question's examples
 KINDS = {   # the paper's kinds of prompts, as distributions of lengths
@@ -122,19 +118,10 @@ def predictors(model, prompts, repeats):
     return found
 
 
-def kinds_of(args):
-    """{kind: prompt lengths}, synthetic or of a file's prompts, in tokens of the built-in model."""
-    if not args.prompts:
-        return {kind: lengths_of(kind, 32 if args.quick else 64) for kind in KINDS}
-    _, tokenizer = load()
-    texts = [prompt["prompt"] for prompt in read_prompts(args.prompts)]
-    tokens = [len(tokenizer.encode(text, disallowed_special=())) for text in texts]
-    return {args.prompts: [min(max(n, 1), CONTEXT) for n in tokens]}
-
-
 def measure(args, device, dtype):
     """The prepacking paper's experiments (source P), and ragged batching beside its methods."""
-    kinds, repeats = kinds_of(args), 1 if args.quick else 3
+    kinds = {kind: lengths_of(kind, 32 if args.quick else 64) for kind in KINDS}
+    repeats = 1 if args.quick else 3
     torch.manual_seed(0)
     model, small = (GPT(GPTConfig(block_size=CONTEXT, **sizes)).to(device, dtype)
                     for sizes in (dict(n_layer=2, n_head=6, n_embd=384),
