@@ -31,10 +31,9 @@ IDEAS = {   # of the README's table
     "paged": "memory in pages, shared beginnings"}
 
 
-def run_stages(model, requests, **knobs):
+def run_stages(model, requests, stages=STAGES, **knobs):
     """Runs each stage on copies of `requests`: {stage: trace}."""
-    return {name: results.run(generate, model, requests, knobs)
-            for name, generate in STAGES.items()}
+    return {name: results.run(stages[name], model, requests, knobs) for name in stages}
 
 
 def wrong_lines(model, plain, requests, **knobs):
