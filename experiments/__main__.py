@@ -56,10 +56,7 @@ EXPERIMENTS = {
         lambda found, path: figures.rows({found["model"]: found["points"]}, path),
         "at most 16 rows", rows.FLAGS),
     "gaps": Experiment(
-        rows.measure_gaps, [rows.gaps_table],
-        lambda found, path: figures.itl(found["points"], rows.ARRIVAL, found["prompt_tokens"],
-                                        path),
-        "one run of each stage", rows.FLAGS),
+        rows.measure_gaps, [rows.gaps_table], figures.itl, "one run of each stage", rows.FLAGS),
     "memory": Experiment(
         memory.measure, [memory.sharing_table, memory.gathered_table],
         lambda _, path: figures.pool(memory.filling_pool(load()[0]), path),

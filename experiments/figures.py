@@ -8,17 +8,18 @@ from matplotlib.patches import Rectangle as Box
 
 from experiments.peers import PEERS
 from experiments.results import WORKLOADS
+from experiments.rows import ARRIVAL
 from views import sights
 from views.plots import COLORS, COUNTED, NAMES, legend, pyplot, save, style, timeline
 
 WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
 # None of these means anything in a timeline or a mask: GREY is the baseline, BROWN is ragged.
-SKY, WINE, OLIVE, GREY, BROWN, BLACK = (
-    "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222")
+CYCLE = SKY, WINE, OLIVE, GREY, BROWN, BLACK, BLUE = (
+    "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2")
 
 
-def log_axes(ax, axes="xy"):
-    """Logarithmic axes, x to the base of 2, whose labels are plain numbers."""
+def log_axes(ax, axes):
+    """Logarithmic axes, "xy" or one of them, x to the base of 2, whose labels are plain numbers."""
     for name in axes:
         axis = getattr(ax, f"{name}axis")
         getattr(ax, f"set_{name}scale")("log", base=2 if name == "x" else 10)
@@ -32,10 +33,22 @@ def finished(figure, path, **layout):
     return save(figure, path)
 
 
-def curves(ax, measured, colors=(BLACK, WINE), markers="os", **style):
-    """A curve with markers for each {label: [(x, y), ...]}."""
-    for (label, points), color, marker in zip(measured.items(), colors, markers):
-        ax.plot(*zip(*points), color=color, marker=marker, markersize=4, label=label, **style)
+def curves(ax, measured, **style):
+    """A curve with markers for each {label: [(x, y), ...]}; the first has the largest markers."""
+    for i, (label, points) in enumerate(measured.items()):
+        ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], label=label,
+                **{"markersize": 10 - i, **style})
+
+
+def lines(measured, path=None, log="", **labels):
+    """A picture of nothing but curves. log: which axes are logarithmic; labels: of the axes"""
+    figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
+    curves(ax, measured)
+    ax.set(**labels)
+    log_axes(ax, log)
+    ax.grid(True)
+    ax.legend()
+    return finished(figure, path)
 
 
 def grouped_bars(ax, groups, bars, colors, form="{:.0f}"):
@@ -179,33 +192,19 @@ def slots(stages, path=None):
 
 def rows(measured, path=None):
     """Forward time against the number of rows. measured: {label: [(rows, seconds), ...]}"""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 3.6))
-    curves(left, {label: [(n, 1e3 * seconds) for n, seconds in points]
-                  for label, points in measured.items()})
-    curves(right, {label: [(n, 1e3 * seconds / n) for n, seconds in points]
-                   for label, points in measured.items()})
-    for ax, title in (left, "one forward pass, ms"), (right, "the same, ms per row"):
-        log_axes(ax)
-        ax.set(xlabel="rows (tokens of different requests)", title=title)
-        ax.grid(True)
-    left.legend()
-    return finished(figure, path)
+    return lines({label: [(n, 1e3 * seconds) for n, seconds in points]
+                  for label, points in measured.items()}, path, "xy",
+                 xlabel="rows (tokens of different requests)", ylabel="one forward pass, ms")
 
 
-def itl(gaps, arrival, prompt_tokens, path=None):
-    """Time between tokens while a long prompt arrives. gaps: {stage: [(step, seconds), ...]}"""
-    figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
-    ms = {name: [(step, 1e3 * gap) for step, gap in points] for name, points in gaps.items()}
-    curves(ax, {f"{name}: worst {max(gap for _, gap in points):.1f} ms": points
-                for name, points in ms.items()}, (WINE, SKY, OLIVE, BROWN), "osD^", linewidth=1.4)
-    ax.axvline(arrival, color="#444444", linewidth=0.8, linestyle="--")
-    ax.annotate(f"a prompt of {prompt_tokens} tokens arrives", (arrival, 1), (-6, -2),
-                xycoords=("data", "axes fraction"), textcoords="offset points",
-                ha="right", va="top", fontsize=9)
-    ax.set(ylim=(0, None), xlabel="step", ylabel="time since the last token, ms")
-    ax.grid(True, axis="y")
-    ax.legend()
-    return finished(figure, path)
+def itl(result, path=None):
+    """Time between tokens while a long prompt arrives. result: of `gaps`"""
+    ms = {name: [(step, 1e3 * gap) for step, gap in points]
+          for name, points in result["points"].items()}
+    return lines({f"{name}: worst {max(gap for _, gap in points):.1f} ms": points
+                  for name, points in ms.items()}, path, ylabel="time since the last token, ms",
+                 xlabel=f"step; at step {ARRIVAL} a prompt of {result['prompt_tokens']} tokens "
+                        "arrives")
 
 
 def bench(results, path=None):
@@ -254,7 +253,7 @@ def predictors(measured, path=None):
     for ax, cause, name in ((ratio, 0, "r / k, rows per prompt"),
                             (gap, 1, "m - L/k, tokens: longest minus mean length")):
         curves(ax, {f"k = {k}": [(point[cause], point[2]) for point in points]
-                    for k, points in measured.items()}, linestyle="", alpha=0.7)
+                    for k, points in measured.items()}, linestyle="", alpha=0.7, markersize=4)
         ax.set(xlabel=name, title="speedup of single batches, uniform lengths")
         ax.grid(True)
     x = np.linspace(*ratio.get_xlim(), 50)

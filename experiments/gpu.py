@@ -18,14 +18,12 @@ from beyond.capacity import Load, serve
 from beyond.hardware import BANDWIDTH_SHARE, GPU, GPUS, MODELS, GiB
 from experiments import results
 from experiments.bench import KNOBS, workload
-from experiments.figures import curves, finished, grouped_bars, log_axes
+from experiments.figures import finished, grouped_bars, lines
 from loading.stages import STAGES
 from toolbox import flags
 from views import plots
 
 CURVES = ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen", "paged")
-COLORS = dict(zip(CURVES, ("#999999", "#CC3311", "#E69F00", "#56B4E9", "#CC79A7", "#009E73",
-                           "#0072B2")))
 
 
 def run(stage, shape, gpu, requests, rate=None, **knobs):
@@ -151,27 +149,14 @@ def calculate(args):
 # --- the pictures ---------------------------------------------------------------------------------
 
 def draw(found, folder):
-    figure, ax = plots.pyplot().subplots(figsize=(8, 4.4))
-    for stage, points in found["curve"].items():
-        ax.plot(*zip(*points), "o-", markersize=9 if "ragged" in stage else 4,
-                color=COLORS[stage], label=stage)
-    ax.set(xlabel="requests a second", ylim=(8, 1000), ylabel="ms a token, arrival to end",
-           title="Calculated: Llama 2 7B on an A100 40 GB, 120 requests of mixed lengths")
-    log_axes(ax)
-    ax.legend()
-    finished(figure, folder / "gpu-curve.png")
-
-    figure, ax = plots.pyplot().subplots(figsize=(8, 4))
-    curves(ax, {f"{name} {q}": [(b["budget"], b[f"{name.lower()}_ms"][q])
-                                for b in found["budgets"]]
-                for q in ("p99", "p50") for name in ("TTFT", "ITL")},
-           ("#0072B2", "#009E73", "#56B4E9", "#999999"), "oooo")
-    ax.set(xlabel="token budget", ylabel="ms",
-           title="Calculated: Llama 2 7B on an A100, stage 7, 5 requests a second")
-    log_axes(ax)
-    ax.legend()
-    finished(figure, folder / "gpu-budget.png")
-
+    """The pictures of docs/gpu.md."""
+    lines(found["curve"], folder / "gpu-curve.png", "xy", xlabel="requests a second",
+          ylabel="ms a token, arrival to end", ylim=(8, 1000),
+          title="Calculated: Llama 2 7B on an A100 40 GB, 120 requests of mixed lengths")
+    lines({f"{name.upper()} {q}": [(f["budget"], f[f"{name}_ms"][q]) for f in found["budgets"]]
+           for q in ("p99", "p50") for name in ("ttft", "itl")},
+          folder / "gpu-budget.png", "xy", xlabel="token budget", ylabel="ms",
+          title="Calculated: Llama 2 7B on an A100, stage 7, 5 requests a second")
     figure, ax = plots.pyplot().subplots(figsize=(8, 4))
     colors = {"the longest answer for each": "#CC3311", "own answer reserved": "#E69F00",
               "pages": "#0072B2"}

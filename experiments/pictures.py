@@ -1,6 +1,5 @@
 """The pictures of README and docs: from live runs what is counted, from results what is timed."""
 from experiments import figures, gpu, ladder, memory, motion, results
-from experiments.rows import ARRIVAL
 from loading.load import load
 from loading.workload import PROMPTS, make_requests, read_prompts
 from views import sights
@@ -23,8 +22,7 @@ def draw(args):
     figures.rows({"the built-in model, 1.0M parameters": results.load("rows_builtin")["points"],
                   "GPT-2 small, 124M parameters": results.load("rows")["points"]},
                  FOLDER / "rows.png")
-    gaps = results.load("gaps")
-    figures.itl(gaps["points"], ARRIVAL, gaps["prompt_tokens"], FOLDER / "itl.png")
+    figures.itl(results.load("gaps"), FOLDER / "itl.png")
     prepacked = results.load("prepacking")
     figures.kinds(prepacked["kinds"], FOLDER / "prepacking-kinds.png")
     figures.predictors(prepacked["predictors"], FOLDER / "prepacking-predictors.png")
