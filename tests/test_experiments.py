@@ -12,7 +12,7 @@ import torch
 from common import ROOT, mixed, toy
 
 from experiments import __main__ as runner
-from experiments import bench, peers, prepacking, results, rows, tables, train
+from experiments import bench, prepacking, results, rows, tables, train
 from experiments.roofline import roofline
 from kernels import native
 from loading.load import load, load_model
@@ -22,28 +22,6 @@ from request import Request
 from toolbox.weights import write_gpt2
 
 TINY = GPTConfig(block_size=1024, vocab_size=300, n_layer=2, n_head=2, n_embd=32)
-STAND_IN = """
-from types import SimpleNamespace as SamplingParams
-__version__ = "0"
-
-class LLM:
-    def __init__(self, model, **options):
-        print("engines talk a lot")
-        self.llm_engine, self.left = self, {}
-
-    def add_request(self, name, prompt, params):
-        first = prompt["prompt_token_ids"][0]
-        if first == 13:
-            raise SystemExit("ValueError: thirteen")
-        self.left[name] = list(range(first, first + params.max_tokens))
-
-    def has_unfinished_requests(self):
-        return any(self.left.values())
-
-    def step(self):
-        return [SamplingParams(request_id=name, outputs=[SamplingParams(token_ids=[left.pop(0)])])
-                for name, left in self.left.items() if left]
-"""
 
 
 def test_the_workloads_are_those_that_the_docs_describe():
@@ -78,6 +56,16 @@ def test_the_roofline_by_hand():
 
 # --- peers ----------------------------------------------------------------------------------------
 
+def wait_for(pid, states):
+    """Until a process is stopped, "T", or has ended, "Z" or "". As long as that takes."""
+    for _ in range(6000):
+        stat = Path(f"/proc/{pid}/stat")
+        if (stat.read_text().split()[2] if stat.exists() else "") in states:
+            return
+        time.sleep(0.1)
+    raise AssertionError("it does not happen within ten minutes")
+
+
 @pytest.mark.parametrize("kind", ["GPT-2", pytest.param("Llama", marks=pytest.mark.thorough)])
 def test_a_peer_and_the_stages_give_the_same_tokens(kind, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -90,64 +78,41 @@ def test_a_peer_and_the_stages_give_the_same_tokens(kind, tmp_path):
             num_key_value_heads=2, hidden_size=32, intermediate_size=48,
             initializer_range=0.5)).save_pretrained(tmp_path)
     requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
-    ours = bench.stage(load_model(str(tmp_path)), STAGES["unbatched"], {})
-    reference, _ = ours(requests)
+    reference, _ = bench.stage(load_model(str(tmp_path)), STAGES["unbatched"], {})(requests)
     assert len({token for row in reference for token in row}) > 5   # they could differ
     engine, = bench.peers(tmp_path, ["transformers, continuous"], knobs=dict(
         max_batch=8, token_budget=32)).values()
-    tokens, times = engine(requests)
-    engine.signal("SIGKILL")
-    assert tokens == reference
-    assert [len(t) for t in times] == [r.max_new_tokens for r in requests]
-    assert all(t == sorted(t) for t in times)
-
-
-@pytest.fixture
-def vllm(tmp_path, monkeypatch):
-    """The arguments of an Engine on vLLM's interface, as far as it is used, without vLLM."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text(STAND_IN)
-    (tmp_path / "vllm" / "sampling_params.py").write_text("class RequestOutputKind: DELTA = 1")
-    (tmp_path / "vllm" / "platforms.py").write_text("current_platform = 1")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return "vllm", sys.executable, str(tmp_path), 4, 16, 1, "cpu", "float32"
-
-
-def wait_for(pid, states):
-    """Until a process is stopped, "T", or has ended, "Z" or "". As long as that takes."""
-    for _ in range(6000):
-        stat = Path(f"/proc/{pid}/stat")
-        if (stat.read_text().split()[2] if stat.exists() else "") in states:
-            return
-        time.sleep(0.1)
-    raise AssertionError("it does not happen within ten minutes")
-
-
-def test_an_engine_in_a_process_of_its_own(vllm):
-    engine = peers.Engine(*vllm)
-    assert engine.settings.startswith("vLLM 0, ") and "4 sequences and 16 tokens" in engine.settings
     for _ in range(2):
-        tokens, times = engine([Request([1, 2], 3), Request([5], 1)])
-        assert tokens == [[1, 2, 3], [5]] and [len(t) for t in times] == [3, 1]
-        assert times[0] == sorted(times[0]) and times[0][0] <= time.perf_counter()
+        tokens, times = engine(requests)
+        assert tokens == reference
+        assert [len(t) for t in times] == [r.max_new_tokens for r in requests]
+        assert all(t == sorted(t) and t[-1] <= time.perf_counter() for t in times)
         if sys.platform == "linux":   # it does not spin while others run
             wait_for(engine.process.pid, ["T"])
-    with pytest.raises(RuntimeError, match="vllm has ended, its last words: ValueError: thirteen"):
-        engine([Request([13], 1)])
+    engine.signal("SIGKILL")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
-@pytest.mark.parametrize("how", ["terminate", "kill"])
-def test_a_benchmark_that_is_ended_leaves_no_engine(how, vllm):
-    code = (f"import time; from experiments import peers; engine = peers.Engine(*{vllm!r});"
+def test_a_benchmark_that_is_killed_leaves_no_engine(tmp_path):
+    pytest.importorskip("transformers")
+    write_gpt2(toy(dtype=torch.float32), tmp_path, torch.float32)
+    code = ("import time; from experiments import bench;"
+            f"engine, = bench.peers({str(tmp_path)!r}, ['transformers, continuous']).values();"
             "print(engine.process.pid, flush=True); time.sleep(10**4)")
     bench_like = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True,
                                   stdout=subprocess.PIPE)
+    assert "continuous batching" in bench_like.stdout.readline()
     pid = int(bench_like.stdout.readline())
     wait_for(pid, ["T"])
-    getattr(bench_like, how)()
+    bench_like.kill()
     bench_like.wait(600)
     wait_for(pid, ["Z", ""])
+
+
+def test_a_peer_that_does_not_start_is_left_out_with_its_last_words(tmp_path, capsys):
+    assert bench.peers(tmp_path, ["vLLM"], dtype=torch.float64) == {}
+    said = capsys.readouterr().out
+    assert "vLLM is left out: the engine vllm has ended" in said and "only in float32" in said
 
 
 def test_figures_are_medians_over_the_runs_each_for_itself():
