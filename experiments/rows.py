@@ -42,31 +42,6 @@ def forward_times(model, rows=ROWS):
     return points
 
 
-def decode_gaps(model, prompt_tokens, repeats):
-    """
-    Four short requests decode, and at step ARRIVAL a long prompt arrives. For each of GAP_STAGES,
-    the time between tokens of the short ones, [(step, seconds), ...]: medians of runs in turn.
-    """
-    vocab = model.config.vocab_size
-    short = [Request([(7 * i + j) % vocab for j in range(4)], ARRIVAL + 20, name=f"short{i}")
-             for i in range(4)]
-    long = Request([(11 * j) % vocab for j in range(prompt_tokens)], 8, name="long",
-                   arrival=ARRIVAL)
-
-    def run(name):
-        knobs = {"max_batch": 5, "token_budget": 64}
-        return results.run(STAGES[name], model, [*short, long], knobs).requests[:-1]
-
-    gaps = {}
-    for name, runs in results.in_turn(GAP_STAGES, run, repeats).items():
-        steps = defaultdict(list)
-        for request in sum(runs, []):
-            for step, gap in zip(request.token_steps[1:], np.diff(request.token_times).tolist()):
-                steps[step].append(gap)
-        gaps[name] = sorted((step, statistics.median(taken)) for step, taken in steps.items())
-    return gaps
-
-
 def model_of(args, device, dtype):
     # random weights run as fast as trained ones
     model = GPT(GPTConfig()) if args.model == "random" else load(args.model)[0]
@@ -82,21 +57,32 @@ def measure_rows(args, device, dtype):
 def measure_gaps(args, device, dtype):
     """The time between tokens while a long prompt arrives: why prompts are cut into chunks."""
     model, repeats = model_of(args, device, dtype), 1 if args.quick else 3
-    prompt_tokens = 3 * model.config.block_size // 4
+    vocab, prompt_tokens = model.config.vocab_size, 3 * model.config.block_size // 4
     print(f"a prompt of {prompt_tokens} tokens arrives while four requests decode")
-    return {"repeats": repeats, "prompt_tokens": prompt_tokens,
-            "points": decode_gaps(model, prompt_tokens, repeats)}
+    short = [Request([(7 * i + j) % vocab for j in range(4)], ARRIVAL + 20, name=f"short{i}")
+             for i in range(4)]
+    long = Request([11 * j % vocab for j in range(prompt_tokens)], 8, name="long", arrival=ARRIVAL)
+
+    def run(name):
+        knobs = {"max_batch": 5, "token_budget": 64}
+        return results.run(STAGES[name], model, [*short, long], knobs).requests[:-1]
+
+    gaps = {}   # of the short ones: [(step, median of seconds), ...]
+    for name, runs in results.in_turn(GAP_STAGES, run, repeats).items():
+        steps = defaultdict(list)
+        for request in sum(runs, []):
+            for step, gap in zip(request.token_steps[1:], np.diff(request.token_times).tolist()):
+                steps[step].append(gap)
+        gaps[name] = sorted((step, statistics.median(taken)) for step, taken in steps.items())
+    return {"repeats": repeats, "prompt_tokens": prompt_tokens, "points": gaps}
 
 
 def rows_table(*found):
-    """Of one model or several; `how` is that of the last."""
-    rows = {}
-    for i, result in enumerate(found):
-        for n, seconds in result["points"]:
-            rows.setdefault(n, ["–"] * len(found))[i] = f"{seconds * 1e3:,.2f} ms"
+    """Of one model or several."""
     names = [NAMES.get(result["model"], result["model"]) for result in found]
-    return Table(["rows", *names], [[n, *row] for n, row in rows.items()],
-                 "medians of 7", title="one forward pass")
+    rows = [[n, *(f"{dict(result['points'])[n] * 1e3:,.2f} ms" for result in found)]
+            for n, _ in found[0]["points"]]
+    return Table(["rows", *names], rows, "medians of 7", title="one forward pass")
 
 
 def gaps_table(result):
