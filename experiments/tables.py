@@ -68,10 +68,6 @@ def gpu_machine(found):
                         for r in found["this_machine"] if r["stage"] == stage)]
 
 
-def gpu_published(found):
-    yield from published.summary(found["published"])
-
-
 def gpu_capacity(found):
     yield ["ITL p99 below", "budget 512", "budget 2,048", "whole prompts", "best / whole"]
     for limit, rates in found["capacity"].items():
@@ -100,7 +96,7 @@ TABLES = {   # a table's name: its text
     "bench": partial(of, lambda *found: [bench.table(each, False) for each in found], "bench"),
     "gpu ladder": partial(calculated, gpu_ladder),
     "gpu machine": partial(calculated, gpu_machine),
-    "gpu published": partial(calculated, gpu_published),
+    "gpu published": partial(calculated, lambda found: published.summary(found["published"])),
     "gpu capacity": partial(calculated, gpu_capacity)}
 
 
