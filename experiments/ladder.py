@@ -6,8 +6,6 @@ Steps and counts are the same on every machine, seconds are not.
 import statistics
 from dataclasses import replace
 
-import numpy as np
-
 import command_line
 from beyond import arrivals, simulate
 from beyond.fairness import SCHEDULERS
@@ -16,8 +14,6 @@ from checks.check import Check
 from checks.xray import sights_at
 from experiments import results
 from experiments.results import Table
-from explorer import page
-from explorer.recorder import record
 from loading.stages import STAGES
 from request import Request
 from toolbox import flags
@@ -35,33 +31,9 @@ IDEAS = {   # of the README's table
     "paged": "memory in pages, shared beginnings"}
 
 
-def run_stages(model, requests, stages=STAGES, repeats=1, **knobs):
-    """
-    Runs each stage on copies of `requests`, `repeats` times in turn. Returns {stage: trace}, with
-    the median of each duration.
-    """
-    runs = results.in_turn(
-        stages, lambda name: results.run(stages[name], model, requests, knobs), repeats, warm_up=0)
-    return {name: with_medians(taken) for name, taken in runs.items()}
-
-
-def with_medians(runs):
-    """
-    The first of several runs that did the same work. The time between any two successive events,
-    which are steps and tokens, becomes the median over all runs; so does that of each pass.
-    """
-    trace = runs[0]
-    events = [sorted([run.started, *run.step_times.values(),
-                      *(time for request in run.requests for time in request.token_times)])
-              for run in runs]
-    median = np.cumsum([events[0][0], *np.median(np.diff(events), axis=0)])
-    new = dict(zip(events[0], median.tolist()))
-    trace.step_times = {step: new[time] for step, time in trace.step_times.items()}
-    for request in trace.requests:
-        request.token_times = [new[time] for time in request.token_times]
-    for same in zip(*(run.passes for run in runs)):
-        same[0].seconds = statistics.median(p.seconds for p in same)
-    return trace
+def run_stages(model, requests, stages=STAGES, **knobs):
+    """Runs each stage on copies of `requests`: {stage: trace}."""
+    return {name: results.run(stages[name], model, requests, knobs) for name in stages}
 
 
 def wrong_lines(model, plain, requests, **knobs):
@@ -98,15 +70,6 @@ def calculated(requests, **knobs):
 
 # --- workloads small enough for a picture ---------------------------------------------------------
 
-def small_workload(config):
-    """Eight requests, short and long prompts and answers; the longest prompt arrives late."""
-    sizes = [(4, 9, 0), (9, 4, 0), (3, 14, 0), (12, 6, 0), (5, 7, 0), (40, 5, 3), (6, 8, 5),
-             (3, 5, 6)]
-    return [Request([(5 * i + 3 * j) % config.vocab_size for j in range(prompt)], new, name=name,
-                    arrival=arrival)
-            for i, (name, (prompt, new, arrival)) in enumerate(zip("ABCDEFGH", sizes))]
-
-
 def one_step(model):
     """Three decodes and a prefill chunk, as a rectangle and as a flat stream: {title: Sight}."""
     requests = [Request([(5 * i + 3 * j) % 64 for j in range(n)], 4, name=name)
@@ -126,28 +89,26 @@ def some_prompts(model):
 
 def measure(args, device, dtype):
     """Runs all stages on the same prompts, and checks each against the unbatched run."""
-    plain, tokenizer, requests = command_line.load_inputs(args)
+    plain, _, requests = command_line.load_inputs(args)
     model = plain.optimize() if args.optimize else plain
     knobs = flags.given_knobs(args, SCHEDULERS)
     of_variants = [knob for knob in ("pack", "attention", "use_cache") if knob in knobs]
     for knob in of_variants:   # STAGES itself sets these
         del knobs[knob]
-    of_one_run = [name for name in ("trace", "quiet") if getattr(args, name)]
+    of_one_run = [name for name in ("trace", "page", "quiet") if getattr(args, name)]
     flags.say_ignored(args, of_variants + of_one_run, "where all stages run")
 
     repeats = 1 if args.quick else args.repeats
-    traces = run_stages(model, requests, repeats=repeats, **knobs)
-    naive = traces["naive"]
-    if args.page:
-        reference = None if args.no_check else plain
-        page.write(args.page, {   # each stage once more, under the X-ray and the check
-            name: record(STAGES[name], model, trace.requests, trace, reference,
-                         **flags.knobs_of(STAGES[name], knobs)[0])
-            for name, trace in traces.items()}, tokenizer)
+    runs = results.in_turn(STAGES, lambda name: results.run(STAGES[name], model, requests, knobs),
+                           repeats, warm_up=0)
+    stages, naive = {}, runs["naive"][0]
+    for name, taken in runs.items():
+        rows = [row_of(trace) for trace in taken]   # counts are the same in all
+        stages[name] = {what: statistics.median_low(row[what] for row in rows) for what in rows[0]}
     wrong = None if args.no_check else wrong_lines(model, plain, requests, **knobs)
     if wrong == []:
-        print(f"{len(traces)} stages: each of {len(requests)} requests identical to unbatched")
-    return {"repeats": repeats, "stages": {name: row_of(t) for name, t in traces.items()},
+        print(f"{len(stages)} stages: each of {len(requests)} requests identical to unbatched")
+    return {"repeats": repeats, "stages": stages,
             "calculated": calculated(naive.requests, **knobs), "requests": len(requests),
             "prompt_tokens": sum(len(request.prompt) for request in requests),
             "generated": sum(len(request.generated) for request in naive.requests),
@@ -163,8 +124,7 @@ def table(result):
              f"{row['ttft_mean'] * 1e3:,.0f} ms", f"{row['itl_p99'] * 1e3:.1f} ms"]
             for name, row in result["stages"].items()]
     how = (f"{result['requests']} prompts ({result['prompt_tokens']} prompt tokens, "
-           f"{result['generated']} generated), each duration the median of {result['repeats']} "
-           "runs")
+           f"{result['generated']} generated), medians of {result['repeats']} runs")
     return Table(head, rows, how, title=how)
 
 
@@ -172,7 +132,8 @@ def ideas(result):
     """The README's ladder. Each column has one unit and one machine."""
     rows = []
     for number, (name, idea) in enumerate(IDEAS.items()):
-        here, there, script = result["stages"][name], result["calculated"][name], name.split(",")[0]
+        here, there = result["stages"][name], result["calculated"][name]
+        script = name.split(",")[0]
         rows.append([f"{number} [{script}](generate_{script}.py)", idea,
                      f"{here['forward_passes']}", f"{here['useful'] / here['slots']:.0%}",
                      f"{there['tokens_per_s']:,.0f}"])

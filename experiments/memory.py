@@ -7,7 +7,6 @@ What pages are worth: the same requests with reserved memory (stage 6) and with 
 """
 import random
 import statistics
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from loading.load import load
 from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import Request
-from views.report import latencies, mean, percentile, totals
+from views.report import totals
 
 
 def storm(model):
@@ -33,14 +32,6 @@ def storm(model):
     for name, trace in traces.items():
         trace.stage = f"{name}, {trace.counts.get('preemptions', 0)} preemptions"
     return traces
-
-
-def of_storm(trace):
-    t, waits = totals(trace), latencies(trace)
-    return {"steps": trace.passes[-1].step + 1, "preemptions": trace.counts.get("preemptions", 0),
-            "recomputed": t["recomputed"] / t["slots"],
-            "ttft_mean_steps": mean(waits["ttft_steps"]),
-            "itl_p99_steps": percentile(waits["itl_steps"], 99)}
 
 
 def alike(vocab_size, requests=16, prefix=128, tail=16, new=16):
@@ -75,24 +66,21 @@ def sharing(model, repeats):
                                             token_budget=64, pages=160, share_prefixes=share)
         held, t = [set().union(*pool["tables"].values()) for pool in seen], totals(trace)
         return {"pages": max(map(len, held)), "passes": len(trace.passes), "tokens": t["slots"],
-                **trace.counts, "seconds": t["seconds"]}
+                "seconds": t["seconds"]}
 
     return {share: {**runs[0], "seconds": statistics.median(run["seconds"] for run in runs)}
             for share, runs in results.in_turn((True, False), run, repeats).items()}
 
 
 def gathered(model, requests, repeats):
-    """Of stage 7: {"seconds", "copied_bytes", "ratio" to stage 6's time, half its "spread"}."""
+    """Of stage 7: {"copied_bytes", "ratio" to stage 6's time, half its "spread"}."""
     def run(name):
-        start = time.perf_counter()
-        trace = results.run(STAGES[name], model, requests,
-                            {"max_batch": 16, "token_budget": 64, "pages": 2048})
-        return time.perf_counter() - start, totals(trace)["copied_bytes"]
+        return totals(results.run(STAGES[name], model, requests, {
+            "max_batch": 16, "token_budget": 64, "pages": 2048}))
 
     ragged, paged = results.in_turn(("ragged, varlen", "paged"), run, repeats).values()
-    ratios = [mine / theirs for (mine, _), (theirs, _) in zip(paged, ragged)]
-    return {"seconds": statistics.median(seconds for seconds, _ in paged),
-            "copied_bytes": paged[0][1], "ratio": statistics.median(ratios),
+    ratios = [mine["seconds"] / theirs["seconds"] for mine, theirs in zip(paged, ragged)]
+    return {"copied_bytes": paged[0]["copied_bytes"], "ratio": statistics.median(ratios),
             "spread": (max(ratios) - min(ratios)) / 2}
 
 
@@ -118,24 +106,14 @@ def measure(args, device, dtype):
     model = load()[0].to(device, dtype)
     repeats, models = 1 if args.quick else 5, {"built-in model": model}
     if not args.quick:
-        models["6 layers, 384 wide"] = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384)).to(
-            device, dtype).requires_grad_(False)
-    found = {"repeats": repeats, "sharing": sharing(model, repeats), "gathered": {},
-             "storm": {name: of_storm(trace) for name, trace in storm(model).items()}}
+        larger = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384)).requires_grad_(False)
+        models["6 layers, 384 wide"] = larger.to(device, dtype)
+    found = {"repeats": repeats, "sharing": sharing(model, repeats), "gathered": {}}
     for name, measured in models.items():
         requests = mixed_lengths(measured.config.vocab_size)
         for how, ours in (name, measured), (f"{name}, optimize()", measured.optimize()):
             found["gathered"][how] = gathered(ours, requests, repeats)
     return found
-
-
-def storm_table(result):
-    return Table(
-        ["", "steps", "preemptions", "recomputed", "TTFT mean steps", "ITL p99 steps"],
-        [[name, f["steps"], f["preemptions"], f"{f['recomputed']:.0%}",
-          f"{f['ttft_mean_steps']:.1f}", f"{f['itl_p99_steps']:.0f}"]
-         for name, f in result["storm"].items()],
-        title="eight requests, memory for 128 tokens: reserved, or 16 pages of 8")
 
 
 def sharing_table(result):

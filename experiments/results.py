@@ -21,7 +21,6 @@ from toolbox.trace import synchronize
 
 FOLDER = Path(__file__).parent / "results"
 WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
-PEERS = ("transformers", "vLLM", "OpenVINO")   # the first word of a peer's name
 
 
 class Table(NamedTuple):
@@ -30,12 +29,6 @@ class Table(NamedTuple):
     rows: list
     how: str = ""     # it was measured: in small print, in documents only
     title: str = ""   # above it, where it is printed
-
-
-def systems(result):
-    """Of a result of `bench`, without those that are no longer measured."""
-    return {name: figures for name, figures in result["systems"].items()
-            if not name.startswith("CTranslate2") and not name.endswith("without native.cpp")}
 
 
 def run(generate, model, requests, knobs):
@@ -70,6 +63,12 @@ def median_seconds(work, device, repeats=7):
 def load(name):
     """The contents of results/NAME.json."""
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def load_all(name):
+    """The same as a list: `bench` has a result for each workload, the others one."""
+    found = load(name)
+    return found if isinstance(found, list) else [found]
 
 
 def keep(path, command, where, figures):

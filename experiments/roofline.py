@@ -18,24 +18,25 @@ from model import Head
 @torch.inference_mode()
 def machine_peaks(fast):
     """
-    (floating point operations, bytes, scores) per second: the fastest of several large
-    multiplications, torch's and those of a snapshot; reading a large tensor; and model.Head on
-    padded rows, which writes, masks and reads each score, as no fused kernel does.
+    {"peak", "bandwidth", "scores"}: operations, bytes and scores per second. The first is that of
+    the fastest of several large multiplications, torch's and those of a snapshot; the last that of
+    model.Head, which writes, masks and reads each score, as no fused kernel does.
     """
-    layer, best = fast.h[0].mlp.c_fc, 0.0
+    layer, device = fast.h[0].mlp.c_fc, fast.device
     ways = [lambda x: F.linear(x, layer.weight, layer.bias)]
     if hasattr(fast, "uses"):
         packed = native.pack(layer.weight)
         ways.append(lambda x: native.multiply(x, packed, layer.out_features, layer.bias))
+    peak = 0.0
     for rows in (256, 512, 1024, 2048):
-        x = torch.randn(rows, layer.in_features, device=fast.device).to(layer.weight.dtype)
+        x = torch.randn(rows, layer.in_features, device=device).to(layer.weight.dtype)
         for multiply in ways:
-            seconds = median_seconds(lambda: [multiply(x) for _ in range(4)], fast.device)
-            best = max(best, 4 * 2 * rows * layer.weight.numel() / seconds)
-    x, q = torch.ones(2**27, device=fast.device), torch.ones(8, 12, 256, 64, device=fast.device)
-    mask = torch.ones(8, 1, 1, 256, dtype=torch.bool, device=fast.device)
-    return (best, x.nbytes / median_seconds(x.sum, fast.device),
-            8 * 12 * 256**2 / median_seconds(lambda: Head()(q, q, q, mask=mask), fast.device))
+            seconds = median_seconds(lambda: [multiply(x) for _ in range(4)], device)
+            peak = max(peak, 4 * 2 * rows * layer.weight.numel() / seconds)
+    x, q = torch.ones(2**27, device=device), torch.ones(8, 12, 256, 64, device=device)
+    mask = torch.ones(8, 1, 1, 256, dtype=torch.bool, device=device)
+    return {"peak": peak, "bandwidth": x.nbytes / median_seconds(x.sum, device),
+            "scores": 8 * 12 * 256**2 / median_seconds(lambda: Head()(q, q, q, mask=mask), device)}
 
 
 def roofline(model, trace, peak, bandwidth):

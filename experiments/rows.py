@@ -5,7 +5,6 @@ A forward pass reads all weights once, however many rows it computes. So a pass 
 much less than 32 times as long as one over a single row, until arithmetic is the limit.
 """
 import statistics
-import time
 from collections import defaultdict
 
 import numpy as np
@@ -20,8 +19,7 @@ from request import Request
 from views.report import percentile
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-GAP_STAGES = {name: STAGES[name]
-              for name in ("dynamic", "chunked", "interleaved", "ragged, varlen")}
+GAP_STAGES = "dynamic", "chunked", "interleaved", "ragged, varlen"
 ARRIVAL = 8   # the step at which the long prompt arrives
 NAMES = {"builtin": "built-in model", "random": "GPT-2, 124M"}
 FLAGS = {"--model": dict(
@@ -30,45 +28,18 @@ FLAGS = {"--model": dict(
 
 
 @torch.inference_mode()
-def forward_times(model, rows=ROWS, repeats=7, seconds=8.0):
+def forward_times(model, rows=ROWS):
     """
     Median seconds of one forward pass over N tokens of N requests, without a past, for each N in
-    `rows`: [(N, seconds), ...]. After `seconds`, no further N is started.
+    `rows`: [(N, seconds), ...].
     """
-    points, started = [], time.perf_counter()
+    points = []
     for n in rows:
         tokens = torch.zeros(n, dtype=torch.long, device=model.device)
         # each token sees only itself: the cost is that of the other layers
         points.append((n, results.median_seconds(
-            lambda: model(tokens, tokens, lambda layer, q, k, v: v), model.device, repeats)))
-        if time.perf_counter() - started > seconds:
-            break
+            lambda: model(tokens, tokens, lambda layer, q, k, v: v), model.device)))
     return points
-
-
-def decode_gaps(model, prompt_tokens, stages=GAP_STAGES, running=4, budget=64, repeats=3):
-    """
-    Some short requests decode, and at step ARRIVAL a long prompt arrives. For each of `stages`,
-    {name: generate}: the time between tokens of the short ones, [(step, seconds), ...]. Medians
-    over `repeats` runs, for which the stages take turns.
-    """
-    vocab = model.config.vocab_size
-    short = [Request([(7 * i + j) % vocab for j in range(4)], ARRIVAL + 20, name=f"short{i}")
-             for i in range(running)]
-    long = Request([(11 * j) % vocab for j in range(prompt_tokens)], 8, name="long",
-                   arrival=ARRIVAL)
-    knobs, gaps = {"max_batch": running + 1, "token_budget": budget}, {}
-
-    def run(name):
-        return results.run(stages[name], model, [*short, long], knobs).requests[:-1]
-
-    for name, runs in results.in_turn(stages, run, repeats).items():
-        steps = defaultdict(list)
-        for request in sum(runs, []):
-            for step, gap in zip(request.token_steps[1:], np.diff(request.token_times).tolist()):
-                steps[step].append(gap)
-        gaps[name] = sorted((step, statistics.median(taken)) for step, taken in steps.items())
-    return gaps
 
 
 def model_of(args, device, dtype):
@@ -80,28 +51,38 @@ def model_of(args, device, dtype):
 def measure_rows(args, device, dtype):
     """The time of a forward pass against its number of rows: why batching pays."""
     model = model_of(args, device, dtype)
-    return {"model": args.model, "repeats": 7,
-            "points": forward_times(model, ROWS[:5] if args.quick else ROWS)}
+    return {"model": args.model, "points": forward_times(model, ROWS[:5] if args.quick else ROWS)}
 
 
 def measure_gaps(args, device, dtype):
     """The time between tokens while a long prompt arrives: why prompts are cut into chunks."""
     model, repeats = model_of(args, device, dtype), 1 if args.quick else 3
-    prompt_tokens = 3 * model.config.block_size // 4
+    vocab, prompt_tokens = model.config.vocab_size, 3 * model.config.block_size // 4
     print(f"a prompt of {prompt_tokens} tokens arrives while four requests decode")
-    return {"model": args.model, "repeats": repeats, "prompt_tokens": prompt_tokens,
-            "points": decode_gaps(model, prompt_tokens, repeats=repeats)}
+    short = [Request([(7 * i + j) % vocab for j in range(4)], ARRIVAL + 20, name=f"short{i}")
+             for i in range(4)]
+    long = Request([11 * j % vocab for j in range(prompt_tokens)], 8, name="long", arrival=ARRIVAL)
+
+    def run(name):
+        knobs = {"max_batch": 5, "token_budget": 64}
+        return results.run(STAGES[name], model, [*short, long], knobs).requests[:-1]
+
+    gaps = {}   # of the short ones: [(step, median of seconds), ...]
+    for name, runs in results.in_turn(GAP_STAGES, run, repeats).items():
+        steps = defaultdict(list)
+        for request in sum(runs, []):
+            for step, gap in zip(request.token_steps[1:], np.diff(request.token_times).tolist()):
+                steps[step].append(gap)
+        gaps[name] = sorted((step, statistics.median(taken)) for step, taken in steps.items())
+    return {"repeats": repeats, "prompt_tokens": prompt_tokens, "points": gaps}
 
 
 def rows_table(*found):
-    """Of one model or several; `how` is that of the last."""
-    rows = {}
-    for i, result in enumerate(found):
-        for n, seconds in result["points"]:
-            rows.setdefault(n, ["–"] * len(found))[i] = f"{seconds * 1e3:,.2f} ms"
+    """Of one model or several."""
     names = [NAMES.get(result["model"], result["model"]) for result in found]
-    return Table(["rows", *names], [[n, *row] for n, row in rows.items()],
-                 f"medians of {found[-1]['repeats']}", title="one forward pass")
+    rows = [[n, *(f"{dict(result['points'])[n] * 1e3:,.2f} ms" for result in found)]
+            for n, _ in found[0]["points"]]
+    return Table(["rows", *names], rows, "medians of 7", title="one forward pass")
 
 
 def gaps_table(result):

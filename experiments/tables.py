@@ -22,6 +22,7 @@ def pages():
 
 
 def show(table):
+    """Prints a table."""
     print(f"\n{table.title}" if table.title else "", aligned([table.head, *table.rows]), sep="\n",
           flush=True)
 
@@ -32,33 +33,20 @@ def markdown(table, words=1):
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
 
-def below(text):
-    """A line in small print under a table."""
-    return f"\n<sub>{text}</sub>\n"
-
-
-def origin(found, how, command=True):
-    """The line under a table: where its results were measured, when, how, and by which commands."""
-    first, *_ = found
-    measured = first["measured"]
-    commands = dict.fromkeys(f"`{result['measured']['command']}`" for result in found)
-    return below("; ".join([measured["machine"], first["where"], measured["date"], how])
-                 + f"; {', '.join(commands)}" * command)
-
-
 def of(make, *files, command=True):
-    """The text of a table that is made from these results, and measured as the last of them was."""
-    found = [results.load(file) for file in files]
-    table = make(*found)
-    return markdown(table) + origin(found[-1:], table.how, command)
-
-
-def of_bench(make, command=True):
-    """The same from the benchmark's results on GPT-2's size. `make` may return several tables."""
-    found = [result for result in results.load("bench") if result["model"] == "gpt2"]
+    """
+    The text of a table, or of several, made from these results. Below stands in small print where
+    the last of them were measured, when, how, and by which commands.
+    """
+    found = [result for file in files for result in results.load_all(file)]
     made = make(*found)
     made = [made] if isinstance(made, Table) else made
-    return "\n".join(map(markdown, made)) + origin(found, made[0].how, command)
+    last = results.load_all(files[-1])
+    measured, how = last[0]["measured"], made[0].how
+    commands = dict.fromkeys(f"`{result['measured']['command']}`" for result in last)
+    origin = "; ".join([measured["machine"], last[0]["where"], measured["date"], how,
+                        *[", ".join(commands)] * command])
+    return "\n".join(map(markdown, made)) + f"\n<sub>{origin}</sub>\n"
 
 
 # --- calculated for GPUs --------------------------------------------------------------------------
@@ -80,10 +68,6 @@ def gpu_machine(found):
                         for r in found["this_machine"] if r["stage"] == stage)]
 
 
-def gpu_published(found):
-    yield from published.summary(found["published"])
-
-
 def gpu_capacity(found):
     yield ["ITL p99 below", "budget 512", "budget 2,048", "whole prompts", "best / whole"]
     for limit, rates in found["capacity"].items():
@@ -92,22 +76,10 @@ def gpu_capacity(found):
                f"{max(budgets) / whole:.1f}" if whole else "–"]
 
 
-def gpu_growth(found):
-    yield ["requests on 16 replicas", "seconds to calculate", "peak memory"]
-    for r in found["growth"]:
-        yield [f"{r['requests']:,}", f"{r['seconds']:,.0f}", f"{r['peak_mb']:,.0f} MB"]
-
-
 def calculated(table):
     """Of docs/gpu.md."""
     head, *rows = table(results.load("gpu"))
-    return markdown(Table(head, rows)) + below("calculated; `python -m experiments gpu`")
-
-
-def committed_growth():
-    head, *rows = gpu_growth(found := results.load("gpu"))
-    return markdown(Table(head, rows)) + below(f"measured on {found['measured']['machine']}; "
-                                               "`python -m experiments gpu --parts growth`")
+    return markdown(Table(head, rows)) + "\n<sub>calculated; `python -m experiments gpu`</sub>\n"
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -120,14 +92,12 @@ TABLES = {   # a table's name: its text
     "sharing": partial(of, memory.sharing_table, "memory"),
     "gathered": partial(of, memory.gathered_table, "memory"),
     "prepacking": partial(of, prepacking.kinds_table, "prepacking"),
-    "speed": partial(of_bench, bench.speed_table, command=False),
-    "bench": partial(of_bench, lambda *found: [bench.table(result, False) for result in found]),
-    "parts": partial(of_bench, bench.parts_table),
+    "speed": partial(of, bench.speed_table, "bench", command=False),
+    "bench": partial(of, lambda *found: [bench.table(each, False) for each in found], "bench"),
     "gpu ladder": partial(calculated, gpu_ladder),
     "gpu machine": partial(calculated, gpu_machine),
-    "gpu published": partial(calculated, gpu_published),
-    "gpu capacity": partial(calculated, gpu_capacity),
-    "gpu growth": committed_growth}
+    "gpu published": partial(calculated, lambda found: published.summary(found["published"])),
+    "gpu capacity": partial(calculated, gpu_capacity)}
 
 
 def renewed(text):

@@ -1,11 +1,11 @@
 """
 Trains the built-in model on Python's own documentation; allow ten minutes on two cores.
 
-    python -m experiments train                       # writes out/: ranks file, prompts, weights
+    python -m experiments train                       # writes out/: ranks file and weights
     python generate_naive.py --model out
 
-Nothing is downloaded. The script trains the tokenizer and a model of 4 layers with 4 heads each,
-and picks the prompts from held-out text; toolbox/builtin holds the result of such a run.
+Nothing is downloaded. The script trains the tokenizer and a model of 4 layers with 4 heads each;
+toolbox/builtin holds the result of such a run, and prompts from the held-out texts.
 
 The model's output is fluent nonsense; it exists only as a workload.
 """
@@ -21,14 +21,13 @@ from torch.nn import functional as F
 from model import GPT, GPTConfig
 from toolbox.builtin.corpus import documents
 from toolbox.tokenizer import byte_of, from_ranks
+from toolbox.validate import at_least_1
 from toolbox.weights import write_gpt2
 
-N_TOKENS = 1023         # of the tokenizer, without <|endoftext|>
-LOG_EVERY = 100         # steps
+N_TOKENS = 1023   # of the tokenizer, without <|endoftext|>
+BATCH_SIZE = 8
 FLAGS = {"--out": dict(default="out", help="folder for the result"),
-         "--steps": dict(type=int, default=4000), "--batch_size": dict(type=int, default=8),
-         "--lr": dict(type=float, default=3e-3, help="peak learning rate"),
-         "--seed": dict(type=int, default=0)}
+         "--steps": dict(type=int, default=4000), "--seed": dict(type=int, default=0)}
 
 
 def train_ranks(texts, n_tokens):
@@ -52,43 +51,13 @@ def train_ranks(texts, n_tokens):
     return ranks
 
 
-def split(documents, seed=0):
-    """Shuffles the documents and holds out one in twenty."""
-    documents = list(documents)
-    random.Random(seed).shuffle(documents)
-    n = len(documents) // 20
-    return documents[n:], documents[:n]
-
-
-def pick_prompts(held_out, encoding, lengths=(5, 6, 7, 9, 12, 16, 22, 31, 45, 64, 90, 130)):
-    """
-    Held-out documents, cut to various lengths in tokens: from a title and a few words to most of a
-    text. Each is one paragraph without blank lines, so that a plain text file can hold them.
-    """
-    prompts, left = [], list(lengths)
-    for title, body in held_out:
-        if not left:
-            break
-        words = body.split("\n\n")[0].split()
-        starts = (f"# {title}\n" + " ".join(words[:n]) for n in range(1, len(words)))
-        # the first paragraph that reaches this length before its last word
-        prompt = next((start for start in starts if len(encoding.encode(start)) >= left[0]), None)
-        if (prompt and len(encoding.encode(prompt)) <= left[0] + 3
-                and " ".join(words).isascii() and not set("`[") & set(prompt)):
-            prompts.append(prompt)
-            left.pop(0)
-    random.Random(1).shuffle(prompts)   # long and short mixed, as requests arrive
-    return prompts
-
-
-def get_batch(docs, step, batch_size, block_size, seed):
+def get_batch(docs, step, block_size, seed):
     """
     (x, y) of shape (B, T). Each row is a sequence of random documents that begins at the start of
     one, as every prompt does. A function of (seed, step): another run sees the same data.
     """
-    rng = random.Random(f"{seed} {step}")
-    rows = []
-    for _ in range(batch_size):
+    rng, rows = random.Random(f"{seed} {step}"), []
+    for _ in range(BATCH_SIZE):
         row = []
         while len(row) < block_size + 1:
             row += rng.choice(docs)
@@ -108,22 +77,13 @@ def loss_of(model, x, y):
 @torch.no_grad()
 def validate(model, docs):
     T = model.config.block_size
-    batches = [get_batch(docs, step, 8, T, "validation") for step in range(20)]
+    batches = [get_batch(docs, step, T, "validation") for step in range(20)]
     return mean(loss_of(model, x, y).item() for x, y in batches)
-
-
-def learning_rate(step, args):
-    warmup = min(100, args.steps // 10 + 1)
-    if step < warmup:
-        return args.lr * (step + 1) / warmup
-    return args.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (args.steps - warmup)))
 
 
 def train(args):
     """Trains the built-in model on Python's own documentation; ten minutes on two cores."""
-    for name in "steps", "batch_size", "lr":
-        if not getattr(args, name) > 0:
-            raise ValueError(f"--{name} must be above 0, not {getattr(args, name)}")
+    at_least_1(**{"--steps": args.steps})
     out = Path(args.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -131,17 +91,16 @@ def train(args):
     except OSError as error:
         raise ValueError(f"--out {out}: {error.strerror}") from None
 
-    # 1. text and tokenizer
-    train_texts, held_out = split(documents())
-    texts = [f"# {title}\n{body}" for title, body in train_texts]
+    # 1. text, of which one document in twenty is held out, and tokenizer
+    all_texts = [f"# {title}\n{body}" for title, body in documents()]
+    random.Random(0).shuffle(all_texts)
+    held_out, texts = all_texts[:len(all_texts) // 20], all_texts[len(all_texts) // 20:]
     ranks = train_ranks(texts, N_TOKENS)
     encoding = from_ranks(ranks, "builtin")
     (out / "ranks.tiktoken").write_bytes(b"".join(
         base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
-    prompts = "\n\n".join(pick_prompts(held_out, encoding)) + "\n"
-    (out / "prompts.txt").write_text(prompts, encoding="utf-8")
     docs, val = ([tokens + [encoding.eot_token] for tokens in encoding.encode_ordinary_batch(each)]
-                 for each in (texts, [f"# {title}\n{body}" for title, body in held_out]))
+                 for each in (texts, held_out))
     train_tokens = sum(map(len, docs))
     bytes_per_token = sum(len(text.encode()) for text in texts) / train_tokens
     print(f"{len(docs)} documents of {train_tokens:,} tokens, {len(val)} held out")
@@ -152,20 +111,20 @@ def train(args):
                           n_layer=4, n_head=4, n_embd=128))
     groups = [{"params": [p for p in model.parameters() if p.dim() == dim], "weight_decay": decay}
               for dim, decay in ((2, 0.1), (1, 0.0))]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.99))
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
+        (step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / args.steps)))   # warm-up, cosine
 
     # 3. train
     for step in range(args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        x, y = get_batch(docs, step, args.batch_size, model.config.block_size, args.seed)
+        x, y = get_batch(docs, step, model.config.block_size, args.seed)
         loss = loss_of(model, x, y)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-
-        if (step + 1) % LOG_EVERY == 0:
+        schedule.step()
+        if (step + 1) % 100 == 0:
             print(f"step {step + 1:5d}/{args.steps}  loss {loss.item():.3f}", flush=True)
     nats = validate(model, val)
     print(f"validation loss {nats:.3f} ({nats / math.log(2) / bytes_per_token:.2f} bits per byte)")

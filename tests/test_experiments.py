@@ -1,51 +1,27 @@
 """python -m experiments: what is counted and compared, peers as processes, and quick runs."""
 import json
 import re
-import statistics
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from common import ROOT, mixed, toy
 
 from experiments import __main__ as runner
-from experiments import bench, peers, prepacking, results, rows, tables, train
+from experiments import bench, prepacking, results, rows, tables, train
 from experiments.roofline import roofline
 from kernels import native
-from loading.llama import Llama, LlamaConfig
-from loading.load import load
+from loading.load import load, load_model
 from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import Request
+from toolbox.weights import write_gpt2
 
 TINY = GPTConfig(block_size=1024, vocab_size=300, n_layer=2, n_head=2, n_embd=32)
-STAND_IN = """
-from types import SimpleNamespace as SamplingParams
-__version__ = "0"
-
-class LLM:
-    def __init__(self, model, **options):
-        print("engines talk a lot")
-        self.llm_engine, self.left = self, {}
-
-    def add_request(self, name, prompt, params):
-        first = prompt["prompt_token_ids"][0]
-        if first == 13:
-            raise SystemExit("ValueError: thirteen")
-        self.left[name] = list(range(first, first + params.max_tokens))
-
-    def has_unfinished_requests(self):
-        return any(self.left.values())
-
-    def step(self):
-        return [SamplingParams(request_id=name, outputs=[SamplingParams(token_ids=[left.pop(0)])])
-                for name, left in self.left.items() if left]
-"""
 
 
 def test_the_workloads_are_those_that_the_docs_describe():
@@ -80,35 +56,6 @@ def test_the_roofline_by_hand():
 
 # --- peers ----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kind", ["GPT-2", pytest.param("Llama", marks=pytest.mark.thorough)])
-def test_peers_and_stages_give_the_same_tokens(kind):
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = toy(block_size=64, n_layer=2, dtype=torch.float32) if kind == "GPT-2" else bench.loud(
-        Llama(LlamaConfig(64, 13, 2, n_head=4, n_kv_head=2, n_embd=32, head_size=8, ffn=48)))
-    requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
-    reference, _ = bench.stage(model, STAGES["unbatched"], {})(requests)
-    assert len({token for row in reference for token in row}) > 5   # they could differ
-    for name in "transformers, static 8 sorted", "transformers, continuous":
-        engine, = bench.peers(model, [name], max_batch=8, token_budget=32).values()
-        tokens, times = engine(requests)
-        engine.signal("SIGKILL")
-        assert tokens == reference, name
-        assert [len(t) for t in times] == [r.max_new_tokens for r in requests], name
-        assert all(t == sorted(t) for t in times), name
-
-
-@pytest.fixture
-def vllm(tmp_path, monkeypatch):
-    """The arguments of an Engine on vLLM's interface, as far as it is used, without vLLM."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text(STAND_IN)
-    (tmp_path / "vllm" / "sampling_params.py").write_text("class RequestOutputKind: DELTA = 1")
-    (tmp_path / "vllm" / "platforms.py").write_text("current_platform = 1")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return "vllm", sys.executable, str(tmp_path), 4, 16, 1, "cpu", "float32"
-
-
 def wait_for(pid, states):
     """Until a process is stopped, "T", or has ended, "Z" or "". As long as that takes."""
     for _ in range(6000):
@@ -119,61 +66,53 @@ def wait_for(pid, states):
     raise AssertionError("it does not happen within ten minutes")
 
 
-def test_an_engine_in_a_process_of_its_own(vllm):
-    engine = peers.Engine(*vllm)
-    assert engine.settings.startswith("vLLM 0, ") and "4 sequences and 16 tokens" in engine.settings
+@pytest.mark.parametrize("kind", ["GPT-2", pytest.param("Llama", marks=pytest.mark.thorough)])
+def test_a_peer_and_the_stages_give_the_same_tokens(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "GPT-2":
+        write_gpt2(toy(block_size=64, n_layer=2, dtype=torch.float32), tmp_path, torch.float32)
+    else:
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            max_position_embeddings=64, vocab_size=13, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, hidden_size=32, intermediate_size=48,
+            initializer_range=0.5)).save_pretrained(tmp_path)
+    requests = [replace(request, temperature=0.0, arrival=0) for request in mixed()]
+    reference, _ = bench.stage(load_model(str(tmp_path)), STAGES["unbatched"], {})(requests)
+    assert len({token for row in reference for token in row}) > 5   # they could differ
+    engine, = bench.peers(tmp_path, ["transformers, continuous"], knobs=dict(
+        max_batch=8, token_budget=32)).values()
     for _ in range(2):
-        tokens, times = engine([Request([1, 2], 3), Request([5], 1)])
-        assert tokens == [[1, 2, 3], [5]] and [len(t) for t in times] == [3, 1]
-        assert times[0] == sorted(times[0]) and times[0][0] <= time.perf_counter()
+        tokens, times = engine(requests)
+        assert tokens == reference
+        assert [len(t) for t in times] == [r.max_new_tokens for r in requests]
+        assert all(t == sorted(t) and t[-1] <= time.perf_counter() for t in times)
         if sys.platform == "linux":   # it does not spin while others run
             wait_for(engine.process.pid, ["T"])
-    with pytest.raises(RuntimeError, match="vllm has ended, its last words: ValueError: thirteen"):
-        engine([Request([13], 1)])
+    engine.signal("SIGKILL")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
-@pytest.mark.parametrize("how", ["terminate", "kill"])
-def test_a_benchmark_that_is_ended_leaves_no_engine(how, vllm):
-    code = (f"import time; from experiments import peers; engine = peers.Engine(*{vllm!r});"
+def test_a_benchmark_that_is_killed_leaves_no_engine(tmp_path):
+    pytest.importorskip("transformers")
+    write_gpt2(toy(dtype=torch.float32), tmp_path, torch.float32)
+    code = ("import time; from experiments import bench;"
+            f"engine, = bench.peers({str(tmp_path)!r}, ['transformers, continuous']).values();"
             "print(engine.process.pid, flush=True); time.sleep(10**4)")
     bench_like = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True,
                                   stdout=subprocess.PIPE)
+    assert "continuous batching" in bench_like.stdout.readline()
     pid = int(bench_like.stdout.readline())
     wait_for(pid, ["T"])
-    getattr(bench_like, how)()
+    bench_like.kill()
     bench_like.wait(600)
     wait_for(pid, ["Z", ""])
 
 
-def test_which_systems_run_again_and_which_is_the_best_peer(monkeypatch):
-    """
-    One slow moment in the first round does not exclude a system; 3x the fastest time does, unless
-    it is a stage or the best peer. A round in which that did not run does not count.
-    """
-    clock = [0.0]
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-
-    def system(seconds):
-        left = iter(seconds)
-
-        def run(requests):
-            clock[0] += next(left)
-            return [[7]], [[clock[0]]]
-        return run
-
-    for takes, expected, best, ratio in (
-            ({"unbatched": [1, 1, 1], "vLLM": [2.75, 1.5, 1.5], "a variant": [4],
-              "interleaved": [4, 4, 4]}, {"a variant": [4, None, None], "interleaved": [4, 4, 4]},
-             "vLLM", 1.5),
-            ({"unbatched": [1, 1, 1], "vLLM": [9, 9], "transformers, a": [5, 20]},
-             {"vLLM": [9, None, 9], "transformers, a": [5, 20, None]}, "vLLM", 9)):
-        run = {name: system(seconds) for name, seconds in takes.items()}
-        found = bench.in_rounds(list(takes), run, [], 3)
-        assert all(found[name]["rounds"] == seconds for name, seconds in expected.items())
-        assert bench.best_peer(found) == best
-        assert bench.times_best_peer(found, "unbatched") == ratio
-        assert all(f["seconds"] == statistics.median(takes[name]) for name, f in found.items())
+def test_a_peer_that_does_not_start_is_left_out_with_its_last_words(tmp_path, capsys):
+    assert bench.peers(tmp_path, ["vLLM"], dtype=torch.float64) == {}
+    said = capsys.readouterr().out
+    assert "vLLM is left out: the engine vllm has ended" in said and "only in float32" in said
 
 
 def test_figures_are_medians_over_the_runs_each_for_itself():
@@ -181,9 +120,15 @@ def test_figures_are_medians_over_the_runs_each_for_itself():
     runs = [(3.0, 0.0, [[1, 2, 3]], [[0.5, 1.5, 3.0]]),
             (4.0, 10.0, [[1, 2, 3]], [[12.5, 13.5, 14.0]]),
             (9.0, 20.0, [[1, 2, 4]], [[21.0, 22.0, 29.0]])]
-    assert bench.medians_of(runs, [[1, 2, 3]]) == {
-        "seconds": 4.0, "spread": 1.5, "ttft_mean": 1.0, "itl_p50": 1.25,
+    assert bench.figures_of(runs, [[1, 2, 3]]) == {
+        "rounds": [3.0, 4.0, 9.0], "seconds": 4.0, "spread": 1.5, "ttft_mean": 1.0,
         "itl_p99": pytest.approx(1.495), "equal": 2 / 3}
+
+
+def test_the_best_peer_is_the_fastest_and_no_stage():
+    systems = {name: {"seconds": seconds} for name, seconds in (
+        ("paged", 1), ("OpenVINO GenAI", 3), ("vLLM", 2))}
+    assert bench.best_peer(systems) == "vLLM" and bench.best_peer({"paged": {}}) is None
 
 
 # --- the runner -----------------------------------------------------------------------------------
@@ -192,8 +137,8 @@ def test_figures_are_medians_over_the_runs_each_for_itself():
     ("nix", "ladder"), ("bench --systems nix", "ragged"), ("bench --peer-python x=y", "NAME=PATH"),
     ("rows --plot x.gif", ".png"), ("rows --json no/x.json", "no folder"), ("rows --jso", "--jso"),
     ("ladder --repeats 0", "--repeats"), ("gaps --model nix", "nix"),
-    ("prepacking --memory 0", "--memory"), ("prepacking --prompts no.txt", "no.txt"),
-    ("train --lr nan", "--lr"), ("train --out README.md", "--out")])
+    ("bench --models nix", "folder"), ("train --steps 0", "--steps"),
+    ("train --out README.md", "--out")])
 def test_a_bad_flag_is_one_line(flags, word, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     try:
@@ -240,34 +185,32 @@ def test_rows_and_gaps_and_memory(tmp_path, monkeypatch):
     assert shared["true"]["tokens"] < shared["false"]["tokens"]
 
 
-def test_bench_on_a_tiny_model(monkeypatch, tmp_path):
+def test_bench_on_a_tiny_model_of_a_folder(monkeypatch, tmp_path):
     def small(*arguments, workload=bench.workload):
         return [replace(request, max_new_tokens=min(request.max_new_tokens, 9))
                 for request in workload(*arguments)[:4]]
 
-    monkeypatch.setitem(bench.MODELS, "small", TINY)
+    write_gpt2(bench.random_model(TINY), tmp_path / "tiny", torch.float32)
     monkeypatch.setattr(bench, "workload", small)
-    monkeypatch.setattr(bench, "machine_peaks", lambda model: (1e11, 1e10, 1e9))
-    found, sizes = quick(tmp_path, "bench", "--systems", "unbatched", "ragged", "paged")
-    assert [result["workload"] for result in found] == ["W1", "W2", "W3"] and len(sizes) == 3
+    monkeypatch.setattr(bench, "machine_peaks", lambda model: {
+        "peak": 1e11, "bandwidth": 1e10, "scores": 1e9})
+    found, sizes = quick(tmp_path, "bench", "--models", tmp_path / "tiny", "--systems", "unbatched",
+                         "ragged", "paged")
+    assert [result["workload"] for result in found] == ["W1", "W2", "W3"] and sizes[0] > 10_000
     for result in found:
         assert set(result["systems"]) >= {"unbatched", "ragged, mask", "ragged, varlen", "paged"}
         assert all(f["seconds"] > 0 and f["equal"] > 0.95 for f in result["systems"].values())
 
 
-def test_prepacking_with_prompts_of_a_file(tmp_path, monkeypatch):
-    """A tiny model, prompts of at most 24 tokens, and memory for some of them."""
+def test_prepacking(tmp_path, monkeypatch):
+    """A tiny model, prompts of at most 24 tokens."""
     monkeypatch.setattr(prepacking, "GPTConfig", lambda **sizes: GPTConfig(
         **{**sizes, "vocab_size": 97, "n_head": 2, "n_embd": 32}))
     monkeypatch.setattr(prepacking, "CONTEXT", 24)
-    (tmp_path / "p.txt").write_text("one\n\ntwo words\n\n" + "three " * 9)
-    found, sizes = quick(tmp_path, "prepacking", "--prompts", tmp_path / "p.txt",
-                         "--memory", 0.0003)
-    assert [*found["kinds"]] == [str(tmp_path / "p.txt")] and len(sizes) == 2
+    found, sizes = quick(tmp_path, "prepacking")
+    assert [*found["kinds"]] == [*prepacking.KINDS] and sizes[0] > 10_000
     assert all(r_k <= 1 and speedup > 0
                for points in found["predictors"].values() for r_k, _, speedup in points)
-    assert all(1 < of["full batching"] <= of["prepacking, batch"] < 64
-               for of in found["largest"].values())
 
 
 @pytest.mark.thorough
@@ -277,9 +220,9 @@ def test_training_is_reproducible(tmp_path, monkeypatch):
         ("a.b", "Return the name of the thing, which is a string."),
         ("a.c", "Close it. It cannot be used any more.")] * 30)
     monkeypatch.setattr(train, "N_TOKENS", 280)
+    monkeypatch.setattr(train, "BATCH_SIZE", 2)
     for name in "ab":
-        flags = "--out", tmp_path / name, "--steps", 6, "--batch_size", 2
-        assert runner.main(["train", *flags]) == 0
+        assert runner.main(["train", "--out", tmp_path / name, "--steps", 6]) == 0
     (a, tokenizer), (b, _) = load(tmp_path / "a"), load(tmp_path / "b")
     for mine, theirs in zip(a.state_dict().values(), b.state_dict().values()):
         assert torch.equal(mine, theirs)

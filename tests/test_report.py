@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 from common import STAGES, toy
 
-from experiments.ladder import with_medians
 from experiments.results import in_turn
 from request import Request
 from toolbox.trace import ForwardPass, Trace
-from views.report import latencies, report, totals, write_trace
+from views.report import report, totals, write_trace
 
 
 def golden(**arguments):
@@ -31,22 +30,6 @@ def golden(**arguments):
     trace = Trace("x", requests, passes=[first, second], started=10.0, **arguments)
     trace.step_times = {0: 10.5, 1: 10.75, 3: 12.0, 4: 14.0, 5: 14.6, 6: 16.0}
     return trace
-
-
-def test_of_repeated_runs_each_duration_is_the_median():
-    """In each of three runs another step is slow, and in the result none is."""
-    runs = [golden() for _ in range(3)]
-    for run, slow in zip(runs, (1, 3, 5)):
-        for p in run.passes:
-            p.seconds += slow
-        run.step_times = {step: time + 9 * (step > slow) for step, time in run.step_times.items()}
-        for request in run.requests:   # a token is there after its step has begun
-            request.token_times = [time + 9 * (step >= slow) for step, time
-                                   in zip(request.token_steps, request.token_times)]
-    found = with_medians(runs)
-    assert found is runs[0] and latencies(found) == latencies(golden())
-    assert found.step_times == pytest.approx(golden().step_times)
-    assert [p.seconds for p in found.passes] == [3.5, 3.5]
 
 
 def test_ways_take_turns_and_the_rounds_that_warm_up_do_not_count():
