@@ -3,7 +3,18 @@ from collections import deque
 from itertools import product
 
 import pytest
-from kit import WAITING, describe, drawn, given, names, plan_of, plans_of, sequences
+from kit import (
+    WAITING,
+    Example,
+    answers,
+    describe,
+    drawn,
+    given,
+    names,
+    plan_of,
+    plans_of,
+    sequences,
+)
 
 import request
 import scheduler
@@ -43,11 +54,8 @@ def runs(workloads):
             yield where, seen
 
 
-class Whole:
+class Whole(Example):
     """Each part runs the scheduler as a whole, too."""
-
-    def test_the_example(self, part):
-        part.example(__file__)
 
     def test_runs(self, part):
         part.compare(runs, [(given(*MIX), 3, 5, None), (given((1, 3), (1, 1), (1, 1), (2, 2)), 4, 2,
@@ -174,11 +182,4 @@ class Test3c(Whole):
                   lambda plan: scheduler.advance(plan, [0] * 1000))
 
 
-@points(2, title="predicted numbers")
-def test_3_numbers(number):
-    number(3)
-
-
-@points(2, title="bugs exposed")
-def test_3_break(bug):
-    bug(3)
+test_3_numbers, test_3_break = answers(3, 2)

@@ -3,7 +3,7 @@ import copy
 
 import pytest
 import torch
-from kit import drawn, given, left_in_caches, tensor
+from kit import Example, answers, drawn, given, left_in_caches, tensor
 
 import generate_prepacked
 from generate_ragged import Flat
@@ -31,10 +31,7 @@ def packings(cases):
 
 
 @points(2, "generate_prepacked.py:first_fit_decreasing", title="bin packing")
-class Test5a:
-    def test_the_example(self, part):
-        part.example(__file__)
-
+class Test5a(Example):
     def test_packing(self, part):
         part.compare(packings, LENGTHS)
         sizes = [(n, part.rng.randint(5, 60)) for n in (1, 3, 5, 7, 9, 20, 40, 80)]
@@ -43,10 +40,7 @@ class Test5a:
 
 
 @points(4, "generate_prepacked.py:Packed.lay_out", title="packed rows")
-class Test5b:
-    def test_the_example(self, part):
-        part.example(__file__)
-
+class Test5b(Example):
     def test_the_stage(self, part):
         part.serve("generate_prepacked", given(*MIX[:6]), max_batch=6)
         part.serve("generate_prepacked", given((2, 2), (5, 2), (3, 3), (1, 2)))
@@ -62,10 +56,7 @@ class Test5b:
             "tokens", "positions", "mask", "wanted")
 
 
-class Stream:
-    def test_the_example(self, part):
-        part.example(__file__)
-
+class Stream(Example):
     def test_the_stage(self, part):
         for attention in "mask", "varlen":
             part.serve("generate_ragged", given(*MIX), token_budget=5, attention=attention)
@@ -124,11 +115,4 @@ class Test5d(Stream):
             40 if part.hidden else 12)])
 
 
-@points(3, title="predicted numbers")
-def test_5_numbers(number):
-    number(5)
-
-
-@points(3, title="bugs exposed")
-def test_5_break(bug):
-    bug(5)
+test_5_numbers, test_5_break = answers(5, 3)
