@@ -36,6 +36,8 @@ TIMES, FLOOR = 30, 5   # of the reference's CPU time, and seconds, that a studen
 TOLERANCE = 1e-8       # relative; what is compared is in float64
 STEPS = 2000           # a scheduler's run that takes more hangs
 WAITING, RUNNING = ([f"{state}{i}" for i in range(9999)] for state in "WR")   # names of requests
+MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2)   # see `given`
+LATE = (2, 3), (2, 3), (9, 2, 1)
 
 
 # --- workloads ------------------------------------------------------------------------------------

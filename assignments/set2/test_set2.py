@@ -2,7 +2,7 @@
 from itertools import product
 
 import pytest
-from kit import RUNNING, WAITING, Example, answers, drawn, given, names, sequences
+from kit import MIX, RUNNING, WAITING, Example, answers, drawn, given, names, sequences
 
 import generate_dynamic
 import generate_naive
@@ -10,7 +10,6 @@ import generate_naive
 FILES = "model.py request.py cache.py generate_naive.py generate_dynamic.py"
 HIDDEN = "generate_dynamic.py:Rectangle.lay_out", "generate_dynamic.py:Rectangle.attend"
 points = pytest.mark.points
-MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2)
 
 
 @points(4, "generate_naive.py:StaticBatch.lay_out", title="the static batch")
@@ -99,11 +98,8 @@ class Test2c(Example):
                   lambda waiting: generate_dynamic.admit(waiting, [], 0, 3000))
         for request in requests[::2]:
             request.finish_reason = "stop"
-        part.fast("leave of 3,000 requests", lambda: list(requests), generate_dynamic_leave)
-
-
-def generate_dynamic_leave(running):
-    return generate_dynamic.leave(running)
+        part.fast("leave of 3,000 requests", lambda: list(requests),
+                  lambda running: generate_dynamic.leave(running))
 
 
 test_2_numbers, test_2_break = answers(2, 2)

@@ -3,7 +3,7 @@ import copy
 
 import pytest
 import torch
-from kit import Example, answers, drawn, given, left_in_caches, tensor
+from kit import LATE, MIX, Example, answers, drawn, given, left_in_caches, tensor
 
 import generate_prepacked
 from generate_ragged import Flat
@@ -12,8 +12,6 @@ from model import Head
 FILES = ("model.py request.py cache.py scheduler.py generate_dynamic.py generate_prepacked.py "
          "generate_ragged.py")
 points = pytest.mark.points
-MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2), (21, 6, 3)
-LATE = (2, 3), (2, 3), (9, 2, 1)
 # Each tells first-fit decreasing from another rule: without sorting, without an exact fit, best fit
 # (1, 3, 3, 5), last fit and next fit (1, 2, 3)
 LENGTHS = (([], 5), ([5], 5), ([1, 1, 3, 2, 2], 5), ([2, 3, 6], 8), ([1, 3, 3, 5], 7),
@@ -42,7 +40,7 @@ class Test5a(Example):
 @points(4, "generate_prepacked.py:Packed.lay_out", title="packed rows")
 class Test5b(Example):
     def test_the_stage(self, part):
-        part.serve("generate_prepacked", given(*MIX[:6]), max_batch=6)
+        part.serve("generate_prepacked", given(*MIX), max_batch=6)
         part.serve("generate_prepacked", given((2, 2), (5, 2), (3, 3), (1, 2)))
         for sizes in part.sizes:
             part.serve("generate_prepacked", drawn(part.rng, **sizes), max_batch=40)
@@ -59,7 +57,8 @@ class Test5b(Example):
 class Stream(Example):
     def test_the_stage(self, part):
         for attention in "mask", "varlen":
-            part.serve("generate_ragged", given(*MIX), token_budget=5, attention=attention)
+            part.serve("generate_ragged", given(*MIX, (21, 6, 3)),
+                       token_budget=5, attention=attention)
             part.serve("generate_ragged", given(*LATE), attention=attention)
             for sizes in part.sizes:
                 many = sizes.get("least", 3)

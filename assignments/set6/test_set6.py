@@ -3,7 +3,7 @@ from collections import deque
 
 import pytest
 import torch
-from kit import Example, answers, books, drawn, given, names, tensor
+from kit import MIX, Example, answers, books, drawn, given, names, tensor
 
 from cache import KV
 from generate_paged import Paged
@@ -12,7 +12,6 @@ from paging import PagedScheduler, Pages
 FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py "
          "generate_paged.py")
 points = pytest.mark.points
-MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2)
 
 
 def whole(part):
