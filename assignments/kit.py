@@ -245,8 +245,9 @@ class Part:
             except doctest.DocTestFailure as failure:
                 print(failure.got)
                 pair = (each.strip().splitlines() for each in (failure.got, failure.example.want))
-                raise Fault(f"the handout's example, part {self.name}, "
-                            f"{failure.example.source.strip()}: {difference(*pair)}") from None
+                step = failure.example.source.splitlines()[0]
+                raise Fault(f"the handout's example, part {self.name}, {step}: "
+                            f"{difference(*pair)}") from None
             except doctest.UnexpectedException as error:
                 raise error.exc_info[1] from None
 
