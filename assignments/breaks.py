@@ -64,8 +64,8 @@ def size_of(asked):
 
 def exposed(bug, asked):
     """What the bug does on a workload, in a sentence. Fault if the workload does not show it."""
-    if wrong := ill_formed(asked):
-        raise Fault(wrong)
+    if asked is None or not well_formed(asked):
+        raise Fault("there is no workload" if asked is None else FORMAT)
     try:
         right = run(bug, asked)
     except Exception as error:
@@ -101,25 +101,20 @@ def run(bug, asked):
     return {**{f"tokens of {r.name}": r.generated for r in requests}, **counts_of(trace), **logits}
 
 
-def ill_formed(asked):
-    """None, or what is wrong with a workload of break.json."""
-    if asked is None:
-        return "there is no workload"
-    if not isinstance(asked, dict) or set(asked) - {"requests", "knobs"}:
-        return 'a workload is {"requests": [...], "knobs": {...}}'
-    requests, knobs = asked.get("requests"), asked.get("knobs", {})
-    if not isinstance(requests, list) or not 1 <= len(requests) <= 8:
-        return "a workload has 1 to 8 requests"
-    for request in requests:
-        if not isinstance(request, list) or not 2 <= len(request) <= 5:
-            return "a request is [prompt, new tokens] or [prompt, new, arrival, priority, eos]"
-        prompt, *others = request[:4 if request[-1] is None else 5]   # no eos_token is null
-        if not whole(*(prompt if isinstance(prompt, list) else [prompt]), *others):
-            return ("a prompt is a number of tokens or a list of token ids, and the rest of a "
-                    "request are numbers")
-    right = isinstance(knobs, dict) and whole(*knobs.values())
-    return None if right else "knobs are whole numbers"
+FORMAT = ('a workload is {"requests": [...], "knobs": {...}}, with 1 to 8 requests; a request is '
+          "[prompt, new tokens] or [prompt, new tokens, arrival, priority, eos_token], in whole "
+          "numbers below 1000; only a prompt may be a list, and only eos_token null")
 
 
-def whole(*values):
-    return all(type(value) is int and 0 <= value < 1000 for value in values)
+def well_formed(asked):
+    """Whether this is a workload as break.json holds them."""
+    try:
+        requests, values = asked["requests"], [*asked.get("knobs", {}).values()]
+        for prompt, new, *others in requests:
+            values += [*(prompt if isinstance(prompt, list) else [prompt]), new, *others[:2]]
+            values += [each for each in others[2:] if each is not None]
+        return (1 <= len(requests) <= 8 and max(map(len, requests)) <= 5
+                and not set(asked) - {"requests", "knobs"}
+                and all(type(value) is int and 0 <= value < 1000 for value in values))
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return False

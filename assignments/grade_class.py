@@ -49,39 +49,33 @@ CHILD = f"{LIMITS}\nimport pytest\nsys.exit(pytest.main(sys.argv[1:]))"
 
 def unpacked(path, folder):
     """A copy of a submission in `folder`. ValueError for what leads out of it, or is too large."""
-    total = 0
     if path.is_file():
         with zipfile.ZipFile(path) as archive:
-            if sum(each.file_size for each in archive.infolist()) > LARGEST:
-                raise ValueError(f"it is larger than {LARGEST >> 20} MB")
+            refuse_large(each.file_size for each in archive.infolist())
             archive.extractall(folder)
         return
-    for place, folders, files in os.walk(path):
-        folders[:] = [name for name in folders if name not in ("__MACOSX", "__pycache__", ".git")]
-        for name in folders + files:
-            each = Path(place, name)
-            if each.is_symlink() and not each.resolve().is_relative_to(path.resolve()):
-                raise ValueError(f"{each.relative_to(path)} is a link that leads out of the folder")
-            if name in files and each.is_file():
-                total += each.stat().st_size
-                if total > LARGEST:
-                    raise ValueError(f"it is larger than {LARGEST >> 20} MB")
-                target = folder / each.relative_to(path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(each, target)
+    for each in path.rglob("*"):
+        if each.is_symlink() and not each.resolve().is_relative_to(path.resolve()):
+            raise ValueError(f"{each.relative_to(path)} is a link that leads out of the folder")
+    refuse_large(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    shutil.copytree(path, folder, ignore=shutil.ignore_patterns(
+        "__MACOSX", "__pycache__", ".git"))
+
+
+def refuse_large(sizes):
+    if sum(sizes) > LARGEST:
+        raise ValueError(f"it is larger than {LARGEST >> 20} MB")
 
 
 def found_in(folder, number):
     """The student's own folder: the first, at most two folders down, with student.json or code."""
-    level, levels = [folder], []
-    for _ in range(3):
-        levels += level
-        level = [each for parent in level for each in sorted(parent.iterdir()) if each.is_dir()
-                 and each.name != "__MACOSX" and not each.name.startswith(".")]
     for names in ["student.json"], [name.split(":")[0] for name in functions_of(number)]:
-        for each in levels:
-            if any((each / name).is_file() for name in names):
-                return each
+        for depth in "", "*/", "*/*/":
+            for name in names:
+                for each in sorted(folder.glob(depth + name)):
+                    if not any(part.startswith((".", "__MACOSX"))
+                               for part in each.relative_to(folder).parts):
+                        return each.parents[name.count("/")]
     raise ValueError("no file of the set is in it")
 
 
@@ -125,27 +119,32 @@ def test_of(number, name, mark, folder, results, student, secret, patience):
     """What one part of one student gets, in a process of its own."""
     test = "Test" + name if " " not in name else "test_" + name.replace(" ", "_")
     file = HERE / f"set{number}" / f"test_set{number}.py"
-    command = [sys.executable, "-c", CHILD, f"{file}::{test}", "-q", "--tb=no",
-               "--show-capture=no", "-p", "no:cacheprovider", "--rootdir", HERE,
-               "--submission", folder, "--student", student, "--results", results,
+    command = [CHILD, f"{file}::{test}", "-q", "--tb=no", "--show-capture=no",
+               "-p", "no:cacheprovider", "--rootdir", HERE, "--submission", folder,
+               "--student", student, "--results", results,
                *(["-x"] if " " not in name else []), *(["--hidden", secret] if secret else [])]
+    found = written_by(command, folder, results, patience)
+    if isinstance(found, str):
+        return outcome(name, mark, 0, found)
+    return outcome(name, mark, *(found["tests"][0][key] for key in ("score", "output")))
+
+
+def written_by(command, folder, results, patience):
+    """What a limited process writes into the JSON file `results`; else a sentence, why not."""
     results.unlink(missing_ok=True)
     try:
         with open(results.with_suffix(".out"), "wb") as printed:
-            status = subprocess.run(list(map(str, command)), cwd=folder, stdin=subprocess.DEVNULL,
-                                    stdout=printed, stderr=subprocess.STDOUT, timeout=patience,
-                                    env={**os.environ, "PYTEST_ADDOPTS": "",
-                                         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-                                         "PYTHONDONTWRITEBYTECODE": "1"}).returncode
+            status = subprocess.run(
+                [sys.executable, "-c", *map(str, command)], cwd=folder, timeout=patience,
+                stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+                     "PYTHONDONTWRITEBYTECODE": "1"}).returncode
+        return json.loads(results.read_text("utf-8"))
     except subprocess.TimeoutExpired:
-        return outcome(name, mark, 0, f"{LATE} {patience:g} seconds by the clock")
-    try:
-        found, = json.loads(results.read_text("utf-8"))["tests"]
-        return outcome(name, mark, found["score"], found["output"])
-    except (OSError, ValueError, KeyError):
-        why = f"{LATE} {CPU} seconds of CPU time" if status == -24 else (
+        return f"{LATE} {patience:g} seconds by the clock"
+    except (OSError, ValueError):
+        return f"{LATE} {CPU} seconds of CPU time" if status == -24 else (
             f"ends the process (status {status})")
-        return outcome(name, mark, 0, why)
 
 
 def grade_class(number, paths, secret, jobs=2, patience=900):
@@ -190,11 +189,12 @@ def save(args, results):
     if args.json:
         write(args.json, json.dumps(results, indent=1))
     if args.csv:
-        table, names = io.StringIO(), list(parts_of(args.set))
-        csv.writer(table, lineterminator="\n").writerows(
-            [["student", "folder", *names, "total"], *(
-                [result["student"], name, *(test["score"] for test in result["tests"]),
-                 total(result)] for name, result in sorted(results.items()))])
+        table = io.StringIO()
+        rows = csv.writer(table, lineterminator="\n")
+        rows.writerow(["student", "folder", *parts_of(args.set), "total"])
+        for name, result in sorted(results.items()):
+            rows.writerow([result["student"], name, *(
+                test["score"] for test in result["tests"]), total(result)])
         write(args.csv, table.getvalue())
     if args.gradescope and args.one:
         result, = results.values()

@@ -8,20 +8,21 @@ What the tests of all sets share: workloads, and the comparison of a student's c
 A test says in a sentence what is wrong: the first fault, and the smallest workload that shows it.
 """
 import copy
+import doctest
 import itertools
 import math
 import os
-import runpy
+import re
 import signal
 import sys
 import time
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from io import StringIO
 from pathlib import Path
 
 import isolate
+import pytest
 from isolate import Fault
 
 os.environ["OMP_NUM_THREADS"] = "1"   # a tiny model gains nothing from threads
@@ -35,6 +36,8 @@ TIMES, FLOOR = 30, 5   # of the reference's CPU time, and seconds, that a studen
 TOLERANCE = 1e-8       # relative; what is compared is in float64
 STEPS = 2000           # a scheduler's run that takes more hangs
 WAITING, RUNNING = ([f"{state}{i}" for i in range(9999)] for state in "WR")   # names of requests
+MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2)   # see `given`
+LATE = (2, 3), (2, 3), (9, 2, 1)
 
 
 # --- workloads ------------------------------------------------------------------------------------
@@ -230,26 +233,43 @@ class Part:
                     if where != "meta":
                         raise Fault(f"{name} is on the {where}, but `device` is {'meta'!r}")
 
-    def example(self, test_file):
-        """The set's worked examples of this part: what example.py prints is what it says."""
-        script = Path(test_file).with_name("example.py")
+    def example(self, handout):
+        """The part's worked example in the handout, as doctest runs it."""
+        code = dict(re.findall(r"^### ([\w ]*) as code\n\n```python\n(.*?)^```$",
+                               handout.read_text("utf-8"), re.MULTILINE | re.DOTALL))
+        test = doctest.DocTestParser().get_doctest(
+            code["The example"] + code[f"Part {self.name[-1]}"], {}, handout.name, None, 0)
         with self.theirs():
-            for name, function in runpy.run_path(str(script)).items():
-                if name == f"part_{self.name[-1]}":
-                    shown = StringIO()
-                    with redirect_stdout(shown):
-                        function()
-                    print(shown.getvalue())
-                    for at, (line, right) in enumerate(itertools.zip_longest(
-                            lines_of(shown.getvalue()), lines_of(function.__doc__),
-                            fillvalue="nothing"), 1):
-                        if line != right:
-                            raise Fault(f"example.py, part {self.name}, line {at} of its output: "
-                                        f"{line}, expected {right}")
+            try:
+                doctest.DebugRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test)
+            except doctest.DocTestFailure as failure:
+                print(failure.got)
+                pair = (each.strip().splitlines() for each in (failure.got, failure.example.want))
+                step = failure.example.source.splitlines()[0]
+                raise Fault(f"the handout's example, part {self.name}, {step}: "
+                            f"{difference(*pair)}") from None
+            except doctest.UnexpectedException as error:
+                raise error.exc_info[1] from None
 
 
-def lines_of(text):
-    return [line.strip() for line in text.splitlines() if line.strip()]
+class Example:
+    """Each part of a set runs its worked example."""
+
+    def test_the_example(self, part, request):
+        part.example(request.path.with_name("HANDOUT.md"))
+
+
+def answers(of_set, worth):
+    """The tests of predicted numbers, and of workloads that expose bugs."""
+    @pytest.mark.points(worth, title="predicted numbers")
+    def numbers(number):
+        number(of_set)
+
+    @pytest.mark.points(worth, title="bugs exposed")
+    def bugs(bug):
+        bug(of_set)
+
+    return numbers, bugs
 
 
 @contextmanager

@@ -201,11 +201,9 @@ def roster(file):
             raise ValueError(f"{file}: {student!r} stands there twice")
         if student.startswith(".") or set(student) & set('/\\:\0'):
             raise ValueError(f"{file}: {student!r} cannot be a folder's name")
-    return ids or refuse(f"{file}: there is no id in its first column")
-
-
-def refuse(why):
-    raise ValueError(why)
+    if not ids:
+        raise ValueError(f"{file}: there is no id in its first column")
+    return ids
 
 
 def main(argv=None):

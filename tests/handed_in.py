@@ -1,6 +1,6 @@
 """
 What people have handed in to the course kit, and what is to become of it. Edits are (file, text as
-it stands, their text), or (file, None, the text of a new file).
+it stands, their text), (file, function, its definition) or (file, None, the text of a new file).
 """
 SHARE = "        plan = [(request, 1) for request in self.running if request.todo == 1]\n"
 TOP = "import math\nfrom collections import deque\n"
@@ -33,11 +33,10 @@ RIGHT = {
         "import json\nfrom pathlib import Path\n" + HELPER.replace("== 1", "== ONE") + "\nONE = "
         "json.loads(Path(__file__).with_name('one.json').read_text())\n"
         "assert ONE == json.load(open('one.json'))\n", ("one.json", None, "1")),
-    "a module-level loop": sharing(HELPER + "\nfor name in 'ab':\n    globals()[name] = shares\n",
-                                   call="        return b(self.running, self.token_budget)\n"),
-    "a module-level with": sharing(
-        "from contextlib import suppress\nwith suppress(OSError):\n    raise OSError\n" + HELPER),
-    "a module-level call": sharing(HELPER + "\nprint('loaded', shares([], 1))\n"),
+    "a loop, a with and a call of the module": sharing(
+        "from contextlib import suppress\nwith suppress(OSError):\n    raise OSError\n" + HELPER
+        + "\nprint('loaded', shares([], 1))\nfor name in 'ab':\n    globals()[name] = shares\n",
+        call="        return b(self.running, self.token_budget)\n"),
     "a lambda": (3, ("scheduler.py", HEADS, "    def unused(self):"), (
         "scheduler.py", "    def update(self, plan", "    share_budget = lambda self: shares("
         "self.running, self.token_budget)\n\n    def update(self, plan"),
@@ -54,6 +53,8 @@ RIGHT = {
     "a helper called queue.py": sharing("from queue import shares\n", ("queue.py", None, HELPER)),
     "an import when it is called": sharing("", ("queue.py", None, HELPER), call=(
         "        import queue\n        return queue.shares(self.running, self.token_budget)\n")),
+    "a helper in another file of the set": sharing("from request import shares\n", (
+        "request.py", "def indices_due", HELPER + "\n\ndef indices_due")),
     "super() and a base class": (3, (
         "scheduler.py", SHARE, "        return super().share_budget()\n" + SHARE), (
         "scheduler.py", "class Scheduler:", HELPER + '''
@@ -73,74 +74,103 @@ class Scheduler(Base):''')),
          "        self.running.remove(request)\n        self.free(request)\n\n"
          "    def grant_room(self, request):")),
     "an attribute that __init__ sets": (3, (
+        "request.py", "check_request(self)\n", "check_request(self)\n        self.log = []\n"), (
+        "request.py", "request.computed += n", "request.computed += n + len(request.log)"), (
         "scheduler.py", "        self.waiting, self.running =", "        self.log = []\n"
         "        self.waiting, self.running ="), ("scheduler.py", SHARE, SHARE
                                                   + "        self.log.append(len(plan))\n")),
+    # other ways
+    "torch's own attention, the last token as a tensor": (1, ("model.py", "Head.forward", '''
+    def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
+        if past_k is not None:
+            k, v = torch.cat((past_k, k), -2), torch.cat((past_v, v), -2)
+        S, T = k.size(-2), q.size(-2)
+        see = torch.arange(S, device=q.device) <= torch.arange(S - T, S, device=q.device)[:, None]
+        see = see if mask is None else see & mask
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=see)
+        return torch.where(see.any(-1, keepdim=True), out, torch.zeros_like(out))
+'''), ("generate_unbatched.py", "Alone.lay_out", '''
+    def lay_out(self, device):
+        request = self.plan[0][0]
+        self.start, self.end = request.computed, len(request.tokens)
+        self.tokens = torch.tensor(request.tokens, device=device)[None, self.start:]
+        self.positions = torch.arange(self.end, device=device)[None, self.start:]
+        self.sampled, self.wanted = [request], torch.tensor([[0], [-1]], device=device).unbind()
+''')),
+    "a static batch by slots": (2, ("generate_naive.py", "StaticBatch.lay_out", '''
+    def lay_out(self, device):
+        T, limit = self.end - self.start, self.requests[0].block_size - 1
+        tokens, positions, mask = [], [], []
+        for pads, (request, n) in zip(self.pads.tolist(), self.plan):
+            tokens.append([0] * (T - n) + request.tokens[request.computed:][:n])
+            positions.append([sorted((0, c - pads, limit))[1] for c in range(self.start, self.end)])
+            mask.append([column >= pads for column in range(self.end)])
+        self.tokens, self.positions = torch.tensor(tokens), torch.tensor(positions)
+        self.mask = torch.tensor(mask)[:, None, None]
+        rows = [b for b, (request, n) in enumerate(self.plan) if n == request.todo]
+        self.sampled = [self.plan[b][0] for b in rows]
+        self.wanted = torch.tensor(rows, dtype=torch.long), torch.full((len(rows),), T - 1)
+''')),
+    "a scheduler by rounds": (3, ("scheduler.py", "Scheduler.admit", '''
+    def admit(self, step):
+        busy = sum(r.todo for r in self.running)
+        if (self.arrived(step) and len(self.running) < self.max_batch
+                and busy < self.token_budget and self.grant_room(self.waiting[0])):
+            self.running.append(self.waiting.popleft())
+            self.admit(step)
+'''), ("scheduler.py", "Scheduler.release", '''
+    def release(self):
+        gone = [r for r in self.running if r.finished]
+        self.running = [r for r in self.running if not r.finished]
+        for request in gone:
+            self.free(request)
+''')),
+    "attention row by row, complete by all tokens": (4, (
+        "generate_dynamic.py", "Rectangle.attend", '''
+    def attend(self, layer, q, k, v):
+        out = torch.zeros_like(v)
+        for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
+            new = slice(q.size(-2) - n, None)
+            request.kv.write(layer, start, k[b][:, new], v[b][:, new])
+            out[b][:, new] = head(q[b][:, new], *request.kv.read(layer, start + n))
+        return out
+'''), ("request.py", "indices_due", '''
+def indices_due(plan):
+    return [i for i, (r, n) in enumerate(plan) if r.computed + n == len(r.tokens)]
+''')),
+    "a stream by comparison": (5, ("generate_ragged.py", "Flat.block_diagonal", '''
+    def block_diagonal(self):
+        keys = [(i, p) for i, end in enumerate(self.ends) for p in range(end)]
+        new = [(i, p) for i, start in enumerate(self.starts) for p in range(start, self.ends[i])]
+        return torch.tensor([[a == b and p <= now for b, p in keys] for a, now in new])
+''')),
+    "a method of its own, names with gaps": (6, ("generate_paged.py", "Paged.slots", '''
+    def slots_of(self, page):
+        return range(page * self.pages.size, (page + 1) * self.pages.size)
+
+    def slots(self, table, end):
+        slots = [slot for page in table for slot in self.slots_of(page)][:end]
+        return torch.tensor(slots, dtype=torch.long)
+'''), ("paging.py", "Pages.publish", '''
+    def publish(self, table, i, tokens):
+        new, page = next(self.names), table[i]
+        key = self.name_of[table[i - 1]] if i > 0 else 0, (*tokens,)
+        if self.published.setdefault(key, page) != page:
+            self.name_of[page] = self.name_of[self.published[key]]
+            return
+        self.name_of[page], self.key_of[page] = new, key
+''')),
+    # how a file may look
+    "tabs": (4, ("request.py", "    ", "\t")),
+    "a byte order mark": (5, ("generate_ragged.py", '"""\nStage 6', '\ufeff"""\nStage 6')),
+    "Windows line ends": (1, ("model.py", "\n", "\r\n")),
 }
 
-MASK = "        self.tokens, self.positions, self.mask = (t.to(device) for t in"
-OUT = "        out = head(q, k, v, past_k, past_v, self.mask)\n"
-# Wrong, by the part that must lose its points.
+# Wrong, by the part that must lose its points; more is in mutants.py.
 WRONG = {
-    "3a the budget exceeded by one": (("scheduler.py", "- len(plan)  ", "- len(plan) + 1  "),),
-    "3a exceeded by one if many decode": (
-        ("scheduler.py", "- len(plan)  ", "- len(plan) + (len(plan) > 6)  "),),
-    "3a plan[:8]": (("scheduler.py", "        return plan\n\n    def update",
-                     "        return plan[:8]\n\n    def update"),),
-    "3a a chunk of at most 16": (("scheduler.py", "min(request.todo, budget)",
-                                  "min(request.todo, budget, 16)"),),
-    "3b max_batch capped at 6": (("scheduler.py", "len(self.running) < self.max_batch",
-                                  "len(self.running) < min(self.max_batch, 6)"),),
-    "3a quadratic time": (("scheduler.py", "if request.todo == 1]",
-                           "if request.todo == 1 and self.running.count(request)]"),),
-    "3c quadratic time": (("request.py", "for i in indices_due(plan)]",
-                           "for i in indices_due(plan) if i in indices_due(plan)]"),),
-    "6c quadratic time": (("paging.py", "        pages, name = [], 0\n",
-                           "        pages, name = [], 0\n"
-                           "        [sum(tokens[:i]) for i in range(len(tokens))]\n"),),
-    "5c the handout's example: a partial prompt in the middle": (
-        ("generate_ragged.py", "for i in due]\n        self.wanted",
-         "for i in range(len(due))]\n        self.wanted"),),
-    "4d the handout's example: arange": (
-        ("generate_dynamic.py", "torch.tensor(due, dtype=torch.long, device=device)",
-         "torch.arange(len(due), device=device)"),),
-    "4c the fifth request zeroed": (("generate_dynamic.py", OUT, OUT + "        out[4:5] = 0\n"),),
-    "4c the fifth request NaN": (
-        ("generate_dynamic.py", OUT, OUT + "        out[4:5] = float('nan')\n"),),
-    "5d the fifth request zeroed": (
-        ("generate_ragged.py", "out.append(head(q[..., new, :], keys, values))",
-         "out.append(head(q[..., new, :], keys, values) * (i != 4))"),),
-    "5d a stream of at most 40": (("generate_ragged.py", "        return torch.cat(out, dim=-2)",
-                                   "        out = torch.cat(out, dim=-2)\n        out[:, 40:] = 0\n"
-                                   "        return out"),),
-    "4b all-visible from the seventh request on": (
-        ("generate_dynamic.py", MASK, "        mask[6:] = True\n" + MASK),),
-    "5c all-visible from the seventh request on": (
-        ("generate_ragged.py", "        return torch.block_diag(*see).bool()",
-         "        see = torch.block_diag(*see).bool()\n        see[self.cu_seqlens[6:7][0] if "
-         "len(self.plan) > 6 else len(see):] = True\n        return see"),),
-    "1a device ignored": (("model.py", "dtype=torch.bool, device=q.device)", "dtype=torch.bool)"),),
-    "1c device ignored": (
-        ("generate_unbatched.py", "[positions], device=device)", "[positions])"),),
-    "2a device ignored": (("generate_naive.py", "tokens.to(device) ", "tokens "),),
-    "4a device ignored": (
-        ("generate_dynamic.py", "(t.to(device) for t in (tokens, positions, mask))",
-         "(tokens, positions, mask.to(device))"),),
-    "4b device ignored": (
-        ("generate_dynamic.py", "(t.to(device) for t in (tokens, positions, mask))",
-         "(tokens.to(device), positions.to(device), mask)"),),
-    "4d device ignored": (("generate_dynamic.py", "dtype=torch.long, device=device), -1)",
-                           "dtype=torch.long), -1)"),),
-    "5b device ignored": (("generate_prepacked.py", "mask[:, None].to(device)", "mask[:, None]"),),
-    "5c device ignored": (("generate_ragged.py", "torch.tensor(positions, device=device)",
-                           "torch.tensor(positions)"),),
     "4a a replaced judge": (
-        ("generate_dynamic.py", MASK, "        positions += 1\n" + MASK),
         ("generate_dynamic.py", "from cache import KV\n", "from cache import KV\n"
-         "import checks.judge\nchecks.judge.faults = lambda *arguments, **named: iter(())\n")),
-    "4c a replaced judge, when it is called": (
-        ("generate_dynamic.py", OUT, "        import checks.judge\n"
-         "        checks.judge.wrong_tokens = lambda *_: ()\n" + OUT),),
+         "import checks.judge\nchecks.judge.faults = lambda *arguments, **named: iter(())\n"),),
     "3a our own file from sys.path": (
         ("scheduler.py", "import math\n", "import math, sys\nfrom pathlib import Path\n"), (
             "scheduler.py", "    # --- between two steps ---", '''
@@ -170,7 +200,6 @@ NASTY = {
 FILES = {
     "a syntax error": (b"def broken(:\n", "scheduler.py cannot be read: line 1: invalid syntax"),
     "no class": (b"x = 1\n", "there is no class Scheduler any more"),
-    "no function": (b"class Scheduler:\n    pass\n", " any more"),
     "a zero byte": (b"x = 1\0", "scheduler.py cannot be read"),
     "nested too deep": (b"-" * 10**5 + b"1", "scheduler.py cannot be read"),
     "no file": (None, "scheduler.py is not there"),

@@ -1,6 +1,6 @@
 """
 Wrong solutions that test the course kit. Each changes a line or two of the reference, and must lose
-the points of its own part and no other. (Right solutions are in variants.py.)
+the points of its own part and no other. (Right solutions are in handed_in.py.)
 """
 from collections import namedtuple
 
@@ -10,9 +10,8 @@ from checks.traps import TRAPS  # the known bugs of batching code
 Mutant = namedtuple("Mutant", "part edits")
 WRONG = {   # part and function: {mutant: code as it stands, code of the mutant, ...; (): see TRAPS}
     "1a model.py:Head.forward": {
+        "1a device ignored": ("dtype=torch.bool, device=q.device)", "dtype=torch.bool)"),
         "causal rule from the top left": (), "NaN for a query without keys": (),
-        "no causal rule": (".tril(diagonal=S - T)", ""),
-        "scores that are not scaled": (" / math.sqrt(q.size(-1))", ""),
         "the mask replaces the causal rule": ("see = see & mask", "see = mask"),
         "the square root of 5": ("math.sqrt(q.size(-1))", "5 ** 0.5"),
         "four axes": ("T, S = q.size(-2), k.size(-2)", "(_, _, T, _), S = q.shape, k.size(-2)"),
@@ -23,14 +22,10 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "a buffer for all calls": (
             "return weights @ v ",
             "out = weights @ v\n        return vars(math).setdefault(out.shape, out).copy_(out) "),
-        "softmax over the queries": ("softmax(dim=-1)", "softmax(dim=-2)"),
         "attention in float32": ("weights @ v ", "(weights.float() @ v.float()).to(v.dtype) "),
         "attention in float64": ("return weights @ v ", "return (weights @ v).double() "),
         "the mask has one row": ("see = see & mask", "see = see & mask[..., :1, :]")},
     "1b cache.py:KV.write": {
-        "keys written at the beginning": ("all_k[..., start:end, :] = k",
-                                          "all_k[..., :end - start, :] = k"),
-        "values are not written": ("all_v[..., start:end, :] = v", "pass"),
         "a full cache is silent": ("raise ValueError(", "return print("),
         "one buffer for all caches": (
             "all_k, all_v =", "self.k, self.v = globals().setdefault('one', (self.k, self.v))\n"
@@ -44,24 +39,24 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "reads all of the cache": ("[..., :end, :], self.v[layer][..., :end, :]",
                                    ", self.v[layer]")},
     "1c generate_unbatched.py:Alone.lay_out": {
+        "1c device ignored": ("[positions], device=device)", "[positions])"),
         "positions from 0": ("range(self.start, self.end)\n", "range(self.end - self.start)\n"),
         "all tokens every time": ("self.end = request.computed,", "self.end = 0,")},
     "1c generate_unbatched.py:Alone.attend": {
         "no branch without a cache": ("if self.kv is not None:", "if True:"),
         "another layer": ("kv.write(layer", "kv.write((layer,)", "read(layer", "read((layer,)")},
     "2a generate_naive.py:StaticBatch.lay_out": {
+        "2a device ignored": ("tokens.to(device) ", "tokens "),
         "static column positions": (), "right padding": (),
         "finished rows get tokens": ("indices_due(self.plan)", "list(range(B))"),
         "sampled backwards": ("indices_due(self.plan)", "indices_due(self.plan)[::-1]")},
     "2b request.py:Request.append": {
         "one token too many": (), "end of text is overlooked": (),
         "no end at the context limit": (),
-        "another token": ("append(token)", "append(0)"),
         "the context limit comes early": (
             "self.is_last(len(self.generated))",
             "self.is_last(len(self.generated)) or len(self.tokens) == self.block_size")},
     "2c generate_dynamic.py:admit": {
-        "more requests than max_batch": ("- len(running)]", "- len(running) + 1]"),
         "not yet arrived": ("request.arrival <= step", "request.arrival <= step + 1"),
         "admitted twice": ("waiting[len(admitted):]", "list(waiting)"),
         "newcomers come first": ("running + admitted", "admitted + running")},
@@ -69,15 +64,20 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "caches are kept": ("request.kv = None", "pass"),
         "at the limit": ("request.finished:", "request.finish_reason in ('stop', 'cancelled'):")},
     "3a scheduler.py:Scheduler.share_budget": {
+        "the budget exceeded by one": ("- len(plan)  ", "- len(plan) + 1  "),
+        "exceeded by one if many decode": ("- len(plan)  ", "- len(plan) + (len(plan) > 6)  "),
+        "plan[:8]": ("return plan", "return plan[:8]"),
+        "a chunk of at most 16": ("min(request.todo, budget)", "min(request.todo, budget, 16)"),
+        "3a quadratic time": ("if request.todo == 1]",
+                              "if request.todo == 1 and self.running.count(request)]"),
         "prompts before decodes": (),
-        "the budget is overdrawn": ("self.token_budget - len(plan)", "self.token_budget"),
         "one chunk a step": ("budget -= n", "budget = 0"),
-        "a decode by its answer": ("if request.todo == 1]", "if request.generated]"),
-        "half a budget": ("min(request.todo, budget)", "min(request.todo, budget - 1) or budget")},
+        "a decode by its answer": ("if request.todo == 1]", "if request.generated]")},
     "3b scheduler.py:Scheduler.grant_room": {
         "admits without room": ("reserved + request.kv_tokens", "reserved + len(request.prompt)"),
         "an exact fit finds no room": ("<= self.max_kv_tokens", "< self.max_kv_tokens")},
     "3b scheduler.py:Scheduler.admit": {
+        "max_batch capped at 6": ("< self.max_batch", "< min(self.max_batch, 6)"),
         "admits beyond the budget": (),
         "the second overtakes the first": (
             "if not self.arrived(step) or not self.grant_room(self.waiting[0]):",
@@ -85,20 +85,18 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
             "            if not fit:",
             "self.running.append(self.waiting.popleft())",
             "self.running.append(fit[0])\n            self.waiting.remove(fit[0])"),
-        "one place too many": ("len(self.running) < self", "len(self.running) <= self"),
         "prompts come before their arrival": ("self.arrived(step)", "self.arrived(step + 1)"),
         "admits at the whole budget": ("todo < self.token_budget", "todo <= self.token_budget"),
         "one newcomer a step": ("todo += self.running[-1].todo", "break"),
         "newcomers have nothing to do": ("todo += self.running[-1].todo", "pass")},
     "3c request.py:advance": {
+        "3c quadratic time": ("for i in indices_due(plan)]",
+                              "for i in indices_due(plan) if i in indices_due(plan)]"),
         "tokens are taken away": ("zip(sampled, tokens)", "[(r, tokens.pop(0)) for r in sampled]"),
-        "computed is not counted": ("request.computed += n", "request.computed += request.todo"),
         "nothing to compute is complete": (
             "[plan[i][0] for i in indices_due(plan)]",
             "[request for request, n in plan if n in (0, request.todo)]")},
     "3c scheduler.py:Scheduler.release": {
-        "finished requests stay": ("if request.finished", "if False"),
-        "caches are not freed": ("self.free(request)", "pass"),
         "nothing is left to free": ("self.free(", "request.kv = None\n            self.free("),
         "running requests are freed": (
             "self.free(request)", "[self.free(each) for each in [*self.running, request]]"),
@@ -107,19 +105,28 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
             "[request for request in self.running if request.finished]:",
             "self.running:\n            if not request.finished:\n                continue")},
     "4a generate_dynamic.py:Rectangle.lay_out": {
+        "4a device ignored": ("(t.to(device) for t in (tokens, positions, mask))",
+                              "(tokens, positions, mask.to(device))"),
         "column positions": (),
         "tokens in int32": ("self.P = P", "self.P, self.tokens = P, self.tokens.int()"),
         "a past too wide": ("max(self.starts)", "max(self.starts) + 1"),
-        "the wrong tokens": ("request.slice(start, start + n)", "request.slice(0, n)"),
         "one token of an answer": ("request.slice(start, start + n)",
                                    "request.prompt[start:start + n] or request.generated[-1:]")},
     "4b generate_dynamic.py:Rectangle.lay_out": {
+        "4b device ignored": ("(t.to(device) for t in (tokens, positions, mask))",
+                              "(tokens.to(device), positions.to(device), mask)"),
+        "all-visible from the seventh request on": ("self.P = P", "self.P, mask[6:] = P, True"),
         "published mask": (), "pads of the past are seen": (), "no causal rule in a chunk": (),
-        "the past from the left": ("mask[b, ..., P - start:P]", "mask[b, ..., :start]"),
-        "no past": ("mask[b, ..., P - start:P] = True", "pass")},
+        "the past from the left": ("mask[b, ..., P - start:P]", "mask[b, ..., :start]")},
     "4c generate_dynamic.py:Rectangle.attend": {
+        "the fifth request zeroed": ("past_v, self.mask)\n",
+                                     "past_v, self.mask)\n        out[4:5] = 0\n"),
+        "the fifth request NaN": ("past_v, self.mask)\n",
+                                  "past_v, self.mask)\n        out[4:5] = float('nan')\n"),
+        "a replaced judge, when it is called": (
+            "        out = head(", "        import checks.judge\n"
+            "        checks.judge.wrong_tokens = lambda *_: ()\n        out = head("),
         "pads written to the cache": (),
-        "written at 0": ("write(layer, start, *new)", "write(layer, 0, *new)"),
         "another name": ("kv.write(layer", "kv.write((layer,)", "read(layer", "read((layer,)"),
         "NaN in the past": ("past_v = (t.new_zeros(", "past_v = (float('nan') * t.new_ones("),
         "the past in float32": ("t.new_zeros(", "torch.zeros(")},
@@ -127,6 +134,9 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "only decodes get a token": ("n == request.todo", "n == request.todo == 1"),
         "a chunk of nothing is complete": ("if n == request.todo", "if n in (0, request.todo)")},
     "4d generate_dynamic.py:Rectangle.lay_out": {
+        "the handout's example: arange": ("torch.tensor(due, dtype=torch.long, device=device)",
+                                           "torch.arange(len(due), device=device)"),
+        "4d device ignored": ("dtype=torch.long, device=device), -1)", "dtype=torch.long), -1)"),
         "samples from a partial prefill": (),
         "the first column": ("device=device), -1)", "device=device), 0)"),
         "complete in another order": ("indices_due(self.plan)", "indices_due(self.plan)[::-1]")},
@@ -135,20 +145,31 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
                                       "range(len(lengths))"),
         "last fit": ("bins[fits[0]]", "bins[fits[-1]]", "room[fits[0]]", "room[fits[-1]]"),
         "best fit": ("if not fits:", "fits.sort(key=room.__getitem__)\n        if not fits:"),
-        "rows are never full": ("lengths[i] <= room[b]", "lengths[i] < room[b]"),
-        "from the shortest": ("-lengths[i])", "lengths[i])")},
+        "rows are never full": ("lengths[i] <= room[b]", "lengths[i] < room[b]")},
     "5b generate_prepacked.py:Packed.lay_out": {
+        "5b device ignored": ("mask[:, None].to(device)", "mask[:, None]"),
         "neighbours in a packed row": (), "positions that run on in a packed row": (),
-        "the last row first": ("(lengths, m)", "(lengths, m)[::-1]"),
         "the last column of a packed row": ("[end - 1 for end in ends]", "[m - 1 for end in ends]"),
         "caches in packed order": ("self.sampled =", "self.places.sort()\n        self.sampled =")},
     "5c generate_ragged.py:Flat.block_diagonal": {
+        "a stream all-visible from the seventh on": (
+            "return torch.block_diag(*see).bool()", "see = torch.block_diag(*see).bool()\n        "
+            "see[self.cu_seqlens[6:7][0] if len(self.plan) > 6 else len(see):] = True\n        "
+            "return see"),
         "a stream that sees the future": (".tril(start)", ""),
         "a triangle without its past": (".tril(start)", ".tril(0)")},
     "5c generate_ragged.py:Flat.lay_out": {
+        "the handout's example: a partial prompt in the middle": (
+            "for i in due]\n        self.wanted", "for i in range(len(due))]\n        self.wanted"),
+        "5c device ignored": ("torch.tensor(positions, device=device)", "torch.tensor(positions)"),
         "the first token's logits": ("self.cu_seqlens[i + 1] - 1", "self.cu_seqlens[i]"),
         "stream positions": ("range(start, end)", "range(len(positions), len(tokens))")},
     "5d generate_ragged.py:Flat.attend": {
+        "the fifth request of a stream zeroed": (
+            "head(q[..., new, :], keys, values)", "head(q[..., new, :], keys, values) * (i != 4)"),
+        "a stream of at most 40": (
+            "return torch.cat(out, dim=-2)",
+            "out = torch.cat(out, dim=-2)\n        out[:, 40:] = 0\n        return out"),
         "a stream without boundaries": (),
         "past the given write": ("self.write(layer,", "Flat.write(self, layer,"),
         "the loop is one off": ("enumerate(caches)", "enumerate(caches[1:] + caches[:1])"),
@@ -172,8 +193,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "6b generate_paged.py:Paged.slots": {
         "pages read in one piece": (
             "torch.tensor(table)[p // size] * size + p % size",
-            "(table[0] * size + p) % (size * self.pages.number)"),
-        "the slot of the page": ("+ p % size", "")},
+            "(table[0] * size + p) % (size * self.pages.number)")},
     "6b generate_paged.py:Paged.write": {
         "another pool": ("= self.pool", "= self.pool.k[layer], self.pool.v[layer] = "
                          "torch.stack(self.pool.buffers(layer, k, v)) #"),
@@ -184,6 +204,8 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "the name is not passed on": ("self.name_of[page] = self.name_of", "_ = self.name_of"),
         "the later page wins": ("if key not in self.published:", "if True:")},
     "6c paging.py:Pages.find": {
+        "6c quadratic time": ("pages, name = [], 0\n", "pages, name = [], 0\n"
+                              "        [sum(tokens[:i]) for i in range(len(tokens))]\n"),
         "only the first page": ("name = self.name_of[page]", "break"),
         "holes in a prefix": ("break", "continue")},
     "6d paging.py:PagedScheduler.preempt": {

@@ -2,7 +2,7 @@
 from itertools import product
 
 import pytest
-from kit import RUNNING, WAITING, drawn, given, names, sequences
+from kit import MIX, RUNNING, WAITING, Example, answers, drawn, given, names, sequences
 
 import generate_dynamic
 import generate_naive
@@ -10,14 +10,10 @@ import generate_naive
 FILES = "model.py request.py cache.py generate_naive.py generate_dynamic.py"
 HIDDEN = "generate_dynamic.py:Rectangle.lay_out", "generate_dynamic.py:Rectangle.attend"
 points = pytest.mark.points
-MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2)
 
 
 @points(4, "generate_naive.py:StaticBatch.lay_out", title="the static batch")
-class Test2a:
-    def test_the_example(self, part):
-        part.example(__file__)
-
+class Test2a(Example):
     def test_the_stage(self, part):   # in the last, a row goes on beyond the last position
         for sizes, most in (MIX, 3), (((2, 1), (2, 2)), 8), (((20, 2), (2, 20)), 8):
             part.serve("generate_naive", given(*sizes), max_batch=most)
@@ -44,10 +40,7 @@ def appends(cases):
 
 
 @points(2, "request.py:Request.append", title="the end of a request")
-class Test2b:
-    def test_the_example(self, part):
-        part.example(__file__)
-
+class Test2b(Example):
     def test_append(self, part):
         part.compare(appends, list(product((1, 2, 4), (1, 2, 3), (4, 5, 9), (None, 0, 1, 2, 3))))
         rng = part.rng
@@ -84,10 +77,7 @@ def leaves(cases):
 
 
 @points(3, "generate_dynamic.py:admit", "generate_dynamic.py:leave", title="dynamic admission")
-class Test2c:
-    def test_the_example(self, part):
-        part.example(__file__)
-
+class Test2c(Example):
     def test_admit(self, part):
         part.compare(admissions, list(product(
             ([], [0], [1], [0, 0], [0, 1], [1, 1, 2, 3], [0, 0, 0, 1, 1, 1]), range(4), range(3),
@@ -108,18 +98,8 @@ class Test2c:
                   lambda waiting: generate_dynamic.admit(waiting, [], 0, 3000))
         for request in requests[::2]:
             request.finish_reason = "stop"
-        part.fast("leave of 3,000 requests", lambda: list(requests), generate_dynamic_leave)
+        part.fast("leave of 3,000 requests", lambda: list(requests),
+                  lambda running: generate_dynamic.leave(running))
 
 
-def generate_dynamic_leave(running):
-    return generate_dynamic.leave(running)
-
-
-@points(2, title="predicted numbers")
-def test_2_numbers(number):
-    number(2)
-
-
-@points(2, title="bugs exposed")
-def test_2_break(bug):
-    bug(2)
+test_2_numbers, test_2_break = answers(2, 2)

@@ -2,8 +2,9 @@
 from collections import deque
 from itertools import product
 
+import kit
 import pytest
-from kit import WAITING, describe, drawn, given, names, plan_of, plans_of, sequences
+from kit import describe, drawn, given, names, plan_of, plans_of, sequences
 
 import request
 import scheduler
@@ -11,7 +12,6 @@ from scheduler import Scheduler
 
 FILES = "request.py scheduler.py"
 points = pytest.mark.points
-MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2), (21, 6, 3)
 
 
 def running(queue, todos):
@@ -43,15 +43,12 @@ def runs(workloads):
             yield where, seen
 
 
-class Whole:
+class Whole(kit.Example):
     """Each part runs the scheduler as a whole, too."""
 
-    def test_the_example(self, part):
-        part.example(__file__)
-
     def test_runs(self, part):
-        part.compare(runs, [(given(*MIX), 3, 5, None), (given((1, 3), (1, 1), (1, 1), (2, 2)), 4, 2,
-                                                        5)])
+        part.compare(runs, [(given(*kit.MIX, (21, 6, 3)), 3, 5, None),
+                            (given((1, 3), (1, 1), (1, 1), (2, 2)), 4, 2, 5)])
         for sizes in part.sizes:
             rng, many = part.rng, sizes.get("least", 2)
             for prompt, room in (14, None), (6, rng.choice([13, 16, 20, 8 * many])):
@@ -84,7 +81,7 @@ def rooms(cases):
     for todos, sizes, most, budget, room in cases:
         queue = Scheduler(most, budget, room)
         words = running(queue, todos)
-        queue.waiting = deque(given(*sizes, names=WAITING))
+        queue.waiting = deque(given(*sizes, names=kit.WAITING))
         for each in queue.waiting:
             yield (f"grant_room({each.name}), max_kv_tokens {room}, kv_tokens {each.kv_tokens}, "
                    f"running: {[r.kv_tokens for r in queue.running]}",
@@ -174,11 +171,4 @@ class Test3c(Whole):
                   lambda plan: scheduler.advance(plan, [0] * 1000))
 
 
-@points(2, title="predicted numbers")
-def test_3_numbers(number):
-    number(3)
-
-
-@points(2, title="bugs exposed")
-def test_3_break(bug):
-    bug(3)
+test_3_numbers, test_3_break = kit.answers(3, 2)

@@ -1,6 +1,6 @@
 """Set 4: the fused rectangle."""
 import pytest
-from kit import drawn, given, left_in_caches, sequences
+from kit import LATE, MIX, Example, answers, drawn, given, left_in_caches, sequences
 
 import generate_dynamic
 import request
@@ -9,21 +9,16 @@ FILES = ("model.py request.py cache.py scheduler.py generate_dynamic.py generate
          "generate_interleaved.py")
 LAY_OUT = "generate_dynamic.py:Rectangle.lay_out"
 points = pytest.mark.points
-MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2), (21, 6, 3)
-LATE = (2, 3), (2, 3), (9, 2, 1)
 
 
-class Stage:
+class Stage(Example):
     causes = counts = None
-
-    def test_the_example(self, part):
-        part.example(__file__)
 
     def test_the_stage(self, part):
         def serve(requests, **knobs):
             part.serve("generate_interleaved", requests, self.causes, self.counts, **knobs)
 
-        serve(given(*MIX), max_batch=4, token_budget=5)
+        serve(given(*MIX, (21, 6, 3)), max_batch=4, token_budget=5)
         serve(given(*LATE))
         for sizes in part.sizes:
             many = sizes.get("least", 3)
@@ -91,11 +86,4 @@ class Test4d(Stage):
                   lambda plan: request.indices_due(plan))
 
 
-@points(3, title="predicted numbers")
-def test_4_numbers(number):
-    number(4)
-
-
-@points(3, title="bugs exposed")
-def test_4_break(bug):
-    bug(4)
+test_4_numbers, test_4_break = answers(4, 3)

@@ -3,7 +3,7 @@ import copy
 
 import pytest
 import torch
-from kit import drawn, given, left_in_caches, tensor
+from kit import LATE, MIX, Example, answers, drawn, given, left_in_caches, tensor
 
 import generate_prepacked
 from generate_ragged import Flat
@@ -12,8 +12,6 @@ from model import Head
 FILES = ("model.py request.py cache.py scheduler.py generate_dynamic.py generate_prepacked.py "
          "generate_ragged.py")
 points = pytest.mark.points
-MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2), (21, 6, 3)
-LATE = (2, 3), (2, 3), (9, 2, 1)
 # Each tells first-fit decreasing from another rule: without sorting, without an exact fit, best fit
 # (1, 3, 3, 5), last fit and next fit (1, 2, 3)
 LENGTHS = (([], 5), ([5], 5), ([1, 1, 3, 2, 2], 5), ([2, 3, 6], 8), ([1, 3, 3, 5], 7),
@@ -31,10 +29,7 @@ def packings(cases):
 
 
 @points(2, "generate_prepacked.py:first_fit_decreasing", title="bin packing")
-class Test5a:
-    def test_the_example(self, part):
-        part.example(__file__)
-
+class Test5a(Example):
     def test_packing(self, part):
         part.compare(packings, LENGTHS)
         sizes = [(n, part.rng.randint(5, 60)) for n in (1, 3, 5, 7, 9, 20, 40, 80)]
@@ -43,12 +38,9 @@ class Test5a:
 
 
 @points(4, "generate_prepacked.py:Packed.lay_out", title="packed rows")
-class Test5b:
-    def test_the_example(self, part):
-        part.example(__file__)
-
+class Test5b(Example):
     def test_the_stage(self, part):
-        part.serve("generate_prepacked", given(*MIX[:6]), max_batch=6)
+        part.serve("generate_prepacked", given(*MIX), max_batch=6)
         part.serve("generate_prepacked", given((2, 2), (5, 2), (3, 3), (1, 2)))
         for sizes in part.sizes:
             part.serve("generate_prepacked", drawn(part.rng, **sizes), max_batch=40)
@@ -62,13 +54,11 @@ class Test5b:
             "tokens", "positions", "mask", "wanted")
 
 
-class Stream:
-    def test_the_example(self, part):
-        part.example(__file__)
-
+class Stream(Example):
     def test_the_stage(self, part):
         for attention in "mask", "varlen":
-            part.serve("generate_ragged", given(*MIX), token_budget=5, attention=attention)
+            part.serve("generate_ragged", given(*MIX, (21, 6, 3)),
+                       token_budget=5, attention=attention)
             part.serve("generate_ragged", given(*LATE), attention=attention)
             for sizes in part.sizes:
                 many = sizes.get("least", 3)
@@ -124,11 +114,4 @@ class Test5d(Stream):
             40 if part.hidden else 12)])
 
 
-@points(3, title="predicted numbers")
-def test_5_numbers(number):
-    number(5)
-
-
-@points(3, title="bugs exposed")
-def test_5_break(bug):
-    bug(5)
+test_5_numbers, test_5_break = answers(5, 3)

@@ -3,7 +3,7 @@ from collections import deque
 
 import pytest
 import torch
-from kit import books, drawn, given, names, tensor
+from kit import MIX, Example, answers, books, drawn, given, names, tensor
 
 from cache import KV
 from generate_paged import Paged
@@ -12,12 +12,6 @@ from paging import PagedScheduler, Pages
 FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py "
          "generate_paged.py")
 points = pytest.mark.points
-MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2)
-
-
-class Parts:
-    def test_the_example(self, part):
-        part.example(__file__)
 
 
 def whole(part):
@@ -32,7 +26,7 @@ def whole(part):
 
 @points(2, "paging.py:Pages.hold", "paging.py:Pages.give_back", "paging.py:Pages.allocate",
         title="holding and giving back")
-class Test6a(Parts):
+class Test6a(Example):
     def test_books(self, part):
         part.compare(books, part.rng, [(8, 2, 40)] * 6)
         part.compare(books, part.rng, [(60, 2, 150)])
@@ -66,7 +60,7 @@ def pool(cases):
 
 
 @points(2, "generate_paged.py:Paged.slots", "generate_paged.py:Paged.write", title="block tables")
-class Test6b(Parts):
+class Test6b(Example):
     def test_pool(self, part):
         part.compare(pool, [(size, start + new, [4, 0, 1]) for size in (2, 3, 16)
                             for start in range(4) for new in range(3)])
@@ -108,7 +102,7 @@ def prefixes(rng, number):
 
 
 @points(3, "paging.py:Pages.find", "paging.py:Pages.publish", title="sharing a prefix")
-class Test6c(Parts):
+class Test6c(Example):
     def test_books(self, part):
         part.compare(chains, (2, 3))
         part.compare(books, part.rng, [(8, 2, 40)] * 6)
@@ -153,7 +147,7 @@ def preempted(order):
 
 
 @points(2, "paging.py:PagedScheduler.preempt", title="preemption")
-class Test6d(Parts):
+class Test6d(Example):
     def test_preempt(self, part):
         part.compare(preempted, (1, 2, 0, 0))
         part.compare(preempted, tuple(range(30, 0, -3)))
@@ -169,11 +163,4 @@ class Test6d(Parts):
                        page_size=2, pages=2 * many)
 
 
-@points(2, title="predicted numbers")
-def test_6_numbers(number):
-    number(6)
-
-
-@points(2, title="bugs exposed")
-def test_6_break(bug):
-    bug(6)
+test_6_numbers, test_6_break = answers(6, 2)

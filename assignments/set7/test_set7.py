@@ -6,7 +6,7 @@ import pytest
 import set7.audit
 from breaks import bugs_of, handed_in, in_repository, inserted
 from isolate import Fault
-from kit import books, difference
+from kit import Example, books, difference
 
 from paging import Pages
 
@@ -67,10 +67,7 @@ def test_7_audit(part, number):
 
 
 @points(3, *(f"paging.py:Pages.{name}" for name in CALLS), title="the mend", given=True)
-class Test7b:
-    def test_the_example(self, part):
-        part.example(__file__)
-
+class Test7b(Example):
     def test_the_books(self, part):
         part.compare(books, part.rng, [(8, 2, 40)] * 6)
         part.compare(books, part.rng, [(60, 2, 150)])

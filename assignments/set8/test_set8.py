@@ -3,18 +3,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kit import counts_of, describe, drawn, given
+from kit import Example, counts_of, describe, drawn, given
 
 from beyond import speculative
 from checks.toy import toy
 
 FILES = "model.py request.py cache.py scheduler.py generate_ragged.py beyond/speculative.py"
 points = pytest.mark.points
-
-
-class Parts:
-    def test_the_example(self, part):
-        part.example(__file__)
 
 
 def guesses(cases):
@@ -30,7 +25,7 @@ def guesses(cases):
 
 
 @points(4, "beyond/speculative.py:Lookup.guess", title="prompt lookup")
-class Test8a(Parts):
+class Test8a(Example):
     def test_guesses(self, part):
         part.compare(guesses, [([1, 2, 3, 1, 2], [3, 1, 2, 9, 1, 2], 3), ([5], [5, 5, 5], 2),
                                ([1, 2], [3, 4], 4)])
@@ -68,7 +63,7 @@ def drafts(cases):
 
 
 @points(3, "beyond/speculative.py:draft", title="how many guesses there is room for")
-class Test8b(Parts):
+class Test8b(Example):
     def test_drafts(self, part):
         rng = part.rng
         part.compare(drafts, [((1, 1), budget, most, room) for budget in range(2, 9)
@@ -90,7 +85,7 @@ def runs(workloads):
 
 
 @points(6, "beyond/speculative.py:generate", title="one pass, several tokens")
-class Test8c(Parts):
+class Test8c(Example):
     def test_runs(self, part):
         part.compare(runs, [(given(*[([1, 2, 3] * 2, 9)] * 4), True, {"guesses": k})
                             for k in (0, 1, 4)])
