@@ -239,9 +239,6 @@ def mixed():
 
 QUIET = toy(loud=False)   # it repeats itself, so most guesses are right
 
-# what a run with a bug may raise
-SEEN = (AssertionError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
-
 
 def crowd(seed, model):
     """Requests that begin alike and repeat themselves, and some tokens of theirs as stop tokens."""

@@ -18,7 +18,6 @@ import generate_ragged
 from beyond import ahead, speculative
 from beyond.fork import ForkScheduler, answers
 from beyond.speculative import Lookup
-from checks.traps import swapped
 from paging import PagedScheduler, Pages
 from request import Request, prepare
 from scheduler import Scheduler
@@ -66,75 +65,16 @@ def test_contract(stage, pages, case, more, model, twins):
     run(stage, requests, model, **knobs)
 
 
-# --- known bugs -----------------------------------------------------------------------------------
-
-GUESS = speculative.generate.__wrapped__   # without its decorator
-TRAPS = {   # name: (stage, function, code as it stands, code of the trap)
-    "a draw for a rejected row": ("4 guesses", GUESS, "            number += 1\n", '''
-            number += 1
-            for request in sampled:
-                if request not in dict(plan) and number <= len(drafts[request]):
-                    request.draw()
-'''),
-    "a guess accepted after a stop token": (
-        "4 guesses", GUESS, "if not request.finished and", "if"),
-    "a guess past the length limit": (
-        "4 guesses", speculative.draft, "room = request.kv_tokens", "room = request.kv_tokens + 9"),
-    "a guess beyond the pages held": (
-        "4 guesses", speculative.draft, "scheduler.pages.size)", "99)"),
-    "a wrong guess is accepted": ("4 guesses", GUESS, "== [token]]", "!= []]"),
-    "a guess takes a prompt's share": (
-        "4 guesses", speculative.draft, "scheduler.token_budget - sum(n for _, n in plan)", "64"),
-    "a stale hole": ("ahead", ahead.launch, "= flight.tokens[places]",
-                     "= flight.batch.tokens[flight.batch.wanted[places]]"),
-    "a hole that nobody fills": ("ahead", ahead.launch, "    if rows:", "    if False:"),
-    "a hole for a token after the last": (
-        "ahead", ahead.launch, " and not request.is_last(len(request.generated) + 1)", ""),
-    "a cache freed under a queued pass": (
-        "ahead", ahead.land, "table is not None and table is request.block_table",
-        "table is not None"),
-    "pages published from where the request has come to": (
-        "ahead", ahead.land, "range(start // size, (start + n) // size)",
-        "range(request.computed // size, (request.computed + n) // size)"),
-    "a token for a request that has ended": (
-        "ahead", ahead.land, "enumerate(batch.sampled) if not request.finished",
-        "enumerate(batch.sampled)"),
-    "a preempted request that ended waits on": (
-        "ahead", ahead.land, "if request.finished and request in scheduler.waiting", "if False"),
-    "a partial page is shared": (
-        "0 guesses", ForkScheduler.grant_room, "return super().grant_room(request)",
-        '''granted = super().grant_room(request)
-        for other in self.running if granted else ():
-            i = request.computed // size
-            self.pages.give_back(request.block_table[i:])
-            del request.block_table[i:]
-            self.pages.hold(request.block_table, other.block_table[i:i + 1])
-            break
-        return granted'''),
-}
-
-
-def crowds(stage, seeds=25):
+@pytest.mark.parametrize("stage", ["0 guesses", "4 guesses", "ahead"])
+def test_contract_of_crowds_that_begin_alike(stage):
     twins = [Request([1, 2, 3, 4, 5, 6], 9, 0.9, seed=i) for i in range(5)]
     run(stage, twins, pages=30, page_size=4)
-    for seed in range(seeds):
+    for seed in range(common.examples(25)):
         for model in QUIET, MODEL:
             requests, known = crowd(seed, model), {}
             run(stage, requests, model, known, token_budget=20)
             for size, pages in (4, 9), *((n, smallest_pool(requests, n)) for n in (1, 2, 4)):
                 run(stage, requests, model, known, token_budget=20, pages=pages, page_size=size)
-
-
-@pytest.mark.parametrize("stage", dict.fromkeys(stage for stage, *_ in TRAPS.values()))
-def test_nothing_is_wrong_without_a_trap(stage):
-    crowds(stage, common.examples(25))
-
-
-@pytest.mark.parametrize("trap", TRAPS)
-def test_traps_are_seen(trap):
-    stage, function, *change = TRAPS[trap]
-    with swapped(function, [change]), pytest.raises(common.SEEN):
-        crowds(stage)
 
 
 # --- speculative decoding -------------------------------------------------------------------------
@@ -257,13 +197,3 @@ def test_the_commands_print_what_they_gain(module, said, capsys, monkeypatch):
     runpy.run_module(module, run_name="__main__")
     out = capsys.readouterr().out
     assert all(line in out for line in said)
-
-
-def test_a_pass_without_logits_is_not_priced_for_the_vocabulary():
-    shape, gpu = speculative.shape_of("gpt2"), speculative.gpu_of("a100")
-    priced = [shape.parts(slots=64, rows=rows, scores=64 * 64, keys=64) for rows in (0, 1, 5)]
-    size = shape.n_embd * shape.vocab_size   # its weights are read once, for however many rows
-    assert [p["vocabulary"] for p in priced] == [(rows * 2 * size, 2 * size * (rows > 0))
-                                                 for rows in (0, 1, 5)]
-    seconds = [shape.seconds(gpu, p, 64) for p in priced]
-    assert seconds[0] < seconds[1] < seconds[2]

@@ -222,17 +222,6 @@ def test_preemption_by_flags(tmp_path):
     assert 10 < arrivals[-1] < 50   # twelve at 0.5 per step, a function of the seed
 
 
-def test_shared_pages_by_flags():
-    same = [part for i in range(4)
-            for part in ("--prompt", "# json.load\nRead a file, " + "x" * i)]
-    for flags, shared in ([], True), (["--share_prefixes"], True), (["--no_share_prefixes"], False):
-        code, out, err = run(generate_paged, "--quiet", "--page_size", 4, "--max_batch", 1,
-                             "--max_new_tokens", 3, *same, *flags)
-        assert code == 0 and "4/4 requests identical" in out
-        assert shared == bool(re.search(r"shared pages +[1-9]\d* found in the pool, "
-                                        r"[1-9]\d* tokens saved, \d+ evicted", out)), out
-
-
 def test_what_optimize_changes_does_not_check_itself(monkeypatch):
     flags = ["--optimize", "--prompt", "# json\nLoad a file", "--max_new_tokens", 4]
     code, out, _ = run(generate_ragged, *flags)

@@ -418,21 +418,6 @@ def test_a_cache_that_was_begun_by_the_model_is_continued():
     assert fast.uses().startswith("compiled step: in ")
 
 
-@pytest.mark.parametrize("change, value, back", [
-    (torch.set_default_dtype, torch.float64, torch.float32),
-    (torch.set_default_device, "meta", None)])
-def test_defaults_make_no_difference(change, value, back, monkeypatch):
-    tokens = torch.arange(9, device="cpu")[None]
-    expected = PLAIN.optimize()(tokens)
-    change(value)
-    try:
-        fresh(monkeypatch)
-        found = PLAIN.optimize()(tokens)
-    finally:
-        change(back)
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("stage", ["ragged_varlen", "paged"])
 def test_threads_on_one_snapshot(stage):
     fast, runs = PLAIN.optimize(), [mixed() for _ in range(4)]

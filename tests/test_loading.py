@@ -9,7 +9,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,8 +24,6 @@ from hypothesis import strategies as st
 
 import toolbox.tokenizer
 from checks.check import Check
-from checks.toy import toy
-from checks.traps import broken
 from checks.xray import XRay
 from loading.load import decode, load, load_model
 from model import GPT, GPTConfig
@@ -173,11 +170,6 @@ def test_no_network_is_one_clear_line(monkeypatch):
         GPT.from_pretrained("gpt2")
 
 
-def test_a_token_that_the_tokenizer_does_not_have_is_shown_as_a_replacement():
-    """A model's vocabulary may be padded beyond its tokenizer's."""
-    assert decode(TOKENIZER, TOKENIZER.encode("été ☕") + [5000]) == "été ☕\ufffd"
-
-
 def test_a_vocab_json_is_read(folder):
     """Hugging Face writes the tokenizer as vocab.json, bytes spelled as printable characters."""
     char_of = {b: c for c, b in byte_of().items()}
@@ -266,24 +258,6 @@ def test_half_precision(dtype):
         assert "WRONG" not in [verdict.verdict for verdict in check()], stage
     cos, _ = model.rotation(torch.arange(300), dtype)   # bfloat16 has no position 257
     assert not torch.equal(cos[0, 256], cos[0, 257])
-
-
-TOGETHER = [Request(prompt, 6) for prompt in ([1, 2, 3], [5, 1, 4, 4, 2, 8, 9, 1, 7], [6])]
-PAIRS = [*TOGETHER, Request([4, 5, 6, 7], 6), Request([4, 5], 6)]   # short prompts share a row
-
-
-@pytest.mark.parametrize("trap, stage, model, requests, caught", [
-    ("static column positions", "naive", toy(), TOGETHER, True),    # GPT-2's are absolute
-    ("static column positions", "naive", LLAMA, TOGETHER, False),   # only distances count,
-    ("column positions", "dynamic", LLAMA, TOGETHER, False),
-    ("column positions", "dynamic", LLAMA, mixed(), True),   # but padding changes under a key
-    ("column positions", "interleaved", LLAMA, mixed(), True),
-    ("positions that run on in a packed row", "prepacked", LLAMA, PAIRS, True),
-])
-def test_left_padding_and_rotary_positions(trap, stage, model, requests, caught):
-    wrong = pytest.raises(AssertionError) if caught else contextlib.nullcontext()
-    with broken(trap, show=False), wrong:
-        assert_contract(model, STAGES[stage], [replace(request) for request in requests])
 
 
 def test_the_cache_shrinks_with_the_key_heads():

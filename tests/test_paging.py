@@ -281,13 +281,6 @@ def test_what_has_finished_leaves_nothing_behind(policy):
 
 # --- sharing --------------------------------------------------------------------------------------
 
-def test_generated_pages_are_found_too():
-    scheduler = WatchedPaged(1, 8, Pages(8, 2))
-    a, b = queue(scheduler, [Request([1, 2], 4, name="a"), Request([1, 2, 7, 7, 7], 1, name="b")])
-    assert run(scheduler, token=lambda request: 7) == ["a2", "a1", "a1", "a1", "b1"]
-    assert scheduler.counts["saved_tokens"] == 4   # of which a has generated the last two
-
-
 def test_counts_of_preemption_by_hand():
     scheduler = WatchedPaged(2, 16, Pages(4, 2))
     a, b = queue(scheduler, [Request([1, 1], 5, name="a"), Request([2, 2], 5, name="b")])
@@ -300,20 +293,6 @@ def test_counts_of_preemption_by_hand():
     assert dict(scheduler.counts) == dict(preemptions=1, shared_pages=1, saved_tokens=2,
                                           evicted_pages=3)
     assert a.token_steps == [0, 1, 2, 3, 4] and b.token_steps == [0, 1, 2, 5, 6]
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_requests_that_arrive_together_share_a_common_prefix(share):
-    """
-    16 prompts, 32 common tokens and 5 of their own, answers of 20, 4 tokens to a page. The first
-    one's prefix fills the budget of 16 twice, so the others still wait; then they find 8 pages.
-    """
-    scheduler = WatchedPaged(16, 16, Pages(16 * 14, 4), share)
-    queue(scheduler, [Request([1] * 32 + [i % 9, i // 9, 2, 2, 2], 20, name=f"{i}:")
-                      for i in range(16)])
-    computed = sum(int(part.split(":")[1]) for plan in run(scheduler) for part in plan.split())
-    assert computed == 32 * (1 if share else 16) + 16 * (5 + 19)
-    assert scheduler.counts["shared_pages"] == 15 * 8 * share
 
 
 # --- everything at once, step by step -------------------------------------------------------------

@@ -1,7 +1,5 @@
 """The calculated GPU: beyond/simulate.py and what stands on it."""
 import json
-import os
-import random
 from dataclasses import replace
 from math import hypot
 
@@ -131,29 +129,6 @@ def test_all_that_a_pass_counts_is_priced_and_no_pass_beats_the_roofline(stage):
             (TINY.linears * 4 + keys * TINY.kv_bytes) / SLOW.bandwidth)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_more_hardware_never_hurts_and_counts_do_not_depend_on_it(stage):
-    base = simulated(stage)
-    for name in "peak32", "bandwidth":
-        better = simulated(stage, gpu=replace(SLOW, **{name: 3 * getattr(SLOW, name)}))
-        assert passes_of(better) == passes_of(base)
-        pairs = [(p.seconds, q.seconds) for p, q in zip(better.passes, base.passes)]
-        assert all(b <= a for b, a in pairs) and any(b < a for b, a in pairs)
-
-
-def test_more_memory_and_fewer_arrivals_never_hurt():
-    lengths = [(30, 30)] * 12
-
-    def seconds(**knobs):
-        return s.figures(simulated("paged", lengths, max_batch=12, token_budget=64, **knobs))
-
-    little, much = (seconds(pages=pages) for pages in (17, 200))
-    assert little["preemptions"] > much["preemptions"] == 0
-    assert much["seconds"] < little["seconds"]
-    waits = [seconds(pages=200, load={"rate": rate})["ttft_ms"]["mean"] for rate in (0.5, 5, 50)]
-    assert waits == sorted(waits) and waits[0] < waits[-1]
-
-
 def test_tensor_parallel_splits_the_work_and_pays_for_the_link():
     one, four = MODELS["llama-2-7b"], replace(MODELS["llama-2-7b"], tp=4)
     assert four.linears * 4 == one.linears and four.kv_bytes * 4 == one.kv_bytes
@@ -235,42 +210,6 @@ def test_made_up_prompts_differ_and_fit_the_vocabulary(vocabulary):
 
 # --- can it keep up? ------------------------------------------------------------------------------
 
-def long_run(shape, gpu, lengths, rate, **knobs):
-    """Requests/s that end while ever more come, after the first quarter."""
-    trace = s.simulate(shape, gpu, STAGES["paged"], workload(lengths), rate=rate, **knobs)
-    end = max(request.arrived for request in trace.requests)
-    return sum(end / 4 < r.token_times[-1] <= end for r in trace.requests) / (0.75 * end)
-
-
-def test_the_verdict_is_right_for_random_loads():
-    """0.3 to 3 times what a long run serves: always right, and undecided only close to it."""
-    told = 0
-    loads = 200 if os.environ.get("THOROUGH") else 8
-    for seed in range(loads):
-        draw = random.Random(seed)
-        shape, gpu = MODELS[draw.choice(["llama-2-7b", "qwen3-0.6b"])], GPUS[draw.choice([*GPUS])]
-        gpu = replace(gpu, memory=max(gpu.memory, 16 * 2**30))
-        low, high = sorted(round(2 ** draw.uniform(3, 9)) for _ in range(2))
-        least, most = sorted(round(2 ** draw.uniform(1, 5.5)) for _ in range(2))
-        knobs = dict(max_batch=draw.choice([8, 32, 64]), pages=shape.room(gpu) // 16,
-                     token_budget=draw.choice([256, 2048]))
-
-        def lengths(number):
-            return [(draw.randint(low, high), draw.randint(least, most)) for _ in range(number)]
-
-        tried = s.tries(100, STAGES["paged"], **knobs)
-        served = s.most_served(shape, gpu, STAGES["paged"], workload(lengths(tried)), **knobs)
-        times = 0.3 * 10 ** draw.random()
-        rate = times * long_run(shape, gpu, lengths(2500), 1.2 * served, **knobs)
-        verdict = s.verdict(rate / served, tried)
-        if verdict == s.TOO_SHORT:
-            assert abs(times - 1) < 0.1, seed
-        else:
-            told += 1
-            assert verdict == ("overloaded" if times > 1 else "keeps up"), (seed, times)
-    assert told >= 0.8 * loads
-
-
 @pytest.mark.parametrize("line, verdict", [
     ("--rate 60 --input 16 --output 200 --requests 60", "overloaded"),   # many run, and none waits
     ("--rate 300 --input 64 --output 64 --requests 160", "overloaded"),
@@ -281,13 +220,6 @@ def test_the_verdict_is_right_for_random_loads():
 def test_a_load_is_judged_in_the_second_line(line, verdict, capsys):
     run(line)
     assert capsys.readouterr().out.splitlines()[1].startswith(verdict)
-
-
-def test_tokens_owed():
-    trace = simulated("paged", [(20, 1), (8, 5)], load={"rate": 1e9})
-    assert s.owed(trace, 0.0) == 20   # the other one comes a little later
-    end = max(request.token_times[-1] for request in trace.requests)
-    assert s.owed(trace, 1e-8) == 32 and s.owed(trace, end + 1e-9) == 0
 
 
 # --- what others measured -------------------------------------------------------------------------
@@ -380,11 +312,6 @@ def test_a_static_batch_needs_room_for_its_rectangle(lengths, more, fits, tmp_pa
         return
     with pytest.raises(ValueError, match="hold 11,998 tokens, .* room for 6,519: lower --max_b"):
         run(line)
-
-
-def test_memory_that_no_request_can_use_is_not_missed():
-    assert run(f"{SMALL} --pages 100000 --requests 3") == 0
-    assert run(f"{SMALL} --stage ragged --max_kv_tokens 99999 --clients 3") == 0
 
 
 def test_the_stages_own_flags_turn_cache_and_sharing_off(capsys):
