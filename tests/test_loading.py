@@ -170,6 +170,11 @@ def test_no_network_is_one_clear_line(monkeypatch):
         GPT.from_pretrained("gpt2")
 
 
+def test_a_token_that_the_tokenizer_does_not_have_is_shown_as_a_replacement():
+    """A model's vocabulary may be padded beyond its tokenizer's."""
+    assert decode(TOKENIZER, TOKENIZER.encode("été ☕") + [5000]) == "été ☕\ufffd"
+
+
 def test_a_vocab_json_is_read(folder):
     """Hugging Face writes the tokenizer as vocab.json, bytes spelled as printable characters."""
     char_of = {b: c for c, b in byte_of().items()}

@@ -55,23 +55,6 @@ def test_plans_and_counts_are_those_of_the_real_generate(stage, lengths, load):
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(lengths=LENGTHS, load=LOADS, stage=st.sampled_from(["ragged, varlen", "paged"]),
-       share=st.booleans())
-def test_stages_6_and_7_without_tensors_are_the_same_to_the_last_digit(lengths, load, stage, share):
-    def run():
-        trace = simulated(stage, lengths, load=load, share_prefixes=share, pages=12)
-        return (repr(s.figures(trace)), trace.passes, trace.model.passes, trace.counts,
-                trace.step_times, [(r.token_times, r.token_steps, r.arrived, r.arrival)
-                                   for r in trace.requests])
-
-    without = run()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s, "BOOKS", {})
-        assert run() == without
-    assert all(p.copied_bytes == 0 for p in without[1])   # none is priced, so none is reported
-
-
-@settings(max_examples=examples(100), deadline=None)
 @given(lengths=LENGTHS, load=LOADS)
 def test_tokens_come_at_the_end_of_a_pass_and_never_before_the_arrival(lengths, load):
     trace = simulated("paged", lengths, load=load)
@@ -212,7 +195,6 @@ def test_made_up_prompts_differ_and_fit_the_vocabulary(vocabulary):
 
 @pytest.mark.parametrize("line, verdict", [
     ("--rate 60 --input 16 --output 200 --requests 60", "overloaded"),   # many run, and none waits
-    ("--rate 300 --input 64 --output 64 --requests 160", "overloaded"),
     ("--rate 12 --input 1024 --output 16 --requests 40 --seed 3", "keeps up"),
     ("--rate 18 --input 1024 --output 16 --requests 160 --seed 5", "overloaded"),
     ("--rate 50 --requests 6 --input 20 --output 5 --seed 3", "keeps up"),   # three in a burst
@@ -269,26 +251,21 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12 --max_batch 1
 @pytest.mark.parametrize("line, message", [
     ("--gpu b7", "not PEAK_TFLOPS,GB_PER_S,GiB and none of t4"),
     ("--gpu 1,0,3", "must be above 0"),
-    ("--gpu 1e9,1000,80", "must be above 0 and below 1e9"),
     ("--gpu 1,2,3", "take 12.6 GiB of each GPU's memory, which has 3.0"),
     ("--published --clients 0", "--published: no other flag"),
     ("--model bert", "not a config.json and none of gpt2"),
     ("--model none.json", "No such file"),
-    ("--gpu rtx-4070-laptop", "the weights take 12.6 GiB of each GPU's memory, which has 8.0 GiB$"),
     ("--tp 3", "--tp 3 does not divide n_head 32"),
     ("--rate 0", "--rate must be above 0"),
     ("--rate 1 --clients 2", "exclude each other"),
     ("--input 5:2", "--input 5:2: use N or LOW:HIGH"),
     ("--lengths none.txt", "No such file"),
     ("--stage naive --requests 4000", "the GPU's 80 GiB have room for 1.*,[0-9]+$"),
-    ("--stage naive --requests 4000 --max_batch 4000", "lower --max_batch"),
     (f"{SMALL} --pages 100000", "hold 25,344 tokens, .* room for 6,519: lower --pages"),
     (f"{SMALL} --page_size 4000 --gpu 312,2039,16.5", "hold 4,000 tokens, .* lower --page_size"),
-    (f"{SMALL} --stage ragged --max_kv_tokens 9999", "hold 9,999 .*: lower --max_kv_tokens"),
     (f"{SMALL} --stage ragged --max_kv_tokens 99999", "hold 25,188 .*: lower --max_kv_tokens"),
     (f"{SMALL} --stage dynamic", "hold 25,188 .*: lower --max_batch"),
-    ("--input 5000", "does not fit block_size 4096"),
-    ("--input 100000000000 --requests 1", "does not fit block_size 4096")])
+    ("--input 5000", "does not fit block_size 4096")])
 def test_bad_input_gets_one_line(line, message):
     with pytest.raises(ValueError, match=message) as error:
         run(line)
@@ -314,13 +291,9 @@ def test_a_static_batch_needs_room_for_its_rectangle(lengths, more, fits, tmp_pa
         run(line)
 
 
-def test_the_stages_own_flags_turn_cache_and_sharing_off(capsys):
+def test_a_stages_own_flag_turns_the_cache_off(capsys):
     assert run("--stage unbatched --no_cache --input 8 --output 3 --requests 2") == 0
     assert "stage: unbatched, no cache" in capsys.readouterr().out
-    for line, share in ("--no_share_prefixes", False), ("--share_prefixes", True):
-        assert s.stage_parser().parse_args([line]).share_prefixes is share
-    with pytest.raises(SystemExit):
-        run("--use_cache False")
 
 
 def test_answers_of_one_token_have_no_itl(tmp_path, capsys):
@@ -344,20 +317,15 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_si
 @pytest.mark.parametrize("config, message", [
     *(({**CONFIG, key: value}, f"{key} must be a whole number from 1 to 10.9, not {value!r:.60}")
       for key, value in (
-          ("num_attention_heads", 0), ("num_hidden_layers", 0), ("num_key_value_heads", 0),
-          ("num_hidden_layers", 2.5), ("vocab_size", "2000"), ("max_position_embeddings", "x"),
-          ("intermediate_size", -5), ("hidden_size", float("nan")), ("hidden_size", float("inf")),
-          ("head_dim", -1), ("hidden_size", 10**400))),
+          ("num_attention_heads", 0), ("num_hidden_layers", 2.5), ("vocab_size", "2000"),
+          ("head_dim", -1), ("hidden_size", float("nan")), ("hidden_size", 10**400))),
     ({**CONFIG, "max_position_embeddings": None}, "there is no 'max_position_embeddings' in it"),
     ({**CONFIG, "num_key_value_heads": 3}, "num_key_value_heads 3 must divide num_attention_heads"),
     ({**CONFIG, "hidden_size": 3}, "head_dim must be a whole number from 1"),
     ({**GPT2, "n_embd": 66}, "n_head 4 must divide n_embd 66"),
-    ({**GPT2, "n_layer": True}, "n_layer must be a whole number from 1 to 10.9, not True"),
-    ({**CONFIG, "model_type": "mixtral"}, "its architecture is 'mixtral', not one of gpt2, llama"),
     ({**CONFIG, "model_type": "bert"}, "its architecture is 'bert', not one of gpt2, llama"),
     ([], "not the config.json of a model"),
-    pytest.param("[" * 100_000, "not the config.json of a model", id="deep"),
-    pytest.param("1" * 5000, "not the config.json of a model", id="digits")])
+    pytest.param("[" * 100_000, "not the config.json of a model", id="deep")])
 def test_a_config_of_no_model_gets_one_line(config, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
@@ -366,14 +334,10 @@ def test_a_config_of_no_model_gets_one_line(config, message, tmp_path):
     assert "\n" not in str(error.value) and len(str(error.value)) < len(str(path)) + 160
 
 
-def test_a_config_with_defaults_and_a_small_vocabulary(tmp_path):
+def test_a_config_with_defaults(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, "model_type": "qwen3", "num_key_value_heads": None}))
     assert shape_of(str(path)).n_kv_head == 4
-    line = f"--model {path} --input 9 --output 2 --requests"
-    assert run(f"{line} 300") == 0
-    args = capacity.parser().parse_args(f"{line} 300 --rate 999 --router prefix".split())
-    assert capacity.run(args) == 0
     path.write_text(json.dumps({**GPT2, "n_inner": None}))
     assert shape_of(str(path)).ffn == 256
 
@@ -385,9 +349,6 @@ def test_a_model_from_its_config_and_a_gpu_from_three_numbers(tmp_path):
         "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
         "max_position_embeddings": 131072}))
     assert shape_of(str(path)) == LLAMA and gpu_of("312,2039,80").bandwidth == A100.bandwidth
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="there is no 'num_attention_heads' in it"):
-        shape_of(str(path))
 
 
 def test_capacity_prints_a_table_writes_it_and_refuses_half_a_question(capsys, tmp_path,
