@@ -161,12 +161,11 @@ def function_named(name):
 
 
 @contextmanager
-def swapped(function, changes, **names):
+def swapped(function, changes):
     """
     Changes a function's code for the `with` block, wherever it is called from.
 
     changes: [(old, new), ...]: each `old` must occur exactly once in its source, or ValueError
-    names:   further names that `new` uses
     """
     source, before = inspect.getsource(function), function.__code__
     for old, new in changes:
@@ -177,7 +176,6 @@ def swapped(function, changes, **names):
     # The class gives super() the same meaning as in the original; it is compiled, never run.
     module = compile("class _:\n" + textwrap.indent(textwrap.dedent(source), " "),
                      f"<{function.__qualname__}, changed>", "exec")
-    function.__globals__.update(names)
     body = next(filter(inspect.iscode, module.co_consts))   # of the class
     function.__code__ = next(code for code in filter(inspect.iscode, body.co_consts)
                              if code.co_name == function.__name__)
@@ -185,8 +183,6 @@ def swapped(function, changes, **names):
         yield
     finally:
         function.__code__ = before
-        for name in names:
-            del function.__globals__[name]
 
 
 def print_change(function, changes):

@@ -223,22 +223,6 @@ def test_full_pages_are_found_from_the_beginning_until_they_are_evicted_because_
     assert not pages.free and pages.find([7, 7]) == other[:1]
 
 
-class Counted(list):
-    """Counts the tokens that are read by slices."""
-    read = 0
-
-    def __getitem__(self, index):
-        self.read += index.stop - index.start
-        return super().__getitem__(index)
-
-
-def test_time_and_memory_of_a_prefix_are_linear_in_its_tokens():
-    pages, tokens = Pages(625, 16), Counted(range(10_000))
-    assert written(pages, tokens) == pages.find(tokens)
-    assert sum(len(tokens) for _, tokens in pages.published) == 10_000
-    assert tokens.read == 2 * 10_000 + 16   # published once, found once, and looked for in vain
-
-
 # --- nothing is left behind -----------------------------------------------------------------------
 
 def reachable(thing):

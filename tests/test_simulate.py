@@ -277,7 +277,6 @@ WIDE = [(3000, 1), (1, 3000)]   # together in a batch: too wide a rectangle
 
 @pytest.mark.parametrize("lengths, more, fits", [
     (WIDE, "", False), ([(1, 1), *WIDE, (1, 1)], "", True),   # neither batch has both
-    ([(1, 1), *WIDE, (1, 1)], "--rate 9", False),             # one may
     ([(1, 1), *WIDE, (1, 1)], "--clients 1", True)])
 def test_a_static_batch_needs_room_for_its_rectangle(lengths, more, fits, tmp_path):
     assert 2 * StaticBatch(prepare(workload(WIDE), MODELS["llama-2-7b"])).kv.capacity == 11_998
