@@ -87,7 +87,6 @@ def test_exit_status_1_if_a_request_is_wrong():
     ("--prompts missing.txt", "--prompts missing.txt: No such file"),
     ("--prompts toolbox/builtin/model.safetensors", "not a text file in UTF-8"),
     ("--prompt a --prompts b", "--prompt and --prompts"),
-    ("--prompts ''", "--prompts : No such file"),
     (f"--max_batch {10**20}", "--max_batch must be at most 9223372036854775807"),
     ("--prompt ''", "request 'r0': the prompt is empty"),
     (f"--prompt '{'word ' * 400}'", "request 'r0': .. 800 tokens .. block_size 256"),
@@ -97,7 +96,6 @@ def test_exit_status_1_if_a_request_is_wrong():
     ("--pages 3", "request 'r .. needs 6 pages of 16 tokens, pages is 3"),
     ("--temperature nan", "--temperature .. at least 0, not nan"),
     ("--top_p 0", "--top_p .. above 0 and at most 1, not 0.0"),
-    ("--arrival_rate nan", "--arrival_rate must be above 0, not nan"),
     ("--policy lifo", "--policy .. 'lifo'"),
     ("--device cuda", "--device cuda .. use cpu"), ("--device mps", "--device mps .. use cpu"),
     ("--plot x.docx", "--plot x.docx .. .png, .pdf, .svg"),
@@ -219,17 +217,6 @@ def test_preemption_by_flags(tmp_path):
     arrivals = [r["arrival"] for r in json.loads((tmp_path / "t.json").read_text())["requests"]]
     assert arrivals == sorted(arrivals)
     assert 10 < arrivals[-1] < 50   # twelve at 0.5 per step, a function of the seed
-
-
-def test_shared_pages_by_flags():
-    same = [part for i in range(4)
-            for part in ("--prompt", "# json.load\nRead a file, " + "x" * i)]
-    for flags, shared in ([], True), (["--share_prefixes"], True), (["--no_share_prefixes"], False):
-        code, out, err = run(generate_paged, "--quiet", "--page_size", 4, "--max_batch", 1,
-                             "--max_new_tokens", 3, *same, *flags)
-        assert code == 0 and "4/4 requests identical" in out
-        assert shared == bool(re.search(r"shared pages +[1-9]\d* found in the pool, "
-                                        r"[1-9]\d* tokens saved, \d+ evicted", out)), out
 
 
 def test_what_optimize_changes_does_not_check_itself(monkeypatch):

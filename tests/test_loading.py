@@ -9,7 +9,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,8 +24,6 @@ from hypothesis import strategies as st
 
 import toolbox.tokenizer
 from checks.check import Check
-from checks.toy import toy
-from checks.traps import broken
 from checks.xray import XRay
 from loading.load import decode, load, load_model
 from model import GPT, GPTConfig
@@ -102,7 +99,6 @@ BROKEN = [   # what is done to a folder, and what is said about it
     (edit_config(n_layer=5), "not a GPT-2 of 5 layers"),
     (edit_config(n_embd=64), "has shape"),
     (edit_config(n_head=3), "n_head 3"),
-    (edit_config(n_head=True), "n_head must be"),
     (edit_config(vocab_size=10**18), "its config.json: "),
     (edit_config(layer_norm_epsilon=1e-2), "layer_norm_epsilon 0.01 is not GPT-2's"),
     (add_weight("transformer.h.0.attn.c_attn.weight", torch.zeros(2, 3, 3)), "missing or unknown"),
@@ -268,24 +264,6 @@ def test_half_precision(dtype):
     assert not torch.equal(cos[0, 256], cos[0, 257])
 
 
-TOGETHER = [Request(prompt, 6) for prompt in ([1, 2, 3], [5, 1, 4, 4, 2, 8, 9, 1, 7], [6])]
-PAIRS = [*TOGETHER, Request([4, 5, 6, 7], 6), Request([4, 5], 6)]   # short prompts share a row
-
-
-@pytest.mark.parametrize("trap, stage, model, requests, caught", [
-    ("static column positions", "naive", toy(), TOGETHER, True),    # GPT-2's are absolute
-    ("static column positions", "naive", LLAMA, TOGETHER, False),   # only distances count,
-    ("column positions", "dynamic", LLAMA, TOGETHER, False),
-    ("column positions", "dynamic", LLAMA, mixed(), True),   # but padding changes under a key
-    ("column positions", "interleaved", LLAMA, mixed(), True),
-    ("positions that run on in a packed row", "prepacked", LLAMA, PAIRS, True),
-])
-def test_left_padding_and_rotary_positions(trap, stage, model, requests, caught):
-    wrong = pytest.raises(AssertionError) if caught else contextlib.nullcontext()
-    with broken(trap, show=False), wrong:
-        assert_contract(model, STAGES[stage], [replace(request) for request in requests])
-
-
 def test_the_cache_shrinks_with_the_key_heads():
     sizes = []
     for model in llama(n_kv_head=6), LLAMA:
@@ -365,14 +343,12 @@ def scaled(**change):
     (dict(model_type="mistral"), "sliding_window 4096 is not"),   # its default
     (dict(rope_parameters=dict(rope_type="yarn")), "not 'yarn'"),
     (dict(rope_scaling=dict(type="linear")), "not 'linear'"),   # by its old name
-    (dict(rope_scaling=LLAMA_31, rope_parameters=dict(type="yarn")), "not 'yarn'"),
     (dict(rope_scaling=LLAMA_31 | dict(type="default")), "not 'default'"),
     (dict(rope_parameters="x"), "config.json is not that of a supported llama"),
-    *((scaled(rope_theta=theta), "rope_theta must be a number above 0")
-      for theta in (0, -10, float("nan"))),
+    (scaled(rope_theta=float("nan")), "rope_theta must be a number above 0"),
     (scaled(rope_theta=10**400), "int too large to convert to float"),
     (scaled(factor=0), "rope_scaling (0.0, 1.0, 4.0, 16.0) must be numbers above"),
-    *((scaled(low_freq_factor=low), "low below high") for low in (4, 5)),
+    (scaled(low_freq_factor=4), "low below high"),
     (dict(rms_norm_eps=float("nan")), "norm_eps must be"),
     (dict(model_type="qwen2"), "not a qwen2 of 2 layers"),
     (dict(quantization_config={"bits": 4}), "quantization_config"),
@@ -419,8 +395,7 @@ WRONG = r"eos_token_id must be a token id or a list of them, not"
     ("</s>", [7, 1], 1), (None, 7, 7), (None, [7, 1], 7), (None, None, None),
     ("<|im_end|>", [7, 1], 7),   # not in the vocabulary
     (None, [], rf"{WRONG} \[\]"), (None, "x", f"{WRONG} 'x'"), (None, -1, f"{WRONG} -1"),
-    ({"x": 1}, 7, "eos_token must be a string .* not {'x': 1}"), (5, 7, "eos_token .* not 5"),
-    (["</s>"], 7, "eos_token must be")])
+    ({"x": 1}, 7, "eos_token must be a string .* not {'x': 1}"), (5, 7, "eos_token .* not 5")])
 def test_the_token_that_ends_an_answer(llamas, token, ids, expected):
     change_json(llamas / "config.json", eos_token_id=ids)
     change_json(llamas / "tokenizer_config.json", eos_token=token)

@@ -6,17 +6,15 @@ one (.item(), a mask in an `if`) fails there, as a layout would stall on a GPU.
 import pytest
 import torch
 from common import STAGES, toy
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cache import KV
 from generate_dynamic import Rectangle
 from generate_naive import StaticBatch
 from generate_paged import Paged
-from generate_prepacked import Packed, first_fit_decreasing, generate
+from generate_prepacked import Packed, generate
 from generate_ragged import Flat
 from generate_unbatched import Alone
-from model import GPT, GPTConfig, Head
+from model import GPT, GPTConfig
 from paging import Pages
 from request import Request, advance, prepare
 
@@ -80,13 +78,6 @@ def test_greedy_tokens_equal_their_generate_one_prompt_at_a_time(ours, theirs):
 
 
 # --- Head by itself -------------------------------------------------------------------------------
-
-def test_head_is_stateless():
-    head, (q, k, v) = Head(), torch.randn(3, 2, 5, 4)
-    first = head.train()(q, k, v)
-    assert all(torch.equal(a, b) for a, b in zip(first, head.eval()(q, k, v)))
-    assert not [*head.parameters(), *head.buffers()] and vars(head).keys() == vars(Head()).keys()
-
 
 def test_too_long_a_row_is_refused():
     with pytest.raises(ValueError, match="25 tokens do not fit block_size 24"):
@@ -159,18 +150,6 @@ def test_a_pass_stays_on_its_device_and_in_its_dtype(name, dtype):
 
 
 # --- the rows of stage 5 (claims P1 to P10 say more) ----------------------------------------------
-
-@settings(max_examples=100)
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40))
-def test_no_prompt_would_have_fitted_into_an_earlier_row(lengths):
-    size = max(lengths)
-    bins = first_fit_decreasing(lengths, size)
-    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
-    full = [sum(lengths[i] for i in members) for members in bins]
-    assert max(full) <= size and len(bins) >= -(-sum(lengths) // size)
-    for b, members in enumerate(bins):
-        assert all(earlier + min(lengths[i] for i in members) > size for earlier in full[:b])
-
 
 def test_dataset_packing_chooses_which_requests_to_admit_together():
     """16 prompts, 8 and 1 tokens in turn: row by row, 8 at a time make full rows."""

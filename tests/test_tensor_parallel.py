@@ -12,19 +12,16 @@ import socket
 import sys
 import time
 import weakref
-from collections import Counter
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import BLOCK_SIZE, SCHEDULED, STAGES, assert_contract, knobs_of, toy
+from common import STAGES, assert_contract, mixed, toy
 
 import command_line
 from beyond import tensor_parallel
-from beyond.fairness import SCHEDULERS
 from beyond.tensor_parallel import shard
-from request import Request
 
 EVEN = dict(n_head=4, n_embd=16)
 NAME = "python -m beyond.tensor_parallel: "
@@ -93,25 +90,13 @@ def assert_right(number, work):
     assert [status for status, *_ in on_ranks(number, in_group, work)] == [0] * number
 
 
-# --- the contract ---------------------------------------------------------------------------------
-
-def workload():   # prompts of 1 to 18 tokens, which begin alike
-    return [Request([*range(9 - i), *[i] * (2 * i + 1)], 9 - i, i % 2, seed=i, name=f"r{i}",
-                    arrival=i // 5 * 3, priority=i % 2) for i in range(9)]
-
+# --- the contract (with any workload and pressure: test_contract.py) ------------------------------
 
 def every_stage_is_right():
     whole = toy(**EVEN)
-    model, counts = shard(copy.deepcopy(whole)), Counter()
-    for stage, generate in STAGES.items():
-        # at last so few pages that requests are preempted and computed again
-        for more in {}, dict(max_kv_tokens=BLOCK_SIZE + 3, pages=BLOCK_SIZE // 3 + 1, page_size=3,
-                             policy=SCHEDULERS["priority"]):
-            knobs = knobs_of(stage, max_batch=4, token_budget=6, **more)
-            counts.update(assert_contract(model, generate, workload(), whole=whole, **knobs).counts)
-            if stage not in SCHEDULED:
-                break
-    assert counts["preemptions"] > 0 and counts["shared_pages"] > 0
+    model = shard(copy.deepcopy(whole))
+    for generate in STAGES.values():
+        assert_contract(model, generate, mixed(), whole=whole)
     share = 16 // dist.get_world_size()
     for block in model.h:
         for part, shape in ((block.attn.key, (share, 16)), (block.attn.c_proj, (16, share)),
@@ -130,7 +115,7 @@ def uneven_is_refused_and_optimize_works():
             shard(toy(**config))
     whole = toy(dtype=torch.float32, **EVEN)
     for model in shard(copy.deepcopy(whole)).optimize(), shard(copy.deepcopy(whole).optimize()):
-        assert_contract(model, STAGES["ragged_varlen"], workload(), whole=whole, tolerance=1e-4)
+        assert_contract(model, STAGES["ragged_varlen"], mixed(), whole=whole, tolerance=1e-4)
 
 
 def test_uneven_heads_are_refused_and_optimize_works_in_either_order():
