@@ -135,7 +135,8 @@ def test_the_best_peer_is_the_fastest_and_no_stage():
 
 @pytest.mark.parametrize("flags, word", [
     ("nix", "ladder"), ("bench --systems nix", "ragged"), ("bench --peer-python x=y", "NAME=PATH"),
-    ("rows --plot x.gif", ".png"), ("rows --json no/x.json", "--json no/x.json"), ("rows --jso", "--jso"),
+    ("rows --plot x.gif", ".png"), ("rows --json no/x.json", "--json no/x.json"),
+    ("rows --jso", "--jso"),
     ("ladder --repeats 0", "--repeats"), ("gaps --model nix", "nix"),
     ("bench --models nix", "folder"), ("train --steps 0", "--steps"),
     ("train --out README.md", "--out")])
