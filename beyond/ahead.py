@@ -11,12 +11,11 @@ Elsewhere host and device take turns, and the device is idle while the host samp
 
 A plan depends on how many tokens there are, hardly on which. So pass t + 1 is laid out with a
 *hole* for each token that pass t will give, and the device fills the holes from its own memory.
-A stop token is known too late: a request that ends with pass t is in pass t + 1, which costs a row.
-(AsyncScheduler in vLLM; continuous_async in transformers.)
-
-The device runs passes in order. So what is freed under a queued pass may be given away: its next
-owner writes later. But pages are published only if the request still holds their block table. (On
-CUDA, the layouts' copies still wait for the device: pinned memory would come next.)
+A stop token is known too late: a request that ends with pass t costs a row of pass t + 1. (vLLM:
+AsyncScheduler; transformers: continuous_async.) The device runs passes in order. So what is freed
+under a queued pass may be given away: its next owner writes later. But pages are published only if
+the request still holds their block table. On CUDA this overlaps little yet: the layouts' copies
+wait for the device until they use pinned memory.
 
     python -m beyond.ahead [HOST_MS]     what it gains, calculated
 """

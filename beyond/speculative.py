@@ -9,11 +9,11 @@ guesses K tokens, and the ragged pass computes them in one chunk, all of whose l
 
 An accepted guess is a decode whose pass has already been made. So sample, update and record take
 rounds, and a request takes part while its guesses are right. A rejected row draws no random number.
-Keys beyond `computed` are never read: nothing is rolled back. Rejection sampling accepts a guess
-with its probability p. Here the request draws its token as always. The draw equals the guess with
-probability p, too, and otherwise it is already the right token.
+Keys beyond `computed` are never read: nothing is rolled back. A guess is what followed the latest
+tokens when they last occurred (prompt lookup, Saxena 2023).
 
-A guess is what followed the latest tokens when they last occurred (prompt lookup, Saxena 2023).
+Rejection sampling accepts a guess with its probability p. Here the request's own draw equals the
+guess as often, and otherwise it is already the right token.
 
     python -m beyond.speculative [MODEL PROMPTS]    docs/guessing.md: passes saved, and their price
 """
@@ -116,7 +116,7 @@ if __name__ == "__main__":
         trace = generate(model, requests, batch, guesses=k)
         print(f"batch {batch}, temperature {t}, K = {k}: {len(trace.passes)} passes")
     gpu, shape = gpu_of("a100"), shape_of("llama-2-7b")
-    for batch in 1, 8, 32, 64, 256:   # with 512 keys, and at least one sampled token each
-        one, five = [shape.seconds(gpu, shape.parts(n, n, 512 * n, 512 * batch), n, batch)
-                     for n in (batch, 5 * batch)]
-        print(f"Llama 2 7B, A100, calculated: batch {batch}, K = 4: a pass x {five / one:.2f}")
+    for n in 1, 8, 32, 64, 256:   # requests with 512 keys, and at least one sampled token each
+        one, five = [shape.seconds(gpu, shape.parts(r, r, 512 * r, 512 * n), r, n)
+                     for r in (n, 5 * n)]
+        print(f"Llama 2 7B, A100, calculated: batch {n}, K = 4: a pass x {five / one:.2f}")
