@@ -110,7 +110,7 @@ class PagedScheduler(Scheduler):
         super().add(request)
 
     def schedule(self, step):
-        """As Scheduler.schedule; but first, who has filled its pages gets another one."""
+        """As Scheduler.schedule; but first, a request that has filled its pages gets another."""
         for request in list(self.running):
             need = self.pages.needed(request.computed + request.todo)   # for all its tokens
             while request in self.running and len(request.block_table) < need:
