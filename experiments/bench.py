@@ -38,7 +38,7 @@ FLAGS = {
     "--workloads": dict(nargs="+", choices=WORKLOADS, default=[*WORKLOADS],
                         help="W1 mixed, W2 prefill, W3 decode"),
     "--systems": dict(nargs="+", metavar="WORD",
-                      help="only systems whose name contains one of these words"),
+                      help="only these systems, or those whose name contains one of these words"),
     "--repeats": dict(type=int, default=3, metavar="N",
                       help="runs of each system, in turn; their medians count"),
     "--peer-python": dict(nargs="+", metavar="NAME=PATH", default=[],
@@ -148,12 +148,12 @@ def figures_of(runs, reference):
 
 def measure(args, device, dtype):
     """All stages and their peers, on the same weights and requests: a result for each workload."""
-    pythons, ours = peer_pythons(args.peer_python), our_systems(None, None)
-    chosen = [name for name in (*ours, *PEERS)
-              if not args.systems or any(word in name for word in args.systems)]
+    pythons, systems = peer_pythons(args.peer_python), [*our_systems(None, None), *PEERS]
+    chosen = [name for name in systems if not args.systems or name in args.systems
+              or any(word in name for word in args.systems if word not in systems)]
     if not chosen:
         raise ValueError(f"--systems {' '.join(args.systems)}: no system has such a name; choose "
-                         f"words from: {', '.join((*ours, *PEERS))}")
+                         f"words from: {', '.join(systems)}")
     for name in args.models:
         if name not in MODELS and not os.path.isdir(name):
             raise ValueError(f"--models {name}: use {', '.join(MODELS)} or a folder")

@@ -159,7 +159,7 @@ class Snapshot(nn.Module):
         with native.LOCK:
             done = native.library().step(
                 self.weights.of_model, self.weights.of_layers, *stream, N, native.numbers(pieces),
-                len(layout.plan), logits.data_ptr(), torch.get_num_threads(), native.SECONDS)
+                len(layout.plan), logits.data_ptr(), torch.get_num_threads())
         if done < N:   # the model says so in torch's words
             raise ValueError("the model does not have these tokens or positions")
         return logits.view(*places.shape, V)

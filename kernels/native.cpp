@@ -362,17 +362,22 @@ static void attend(const float* q, float* out, i64 heads, i64 group, i64 size, c
     float scale = 1 / std::sqrt(float(size));
     i64 row = heads * size;
     i64 together = std::max<i64>(1, requests * heads / (8 * omp_get_num_threads()));
+    // In the order in which keys lie: a cache in one piece has its heads side by side, a pool has
+    // the pages of one head. What the processor fetches beyond a page is then needed soon.
+    bool pool = pieces[0].page < pieces[0].slots;
     #pragma omp for schedule(dynamic, together) nowait
     for (i64 item = 0; item < requests * heads; item++) {
-        const Piece& p = pieces[item / heads];
-        i64 head = item % heads / group;
+        const Piece& p = pieces[pool ? item % requests : item / heads];
+        const Piece& following = pieces[pool ? (item + 1) % requests : item / heads];
+        i64 h = pool ? item / requests : item % heads, head = h / group;
         Cache keys = cache_of(p, p.keys[layer], size, head);
         Cache values = cache_of(p, p.values[layer], size, head);
         i64 skip = last ? p.n - p.wanted : 0, n = p.n - skip;
-        i64 at = (p.first + skip) * row + item % heads * size;
-        uintptr_t next = place(keys[0], p.slots * size);   // a head's slots lie behind another's
+        i64 at = (p.first + skip) * row + h * size;
+        uintptr_t next = place(cache_of(following, following.keys[layer], size, head)[0],
+                               pool ? 0 : p.slots * size);   // the next head's
         if (n == 1) {   // one token: a group's heads together, so that its keys are read once
-            if (item % group == 0)
+            if (h % group == 0)
                 attention(q + at, out + at, size, keys, values, next, p.start + skip, group, 0,
                           scale, room);
         } else if (n > 0)
@@ -424,7 +429,6 @@ struct Layer {
     Norm q_norm, k_norm, ln_2;
     Matrix c_gate, c_fc, c_proj_2;
 };
-enum Part { BLOCKS, ATTENTION, NORMS, VOCABULARY };   // of a step's time
 struct Model {
     i64 layers, heads, group, size, C, hidden, vocabulary, positions;   // group: see attend
     const float *wte, *wpe, *frequencies, *eps;   // frequencies: radians per position, of each pair
@@ -443,11 +447,11 @@ void multiply(const float* x, const float* packed, const float* bias, float* y,
     linear(x, {packed, bias}, y, m, k, n, with_gelu ? GELU : NOTHING);
 }
 
-// A forward pass of N tokens. logits: (wanted, vocabulary). seconds: of each Part, added up. Returns N;
-// or, before anything is written, the first token whose id or position is beyond the embeddings.
+// A forward pass of N tokens. logits: (wanted, vocabulary). Returns N; or, before anything is written,
+// the first token whose id or position is beyond the embeddings.
 // One pass at a time: all use the same room.
 i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* positions, i64 N,
-          const Piece* pieces, i64 requests, float* logits, i64 threads, double* seconds) {
+          const Piece* pieces, i64 requests, float* logits, i64 threads) {
     static std::vector<float> room;
     const Model& M = *model;
     for (i64 r = 0; r < N; r++)
@@ -460,13 +464,6 @@ i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* 
     float* x = (float*)((uintptr_t(room.data()) + 4 * LINE - 1) / (4 * LINE) * (4 * LINE));
     float *y = x + N * C, *q = y + N * std::max(C, Q), *k = q + N * Q, *v = k + N * K;
     float *h = v + N * K, *gate = h + N * H, *turns = gate + N * H, eps = *M.eps;
-    double since = omp_get_wtime();
-    auto spent_on = [&](Part part) {   // the first thread's time since the last call
-        if (omp_get_thread_num()) return;
-        double now = omp_get_wtime();
-        seconds[part] += now - since;
-        since = now;
-    };
     #pragma omp parallel num_threads(threads) firstprivate(m)
     {
         #pragma omp for schedule(static)
@@ -487,12 +484,10 @@ i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* 
             const Layer& layer = layers[i];
             bool last = i == M.layers - 1;
             normalise(x, y, layer.ln_1, m, C, eps);
-            spent_on(NORMS);
             linear(y, layer.query, q, m, C, Q);
             linear(y, layer.key, k, m, C, K);
             linear(y, layer.value, v, m, C, K);
             #pragma omp barrier
-            spent_on(BLOCKS);
             if (M.frequencies) {
                 turn(q, layer.q_norm, turns, N, M.heads, size, eps);
                 turn(k, layer.k_norm, turns, N, kv_heads, size, eps);
@@ -512,24 +507,18 @@ i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* 
                 m = 0;
                 for (i64 p = 0; p < requests; p++) m += pieces[p].wanted;
             }
-            spent_on(ATTENTION);
             linear(y, layer.c_proj, x, m, Q, C, ADD);
             #pragma omp barrier
-            spent_on(BLOCKS);
             normalise(x, y, layer.ln_2, m, C, eps);
-            spent_on(NORMS);
             if (layer.c_gate.packed) linear(y, layer.c_gate, gate, m, C, H);
             linear(y, layer.c_fc, h, m, C, H, layer.c_gate.packed ? GATE : GELU, gate);
             #pragma omp barrier
             linear(h, layer.c_proj_2, x, m, H, C, ADD);
             #pragma omp barrier
-            spent_on(BLOCKS);
         }
         normalise(x, y, M.ln_f, m, C, eps);
-        spent_on(NORMS);
         linear(y, M.head, logits, m, C, M.vocabulary);
         #pragma omp barrier
-        spent_on(VOCABULARY);
     }
     return N;
 }

@@ -17,9 +17,7 @@ from threading import Lock
 import torch
 from torch.nn import functional as F
 
-PARTS = "blocks' multiplications", "attention", "norms", "vocabulary"
-SECONDS = (ctypes.c_double * len(PARTS))()   # what all steps so far have spent on each
-LOCK = Lock()   # one step at a time: they share working memory, clocks and the processor's cores
+LOCK = Lock()   # one step at a time: they share working memory and the processor's cores
 
 SOURCE = Path(__file__).with_name("native.cpp")
 COMPILER = os.environ.get("CXX") or "g++"
@@ -48,7 +46,7 @@ def library():
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     loaded.panel_width.restype, loaded.multiply.restype, loaded.step.restype = number, None, number
     loaded.multiply.argtypes = [*[pointer] * 4, *[number] * 5]
-    loaded.step.argtypes = [*[pointer] * 4, number, pointer, number, pointer, number, pointer]
+    loaded.step.argtypes = [*[pointer] * 4, number, pointer, number, pointer, number]
     return loaded
 
 

@@ -185,7 +185,7 @@ WRONG = {   # what stands in native.cpp, and what gives other numbers
     "unscaled scores": ("scale = 1 / std::sqrt(float(size));", "scale = 1;"),
     "another activation": ("part[j] = gelu(part[j])", "part[j] *= gelu(1)"),
     "no gate": ("part[j] *= silu(by[j]);", "part[j] += silu(by[j]);"),
-    "another head's keys": ("item % heads / group;", "item % (heads / group);"),
+    "another head's keys": ("head = h / group;", "head = h % (heads / group);"),
     "angles of places in the stream": ("float(positions[r]) * M", "float(r) * M"),
     "turned the other way": ("b[i] * cos[i] + from * sin[i]", "b[i] * cos[i] - from * sin[i]"),
     "no norm of a head": ("if (norm.weight) normalise(a, a", "if (false) normalise(a, a")}
