@@ -5,6 +5,7 @@ import random
 
 from request import Request
 from toolbox.tokenizer import BUILTIN
+from toolbox.validate import one_line
 
 PROMPTS = BUILTIN / "prompts.txt"
 # the keys that a line of a .jsonl file may have
@@ -38,12 +39,8 @@ def read_prompts(path):
 
 
 def parse_line(line, where):
-    try:
+    with one_line(f"{where}: not JSON"):
         entry = json.loads(line)
-    except (ValueError, RecursionError) as error:   # ValueError: also of a number too long
-        reason = ("nested too deeply" if isinstance(error, RecursionError)
-                  else getattr(error, "msg", "a number has too many digits"))
-        raise ValueError(f"{where}: not JSON ({reason})") from None
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
         raise ValueError(f"{where}: not an object whose \"prompt\" is a string")
     if unknown := sorted(entry.keys() - set(KEYS)):
