@@ -16,6 +16,7 @@ So each token is judged given the stage's own tokens before it. The verdict on a
     WRONG        anything else
 """
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -37,7 +38,7 @@ class Verdict:
 
 class Check:
     def __init__(self, model, requests, exact=None):   # exact: the model to equal bit for bit
-        self.model, self.exact, self.flips = model, exact, ties.Flips(model)
+        self.model, self.exact = model, exact
         self.asked = {request: replace(request) for request in requests}    # as it came in
         self.told = {request: [] for request in self.asked}                 # [(token, logits), ...]
 
@@ -88,10 +89,17 @@ class Check:
                 return f"token {i} is not what its own logits and random number give"
             if sample(alone[None], [for_reference]) != [token]:
                 flipped[i] = stage
-        for excused, sentence in self.flips.judge(asked, tokens, flipped, reference):
+        if not flipped:
+            return
+        again = self.wider and ties.run_alone(self.wider, asked.prompt, tokens)
+        for excused, sentence in ties.judge(asked, tokens, flipped, reference, again):
             if not excused:
                 return sentence
             verdict.verdict, verdict.detail = "near-tie", sentence
+
+    @cached_property
+    def wider(self):   # made only if a token flips
+        return ties.in_wider_dtype(self.model)
 
 
 def summary(verdicts):

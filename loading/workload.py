@@ -2,6 +2,7 @@
 import json
 import math
 import random
+from pathlib import Path
 
 from request import Request
 from toolbox.tokenizer import BUILTIN
@@ -18,14 +19,8 @@ def read_prompts(path):
     A list of dicts with "prompt" and possibly other keys of KEYS. A text file holds prompts
     separated by blank lines; in a file whose name ends in .jsonl, each line is a JSON object.
     """
-    try:
-        # universal newlines; the -sig drops a byte order mark
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
-    except OSError as error:
-        raise ValueError(f"--prompts {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"--prompts {path}: not a text file in UTF-8") from None
+    with one_line(f"--prompts {path}"):
+        text = Path(path).read_text(encoding="utf-8-sig")   # -sig drops a byte order mark
     if str(path).endswith(".jsonl"):
         prompts = [parse_line(line, f"--prompts {path}, line {i}")
                    for i, line in enumerate(text.splitlines(), 1) if line.strip()]

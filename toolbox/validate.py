@@ -17,8 +17,8 @@ def one_line(what):
         yield
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        said = " ".join(f"{kind}{error}".split())
-        raise ValueError(f"{what}: {said:.300}") from None
+        said = str(getattr(error, "strerror", None) or f"{kind}{error}")   # "No such file ..."
+        raise ValueError(f"{what}: {' '.join(said.split()):.300}") from None
 
 
 def check_request(request):

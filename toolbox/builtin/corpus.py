@@ -10,7 +10,6 @@ documents:
 The text differs slightly between Python versions, which is why the trained files are committed.
 """
 import ast
-import inspect
 import re
 import sysconfig
 from pathlib import Path
@@ -31,14 +30,12 @@ def topics():
     """The language reference that pydoc includes: prose paragraphs only, no code, no tables."""
     from pydoc_data.topics import topics as pages
     for name in sorted(pages):
-        seen = set()
         for paragraph in re.split(r"\n\s*\n", pages[name]):
             prose = " ".join(paragraph.split())
             letters = sum(c.isalpha() or c == " " for c in prose)
             # indented paragraphs, and those full of symbols, are code, tables or grammar rules
             is_code = paragraph.startswith((" ", "+", "|", "*")) or letters <= 0.85 * len(prose)
-            if not is_code and len(prose) > 60 and prose not in seen:
-                seen.add(prose)
+            if not is_code and len(prose) > 60:
                 yield name, prose
 
 
@@ -61,7 +58,7 @@ def docstrings():
 def walk(node, name):
     text = ast.get_docstring(node)
     if text:
-        yield name, inspect.cleandoc(text)
+        yield name, text
     for child in node.body:
         if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from walk(child, f"{name}.{child.name}")
