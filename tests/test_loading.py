@@ -159,11 +159,6 @@ def test_no_network_is_one_clear_line(monkeypatch):
         GPT.from_pretrained("gpt2")
 
 
-def test_a_token_that_the_tokenizer_does_not_have_is_shown_as_a_replacement():
-    """A model's vocabulary may be padded beyond its tokenizer's."""
-    assert decode(TOKENIZER, TOKENIZER.encode("été ☕") + [5000]) == "été ☕\ufffd"
-
-
 # --- Llama's architecture -------------------------------------------------------------------------
 
 SIZES = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=20, num_hidden_layers=2,
@@ -207,6 +202,7 @@ def test_logits_are_those_of_transformers(family, monkeypatch, tmp_path):
     size = "5GB" if model.config.tie_word_embeddings else "10KB"
     model.save_pretrained(tmp_path, max_shard_size=size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "10KB")
+    (tmp_path / "consolidated.safetensors").touch()   # the same once more, as Mistral writes it
     ours, tokens = load_model(tmp_path, torch.float64), torch.randint(VOCAB, (3, BLOCK_SIZE))
     with torch.inference_mode():
         expected, logits = model(tokens).logits, ours(tokens)

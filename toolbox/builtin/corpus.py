@@ -10,6 +10,7 @@ documents:
 The text differs slightly between Python versions, which is why the trained files are committed.
 """
 import ast
+import inspect
 import re
 import sysconfig
 from pathlib import Path
@@ -58,7 +59,7 @@ def docstrings():
 def walk(node, name):
     text = ast.get_docstring(node)
     if text:
-        yield name, text
+        yield name, inspect.cleandoc(text)
     for child in node.body:
         if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from walk(child, f"{name}.{child.name}")
