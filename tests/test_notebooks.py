@@ -225,8 +225,8 @@ def test_an_exercise_says_what_goes_wrong_in_a_run(name, old, new, sentence, cap
 
 def test_all_claims_are_tested():
     import test_claims
-    rows = re.findall(r"^\| ([HRPI]\d+) \| (.+) \| (.+) \| `(\w+)` \| `(\w+)` \|$",
+    rows = re.findall(r"^\| ([HRPI]\d+) \| (.+) \| (.+) \| `(\w+)` \|$",
                       (ROOT / "docs" / "sources.md").read_text(encoding="utf-8"), re.M)
     assert len({claim for claim, *_ in rows}) == len(rows) == 37
-    for claim, *_, test in rows:
-        assert test.startswith(f"test_{claim}_") and callable(getattr(test_claims, test))
+    for claim, *_ in rows:
+        assert any(name.startswith(f"test_{claim}_") for name in vars(test_claims)), claim
