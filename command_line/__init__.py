@@ -21,7 +21,7 @@ from loading.workload import PROMPTS, make_requests, read_prompts
 from toolbox import flags
 from toolbox.tokenizer import use_chat_template
 from views import plots
-from views.progress import Progress
+from views.progress import progress
 from views.report import report, write_trace
 
 
@@ -48,7 +48,7 @@ def run_stage(generate, args, shard=None):
         check = Check(plain, requests, exact=model if args.optimize and not shard else None)
     has = inspect.signature(generate).parameters
     budget = knobs.get("token_budget") or getattr(has.get("token_budget"), "default", None)
-    shown = nullcontext() if args.quiet else Progress(model, requests, budget)
+    shown = nullcontext() if args.quiet else progress(model, requests, budget)
     try:
         with shown:
             trace = generate(model, requests, on_token=check and check.on_token, **knobs)
