@@ -3,7 +3,6 @@ Every lesson about time on GPUs, calculated by beyond/simulate.py: nothing here 
 
     python -m experiments gpu --json experiments/results/gpu.json     ten minutes
 """
-import bisect
 import inspect
 import random
 import sys
@@ -14,7 +13,6 @@ from statistics import mean
 from beyond import published
 from beyond import simulate as s
 from beyond.arrivals import workload as requests_from
-from beyond.capacity import Load, serve
 from beyond.hardware import GPUS, MODELS
 from experiments import results
 from experiments.bench import KNOBS, workload
@@ -75,20 +73,7 @@ def fitting():
     return found
 
 
-def capacity(limit, budget):
-    """The most requests a second with an ITL p99 of at most `limit` ms: 1,730 in, 256 out."""
-    def bad(quarters):
-        load = Load(quarters / 4, "1730", "256", 200)
-        f = serve(MODELS["mistral-7b"], GPUS["a100"], load, 1, "least-loaded", token_budget=budget)
-        return f["itl_ms"].percentile(99) > limit or f["verdict"] != "keeps up"
-
-    return bisect.bisect_left(range(1, 64), True, key=bad) / 4   # below 16 a second, by halving
-
-
 PARTS = {"ladder": ladder, "curve": curve, "fitting": fitting,
-         "capacity": lambda: {f"{limit} ms": {budget: capacity(limit, budget)
-                                              for budget in (512, 2048, 10**6)}
-                              for limit in (100, 500)},
          "published": lambda: published.compare(s.figures_of)}
 FLAGS = {"--json": dict(metavar="FILE.json", help="write the figures")}
 
@@ -117,16 +102,6 @@ def ladder_table(found):
         [stage, *(f"{stages[stage]['tokens_per_s']:,.0f}" for stages in gpus.values()),
          f"{f['ttft_ms']['mean']:,.0f} ms", f"{f['itl_ms']['p99']:,.0f} ms",
          f"{f['passes']:,}", f"{f['useful']:.0%}"] for stage, f in gpus["a100"].items()])
-
-
-def capacity_table(found):
-    rows = []
-    for limit, rates in found["capacity"].items():
-        *budgets, whole = rates.values()
-        rows.append([limit, *(f"{rate:.1f} requests/s" for rate in rates.values()),
-                     f"{max(budgets) / whole:.1f}" if whole else "–"])
-    return table(["ITL p99 below", "budget 512", "budget 2,048", "whole prompts", "best / whole"],
-                 rows)
 
 
 def memory_table(found):

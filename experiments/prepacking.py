@@ -91,26 +91,23 @@ def prefill(model, method, lengths, k):
     return seconds, slots
 
 
-def time_methods(model, lengths, k, repeats):
-    """{method: milliseconds of prefill per prompt, share of useful slots}; medians."""
-    runs = results.in_turn(METHODS, lambda method: prefill(model, method, lengths, k), repeats)
-    return {method: {
-        "prefill_ms": statistics.median(seconds for seconds, _ in taken) / len(lengths) * 1e3,
-        "useful": sum(lengths) / taken[0][1]} for method, taken in runs.items()}
-
-
 def speedup(by, method):
     return by["full batching"]["prefill_ms"] / by[method]["prefill_ms"]
 
 
 def measure(args, device, dtype):
     """The prepacking paper's experiments (source P), and ragged batching beside its methods."""
-    kinds = {kind: lengths_of(kind, 32 if args.quick else 64) for kind in KINDS}
-    repeats = 1 if args.quick else 3
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=CONTEXT, n_layer=2, n_head=6, n_embd=384)).to(device, dtype)
-    return {"lengths": kinds, "kinds": {kind: time_methods(model, lengths, 16, repeats)
-                                        for kind, lengths in kinds.items()}}
+    kinds = {kind: lengths_of(kind, 32 if args.quick else 64) for kind in KINDS}
+    found = {}
+    for kind, lengths in kinds.items():
+        runs = results.in_turn(METHODS, lambda method: prefill(model, method, lengths, k=16),
+                               1 if args.quick else 3)
+        found[kind] = {method: {   # milliseconds per prompt, share of useful slots
+            "prefill_ms": statistics.median(seconds for seconds, _ in taken) / len(lengths) * 1e3,
+            "useful": sum(lengths) / taken[0][1]} for method, taken in runs.items()}
+    return {"lengths": kinds, "kinds": found}
 
 
 def table(result):

@@ -24,7 +24,6 @@ TABLES = {   # a table's name: the function that makes it, or several; the resul
     "bench": (lambda *found: [*map(bench.table, found)], "bench"),
     "gpu ladder": (gpu.ladder_table, "gpu"),
     "gpu published": (gpu.published_table, "gpu"),
-    "gpu capacity": (gpu.capacity_table, "gpu"),
     "gpu memory": (gpu.memory_table, "gpu")}
 
 

@@ -1,6 +1,6 @@
 """
 What the source documents state about batching, claim by claim. Each test is named after its claim;
-those that only count the slots and scores of a pass are lines of COUNTS.
+those that only count the slots and scores of passes are lines of COUNTS and RUNS.
 """
 import itertools
 import math
@@ -109,11 +109,32 @@ def test_counts(claim, layout, pasts, prompts, pads, scores, padded_keys):
     assert (cost["score_entries"], cost.get("padded_keys", 0)) == (scores, padded_keys)
 
 
+RUNS = [   # claim, stage, prompt and answer of each request, knobs; a count, its value in each pass
+    # with a cache, n keys and values instead of n x n; one of each is new
+    ("H4", "no_cache", [(10, 8)], {}, "score_entries", [n * n for n in range(10, 18)]),
+    ("H4", "no_cache", [(10, 8)], {}, "recomputed", [0, *range(10, 17)]),
+    ("H4", "unbatched", [(10, 8)], {}, "score_entries", [100, *range(11, 18)]),
+    ("H4", "unbatched", [(10, 8)], {}, "recomputed", [0] * 8),
+    ("H6", "chunked", [(7, 1)], {"token_budget": 4}, "useful", [4, 3]),   # 7 / 4 chunks, rounded up
+    ("H8", "naive", [(3, 2), (3, 5), (3, 10)], {}, "finished_slots", [0] * 2 + [1] * 3 + [2] * 5),
+    ("H8", "dynamic", [(3, 2), (3, 5), (3, 10)], {}, "finished_slots", [0] * 10),
+    ("R3", "ragged_mask", [(10, 1), (30, 1)], {}, "score_entries", [1600]),
+    ("R3", "ragged_mask", [(10, 1), (30, 1)], {}, "useful_scores", [520])]
+
+
+@pytest.mark.parametrize("claim, stage, sizes, knobs, count, expected", RUNS)
+def test_runs(claim, stage, sizes, knobs, count, expected):
+    requests = [Request([(7 * i + j) % VOCAB for j in range(n)], new, name=f"r{i}")
+                for i, (n, new) in enumerate(sizes)]
+    passes = STAGES[stage](MODEL, requests, **knobs).passes
+    assert [getattr(p, count) for p in passes] == expected
+
+
 def test_every_claim_of_the_documents_is_tested():
     claims = re.findall(r"^\| ([HRPI]\d+) \| .+ \| .+ \| `\w+` \|$",
                         (ROOT / "docs" / "sources.md").read_text(encoding="utf-8"), re.M)
-    tested = re.findall(r"test_([HRPI]\d+)_", " ".join(globals())) + [row[0] for row in COUNTS]
-    assert len(claims) == 37 and {*claims} == {*tested}
+    tested = re.findall(r"_([HRPI]\d+)(?=_)", " ".join(globals()))
+    assert len(claims) == 37 and {*claims} == {*tested, *(row[0] for row in COUNTS + RUNS)}
 
 
 # --- H: continuous batching, from first principles ------------------------------------------------
@@ -150,15 +171,6 @@ def test_H3_the_last_token_never_changes_earlier_ones_and_only_its_logits_are_ne
     assert close(MODEL(tokens, wanted=(slice(None), -1)), logits[:, -1])
 
 
-def test_H4_with_a_cache_token_n_plus_1_costs_n_instead_of_n_squared():
-    without, with_cache = (STAGES[stage](MODEL, ready(10)).passes
-                           for stage in ("no_cache", "unbatched"))
-    for n, a, b in zip(range(11, 18), without[1:], with_cache[1:]):
-        # n keys and values, or one of each
-        assert (a.shape, a.score_entries, a.recomputed) == ((1, n), n * n, n - 1)
-        assert (b.shape, b.score_entries, b.recomputed) == ((1, 1), n, 0)
-
-
 def test_H5_cache_size_per_token():
     request, = ready(20)
     run(Flat([(request, 20)]))
@@ -186,8 +198,6 @@ def test_H6_chunked_prefill_gives_the_same_logits_and_cache_for_any_split(layout
             assert len(logits) == (b == 7)
         assert close(logits, expected)
         assert same_cache(request, in_one, 7)
-    trace = STAGES["chunked"](MODEL, ready(7, new=1), token_budget=4)            # n = 7, m = 4
-    assert [p.useful for p in trace.passes] == [4, 3] and len(trace.passes) == math.ceil(7 / 4)
 
 
 def test_H7_left_padding_so_that_the_next_token_comes_from_the_rightmost_column():
@@ -199,16 +209,6 @@ def test_H7_left_padding_so_that_the_next_token_comes_from_the_rightmost_column(
     assert batch.positions[:, -1].tolist() == [2, 8, 4]
     for row, request in zip(run(batch), requests):
         assert close(row, alone(MODEL, request)[1][0])
-
-
-def test_H8_static_batches_waste_every_step_of_a_finished_row():
-    def requests():
-        return [Request([1, 2, 3], new, name=f"r{new}") for new in (2, 5, 10)]
-
-    naive, dynamic = STAGES["naive"](MODEL, requests()), STAGES["dynamic"](MODEL, requests())
-    assert sum(p.finished_slots for p in naive.passes) == (10 - 2) + (10 - 5)
-    assert sum(p.finished_slots for p in dynamic.passes) == 0
-    assert len(naive.passes) == 10
 
 
 @pytest.mark.thorough
@@ -271,8 +271,6 @@ def test_R2_all_steps_of_a_block_but_attention_give_the_same_rows_whatever_is_be
 
 def test_R3_of_1600_flat_scores_520_are_useful():
     assert int(masked(whole(ready(10, 30))).mask.sum()) == 520
-    passes = STAGES["ragged_mask"](MODEL, ready(10, 30, new=1)).passes
-    assert [(p.score_entries, p.useful_scores) for p in passes] == [(1600, 520)]
 
 
 def test_R4_varlen_loops_over_cu_seqlens_and_computes_nothing_across_requests(monkeypatch):
@@ -351,16 +349,12 @@ def test_P1_first_fit_decreasing_into_rows_of_the_longest_prompt():
         assert k * r * 100e-9 < 2 * 85e6 * (k - r) * m / 1e12 / 100
 
 
-def test_P2_each_prompt_of_a_row_has_a_lower_triangle_of_its_own():
+def test_P2_P3_each_prompt_of_a_row_has_a_lower_triangle_of_its_own_and_counts_from_0():
     batch = Packed(whole(ready(6, 3, 2, 1)))
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 0]]
     see = batch.mask[1, 0] & torch.ones(6, 6, dtype=torch.bool).tril()
     triangles = [torch.ones(n, n, dtype=torch.int).tril() for n in (3, 2, 1)]
     assert torch.equal(see.int(), torch.block_diag(*triangles)) and batch.mask[0].all()
-
-
-def test_P3_each_prompt_of_a_row_counts_from_0():
-    batch = Packed(whole(ready(6, 3, 2, 1)))
-    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 0]]
 
 
 def test_P4_the_unpacked_caches_are_exactly_those_of_the_padded_batch():

@@ -119,7 +119,7 @@ def draw_work(ax, trace, row_of):
 def stage(trace, path):
     """
     What --plot draws: each request's timeline, below it the slots of each step, on the same axis
-    and in the same colours, and one sentence.
+    and in the same colours.
     """
     requests, last = len(trace.requests), trace.passes[-1].step
     figure, (top, bottom) = pyplot().subplots(
@@ -140,22 +140,10 @@ def stage(trace, path):
     top.set_xlabel("")
     bottom.set_xlabel("step")
     bottom.set_ylabel("slots")
-    figure.tight_layout(rect=(0, 0.11, 1, 1))
-    figure.text(0.5, 0.075, sentence(trace), ha="center")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     drawn = [kind for kind in slots if slots[kind].any()]
     legend(figure, [*drawn, "waiting"])
     return save(figure, path)
-
-
-def sentence(trace):
-    """What to see in the picture of a run: the longest wait, and whom the passes worked for."""
-    waits = [(b - a, b, request.name) for request in trace.requests
-             for a, b in zip(request.token_steps, request.token_steps[1:])]
-    longest, step, name = max(waits, default=(0, 0, ""))
-    useful = sum(p.useful for p in trace.passes) / sum(p.slots for p in trace.passes)
-    said = (f"{name} waited longest for a next token, {longest} steps until step {step}"
-            if longest > 1 else "Every request, once it had a token, got one in each step")
-    return f"{said}; {useful:.0%} of the slots held a token that some request needed."
 
 
 def save(figure, path):
