@@ -69,7 +69,7 @@ def run_stage(generate, args, shard=None):
     if args.trace:
         write_trace(trace, args.trace)
     if args.plot:
-        plots.stage(trace, args.plot)
+        plots.timelines([trace], args.plot, columns=1)
     if args.page:
         seen = record(generate, model, requests, trace, None if args.no_check else plain, **knobs)
         page.write(args.page, {trace.stage: seen}, tokenizer)

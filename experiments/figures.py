@@ -12,9 +12,8 @@ from experiments.results import WORKLOADS
 from experiments.rows import ARRIVAL
 from experiments.rows import NAMES as MODEL_NAMES
 from views import sights
-from views.plots import COLORS, COUNTED, NAMES, legend, pyplot, save, style, timeline
+from views.plots import COLORS, COUNTED, NAMES, WIDTH, pyplot, save, style
 
-WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
 # None of these means anything in a timeline or a mask.
 CYCLE = "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2"
 OURS_COLOR, PEER_COLOR, RAGGED_COLOR = "#56B4E9", "#999999", "#8C6239"
@@ -44,24 +43,6 @@ def bars(ax, values, colors, form):
     drawn = ax.barh(list(values), list(values.values()), color=colors, height=0.75)
     ax.bar_label(drawn, fmt=form, fontsize=9)
     ax.tick_params("y", labelsize=9)
-
-
-# --- requests x steps -----------------------------------------------------------------------------
-
-def timelines(traces, path=None, columns=2):
-    """All stages on one workload, with one axis of steps, so that their ends can be compared."""
-    rows = -(-len(traces) // columns)
-    height = 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))
-    figure, axes = pyplot().subplots(rows, columns, figsize=(WIDTH, height), squeeze=False)
-    last = max(trace.passes[-1].step for trace in traces) + 1
-    for ax, trace in zip(axes.flat, traces):
-        timeline(ax, trace, last_step=last)
-    for ax in axes.flat[len(traces):]:
-        ax.axis("off")
-    passes = [p for trace in traces for p in trace.passes]
-    seen = [kind for kind, name in COUNTED.items() if any(getattr(p, name) for p in passes)]
-    legend(figure, ["prefill", *seen, "waiting"])
-    return finished(figure, path, rect=(0, 0.38 / height, 1, 1), h_pad=1.4, w_pad=2)
 
 
 # --- prompts in rows ------------------------------------------------------------------------------

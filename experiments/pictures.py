@@ -1,7 +1,7 @@
 """The pictures of README and docs: from live runs what is counted, from results what is timed."""
 from experiments import figures, ladder, memory, motion, results
 from loading.load import load
-from views import sights
+from views import plots, sights
 
 FOLDER = results.FOLDER.parent / "pictures"
 
@@ -10,7 +10,7 @@ def draw(args):
     """Draws the pictures of README and docs anew, into experiments/pictures."""
     model, _ = load()
     motion.bug(FOLDER / "bug.png")
-    figures.timelines(list(memory.storm(model).values()), FOLDER / "storm.png")
+    plots.timelines(list(memory.storm(model).values()), FOLDER / "storm.png")
     figures.pool(memory.filling_pool(model), FOLDER / "pool.png")
     sights.draw(ladder.one_step(model), FOLDER / "mask.png")
     figures.packing(ladder.some_prompts(model), FOLDER / "packing.png")
