@@ -35,7 +35,7 @@ def lines(measured, path=None, log=False, **labels):
             axis.set_major_formatter("{x:g}")
     ax.set(**labels)
     ax.grid(True)
-    ax.legend()
+    ax.legend(fontsize=9)
     return finished(figure, path)
 
 
@@ -206,6 +206,6 @@ def kinds(result, path=None):
         bars(ax, times, [RAGGED_COLOR if method == "ragged" else OURS_COLOR for method in times],
              " {:.1f}")
         ax.axvline(1, color="black", linestyle="--", linewidth=1)
-        ax.set(title=kind, xlim=(0, 5), ylim=(3.5, -0.5))
+        ax.set(title=kind, xlim=(0, 5), xticks=(0, 2, 4), ylim=(3.5, -0.5))
     figure.supxlabel("prefill, k = 16: times as fast as full batching", fontsize=9)
     return finished(figure, path)

@@ -214,7 +214,7 @@ def test_rows_and_gaps_and_memory(tmp_path, monkeypatch):
     assert [n for n, _ in found["points"]] == [1, 2, 4] and sizes[0] > 10_000
     assert [*quick(tmp_path, "gaps")[0]["points"]] == [*rows.GAP_STAGES]
     shared = quick(tmp_path, "memory")[0]["sharing"]
-    assert shared["true"]["tokens"] < shared["false"]["tokens"]
+    assert shared["shared prefixes"]["tokens"] < shared["not shared"]["tokens"]
 
 
 def test_bench_on_a_tiny_model_of_a_folder(monkeypatch, tmp_path):
