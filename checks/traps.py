@@ -108,8 +108,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
          "            and all(other.todo == 1 for other in self.running)]")],
     "admits beyond the budget": [(ADMIT, " and todo < self.token_budget", "")],
     "admits what can never fit": [
-        ("scheduler.py:Scheduler.add", "request.kv_tokens > self.max_kv_tokens", "False"),
-        ("paging.py:PagedScheduler.add", "need > most", "False")],
+        ("scheduler.py:Scheduler.add", "request.kv_tokens > self.max_kv_tokens", "False")],
     "a preempted request goes to the end": [
         (PREEMPT, "self.waiting.appendleft(request)", "self.waiting.append(request)")],
     "a stale count after preemption": [

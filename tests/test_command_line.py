@@ -92,8 +92,8 @@ def test_exit_status_1_if_a_request_is_wrong():
     (f"--prompt '{'word ' * 400}'", "request 'r0': .. 800 tokens .. block_size 256"),
     *((f"--{number} 0", f"--{number} .. at least 1, not 0")
       for number in ("max_new_tokens", "top_k", *KNOB_NUMBERS)),
-    ("--max_kv_tokens 60", "request 'r .. KV tokens, max_kv_tokens is 60"),
-    ("--pages 3", "request 'r .. needs 6 pages of 16 tokens, pages is 3"),
+    ("--max_kv_tokens 60", "request 'r .. KV tokens, there are 60"),
+    ("--pages 3", "request 'r .. KV tokens, there are 48"),
     ("--temperature nan", "--temperature .. at least 0, not nan"),
     ("--top_p 0", "--top_p .. above 0 and at most 1, not 0.0"),
     ("--policy lifo", "--policy .. 'lifo'"),
