@@ -21,7 +21,7 @@ from loading.workload import PROMPTS, make_requests, read_prompts
 from toolbox import flags
 from toolbox.tokenizer import use_chat_template
 from views import plots
-from views.progress import Progress
+from views.progress import progress
 from views.report import report, write_trace
 
 
@@ -72,7 +72,7 @@ def watched(generate, model, requests, tokenizer, check, quiet, knobs):
     default = inspect.signature(generate).parameters.get("token_budget")
     budget = knobs.get("token_budget") or getattr(default, "default", None)
     try:
-        with nullcontext() if quiet else Progress(model, requests, budget):
+        with nullcontext() if quiet else progress(model, requests, budget):
             return generate(model, requests, on_token=check and check.on_token, **knobs)
     except KeyboardInterrupt:
         finished = [request for request in requests if request.finished]
@@ -86,7 +86,7 @@ def write_files(args, trace, recording, tokenizer):
     if args.trace:
         write_trace(trace, args.trace)
     if args.plot:
-        plots.stage(trace, args.plot)
+        plots.timelines([trace], args.plot, columns=1)
     if args.page:
         page.write(args.page, {trace.stage: recording()}, tokenizer)
     if written := [file for file in (args.trace, args.plot, args.page) if file]:

@@ -33,7 +33,7 @@ from loading.stages import SCRIPTS
 from request import Request
 from toolbox.flags import NUMBERS as KNOB_NUMBERS
 from toolbox.flags import guarded
-from views.progress import Progress
+from views.progress import progress
 
 STAGES = [sys.modules[generate.__module__] for generate in SCRIPTS.values()]
 
@@ -315,7 +315,7 @@ def test_live_progress_on_a_terminal(monkeypatch):
                                             ("late", "# b", 6)]]
     screen = Terminal()
     monkeypatch.setenv("COLUMNS", "100")
-    with Progress(model, requests, token_budget=16, stream=screen, every=0.0):
+    with progress(model, requests, token_budget=16, stream=screen):
         generate_interleaved.generate(model, requests, max_batch=2, token_budget=16)
     updates = screen.getvalue().split("\r\x1b[K")
     assert any("budget 16/16" in update for update in updates)
