@@ -31,7 +31,7 @@ from IPython.display import display
 from checks.check import Check, summary
 from checks.traps import broken
 from checks.xray import sights_at
-from experiments.figures import packing, pool, timelines  # noqa: F401 (for the notebooks)
+from experiments.figures import packing, pool  # noqa: F401 (for the notebooks)
 from experiments.memory import filling_pool  # noqa: F401
 from experiments.results import load as results  # noqa: F401
 from explorer import page
@@ -42,7 +42,7 @@ from request import Request
 from toolbox.flags import knobs_of
 from toolbox.trace import Trace
 from views import sights
-from views.plots import pyplot
+from views.plots import pyplot, timelines  # noqa: F401
 
 torch.set_num_threads(1)   # a model this small gains nothing from more
 model, tokenizer = load("builtin")

@@ -219,14 +219,3 @@ def test_an_exercise_accepts_our_answer_and_names_the_usual_mistakes(name, capsy
 def test_an_exercise_says_what_goes_wrong_in_a_run(name, old, new, sentence, capsys):
     code = "@exercise\n" + TAUGHT[name]["code"].lstrip()
     assert code.count(old) == 1 and sentence in tried(name, code.replace(old, new), capsys)
-
-
-# --- claims ---------------------------------------------------------------------------------------
-
-def test_all_claims_are_tested():
-    import test_claims
-    rows = re.findall(r"^\| ([HRPI]\d+) \| (.+) \| (.+) \| `(\w+)` \|$",
-                      (ROOT / "docs" / "sources.md").read_text(encoding="utf-8"), re.M)
-    assert len({claim for claim, *_ in rows}) == len(rows) == 37
-    for claim, *_ in rows:
-        assert any(name.startswith(f"test_{claim}_") for name in vars(test_claims)), claim
