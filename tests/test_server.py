@@ -40,8 +40,7 @@ class Running:
     def __init__(self, engine, **settings):
         self.engine, self.server = engine, Server(engine, TOKENIZER, "m", **settings)
         self.listener = program.listen("127.0.0.1", 0)
-        self.port = self.listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.thread = Thread(target=self.server.run, args=([self.listener],))
 
     def client(self, kind=openai.OpenAI):
