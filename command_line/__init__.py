@@ -15,7 +15,7 @@ import torch
 from beyond.fairness import SCHEDULERS
 from checks.check import Check, summary
 from explorer import page
-from explorer.recorder import record
+from explorer.recorder import record, take_times
 from loading.load import decode, load
 from loading.workload import PROMPTS, make_requests, read_prompts
 from toolbox import flags
@@ -71,7 +71,8 @@ def run_stage(generate, args, shard=None):
     if args.plot:
         plots.stage(trace, args.plot)
     if args.page:
-        seen = record(generate, model, requests, trace, None if args.no_check else plain, **knobs)
+        seen = record(generate, model, requests, None if args.no_check else plain, **knobs)
+        take_times(seen, trace)
         page.write(args.page, {trace.stage: seen}, tokenizer)
     if written := [file for file in (args.trace, args.plot, args.page) if file]:
         print("wrote", *written)

@@ -70,16 +70,16 @@ def survivors(trap, stage, requests, **knobs):
 @pytest.mark.parametrize("name", quick(NAMES, [NAMES[0], NAMES[3]]))
 def test_it_runs_from_scratch_prints_what_is_committed_and_proves_its_answers(name):
     """A new kernel runs it; behind each question it computes the answer, by its `proof`."""
-    fresh = nbformat.v4.new_notebook(cells=read(name).cells)
-    proofs = {fresh.cells[0].get("id"): PROOFS}   # id of a cell -> what runs after it
+    def proof(code):
+        return nbformat.v4.new_code_cell(code, metadata={"tags": ["proof"]})
+
+    fresh = nbformat.v4.new_notebook(cells=[proof(PROOFS), *read(name).cells])
     for cell in code_cells(fresh):
         if found := NUMBER.search(cell.source):
             number, it = found[1], ASKED[found[1]]
-            proofs[cell.id] = f"proved = {it['proof']}\nassert lesson.means(proved, " \
-                f"{it['answer']!r}, {it.get('within', 0)}), ({number!r}, proved)"
-    fresh.cells = [each for cell in fresh.cells for each in (cell, *(
-        nbformat.v4.new_code_cell(proof, metadata={"tags": ["proof"]})
-        for proof in [proofs.get(cell.id)] if proof))]
+            fresh.cells.insert(fresh.cells.index(cell) + 1, proof(
+                f"proved = {it['proof']}\nassert lesson.means(proved, {it['answer']!r}, "
+                f"{it.get('within', 0)}), ({number!r}, proved)"))
     nbclient.NotebookClient(fresh, timeout=3000, startup_timeout=600, kernel_name="python3",
                             resources={"metadata": {"path": str(FOLDER)}}).execute()
     again = [cell for cell in code_cells(fresh) if "proof" not in cell.metadata.get("tags", [])]
