@@ -225,6 +225,7 @@ def test_every_number_is_the_traces(stage, opened):
         passes = [(i, p) for i, p in enumerate(trace.passes) if p.step == step]
         for (i, p), caption in zip(passes, shown.texts(".pass p"), strict=True):
             assert f"shape ({p.shape[0]}, " in caption or f"shape ({p.slots},)" in caption
+            assert f"{p.slots:,} slot" in caption and f"{p.useful:,} useful" in caption
             names = shown.texts(f'[data-pass="{i}"] .slot', "className")
             kinds = Counter(name.split()[1] for name in names)
             kept = [r.token_steps.count(step) - 1 for r in trace.requests if r.name in {
@@ -238,7 +239,10 @@ def test_every_number_is_the_traces(stage, opened):
             who, n = title.split(" token")[0].split(": ")
             planned[who] += int(n)
         assert planned == Counter({who: n for _, p in passes for who, _, n in p.work})
-        assert shown.texts(".plan p")[0].startswith(f"{planned.total()} ")
+        plan = shown.texts(".plan p")[0]
+        again = re.findall(r"\((\d+)\)[^()]*computed again", plan)
+        assert plan.startswith(f"{planned.total()} ")
+        assert sum(map(int, again)) == sum(p.recomputed for _, p in passes)
         for request, waits in zip(trace.requests, shown.texts(".request .waits"), strict=True):
             n = sum(at <= step for at in request.token_steps)
             first = request.token_steps[0] - request.arrival + 1
@@ -264,6 +268,7 @@ def test_a_run_of_300_requests_stays_usable(opened):
         return document.querySelectorAll("*").length;
       })""")
     assert max(drawn) < 1000 and "Not measured in this run" in shown.texts(".sees p")[0]
+    assert shown.hash == f"#run=paged&step={shown.now.split()[1]}"
 
 
 def test_seen_pads_are_red_under_the_bug_alone(ladder_page):
@@ -290,6 +295,8 @@ def test_keys(ladder_page):
     for key, word in ((" ", "pause"), (" ", "play")):
         ladder_page.press(key)
         assert ladder_page.texts("#play") == [word]
+    ladder_page.press("+")
+    assert ladder_page.texts("#speed", "value") == ["5"]
     for _ in range(40):   # to the tensor by Tab alone, and from slot to slot
         ladder_page.press(Keys.TAB)
         if ladder_page.run("return document.activeElement.className") == "grid":
