@@ -45,7 +45,7 @@ from views.sights import draw as show  # noqa: F401
 torch.set_num_threads(1)   # a model this small gains nothing from more
 model, tokenizer = load("builtin")
 FIGURES = {"bbox_inches": "tight", "dpi": 88}   # 770 pixels fit beside a cell's number
-InlineBackend.instance().print_figure_kwargs = FIGURES
+pyplot()   # gives all figures the repository's style
 
 
 def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
@@ -55,8 +55,9 @@ def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
           "Run > Run All Above Selected Cell.")
 
 
-if get_ipython():
-    get_ipython().set_custom_exc((NameError,), not_yet_defined)
+if shell := get_ipython():
+    shell.set_custom_exc((NameError,), not_yet_defined)
+    InlineBackend.instance().print_figure_kwargs = FIGURES
 
 
 # --- to show -------------------------------------------------------------------------------------

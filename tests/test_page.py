@@ -460,7 +460,7 @@ def test_try_it(ladder_page):
     assert there.startswith("#try=3.5.0.") and ladder_page.open(there[1:]).hash == there
 
 
-@pytest.mark.parametrize("number, goal", enumerate(DATA["grid"]["goals"]))
+@pytest.mark.parametrize("number, goal", [*enumerate(DATA["grid"]["goals"])])
 def test_a_goal_can_be_reached_and_is_not_reached_by_most(number, goal, ladder_page):
     grid = DATA["grid"]
     met = [key for key, run in grid["of"].items() if key.endswith(".1") and all(
