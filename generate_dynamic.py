@@ -24,7 +24,7 @@ import torch
 
 from cache import KV
 from model import head, sample
-from request import advance, indices_due, prepare, unfinished
+from request import advance, indices_due, prepare
 from toolbox.trace import Trace
 from toolbox.validate import at_least_1
 
@@ -104,11 +104,10 @@ def admit(waiting, running, step, max_batch):
 
 def leave(running):
     """Finished requests let go of their caches. Returns the others."""
-    going_on = unfinished(running)
     for request in running:
         if request.finished:
             request.kv = None
-    return going_on
+    return [request for request in running if not request.finished]
 
 
 @torch.inference_mode()
@@ -118,7 +117,7 @@ def generate(model, requests, max_batch=8, on_token=None):
     requests = prepare(requests, model.config)
     trace = Trace("dynamic", requests)
     waiting, running, step = requests, [], 0
-    while (waiting := unfinished(waiting)) or running:
+    while waiting or running:
         # 1. requests that have arrived take free places
         step = step if running else max(step, waiting[0].arrival)
         waiting, running = admit(waiting, running, step, max_batch)

@@ -18,7 +18,7 @@ import torch
 
 from cache import KV
 from model import head, sample
-from request import advance, indices_due, prepare, unfinished
+from request import advance, indices_due, prepare
 from toolbox.trace import Trace
 from toolbox.validate import at_least_1
 
@@ -77,7 +77,7 @@ def generate(model, requests, max_batch=8, on_token=None):
     requests = prepare(requests, model.config)
     trace = Trace("naive", requests)
     waiting, step = requests, 0
-    while waiting := unfinished(waiting):   # one may have been cancelled
+    while waiting:
         # 1. requests that have arrived form a batch, which stays together until all are done
         step = max(step, waiting[0].arrival)
         running = [request for request in waiting if request.arrival <= step][:max_batch]
@@ -93,7 +93,7 @@ def generate(model, requests, max_batch=8, on_token=None):
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
             step += 1
             # 4. the whole batch goes on until its last request is finished
-            if not unfinished(running):
+            if all(request.finished for request in running):
                 break
             batch.add_columns()
     return trace

@@ -81,7 +81,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     """
     Runs `requests` as stage 6 does, with another limit on memory. Returns the trace.
 
-    pages:          pages in the pool, as far as the requests can use them; None: pool_size
+    pages:          how many pages the pool has; None: enough for the max_batch largest requests
     page_size:      tokens in a page
     policy:         "fcfs": first come, first served; or another scheduler, such as those in
                     beyond/fairness.py: SCHEDULERS["sjf"], SCHEDULERS["priority"]
@@ -89,11 +89,11 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     """
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, policy, model.config.block_size)
-    enough = pool_size(requests, len(requests) if pages else max_batch, page_size)
-    pages = Pages(min(pages or enough, enough), page_size)
-    pool = KV(pages.number * page_size)
+    most = pool_size(requests, len(requests), page_size)   # all together cannot fill more
+    number = pool_size(requests, max_batch, page_size) if pages is None else min(pages, most)
+    books, pool = Pages(number, page_size), KV(number * page_size)
     make = PagedScheduler if policy == "fcfs" else policy
-    scheduler = make(max_batch, token_budget, pages, share_prefixes=share_prefixes)
+    scheduler = make(max_batch, token_budget, books, share_prefixes=share_prefixes)
     trace = Trace("paged", requests, scheduler.counts)
     for request in requests:
         scheduler.add(request)
@@ -103,7 +103,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
         # 2. one forward pass for decodes and chunks together
-        batch = Paged(plan, pool, pages, model.device)
+        batch = Paged(plan, pool, books, model.device)
         with trace.forward_pass(step, batch):
             logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
         # 3. one token for each request that has nothing more to compute

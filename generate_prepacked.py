@@ -28,7 +28,7 @@ import torch
 from cache import KV
 from generate_dynamic import Rectangle, admit, leave
 from model import head, sample
-from request import advance, prepare, unfinished
+from request import advance, prepare
 from toolbox.trace import Trace
 from toolbox.validate import at_least_1, one_of
 
@@ -120,7 +120,7 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     requests = prepare(requests, model.config)
     trace = Trace(f"prepacked, {pack}", requests)
     waiting, running, step = requests, [], 0
-    while (waiting := unfinished(waiting)) or running:
+    while waiting or running:
         # 1. requests that have arrived take free places
         step = step if running else max(step, waiting[0].arrival)
         waiting = in_packing_order(waiting, step) if pack == "dataset" else waiting

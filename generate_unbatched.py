@@ -29,7 +29,7 @@ import torch
 
 from cache import KV
 from model import head, sample
-from request import advance, indices_due, prepare, unfinished
+from request import advance, indices_due, prepare
 from toolbox.trace import Trace
 
 
@@ -91,7 +91,7 @@ def generate(model, requests, use_cache=True, on_token=None):
     step = 0
     for request in requests:
         step = max(step, request.arrival)
-        while unfinished([request]):
+        while not request.finished:
             # 1. the batch is this one request
             batch = Alone(request, use_cache, model.device)
             # 2. one forward pass

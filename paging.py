@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from itertools import count
 
 from scheduler import Scheduler
-from toolbox.validate import at_least_1, refuse
+from toolbox.validate import at_least_1
 
 
 class Pages:
@@ -73,8 +73,7 @@ class Pages:
             if page in self.key_of:
                 del self.published[self.key_of.pop(page)]
                 self.counts["evicted_pages"] += 1
-            self.holders[page] = 1
-            table.append(page)
+            self.hold(table, [page])
 
     def publish(self, table, i, tokens):
         """The i-th page of a block table is full: from now on others may find it."""
@@ -100,14 +99,8 @@ class PagedScheduler(Scheduler):
     """
 
     def __init__(self, max_batch, token_budget, pages, share_prefixes=True):
-        super().__init__(max_batch, token_budget)
+        super().__init__(max_batch, token_budget, pages.number * pages.size)
         self.pages, self.share_prefixes, self.counts = pages, share_prefixes, pages.counts
-
-    def add(self, request):
-        need, most = self.pages.needed(request.kv_tokens), self.pages.number
-        if need > most:
-            refuse(request, f"{need} pages of {self.pages.size} tokens, pages is {most}")
-        super().add(request)
 
     def schedule(self, step):
         """As Scheduler.schedule; but first, a request that has filled its pages gets another."""

@@ -98,10 +98,6 @@ class Request:
             self.finish_reason = "length"
 
 
-def unfinished(requests):
-    return [request for request in requests if not request.finished]
-
-
 def indices_due(plan):
     """Indices of a plan's requests that get a next token: those whose todo it covers in full."""
     return [i for i, (request, n) in enumerate(plan) if n == request.todo]

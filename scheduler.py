@@ -39,7 +39,7 @@ class Scheduler:
     def add(self, request: Request):
         """Queues a prepared request. ValueError if it could never run, or arrives out of order."""
         if request.kv_tokens > self.max_kv_tokens:
-            refuse(request, f"{request.kv_tokens} KV tokens, max_kv_tokens is {self.max_kv_tokens}")
+            refuse(request, f"{request.kv_tokens} KV tokens, there are {self.max_kv_tokens}")
         check_order(request, self.waiting)
         self.waiting.append(request)
 

@@ -21,7 +21,7 @@ from loading.workload import PROMPTS, make_requests, read_prompts
 from toolbox import flags
 from toolbox.tokenizer import use_chat_template
 from views import plots
-from views.progress import Progress
+from views.progress import progress
 from views.report import report, write_trace
 
 
@@ -38,49 +38,59 @@ def run_stage(generate, args, shard=None):
     """
     knobs, ignored = flags.knobs_of(generate, flags.given_knobs(args, SCHEDULERS))
     flags.say_ignored(args, ignored, "for this stage")
-    model, tokenizer, requests = load_inputs(args)
-    plain, check = model, None
+    plain, tokenizer, requests = load_inputs(args)
+    model = plain
     if shard:
-        model = shard(copy.deepcopy(model) if not args.no_check else model)
+        model = shard(plain if args.no_check else copy.deepcopy(plain))
     if args.optimize:
         model = model.optimize()
+    check = None
     if not args.no_check:
         check = Check(plain, requests, exact=model if args.optimize and not shard else None)
-    has = inspect.signature(generate).parameters
-    budget = knobs.get("token_budget") or getattr(has.get("token_budget"), "default", None)
-    shown = nullcontext() if args.quiet else Progress(model, requests, budget)
-    try:
-        with shown:
-            trace = generate(model, requests, on_token=check and check.on_token, **knobs)
-    except KeyboardInterrupt:
-        finished = [request for request in requests if request.finished]
-        print_texts(finished, tokenizer)
-        print(f"{len(finished)} of {len(requests)} requests were finished")
-        raise
+
+    trace = watched(generate, model, requests, tokenizer, check, args.quiet, knobs)
     verdicts = check() if check else []
     if check:
         print(summary(verdicts))
     print(report(trace))
     if hasattr(model, "uses"):   # a snapshot
         print(model.uses())
-    if "use_cache" in has and "use_cache" not in knobs:
+    if trace.stage == "unbatched" and "use_cache" not in knobs:
         without = generate(model, [replace(request) for request in requests], use_cache=False)
         print("\nfor comparison,", report(without), end="\n\n")
-    if args.trace:
-        write_trace(trace, args.trace)
-    if args.plot:
-        plots.stage(trace, args.plot)
-    if args.page:
-        seen = record(generate, model, requests, None if args.no_check else plain, **knobs)
-        take_times(seen, trace)
-        page.write(args.page, {trace.stage: seen}, tokenizer)
-    if written := [file for file in (args.trace, args.plot, args.page) if file]:
-        print("wrote", *written)
+    write_files(args, trace, lambda: take_times(record(
+        generate, model, requests, None if args.no_check else plain, **knobs), trace), tokenizer)
     if not args.quiet:
         print()
         print_texts(requests, tokenizer)
         print(what_next(args))
     return int(any(v.verdict == "WRONG" for v in verdicts))
+
+
+def watched(generate, model, requests, tokenizer, check, quiet, knobs):
+    """Runs the stage and returns its trace. Whoever interrupts it sees what was finished."""
+    default = inspect.signature(generate).parameters.get("token_budget")
+    budget = knobs.get("token_budget") or getattr(default, "default", None)
+    try:
+        with nullcontext() if quiet else progress(model, requests, budget):
+            return generate(model, requests, on_token=check and check.on_token, **knobs)
+    except KeyboardInterrupt:
+        finished = [request for request in requests if request.finished]
+        print_texts(finished, tokenizer)
+        print(f"{len(finished)} of {len(requests)} requests were finished")
+        raise
+
+
+def write_files(args, trace, recording, tokenizer):
+    """Those that were asked for. recording: records the run once more, for a page."""
+    if args.trace:
+        write_trace(trace, args.trace)
+    if args.plot:
+        plots.timelines([trace], args.plot, columns=1)
+    if args.page:
+        page.write(args.page, {trace.stage: recording()}, tokenizer)
+    if written := [file for file in (args.trace, args.plot, args.page) if file]:
+        print("wrote", *written)
 
 
 def what_next(args):

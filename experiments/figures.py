@@ -6,26 +6,17 @@ import numpy as np
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
 
-from experiments.peers import PEERS
+from experiments.bench import OURS
+from experiments.prepacking import METHODS, speedup
 from experiments.results import WORKLOADS
 from experiments.rows import ARRIVAL
+from experiments.rows import NAMES as MODEL_NAMES
 from views import sights
-from views.plots import COLORS, COUNTED, NAMES, legend, pyplot, save, style, timeline
+from views.plots import COLORS, COUNTED, NAMES, WIDTH, pyplot, save, style
 
-WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
-# None of these means anything in a timeline or a mask: GREY is the baseline, BROWN is ragged.
-CYCLE = SKY, WINE, OLIVE, GREY, BROWN, BLACK, BLUE = (
-    "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2")
-
-
-def log_axes(ax, axes):
-    """Logarithmic axes, "xy" or one of them, x to the base of 2, whose labels are plain numbers."""
-    for name in axes:
-        axis = getattr(ax, f"{name}axis")
-        getattr(ax, f"set_{name}scale")("log", base=2 if name == "x" else 10)
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(
-            lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
+# None of these means anything in a timeline or a mask.
+CYCLE = "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2"
+OURS_COLOR, PEER_COLOR, RAGGED_COLOR = "#56B4E9", "#999999", "#8C6239"
 
 
 def finished(figure, path, **layout):
@@ -33,50 +24,25 @@ def finished(figure, path, **layout):
     return save(figure, path)
 
 
-def curves(ax, measured, **style):
+def lines(measured, path=None, log=False, **labels):
     """A curve with markers for each {label: [(x, y), ...]}; the first has the largest markers."""
-    for i, (label, points) in enumerate(measured.items()):
-        ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], label=label,
-                **{"markersize": 10 - i, **style})
-
-
-def lines(measured, path=None, log="", **labels):
-    """A picture of nothing but curves. log: which axes are logarithmic; labels: of the axes"""
     figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
-    curves(ax, measured)
+    for i, (label, points) in enumerate(measured.items()):
+        ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], markersize=10 - i, label=label)
+    if log:
+        ax.loglog(base=2)
+        for axis in ax.xaxis, ax.yaxis:
+            axis.set_major_formatter("{x:g}")
     ax.set(**labels)
-    log_axes(ax, log)
     ax.grid(True)
-    ax.legend()
+    ax.legend(fontsize=9)
     return finished(figure, path)
 
 
-def grouped_bars(ax, groups, bars, colors, form="{:.0f}"):
-    """For each of the groups a bar of each of {label: heights}."""
-    width = 0.8 / len(bars)
-    for i, (label, heights) in enumerate(bars.items()):
-        x = np.arange(len(groups)) + width * (i - (len(bars) - 1) / 2)
-        drawn = ax.bar(x, heights, 0.94 * width, color=colors[label], label=label)
-        ax.bar_label(drawn, fmt=form, fontsize=9)
-    ax.set_xticks(range(len(groups)), groups, fontsize=9)
-
-
-# --- requests x steps -----------------------------------------------------------------------------
-
-def timelines(traces, path=None, columns=2):
-    """All stages on one workload, with one axis of steps, so that their ends can be compared."""
-    rows = -(-len(traces) // columns)
-    height = 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))
-    figure, axes = pyplot().subplots(rows, columns, figsize=(WIDTH, height), squeeze=False)
-    last = max(trace.passes[-1].step for trace in traces) + 1
-    for ax, trace in zip(axes.flat, traces):
-        timeline(ax, trace, last_step=last)
-    for ax in axes.flat[len(traces):]:
-        ax.axis("off")
-    passes = [p for trace in traces for p in trace.passes]
-    seen = [kind for kind, name in COUNTED.items() if any(getattr(p, name) for p in passes)]
-    legend(figure, ["prefill", *seen, "waiting"])
-    return finished(figure, path, rect=(0, 0.38 / height, 1, 1), h_pad=1.4, w_pad=2)
+def bars(ax, values, colors, form):
+    drawn = ax.barh(list(values), list(values.values()), color=colors, height=0.75)
+    ax.bar_label(drawn, fmt=form, fontsize=9)
+    ax.tick_params("y", labelsize=9)
 
 
 # --- prompts in rows ------------------------------------------------------------------------------
@@ -169,32 +135,31 @@ def draw_page(ax, x, y, held_by, kept):
 
 # --- slots, rows, time between tokens -------------------------------------------------------------
 
-def slots(stages, path=None):
-    """Useful, padded and finished slots of each stage, as bars. stages: of `ladder`"""
-    stages = {name: row for name, row in stages.items() if "no cache" not in name}
+def slots(result, path=None):
+    """Useful, padded and finished slots of each stage, as bars. result: of `ladder`"""
+    stages = {name: row for name, row in result["stages"].items() if "no cache" not in name}
     figure, ax = pyplot().subplots(figsize=(8, 0.9 + 0.42 * len(stages)))
     left = np.zeros(len(stages))
     for kind, name in COUNTED.items():
         values = np.array([row[name] for row in stages.values()])
         if values.any():
-            ax.barh(range(len(stages)), values, left=left, height=0.72, **style(kind),
+            ax.barh(list(stages), values, left=left, height=0.72, **style(kind),
                     label="useful" if name == "useful" else NAMES[kind])
             left += values
     for i, (row, total) in enumerate(zip(stages.values(), left)):
         ax.text(total, i, f"  {row['useful'] / total:.0%} useful, {row['forward_passes']} passes",
                 va="center", fontsize=9)
-    ax.set_yticks(range(len(stages)), list(stages))
     ax.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, left.max() * 1.32),
            xlabel="slots computed for the same workload")
     ax.legend(loc="lower right")
     return finished(figure, path)
 
 
-def rows(measured, path=None):
-    """Forward time against the number of rows. measured: {label: [(rows, seconds), ...]}"""
-    return lines({label: [(n, 1e3 * seconds) for n, seconds in points]
-                  for label, points in measured.items()}, path, "xy",
-                 xlabel="rows (tokens of different requests)", ylabel="one forward pass, ms")
+def rows(results, path=None):
+    """Forward time against the number of rows. results: of `rows`, of one model or several"""
+    return lines({MODEL_NAMES.get(result["model"], result["model"]): [
+        (n, 1e3 * seconds) for n, seconds in result["points"]] for result in results}, path, True,
+        xlabel="rows (tokens of different requests)", ylabel="one forward pass, ms")
 
 
 def itl(result, path=None):
@@ -207,6 +172,13 @@ def itl(result, path=None):
                         "arrives")
 
 
+def curve(result, path=None):
+    """Latency against the rate of arrivals, calculated. result: of `gpu`"""
+    return lines(result["curve"], path, True, xlabel="requests a second",
+                 ylabel="ms a token, arrival to end", ylim=(8, 1000),
+                 title="Calculated: Llama 2 7B on an A100 40 GB, 120 requests of mixed lengths")
+
+
 def bench(results, path=None):
     """Useful tokens per second of all systems, and the roofline: a panel for each result."""
     height = 0.25 * len(results[0]["systems"]) + 1.1
@@ -214,50 +186,26 @@ def bench(results, path=None):
                                      squeeze=False)
     for ax, result in zip(axes.flat, results):
         shown, most = result["systems"], result["tokens"] / result["roofline"]
-        colors = [GREY if name in PEERS else BROWN if name == "ragged, varlen" else SKY
-                  for name in shown]
-        bars = ax.barh(list(shown), [result["tokens"] / f["seconds"] for f in shown.values()],
-                       color=colors, height=0.75)
-        ax.bar_label(bars, fmt=" {:,.0f}", fontsize=9)
+        bars(ax, {name: result["tokens"] / f["seconds"] for name, f in shown.items()},
+             [PEER_COLOR if name not in OURS else
+              RAGGED_COLOR if name == "ragged, varlen" else OURS_COLOR for name in shown],
+             " {:,.0f}")
         ax.axvline(most, color="black", linestyle="--", linewidth=1)
         ax.text(most, -0.9, f"roofline {most:,.0f} ", ha="right", va="center", fontsize=9)
-        ax.tick_params("y", labelsize=9)
         ax.set(ylim=(len(shown) - 0.4, -1.4), xlim=(0, 1.08 * most),
                title=f"{result['workload']}, {WORKLOADS[result['workload']]}: {result['model']}",
                xlabel="prompt tokens/s" if result["workload"] == "W2" else "tokens/s")
     return finished(figure, path)
 
 
-# --- prepacking.py --------------------------------------------------------------------------------
-
-METHOD_COLORS = {"full batching": GREY, "length-ordered": OLIVE, "prepacking, batch": SKY,
-                 "prepacking, dataset": WINE, "ragged": BROWN}
-
-
-def kinds(measured, path=None):
-    """Speedups by kind of prompts. measured: {kind: {method: its figures}}"""
-    figure, ax = pyplot().subplots(figsize=(WIDTH, 4))
-    bars = {method: [by["full batching"]["prefill_ms"] / by[method]["prefill_ms"]
-                     for by in measured.values()] for method in [*METHOD_COLORS][1:]}
-    grouped_bars(ax, [kind.replace(" ", "\n") for kind in measured], bars, METHOD_COLORS, "{:.1f}")
-    ax.axhline(1, color=GREY, linestyle="--", linewidth=1)
-    ax.set(ylim=(0, 1.35 * ax.get_ylim()[1]), ylabel="times as fast as full batching",
-           title="prefill, k = 16")
-    ax.legend(fontsize=9, ncols=2)
-    return finished(figure, path)
-
-
-def predictors(measured, path=None):
-    """The speedup of single batches. measured: {k: [(r / k, m - L / k, speedup), ...]}"""
-    figure, (ratio, gap) = pyplot().subplots(1, 2, figsize=(WIDTH, 3.6))
-    for ax, cause, name in ((ratio, 0, "r / k, rows per prompt"),
-                            (gap, 1, "m - L/k, tokens: longest minus mean length")):
-        curves(ax, {f"k = {k}": [(point[cause], point[2]) for point in points]
-                    for k, points in measured.items()}, linestyle="", alpha=0.7, markersize=4)
-        ax.set(xlabel=name, title="speedup of single batches, uniform lengths")
-        ax.grid(True)
-    x = np.linspace(*ratio.get_xlim(), 50)
-    ratio.plot(x, 1 / x, color="black", linewidth=1, linestyle="--", label="1 / (r/k)")
-    ratio.set(ylabel="times as fast as full batching")
-    ratio.legend(fontsize=9)
+def kinds(result, path=None):
+    """Speedups by kind of prompts: a panel for each. result: of `prepacking`"""
+    figure, axes = pyplot().subplots(1, len(result["kinds"]), figsize=(WIDTH, 1.9), sharey=True)
+    for ax, (kind, by) in zip(axes, result["kinds"].items()):
+        times = {method: speedup(by, method) for method in METHODS if method != "full batching"}
+        bars(ax, times, [RAGGED_COLOR if method == "ragged" else OURS_COLOR for method in times],
+             " {:.1f}")
+        ax.axvline(1, color="black", linestyle="--", linewidth=1)
+        ax.set(title=kind, xlim=(0, 5), xticks=(0, 2, 4), ylim=(3.5, -0.5))
+    figure.supxlabel("prefill, k = 16: times as fast as full batching", fontsize=9)
     return finished(figure, path)

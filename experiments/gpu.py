@@ -3,25 +3,22 @@ Every lesson about time on GPUs, calculated by beyond/simulate.py: nothing here 
 
     python -m experiments gpu --json experiments/results/gpu.json     ten minutes
 """
-import bisect
 import inspect
 import random
 import sys
 import time
-from dataclasses import replace
-from statistics import mean, median
+from functools import partial
+from statistics import mean
 
 from beyond import published
 from beyond import simulate as s
 from beyond.arrivals import workload as requests_from
-from beyond.capacity import Load, serve
-from beyond.hardware import BANDWIDTH_SHARE, GPU, GPUS, MODELS, GiB
+from beyond.hardware import GPUS, MODELS
 from experiments import results
 from experiments.bench import KNOBS, workload
-from experiments.figures import finished, grouped_bars, lines
+from experiments.results import Table
 from loading.stages import STAGES
 from toolbox import flags
-from views import plots
 
 CURVES = ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen", "paged")
 
@@ -64,13 +61,6 @@ def curve():
     return found
 
 
-def budgets():
-    """[{budget, ttft_ms, itl_ms}, ...]: stage 7 under the same load."""
-    return [{"budget": budget, **s.figures(run("paged", "llama-2-7b", "a100", mixed(240),
-                                               rate=5, token_budget=budget))}
-            for budget in (64, 128, 256, 512, 1024, 2048, 8192)]
-
-
 def fitting():
     """{model: {how: most requests that ran at once}} of 400 mixed requests, on an A100 40 GB."""
     found = {}
@@ -83,87 +73,43 @@ def fitting():
     return found
 
 
-def capacity(limit, budget):
-    """The most requests a second with an ITL p99 of at most `limit` ms: 1,730 in, 256 out."""
-    def bad(quarters):
-        load = Load(quarters / 4, "1730", "256", 200)
-        f = serve(MODELS["mistral-7b"], GPUS["a100"], load, 1, "least-loaded", token_budget=budget)
-        return f["itl_ms"].percentile(99) > limit or f["verdict"] != "keeps up"
-
-    return bisect.bisect_left(range(1, 64), True, key=bad) / 4   # below 16 a second, by halving
-
-
-def this_machine():
-    """
-    Every stage of results/bench.json with the peaks that were measured with it: medians over its
-    workloads, and of the bandwidth, which differs most, the lowest. Where model.Head computes
-    attention, and no compiled step, its scores take time of their own.
-    """
-    rows = []
-    measurements = [each for each in results.load("bench") if each["model"] == "gpt2"]
-    peak, scores = (median(each[name] for each in measurements) for name in ("peak", "scores"))
-    bandwidth = min(each["bandwidth"] for each in measurements)
-    # what was measured is attained: only of a data sheet do the shares apply
-    gpu = GPU(0, peak, bandwidth / BANDWIDTH_SHARE, 64 * GiB, share=1, tile=0, overhead=1e-3,
-              per_request=0, overlaps=False)
-    shape = replace(MODELS["gpt2"], size=4)
-    for measured in measurements:
-        for stage in [stage for stage in STAGES if stage in measured["systems"]]:
-            trace = run(stage, shape, gpu, workload(measured["workload"], 50257), **KNOBS)
-            seconds = s.figures(trace)["seconds"]
-            if stage not in ("unbatched", "ragged, varlen", "paged"):
-                entries = sum(p.score_entries for p in trace.passes)
-                seconds += entries * shape.n_layer * shape.n_head / scores
-            rows.append({"workload": measured["workload"], "stage": stage,
-                         "measured": measured["tokens"] / measured["systems"][stage]["seconds"],
-                         "calculated": measured["tokens"] / seconds})
-    return rows
-
-
-PARTS = {"ladder": ladder, "curve": curve, "budgets": budgets, "fitting": fitting,
-         "this_machine": this_machine,
-         "capacity": lambda: {f"{limit} ms": {budget: capacity(limit, budget)
-                                              for budget in (512, 2048, 10**6)}
-                              for limit in (100, 500)},
+PARTS = {"ladder": ladder, "curve": curve, "fitting": fitting,
          "published": lambda: published.compare(s.figures_of)}
-FLAGS = {"--json": dict(metavar="FILE.json", help="write the figures"),
-         "--parts": dict(nargs="+", choices=PARTS, help="calculate these only, keep the rest")}
+FLAGS = {"--json": dict(metavar="FILE.json", help="write the figures")}
 
 
 def calculate(args):
     """Every lesson about time on GPUs, calculated: ten minutes."""
     flags.check_path(args.json, "--json")
     found = {}
-    if args.parts and args.json:
-        found = {name: part for name, part in results.load("gpu").items() if name in PARTS}
-    for name in args.parts or PARTS:
+    for name, part in PARTS.items():
         start = time.perf_counter()
-        found[name] = PARTS[name]()
+        found[name] = part()
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-        if args.json:
-            results.keep(args.json, " ".join(["python -m experiments", *sys.argv[1:]]),
-                         "calculated", found)
+    results.keep(args.json, " ".join(["python -m experiments", *sys.argv[1:]]), "calculated", found)
     return 0
 
 
-# --- the pictures ---------------------------------------------------------------------------------
+# --- the tables of docs/gpu.md --------------------------------------------------------------------
 
-def draw(found, folder):
-    """The pictures of docs/gpu.md."""
-    lines(found["curve"], folder / "gpu-curve.png", "xy", xlabel="requests a second",
-          ylabel="ms a token, arrival to end", ylim=(8, 1000),
-          title="Calculated: Llama 2 7B on an A100 40 GB, 120 requests of mixed lengths")
-    lines({f"{name.upper()} {q}": [(f["budget"], f[f"{name}_ms"][q]) for f in found["budgets"]]
-           for q in ("p99", "p50") for name in ("ttft", "itl")},
-          folder / "gpu-budget.png", "xy", xlabel="token budget", ylabel="ms",
-          title="Calculated: Llama 2 7B on an A100, stage 7, 5 requests a second")
-    figure, ax = plots.pyplot().subplots(figsize=(8, 4))
-    colors = {"the longest answer for each": "#CC3311", "own answer reserved": "#E69F00",
-              "pages": "#0072B2"}
-    grouped_bars(ax, [f"{model}, {MODELS[model].n_kv_head} key/value heads"
-                      for model in found["fitting"]],
-                 {how: [most[how] for most in found["fitting"].values()] for how in colors}, colors)
-    ax.set(ylabel="most requests at once",
-           title="Calculated: 400 mixed requests in the memory of an A100 40 GB")
-    ax.legend(loc="upper left")
-    finished(figure, folder / "gpu-memory.png")
+table = partial(Table, small_print="calculated; `python -m experiments gpu`")
+
+
+def ladder_table(found):
+    gpus = found["ladder"]
+    head = ["tokens/s, llama-2-7b", *gpus, "a100: TTFT", "ITL p99", "W1: passes", "useful"]
+    return table(head, [
+        [stage, *(f"{stages[stage]['tokens_per_s']:,.0f}" for stages in gpus.values()),
+         f"{f['ttft_ms']['mean']:,.0f} ms", f"{f['itl_ms']['p99']:,.0f} ms",
+         f"{f['passes']:,}", f"{f['useful']:.0%}"] for stage, f in gpus["a100"].items()])
+
+
+def memory_table(found):
+    head = ["requests at once, at most", *next(iter(found["fitting"].values()))]
+    return table(head, [[f"{model}, {MODELS[model].n_kv_head} key/value heads", *most.values()]
+                        for model, most in found["fitting"].items()])
+
+
+def published_table(found):
+    head, *rows = published.summary(found["published"])
+    return table(head, rows)

@@ -6,17 +6,16 @@ Steps and counts are the same on every machine, seconds are not.
 import statistics
 from dataclasses import replace
 
-import command_line
 from beyond import arrivals, simulate
-from beyond.fairness import SCHEDULERS
 from beyond.hardware import GPUS, MODELS
 from checks.check import Check
 from checks.xray import sights_at
 from experiments import results
 from experiments.results import Table
+from loading.load import load
 from loading.stages import STAGES
+from loading.workload import PROMPTS, make_requests, read_prompts
 from request import Request
-from toolbox import flags
 from views.plots import COUNTED
 from views.report import latencies, mean, percentile, totals
 
@@ -31,21 +30,19 @@ IDEAS = {   # of the README's table
     "paged": "memory in pages, shared beginnings"}
 
 
-def run_stages(model, requests, stages=STAGES, **knobs):
-    """Runs each stage on copies of `requests`: {stage: trace}."""
-    return {name: results.run(stages[name], model, requests, knobs) for name in stages}
+def twelve(tokenizer):
+    """The built-in prompts, as a stage's script has them."""
+    return make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64, temperature=0.7,
+                         top_k=None, seed=0)
 
 
-def wrong_lines(model, plain, requests, **knobs):
-    """
-    Runs each stage once more and checks it against the unbatched run of `plain`, the model before
-    optimize(). Returns a line for each request that is WRONG.
-    """
+def wrong_lines(model, requests):
+    """Runs each stage once more: a line for each request that is WRONG."""
     lines = []
     for name, generate in STAGES.items():
         copies = [replace(request) for request in requests]
-        check = Check(plain, copies)
-        generate(model, copies, on_token=check.on_token, **flags.knobs_of(generate, knobs)[0])
+        check = Check(model, copies)
+        generate(model, copies, on_token=check.on_token)
         lines += [f"WRONG: {name}: request '{v.name}': {v.detail}"
                   for v in check() if v.verdict == "WRONG"]
     return lines
@@ -60,12 +57,12 @@ def row_of(trace):
             "itl_p99": percentile(waits["itl_seconds"], 99)}
 
 
-def calculated(requests, **knobs):
+def calculated(requests):
     """{stage: figures} of requests as long as these on an A100 with Llama 2 7B."""
     lengths = [(len(r.prompt), len(r.generated)) for r in requests]
     return {name: simulate.figures(simulate.simulate(
-        MODELS["llama-2-7b"], GPUS["a100"], generate, arrivals.workload(lengths),
-        **flags.knobs_of(generate, knobs)[0])) for name, generate in STAGES.items()}
+        MODELS["llama-2-7b"], GPUS["a100"], generate, arrivals.workload(lengths)))
+        for name, generate in STAGES.items()}
 
 
 # --- workloads small enough for a picture ---------------------------------------------------------
@@ -89,30 +86,20 @@ def some_prompts(model):
 
 def measure(args, device, dtype):
     """Runs all stages on the same prompts, and checks each against the unbatched run."""
-    plain, _, requests = command_line.load_inputs(args)
-    model = plain.optimize() if args.optimize else plain
-    knobs = flags.given_knobs(args, SCHEDULERS)
-    of_variants = [knob for knob in ("pack", "attention", "use_cache") if knob in knobs]
-    for knob in of_variants:   # STAGES itself sets these
-        del knobs[knob]
-    of_one_run = [name for name in ("trace", "page", "quiet") if getattr(args, name)]
-    flags.say_ignored(args, of_variants + of_one_run, "where all stages run")
-
-    repeats = 1 if args.quick else args.repeats
-    runs = results.in_turn(STAGES, lambda name: results.run(STAGES[name], model, requests, knobs),
-                           repeats, warm_up=0)
+    model, tokenizer = load()
+    model, requests = model.to(device, dtype), twelve(tokenizer)
+    repeats = 1 if args.quick else 3
+    runs = results.in_turn(STAGES, lambda name: results.run(STAGES[name], model, requests), repeats)
     stages, naive = {}, runs["naive"][0]
     for name, taken in runs.items():
         rows = [row_of(trace) for trace in taken]   # counts are the same in all
         stages[name] = {what: statistics.median_low(row[what] for row in rows) for what in rows[0]}
-    wrong = None if args.no_check else wrong_lines(model, plain, requests, **knobs)
-    if wrong == []:
-        print(f"{len(stages)} stages: each of {len(requests)} requests identical to unbatched")
     return {"repeats": repeats, "stages": stages,
-            "calculated": calculated(naive.requests, **knobs), "requests": len(requests),
+            "calculated": calculated(naive.requests), "requests": len(requests),
             "prompt_tokens": sum(len(request.prompt) for request in requests),
             "generated": sum(len(request.generated) for request in naive.requests),
-            "useful_scores": sum(p.useful_scores for p in naive.passes), "wrong": wrong}
+            "useful_scores": sum(p.useful_scores for p in naive.passes),
+            "wrong": wrong_lines(model, requests)}
 
 
 def table(result):
@@ -138,4 +125,4 @@ def ideas(result):
                      f"{here['forward_passes']}", f"{here['useful'] / here['slots']:.0%}",
                      f"{there['tokens_per_s']:,.0f}"])
     head = ["stage", "the idea", "passes", "useful slots", "tokens/s, calculated, A100"]
-    return Table(head, rows)
+    return Table(head, rows, words=2, small_print="")

@@ -1,9 +1,8 @@
 """
-What pages are worth: the same requests with reserved memory (stage 6) and with pages (stage 7).
+What pages are worth.
 
-    storm      eight requests in half the memory that they may need
+    storm      eight requests in half the memory that they may need, reserved or in pages
     sharing    sixteen requests whose prompts begin alike, with and without shared prefixes
-    gathered   the time of stage 7 against stage 6
 """
 import random
 import statistics
@@ -15,7 +14,6 @@ from experiments import results
 from experiments.results import Table
 from loading.load import load
 from loading.stages import STAGES
-from model import GPT, GPTConfig
 from request import Request
 from views.report import totals
 
@@ -59,7 +57,7 @@ def watch(model):
 
 
 def sharing(model, repeats):
-    """{True: figures with shared prefixes, False: without}; seconds are medians of runs in turn."""
+    """{with or without: figures}; seconds are medians of runs in turn."""
     def run(share):
         with watch(model) as seen:
             trace = generate_paged.generate(model, alike(model.config.vocab_size), max_batch=16,
@@ -68,26 +66,9 @@ def sharing(model, repeats):
         return {"pages": max(map(len, held)), "passes": len(trace.passes), "tokens": t["slots"],
                 "seconds": t["seconds"]}
 
-    return {share: {**runs[0], "seconds": statistics.median(run["seconds"] for run in runs)}
-            for share, runs in results.in_turn((True, False), run, repeats).items()}
-
-
-def gathered(model, requests, repeats):
-    """Of stage 7: {"copied_bytes", "ratio" to stage 6's time, half its "spread"}."""
-    def run(name):
-        return totals(results.run(STAGES[name], model, requests, {
-            "max_batch": 16, "token_budget": 64, "pages": 2048}))
-
-    ragged, paged = results.in_turn(("ragged, varlen", "paged"), run, repeats).values()
-    ratios = [mine["seconds"] / theirs["seconds"] for mine, theirs in zip(paged, ragged)]
-    return {"copied_bytes": paged[0]["copied_bytes"], "ratio": statistics.median(ratios),
-            "spread": (max(ratios) - min(ratios)) / 2}
-
-
-def mixed_lengths(vocab_size, requests=24):
-    stream = random.Random(0)
-    return [Request([stream.randrange(vocab_size) for _ in range(stream.randint(8, 120))],
-                    stream.randint(8, 64), name=f"r{i}") for i in range(requests)]
+    names = {True: "shared prefixes", False: "not shared"}
+    return {names[share]: {**runs[0], "seconds": statistics.median(run["seconds"] for run in runs)}
+            for share, runs in results.in_turn(names, run, repeats).items()}
 
 
 def filling_pool(model):
@@ -102,31 +83,13 @@ def filling_pool(model):
 
 
 def measure(args, device, dtype):
-    """What pages are worth: memory reserved (stage 6) against memory in pages (stage 7)."""
-    model = load()[0].to(device, dtype)
-    repeats, models = 1 if args.quick else 5, {"built-in model": model}
-    if not args.quick:
-        larger = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384)).requires_grad_(False)
-        models["6 layers, 384 wide"] = larger.to(device, dtype)
-    found = {"repeats": repeats, "sharing": sharing(model, repeats), "gathered": {}}
-    for name, measured in models.items():
-        requests = mixed_lengths(measured.config.vocab_size)
-        for how, ours in (name, measured), (f"{name}, optimize()", measured.optimize()):
-            found["gathered"][how] = gathered(ours, requests, repeats)
-    return found
+    """What shared pages save: sixteen prompts that begin alike."""
+    model, repeats = load()[0].to(device, dtype), 1 if args.quick else 5
+    return {"repeats": repeats, "sharing": sharing(model, repeats)}
 
 
-def sharing_table(result):
-    names = {"true": "shared prefixes", "false": "not shared"}
+def table(result):
     return Table(["", "pages held at most", "passes", "tokens computed", "seconds"],
-                 [[names[share], f["pages"], f["passes"], f"{f['tokens']:,}", f"{f['seconds']:.2f}"]
-                  for share, f in result["sharing"].items()], f"medians of {result['repeats']}",
+                 [[name, f["pages"], f["passes"], f"{f['tokens']:,}", f"{f['seconds']:.2f}"]
+                  for name, f in result["sharing"].items()], f"medians of {result['repeats']}",
                  title="sixteen prompts of 144 tokens that begin with the same 128")
-
-
-def gathered_table(result):
-    return Table(["stage 7", "time / stage 6's", "gathered"],
-                 [[name, f"{f['ratio']:.2f} ±{f['spread']:.2f}",
-                   f"{f['copied_bytes'] / 1e6:,.0f} MB"] for name, f in result["gathered"].items()],
-                 f"medians of {result['repeats']} runs in turn",
-                 title="stage 7 against stage 6, 24 requests of mixed lengths")

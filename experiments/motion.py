@@ -5,11 +5,8 @@ one that moves: a long prompt arrives while others decode, in stages 2, 3 and 6.
 The stages run for real, on the clock of a calculated GPU (beyond/simulate.py). A tick is a token
 that a request gets, a bar is a piece of a prompt. The picture is an SVG whose only animation is a
 veil that slides off it, several times slower than the GPU. Without motion it is unveiled.
-
-    python -m experiments pictures      writes bug.png, and motion-*.svg, wide and narrow, too
 """
 import statistics
-from pathlib import Path
 
 from beyond.hardware import GPUS, MODELS
 from beyond.simulate import simulate
@@ -21,7 +18,6 @@ from request import Request
 from views import sights
 from views.plots import COLORS
 
-FOLDER = Path(__file__).parent / "pictures"
 SLOWER, HOLD = 6, 2.5             # than the calculated clock; seconds for which the whole stands
 ARRIVAL = 0.2                     # seconds, in every panel
 PROMPT, BUDGET = 3500, 256
@@ -154,6 +150,11 @@ text {{ font: 12px system-ui, sans-serif; fill: {theme["ink"]} }}
 '''
 
 
+def traces():
+    """{stage: trace}, of all whose figures are told."""
+    return {stage: run(stage) for stage in (*PANELS, BETWEEN)}
+
+
 def pictures(traces):
     """{file: SVG text}: wide and narrow, light and dark."""
     return {f"motion-{name}{'-narrow' * narrow}.svg": picture(traces, theme, narrow)
@@ -167,14 +168,3 @@ def bug(path):
         published = one_step(model)["stage 4: rectangle"]
     sights.draw({"published: new slots are all valid": published,
                  "right": one_step(model)["stage 4: rectangle"]}, path)
-
-
-def main():
-    bug(FOLDER / "bug.png")
-    for name, text in pictures({stage: run(stage) for stage in (*PANELS, BETWEEN)}).items():
-        (FOLDER / name).write_text(text, encoding="utf-8", newline="\n")
-        print(f"{name}: {len(text):,} bytes")
-
-
-if __name__ == "__main__":
-    main()

@@ -8,18 +8,15 @@ so it imports nothing of this repository. Both sides exchange lines of JSON:
         <-  {"tokens": [[...], ...], "times": [[...], ...]}
 """
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing.pool import ThreadPool
 
 PEERS = {   # a peer's name: the function below that runs it
-    "vLLM": "vllm", "vLLM with zentorch": "zentorch", "OpenVINO GenAI": "openvino",
-    "transformers, continuous": "continuous"}
+    "vLLM": "vllm", "vLLM with zentorch": "zentorch", "OpenVINO GenAI": "openvino"}
 
 
 class Engine:
@@ -66,10 +63,10 @@ class Engine:
 
 
 # --- the other side: runs where only the engine is installed --------------------------------------
-# Each returns (settings, generate). generate([(prompt, length), ...]) yields after each step the
-# new tokens, [(number of the request, tokens), ...], with their times if the engine takes them.
+# Each returns (settings, generate), in float32 on the CPU. generate([(prompt, length), ...]) yields
+# after each step the new tokens: [(number of the request, tokens), ...].
 
-def vllm(folder, max_batch, token_budget, threads, device, dtype):
+def vllm(folder, max_batch, token_budget, threads):
     """vLLM, compiled: its default."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",   # in this process, which can then be stopped
@@ -79,7 +76,7 @@ def vllm(folder, max_batch, token_budget, threads, device, dtype):
     from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
     engine = vllm.LLM(
-        model=folder, skip_tokenizer_init=True, dtype=dtype, enable_prefix_caching=False,
+        model=folder, skip_tokenizer_init=True, dtype="float32", enable_prefix_caching=False,
         max_num_seqs=max_batch, max_num_batched_tokens=token_budget, max_model_len=1024).llm_engine
 
     def generate(work):
@@ -102,7 +99,7 @@ def zentorch(*arguments):
     return settings, generate
 
 
-def openvino(folder, max_batch, token_budget, threads, device, dtype):
+def openvino(folder, max_batch, token_budget, threads):
     """OpenVINO GenAI's continuous batching."""
     import numpy
     import openvino
@@ -134,66 +131,19 @@ def openvino(folder, max_batch, token_budget, threads, device, dtype):
             f"{max_batch} sequences and {token_budget} tokens a step"), generate
 
 
-def continuous(folder, max_batch, token_budget, threads, device, dtype):
-    """transformers' generate_batch(), but with a length for each request."""
-    import torch
-    import transformers
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    torch.set_num_threads(threads)
-    # in a thread that ends, and its OpenMP threads with it: idle ones slow the engine's own thread
-    with ThreadPool(1) as pool:
-        model = pool.apply(lambda: transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype)).to(device).eval())
-        pool.close()
-        pool.join()
-    greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    model.generation_config = greedy
-    batch_tokens = 2 * token_budget   # with which it is faster
-
-    def generate(work):
-        pages = sum(-(-(len(prompt) + length) // 32) + 1 for prompt, length in work)
-        with model.continuous_batching_context_manager(
-                generation_config=greedy,
-                continuous_batching_config=transformers.ContinuousBatchingConfig(
-                    page_size=32, num_blocks=pages, max_batch_tokens=batch_tokens),
-                block=True, timeout=5, warmup=False) as manager:
-            for i, (prompt, length) in enumerate(work):
-                # no token is -1, so none ends a request early
-                manager.add_request(prompt, request_id=str(i), eos_token_id=-1,
-                                    max_new_tokens=length, record_timestamps=True)
-            left = len(work)
-            while left:
-                result = manager.get_result(timeout=1)
-                if result is not None and result.is_finished():
-                    if result.error is not None:
-                        raise RuntimeError(result.error)
-                    left -= 1
-                    yield [(int(result.request_id), result.generated_tokens, result.timestamps)]
-                elif result is None and not manager.is_running():
-                    raise RuntimeError("its thread has stopped")
-
-    return (f"transformers {transformers.__version__}, continuous batching, {batch_tokens} tokens "
-            "a step"), generate
-
-
-def serve(name, folder, max_batch, token_budget, threads, *place):
-    if name != "continuous" and place != ("cpu", "float32"):
-        raise ValueError("compared only in float32 on a CPU")
+def serve(name, folder, *limits):
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)   # what an engine prints must not come between
-    settings, generate = globals()[name](folder, *map(int, (max_batch, token_budget, threads)),
-                                         *place)
+    settings, generate = globals()[name](folder, *map(int, limits))
     print(json.dumps(settings), file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
         tokens, times = [[] for _ in work], [[] for _ in work]
         for step in generate(work):
             now = time.perf_counter()   # a machine's processes share this clock
-            for i, new, *own in step:
+            for i, new in step:
                 tokens[i] += new
-                times[i] += own[0] if own else [now] * len(new)
+                times[i] += [now] * len(new)
         print(json.dumps({"tokens": tokens, "times": times}), file=answers, flush=True)
 
 

@@ -91,47 +91,26 @@ def prefill(model, method, lengths, k):
     return seconds, slots
 
 
-def time_methods(model, lengths, k, repeats, methods=METHODS):
-    """{method: milliseconds of prefill per prompt, share of useful slots}; medians."""
-    runs = results.in_turn(methods, lambda method: prefill(model, method, lengths, k), repeats)
-    return {method: {
-        "prefill_ms": statistics.median(seconds for seconds, _ in taken) / len(lengths) * 1e3,
-        "useful": sum(lengths) / taken[0][1]} for method, taken in runs.items()}
-
-
 def speedup(by, method):
     return by["full batching"]["prefill_ms"] / by[method]["prefill_ms"]
 
 
-def predictors(model, prompts, repeats):
-    """
-    {k: [(r / k, m - L / k, speedup of prefill), ...]} for every fourth batch of k out of `prompts`
-    prompts. r rows, m the longest prompt, L all tokens of the batch.
-    """
-    lengths, found, packing = lengths_of("uniform", prompts), {16: [], 32: []}, "prepacking, batch"
-    for k, points in found.items():
-        for i in range(0, prompts - k + 1, 4 * k):
-            batch = lengths[i:i + k]
-            r = len(first_fit_decreasing(batch, max(batch)))
-            by = time_methods(model, batch, k, repeats, ("full batching", packing))
-            points.append((r / k, max(batch) - sum(batch) / k, speedup(by, packing)))
-    return found
-
-
 def measure(args, device, dtype):
     """The prepacking paper's experiments (source P), and ragged batching beside its methods."""
-    kinds = {kind: lengths_of(kind, 32 if args.quick else 64) for kind in KINDS}
-    repeats = 1 if args.quick else 3
     torch.manual_seed(0)
-    model, small = (GPT(GPTConfig(block_size=CONTEXT, **sizes)).to(device, dtype)
-                    for sizes in (dict(n_layer=2, n_head=6, n_embd=384),
-                                  dict(vocab_size=1024, n_layer=1, n_head=4, n_embd=256)))
-    return {"lengths": kinds, "kinds": {kind: time_methods(model, lengths, 16, repeats)
-                                        for kind, lengths in kinds.items()},
-            "predictors": predictors(small, 640 if args.quick else 5000, repeats)}
+    model = GPT(GPTConfig(block_size=CONTEXT, n_layer=2, n_head=6, n_embd=384)).to(device, dtype)
+    kinds = {kind: lengths_of(kind, 32 if args.quick else 64) for kind in KINDS}
+    found = {}
+    for kind, lengths in kinds.items():
+        runs = results.in_turn(METHODS, lambda method: prefill(model, method, lengths, k=16),
+                               1 if args.quick else 3)
+        found[kind] = {method: {   # milliseconds per prompt, share of useful slots
+            "prefill_ms": statistics.median(seconds for seconds, _ in taken) / len(lengths) * 1e3,
+            "useful": sum(lengths) / taken[0][1]} for method, taken in runs.items()}
+    return {"lengths": kinds, "kinds": found}
 
 
-def kinds_table(result):
+def table(result):
     names, rows = [*METHODS][1:], []
     for kind, by in result["kinds"].items():
         lengths = result["lengths"][kind]
@@ -140,13 +119,3 @@ def kinds_table(result):
                      *(f"{speedup(by, name):.2f}×" for name in names)])
     how = "prefill, k = 16, times as fast as padding to the longest"
     return Table(["", "tokens, mean / longest", "useful slots, padded", *names], rows, how, how)
-
-
-def predictors_table(result):
-    rows = []
-    for k, points in result["predictors"].items():
-        *causes, speedups = zip(*points)
-        rows.append([k, len(points), f"{statistics.mean(speedups):.2f}×",
-                     *(f"{statistics.correlation(cause, speedups):+.2f}" for cause in causes)])
-    return Table(["k", "batches", "mean speedup", "correlation with r/k", "with m - L/k"], rows,
-                 title="what predicts the speedup: uniform lengths, 1 layer, 256 wide")

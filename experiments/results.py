@@ -27,11 +27,13 @@ class Table(NamedTuple):
     """What an experiment says of its figures, to be printed or to stand in a document."""
     head: list
     rows: list
-    how: str = ""     # it was measured: in small print, in documents only
+    how: str = ""     # it was measured
     title: str = ""   # above it, where it is printed
+    words: int = 1    # columns of words, before those of numbers
+    small_print: str = "{machine}; {where}; {date}; {how}; {commands}"   # below it, in documents
 
 
-def run(generate, model, requests, knobs):
+def run(generate, model, requests, knobs={}):
     """The trace of a stage on copies of these requests, with those of the knobs that it has."""
     mine, _ = knobs_of(generate, knobs)
     return generate(model, [replace(request) for request in requests], **mine)
@@ -73,18 +75,17 @@ def load_all(name):
 
 def keep(path, command, where, figures):
     """
-    Figures with their provenance, as `load` returns them. Writes them unless path is None.
+    Writes figures with their provenance, unless path is None.
 
     figures: a dict, or a list of them
     """
+    if path is None:
+        return
     origin = {"where": where, "measured": {
         "machine": machine(), "date": datetime.date.today().isoformat(), "command": command}}
-    kept = ([{**each, **origin} for each in figures] if isinstance(figures, list)
+    kept = ([{**origin, **each} for each in figures] if isinstance(figures, list)
             else {**origin, **figures})
-    text = json.dumps(kept, indent=1) + "\n"
-    if path:
-        Path(path).write_text(text, encoding="utf-8")
-    return json.loads(text)
+    Path(path).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 def machine():

@@ -51,12 +51,12 @@ def train_ranks(texts, n_tokens):
     return ranks
 
 
-def get_batch(docs, step, block_size, seed):
+def get_batch(docs, block_size, rng):
     """
     (x, y) of shape (B, T). Each row is a sequence of random documents that begins at the start of
-    one, as every prompt does. A function of (seed, step): another run sees the same data.
+    one, as every prompt does.
     """
-    rng, rows = random.Random(f"{seed} {step}"), []
+    rows = []
     for _ in range(BATCH_SIZE):
         row = []
         while len(row) < block_size + 1:
@@ -72,13 +72,6 @@ def loss_of(model, x, y):
     logits = model(x, attend=lambda layer, q, k, v: F.scaled_dot_product_attention(
         q, k, v, is_causal=True))
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-@torch.no_grad()
-def validate(model, docs):
-    T = model.config.block_size
-    batches = [get_batch(docs, step, T, "validation") for step in range(20)]
-    return mean(loss_of(model, x, y).item() for x, y in batches)
 
 
 def train(args):
@@ -101,9 +94,7 @@ def train(args):
         base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
     docs, val = ([tokens + [encoding.eot_token] for tokens in encoding.encode_ordinary_batch(each)]
                  for each in (texts, held_out))
-    train_tokens = sum(map(len, docs))
-    bytes_per_token = sum(len(text.encode()) for text in texts) / train_tokens
-    print(f"{len(docs)} documents of {train_tokens:,} tokens, {len(val)} held out")
+    print(f"{len(docs)} documents of {sum(map(len, docs)):,} tokens, {len(val)} held out")
 
     # 2. model and optimizer; weight decay for matrices only
     torch.manual_seed(args.seed)
@@ -116,8 +107,9 @@ def train(args):
         (step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / args.steps)))   # warm-up, cosine
 
     # 3. train
+    rng = random.Random(args.seed)
     for step in range(args.steps):
-        x, y = get_batch(docs, step, model.config.block_size, args.seed)
+        x, y = get_batch(docs, model.config.block_size, rng)
         loss = loss_of(model, x, y)
         optimizer.zero_grad()
         loss.backward()
@@ -126,8 +118,10 @@ def train(args):
         schedule.step()
         if (step + 1) % 100 == 0:
             print(f"step {step + 1:5d}/{args.steps}  loss {loss.item():.3f}", flush=True)
-    nats = validate(model, val)
-    print(f"validation loss {nats:.3f} ({nats / math.log(2) / bytes_per_token:.2f} bits per byte)")
+    with torch.no_grad():
+        nats = mean(loss_of(model, *get_batch(val, model.config.block_size, rng)).item()
+                    for _ in range(20))
+    print(f"validation loss {nats:.3f}")
 
     # 4. the result, which GPT.from_pretrained reads
     write_gpt2(model, out)

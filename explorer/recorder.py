@@ -169,17 +169,16 @@ def record(generate, model, requests, reference=None, **knobs):
 
 def take_times(trace, timed):
     """
-    Gives a recorded run the times of one that nothing disturbed. Returns whether it could: that run
-    may have done something else, where rounding flipped a near-tie.
+    Gives a recorded run the times of one that nothing disturbed, unless that run did something
+    else, where rounding flipped a near-tie. Returns the recorded run's trace.
     """
-    if work_of(trace) != work_of(timed):
-        return False
-    trace.started, trace.step_times = timed.started, timed.step_times
-    for p, twin in zip(trace.passes, timed.passes):
-        p.seconds = twin.seconds
-    for request, twin in zip(trace.requests, timed.requests):
-        request.token_times = twin.token_times
-    return True
+    if work_of(trace) == work_of(timed):
+        trace.started, trace.step_times = timed.started, timed.step_times
+        for p, twin in zip(trace.passes, timed.passes):
+            p.seconds = twin.seconds
+        for request, twin in zip(trace.requests, timed.requests):
+            request.token_times = twin.token_times
+    return trace
 
 
 def work_of(trace):

@@ -32,14 +32,14 @@ from matplotlib_inline.config import InlineBackend
 from checks.check import Check, summary
 from checks.traps import broken  # noqa: F401
 from checks.xray import sights_at
-from experiments.figures import packing, pool, timelines  # noqa: F401 (for the notebooks)
+from experiments.figures import packing, pool  # noqa: F401 (for the notebooks)
 from experiments.memory import filling_pool  # noqa: F401
 from experiments.results import load as results  # noqa: F401
 from loading.load import load
 from loading.stages import STAGES
 from request import Request
 from toolbox.flags import knobs_of
-from views.plots import pyplot
+from views.plots import pyplot, timelines  # noqa: F401
 from views.sights import draw as show  # noqa: F401
 
 torch.set_num_threads(1)   # a model this small gains nothing from more

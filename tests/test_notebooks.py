@@ -246,14 +246,3 @@ def test_our_time_of_a_step_is_the_simulators():
                          requests, max_batch=rows, token_budget=keys)
         ours = exercises.defined("step_time", it["code"])(rows, keys)
         assert ours == pytest.approx(trace.passes[-1].seconds, rel=0.01)
-
-
-# --- claims ---------------------------------------------------------------------------------------
-
-def test_all_claims_are_tested():
-    import test_claims
-    rows = re.findall(r"^\| ([HRPI]\d+) \| (.+) \| (.+) \| `(\w+)` \| `(\w+)` \|$",
-                      (ROOT / "docs" / "sources.md").read_text(encoding="utf-8"), re.M)
-    assert len({claim for claim, *_ in rows}) == len(rows) == 37
-    for claim, *_, test in rows:
-        assert test.startswith(f"test_{claim}_") and callable(getattr(test_claims, test))

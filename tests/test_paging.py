@@ -107,7 +107,7 @@ class WatchedFair(Watched, FairScheduler):
 @pytest.mark.parametrize("knobs, named", [
     (dict(pages=2.5), "pages .* at least 1"), (dict(page_size="4"), "page_size .* at least 1"),
     (dict(page_size=25), "page_size 25 exceeds block_size 24"), (dict(policy="lifo"), "'lifo'"),
-    (dict(pages=1, page_size=16), "request 'large': .* needs 2 pages of 16 tokens, pages is 1"),
+    (dict(pages=1, page_size=16), "request 'large': .* KV tokens, there are 16"),
 ])
 def test_bad_knobs_are_refused_before_anything_ran(knobs, named):
     requests = [Request([1, 2, 3], 1, name="small"), Request([4] * 9, name="large")]

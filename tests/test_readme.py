@@ -8,12 +8,11 @@ from xml.etree import ElementTree
 import pytest
 from common import ROOT
 
-from experiments import gpu, motion, results, tables
-from experiments.ladder import calculated, run_stages
+from experiments import motion, pictures, results, tables
+from experiments.ladder import calculated, twelve
 from experiments.memory import storm
 from loading.load import load
 from loading.stages import STAGES
-from loading.workload import PROMPTS, make_requests, read_prompts
 from views.report import totals
 
 PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
@@ -25,10 +24,8 @@ def test_the_ladder_of_counts():
     that rounding flipped. (In the quick size, of some stages.)
     """
     said, (model, tokenizer) = results.load("ladder"), load()
-    requests = make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64, temperature=0.7,
-                             top_k=None, seed=0)   # the scripts' defaults
     some = STAGES if os.environ.get("THOROUGH") else ("naive", "interleaved", "paged")
-    traces = run_stages(model, requests, {name: STAGES[name] for name in some})
+    traces = {name: results.run(STAGES[name], model, twelve(tokenizer)) for name in some}
     again = calculated(traces["naive"].requests)
     assert again.keys() == said["calculated"].keys()
     for name, figures in again.items():
@@ -39,13 +36,6 @@ def test_the_ladder_of_counts():
         assert said["generated"] == sum(len(request.generated) for request in trace.requests)
         assert {what: t[what] for what in ("forward_passes", "slots", "useful", "score_entries",
                                            "copied_bytes")}.items() <= said["stages"][name].items()
-
-
-def test_this_machine_is_calculated_from_the_benchmark_that_is_there():
-    """If it is not: python -m experiments gpu --parts this_machine"""
-    said, again = results.load("gpu")["this_machine"], gpu.this_machine()
-    for old, new in zip(said, again, strict=True):
-        assert new == pytest.approx(old)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -72,10 +62,10 @@ def test_the_preemption_storm():
 
 def test_the_committed_picture_has_every_token_and_is_what_the_command_draws():
     """If it has not: python -m experiments pictures"""
-    traces = {stage: motion.run(stage) for stage in (*motion.PANELS, motion.BETWEEN)}
+    traces = motion.traces()
     shown = [traces[stage] for stage in motion.PANELS]
     for name, text in motion.pictures(traces).items():
-        assert text == (motion.FOLDER / name).read_text(encoding="utf-8")
+        assert text == (pictures.FOLDER / name).read_text(encoding="utf-8")
         ElementTree.fromstring(text)   # well-formed
         ticks = len(re.findall(r"M[\d.]+ \d+v8", text))
         assert ticks == sum(len(r.generated) for trace in shown for r in trace.requests)

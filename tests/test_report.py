@@ -3,10 +3,8 @@ import json
 import time
 from dataclasses import replace
 
-import pytest
 from common import STAGES, toy
 
-from experiments.results import in_turn
 from request import Request
 from toolbox.trace import ForwardPass, Trace
 from views.report import report, totals, write_trace
@@ -30,17 +28,6 @@ def golden(**arguments):
     trace = Trace("x", requests, passes=[first, second], started=10.0, **arguments)
     trace.step_times = {0: 10.5, 1: 10.75, 3: 12.0, 4: 14.0, 5: 14.6, 6: 16.0}
     return trace
-
-
-def test_ways_take_turns_and_the_rounds_that_warm_up_do_not_count():
-    called = []
-
-    def run(way):
-        called.append(way)
-        return len(called)
-
-    assert in_turn("ab", run, repeats=2) == {"a": [3, 5], "b": [4, 6]}
-    assert called == [*"ababab"]
 
 
 GOLDEN_REPORT = [
@@ -78,11 +65,10 @@ def test_written_traces(tmp_path):
     assert trace["passes"][1]["shape"] == [7]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_report_of_next_to_nothing(stage):
-    nothing = report(Trace(stage, [Request([1], 1)]))
+def test_a_report_of_next_to_nothing():
+    nothing = report(Trace("x", [Request([1], 1)]))
     assert "throughput      0 tokens" in nothing
-    one = report(STAGES[stage](toy(), [Request([1], 1)]))
+    one = report(STAGES["paged"](toy(), [Request([1], 1)]))
     assert "throughput      1 tokens" in one and "nan" not in one + nothing
 
 

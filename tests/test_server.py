@@ -198,7 +198,7 @@ def test_who_leaves_frees_its_pages_before_the_next_pass():
 
 def test_several_are_taken_all_or_none_and_answers_to_one_prompt_share_its_pages():
     engine = Engine(toy(), pages=11, page_size=2)
-    with pytest.raises(ValueError, match="needs 12 pages of 2 tokens, pages is 11"):
+    with pytest.raises(ValueError, match="needs 24 KV tokens, there are 22"):
         engine.add(Request([1]), Request([1], 24))
     assert not engine.busy
     engine = Engine(toy(), pages=40, page_size=2)

@@ -255,11 +255,12 @@ def no_prefill_starves_behind_decodes():
 
 def what_can_never_fit_is_refused_by_name_with_the_numbers():
     small, large = (3, 3), (9, 8)   # the last token is never computed: 16 places, one page of 16
-    for new, need, what in [
-            (lambda n: Scheduler(4, 8, n), 16, "KV tokens, max_kv_tokens"),
-            *((lambda n, size=size: PagedScheduler(4, 8, Pages(n, size)), need,
-               f"pages of {size} tokens, pages") for size, need in ((1, 16), (5, 4), (2, 8)))]:
-        with pytest.raises(ValueError, match=f"'B'.* 9 .* 8 needs {need} {what} is {need - 1}"):
+    for new, need, size in [
+            (lambda n: Scheduler(4, 8, n), 16, 1),
+            *((lambda n, size=size: PagedScheduler(4, 8, Pages(n, size)), need, size)
+              for size, need in ((1, 16), (5, 4), (2, 8)))]:
+        there = f"'B'.* 9 .* 8 needs 16 KV tokens, there are {(need - 1) * size}"
+        with pytest.raises(ValueError, match=there):
             plans(new(need - 1), [small, large])
         plans(new(need), [small, large])
         plans(new(64), [small, (9, 10**9)])   # the context limits what a request can need

@@ -8,9 +8,7 @@ What every script can draw with --plot, in one visual language:
 Colour-blind readers can tell the colours apart (Okabe and Ito's palette, with Tol's red); hatching
 repeats the distinction. The docs' figures, in experiments/figures.py, use the same language.
 """
-
 import matplotlib
-import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -23,6 +21,7 @@ NAMES = {"prefill": "prefill", "decode": "decode", "recomputed": "computed again
 COUNTED = {   # a colour -> what a forward pass counts of it
     "decode": "useful", "recomputed": "recomputed", "pad": "pad_slots",
     "finished": "finished_slots"}
+WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
 
 
 def pyplot():
@@ -51,12 +50,7 @@ def style(kind):
     return {"facecolor": COLORS[kind], "hatch": hatch, "edgecolor": edge, "linewidth": 0}
 
 
-def legend(figure, kinds):
-    figure.legend(handles=[patch(kind) for kind in kinds], loc="lower center", ncols=len(kinds),
-                  handlelength=1.4, columnspacing=1.6)
-
-
-def timeline(ax, trace, last_step=None):
+def timeline(ax, trace, last_step):
     """
     One row per request, one column per step. A cell is the request's row in the tensor, whatever
     its width: coloured for tokens, grey for padding. So a decode in the same rectangle as a chunk
@@ -75,7 +69,7 @@ def timeline(ax, trace, last_step=None):
     draw_work(ax, trace, row_of)
     ax.set_ylim(len(row_of) - 0.4, -0.6)
     ax.set_yticks(range(len(row_of)), row_of, fontsize=9)
-    ax.set_xlim(-0.5, (last_step or trace.passes[-1].step + 1) - 0.5)
+    ax.set_xlim(-0.5, last_step - 0.5)
     ax.tick_params(axis="y", length=0)
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("step")
@@ -84,31 +78,21 @@ def timeline(ax, trace, last_step=None):
                  "slots useful", fontsize=9)
 
 
-def parts_of(trace):
-    """[(pass, {request: {kind: tokens}})]: what each forward pass computed, for whom."""
-    prompt = {request.name: len(request.prompt) for request in trace.requests}
-    reached, found = dict.fromkeys(prompt, 0), []   # tokens computed so far
-    for p in trace.passes:
-        parts = {}
-        for name, first, n in p.work:
-            again = max(0, min(reached[name], first + n) - first)
-            prefill = max(0, min(prompt[name], first + n) - first - again)
-            reached[name] = max(reached[name], first + n)
-            parts[name] = {"recomputed": again, "prefill": prefill, "decode": n - again - prefill}
-        found.append((p, parts))
-    return found
-
-
 def draw_work(ax, trace, row_of):
     def draw(step, name, kind, height, base=0.0):
         ax.bar(step, 0.84 * height, 0.92, row_of[name] - 0.42 + 0.84 * base, **style(kind))
 
-    for p, parts in parts_of(trace):
+    prompt = {request.name: len(request.prompt) for request in trace.requests}
+    reached = dict.fromkeys(prompt, 0)   # tokens computed so far
+    for p in trace.passes:
         own_row = len(p.shape) == 2 and p.shape[0] == len(p.work) + len(p.finished)
-        for name, kinds in parts.items():
-            n, base = sum(kinds.values()), 0.0
-            width = p.shape[1] if own_row else n
-            for kind, count in [*kinds.items(), ("pad", width - n)]:
+        for name, first, n in p.work:
+            again = max(0, min(reached[name], first + n) - first)
+            prefill = max(0, min(prompt[name], first + n) - first - again)
+            reached[name] = max(reached[name], first + n)
+            width, base = p.shape[1] if own_row else n, 0.0
+            for kind, count in (("recomputed", again), ("prefill", prefill),
+                                ("decode", n - again - prefill), ("pad", width - n)):
                 if count:
                     draw(p.step, name, kind, count / width, base)
                     base += count / width
@@ -116,46 +100,22 @@ def draw_work(ax, trace, row_of):
             draw(p.step, name, "finished", 1)
 
 
-def stage(trace, path):
-    """
-    What --plot draws: each request's timeline, below it the slots of each step, on the same axis
-    and in the same colours, and one sentence.
-    """
-    requests, last = len(trace.requests), trace.passes[-1].step
-    figure, (top, bottom) = pyplot().subplots(
-        2, 1, figsize=(11, 3 + 0.22 * requests), height_ratios=[requests + 2, 8], sharex=True)
-    timeline(top, trace)
-    slots = {kind: np.zeros(last + 1) for kind in ("decode", "prefill", "recomputed", "pad",
-                                                   "finished")}
-    for p, parts in parts_of(trace):
-        for kinds in parts.values():
-            for kind, count in kinds.items():
-                slots[kind][p.step] += count
-        slots["pad"][p.step] += p.pad_slots
-        slots["finished"][p.step] += p.finished_slots
-    base = np.zeros(last + 1)
-    for kind, values in slots.items():
-        bottom.bar(range(last + 1), values, 0.92, base, **style(kind))
-        base += values
-    top.set_xlabel("")
-    bottom.set_xlabel("step")
-    bottom.set_ylabel("slots")
-    figure.tight_layout(rect=(0, 0.11, 1, 1))
-    figure.text(0.5, 0.075, sentence(trace), ha="center")
-    drawn = [kind for kind in slots if slots[kind].any()]
-    legend(figure, [*drawn, "waiting"])
+def timelines(traces, path=None, columns=2):
+    """All stages on one workload, with one axis of steps, so that their ends can be compared."""
+    rows = -(-len(traces) // columns)
+    height = 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))
+    figure, axes = pyplot().subplots(rows, columns, figsize=(WIDTH, height), squeeze=False)
+    last = max(trace.passes[-1].step for trace in traces) + 1
+    for ax, trace in zip(axes.flat, traces):
+        timeline(ax, trace, last)
+    for ax in axes.flat[len(traces):]:
+        ax.axis("off")
+    passes = [p for trace in traces for p in trace.passes]
+    seen = [kind for kind, name in COUNTED.items() if any(getattr(p, name) for p in passes)]
+    figure.legend(handles=[patch(kind) for kind in ("prefill", *seen, "waiting")],
+                  loc="lower center", ncols=len(seen) + 2, handlelength=1.4, columnspacing=1.6)
+    figure.tight_layout(rect=(0, 0.38 / height, 1, 1), h_pad=1.4, w_pad=2)
     return save(figure, path)
-
-
-def sentence(trace):
-    """What to see in the picture of a run: the longest wait, and whom the passes worked for."""
-    waits = [(b - a, b, request.name) for request in trace.requests
-             for a, b in zip(request.token_steps, request.token_steps[1:])]
-    longest, step, name = max(waits, default=(0, 0, ""))
-    useful = sum(p.useful for p in trace.passes) / sum(p.slots for p in trace.passes)
-    said = (f"{name} waited longest for a next token, {longest} steps until step {step}"
-            if longest > 1 else "Every request, once it had a token, got one in each step")
-    return f"{said}; {useful:.0%} of the slots held a token that some request needed."
 
 
 def save(figure, path):

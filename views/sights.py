@@ -8,22 +8,21 @@ Draws which keys each token sees, as the X-ray measured it: queries down, keys a
 The X-ray counts pads of one kind, but cannot tell them apart. Where a query sees three of seven,
 the three on the right are drawn.
 """
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from matplotlib.patches import Patch
 from matplotlib.patches import Rectangle as Box
 
 from checks.xray import PAD, keys_of
-from views.plots import COLORS, KEYS, patch, pyplot, save
+from views.plots import COLORS, KEYS, WIDTH, patch, pyplot, save
 
 RED, LINE = COLORS["finished"], "#BBBBBB"
-CELL, TOP, WIDEST = 0.24, 0.5, 8.75   # inches
+CELL, TOP = 0.24, 0.5   # inches
 FONT = 9
 
 
-@dataclass
-class Panel:
+class Panel(NamedTuple):
     """What the queries of one row see; of a flat stream, what all queries see."""
     name: str       # of the requests in it
     queries: list   # labels; "·" is a pad
@@ -47,29 +46,28 @@ def panel(sight, ids, seen, label):
     token_of, shared = sight.xray.token_of, sight.xray.shared_keys(sight.batch)
     past = {request: range(sight.xray.first[request], sight.xray.first[request] + start)
             for (request, _), start in zip(sight.batch.plan, sight.batch.starts)}
+    queries = [(id, counts) for id, counts in zip(ids, seen) if id != PAD]
+    keys_seen, mine = {}, {}   # of each query
+    for id, counts in queries:
+        mine[id] = {shared[key]: key for key in range(id - token_of[id][1], id + 1)}
+        # A page that equal beginnings share counts as the request's own.
+        keys_seen[id] = {mine[id].get(shared[key], key)
+                         for key, n in enumerate(counts[1:-1], 1) if n}
     columns, past_pads = key_columns(sight, ids, past)
-    cells, extra = [], {}
+    columns += sorted(set().union(*keys_seen.values()) - {*columns})   # of no request in this row
+    cells = []
     for id, counts in zip(ids, seen):
         if id == PAD:
             cells.append(["pad"] * len(columns))
             continue
-        request, position = token_of[id]
-        mine = {shared[key]: key for key in range(id - position, id + 1)}
-        # A page that equal beginnings share counts as the request's own.
-        seen_keys = {mine.get(shared[key], key) for key, n in enumerate(counts[1:-1], 1) if n}
         pads = seen_pads(columns, past_pads, counts[PAD], counts[-1])
         cells.append([("wrong" if i in pads else "pad") if key == PAD else
-                      cell(key in mine.values(), key in seen_keys, key in past[token_of[key][0]])
+                      cell(key in mine[id].values(), key in keys_seen[id],
+                           key in past.get(token_of[key][0], ()))
                       for i, key in enumerate(columns)])
-        for key in sorted(seen_keys - set(columns)):
-            extra.setdefault(key, []).append(len(cells) - 1)
-    for key, queries in extra.items():   # seen, although it is in no column
-        for i, row in enumerate(cells):
-            row.append("wrong" if i in queries else "")
-    names = ["·" if id == PAD else label(*token_of[id]) for id in [*columns, *extra]]
-    owners = dict.fromkeys(token_of[id][0].name for id in ids if id != PAD)
-    queries = ["·" if id == PAD else label(*token_of[id]) for id in ids]
-    return Panel(" ".join(owners), queries, names, cells)
+    owners = dict.fromkeys(token_of[id][0].name for id, _ in queries)
+    names = [["·" if id == PAD else label(*token_of[id]) for id in each] for each in (ids, columns)]
+    return Panel(" ".join(owners), *names, cells)
 
 
 def key_columns(sight, ids, past):
@@ -117,7 +115,7 @@ def draw(sights, path=None, label=None):
     for group in groups:
         lefts.append(left)
         wide = [margin + 0.15 + CELL * len(part.keys) for part in group]
-        in_a_row = len(groups) == 1 and sum(wide) < WIDEST
+        in_a_row = len(groups) == 1 and sum(wide) < WIDTH
         across, down = left, TOP
         for part, width in zip(group, wide):
             places.append((part, across + margin, down + gap))
