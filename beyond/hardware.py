@@ -41,14 +41,13 @@ class GPU:
     tile: float = TILE
     overhead: float = ENGINES["tensorrt-llm"]["overhead"]         # seconds between two passes
     per_request: float = ENGINES["tensorrt-llm"]["per_request"]   # and for each sampled token
-    overlaps: bool = True      # not so the cores of a CPU: what they compute and read adds up
 
     def seconds(self, parts, size, in_vain=0):
         """Of arithmetic and reading. parts: {name: (operations, bytes)}; in_vain: operations"""
         peak = self.share * (self.peak if size == 2 else self.peak32)
         arithmetic = (sum(operations for operations, _ in parts.values()) + in_vain) / peak
         reading = sum(moved for _, moved in parts.values()) / (BANDWIDTH_SHARE * self.bandwidth)
-        return math.hypot(arithmetic, reading) if self.overlaps else arithmetic + reading
+        return math.hypot(arithmetic, reading)
 
 
 # dense, with 32-bit accumulation; the memory in bytes

@@ -111,11 +111,10 @@ def test_four_steps_by_hand():
         [sum(expected[:n]) for n in (2, 3, 4)], rel=1e-12)
 
 
-def test_a_gpu_overlaps_arithmetic_and_reading_in_part_and_a_cpu_does_not():
+def test_a_gpu_overlaps_arithmetic_and_reading_in_part():
     gpu = GPU(0, 1, 1 / 0.85, 1e6, share=1)   # so an operation, or a byte, takes a second
     parts = {"linears": (2, 1), "copies": (1, 3)}
     assert gpu.seconds(parts, 4) == pytest.approx(5)   # of 3 s and 4 s
-    assert replace(gpu, overlaps=False).seconds(parts, 4) == pytest.approx(7)
 
 
 @pytest.mark.parametrize("stage", STAGES)
