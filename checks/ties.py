@@ -45,7 +45,6 @@ times the error always covers it. Therefore the rounding never looks at the stag
 import copy
 import math
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 
@@ -55,34 +54,21 @@ WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.floa
 FACTOR = 4   # a margin compares two logits, and each is rounded in two runs: reference and stage
 
 
-class Flips:
-    """Judges flipped tokens. The model in the wider dtype is made only if a token flips."""
+def judge(asked, tokens, flipped, reference, again):
+    """
+    Yields (whether rounding explains it, a sentence) for each flipped token of a request.
 
-    def __init__(self, model):
-        self.model = model
-
-    def judge(self, asked, tokens, flipped, reference):
-        """
-        Yields (whether rounding explains it, a sentence) for each flipped token of a request.
-
-        asked:     the request as it came in; tokens: what it was given
-        flipped:   {index of a token: the stage's logits (V,) there}
-        reference: logits (n, V) before each token
-        """
-        if not flipped:
-            return
-        again = self.wider and run_alone(self.wider, asked.prompt, tokens)
-        explained, stream = rounding(reference, again), replace(asked)
-        for i, token in enumerate(tokens):
-            u = stream.draw()
-            if i in flipped:
-                gap = margin(token, flipped[i], reference[i], asked, u)
-                yield gap <= explained[i], (f"token {i} has flipped: margin {gap:.1e}, "
-                                            f"rounding {explained[i]:.1e}")
-
-    @cached_property
-    def wider(self):
-        return in_wider_dtype(self.model)
+    asked:     the request as it came in; tokens: what it was given
+    flipped:   {index of a token: the stage's logits (V,) there}
+    reference: logits (n, V) before each token; again: the same in the next wider dtype, or None
+    """
+    explained, stream = rounding(reference, again), replace(asked)
+    for i, token in enumerate(tokens):
+        u = stream.draw()
+        if i in flipped:
+            gap = margin(token, flipped[i], reference[i], asked, u)
+            yield gap <= explained[i], (f"token {i} has flipped: margin {gap:.1e}, "
+                                        f"rounding {explained[i]:.1e}")
 
 
 def run_alone(model, prompt, tokens):

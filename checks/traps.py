@@ -12,6 +12,7 @@ assignments ask students to expose others.
 import inspect
 import textwrap
 from contextlib import ExitStack, contextmanager
+from difflib import unified_diff
 from importlib import import_module
 from operator import attrgetter
 
@@ -147,9 +148,7 @@ def broken(name, show=True):
         edits.setdefault(function_named(function), []).append((old, new))
     with ExitStack() as traps:
         for function, changes in edits.items():
-            if show:
-                print_change(function, changes)
-            traps.enter_context(swapped(function, changes))
+            traps.enter_context(swapped(function, changes, show))
         yield
 
 
@@ -160,19 +159,26 @@ def function_named(name):
 
 
 @contextmanager
-def swapped(function, changes, **names):
+def swapped(function, changes, show=False, **names):
     """
     Changes a function's code for the `with` block, wherever it is called from.
 
     changes: [(old, new), ...]: each `old` must occur exactly once in its source, or ValueError
+    show:    whether to print the lines that change
     names:   further names that `new` uses
     """
-    source, before = inspect.getsource(function), function.__code__
+    before, source = function.__code__, inspect.getsource(function)
+    lines = source.splitlines()
     for old, new in changes:
         if source.count(old) != 1:
             raise ValueError(f"{function.__qualname__}: {old!r} occurs {source.count(old)} times "
                              "instead of once; checks/traps.py lists the known bugs' edits")
         source = source.replace(old, new)
+    if show:
+        print(f"{function.__module__}.py, {function.__qualname__}:")
+        for line in [*unified_diff(lines, source.splitlines(), n=0)][2:]:   # 2: a head for files
+            if line[0] in "-+":
+                print(f"  {line[0]} {line[1:].split('  #')[0].strip()}")
     # The class gives super() the same meaning as in the original; it is compiled, never run.
     module = compile("class _:\n" + textwrap.indent(textwrap.dedent(source), " "),
                      f"<{function.__qualname__}, changed>", "exec")
@@ -186,16 +192,3 @@ def swapped(function, changes, **names):
         function.__code__ = before
         for name in names:
             del function.__globals__[name]
-
-
-def print_change(function, changes):
-    """The lines that change, as `diff` would print them."""
-    before = after = inspect.getsource(function)
-    for old, new in changes:
-        after = after.replace(old, new)
-    print(f"{function.__module__}.py, {function.__qualname__}:")
-    kept = set(before.splitlines()) & set(after.splitlines())
-    for sign, lines in ("-", before.splitlines()), ("+", after.splitlines()):
-        for line in lines:
-            if line not in kept:
-                print(f"  {sign} {line.split('  #')[0].strip()}")

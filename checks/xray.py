@@ -56,8 +56,6 @@ class XRay:
             length = min(len(request.prompt) + request.max_new_tokens,
                          model.config.block_size + 1)   # the last token needs no position
             self.token_of += [(request, position) for position in range(length)]
-        self.same_as = [*range(len(self.token_of) + 1)]   # id -> first id with an equal prefix
-        self.prefixes, self.known = {}, Counter()         # what same_as knows already
         self.buffers = {}                        # of the X-ray's own layer, for each cache
 
     def __enter__(self):
@@ -122,15 +120,14 @@ class XRay:
         List: id -> the id whose keys it may share. In stage 7 that is the first one with the same
         tokens up to it; elsewhere no request shares any.
         """
-        if not hasattr(batch, "pages"):
-            return range(len(self.same_as))
-        for request, first in self.first.items():
-            known, most = self.known[request], request.computed + request.todo
-            for id, token in enumerate(request.slice(known, most), first + known):
-                before = self.same_as[id - 1] if id > first else None
-                self.same_as[id] = self.prefixes.setdefault((before, token), id)
-                self.known[request] += 1
-        return self.same_as
+        same_as = [*range(len(self.token_of) + 1)]
+        if hasattr(batch, "pages"):
+            tokens, named = {request: request.tokens for request in self.requests}, {}
+            for id, (request, position) in enumerate(self.token_of[1:], 1):
+                if position < len(tokens[request]):
+                    before = same_as[id - 1] if position else None
+                    same_as[id] = named.setdefault((before, tokens[request][position]), id)
+        return same_as
 
     def faults_of(self, number, sight):
         shared = self.shared_keys(sight.batch)

@@ -19,7 +19,7 @@ import torch
 from loading.llama import Llama, LlamaConfig
 from model import GPT
 from toolbox import weights
-from toolbox.tokenizer import FromJson, from_ranks_file, from_vocab_file, gpt2
+from toolbox.tokenizer import FromJson, from_ranks_file, gpt2
 
 
 def load_model(name="builtin", dtype=torch.float32):
@@ -28,11 +28,12 @@ def load_model(name="builtin", dtype=torch.float32):
     a GPT-2 name, a local folder or weights file in Hugging Face's layout, or "owner/name" on
     huggingface.co, downloaded once. ValueError with one line that says what is wrong.
 
-    A Llama is read tensor by tensor from memory-mapped safetensors files: it takes its weights and,
-    if these are converted, one tensor of the file more until it is read.
+    A Llama is read tensor by tensor from memory-mapped files, and never initialised.
     """
-    if weights.kind_of(name) == "gpt2":
+    _, theirs = weights.locate(name)
+    if theirs["model_type"] == "gpt2":
         return GPT.from_pretrained(name).to(dtype)
+
     def make(config):
         return Llama(LlamaConfig(**config))
 
@@ -47,16 +48,13 @@ def load(name="builtin", dtype=torch.float32):
     """
     (model, tokenizer) as load_model; the tokenizer is a tiktoken.Encoding or has its methods.
 
-    A folder's tokenizer is its ranks.tiktoken, vocab.json (GPT-2 only) or tokenizer.json; a GPT-2
-    without any of them has GPT-2's.
+    A folder's tokenizer is its ranks.tiktoken or tokenizer.json; a GPT-2 without has GPT-2's.
     """
     model = load_model(name, dtype)
-    folder, is_llama = weights.locate(name)[0].parent, isinstance(model, Llama)
+    folder, is_llama = weights.locate(name)[0][0].parent, isinstance(model, Llama)
     if (folder / "ranks.tiktoken").is_file():
         tokenizer = from_ranks_file(folder / "ranks.tiktoken")
-    elif not is_llama and name not in weights.NAMES and (folder / "vocab.json").is_file():
-        tokenizer = from_vocab_file(folder / "vocab.json")
-    elif is_llama or (folder / "tokenizer.json").is_file():
+    elif is_llama or name not in weights.NAMES and (folder / "tokenizer.json").is_file():
         tokenizer = FromJson(folder)
     else:
         tokenizer = gpt2()

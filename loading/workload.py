@@ -2,9 +2,11 @@
 import json
 import math
 import random
+from pathlib import Path
 
 from request import Request
 from toolbox.tokenizer import BUILTIN
+from toolbox.validate import one_line
 
 PROMPTS = BUILTIN / "prompts.txt"
 # the keys that a line of a .jsonl file may have
@@ -17,14 +19,8 @@ def read_prompts(path):
     A list of dicts with "prompt" and possibly other keys of KEYS. A text file holds prompts
     separated by blank lines; in a file whose name ends in .jsonl, each line is a JSON object.
     """
-    try:
-        # universal newlines; the -sig drops a byte order mark
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
-    except OSError as error:
-        raise ValueError(f"--prompts {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"--prompts {path}: not a text file in UTF-8") from None
+    with one_line(f"--prompts {path}"):
+        text = Path(path).read_text(encoding="utf-8-sig")   # -sig drops a byte order mark
     if str(path).endswith(".jsonl"):
         prompts = [parse_line(line, f"--prompts {path}, line {i}")
                    for i, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -38,12 +34,8 @@ def read_prompts(path):
 
 
 def parse_line(line, where):
-    try:
+    with one_line(f"{where}: not JSON"):
         entry = json.loads(line)
-    except (ValueError, RecursionError) as error:   # ValueError: also of a number too long
-        reason = ("nested too deeply" if isinstance(error, RecursionError)
-                  else getattr(error, "msg", "a number has too many digits"))
-        raise ValueError(f"{where}: not JSON ({reason})") from None
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
         raise ValueError(f"{where}: not an object whose \"prompt\" is a string")
     if unknown := sorted(entry.keys() - set(KEYS)):

@@ -2,12 +2,10 @@
 Models by name: tokenizers and weights of any folder, one clear line for every way in which a file
 can be wrong; and Llama's architecture, equal to transformers'.
 """
-import contextlib
 import importlib
 import importlib.util
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ import requests
 import safetensors.torch as safetensors
 import tiktoken
 import torch
-from common import BLOCK_SIZE, ROOT, STAGES, VOCAB, assert_contract, backend, examples, llama, mixed
+from common import BLOCK_SIZE, STAGES, VOCAB, assert_contract, backend, examples, llama, mixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +26,7 @@ from checks.xray import XRay
 from loading.load import decode, load, load_model
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.tokenizer import BUILTIN, END_OF_TEXT, byte_of, use_chat_template
+from toolbox.tokenizer import BUILTIN, use_chat_template
 from toolbox.weights import write_gpt2
 
 transformers = pytest.importorskip("transformers")
@@ -75,10 +73,6 @@ def edit(file, change):
     return do
 
 
-def write(file, content):
-    return edit(file, lambda old: content.encode())
-
-
 def edit_config(**change):
     return edit("config.json", lambda old: json.dumps({**json.loads(old), **change}).encode())
 
@@ -88,28 +82,25 @@ def add_weight(name, tensor):
                 lambda old: safetensors.save({**safetensors.load(old), name: tensor}))
 
 
-NOT_JSON = "/config.json is not a JSON object"
 BROKEN = [   # what is done to a folder, and what is said about it
     (lambda folder: (folder / "model.safetensors").unlink(), "does not hold model.safetensors"),
-    (lambda folder: (folder / "config.json").unlink(), "there is no config.json"),
-    *((write("config.json", text), NOT_JSON) for text in ("{", "[1]", "[" * 100_000)),
-    (edit("config.json", lambda old: b"\xef\xbb\xbf" + old), NOT_JSON),
+    (lambda folder: (folder / "config.json").unlink(), "config.json: No such file"),
+    *((edit("config.json", lambda old, new=new: new), "config.json: ") for new in (
+        b"{", b"[1]", b"[" * 100_000, b"\xff")),
     (edit_config(model_type=["llama"]), "architecture is ['llama']"),
-    (write("config.json", '{"hidden_size": 8}'), "config.json is not that of a GPT-2"),
-    (edit_config(n_layer=5), "not a GPT-2 of 5 layers"),
-    (edit_config(n_embd=64), "has shape"),
+    (edit("config.json", lambda old: b'{"hidden_size": 8}'), "config.json: KeyError: 'vocab_size'"),
+    (edit_config(n_layer=5), 'Missing key(s) in state_dict: "h.4.'),
+    (edit_config(n_embd=64), "size mismatch for wte.weight"),
     (edit_config(n_head=3), "n_head 3"),
-    (edit_config(vocab_size=10**18), "its config.json: "),
-    (edit_config(layer_norm_epsilon=1e-2), "layer_norm_epsilon 0.01 is not GPT-2's"),
-    (add_weight("transformer.h.0.attn.c_attn.weight", torch.zeros(2, 3, 3)), "missing or unknown"),
+    (edit_config(vocab_size=10**18), "config.json: "),
+    (edit_config(layer_norm_epsilon=1e-2), "layer_norm_epsilon must be 1e-05, not 0.01"),
     (add_weight("lm_head.weight", torch.zeros(1024, 128)), "lm_head.weight is not the embedding"),
-    (add_weight("odd", torch.zeros(1)), "'odd'"),
-    (edit("model.safetensors", lambda old: old[:1000]), "cannot be read"),
-    (add_weight("transformer.ln_f.bias", torch.zeros(128, dtype=torch.int8)),
-     "'ln_f.bias' is torch.int8, not one of torch.float16, torch.bfloat16, torch.float32"),
-    (write("ranks.tiktoken", "hello world\n"), "not a ranks file"),
-    (write("ranks.tiktoken", "YQ== 0\nYg== 0\n"), "without gaps and duplicates"),
-    (write("ranks.tiktoken", "YQ== 0\nYg== 1\n"), "does not have all 256 bytes"),
+    (add_weight("odd", torch.zeros(1)), '"odd"'),
+    (add_weight("transformer.ln_f.bias", torch.zeros(128, dtype=torch.int8)), '"ln_f.bias"'),
+    (edit("model.safetensors", lambda old: old[:1000]), "model.safetensors: SafetensorError"),
+    (edit("ranks.tiktoken", lambda old: b"hello world\n"), "not a ranks file"),
+    (edit("ranks.tiktoken", lambda old: b"YQ== 0\nYg== 0\n"), "without gaps and duplicates"),
+    (edit("ranks.tiktoken", lambda old: b"YQ== 0\nYg== 1\n"), "does not have all 256 bytes"),
     (edit("ranks.tiktoken", lambda old: old + b"enp6eno= 1023\n"),
      "smaller than its tokenizer's 1025"),
 ]
@@ -143,10 +134,10 @@ def test_a_name_is_downloaded_by_huggingface_hub(folder, monkeypatch):
     assert torch.equal(GPT.from_pretrained("gpt2").wte.weight, MODEL.wte.weight)
     assert load("owner/name")[1].n_vocab == 1024
     assert {repository for repository, _ in asked} == {"openai-community/gpt2", "owner/name"}
-    assert all({"config.json", "*.safetensors"} <= {*patterns} for _, patterns in asked)
+    assert all({"config.json", "model.safetensors"} <= {*patterns} for _, patterns in asked)
     edit_config(model_type="mistral", sliding_window=4096)(folder)
     asked.clear()
-    with pytest.raises(ValueError, match="model 'owner/name': its config.json"):
+    with pytest.raises(ValueError, match="model 'owner/name': config.json"):
         load("owner/name")
     assert not asked   # refused before its weights are here
 
@@ -157,39 +148,14 @@ def test_no_network_is_one_clear_line(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(ValueError, match="model 'gpt2-xl': downloading config.json failed "
-                                         ".*local folder or the built-in model") as error:
+    with pytest.raises(ValueError, match="model 'gpt2-xl': downloading config.json failed.* local "
+                                         "folder or the built-in model.*exceeded with url"):
         GPT.from_pretrained("gpt2-xl")
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="tokenizer 'gpt2': .*cannot reach the network "
-                                         ".*ConnectionError"):
+    with pytest.raises(ValueError, match="tokenizer 'gpt2': .*connect once.*ConnectionError"):
         toolbox.tokenizer.gpt2()
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)   # it is not installed
     with pytest.raises(ValueError, match="model 'gpt2': downloading needs huggingface_hub"):
         GPT.from_pretrained("gpt2")
-
-
-def test_a_token_that_the_tokenizer_does_not_have_is_shown_as_a_replacement():
-    """A model's vocabulary may be padded beyond its tokenizer's."""
-    assert decode(TOKENIZER, TOKENIZER.encode("été ☕") + [5000]) == "été ☕\ufffd"
-
-
-def test_a_vocab_json_is_read(folder):
-    """Hugging Face writes the tokenizer as vocab.json, bytes spelled as printable characters."""
-    char_of = {b: c for c, b in byte_of().items()}
-    vocab = {"".join(char_of[b] for b in TOKENIZER.decode_single_token_bytes(i)): i
-             for i in range(1023)}
-    vocab[END_OF_TEXT] = 1023
-    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
-    (folder / "ranks.tiktoken").unlink()
-    _, tokenizer = load(folder)
-    text = "# été\nReturn the ☕ of 12 things.<|endoftext|>"
-    expected = TOKENIZER.encode(text, allowed_special="all")
-    assert tokenizer.encode(text, allowed_special="all") == expected
-    for bad in '{"a": 5}', '["a"]', "{", '{"\u4e2d": 0}':
-        (folder / "vocab.json").write_text(bad)
-        with pytest.raises(ValueError, match="not a byte-level vocabulary like GPT-2's"):
-            load(folder)
 
 
 # --- Llama's architecture -------------------------------------------------------------------------
@@ -235,6 +201,7 @@ def test_logits_are_those_of_transformers(family, monkeypatch, tmp_path):
     size = "5GB" if model.config.tie_word_embeddings else "10KB"
     model.save_pretrained(tmp_path, max_shard_size=size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "10KB")
+    (tmp_path / "consolidated.safetensors").touch()   # the same once more, as Mistral writes it
     ours, tokens = load_model(tmp_path, torch.float64), torch.randint(VOCAB, (3, BLOCK_SIZE))
     with torch.inference_mode():
         expected, logits = model(tokens).logits, ours(tokens)
@@ -304,23 +271,22 @@ def llamas(tmp_path):
     bpe.decoder = tokenizers.decoders.ByteLevel()
     bpe.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)])
+    bpe.enable_truncation(4)   # a file may ask to cut and to pad every text
+    bpe.enable_padding(length=40)
     bpe.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({
-        "bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template":
+        "bos_token": {"content": "<s>", "__type": "AddedToken"}, "eos_token": "</s>",
+        "chat_template":
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"}))
     return tmp_path
-
-
-def change_json(path, **change):
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
 def test_a_folder_gives_model_tokenizer_and_chat(llamas):
     model, tokenizer = load(llamas)
     assert next(model.parameters()).dtype == torch.float32 and tokenizer.eot_token == 1
     text = "the thesis is été ☕\n"
-    assert decode(tokenizer, tokenizer.encode(text)) == "<s>" + text
+    assert tokenizer.decode(tokenizer.encode(text)) == "<s>" + text
     assert decode(tokenizer, [299]) == "\ufffd"
     use_chat_template(tokenizer)
     assert decode(tokenizer, tokenizer.encode("the")) == "<s>[user] the\n[assistant]"
@@ -333,152 +299,42 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
         GPT.from_pretrained(llamas)
 
 
-def scaled(**change):
-    return dict(rope_parameters=LLAMA_31 | change)
-
-
 @pytest.mark.parametrize("change, said", [
     (dict(model_type="gemma2"), "'gemma2', not one of gpt2, llama, mistral"),
-    (dict(model_type="mistral", sliding_window=4096), "sliding_window 4096 is not"),
-    (dict(model_type="mistral"), "sliding_window 4096 is not"),   # its default
+    (dict(model_type="mistral"), "sliding_window must be None, not 4096"),   # its default
     (dict(rope_parameters=dict(rope_type="yarn")), "not 'yarn'"),
     (dict(rope_scaling=dict(type="linear")), "not 'linear'"),   # by its old name
-    (dict(rope_scaling=LLAMA_31 | dict(type="default")), "not 'default'"),
-    (dict(rope_parameters="x"), "config.json is not that of a supported llama"),
-    (scaled(rope_theta=float("nan")), "rope_theta must be a number above 0"),
-    (scaled(rope_theta=10**400), "int too large to convert to float"),
-    (scaled(factor=0), "rope_scaling (0.0, 1.0, 4.0, 16.0) must be numbers above"),
-    (scaled(low_freq_factor=4), "low below high"),
-    (dict(rms_norm_eps=float("nan")), "norm_eps must be"),
-    (dict(model_type="qwen2"), "not a qwen2 of 2 layers"),
+    (dict(rope_parameters=dict(rope_type="llama3")), "config.json: KeyError: 'factor'"),
+    (dict(model_type="qwen2"), "Missing key(s) in state_dict"),
     (dict(quantization_config={"bits": 4}), "quantization_config"),
     (dict(num_key_value_heads=4), "n_kv_head 4 must divide n_head 6"),
     (dict(head_dim=5), "head_size 5 must be even"),
     (dict(tie_word_embeddings=False), "lm_head.weight"),
 ])
 def test_what_is_not_supported_is_refused_in_one_line(llamas, change, said):
-    change_json(llamas / "config.json", **change)
+    edit_config(**change)(llamas)
     refused(llamas, said)
 
 
-def test_two_scalings_are_read_as_in_transformers(llamas):
-    change_json(llamas / "config.json", rope_scaling=LLAMA_31, rope_theta=9.0,
-                rope_parameters=dict(rope_type="default", rope_theta=7.0))
-    config = transformers.LlamaConfig.from_pretrained(llamas).rope_parameters
-    ours = load_model(llamas).config
-    assert (ours.rope_theta, ours.rope_scaling[0]) == (config["rope_theta"], config["factor"])
-
-
-@pytest.mark.parametrize("difference, dtype", [(0, None), (1, None), (0, torch.float8_e4m3fn)])
-def test_a_tied_output_of_its_own_must_be_the_embedding(llamas, difference, dtype):
-    weights = safetensors.load_file(llamas / "model.safetensors")
-    weights["lm_head.weight"] = (weights["model.embed_tokens.weight"] + difference).to(dtype)
-    safetensors.save_file(weights, llamas / "model.safetensors")
-    wrong = pytest.raises(ValueError, match="lm_head.weight is not the embedding")
-    with wrong if difference or dtype else contextlib.nullcontext():
-        load_model(llamas)
-
-
-def test_a_prompt_is_neither_cut_nor_padded(llamas):
-    before = load(llamas)[1].encode("the thesis")
-    change_json(llamas / "tokenizer.json",
-                truncation=dict(direction="Right", max_length=4, strategy="LongestFirst", stride=0),
-                padding=dict(strategy=dict(Fixed=40), direction="Right", pad_to_multiple_of=None,
-                             pad_id=0, pad_type_id=0, pad_token="<s>"))
-    assert load(llamas)[1].encode("the thesis") == before
-
-
-WRONG = r"eos_token_id must be a token id or a list of them, not"
-
-
-@pytest.mark.parametrize("token, ids, expected", [
-    ("</s>", [7, 1], 1), (None, 7, 7), (None, [7, 1], 7), (None, None, None),
-    ("<|im_end|>", [7, 1], 7),   # not in the vocabulary
-    (None, [], rf"{WRONG} \[\]"), (None, "x", f"{WRONG} 'x'"), (None, -1, f"{WRONG} -1"),
-    ({"x": 1}, 7, "eos_token must be a string .* not {'x': 1}"), (5, 7, "eos_token .* not 5")])
-def test_the_token_that_ends_an_answer(llamas, token, ids, expected):
-    change_json(llamas / "config.json", eos_token_id=ids)
-    change_json(llamas / "tokenizer_config.json", eos_token=token)
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=f"^tokenizer '.*': {expected}"):
-            load(llamas)
-    else:
-        assert load(llamas)[1].eot_token == expected
-
-
-MESSAGES = [{"role": "user", "content": "a<b"}, {"content": "été", "role": "system"}]
-
-
-@pytest.mark.parametrize("template", [
-    "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
-    "{% if tools is not none or documents is not none %}a{% endif %}b",
-    "{{ eos_token }}{{ pad_token }}{{ unk_token }}{% if sep_token is defined %}a{% endif %}",
-    "{% for m in messages %}{%- generation -%} {{ m.role }} {% endgeneration %}\n{% endfor %}",
-    {"default": "{{ messages[0].content }}", "other": "b"}])
-def test_chat_templates_are_those_of_transformers(llamas, template):
-    change_json(llamas / "tokenizer_config.json", chat_template=template, bos_token="<s>",
-                pad_token="</s>", unk_token="<s>", tokenizer_class="PreTrainedTokenizerFast")
-    theirs = transformers.AutoTokenizer.from_pretrained(llamas)
-    expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
-    assert load(llamas)[1].chat_template(MESSAGES) == expected
-
-
 @pytest.mark.parametrize("template, message", [
-    ("{{ 1 / 0 }}", "ZeroDivisionError"), ("{{ messages[0].content + 5 }}", "TypeError"),
-    ("{{ raise_exception('no\nway') }}", "TemplateError: no$"), ("{% if %}", "SyntaxError"),
-    (5, "TypeError"), ([5], "TypeError"), (b"\xff", "UnicodeDecodeError")])
+    ("{{ raise_exception('no\nway') }}", "TemplateError: no way"), ("{% if %}", "SyntaxError")])
 def test_a_template_that_fails_says_so_in_one_line(llamas, template, message):
-    if isinstance(template, bytes):
-        (llamas / "chat_template.jinja").write_bytes(template)
-    else:
-        change_json(llamas / "tokenizer_config.json", chat_template=template)
-    with pytest.raises(ValueError, match=f"its chat template fails: .*{message}") as error:
-        load(llamas)[1].encode_chat(MESSAGES)
-    assert "\n" not in str(error.value)
+    (llamas / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=f"its chat template fails: .*{message}"):
+        load(llamas)[1].encode_chat([{"role": "user", "content": "a"}])
 
 
 def test_missing_pieces_are_named(llamas, monkeypatch):
-    index, missing = llamas / "model.safetensors.index.json", monkeypatch.setitem
-    for change, message in (
-            (lambda: missing(sys.modules, "tokenizers", None), "pip install tokenizers"),
-            (lambda: (llamas / "tokenizer.json").write_text(tokenizers.Tokenizer(
-                tokenizers.models.BPE()).to_str()), "tokenizer.json': its vocabulary is empty"),
+    missing = monkeypatch.setitem
+    for change, said in (
+            (lambda: missing(sys.modules, "transformers", None), "pip install transformers"),
+            (lambda: (llamas / "tokenizer_config.json").write_text('{"eos_token": 5}'),
+             "tokenizer.json': it cannot be read"),
             (lambda: (llamas / "tokenizer.json").write_text("{"), "tokenizer.json': it cannot be"),
-            (lambda: (llamas / "tokenizer.json").unlink(), "tokenizer.json': there is no such"),
-            (lambda: (llamas / "model.safetensors").rename(index), "index.json has no weight_map"),
-            (lambda: index.write_text('{"weight_map": {"a": "b.safetensors"}}'),
-             "b.safetensors cannot be read")):
+            (lambda: (llamas / "tokenizer.json").unlink(), "tokenizer.json': there is no such")):
         monkeypatch.undo()
         change()
-        with pytest.raises(ValueError, match=message):
-            load(llamas)
-
-
-PEAK = """
-import sys, torch
-from loading.load import load_model
-def status(field):   # bytes
-    return int(open("/proc/self/status").read().split(field + ":")[1].split()[0]) * 1024
-load_model()   # imports what it needs
-open("/proc/self/clear_refs", "w").write("5")   # the peak, VmHWM, counts from here
-before = status("VmRSS")
-model = load_model(sys.argv[1], getattr(torch, sys.argv[2]))
-sum(p.sum() for p in model.parameters())
-print((status("VmHWM") - before) / sum(p.nbytes for p in model.parameters()))
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("stored, dtype, most", [
-    ("bfloat16", "bfloat16", 1.0), ("bfloat16", "float32", 1.2), ("bfloat16", "float16", 1.3),
-    ("float32", "bfloat16", 1.5)])   # the weights and one tensor of the file, at most
-def test_reading_takes_at_most_the_weights_and_a_half(tmp_path, stored, dtype, most):
-    large = dict(vocab_size=20_000, hidden_size=960, intermediate_size=4096)
-    theirs("Llama 2", **large).to(getattr(torch, stored)).save_pretrained(tmp_path)
-    result = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path), dtype], cwd=ROOT,
-                            capture_output=True, text=True)
-    assert 0.9 < float(result.stdout or "nan") < most + 0.1, (result.stdout, result.stderr)
+        refused(llamas, said)
 
 
 @pytest.mark.thorough

@@ -85,7 +85,7 @@ def test_too_long_a_row_is_refused():
 
 
 @pytest.mark.parametrize("change, named", [
-    (dict(n_layer=0), "n_layer .* >= 1, not 0"),
+    (dict(n_layer=0), "n_layer .* at least 1, not 0"),
     (dict(n_head=5, n_embd=12), "n_head 5 .* n_embd 12")])
 def test_a_config_of_no_model_is_refused(change, named):
     with pytest.raises(ValueError, match=named):

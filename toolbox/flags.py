@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from toolbox.validate import at_least_1
+from toolbox.validate import at_least_1, one_line
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 NUMBERS = {"max_batch": "the most requests that run at the same time (default: 8)",
@@ -122,10 +122,8 @@ def check_path(path, flag, suffixes=None):
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
     existed = path.exists()
-    try:
+    with one_line(f"{flag} {path}"):
         open(path, "ab").close()
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from None
     if not existed:
         path.unlink()
 

@@ -3,7 +3,22 @@ import math
 import operator
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from itertools import count
+
+
+@contextmanager
+def one_line(what):
+    """
+    Whatever fails in the `with` block is a ValueError of one line that begins with `what`, the file
+    that is wrong. For files of others, and the libraries that read them: they fail in many ways.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        said = str(getattr(error, "strerror", None) or f"{kind}{error}")   # "No such file ..."
+        raise ValueError(f"{what}: {' '.join(said.split()):.300}") from None
 
 
 def check_request(request):
@@ -66,9 +81,7 @@ def check_run(requests, kind, config):
 
 def check_config(config):
     """ValueError for a GPTConfig that describes no model."""
-    for name, value in vars(config).items():
-        if not is_whole(value, 1):
-            raise ValueError(f"GPTConfig: {name} must be a whole number >= 1, not {value!r}")
+    at_least_1(**{f"GPTConfig: {name}": value for name, value in vars(config).items()})
     if config.n_embd % config.n_head:
         raise ValueError(f"GPTConfig: n_head {config.n_head} must divide n_embd {config.n_embd}")
 

@@ -31,14 +31,12 @@ def topics():
     """The language reference that pydoc includes: prose paragraphs only, no code, no tables."""
     from pydoc_data.topics import topics as pages
     for name in sorted(pages):
-        seen = set()
         for paragraph in re.split(r"\n\s*\n", pages[name]):
             prose = " ".join(paragraph.split())
             letters = sum(c.isalpha() or c == " " for c in prose)
             # indented paragraphs, and those full of symbols, are code, tables or grammar rules
             is_code = paragraph.startswith((" ", "+", "|", "*")) or letters <= 0.85 * len(prose)
-            if not is_code and len(prose) > 60 and prose not in seen:
-                seen.add(prose)
+            if not is_code and len(prose) > 60:
                 yield name, prose
 
 
