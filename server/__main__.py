@@ -1,15 +1,16 @@
-"""python -m server: flags, model, threads, socket, signals."""
+"""python -m server: flags, model, threads, socket."""
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from statistics import median
 
 import torch
-import uvicorn
 
+from generate_paged import generate
 from loading.load import load
+from request import Request
 from server.app import LOCAL, Server
 from server.engine import Engine
-from server.threads import choose_threads
 from toolbox import flags
 from toolbox.validate import at_least_1
 
@@ -19,7 +20,9 @@ NUMBERS = {"max_batch": (8, "requests that run at the same time"),
                            "but at most 16,384 tokens)"),
            "max_waiting": (256, "requests that may wait; the next one gets 429"),
            "threads": (None, "threads that compute (default: one, unless more are measured to be "
-                             "faster when the server starts)")}
+                             "faster when the server starts)"),
+           "drain": (30, "seconds for running requests after SIGTERM")}
+CLEARLY = 1.2   # more threads wait for each other: beside one busy core, several times slower
 
 
 def main(argv=None):
@@ -30,8 +33,6 @@ def main(argv=None):
     p.add_argument("--api-key", help="what clients must send, as Authorization: Bearer KEY")
     for name, (default, what) in NUMBERS.items():
         p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=what)
-    p.add_argument("--drain", type=float, default=30.0, metavar="S",
-                   help="seconds for running requests after SIGTERM")
     flags.add_place(p)
     flags.add_optimize(p)
     raise SystemExit(p.run(serve, argv))
@@ -44,23 +45,18 @@ def serve(args):
     host = f"[{args.host}]" if ":" in args.host else args.host
     if host not in LOCAL and not args.api_key:
         raise ValueError(f"--host {args.host} lets others in: it needs --api-key")
-    if not 0 <= args.drain <= 1e6:
-        raise ValueError(f"--drain must be 0 to 1e6 seconds, not {args.drain}")
     # In a thread that ends, and its OpenMP threads with it: the engine's own, in the engine's
     # thread, would wait for each other more slowly beside them (1.6 times the time of a step).
     with ThreadPoolExecutor(1) as once:
         model, tokenizer = once.submit(prepared, args).result()
-    if args.page_size > model.config.block_size:
-        raise ValueError(f"--page_size {args.page_size} exceeds block_size "
-                         f"{model.config.block_size}, the model's limit")
     tokens = min(16384, args.max_batch * model.config.block_size)
     engine = Engine(model, args.pages or -(-tokens // args.page_size), args.page_size,
-                    args.max_batch, args.token_budget, max_waiting=args.max_waiting)
-    server = Server(engine, tokenizer, args.model, args.api_key or None)
+                    args.max_batch, args.token_budget, args.max_waiting)
+    server = Server(engine, tokenizer, args.model, args.api_key or None, args.drain)
     listener = listen(args.host, args.port)
     print(f"{args.model}, {torch.get_num_threads()} threads, at "
           f"http://{host}:{listener.getsockname()[1]}/", flush=True)
-    Uvicorn(server, args.drain).run(sockets=[listener])
+    server.run([listener])
     if server.died:
         raise server.died
     return 0
@@ -75,6 +71,22 @@ def prepared(args):
     return model, tokenizer
 
 
+def choose_threads(model, max_batch):
+    """
+    1, or all that torch would use. Both compute the same batch in turns, so that what else the
+    machine does meets both alike.
+    """
+    def seconds(threads):
+        torch.set_num_threads(threads)
+        start, prompt = time.perf_counter(), [0] * 8
+        generate(model, [Request(prompt, 4) for _ in range(max_batch)], max_batch)
+        return time.perf_counter() - start
+
+    most = torch.get_num_threads()
+    _, *ratios = [seconds(1) / seconds(most) for _ in range(4)]   # the first is the warm-up
+    return most if median(ratios) > CLEARLY else 1
+
+
 def listen(host, port):
     """A listening socket. ValueError if there is none to have."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -87,22 +99,6 @@ def listen(host, port):
     if hasattr(socket, "TCP_USER_TIMEOUT"):   # Linux
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
     return listener
-
-
-class Uvicorn(uvicorn.Server):
-    """On SIGTERM or Ctrl+C, running requests get `drain` seconds; on a second one, none."""
-
-    def __init__(self, server, drain=30.0):
-        super().__init__(uvicorn.Config(
-            server.app, log_level="warning", ws="none", limit_concurrency=1000,
-            timeout_graceful_shutdown=int(drain) + 5,
-            timeout_keep_alive=15))   # longer than clients wait before they use one again (httpx:
-        self.server, self.drain = server, drain   # 5 s): else they write into a closed one
-        server.exit = partial(setattr, self, "should_exit", True)
-
-    def handle_exit(self, sig, frame):
-        seconds, self.should_exit = 0 if self.should_exit else self.drain, True
-        self.server.loop.call_soon_threadsafe(self.server.close, seconds)
 
 
 if __name__ == "__main__":

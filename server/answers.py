@@ -1,71 +1,26 @@
-"""From a body to requests, and from their tokens to an answer in OpenAI's form."""
+"""
+From the events of a body's requests to an answer in OpenAI's form: whole, or a stream.
+
+    client <- HTTP <- Answer <--.                                  an Answer holds a limited number
+    client <- HTTP <- Answer <--+-- events <-- engine's thread     of unread tokens: no client can
+    client <- HTTP <- Answer <--'                                  make the others wait
+"""
+import asyncio
 import codecs
-import random
+import json
 import time
-from functools import cache
 from uuid import uuid4
 
+from starlette.exceptions import HTTPException
+
 from loading.load import bytes_of
-from request import Request
-from server.schemas import Chat
+from server.schemas import error_of
 
-
-def requests_of(body, tokenizer, config, room):
-    """
-    The requests that a Completion or a Chat asks for: n for each prompt. ValueError if one is bad.
-
-    room: tokens of one request that can be kept
-    """
-    if isinstance(body, Chat):
-        prompts, default = [chat_prompt(body.messages, tokenizer, config)], room
-        asked = body.max_completion_tokens or body.max_tokens
-    else:
-        prompts, default, asked = body.prompts, 16, body.max_tokens
-    seed, requests = random.getrandbits(32) if body.seed is None else body.seed, []
-    for i, prompt in enumerate(prompts):
-        name = f"prompt[{i}]" if len(prompts) > 1 else "the prompt"
-        tokens = encode(prompt, tokenizer, config) if isinstance(prompt, str) else prompt
-        most = room + 1 - len(tokens)   # the last token is never computed, and needs no room
-        if (asked or 1) > most:
-            why = f"max_tokens must be at most {most}, not {asked}" if most > 0 else "too long"
-            raise ValueError(f"{name} has {len(tokens)} tokens, there is room for {room}: {why}")
-        requests += [Request(
-            tokens, asked or min(default, most), body.temperature, body.top_k, top_p=body.top_p,
-            seed=seed + j, eos_token=None if body.ignore_eos else tokenizer.eot_token)
-            for j in range(body.n)]
-    return requests
-
-
-def chat_prompt(messages, tokenizer, config):
-    """Its tokens, as the tokenizer's chat template has it; without one, a line a message."""
-    texts = [message.content if isinstance(message.content, str)
-             else "".join(part.text for part in message.content) for message in messages]
-    if getattr(tokenizer, "chat_template", None):
-        check_size("".join(texts), tokenizer, config)
-        return tokenizer.encode_chat([message.model_dump(exclude_none=True) | {"content": text}
-                                      for message, text in zip(messages, texts)])
-    lines = [f"{message.role}: {text}" for message, text in zip(messages, texts)]
-    return encode("\n".join([*lines, "assistant:"]), tokenizer, config)
-
-
-def encode(text, tokenizer, config):
-    """Its tokens. ValueError if they are too many."""
-    check_size(text, tokenizer, config)
-    # tiktoken's `encode` refuses texts that contain the name of a special token
-    return getattr(tokenizer, "encode_ordinary", tokenizer.encode)(text)
-
-
-def check_size(text, tokenizer, config):
-    """ValueError, before any work, if it is too long whatever its tokens are."""
-    size, longest = len(text.encode()), max_token_bytes(tokenizer)
-    if size > config.block_size * longest:
-        raise ValueError(f"prompt of {size} bytes: even {config.block_size} tokens, as many as "
-                         f"the model takes, have at most {config.block_size * longest}")
-
-
-@cache
-def max_token_bytes(tokenizer):
-    return max(len(bytes_of(tokenizer, token)) for token in range(tokenizer.n_vocab))
+UNREAD = 512   # tokens of each request that a client may leave unread
+# a finish reason without an answer -> status and message
+FAILED = {"error": (500, "the forward pass failed"), "shutdown": (503, "the server shuts down"),
+          "cancelled": (499, "the client has gone"),
+          "unread": (408, "cut off: the client has left too many tokens unread")}
 
 
 class Text:
@@ -74,11 +29,10 @@ class Text:
     def __init__(self, tokenizer, stops):
         self.tokenizer, self.stops = tokenizer, [stops] if isinstance(stops, str) else stops
         self.decoder, self.held = codecs.getincrementaldecoder("utf-8")("replace"), ""
-        self.tokens, self.stopped = 0, False
+        self.stopped = False
 
     def add(self, token):
         """The text that is certain now. token None: the end, so what was held is, too."""
-        self.tokens += token is not None
         hidden = token in (None, self.tokenizer.eot_token)
         new = b"" if hidden else bytes_of(self.tokenizer, token)
         text = self.held + self.decoder.decode(new, token is None)
@@ -91,29 +45,76 @@ class Text:
         return text[:end]
 
 
-class Form:
-    """The answer to one body: whole, or a stream's parts. model: its name"""
+class Answer:
+    """To one body. It begins to listen for the client's end. model: its name"""
 
-    def __init__(self, body, requests, model):
-        self.chat, self.stream = isinstance(body, Chat), body.stream
-        self.same = {"id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid4().hex}", "model": model,
+    def __init__(self, engine, tokenizer, model, body, requests, http):
+        self.engine, self.body, self.requests = engine, body, requests
+        self.texts = {request: Text(tokenizer, body.stop) for request in requests}
+        self.queue, self.tokens = asyncio.Queue(), 0   # events; how many tokens the client has got
+        self.over = asyncio.create_task(self.until_over(http))
+        self.place, form = body.forms[body.stream]   # of a choice's text; of the whole
+        self.same = {"id": f"cmpl-{uuid4().hex}", "object": form, "model": model,
                      "created": int(time.time())}
-        self.begun = set()   # indices of choices that have a role
-        self.prompt_tokens = sum(len(request.prompt) for request in requests) // body.n
 
-    def fill(self, choices, tokens=None):
-        """choices: [(index, text, finish reason), ...]; tokens: how many were generated"""
-        kind, place = ("chat.completion.chunk", "delta") if self.stream else (
-            "chat.completion", "message")
-        body = {**self.same, "object": kind if self.chat else "text_completion", "choices": []}
-        for i, text, reason in choices:
-            role = {} if i in self.begun else {"role": "assistant"}   # only the first part has it
-            self.begun.add(i)
-            content = {place: {**role, "content": text}} if self.chat else {"text": text}
-            body["choices"].append(
-                {"index": i, "finish_reason": reason, "logprobs": None, **content})
-        if tokens is not None:
-            n = self.prompt_tokens
-            body["usage"] = {"prompt_tokens": n, "completion_tokens": tokens,
-                             "total_tokens": n + tokens}
-        return body
+    async def until_over(self, http):
+        """Its requests end with the response, or before if the client goes."""
+        await http.receive()   # after the body, nothing else comes
+        self.engine.cancel(*self.requests)
+
+    def put(self, event):
+        self.queue.put_nowait(event)
+        if self.queue.qsize() > UNREAD * len(self.requests):
+            self.engine.cancel(event.request, reason="unread")
+
+    async def pieces(self):
+        """(index of a request, text, finish reason or None), as they come. Or HTTPException."""
+        left = {*self.requests}
+        while left:
+            request, token, reason, error = await self.queue.get()
+            if request not in left:   # it has met a stop string
+                continue
+            if reason in FAILED:
+                status, why = FAILED[reason]
+                raise HTTPException(status, error or why)
+            text = self.texts[request].add(token)
+            if self.texts[request].stopped:
+                reason = "stop"
+                self.engine.cancel(request, reason=reason)
+            if reason:
+                left.remove(request)
+            self.tokens += token is not None
+            yield self.requests.index(request), text, reason
+
+    async def whole(self):
+        choices = [[i, "", None] for i in range(len(self.requests))]
+        async for i, text, reason in self.pieces():
+            choices[i] = i, choices[i][1] + text, reason
+        return self.fill(choices, usage=self.usage(), role="assistant")
+
+    async def lines(self):
+        """The data of server-sent events, one for each token."""
+        try:
+            if self.place == "delta":
+                start = [(i, "", None) for i in range(len(self.requests))]
+                yield json.dumps(self.fill(start, role="assistant"))
+            async for piece in self.pieces():
+                yield json.dumps(self.fill([piece]))
+        except HTTPException as error:
+            yield json.dumps(error_of(error.status_code, error.detail))
+            return
+        if self.body.stream_options.include_usage:
+            yield json.dumps(self.fill([], usage=self.usage()))
+        yield "[DONE]"
+
+    def fill(self, choices, usage=None, **role):
+        """The JSON of choices, [(index, text, finish reason), ...]."""
+        return {**self.same, "usage": usage, "choices": [
+            {"index": i, "finish_reason": reason, "logprobs": None,
+             self.place: text if self.place == "text" else {**role, "content": text}}
+            for i, text, reason in choices]}
+
+    def usage(self):
+        prompts = sum(len(request.prompt) for request in self.requests) // self.body.n
+        return {"prompt_tokens": prompts, "completion_tokens": self.tokens,
+                "total_tokens": prompts + self.tokens}

@@ -7,12 +7,11 @@ stay as they are. What changes is how requests get in and how tokens get out:
 
     other threads              the engine's thread                       other threads
     add(request)    --> inbox --> schedule -> forward pass -> sample --> events: tokens, ends
-    cancel(request) --> left  -'  `----------- one step() -----------'
+    cancel(request) --'        `----------- one step() -----------'
 
 One thread owns scheduler, pages, pool and model, and all requests that it has taken in. The others
 change the inbox only, so only the inbox has a lock. They learn what became of a request from its
-events. What they read besides is single numbers: how many wait, and for /metrics how many run and
-how many pages are free. Such a number may be one step old.
+events. What they read besides is single numbers, which may be one step old.
 
 The scheduler is that of beyond/fork.py: several answers to one prompt are asked for together, and
 share its pages from the first step on. `while engine.busy: engine.step()` makes the same passes as
@@ -33,6 +32,7 @@ from model import sample
 from paging import Pages
 from request import Request, prepare
 from toolbox.trace import Trace
+from toolbox.validate import check_pool
 
 
 class Full(Exception):
@@ -43,7 +43,7 @@ class Event(NamedTuple):
     """A request's next token; or, if token is None, its end."""
     request: Request
     token: int | None
-    reason: str | None = None   # of the end: "stop", "length", "cancelled" or "error"
+    reason: str | None = None   # of the end: "stop", "length", "error", or what `cancel` was given
     error: str = ""
 
 
@@ -60,32 +60,33 @@ class Observer:
 
 class Engine:
     """
-    pages, page_size, max_batch, token_budget, share_prefixes: as in stage 7
+    pages, page_size, max_batch, token_budget: as in stage 7
     max_waiting: requests that may wait; the next one is refused
     """
 
     def __init__(self, model, pages=256, page_size=16, max_batch=8, token_budget=64,
-                 share_prefixes=True, max_waiting=256):
+                 max_waiting=256):
+        check_pool(max_batch, pages, page_size, "fcfs", model.config.block_size)
         self.model, self.max_waiting = model, max_waiting
-        self.pages = Pages(pages, page_size)
-        self.pool = KV(pages * page_size)
-        self.scheduler = ForkScheduler(max_batch, token_budget, self.pages, share_prefixes)
+        self.pages, self.pool = Pages(pages, page_size), KV(pages * page_size)
+        self.scheduler = ForkScheduler(max_batch, token_budget, self.pages)
         # An endless run must not remember all that happened: of the passes, only the last.
-        self.trace = Trace("paged", [], self.scheduler.counts, deque(maxlen=1))
-        self.number, self.names, self.unfinished = 0, count(), {}   # unfinished: name -> request
-        self.observer = Observer()
-        self.changed = Condition()   # guards the inbox:
-        self.inbox, self.left, self.woken, self.stopping = [], [], False, False
+        self.trace = Trace("paged", [], self.pages.counts, deque(maxlen=1))
+        self.number, self.names = 0, count()   # the next step; the next request
+        self.observer, self.stopping = Observer(), False
+        self.inbox = []   # (requests, None): new ones; (requests, finish reason): they shall end
+        self.changed = Condition()   # guards it
 
     # --- for any thread ---
 
     @property
     def waiting(self):   # how many requests
-        return len(self.inbox) + len(self.scheduler.waiting)
+        return len(self.scheduler.waiting) + sum(
+            len(requests) for requests, reason in self.inbox if reason is None)
 
     @property
     def busy(self):
-        return bool(self.unfinished or self.inbox or self.left)
+        return bool(self.inbox or self.scheduler.busy)
 
     def add(self, *requests):
         """Hands in requests, all or none. ValueError for one that could never run, or Full."""
@@ -101,23 +102,20 @@ class Engine:
                 raise Full(f"the queue is full, with {self.waiting} of {self.max_waiting} waiting")
             for request in requests:
                 request.name, request.asked = f"r{next(self.names)}", time.perf_counter()
-            self.inbox += requests
-            self.changed.notify()
+            self.tell(requests)
 
-    def cancel(self, request, reason="cancelled"):
-        """Before the next pass it ends, and frees its pages. No effect on one that has ended."""
-        with self.changed:
-            self.left.append((request, reason))
-            self.changed.notify()
+    def cancel(self, *requests, reason="cancelled"):
+        """Before the next pass they end, and free their pages. No effect on one that has ended."""
+        self.tell(requests, reason)
 
     def stop(self):
         self.stopping = True
-        self.wake()
+        self.tell()
 
-    def wake(self):
-        """Ends the sleep of `run`: the observer may hold no longer."""
+    def tell(self, requests=(), reason=None):
+        """Puts it into the inbox, and ends the sleep of `run`."""
         with self.changed:
-            self.woken = True
+            self.inbox.append((requests, reason))
             self.changed.notify()
 
     # --- for the engine's thread ---
@@ -125,11 +123,11 @@ class Engine:
     @torch.inference_mode()
     def step(self, held=False):
         """Stage 7's loop, once. Returns what happened, [Event, ...]. held: without a pass."""
-        self.take_in()
-        events, batch, error = [], None, ""
+        events, batch = self.take_in(), None
         if self.scheduler.busy and not held:
             # 1. which requests compute how many tokens in this step
             plan = self.scheduler.schedule(self.number)
+            self.trace.step_times.clear()
             try:
                 # 2. one forward pass for decodes and chunks together
                 batch = Paged(plan, self.pool, self.pages, self.model.device)
@@ -139,43 +137,39 @@ class Engine:
                 tokens = sample(logits, batch.sampled)
             except Exception as failure:   # its requests end, and all others go on
                 batch, error = None, f"{type(failure).__name__}: {failure}"
-                self.end((request, "error") for request, _ in plan)
+                events += self.end([request for request, _ in plan], "error", error)
             else:
                 self.scheduler.update(plan, tokens)
                 self.trace.record_tokens(self.number, batch.sampled, tokens, logits)
-                events = [*map(Event, batch.sampled, tokens)]
-            self.trace.step_times.clear()
+                events += map(Event, batch.sampled, tokens)
+                events += self.end([each for each in batch.sampled if each.finished])
             self.number += 1
-        events += self.ends(error)
         self.observer.see(batch)
         return events
 
     def take_in(self):
-        """What has come since the last step: new requests, and requests to cancel."""
+        """Does what has been asked for since the last step. Returns the events."""
         with self.changed:
-            new, left, self.inbox, self.left = self.inbox, self.left, [], []
-        for request in new:
-            request.arrival = self.number
-            self.unfinished[request.name] = request
-            self.scheduler.add(request)
-        self.end(left)
+            inbox, self.inbox = self.inbox, []
+        events = []
+        for requests, reason in inbox:
+            if reason:
+                events += self.end([each for each in requests if not each.finished], reason)
+            else:
+                for request in requests:
+                    request.arrival = self.number
+                    self.scheduler.add(request)
+        return events
 
-    def end(self, requests):
-        """Ends requests, [(request, finish reason), ...], wherever they are."""
-        for request, reason in requests:
+    def end(self, requests, reason=None, error=""):
+        """They end if they have not, wherever they are, and are forgotten. Returns the events."""
+        for request in requests:
             request.finish_reason = request.finish_reason or reason
             if request in self.scheduler.waiting:
                 self.scheduler.waiting.remove(request)
-        self.scheduler.release()
-
-    def ends(self, error):
-        """Events of the requests that have finished. From now on nothing remembers them."""
-        ended = [request for request in self.unfinished.values() if request.finished]
-        for request in ended:
-            del self.unfinished[request.name]
             self.trace.reached.pop(request.name, None)
-        return [Event(request, None, request.finish_reason,
-                      error if request.finish_reason == "error" else "") for request in ended]
+        self.scheduler.release()
+        return [Event(request, None, request.finish_reason, error) for request in requests]
 
     def run(self, deliver):
         """
@@ -188,7 +182,5 @@ class Engine:
             if events := self.step(held=hold > 0):
                 deliver(events)
             with self.changed:
-                sleep = hold or (0 if self.unfinished else 5)
-                if sleep and not (self.inbox or self.left or self.woken):
-                    self.changed.wait(min(sleep, 5))
-                self.woken = False
+                if not self.inbox and (hold or not self.scheduler.busy):
+                    self.changed.wait(hold or None)

@@ -4,6 +4,7 @@
 // note holds. Whatever comes from a prompt enters the page as textContent.
 
 const KEPT = 120;                        // steps
+const PAUSED = 1e6;                      // seconds from one step to the next
 const $ = id => document.getElementById(id);
 const state = {clock: "step", cells: "token"};   // what panels.js asks for, as of page.js
 const valueOf = step => step.step, shown = () => [view.run];
@@ -14,23 +15,25 @@ let waiting = [], boxes = [], view = null, drawing = false;
 
 // --- what the server tells ------------------------------------------------------------------------
 
-function take({new: arrived, words, tokens, tables, ended, pass, kept, waiting: queue}) {
-  Object.assign(DATA.vocabulary, words);
-  for (const request of arrived) {
-    requests.set(request.name, {...request, table: null, before: null, reason: null});
+const sinceStart = seconds => 1e3 * (seconds - hello.started);
+
+function take({new: arrived, tokens, tables, ended, pass, kept, waiting: queue}) {
+  for (const {name, prompt, generated, arrival, max_new_tokens, asked, token_steps, token_times} of arrived) {
+    requests.set(name, {name, prompt, generated, arrival, limit: max_new_tokens, arrived: sinceStart(asked),
+                        steps: token_steps, ms: token_times.map(sinceStart), table: null, before: null, reason: null});
   }
   const known = ([name]) => requests.has(name);   // a page that opens may hear of steps before it
   for (const [name, token] of tokens.filter(known)) {
     const request = requests.get(name);
     request.generated.push(token);
     request.steps.push(pass.step);
-    request.ms.push(pass.start + pass.ms);
+    request.ms.push(sinceStart(pass.start + pass.seconds));
   }
   for (const [name, table] of Object.entries(tables).filter(known)) requests.get(name).table = table;
   for (const [name, reason] of Object.entries(ended).filter(known)) requests.get(name).reason = reason;
   waiting = queue;
   if (!pass) return;
-  moments.push({...pass, tables, kept});
+  moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, tables, kept});
   while (moments.length > KEPT) {        // what a request held before the first step that is kept
     for (const [name, table] of Object.entries(moments.shift().tables)) {
       if (requests.has(name)) requests.get(name).before = table;
@@ -161,20 +164,21 @@ async function listen() {                // until the server closes the stream
 
 function hear(message) {
   if (message.names) {                   // a stream begins: the server may be another one
-    if (hello && hello.server !== message.server) for (const box of boxes) box.name = null;
+    if (hello && hello.started !== message.started) for (const box of boxes) box.name = null;
     hello = message;
-    [DATA.names, moments, waiting, view] = [message.names, [], [], null];
+    [DATA.names, DATA.vocabulary, moments, waiting, view] = [message.names, message.words, [], [], null];
+    document.documentElement.style.cssText += message.style;
     requests.clear();
     $("views").replaceChildren();
     const {model, knobs, pool, place} = message;
     $("about").textContent = `${model}: at most ${knobs.max_batch} requests run, ${knobs.token_budget} tokens a step, `
       + `${plural(pool.pages, "page")} of ${knobs.page_size}; ${place}`;
   }
-  if (message.state) {
-    const {paused, speed} = message.state;
+  if ("pace" in message) {
+    const paused = message.pace === PAUSED;
     $("pause").ariaPressed = paused;
     $("pause").textContent = paused ? "go on" : "pause";
-    $("speed").value = speed;
+    if (!paused) $("speed").value = message.pace;
   }
   for (const note of message.notes ?? []) take(note);
   drawSoon();
@@ -194,7 +198,7 @@ async function connect() {
 
 async function ask(prompt) {             // the name of the new request
   const answer = await send("/live/ask", {
-    tab: hello?.tab ?? 0, prompt, max_tokens: Number($("tokens").value), temperature: Number($("temperature").value),
+    prompt, max_tokens: Number($("tokens").value), temperature: Number($("temperature").value),
     seed: Math.floor(Math.random() * 2 ** 32)});
   return answer && (await answer.json()).name;
 }
@@ -228,9 +232,11 @@ function addBox(text) {
 }
 
 const control = body => send("/live/control", body);
-$("pause").onclick = () => control({paused: $("pause").ariaPressed !== "true"});
-$("one").onclick = () => control({paused: true, steps: 1});
-$("speed").onchange = () => control({speed: Number($("speed").value)});
+const isPaused = () => $("pause").ariaPressed === "true";
+const chosen = () => Number($("speed").value);
+$("pause").onclick = () => control({pace: isPaused() ? chosen() : PAUSED});
+$("one").onclick = () => control({pace: PAUSED, step: true});
+$("speed").onchange = () => isPaused() || control({pace: chosen()});
 $("box").onclick = () => addBox("");
 $("theme").onclick = () => {
   const {style} = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;

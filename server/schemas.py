@@ -1,13 +1,16 @@
-"""What a body may hold, in OpenAI's names. FastAPI checks each body, and makes /docs from this."""
-from typing import Annotated, Literal
+"""
+What a body may hold, in OpenAI's names, and which requests it asks for. FastAPI checks each body,
+and makes /docs from this.
+"""
+import random
+from math import inf
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+import pydantic
+from pydantic import BaseModel, Field
 
-# of the fields that may have several forms; pydantic would complain about each of them
-FORMS = {
-    "prompt": "a text, a list of token ids, or a list of several such prompts; none may be empty",
-    "stop": "a text or at most 4 texts, of 1 to 200 characters",
-    "content": 'a text, or a list of {"type": "text", "text": ...}'}
+from request import Request
+
 # They ask for what is done anyway. Any other value is refused.
 NO_EFFECT = {"presence_penalty": [0], "frequency_penalty": [0], "repetition_penalty": [1],
              "best_of": [1], "echo": [False], "suffix": [""], "logit_bias": [{}], "tools": [[]],
@@ -15,32 +18,34 @@ NO_EFFECT = {"presence_penalty": [0], "frequency_penalty": [0], "repetition_pena
              "logprobs": [False]}
 
 
-def whole(text):
-    text.encode()   # JSON can say half a character, a lone surrogate: this is a ValueError
-    return text
+def must_be(forms):
+    """For a field that may have several forms: pydantic would complain about each of them."""
+    def check(value, usual):
+        try:
+            return usual(value)
+        except pydantic.ValidationError:
+            raise ValueError(f"it must be {forms}") from None
+    return pydantic.WrapValidator(check)
 
 
-class Strict(BaseModel):
+# With a limit pydantic looks at the characters: JSON can say half of one, a lone surrogate. And
+# tiktoken's stack overflows at a million spaces.
+Text = Annotated[str, Field(max_length=2**17)]
+Words = Annotated[str, Field(min_length=1, max_length=2**17)]
+Stop = Annotated[str, Field(min_length=1, max_length=200)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class Strict(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """Unknown fields and other types are refused; null is as good as nothing."""
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
-    def known(cls, fields):
+    def without_effect(cls, fields):
         if not isinstance(fields, dict):
             return fields   # pydantic refuses it
-        given = {name: value for name, value in fields.items()
-                 if value is not None and value not in NO_EFFECT.get(name, ())}
-        if unknown := given.keys() - cls.model_fields.keys():
-            raise ValueError(f"unsupported field {min(unknown)!a:.60}; supported are "
-                             f"{', '.join(cls.model_fields)}")
-        return given
-
-
-Text = Annotated[str, AfterValidator(whole)]
-Stop = Annotated[Text, Field(min_length=1, max_length=200)]
-Words = Annotated[Text, Field(min_length=1)]
-Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+        return {name: value for name, value in fields.items()
+                if value is not None and value not in NO_EFFECT.get(name, ())}
 
 
 class StreamOptions(Strict):
@@ -56,20 +61,40 @@ class Sampling(Strict):
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=128, description="answers to each prompt; the i-th has seed + i")
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] = []
+    stop: Annotated[Stop | Annotated[list[Stop], Field(max_length=4)],
+                    must_be("a text or at most 4 texts, of 1 to 200 characters")] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: Text = ""
 
+    def requests(self, tokenizer, room):
+        """n for each prompt. ValueError for a prompt without room for so many tokens."""
+        seed, requests = random.getrandbits(32) if self.seed is None else self.seed, []
+        for i, tokens in enumerate(self.prompts(tokenizer)):
+            most = room + 1 - len(tokens)   # the last token is never computed, and needs no room
+            asked = self.max_tokens or max(1, min(self.usual, most))
+            if asked > most:
+                raise ValueError(f"prompt {i} has {len(tokens)} tokens, there is room for {room}: "
+                                 f"max_tokens can be at most {max(most, 0)}, not {asked}")
+            eos_token = None if self.ignore_eos else tokenizer.eot_token
+            requests += [Request(tokens, asked, self.temperature, self.top_k, top_p=self.top_p,
+                                 seed=seed + j, eos_token=eos_token) for j in range(self.n)]
+        return requests
+
 
 class Completion(Sampling):
-    prompt: Words | Tokens | Annotated[list[Words] | list[Tokens], Field(min_length=1)]
+    usual: ClassVar = 16   # max_tokens, if there is room
+    forms: ClassVar = ("text", "text_completion"), ("text", "text_completion")
+    prompt: Annotated[
+        Words | Tokens | Annotated[list[Words] | list[Tokens], Field(min_length=1)],
+        must_be("a text, a list of token ids, or a list of several such prompts, none empty")]
 
-    @property
-    def prompts(self):
+    def prompts(self, tokenizer):
+        """The tokens of each."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt
+        return [encode(prompt, tokenizer) if isinstance(prompt, str) else prompt
+                for prompt in ([self.prompt] if one else self.prompt)]
 
 
 class Part(Strict):
@@ -79,25 +104,38 @@ class Part(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[Part]
+    content: Annotated[Text | list[Part], must_be('a text, or a list of {"type": "text", ...}')]
     name: Text | None = None
 
 
 class Chat(Sampling):
+    usual: ClassVar = inf
+    forms: ClassVar = ("message", "chat.completion"), ("delta", "chat.completion.chunk")
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(
+        None, ge=1, validation_alias=pydantic.AliasChoices("max_completion_tokens", "max_tokens"))
 
-
-class Ask(Completion):
-    """Of the live page: tab is the number of the page that asks."""
-    tab: int = Field(ge=0)
+    def prompts(self, tokenizer):
+        """One, as the tokenizer's chat template has it; without one, a line a message."""
+        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        for message in messages:
+            if isinstance(message["content"], list):
+                message["content"] = "".join(part["text"] for part in message["content"])
+        if getattr(tokenizer, "chat_template", None):
+            return [tokenizer.encode_chat(messages)]
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return [encode("\n".join([*lines, "assistant:"]), tokenizer)]
 
 
 class Control(Strict):
-    """Of the live page's buttons. speed: steps a second, 0 for all."""
-    paused: bool | None = None
-    speed: float | None = Field(None, ge=0, le=1000)
-    steps: int = Field(0, ge=0, le=1000)
+    """Of the live page's buttons. pace: the least seconds from one step to the next."""
+    pace: float = Field(ge=0, le=1e6)
+    step: bool = Field(False, description="the next step need not wait")
+
+
+def encode(text, tokenizer):
+    # tiktoken's `encode` refuses texts that contain the name of a special token
+    return getattr(tokenizer, "encode_ordinary", tokenizer.encode)(text)
 
 
 def error_of(status, message):
@@ -105,17 +143,11 @@ def error_of(status, message):
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def sentence(errors):
-    """What is wrong with a body, in words, from pydantic's errors."""
-    error = next((each for each in errors if each["type"] == "value_error"), errors[0])
-    kind, path = error["type"], error["loc"][1:]
-    text = error["msg"].removeprefix("Value error, ")
-    if kind == "json_invalid":
+def sentence(error):
+    """What is wrong with a body, in words, from one of pydantic's errors."""
+    field, text = ".".join(map(str, error["loc"][1:])), error["msg"].removeprefix("Value error, ")
+    if error["type"] == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']}"
-    if not path and kind != "value_error":
+    if not field:
         return "the body must be a JSON object, sent with Content-Type: application/json"
-    if field := next((part for part in path if part in FORMS), None):
-        path = path[:path.index(field) + 1]
-        text = text if kind == "value_error" else f"it must be {FORMS[field]}"
-    name = ".".join(map(str, path))
-    return f"{name}: {text}" if name else text
+    return f"{field!a:.99}: {text}"
