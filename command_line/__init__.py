@@ -15,7 +15,7 @@ import torch
 from beyond.fairness import SCHEDULERS
 from checks.check import Check, summary
 from explorer import page
-from explorer.recorder import record
+from explorer.recorder import record, take_times
 from loading.load import decode, load
 from loading.workload import PROMPTS, make_requests, read_prompts
 from toolbox import flags
@@ -58,8 +58,8 @@ def run_stage(generate, args, shard=None):
     if trace.stage == "unbatched" and "use_cache" not in knobs:
         without = generate(model, [replace(request) for request in requests], use_cache=False)
         print("\nfor comparison,", report(without), end="\n\n")
-    write_files(args, trace, lambda: record(
-        generate, model, requests, trace, None if args.no_check else plain, **knobs), tokenizer)
+    write_files(args, trace, lambda: take_times(record(
+        generate, model, requests, None if args.no_check else plain, **knobs), trace), tokenizer)
     if not args.quiet:
         print()
         print_texts(requests, tokenizer)

@@ -26,7 +26,7 @@ CURVES = ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, va
 def run(stage, shape, gpu, requests, rate=None, **knobs):
     """A stage's trace on a calculated GPU. shape, gpu: or their names"""
     shape, gpu = MODELS.get(shape, shape), GPUS.get(gpu, gpu)
-    knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, knobs, rate=rate)
+    knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, knobs)
     return s.simulate(shape, gpu, STAGES[stage], requests, rate=rate, **knobs)
 
 
@@ -74,7 +74,7 @@ def fitting():
 
 
 PARTS = {"ladder": ladder, "curve": curve, "fitting": fitting,
-         "published": lambda: published.compare(s.figures_of)}
+         "published": published.compare}
 FLAGS = {"--json": dict(metavar="FILE.json", help="write the figures")}
 
 

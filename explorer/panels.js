@@ -372,19 +372,18 @@ function drawPointed() {
 function sentence(run, slot, keys, guess) {
   const {owner, position, kind, shift} = slot;
   const count = (mark, pad) => keys.filter(key => key.mark === mark && (key.owner < 0) === pad).length;
-  const who = owner === -1 ? "A pad"
-    : owner < -1 ? `A slot of ${run.requests[-2 - owner].name}, which is finished,`
-    : `${run.requests[owner].name}, position ${position}, “${word(run, owner, position, "token", guess)}” (${DATA.names[kind]})`;
+  if (owner < 0) {
+    const what = owner === -1 ? "A pad" : `A slot of ${run.requests[-2 - owner].name}, which is finished,`;
+    return element("p", {}, bold(what), " sees keys, too, but what it computes is never read.");
+  }
+  const who = `${run.requests[owner].name}, position ${position}, “${word(run, owner, position, "token", guess)}” (${DATA.names[kind]})`;
   const [past, fresh, wrong, missing] = ["past", "new", "wrong", "missing"].map(mark => count(mark, false));
-  const [oldPads, newPads] = [count("past", true), count("new", true)];
-  const pads = count("wrong", true) + oldPads + newPads;
-  const faults = owner < 0 ? [] : [
+  const pads = count("wrong", true), faults = [
     pads && `it sees ${plural(pads, "pad")}`, wrong && `it sees ${plural(wrong, "key")} that it must not`,
     missing && `it does not see ${plural(missing, "key")} of its own`,
     shift && `it is computed as if at position ${position + shift}`].filter(Boolean);
   return element("p", {}, bold(who), ` sees ${plural(past + fresh + wrong + pads, "key")}: `
-    + (owner < 0 ? `${past + oldPads} past, ${fresh + newPads} new, ${number(pads)} of them pads or finished slots. `
-      + "What it computes is never read." : `${past} past, ${fresh} new, ${plural(pads, "pad")}.`),
+    + `${past} past, ${fresh} new, ${plural(pads, "pad")}.`,
     element("span", {className: "bad"}, faults.length ? ` Wrong: ${faults.join(", ")}.` : ""));
 }
 
