@@ -90,13 +90,12 @@ def run_data(name, trace, calculated):
         "work": [flat(p.work, number) for p in trace.passes],
         **{count: [getattr(p, count) for p in trace.passes] for count in COUNTS},
         **{column: [frame[column] for frame in recorder.frames]
-           for column in ("owner", "position", "past")},
+           for column in ("owner", "position", "past", "computed", "kept", "columns")},
         "finished": {i: [number[who] for who in p.finished] for i, p in enumerate(trace.passes)
                      if p.finished},
-        # only the passes in which they change: {pass: ...}
-        **{column: {i: frame[column] for i, frame in enumerate(recorder.frames)
-                    if frame[column] not in ({}, None, 0)}
-           for column in ("sees", "shift", "guesses", "room", "computed", "kept", "columns")},
+        # only the passes that have any: {pass: ...}
+        **{column: {i: frame[column] for i, frame in enumerate(recorder.frames) if frame[column]}
+           for column in ("sees", "shift", "guesses", "room")},
     }
     return {
         "name": name, "idea": idea(recorder.generate),

@@ -530,7 +530,7 @@ function cachesOf(run, now, holders) {
 function poolOf(view, holders) {
   const {run, now} = view, {pages, page_size: size} = run.pool, tiny = pages > 160;
   const owners = Array.from({length: pages}, () => []), filled = Array(pages).fill(0);
-  const kept = new Set(last(run.kept, now.pass)?.[1] ?? []);
+  const kept = new Set(run.passes.kept[now.pass] ?? []);
   const counts = {held: 0, shared: 0, kept: 0, free: 0};
   for (const {name, holds, computed} of holders) {
     holds.forEach((page, i) => {

@@ -51,7 +51,7 @@ class Recorder(XRay):
             f"prompts and longest answers have {tokens:,} tokens, more than {MOST_TOKENS:,}")
         self.frames = []                           # one dict for each forward pass
         self.wrong, self.sentences = 0, []         # what the X-ray found, see faults
-        self.memory, self.expected, self.kept = {}, {}, []
+        self.memory = {}
 
     # --- one forward pass ---
 
@@ -68,7 +68,7 @@ class Recorder(XRay):
             ids, sees = sight.ids, self.wrong_sights(sight)
         past = keys_of(batch) - ids.size(-1) if ids.dim() == 2 else 0   # key columns of a row
         frame = {"past": past, "sees": sees, **self.slots(batch, ids, given),
-                 **self.changes(batch)}
+                 **self.caches(batch)}
         wrong = len(sees.keys() | frame["shift"].keys())
         if wrong and not self.sentences:
             self.sentences = list(self.faults_of(len(self.frames), sight))[:5]
@@ -123,31 +123,28 @@ class Recorder(XRay):
         return {"owner": [owner[i:i + width] for i in rows], "shift": shift,
                 "position": [position[i:i + width] for i in rows], "guesses": guesses}
 
-    def changes(self, batch):
+    def caches(self, batch):
         """
-        What the caches look like at this pass, as far as it differs from the last one.
+        What the caches look like before this pass.
 
-        room:     {request: capacity in tokens, or block table; None: it holds nothing}
-        computed: {request: tokens in its cache}, where that does not follow from its last pass
-        kept:     free pages that can still be found, oldest first; None: the same as before
+        room:     {request: capacity in tokens, or block table; None: it holds nothing}, where that
+                  differs from the last pass
+        computed: tokens in the cache of each request
+        kept:     free pages that can still be found, oldest first
         columns:  filled columns of a cache that belongs to the whole batch, pads included; else 0
         """
-        room, computed = {}, {}
+        room = {}
         rows = getattr(batch, "requests", ())   # of a static batch, which owns the cache
         for request, i in self.number.items():
             kv, table = batch.kv if request in rows else request.kv, request.block_table
             now = getattr(kv, "capacity", None) if table is None else list(table)
             if now != self.memory.get(i):
                 room[i] = self.memory[i] = now
-            if request.computed != self.expected.get(i, 0):
-                computed[i] = self.expected[i] = request.computed
-        for request, n in batch.plan:
-            self.expected[self.number[request]] = request.computed + n
-        pages, before = getattr(batch, "pages", None), self.kept
-        self.kept = [page for page in pages.free if page in pages.key_of] if pages else []
+        pages = getattr(batch, "pages", None)
         self.pool = pages and {"pages": pages.number, "page_size": pages.size}
-        return {"room": room, "computed": computed, "columns": batch.end if rows else 0,
-                "kept": self.kept if self.kept != before else None}
+        return {"room": room, "computed": [request.computed for request in self.requests],
+                "kept": [page for page in pages.free if page in pages.key_of] if pages else [],
+                "columns": batch.end if rows else 0}
 
 
 def record(generate, model, requests, reference=None, **knobs):

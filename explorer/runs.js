@@ -26,7 +26,6 @@ function prepare(run) {
     request.tokens = [...request.prompt, ...request.generated];
     request.work = [];                   // [pass, first, n, tokens reached before, step]
     request.rooms = [];                  // [pass, capacity, or block table, or null]
-    request.resets = [];                 // [pass, tokens in the cache]
   }
   for (const i of p.step.keys()) {
     for (const [r, first, n] of threes(p.work[i])) {
@@ -35,9 +34,7 @@ function prepare(run) {
       work.push([i, first, n, reached, p.step[i]]);
     }
     for (const [r, room] of Object.entries(p.room[i] ?? {})) requests[r].rooms.push([i, room]);
-    for (const [r, n] of Object.entries(p.computed[i] ?? {})) requests[r].resets.push([i, n]);
   }
-  run.kept = Object.entries(p.kept).map(([i, pages]) => [Number(i), pages]);
   run.stepOf = new Map(run.steps.map(step => [step.step, step]));
   const lastToken = Math.max(0, ...requests.map(request => request.ms.at(-1) ?? 0));
   run.steps.forEach((step, k) => step.end = run.steps[k + 1]?.start ?? Math.max(step.start, lastToken));
@@ -68,7 +65,7 @@ function rejectedOf(run, r, work) {
 function expanded({requests, arrived, step, shape, work, finished, ms}, name) {
   const {requests: all} = RUNS.get("unbatched"), indexOf = new Map(requests.map((r, i) => [r, i]));
   const list = requests.map((r, i) => ({...all[r], arrived: arrived[i], steps: [], ms: []}));
-  const p = {step, shape, ms, start: [], pad_slots: [], finished: {}, room: {}, computed: {}, kept: {},
+  const p = {step, shape, ms, start: [], pad_slots: [], finished: {}, room: {},
              work: work.map(parts => threes(parts).flatMap(([r, first, n]) => [indexOf.get(r), first, n]))};
   p.finished_slots = step.map((_, i) => (finished[i] ?? []).length);
   let now = 0;
@@ -150,10 +147,11 @@ function momentOf(run, clock, value) {
 // {kind, words, tokens, computed, holds, active} of a request: tokens generated so far, tokens in its
 // cache, and what it holds: a capacity, a block table, or null.
 function stateOf(run, request, now) {
-  const work = last(request.work, now.pass), reset = last(request.resets, now.pass);
+  const r = run.requests.indexOf(request), work = last(request.work, now.pass);
   const holds = last(request.rooms, now.pass)?.[1] ?? null;
   const end = work ? work[1] + work[2] : 0, tokens = atMost(request.steps, now.step);
-  const computed = reset && (!work || reset[0] > work[0]) ? reset[1] : end;
+  const computed = work?.[0] === now.pass ? end - rejectedOf(run, r, work)
+    : run.passes.computed?.[now.pass]?.[r] ?? end;
   const active = Boolean(work) && now.passes.includes(work[0]), prompt = request.prompt.length;
   const over = request.reason && tokens === request.generated.length && work === request.work.at(-1);
   const [kind, words] = request.arrival > now.step ? ["absent", `– arrives at step ${request.arrival}`]

@@ -65,7 +65,7 @@ function recent() {
     ms: moments.map(({ms}) => ms), work: moments.map(({work}) => flat(work).flat()),
     shape: moments.map(({work}) => [work.reduce((sum, [, , n]) => sum + n, 0)]),
     rows: moments.map(({work}) => [flat(work)]), past: moments.map(() => 0),
-    pad_slots: 0, finished_slots: 0, padded_keys: 0, finished: {}, computed: {}, columns: {},
+    pad_slots: 0, finished_slots: 0, padded_keys: 0, finished: {}, columns: {},
     room: Object.fromEntries(moments.map(({tables}, i) => [i, tablesOf(i ? tables : {...held, ...tables})])),
     kept: Object.fromEntries(moments.map(({kept}, i) => [i, kept]))};
   for (const name of ["useful", "recomputed", "score_entries", "useful_scores", "copied_bytes"]) {
