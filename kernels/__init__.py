@@ -112,14 +112,17 @@ class Snapshot(nn.Module):
 
     def forward(self, tokens, positions=None, attend=None, wanted=None):
         """As GPT.forward or Llama.forward."""
+        logits = why = None
         try:
-            logits, why = self.compiled(tokens, positions, attend, wanted), None
+            logits = self.compiled(tokens, positions, attend, wanted)
         except ValueError as error:
-            given, why = {"attend": attend} if attend else {}, str(error)
-            logits = self.model(tokens, positions, wanted=wanted, **given)
+            why = str(error)
         if attend:   # a bare call does not count
             self.passes[why] += 1
-        return logits
+        if why is None:
+            return logits
+        given = {"attend": attend} if attend else {}
+        return self.model(tokens, positions, wanted=wanted, **given)
 
     def compiled(self, tokens, positions, attend, wanted):
         """The pass in one compiled call. ValueError: it cannot be, and why."""
