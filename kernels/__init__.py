@@ -80,10 +80,7 @@ def in_repository(file):
 
 
 def is_original(function, name, files=FILES):
-    """
-    Whether `files` define this function. A script that is run is a second copy of its module, with
-    functions of its own. So what counts is the file that the code comes from.
-    """
+    """By the file of its code: a script that is run has functions of its own."""
     code = getattr(function, "__code__", None)
     return code and code.co_name == name and in_repository(code.co_filename) in files
 
