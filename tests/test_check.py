@@ -210,15 +210,15 @@ def test_the_summary_counts_each_kind_by_itself():
     kinds = ["identical"] * 3 + ["near-tie"] * 2 + ["cancelled", "WRONG"]
     verdicts = [Verdict(f"r{i}", kind, i / 100, "why") for i, kind in enumerate(kinds)]
     assert summary(verdicts) == (
-        "3/6 requests identical to unbatched, 2 near-ties, 1 cancelled, max |Δlogit| 6.0e-02 relative\n"
-        "WRONG: request 'r6': why")
+        "3/6 requests identical to unbatched, 2 near-ties, 1 cancelled, "
+        "max |Δlogit| 6.0e-02 relative\nWRONG: request 'r6': why")
     assert summary(verdicts[:4]).startswith("3/4 requests identical to unbatched, 1 near-tie, max ")
     assert summary(Check(MODEL, [])()).startswith("0/0 requests")
 
 
 def test_bit_for_bit_is_said_if_it_holds_for_all():
-    right = Verdict("a", equal=True)
-    assert summary([right]).endswith(" to unbatched, bit for bit")
+    right, cancelled = Verdict("a", equal=True), Verdict("b", "cancelled", equal=True)
+    assert summary([right, cancelled]).endswith(", 1 cancelled, bit for bit")
     for other in Verdict("b"), Verdict("b", "WRONG"), Verdict("b", "near-tie", equal=True):
         assert "bit for bit" not in summary([right, other])
     assert "bit for bit" not in summary([])
