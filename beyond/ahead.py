@@ -1,27 +1,31 @@
 """
 Planning ahead: the next pass is planned and queued while the device still computes this one.
 
-Elsewhere host and device take turns, and the device is idle while the host samples and plans:
+Usually host and device take turns, and the device is idle while the host samples and plans:
 
-    host    plan 1           read 1, plan 2            read 2, plan 3
-    device         pass 1                    pass 2                    pass 3
+    in turns   host     plan 1           read 1, plan 2            read 2, plan 3
+               device          pass 1                    pass 2                    pass 3
 
-    host    plan 1, plan 2   read 1, plan 3   read 2, plan 4
-    device         pass 1     pass 2           pass 3                  a token is read a step late
+    ahead      host     plan 1, plan 2   read 1, plan 3   read 2, plan 4
+               device          pass 1     pass 2           pass 3          read a step late
 
-A plan depends on how many tokens there are, hardly on which. So pass t + 1 is laid out with a
-*hole* for each token that pass t will give, and the device fills the holes from its own memory.
-A stop token is known too late: a request that ends with pass t costs a row of pass t + 1. (vLLM:
+A plan depends on how many tokens there are, hardly on which. So pass 2 is laid out with a *hole*
+for each token that pass 1 will give, and the device fills the holes from its own memory:
+
+                     known to the host   pass 1 computes   pass 2 computes
+    A, a decode      p0 p1 p2 g0         g0                _     the hole, where g1 will be
+    B, mid-prefill   p0 p1 p2 p3         p0 p1             p2 p3
+
+A stop token is known too late: a request that ends with pass 1 costs a row of pass 2. (vLLM:
 AsyncScheduler; transformers: continuous_async.) The device runs passes in order. So what is freed
-under a queued pass may be given away: its next owner writes later. But pages are published only if
-the request still holds their block table. On CUDA this overlaps little yet: the layouts' copies
-wait for the device until they use pinned memory.
+under a queued pass may be given away: its next owner writes later. On CUDA this overlaps little
+yet: the layouts' copies wait for the device until they use pinned memory.
 
     python -m beyond.ahead [HOST_MS]     what it gains, calculated
 """
 import sys
 import time
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import torch
 
@@ -33,6 +37,16 @@ from toolbox.trace import Trace
 from toolbox.validate import check_finite
 
 HOLE = -1   # no token: an embedding would refuse it
+
+
+@dataclass
+class Flight:
+    """A pass that is queued or computed, and whose tokens the host has not read."""
+    step: int
+    batch: object          # the layout
+    logits: torch.Tensor   # (R, V)
+    tokens: torch.Tensor   # (R,), on the device
+    tables: list           # of the plan's requests: their block tables when it was queued
 
 
 def choose(logits, requests):
@@ -47,15 +61,8 @@ def choose(logits, requests):
 
 
 def launch(model, scheduler, lay_out, step, flight):
-    """Plans the pass after `flight` as if that had landed, and queues it. None if it is empty."""
-    holes = {}   # request -> the place of its token in flight.tokens
-    for request, n in flight.batch.plan if flight else ():
-        if not request.finished:
-            request.computed += n
-    for place, request in enumerate(flight.batch.sampled if flight else ()):
-        if not request.finished and not request.is_last(len(request.generated) + 1):
-            request.generated.append(HOLE)
-            holes[request] = place   # without a hole its todo is 0, and it is not planned
+    """Queues the pass after `flight`. Returns its Flight; None if there is nothing to compute."""
+    holes = leave_holes(flight) if flight else {}
     try:
         plan = scheduler.schedule(step)
         if not plan:
@@ -68,29 +75,37 @@ def launch(model, scheduler, lay_out, step, flight):
     finally:
         for request in holes:
             request.generated.pop()   # nobody else sees a hole
+    fill_holes(batch, holes, flight)
+    logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)          # (R, V)
+    return Flight(step, batch, logits, choose(logits, batch.sampled),
+                  [request.block_table for request, _ in batch.plan])
+
+
+def leave_holes(flight):
+    """Counts the pass as done. Returns {request: the place of its token in flight.tokens}."""
+    for request, n in flight.batch.plan:
+        if not request.finished:
+            request.computed += n
+    holes = {request: place for place, request in enumerate(flight.batch.sampled)
+             if not request.finished and not request.is_last(len(request.generated) + 1)}
+    for request in holes:
+        request.generated.append(HOLE)   # without it, its todo is 0, and it is not planned
+    return holes
+
+
+def fill_holes(batch, holes, flight):
+    """On the device. A hole is its request's last token, so it stands where logits are wanted."""
     rows = [i for i, request in enumerate(batch.sampled) if request in holes]
-    if rows:   # a hole is its request's last token: the one whose logits are wanted
+    if rows:
         places = [holes[batch.sampled[i]] for i in rows]
         batch.tokens[batch.wanted[rows]] = flight.tokens[places]
-    logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)          # (R, V)
-    return SimpleNamespace(step=step, batch=batch, logits=logits,
-                           tokens=choose(logits, batch.sampled),                          # (R,)
-                           tables=[request.block_table for request, _ in batch.plan])
 
 
 def land(flight, scheduler, trace, on_token):
-    """The pass is over: its requests get their tokens, and the pages it has filled can be found."""
+    """The pass is over: what it computed is recorded, and its requests get their tokens."""
     batch, chosen = flight.batch, flight.tokens.tolist()   # waits for the device
-    reached = dict(trace.reached)
-    trace.record_pass(flight.step, batch, time.perf_counter() - trace.step_times[flight.step])
-    for (request, n), start, table in zip(batch.plan, batch.starts, flight.tables):
-        if request.finished:   # one pass ago, or cancelled
-            first = min(max(start, reached.get(request.name, 0)), start + n)
-            trace.record_rejected(request, first, start + n)
-        elif table is not None and table is request.block_table:
-            size = scheduler.pages.size
-            for i in range(start // size, (start + n) // size):
-                scheduler.pages.publish(table, i, request.slice(i * size, (i + 1) * size))
+    record(flight, trace)
+    publish(flight, scheduler)
     going = [i for i, request in enumerate(batch.sampled) if not request.finished]
     sampled, tokens = [batch.sampled[i] for i in going], [chosen[i] for i in going]
     logits = flight.logits[going]
@@ -101,6 +116,26 @@ def land(flight, scheduler, trace, on_token):
             scheduler.waiting.remove(request)
     scheduler.release()
     trace.record_tokens(flight.step, sampled, tokens, logits, on_token)
+
+
+def record(flight, trace):
+    """What was computed of a request that had ended before, or was cancelled, is rejected."""
+    reached = dict(trace.reached)
+    trace.record_pass(flight.step, flight.batch,
+                      time.perf_counter() - trace.step_times[flight.step])
+    for (request, n), start in zip(flight.batch.plan, flight.batch.starts):
+        if request.finished:
+            first = min(max(start, reached.get(request.name, 0)), start + n)
+            trace.record_rejected(request, first, start + n)
+
+
+def publish(flight, scheduler):
+    """Pages that the pass has filled can be found, if the request still holds that block table."""
+    for (request, n), start, table in zip(flight.batch.plan, flight.batch.starts, flight.tables):
+        if not request.finished and table is not None and table is request.block_table:
+            size = scheduler.pages.size
+            for i in range(start // size, (start + n) // size):
+                scheduler.pages.publish(table, i, request.slice(i * size, (i + 1) * size))
 
 
 @torch.inference_mode()

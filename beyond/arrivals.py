@@ -1,8 +1,12 @@
 """
-Requests that arrive in seconds: all at once, at random, or from clients that wait for their answer.
+Arrivals in seconds, by a trick: where a stage expects a step, an object compares by another clock.
 
-Stages count steps, and know no clock. An `Arrival` stands where a stage expects a step, and answers
-by the clock of a calculated model (beyond/simulate.py).
+A stage asks two things of a request's `arrival`, a step's number. An Arrival at 0.35 s answers:
+
+    arrival <= step      has it arrived?     whether the calculated model's clock has reached 0.35 s
+    max(step, arrival)   what comes next?    `step`; and the clock moves on to 0.35 s
+
+The second is asked when nothing is left to do. So the stage waits, without a step for it.
 """
 import math
 import random
@@ -10,17 +14,13 @@ from functools import partial
 from itertools import accumulate
 
 from request import Request
-from toolbox.validate import at_least_1
 
 
 class Arrival:
-    """
-    A time in seconds where a stage expects a step. Stages ask two things: `arrival <= step`, has it
-    arrived? And max(step, arrival), when nothing is left to do: then the clock moves on to it.
-    """
+    """seconds: a function, because a client sends its next request when its last one has ended."""
 
     def __init__(self, model, number, seconds):
-        self.model, self.number, self.seconds = model, number, seconds   # seconds: a function
+        self.model, self.number, self.seconds = model, number, seconds
 
     def __le__(self, step):
         return self.seconds() <= self.model.now
@@ -29,9 +29,24 @@ class Arrival:
         self.model.now = max(self.model.now, self.seconds())
         return False
 
-    def __lt__(self, other):
+    def __lt__(self, other):   # for sorting
         return self.number < other.number
 
+
+def arrivals(model, number, clients=None, rate=None, seed=0):
+    """An Arrival for each request: Poisson at a rate, or from `clients` in a closed loop."""
+    if rate:
+        stream = random.Random(f"arrivals {seed}")
+        times = accumulate((stream.expovariate(rate) for _ in range(number - 1)), initial=0.0)
+        return [Arrival(model, i, partial(float, time)) for i, time in enumerate(times)]
+
+    def after(i):   # the i-th request has ended: -1 for the first ones of all clients
+        return 0.0 if i < 0 else model.ends[i] if i < len(model.ends) else math.inf
+
+    return [Arrival(model, i, partial(after, i - clients)) for i in range(number)]
+
+
+# --- requests that are made up --------------------------------------------------------------------
 
 def digits(number, base):
     """Token ids below `base`, others for each number; the lowest comes first."""
@@ -45,46 +60,9 @@ def workload(lengths, vocabulary=1000):
             for i, (prompt, answer) in enumerate(lengths)]
 
 
-def check_prompt(length, shape):
-    """ValueError if it does not fit: before a list of so many tokens is made."""
-    if length > shape.block_size:
-        raise ValueError(f"a prompt of {length} tokens does not fit block_size {shape.block_size}, "
-                         "the model's limit")
-
-
-def arrivals(model, number, clients=None, rate=None, seed=0):
-    """An Arrival for each request: Poisson at a rate, or from `clients` in a closed loop."""
-    if rate:
-        stream = random.Random(f"arrivals {seed}")
-        times = accumulate((stream.expovariate(rate) for _ in range(number - 1)), initial=0.0)
-        return [Arrival(model, i, partial(float, time)) for i, time in enumerate(times)]
-
-    def after(i):   # a client sends its next request when its last one has finished
-        return 0.0 if i < 0 else model.ends[i] if i < len(model.ends) else math.inf
-
-    return [Arrival(model, i, partial(after, i - clients)) for i in range(number)]
-
-
-def cut_short(requests, shape):
-    """A line that says how many answers the model's context ends early; None if it ends none."""
-    cut = [len(r.prompt) + r.max_new_tokens - 1 for r in requests
-           if len(r.prompt) + r.max_new_tokens - 1 > shape.block_size]
-    if cut:
-        return (f"{len(cut):,} of {len(requests):,} answers are cut short: their requests need up "
-                f"to {max(cut):,} tokens, and block_size is {shape.block_size:,}")
-
-
-def bounds(flag, text):
-    """(low, high) of N or LOW:HIGH. ValueError for anything else."""
-    low, _, high = text.partition(":")
-    if not (low.isdecimal() and (high or low).isdecimal() and 0 < int(low) <= int(high or low)):
-        raise ValueError(f"--{flag} {text}: use N or LOW:HIGH, whole numbers of at least 1")
-    return int(low), int(high or low)
-
-
-def lengths_of(args):
-    """[(prompt, answer), ...] from --input and --output."""
-    at_least_1(**{"--requests": args.requests})
-    pair = bounds("input", args.input), bounds("output", args.output)
-    stream = random.Random(args.seed)
-    return [tuple(stream.randint(*each) for each in pair) for _ in range(args.requests)]
+def check_lengths(prompt, answer, shape):
+    """ValueError if they do not fit: before a list of so many tokens is made."""
+    need = prompt + answer - 1   # the last token is never computed
+    if need > shape.block_size:
+        raise ValueError(f"--input and --output: a prompt of {prompt} tokens and an answer of "
+                         f"{answer} need {need} positions, block_size is {shape.block_size}")

@@ -1,18 +1,22 @@
 """
 Fairness: other orders than first come, first served, and a bound on what they may cost a request.
 
-    one place, shortest job first, a bound of 3; L is long, a to d are short, all arrive together
+    shortest job first, one place, a bound of 3; L is long, a to d are short, all arrive together
 
-    admitted              a   b   c   L   d
-    L was overtaken       1   2   3           L is due: d is shorter, and has to wait
+    step               0   1   2   3   4
+    admitted           a   b   c   L   d
+    L was overtaken    1   2   3          so L is due at step 3: d is shorter, and has to wait
 
 A *policy* is a sort key: of the waiting requests, the one with the smallest key goes first. The
 shortest job first makes the mean wait short; but a long job may wait for ever, if short ones keep
-arriving. So there is a bound: the n-th request to arrive is admitted as the (n + MAX_OVERTAKEN)-th
-at the latest, and no request is preempted more than MAX_OVERTAKEN times. At either bound it is
-*due*: it goes before all that are not, is given room for its longest answer, and is not preempted.
+arriving.
 
-One order serves the queue and the memory, the *rank*: due or not, then the key, then the arrival.
+So there is a *bound*. The oldest request in line is *due* once it has been overtaken so often, and
+any request once it has been preempted so often. Then it goes before all that are not due, gets
+pages for its longest answer at once, and is not preempted any more. So the n-th request to arrive
+is admitted as the (n + MAX_OVERTAKEN)-th at the latest.
+
+The *rank* is one order for the queue and the memory: due or not, then the key, then the arrival.
 The first in rank is admitted first; the last is preempted, by one that stands before it. So the
 first in rank keeps its pages and goes on at every step: no live-lock. (vLLM ranks by arrival or by
 priority, too. It has no bound.)
@@ -22,6 +26,7 @@ priority, too. It has no bound.)
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from paging import PagedScheduler
@@ -34,10 +39,17 @@ POLICIES = {
 MAX_OVERTAKEN = 16
 
 
+class Rank(NamedTuple):
+    """Ranks compare from the top: False before True, then small numbers before large ones."""
+    to_come: bool    # it has not arrived
+    can_wait: bool   # it is not due
+    key: int         # the policy's
+    number: int      # of those that arrived before it
+
+
 class FairScheduler(PagedScheduler):
     """
-    A PagedScheduler that keeps `waiting` in rank order, and sorts `running` to choose a victim. In
-    `waiting`, requests that have not arrived stand behind all that have, by arrival.
+    A PagedScheduler that keeps `waiting` in order of rank, and sorts `running` to choose a victim.
 
     policy: one of POLICIES
     bound:  how often a request may be overtaken, and how often preempted
@@ -48,52 +60,57 @@ class FairScheduler(PagedScheduler):
         super().__init__(max_batch, token_budget, pages, share_prefixes)
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
-        self.key, self.bound = POLICIES[policy], bound
-        # Weak: what has ended, and is held by nobody, leaves nothing behind.
-        self.rank = WeakKeyDictionary()   # (has not arrived, is not due, its key, its number)
-        self.times_preempted = WeakKeyDictionary()
-        self.line = OrderedDict()         # requests that were never admitted, by arrival
-        self.added = 0                    # requests so far; the next one's number
+        self.key, self.bound, self.added = POLICIES[policy], bound, 0
+        self.line = OrderedDict()   # requests that were never admitted, by arrival
+        # weak: what has ended, and is held by nobody, leaves nothing behind
+        self.rank, self.times_preempted = WeakKeyDictionary(), WeakKeyDictionary()
 
     def add(self, request):
         super().add(request)
-        self.rank[request] = True, True, 0, self.added
+        self.rank[request] = Rank(True, True, 0, number=self.added)
         self.line[request] = None
         self.added += 1
 
-    def enqueue(self, request, due):
-        """An arrived request takes its place among the waiting."""
-        self.rank[request] = False, not due, self.key(request), self.rank[request][-1]
-        insort(self.waiting, request, key=self.rank.get)
-
-    def is_due(self, request):
-        return not self.rank[request][1]
+    # --- the queue, in order of rank ---
 
     def schedule(self, step):
-        """As PagedScheduler.schedule; but first, those that have arrived take their ranks."""
-        first = bisect_left(self.waiting, (True,), key=self.rank.get)
+        """As PagedScheduler.schedule; but first, requests that have arrived take their places."""
+        first = bisect_left(self.waiting, (True,), key=self.rank.get)   # of those to come
         while first < len(self.waiting) and self.waiting[first].arrival <= step:
-            request = self.waiting[first]
-            del self.waiting[first]
-            self.enqueue(request, due=False)
+            self.move(self.waiting[first], due=False)
             first += 1
         self.running.sort(key=self.rank.get)   # the last is preempted; new ones go behind
         return super().schedule(step)
 
+    def move(self, request, due):
+        """A waiting request gets another rank, and the place that belongs to it."""
+        del self.waiting[bisect_left(self.waiting, self.rank[request], key=self.rank.get)]
+        self.insert(request, due)
+
+    def insert(self, request, due):
+        self.rank[request] = Rank(False, not due, self.key(request), self.rank[request].number)
+        insort(self.waiting, request, key=self.rank.get)
+
+    # --- the bound ---
+
+    def is_due(self, request):
+        return not self.rank[request].can_wait
+
     def arrived(self, step):
-        """As Scheduler.arrived; but first, the one that has waited longest may become due."""
+        """As Scheduler.arrived, asked before each admission: now the oldest in line may be due."""
         while self.line and next(iter(self.line)).finished:   # cancelled: it overtook no other
             self.line.popitem(last=False)
         oldest = next(iter(self.line), None)
-        if oldest and oldest.arrival <= step and self.times_overtaken(oldest) >= self.bound:
-            if not self.is_due(oldest):
-                del self.waiting[bisect_left(self.waiting, self.rank[oldest], key=self.rank.get)]
-                self.enqueue(oldest, due=True)
+        if oldest and oldest.arrival <= step and not self.is_due(oldest):
+            if self.times_overtaken(oldest) >= self.bound:
+                self.move(oldest, due=True)
         return super().arrived(step)
 
     def times_overtaken(self, oldest):
-        """How many that arrived later have left the line. All that arrived earlier have."""
-        return self.added - len(self.line) - self.rank[oldest][-1]
+        """How many have left the line, but for those that arrived before it: they all have."""
+        return self.added - len(self.line) - self.rank[oldest].number
+
+    # --- the memory ---
 
     def grant_room(self, request):
         """As PagedScheduler.grant_room; a request that is due needs room for its longest answer."""
@@ -108,10 +125,11 @@ class FairScheduler(PagedScheduler):
         return True
 
     def preempt(self, request):
+        """As PagedScheduler.preempt; but it returns to its rank, not to the front."""
         super().preempt(request)
-        self.waiting.popleft()   # not to the front: to its rank
+        self.waiting.popleft()
         times = self.times_preempted[request] = self.times_preempted.get(request, 0) + 1
-        self.enqueue(request, self.is_due(request) or times >= self.bound)
+        self.insert(request, due=self.is_due(request) or times >= self.bound)
 
 
 SCHEDULERS = {   # by policy, for stage 7: generate(model, requests, policy=SCHEDULERS["sjf"])

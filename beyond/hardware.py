@@ -16,10 +16,10 @@ All were chosen on one half of the published runs and tested on the other: beyon
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from toolbox.validate import is_whole
-from toolbox.weights import KINDS
+from toolbox.validate import at_least_1
 
 SHEETS = json.loads(Path(__file__).with_name("sheets.json").read_text(encoding="utf-8"))
 BANDWIDTH_SHARE, LINK_SHARE, TILE = 0.85, 0.45, 85   # TILE: in rows
@@ -41,14 +41,13 @@ class GPU:
     tile: float = TILE
     overhead: float = ENGINES["tensorrt-llm"]["overhead"]         # seconds between two passes
     per_request: float = ENGINES["tensorrt-llm"]["per_request"]   # and for each sampled token
-    overlaps: bool = True      # not so the cores of a CPU: what they compute and read adds up
 
     def seconds(self, parts, size, in_vain=0):
         """Of arithmetic and reading. parts: {name: (operations, bytes)}; in_vain: operations"""
         peak = self.share * (self.peak if size == 2 else self.peak32)
         arithmetic = (sum(operations for operations, _ in parts.values()) + in_vain) / peak
         reading = sum(moved for _, moved in parts.values()) / (BANDWIDTH_SHARE * self.bandwidth)
-        return math.hypot(arithmetic, reading) if self.overlaps else arithmetic + reading
+        return math.hypot(arithmetic, reading)
 
 
 # dense, with 32-bit accumulation; the memory in bytes
@@ -79,13 +78,22 @@ class Shape:
         for name in ("n_head", "n_kv_head", "ffn"):
             if getattr(self, name) % self.tp:
                 raise ValueError(f"--tp {self.tp} does not divide {name} {getattr(self, name)}")
+
+    # of one rank; cached, because every pass asks for them
+
+    @cached_property
+    def linears(self):   # weights of the blocks
         attention = 2 * self.n_embd * self.head_size * (self.n_head + self.n_kv_head)
         layer = attention + self.ffn_matrices * self.n_embd * self.ffn
-        derived = {   # of one rank; kept, because every pass asks for them
-            "linears": self.n_layer * layer // self.tp, "vocabulary": self.n_embd * self.vocab_size,
-            "kv_bytes": 2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp}
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        return self.n_layer * layer // self.tp
+
+    @cached_property
+    def vocabulary(self):   # weights of the last projection
+        return self.n_embd * self.vocab_size
+
+    @cached_property
+    def kv_bytes(self):   # keys and values of a token
+        return 2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp
 
     def parts(self, slots, rows, scores, keys, copied=0):
         """
@@ -138,49 +146,10 @@ def gpu_of(text):
     return GPU(peak * 1e12, peak * 1e12, bandwidth * 1e9, memory * GiB)
 
 
-def shape_of(text, dtype="float16", tp=1):
-    """A Shape by name, or from a config.json in Hugging Face's form. ValueError otherwise."""
-    if tp < 1:
-        raise ValueError(f"--tp must be at least 1, not {tp}")
-    if not text.endswith(".json"):
-        if text not in MODELS:
-            raise ValueError(f"--model {text}: not a config.json and none of {', '.join(MODELS)}")
-        return replace(MODELS[text], size=BYTES[dtype], tp=tp)
-    try:
-        with open(text, encoding="utf-8") as file:
-            c = json.load(file)
-    except OSError as error:
-        raise ValueError(f"--model {text}: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        c = None
-    if not isinstance(c, dict):
-        raise ValueError(f"--model {text}: not the config.json of a model")
-    kind = c.get("model_type", "gpt2" if "n_embd" in c else "llama")
-    if kind not in KINDS:
-        raise ValueError(f"--model {text}: its architecture is {kind!r:.60}, not one of "
-                         f"{', '.join(KINDS)}")
-
-    def whole(key, default=None):   # null is as good as missing
-        value = default if c.get(key) is None else c[key]
-        if value is None:
-            raise ValueError(f"--model {text}: there is no {key!r} in it")
-        if not is_whole(value, 1) or value > 10**9:
-            raise ValueError(f"--model {text}: {key} must be a whole number from 1 to 10^9, not "
-                             f"{value!r:.60}")
-        return value
-
-    def divided(key, by):   # a ValueError unless c[by] divides c[key]
-        if whole(key) % whole(by, whole(key)):
-            raise ValueError(f"--model {text}: {by} {c[by]} must divide {key} {c[key]}")
-        return whole(key)
-
-    if kind == "gpt2":
-        wide, heads = divided("n_embd", "n_head"), whole("n_head")
-        return Shape(whole("n_layer"), wide, heads, heads, wide // heads,
-                     whole("n_inner", 4 * wide), 2, whole("vocab_size"), whole("n_positions"),
-                     True, BYTES[dtype], tp)
-    heads, wide = divided("num_attention_heads", "num_key_value_heads"), whole("hidden_size")
-    return Shape(whole("num_hidden_layers"), wide, heads, whole("num_key_value_heads", heads),
-                 whole("head_dim", wide // heads), whole("intermediate_size"), 3,
-                 whole("vocab_size"), whole("max_position_embeddings"),
-                 c.get("tie_word_embeddings", False), BYTES[dtype], tp)
+def shape_of(name, dtype="float16", tp=1):
+    """A Shape by name. ValueError for a model that is not in sheets.json."""
+    if name not in MODELS:
+        raise ValueError(f"--model {name}: none of {', '.join(MODELS)}; for another one, add a "
+                         "line to beyond/sheets.json")
+    at_least_1(**{"--tp": tp})
+    return replace(MODELS[name], size=BYTES[dtype], tp=tp)

@@ -1,5 +1,5 @@
 """
-What others measured, beside what is calculated: `python -m beyond.simulate --published`.
+What others measured, beside what is calculated: `python -m beyond.published`.
 
 published.json has the runs, with their sources, and why others were left out. A run is there if its
 source says which model and GPU, in 16 bits, and how requests come. The constants of
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from beyond.arrivals import workload
 from beyond.hardware import ENGINES, GPUS, MODELS
+from beyond.simulate import figures, simulate
 from loading.stages import STAGES
 from views.report import aligned
 
@@ -93,8 +94,8 @@ def counted(run):
     return passes(number, prompt, answer, room, many), number * answer
 
 
-def calculate(run, figures_of):
-    """{figure: value} of a run, a dict. figures_of: beyond.simulate.figures_of"""
+def calculate(run):
+    """{figure: value} of a run, a dict."""
     shape, gpu = machine(run)
     if run["output"] and run["figure"] == "tokens_per_s" or run["kind"] == "prompt":
         all_passes, tokens = counted(run)
@@ -106,21 +107,21 @@ def calculate(run, figures_of):
         lengths = [(run["input"], run["output"])] * 3 * (number if kind == "clients" else 40)
     else:
         lengths = {"nano_vllm": nano_vllm, "rahman": rahman}[run["input"]]()
-    load = {"clients": {"clients": number}, "rate": {"rate": number}}.get(kind, {})
+    load = {kind: number} if kind in ("clients", "rate") else {}
     budget = {"LMDeploy": 8192, "nano-vllm": 16384}.get(run["source"], 2048)
-    f = figures_of(shape, gpu, STAGES["paged"], workload(lengths), **load, max_batch=512,
-                   token_budget=budget, pages=shape.room(gpu) // 16)
+    f = figures(simulate(shape, gpu, STAGES["paged"], workload(lengths), **load, max_batch=512,
+                         token_budget=budget, pages=shape.room(gpu) // 16))
     front = 1e3 * FRONT_END * (run["source"] in OVER_HTTP)
     return {"tokens_per_s": f["tokens_per_s"], "itl_ms": f["itl_ms"]["p50"],
             "ttft_ms": f["ttft_ms"]["mean"] + front}
 
 
-def compare(figures_of, sources=SOURCES):
+def compare(sources=SOURCES):
     """[{"source", ..., "figure", "published", "half", "calculated", "error"}, ...]"""
     rows = [dict(zip(DATA["columns"], run)) for run in DATA["runs"]]
     rows = [row for row in rows if row["source"] in sources]
     for row in rows:
-        row["calculated"] = calculate(row, figures_of)[row["figure"]]
+        row["calculated"] = calculate(row)[row["figure"]]
         row["error"] = row["calculated"] / row["published"] - 1
     return rows
 
@@ -165,10 +166,7 @@ def cells(rows):
                f"{r['calculated']:,.1f}", f"{r['error']:+.0%}".replace("-0%", "+0%")]
 
 
-def report(rows):
-    """The table of `compare`, the sources, what was left out, and the errors: lines."""
-    yield aligned([*cells(rows)])
-    yield "* the constants were chosen on these\n"
-    yield from (f"{source}: {text}" for source, text in SOURCES.items())
-    yield from (f"left out, {number}: {why}" for number, why in DATA["left_out"])
-    yield "\n" + aligned([*summary(rows)])
+if __name__ == "__main__":
+    compared = compare()
+    print(aligned([*cells(compared)]), "* the constants were chosen on these",
+          aligned([*summary(compared)]), sep="\n\n")

@@ -19,8 +19,6 @@ Embeddings and vocabulary projection are replicated. Every rank runs the same Sc
 the same random numbers, so no decision has to be sent. model.py knows nothing of all this.
 
     torchrun --nproc_per_node 2 -m beyond.tensor_parallel --stage ragged
-
-(Claim R5 of docs/sources.md.)
 """
 import os
 import sys

@@ -39,24 +39,18 @@ class Experiment(NamedTuple):
     measure: Callable    # args, device, dtype -> figures; or yields several
     table: Callable      # figures -> Table
     draw: Callable       # figures (a list, if there are several), path
-    quick: str           # what --quick does
     flags: dict = {}
 
 
 EXPERIMENTS = {
-    "ladder": Experiment(ladder.measure, ladder.table, figures.slots, "one run of each stage"),
+    "ladder": Experiment(ladder.measure, ladder.table, figures.slots),
     "rows": Experiment(rows.measure_rows, rows.rows_table,
-                       lambda found, path: figures.rows([found], path), "at most 16 rows",
-                       rows.FLAGS),
-    "gaps": Experiment(rows.measure_gaps, rows.gaps_table, figures.itl, "one run of each stage",
-                       rows.FLAGS),
+                       lambda found, path: figures.rows([found], path), rows.FLAGS),
+    "gaps": Experiment(rows.measure_gaps, rows.gaps_table, figures.itl, rows.FLAGS),
     "memory": Experiment(memory.measure, memory.table,
-                         lambda _, path: figures.pool(memory.filling_pool(load()[0]), path),
-                         "one run each"),
-    "prepacking": Experiment(prepacking.measure, prepacking.table, figures.kinds,
-                             "fewer prompts and batches: about a minute"),
-    "bench": Experiment(bench.measure, bench.table, figures.bench,
-                        "a quarter of the requests, a small model, one run each", bench.FLAGS)}
+                         lambda _, path: figures.pool(memory.filling_pool(load()[0]), path)),
+    "prepacking": Experiment(prepacking.measure, prepacking.table, figures.kinds),
+    "bench": Experiment(bench.measure, bench.table, figures.bench, bench.FLAGS)}
 COMMANDS = {"gpu": (gpu.calculate, gpu.FLAGS), "train": (train.train, train.FLAGS),
             "tables": (tables.write, tables.FLAGS), "pictures": (pictures.draw, {})}
 
@@ -79,9 +73,7 @@ def measure(experiment, args, command):
     if args.plot:
         experiment.draw(taken if several else each, args.plot)
         print("drawn in", args.plot)
-    wrong = each.get("wrong", [])
-    print(*wrong, sep="\n", end="\n" * bool(wrong))
-    return int(bool(wrong))
+    return int(bool(each.get("wrong")))
 
 
 def parser():
@@ -91,7 +83,8 @@ def parser():
     for name, (run, *_, own) in {**EXPERIMENTS, **COMMANDS}.items():
         one = names.add_parser(name, help=run.__doc__, description=run.__doc__)
         if name in EXPERIMENTS:
-            one.add_argument("--quick", action="store_true", help=EXPERIMENTS[name].quick)
+            one.add_argument("--quick", action="store_true",
+                             help="the least that says something: fewer runs, less work")
             one.add_argument("--json", metavar="FILE.json", help="write the figures")
             one.add_argument("--plot", metavar="FILE.png", help="draw them")
             flags.add_place(one)

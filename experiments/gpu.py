@@ -1,7 +1,7 @@
 """
 Every lesson about time on GPUs, calculated by beyond/simulate.py: nothing here is measured.
 
-    python -m experiments gpu --json experiments/results/gpu.json     ten minutes
+    python -m experiments gpu --json experiments/results/gpu.json     some minutes
 """
 import inspect
 import random
@@ -26,7 +26,7 @@ CURVES = ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, va
 def run(stage, shape, gpu, requests, rate=None, **knobs):
     """A stage's trace on a calculated GPU. shape, gpu: or their names"""
     shape, gpu = MODELS.get(shape, shape), GPUS.get(gpu, gpu)
-    knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, knobs, rate=rate)
+    knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, knobs)
     return s.simulate(shape, gpu, STAGES[stage], requests, rate=rate, **knobs)
 
 
@@ -74,12 +74,12 @@ def fitting():
 
 
 PARTS = {"ladder": ladder, "curve": curve, "fitting": fitting,
-         "published": lambda: published.compare(s.figures_of)}
+         "published": published.compare}
 FLAGS = {"--json": dict(metavar="FILE.json", help="write the figures")}
 
 
 def calculate(args):
-    """Every lesson about time on GPUs, calculated: ten minutes."""
+    """Every lesson about time on GPUs, calculated: some minutes."""
     flags.check_path(args.json, "--json")
     found = {}
     for name, part in PARTS.items():

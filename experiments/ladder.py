@@ -36,18 +36,6 @@ def twelve(tokenizer):
                          top_k=None, seed=0)
 
 
-def wrong_lines(model, requests):
-    """Runs each stage once more: a line for each request that is WRONG."""
-    lines = []
-    for name, generate in STAGES.items():
-        copies = [replace(request) for request in requests]
-        check = Check(model, copies)
-        generate(model, copies, on_token=check.on_token)
-        lines += [f"WRONG: {name}: request '{v.name}': {v.detail}"
-                  for v in check() if v.verdict == "WRONG"]
-    return lines
-
-
 def row_of(trace):
     """What the table of all stages says of one."""
     t, waits = totals(trace), latencies(trace)
@@ -88,18 +76,28 @@ def measure(args, device, dtype):
     """Runs all stages on the same prompts, and checks each against the unbatched run."""
     model, tokenizer = load()
     model, requests = model.to(device, dtype), twelve(tokenizer)
-    repeats = 1 if args.quick else 3
-    runs = results.in_turn(STAGES, lambda name: results.run(STAGES[name], model, requests), repeats)
-    stages, naive = {}, runs["naive"][0]
+
+    def run(name):
+        copies = [replace(request) for request in requests]
+        check = Check(model, copies)
+        return STAGES[name](model, copies, on_token=check.on_token), check
+
+    repeats, stages, wrong = 1 if args.quick else 3, {}, []
+    runs = results.in_turn(STAGES, run, repeats)
     for name, taken in runs.items():
-        rows = [row_of(trace) for trace in taken]   # counts are the same in all
+        rows = [row_of(trace) for trace, _ in taken]   # counts are the same in all
         stages[name] = {what: statistics.median_low(row[what] for row in rows) for what in rows[0]}
+        _, check = taken[0]
+        wrong += [f"WRONG: {name}: request '{v.name}': {v.detail}"
+                  for v in check() if v.verdict == "WRONG"]
+    print(*wrong or [f"{len(requests)} requests in {len(stages)} stages: none is WRONG"], sep="\n")
+    naive, _ = runs["naive"][0]
     return {"repeats": repeats, "stages": stages,
             "calculated": calculated(naive.requests), "requests": len(requests),
             "prompt_tokens": sum(len(request.prompt) for request in requests),
             "generated": sum(len(request.generated) for request in naive.requests),
             "useful_scores": sum(p.useful_scores for p in naive.passes),
-            "wrong": wrong_lines(model, requests)}
+            "wrong": wrong}
 
 
 def table(result):

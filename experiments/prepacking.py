@@ -38,9 +38,9 @@ def lengths_of(kind, n):
     return [min(max(round(KINDS[kind](rng)), 1), CONTEXT) for _ in range(n)]
 
 
-def requests_of(lengths, vocab_size=97):
+def requests_of(lengths):
     """Requests for one token, with prompts of these lengths."""
-    return [Request([(7 * i + 3 * j) % vocab_size for j in range(n)], 1, name=f"r{i}")
+    return [Request([(7 * i + 3 * j) % 97 for j in range(n)], 1, name=f"r{i}")
             for i, n in enumerate(lengths)]
 
 

@@ -202,7 +202,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "pages known by their own tokens": (), "pages known by a page's number": (),
         "pages known by one page before": ("next(self.names)", "key[1]"),
         "the name is not passed on": ("self.name_of[page] = self.name_of", "_ = self.name_of"),
-        "the later page wins": ("if key not in self.published:", "if True:")},
+        "the later page wins": ("if key in self.published:", "if False:")},
     "6c paging.py:Pages.find": {
         "6c quadratic time": ("pages, name = [], 0\n", "pages, name = [], 0\n"
                               "        [sum(tokens[:i]) for i in range(len(tokens))]\n"),

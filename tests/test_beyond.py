@@ -85,16 +85,16 @@ TRAPS = {   # name: (stage, function, code as it stands, code of the trap)
     "a wrong guess is accepted": ("4 guesses", GUESS, "== [token]]", "!= []]"),
     "a guess takes a prompt's share": (
         "4 guesses", speculative.draft, "scheduler.token_budget - sum(n for _, n in plan)", "64"),
-    "a stale hole": ("ahead", ahead.launch, "= flight.tokens[places]",
+    "a stale hole": ("ahead", ahead.fill_holes, "= flight.tokens[places]",
                      "= flight.batch.tokens[flight.batch.wanted[places]]"),
-    "a hole that nobody fills": ("ahead", ahead.launch, "    if rows:", "    if False:"),
+    "a hole that nobody fills": ("ahead", ahead.fill_holes, "    if rows:", "    if False:"),
     "a hole for a token after the last": (
-        "ahead", ahead.launch, " and not request.is_last(len(request.generated) + 1)", ""),
+        "ahead", ahead.leave_holes, " and not request.is_last(len(request.generated) + 1)", ""),
     "a cache freed under a queued pass": (
-        "ahead", ahead.land, "table is not None and table is request.block_table",
+        "ahead", ahead.publish, "table is not None and table is request.block_table",
         "table is not None"),
     "pages published from where the request has come to": (
-        "ahead", ahead.land, "range(start // size, (start + n) // size)",
+        "ahead", ahead.publish, "range(start // size, (start + n) // size)",
         "range(request.computed // size, (request.computed + n) // size)"),
     "a token for a request that has ended": (
         "ahead", ahead.land, "enumerate(batch.sampled) if not request.finished",
@@ -257,13 +257,3 @@ def test_the_commands_print_what_they_gain(module, said, capsys, monkeypatch):
     runpy.run_module(module, run_name="__main__")
     out = capsys.readouterr().out
     assert all(line in out for line in said)
-
-
-def test_a_pass_without_logits_is_not_priced_for_the_vocabulary():
-    shape, gpu = speculative.shape_of("gpt2"), speculative.gpu_of("a100")
-    priced = [shape.parts(slots=64, rows=rows, scores=64 * 64, keys=64) for rows in (0, 1, 5)]
-    size = shape.n_embd * shape.vocab_size   # its weights are read once, for however many rows
-    assert [p["vocabulary"] for p in priced] == [(rows * 2 * size, 2 * size * (rows > 0))
-                                                 for rows in (0, 1, 5)]
-    seconds = [shape.seconds(gpu, p, 64) for p in priced]
-    assert seconds[0] < seconds[1] < seconds[2]

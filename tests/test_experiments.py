@@ -88,10 +88,9 @@ class LLM:
 
     def step(self):
         print("an engine prints")
-        new = [types.SimpleNamespace(request_id=name, outputs=[types.SimpleNamespace(
-            token_ids=[tokens.pop(0)])]) for name, tokens in self.left.items()]
-        self.left = {name: tokens for name, tokens in self.left.items() if tokens}
-        return new[::-1]
+        name, tokens = self.left.popitem()
+        return [types.SimpleNamespace(request_id=name, outputs=[
+            types.SimpleNamespace(token_ids=tokens)])]
 """
 
 

@@ -33,18 +33,17 @@ NAME = "python -m beyond.tensor_parallel: "
 FORK = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
 
 
-def on_ranks(number, work, *arguments, heard=None, start=FORK):
+def on_ranks(number, work, *arguments, heard=None):
     """
     Calls `work(*arguments)`, a function at the top of a module, on so many ranks, each a process
     with the environment that torchrun gives it. Returns [(exit status, stdout, stderr), ...] of the
-    first `heard`: those after it may never end. Work on several threads needs `start` to spawn: a
-    fork inherits OpenMP's list of threads, but not the threads, and waits for them for ever.
+    first `heard`: those after it may never end.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    pipes = [start.Pipe(duplex=False) for _ in range(number)]
-    processes = [start.Process(target=one_rank, args=(far, rank, number, port, work, arguments))
+    pipes = [FORK.Pipe(duplex=False) for _ in range(number)]
+    processes = [FORK.Process(target=one_rank, args=(far, rank, number, port, work, arguments))
                  for rank, (_, far) in enumerate(pipes)]
     for process, (_, far) in zip(processes, pipes):
         process.start()
