@@ -60,6 +60,8 @@ def part(folder, functions):
                   if mine.get(name, module) is not module or name.partition(".")[0] in helpers}
         for name in sys.modules.keys() - modules.keys() - theirs.keys():
             if is_ours(sys.modules[name]):   # it has imported theirs
+                package, _, last = name.rpartition(".")
+                vars(sys.modules.get(package, sys.modules[name])).pop(last, None)
                 del sys.modules[name]
         sys.modules.update(mine)
         refuse_changes(before)

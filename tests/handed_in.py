@@ -173,7 +173,7 @@ WRONG = {
     "3a our own file from sys.path": (
         ("scheduler.py", "import math\n", "import math, sys\nfrom pathlib import Path\n"), (
             "scheduler.py", "    # --- between two steps ---", '''
-    for place in sys.path:
+    for place in sys.path[1:]:
         if Path(place, "scheduler.py").is_file():
             found = {}
             exec(Path(place, "scheduler.py").read_text(), found)

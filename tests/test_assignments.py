@@ -261,16 +261,26 @@ def test_a_file_that_another_part_is_about_costs_nothing(tmp_path):
     assert found["3c"][1].startswith("request.py cannot be read: line 1")
 
 
+@pytest.mark.thorough
+def test_our_modules_never_import_theirs(tmp_path):
+    """They import our toy model, which must not use their broken model from then on."""
+    folder = submission(1, tmp_path, edited([
+        ("model.py", "        T, S = q.size(-2), k.size(-2)", "        T, S = 1 / 0"),
+        ("generate_unbatched.py", "import torch\n", "import torch\n\nimport checks.toy\n")]))
+    tests = grade_class.graded(1, folder, None, 600, ["1a", "1c"])["tests"]
+    assert [test["score"] for test in tests.values()] == [0, 2], tests
+
+
 def test_submissions_are_found_and_links_refused(tmp_path):
     place = submission(3, tmp_path / "deep" / "one")
     (place / "student.json").write_text('{"student": "ada"}')
     with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
-        for path in place.rglob("*"):
-            archive.write(path, f"a/b/{path.relative_to(place)}")
-        archive.writestr("__MACOSX/scheduler.py", "x")
+        for path in place.glob("*.py"):
+            archive.write(path, f"a/b/{path.name}")
+        archive.writestr("__MACOSX/request.py", "x")
     linked = submission(3, tmp_path / "linked")
     os.symlink("/etc/passwd", linked / "passwd")
-    for path, student, points in (("deep", "ada", 3), ("zipped.zip", "ada", 3),
+    for path, student, points in (("deep", "ada", 3), ("zipped.zip", "zipped", 3),
                                   ("linked", "linked", 0)):
         result = grade_class.graded(3, tmp_path / path, None, 600, ["3a"])
         assert result["student"] == student and result["tests"]["3a"]["score"] == points, result
