@@ -3,7 +3,7 @@ The KV cache: keys and values that are kept, because a later token never changes
 
 By the causal rule the last token changes nothing that earlier tokens computed. So their keys and
 values stay as they are, and a new token computes one key, one value and one row of scores instead
-of all of them: O(n) instead of O(n^2).
+of all of them: O(n) a token instead of O(n^2).
 
     layer 0   k  | k0 k1 k2 k3 .  .  .  . |      capacity 8, in tokens
               v  | v0 v1 v2 v3 .  .  .  . |      write: in place, at `start`
@@ -18,8 +18,8 @@ class KV:
     """
     Keys and values of one sequence; of all rows of a batch, in stage 1; of all pages, in stage 7.
 
-    Each layer has two buffers (nh, capacity, hs), made when it is first written. They take leading
-    axes, dtype and device of what is written: a batch axis or half of the heads is no special case.
+    Each layer has two buffers (..., capacity, hs), made when it is first written. They take leading
+    axes, dtype and device of what is written: (nh,) for one request, (B, nh) for a batch.
     """
 
     def __init__(self, capacity):
@@ -27,7 +27,7 @@ class KV:
         self.k, self.v = {}, {}    # layer -> (..., capacity, hs)
 
     def buffers(self, layer, k, v):
-        """A layer's two buffers, with room for all its keys and values; made at the first call."""
+        """A layer's two buffers, with room for all its keys and values."""
         if layer not in self.k:
             self.k[layer] = k.new_zeros(*k.shape[:-2], self.capacity, k.size(-1))
             self.v[layer] = v.new_zeros(*v.shape[:-2], self.capacity, v.size(-1))

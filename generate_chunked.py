@@ -16,7 +16,7 @@ tokens at each step: one for each decode, and the rest for prompts, in chunks.
 Better than stage 2: a long prompt slows several steps a little, instead of stalling one for long.
 Wasted: padding and copies, as before; and two forward passes in a step with decodes and chunks, so
 the weights are read twice.
-Next: stage 4 makes one of them. (Both are Sarathi's idea.)
+Next: stage 4 makes one pass of the two. (Stages 3 and 4 are Sarathi's idea.)
 """
 import torch
 
@@ -45,7 +45,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         # 1. which requests compute how many tokens in this step
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
-        # 2. two forward passes: one for single tokens (decodes, a prompt's end), one for the chunks
+        # 2. up to two passes: one for single tokens (decodes, a prompt's end), one for the chunks
         decodes = [(request, n) for request, n in plan if request.todo == 1]
         chunks = [(request, n) for request, n in plan if request.todo > 1]
         for part in decodes, chunks:

@@ -39,8 +39,7 @@ class Rectangle:
         | . . . past past past | . . new new |
           P - p pads, p past     T - n pads, n new      S = P + T keys
 
-    and the mask must hide the pads of *both* parts. A published tutorial's version marks all new
-    slots as valid: there, a shorter row attends to its own padding.
+    and the mask must hide the pads of *both* parts.
     """
 
     def __init__(self, plan, device=None):
@@ -66,7 +65,7 @@ class Rectangle:
         # A row may hold only part of a prompt (stages 3 and 4): its last column is not sampled.
         due = indices_due(self.plan)
         self.sampled = [self.plan[b][0] for b in due]
-        # The last column of these rows. long: without it, an empty list would become floats.
+        # The last column of these rows. dtype: without it, an empty list makes floats.
         self.wanted = (torch.tensor(due, dtype=torch.long, device=device), -1)
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
@@ -121,7 +120,7 @@ def generate(model, requests, max_batch=8, on_token=None):
         # 1. requests that have arrived take free places
         step = step if running else max(step, waiting[0].arrival)
         waiting, running = admit(waiting, running, step, max_batch)
-        # 2. two forward passes: one for the decodes, one for whole prompts
+        # 2. up to two forward passes: one for the decodes, one for whole prompts
         decodes = [(request, 1) for request in running if request.generated]
         prompts = [(request, request.todo) for request in running if not request.generated]
         for part in decodes, prompts:

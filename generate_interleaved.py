@@ -12,11 +12,11 @@ brings a chunk of 8:
 
 Trap: the pads of a decode row are *new* slots. A mask that hides only the padding of the past, like
 that of the tutorial from which this example comes, lets A attend to seven of them. Nothing raises
-an error; only the comparison with the unbatched run reveals it.
+an error; only the check against the request alone reveals it.
 
 Better than stage 3: one forward pass where a step with decodes and chunks took two.
-Wasted: copies, as before; and the right pass has the wrong shape. One chunk of n among B rows makes
-(B - 1)(n - 1) pad slots: 3 x 7 = 21 above.
+Wasted: copies, as before; and many more pads. One chunk of n among B rows makes (B - 1)(n - 1) pad
+slots: 3 x 7 = 21 above.
 Next: stage 6 drops the rows. (Stage 5 is a side branch. Sarathi calls stage 4 piggybacking. The
 tutorial is source I of docs/sources.md.)
 """

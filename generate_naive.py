@@ -6,9 +6,9 @@ its positions from its own first token. A mask hides the pads from every token, 
 computes is never read.
 
     prefill           decode, one column a step
-    .  .  a  b  c  |  d [e] -         .   pad
-    .  f  g  h  i  |  j  k  l [m]     -   finished, still computed
-    o  p  q  r  s  | [t] -  -         [e] a row's last token: needed by nobody, wasted like -
+    .  .  a  b  c  |  d  -  -         .   pad
+    .  f  g  h  i  |  j  k  l         -   slot of a finished request, still computed
+    o  p  q  r  s  |  -  -  -         (the rows' last tokens, e, m and t, are never computed)
 
 Better than stage 0: one read of the weights serves all rows.
 Wasted: padding; finished rows keep running; no new request gets in before the last one is done.
@@ -26,7 +26,8 @@ from toolbox.validate import at_least_1
 class StaticBatch:
     """
     Left-padded (B, T): first the prompts, then one column at a time. One cache belongs to the whole
-    batch, (B, nh, capacity, hs), pads and finished rows included. S of its columns are in use.
+    batch, (B, nh, capacity, hs), pads and finished rows included. Its first S = end columns are in
+    use.
     """
 
     def __init__(self, requests, device=None):

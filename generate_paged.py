@@ -10,8 +10,8 @@ token's keys and values. (A *cache slot*; elsewhere a slot is a place in a tenso
     position        0  1  2  3    4  5  6  7     8  9
     cache slot      0  1  2  3    8  9 10 11     4  5          slot = table[p // 4] * 4 + p % 4
 
-Attention must look up every key in that table. vLLM's GPU kernel does, and on a CPU --optimize.
-Here a request's keys are gathered into a copy.
+Attention must look up every key in that table. vLLM's kernel does it on a GPU, ours on a CPU with
+--optimize. Here a request's keys and values are first gathered into a copy.
 
 Better than stage 6: more requests fit into the same memory, because none reserves room for an
 answer that may never come; and a common prompt is computed and kept once.
@@ -70,7 +70,7 @@ class Paged(Flat):
 
 
 def pool_size(requests, max_batch, page_size):
-    """Pages enough for the max_batch largest requests: none of them is ever preempted."""
+    """Pages for the max_batch largest requests at once: then no request is ever preempted."""
     needed = sorted(-(-request.kv_tokens // page_size) for request in requests)
     return sum(needed[-max_batch:])
 
@@ -81,7 +81,8 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     """
     Runs `requests` as stage 6 does, with another limit on memory. Returns the trace.
 
-    pages:          how many pages the pool has; None: enough for the max_batch largest requests
+    pages:          how many pages the pool has, at most as many as all requests can fill; None:
+                    enough for the max_batch largest requests
     page_size:      tokens in a page
     policy:         "fcfs": first come, first served; or another scheduler, such as those in
                     beyond/fairness.py: SCHEDULERS["sjf"], SCHEDULERS["priority"]

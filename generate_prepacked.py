@@ -6,10 +6,11 @@ the longest. What keeps requests apart is the mask, not the row, so short prompt
 each sees only itself, and counts its positions from 0.
 
     padded (4, 6)        packed (2, 6)          mask of the second row
-    a a a a a a          a a a a a a            b  x . . . . .
-    . . . b b b          b b b c c d            b  x x . . . .
-    . . . . c c                                 b  x x x . . .
-    . . . . . d                                 c  . . . x . .
+    a a a a a a          a a a a a a               b b b c c d
+    . . . b b b          b b b c c d            b  x . . . . .
+    . . . . c c                                 b  x x . . . .
+    . . . . . d                                 b  x x x . . .
+                                                c  . . . x . .
                                                 c  . . . x x .
                                                 d  . . . . . x
 
@@ -21,7 +22,7 @@ as in stage 2.
 Better than stage 2: prefill has hardly any padding, if there are short prompts to fill the rows.
 Wasted: decodes still copy and pad their pasts; and in a packed row, attention scores every prompt
 against its neighbours, only to hide the result.
-Next: stage 6 packs everything into one row, decodes too, and scores no neighbours.
+Next: stage 6 drops the rows, for decodes too, and scores no neighbours.
 """
 import torch
 
@@ -34,10 +35,7 @@ from toolbox.validate import at_least_1, one_of
 
 
 def first_fit_decreasing(lengths, size):
-    """
-    Bins [[index, ...], ...], each with a total length of at most `size`. This takes O(k^2) for k
-    prompts; with a search tree over the room left in each bin it would take O(k log k).
-    """
+    """Bins [[index, ...], ...], each with a total length of at most `size`."""
     bins, room = [], []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         fits = [b for b in range(len(bins)) if lengths[i] <= room[b]]
@@ -53,7 +51,7 @@ def first_fit_decreasing(lengths, size):
 class Packed:
     """
     Whole prompts in r rows of m slots, (r, m): m is the longest prompt's length, and r at most the
-    number of prompts. Results come back in the plan's order.
+    number of prompts. Logits come in the plan's order.
     """
 
     def __init__(self, plan, device=None):
@@ -125,7 +123,7 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
         step = step if running else max(step, waiting[0].arrival)
         waiting = in_packing_order(waiting, step) if pack == "dataset" else waiting
         waiting, running = admit(waiting, running, step, max_batch)
-        # 2. two forward passes: one for the decodes, one for whole prompts
+        # 2. up to two forward passes: one for the decodes, one for whole prompts
         decodes = [(request, 1) for request in running if request.generated]
         prompts = [(request, request.todo) for request in running if not request.generated]
         for layout, part in (Rectangle, decodes), (Packed, prompts):
@@ -134,7 +132,7 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
             batch = layout(part, model.device)
             with trace.forward_pass(step, batch):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
-            # 3. one token for each row
+            # 3. one token for each request
             tokens = sample(logits, batch.sampled)
             advance(batch.plan, tokens)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)

@@ -31,7 +31,8 @@ from toolbox.validate import one_of
 class Flat:
     """
     Ragged (N,): all new tokens of all requests in one stream, with no batch axis and so no padding.
-    Request i owns tokens cu_seqlens[i] to cu_seqlens[i + 1]. Three requests, D in mid-prefill:
+    Request i owns tokens cu_seqlens[i] to cu_seqlens[i + 1]. A and B decode, D computes 3 tokens
+    after the 2 in its cache:
 
                 keys   A A A A   B B   D D D D D
             A          x x x x   . .   . . . . .       "mask" computes every entry and
@@ -77,8 +78,9 @@ class Flat:
         self.write(layer, k, v)
         caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
         if self.attention == "mask":                    # compute all scores, hide most of them
-            # Head also ANDs its causal rule: token t of the stream sees columns 0..t + sum(starts).
-            # This hides nothing needed: t's own key is at t + the starts up to its own request's.
+            # Head adds its causal rule, for the stream as a whole: token t sees keys 0 to t + all
+            # starts. Its own key is at t + the starts of the requests up to its own, so the rule
+            # hides nothing that it needs.
             keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
             return head(q, keys, values, mask=self.mask)
         out = []                                        # skip: compute only the diagonal blocks
@@ -87,7 +89,7 @@ class Flat:
             out.append(head(q[..., new, :], keys, values))                      # (nh, n, hs)
         return torch.cat(out, dim=-2)
 
-    # Where keys and values live. Stage 7 replaces these three; it extends `lay_out` and `cost`.
+    # Where keys and values live. Stage 7 replaces find_room, write and read.
 
     def find_room(self):
         """Gives a newcomer its cache, in one piece."""

@@ -17,13 +17,13 @@ of GPT-2 reads 124 million weights once. Each row (a token) takes one multiply-a
     two CPU cores    47 GB/s, 0.47 TFLOP/s, fp32    11 ms             0.5 ms         17 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A step takes at least the longer of the two. So 32 rows can be as cheap as 1.6 steps of one row on
-the CPU (measured: 2.6, docs/measurements.md), and as one on the GPU, where reading takes longer for
-up to 150 rows. (Speeds of the CPU: measured; of the GPU: its data sheet.)
+A pass takes at least the longer of the two. So on the CPU 32 rows need only take 1.6 times as long
+as one (measured: 2.6 times, docs/measurements.md). On the GPU they take as long as one: reading
+takes longer for up to 150 rows. (Speeds of the CPU: measured; of the GPU: its data sheet.)
 Next: stage 1 computes a token for many requests from one read of the weights.
 
-The check that ends every script, this one too, is plainer still: one forward pass over a prompt and
-all of its answer (checks/check.py).
+The check that every script makes, this one too, is plainer still: one forward pass over a prompt
+and all of its answer. Only a token that rounding decides may differ (checks/check.py).
 """
 import torch
 
@@ -40,11 +40,11 @@ class Alone:
     This is the first *layout*. All layouts have the same parts:
 
     plan, starts       who computes how many tokens, and from which position on
-    lay_out            turns the plan into what the model takes. A method of its own, because stage
-                       1 calls it again for each column, and stage 7 extends it. It sets
     tokens, positions  for the model: ids and places, in the shape of this layout
     wanted             for the model: an index, the tokens whose logits are wanted
     sampled            for `sample`: the requests that those logits belong to, in the same order
+    lay_out            sets these four (and more) from the plan. A method of its own, because stage
+                       1 calls it again for each column, and stage 7 extends it
     attend             for the model, once in each layer: which keys a token sees, from which cache
     cost               for the trace, after the pass: what attention computed and copied
 
@@ -60,7 +60,7 @@ class Alone:
 
     def lay_out(self, device):
         """Sets start, end, tokens and positions (1, T), and which logits are wanted."""
-        (request, n), = self.plan
+        [(request, n)] = self.plan
         self.start, self.end = request.computed, request.computed + n
         tokens, positions = request.slice(self.start, self.end), range(self.start, self.end)
         self.tokens = torch.tensor([tokens], device=device)         # (1, T)
@@ -100,7 +100,8 @@ def generate(model, requests, use_cache=True, on_token=None):
             # 3. one token; without a cache, all is computed again
             tokens = sample(logits, batch.sampled)
             advance(batch.plan, tokens)
-            request.computed = request.computed if use_cache else 0
+            if not use_cache:
+                request.computed = 0
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
             step += 1
         request.kv = None

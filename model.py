@@ -64,11 +64,11 @@ class Head(nn.Module):
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
         """
         q:              (..., T, hs)  queries of the T new tokens
-        k, v:           (..., T, hs)  their keys and values; or (..., S, hs) with the past already
-                                      in front, where a cache holds both in one piece
-        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, or None. A rectangle of
-                                      several requests needs them: their pasts differ in length, so
-                                      all are padded to P columns and stand in front of the new
+        k, v:           (..., T, hs)  their keys and values; or (..., S, hs), if the cache has put
+                                      the past in front already
+        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, for Head to put in front;
+                                      or None. Only stage 2's Rectangle uses them: the pasts of its
+                                      requests differ in length, and are padded to P columns
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
                         over past *and* new keys is (B, 1, 1, S). ANDed with the causal rule.
 
@@ -88,8 +88,9 @@ class Head(nn.Module):
 
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))   # (..., T, S)
         weights = scores.masked_fill(~see, -math.inf).softmax(dim=-1)
-        # The softmax of a row of only -inf is NaN. A pad's NaN would be in its value in the next
-        # layer, and 0 times NaN is NaN, also for a token that hides it. So: weights of zero.
+        # A row of only -inf (a pad that sees no key) has a softmax of NaN. In the next layer NaN
+        # would be in that pad's value. A token that hides the pad still adds 0 times its value, and
+        # 0 times NaN is NaN. So such a row gets weights of zero.
         weights = weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)
         return weights @ v                                         # (..., T, hs)
 
@@ -113,7 +114,6 @@ class MultiHeadAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def split_heads(self, x):                                      # (..., T, C) -> (..., nh, T, hs)
-        # -1, not n_head: a device that owns half of the heads (tensor parallel) runs this line too
         return x.unflatten(-1, (-1, self.head_size)).transpose(-3, -2)
 
     def forward(self, x, attend):                                  # (..., T, C)
@@ -169,8 +169,8 @@ class GPT(nn.Module):
         positions: long, the same shape; each token's place in its own sequence, 0..block_size-1.
                    None: every row is one whole sequence that starts at 0.
         attend:    attend(layer, q, k, v) -> output, all (..., nh, T, hs); supplied by the layout
-        wanted:    an index into the leading axes: the tokens whose logits are wanted; None: all.
-                   The vocabulary projection, the widest layer, is computed for no other token.
+        wanted:    an index into the leading axes, x[wanted]: the tokens whose logits are wanted;
+                   None: all. The vocabulary projection, the widest layer, is computed for no other.
 
         Returns logits (..., vocab_size), one row per token wanted.
         """
@@ -187,7 +187,7 @@ class GPT(nn.Module):
         return F.linear(self.ln_f(x), self.wte.weight)              # (..., V): the tied output head
 
     def optimize(self):
-        """A copy of the model as it is now, which computes the same faster."""
+        """A snapshot that computes the same, faster. If it cannot be: the model itself, and why."""
         from kernels import optimize  # how to multiply fast is not the lesson
         return optimize(self)
 
@@ -199,8 +199,9 @@ class GPT(nn.Module):
     def from_pretrained(cls, name="builtin"):
         """
         Trained weights, in float32 on the CPU. name: "builtin", this repository's small model;
-        "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", downloaded once; or a local folder or file
-        in Hugging Face's layout. ValueError for other names and other models.
+        "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" or "owner/name" on huggingface.co, downloaded
+        once; or a local folder or file in Hugging Face's layout. ValueError for other names and
+        for what is no GPT-2.
         """
         from toolbox.weights import read_gpt2  # file formats are not the lesson
         config, weights = read_gpt2(name, lambda config: cls(GPTConfig(**config)))

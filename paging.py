@@ -31,10 +31,11 @@ class Pages:
     published: full pages that others may find: (name of the page before, its tokens) -> page. The
                page before counts, because keys and values depend on all that came before.
 
-    A *name* is a serial number, never used again. Page numbers will not do: A and B compute "the
-    cat" in the same step, in pages 0 and 1, and only page 0 is published. B goes on with "sat down"
-    in page 2, known as what follows page 0. A ends, and page 0 is taken for "a dog". A search for
-    "a dog sat down" would now find page 2: the right words after the wrong beginning.
+    A *name* is a serial number, never used again. A copy of a published page gets that page's name.
+    Page numbers will not do. A and B compute "the cat" in one step, in pages 0 and 1: page 0 is
+    published, page 1 is its copy. B's next page, 2, holds "sat down", and is published as what
+    follows page 0. A ends, and page 0 is taken for "a dog". A search for "a dog sat down" would now
+    find page 0 and then page 2, whose keys and values were computed after "the cat".
     """
 
     def __init__(self, number, size):
@@ -42,10 +43,10 @@ class Pages:
         self.number, self.size = number, size
         self.free, self.holders = OrderedDict.fromkeys(range(number)), [0] * number
         self.published, self.key_of = {}, {}                # key -> page, page -> key
-        self.name_of, self.names = [0] * number, count(1)   # of full pages; 0: the beginning
+        self.name_of, self.names = [0] * number, count(1)   # page -> name; 0: none before
         self.counts = Counter()                             # for the report
 
-    def needed(self, tokens):   # pages for this many tokens
+    def needed(self, tokens):   # pages for this many tokens, rounded up
         return -(-tokens // self.size)
 
     def find(self, tokens):
@@ -60,7 +61,7 @@ class Pages:
         return pages
 
     def hold(self, table, pages):
-        """Appends pages that were found to a block table."""
+        """Appends these pages to a block table: they are free no longer."""
         for page in pages:
             self.free.pop(page, None)
             self.holders[page] += 1
@@ -76,15 +77,16 @@ class Pages:
             self.hold(table, [page])
 
     def publish(self, table, i, tokens):
-        """The i-th page of a block table is full: from now on others may find it."""
-        page, key = table[i], (self.name_of[table[i - 1]] if i else 0, tuple(tokens))
+        """The i-th page of a block table is full. Others may find it, or what it is a copy of."""
+        page, before = table[i], self.name_of[table[i - 1]] if i else 0
+        key = before, tuple(tokens)
         if key in self.published:   # another request has computed the same: a copy, the same name
             self.name_of[page] = self.name_of[self.published[key]]
         else:
             self.published[key], self.key_of[page], self.name_of[page] = page, key, next(self.names)
 
     def give_back(self, table):
-        """Dissolves a block table, last page first: taken before the pages that lead to it."""
+        """Dissolves a block table. Last page first: it is taken before those that lead to it."""
         for page in reversed(table):
             self.holders[page] -= 1
             if not self.holders[page]:
@@ -125,6 +127,7 @@ class PagedScheduler(Scheduler):
         """Gives it pages for the tokens it has, shared ones first; False if there are too few."""
         shared = self.pages.find(request.tokens[:-1])   # not the last: its logits are needed
         new = self.pages.needed(len(request.tokens)) - len(shared)
+        # Shared pages that nobody holds are counted in free, and will be taken out of it.
         if new + sum(page in self.pages.free for page in shared) > len(self.pages.free):
             return False
         request.block_table, request.computed = [], len(shared) * self.pages.size
@@ -136,7 +139,8 @@ class PagedScheduler(Scheduler):
     def update(self, plan, tokens):
         """As Scheduler.update; but first, pages that this pass has filled are published."""
         size = self.pages.size
-        for request, n in plan if self.share_prefixes else ():   # unpublished pages are never found
+        filled = plan if self.share_prefixes else []   # what is not published is never found
+        for request, n in filled:
             for i in range(request.computed // size, (request.computed + n) // size):
                 self.pages.publish(request.block_table, i, request.slice(i * size, (i + 1) * size))
         super().update(plan, tokens)

@@ -8,8 +8,9 @@ and values are in its cache. The others are still *to do*:
               -- -- -- --                             -- -- -- -- -- -- --
               computed 4   todo 2                     computed 7          todo 1
 
-Serving goes in *steps*. A step's *plan* says how many tokens of which requests it computes, in one
-forward pass or two: [(request, n), ...]. A request gets a token only if n covers all its todo.
+Serving goes in *steps*. A *plan*, [(request, n), ...], says how many tokens of which requests are
+computed: in a step, or, where a step makes two forward passes, in each of them. A request gets a
+token only if n covers all its todo.
 """
 import random
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from toolbox.validate import check_request, check_run
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)   # equal to itself only, so it can be a key
 class Request:
     """
     What to generate, and what has been generated. Runs once. ValueError for bad values.
@@ -45,12 +46,12 @@ class Request:
     arrival: int = 0
 
     generated: list = field(default_factory=list, init=False)    # token ids
-    finish_reason: str | None = field(default=None, init=False)  # "stop" | "length"; or a server's
+    finish_reason: str | None = field(default=None, init=False)  # "stop" | "length"; a server's own
     token_times: list = field(default_factory=list, init=False)  # perf_counter() at each token
     token_steps: list = field(default_factory=list, init=False)  # step of each token
     computed: int = field(default=0, init=False)                 # tokens in the cache
     kv: object = field(default=None, init=False, repr=False)     # its cache, a KV (cache.py)
-    block_table: list | None = field(default=None, init=False)   # in its place, from stage 7 on
+    block_table: list | None = field(default=None, init=False)   # stage 7: its pages, instead of kv
     block_size: int | None = field(default=None, init=False)     # the model's, set by `prepare`
 
     def __post_init__(self):
@@ -75,7 +76,7 @@ class Request:
 
     @property
     def kv_tokens(self):
-        """Room for prompt and answer. The last token is never computed: 9 and 8 need 16."""
+        """Room for prompt and answer. The last token is never computed: 9 tokens, 8 new: 16."""
         return min(len(self.prompt) + self.max_new_tokens - 1, self.block_size)
 
     @property
@@ -86,7 +87,10 @@ class Request:
         return self.random_stream.random()
 
     def is_last(self, number):
-        """Whether its number-th generated token is its last: for another, it would need a place."""
+        """
+        Whether its number-th generated token is its last. To get another, the model would have to
+        compute this one, and there is no room: no position is left, or max_new_tokens is reached.
+        """
         return len(self.prompt) + number > self.kv_tokens
 
     def append(self, token):
@@ -104,7 +108,7 @@ def indices_due(plan):
 
 
 def advance(plan, tokens):
-    """Records a pass: its tokens are computed, and those that are due get their next token."""
+    """Records a pass: its tokens are computed, and the requests that are due get a token."""
     sampled = [plan[i][0] for i in indices_due(plan)]
     for request, n in plan:
         request.computed += n

@@ -15,7 +15,7 @@ than `max_batch` run, the budget has something left, and their keys and values f
 import math
 from collections import deque
 
-from request import Request, advance
+from request import advance
 from toolbox.validate import at_least_1, check_order, refuse
 
 
@@ -36,7 +36,7 @@ class Scheduler:
         self.max_kv_tokens = math.inf if max_kv_tokens is None else max_kv_tokens
         self.waiting, self.running = deque(), []   # both in order of arrival
 
-    def add(self, request: Request):
+    def add(self, request):
         """Queues a prepared request. ValueError if it could never run, or arrives out of order."""
         if request.kv_tokens > self.max_kv_tokens:
             refuse(request, f"{request.kv_tokens} KV tokens, there are {self.max_kv_tokens}")
@@ -49,8 +49,8 @@ class Scheduler:
         """The plan of this step, [(request, number of tokens), ...]; empty if none has arrived."""
         self.admit(step)
         plan = self.share_budget()
-        if not plan and (self.running or self.arrived(step)):   # no room is ever granted
-            stuck = [*self.running, *self.waiting][0]
+        if not plan and (self.running or self.arrived(step)):   # it would be so for ever
+            stuck = (self.running or self.waiting)[0]
             raise RuntimeError(f"{stuck} has arrived at step {step}, but nothing can go on")
         return plan
 
@@ -61,10 +61,10 @@ class Scheduler:
             if not self.arrived(step) or not self.grant_room(self.waiting[0]):
                 break
             self.running.append(self.waiting.popleft())
-            todo += self.running[-1].todo
+            todo += self.running[-1].todo   # not earlier: stage 7's grant_room lowers it
 
     def share_budget(self):
-        """One token for each decode first: no prompt keeps one out. Then prefill chunks."""
+        """Each decode gets its token first, whatever prompts need. The rest goes to chunks."""
         plan = [(request, 1) for request in self.running if request.todo == 1]
         budget = self.token_budget - len(plan)   # >= 0: `admit` stops once the todos reach it
         for request in self.running:
@@ -75,7 +75,7 @@ class Scheduler:
         return plan
 
     def update(self, plan, tokens):
-        """After a pass. Not before: a pass that fails changes nothing."""
+        """Records a computed pass. Never before it: a pass that fails must change nothing."""
         advance(plan, tokens)
         self.release()
 

@@ -16,7 +16,6 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 TAKEN = (".md", ".py", ".cpp", ".png", ".svg", ".ipynb", ".json")
-LINK = re.compile(r'(\]\(|src(?:set)?=")([^)"#\s:]+)')
 
 
 def chapter(file, title, notebook, below=None, figure=None, cost=None):
@@ -29,10 +28,8 @@ def chapter(file, title, notebook, below=None, figure=None, cost=None):
     if figure:
         parts.append(f"![{title}](../experiments/pictures/{figure}.png)")
     parts += ["## The code", *(side_by_side(*piece) for piece in pieces(source))]
-    asked = re.findall(r'^ask\("(.*?)"', (ROOT / f"notebooks/{notebook}.py").read_text("utf-8"),
-                       re.MULTILINE)
     parts.append(f"## Questions\n\n[The notebook](../notebooks/{notebook}.ipynb) asks, and checks "
-                 "your answers:\n\n" + "\n".join(f"- {question}" for question in asked))
+                 "your answers.")
     if below:
         old = (ROOT / f"{below}.py").read_text(encoding="utf-8")
         diff = "\n".join(difflib.unified_diff(*map(code_lines, (old, source)), below + ".py",
@@ -97,16 +94,9 @@ def on_files(files, config):
              and str(path) != "README.md" and not any(part[0] in "._" for part in path.parts[:-1])]
     for path in taken:   # a notebook needs a file on the disk
         files.append(File(str(path), str(ROOT), config.site_dir, config.use_directory_urls))
-    for folder in {path.parent for path in taken} - {Path()}:   # what a link to a folder shows
-        if folder / "README.md" not in taken:
-            links = "\n".join(f"- [{p.name}]({p.name})" for p in taken if p.parent == folder)
-            files.append(File.generated(config, f"{folder}/README.md",
-                                        content=f"# {folder}\n\n{links}\n"))
-    for name, content in {"docs/explorer.html": (ROOT / "docs/explorer.html").read_text("utf-8")
-                          .replace("<!--home-->", '<a id="home" href="../index.html">the book</a>'),
-                          **{name: (ROOT / "book" / name).read_text("utf-8")
-                             for name in ("book.css", "iframe-worker.js")}}.items():
-        files.append(File.generated(config, name, content=content))
+    explorer = (ROOT / "docs/explorer.html").read_text("utf-8").replace(
+        "<!--home-->", '<a id="home" href="../index.html">the book</a>')
+    files.append(File.generated(config, "docs/explorer.html", content=explorer))
     config.nav = [
         {"Start": "index.md"},
         {"The ladder": [{e["title"]: f"ladder/{e['file']}.md"} for e in config.extra["ladder"]]},
@@ -116,20 +106,10 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links to files of the ladder lead to chapters; prose is found before lists and tables."""
-    def led(match):
-        before, target = match.groups()
-        inside = (ROOT / page.file.src_uri).parent.joinpath(target).resolve()
-        up = "../" * page.file.src_uri.count("/")
-        if any(inside == ROOT / f"{entry['file']}.py" for entry in config.extra["ladder"]):
-            return f"{before}{up}ladder/{inside.stem}.md"
-        if inside == ROOT / "README.md":
-            return f"{before}{up}index.md"
-        return before + (f"{target.rstrip('/')}/README.md" if inside.is_dir() else target)
+    """The search finds prose before lists and tables."""
     first = page.file.src_uri.split("/")[0]
     page.meta["search"] = {"boost": {"ladder": 4, "docs": 3, "notebooks": 2}.get(first, 1),
                            "exclude": first == "assignments"}
-    return LINK.sub(led, markdown)
 
 
 def on_post_page(output, page, config):
@@ -140,6 +120,7 @@ def on_post_page(output, page, config):
     if page.file.src_uri.startswith("notebooks/"):
         output = re.sub(r'href="([\w./]+)\.(ipynb|md)([#"])', r'href="\1.html\3', output)
         output = output.replace('href="README.html', 'href="index.html')
-        output = re.sub(r"Claim ([HRPI]\d+)\b(?![^<]*</a>)",
-                        rf'<a href="{up}docs/sources.html#\1">Claim \1</a>', output)
+    link = rf'<a href="{up}docs/sources.html#\1">\1</a>'
+    output = re.sub(r"<strong>Claims.*?</p>|[Cc]laim [HRPI]\d+", lambda said: re.sub(
+        r"\b([HRPI]\d+)\b", link, said[0]), output, flags=re.DOTALL)
     return output.replace("https://unpkg.com/iframe-worker/shim", f"{up}iframe-worker.js")

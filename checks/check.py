@@ -13,6 +13,7 @@ So each token is judged given the stage's own tokens before it. The verdict on a
                  either, and it ended where its limits end it
     near-tie     a token has *flipped*: from the reference's logits, `sample` chooses another; but
                  rounding explains it (ties.py)
+    cancelled    stopped early, and nothing is wrong up to there
     WRONG        anything else
 """
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, tor
 @dataclass
 class Verdict:
     name: str
-    verdict: str = "identical"   # or "near-tie", "WRONG"
+    verdict: str = "identical"   # or "near-tie", "cancelled", "WRONG"
     difference: float = 0.0      # largest |logit difference|, relative to the largest |logit|
     detail: str = ""             # what is wrong, or which token has flipped
     equal: bool = False          # whether its logits equal the reference's bit for bit
@@ -53,6 +54,8 @@ class Check:
         verdict = Verdict(request.name)
         if fault := self.fault_in_end(request) or self.fault_in_tokens(request, verdict):
             verdict.verdict, verdict.detail = "WRONG", fault
+        elif request.finish_reason == "cancelled":
+            verdict.verdict = "cancelled"
         return verdict
 
     def fault_in_end(self, request):
@@ -67,7 +70,8 @@ class Check:
         due, reason = most, "length"
         if asked.eos_token in tokens[:most]:
             due, reason = tokens.index(asked.eos_token) + 1, "stop"
-        if (len(tokens), request.finish_reason) != (due, reason):
+        early = request.finish_reason == "cancelled" and len(tokens) < due   # by a server
+        if not early and (len(tokens), request.finish_reason) != (due, reason):
             return (f"ends after {len(tokens)} tokens with {request.finish_reason!r}, "
                     f"not after {due} with {reason!r}")
 
@@ -105,10 +109,11 @@ class Check:
 def summary(verdicts):
     """One line for all, and one for each request that is WRONG."""
     kinds = [v.verdict for v in verdicts]
-    identical, tied = map(kinds.count, ("identical", "near-tie"))
-    line = f"{identical}/{len(kinds)} requests identical to unbatched"
+    identical, tied, cancelled = map(kinds.count, ("identical", "near-tie", "cancelled"))
+    line = f"{identical}/{len(kinds) - cancelled} requests identical to unbatched"
     line += f", {tied} near-tie{'s' * (tied > 1)}" if tied else ""
-    if 0 < identical == len(kinds) and all(v.equal for v in verdicts):
+    line += f", {cancelled} cancelled" if cancelled else ""
+    if 0 < identical == len(kinds) - cancelled and all(v.equal for v in verdicts):
         line += ", bit for bit"
     else:
         largest = max((v.difference for v in verdicts), default=0.0)

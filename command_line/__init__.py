@@ -15,7 +15,7 @@ import torch
 from beyond.fairness import SCHEDULERS
 from checks.check import Check, summary
 from explorer import page
-from explorer.recorder import record
+from explorer.recorder import record, take_times
 from loading.load import decode, load
 from loading.workload import PROMPTS, make_requests, read_prompts
 from toolbox import flags
@@ -49,17 +49,18 @@ def run_stage(generate, args, shard=None):
         check = Check(plain, requests, exact=model if args.optimize and not shard else None)
 
     trace = watched(generate, model, requests, tokenizer, check, args.quiet, knobs)
-    verdicts = check() if check else []
+    verdicts = []
     if check:
+        verdicts = check()
         print(summary(verdicts))
     print(report(trace))
     if hasattr(model, "uses"):   # a snapshot
         print(model.uses())
-    if trace.stage == "unbatched" and "use_cache" not in knobs:
+    if trace.stage == "unbatched":
         without = generate(model, [replace(request) for request in requests], use_cache=False)
         print("\nfor comparison,", report(without), end="\n\n")
-    write_files(args, trace, lambda: record(
-        generate, model, requests, trace, None if args.no_check else plain, **knobs), tokenizer)
+    write_files(args, trace, lambda: take_times(record(
+        generate, model, requests, None if args.no_check else plain, **knobs), trace), tokenizer)
     if not args.quiet:
         print()
         print_texts(requests, tokenizer)
@@ -69,8 +70,8 @@ def run_stage(generate, args, shard=None):
 
 def watched(generate, model, requests, tokenizer, check, quiet, knobs):
     """Runs the stage and returns its trace. Whoever interrupts it sees what was finished."""
-    default = inspect.signature(generate).parameters.get("token_budget")
-    budget = knobs.get("token_budget") or getattr(default, "default", None)
+    knob = inspect.signature(generate).parameters.get("token_budget")
+    budget = knobs.get("token_budget", knob.default if knob else None)   # only for the progress
     try:
         with nullcontext() if quiet else progress(model, requests, budget):
             return generate(model, requests, on_token=check and check.on_token, **knobs)
@@ -94,7 +95,7 @@ def write_files(args, trace, recording, tokenizer):
 
 
 def what_next(args):
-    """One line: the first of the ways to look closer that this run has not gone."""
+    """One line: a way to look closer that this run has not taken."""
     script = f"python {Path(sys.argv[0]).name}"
     if not args.page:
         return f"Next: {script} --page run.html, a page in which to step through this run"
@@ -183,5 +184,5 @@ def parser(doc):
     out.add_argument("--quiet", action="store_true",
                      help="no texts and no progress: report and check only")
     out.add_argument("--no_check", action="store_true",
-                     help="do not compare with the unbatched run")
+                     help="do not check each request against itself alone")
     return p

@@ -73,9 +73,7 @@ def measure(experiment, args, command):
     if args.plot:
         experiment.draw(taken if several else each, args.plot)
         print("drawn in", args.plot)
-    wrong = each.get("wrong", [])
-    print(*wrong, sep="\n", end="\n" * bool(wrong))
-    return int(bool(wrong))
+    return int(bool(each.get("wrong")))
 
 
 def parser():

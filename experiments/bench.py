@@ -194,7 +194,7 @@ def speed_table(*found):
     peaks, bandwidths = ([result[name] / 1e9 for result in found] for name in ("peak", "bandwidth"))
     workloads = [f"{result['workload']} {WORKLOADS[result['workload']]}" for result in found]
     return Table(["tokens per second", *workloads, "TTFT mean, W1", "ITL p99, W1"], rows,
-                 f"at most {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
+                 f"measured peak {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
                  f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; medians of three "
                  "runs", small_print="{machine}; {where}; {date}; {how}")
 

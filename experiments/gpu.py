@@ -1,7 +1,7 @@
 """
 Every lesson about time on GPUs, calculated by beyond/simulate.py: nothing here is measured.
 
-    python -m experiments gpu --json experiments/results/gpu.json     ten minutes
+    python -m experiments gpu --json experiments/results/gpu.json     some minutes
 """
 import inspect
 import random
@@ -79,7 +79,7 @@ FLAGS = {"--json": dict(metavar="FILE.json", help="write the figures")}
 
 
 def calculate(args):
-    """Every lesson about time on GPUs, calculated: ten minutes."""
+    """Every lesson about time on GPUs, calculated: some minutes."""
     flags.check_path(args.json, "--json")
     found = {}
     for name, part in PARTS.items():

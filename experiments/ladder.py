@@ -90,6 +90,7 @@ def measure(args, device, dtype):
         _, check = taken[0]
         wrong += [f"WRONG: {name}: request '{v.name}': {v.detail}"
                   for v in check() if v.verdict == "WRONG"]
+    print(*wrong or [f"{len(requests)} requests in {len(stages)} stages: none is WRONG"], sep="\n")
     naive, _ = runs["naive"][0]
     return {"repeats": repeats, "stages": stages,
             "calculated": calculated(naive.requests), "requests": len(requests),

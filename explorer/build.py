@@ -20,7 +20,7 @@ from beyond.simulate import figures, simulate
 from checks.check import Check
 from checks.traps import broken
 from explorer import page
-from explorer.recorder import record
+from explorer.recorder import record, take_times
 from explorer.walk import FLAT, GUESS, MASK, SAME, TWO, most_held, waits, walk
 from loading.load import load
 from loading.stages import STAGES
@@ -28,7 +28,7 @@ from loading.workload import PROMPTS, make_requests, read_prompts
 from toolbox.flags import knobs_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "explorer.html"
-CLOCK = "calculated for Llama 2 7B on an A100"
+CLOCK, GPU = "calculated for Llama 2 7B on an A100", (MODELS["llama-2-7b"], GPUS["a100"])
 KNOBS = dict(max_batch=8, token_budget=32, pages=26, page_size=16)
 FURTHER = {   # name of a run: (stage, further knobs)
     SAME: (STAGES[FLAT], {"max_kv_tokens": KNOBS["pages"] * KNOBS["page_size"]}),
@@ -88,29 +88,26 @@ def runs(model, requests):
             replace(requests[0], max_new_tokens=16), replace(requests[1], arrival=4)]
         knobs = knobs_of(generate, KNOBS | more)[0]
         with broken("published mask", show=False) if name == MASK else nullcontext():
-            done = generate(model, [replace(request) for request in some], **knobs).requests
-            timed = calculated(generate, done, knobs, model if name == GUESS else None)
-            trace = traces[name] = record(generate, model, some, timed, model, **knobs)
-        if trace.step_times != timed.step_times:
+            trace = traces[name] = record(generate, model, some, model, **knobs)
+            done, stage = fixed(trace.requests), generate
+            if name == GUESS:   # which takes other guesses near a fixed end
+                done, stage = [*map(replace, some)], computing(generate, model)
+            timed = simulate(*GPU, stage, done, **knobs)
+        if take_times(trace, timed).step_times != timed.step_times:
             raise RuntimeError(f"stage '{trace.stage}' makes other plans on the calculated GPU")
         scores[name] = {**score_of(timed), "memory": most_held(trace),
                         "wrong": wrong(trace.recording.check)}
     return traces, scores
 
 
-def calculated(generate, requests, knobs, model=None):
-    """
-    The run on the calculated GPU of requests that have finished: their answers have the same
-    lengths, and, if a stage guesses, which `model` then says, the same tokens.
-    """
-    fixed = [replace(request) if model else replace(
-        request, max_new_tokens=len(request.generated), eos_token=None) for request in requests]
-    return simulate(MODELS["llama-2-7b"], GPUS["a100"],
-                    computing(generate, model) if model else generate, fixed, **knobs)
+def fixed(requests):
+    """Requests whose answers have the same lengths as those of these, which have finished."""
+    return [replace(request, max_new_tokens=len(request.generated), eos_token=None)
+            for request in requests]
 
 
 def computing(generate, model):
-    """`generate` with the logits of `model`, on a clock that is moved on."""
+    """For `simulate`: `generate` with the logits of `model`, on a clock that is moved on."""
     def run(clock, requests, **knobs):
         def forward(ids, positions, attend, wanted):
             clock.compute(attend.__self__)
@@ -141,7 +138,7 @@ def grid(model, answers):
     The runs of all settings: {"runs": [...], "of": {setting: number of its run}, ...}. A setting is
     the stage and the index of each knob's value, and comes without the knobs that its stage lacks.
 
-    answers: the requests when they have finished; here, too, their answers are that long
+    answers: the requests, whose answers are as long as they may be
     """
     found, kinds, verdicts, outcomes = {}, {}, {}, {}
     for stage in TRIED:
@@ -154,7 +151,7 @@ def grid(model, answers):
                 **setting, "max_kv_tokens": memory, "pages": memory // setting.get("page_size", 1)})
             some = [request for request in answers
                     if setting["long"] or not request.name.startswith("long")]
-            same = calculated(STAGES[stage], some, knobs)
+            same = simulate(*GPU, STAGES[stage], [*map(replace, some)], **knobs)
             text = json.dumps(plain(same, answers))
             kinds[key] = found.setdefault(text, len(found))
             if stage in RECTANGLES:
@@ -165,9 +162,9 @@ def grid(model, answers):
             "of": kinds, "runs": [json.loads(text) for text in found], "wrong": verdicts}
 
 
-def under_the_mask(model, generate, answers, knobs):
+def under_the_mask(model, generate, requests, knobs):
     """How many requests get wrong tokens from the built-in model under the published mask."""
-    requests = [replace(r, max_new_tokens=len(r.generated), eos_token=None) for r in answers]
+    requests = [*map(replace, requests)]
     check = Check(model, requests)
     with broken("published mask", show=False):
         generate(model, requests, on_token=check.on_token, **knobs)
@@ -191,7 +188,7 @@ def plain(same, requests):
 def data():
     model, tokenizer = load()
     traces, scores = runs(model, workload(tokenizer))
-    answers = traces["unbatched"].recording.requests
+    answers = fixed(traces["unbatched"].recording.requests)
     return {**page.data_of(traces, tokenizer, CLOCK), "walk": walk(traces, scores),
             "score": scores, "grid": grid(model, answers)}
 

@@ -9,7 +9,6 @@ let ticks = [];       // of the clock: the steps of the shown runs, or the milli
 let pointed = null;   // the slot under the mouse or the keyboard; state.slot is the one that is held
 const answered = new Map();   // stop -> the choice that was made there
 let views = [];       // for each run that is shown {run, number, panels: {name: element}, now, states}
-const inFrame = location.protocol === "about:";   // a notebook's frame has no address of its own
 const $ = id => document.getElementById(id);
 
 // --- the state, and the address -------------------------------------------------------------------
@@ -180,7 +179,7 @@ function render() {                      // what depends on the moment
   }
   drawPointed();
   drawControls();
-  if (!inFrame) writeAddress();
+  writeAddress();
 }
 
 function scoreboardNow() {
@@ -322,7 +321,7 @@ function writeAddress() {                // not at every step: browsers refuse 1
 function leave() {                       // what is shown keeps its place in the browser's history
   play(false);
   clearTimeout(later);
-  if (inFrame || !views.length) return;
+  if (!views.length) return;
   history.replaceState(null, "", address());
   history.pushState(null, "", address());
   written = -Infinity;

@@ -8,7 +8,6 @@ The page is page.html, with page.css, the scripts and the data, as JSON, in thei
 nothing from anywhere. Prompts and texts are data: the JSON holds no "<", so none of them can end
 the script element that carries it, and the page shows them as text only.
 """
-import html
 import inspect
 import json
 import sys
@@ -58,17 +57,6 @@ def filled(data):
     return text
 
 
-class Inline:
-    """For a notebook: the page in a frame of its own, so that pages do not disturb each other."""
-
-    def __init__(self, traces, tokenizer=None):
-        self.text = page(traces, tokenizer)
-
-    def _repr_html_(self):
-        return (f'<iframe srcdoc="{html.escape(self.text)}" width="100%" height="900" '
-                'style="border: 1px solid #999"></iframe>')
-
-
 # --- the data -------------------------------------------------------------------------------------
 
 def data_of(traces, tokenizer=None, calculated=""):
@@ -77,13 +65,8 @@ def data_of(traces, tokenizer=None, calculated=""):
 
     calculated: of which GPU, if these times are; they are the same on every machine
     """
-    for trace in traces.values():
-        if trace.recording is None:
-            raise ValueError(f"the run of stage '{trace.stage}' was not recorded: "
-                             "explorer.recorder.record runs a stage and records it")
-    texts = []   # prompts and answers, each once: the stages of a ladder have the same
-    return {"runs": [run_data(name, trace, texts, calculated) for name, trace in traces.items()],
-            "texts": texts, "names": KINDS, "calculated": calculated, "walk": [],
+    return {"runs": [run_data(name, trace, calculated) for name, trace in traces.items()],
+            "names": KINDS, "calculated": calculated, "walk": [],
             "vocabulary": tokenizer and vocabulary(traces, tokenizer)}
 
 
@@ -96,7 +79,7 @@ def flat(work, number):
     return [value for who, *n in work for value in (number[who], *n)]
 
 
-def run_data(name, trace, texts, calculated):
+def run_data(name, trace, calculated):
     recorder = trace.recording
     number = {request.name: i for i, request in enumerate(recorder.requests)}
     passes = {
@@ -105,17 +88,14 @@ def run_data(name, trace, texts, calculated):
         "ms": [ms(p.seconds) for p in trace.passes],
         "shape": [p.shape for p in trace.passes],
         "work": [flat(p.work, number) for p in trace.passes],
-        # 0: they are all 0
-        **{count: values if any(values) else 0 for count, values in
-           ((count, [getattr(p, count) for p in trace.passes]) for count in COUNTS)},
+        **{count: [getattr(p, count) for p in trace.passes] for count in COUNTS},
         **{column: [frame[column] for frame in recorder.frames]
-           for column in ("owner", "position", "past")},
+           for column in ("owner", "position", "past", "computed", "kept", "columns")},
         "finished": {i: [number[who] for who in p.finished] for i, p in enumerate(trace.passes)
                      if p.finished},
-        # only the passes in which they change: {pass: ...}
-        **{column: {i: frame[column] for i, frame in enumerate(recorder.frames)
-                    if frame[column] not in ({}, None, 0)}
-           for column in ("sees", "shift", "guesses", "room", "computed", "kept", "columns")},
+        # only the passes that have any: {pass: ...}
+        **{column: {i: frame[column] for i, frame in enumerate(recorder.frames) if frame[column]}
+           for column in ("sees", "shift", "guesses", "room")},
     }
     return {
         "name": name, "idea": idea(recorder.generate),
@@ -123,20 +103,17 @@ def run_data(name, trace, texts, calculated):
         "pool": recorder.pool, "check": check_data(recorder, calculated),
         "xray": {"left_out": recorder.left_out, "wrong": recorder.wrong,
                  "sentences": recorder.sentences},
-        "requests": [request_data(request, trace, texts) for request in recorder.requests],
+        "requests": [request_data(request, trace) for request in recorder.requests],
         "passes": passes,
     }
 
 
-def request_data(request, trace, texts):
-    for text in request.prompt, request.generated:
-        if text not in texts:
-            texts.append(text)
+def request_data(request, trace):
     return {
-        "name": request.name, "prompt": texts.index(request.prompt),
-        "generated": texts.index(request.generated), "arrival": request.arrival,
-        "arrived": ms(trace.arrived(request) - trace.started), "reason": request.finish_reason,
-        "limit": request.max_new_tokens, "steps": request.token_steps,
+        "name": request.name, "prompt": request.prompt, "generated": request.generated,
+        "arrival": request.arrival, "arrived": ms(trace.arrived(request) - trace.started),
+        "reason": request.finish_reason, "limit": request.max_new_tokens,
+        "steps": request.token_steps,
         "ms": [ms(time - trace.started) for time in request.token_times],
     }
 

@@ -372,19 +372,18 @@ function drawPointed() {
 function sentence(run, slot, keys, guess) {
   const {owner, position, kind, shift} = slot;
   const count = (mark, pad) => keys.filter(key => key.mark === mark && (key.owner < 0) === pad).length;
-  const who = owner === -1 ? "A pad"
-    : owner < -1 ? `A slot of ${run.requests[-2 - owner].name}, which is finished,`
-    : `${run.requests[owner].name}, position ${position}, “${word(run, owner, position, "token", guess)}” (${DATA.names[kind]})`;
+  if (owner < 0) {
+    const what = owner === -1 ? "A pad" : `A slot of ${run.requests[-2 - owner].name}, which is finished,`;
+    return element("p", {}, bold(what), " sees keys, too, but what it computes is never read.");
+  }
+  const who = `${run.requests[owner].name}, position ${position}, “${word(run, owner, position, "token", guess)}” (${DATA.names[kind]})`;
   const [past, fresh, wrong, missing] = ["past", "new", "wrong", "missing"].map(mark => count(mark, false));
-  const [oldPads, newPads] = [count("past", true), count("new", true)];
-  const pads = count("wrong", true) + oldPads + newPads;
-  const faults = owner < 0 ? [] : [
+  const pads = count("wrong", true), faults = [
     pads && `it sees ${plural(pads, "pad")}`, wrong && `it sees ${plural(wrong, "key")} that it must not`,
     missing && `it does not see ${plural(missing, "key")} of its own`,
     shift && `it is computed as if at position ${position + shift}`].filter(Boolean);
   return element("p", {}, bold(who), ` sees ${plural(past + fresh + wrong + pads, "key")}: `
-    + (owner < 0 ? `${past + oldPads} past, ${fresh + newPads} new, ${number(pads)} of them pads or finished slots. `
-      + "What it computes is never read." : `${past} past, ${fresh} new, ${plural(pads, "pad")}.`),
+    + `${past} past, ${fresh} new, ${plural(pads, "pad")}.`,
     element("span", {className: "bad"}, faults.length ? ` Wrong: ${faults.join(", ")}.` : ""));
 }
 
@@ -531,7 +530,7 @@ function cachesOf(run, now, holders) {
 function poolOf(view, holders) {
   const {run, now} = view, {pages, page_size: size} = run.pool, tiny = pages > 160;
   const owners = Array.from({length: pages}, () => []), filled = Array(pages).fill(0);
-  const kept = new Set(last(run.kept, now.pass)?.[1] ?? []);
+  const kept = new Set(run.passes.kept[now.pass] ?? []);
   const counts = {held: 0, shared: 0, kept: 0, free: 0};
   for (const {name, holds, computed} of holders) {
     holds.forEach((page, i) => {

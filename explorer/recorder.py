@@ -12,15 +12,15 @@ A frame, of one forward pass, has for each row of the tensor and each slot in it
     owner      number of the request; -1 for a pad; -2 - number for a slot of a finished request
     position   of the owner's token that is in it; 0 for pads
 
-and, for those slots that see other keys than their own request's up to themselves, by the number
-of the slot in the tensor
+and, by the number of the slot in the tensor, for those tokens of which it is not as it should be
 
-    sees       [[request, from, to, ...], pads, blanks]: ranges of positions, and numbers of pad
-               keys and of keys to which nothing was written
+    sees       [[request, position, request, position, ...], pads, blanks]: the keys that it sees,
+               and numbers of pad keys and of keys to which nothing was written
     shift      position given to the model, minus the token's own
     guesses    token that was guessed for a position whose token is not known yet
 """
 import inspect
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -45,18 +45,13 @@ class Recorder(XRay):
         super().__init__(model, requests)
         self.check = check
         self.number = {request: i for i, request in enumerate(self.requests)}
-        tokens = len(self.token_of) - 1
+        self.length = Counter(request for request, _ in self.token_of[1:])   # ids that it has
+        tokens = self.length.total()
         self.left_out = "" if tokens <= MOST_TOKENS else (
             f"prompts and longest answers have {tokens:,} tokens, more than {MOST_TOKENS:,}")
-        owners = [self.number[request] for request, _ in self.token_of[1:]]
-        positions = [position for _, position in self.token_of[1:]]
-        self.owner = np.array([-1, *owners, -1])             # of an id; -1 for PAD and for blanks
-        self.position = np.array([0, *positions, 0])
-        self.length = np.bincount(owners).tolist()           # of ids that a request has
-        self.first_id = np.array([*self.first.values()])     # of a request, by its number
-        self.frames = []                                     # one dict for each forward pass
-        self.wrong, self.sentences = 0, []                   # what the X-ray found, see faults
-        self.memory, self.expected, self.kept = {}, {}, []
+        self.frames = []                           # one dict for each forward pass
+        self.wrong, self.sentences = 0, []         # what the X-ray found, see faults
+        self.memory = {}
 
     # --- one forward pass ---
 
@@ -64,109 +59,100 @@ class Recorder(XRay):
     def look(self, model, arguments):
         """Called before each pass with the model's arguments."""
         _, given, attend, _ = arguments
-        batch, seen, same = attend.__self__, None, None
+        batch, same, sees = attend.__self__, None, {}
         if self.left_out:
             ids = self.ids_of(batch)
         else:
             same = super().look(model, arguments)
             sight = self.passes.pop()
-            ids, seen = sight.ids, self.ranges(sight)
-        past = keys_of(batch) - ids.size(-1) if ids.dim() == 2 else 0
-        frame = {"past": past, **self.slots(batch, ids, given, seen), **self.changes(batch)}
-        wrong = sum(frame["owner"][slot // ids.size(-1)][slot % ids.size(-1)] >= 0
-                    for slot in frame["sees"].keys() | frame["shift"].keys())
+            ids, sees = sight.ids, self.wrong_sights(sight)
+        past = keys_of(batch) - ids.size(-1) if ids.dim() == 2 else 0   # key columns of a row
+        frame = {"past": past, "sees": sees, **self.slots(batch, ids, given),
+                 **self.caches(batch)}
+        wrong = len(sees.keys() | frame["shift"].keys())
         if wrong and not self.sentences:
             self.sentences = list(self.faults_of(len(self.frames), sight))[:5]
         self.wrong += wrong
-        self.frames.append(frame)        # past: key columns of a row
+        self.frames.append(frame)
         return same
 
     def stand_in(self, request):
         """With ids for guesses, too, which are laid out before any is known to be right."""
-        twin, length = super().stand_in(request), self.length[self.number[request]]
-        known = len(request.tokens)
-        twin.generated += range(self.first[request] + known, self.first[request] + length)
+        twin, known = super().stand_in(request), len(request.tokens)
+        first = self.first[request]
+        twin.generated += range(first + known, first + self.length[request])
         return twin
 
-    def ranges(self, sight):
-        """What each slot sees: ([request, from, to, ...], pads, blanks)."""
-        ids = sight.ids.flatten().cpu().numpy()
-        counts = sight.seen.flatten(0, -2).cpu().numpy()
-        slots, keys = counts[:, 1:-1].nonzero()
-        keys = keys + 1
-        if hasattr(sight.batch, "pages"):   # a page that equal beginnings share counts as one's own
-            same_as = np.array(self.shared_keys(sight.batch))
-            mine = self.first_id[self.owner[ids[slots]]] + self.position[keys]
-            mine = np.minimum(mine, len(self.token_of))
-            keys = np.where(same_as[mine] == same_as[keys], mine, keys)
-            order = np.lexsort((keys, slots))
-            slots, keys = slots[order], keys[order]
-        seen = [([], int(row[PAD]), int(row[-1])) for row in counts]
-        if len(keys):
-            goes_on = ((np.diff(slots) == 0) & (np.diff(keys) == 1)
-                       & (np.diff(self.owner[keys]) == 0))
-            starts = np.flatnonzero(np.append(True, ~goes_on))
-            ends = np.append(starts[1:], len(keys)) - 1
-            for slot, a, b in zip(slots[starts].tolist(), keys[starts], keys[ends]):
-                seen[slot][0].extend(
-                    (int(self.owner[a]), int(self.position[a]), int(self.position[b]) + 1))
-        return seen
+    def place_of(self, id):
+        """(number of the request, position) of the token that an id names; of a pad (-1, 0)."""
+        if id == PAD:
+            return -1, 0
+        request, position = self.token_of[id]
+        return self.number[request], position
 
-    def slots(self, batch, ids, given, seen):
-        """Owner and position of each slot, and what is not as it should be."""
-        width, flat = ids.size(-1), ids.flatten().numpy(force=True)
-        owner, position = self.owner[flat], self.position[flat]
-        rows = batch.plan if len(batch.plan) * width == len(flat) else ()
-        for row, (request, n) in enumerate(rows):
+    def wrong_sights(self, sight):
+        """What the tokens see that do not see exactly their own request up to themselves."""
+        found, shared = {}, np.array(self.shared_keys(sight.batch))
+        counts = sight.seen.flatten(0, -2).numpy(force=True)
+        for slot, id in enumerate(sight.ids.flatten().tolist()):
+            if id == PAD:
+                continue
+            own = np.arange(id - self.token_of[id][1], id + 1)
+            keys = np.repeat(np.arange(1, len(self.token_of)), counts[slot, 1:-1].clip(0))
+            pads, blanks = counts[slot, [PAD, -1]].tolist()
+            if pads or blanks or not np.array_equal(np.sort(shared[keys]), np.sort(shared[own])):
+                mine = dict(zip(shared[own].tolist(), own.tolist()))   # of pages that are shared
+                keys = sorted(mine.get(shared[key], key) for key in keys.tolist())
+                found[slot] = [sum(map(self.place_of, keys), ()), pads, blanks]
+        return found
+
+    def slots(self, batch, ids, given):
+        """Owner and position of each slot, shifts and guesses."""
+        width, shift, guesses = ids.size(-1), {}, {}
+        owner, position = map(list, zip(*map(self.place_of, ids.flatten().tolist())))
+        for row, (request, n) in enumerate(batch.plan):
             if not n:   # of a static batch; its request has finished
-                owner[row * width:(row + 1) * width] = -2 - self.number[request]
-        shift = np.where(owner >= 0, given.flatten().numpy(force=True) - position, 0)
-        tokens, known = batch.tokens.flatten().tolist(), [len(r.tokens) for r in self.requests]
-        guesses = {slot: tokens[slot] for slot, (i, at) in enumerate(zip(owner, position))
-                   if i >= 0 and at >= known[i]}
-        sees = {slot: each for slot, each in enumerate(seen or ()) if each != (
-            [int(owner[slot]), 0, int(position[slot]) + 1], 0, 0)}
-        return {"owner": owner.reshape(-1, width).tolist(), "sees": sees, "guesses": guesses,
-                "position": position.reshape(-1, width).tolist(),
-                "shift": {int(slot): int(shift[slot]) for slot in shift.nonzero()[0]}}
+                owner[row * width:(row + 1) * width] = [-2 - self.number[request]] * width
+        slots = zip(owner, position, given.flatten().tolist(), batch.tokens.flatten().tolist())
+        for slot, (i, own, told, token) in enumerate(slots):
+            if i >= 0 and told != own:
+                shift[slot] = told - own
+            if i >= 0 and own >= len(self.requests[i].tokens):
+                guesses[slot] = token
+        rows = range(0, len(owner), width)
+        return {"owner": [owner[i:i + width] for i in rows], "shift": shift,
+                "position": [position[i:i + width] for i in rows], "guesses": guesses}
 
-    def changes(self, batch):
+    def caches(self, batch):
         """
-        What the caches look like at this pass, as far as it differs from the last one.
+        What the caches look like before this pass.
 
-        room:     {request: capacity in tokens, or block table; None: it holds nothing}
-        computed: {request: tokens in its cache}, where that does not follow from its last pass
-        kept:     free pages that can still be found, oldest first; None: the same as before
+        room:     {request: capacity in tokens, or block table; None: it holds nothing}, where that
+                  differs from the last pass
+        computed: tokens in the cache of each request
+        kept:     free pages that can still be found, oldest first
         columns:  filled columns of a cache that belongs to the whole batch, pads included; else 0
         """
-        room, computed = {}, {}
+        room = {}
         rows = getattr(batch, "requests", ())   # of a static batch, which owns the cache
         for request, i in self.number.items():
             kv, table = batch.kv if request in rows else request.kv, request.block_table
             now = getattr(kv, "capacity", None) if table is None else list(table)
             if now != self.memory.get(i):
                 room[i] = self.memory[i] = now
-            if request.computed != self.expected.get(i, 0):
-                computed[i] = self.expected[i] = request.computed
-        for request, n in batch.plan:
-            self.expected[self.number[request]] = request.computed + n
-        pages, before = getattr(batch, "pages", None), self.kept
-        self.kept = [page for page in pages.free if page in pages.key_of] if pages else []
+        pages = getattr(batch, "pages", None)
         self.pool = pages and {"pages": pages.number, "page_size": pages.size}
-        return {"room": room, "computed": computed, "columns": batch.end if rows else 0,
-                "kept": self.kept if self.kept != before else None}
+        return {"room": room, "computed": [request.computed for request in self.requests],
+                "kept": [page for page in pages.free if page in pages.key_of] if pages else [],
+                "columns": batch.end if rows else 0}
 
 
-def record(generate, model, requests, timed=None, reference=None, **knobs):
+def record(generate, model, requests, reference=None, **knobs):
     """
     Runs a stage on copies of `requests` under a Recorder. Returns its trace.
 
-    timed:     the trace of another run, whose times count, unless it did something else because
-               rounding flipped a near-tie; None: an undisturbed run comes first
     reference: the model that the outputs are checked against; None: they are not checked
     """
-    if timed is None:
-        timed = generate(model, [replace(request) for request in requests], **knobs)
     copies = [replace(request) for request in requests]
     check = reference and Check(reference, copies)
     with Recorder(model, copies, check) as recorder:
@@ -174,13 +160,21 @@ def record(generate, model, requests, timed=None, reference=None, **knobs):
     defaults = {name: p.default for name, p in inspect.signature(generate).parameters.items()
                 if name not in ("model", "requests", "on_token")}
     recorder.generate, recorder.knobs = generate, defaults | knobs
+    trace.recording = recorder
+    return trace
+
+
+def take_times(trace, timed):
+    """
+    Gives a recorded run the times of one that nothing disturbed, unless that run did something
+    else, where rounding flipped a near-tie. Returns the recorded run's trace.
+    """
     if work_of(trace) == work_of(timed):
         trace.started, trace.step_times = timed.started, timed.step_times
         for p, twin in zip(trace.passes, timed.passes):
             p.seconds = twin.seconds
         for request, twin in zip(trace.requests, timed.requests):
             request.token_times = twin.token_times
-    trace.recording = recorder
     return trace
 
 

@@ -23,14 +23,9 @@ function prepare(run) {
     passes.push(i);
   }
   for (const request of requests) {
-    if (typeof request.prompt === "number") {
-      request.prompt = DATA.texts[request.prompt];
-      request.generated = DATA.texts[request.generated];
-    }
     request.tokens = [...request.prompt, ...request.generated];
     request.work = [];                   // [pass, first, n, tokens reached before, step]
     request.rooms = [];                  // [pass, capacity, or block table, or null]
-    request.resets = [];                 // [pass, tokens in the cache]
   }
   for (const i of p.step.keys()) {
     for (const [r, first, n] of threes(p.work[i])) {
@@ -39,16 +34,14 @@ function prepare(run) {
       work.push([i, first, n, reached, p.step[i]]);
     }
     for (const [r, room] of Object.entries(p.room[i] ?? {})) requests[r].rooms.push([i, room]);
-    for (const [r, n] of Object.entries(p.computed[i] ?? {})) requests[r].resets.push([i, n]);
   }
-  run.kept = Object.entries(p.kept).map(([i, pages]) => [Number(i), pages]);
   run.stepOf = new Map(run.steps.map(step => [step.step, step]));
   const lastToken = Math.max(0, ...requests.map(request => request.ms.at(-1) ?? 0));
   run.steps.forEach((step, k) => step.end = run.steps[k + 1]?.start ?? Math.max(step.start, lastToken));
   run.totals = {};                       // name -> its sums over the passes 0..i
   for (const name of SUMS) {
     let total = 0;
-    run.totals[name] = p.step.map((_, i) => total += p[name] ? p[name][i] : 0);   // 0: all are 0
+    run.totals[name] = p.step.map((_, i) => total += p[name]?.[i] ?? 0);
   }
   run.gaps = requests.flatMap(({ms, steps}) => steps.slice(1).map((step, i) => [step, ms[i + 1] - ms[i]]));
   run.gaps.sort(([a], [b]) => a - b);    // [step, time between two tokens, their sum and maximum so far]
@@ -72,7 +65,7 @@ function rejectedOf(run, r, work) {
 function expanded({requests, arrived, step, shape, work, finished, ms}, name) {
   const {requests: all} = RUNS.get("unbatched"), indexOf = new Map(requests.map((r, i) => [r, i]));
   const list = requests.map((r, i) => ({...all[r], arrived: arrived[i], steps: [], ms: []}));
-  const p = {step, shape, ms, start: [], pad_slots: [], finished: {}, recomputed: 0, room: {}, computed: {}, kept: {},
+  const p = {step, shape, ms, start: [], pad_slots: [], finished: {}, room: {},
              work: work.map(parts => threes(parts).flatMap(([r, first, n]) => [indexOf.get(r), first, n]))};
   p.finished_slots = step.map((_, i) => (finished[i] ?? []).length);
   let now = 0;
@@ -109,8 +102,7 @@ function last(events, pass) {            // the last of [pass, ...] at or before
   return events[atMost(events, pass, event => event[0]) - 1];
 }
 
-const inStep = (run, name, step) => step.passes.reduce(
-  (total, i) => total + (run.passes[name] ? run.passes[name][i] : 0), 0);
+const inStep = (run, name, step) => step.passes.reduce((total, i) => total + (run.passes[name]?.[i] ?? 0), 0);
 
 // --- text -----------------------------------------------------------------------------------------
 
@@ -155,10 +147,11 @@ function momentOf(run, clock, value) {
 // {kind, words, tokens, computed, holds, active} of a request: tokens generated so far, tokens in its
 // cache, and what it holds: a capacity, a block table, or null.
 function stateOf(run, request, now) {
-  const work = last(request.work, now.pass), reset = last(request.resets, now.pass);
+  const r = run.requests.indexOf(request), work = last(request.work, now.pass);
   const holds = last(request.rooms, now.pass)?.[1] ?? null;
   const end = work ? work[1] + work[2] : 0, tokens = atMost(request.steps, now.step);
-  const computed = reset && (!work || reset[0] > work[0]) ? reset[1] : end;
+  const computed = work?.[0] === now.pass ? end - rejectedOf(run, r, work)
+    : run.passes.computed?.[now.pass]?.[r] ?? end;
   const active = Boolean(work) && now.passes.includes(work[0]), prompt = request.prompt.length;
   const over = request.reason && tokens === request.generated.length && work === request.work.at(-1);
   const [kind, words] = request.arrival > now.step ? ["absent", `– arrives at step ${request.arrival}`]
@@ -200,15 +193,16 @@ function slotsOf({passes: {owner, position, work}}, pass) {
           position: [parts.flatMap(([, first, n]) => Array.from({length: n}, (_, k) => first + k))]};
 }
 
-// {owner, position, ranges, pads, blanks, shift, kind} of a slot, or null. ranges: the keys that it
-// sees, [[request, from, to], ...]. Where nothing else is recorded, these are its request's up to it.
+// {owner, position, seen, pads, blanks, shift, kind} of a slot, or null. seen: the keys that it sees, by
+// their names, "request.position". Where nothing else is recorded, these are its request's up to it.
 function slotAt(run, pass, row, column) {
   const slots = slotsOf(run, pass), owner = slots.owner[row]?.[column], name = row * slots.owner[0]?.length + column;
   if (owner === undefined) return null;
   const position = slots.position[row][column], {sees = {}, shift = {}} = run.passes;
-  const [ranges, pads, blanks] = sees[pass]?.[name] ?? [owner < 0 ? [] : [owner, 0, position + 1], 0, 0];
-  return {owner, position, ranges: threes(ranges), pads, blanks, shift: shift[pass]?.[name] ?? 0,
-          kind: kindOf(run, pass, owner, position)};
+  const [keys, pads, blanks] = sees[pass]?.[name] ?? [[], 0, 0], seen = new Set();
+  for (let i = 0; i < keys.length; i += 2) seen.add(keys[i] + "." + keys[i + 1]);
+  if (owner >= 0 && !sees[pass]?.[name]) for (let i = 0; i <= position; i++) seen.add(owner + "." + i);
+  return {owner, position, seen, pads, blanks, shift: shift[pass]?.[name] ?? 0, kind: kindOf(run, pass, owner, position)};
 }
 
 function ownersOf(row) {                 // the requests whose slots, finished or not, are in a row
@@ -241,28 +235,22 @@ function keysOf(run, pass, row, slot) {
 // as it should be, "wrong" (seen) or "missing" (not seen).
 function markedKeys(run, pass, row, slot) {
   const keys = keysOf(run, pass, row, slot), inRow = new Set();
-  const sees = key => slot.ranges.some(
-    ([owner, from, to]) => owner === key.owner && from <= key.position && key.position < to);
   for (const key of keys) {
-    const mine = key.owner === slot.owner && key.position <= slot.position;
+    const mine = key.owner === slot.owner && key.position <= slot.position, name = key.owner + "." + key.position;
     if (key.owner < 0) key.mark = "pad";
-    else if (sees(key)) key.mark = slot.owner >= 0 && !mine ? "wrong" : key.past ? "past" : "new";
-    else key.mark = slot.owner >= 0 && mine ? "missing" : "unseen";
-    inRow.add(key.owner + "." + key.position);
+    else if (slot.seen.has(name)) key.mark = !mine ? "wrong" : key.past ? "past" : "new";
+    else key.mark = mine ? "missing" : "unseen";
+    inRow.add(name);
   }
-  for (const [owner, from, to] of slot.ranges) {     // seen, although not in its row at all
-    for (let position = from; position < to; position++) {
-      if (!inRow.has(owner + "." + position)) keys.push({owner, position, past: true, mark: "wrong"});
-    }
+  for (const name of slot.seen) {         // although it is not in its row at all
+    const [owner, position] = name.split(".").map(Number);
+    if (!inRow.has(name)) keys.push({owner, position, past: true, mark: "wrong"});
   }
   // Pads look alike to the X-ray, which counts them. The last ones of each part are marked.
   const pads = past => keys.filter(key => key.owner < 0 && key.past === past);
   const fresh = Math.min(slot.pads, pads(false).length), old = slot.pads - fresh + slot.blanks;
   for (const [seen, part] of [[fresh, pads(false)], [old, pads(true)]]) {
-    const right = slot.owner < 0;         // nothing depends on what such a slot sees
-    for (const key of part.slice(Math.max(0, part.length - seen))) {
-      key.mark = !right ? "wrong" : key.past ? "past" : "new";
-    }
+    for (const key of part.slice(Math.max(0, part.length - seen))) key.mark = "wrong";
   }
   return keys;
 }

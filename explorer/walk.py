@@ -18,37 +18,33 @@ GUESS, TWO = "speculative", "two requests"
 
 
 def walk(traces, scores):
-    """The stops for runs {name: trace}, as the page takes them."""
+    """The stops for runs {name: trace}, as the page takes them. scores: of build.runs"""
     words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
     scenes = one_request, padding, finished_rows, stall, chunk, fused_rectangle, published_mask, \
         flat_stream, sharing, preemption, guessing
-    found = [(scene.__name__, *scene(traces)) for scene in scenes]
-    found.append(("scoreboard", *scoreboard(traces, scores)))
-    return [stop(name.replace("_", " "), words[name], figures, **scene)
-            for name, scene, figures in found]
+    found = {scene.__name__: scene(traces) for scene in scenes}
+    found["scoreboard"] = scoreboard(traces, scores)
+    return [stop(name.replace("_", " "), figures, **words[name]) for name, figures in found.items()]
 
 
-def stop(title, words, figures, runs, step, clock="step", look=0, slot=None, before=None,
-         change=None):
+def stop(title, figures, text, panels, runs, clock="step", look=0, change=None, question=None,
+         choices=(), right=None):
     """
-    runs:   the run that is shown, and if there are two, the one beside it
-    look:   0 or 1, which of them to look at
-    slot:   (pass, row, column) to point at, in that run
-    before: (step, slot) while it asks; else the same
-    change: (from, to), of the shapes of one step: passes of stage 3, rectangle, no pads, stream
+    figures: what the words count; and of the scene its step, the slot to point at in the run to
+    look at, (pass, row, column), and (step, slot) while it asks, if they differ. The rest is said
+    in walk.toml.
     """
-    def scene(runs, step, slot):
+    def scene(runs, step, slot=None):
         show = {"run": runs[0], "beside": "".join(runs[1:]), "clock": clock, "step": step}
         return show | ({"slot": ".".join(map(str, (look, *slot)))} if slot else {})
 
-    figures = {"step": step, **figures}
-    found = {"title": title, "text": words["text"].format(**figures), "panels": words["panels"],
-             "look": look, "show": scene(runs, step, slot)}
-    if "question" in words:   # nothing that is shown then gives the answer away
-        asked = scene(runs, *before) if before else scene(runs[:1], step, not change and slot)
-        found["ask"] = {"question": words["question"].format(**figures), "show": asked,
-                        "choices": [text.format(**figures) for text in words["choices"]],
-                        "right": words["right"]}
+    step, slot = figures["step"], figures.get("slot")
+    found = {"title": title, "text": text.format(**figures), "panels": panels, "look": look,
+             "show": scene(runs, step, slot)}
+    if question:   # nothing that is shown then gives the answer away
+        asked = figures.get("before") or (step, None if change else slot)
+        found["ask"] = {"question": question.format(**figures), "show": scene(runs[:1], *asked),
+                        "choices": [text.format(**figures) for text in choices], "right": right}
     if change:
         found["change"] = {"runs": ["chunked", "interleaved", FLAT], "shapes": change}
     return found
@@ -58,35 +54,31 @@ def one_request(traces):
     first, both = (next((i, p) for i, p in enumerate(traces[TWO].passes) if p.shape == shape)
                    for shape in ((1, 1), (2, 1)))
     one, two = (1e3 * p.seconds for _, p in (first, both))
-    return (dict(runs=[TWO], step=both[1].step, slot=(both[0], 1, 0),
-                 before=(first[1].step, (first[0], 0, 0))),
-            dict(first=first[1].step, both=both[1].step, one=one, two=two, half=one / 2,
-                 twice=2 * one))
+    return dict(step=both[1].step, slot=(both[0], 1, 0), before=(first[1].step, (first[0], 0, 0)),
+                first=first[1].step, both=both[1].step, one=one, two=two, half=one / 2,
+                twice=2 * one)
 
 
 def padding(traces):
     i, p = most(traces["naive"], lambda p: p.pad_slots)
     row, (name, _, n) = min(enumerate(p.work), key=lambda entry: entry[1][2])
-    return (dict(runs=["naive"], step=p.step, slot=(i, row, 0)),
-            dict(slots=p.slots, useful=p.useful, quarter=p.slots // 4, pads=p.pad_slots, name=name,
-                 n=n, wide=p.shape[1]))
+    return dict(step=p.step, slot=(i, row, 0), slots=p.slots, useful=p.useful,
+                quarter=p.slots // 4, pads=p.pad_slots, name=name, n=n, wide=p.shape[1])
 
 
 def finished_rows(traces):
     _, p = most(traces["naive"], lambda p: p.finished_slots * any(
         request.arrival <= p.step < request.token_steps[0]
         for request in traces["naive"].requests))
-    return (dict(runs=["naive"], step=p.step), dict(finished=p.finished_slots, rows=p.shape[0]))
+    return dict(step=p.step, finished=p.finished_slots, rows=p.shape[0])
 
 
 def stall(traces):
     wait, step = worst_wait(traces["dynamic"])
     every = statistics.median_high(wait for wait, *_ in waits(traces["dynamic"]))
     decodes, prefill = passes_of(traces["dynamic"], step)
-    return (dict(runs=["dynamic"], step=step, clock="ms"),
-            dict(wait=wait, every=every, thrice=3 * wait, tokens=prefill.useful,
-                 names=" and ".join(name for name, _, _ in prefill.work),
-                 decodes=len(decodes.work)))
+    return dict(step=step, wait=wait, every=every, thrice=3 * wait, tokens=prefill.useful,
+                names=" and ".join(name for name, _, _ in prefill.work), decodes=len(decodes.work))
 
 
 def chunk(traces):
@@ -97,62 +89,54 @@ def chunk(traces):
     late = [1e3 * (request.token_times[0] - trace.arrived(request))
             for trace, request in ((trace, request_of(trace, name)) for trace in both)]
     ends = [1e3 * max(request.token_times[-1] for request in trace.requests) for trace in both]
-    return (dict(runs=["chunked", "dynamic"], step=step, clock="ms"),
-            dict(budget=both[1].recording.knobs["token_budget"], n=n, name=name, late=late,
-                 whole=len(request_of(both[1], name).prompt), ends=ends,
-                 waits=[worst_wait(trace)[0] for trace in both]))
+    return dict(step=step, budget=both[1].recording.knobs["token_budget"], n=n, name=name,
+                late=late, whole=len(request_of(both[1], name).prompt), ends=ends,
+                waits=[worst_wait(trace)[0] for trace in both])
 
 
 def fused_rectangle(traces):
     _, step = worst_wait(traces["dynamic"])
     i, p = most(traces["interleaved"], lambda p: p.step == step)
     row = next(row for row, (_, _, n) in enumerate(p.work) if n == 1)
-    ms = [milliseconds(traces[run], step) for run in ("chunked", "interleaved")]
-    return (dict(runs=["chunked", "interleaved"], step=step, look=1, slot=(i, row, 0),
-                 change=(0, 1)),
-            dict(ms=ms, tokens=p.useful + p.recomputed, slots=p.slots))
+    return dict(step=step, slot=(i, row, 0), tokens=p.useful + p.recomputed, slots=p.slots,
+                ms=[milliseconds(traces[run], step) for run in ("chunked", "interleaved")])
 
 
 def published_mask(traces):
     recorder, found = traces[MASK].recording, []
     for i, (p, frame) in enumerate(zip(traces[MASK].passes, recorder.frames)):
         for slot, (_, pads, _) in frame["sees"].items():
-            row, column = divmod(slot, p.shape[-1])
-            if frame["owner"][row][column] >= 0 and p.work[row][2] == 1:
+            row = slot // p.shape[-1]
+            if p.work[row][2] == 1:
                 found.append((pads, i, row))
     pads, i, row = max(found)
     alone = {request.name: request.generated for request in traces["unbatched"].requests}
     other = sum(alone[request.name] != request.generated for request in recorder.requests)
     p = traces[MASK].passes[i]
-    return (dict(runs=[MASK], step=p.step, slot=(i, row, p.shape[1] - 1)),
-            dict(name=p.work[row][0], pads=pads, other=other, all=len(recorder.requests)))
+    return dict(step=p.step, slot=(i, row, p.shape[1] - 1), name=p.work[row][0], pads=pads,
+                other=other, all=len(recorder.requests))
 
 
 def flat_stream(traces):
     _, step = worst_wait(traces["dynamic"])
     wide, = passes_of(traces["interleaved"], step)
     i, p = most(traces[FLAT], lambda p: p.step == step)
-    ms = [milliseconds(traces[run], step) for run in ("interleaved", FLAT)]
-    return (dict(runs=["interleaved", FLAT], step=step, look=1, slot=(i, 0, 0), change=(1, 3)),
-            dict(wide=wide.slots, half=wide.slots // 2, slots=p.slots, ms=ms))
+    return dict(step=step, slot=(i, 0, 0), wide=wide.slots, half=wide.slots // 2, slots=p.slots,
+                ms=[milliseconds(traces[run], step) for run in ("interleaved", FLAT)])
 
 
 def sharing(traces):
-    trace, first_of, found = traces["paged"], {}, []
+    trace, first_of = traces["paged"], {}   # request -> (its first position that is computed, pass)
     for i, p in enumerate(trace.passes):
         for name, first, _ in p.work:
-            if name not in first_of:
-                found.append((first, i, name))
-                first_of[name] = first
-    first, i, name = max(found)
-    size = trace.recording.pool["page_size"]
+            first_of.setdefault(name, (first, i))
+    (first, i), name = max((found, name) for name, found in first_of.items())
+    size, p = trace.recording.pool["page_size"], trace.passes[i]
     table = tables(trace, i)[name][:first // size]
     others = [other for other, pages in tables(trace, i).items()
               if other != name and pages[:len(table)] == table]
-    p = trace.passes[i]
-    return (dict(runs=["paged"], step=p.step, slot=(i, 0, sum(n for _, _, n in p.work[:-1]))),
-            dict(size=size, name=name, others=" and ".join(others), pages=len(table),
-                 tokens=first))
+    return dict(step=p.step, slot=(i, 0, sum(n for _, _, n in p.work[:-1])), size=size, name=name,
+                others=" and ".join(others), pages=len(table), tokens=first)
 
 
 def preemption(traces):
@@ -164,9 +148,8 @@ def preemption(traces):
     inside = [i for i, p in enumerate(trace.passes) if start < p.step <= end]
     lost = next(i for i in inside if name not in tables(trace, i))
     again, p = next((n, p) for p in trace.passes[lost:] for who, _, n in p.work if who == name)
-    return (dict(runs=["paged"], step=p.step, clock="ms"),
-            dict(pages=trace.recording.pool["pages"], lost=trace.passes[lost].step, name=name,
-                 wait=wait, again=again))
+    return dict(step=p.step, pages=trace.recording.pool["pages"], lost=trace.passes[lost].step,
+                name=name, wait=wait, again=again)
 
 
 def guessing(traces):
@@ -178,18 +161,16 @@ def guessing(traces):
     p = trace.passes[i]
     work = next(k for k, (name, _, _) in enumerate(p.work)
                 if request_of(trace, name).token_steps.count(p.step) > 1)
-    slot = sum(n for _, _, n in p.work[:work]) + 1
     hits = sum(right for right, _, _ in found)
-    return (dict(runs=[GUESS], step=p.step, slot=(i, 0, slot)),
-            dict(right=right, wrong=wrong, hits=hits, passes=len(trace.passes),
-                 guesses=hits + sum(wrong for _, wrong, _ in found),
-                 without=len(traces[FLAT].passes)))
+    return dict(step=p.step, slot=(i, 0, sum(n for _, _, n in p.work[:work]) + 1), right=right,
+                wrong=wrong, hits=hits, passes=len(trace.passes),
+                guesses=hits + sum(wrong for _, wrong, _ in found),
+                without=len(traces[FLAT].passes))
 
 
 def scoreboard(traces, scores):
-    return (dict(runs=[FLAT], step=traces[FLAT].passes[-1].step, clock="ms"),
-            dict(limit=traces[SAME].recording.knobs["max_kv_tokens"], flat=scores[FLAT],
-                 same=scores[SAME], paged=scores["paged"]))
+    return dict(step=traces[FLAT].passes[-1].step, flat=scores[FLAT], same=scores[SAME],
+                limit=traces[SAME].recording.knobs["max_kv_tokens"], paged=scores["paged"])
 
 
 # --- what the stops count -------------------------------------------------------------------------

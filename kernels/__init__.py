@@ -1,10 +1,10 @@
 """
-What `fast = model.optimize()` makes: a snapshot that computes a whole pass in one compiled call.
+What `fast = model.optimize()` makes: a snapshot, which computes a whole pass in one compiled call.
 
-It is here so that the ladder's top rungs can be compared with other programs, and no lesson about
-batching. A snapshot holds packed copies of the weights, and the model that they came from, about
-which it changes nothing, and is called like it. It takes the place of exactly three layouts, those
-of stages 0, 6 and 7, and of a bare call for one sequence. See docs/kernels.md for what is promised.
+It is no lesson about batching: it lets stages 6 and 7 be compared with other programs. A snapshot
+holds packed copies of the weights, and the model, which it does not change, and is called like it.
+Passes of `Alone`, `Flat` and `Paged` (stages 0, 6 and 7) and bare calls for one sequence are
+compiled; all others are the model's. docs/kernels.md says what is promised.
 """
 import copy
 import ctypes
@@ -33,8 +33,9 @@ def optimize(model):
     """
     A snapshot of the model, or the model itself and one line on stderr that says why not.
 
-    Hooks on the model, gradients, autocast and later changes of its weights are the model's. After
-    a change, call optimize() again. The snapshot, a Module, has hooks of its own for every pass.
+    A compiled pass runs no hooks of the model, has no gradients and no autocast, and does not see
+    later changes of the weights: after one, call optimize() again. Hooks on the snapshot, which is
+    a Module, run at every pass.
     """
     if why := why_not(model):
         print(f"compiled step: no, {why}", file=sys.stderr)
@@ -56,7 +57,8 @@ def why_not(model):
             return f"it is for float32 on a CPU, not {p.dtype} on {p.device.type}"
     with torch.device("meta"):
         as_made = kind(model.config)
-    if len({(str(m), *(p.shape for p in m.parameters())) for m in (model, as_made)}) > 1:
+    looks = [(str(m), [p.shape for p in m.parameters()]) for m in (model, as_made)]
+    if looks[0] != looks[1]:
         return "its modules are not those of its config (a tensor parallel rank's, for instance)"
     from kernels.check import fault  # it needs the stages, which nothing else here imports
     try:
@@ -78,7 +80,7 @@ def in_repository(file):
 
 
 def is_original(function, name, files=FILES):
-    """A script that is run has copies of its own, so a function is known by its code."""
+    """By the file of its code: a script that is run has functions of its own."""
     code = getattr(function, "__code__", None)
     return code and code.co_name == name and in_repository(code.co_filename) in files
 
@@ -107,23 +109,28 @@ class Snapshot(nn.Module):
 
     def forward(self, tokens, positions=None, attend=None, wanted=None):
         """As GPT.forward or Llama.forward."""
-        why = None
+        logits = why = None
         try:
-            return self.compiled(tokens, positions, attend, wanted)
+            logits = self.compiled(tokens, positions, attend, wanted)
         except ValueError as error:
-            given, why = {"attend": attend} if attend else {}, str(error)
-            return self.model(tokens, positions, wanted=wanted, **given)
-        finally:
-            self.passes[why] += bool(attend)   # a bare call does not count
+            why = str(error)
+        if attend:   # a bare call does not count
+            self.passes[why] += 1
+        if why is None:
+            return logits
+        given = {"attend": attend} if attend else {}
+        return self.model(tokens, positions, wanted=wanted, **given)
 
     def compiled(self, tokens, positions, attend, wanted):
         """The pass in one compiled call. ValueError: it cannot be, and why."""
+        # 1. Is the code that the step stands for still what was checked?
         for part in self.parts:
             check_methods(part)
         space, N, V = type(self.model).forward.__globals__, tokens.numel(), self.weights.vocabulary
         if not all(is_original(space[name], name) for name in space.keys() & {"causal", "rotate"}):
             raise ValueError("causal or rotate has been replaced")
-        if attend is None:   # like a request without a cache
+        # 2. The layout. A bare call is like a request without a cache.
+        if attend is None:
             if positions is not None or not 0 < N == tokens.size(-1) <= self.config.block_size:
                 raise ValueError("it is not one sequence")
             positions = torch.arange(N, device="cpu").view(tokens.shape)
@@ -136,8 +143,11 @@ class Snapshot(nn.Module):
                 raise ValueError(f"it is for the attend of {type(layout).__name__}, \"varlen\"")
             head = attend.__func__.__globals__["head"]
         check_methods(head, "Head")
+        # 3. Which logits, and where each request's keys are. `wanted`, applied to the tokens'
+        # numbers, says which of them are asked for: they must be the last ones of each request.
         places = torch.arange(N, device="cpu").view(tokens.shape)[... if wanted is None else wanted]
-        asked, lasts, pieces, alive, first = places.flatten().tolist(), [], [], [], 0
+        asked = places.flatten().tolist()
+        lasts, pieces, alive, first = [], [], [], 0   # first: the request's first token
         for (request, n), start in zip(layout.plan, layout.starts):
             kv = getattr(layout, "pool", request.kv)
             *where, slots = self.addresses(kv, tokens.shape[:-1]) if kv else self.room(n)
@@ -147,12 +157,13 @@ class Snapshot(nn.Module):
             if start + n > len(table) * page or min(table) < 0 or (max(table) + 1) * page > slots:
                 raise ValueError(f"{request}: its cache has no room for {start + n} tokens")
             count = bisect_left(asked, first + n) - bisect_left(asked, first)
-            alive += native.numbers(table), *where
+            alive += native.numbers(table), *where   # arrays whose addresses are in pieces
             pieces += first, n, start, count, *map(ctypes.addressof, alive[-3:]), slots, page
             first += n
             lasts += range(first - count, first)
         if first != N or tokens.shape != positions.shape or asked != lasts:
             raise ValueError("it is for the tokens of the plan, and the logits of the last of them")
+        # 4. The compiled call.
         tokens, positions = tokens.flatten(), positions.flatten()
         stream = [native.address(t, torch.int64, (N,)) for t in (tokens, positions)]
         logits = torch.empty(len(asked), V, **native.FLOAT)

@@ -56,12 +56,13 @@ def fault(examples=30):
             request.block_size, request.block_table = 40, pages[40 * i:40 * (i + 1)]
         for _ in range(8):
             plan = [(r, rng.randint(1, r.todo)) for r in rng.sample(requests, rng.randint(1, 4))]
-            layout = {"Alone": Alone(requests[0], use_cache=True), "Flat": Flat(plan),
-                      "Paged": Paged(plan, pool, books)}[kind]
+            make = {"Alone": lambda: Alone(requests[0], use_cache=True), "Flat": lambda: Flat(plan),
+                    "Paged": lambda: Paged(plan, pool, books)}
+            layout = make[kind]()
             last = torch.tensor([n for _, n in layout.plan]).cumsum(0) - 1
             wanted = (0, last) if kind == "Alone" else last
             theirs, mine = (compute(layout.tokens, layout.positions, layout.attend, wanted)
-                            for compute in (model, fast.compiled))   # mine are then in the cache
+                            for compute in (model, fast.compiled))   # mine stay in the cache
             if not torch.allclose(mine, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max())):
                 return f"native.cpp computes something else than torch ({where})"
             for row, (request, n) in zip(mine, layout.plan):

@@ -28,7 +28,8 @@ def load_model(name="builtin", dtype=torch.float32):
     a GPT-2 name, a local folder or weights file in Hugging Face's layout, or "owner/name" on
     huggingface.co, downloaded once. ValueError with one line that says what is wrong.
 
-    A Llama is read tensor by tensor from memory-mapped files, and never initialised.
+    A Llama is read tensor by tensor from memory-mapped files: it takes its weights and, if
+    these are converted, one tensor of the file more until it is read.
     """
     _, theirs = weights.locate(name)
     if theirs["model_type"] == "gpt2":

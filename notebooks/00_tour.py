@@ -176,9 +176,8 @@ show({"the published mask, step 4": published});
 # **Turn this knob.** Above, `token_budget=16`. Draw the timelines again with 8, and with 64. Which
 # stages change, and when does F get its first token?
 #
-# To see any run move, add a cell with `show(run("interleaved", eight, max_batch=4))`. It draws
-# the page that [docs/explorer.html](../docs/explorer.html) has for all stages. Under `with
-# broken(...)` the page shows the bug at work.
+# To see runs move, step by step, open [docs/explorer.html](../docs/explorer.html). Each script
+# makes such a page of its own run: `python generate_interleaved.py --page run.html`.
 #
 # Or read the scripts in order, from `model.py` on. They are short: 3 and 4 differ in a few lines, 6
 # and 7 in where keys and values live.

@@ -58,7 +58,7 @@ source(Scheduler.share_budget)
 # ## By hand
 #
 # Three requests, at most 8 tokens a step. A's prompt has 3 tokens, B's 2, C's 12. All are there at
-# step 0, and each wants many tokens. Write a plan as `"X4 Y1"`: X computes 4 tokens, Y 1.
+# step 0, and each wants many tokens.
 
 
 # %%
@@ -68,7 +68,7 @@ def plans(requests, **knobs):
     return [" ".join(f"{name}{n}" for name, _, n in p.work) for p in passes]
 
 
-ask("3.1: The plans of steps 0, 1 and 2? (a list of three strings)",
+ask("3.1: How many tokens of C do steps 0, 1 and 2 compute? (a list of three numbers)",
     guess=...)
 
 # %%
@@ -79,7 +79,7 @@ ask("3.2: The same with a budget of 4: after which step (0, 1, 2, ...) is C's pr
 # %%
 with folded():
     for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=4)[:8]):
-        print(f"step {step}: {plan}")
+        print(f"step {step}: {plan}")   # A3: three tokens of A
 
 # %% [markdown]
 # ### What if prompts go first?

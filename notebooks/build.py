@@ -46,13 +46,11 @@ def build(name, home):
     """Runs the notebook of a source from scratch, in its folder. An error if a cell raises one."""
     notebook = jupytext.read(FOLDER / f"{name}.py")
     notebook.cells = front(name, home) + notebook.cells
+    nbclient.execute(notebook, cwd=FOLDER, record_timing=False)
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python",
-                                        "name": "python3"}}
-    nbclient.execute(notebook, cwd=FOLDER)
-    notebook.metadata.pop("language_info", None)   # the Python version it ran on
+                                        "name": "python3"}}   # not the Python that it ran on
     for i, cell in enumerate(notebook.cells):
-        cell.id = f"cell-{i}"                      # the same every time
-        cell.metadata.pop("execution", None)       # the times at which it ran
+        cell.id = f"cell-{i}"   # the same every time
     nbformat.write(notebook, FOLDER / f"{name}.ipynb")
     print(f"built {name}.ipynb")
 

@@ -12,14 +12,11 @@ import math  # noqa: F401 (our code below uses it)
 import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 
 import torch
 from lesson import QUESTIONS, STAGES, folded, letters, model, texts  # noqa: F401
 
-from beyond.hardware import GPUS, MODELS
-from beyond.simulate import simulate
 from checks.judge import faults
 from checks.traps import function_named, swapped
 from model import Head
@@ -34,7 +31,7 @@ def exercise(function):
         print(f"{name}: replace ... by your code, then run the cell.")
         return function
     try:
-        fault = fault_of(function, QUESTIONS[name])
+        fault = fault_of(function, **QUESTIONS[name])
     except Exception as error:   # of the reader's function, whatever it is
         lines = [f"line {frame.lineno}, {frame.line}: ".replace(", :", ":")
                  for frame in traceback.extract_tb(error.__traceback__)
@@ -50,24 +47,17 @@ def solution(name):
         print(QUESTIONS[name]["code"].strip())
 
 
-def fault_of(function, it):
-    """None, or what is wrong with a function. it: its entry in questions.toml"""
-    name, arguments = function.__name__, list(inspect.signature(function).parameters)
-    calls, got, expected, fault = eval(it["calls"]), "", "", None
-    whats = ["it returns", *(f"{argument} becomes" for argument in arguments)]
-    theirs, right = results(function, calls), results(REAL.get(name) or our_code(name), calls)
-    for call, a, b in reversed([*zip(calls, theirs, right)]):
-        for what, mine, our, before in zip(whats, a, b, [None, *call]):
-            if not same(mine, our) and not same(our, before):   # we change this argument, too
-                got, expected = shown(mine), shown(our)
-                given = ", ".join(f"{n} = {shown(v)}" for n, v in zip(arguments, call)
-                                  if not inspect.isfunction(v))
-                fault = f"For {given}: {what} {got}, expected {expected}."
-    if "run" in it and got == expected:   # alike, but for what is in it
-        fault = fault_in_run(function, **it["run"]) or fault
-    usual = (why for *edit, why in it["mistakes"] if fault and same(
-        theirs, results(our_code(name, *edit), calls)))
-    return fault and f"{fault} {next(usual, '')}".strip()
+def fault_of(function, calls, code, mistakes, run=None):
+    """None, or what is wrong with a function, in a sentence. For the rest see questions.toml."""
+    name, calls = function.__name__, eval(calls)
+    theirs, right = results(function, calls), results(defined(name, code), calls)
+    fault, alike = difference(function, calls, theirs, right)
+    if run and alike:
+        fault = fault_in_run(function, **run) or fault
+    for old, new, why in mistakes if fault else ():
+        if same(theirs, results(defined(name, code.replace(old, new)), calls)):
+            return f"{fault} {why}"
+    return fault
 
 
 def results(function, calls):
@@ -75,11 +65,25 @@ def results(function, calls):
     return [[function(*given), *given] for given in copy.deepcopy(calls)]
 
 
-def our_code(name, *edit):
-    """Our function, or what an edit makes of it: (old, new)."""
-    code, scope = QUESTIONS[name]["code"], dict(globals())
-    exec(code.replace(*edit) if edit else code, scope)
+def defined(name, code):
+    """The function of that name in a piece of code."""
+    scope = dict(globals())
+    exec(code, scope)
     return scope[name]
+
+
+def difference(function, calls, theirs, right):
+    """The first result that differs, in a sentence, or None; and whether it looks right."""
+    names = [*inspect.signature(function).parameters]
+    for call, *both in zip(calls, theirs, right):
+        for what, before, mine, our in zip(["returns", *names], [None, *call], *both):
+            if not same(mine, our) and not same(our, before):   # what we leave as it was may change
+                given = ", ".join(f"{n} = {shown(v)}" for n, v in zip(names, call)
+                                  if not inspect.isfunction(v))
+                what = "it returns" if what == "returns" else f"{what} becomes"
+                got, expected = shown(mine), shown(our)
+                return f"For {given}: {what} {got}, expected {expected}.", got == expected
+    return None, True
 
 
 def same(a, b):
@@ -118,7 +122,7 @@ def fault_in_run(function, stage, requests, knobs, edit=None):
         return next((f"{sentence}." for _, sentence in found), None)
 
 
-# --- arguments, for questions.toml ----------------------------------------------------------------
+# --- for questions.toml ---------------------------------------------------------------------------
 
 def stream(*cu_seqlens):
     """Of varlen: random queries, caches of 3 older tokens and the new ones, and a head."""
@@ -140,18 +144,5 @@ class Rows:
         return self.tokens[i]
 
 
-@cache
-def simulated():
-    """{(rows, keys): seconds} of decode steps, Llama 2 7B on an A100, by beyond/simulate.py."""
-    found = {}
-    for rows, prompt in (1, 100), (16, 1000), (64, 500), (256, 200):
-        requests = letters(3, **{f"r{i}": prompt for i in range(rows)})
-        decode = simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES["ragged, varlen"], requests,
-                          max_batch=rows, token_budget=rows * prompt).passes[-1]
-        found[rows, sum(first + n for _, first, n in decode.work)] = decode.seconds
-    return found
-
-
 PEAK, BANDWIDTH = 312e12, 2039e9   # of an A100: operations/s in fp16, bytes/s
 PARAMETERS = 6.6e9                 # of Llama 2 7B: those that a pass reads and multiplies by
-REAL = {"step_time": lambda rows, kv_tokens: simulated()[rows, kv_tokens]}

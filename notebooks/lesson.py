@@ -5,7 +5,7 @@ What the notebooks share.
     with folded(): ...                         hides its output behind a line to click
     with broken("published mask"): ...         inserts a known bug, and removes it again
     run, run_all, look, check                  run a stage: its trace, what tokens see, is it right?
-    show({title: look(...)}), show(run(...))   draw what tokens see; step through a run, in a page
+    show({title: look(...)})                   draw what tokens see
 
 Prompts are words where text helps, and letters where only lengths matter: `letters(A=4, B=2)` are
 two requests with prompts of 4 and 2 arbitrary tokens. A stage is a name, or a function of your own.
@@ -16,7 +16,6 @@ import re
 import sys
 import textwrap
 import tomllib
-from base64 import b64encode
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from html import escape
@@ -26,30 +25,27 @@ FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent))   # the repository's modules
 import torch
 from IPython import get_ipython
+from IPython.core.pylabtools import print_figure
 from IPython.display import display
+from matplotlib_inline.config import InlineBackend
 
 from checks.check import Check, summary
-from checks.traps import broken
+from checks.traps import broken  # noqa: F401
 from checks.xray import sights_at
 from experiments.figures import packing, pool  # noqa: F401 (for the notebooks)
 from experiments.memory import filling_pool  # noqa: F401
 from experiments.results import load as results  # noqa: F401
-from explorer import page
-from explorer.recorder import record
 from loading.load import load
 from loading.stages import STAGES
 from request import Request
 from toolbox.flags import knobs_of
-from toolbox.trace import Trace
-from views import sights
 from views.plots import pyplot, timelines  # noqa: F401
+from views.sights import draw as show  # noqa: F401
 
 torch.set_num_threads(1)   # a model this small gains nothing from more
 model, tokenizer = load("builtin")
 FIGURES = {"bbox_inches": "tight", "dpi": 88}   # 770 pixels fit beside a cell's number
-if "inline" in pyplot().get_backend():
-    from matplotlib_inline.config import InlineBackend
-    InlineBackend.instance().print_figure_kwargs = FIGURES
+pyplot()   # gives all figures the repository's style
 
 
 def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
@@ -59,8 +55,9 @@ def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
           "Run > Run All Above Selected Cell.")
 
 
-if get_ipython():
-    get_ipython().set_custom_exc((NameError,), not_yet_defined)
+if shell := get_ipython():
+    shell.set_custom_exc((NameError,), not_yet_defined)
+    InlineBackend.instance().print_figure_kwargs = FIGURES
 
 
 # --- to show -------------------------------------------------------------------------------------
@@ -78,13 +75,12 @@ def folded():
     """Stores what is printed and drawn inside it behind a line to click: it holds an answer."""
     with redirect_stdout(io.StringIO()) as printed:
         yield
-    text, png = printed.getvalue(), io.BytesIO()
+    text = printed.getvalue()
     html = f"<pre>{escape(text)}</pre>"
     if pyplot().get_fignums():
-        pyplot().savefig(png, format="png", **FIGURES)
-        pyplot().close()
-        data = b64encode(png.getvalue()).decode()
+        data = print_figure(pyplot().gcf(), base64=True, **FIGURES)
         html += f'<img alt="figure" src="data:image/png;base64,{data}">'
+        pyplot().close()
     html = f"<details><summary>Unfold, once you have answered</summary>{html}</details>"
     display({"text/html": html, "text/plain": text}, raw=True)
 
@@ -124,6 +120,8 @@ def word(request, position):
     return tokenizer.decode([request.tokens[position]]).replace(" ", "␣").replace("\n", "⏎")
 
 
+# --- to run --------------------------------------------------------------------------------------
+
 def generate_of(stage):
     """A stage's function, by its name; a function stays what it is."""
     if callable(stage) or stage in STAGES:
@@ -132,8 +130,8 @@ def generate_of(stage):
 
 
 def run(stage, requests, **knobs):
-    """A stage's trace, with copies of `requests`; recorded as well, so that show can draw it."""
-    return record(generate_of(stage), model, requests, reference=model, **knobs)
+    """A stage's trace, with copies of `requests`."""
+    return generate_of(stage)(model, [replace(request) for request in requests], **knobs)
 
 
 def run_all(stages, requests, **knobs):
@@ -154,45 +152,27 @@ def look(stage, requests, step, number=0, **knobs):
     return sights_at(generate_of(stage), model, requests, step, **knobs)[number]
 
 
-def show(seen, label=None):
-    """Draws {title: Sight}, by label=word as text. A trace, or {title: trace}, is a page."""
-    runs = {seen.stage: seen} if isinstance(seen, Trace) else seen
-    if all(isinstance(trace, Trace) for trace in runs.values()):
-        return page.Inline(runs, tokenizer)
-    return sights.draw(seen, label=label)
-
-
-def copies_of(requests):
-    """The same requests, not yet run."""
-    return [replace(request) for request in requests]
-
-
-def verdicts(stage, requests, **knobs):
-    """Runs a stage on copies, and compares each request with the same request alone."""
-    requests = copies_of(requests)
-    check = Check(model, requests)
-    generate_of(stage)(model, requests, on_token=check.on_token, **knobs)
-    return check()
-
-
 def check(stage, requests, **knobs):
-    """Prints what `verdicts` finds: a line for all, and one for each request that is WRONG."""
-    first, *wrong = summary(verdicts(stage, requests, **knobs)).splitlines()
+    """
+    Runs a stage, and compares each request with the same request alone. Prints a line for all, and
+    one for each request that is WRONG.
+    """
+    copies = [replace(request) for request in requests]
+    check = Check(model, copies)
+    generate_of(stage)(model, copies, on_token=check.on_token, **knobs)
+    first, *wrong = summary(check()).splitlines()
     name = stage if isinstance(stage, str) else stage.__name__
     print(f"{name}: {first.split(', max')[0]}", *wrong, sep="\n  ")
-
-
-def survivors(trap, stage, requests, **knobs):
-    """The names of the requests that pass the check in spite of a bug: "A, C"."""
-    with broken(trap, show=False):
-        return ", ".join(v.name for v in verdicts(stage, requests, **knobs)
-                         if v.verdict != "WRONG")
 
 
 # --- to predict ----------------------------------------------------------------------------------
 
 QUESTIONS = tomllib.loads((FOLDER / "questions.toml").read_text(encoding="utf-8"))
 WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+MEANT = [   # 3 x 15 = 45; 4,900; 50k; 0 of 3; none; six
+    (r".*=", ""), (r"(?<=\d)[ ,_'](?=\d{3}\b)", ""), (r"(?<=\d)k\b", "e3"),
+    (r"(?<=\d) (out )?of \d+", ""), (r"\b(none|nothing|nobody|no one)\b", "0"),
+    *((rf"\b{word}\b", str(i)) for i, word in enumerate(WORDS))]
 GUESSES = {}   # number of a question -> the wrong guesses so far, in words
 
 
@@ -220,35 +200,27 @@ def reply(it, guess, missed):
 def means(guess, answer, within=0, ordered=False):
     """
     Whether a guess says what an answer says, as a person would judge. answer: a bool; a number, to
-    which a guess is close `within` this share; names, "A, C"; a list of numbers; or of plans.
+    which a guess is close `within` this share; names, "A, C"; or a list of numbers.
     """
-    guess = guess.tolist() if hasattr(guess, "tolist") else guess
-    text = str([*guess] if isinstance(guess, range) else guess).strip().lower()
+    text = str([*guess] if isinstance(guess, (range, torch.Tensor)) else guess).strip().lower()
     if isinstance(answer, bool):
-        return (re.findall(r"\w+", text) or [""])[0] in (
-            ("yes", "y", "true") if answer else ("no", "n", "false"))
+        return re.match(r"y|true" if answer else r"no?\b|false", text) is not None
     if isinstance(answer, str):
         return names(text) == names(answer.lower())
     if answer == []:
         return text in ("[]", "()", "set()", "none", "nothing", "")
-    if isinstance(answer, list):
-        if isinstance(answer[0], str):
-            return plans(text) == plans(str(answer).lower())
-        found = numbers(text)
-        return found == answer or not ordered and sorted(found) == sorted(answer)
-    for written, meant in ((r".*=", ""), (r"\b(none|nothing|nobody|no one)\b", "0"),
-                           (r"(?<=\d)[ ,_'](?=\d{3}\b)", ""), (r"(?<=\d)k\b", "e3"),
-                           (r"(?<=\d) (out )?of \d+", "")):   # 3 x 15 = 45; 4,900; 50k; 0 of 3
-        text = re.sub(written, meant, text)
-    if re.fullmatch(r"[\d.]+( *[-+*/] *[\d.]+)+", text):
-        text = str(eval(text))
     found = numbers(text)
+    if isinstance(answer, list):
+        return found == answer or not ordered and sorted(found) == sorted(answer)
     return len(found) == 1 and abs(found[0] - answer) <= within * abs(answer)
 
 
 def numbers(text):
-    """The numbers in a text, in order; "3 to 5" are three."""
-    text = re.sub(rf"\b({'|'.join(WORDS)})\b", lambda word: str(WORDS.index(word[0])), text)
+    """The numbers in a text, in order; "3 to 5" are three, and "8 + 5" is one."""
+    for written, meant in MEANT:
+        text = re.sub(written, meant, text)
+    if re.fullmatch(r"[\d.]+( *[+*/] *[\d.]+)+", text):
+        text = str(eval(text))
     text = re.sub(r"(\d+)\s*(?:-|–|to|through|\.\.+)\s*(\d+)", lambda ends: " ".join(
         map(str, range(int(ends[1]), int(ends[2]) + 1))) or ends[0], text)
     return [float(each) for each in re.findall(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?", text)]
@@ -258,12 +230,3 @@ def names(text):
     """The letters that name requests: "a and c", "ac" and "['c', 'a']" are two."""
     text = re.sub(r"\b(and|only|just|the|requests?|rows?|none|nobody|no one|one)\b", "", text)
     return {letter for letter in text if letter.isalpha()}
-
-
-def plans(text):
-    """[{request: tokens}, ...]: a step begins where a request comes for a second time."""
-    steps = [{}]
-    for name, n in re.findall(r"(?<![a-z])([a-z])\W*(\d+)", text):
-        steps += [{}] if name in steps[-1] else []
-        steps[-1][name] = n
-    return steps

@@ -48,7 +48,7 @@ function take({new: arrived, tokens, tables, ended, pass, kept, waiting: queue})
 
 // The last steps as the data of an explorer page, see explorer/page.py. The first is step 0.
 function recent() {
-  const [{step: first, start}] = moments, texts = [];
+  const [{step: first, start}] = moments;
   const worked = new Set(moments.flatMap(({work}) => work.map(([name]) => name)));
   const queue = new Set(waiting.slice(0, 40));
   const known = [...requests.values()].filter(
@@ -65,21 +65,20 @@ function recent() {
     ms: moments.map(({ms}) => ms), work: moments.map(({work}) => flat(work).flat()),
     shape: moments.map(({work}) => [work.reduce((sum, [, , n]) => sum + n, 0)]),
     rows: moments.map(({work}) => [flat(work)]), past: moments.map(() => 0),
-    pad_slots: 0, finished_slots: 0, padded_keys: 0, finished: {}, computed: {}, columns: {},
+    pad_slots: 0, finished_slots: 0, padded_keys: 0, finished: {}, columns: {},
     room: Object.fromEntries(moments.map(({tables}, i) => [i, tablesOf(i ? tables : {...held, ...tables})])),
     kept: Object.fromEntries(moments.map(({kept}, i) => [i, kept]))};
   for (const name of ["useful", "recomputed", "score_entries", "useful_scores", "copied_bytes"]) {
     passes[name] = moments.map(step => step[name]);
   }
   const list = known.map(({name, prompt, generated, arrival, arrived, reason, limit, steps, ms}) => ({
-    name, prompt: texts.push(prompt) - 1, generated: texts.push([...generated]) - 1, limit, reason,
+    name, prompt, generated: [...generated], limit, reason,
     arrival: Math.min(arrival - first, last), arrived: arrived - start,
     steps: steps.map(step => step - first), ms: ms.map(time => time - start)}));
   const {model, knobs, place, pool} = hello;
-  const run = {name: model, idea: `Stage 7 as a server: the steps from ${first} on.`, knobs, place, pool, passes,
-               requests: list, check: {summary: "outputs were not checked", wrong: null},
-               xray: {left_out: "this run was watched while it served", wrong: 0, sentences: []}};
-  return {run, texts};
+  return {name: model, idea: `Stage 7 as a server: the steps from ${first} on.`, knobs, place, pool, passes,
+          requests: list, check: {summary: "outputs were not checked", wrong: null},
+          xray: {left_out: "this run was watched while it served", wrong: 0, sentences: []}};
 }
 
 // --- drawing --------------------------------------------------------------------------------------
@@ -102,9 +101,7 @@ function draw() {
   for (const box of boxes) box.draw();
   if (!moments.length) return;
   if (!view) layOut();
-  const data = recent(), {step} = moments.at(-1);
-  DATA.texts = data.texts;
-  const run = view.run = prepare(data.run);
+  const {step} = moments.at(-1), run = view.run = prepare(recent());
   view.now = momentOf(run, "step", run.steps.at(-1).step);
   view.states = run.requests.map(request => stateOf(run, request, view.now));
   // A request's row stays the same element, wherever it stands now.

@@ -88,7 +88,7 @@ class Completion(Sampling):
     forms: ClassVar = ("text", "text_completion"), ("text", "text_completion")
     prompt: Annotated[
         Words | Tokens | Annotated[list[Words] | list[Tokens], Field(min_length=1)],
-        must_be("a text, a list of token ids, or a list of several such prompts, none empty")]
+        must_be("a text of 1 to 131072 characters, a list of token ids, or several of these")]
 
     def prompts(self, tokenizer):
         """The tokens of each."""
@@ -104,7 +104,7 @@ class Part(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text | list[Part], must_be('a text, or a list of {"type": "text", ...}')]
+    content: Annotated[Text | list[Part], must_be('a text, or [{"type": "text", ...}]')]
     name: Text | None = None
 
 

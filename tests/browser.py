@@ -3,7 +3,7 @@ import shutil
 
 
 def open_browser():
-    """It logs console messages and requests."""
+    """It logs console messages."""
     from selenium import webdriver
     program, driver = (next(filter(None, map(shutil.which, names)), None) for names in (
         ("chromium", "chromium-browser", "google-chrome", "chrome"), ("chromedriver",)))
@@ -13,7 +13,7 @@ def open_browser():
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
                  "--window-size=1400,1000", "--hide-scrollbars", "--disable-background-networking"):
         options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     return webdriver.Chrome(options, webdriver.ChromeService(driver))
 
 

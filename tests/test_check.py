@@ -73,7 +73,8 @@ FAULTS = {   # name: (what is done to the request, what the check says)
     "NaN": (lambda r, told, _: put(r, told, 0, factor=math.nan), "logits of token 0 differ by nan"),
     "a token short": (lambda r, told, _: cut(r, told, "length"), "after 5 tokens with 'length'"),
     "too many": (lambda r, told, _: put(r, told, 6), "after 7 tokens with 'length'"),
-    "cancelled": (lambda r, told, _: cut(r, told, "cancelled"), "after 5 tokens with 'cancelled'"),
+    "cancelled by nobody": (lambda r, told, _: setattr(r, "finish_reason", "cancelled"),
+                            "after 6 tokens with 'cancelled'"),
     "stops late": (stops_late, "after 6 tokens with 'stop', not after "),
     "other reason": (lambda r, *_: setattr(r, "finish_reason", "stop"), "with 'stop', not after 6"),
     "untold": (lambda r, told, _: told.pop(), "on_token was not told its 6 tokens"),
@@ -93,6 +94,25 @@ def test_it_sees(fault, temperature):
     doctor(requests[3], check.told[requests[3]], check)
     assert [v.verdict for v in check()] == ["identical"] * 3 + ["WRONG", "identical"]
     assert words in check()[3].detail and "4/5 requests" in summary(check())
+
+
+@pytest.mark.parametrize("wrong, kind", [(False, "cancelled"), (True, "WRONG")])
+def test_a_cancelled_request_is_right_as_far_as_it_came_and_counted_by_itself(wrong, kind):
+    requests = five()
+    check = Check(MODEL, requests)
+
+    def on_token(request, token, logits):
+        check.on_token(request, token, logits)
+        if request is requests[3] and len(request.generated) == 2:
+            requests[3].finish_reason = "cancelled"
+
+    STAGES["dynamic"](MODEL, requests, on_token=on_token)   # it lets go of what has finished
+    assert len(requests[3].generated) == 2
+    if wrong:
+        put(requests[3], check.told[requests[3]], 1, requests[3].generated[1] ^ 1)
+    assert check()[3].verdict == kind
+    assert summary(check()).startswith(f"4/{4 + wrong} requests identical to unbatched"
+                                       + ", 1 cancelled" * (not wrong))
 
 
 # --- near-ties ----------------------------------------------------------------------------------
@@ -187,18 +207,18 @@ def test_a_token_may_flip_at_a_near_tie_only(dtype, temperature, top_k, top_p, m
 # --- the summary --------------------------------------------------------------------------------
 
 def test_the_summary_counts_each_kind_by_itself():
-    kinds = ["identical"] * 3 + ["near-tie"] * 2 + ["WRONG"]
+    kinds = ["identical"] * 3 + ["near-tie"] * 2 + ["cancelled", "WRONG"]
     verdicts = [Verdict(f"r{i}", kind, i / 100, "why") for i, kind in enumerate(kinds)]
     assert summary(verdicts) == (
-        "3/6 requests identical to unbatched, 2 near-ties, max |Δlogit| 5.0e-02 relative\n"
-        "WRONG: request 'r5': why")
+        "3/6 requests identical to unbatched, 2 near-ties, 1 cancelled, "
+        "max |Δlogit| 6.0e-02 relative\nWRONG: request 'r6': why")
     assert summary(verdicts[:4]).startswith("3/4 requests identical to unbatched, 1 near-tie, max ")
     assert summary(Check(MODEL, [])()).startswith("0/0 requests")
 
 
 def test_bit_for_bit_is_said_if_it_holds_for_all():
-    right = Verdict("a", equal=True)
-    assert summary([right]).endswith(" to unbatched, bit for bit")
+    right, cancelled = Verdict("a", equal=True), Verdict("b", "cancelled", equal=True)
+    assert summary([right, cancelled]).endswith(", 1 cancelled, bit for bit")
     for other in Verdict("b"), Verdict("b", "WRONG"), Verdict("b", "near-tie", equal=True):
         assert "bit for bit" not in summary([right, other])
     assert "bit for bit" not in summary([])

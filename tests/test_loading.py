@@ -27,7 +27,7 @@ from loading.load import decode, load, load_model
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.tokenizer import BUILTIN, use_chat_template
-from toolbox.weights import write_gpt2
+from toolbox.weights import read_tensors, write_gpt2
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -64,6 +64,16 @@ def test_a_local_folder_and_a_file_in_it(folder, tmp_path):
     write_gpt2(MODEL, tmp_path / "written")
     again = load_model(tmp_path / "written", torch.float64).state_dict()
     assert all(torch.equal(again[key], w.double()) for key, w in MODEL.state_dict().items())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_of_a_file_that_is_converted_one_tensor_is_in_memory(folder):
+    """Pages of a mapped file count as the process's own once they have been read."""
+    path, resident = folder / "model.safetensors", []   # kB
+    for _ in read_tensors([path], torch.float64):
+        maps = Path("/proc/self/smaps").read_text().split(f"{path}\n")[1:]
+        resident.append(sum(int(each.split("Rss:")[1].split()[0]) for each in maps))
+    assert max(resident) < 0.4 * path.stat().st_size / 1000
 
 
 def edit(file, change):

@@ -103,7 +103,10 @@ def read_tensors(files, dtype):
                 if key.endswith(COMPUTED):
                     continue
                 tensor = file.get_tensor(key)
-                yield key, tensor.to(dtype) if tensor.is_floating_point() else tensor
+                if tensor.is_floating_point() and tensor.dtype != dtype:
+                    tensor = tensor.to(dtype)
+                    file = safe_open(path, "pt")   # the old mapping goes, and its pages with it
+                yield key, tensor
 
 
 def check_weights(ours, config, make, tied):
