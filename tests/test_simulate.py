@@ -104,13 +104,13 @@ def test_four_steps_by_hand():
     """One request of 3 tokens and 3 answers, 2 tokens a step: the first pass has no logits."""
     shape = Shape(n_layer=1, n_embd=2, n_head=1, n_kv_head=1, head_size=2, ffn=4, ffn_matrices=2,
                   vocab_size=10, block_size=64, tied=True, size=4)
-    gpu = GPU(0, 2000, 100 / 0.85, 1e6, share=0.5, tile=2, overhead=1.0, per_request=0.25)
+    gpu = GPU(0, 2000, 100 / 0.85, 1e6, share=0.5, overhead=1.0, per_request=0.25)
     # so 1000 operations and 100 bytes a second. Weights: 4 x 2 x 2 for attention, 2 x 2 x 4 for the
     # MLP, 2 x 10 for the vocabulary. Keys and values of a token: 2 x 2 numbers, 16 bytes
     trace = s.simulate(shape, gpu, STAGES["ragged, varlen"], workload([(3, 3)]), token_budget=2)
 
-    def step(slots, keys, scores, sampled=1):   # 2 rows of a tile are computed in vain
-        return hypot((2 * (slots + 2) * 32 + sampled * 2 * 20 + 4 * 2 * scores) / 1000,
+    def step(slots, keys, scores, sampled=1):   # 85 rows of a tile are computed in vain
+        return hypot((2 * (slots + 85) * 32 + sampled * 2 * 20 + 4 * 2 * scores) / 1000,
                      (128 + sampled * 80 + (keys + slots) * 16) / 100) + 1 + sampled * 0.25
 
     expected = [step(2, 2, 4, 0), step(1, 3, 3), step(1, 4, 4), step(1, 5, 5)]
