@@ -358,6 +358,7 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12 --max_batch 1
         (f"{SMALL} --stage dynamic", "hold 25,188 .*: lower --max_batch"))),
     *((planned, line, said) for line, said in (
         ("", "--rate is missing"),
+        ("--rate 9 --ttft 9 --itl 9 --model bert", "--model bert: none of gpt2"),
         ("--rate 9 --ttft 50", "--ttft and --itl belong together"),
         ("--rate 9 --prefix -5", "--prefix must be a whole number of at least 0, not -5"),
         ("--rate 9 --prefix 5 --groups 128257", "--groups must be at most 128256, .* not 128257"),
