@@ -15,9 +15,8 @@ import traceback
 from pathlib import Path
 
 import pytest
-from breaks import bugs_of, exposed, handed_in, in_repository
-from isolate import Fault, Submission
-from kit import HERE, PACKED, ROOT, Part
+from isolate import HERE, PACKED, ROOT, Fault
+from kit import Part, limit_process
 
 SCORES = pytest.StashKey()
 
@@ -29,12 +28,15 @@ def pytest_addoption(parser):
                     "and the student's id")
     group.addoption("--student", metavar="ID", help="else the one in student.json")
     group.addoption("--results", metavar="FILE", help="write Gradescope's results.json")
+    group.addoption("--limited", metavar="SECONDS", type=int, help="limit CPU time and memory")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "points(number, *functions, title=...): what a part is "
                             "worth, and what students write for it, as file.py:Class.method")
     config.stash[SCORES] = {}
+    if seconds := option(config, "--limited"):
+        limit_process(seconds)
 
 
 def option(config, name):
@@ -43,14 +45,15 @@ def option(config, name):
 
 @pytest.fixture(scope="session")
 def submission(pytestconfig):
-    folder = option(pytestconfig, "--submission") or ROOT   # in a copy, ROOT is the copy
-    return Submission(folder, *([HERE] if Path(folder) == ROOT and not PACKED.exists() else []))
+    """A student's folder. None: the repository's own functions are tested."""
+    folder = option(pytestconfig, "--submission") or (ROOT if PACKED.exists() else None)
+    return folder and Path(folder).resolve()
 
 
 @pytest.fixture(scope="session")
 def student(pytestconfig, submission):
     """The student's id, which decides hidden workloads, numbers, and the bug of set 7."""
-    file = submission.folder / "student.json"
+    file = Path(submission or "", "student.json")
     known = json.loads(file.read_text("utf-8"))["student"] if file.is_file() else "nobody"
     return option(pytestconfig, "--student") or known
 
@@ -58,15 +61,9 @@ def student(pytestconfig, submission):
 @pytest.fixture
 def part(request, submission, student):
     """The part that a test belongs to: see kit.py."""
-    secret, marker = option(request.config, "--hidden"), points_of(request.node)
+    secret, marker = option(request.config, "--hidden"), request.node.get_closest_marker("points")
     rng = random.Random(f"{secret} {student if secret else ''} {request.node.name}")
-    part = Part(submission, marker.args[1:], rng, secret is not None)
-    part.name = name_of(request.node)
-    return part
-
-
-def points_of(item):
-    return item.get_closest_marker("points")
+    return Part(name_of(request.node), submission, marker.args[1:], rng, secret is not None)
 
 
 def name_of(item):
@@ -75,50 +72,16 @@ def name_of(item):
         item.originalname.removeprefix("test_").replace("_", " "))
 
 
-@pytest.fixture(params="1234")
-def number(request, submission, student):
-    """Judges one predicted number. The copy has no answers."""
-    def judge(set_number):
-        if in_repository(submission):
-            pytest.skip("the repository hands nothing in")
-        answer = handed_in(submission, "numbers.json", set_number, request.param)
-        if PACKED.exists():
-            pytest.skip("your instructor has the answers" if type(answer) is int else
-                        f"there is no whole number for question {request.param} yet")
-        from predict import questions
-        if answer != questions(set_number, student)[request.param][1]:
-            raise Fault(f"{request.param}: {answer!r} is wrong")
-    return judge
-
-
-@pytest.fixture(params="12345")
-def bug(request, submission, record_property):
-    """Judges the workload for one bug, and says what the bug does with it."""
-    def judge(set_number):
-        if in_repository(submission):
-            pytest.skip("the repository hands nothing in")
-        asked = handed_in(submission, "break.json", set_number, request.param)
-        try:
-            said = exposed(bugs_of(set_number)[int(request.param) - 1], asked)
-        except Fault as fault:
-            raise Fault(f"bug {request.param}: {fault}") from None
-        record_property("says", f"bug {request.param}: {said}")
-    return judge
-
-
 # --- the table at the end -------------------------------------------------------------------------
 
 def say(error, folder):
     """An exception in a line, with the last line of the student's own code that it passed."""
-    if isinstance(error, Fault):
-        return str(error)
-    if isinstance(error, NotImplementedError) and "is not written yet" in str(error):
+    if isinstance(error, Fault) or "is not written yet" in str(error):
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return "prints or writes more than the limit of 4 MB"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if Path(frame.filename).is_relative_to(folder)
-              and Path(frame.filename).parent != PACKED.parent]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if folder in Path(
+        frame.filename).parents and HERE not in Path(frame.filename).parents]
     place = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name}, in " \
             f"{frames[-1].name}: {frames[-1].line})" if frames else ""
     message = str(error).strip().partition("\n")[0]
@@ -132,45 +95,44 @@ def say(error, folder):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    marker = points_of(item)
-    if marker is None or (report.when != "call" and report.passed):
+    marker = item.get_closest_marker("points")
+    if marker is None or report.skipped or (report.when != "call" and report.passed):
         return report
     score = item.config.stash[SCORES].setdefault(name_of(item), {
         "of": marker.args[0], "title": marker.kwargs.get("title", ""), "passed": 0, "cases": 0,
         "whole": item.cls is not None, "messages": []})
-    if report.skipped:
-        return report
     score["cases"] += 1
     score["passed"] += report.passed
+    said = dict(item.user_properties).get("says")
     if call.excinfo:
-        folder = item.funcargs["submission"].folder if "submission" in item.funcargs else Path("-")
-        sentence = say(call.excinfo.value, folder)
-        if sentence not in score["messages"]:
-            score["messages"].append(sentence)
+        said = say(call.excinfo.value, item.funcargs.get("submission"))
         if isinstance(call.excinfo.value, (Fault, NotImplementedError)):
-            report.longrepr = sentence   # the sentence says more than our stack does
-    elif text := dict(item.user_properties).get("says"):
-        score["messages"].append(text)
+            report.longrepr = said   # the sentence says more than our stack does
+    if said and said not in score["messages"]:
+        score["messages"].append(said)
     return report
 
 
-def points(score):
-    share = score["passed"] / score["cases"] if score["cases"] else 0
-    return round(score["of"] * (int(share) if score["whole"] else share), 2)
+def results(config):
+    """The parts that were tested, as in Gradescope's results.json."""
+    for name, score in config.stash[SCORES].items():
+        share = score["passed"] / score["cases"]
+        points = round(score["of"] * (int(share) if score["whole"] else share), 2)
+        yield {"name": f"{name} {score['title']}".strip(), "score": points,
+               "max_score": score["of"], "status": "passed" if share == 1 else "failed",
+               "output": "\n".join(score["messages"][:1 if score["whole"] else None])[:4000]}
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    scores = {name: score for name, score in config.stash[SCORES].items() if score["cases"]}
-    if not scores:
+    tests = [*results(config)]
+    if not tests:
         return
     terminalreporter.section("points")
-    for name, score in scores.items():
-        head = f"{name} {score['title']}".ljust(44)
-        terminalreporter.line(f"{head}{points(score):g}/{score['of']:g}")
-        for message in score["messages"][:1 if score["whole"] else None]:
-            for line in message.splitlines():
-                terminalreporter.line(f"   {line}")
-    total, of = sum(map(points, scores.values())), sum(score["of"] for score in scores.values())
+    for test in tests:
+        terminalreporter.line(f"{test['name']:44}{test['score']:g}/{test['max_score']:g}")
+        for line in test["output"].splitlines():
+            terminalreporter.line(f"   {line}")
+    total, of = (sum(test[key] for test in tests) for key in ("score", "max_score"))
     terminalreporter.line(f"{total:g} of {of:g} points" + (
         "" if option(config, "--hidden") else "; the final grade also has larger workloads"))
 
@@ -178,9 +140,5 @@ def pytest_terminal_summary(terminalreporter, config):
 def pytest_sessionfinish(session):
     """Gradescope's results.json; `exitstatus` of pytest is 0 only if all is right."""
     if file := option(session.config, "--results"):
-        Path(file).write_text(json.dumps({"tests": [
-            {"name": f"{name} {score['title']}".strip(), "score": points(score),
-             "max_score": score["of"], "output": "\n".join(score["messages"][:5])[:4000],
-             "status": "passed" if points(score) == score["of"] else "failed"}
-            for name, score in session.config.stash[SCORES].items() if score["cases"]]}, indent=1),
-            encoding="utf-8", errors="backslashreplace")
+        Path(file).write_text(json.dumps({"tests": [*results(session.config)]}, indent=1),
+                              encoding="utf-8", errors="backslashreplace")

@@ -12,30 +12,26 @@ import doctest
 import itertools
 import math
 import os
+import random
 import re
 import signal
-import sys
 import time
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
 import isolate
-import pytest
 from isolate import Fault
 
-os.environ["OMP_NUM_THREADS"] = "1"   # a tiny model gains nothing from threads
-HERE = Path(__file__).resolve().parent
-PACKED = HERE / "reference.bin"   # in a student's copy: our files, in a zip archive
-ROOT = HERE.parent
-isolate.ROOTS[:] = [str(PACKED), str(HERE)] if PACKED.exists() else [str(ROOT)]
-sys.path.insert(0, str(PACKED if PACKED.exists() else ROOT))
+from paging import Pages
+from request import Request
+from scheduler import Scheduler
 
+os.environ["OMP_NUM_THREADS"] = "1"   # a tiny model gains nothing from threads
 TIMES, FLOOR = 30, 5   # of the reference's CPU time, and seconds, that a student's code may take
 TOLERANCE = 1e-8       # relative; what is compared is in float64
 STEPS = 2000           # a scheduler's run that takes more hangs
-WAITING, RUNNING = ([f"{state}{i}" for i in range(9999)] for state in "WR")   # names of requests
 MIX = (1, 4), (5, 1), (1, 3), (12, 3), (5, 4), (3, 2, 2)   # see `given`
 LATE = (2, 3), (2, 3), (9, 2, 1)
 
@@ -52,29 +48,27 @@ def letters(i):
     return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[i % 26] + str(i // 26 or "")
 
 
-def given(*sizes, names=None, block_size=24, computed=0):
-    """Requests A, B, ... from (prompt, new tokens, arrival, priority, eos_token)."""
-    from request import Request
+def given(*sizes, name="", block_size=24, computed=0):
+    """Requests A, B, ... or name0, name1, ... from (prompt, new, arrival, priority, eos_token)."""
     requests = []
     for i, (prompt, new, *rest) in enumerate(sizes):
         if not isinstance(prompt, list):
             prompt = [(7 * i + 3 * j * j + j) % 12 + 1 for j in range(prompt)]
-        requests.append(Request(prompt, new, name=names[i] if names else letters(i),
+        requests.append(Request(prompt, new, name=f"{name}{i}" if name else letters(i),
                                 **dict(zip(("arrival", "priority", "eos_token"), rest))))
         requests[-1].block_size, requests[-1].computed = block_size, computed
     return requests
 
 
-def drawn(rng, least=2, most=5, prompt=14, new=7, arrivals=(0, 0, 1, 2)):
+def drawn(rng, least=2, most=5, prompt=14, new=7):
     """`least` to `most` random requests, greedy and sampled."""
-    from request import Request
     requests = []
     for i in range(rng.randint(least, most)):
         length = rng.choice([1, 2, 3, rng.randint(4, prompt)])
         requests.append(Request(
             [rng.randrange(13) for _ in range(length)], rng.randint(1, new), name=letters(i),
             temperature=rng.choice([0.0, 0.0, 0.9]), seed=rng.randrange(99),
-            arrival=rng.choice(arrivals)))
+            arrival=rng.choice([0, 0, 1, 2])))
     return requests
 
 
@@ -111,40 +105,55 @@ def plan_of(plan):
     return " ".join(f"{r.name}{n}" for r, n in plan) or "nothing"
 
 
-def plans_of(requests, max_batch=8, token_budget=64, max_kv_tokens=None):
-    """A scheduler's run with no model, every sampled token is 0: (its plans, what holds after)."""
-    from scheduler import Scheduler
-    requests = sorted(map(replace, requests), key=lambda request: request.arrival)
-    queue, step, made = Scheduler(max_batch, token_budget, max_kv_tokens), 0, []
-    for request in requests:
-        request.block_size = 24
+def plan_for(rows):
+    """A plan from (todo, n) of each request, which has a prompt of 4 tokens."""
+    plan = list(zip(given(*[(4, 2)] * len(rows)), (n for _, n in rows)))
+    for (request, _), (todo, _) in zip(plan, rows):
+        request.computed = 4 - todo
+    return plan
+
+
+def scheduled(requests, max_batch=8, token_budget=64, max_kv_tokens=None):
+    """A scheduler's run with no model; every token is 0. Yields what is seen of each step."""
+    queue, step, freed = Scheduler(max_batch, token_budget, max_kv_tokens), 0, []
+    free = queue.free
+    queue.free = lambda request: freed.append(f"{request.name}, {request.kv}") or free(request)
+    for request in sorted(requests, key=lambda request: request.arrival):
         queue.add(request)
-    while queue.busy and len(made) < STEPS:
+    for _ in range(STEPS):
+        if not queue.busy:
+            return
         step = queue.next_step(step)
         try:
             plan = queue.schedule(step)
         except NotImplementedError:
             raise
         except RuntimeError as error:
-            made.append(f"step {step}: raises RuntimeError: {error}")
-            break
-        made.append(f"step {step}: {plan_of(plan)}")
+            yield {f"step {step}": f"raises RuntimeError: {error}"}
+            return
+        seen = {f"the plan of step {step}": plan_of(plan), "running": names(queue.running)}
+        tokens = [0] * sum(n == request.todo for request, n in plan)
         for request, _ in plan:
             request.kv = request.kv or "cache"
-        queue.update(plan, [0] * sum(n == request.todo for request, n in plan))
+        queue.update(plan, tokens)
+        yield {**seen, "plan and tokens after update": [plan_of(plan), tokens],
+               f"running after step {step}": names(queue.running),
+               "waiting": names(queue.waiting), "free was called for": sorted(freed),
+               **{f"{r.name} after step {step}, computed, generated, finish_reason and cache":
+                  [r.computed, len(r.generated), r.finish_reason, r.kv] for r in requests}}
         step += 1
-    return made, {**{f"tokens of {r.name}": len(r.generated) for r in requests},
-                  **{f"cache of {r.name} after its end": r.kv for r in requests}}
 
 
 # --- a part ---------------------------------------------------------------------------------------
 
+@dataclass
 class Part:
-    """One part of a set, of one student. rng and hidden: what random workloads follow from."""
-
-    def __init__(self, submission, functions, rng, hidden):
-        self.submission, self.functions = submission, functions
-        self.rng, self.hidden = rng, hidden
+    """One part of a set, of one student."""
+    name: str               # "3a"
+    folder: Path | None     # the student's; None: ours are tested
+    functions: tuple        # that the part asks for, as file.py:Class.method
+    rng: random.Random      # random workloads follow from it
+    hidden: bool            # whether they are as large as an instructor's
 
     @property
     def sizes(self):
@@ -155,10 +164,13 @@ class Part:
     @contextmanager
     def theirs(self, seconds=0.0):
         """With their functions, and their limit on CPU time. seconds: that ours has taken."""
+        if self.folder is None:
+            yield
+            return
         place = os.getcwd()
-        os.chdir(self.submission.folder)   # where their data files are
+        os.chdir(self.folder)   # where their data files are
         try:
-            with self.submission.part(self.functions), limited(max(FLOOR, TIMES * seconds)):
+            with limited(max(FLOOR, TIMES * seconds)), isolate.part(self.folder, self.functions):
                 yield
         finally:
             os.chdir(place)
@@ -167,8 +179,7 @@ class Part:
         """A probe yields (where, value); Fault at the first value that is not as with ours."""
         started = time.process_time()
         expected = list(probe(*copy.deepcopy(arguments)))
-        seconds = time.process_time() - started
-        with self.theirs(seconds):
+        with self.theirs(time.process_time() - started):
             for (where, right), (_, value) in zip(expected, probe(*arguments)):
                 if fault := difference(value, right):
                     raise Fault(f"{where}: {fault}")
@@ -181,25 +192,27 @@ class Part:
         from checks.judge import CAUSES, faults
         from checks.toy import toy
         where, started = describe(requests, **knobs), time.process_time()
-        generate = import_module(stage).generate
-        expected = counts_of(generate(toy(), [*map(replace, requests)], **knobs))
-        seconds, traces, found, crash = time.process_time() - started, [], {}, None
-        with self.theirs(10 * seconds):
-            generate = import_module(stage).generate
+        generate, traces = import_module(stage).generate, []
+
+        def run(*arguments, **named):
+            traces.append(generate(*arguments, **named))
+
+        run(toy(), [*map(replace, requests)], **knobs)
+        found = {}
+        with self.theirs(10 * (time.process_time() - started)):
             try:
-                for cause, sentence in faults(lambda *args, **named: traces.append(
-                        generate(*args, **named)), toy(), [*map(replace, requests)], **knobs):
+                for cause, sentence in faults(run, toy(), [*map(replace, requests)], **knobs):
                     found.setdefault(cause, sentence)
             except Exception as error:   # what was seen before a crash says more than the crash
-                crash = error
+                error.where = where
+                found["crash"] = error
         effect = f"\nEffect: {found['contract']}" if "contract" in found else ""
         for cause in causes or CAUSES:
             if cause in found:
                 raise Fault(f"{found[cause]}{effect if cause != 'contract' else ''}\n{where}")
-        if crash:
-            crash.where = where
-            raise crash
-        if counts and (fault := difference(counts_of(traces[0]), expected)):
+        if "crash" in found:
+            raise found["crash"]
+        if counts and (fault := difference(*map(counts_of, reversed(traces)))):
             raise Fault(f"{fault}{effect}\n{where}")
 
     def fast(self, where, prepare, call):
@@ -209,8 +222,7 @@ class Part:
             call(argument)
             return time.process_time() - started
 
-        needed = max(seconds() for _ in range(3))
-        most = TIMES * needed + 0.02
+        most = TIMES * max(seconds() for _ in range(3)) + 0.02
         with self.theirs(most):
             if min(seconds() for _ in range(3)) > most:
                 raise Fault(f"{where}: takes more than {TIMES} times as long as ours; does its "
@@ -228,10 +240,9 @@ class Part:
                 raise
             for name in names:
                 value = getattr(batch, name)
-                for each in value if isinstance(value, tuple) else (value,):
-                    where = each.device.type if torch.is_tensor(each) else "meta"
-                    if where != "meta":
-                        raise Fault(f"{name} is on the {where}, but `device` is {'meta'!r}")
+                for each in filter(torch.is_tensor, value if isinstance(value, tuple) else [value]):
+                    if each.device.type != "meta":
+                        raise Fault(f"{name} is on the {each.device.type}, but `device` is 'meta'")
 
     def example(self, handout):
         """The part's worked example in the handout, as doctest runs it."""
@@ -243,33 +254,30 @@ class Part:
             try:
                 doctest.DebugRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test)
             except doctest.DocTestFailure as failure:
-                print(failure.got)
-                pair = (each.strip().splitlines() for each in (failure.got, failure.example.want))
+                print(failure.got)   # what doctest has caught counts towards the limit of prints
                 step = failure.example.source.splitlines()[0]
+                pair = (each.strip().splitlines() for each in (failure.got, failure.example.want))
                 raise Fault(f"the handout's example, part {self.name}, {step}: "
                             f"{difference(*pair)}") from None
             except doctest.UnexpectedException as error:
                 raise error.exc_info[1] from None
 
 
-class Example:
-    """Each part of a set runs its worked example."""
+class Checks:
+    """What each part of a set is tested with: its worked example, and what its class asks for."""
+    on_device = ()   # how to make a layout, and its tensors that have to be on the device
+    in_time = ()     # [(words, prepare, call), ...]: see Part.fast
 
     def test_the_example(self, part, request):
         part.example(request.path.with_name("HANDOUT.md"))
 
+    def test_device(self, part):
+        if self.on_device:
+            part.on_device(*self.on_device)
 
-def answers(of_set, worth):
-    """The tests of predicted numbers, and of workloads that expose bugs."""
-    @pytest.mark.points(worth, title="predicted numbers")
-    def numbers(number):
-        number(of_set)
-
-    @pytest.mark.points(worth, title="bugs exposed")
-    def bugs(bug):
-        bug(of_set)
-
-    return numbers, bugs
+    def test_time(self, part):
+        for words, prepare, call in self.in_time:
+            part.fast(words, prepare, call)
 
 
 @contextmanager
@@ -291,27 +299,33 @@ def limited(seconds):
         signal.signal(signal.SIGPROF, before)
 
 
+def limit_process(cpu):
+    """Hard limits for a process: seconds of CPU time, 6 GB of memory, 4 MB of what it writes."""
+    try:
+        import resource
+    except ImportError:
+        return   # Windows: the clock is the only limit
+    for name, most in ("CPU", cpu), ("AS", 6000 << 20), ("FSIZE", 4 << 20), ("CORE", 0):
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+
+
 # --- comparing ------------------------------------------------------------------------------------
 
 def difference(value, expected):
     """None, or what is wrong with a value, in a phrase."""
     if isinstance(expected, dict) and isinstance(value, dict):
         for key in {**expected, **value}:
-            pair = (each.get(key, "nothing") for each in (value, expected))
-            if fault := difference(*pair):
+            if fault := difference(value.get(key, "nothing"), expected.get(key, "nothing")):
                 return f"{key}: {fault}"
         return None
     mine, theirs = flat(value), flat(expected)
     if mine and any(isinstance(x, float) for x in theirs.values()):
         scale = max(map(abs, theirs.values())) or 1
-        gaps = {at: abs(mine.get(at, math.nan) - theirs[at]) / scale for at in theirs}
-        if not all(map(math.isfinite, gaps.values())):
-            return "holds NaN or infinity"
-        at, gap = max(gaps.items(), key=lambda pair: pair[1])
-        if gap > 1e-6:
-            return f"{mine[at]:.6g} at {list(at)}, expected {theirs[at]:.6g}"
-        return None if gap <= TOLERANCE else (
-            f"off by {gap:.1g} of the largest number: as if some of it were computed in float32")
+        for at, right in theirs.items():
+            number = mine.get(at, math.nan)
+            if not abs(number - right) <= TOLERANCE * scale:   # NaN is wrong, too
+                return f"{number:.10g} at {list(at)}, expected {right:.10g}"
+        return None
     if value == expected:
         return None
     if isinstance(value, list) and isinstance(expected, list) and (
@@ -336,19 +350,18 @@ def short(value):
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def left_in_caches(layout, rng, passes):
+def left_in_caches(layout, rng, passes, lengths=(2, 11, 4, 5, 8, 1, 3, 9, 2)):
     """
     A probe of what a run does not show: columns, a mask that shows the future, an answer that is
     computed again, what is left in the caches. The lengths tell first-fit decreasing from others.
     """
     import torch
     torch.manual_seed(rng.randrange(99))
-    requests = given(*[(n, 13) for n in (2, 11, 4, 5, 8, 1, 3, 9, 2)])
+    requests = given(*[(n, 13) for n in lengths])
     for step in range(passes):
         plan = [(request, request.todo) for request in requests]
-        where = f"{layout.__name__}, pass {step}, new tokens " + " ".join(
-            f"{r.name}{n}" for r, n in plan)
         batch = layout(plan)
+        where = f"{type(batch).__name__}, pass {step}, new tokens {plan_of(plan)}"
         *rows, T = batch.tokens.shape
         batch.attend("random", *torch.randn(3, *rows, 2, T, 3).double())
         yield where, {"tokens": batch.tokens.tolist(), "positions": batch.positions.tolist()}
@@ -357,36 +370,43 @@ def left_in_caches(layout, rng, passes):
         for i, (request, n) in enumerate(plan):
             yield where, {f"the cache of {request.name}": {
                 name: tensor(getattr(request.kv, name).get("random")) for name in "kv"}}
-            request.computed, request.generated = n, [*range(i % 6 + 1)]
+            request.computed, request.generated = n, [*range((i + n) % 12 + 1)]
+
+
+def operations(pages, rng, number):
+    """Random operations on the books of a pool. Yields (the last calls, [(table, tokens), ...])."""
+    tables, said = [], []
+    for _ in range(number):
+        if tables and (rng.random() < 0.45 or len(pages.free) < 3):
+            table, _ = tables.pop(rng.randrange(len(tables)))
+            said.append(f"give_back({table})")
+            pages.give_back(list(table))
+        else:
+            tokens = [rng.randrange(2) for _ in range(3 * pages.size)]
+            # sometimes as two requests which compute the same at the same time
+            shared, table = pages.find(tokens[:-1]) if rng.random() < 0.7 else [], []
+            known, revived = len(shared), sum(page in pages.free for page in shared)
+            if 3 - known > len(pages.free) - revived:
+                continue
+            said.append(f"hold([], {shared})")
+            pages.hold(table, shared)
+            said[-1] += f" whose argument is then {shared}"
+            pages.allocate(table, 3 - known)
+            for i in range(known, 3):
+                pages.publish(table, i, tokens[pages.size * i:pages.size * (i + 1)])
+            tables.append((table, tokens))
+            said[-1] += f", then {table} is the block table of {tokens}"
+        yield "; ".join(said[-3:]), tables
 
 
 def books(rng, cases):
-    """Random operations on the books of a pool, and what they hold afterwards."""
-    from paging import Pages
-    for number, size, operations in cases:
-        pages, tables, said = Pages(number, size), [], []
-        for _ in range(operations):
-            if tables and (rng.random() < 0.45 or len(pages.free) < 3):
-                table, tokens = tables.pop(rng.randrange(len(tables)))
-                said.append(f"give_back({table})")
-                pages.give_back(list(table))
-            else:
-                tokens = [rng.randrange(2) for _ in range(3 * size)]
-                shared, table = pages.find(tokens[:-1]), []
-                known, revived = len(shared), sum(page in pages.free for page in shared)
-                if 3 - known > len(pages.free) - revived:
-                    continue
-                said.append(f"hold([], {shared})")
-                pages.hold(table, argument := list(shared))
-                yield "after " + "; ".join(said[-3:]), {
-                    "the argument of hold afterwards": argument, "table": list(table)}
-                pages.allocate(table, 3 - known)
-                for i in range(known, 3):
-                    pages.publish(table, i, tokens[size * i:size * (i + 1)])
-                tables.append((table, tokens))
-                said[-1] += f", then {table} is the block table of {tokens}"
-            yield "after " + "; ".join(said[-3:]), {
-                "holders": list(pages.holders), "free, in order": list(pages.free),
+    """What the books of a pool hold after random operations. Cases: (pages, their size, number)."""
+    for number, size, count in cases:
+        pages = Pages(number, size)
+        for said, tables in operations(pages, rng, count):
+            yield f"after {said}", {
+                "the calls": said, "holders": list(pages.holders),
+                "free, in order": list(pages.free),
                 "published": sorted(pages.published.values()), "in key_of": sorted(pages.key_of),
                 "evicted_pages": pages.counts["evicted_pages"],
                 **{f"find({tokens})": pages.find(tokens) for _, tokens in tables[-9:]}}

@@ -7,74 +7,83 @@ Two open tasks, ranked by counts and never by seconds. open.md describes them.
 Each runs in a process of its own, with limits. `ours` and a lower bound of packing are ranked, too.
 """
 import argparse
-import json
 import math
 import random
 import runpy
-import tempfile
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
-import kit
-from grade_class import LIMITS, PATIENCE, written_by
-from kit import Fault
+from isolate import Fault
+from kit import limit_process, limited
+
+from generate_prepacked import first_fit_decreasing
+from request import Request, advance, indices_due
+from scheduler import Scheduler
 
 ARRIVALS, BUDGET, PLACES = 2000, 48, 40
 SECONDS = 60   # of CPU time, for each student
 
 
+# --- a sharing policy -----------------------------------------------------------------------------
+
 def workload(rng):
     """Requests that arrive as a Poisson process, at about 90% of what the budget can serve."""
-    from request import Request
     time, requests = 0.0, []
     for i in range(ARRIVALS):
         prompt = min(max(round(rng.lognormvariate(3.4, 0.9)), 1), 400)
         new = min(max(round(rng.lognormvariate(2.3, 0.6)), 2), 60)
-        request = Request([0] * prompt, new, name=f"r{i}", arrival=int(time))
-        request.block_size = 512
-        requests.append(request)
+        requests.append(Request([0] * prompt, new, name=f"r{i}", arrival=int(time)))
+        requests[-1].block_size = 512
         time += rng.expovariate(0.78)
     return requests
 
 
+def check_plan(plan, running):
+    """ValueError for a plan that no step can compute."""
+    if not plan or len({request for request, _ in plan}) != len(plan):
+        raise ValueError("a request appears twice in the plan" if plan else "the plan is empty")
+    for request, n in plan:
+        if request not in running or type(n) is not int or not 1 <= n <= request.todo:
+            raise ValueError(f"{request} cannot compute {n} of its {request.todo} tokens")
+    if (tokens := sum(n for _, n in plan)) > BUDGET:
+        raise ValueError(f"the plan has {tokens} tokens, the budget is {BUDGET}")
+
+
 def serve(share, rng):
-    """Serves the workload under a policy: {"ttft": mean, "late": share of ITL above 2 steps}."""
-    from scheduler import Scheduler
-
-    class Shared(Scheduler):
-        def admit(self, step):
-            """All that have arrived, as long as there are places: the policy chooses among them."""
-            while len(self.running) < self.max_batch and self.arrived(step):
-                self.running.append(self.waiting.popleft())
-
-        def share_budget(self):
-            """The policy's plan. ValueError for one that no step can compute."""
-            plan = [(request, n) for request, n in share(list(self.running), BUDGET)]
-            if len({request for request, _ in plan}) != len(plan):
-                raise ValueError("a request appears twice in the plan")
-            for request, n in plan:
-                if request not in self.running or type(n) is not int or not 1 <= n <= request.todo:
-                    raise ValueError(f"{request} cannot compute {n} of its {request.todo} tokens")
-            if (tokens := sum(n for _, n in plan)) > BUDGET:
-                raise ValueError(f"the plan has {tokens} tokens, the budget is {BUDGET}")
-            return plan
-
-    requests, queue, step = workload(rng), Shared(PLACES, BUDGET), 0
-    for request in requests:
-        queue.add(request)
-    while queue.busy:
-        step = queue.next_step(step)
-        plan = queue.schedule(step)
-        due = [request for request, n in plan if n == request.todo]
-        queue.update(plan, [0] * len(due))
+    """Serves the workload under a policy: (how it ranks, what is said of it)."""
+    requests = workload(rng)
+    waiting, running, step = deque(requests), [], 0
+    while waiting or running:
+        step = step if running else max(step, waiting[0].arrival)
+        while waiting and len(running) < PLACES and waiting[0].arrival <= step:
+            running.append(waiting.popleft())
+        plan = [(request, n) for request, n in share(list(running), BUDGET)]
+        check_plan(plan, running)
+        due = [plan[i][0] for i in indices_due(plan)]
         for request in due:
             request.token_steps.append(step)
+        advance(plan, [0] * len(due))
+        running = [request for request in running if not request.finished]
         step += 1
     ttft = [request.token_steps[0] - request.arrival + 1 for request in requests]
     gaps = [b - a for request in requests for a, b in pairwise(request.token_steps)]
-    return {"ttft": sum(ttft) / len(ttft), "late": sum(gap > 2 for gap in gaps) / len(gaps)}
+    mean, late = sum(ttft) / len(ttft), sum(gap > 2 for gap in gaps) / len(gaps)
+    return (late > 0.01, mean), (f"mean TTFT {mean:.2f} steps, {late:.2%} of ITL above 2"
+                                 + ": not allowed" * (late > 0.01))
 
+
+def our_share(running, budget):
+    return Scheduler.share_budget(SimpleNamespace(running=running, token_budget=budget))
+
+
+# --- bin packing ----------------------------------------------------------------------------------
 
 def batches(rng):
     """Lengths and row size of the batches to pack: uniform, skewed, and from 30 to 60."""
@@ -84,7 +93,7 @@ def batches(rng):
 
 
 def fill(pack, rng):
-    """{"rows": how many a packing needs for all batches}. ValueError if it is not a valid one."""
+    """Packs all batches: (how it ranks, how many rows it takes). ValueError if not a packing."""
     total = 0
     for lengths, size in batches(rng):
         rows = pack(list(lengths), size)
@@ -93,72 +102,54 @@ def fill(pack, rng):
         if any(sum(lengths[i] for i in row) > size for row in rows):
             raise ValueError(f"a row holds more than {size} tokens")
         total += len(rows)
-    return {"rows": total}
+    return (False, total), f"{total} rows"
 
 
-def play(task, file, seed, results):
-    """In a process of its own: what a student's file achieves, as JSON in the file `results`."""
+# --- the table ------------------------------------------------------------------------------------
+
+TASKS = {"policy": ("share", serve, our_share), "packing": ("pack", fill, first_fit_decreasing)}
+LAST = True, math.inf
+
+
+def play(task, file, seed):
+    """In a process of its own: how a student's file ranks, and what is said of it."""
+    name, judge, _ = TASKS[task]
     try:
-        with kit.limited(SECONDS):
-            function, rng = ("share", "pack")[task == "packing"], random.Random(f"{task} {seed}")
-            theirs = runpy.run_path(file)[function]
-            found = serve(theirs, rng) if task == "policy" else fill(theirs, rng)
+        with limited(SECONDS), redirect_stdout(StringIO()):
+            return judge(runpy.run_path(file)[name], random.Random(seed))
+    except Fault as fault:
+        return LAST, str(fault)
     except Exception as error:
-        found = {"fault": str(error) if isinstance(error, Fault) else
-                 f"raises {type(error).__name__}: {str(error).strip():.150}"}
-    Path(results).write_text(json.dumps(found))
+        return LAST, f"raises {type(error).__name__}: {str(error).strip():.150}"
 
 
-def result_of(folder, task, seed):
-    """What one student's file achieves: a dict, with "fault" if it fails."""
-    file = Path(folder, f"{task}.py")
+def result_of(task, file, seed):
     if not file.is_file():
-        return {"fault": f"there is no {task}.py"}
-    with tempfile.TemporaryDirectory() as place:
-        results = Path(place, "results.json")
-        code = (f"{LIMITS}\nsys.path[:0] = {[str(kit.HERE), str(kit.ROOT)]}\n"
-                "import leaderboard\nleaderboard.play(*sys.argv[1:])")
-        found = written_by([code, task, file.resolve(), seed, results], folder, results, PATIENCE)
-        return {"fault": found} if isinstance(found, str) else found
-
-
-def baselines(task, seed):
-    """What the repository itself achieves, and for packing a bound that nothing can beat."""
-    first, again = (random.Random(f"{task} {seed}") for _ in range(2))
-    if task == "policy":
-        from scheduler import Scheduler
-        return {"ours": serve(lambda running, budget: Scheduler.share_budget(
-            SimpleNamespace(running=running, token_budget=budget)), first)}
-    from generate_prepacked import first_fit_decreasing
-    bound = sum(math.ceil(sum(lengths) / size) for lengths, size in batches(first))
-    return {"ours": fill(first_fit_decreasing, again), "lower bound": {"rows": bound}}
-
-
-def rank(task, found):
-    """Lines of the table, the best first; what is not allowed comes last."""
-    lines = []
-    for name, result in found.items():
-        late, score = result.get("late", 0), result.get("ttft", result.get("rows", 0))
-        text = result.get("fault") or (
-            f"{score} rows" if task == "packing" else
-            f"mean TTFT {score:.2f} steps, {late:.2%} of ITL above 2"
-            + ": not allowed" * (late > 0.01))
-        lines.append((("fault" in result, late > 0.01, score), f"{name:20} {text}"))
-    return [f"{place:3} {line}" for place, (_, line) in enumerate(sorted(lines), 1)]
+        return LAST, f"there is no {file.name}"
+    try:
+        with ProcessPoolExecutor(1, get_context("spawn"), limit_process, (2 * SECONDS,)) as pool:
+            return pool.submit(play, task, str(file), seed).result()
+    except BrokenProcessPool:
+        return LAST, "ends the process"
 
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[1])
-    p.add_argument("task", choices=("policy", "packing"))
-    p.add_argument("folder", help="with a folder for each student")
+    p.add_argument("task", choices=TASKS)
+    p.add_argument("folder", type=Path, help="with a folder for each student")
     p.add_argument("--salt", default="", help="decides the workload")
     args = p.parse_args(argv)
-    if not Path(args.folder).is_dir():
+    if not args.folder.is_dir():
         p.error(f"{args.folder} is not a folder")
-    found = baselines(args.task, args.salt)
-    found |= {path.name: result_of(path, args.task, args.salt)
-              for path in sorted(Path(args.folder).iterdir()) if path.is_dir()}
-    print("\n".join(rank(args.task, found)))
+    seed, (_, judge, ours) = f"{args.task} {args.salt}", TASKS[args.task]
+    found = {"ours": judge(ours, random.Random(seed))}
+    if args.task == "packing":
+        rows = sum(math.ceil(sum(lengths) / size) for lengths, size in batches(random.Random(seed)))
+        found["lower bound"] = (False, rows), f"{rows} rows"
+    found |= {path.name: result_of(args.task, path / f"{args.task}.py", seed)
+              for path in sorted(args.folder.iterdir()) if path.is_dir()}
+    for place, name in enumerate(sorted(found, key=found.get), 1):
+        print(f"{place:3} {name:20} {found[name][1]}")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ Makes student copies of a set, cut from the repository as it stands.
     python assignments/make.py 4 out --roster roster.csv    a copy for each id in its first column
 
 Signature and docstring of each function of the set stay; its body becomes an error that says what
-is missing. All else is complete: what earlier sets asked for is in the copy as we have it. The
-kit's own files come along as they are, with our code in an archive, reference.bin, which the tests
-run. Same input, same bytes.
+is missing. What earlier sets asked for is in the copy as we have it. The kit's own files come
+along, with our code in an archive, reference.bin, which the tests run. Same input, same bytes.
 """
 import argparse
 import ast
@@ -17,17 +16,17 @@ import json
 import sys
 import warnings
 import zipfile
-from io import BytesIO
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-import breaks  # noqa: E402
+ROOT = HERE.parent
+sys.path[:0] = [str(HERE), str(ROOT)]
+import answers  # noqa: E402
 from predict import questions  # noqa: E402
 
-ROOT = HERE.parent
 SETS = sorted(int(path.name[3:]) for path in HERE.glob("set?"))
-KIT = ("conftest.py", "kit.py", "isolate.py", "breaks.py")   # what a copy's tests run with
+KIT = ("conftest.py", "kit.py", "isolate.py", "answers.py")   # what a copy's tests run with
+ROOMS = "", "toolbox", "checks", "loading", "beyond"          # our code that a copy's tests run
 
 
 def tests_of(number):
@@ -54,29 +53,6 @@ def functions_of(number):
     hidden = dict.fromkeys(getattr(tests_of(number), "HIDDEN", ()))
     return hidden | {function: name for name, mark in reversed(parts_of(number).items())
                      if not mark.kwargs.get("given") for function in mark.args[1:]}
-
-
-def needed(number):
-    """Our files that the set's tests run with, found by their imports."""
-    todo, found = [HERE / f"set{number}" / f"test_set{number}.py"], []
-    todo += [HERE / name for name in KIT]
-    todo += [path_of(name) for name in (*tests_of(number).FILES.split(), "checks/judge.py")
-             if "model.py" in tests_of(number).FILES or not name.startswith("checks")]
-    while todo:
-        path = todo.pop()
-        if path in found:
-            continue
-        found.append(path)
-        for node in ast.parse(path.read_text("utf-8")).body:   # not what a function imports
-            modules = [node.module] if isinstance(node, ast.ImportFrom) else [
-                alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for module in modules:
-                parts = module.split(".")
-                todo += filter(Path.is_file, (
-                    ROOT.joinpath(*parts).with_suffix(".py"), *(ROOT.joinpath(
-                        *parts[:i], "__init__.py") for i in range(1, len(parts) + 1))))
-    return sorted({*tests_of(number).FILES.split(), *(
-        str(path.relative_to(ROOT)) for path in found if HERE not in path.parents)})
 
 
 def path_of(name):
@@ -133,51 +109,42 @@ def blanked(text, name, message):
 # --- a copy ---------------------------------------------------------------------------------------
 
 def student_copy(number, student):
-    """{file: its bytes} of one student's copy."""
-    folder, ours = HERE / f"set{number}", {name: text_of(name) for name in needed(number)}
-    files = dict(ours)
+    """{file: its text} of one student's copy, without our code."""
+    folder, tests = HERE / f"set{number}", tests_of(number)
+    files = {name: text_of(name) for name in tests.FILES.split()}
     for function, part in functions_of(number).items():
         file, name = function.split(":")
         files[file] = blanked(files[file], name, f"{name} is not written yet (part {part})"
                               if part else f"{name} is not part of this set")
-    bugs, title = breaks.bugs_of(number), (folder / "HANDOUT.md").read_text("utf-8").splitlines()[0]
-    packed = {**ours, "bugs.json": json.dumps(bugs), f"set{number}/__init__.py": ""}
+    if hasattr(tests, "personal"):   # what differs between students: set 7's bug
+        files |= tests.personal(files, student, edited)
+    files["student.json"] = json.dumps({"student": student, "set": number}) + "\n"
+    title = (folder / "HANDOUT.md").read_text("utf-8").splitlines()[0].removeprefix("# ")
+    files["README.md"] = filled("copy_readme.md", number=number, title=title, install=(
+        "pip install pytest" + " torch numpy" * ("model.py" in files)
+        + " tiktoken safetensors" * (number == 8)))
     mine = {path.name: path.read_text("utf-8") for path in sorted(folder.glob("*.*"))
             if path.name != "KEY.md" and f"set{number}/{path.name}" not in files}
     mine |= {name: (HERE / name).read_text("utf-8") for name in KIT}
-    tests = tests_of(number)
-    if hasattr(tests, "personal"):   # what differs between students: set 7's bug
-        files |= tests.personal(files, student, edited)
-    install = "pip install pytest" + " torch numpy" * ("model.py" in files)
-    if hasattr(tests, "CALLS"):
-        mine["calls.json"] = json.dumps({"calls": []}) + "\n"
-    files["README.md"] = (HERE / "copy_readme.md").read_text("utf-8").format(
-        number=number, title=title.removeprefix("# "), install=install)
     mine["written.md"] = f"# Set {number}: written answers\n\n## 1\n\n## 2\n\n## AI assistants\n"
-    asked = questions(number, student)
-    if asked:
+    if asked := questions(number, student):
         mine["numbers.json"] = json.dumps(dict.fromkeys(asked), indent=1) + "\n"
         mine["NUMBERS.md"] = (
             f"# Numbers for {student}\n\nPredict them by hand, before you run anything. The "
-            "answers go into numbers.json.\n\n" + "".join(f"{key}. {question}\n"
-                                                 for key, (question, _) in asked.items()))
-    if bugs and "runs" in bugs[0]:
-        says = "".join(f"{i}. {bug['says']} Runs {bug['runs']}.py" + "".join(
-            f" with {name}={value!r}" for name, value in breaks.fixed_knobs(bug).items()) + ".\n"
-            for i, bug in enumerate(bugs, 1))
+            "answers go into numbers.json.\n\n" + "".join(
+                f"{key}. {question}\n" for key, (question, _) in asked.items()))
         knobs = "those of `generate`" if "model.py" in files else (
             "`max_batch` (8 if you give none), `token_budget` (64) and `max_kv_tokens` (no limit)")
-        mine["BREAK.md"] = (HERE / "copy_break.md").read_text("utf-8").format(
-            number=number, bugs=says, knobs=knobs)
+        mine["BREAK.md"] = filled("copy_break.md", number=number, knobs=knobs, bugs="".join(
+            f"{i}. {bug['says']} Runs {bug['runs']}.py" + "".join(
+                f" with {name}={value!r}" for name, value in answers.fixed_knobs(bug).items())
+            + ".\n" for i, bug in enumerate(answers.bugs_of(number), 1)))
         mine["break.json"] = json.dumps(dict.fromkeys("12345"), indent=1) + "\n"
-    files["student.json"] = json.dumps({"student": student, "set": number}) + "\n"
-    files |= {f"set{number}/{name}": text for name, text in mine.items()}
-    archive = BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as zipped:
-        for name, text in packed.items():
-            zipped.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
-    return {**{name: text.encode() for name, text in files.items()},
-            f"set{number}/reference.bin": archive.getvalue()}
+    return files | {f"set{number}/{name}": text for name, text in mine.items()}
+
+
+def filled(name, **values):
+    return (HERE / name).read_text("utf-8").format(**values)
 
 
 def make(number, folder, student):
@@ -185,17 +152,25 @@ def make(number, folder, student):
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder")
-    for name, content in student_copy(number, student).items():
+    for name, text in student_copy(number, student).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        path.write_text(text, encoding="utf-8", newline="\n")
+    ours = {str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).iterdir()
+            if path.suffix in (".py", ".json")}
+    packed = {name: text_of(name) for name in sorted({*ours, *tests_of(number).FILES.split()})}
+    packed |= {"bugs.json": json.dumps(answers.bugs_of(number)), f"set{number}/__init__.py": ""}
+    with zipfile.ZipFile(folder / f"set{number}" / "reference.bin", "w") as archive:
+        for name, text in packed.items():   # with no times, so that equal copies have equal bytes
+            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
 
 
 def roster(file):
     """The ids in the first column of a CSV file. ValueError for one that cannot name a folder."""
     with open(file, newline="", encoding="utf-8-sig") as lines:
         ids = [row[0].strip() for row in csv.reader(lines) if row and row[0].strip()]
-    ids = ids[1:] if ids[:1] and ids[0].lower() in ("id", "student", "email", "name") else ids
+    if ids and ids[0].lower() in ("id", "student", "email", "name"):
+        del ids[0]
     for student in ids:
         if ids.count(student) > 1:
             raise ValueError(f"{file}: {student!r} stands there twice")
@@ -209,15 +184,15 @@ def roster(file):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[1])
     p.add_argument("set", type=int, choices=SETS)
-    p.add_argument("folder", help="in which each student gets a folder")
+    p.add_argument("folder", type=Path, help="in which each student gets a folder")
     who = p.add_mutually_exclusive_group(required=True)
     who.add_argument("--student", help="an id, which decides numbers and hidden workloads")
     who.add_argument("--roster", help="a CSV file with an id in the first column")
     args = p.parse_args(argv)
     try:
         for student in roster(args.roster) if args.roster else [args.student]:
-            make(args.set, Path(args.folder, student), student)
-            print(Path(args.folder, student))
+            make(args.set, args.folder / student, student)
+            print(args.folder / student)
     except (ValueError, OSError) as error:
         p.error(str(error))
 

@@ -2,6 +2,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 from beyond.arrivals import check_lengths, workload
 from beyond.capacity import MOST, ROUTERS, Load, fewest, serve
@@ -134,11 +135,11 @@ def run_replicas(args):
     if (args.ttft is None) != (args.itl is None):
         raise ValueError("--ttft and --itl belong together: give both limits, or none")
     load = Load(args.rate, prompts, answers, args.requests, args.seed, args.groups, args.prefix)
-    rows = [*(of_routers if args.ttft is None else of_limits)(args, gpu_of(args.gpu), load)]
+    found = of_routers if args.ttft is None else of_limits
+    rows = list(found(args, gpu_of(args.gpu), load))
     if rows:
         print("calculated; waits in ms, of the median and of the p99")
-        print(aligned([rows[0], *([f"{cell:,.2f}" if isinstance(cell, float) else cell
-                                   for cell in row.values()] for row in rows)]))
+        print(aligned([rows[0].keys(), *map(cells, rows)]))
         if rows[-1]["verdict"] == TOO_SHORT:
             print(advice(rows[-1]["times"]))
     write(args.json, {"calculated": True, "rows": rows})
@@ -154,9 +155,10 @@ def of_routers(args, gpu, load):
 def of_limits(args, gpu, load):
     flags.say_ignored(args, [name for name, default in (("replicas", 4), ("tp", 1))
                              if getattr(args, name) != default], "with limits")
+    whole = shape_of(args.model, args.dtype)
     for tp in 1, 2, 4, 8:
         try:
-            shape = shape_of(args.model, args.dtype, tp)
+            shape = replace(whole, tp=tp)
             shape.room(gpu)
         except ValueError as error:
             print(f"no row for --tp {tp}: {error}")
@@ -172,3 +174,7 @@ def row(f):
              for q in (50, 99)}
     return {**waits, "saved_tokens": f["saved_tokens"], "times": f["times"],
             "verdict": f["verdict"]}
+
+
+def cells(row):
+    return [f"{cell:,.2f}" if isinstance(cell, float) else cell for cell in row.values()]

@@ -38,7 +38,6 @@ class GPU:
     link: float = 12e9         # bytes/s each way; the default is PCIe
     link_latency: float = 30e-6
     share: float = 0.71        # of the peak, in a pass of many rows
-    tile: float = TILE
     overhead: float = ENGINES["tensorrt-llm"]["overhead"]         # seconds between two passes
     per_request: float = ENGINES["tensorrt-llm"]["per_request"]   # and for each sampled token
 
@@ -58,8 +57,9 @@ GPUS = {name: GPU(**{**sheet, "memory": sheet["memory"] * GiB})
 @dataclass(frozen=True)
 class Shape:
     """
-    What a model's time and memory depend on. ffn_matrices: 2, or 3 if gated. `tp` tensor parallel
-    ranks split heads and FFN, as beyond/tensor_parallel.py does, and each holds the vocabulary.
+    What a model's time and memory depend on, in the order of sheets.json. ffn_matrices: 2, or 3 if
+    gated. `tp` tensor parallel ranks split heads and FFN, as beyond/tensor_parallel.py does, and
+    each holds the vocabulary.
     """
     n_layer: int
     n_embd: int
@@ -112,7 +112,7 @@ class Shape:
         Of a pass over `slots` places, after which the engine samples so many tokens. A ring's
         all-reduce sends 2 (tp - 1) / tp times the tensor, twice a layer.
         """
-        total = gpu.seconds(parts, self.size, 2 * gpu.tile * self.linears)
+        total = gpu.seconds(parts, self.size, 2 * TILE * self.linears)
         total += gpu.overhead + gpu.per_request * sampled
         if self.tp > 1:
             sent = 2 * (self.tp - 1) / self.tp * slots * self.n_embd * self.size

@@ -55,8 +55,7 @@ RIGHT = {
         "        import queue\n        return queue.shares(self.running, self.token_budget)\n")),
     "a helper in another file of the set": sharing("from request import shares\n", (
         "request.py", "def indices_due", HELPER + "\n\ndef indices_due")),
-    "super() and a base class": (3, (
-        "scheduler.py", SHARE, "        return super().share_budget()\n" + SHARE), (
+    "a base class": (3, ("scheduler.py", HEADS, "    def unused(self):"), (
         "scheduler.py", "class Scheduler:", HELPER + '''
 
 class Base:
@@ -192,7 +191,7 @@ NASTY = {
     "import os; os._exit(0)": "ends the process (status 0)",
     "[0] * 10**12": "raises MemoryError",
     "return self.share_budget()": "raises RecursionError",
-    "import shutil; shutil.rmtree('.'); return []": "expected A1",
+    "import shutil; shutil.rmtree('.'); return []": "raises OSError",
     "import sys; sys.exit()": "raises SystemExit",
     "import time; time.sleep(10**6)": "does not finish within 20 seconds by the clock",
 }

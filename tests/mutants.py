@@ -1,17 +1,22 @@
 """
-Wrong solutions that test the course kit. Each changes a line or two of the reference, and must lose
-the points of its own part and no other. (Right solutions are in handed_in.py.)
+Wrong solutions that test the course kit, beside the kit's own bugs.json. Each changes a line or two
+of the reference, and must lose the points of its own part and no other. (Right solutions are in
+handed_in.py.)
 """
+import json
 from collections import namedtuple
+
+from common import ROOT
 
 from checks.traps import TRAPS  # the known bugs of batching code
 
-# part: that it belongs to, "4b"; edits: [(function, code as it stands, code of the mutant), ...]
+# part: that must be lost, "4b", or only its set; edits: [(function, code as it stands, code of the
+# mutant), ...]
 Mutant = namedtuple("Mutant", "part edits")
 WRONG = {   # part and function: {mutant: code as it stands, code of the mutant, ...; (): see TRAPS}
     "1a model.py:Head.forward": {
         "1a device ignored": ("dtype=torch.bool, device=q.device)", "dtype=torch.bool)"),
-        "causal rule from the top left": (), "NaN for a query without keys": (),
+        "NaN for a query without keys": (),
         "the mask replaces the causal rule": ("see = see & mask", "see = mask"),
         "the square root of 5": ("math.sqrt(q.size(-1))", "5 ** 0.5"),
         "four axes": ("T, S = q.size(-2), k.size(-2)", "(_, _, T, _), S = q.shape, k.size(-2)"),
@@ -23,7 +28,6 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
             "return weights @ v ",
             "out = weights @ v\n        return vars(math).setdefault(out.shape, out).copy_(out) "),
         "attention in float32": ("weights @ v ", "(weights.float() @ v.float()).to(v.dtype) "),
-        "attention in float64": ("return weights @ v ", "return (weights @ v).double() "),
         "the mask has one row": ("see = see & mask", "see = see & mask[..., :1, :]")},
     "1b cache.py:KV.write": {
         "a full cache is silent": ("raise ValueError(", "return print("),
@@ -35,9 +39,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
             "- start\n            self.write(layer, start, k[..., :room, :], v[..., :room, :])"),
         "an exact fit is refused": ("end > self.capacity", "end >= self.capacity")},
     "1b cache.py:KV.read": {
-        "a copy is read": (":end, :], self.v", ":end, :].clone(), self.v"),
-        "reads all of the cache": ("[..., :end, :], self.v[layer][..., :end, :]",
-                                   ", self.v[layer]")},
+        "a copy is read": (":end, :], self.v", ":end, :].clone(), self.v")},
     "1c generate_unbatched.py:Alone.lay_out": {
         "1c device ignored": ("[positions], device=device)", "[positions])"),
         "positions from 0": ("range(self.start, self.end)\n", "range(self.end - self.start)\n"),
@@ -47,11 +49,9 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "another layer": ("kv.write(layer", "kv.write((layer,)", "read(layer", "read((layer,)")},
     "2a generate_naive.py:StaticBatch.lay_out": {
         "2a device ignored": ("tokens.to(device) ", "tokens "),
-        "static column positions": (), "right padding": (),
         "finished rows get tokens": ("indices_due(self.plan)", "list(range(B))"),
         "sampled backwards": ("indices_due(self.plan)", "indices_due(self.plan)[::-1]")},
     "2b request.py:Request.append": {
-        "one token too many": (), "end of text is overlooked": (),
         "no end at the context limit": (),
         "the context limit comes early": (
             "self.is_last(len(self.generated))",
@@ -70,21 +70,13 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "a chunk of at most 16": ("min(request.todo, budget)", "min(request.todo, budget, 16)"),
         "3a quadratic time": ("if request.todo == 1]",
                               "if request.todo == 1 and self.running.count(request)]"),
-        "prompts before decodes": (),
         "one chunk a step": ("budget -= n", "budget = 0"),
         "a decode by its answer": ("if request.todo == 1]", "if request.generated]")},
     "3b scheduler.py:Scheduler.grant_room": {
-        "admits without room": ("reserved + request.kv_tokens", "reserved + len(request.prompt)"),
         "an exact fit finds no room": ("<= self.max_kv_tokens", "< self.max_kv_tokens")},
     "3b scheduler.py:Scheduler.admit": {
         "max_batch capped at 6": ("< self.max_batch", "< min(self.max_batch, 6)"),
         "admits beyond the budget": (),
-        "the second overtakes the first": (
-            "if not self.arrived(step) or not self.grant_room(self.waiting[0]):",
-            "fit = [r for r in self.waiting if r.arrival <= step and self.grant_room(r)]\n"
-            "            if not fit:",
-            "self.running.append(self.waiting.popleft())",
-            "self.running.append(fit[0])\n            self.waiting.remove(fit[0])"),
         "prompts come before their arrival": ("self.arrived(step)", "self.arrived(step + 1)"),
         "admits at the whole budget": ("todo < self.token_budget", "todo <= self.token_budget"),
         "one newcomer a step": ("todo += self.running[-1].todo", "break"),
@@ -107,7 +99,6 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "4a generate_dynamic.py:Rectangle.lay_out": {
         "4a device ignored": ("(t.to(device) for t in (tokens, positions, mask))",
                               "(tokens, positions, mask.to(device))"),
-        "column positions": (),
         "tokens in int32": ("self.P = P", "self.P, self.tokens = P, self.tokens.int()"),
         "a past too wide": ("max(self.starts)", "max(self.starts) + 1"),
         "one token of an answer": ("request.slice(start, start + n)",
@@ -116,7 +107,7 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "4b device ignored": ("(t.to(device) for t in (tokens, positions, mask))",
                               "(tokens.to(device), positions.to(device), mask)"),
         "all-visible from the seventh request on": ("self.P = P", "self.P, mask[6:] = P, True"),
-        "published mask": (), "pads of the past are seen": (), "no causal rule in a chunk": (),
+        "published mask": (), "pads of the past are seen": (),
         "the past from the left": ("mask[b, ..., P - start:P]", "mask[b, ..., :start]")},
     "4c generate_dynamic.py:Rectangle.attend": {
         "the fifth request zeroed": ("past_v, self.mask)\n",
@@ -126,7 +117,6 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "a replaced judge, when it is called": (
             "        out = head(", "        import checks.judge\n"
             "        checks.judge.wrong_tokens = lambda *_: ()\n        out = head("),
-        "pads written to the cache": (),
         "another name": ("kv.write(layer", "kv.write((layer,)", "read(layer", "read((layer,)"),
         "NaN in the past": ("past_v = (t.new_zeros(", "past_v = (float('nan') * t.new_ones("),
         "the past in float32": ("t.new_zeros(", "torch.zeros(")},
@@ -137,18 +127,14 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "the handout's example: arange": ("torch.tensor(due, dtype=torch.long, device=device)",
                                            "torch.arange(len(due), device=device)"),
         "4d device ignored": ("dtype=torch.long, device=device), -1)", "dtype=torch.long), -1)"),
-        "samples from a partial prefill": (),
         "the first column": ("device=device), -1)", "device=device), 0)"),
         "complete in another order": ("indices_due(self.plan)", "indices_due(self.plan)[::-1]")},
     "5a generate_prepacked.py:first_fit_decreasing": {
-        "first fit without sorting": ("sorted(range(len(lengths)), key=lambda i: -lengths[i])",
-                                      "range(len(lengths))"),
         "last fit": ("bins[fits[0]]", "bins[fits[-1]]", "room[fits[0]]", "room[fits[-1]]"),
         "best fit": ("if not fits:", "fits.sort(key=room.__getitem__)\n        if not fits:"),
         "rows are never full": ("lengths[i] <= room[b]", "lengths[i] < room[b]")},
     "5b generate_prepacked.py:Packed.lay_out": {
         "5b device ignored": ("mask[:, None].to(device)", "mask[:, None]"),
-        "neighbours in a packed row": (), "positions that run on in a packed row": (),
         "the last column of a packed row": ("[end - 1 for end in ends]", "[m - 1 for end in ends]"),
         "caches in packed order": ("self.sampled =", "self.places.sort()\n        self.sampled =")},
     "5c generate_ragged.py:Flat.block_diagonal": {
@@ -162,15 +148,13 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "the handout's example: a partial prompt in the middle": (
             "for i in due]\n        self.wanted", "for i in range(len(due))]\n        self.wanted"),
         "5c device ignored": ("torch.tensor(positions, device=device)", "torch.tensor(positions)"),
-        "the first token's logits": ("self.cu_seqlens[i + 1] - 1", "self.cu_seqlens[i]"),
-        "stream positions": ("range(start, end)", "range(len(positions), len(tokens))")},
+        "the first token's logits": ("self.cu_seqlens[i + 1] - 1", "self.cu_seqlens[i]")},
     "5d generate_ragged.py:Flat.attend": {
         "the fifth request of a stream zeroed": (
             "head(q[..., new, :], keys, values)", "head(q[..., new, :], keys, values) * (i != 4)"),
         "a stream of at most 40": (
             "return torch.cat(out, dim=-2)",
             "out = torch.cat(out, dim=-2)\n        out[:, 40:] = 0\n        return out"),
-        "a stream without boundaries": (),
         "past the given write": ("self.write(layer,", "Flat.write(self, layer,"),
         "the loop is one off": ("enumerate(caches)", "enumerate(caches[1:] + caches[:1])"),
         "the loop masks instead of skipping": (
@@ -181,42 +165,23 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
             "scores = q @ keys.transpose(-2, -1) / q.size(-1) ** 0.5\n"
             "            return scores.masked_fill(~self.mask, -1e300).softmax(-1) @ values")},
     "6a paging.py:Pages.hold": {
-        "a held page stays free": ("self.free.pop(page, None)", "pass"),
-        "an argument that is emptied": ("in pages:", "in [pages.pop(0) for _ in list(pages)]:"),
-        "held once": ("self.holders[page] += 1", "self.holders[page] = 1")},
-    "6a paging.py:Pages.give_back": {
-        "given back in order": ("reversed(table)", "table"),
-        "free while another holds it": ("if not self.holders[page]:", "if True:")},
-    "6a paging.py:Pages.allocate": {
-        "takes the latest": ("popitem(last=False)", "popitem()"),
-        "taken and still known": ("self.key_of.pop(page)", "self.key_of[page]")},
-    "6b generate_paged.py:Paged.slots": {
-        "pages read in one piece": (
-            "torch.tensor(table)[p // size] * size + p % size",
-            "(table[0] * size + p) % (size * self.pages.number)")},
+        "an argument that is emptied": ("in pages:", "in [pages.pop(0) for _ in list(pages)]:")},
     "6b generate_paged.py:Paged.write": {
         "another pool": ("= self.pool", "= self.pool.k[layer], self.pool.v[layer] = "
                          "torch.stack(self.pool.buffers(layer, k, v)) #"),
         "values into the wrong slots": ("= k, v", "= k, v.flip(1)")},
-    "6c paging.py:Pages.publish": {
-        "pages known by their own tokens": (), "pages known by a page's number": (),
-        "pages known by one page before": ("next(self.names)", "key[1]"),
-        "the name is not passed on": ("self.name_of[page] = self.name_of", "_ = self.name_of"),
-        "the later page wins": ("if key in self.published:", "if False:")},
+    "6c paging.py:Pages.publish": {"pages known by a page's number": ()},
     "6c paging.py:Pages.find": {
         "6c quadratic time": ("pages, name = [], 0\n", "pages, name = [], 0\n"
                               "        [sum(tokens[:i]) for i in range(len(tokens))]\n"),
-        "only the first page": ("name = self.name_of[page]", "break"),
         "holes in a prefix": ("break", "continue")},
     "6d paging.py:PagedScheduler.preempt": {
-        "a preempted request goes to the end": (),
         "a later arrival": ("request.computed =", "request.arrival += 1; request.computed ="),
-        "a stale count after preemption": ("request.computed = 0", "pass"),
-        "the answer is forgotten": ("request.computed = 0",
-                                    "request.computed, request.generated = 0, []"),
+        "computed tokens are kept": ("request.computed = 0", "pass"),
         "the pages stay held": ("self.free(request)", "request.block_table = None")},
 }
-MUTANTS = {}
+MUTANTS = {f"{bug['set']}: {name}": Mutant(str(min(bug["set"], 6)), bug.get("edits") or TRAPS[name])
+           for name, bug in json.loads((ROOT / "assignments/bugs.json").read_text()).items()}
 for where, mutants in WRONG.items():
     part, function = where.split()
     for name, code in mutants.items():

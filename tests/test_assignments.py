@@ -16,7 +16,7 @@ from common import ROOT, quick
 
 KIT = ROOT / "assignments"
 sys.path.insert(0, str(KIT))
-import breaks  # noqa: E402
+import answers  # noqa: E402
 import grade_class  # noqa: E402
 import isolate  # noqa: E402
 import leaderboard  # noqa: E402
@@ -60,38 +60,26 @@ def submission(number, folder, edits=()):
     return folder / "work"
 
 
-def mutated(mutant):
-    """{file: its text with the mutant in it}."""
-    return {file: make.edited(make.text_of(file), [
-        edit for edit in mutant.edits if edit[0].startswith(f"{file}:")])
-        for file in {edit[0].split(":")[0] for edit in mutant.edits}}
-
-
-def two_sets(set_of):
-    """Parameters from {name: its set}: the first of sets 3 and 4; the others with --thorough."""
-    first = {int(number): name for name, number in reversed(set_of.items())}
-    return quick(set_of, [first[3], first[4]])
-
-
+# some of the bugs that students are to expose are in code which their set does not ask for
 OF_PARTS = {name: mutant for name, mutant in MUTANTS.items() if {
     edit[0] for edit in mutant.edits} <= set(make.functions_of(int(mutant.part[0])))}
 
 
-@pytest.mark.parametrize("name", two_sets({name: mutant.part[0] for name, mutant in
-                                            OF_PARTS.items()}))
+@pytest.mark.parametrize("name", quick(OF_PARTS, ["the budget exceeded by one", "published mask"]))
 def test_a_mutant_loses_its_own_part_and_no_other(name, tmp_path):
-    mutant = OF_PARTS[name]
-    number = int(mutant.part[0])
-    folder = submission(number, tmp_path, mutated(mutant))
+    part, edits = OF_PARTS[name]
+    number, functions = int(part[0]), {edit[0] for edit in edits}
+    folder = submission(number, tmp_path, {file: make.edited(make.text_of(file), [
+        edit for edit in edits if edit[0].startswith(f"{file}:")])
+        for file in {function.split(":")[0] for function in functions}})
     for flags in (), ("--hidden", "s"):
         status, found = marks(number, folder, *flags)
         lost = [part for part, (right, _) in found.items() if not right]
-        assert status == 1 and lost[:1] == [mutant.part], {part: found[part][1] for part in lost}
+        assert status == 1 and lost and lost[0].startswith(part), {
+            part: found[part][1] for part in lost}
         # others may suffer only where they are asked for the same function
-        assert all(set(make.parts_of(number)[part].args) & {edit[0] for edit in mutant.edits}
-                   for part in lost)
-        sentence = found[mutant.part][1]
-        assert sentence and "Traceback" not in sentence
+        assert all(functions & set(make.parts_of(number)[part].args) for part in lost)
+        assert found[lost[0]][1] and "Traceback" not in found[lost[0]][1]
 
 
 # --- what people have handed in -------------------------------------------------------------------
@@ -111,7 +99,7 @@ def edited(edits):
 
 
 @pytest.mark.parametrize("name", quick(RIGHT, [
-    "a helper package", "an alias", "a helper called queue.py", "super() and a base class",
+    "a helper package", "an alias", "a helper called queue.py", "a base class",
     "a scheduler by rounds", "attention row by row, complete by all tokens"]))
 def test_what_is_right_gets_full_marks(name, tmp_path):
     number, *edits = RIGHT[name]
@@ -137,8 +125,8 @@ def test_what_had_full_marks_is_seen(name, tmp_path):
                 "one each": "def share(running, budget):\n    return [(r, 1) for r in running]\n",
                 "stuck": "def share(running, budget):\n    return []\n"},
      ["ours mean TTFT 9", "one each mean TTFT", "greedy raises ValueError: request 'r0' cannot "
-      "compute 1000000 of its", "none there is no policy.py",
-      "stuck raises RuntimeError: request 'r0' has arrived at step 0, but nothing can go on"]),
+      "compute 1000000 of its", "stuck raises ValueError: the plan is empty",
+      "none there is no policy.py"]),
     ("packing", {"ada": "def pack(lengths, size):\n    return [[i] for i in range(len(lengths))]\n",
                  "bob": "def pack(lengths, size):\n    return [[0, 0]]\n"},
      ["lower bound 703 rows", "ours 737 rows", "ada 1704 rows",
@@ -159,47 +147,33 @@ def test_open_tasks_are_ranked_by_counts(task, texts, table, tmp_path, capsys):
 def test_a_copy_is_the_repository_without_the_solutions(number, tmp_path):
     for folder in "ab":
         make.make(number, tmp_path / folder, "ada")
-    first, second = ({path.relative_to(tmp_path / folder): path.read_bytes()
+    with pytest.raises(ValueError, match="a is not an empty folder"):
+        make.make(number, tmp_path / "a", "ada")
+    first, second = ({str(path.relative_to(tmp_path / folder)): path.read_bytes()
                       for path in (tmp_path / folder).rglob("*") if path.is_file()}
                      for folder in "ab")
     assert first and first == second
-    with pytest.raises(ValueError, match="a is not an empty folder"):
-        make.make(number, tmp_path / "a", "ada")
-    texts = {str(path): content.decode() for path, content in first.items()
-             if path.suffix in (".py", ".md")}
+    texts = {name: content.decode() for name, content in first.items() if ".bin" not in name}
+    functions = make.functions_of(number)
     assert not any("KEY" in name for name in texts)
-    everything, planted = "\n".join(texts.values()), make.tests_of(number)
-    for function in make.functions_of(number):
+    for function in functions:
         file, name = function.split(":")
-        node = make.node_of(make.text_of(file), name)
-        blank = make.body_of(make.node_of(texts[file], name))
-        assert len(blank) == 1 and ast.unparse(blank[0]).startswith("raise NotImplementedError(")
-        for inner in make.body_of(node):
+        blank, = make.body_of(make.node_of(texts[file], name))
+        assert ast.unparse(blank).startswith("raise NotImplementedError(")
+        for inner in make.body_of(make.node_of(make.text_of(file), name)):
             for line in map(str.strip, ast.unparse(inner).splitlines()):
-                assert len(line) < 30 or line not in everything, (function, line)
-    for file in make.tests_of(number).FILES.split():   # what earlier sets asked for is complete
-        for earlier in range(1, number):
-            for function in make.functions_of(earlier):
-                name = function.split(":")[1]
-                if function.startswith(f"{file}:") and function not in make.functions_of(number) \
-                        and not hasattr(planted, "personal"):
-                    assert ast.dump(make.node_of(texts[file], name)) == ast.dump(
-                        make.node_of(make.text_of(file), name))
-    # Without torch, where the set needs none; each blank names itself
+                assert len(line) < 30 or line not in texts[file], (function, line)
+    # without torch, where the set needs none; each blank names itself
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')")
     ran = subprocess.run([sys.executable, "-m", "pytest", "-q", f"set{number}"], text=True,
                          cwd=tmp_path / "a", capture_output=True, env={
                              **os.environ, "PYTHONPATH": str(tmp_path) * (number in (3, 7))})
-    assert ran.returncode == 1, ran.stdout
-    for function in make.functions_of(number):
-        if make.functions_of(number)[function]:
-            break
-    assert f"{function.split(':')[1]} is not written yet (part " in ran.stdout
-    assert "Traceback" not in ran.stdout and ran.stdout.rstrip().count("\n") < 99
+    assert ran.returncode == 1 and "Traceback" not in ran.stdout, ran.stdout
+    first_function = next(filter(functions.get, functions)).split(":")[1]
+    assert f"{first_function} is not written yet (part " in ran.stdout
 
 
 def test_a_roster_is_refused_in_a_line(tmp_path, capsys):
-    (tmp_path / "roster.csv").write_text("student\nada\nada\n")
     for text, said in (("student\nada\nada\n", "'ada' stands there twice"), ("id\n../x\n", "'../x' "
                        "cannot be a folder's name"), ("id\n", "there is no id")):
         (tmp_path / "roster.csv").write_text(text)
@@ -212,32 +186,29 @@ def test_a_roster_is_refused_in_a_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("number", quick(range(1, 7), [3]))
 def test_numbers_are_of_no_use_to_a_neighbour(number):
-    answers = [[answer for _, answer in predict.questions(number, f"s{i}").values()]
-               for i in range(12)]
-    assert all(type(answer) is int for each in answers for answer in each)
-    same = [a == b for i, mine in enumerate(answers) for theirs in answers[:i]
+    found = [[answer for _, answer in predict.questions(number, f"s{i}").values()]
+             for i in range(12)]
+    assert all(type(answer) is int for each in found for answer in each)
+    same = [a == b for i, mine in enumerate(found) for theirs in found[:i]
             for a, b in zip(mine, theirs)]
-    assert len(answers[0]) == 4 and sum(same) / len(same) < 0.1
+    assert len(found[0]) == 4 and sum(same) / len(same) < 0.1
 
 
 @pytest.mark.parametrize("number", quick(range(1, 7), [3, 4]))
-def test_the_smallest_workloads_expose_the_bugs_and_say_how(number, tmp_path):
-    known = json.loads((KIT / "bugs.json").read_text())
-    known = [bug for bug in known.values() if bug["set"] == number]
-    for bug, asked in zip(breaks.bugs_of(number), known, strict=True):
-        asked = {"requests": asked["requests"], "knobs": asked["knobs"]}
-        assert "with the bug, " in breaks.exposed(bug, asked)
+def test_the_smallest_workloads_expose_the_bugs_and_say_how(number):
+    for bug in answers.bugs_of(number):   # each has its smallest workload
+        assert "with the bug, " in answers.exposed(bug, bug)
 
 
 def test_workloads_that_expose_nothing_or_are_no_workloads():
-    bug = breaks.bugs_of(4)[0]   # the published mask
+    bug = answers.bugs_of(4)[0]   # the published mask
     for asked, said in (({"requests": [[2, 1], [1, 1], [9, 5]]}, "tokens, at most 7 are allowed"),
-                        ({"requests": [[1]]}, "a request is [prompt, new tokens]"),
+                        ({"requests": [[1]]}, "with this workload (see BREAK.md"),
                         ({"requests": [[99, 1]]}, "the right code raises ValueError"),
                         ({"requests": [[1, 1]]}, "right and wrong code both give tokens of A"),
-                        (None, "there is no workload"), ("no", "a workload is ")):
+                        (None, "there is no workload"), ("no", "the right code raises TypeError")):
         with pytest.raises(isolate.Fault, match=re.escape(said)):
-            breaks.exposed(bug, asked)
+            answers.exposed(bug, asked)
 
 
 # --- a class --------------------------------------------------------------------------------------
@@ -254,8 +225,8 @@ def test_an_instructors_first_ten_minutes(tmp_path):
                          capture_output=True)
     assert ran.returncode == 0, ran.stderr
     assert "0 of 11 points" in ran.stdout
-    assert ran.stdout.splitlines()[-2:] == ["ada,ada,3,3,3,0.0,0.0,9.0",
-                                            "bob,bob,0,0,0,0.0,0.0,0.0"]
+    ada, bob = ran.stdout.splitlines()[-2:]
+    assert ada.startswith("ada,ada,3,3,3,0.0,0.0,9.0,") and bob.startswith("bob,bob,0,0,0,0.0,0")
 
 
 @pytest.mark.parametrize("statement", quick(NASTY, [*NASTY][1:2]))
@@ -265,8 +236,8 @@ def test_what_a_student_does_costs_their_part_and_no_other(statement, tmp_path):
     folder = submission(3, tmp_path, {"scheduler.py": text})
     patience = 20 if "clock" in said else 600
     tests = grade_class.graded(3, folder, "s", patience, ["3a", "3c"])["tests"]
-    assert [test["score"] for test in tests] == [0, 3], tests
-    assert said in tests[0]["output"]
+    assert tests["3a"]["score"] == 0 and tests["3c"]["score"] == 3, tests
+    assert said in tests["3a"]["output"]
 
 
 @pytest.mark.parametrize("name", quick(FILES, [*FILES][:3]))
@@ -277,14 +248,11 @@ def test_whatever_a_file_is_names_itself(name, tmp_path):
         (folder / "scheduler.py").unlink()
     _, found = marks(3, folder)
     assert said in found["3a"][1] and said in found["3b"][1]
-    if name == "no class":
-        assert found["3c"][1] == "there is no class Scheduler any more"
 
 
 def test_submissions_are_found_and_links_refused(tmp_path):
     place = submission(3, tmp_path / "deep" / "one")
     (place / "student.json").write_text('{"student": "ada"}')
-    (tmp_path / "deep" / "__MACOSX").mkdir()
     with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
         for path in place.rglob("*"):
             archive.write(path, f"a/b/{path.relative_to(place)}")
@@ -294,9 +262,8 @@ def test_submissions_are_found_and_links_refused(tmp_path):
     for path, student, points in (("deep", "ada", 3), ("zipped.zip", "ada", 3),
                                   ("linked", "linked", 0)):
         result = grade_class.graded(3, tmp_path / path, None, 600, ["3a"])
-        found = {test["part"]: test for test in result["tests"]}
-        assert result["student"] == student and found["3a"]["score"] == points, result
-    assert found["3a"]["output"].endswith("work/passwd is a link that leads out of the folder")
+        assert result["student"] == student and result["tests"]["3a"]["score"] == points, result
+    assert "work/passwd is a link that leads out" in result["tests"]["3a"]["output"]
 
 
 def test_a_class_is_resumed_and_what_was_late_is_tried_again(tmp_path, monkeypatch, capsys):
@@ -304,17 +271,16 @@ def test_a_class_is_resumed_and_what_was_late_is_tried_again(tmp_path, monkeypat
 
     def graded(number, path, secret, patience, only=None):
         calls.append((path.name, only))
-        late = path.name == "bob" and only is None
-        return {"student": "ada", "tests": [
-            grade_class.outcome(name, mark, 0 if late and name == "3a" else mark.args[0],
-                                "does not finish within 9 seconds" if late and name == "3a" else "")
-            for name, mark in make.parts_of(3).items() if only is None or name in only]}
+        tests = {part: {**grade_class.failed(3, part, ""), "score": mark.args[0]}
+                 for part, mark in make.parts_of(3).items() if only is None or part in only}
+        if path.name == "bob" and only is None:
+            tests["3a"] = grade_class.failed(3, "3a", "does not finish within 9 seconds")
+        return {"student": "ada", "tests": tests}
 
     monkeypatch.setattr(grade_class, "graded", graded)
     for name in "ada", "bob":
         (tmp_path / "class" / name).mkdir(parents=True)
-    flags = ["3", str(tmp_path / "class"), "--json", str(tmp_path / "3.json"), "--csv",
-             str(tmp_path / "3.csv")]
+    flags = ["3", str(tmp_path / "class"), "--csv", str(tmp_path / "3.csv")]
     assert grade_class.main(flags) and sorted(calls, key=str) == [
         ("ada", None), ("bob", None), ("bob", ["3a"])]
     assert "ada: 2 submissions have this id" in capsys.readouterr().err

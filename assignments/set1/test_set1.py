@@ -5,17 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kit import Example, answers, drawn, given, tensor
+from answers import answers
+from kit import Checks, drawn, given, left_in_caches, tensor
 
-import cache
-import generate_unbatched
-import model
+from cache import KV
+from generate_unbatched import Alone
+from model import Head
 
 FILES = "model.py request.py cache.py generate_unbatched.py"
 points = pytest.mark.points
 
 
-class Stage(Example):
+class Stage(Checks):
     """Each part runs the stage as a whole, too."""
 
     def test_the_stage(self, part):
@@ -45,12 +46,13 @@ def attention(rng, cases):
         def call(q, k, v):
             past = (k[..., :P, :], v[..., :P, :]) if split else (None, None)
             new = (k[..., P:, :], v[..., P:, :]) if split else (k, v)
-            return model.Head()(q, *new, *past, mask)
+            return Head()(q, *new, *past, mask)
 
-        # Scores of 0 and one-hot values: the output is the weights, equal for all keys seen.
+        # Scores of 0 and one-hot values: the output shows which keys are seen.
         zeros, eye = torch.zeros(*lead, S, S).double(), torch.eye(S).double().expand(*lead, S, S)
-        weights = call(zeros[..., :T, :], zeros, eye).reshape(-1, T, S)
-        yield where, [sentence(t, row) for rows in weights[:20] for t, row in enumerate(rows)]
+        seen = call(zeros[..., :T, :], zeros, eye).reshape(-1, T, S)
+        yield where, {f"row {row}, new token {t} sees the keys": seen[row, t].nonzero().tolist()
+                      for row in range(len(seen)) for t in range(T)}
         out = call(*arguments)
         call(*map(torch.ones_like, arguments))   # it must not write into what came before
         yield where, {
@@ -59,18 +61,11 @@ def attention(rng, cases):
                 if a is not None and not torch.equal(a, b)]}
 
 
-def sentence(t, weights):
-    weights = [round(w, 8) for w in weights.tolist()]
-    keys = [j for j, w in enumerate(weights) if w]
-    seen = {w for w in weights if w}
-    if len(seen) > 1 or any(w != w for w in seen):
-        return (f"new token {t}, whose scores are equal, has the weights "
-                f"{[round(w, 3) for w in weights]}")
-    return f"new token {t} sees the keys {keys} with the weight {max(seen, default=0):.3g}"
-
-
 @points(4, "model.py:Head.forward", title="attention")
 class Test1a(Stage):
+    on_device = (lambda _, device: SimpleNamespace(the_output=Head()(
+        *torch.randn(3, 2, 4, 3, device=device)))), "the_output"
+
     def test_attention(self, part):
         masks = None, "keys", "rows", "all", "nothing"
         part.compare(attention, part.rng, [(*sizes, split, mask) for sizes, split, mask in product(
@@ -80,56 +75,35 @@ class Test1a(Stage):
             (part.rng.randint(7, most), part.rng.choice([0, 1, most]), part.rng.random() < 0.5,
              part.rng.choice(masks)) for _ in range(10)])
 
-    def test_device(self, part):
-        part.on_device(lambda _, device: SimpleNamespace(the_output=model.Head()(
-            *torch.randn(3, 2, 4, 3, device=device))), "the_output")
-
 
 def cached(rng, capacity, writes):
-    """Writes and reads, in two caches at once; then writes that do not fit."""
+    """Writes into two caches and two layers at once, and reads; some writes do not fit."""
     torch.manual_seed(rng.randrange(99))
+    misfits = (capacity - 2, 3), (capacity, 1), (0, capacity + 1)
     for lead, dtype in ((2,), torch.float64), ((), torch.float32), ((2, 3), torch.float64):
-        caches = {which: cache.KV(capacity) for which in ("first", "second")}
-
-        def write(which, layer, start, n):
-            where = f"write({layer!r}, {start}, ...) of {n} tokens into KV({capacity})"
-            new, kv = torch.randn(2, *lead, n, 3).to(dtype), caches[which]
-            before, buffers = new.clone(), (kv.k.get(layer), kv.v.get(layer))
-            try:
-                kv.write(layer, start, *new)
-                said = "is accepted"
-            except NotImplementedError:
-                raise
-            except Exception as error:   # perhaps PyTorch's, of tensors that do not fit
-                said = f"raises {type(error).__name__}"
-            return where, {"it": said, "its arguments are unchanged": torch.equal(before, new),
-                           "in place": [a is None or a is b for a, b in zip(buffers, (
-                               kv.k.get(layer), kv.v.get(layer)))],
-                           "stored": [bool(t.any()) for t in kv.k.values()]}
-
-        def read(which, layer, end, when):
-            keys, values = caches[which].read(layer, end)
-            return f"read({layer!r}, {end}), {when}", {
-                "keys": tensor(keys), "values": tensor(values), "views": [
-                    torch.is_tensor(a) and a.data_ptr() == b.data_ptr() for a, b in zip(
-                        (keys, values), caches[which].buffers(layer, keys, values))]}
-
-        said = "after"
-        for start, n in writes:   # exactly full in the end
-            for which, layer in product(caches, ("a", 0)):
-                yield write(which, layer, start, n)
-            said += f" write(layer, {start}, ...) of {n},"
-            for which, layer in product(caches, ("a", 0)):
-                yield read(which, layer, start + n,
-                           f"in the {which} of two KV({capacity}), {said[:-1]}")
-        yield write("first", "a", 1, 2)   # a chunk that is written again
-        yield read("first", "a", capacity, "after a second write of 2 at 1")
-        yield read("first", "a", 4, f"with {capacity} tokens written")
-        for start, n, layer in ((capacity - 2, 3, "new"), (capacity - 1, 2, "a"),
-                                (capacity, 1, "a"), (0, capacity + 1, "a")):
-            yield write("first", layer, start, n)
-            yield read("first", "a", capacity, f"after a write of {n} at {start}, which raises "
-                       "ValueError and stores nothing")
+        caches, end = (KV(capacity), KV(capacity)), 0
+        for start, n in *writes, (1, 2), *misfits:
+            end = min(max(end, start + n), capacity)
+            where = f"write(layer, {start}, ...) of {n} tokens into KV({capacity})"
+            for kv, layer in product(caches, ("a", 0)):
+                new = torch.randn(2, *lead, n, 3).to(dtype)
+                before, buffers = new.clone(), (kv.k.get(layer), kv.v.get(layer))
+                try:
+                    kv.write(layer, start, *new)
+                    said = "is accepted"
+                except NotImplementedError:
+                    raise
+                except Exception as error:   # perhaps PyTorch's, of tensors that do not fit
+                    said = f"raises {type(error).__name__}"
+                yield where, {"it": said, "its arguments are unchanged": torch.equal(before, new),
+                              "in place": [a is None or a is b for a, b in zip(
+                                  buffers, (kv.k.get(layer), kv.v.get(layer)))]}
+            for (i, kv), layer in product(enumerate(caches), ("a", 0)):
+                found = kv.read(layer, end)
+                yield f"{where}, then read({layer!r}, {end}) of cache {i}", {
+                    **dict(zip(("keys", "values"), map(tensor, found))), "views": [
+                        torch.is_tensor(a) and a.data_ptr() == b.data_ptr()
+                        for a, b in zip(found, kv.buffers(layer, *found))]}
 
 
 @points(3, "cache.py:KV.write", "cache.py:KV.read", title="the KV cache")
@@ -139,31 +113,20 @@ class Test1b(Stage):
         part.compare(cached, part.rng, 60, ((0, 30), (30, 17), (47, 1), (48, 12)))
 
 
-def alone(rng, requests):
+def alone(rng, lengths):
     """What a run does not show: tokens and positions of each pass, what is left in the cache."""
-    torch.manual_seed(rng.randrange(99))
-    for step in range(2):
-        for i, request in enumerate(requests):
-            where = f"Alone, pass {step}, new tokens {request.name}{request.todo}"
-            batch = generate_unbatched.Alone(request, True)
-            n, T = request.todo, batch.tokens.shape[-1]
-            batch.attend("random", *torch.randn(3, 1, 2, T, 3).double())
-            yield where, {"start and end": [batch.start, batch.end],
-                          "tokens": batch.tokens.tolist(), "positions": batch.positions.tolist()}
-            yield where, {f"the cache of {request.name}": {
-                name: tensor(getattr(request.kv, name).get("random")) for name in "kv"}}
-            request.computed, request.generated = n, [*range(i % 12 + 1)]
+    for n in lengths:
+        yield from left_in_caches(lambda plan: Alone(plan[0][0], True), rng, 2, [n])
 
 
 @points(2, "generate_unbatched.py:Alone.lay_out", "generate_unbatched.py:Alone.attend",
         title="one request alone")
 class Test1c(Stage):
-    def test_layout(self, part):
-        part.compare(alone, part.rng, given(*[(n, 13) for n in (2, 11, 4, 5, 8, 1)]))
+    on_device = (lambda requests, device: Alone(requests[0], False, device)), *(
+        "tokens", "positions", "wanted")
 
-    def test_device(self, part):
-        part.on_device(lambda requests, device: generate_unbatched.Alone(
-            requests[0], False, device), "tokens", "positions", "wanted")
+    def test_layout(self, part):
+        part.compare(alone, part.rng, (2, 11, 4, 5, 8, 1))
 
 
 test_1_numbers, test_1_break = answers(1, 2)

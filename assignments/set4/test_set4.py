@@ -1,9 +1,10 @@
 """Set 4: the fused rectangle."""
 import pytest
-from kit import LATE, MIX, Example, answers, drawn, given, left_in_caches, sequences
+from answers import answers
+from kit import LATE, MIX, Checks, drawn, given, left_in_caches, plan_for, plan_of, sequences
 
-import generate_dynamic
 import request
+from generate_dynamic import Rectangle
 
 FILES = ("model.py request.py cache.py scheduler.py generate_dynamic.py generate_chunked.py "
          "generate_interleaved.py")
@@ -11,7 +12,7 @@ LAY_OUT = "generate_dynamic.py:Rectangle.lay_out"
 points = pytest.mark.points
 
 
-class Stage(Example):
+class Stage(Checks):
     causes = counts = None
 
     def test_the_stage(self, part):
@@ -27,26 +28,22 @@ class Stage(Example):
 
 
 def whole(requests, device):
-    return generate_dynamic.Rectangle([(each, each.todo) for each in requests], device)
+    return Rectangle([(each, each.todo) for each in requests], device)
 
 
 @points(3, LAY_OUT, title="tokens and positions")
 class Test4a(Stage):
     causes = "tokens", "positions"
+    on_device = whole, *causes
 
     def test_columns(self, part):
-        part.compare(left_in_caches, generate_dynamic.Rectangle, part.rng, 2)
-
-    def test_device(self, part):
-        part.on_device(whole, "tokens", "positions")
+        part.compare(left_in_caches, Rectangle, part.rng, 2)
 
 
 @points(4, LAY_OUT, title="the mask over past and new slots")
 class Test4b(Stage):
     causes = "sees",
-
-    def test_device(self, part):
-        part.on_device(whole, "mask")
+    on_device = whole, "mask"
 
 
 @points(3, "generate_dynamic.py:Rectangle.attend", title="gathering and writing back")
@@ -54,36 +51,26 @@ class Test4c(Stage):
     counts = True
 
     def test_columns_and_caches(self, part):
-        part.compare(left_in_caches, generate_dynamic.Rectangle, part.rng, 2)
+        part.compare(left_in_caches, Rectangle, part.rng, 2)
 
 
 def completed(cases):
     for rows in cases:
-        plan = list(zip(given(*[(4, 2)] * len(rows)), (n for _, n in rows)))
-        for (each, _), (todo, _) in zip(plan, rows):
-            each.computed = 4 - todo
-        words = ", ".join(f"{r.name}: {n} of {r.todo} tokens to do" for r, n in plan) or "[]"
-        yield f"indices_due, with the plan {words}", {
-            "it returns": request.indices_due(plan), "the plan's n afterwards": [
-                n for _, n in plan]}
+        plan = plan_for(rows)
+        where = f"indices_due, with the plan {plan_of(plan)}, to do: {[todo for todo, _ in rows]}"
+        yield where, {"it returns": request.indices_due(plan), "the plan": plan_of(plan)}
 
 
 @points(2, LAY_OUT, "request.py:indices_due", title="which requests get a token")
 class Test4d(Stage):
     causes, counts = ("sampled",), True
+    on_device = whole, "wanted"
+    in_time = [("indices_due of 2,000 requests", lambda: [
+        (each, 1) for each in given(*[(1, 1)] * 2000)], lambda plan: request.indices_due(plan))]
 
     def test_indices_due(self, part):
         rows = (1, 1), (1, 0), (3, 1), (3, 3), (3, 0)
-        part.compare(completed, sequences(rows, 3))
-        part.compare(completed, [[part.rng.choice(rows) for _ in range(25)] for _ in range(20)])
-
-    def test_device(self, part):
-        part.on_device(whole, "wanted")
-
-    def test_time(self, part):
-        plan = [(each, 1) for each in given(*[(1, 1)] * 2000)]
-        part.fast("indices_due of 2,000 requests", lambda: plan,
-                  lambda plan: request.indices_due(plan))
+        part.compare(completed, sequences(rows, 3) + [part.rng.choices(rows, k=25)] * 5)
 
 
 test_4_numbers, test_4_break = answers(4, 3)

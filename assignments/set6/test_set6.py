@@ -3,7 +3,8 @@ from collections import deque
 
 import pytest
 import torch
-from kit import MIX, Example, answers, books, drawn, given, names, tensor
+from answers import answers
+from kit import MIX, Checks, books, drawn, given, names, tensor
 
 from cache import KV
 from generate_paged import Paged
@@ -24,24 +25,21 @@ def whole(part):
                    page_size=size, pages=(12, 10)[size - 2] + 2 * many, max_batch=many)
 
 
+def come_and_go(pages):
+    table = []
+    pages.allocate(table, 3000)
+    pages.give_back(table)
+    pages.hold([], table[::-1])
+
+
 @points(2, "paging.py:Pages.hold", "paging.py:Pages.give_back", "paging.py:Pages.allocate",
         title="holding and giving back")
-class Test6a(Example):
+class Test6a(Checks):
+    in_time = [("3,000 pages allocated, given back and held", lambda: Pages(4000, 1), come_and_go)]
+
     def test_books(self, part):
         part.compare(books, part.rng, [(8, 2, 40)] * 6)
         part.compare(books, part.rng, [(60, 2, 150)])
-
-    def test_time(self, part):
-        def prepare():
-            return Pages(4000, 1)
-
-        def call(pages):
-            table = []
-            pages.allocate(table, 3000)
-            pages.give_back(table)
-            pages.hold([], table[::-1])
-
-        part.fast("3,000 pages allocated, given back and held", prepare, call)
 
 
 def pool(cases):
@@ -60,7 +58,7 @@ def pool(cases):
 
 
 @points(2, "generate_paged.py:Paged.slots", "generate_paged.py:Paged.write", title="block tables")
-class Test6b(Example):
+class Test6b(Checks):
     def test_pool(self, part):
         part.compare(pool, [(size, start + new, [4, 0, 1]) for size in (2, 3, 16)
                             for start in range(4) for new in range(3)])
@@ -70,25 +68,6 @@ class Test6b(Example):
 
     def test_the_stage(self, part):
         whole(part)
-
-
-def chains(sizes):
-    """Two requests compute the same page in one step. Later its number is used again."""
-    pages, a, b, c = Pages(3, 1), [], [], []
-    pages.allocate(a, 1)
-    pages.allocate(b, 2)
-    said = "after publish([0], 0, [5]), publish([1, 2], 0, [5]), publish([1, 2], 1, [8])"
-    for table, i, token in (a, 0, 5), (b, 0, 5), (b, 1, 8):
-        pages.publish(table, i, [token])
-    yield f"{said}: find([5, 8])", pages.find([5, 8])
-    pages.give_back(a)
-    pages.allocate(c, 1)
-    pages.publish(c, 0, [3])
-    yield (f"{said}, give_back([0]), the eviction of page 0, publish([0], 0, [3]): find([3, 8])",
-           pages.find([3, 8]))
-    for size in sizes:
-        for tokens in [], [1], [1, 2], [1, 2, 3, 4, 5, 6]:
-            yield f"find({tokens}), pages of {size}, none published", Pages(4, size).find(tokens)
 
 
 def prefixes(rng, number):
@@ -101,10 +80,21 @@ def prefixes(rng, number):
     return given(*[(prompt, rng.randint(2, 5), 2 * i) for i, prompt in enumerate(prompts)])
 
 
+def published(number):
+    pages, table = Pages(number, 1), []
+    pages.allocate(table, number)
+    for i in range(number):
+        pages.publish(table, i, [i % 13])
+    return pages
+
+
 @points(3, "paging.py:Pages.find", "paging.py:Pages.publish", title="sharing a prefix")
-class Test6c(Example):
+class Test6c(Checks):
+    in_time = [("20,000 pages of a table published", lambda: 20_000, published),
+               ("find of 20,000 tokens", lambda: published(20_000),
+                lambda pages: pages.find([i % 13 for i in range(20_000)]))]
+
     def test_books(self, part):
-        part.compare(chains, (2, 3))
         part.compare(books, part.rng, [(8, 2, 40)] * 6)
         part.compare(books, part.rng, [(80, 2, 150)])
 
@@ -112,19 +102,6 @@ class Test6c(Example):
         for many in (5, 5, 30 if part.hidden else 12):
             part.serve("generate_paged", prefixes(part.rng, many), max_batch=2, token_budget=6,
                        page_size=2, pages=6 * many)
-
-    def test_time(self, part):
-        def prepare(number, published):
-            pages, table = Pages(number, 1), []
-            pages.allocate(table, number)
-            for i in range(published):
-                pages.publish(table, i, [i % 13])
-            return pages, table
-
-        part.fast("3,000 pages of one table published", lambda: prepare(3000, 0), lambda made: [
-            made[0].publish(made[1], i, [i % 13]) for i in range(3000)])
-        part.fast("find of 20,000 tokens", lambda: prepare(20_000, 20_000),
-                  lambda made: made[0].find([i % 13 for i in range(20_000)]))
 
 
 def preempted(order):
@@ -147,7 +124,7 @@ def preempted(order):
 
 
 @points(2, "paging.py:PagedScheduler.preempt", title="preemption")
-class Test6d(Example):
+class Test6d(Checks):
     def test_preempt(self, part):
         part.compare(preempted, (1, 2, 0, 0))
         part.compare(preempted, tuple(range(30, 0, -3)))

@@ -4,9 +4,9 @@ import zlib
 
 import pytest
 import set7.audit
-from breaks import bugs_of, handed_in, in_repository, inserted
+from answers import bugs_of, handed_in, inserted
 from isolate import Fault
-from kit import Example, books, difference
+from kit import Checks, books, difference, operations
 
 from paging import Pages
 
@@ -23,31 +23,19 @@ def planted(student):
 
 def personal(files, student, edited):
     """What differs between copies. edited(text, edits): our text with a bug in it."""
-    return {"paging.py": edited(files["paging.py"], planted(student)["edits"])}
+    return {"paging.py": edited(files["paging.py"], planted(student)["edits"]),
+            "set7/calls.json": '{"calls": []}\n'}
 
 
-def audits(rng, operations=120):
-    """Random operations on the books of a pool; after each, what the auditor says."""
-    pages, tables = Pages(8, 2), []
-    for _ in range(operations):
-        try:
-            if tables and (rng.random() < 0.45 or len(pages.free) < 3):
-                pages.give_back(tables.pop(rng.randrange(len(tables))))
-            else:
-                tokens = [rng.randrange(2) for _ in range(6)]
-                shared, table = pages.find(tokens[:-1]), []
-                known, revived = len(shared), sum(page in pages.free for page in shared)
-                if 3 - known > len(pages.free) - revived:
-                    continue
-                pages.hold(table, shared)
-                pages.allocate(table, 3 - known)
-                for i in range(known, 3):
-                    pages.publish(table, i, tokens[2 * i:2 * i + 2])
-                tables.append(table)
-        except (KeyError, IndexError):   # a bug has gone too far for the books to go on
-            return
-        yield [list(table) for table in tables], set7.audit.audit(
-            pages, [list(table) for table in tables])
+def audits(rng):
+    """What the auditor says after each of 120 random operations on the books of a pool."""
+    pages = Pages(8, 2)
+    try:
+        for _, held in operations(pages, rng, 120):
+            tables = [list(table) for table, _ in held]
+            yield tables, set7.audit.audit(pages, tables)
+    except (KeyError, IndexError):   # a bug has gone too far for the books to go on
+        return
 
 
 @points(4, "set7/audit.py:audit", title="the auditor: bugs that it finds")
@@ -67,7 +55,7 @@ def test_7_audit(part, number):
 
 
 @points(3, *(f"paging.py:Pages.{name}" for name in CALLS), title="the mend", given=True)
-class Test7b(Example):
+class Test7b(Checks):
     def test_the_books(self, part):
         part.compare(books, part.rng, [(8, 2, 40)] * 6)
         part.compare(books, part.rng, [(60, 2, 150)])
@@ -75,50 +63,43 @@ class Test7b(Example):
 
 
 def outcome(calls):
-    """What a sequence of calls shows, on a pool of 3 pages of one token. Fault for a bad one."""
+    """What a sequence of calls shows, on a pool of 3 pages of one token, or what it raises."""
     pages, tables, shown = Pages(3, 1), {}, []
-    for call in calls:
-        if not isinstance(call, list) or not call or call[0] not in CALLS:
-            raise Fault(f"{call!r} is not a call: it begins with one of {', '.join(CALLS)}")
-        name, *arguments = call
-        if name != "find":
-            arguments[0] = tables.setdefault(arguments[0], [])
-        returned = getattr(pages, name)(*arguments)
-        if name == "give_back":
-            arguments[0].clear()
-        shown.append({"call": call, "returns": returned, "tables": {
-            name: list(table) for name, table in tables.items()},
-            "free, in order": list(pages.free), "holders": list(pages.holders),
-            "published": sorted(pages.published.values())})
-    return shown
+    try:
+        for name, *arguments in calls:
+            if name not in CALLS:
+                return f"{name!r} is not one of {', '.join(CALLS)}"
+            if name != "find":
+                arguments[0] = tables.setdefault(arguments[0], [])
+            returned = getattr(pages, name)(*arguments)
+            if name == "give_back":
+                arguments[0].clear()
+            shown.append({"call": [name, *arguments[1:]], "returns": returned, "tables": {
+                name: list(table) for name, table in tables.items()},
+                "free, in order": list(pages.free), "holders": list(pages.holders),
+                "published": sorted(pages.published.values())})
+        return shown
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        return f"raises {type(error).__name__}: {error}"
 
 
 def outcomes(cases):
     for calls in cases:
-        try:
-            shown = outcome(calls)
-        except (KeyError, IndexError, TypeError) as error:
-            shown = f"raises {type(error).__name__}"
-        yield f"the calls {calls}", shown
+        yield f"the calls {calls}", outcome(calls)
 
 
 @points(2, title="the shortest sequence of calls")
 def test_7_calls(submission, student, record_property):
     """calls.json shows the planted bug: ours with the bug and without it differ."""
-    if in_repository(submission):
-        pytest.skip("the repository hands nothing in")
     calls, bug = handed_in(submission, "calls.json", 7, "calls"), planted(student)
-    if not isinstance(calls, list):
-        raise Fault("calls is not a list")
-    try:
-        right = outcome(calls)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise Fault(f"the right code raises {type(error).__name__}: {error}") from None
+    right = outcome(calls)
+    if isinstance(right, str):
+        raise Fault(f"with the right code: {right}")
     with inserted(bug):
-        (_, wrong), = outcomes([calls])
+        wrong = outcome(calls)
     if wrong == right:
         raise Fault("right and wrong code both end with " + str(right[-1:] or "nothing"))
-    says = "raises an error" if isinstance(wrong, str) else next(
+    says = wrong if isinstance(wrong, str) else next(
         f"after call {i}, {difference(b, a)}" for i, (a, b) in enumerate(zip(right, wrong))
         if a != b)
     if len(calls) > bug["most"]:

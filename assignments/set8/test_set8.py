@@ -3,7 +3,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from kit import Example, counts_of, describe, drawn, given
+from kit import Checks, counts_of, describe, drawn, given
 
 from beyond import speculative
 from checks.toy import toy
@@ -24,8 +24,18 @@ def guesses(cases):
                    list(lookup.guess(request, most)))
 
 
+def guess_all(request):
+    lookup = speculative.Lookup()
+    for i in range(4000):
+        request.generated.append(i * i % 97)
+        lookup.guess(request, 4)
+
+
 @points(4, "beyond/speculative.py:Lookup.guess", title="prompt lookup")
-class Test8a(Example):
+class Test8a(Checks):
+    in_time = [("guess for each of 4,000 tokens",
+                lambda: given((1, 4001), block_size=10**6)[0], guess_all)]
+
     def test_guesses(self, part):
         part.compare(guesses, [([1, 2, 3, 1, 2], [3, 1, 2, 9, 1, 2], 3), ([5], [5, 5, 5], 2),
                                ([1, 2], [3, 4], 4)])
@@ -33,20 +43,6 @@ class Test8a(Example):
         part.compare(guesses, [([rng.randrange(kinds) for _ in range(rng.randint(1, 40))],
                                 [rng.randrange(kinds) for _ in range(40)], rng.randint(1, 6))
                                for kinds in (2, 3, 4, 6, 9) * (6 if part.hidden else 2)])
-
-    def test_time(self, part):
-        def prepare():
-            tokens = [i * i % 97 for i in range(4000)]
-            request, = given((tokens[:1], 4000), block_size=10**6)
-            return request, tokens[1:], speculative.Lookup()
-
-        def call(made):
-            request, tokens, lookup = made
-            for token in tokens:
-                request.generated.append(token)
-                lookup.guess(request, 4)
-
-        part.fast("guess for each of 4,000 tokens", prepare, call)
 
 
 def drafts(cases):
@@ -63,7 +59,7 @@ def drafts(cases):
 
 
 @points(3, "beyond/speculative.py:draft", title="how many guesses there is room for")
-class Test8b(Example):
+class Test8b(Checks):
     def test_drafts(self, part):
         rng = part.rng
         part.compare(drafts, [((1, 1), budget, most, room) for budget in range(2, 9)
@@ -85,7 +81,7 @@ def runs(workloads):
 
 
 @points(6, "beyond/speculative.py:generate", title="one pass, several tokens")
-class Test8c(Example):
+class Test8c(Checks):
     def test_runs(self, part):
         part.compare(runs, [(given(*[([1, 2, 3] * 2, 9)] * 4), True, {"guesses": k})
                             for k in (0, 1, 4)])

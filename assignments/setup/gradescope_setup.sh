@@ -5,4 +5,4 @@
 #   git archive --prefix=nanobatch/ -o kit.zip HEAD && zip kit.zip setup.sh run_autograder
 apt-get install -y python3 python3-pip
 pip3 install --break-system-packages torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
-pip3 install --break-system-packages numpy pytest
+pip3 install --break-system-packages numpy pytest tiktoken safetensors
