@@ -47,6 +47,10 @@ def recorded(stage="interleaved", requests=None, **knobs):
     return record(STAGES[stage], MODEL, requests or mixed(), MODEL, **knobs)
 
 
+def page_of(traces, tokenizer=None):
+    return page.filled(page.data_of(traces, tokenizer))
+
+
 # --- the data -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -205,7 +209,7 @@ def test_every_number_is_the_traces(stage, opened):
         assert sum(p.rejected for p in trace.passes) > 0
     else:
         trace = recorded(stage, **({"pages": 8, "page_size": 4} if stage == "paged" else {}))
-    shown = opened(page.page({stage: trace}))
+    shown = opened(page_of({stage: trace}))
     steps = sorted({p.step for p in trace.passes})
     for tick, step in [*enumerate(steps)][::3]:
         shown.run("go(arguments[0])", tick)
@@ -259,7 +263,7 @@ def test_what_a_bug_does_to_slots_is_recorded_and_said(bug, stage, said, opened)
     i, slot = next((i, slot) for i, frame in enumerate(frames)
                    for slot in (*frame["sees"], *frame["shift"]))
     row, column = divmod(slot, len(frames[i]["owner"][0]))
-    shown = opened(page.page({stage: trace}),
+    shown = opened(page_of({stage: trace}),
                    f"run={stage}&step={trace.passes[i].step}&slot=0.{i}.{row}.{column}")
     assert re.search(f"Wrong: {said}", shown.texts(".sees .bad")[0])
 
@@ -271,7 +275,7 @@ def test_a_run_of_300_requests_stays_usable(opened):
     trace = record(LADDER["paged"], small, requests)
     assert trace.recording.left_out.endswith("4,800 tokens, more than 4,000")
     assert not any(frame["sees"] for frame in trace.recording.frames)
-    shown = opened(page.page({"paged": trace}))
+    shown = opened(page_of({"paged": trace}))
     drawn = shown.run("""return Array.from({length: 300}, () => {
         go((state.tick + 1) % ticks.length);
         return document.querySelectorAll("*").length;
@@ -487,7 +491,7 @@ def test_a_goal_can_be_reached_and_is_not_reached_by_most(number, goal, ladder_p
 def test_prompts_neither_break_nor_run(opened):
     requests = [Request(TOKENIZER.encode(text), 3, name=f"<i>{i}") for i, text in enumerate(NASTY)]
     trace = record(LADDER["dynamic"], BUILTIN, requests, BUILTIN)
-    shown = opened(page.page({"</script>&": trace}, TOKENIZER))
+    shown = opened(page_of({"</script>&": trace}, TOKENIZER))
     shown.run("go(ticks.length - 1)")
     shown.run("document.querySelectorAll('.request .text').forEach(text => text.click())")
     assert [text.removesuffix(" ▸ ") for text in shown.texts(".request .prompt")] == NASTY
