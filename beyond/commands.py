@@ -118,7 +118,8 @@ def capacity_command(doc, argv=None):
     p = parser("beyond.capacity", doc)
     p.add_argument("--replicas", type=int, default=4, help="copies of the model")
     p.add_argument("--router", choices=ROUTERS, help="default: all of them, in turn")
-    p.add_argument("--prefix", type=int, default=0, help="tokens that a group has in common")
+    p.add_argument("--prefix", type=int, default=0,
+                   help="tokens before each input that a group has in common")
     p.add_argument("--groups", type=int, default=1, help="groups with a common beginning")
     p.add_argument("--ttft", type=float, help="a limit on the p99, in ms: asks how many GPUs")
     p.add_argument("--itl", type=float, help="a limit on the p99, in ms")
@@ -135,8 +136,8 @@ def run_replicas(args):
     if (args.ttft is None) != (args.itl is None):
         raise ValueError("--ttft and --itl belong together: give both limits, or none")
     load = Load(args.rate, prompts, answers, args.requests, args.seed, args.groups, args.prefix)
-    found = of_routers if args.ttft is None else of_limits
-    rows = list(found(args, gpu_of(args.gpu), load))
+    rows_of = of_routers if args.ttft is None else of_limits
+    rows = [*rows_of(args, gpu_of(args.gpu), load)]
     if rows:
         print("calculated; waits in ms, of the median and of the p99")
         print(aligned([rows[0].keys(), *map(cells, rows)]))
