@@ -65,16 +65,16 @@ def launch(model, scheduler, lay_out, step, flight):
     holes = leave_holes(flight) if flight else {}
     try:
         plan = scheduler.schedule(step)
-        if not plan:
-            return None
-        batch = lay_out(plan)
-    except RuntimeError:   # nothing can go on, but what lands may give room
+        batch = lay_out(plan) if plan else None
+    except RuntimeError:   # nothing can go on; but what lands may give room
         if not flight:
             raise
-        return None
+        batch = None
     finally:
         for request in holes:
             request.generated.pop()   # nobody else sees a hole
+    if batch is None:
+        return None
     fill_holes(batch, holes, flight)
     logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)          # (R, V)
     return Flight(step, batch, logits, choose(logits, batch.sampled),
@@ -119,12 +119,13 @@ def land(flight, scheduler, trace, on_token):
 
 
 def record(flight, trace):
-    """What was computed of a request that had ended before, or was cancelled, is rejected."""
+    """Records the pass. Of a request that has ended since it was queued, its work is rejected."""
     reached = dict(trace.reached)
     trace.record_pass(flight.step, flight.batch,
                       time.perf_counter() - trace.step_times[flight.step])
     for (request, n), start in zip(flight.batch.plan, flight.batch.starts):
         if request.finished:
+            # from here on computed for the first time: what is before counts as recomputed
             first = min(max(start, reached.get(request.name, 0)), start + n)
             trace.record_rejected(request, first, start + n)
 
@@ -141,7 +142,7 @@ def publish(flight, scheduler):
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, pages=None,
              page_size=16, on_token=None):
-    """Runs `requests` as stage 6 or 7, with one pass in the queue while the next is planned."""
+    """Runs `requests` as stage 6 or 7; while a pass is computed, the next one is planned."""
     requests = prepare(requests, model.config)
     scheduler, lay_out = memory_of(model, max_batch, token_budget, max_kv_tokens, pages, page_size)
     trace = Trace("ahead", requests, getattr(scheduler, "counts", {}))
@@ -162,7 +163,7 @@ if __name__ == "__main__":
     host, gpu = float(sys.argv[1]) if sys.argv[1:] else 2.0, gpu_of("h100")
     for name in "qwen3-8b", "qwen3-0.6b":   # 512 passes of 16 decodes with 1,024 keys each
         shape = shape_of(name)
-        device = 1e3 * shape.seconds(gpu, shape.parts(16, 16, 2**14, 2**14), 16, 16)
-        turns, ahead = host + device, max(host, device)
+        device = 1e3 * shape.seconds(gpu, shape.parts(16, 16, 16 * 1024, 16 * 1024), 16, 16)
+        turns, ahead = host + device, max(host, device)   # ms; x 0.512: 512 passes, in s
         print(f"{name}, H100, {host:g} ms of host, calculated: in turns {0.512 * turns:.2f} s, "
               f"busy {device / turns:.0%}; ahead {0.512 * ahead:.2f} s, busy {device / ahead:.0%}")

@@ -1,7 +1,7 @@
 """
 Arrivals in seconds, by a trick: where a stage expects a step, an object compares by another clock.
 
-A stage asks two things of a request's `arrival`, a step's number. An Arrival at 0.35 s answers:
+A stage sorts by a request's arrival, a step's number, and asks two things. At 0.35 s it answers:
 
     arrival <= step      has it arrived?     whether the calculated model's clock has reached 0.35 s
     max(step, arrival)   what comes next?    `step`; and the clock moves on to 0.35 s
@@ -40,7 +40,7 @@ def arrivals(model, number, clients=None, rate=None, seed=0):
         times = accumulate((stream.expovariate(rate) for _ in range(number - 1)), initial=0.0)
         return [Arrival(model, i, partial(float, time)) for i, time in enumerate(times)]
 
-    def after(i):   # the i-th request has ended: -1 for the first ones of all clients
+    def after(i):   # when the i-th answer ended, counted from 0, whoever's it was; below 0: at once
         return 0.0 if i < 0 else model.ends[i] if i < len(model.ends) else math.inf
 
     return [Arrival(model, i, partial(after, i - clients)) for i in range(number)]
@@ -54,7 +54,7 @@ def digits(number, base):
 
 
 def workload(lengths, vocabulary=1000):
-    """Requests for [(tokens of the prompt, of the answer), ...]. No two begin alike."""
+    """Requests for [(tokens of the prompt, of the answer), ...]. Each begins with its number."""
     base = max(2, min(vocabulary, 1000))
     return [Request((digits(i, base) + [0] * prompt)[:prompt], answer, name=f"r{i}")
             for i, (prompt, answer) in enumerate(lengths)]

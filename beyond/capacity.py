@@ -34,7 +34,7 @@ MOST = 256   # replicas to try
 
 @dataclass(frozen=True)
 class Load:
-    """Requests a second, at random; tokens as (low, high); `prefix` of them alike in a group."""
+    """Requests a second, at random. Tokens are (low, high); before them, `prefix` of a group."""
     rate: float
     input: tuple
     output: tuple
@@ -56,7 +56,7 @@ class Replica:
         self.last = {}   # request -> time of its last token, or of its arrival
 
     def add(self, request, time):
-        self.now = self.now if self.last else max(self.now, time)
+        self.now = max(self.now, time)   # if it was idle
         self.last[request] = time
         self.scheduler.add(request)
 
@@ -126,7 +126,8 @@ def most_of_one(shape, gpu, load, number, knobs):
 def serve(shape, gpu, load, number, router, **knobs):
     """
     Runs all requests on `number` replicas. Returns {"ttft_ms": [...], "itl_ms": [...],
-    "saved_tokens": number, "times": of what they can serve, "verdict": see overload.verdict}.
+    "saved_tokens": number, "times": the rate, in multiples of what they serve, "verdict": see
+    overload.verdict}.
     """
     check_load(load, shape)
     knobs, spans = KNOBS | knobs, {"ttft_ms": [], "itl_ms": []}
@@ -137,10 +138,11 @@ def serve(shape, gpu, load, number, router, **knobs):
     for i, (time, request) in enumerate(requests_of(load, shape.vocab_size)):
         for replica in replicas:
             replica.run_until(time)
-        request, = prepare([request], shape)
+        prepare([request], shape)
         ROUTERS[router](replicas, request, i).add(request, time)
     for replica in replicas:
         replica.run_until(math.inf)
+    # the same at any rate, since all come at once: so rate 1.0, and `lru_cache` runs it once
     tried = tries(load.requests, SCRIPTS["paged"], **knobs)
     served = number * most_of_one(shape, gpu, replace(load, rate=1.0), tried, tuple(knobs.items()))
     return {**spans, "saved_tokens": sum(r.scheduler.counts["saved_tokens"] for r in replicas),
@@ -149,12 +151,13 @@ def serve(shape, gpu, load, number, router, **knobs):
 
 def fewest(shape, gpu, load, router, ttft, itl, most=MOST):
     """(replicas, figures) that keep two limits on the p99, in ms; by doubling, then bisection."""
+    found, low, high = {}, 0, 1
+
     def good(number):
         found[number] = f = serve(shape, gpu, load, number, router)
         return (f["verdict"] == "keeps up" and percentile(f["ttft_ms"], 99) <= ttft
                 and not percentile(f["itl_ms"], 99) > itl)   # none: NaN, which is not above it
 
-    found, low, high = {}, 0, 1
     while not good(high):
         if high == most:
             return None, found[high]

@@ -2,6 +2,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 from beyond.arrivals import check_lengths, workload
 from beyond.capacity import MOST, ROUTERS, Load, fewest, serve
@@ -117,7 +118,8 @@ def capacity_command(doc, argv=None):
     p = parser("beyond.capacity", doc)
     p.add_argument("--replicas", type=int, default=4, help="copies of the model")
     p.add_argument("--router", choices=ROUTERS, help="default: all of them, in turn")
-    p.add_argument("--prefix", type=int, default=0, help="tokens that a group has in common")
+    p.add_argument("--prefix", type=int, default=0,
+                   help="tokens before each input that a group has in common")
     p.add_argument("--groups", type=int, default=1, help="groups with a common beginning")
     p.add_argument("--ttft", type=float, help="a limit on the p99, in ms: asks how many GPUs")
     p.add_argument("--itl", type=float, help="a limit on the p99, in ms")
@@ -134,11 +136,11 @@ def run_replicas(args):
     if (args.ttft is None) != (args.itl is None):
         raise ValueError("--ttft and --itl belong together: give both limits, or none")
     load = Load(args.rate, prompts, answers, args.requests, args.seed, args.groups, args.prefix)
-    rows = [*(of_routers if args.ttft is None else of_limits)(args, gpu_of(args.gpu), load)]
+    rows_of = of_routers if args.ttft is None else of_limits
+    rows = [*rows_of(args, gpu_of(args.gpu), load)]
     if rows:
         print("calculated; waits in ms, of the median and of the p99")
-        print(aligned([rows[0], *([f"{cell:,.2f}" if isinstance(cell, float) else cell
-                                   for cell in row.values()] for row in rows)]))
+        print(aligned([rows[0].keys(), *map(cells, rows)]))
         if rows[-1]["verdict"] == TOO_SHORT:
             print(advice(rows[-1]["times"]))
     write(args.json, {"calculated": True, "rows": rows})
@@ -154,9 +156,10 @@ def of_routers(args, gpu, load):
 def of_limits(args, gpu, load):
     flags.say_ignored(args, [name for name, default in (("replicas", 4), ("tp", 1))
                              if getattr(args, name) != default], "with limits")
+    whole = shape_of(args.model, args.dtype)
     for tp in 1, 2, 4, 8:
         try:
-            shape = shape_of(args.model, args.dtype, tp)
+            shape = replace(whole, tp=tp)
             shape.room(gpu)
         except ValueError as error:
             print(f"no row for --tp {tp}: {error}")
@@ -172,3 +175,7 @@ def row(f):
              for q in (50, 99)}
     return {**waits, "saved_tokens": f["saved_tokens"], "times": f["times"],
             "verdict": f["verdict"]}
+
+
+def cells(row):
+    return [f"{cell:,.2f}" if isinstance(cell, float) else cell for cell in row.values()]

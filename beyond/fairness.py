@@ -1,25 +1,25 @@
 """
 Fairness: other orders than first come, first served, and a bound on what they may cost a request.
 
+A *policy* is a sort key: of the waiting requests, the one with the smallest key goes first. The
+shortest job first makes the mean wait short; but a long job may wait for ever, if short ones keep
+arriving. So there is a *bound*:
+
     shortest job first, one place, a bound of 3; L is long, a to d are short, all arrive together
 
     step               0   1   2   3   4
     admitted           a   b   c   L   d
-    L was overtaken    1   2   3          so L is due at step 3: d is shorter, and has to wait
+    L was overtaken    1   2   3          so L is *due* at step 3: d is shorter, and has to wait
 
-A *policy* is a sort key: of the waiting requests, the one with the smallest key goes first. The
-shortest job first makes the mean wait short; but a long job may wait for ever, if short ones keep
-arriving.
-
-So there is a *bound*. The oldest request in line is *due* once it has been overtaken so often, and
-any request once it has been preempted so often. Then it goes before all that are not due, gets
-pages for its longest answer at once, and is not preempted any more. So the n-th request to arrive
-is admitted as the (n + MAX_OVERTAKEN)-th at the latest.
+In the *line* are the requests that were never admitted. Its oldest is due once `bound` others have
+overtaken it; any request, once it has been preempted `bound` times. It then goes before all that
+are not due, gets pages for its longest answer at once, and is not preempted any more. So the n-th
+request to arrive is admitted as the (n + bound)-th at the latest.
 
 The *rank* is one order for the queue and the memory: due or not, then the key, then the arrival.
-The first in rank is admitted first; the last is preempted, by one that stands before it. So the
-first in rank keeps its pages and goes on at every step: no live-lock. (vLLM ranks by arrival or by
-priority, too. It has no bound.)
+The first in rank is admitted first. A request that needs a page takes it from the last in rank,
+which may be itself. So of those that run, the first in rank keeps its pages and goes on at every
+step: no live-lock. (vLLM ranks by arrival or by priority, too. It has no bound.)
 
     python generate_paged.py --policy sjf      stage 7 with a policy
 """
@@ -67,7 +67,7 @@ class FairScheduler(PagedScheduler):
 
     def add(self, request):
         super().add(request)
-        self.rank[request] = Rank(True, True, 0, number=self.added)
+        self.rank[request] = Rank(to_come=True, can_wait=True, key=0, number=self.added)
         self.line[request] = None
         self.added += 1
 
@@ -75,10 +75,11 @@ class FairScheduler(PagedScheduler):
 
     def schedule(self, step):
         """As PagedScheduler.schedule; but first, requests that have arrived take their places."""
-        first = bisect_left(self.waiting, (True,), key=self.rank.get)   # of those to come
-        while first < len(self.waiting) and self.waiting[first].arrival <= step:
-            self.move(self.waiting[first], due=False)
-            first += 1
+        # Those to come are last in the queue, by arrival. (True,) is below each of their ranks.
+        i = bisect_left(self.waiting, (True,), key=self.rank.get)
+        while i < len(self.waiting) and self.waiting[i].arrival <= step:
+            self.move(self.waiting[i], due=False)   # not backwards: the next one is at i + 1
+            i += 1
         self.running.sort(key=self.rank.get)   # the last is preempted; new ones go behind
         return super().schedule(step)
 
@@ -97,7 +98,7 @@ class FairScheduler(PagedScheduler):
         return not self.rank[request].can_wait
 
     def arrived(self, step):
-        """As Scheduler.arrived, asked before each admission: now the oldest in line may be due."""
+        """As Scheduler.arrived, which is asked before each admission: so what is due now, moves."""
         while self.line and next(iter(self.line)).finished:   # cancelled: it overtook no other
             self.line.popitem(last=False)
         oldest = next(iter(self.line), None)
@@ -107,31 +108,28 @@ class FairScheduler(PagedScheduler):
         return super().arrived(step)
 
     def times_overtaken(self, oldest):
-        """How many have left the line, but for those that arrived before it: they all have."""
+        """How many have left the line, less those that arrived before it: all of these have."""
         return self.added - len(self.line) - self.rank[oldest].number
 
     # --- the memory ---
 
     def grant_room(self, request):
         """As PagedScheduler.grant_room; a request that is due needs room for its longest answer."""
-        need = self.pages.needed(request.kv_tokens)
-        if self.is_due(request) and need > len(self.pages.free):
+        need = self.pages.needed(request.kv_tokens) if self.is_due(request) else 0
+        if need > len(self.pages.free) or not super().grant_room(request):
             return False
-        if not super().grant_room(request):
-            return False
-        if self.is_due(request):
-            self.pages.allocate(request.block_table, need - len(request.block_table))
+        self.pages.allocate(request.block_table, need - len(request.block_table))   # if above 0
         self.line.pop(request, None)
         return True
 
     def preempt(self, request):
         """As PagedScheduler.preempt; but it returns to its rank, not to the front."""
         super().preempt(request)
-        self.waiting.popleft()
+        self.waiting.popleft()   # where super() has put it
         times = self.times_preempted[request] = self.times_preempted.get(request, 0) + 1
         self.insert(request, due=self.is_due(request) or times >= self.bound)
 
 
-SCHEDULERS = {   # by policy, for stage 7: generate(model, requests, policy=SCHEDULERS["sjf"])
-    "fcfs": PagedScheduler,
-    **{policy: partial(FairScheduler, policy=policy) for policy in POLICIES if policy != "fcfs"}}
+# by policy, for stage 7: generate(model, requests, policy=SCHEDULERS["sjf"])
+SCHEDULERS = {policy: partial(FairScheduler, policy=policy) for policy in POLICIES}
+SCHEDULERS["fcfs"] = PagedScheduler   # without a bound: by arrival, none is overtaken

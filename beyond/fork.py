@@ -47,7 +47,7 @@ def memory_of(model, max_batch, token_budget, max_kv_tokens, pages, page_size):
 
 
 def answers(scheduler, number=8, prompt=88, new=32, apart=0):
-    """(tokens computed, most pages held) for answers to one prompt; `apart`: steps of the first."""
+    """(tokens computed, most pages held) for answers to one prompt; `apart`: the first's lead."""
     requests = prepare([Request([0] * prompt, new, arrival=apart * (i > 0)) for i in range(number)],
                        SimpleNamespace(block_size=1024, vocab_size=1))
     for request in requests:

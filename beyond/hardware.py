@@ -11,7 +11,8 @@ pass over few rows computes most of a tile in vain: of its peak it reaches share
 85). `share` belongs to a generation of GPUs, 0.58 for Hopper (its clocks fall under full load) and
 0.71 for the others. An engine has its time between two passes, and one for each token it samples.
 
-All were chosen on one half of the published runs and tested on the other: beyond/published.py.
+These constants were chosen on one half of the published runs and tested on the other:
+beyond/published.py.
 """
 import json
 import math
@@ -38,19 +39,11 @@ class GPU:
     link: float = 12e9         # bytes/s each way; the default is PCIe
     link_latency: float = 30e-6
     share: float = 0.71        # of the peak, in a pass of many rows
-    tile: float = TILE
     overhead: float = ENGINES["tensorrt-llm"]["overhead"]         # seconds between two passes
     per_request: float = ENGINES["tensorrt-llm"]["per_request"]   # and for each sampled token
 
-    def seconds(self, parts, size, in_vain=0):
-        """Of arithmetic and reading. parts: {name: (operations, bytes)}; in_vain: operations"""
-        peak = self.share * (self.peak if size == 2 else self.peak32)
-        arithmetic = (sum(operations for operations, _ in parts.values()) + in_vain) / peak
-        reading = sum(moved for _, moved in parts.values()) / (BANDWIDTH_SHARE * self.bandwidth)
-        return math.hypot(arithmetic, reading)
 
-
-# dense, with 32-bit accumulation; the memory in bytes
+# peaks of dense matrices with 32-bit accumulation; sheets.json has the memory in GiB
 GPUS = {name: GPU(**{**sheet, "memory": sheet["memory"] * GiB})
         for name, sheet in SHEETS["gpus"].items()}
 
@@ -58,8 +51,9 @@ GPUS = {name: GPU(**{**sheet, "memory": sheet["memory"] * GiB})
 @dataclass(frozen=True)
 class Shape:
     """
-    What a model's time and memory depend on. ffn_matrices: 2, or 3 if gated. `tp` tensor parallel
-    ranks split heads and FFN, as beyond/tensor_parallel.py does, and each holds the vocabulary.
+    What a model's time and memory depend on, in the order of sheets.json. ffn_matrices: 2, or 3 if
+    gated. `tp` tensor parallel ranks split heads and FFN, as beyond/tensor_parallel.py does, and
+    each holds the vocabulary.
     """
     n_layer: int
     n_embd: int
@@ -95,15 +89,15 @@ class Shape:
     def kv_bytes(self):   # keys and values of a token
         return 2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp
 
-    def parts(self, slots, rows, scores, keys, copied=0):
+    def parts(self, slots, sampled, scores, keys, copied=0):
         """
-        {part: (operations, bytes)} of a pass over `slots` places, with the logits of `rows` tokens.
-        Scores, keys and copied bytes are what a layout counts. A copy is a read and a write.
+        {part: (operations, bytes)} of a pass over `slots` places, with the logits of `sampled`
+        tokens. Scores, keys and copied bytes: what a layout counts. A copy is a read and a write.
         """
-        width = self.n_layer * self.n_head * self.head_size // self.tp
+        width = self.n_layer * self.n_head * self.head_size // self.tp   # features of its heads
         return {"linears": (2 * slots * self.linears, self.linears * self.size),
-                "vocabulary": (2 * rows * self.vocabulary,
-                               self.vocabulary * self.size if rows else 0),
+                "vocabulary": (2 * sampled * self.vocabulary,
+                               self.vocabulary * self.size if sampled else 0),
                 "attention": (4 * width * scores, (keys + slots) * self.kv_bytes),
                 "copies": (0, 2 * copied)}
 
@@ -112,7 +106,10 @@ class Shape:
         Of a pass over `slots` places, after which the engine samples so many tokens. A ring's
         all-reduce sends 2 (tp - 1) / tp times the tensor, twice a layer.
         """
-        total = gpu.seconds(parts, self.size, 2 * gpu.tile * self.linears)
+        operations, moved = map(sum, zip(*parts.values()))
+        operations += 2 * TILE * self.linears   # the rows of a tile that are computed in vain
+        peak = gpu.share * (gpu.peak if self.size == 2 else gpu.peak32)
+        total = math.hypot(operations / peak, moved / (BANDWIDTH_SHARE * gpu.bandwidth))
         total += gpu.overhead + gpu.per_request * sampled
         if self.tp > 1:
             sent = 2 * (self.tp - 1) / self.tp * slots * self.n_embd * self.size

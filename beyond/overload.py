@@ -42,8 +42,10 @@ def most_served(shape, gpu, generate, requests, **knobs):
 
 def verdict(times, tried):
     """
-    Of a load so many times what can be served, which `tried` requests have found out: an error of
-    at most 1.5 / sqrt(tried), 5% for 1,000. "keeps up", "overloaded" or TOO_SHORT.
+    times: the rate, in multiples of what can be served
+    tried: how many requests found out what can be: within about 1.5 / sqrt(tried), 5% for 1,000
+
+    Returns "keeps up", "overloaded" or TOO_SHORT.
     """
     if abs(times - 1) * math.sqrt(tried) < 1.5:
         return TOO_SHORT
@@ -59,7 +61,7 @@ def advice(times):
 
 
 def judged(requests, rate, served, tried):
-    """{"verdict", ...} of such requests at `rate` a second, where `served` a second can be."""
+    """{"verdict", ...} of such requests at `rate` a second, where at most `served` a second end."""
     tokens = mean([request.kv_tokens for request in requests])   # of its prompt and its answer
     return {"verdict": verdict(rate / served, tried), "times": rate / served,
             "served_at_most": served, "offered_tokens_per_s": rate * tokens,

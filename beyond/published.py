@@ -47,14 +47,15 @@ def passes(number, prompt, answer, room, max_batch=2048, token_budget=8192):
     kv_tokens = prompt + answer - 1
     limit = min(max_batch, max(int(room // kv_tokens), 1))
     waiting, running, step = number, 0, 0
-    prefills, decodes, past = deque(), 0, 0   # tokens to do of each; how many, and all their keys
-    ends = deque()                            # (step, how many finish in it)
+    prefills, decodes = deque(), 0   # tokens that each prompt has still to do; how many decode
+    past = 0                         # keys of all that decode
+    ends = deque()                   # (step, how many finish in it)
     while waiting or running:
         todo = decodes + sum(prefills)
         while running < limit and todo < token_budget and waiting:
             prefills.append(prompt)
             waiting, running, todo = waiting - 1, running + 1, todo + prompt
-        past += decodes
+        past += decodes   # each computes one key
         slots, sampled, keys, scores = decodes, decodes, past, past
         budget, new = token_budget - decodes, 0
         for i, left in enumerate(prefills):
@@ -97,7 +98,7 @@ def counted(run):
 def calculate(run):
     """{figure: value} of a run, a dict."""
     shape, gpu = machine(run)
-    if run["output"] and run["figure"] == "tokens_per_s" or run["kind"] == "prompt":
+    if (run["output"] and run["figure"] == "tokens_per_s") or run["kind"] == "prompt":
         all_passes, tokens = counted(run)
         seconds = sum(shape.seconds(gpu, shape.parts(*counts), counts[0], counts[1])
                       for counts in all_passes)
@@ -105,7 +106,7 @@ def calculate(run):
     kind, number = run["kind"], run["requests"]
     if run["output"]:
         lengths = [(run["input"], run["output"])] * 3 * (number if kind == "clients" else 40)
-    else:
+    else:   # lengths differ: "input" names a function
         lengths = {"nano_vllm": nano_vllm, "rahman": rahman}[run["input"]]()
     load = {kind: number} if kind in ("clients", "rate") else {}
     budget = {"LMDeploy": 8192, "nano-vllm": 16384}.get(run["source"], 2048)
@@ -132,7 +133,8 @@ GROUPS = (   # name, and who belongs to it
     *((f"{tp} GPUs", lambda row, tp=tp: row["tp"] == tp) for tp in (2, 4, 8)),
     ("A100, one", lambda row: row["gpu"][:4] == "a100" and row["tp"] == 1),
     ("Hopper, one", lambda row: row["gpu"][0] in "gh" and row["tp"] == 1),
-    ("other GPUs, one", lambda row: row["gpu"][0] in "rlt" or row["gpu"] == "a10g"),
+    ("other GPUs, one", lambda row: row["tp"] == 1 and (row["gpu"][0] in "rlt"
+                                                        or row["gpu"] == "a10g")),
     ("one request", lambda row: row["requests"] == 1),
     ("static batch", lambda row: row["kind"] == "static" and row["requests"] > 1),
     ("all at once", lambda row: row["kind"] == "in-flight"),
@@ -140,7 +142,7 @@ GROUPS = (   # name, and who belongs to it
 
 
 def summary(rows):
-    """A head, and a line for each group: errors on the runs that were not used for choosing."""
+    """A head, and a line for each group: errors on the tested runs, and last on the chosen."""
     yield ["calculated against published", "runs", "median error", "90% within", "largest",
            "on the chosen half"]
     for figure, what in FIGURES.items():

@@ -16,7 +16,7 @@ Three things are not as they seem:
 - Stages time their passes. These times are replaced by the clock's, in `timed`.
 - Requests may come in seconds, where a stage expects steps: beyond/arrivals.py.
 - The layouts of stages 6 and 7 make tensors that nobody reads here. So while these stages run, a
-  `Stream` stands in for Flat and Paged: it counts the same, many times faster.
+  `Stream` stands in for Flat and Paged: but for copies it counts the same, many times faster.
 
 docs/gpu.md says how far to trust it: all figures are calculated, none is measured.
 
@@ -52,13 +52,13 @@ class CalculatedModel:
     def __init__(self, shape, gpu):
         self.config, self.gpu, self.device = shape, gpu, torch.device("cpu")
         self.now, self.passes, self.ends = 0.0, [], []
-        # all layers' keys of a token. On "meta" a tensor has a size, and takes no memory
+        # one token's keys of all layers. A "meta" tensor has a size, and takes no memory
         self.key = torch.empty(1, shape.kv_bytes // 2, device="meta", dtype=torch.int8)
 
     def __call__(self, tokens, positions, attend, wanted):
         batch = attend.__self__   # the layout: `attend` is its method
         cache = batch.plan[0][0].kv
-        if cache is not None:     # the layout asks it how many bytes a token takes
+        if cache is not None:   # else, without a layer, its bytes_per_token would be 0
             cache.buffers(0, self.key, self.key)
         self.compute(batch)
         return torch.zeros(len(batch.sampled), 1)                               # (R, 1)
@@ -78,6 +78,7 @@ class CalculatedModel:
 def price(shape, gpu, batch):
     """(seconds, parts) of a pass over what the layout `batch` counts."""
     counts, slots, sampled = batch.cost(), batch.tokens.numel(), len(batch.sampled)
+    # read: past and new keys of the rows that go on (n is 0 once a row has finished)
     keys = sum(start + n for (_, n), start in zip(batch.plan, batch.starts) if n)
     parts = shape.parts(slots, sampled, counts["score_entries"],
                         keys + counts.get("padded_keys", 0), counts.get("copied_bytes", 0))
@@ -97,7 +98,7 @@ class Stream:
         self.tokens = torch.empty(sum(n for _, n in plan), device="meta")       # (N,)
 
     def attend(self, layer, q, k, v):
-        """Of which only the owner is asked for."""
+        """Never called: the model asks it only whose method it is."""
 
     def cost(self):
         return {"score_entries": sum(n * (start + n)
@@ -109,7 +110,7 @@ LAYOUTS = {generate_ragged.generate: (generate_ragged, "Flat"),
 
 
 def without_tensors(generate, attention="varlen", **knobs):
-    """Within it, the stage's module has a Stream where it had its layout, if that is no mask."""
+    """A context: within it the stage makes Streams, not its layouts, unless these use a mask."""
     if generate in LAYOUTS and attention == "varlen":
         return patch.object(*LAYOUTS[generate], Stream)
     return nullcontext()
@@ -120,7 +121,7 @@ class CalculatedTrace(Trace):
     """A Trace whose times are seconds from 0, on the clock of `model`."""
     model: CalculatedModel = None
 
-    def arrived(self, request):   # itself, and not the step that saw it
+    def arrived(self, request):   # its own time, not that of the step which saw it
         return request.arrived
 
 
@@ -128,9 +129,9 @@ def simulate(shape, gpu, generate, requests, clients=None, rate=None, seed=0, **
     """
     Runs a stage's `generate` on a calculated GPU. Returns a CalculatedTrace.
 
-    Without `clients` and `rate`, requests arrive in steps, as they say. With one of them, a request
-    afterwards has its arrival in seconds in `arrived`, and in `arrival` the step that saw it: given
-    that, the real `generate` makes the same plans.
+    Without `clients` and `rate`, requests arrive in steps, as they say. With one of them, they
+    arrive in seconds; afterwards `arrival` is the step that saw a request: given that, the real
+    `generate` makes the same plans. Either way, `arrived` is the time in seconds.
     """
     model = CalculatedModel(shape, gpu)
     if clients or rate:
@@ -155,7 +156,7 @@ def timed(trace, model):
             request.arrived = request.arrival.seconds()
             request.arrival = steps[bisect.bisect_left(starts, request.arrived)]
         else:
-            request.arrived = Trace.arrived(trace, request)
+            request.arrived = Trace.arrived(trace, request)   # when that step began
     return trace
 
 
@@ -165,7 +166,7 @@ def spread(seconds):
 
 
 def figures(trace):
-    """What --json writes: tokens/s, passes, useful share of the slots, TTFT and ITL in ms."""
+    """What --json writes: speed, passes, useful share of the slots, waits in ms, preemptions."""
     t, waits = totals(trace), latencies(trace)
     return {"calculated": True, "tokens_per_s": t["tokens_per_second"], "seconds": t["seconds"],
             "passes": t["forward_passes"], "useful": t["useful"] / t["slots"],
@@ -183,6 +184,7 @@ def with_memory(shape, gpu, generate, requests, knobs, clients=None):
                 "pages": max(room // size, 1)}
     mine, ignored = flags.knobs_of(generate, defaults | knobs)
     if "pages" in mine:
+        # one page may be larger than all the room: then the default of `pages`, 1, is too many
         most, flag = mine["pages"] * size, "pages" if "pages" in knobs else "page_size"
     elif "max_kv_tokens" in mine:
         most, flag = mine["max_kv_tokens"], "max_kv_tokens"

@@ -210,19 +210,20 @@ def run_in_group(prog, command_line, args):
 
 
 def run_sharded(command_line, args):
-    models, counts = [], []
+    """Runs the stage with a sharded model, and prints what was sent. Returns the exit status."""
+    model = counts = None
 
-    def shard_and_count(model):   # before the run: after it, rank 0 checks while the others leave
-        models.append(shard(model))
-        counts.append(count_examples(model))
+    def shard_and_count(whole):   # before the run: after it, rank 0 checks while the others leave
+        nonlocal model, counts
+        model = shard(whole)
+        counts = count_examples(model)
         model.traffic.reset()
         return model
 
     status = command_line.run_stage(SCRIPTS[args.stage], args, shard=shard_and_count)
-    model, = models
     sent = model.traffic
     print(f"{dist.get_world_size()} ranks ({dist.get_backend()}), {model.config.n_layer} layers, "
-          f"all-reduces of a forward pass: {counts[0]}\n"
+          f"all-reduces of a forward pass: {counts}\n"
           f"rank 0 in this run: {sent.all_reduces:,} all-reduces, {sent.bytes / 1e6:,.1f} MB"
           + (f", {sent.seconds:.2f} s" if model.device.type == "cpu" else ""))
     return status

@@ -59,6 +59,7 @@ class Check:
         return verdict
 
     def fault_in_end(self, request):
+        """What is wrong with where it ended, in words, or None."""
         asked, tokens = self.asked[request], request.generated
         for limit in "prompt", "max_new_tokens", "eos_token":
             if getattr(request, limit) != getattr(asked, limit):
@@ -76,6 +77,7 @@ class Check:
                     f"not after {due} with {reason!r}")
 
     def fault_in_tokens(self, request, verdict):
+        """What is wrong with its tokens, in words, or None. Fills in the verdict."""
         asked, tokens, flipped = self.asked[request], request.generated, {}
         reference = ties.run_alone(self.model, asked.prompt, tokens)        # (n, V)
         exact = ties.run_alone(self.exact, asked.prompt, tokens) if self.exact else reference
@@ -110,10 +112,11 @@ def summary(verdicts):
     """One line for all, and one for each request that is WRONG."""
     kinds = [v.verdict for v in verdicts]
     identical, tied, cancelled = map(kinds.count, ("identical", "near-tie", "cancelled"))
-    line = f"{identical}/{len(kinds) - cancelled} requests identical to unbatched"
+    ended = len(kinds) - cancelled
+    line = f"{identical}/{ended} requests identical to unbatched"
     line += f", {tied} near-tie{'s' * (tied > 1)}" if tied else ""
     line += f", {cancelled} cancelled" if cancelled else ""
-    if 0 < identical == len(kinds) - cancelled and all(v.equal for v in verdicts):
+    if identical == ended > 0 and all(v.equal for v in verdicts):
         line += ", bit for bit"
     else:
         largest = max((v.difference for v in verdicts), default=0.0)

@@ -117,6 +117,7 @@ def margin(token, stage, reference, request, u):
         moves += moves_of_top_p(likely, kept, stage, reference, request)
         kept = likely
 
+    # log-odds of the token's two edges in the CDF: the lower, the upper
     x = (reference - reference.max()).masked_fill(~kept, -math.inf) / request.temperature
     low, high = (x[:i].logsumexp(0) - x[i:].logsumexp(0) for i in (token, token + 1))
     log_odds = torch.tensor(u, dtype=x.dtype).logit()
@@ -138,6 +139,7 @@ def moves_of_top_p(likely, kept, stage, reference, request):
 
     last = likely & (stage == stage[likely].min())   # several, if they tie
     limit = torch.tensor(request.top_p, dtype=x.dtype).logit()
+    # none that top_p cut may stand above one that it kept; those that tie for last are equal
     above = reference.masked_fill(~kept | likely, -math.inf).max() - reference[likely].min()
     between = reference[last].max() - reference[last].min()
     enough = limit - log_odds(likely)                # they add up to top_p,

@@ -26,6 +26,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -41,7 +42,7 @@ class Sight:
     batch: object             # the layout
     ids: torch.Tensor         # of the slots, in the shape of batch.tokens
     positions: torch.Tensor   # that the model was given for them
-    seen: torch.Tensor        # (..., D) for each slot how many keys of each id, blanks last
+    seen: torch.Tensor        # (..., D + 1): for each slot how many keys of each id, blanks last
     record: object = None     # the trace's record of the pass; set by sights_at
 
 
@@ -56,7 +57,7 @@ class XRay:
             length = min(len(request.prompt) + request.max_new_tokens,
                          model.config.block_size + 1)   # the last token needs no position
             self.token_of += [(request, position) for position in range(length)]
-        self.buffers = {}                        # of the X-ray's own layer, for each cache
+        self.buffers = WeakKeyDictionary()       # cache -> (k, v) of the X-ray's own layer
 
     def __enter__(self):
         self.handle = self.model.register_forward_pre_hook(self.look)
@@ -77,8 +78,8 @@ class XRay:
             out = batch.attend("xray", blank, blank, v).squeeze(-3)  # (..., D)
         seen = copy.copy(batch)   # a static batch is the same object in the next pass
         self.passes.append(Sight(self, seen, ids, positions, counts_of(out)))
-        # The pass must run what was looked at. A kernel (kernels/) takes the place of the layout's
-        # own method only: for this one, which does the same, it steps aside.
+        # The pass must run what was looked at. A compiled step (kernels/) replaces the layout's own
+        # method only. This one does the same but is another, so the compiled step is not used.
         same = MethodType(lambda batch, *args: attend(*args), batch)
         return tokens, positions, same, wanted
 
@@ -99,16 +100,16 @@ class XRay:
     @contextmanager
     def own_layer(self, batch):
         """Puts the X-ray's layer into the caches, and takes it out again: no stage notices it."""
-        caches = {request: request.kv for request, _ in batch.plan}
-        caches |= {kv: kv for kv in (getattr(batch, "kv", None), getattr(batch, "pool", None))}
-        caches = {owner: kv for owner, kv in caches.items() if isinstance(kv, KV)}
-        for owner, kv in caches.items():
-            if owner in self.buffers:
-                kv.k["xray"], kv.v["xray"] = self.buffers[owner]
+        caches = [request.kv for request, _ in batch.plan]
+        caches += getattr(batch, "kv", None), getattr(batch, "pool", None)
+        caches = {kv for kv in caches if isinstance(kv, KV)}
+        for kv in caches:
+            if kv in self.buffers:
+                kv.k["xray"], kv.v["xray"] = self.buffers[kv]
         yield
-        for owner, kv in caches.items():
+        for kv in caches:
             if "xray" in kv.k:
-                self.buffers[owner] = kv.k.pop("xray"), kv.v.pop("xray")
+                self.buffers[kv] = kv.k.pop("xray"), kv.v.pop("xray")
 
     def faults(self):
         """A sentence for everything that was seen and should not have been, or the reverse."""

@@ -89,7 +89,7 @@ def write_files(args, trace, recording, tokenizer):
     if args.plot:
         plots.timelines([trace], args.plot, columns=1)
     if args.page:
-        page.write(args.page, {trace.stage: recording()}, tokenizer)
+        page.write(args.page, page.data_of({trace.stage: recording()}, tokenizer))
     if written := [file for file in (args.trace, args.plot, args.page) if file]:
         print("wrote", *written)
 

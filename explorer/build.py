@@ -194,9 +194,8 @@ def data():
 
 
 def main():
-    text = page.filled(data())
-    PAGE.write_text(text, encoding="utf-8", newline="\n")
-    print(f"{PAGE.name}: {len(text) / 1e6:.2f} MB")
+    page.write(PAGE, data())
+    print(f"{PAGE.name}: {PAGE.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

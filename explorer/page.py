@@ -2,7 +2,7 @@
 The explorer: one HTML file in which a reader walks through a run that happened, step by step.
 
     trace = record(generate, model, requests, max_batch=8)        # explorer/recorder.py
-    write("run.html", {"interleaved": trace}, tokenizer)
+    write("run.html", data_of({"interleaved": trace}, tokenizer))
 
 The page is page.html, with page.css, the scripts and the data, as JSON, in their places. It loads
 nothing from anywhere. Prompts and texts are data: the JSON holds no "<", so none of them can end
@@ -28,18 +28,9 @@ HARMLESS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}   # no character that HTM
 STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS, **GUESSES}.items())
 
 
-def write(path, traces, tokenizer=None):
-    """Writes the page of one or several recorded runs, {name: trace}. See `page`."""
-    Path(path).write_text(page(traces, tokenizer), encoding="utf-8", newline="\n")
-
-
-def page(traces, tokenizer=None):
-    """
-    The HTML text of recorded runs, {name: trace}.
-
-    tokenizer: a tiktoken.Encoding; None: tokens are shown as their request's name and position
-    """
-    return filled(data_of(traces, tokenizer))
+def write(path, data):
+    """Writes the page of data_of's data."""
+    Path(path).write_text(filled(data), encoding="utf-8", newline="\n")
 
 
 def read(name):
@@ -61,8 +52,10 @@ def filled(data):
 
 def data_of(traces, tokenizer=None, calculated=""):
     """
-    All that the page knows of runs. Times are in milliseconds from the start of a run.
+    All that the page knows of recorded runs, {name: trace}. Times are in milliseconds from a run's
+    start.
 
+    tokenizer:  a tiktoken.Encoding; None: tokens are shown as their request's name and position
     calculated: of which GPU, if these times are; they are the same on every machine
     """
     return {"runs": [run_data(name, trace, calculated) for name, trace in traces.items()],

@@ -22,7 +22,7 @@ NUMBERS = {"max_batch": (8, "requests that run at the same time"),
            "threads": (None, "threads that compute (default: one, unless more are measured to be "
                              "faster when the server starts)"),
            "drain": (30, "seconds for running requests after SIGTERM")}
-CLEARLY = 1.2   # more threads wait for each other: beside one busy core, several times slower
+CLEARLY = 1.2   # times as fast. More threads wait for each other: one busy core slows all of them
 
 
 def main(argv=None):

@@ -38,6 +38,7 @@ class Text:
         text = self.held + self.decoder.decode(new, token is None)
         found = [text.index(stop) for stop in self.stops if stop in text]
         self.stopped = bool(found)
+        # how many characters at the end may be the beginning of a stop string
         begun = [n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
         hold = max(begun, default=0) if token is not None else 0
         end = min(found, default=len(text) - hold)
@@ -46,20 +47,20 @@ class Text:
 
 
 class Answer:
-    """To one body. It begins to listen for the client's end. model: its name"""
+    """To one body. From the start it listens for the client's end. model: its name"""
 
     def __init__(self, engine, tokenizer, model, body, requests, http):
         self.engine, self.body, self.requests = engine, body, requests
         self.texts = {request: Text(tokenizer, body.stop) for request in requests}
         self.queue, self.tokens = asyncio.Queue(), 0   # events; how many tokens the client has got
         self.over = asyncio.create_task(self.until_over(http))
-        self.place, form = body.forms[body.stream]   # of a choice's text; of the whole
+        self.place, form = body.forms[body.stream]   # see schemas
         self.same = {"id": f"cmpl-{uuid4().hex}", "object": form, "model": model,
                      "created": int(time.time())}
 
     async def until_over(self, http):
         """Its requests end with the response, or before if the client goes."""
-        await http.receive()   # after the body, nothing else comes
+        await http.receive()   # the body is read: all that can come is the client's end
         self.engine.cancel(*self.requests)
 
     def put(self, event):

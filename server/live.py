@@ -34,8 +34,9 @@ class Live(Observer):
     """model: its name"""
 
     def __init__(self, engine, tokenizer, model):
-        self.engine, self.pace, self.last, self.closed = engine, 0.0, 0.0, False
-        self.pages = {}   # (notes to send, what it knows: {request: its block table}) of each
+        self.engine, self.closed = engine, False
+        self.pace, self.last = 0.0, 0.0   # seconds from step to step; when the last one began
+        self.pages = {}   # of each open page: (notes to send, {request: its table as it knows it})
         self.asked = WeakSet()   # requests that end with the last page
         self.hello = {
             "model": model, "names": NAMES, "style": page.STYLE, "started": engine.trace.started,

@@ -85,6 +85,7 @@ class Sampling(Strict):
 
 class Completion(Sampling):
     usual: ClassVar = 16   # max_tokens, if there is room
+    # of a whole answer, and of a piece of a stream: (where a choice's text is, "object")
     forms: ClassVar = ("text", "text_completion"), ("text", "text_completion")
     prompt: Annotated[
         Words | Tokens | Annotated[list[Words] | list[Tokens], Field(min_length=1)],

@@ -68,6 +68,14 @@ def test_a_request_that_was_cancelled_while_it_waited_has_overtaken_no_other():
     assert not scheduler.line or all(request.finished for request in scheduler.line)
 
 
+def test_the_oldest_that_was_cancelled_while_it_waited_is_never_due():
+    scheduler = WatchedFair(1, 64, Pages(64, 1), "sjf", bound=1)
+    oldest, *_ = queue(scheduler, [Request([0] * 9, 1, name="L"),
+                                   *(Request([0], 1, name=name) for name in "abcd")])
+    cancel_now(scheduler, oldest)
+    assert run(scheduler) == ["a1", "b1", "c1", "d1"]
+
+
 @settings(max_examples=examples(400))
 @given(data=st.data(), requests=streams(), bound=st.sampled_from([0, 1, 2, MAX_OVERTAKEN]),
        size=st.integers(1, 6), policy=POLICY, max_batch=st.integers(1, 8),

@@ -47,6 +47,10 @@ def recorded(stage="interleaved", requests=None, **knobs):
     return record(STAGES[stage], MODEL, requests or mixed(), MODEL, **knobs)
 
 
+def page_of(traces, tokenizer=None):
+    return page.filled(page.data_of(traces, tokenizer))
+
+
 # --- the data -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -68,16 +72,6 @@ def test_slots_and_sights_are_those_of_an_undisturbed_run(stage):
             (name, i) for name, first, n in p.work for i in range(first, first + n))
     other = STAGES[stage](MODEL, mixed()[:3])
     assert take_times(trace, other).passes == plain.passes   # it did something else
-
-
-@pytest.mark.parametrize("bug, requests, sentence, kind", [
-    ("published mask", mixed(), r"sees \d+ pad slot", "sees"),
-    ("column positions", [Request([1] * n, 3) for n in (2, 5, 9)], "position", "shift")])
-def test_what_a_bug_does_to_slots_is_recorded(bug, requests, sentence, kind):
-    with broken(bug, show=False):
-        recorder = recorded(requests=requests).recording
-    assert recorder.wrong > 0 and re.search(sentence, recorder.sentences[0])
-    assert any(frame[kind] for frame in recorder.frames)
 
 
 def test_shared_pages_count_as_the_requests_own():
@@ -206,7 +200,7 @@ def bill(trace, step):
 GUESSING = "speculative, 4 guesses"
 
 
-@pytest.mark.parametrize("stage", [*STAGES, GUESSING])
+@pytest.mark.parametrize("stage", ["no_cache", "naive", "chunked", "prepacked", "paged", GUESSING])
 def test_every_number_is_the_traces(stage, opened):
     """Of each stage, at every third step: the bill, the plan, the tensor, and requests."""
     if stage == GUESSING:   # of prompts that repeat themselves
@@ -215,7 +209,7 @@ def test_every_number_is_the_traces(stage, opened):
         assert sum(p.rejected for p in trace.passes) > 0
     else:
         trace = recorded(stage, **({"pages": 8, "page_size": 4} if stage == "paged" else {}))
-    shown = opened(page.page({stage: trace}))
+    shown = opened(page_of({stage: trace}))
     steps = sorted({p.step for p in trace.passes})
     for tick, step in [*enumerate(steps)][::3]:
         shown.run("go(arguments[0])", tick)
@@ -256,6 +250,24 @@ def test_every_number_is_the_traces(stage, opened):
     assert stage != "paged" or {"preempted", "recomputed"} <= {*states}
 
 
+@pytest.mark.parametrize("bug, stage, said", [
+    ("published mask", "interleaved", r"it sees \d+ pads?\b"),
+    ("causal rule from the top left", "chunked", r"it does not see \d keys of its own"),
+    ("a stream without boundaries", "ragged_mask", r"it sees \d keys that it must not"),
+    ("column positions", "dynamic", "it is computed as if at position 2")])
+def test_what_a_bug_does_to_slots_is_recorded_and_said(bug, stage, said, opened):
+    with broken(bug, show=False):
+        trace = recorded(stage)
+    frames = trace.recording.frames
+    assert trace.recording.wrong > 0 and trace.recording.sentences
+    i, slot = next((i, slot) for i, frame in enumerate(frames)
+                   for slot in (*frame["sees"], *frame["shift"]))
+    row, column = divmod(slot, len(frames[i]["owner"][0]))
+    shown = opened(page_of({stage: trace}),
+                   f"run={stage}&step={trace.passes[i].step}&slot=0.{i}.{row}.{column}")
+    assert re.search(f"Wrong: {said}", shown.texts(".sees .bad")[0])
+
+
 def test_a_run_of_300_requests_stays_usable(opened):
     """Its sights are left out, and no step draws more than those that run."""
     small = toy(loud=False, n_layer=1, n_head=1, n_embd=1, dtype=torch.float32)
@@ -263,7 +275,7 @@ def test_a_run_of_300_requests_stays_usable(opened):
     trace = record(LADDER["paged"], small, requests)
     assert trace.recording.left_out.endswith("4,800 tokens, more than 4,000")
     assert not any(frame["sees"] for frame in trace.recording.frames)
-    shown = opened(page.page({"paged": trace}))
+    shown = opened(page_of({"paged": trace}))
     drawn = shown.run("""return Array.from({length: 300}, () => {
         go((state.tick + 1) % ticks.length);
         return document.querySelectorAll("*").length;
@@ -280,7 +292,6 @@ def test_seen_pads_are_red_under_the_bug_alone(ladder_page):
                              ".map(slot => getComputedStyle(slot).backgroundColor)")
     red = tuple(int(COLORS["finished"][k:k + 2], 16) for k in (1, 3, 5))
     assert colors == ["rgb({}, {}, {})".format(*red)] * pads
-    assert f"Wrong: it sees {pads} pads." in ladder_page.texts(".sees .bad")[0]
     ladder_page.open("run=interleaved&step={step}&slot={slot}".format(**stop["show"]))
     assert ladder_page.texts(".slot.wrong, .keys .wrong, .bad b") == []
     assert ladder_page.texts(".sees p")[0].endswith(" past, 1 new, 0 pads.")
@@ -480,7 +491,7 @@ def test_a_goal_can_be_reached_and_is_not_reached_by_most(number, goal, ladder_p
 def test_prompts_neither_break_nor_run(opened):
     requests = [Request(TOKENIZER.encode(text), 3, name=f"<i>{i}") for i, text in enumerate(NASTY)]
     trace = record(LADDER["dynamic"], BUILTIN, requests, BUILTIN)
-    shown = opened(page.page({"</script>&": trace}, TOKENIZER))
+    shown = opened(page_of({"</script>&": trace}, TOKENIZER))
     shown.run("go(ticks.length - 1)")
     shown.run("document.querySelectorAll('.request .text').forEach(text => text.click())")
     assert [text.removesuffix(" ▸ ") for text in shown.texts(".request .prompt")] == NASTY

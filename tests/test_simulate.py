@@ -16,13 +16,13 @@ from beyond import simulate as s
 from beyond.arrivals import workload
 from beyond.capacity import ROUTERS, Load, Replica, requests_of, serve
 from beyond.hardware import GPU, GPUS, LINK_SHARE, MODELS, Shape, gpu_of
-from beyond.overload import TOO_SHORT, most_served, tries, verdict
+from beyond.overload import TOO_SHORT, judged, most_served, tries, verdict
 from generate_naive import StaticBatch
 from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import prepare
 from toolbox.flags import knobs_of
-from views.report import percentile
+from views.report import latencies, percentile
 
 TINY = Shape(1, 8, 2, 2, 4, 32, 2, 1000, 64, tied=True, size=4)
 MODEL = GPT(GPTConfig(block_size=64, vocab_size=1000, n_layer=1, n_head=2, n_embd=8))   # the same
@@ -75,6 +75,9 @@ def test_stages_6_and_7_without_tensors_are_the_same_to_the_last_digit(lengths, 
         patch.setattr(s, "LAYOUTS", {})
         assert run() == without
     assert all(p.copied_bytes == 0 for p in without[1])   # none is priced, so none is reported
+    masks = (simulated(name, lengths, load=load, attention="mask") for name in (
+        "ragged, mask", "ragged, varlen"))   # which by that knob has a mask, too
+    assert len({repr(passes_of(trace)) for trace in masks}) == 1
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -88,6 +91,8 @@ def test_tokens_come_at_the_end_of_a_pass_and_never_before_the_arrival(lengths, 
         first = next(start for p, start in zip(trace.passes, starts)
                      if request.name in [name for name, *_ in p.work])
         assert first >= request.arrived
+    waits = [1e3 * (r.token_times[0] - r.arrived) for r in trace.requests]
+    assert s.figures(trace)["ttft_ms"]["mean"] == pytest.approx(sum(waits) / len(waits))
     for time in ends:
         going = sum(r.arrived < time <= r.token_times[-1] for r in trace.requests)
         assert going <= load.get("clients", len(lengths))
@@ -99,13 +104,13 @@ def test_four_steps_by_hand():
     """One request of 3 tokens and 3 answers, 2 tokens a step: the first pass has no logits."""
     shape = Shape(n_layer=1, n_embd=2, n_head=1, n_kv_head=1, head_size=2, ffn=4, ffn_matrices=2,
                   vocab_size=10, block_size=64, tied=True, size=4)
-    gpu = GPU(0, 2000, 100 / 0.85, 1e6, share=0.5, tile=2, overhead=1.0, per_request=0.25)
+    gpu = GPU(0, 2000, 100 / 0.85, 1e6, share=0.5, overhead=1.0, per_request=0.25)
     # so 1000 operations and 100 bytes a second. Weights: 4 x 2 x 2 for attention, 2 x 2 x 4 for the
     # MLP, 2 x 10 for the vocabulary. Keys and values of a token: 2 x 2 numbers, 16 bytes
     trace = s.simulate(shape, gpu, STAGES["ragged, varlen"], workload([(3, 3)]), token_budget=2)
 
-    def step(slots, keys, scores, sampled=1):   # 2 rows of a tile are computed in vain
-        return hypot((2 * (slots + 2) * 32 + sampled * 2 * 20 + 4 * 2 * scores) / 1000,
+    def step(slots, keys, scores, sampled=1):   # 85 rows of a tile are computed in vain
+        return hypot((2 * (slots + 85) * 32 + sampled * 2 * 20 + 4 * 2 * scores) / 1000,
                      (128 + sampled * 80 + (keys + slots) * 16) / 100) + 1 + sampled * 0.25
 
     expected = [step(2, 2, 4, 0), step(1, 3, 3), step(1, 4, 4), step(1, 5, 5)]
@@ -163,9 +168,10 @@ def test_a_replica_makes_the_passes_of_stage_7(lengths):
         times.append(replica.now)
     trace = simulated("paged", lengths, pages=24, page_size=16)
     assert times == pytest.approx([start + seconds for start, seconds, _ in trace.model.passes])
-    assert sorted(spans["ttft_ms"]) == pytest.approx(sorted(
-        1e3 * request.token_times[0] for request in trace.requests))
-    assert len(spans["itl_ms"]) == sum(answer - 1 for _, answer in lengths)
+    waits = latencies(trace)
+    for name in "ttft", "itl":
+        assert sorted(spans[f"{name}_ms"]) == pytest.approx(
+            sorted(1e3 * seconds for seconds in waits[f"{name}_seconds"]))
 
 
 def test_a_router_by_prefix_finds_more_in_pages():
@@ -251,6 +257,14 @@ def test_the_verdict_is_right_for_random_loads():
 def test_a_load_is_judged_in_the_second_line(line, said, capsys):
     run(line)
     assert capsys.readouterr().out.splitlines()[1].startswith(said)
+
+
+def test_tokens_are_owed_if_more_come_than_can_be_served():
+    requests = prepare(workload([(20, 1), (8, 5)]), TINY)   # 16 tokens in the mean
+    for rate, computed, owed in (10.0, 128, 32), (4.0, 64, 0):
+        load = judged(requests, rate, served=8.0, tried=1000)
+        assert (load["offered_tokens_per_s"], load["served_tokens_per_s"],
+                load["owed_tokens_per_s"]) == (16 * rate, computed, owed)
 
 
 # --- what others measured -------------------------------------------------------------------------
@@ -344,6 +358,7 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12 --max_batch 1
         (f"{SMALL} --stage dynamic", "hold 25,188 .*: lower --max_batch"))),
     *((planned, line, said) for line, said in (
         ("", "--rate is missing"),
+        ("--rate 9 --ttft 9 --itl 9 --model bert", "--model bert: none of gpt2"),
         ("--rate 9 --ttft 50", "--ttft and --itl belong together"),
         ("--rate 9 --prefix -5", "--prefix must be a whole number of at least 0, not -5"),
         ("--rate 9 --prefix 5 --groups 128257", "--groups must be at most 128256, .* not 128257"),
