@@ -4,11 +4,11 @@ One short file for each question that comes after the ladder. *: it has a comman
     fairness              who goes first?
     tensor_parallel *     weights on several devices
     hardware              how long does a pass take on a GPU that is not here?
-    simulate *, arrivals  and a whole run of a stage?
+    calculated, arrivals  and a whole run of a stage? (simulate *: its command)
     overload              can that GPU keep up with a load?
     capacity *            how many GPUs can?
     published *           how far can all this be trusted?
-    commands              (flags and output of simulate and capacity)
+    commands              (the flags that simulate and capacity have in common)
     speculative *         guess several tokens, check them in one pass
     ahead *               plan the next pass while this one runs
     fork *                several answers to one prompt

@@ -20,12 +20,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from beyond.arrivals import check_lengths, digits
-from beyond.overload import most_served, tries, verdict
-from beyond.simulate import Stream, price
+from beyond.calculated import Stream, price
+from beyond.commands import check, parser, write
+from beyond.hardware import gpu_of, shape_of
+from beyond.overload import TOO_SHORT, advice, most_served, tries, verdict
 from loading.stages import SCRIPTS
 from paging import PagedScheduler, Pages
 from request import Request, prepare
-from views.report import percentile
+from toolbox import flags
+from toolbox.validate import is_whole
+from views.report import aligned, percentile
 
 PAGE_SIZE, MANY = 16, 1.25   # MANY times the mean number of requests, and 8 more, is too many
 KNOBS = {"max_batch": 256, "token_budget": 2048}
@@ -168,6 +172,74 @@ def fewest(shape, gpu, load, router, ttft, itl, most=MOST):
     return high, found[high]
 
 
+# --- the command ----------------------------------------------------------------------------------
+
+def main(argv=None):
+    p = parser("beyond.capacity", __doc__)
+    p.add_argument("--replicas", type=int, default=4, help="copies of the model")
+    p.add_argument("--router", choices=ROUTERS, help="default: all of them, in turn")
+    p.add_argument("--prefix", type=int, default=0,
+                   help="tokens before each input that a group has in common")
+    p.add_argument("--groups", type=int, default=1, help="groups with a common beginning")
+    p.add_argument("--ttft", type=float, help="a limit on the p99, in ms: asks how many GPUs")
+    p.add_argument("--itl", type=float, help="a limit on the p99, in ms")
+    return p.run(run_replicas, argv)
+
+
+def run_replicas(args):
+    """Prints a row for each router; with limits, one for each number of GPUs in a replica."""
+    prompts, answers = check(args)
+    if args.rate is None:
+        raise ValueError("--rate is missing: the requests that come in a second")
+    if not is_whole(args.prefix, 0):
+        raise ValueError(f"--prefix must be a whole number of at least 0, not {args.prefix}")
+    if (args.ttft is None) != (args.itl is None):
+        raise ValueError("--ttft and --itl belong together: give both limits, or none")
+    load = Load(args.rate, prompts, answers, args.requests, args.seed, args.groups, args.prefix)
+    rows_of = of_routers if args.ttft is None else of_limits
+    rows = [*rows_of(args, gpu_of(args.gpu), load)]
+    if rows:
+        print("calculated; waits in ms, of the median and of the p99")
+        print(aligned([rows[0].keys(), *map(cells, rows)]))
+        if rows[-1]["verdict"] == TOO_SHORT:
+            print(advice(rows[-1]["times"]))
+    write(args.json, {"calculated": True, "rows": rows})
+    return 0
+
+
+def of_routers(args, gpu, load):
+    shape = shape_of(args.model, args.dtype, args.tp)
+    for router in [args.router] if args.router else ROUTERS:
+        yield {"router": router, **row(serve(shape, gpu, load, args.replicas, router))}
+
+
+def of_limits(args, gpu, load):
+    flags.say_ignored(args, [name for name, default in (("replicas", 4), ("tp", 1))
+                             if getattr(args, name) != default], "with limits")
+    whole = shape_of(args.model, args.dtype)
+    for tp in 1, 2, 4, 8:
+        try:
+            shape = replace(whole, tp=tp)
+            shape.room(gpu)
+        except ValueError as error:
+            print(f"no row for --tp {tp}: {error}")
+            continue
+        number, f = fewest(shape, gpu, load, args.router or "least-loaded", args.ttft, args.itl)
+        yield {"--tp": tp, "replicas": number or f"more than {MOST}",
+               "GPUs": tp * number if number else "-", **row(f)}
+
+
+def row(f):
+    """What the table and --json hold of a run of `serve`."""
+    waits = {f"{name}_p{q}": percentile(f[f"{name}_ms"], q) for name in ("ttft", "itl")
+             for q in (50, 99)}
+    return {**waits, "saved_tokens": f["saved_tokens"], "times": f["times"],
+            "verdict": f["verdict"]}
+
+
+def cells(row):
+    return [f"{cell:,.2f}" if isinstance(cell, float) else cell for cell in row.values()]
+
+
 if __name__ == "__main__":
-    from beyond.commands import capacity_command
-    sys.exit(capacity_command(__doc__))
+    sys.exit(main())

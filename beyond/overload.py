@@ -11,7 +11,7 @@ second run is a sample of the load. So what it finds has an error, and near 1 th
 import math
 import random
 
-from beyond.simulate import LAYOUTS, simulate
+from beyond.calculated import LAYOUTS, simulate
 from views.report import mean
 
 TOO_SHORT, MOST_TRIED = "too short to tell", 5000

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from beyond.arrivals import workload
+from beyond.calculated import figures, simulate
 from beyond.hardware import ENGINES, GPUS, MODELS
-from beyond.simulate import figures, simulate
 from loading.stages import STAGES
 from views.report import aligned
 

@@ -1,5 +1,5 @@
 """
-Every lesson about time on GPUs, calculated by beyond/simulate.py: nothing here is measured.
+Every lesson about time on GPUs, calculated by beyond/calculated.py: nothing here is measured.
 
     python -m experiments gpu --json experiments/results/gpu.json     some minutes
 """
@@ -10,8 +10,8 @@ import time
 from functools import partial
 from statistics import mean
 
+from beyond import calculated as s
 from beyond import published
-from beyond import simulate as s
 from beyond.arrivals import workload as requests_from
 from beyond.hardware import GPUS, MODELS
 from experiments import results

@@ -6,7 +6,8 @@ Steps and counts are the same on every machine, seconds are not.
 import statistics
 from dataclasses import replace
 
-from beyond import arrivals, simulate
+from beyond.arrivals import workload
+from beyond.calculated import figures, simulate
 from beyond.hardware import GPUS, MODELS
 from checks.check import Check
 from checks.xray import sights_at
@@ -48,9 +49,8 @@ def row_of(trace):
 def calculated(requests):
     """{stage: figures} of requests as long as these on an A100 with Llama 2 7B."""
     lengths = [(len(r.prompt), len(r.generated)) for r in requests]
-    return {name: simulate.figures(simulate.simulate(
-        MODELS["llama-2-7b"], GPUS["a100"], generate, arrivals.workload(lengths)))
-        for name, generate in STAGES.items()}
+    return {name: figures(simulate(MODELS["llama-2-7b"], GPUS["a100"], generate, workload(lengths)))
+            for name, generate in STAGES.items()}
 
 
 # --- workloads small enough for a picture ---------------------------------------------------------

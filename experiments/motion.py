@@ -2,14 +2,14 @@
 The README's first two pictures. The published mask beside the right one, as the X-ray saw them; and
 one that moves: a long prompt arrives while others decode, in stages 2, 3 and 6.
 
-The stages run for real, on the clock of a calculated GPU (beyond/simulate.py). A tick is a token
+The stages run for real, on the clock of a calculated GPU (beyond/calculated.py). A tick is a token
 that a request gets, a bar is a piece of a prompt. The picture is an SVG whose only animation is a
 veil that slides off it, several times slower than the GPU. Without motion it is unveiled.
 """
 import statistics
 
+from beyond.calculated import simulate
 from beyond.hardware import GPUS, MODELS
-from beyond.simulate import simulate
 from checks.traps import broken
 from experiments.ladder import one_step
 from loading.load import load

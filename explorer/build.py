@@ -2,9 +2,9 @@
 Builds docs/explorer.html: all stages on a workload made for it, the guided walk, and "Try it".
 
 Every stage runs on the built-in model, under the X-ray and the check, and once more on a calculated
-GPU (beyond/simulate.py), which gives all times: so the page is the same on every machine. "Try it"
-has a run on that GPU for each setting of the knobs, and, with the published mask, the verdict on a
-run of the model.
+GPU (beyond/calculated.py), which gives all times: so the page is the same on every machine. "Try
+it" has a run on that GPU for each setting of the knobs, and the verdict on a run of the model with
+the published mask.
 
     python -m explorer.build
 """
@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from beyond import speculative
+from beyond.calculated import figures, simulate
 from beyond.hardware import GPUS, MODELS
-from beyond.simulate import figures, simulate
 from checks.check import Check
 from checks.traps import broken
 from explorer import page

@@ -23,7 +23,7 @@ import sys
 import matplotlib.pyplot as plt
 import torch
 from beyond.hardware import GPUS, MODELS
-from beyond.simulate import figures, simulate
+from beyond.calculated import figures, simulate
 from beyond.tensor_parallel import column_parallel
 from dataclasses import replace
 from toolbox.flags import knobs_of
@@ -91,7 +91,7 @@ for requests in 1, 8, 32:
 #
 # ## Your turn: the time of a step
 #
-# `beyond/simulate.py` runs the stages' own loops on a model that computes nothing, and moves a
+# `beyond/calculated.py` runs the stages' own loops on a model that computes nothing, and moves a
 # clock on by what the layouts count. Its throughput on one GPU is within 5% of published
 # measurements in the median ([docs/gpu.md](../docs/gpu.md)). What it knows of an A100:
 #

@@ -12,8 +12,8 @@ import pytest
 import torch
 from common import ROOT, quick
 
+from beyond.calculated import simulate
 from beyond.hardware import GPUS, MODELS
-from beyond.simulate import simulate
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")

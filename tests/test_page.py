@@ -19,7 +19,7 @@ from browser import resize
 from common import STAGES, mixed, toy
 
 from beyond import speculative
-from beyond.simulate import simulate
+from beyond.calculated import simulate
 from checks.traps import broken
 from explorer import build, page
 from explorer.recorder import record, take_times

@@ -1,4 +1,4 @@
-"""The calculated GPU: beyond/simulate.py and what stands on it."""
+"""The calculated GPU: beyond/calculated.py and what stands on it."""
 import json
 import os
 import random
@@ -11,8 +11,8 @@ from common import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beyond import capacity, commands, published
-from beyond import simulate as s
+from beyond import calculated as s
+from beyond import capacity, published, simulate
 from beyond.arrivals import workload
 from beyond.capacity import ROUTERS, Load, Replica, requests_of, serve
 from beyond.hardware import GPU, GPUS, LINK_SHARE, MODELS, Shape, gpu_of
@@ -294,12 +294,12 @@ def test_published_runs_within_the_goal():
 
 # --- the commands ---------------------------------------------------------------------------------
 
-def run(line, command=commands.simulate_command):
-    return command("A title.", line.split())
+def run(line, command=simulate.main):
+    return command(line.split())
 
 
 def planned(line):
-    return run(f"--model llama-3.1-8b --requests 20 --output 9 {line}", commands.capacity_command)
+    return run(f"--model llama-3.1-8b --requests 20 --output 9 {line}", capacity.main)
 
 
 def test_simulate_prints_a_report_and_writes_figures(tmp_path, capsys):
