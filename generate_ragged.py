@@ -37,8 +37,8 @@ class Flat:
                 keys   A A A A   B B   D D D D D
             A          x x x x   . .   . . . . .       "mask" computes every entry and
             B          . . . .   x x   . . . . .       hides the dots; "varlen" computes
-            D          . . . .   . .   x x x . .       only the three blocks. A GPU has a
-            D          . . . .   . .   x x x x .       kernel for that.
+            D          . . . .   . .   x x x . .       only the three blocks; on a GPU,
+            D          . . . .   . .   x x x x .       FlashAttention's kernel does.
             D          . . . .   . .   x x x x x
     """
 
@@ -78,9 +78,9 @@ class Flat:
         self.write(layer, k, v)
         caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
         if self.attention == "mask":                    # compute all scores, hide most of them
-            # Head adds its causal rule, for the stream as a whole: token t sees keys 0 to t + all
-            # starts. Its own key is at t + the starts of the requests up to its own, so the rule
-            # hides nothing that it needs.
+            # Head adds its causal rule for the whole stream: token t sees keys 0 to t + the sum of
+            # all starts. Its own key is at t + the sum of the starts up to its own request's, not
+            # after that: so the rule hides nothing that the mask shows.
             keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
             return head(q, keys, values, mask=self.mask)
         out = []                                        # skip: compute only the diagonal blocks

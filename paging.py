@@ -11,8 +11,8 @@ the order of its tokens. Equal beginnings share their pages:
     B's table    0, 2, 3       A, B: the rest of the prompts;  a, b: generated
 
 Only full pages are shared, and a prompt's last token is always computed. So a newcomer writes to a
-page of its own, and shared pages never change. Requests admitted in one step cannot
-share what they compute: it is published after the pass.
+page of its own, and shared pages never change. Requests admitted in one step cannot share what each
+of them computes: it is published after the pass.
 """
 from collections import Counter, OrderedDict
 from itertools import count

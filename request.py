@@ -8,9 +8,9 @@ and values are in its cache. The others are still *to do*:
               -- -- -- --                             -- -- -- -- -- -- --
               computed 4   todo 2                     computed 7          todo 1
 
-Serving goes in *steps*. A *plan*, [(request, n), ...], says how many tokens of which requests are
-computed: in a step, or, where a step makes two forward passes, in each of them. A request gets a
-token only if n covers all its todo.
+Serving goes in *steps* of one or two forward passes. A *plan*, [(request, n), ...], says how many
+tokens of which requests a step computes, or one pass of it. A request gets a token only if n covers
+all its todo.
 """
 import random
 from dataclasses import dataclass, field

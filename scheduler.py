@@ -66,7 +66,7 @@ class Scheduler:
     def share_budget(self):
         """Each decode gets its token first, whatever prompts need. The rest goes to chunks."""
         plan = [(request, 1) for request in self.running if request.todo == 1]
-        budget = self.token_budget - len(plan)   # >= 0: `admit` stops once the todos reach it
+        budget = self.token_budget - len(plan)   # >= 0: at most token_budget run, see `admit`
         for request in self.running:
             if request.todo > 1 and budget > 0:
                 n = min(request.todo, budget)

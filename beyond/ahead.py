@@ -17,9 +17,9 @@ for each token that pass 1 will give, and the device fills the holes from its ow
     B, mid-prefill   p0 p1 p2 p3         p0 p1             p2 p3
 
 A stop token is known too late: a request that ends with pass 1 costs a row of pass 2. (vLLM:
-AsyncScheduler; transformers: continuous_async.) The device runs passes in order. So what is freed
-under a queued pass may be given away: its next owner writes later. On CUDA this overlaps little
-yet: the layouts' copies wait for the device until they use pinned memory.
+AsyncScheduler; transformers: continuous_async.) Pages that a queued pass still uses may be freed
+and given away: the device runs passes in order, so the next owner writes later. On CUDA this
+overlaps little yet: the layouts' copies wait for the device until they use pinned memory.
 
     python -m beyond.ahead [HOST_MS]     what it gains, calculated
 """
@@ -66,7 +66,7 @@ def launch(model, scheduler, lay_out, step, flight):
     try:
         plan = scheduler.schedule(step)
         batch = lay_out(plan) if plan else None
-    except RuntimeError:   # nothing can go on; but what lands may give room
+    except RuntimeError:   # nothing can go on; but the pass in flight may free room
         if not flight:
             raise
         batch = None

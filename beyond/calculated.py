@@ -16,7 +16,7 @@ Three things are not as they seem:
 - Stages time their passes. These times are replaced by the clock's, in `timed`.
 - Requests may come in seconds, where a stage expects steps: beyond/arrivals.py.
 - The layouts of stages 6 and 7 make tensors that nobody reads here. So while these stages run, a
-  `Stream` stands in for Flat and Paged: but for copies it counts the same, many times faster.
+  `Stream` stands in for Flat and Paged. It counts the same, except copies, many times faster.
 
 docs/gpu.md says how far to trust it: all figures are calculated, none is measured. The command is
 beyond/simulate.py.

@@ -17,8 +17,8 @@ are not due, gets pages for its longest answer at once, and is not preempted any
 request to arrive is admitted as the (n + bound)-th at the latest.
 
 The *rank* is one order for the queue and the memory: due or not, then the key, then the arrival.
-The first in rank is admitted first. A request that needs a page takes it from the last in rank,
-which may be itself. So of those that run, the first in rank keeps its pages and goes on at every
+The first in rank is admitted first. When no page is free, who needs one takes it from the last in
+rank, perhaps itself. So of those that run, the first in rank keeps its pages and goes on at every
 step: no live-lock. (vLLM ranks by arrival or by priority, too. It has no bound.)
 
     python generate_paged.py --policy sjf      stage 7 with a policy
@@ -78,7 +78,7 @@ class FairScheduler(PagedScheduler):
         # Those to come are last in the queue, by arrival. (True,) is below each of their ranks.
         i = bisect_left(self.waiting, (True,), key=self.rank.get)
         while i < len(self.waiting) and self.waiting[i].arrival <= step:
-            self.move(self.waiting[i], due=False)   # not backwards: the next one is at i + 1
+            self.move(self.waiting[i], due=False)   # to a place <= i: the next one is at i + 1
             i += 1
         self.running.sort(key=self.rank.get)   # the last is preempted; new ones go behind
         return super().schedule(step)

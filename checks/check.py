@@ -1,5 +1,5 @@
 """
-The contract: each request gets exactly the tokens that it would have got alone.
+The contract: each request gets the tokens that it would have got alone; only rounding may flip one.
 
     check = Check(model, requests)
     generate(model, requests, on_token=check.on_token)
@@ -34,7 +34,7 @@ class Verdict:
     verdict: str = "identical"   # or "near-tie", "cancelled", "WRONG"
     difference: float = 0.0      # largest |logit difference|, relative to the largest |logit|
     detail: str = ""             # what is wrong, or which token has flipped
-    equal: bool = False          # whether its logits equal the reference's bit for bit
+    equal: bool = False          # bit for bit the logits of one pass alone (of `exact`, if given)
 
 
 class Check:

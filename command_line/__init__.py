@@ -83,7 +83,7 @@ def watched(generate, model, requests, tokenizer, check, quiet, knobs):
 
 
 def write_files(args, trace, recording, tokenizer):
-    """Those that were asked for. recording: records the run once more, for a page."""
+    """The files asked for. recording: for a page, runs the stage again and returns that trace."""
     if args.trace:
         write_trace(trace, args.trace)
     if args.plot:

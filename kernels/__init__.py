@@ -2,7 +2,7 @@
 What `fast = model.optimize()` makes: a snapshot, which computes a whole pass in one compiled call.
 
 It is no lesson about batching: it lets stages 6 and 7 be compared with other programs. A snapshot
-holds packed copies of the weights, and the model, which it does not change, and is called like it.
+is called like the model. It holds packed copies of the weights, and the model itself, unchanged.
 Passes of `Alone`, `Flat` and `Paged` (stages 0, 6 and 7) and bare calls for one sequence are
 compiled; all others are the model's. docs/kernels.md says what is promised.
 """
@@ -80,7 +80,7 @@ def in_repository(file):
 
 
 def is_original(function, name, files=FILES):
-    """By the file of its code: a script that is run has functions of its own."""
+    """Told by its file, not by `is`: a script that is run as __main__ may be loaded twice."""
     code = getattr(function, "__code__", None)
     return code and code.co_name == name and in_repository(code.co_filename) in files
 

@@ -10,9 +10,9 @@ stay as they are. What changes is how requests get in and how tokens get out:
     cancel(request) --'        `----------- one step() -----------'
 
 One thread owns scheduler, pages, pool and model, and all requests that it has taken in. The others
-change the inbox only, so only the inbox has a lock. They learn what became of a request from its
-events. What they read besides are counts, which may be one step old, a request's name, and the
-times of one that has ended.
+change the inbox only, and set `stopping`; so only the inbox has a lock. They learn what became of a
+request from its events. What they read besides are counts, which may be one step old, a request's
+name, and the times of one that has ended.
 
 The scheduler is that of beyond/fork.py: several answers to one prompt are asked for together, and
 share its pages from the first step on. `while engine.busy: engine.step()` makes the same passes as

@@ -56,13 +56,13 @@ class Trace:
     passes: list = field(default_factory=list)
     # perf_counter; the TTFT of a request that arrives at step 0 counts from here
     started: float = field(default_factory=time.perf_counter)
-    step_times: dict = field(default_factory=dict)           # step -> perf_counter at its beginning
+    step_times: dict = field(default_factory=dict)         # step -> perf_counter at its first pass
     reached: dict = field(default_factory=dict, repr=False)  # request name -> tokens computed
     # the explorer.recorder.Recorder that watched the run, if one did
     recording: object = field(default=None, repr=False, compare=False)
 
     def arrived(self, request):
-        """When a request's clock starts: with the first step at or after its arrival."""
+        """When a request's clock starts: with the run (arrival 0), or the first step after that."""
         if request.arrival == 0:
             return self.started
         steps = list(self.step_times)   # they ascend
