@@ -79,8 +79,8 @@ class Flat:
         caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
         if self.attention == "mask":                    # compute all scores, hide most of them
             # Head adds its causal rule for the whole stream: token t sees keys 0 to t + the sum of
-            # all starts. Its own key is at t + the sum of the starts up to its own request's, not
-            # after that: so the rule hides nothing that the mask shows.
+            # all starts. Its own key is at t + the starts up to its own request's, which is never
+            # further: so the rule hides nothing that the mask shows.
             keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
             return head(q, keys, values, mask=self.mask)
         out = []                                        # skip: compute only the diagonal blocks

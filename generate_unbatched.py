@@ -40,7 +40,7 @@ class Alone:
 
     This is the first *layout*. All layouts have the same parts:
 
-    plan, starts       who computes how many tokens, and from which position on
+    plan, starts       which requests compute how many tokens, and from which position on
     tokens, positions  for the model: ids and places, in the shape of this layout
     wanted             for the model: an index, the tokens whose logits are wanted
     sampled            for `sample`: the requests that those logits belong to, in the same order

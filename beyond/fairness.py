@@ -17,7 +17,7 @@ are not due, gets pages for its longest answer at once, and is not preempted any
 request to arrive is admitted as the (n + bound)-th at the latest.
 
 The *rank* is one order for the queue and the memory: due or not, then the key, then the arrival.
-The first in rank is admitted first. When no page is free, who needs one takes it from the last in
+The first in rank is admitted first. When no page is free, a request takes one from the last in
 rank, perhaps itself. So of those that run, the first in rank keeps its pages and goes on at every
 step: no live-lock. (vLLM ranks by arrival or by priority, too. It has no bound.)
 
