@@ -41,6 +41,8 @@ def test_the_built_in_model_is_small_and_its_own():
     assert MODEL.config == GPTConfig(256, 1024, n_layer=4, n_head=4, n_embd=128)
     assert (TOKENIZER.n_vocab, TOKENIZER.eot_token, MODEL.wte.weight.dtype) == (
         1024, 1023, torch.float32)
+    request, = make_requests([{"prompt": "<|endoftext|>"}], TOKENIZER, seed=0)
+    assert request.prompt == [1023] and request.eos_token == 1023
 
 
 @settings(max_examples=examples(300))
@@ -275,6 +277,7 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
         "<s>[system] a\n[user] b\n[assistant]")
     request, = make_requests([{"prompt": "the"}], tokenizer, chat=True, seed=0)
     assert decode(tokenizer, request.prompt) == "<s>[user] the\n[assistant]"
+    assert request.eos_token == 1
     with pytest.raises(ValueError, match="architecture is 'llama', not 'gpt2'; .*load_model"):
         GPT.from_pretrained(llamas)
 
