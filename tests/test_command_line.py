@@ -215,8 +215,8 @@ def test_preemption_by_flags(tmp_path):
 def test_what_optimize_changes_does_not_check_itself(monkeypatch):
     argv = ["--optimize", "--prompt", "# json\nLoad a file", "--max_new_tokens", 4]
     code, out, _ = run(generate_ragged, *argv)
-    assert code == 0 and "1/1 requests identical to unbatched" in out
-    assert "\ncompiled step: " in out
+    assert code == 0 and "1/1 requests identical to unbatched, bit for bit\n" in out
+    assert "\ncompiled step: yes" in out
     pack = native.pack
     monkeypatch.setattr(native, "pack", lambda weight: pack(weight) * 1.5)
     code, out, _ = run(generate_ragged, *argv)
