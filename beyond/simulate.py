@@ -3,17 +3,18 @@ Calculates what a stage reaches on a GPU that is not here, and whether that keep
 
     python -m beyond.simulate --gpu a100 --model llama-2-7b --stage paged --input 1024 --clients 8
 """
+import math
 import random
 import sys
 
 from beyond.arrivals import check_lengths, workload
 from beyond.calculated import figures, simulate, with_memory
-from beyond.commands import check, parser, write
 from beyond.fairness import SCHEDULERS
 from beyond.hardware import gpu_of, shape_of
-from beyond.overload import TOO_SHORT, advice, judged, most_served, tries
+from beyond.overload import judged, most_served, tries
 from loading.stages import SCRIPTS
 from toolbox import flags
+from toolbox.validate import at_least_1
 from views.report import report
 
 
@@ -30,7 +31,7 @@ def run_stage(args):
     prompts, answers = check(args)
     if args.clients and args.rate:
         raise ValueError("--rate and --clients exclude each other")
-    gpu, shape = gpu_of(args.gpu), shape_of(args.model, args.dtype, args.tp)
+    gpu, shape = gpu_of(args.gpu), shape_of(args.model, args.tp)
     check_lengths(prompts[1], answers[1], shape)
 
     def made(number):
@@ -40,7 +41,7 @@ def run_stage(args):
 
     generate, requests = SCRIPTS[args.stage], made(args.requests)
     knobs, ignored = with_memory(shape, gpu, generate, requests,
-                                 flags.given_knobs(args, SCHEDULERS), args.clients)
+                                 flags.given_knobs(args, SCHEDULERS))
     flags.say_ignored(args, ignored, "for this stage")
     trace = simulate(shape, gpu, generate, requests, args.clients, args.rate, args.seed, **knobs)
     f = figures(trace)
@@ -51,21 +52,42 @@ def run_stage(args):
     if args.rate:
         tried = tries(len(requests), generate, **knobs)
         served = most_served(shape, gpu, generate, made(tried), **knobs)
-        f["load"] = judged(requests, args.rate, served, tried)
-        print(load_text(f["load"], args.rate))
+        print(judged(requests, args.rate, served, tried))
     print(report(trace))
-    write(args.json, f)
     return 0
 
 
-def load_text(load, rate):
-    """The lines that say whether a machine can keep up."""
-    text = advice(load["times"]) if load["verdict"] == TOO_SHORT else load["verdict"]
-    return (f"{text}; {rate:g} requests/s are {load['times']:.2f} times what it can serve, "
-            f"{load['served_at_most']:,.2f}\n"
-            f"tokens (prompts and answers): {load['offered_tokens_per_s']:,.0f} a second come, "
-            f"{load['served_tokens_per_s']:,.0f} are computed, "
-            f"{load['owed_tokens_per_s']:,.0f} more are owed each second")
+# --- flags that beyond/capacity.py has, too -------------------------------------------------------
+
+def parser(module, doc):
+    p = flags.Parser(prog=f"python -m {module}", description=doc.strip().splitlines()[0])
+    p.add_argument("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
+    p.add_argument("--model", default="llama-2-7b", help="a name, see sheets.json")
+    p.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
+    p.add_argument("--input", default="1024", help="tokens of a prompt, N or LOW:HIGH")
+    p.add_argument("--output", default="128", help="tokens of an answer, N or LOW:HIGH")
+    p.add_argument("--requests", type=int, default=160)
+    p.add_argument("--rate", type=float, help="requests a second, at random")
+    p.add_argument("--seed", type=int, default=0)
+    return p
+
+
+def check(args):
+    """(low, high) of the prompt's tokens and of the answer's. ValueError for a bad flag."""
+    counts = {f"--{name}": getattr(args, name, None)
+              for name in ("requests", "clients", "replicas", "groups")}
+    at_least_1(**{name: count for name, count in counts.items() if count is not None})
+    if args.rate is not None and not 0 < args.rate < math.inf:
+        raise ValueError(f"--rate must be above 0, not {args.rate}")
+    return bounds("input", args.input), bounds("output", args.output)
+
+
+def bounds(flag, text):
+    """(low, high) of N or LOW:HIGH. ValueError for anything else."""
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and (high or low).isdecimal() and 0 < int(low) <= int(high or low)):
+        raise ValueError(f"--{flag} {text}: use N or LOW:HIGH, whole numbers of at least 1")
+    return int(low), int(high or low)
 
 
 if __name__ == "__main__":
