@@ -53,19 +53,14 @@ def arrivals(model, number, clients=None, rate=None, seed=0):
 
 # --- requests that are made up --------------------------------------------------------------------
 
-def digits(number, base):
-    """Token ids below `base`, others for each number; the lowest comes first."""
-    return [number % base, *digits(number // base, base)] if number else []
+def made_up(number, length):
+    """A prompt that begins with its number, as two token ids."""
+    return [number % 1000, number // 1000, *[0] * length][:length]
 
 
-def made_up(number, length, vocabulary=1000):
-    """A prompt that begins with its number, and is another one for each."""
-    return (digits(number, max(2, min(vocabulary, 1000))) + [0] * length)[:length]
-
-
-def workload(lengths, vocabulary=1000):
+def workload(lengths):
     """Requests for [(tokens of the prompt, of the answer), ...]."""
-    return [Request(made_up(i, prompt, vocabulary), answer, name=f"r{i}")
+    return [Request(made_up(i, prompt), answer, name=f"r{i}")
             for i, (prompt, answer) in enumerate(lengths)]
 
 

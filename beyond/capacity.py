@@ -18,12 +18,13 @@ import random
 import sys
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import partial
 
 from beyond.arrivals import check_lengths, made_up, poisson
 from beyond.calculated import Stream, price
 from beyond.hardware import gpu_of, shape_of
 from beyond.overload import most_served, tries, verdict
-from beyond.simulate import check, parser
+from beyond.simulate import parser, whole
 from loading.stages import SCRIPTS
 from paging import PagedScheduler, Pages
 from request import Request, prepare
@@ -101,10 +102,10 @@ ROUTERS = {"round-robin": round_robin, "least-loaded": least_loaded, "prefix": b
 def requests_of(load, shape, number=None):
     """(seconds, Request), one after another. All requests of a group begin alike."""
     check_lengths(load.prefix + load.input[1], load.output[1], shape)
-    stream, size = random.Random(load.seed), shape.vocab_size
+    stream = random.Random(load.seed)
     for i, time in enumerate(poisson(number or load.requests, load.rate, load.seed)):
         group, length = stream.randrange(load.groups), stream.randint(*load.input)
-        prompt = made_up(group, load.prefix, size) + made_up(i, length, size)
+        prompt = made_up(group, load.prefix) + made_up(i, length)
         yield time, Request(prompt, stream.randint(*load.output), name=f"r{i}")
 
 
@@ -151,11 +152,11 @@ def fewest(shape, gpu, load, router, ttft, itl, served, tried):
 
 def main(argv=None):
     p = parser("beyond.capacity", __doc__)
-    p.add_argument("--replicas", type=int, default=4, help="copies of the model")
+    p.add_argument("--replicas", type=whole, default=4, help="copies of the model")
     p.add_argument("--router", choices=ROUTERS, help="default: all of them, in turn")
-    p.add_argument("--prefix", type=int, default=0,
+    p.add_argument("--prefix", type=partial(whole, least=0), default=0,
                    help="tokens before each input that a group has in common")
-    p.add_argument("--groups", type=int, default=1, help="groups with a common beginning")
+    p.add_argument("--groups", type=whole, default=1, help="groups with a common beginning")
     p.add_argument("--ttft", type=float, help="a limit on the p99, in ms: asks how many GPUs")
     p.add_argument("--itl", type=float, help="a limit on the p99, in ms")
     return p.run(run_replicas, argv)
@@ -163,14 +164,12 @@ def main(argv=None):
 
 def run_replicas(args):
     """Prints a row for each router; with limits, one for each number of GPUs in a replica."""
-    prompts, answers = check(args)
     if args.rate is None:
         raise ValueError("--rate is missing: the requests that come in a second")
-    if args.prefix < 0:
-        raise ValueError(f"--prefix must be at least 0, not {args.prefix}")
     if (args.ttft is None) != (args.itl is None):
         raise ValueError("--ttft and --itl belong together: give both limits, or none")
-    load = Load(args.rate, prompts, answers, args.requests, args.seed, args.groups, args.prefix)
+    load = Load(args.rate, args.input, args.output, args.requests, args.seed, args.groups,
+                args.prefix)
     rows = [*(of_routers if args.ttft is None else of_limits)(args, gpu_of(args.gpu), load)]
     print("calculated; waits in ms, of the median and of the p99")
     print(aligned(rows))

@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from toolbox.validate import at_least_1
-
 SHEETS = json.loads(Path(__file__).with_name("sheets.json").read_text(encoding="utf-8"))
 BANDWIDTH_SHARE, LINK_SHARE, TILE = 0.85, 0.45, 85   # TILE: in rows
 SIZE = 2   # bytes of a number: all published runs have 16 bits
@@ -146,5 +144,4 @@ def shape_of(name, tp=1):
     if name not in MODELS:
         raise ValueError(f"--model {name}: none of {', '.join(MODELS)}; for another one, add a "
                          "line to beyond/sheets.json")
-    at_least_1(**{"--tp": tp})
     return replace(MODELS[name], tp=tp)

@@ -6,6 +6,7 @@ Calculates what a stage reaches on a GPU that is not here, and whether that keep
 import math
 import random
 import sys
+from argparse import ArgumentTypeError
 
 from beyond.arrivals import check_lengths, workload
 from beyond.calculated import figures, simulate, with_memory
@@ -14,30 +15,28 @@ from beyond.hardware import gpu_of, shape_of
 from beyond.overload import judged, most_served, tries
 from loading.stages import SCRIPTS
 from toolbox import flags
-from toolbox.validate import at_least_1
 from views.report import report
 
 
 def main(argv=None):
     p = parser("beyond.simulate", __doc__)
     p.add_argument("--stage", default="paged", choices=SCRIPTS)
-    p.add_argument("--clients", type=int, help="number of clients; each waits for its answer")
+    p.add_argument("--clients", type=whole, help="number of clients; each waits for its answer")
     flags.add_knobs(p, SCHEDULERS)
     return p.run(run_stage, argv)
 
 
 def run_stage(args):
     """Prints what a stage reaches on the GPU and, at a rate, whether it can keep up."""
-    prompts, answers = check(args)
     if args.clients and args.rate:
         raise ValueError("--rate and --clients exclude each other")
     gpu, shape = gpu_of(args.gpu), shape_of(args.model, args.tp)
-    check_lengths(prompts[1], answers[1], shape)
+    check_lengths(args.input[1], args.output[1], shape)
 
     def made(number):
         stream = random.Random(args.seed)
-        return workload([(stream.randint(*prompts), stream.randint(*answers))
-                         for _ in range(number)], shape.vocab_size)
+        return workload([(stream.randint(*args.input), stream.randint(*args.output))
+                         for _ in range(number)])
 
     generate, requests = SCRIPTS[args.stage], made(args.requests)
     knobs, ignored = with_memory(shape, gpu, generate, requests,
@@ -63,30 +62,34 @@ def parser(module, doc):
     p = flags.Parser(prog=f"python -m {module}", description=doc.strip().splitlines()[0])
     p.add_argument("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
     p.add_argument("--model", default="llama-2-7b", help="a name, see sheets.json")
-    p.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
-    p.add_argument("--input", default="1024", help="tokens of a prompt, N or LOW:HIGH")
-    p.add_argument("--output", default="128", help="tokens of an answer, N or LOW:HIGH")
-    p.add_argument("--requests", type=int, default=160)
-    p.add_argument("--rate", type=float, help="requests a second, at random")
+    p.add_argument("--tp", type=whole, default=1, help="tensor parallel ranks")
+    p.add_argument("--input", type=bounds, default="1024", help="a prompt's tokens: N or LOW:HIGH")
+    p.add_argument("--output", type=bounds, default="128", help="an answer's tokens: N or LOW:HIGH")
+    p.add_argument("--requests", type=whole, default=160)
+    p.add_argument("--rate", type=above_0, help="requests a second, at random")
     p.add_argument("--seed", type=int, default=0)
     return p
 
 
-def check(args):
-    """(low, high) of the prompt's tokens and of the answer's. ValueError for a bad flag."""
-    counts = {f"--{name}": getattr(args, name, None)
-              for name in ("requests", "clients", "replicas", "groups")}
-    at_least_1(**{name: count for name, count in counts.items() if count is not None})
-    if args.rate is not None and not 0 < args.rate < math.inf:
-        raise ValueError(f"--rate must be above 0, not {args.rate}")
-    return bounds("input", args.input), bounds("output", args.output)
+def whole(text, least=1):
+    number = int(text)
+    if number < least:
+        raise ArgumentTypeError(f"must be a whole number of at least {least}, not {text}")
+    return number
 
 
-def bounds(flag, text):
-    """(low, high) of N or LOW:HIGH. ValueError for anything else."""
+def above_0(text):
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def bounds(text):
+    """(low, high) of N or LOW:HIGH."""
     low, _, high = text.partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 0 < int(low) <= int(high or low)):
-        raise ValueError(f"--{flag} {text}: use N or LOW:HIGH, whole numbers of at least 1")
+        raise ArgumentTypeError(f"{text}: use N or LOW:HIGH, whole numbers of at least 1")
     return int(low), int(high or low)
 
 
