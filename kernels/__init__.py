@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from cache import KV
 from kernels import native
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,11 +110,10 @@ class Snapshot(nn.Module):
 
     def forward(self, tokens, positions=None, attend=None, wanted=None):
         """As GPT.forward or Llama.forward."""
-        logits = why = None
         try:
-            logits = self.compiled(tokens, positions, attend, wanted)
+            logits, why = self.compiled(tokens, positions, attend, wanted), None
         except ValueError as error:
-            why = str(error)
+            logits, why = None, str(error)
         if attend:   # a bare call does not count
             self.passes[why] += 1
         if why is None:
@@ -135,30 +135,28 @@ class Snapshot(nn.Module):
                 raise ValueError("it is not one sequence")
             positions = torch.arange(N, device="cpu").view(tokens.shape)
             layout = SimpleNamespace(plan=[(SimpleNamespace(kv=None), N)], starts=[0])
-            head = space["causal"].__globals__["head"]
         else:
             layout = getattr(attend, "__self__", None)
             check_methods(layout, *LAYOUTS)
             if attend != layout.attend or getattr(layout, "attention", "varlen") != "varlen":
                 raise ValueError(f"it is for the attend of {type(layout).__name__}, \"varlen\"")
-            head = attend.__func__.__globals__["head"]
-        check_methods(head, "Head")
+        check_methods((attend or space["causal"]).__globals__["head"], "Head")
         # 3. Which logits, and where each request's keys are. `wanted`, applied to the tokens'
         # numbers, says which of them are asked for: they must be the last ones of each request.
         places = torch.arange(N, device="cpu").view(tokens.shape)[... if wanted is None else wanted]
         asked = places.flatten().tolist()
         lasts, pieces, alive, first = [], [], [], 0   # first: the request's first token
         for (request, n), start in zip(layout.plan, layout.starts):
-            kv = getattr(layout, "pool", request.kv)
-            *where, slots = self.addresses(kv, tokens.shape[:-1]) if kv else self.room(n)
-            table, page = [0], slots   # a cache in one piece is a single page
+            kv = getattr(layout, "pool", request.kv) or KV(n)
+            table, page, slots = [0], kv.capacity, kv.capacity   # in one piece: a single page
             if hasattr(layout, "pages"):
                 table, page = request.block_table, layout.pages.size
-            if start + n > len(table) * page or min(table) < 0 or (max(table) + 1) * page > slots:
+            if start + n > len(table) * page or not 0 <= min(table) <= max(table) < slots // page:
                 raise ValueError(f"{request}: its cache has no room for {start + n} tokens")
             count = bisect_left(asked, first + n) - bisect_left(asked, first)
-            alive += native.numbers(table), *where   # arrays whose addresses are in pieces
-            pieces += first, n, start, count, *map(ctypes.addressof, alive[-3:]), slots, page
+            arrays = native.numbers(table), *self.addresses(kv, tokens.shape[:-1])
+            pieces += first, n, start, count, *map(ctypes.addressof, arrays), slots, page
+            alive += kv, *arrays   # until the call returns
             first += n
             lasts += range(first - count, first)
         if first != N or tokens.shape != positions.shape or asked != lasts:
@@ -176,25 +174,16 @@ class Snapshot(nn.Module):
         return logits.view(*places.shape, V)
 
     def addresses(self, kv, lead):
-        """(addresses of its keys in each layer, of its values, slots), kept with the KV."""
+        """The addresses of its keys in each layer, and of its values; kept with the KV."""
         kept = vars(kv).get("addresses")
         if kept is None or kept[0] is not kv.k.get(0):
             check_methods(kv, "KV")
             shape = *lead, self.weights.heads, kv.capacity, self.weights.head_size
             new = torch.empty((), **native.FLOAT).expand(shape)
             both = zip(*(kv.buffers(layer, new, new) for layer in range(self.weights.layers)))
-            keys, values = (native.numbers(native.address(t, torch.float32, shape) for t in part)
-                            for part in both)
-            kept = kv.addresses = kv.k[0], keys, values, kv.capacity
+            kept = kv.addresses = kv.k[0], *(native.numbers(
+                native.address(t, torch.float32, shape) for t in part) for part in both)
         return kept[1:]
-
-    def room(self, n):
-        """New keys and values of n slots, as `addresses`."""
-        w = self.weights
-        both = torch.empty(2, w.layers, w.heads, n, w.head_size, **native.FLOAT)
-        keys, values = (native.numbers(layer.data_ptr() for layer in part) for part in both)
-        keys.tensor = both   # it lives as long as they do
-        return keys, values, n
 
     def uses(self):
         """In one line: whether its passes so far were compiled steps, or why not."""
