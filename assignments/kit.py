@@ -313,6 +313,8 @@ def limit_process(cpu):
 
 def difference(value, expected):
     """None, or what is wrong with a value, in a phrase."""
+    if value == expected:
+        return None
     if isinstance(expected, dict) and isinstance(value, dict):
         for key in {**expected, **value}:
             if fault := difference(value.get(key, "nothing"), expected.get(key, "nothing")):
@@ -325,8 +327,6 @@ def difference(value, expected):
             number = mine.get(at, math.nan)
             if not abs(number - right) <= TOLERANCE * scale:   # NaN is wrong, too
                 return f"{number:.10g} at {list(at)}, expected {right:.10g}"
-        return None
-    if value == expected:
         return None
     if isinstance(value, list) and isinstance(expected, list) and (
             any(isinstance(x, str) and " " in x for x in expected) or len(str(expected)) > 60):

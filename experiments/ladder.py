@@ -110,7 +110,7 @@ def table(result):
             for name, row in result["stages"].items()]
     how = (f"{result['requests']} prompts ({result['prompt_tokens']} prompt tokens, "
            f"{result['generated']} generated), medians of {result['repeats']} runs")
-    return Table(head, rows, how, title=how)
+    return Table(head, rows, how)
 
 
 def ideas(result):
