@@ -9,7 +9,7 @@
 # - find the bug in a published tutorial's mask.
 
 # %%
-from lesson import ask, broken, check, counts, eight_requests, folded, itl, letters, look
+from lesson import ask, broken, check, counts, eight_requests, folded, gaps, letters, look
 from lesson import results, run, run_all, show, source, timelines
 from exercises import exercise, solution
 import torch
@@ -26,7 +26,7 @@ from scheduler import Scheduler
 
 # %%
 print(results("gaps")["where"])
-itl(results("gaps"));
+gaps(results("gaps"));
 
 # %% [markdown]
 # With *dynamic*, stage 2, all of them stand still until the whole prompt is computed. (Stages 2

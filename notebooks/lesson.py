@@ -32,7 +32,7 @@ from matplotlib_inline.config import InlineBackend
 from checks.check import Check, summary
 from checks.traps import broken  # noqa: F401
 from checks.xray import sights_at
-from experiments.figures import itl, lines, packing, pool  # noqa: F401 (for the notebooks)
+from experiments.figures import gaps, lines, packing, pool  # noqa: F401 (for the notebooks)
 from experiments.memory import filling_pool  # noqa: F401
 from experiments.results import load as results  # noqa: F401
 from experiments.results import median_seconds  # noqa: F401
