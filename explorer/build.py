@@ -135,36 +135,47 @@ def wrong(check):
 
 def grid(model, answers):
     """
-    The runs of all settings: {"runs": [...], "of": {setting: number of its run}, ...}. A setting is
-    the stage and the index of each knob's value, and comes without the knobs that its stage lacks.
+    The runs of all settings: {"runs": [...], "of": {setting: number of its run}, ...}.
 
     answers: the requests, whose answers are as long as they may be
     """
     found, kinds, verdicts, outcomes = {}, {}, {}, {}
     for stage in TRIED:
-        names = APPLIES[stage]
-        for values in itertools.product(*(enumerate(GRID[name]) for name in names)):
-            setting = {name: value for name, (_, value) in zip(names, values)}
-            key = ".".join([stage, *(str(i) for i, _ in values)])
-            memory = setting.get("memory", 0)
-            knobs, _ = knobs_of(STAGES[stage], {
-                **setting, "max_kv_tokens": memory, "pages": memory // setting.get("page_size", 1)})
-            some = [request for request in answers
-                    if setting["long"] or not request.name.startswith("long")]
-            same = simulate(*GPU, STAGES[stage], [*map(replace, some)], **knobs)
-            text = json.dumps(plain(same, answers))
-            kinds[key] = found.setdefault(text, len(found))
+        for indices in itertools.product(*(range(len(GRID[name])) for name in APPLIES[stage])):
+            setting = ".".join(map(str, (stage, *indices)))
+            text = json.dumps(tried(setting, answers))
+            kinds[setting] = found.setdefault(text, len(found))
             if stage in RECTANGLES:
                 if text not in outcomes:   # equal passes have the same outcome
-                    outcomes[text] = under_the_mask(model, STAGES[stage], some, knobs)
-                verdicts[key] = outcomes[text]
+                    outcomes[text] = under_the_mask(model, *meaning(setting, answers))
+                verdicts[setting] = outcomes[text]
     return {"stages": TRIED, "first": FIRST, "knobs": GRID, "applies": APPLIES, "goals": GOALS,
             "of": kinds, "runs": [json.loads(text) for text in found], "wrong": verdicts}
 
 
+def meaning(setting, answers):
+    """
+    (the stage's function, requests, knobs) of a setting, which is the stage and the index of each
+    knob's value: "chunked.0.2.1.0". It comes without the knobs that its stage lacks.
+    """
+    stage, *indices = setting.split(".")
+    values = {name: GRID[name][int(i)] for name, i in zip(APPLIES[stage], indices, strict=True)}
+    memory = values.get("memory", 0)
+    knobs, _ = knobs_of(STAGES[stage], {
+        **values, "max_kv_tokens": memory, "pages": memory // values.get("page_size", 1)})
+    some = [replace(request) for request in answers
+            if values["long"] or not request.name.startswith("long")]
+    return STAGES[stage], some, knobs
+
+
+def tried(setting, answers):
+    """A setting's run, for the page."""
+    generate, some, knobs = meaning(setting, answers)
+    return plain(simulate(*GPU, generate, some, **knobs), answers)
+
+
 def under_the_mask(model, generate, requests, knobs):
     """How many requests get wrong tokens from the built-in model under the published mask."""
-    requests = [*map(replace, requests)]
     check = Check(model, requests)
     with broken("published mask", show=False):
         generate(model, requests, on_token=check.on_token, **knobs)

@@ -193,7 +193,6 @@ function scoreboardNow() {
 const LABELS = {max_batch: "max_batch", token_budget: "token budget", page_size: "page size",
                 memory: "memory, in tokens", long: "drop in two long prompts", mask: "break the mask"};
 const expandedRuns = new Map();          // number of a run -> that run
-const visited = [];                      // [stage, figures], of all choices
 const reached = new Set();               // goals
 let before = null;                       // the figures of the last choice
 
@@ -226,7 +225,6 @@ function tryIt(tried) {
   pointed = null;
   setTicks(Infinity);
   for (const [stage, figures] of Object.entries(triedScores())) {
-    if (!visited.some(([, known]) => known === figures)) visited.push([stage, figures]);
     DATA.grid.goals.forEach((goal, i) => { if (meets(goal, stage, figures)) reached.add(i); });
   }
   build();
@@ -249,7 +247,7 @@ function beginTry() {                    // its controls
     return element("label", {data: {knob: name}}, LABELS[name], element("input", kind), element("output"));
   });
   $("try").append(...selects.map((select, k) => element("label", {}, k ? "and" : "stage", select)), ...inputs, element("p"),
-    element("ol", {id: "goals"}, ...goals.map(({text}) => element("li", {}, text))), element("figure", {id: "points"}));
+    element("ol", {id: "goals"}, ...goals.map(({text}) => element("li", {}, text))));
   const button = element("button", {id: "tries", onclick: () => tryIt(state.tried ?? first)}, "try it");
   $("walk").firstChild.append(element("li", {}, button));
 }
@@ -278,32 +276,6 @@ function drawTry() {
   said.textContent = broken.join(" ") || "This repository's stages ran with each combination, on a calculated A100."
     + (free.length ? ` No memory limit: ${[...new Set(free)].join(", ")}.` : "");
   for (const [i, item] of [...$("goals").children].entries()) item.className = reached.has(i) ? "reached" : "";
-  drawPoints();
-}
-
-// All choices so far: the longest wait across, speed upwards, the stage's number as the point.
-function drawPoints() {
-  const wide = 300, high = 130, left = 34, x = wait => left + (wide - left - 12) * Math.min(wait, 60) / 60;
-  const y = speed => high - 18 - (high - 30) * Math.min(speed, 600) / 600;
-  const svg = (tag, attributes, text = "") => {
-    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-    node.textContent = text;
-    return node;
-  };
-  const {next, speed} = DATA.grid.goals[0], now = new Set(Object.values(triedScores()));
-  const plot = svg("svg", {viewBox: `0 0 ${wide} ${high}`, role: "img",
-                           "aria-label": `${visited.length} points: longest wait and speed of each choice`});
-  plot.append(
-    svg("rect", {x: x(0), y: y(600), width: x(next[1]) - x(0), height: y(speed[0]) - y(600), class: "goal"}),
-    svg("path", {d: `M${x(0)} ${y(600)}V${y(0)}H${x(60)}`, class: "axes"}),
-    ...[0, 300, 600].map(value => svg("text", {x: left - 4, y: y(value) + 4, "text-anchor": "end"}, value)),
-    ...[15, 30, 45, 60].map(value => svg("text", {x: x(value), y: high - 4, "text-anchor": "middle"}, value)),
-    svg("text", {x: left + 4, y: 10}, "tokens/s; across: longest wait, ms; shaded: goal 1"),
-    ...visited.map(([stage, figures]) => svg(
-      "text", {x: x(figures.next), y: y(figures.speed) + 4, "text-anchor": "middle", class: now.has(figures) ? "now" : ""},
-      /\d/.exec(labelOf(RUNS.get(stage)))[0])));
-  $("points").replaceChildren(plot);
 }
 
 let written = -Infinity, later = null;
@@ -423,16 +395,6 @@ function onKey(event) {
   event.preventDefault();
 }
 
-function swipe(event) {                  // sideways, to the next stop or back
-  const {clientX, clientY} = event.changedTouches[0], {target} = event;
-  const slides = target.closest(".box, input, select") || [target.closest(".scroll")].some(
-    box => box && box.scrollWidth > box.clientWidth + 1);
-  if (event.type === "touchstart") return void (touched = slides || state.stop === null ? null : [clientX, clientY]);
-  if (!touched) return;
-  const [right, down] = [clientX - touched[0], clientY - touched[1]], i = state.stop + (right < 0 ? 1 : -1);
-  if (Math.abs(right) > 60 && Math.abs(right) > 2 * Math.abs(down) && DATA.walk[i] && !state.tried) visit(i);
-}
-
 function nearest(event) {                // the slot that is meant: between two, or on a narrow one
   const grid = event.target.closest(".grid");
   if (!grid || event.target.dataset.slot) return event.target.dataset.slot ?? null;
@@ -442,8 +404,6 @@ function nearest(event) {                // the slot that is meant: between two,
   };
   return [...grid.querySelectorAll(".slot")].reduce((a, b) => far(b) < far(a) ? b : a).dataset.slot;
 }
-
-let touched = null;                      // where a swipe has begun
 
 function seek(event) {                   // a press or a drag on the timeline; else it says what is there
   const view = views.find(view => view.box?.contains(event.target)), moved = event.type === "pointermove";
@@ -491,7 +451,6 @@ function begin() {
   };
   $("return").onclick = () => visit(state.stop);
   $("all").onclick = () => { state.all = !state.all; build(); };
-  for (const type of ["touchstart", "touchend"]) document.addEventListener(type, swipe, {passive: true});
   document.addEventListener("keydown", onKey);
 
   const main = $("views"), slotOf = event => event.target.dataset.slot ?? null;

@@ -129,7 +129,6 @@ class Recorder(XRay):
 
         room:     {request: capacity in tokens, or block table; None: it holds nothing}, where that
                   differs from the last pass
-        computed: tokens in the cache of each request
         kept:     free pages that can still be found, oldest first
         columns:  filled columns of a cache that belongs to the whole batch, pads included; else 0
         """
@@ -142,9 +141,8 @@ class Recorder(XRay):
                 room[i] = self.memory[i] = now
         pages = getattr(batch, "pages", None)
         self.pool = pages and {"pages": pages.number, "page_size": pages.size}
-        return {"room": room, "computed": [request.computed for request in self.requests],
-                "kept": [page for page in pages.free if page in pages.key_of] if pages else [],
-                "columns": batch.end if rows else 0}
+        return {"room": room, "columns": batch.end if rows else 0,
+                "kept": [page for page in pages.free if page in pages.key_of] if pages else []}
 
 
 def record(generate, model, requests, reference=None, **knobs):
