@@ -24,32 +24,17 @@ from explorer.recorder import record, take_times
 from explorer.walk import FLAT, GUESS, MASK, SAME, TWO, most_held, waits, walk
 from loading.load import load
 from loading.stages import STAGES
-from loading.workload import PROMPTS, make_requests, read_prompts
+from loading.workload import make_requests, read_prompts
 from toolbox.flags import knobs_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "explorer.html"
+WORKLOAD = page.FOLDER / "requests.jsonl"
 CLOCK, GPU = "calculated for Llama 2 7B on an A100", (MODELS["llama-2-7b"], GPUS["a100"])
 KNOBS = dict(max_batch=8, token_budget=32, pages=26, page_size=16)
 FURTHER = {   # name of a run: (stage, further knobs)
     SAME: (STAGES[FLAT], {"max_kv_tokens": KNOBS["pages"] * KNOBS["page_size"]}),
     MASK: (STAGES["interleaved"], {}), GUESS: (speculative.generate, {"pages": None}),
     TWO: (STAGES["dynamic"], {})}
-SEED = 100   # with it, few answers end early
-SHARED = """# reading files
-Files are opened with the built-in function open, which returns a file object. The mode says how \
-the file is used: for reading, for writing, or for appending at its end. Text is decoded when it \
-is read and encoded when it is written, and if no encoding is given, the default depends on the \
-platform. """
-LONG = SHARED + """It is good practice to use the with statement when dealing with file objects: \
-the file is closed when its block ends, even if an exception is raised at some point. If the block \
-is not used, call the method close, which frees the resources at once. A file object that was \
-closed cannot be used again: all attempts raise an error. After closing it, """
-# name: (text, or number of a built-in prompt; the longest answer; arrival)
-REQUESTS = {"A": (6, 44, 0), "B": (0, 12, 0), "C": (2, 48, 0), "D": (4, 24, 0), "E": (11, 36, 0),
-            "long 1": (LONG + "reading from it", 20, 8), "long 2": (LONG + "writing to it", 16, 8),
-            "F": (8, 24, 10), "G": (SHARED + "In binary mode", 18, 30),
-            "H": (SHARED + "A line", 14, 34), "K": (9, 12, 36)}
-
 # "Try it"
 TRIED = "naive", "dynamic", "chunked", "interleaved", FLAT, "paged"
 RECTANGLES = "dynamic", "chunked", "interleaved"   # the published mask is a mask of these
@@ -69,12 +54,8 @@ GOALS = [   # limits of figures, with the long prompts; and values of knobs
 
 
 def workload(tokenizer):
-    """Eleven requests: two with long prompts; four share their beginning."""
-    prompts = read_prompts(PROMPTS)
-    entries = [{"prompt": prompts[text]["prompt"] if isinstance(text, int) else text, "name": name,
-                "max_new_tokens": answer, "arrival": arrival}
-               for name, (text, answer, arrival) in REQUESTS.items()]
-    return make_requests(entries, tokenizer, temperature=0.7, top_k=None, seed=SEED)
+    """Eleven requests: two with long prompts; four share their beginning. Few answers end early."""
+    return make_requests(read_prompts(WORKLOAD), tokenizer, temperature=0.7, top_k=None, seed=100)
 
 
 # --- the runs -------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ function readAddress() {                 // whatever it says: what does not exis
   const stop = Number(parts.get("stop") ?? -1);
   state.stop = DATA.walk[stop] ? stop : null;
   state.tried = triedNamed(parts.get("try"));
-  if (!state.tried && !parts.has("run") && DATA.walk.length) return visit(state.stop ?? 0, false);
+  if (!state.tried && !parts.has("run") && DATA.walk.length) return visit(state.stop ?? 0);
   setTicks(Number(parts.get(state.clock)) || 0);
   state.slot = slotNamed(parts.get("slot")) ? parts.get("slot") : null;
   build();
@@ -78,8 +78,8 @@ function change(what) {                  // other runs, or another clock, at the
   build();
 }
 
-function visit(i, news = true) {         // a stop of the walk; Back leads to where one was before
-  if (news) leave();
+function visit(i) {                      // a stop of the walk
+  play(false);
   const {run, beside, clock, step, slot = null} = sceneOf(i);
   Object.assign(state, {run, beside, clock, slot, stop: i, all: false, tried: null, tab: 0});
   pointed = null;
@@ -88,15 +88,9 @@ function visit(i, news = true) {         // a stop of the walk; Back leads to wh
   if (scrollY > $("walk").offsetTop) scrollTo(0, $("walk").offsetTop);
 }
 
-function strayed() {                     // whether another moment or run than the stop's is shown
-  const {run, beside, clock, step, slot = null} = sceneOf(state.stop);
-  return state.tried || state.run !== run || state.beside !== beside || state.clock !== clock
-    || state.slot !== slot || views[0].now.step !== step;
-}
-
 function answer(choice) {
   answered.set(state.stop, choice);
-  visit(state.stop, false);
+  visit(state.stop);
 }
 
 // A slot's name is "view.pass.row.column". Its four numbers, if there is such a slot.
@@ -183,7 +177,7 @@ function render() {                      // what depends on the moment
 }
 
 function scoreboardNow() {
-  const pick = run => { leave(); state.all = true; change({run, beside: "", clock: "ms"}); };
+  const pick = run => { state.all = true; change({run, beside: "", clock: "ms"}); };
   const ladder = Object.fromEntries(Object.entries(DATA.score).filter(([name]) => name !== "two requests"));
   return state.tried ? scoreboard(triedScores(), before) : scoreboard(ladder, null, pick);
 }
@@ -219,7 +213,7 @@ function triedNamed(name) {              // its indices; null if there are no su
 }
 
 function tryIt(tried) {
-  if (!state.tried) leave();
+  if (!state.tried) play(false);
   before = state.tried && triedScores();
   Object.assign(state, {tried, slot: null, clock: state.tried ? state.clock : "ms"});
   pointed = null;
@@ -290,15 +284,6 @@ function writeAddress() {                // not at every step: browsers refuse 1
   }
 }
 
-function leave() {                       // what is shown keeps its place in the browser's history
-  play(false);
-  clearTimeout(later);
-  if (!views.length) return;
-  history.replaceState(null, "", address());
-  history.pushState(null, "", address());
-  written = -Infinity;
-}
-
 // --- controls -------------------------------------------------------------------------------------
 
 let timer = null;                        // while it plays
@@ -311,15 +296,13 @@ function drawControls() {
   for (const [i, button] of $("walk").querySelectorAll("button").entries()) {
     button.ariaCurrent = tried ? (button.id === "tries" ? "page" : null) : i === stop ? "step" : null;
   }
-  const on = walk[stop], away = Boolean(on && strayed());
+  const on = walk[stop];
   $("stop").hidden = !walk.length || Boolean(tried);
   drawStop(on);
   $("controls").hidden = Boolean(tried) || inScene();
   $("all").hidden = !on || Boolean(tried);
   $("all").textContent = state.all ? "this scene only" : "all panels";
-  $("return").hidden = !away;
-  $("return").textContent = `back to stop ${stop}`;
-  $("on").hidden = away || !walk[(stop ?? -1) + 1] || Boolean(tried && !on);
+  $("on").hidden = !walk[(stop ?? -1) + 1] || Boolean(tried && !on);
   $("on").textContent = on ? "next stop" : "guided walk";
   drawTry();
 }
@@ -449,7 +432,6 @@ function begin() {
     visit((state.stop ?? -1) + 1);
     if ($("on").hidden) $("walk").querySelector("[aria-current]").focus();   // it is the last one
   };
-  $("return").onclick = () => visit(state.stop);
   $("all").onclick = () => { state.all = !state.all; build(); };
   document.addEventListener("keydown", onKey);
 
@@ -466,7 +448,6 @@ function begin() {
   main.addEventListener("pointerleave", seek);
   let wide = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; build(); } });
-  addEventListener("popstate", () => { play(false); readAddress(); });
   addEventListener("hashchange", () => { if (location.hash !== address()) readAddress(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", build);
   readAddress();

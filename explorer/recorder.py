@@ -167,16 +167,12 @@ def take_times(trace, timed):
     Gives a recorded run the times of one that nothing disturbed, unless that run did something
     else, where rounding flipped a near-tie. Returns the recorded run's trace.
     """
-    if work_of(trace) == work_of(timed):
+    did, again = ([[(p.step, p.shape, p.work, p.finished) for p in run.passes],
+                   [request.token_steps for request in run.requests]] for run in (trace, timed))
+    if did == again:
         trace.started, trace.step_times = timed.started, timed.step_times
         for p, twin in zip(trace.passes, timed.passes):
             p.seconds = twin.seconds
         for request, twin in zip(trace.requests, timed.requests):
             request.token_times = twin.token_times
     return trace
-
-
-def work_of(trace):
-    """What a run did, whatever time it took."""
-    return ([(p.step, p.shape, p.work, p.finished) for p in trace.passes],
-            [(request.name, request.token_steps) for request in trace.requests])

@@ -66,7 +66,7 @@ def test_slots_and_sights_are_those_of_an_undisturbed_run(stage):
     for p, frame in zip(trace.passes, recorder.frames):
         held |= frame["room"]
         assert stage != "paged" or all(
-            len(held[number[name]]) * 4 >= first + n for name, first, n in p.work)
+            0 <= 4 * len(held[number[name]]) - first - n < 4 for name, first, n in p.work)
         assert not frame["sees"] and not frame["shift"]
         owners, positions = sum(frame["owner"], []), sum(frame["position"], [])
         assert len(owners) == p.slots and len(frame["owner"]) == (1, *p.shape)[-2]
@@ -120,7 +120,6 @@ class Page:
 
     def open(self, address=""):
         self.browser.get("about:blank")   # else only the fragment would change
-        self.browser.execute_cdp_cmd("Page.resetNavigationHistory", {})   # it holds 50 entries
         self.browser.get(f"{self.path.as_uri()}#{address}")
         return self
 
@@ -325,9 +324,6 @@ IN_SIGHT = """
 
 @pytest.mark.parametrize("width, height", [(1400, 900), (390, 844)])
 def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(width, height, ladder_page):
-    def seen():   # the address, and whether there is a way back to the stop
-        return ladder_page.run("return [address(), $('return').offsetParent !== null]")
-
     resize(ladder_page.browser, width, height)
     for i, stop in enumerate(DATA["walk"]):   # the first screen is the first stop
         if "ask" in stop:
@@ -341,29 +337,14 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(width, height, la
         assert ladder_page.texts("#stop") == [before + stop["text"]]
         assert ladder_page.run(IN_SIGHT), stop
         assert ladder_page.run("return views[0].now.step") == stop["show"]["step"]
-        there, away = seen()
-        assert f"stop={i}" in there and not away
-        ladder_page.run("go(state.tick - 1)")
-        strayed, away = seen()
-        assert f"stop={i}" in strayed != there and away
-        ladder_page.run("play(true); $('return').click()")
-        assert seen() == [there, False] and ladder_page.texts("#play") == ["play"]   # not on
+        there = ladder_page.run("return address()")
+        ladder_page.run("play(true); go(0); visit(state.stop)")   # away, and back
+        assert f"stop={i}" in there == ladder_page.run("return address()")
+        assert ladder_page.texts("#play") == ["play"]
         ladder_page.run("if ($('on').offsetParent) $('on').click()")
     assert not ladder_page.run("return $('on').offsetParent")
     ladder_page.click(".scores button", [*RUN_OF].index("speculative"))   # in the fewest steps
     assert ladder_page.run("return views[0].run.name") == "speculative"
-
-
-def test_back_goes_back_a_stop(ladder_page):
-    for i in (2, 4):
-        ladder_page.run("visit(arguments[0])", i)
-    for i in (2, 0):
-        ladder_page.browser.back()
-        assert ladder_page.run("""return new Promise(done => {
-            const look = times => state.stop === arguments[0] || !times ? done(state.stop)
-              : setTimeout(look, 50, times - 1);
-            look(100);
-          })""", i) == i
 
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
@@ -391,11 +372,9 @@ def test_a_phone(ladder_page):
     """One panel at a time, targets for a thumb, and a tap that finds a narrow slot."""
     resize(ladder_page.browser, 390, 844)
     ladder_page.open("stop=1").run("answer(1)")
-    small = ladder_page.run("""return [...document.querySelectorAll("button, select")].filter(
-        node => node.offsetParent).map(node => node.getBoundingClientRect()).filter(
-        ({width, height}) => width < 40 || height < 40).length""")
-    bottom = ladder_page.run("return innerHeight - $('on').getBoundingClientRect().bottom")
-    assert small == 0 and 0 <= bottom < 150
+    assert ladder_page.run("""return [...document.querySelectorAll("button, select")].filter(
+        node => node.offsetParent).map(node => node.getBoundingClientRect()).every(
+        ({width, height}) => width >= 40 && height >= 40)""")
     for tab, panels in (1, ["timeline"]), (0, ["tensor", "sees"]):
         ladder_page.click("#tabs button", tab)
         assert ladder_page.run("""return [...document.querySelectorAll('.panel')].filter(
@@ -405,7 +384,6 @@ def test_a_phone(ladder_page):
         document.querySelector(".grid").dispatchEvent(new MouseEvent("click", {
           bubbles: true, clientX: left + 0.5, clientY: top + 3}));""")
     assert ladder_page.run("return state.slot").endswith(".1.81")   # 300 = 219 + 81
-    assert "sees" in ladder_page.texts(".sees p")[0]
 
 
 def test_try_it(ladder_page):
