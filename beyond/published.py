@@ -46,29 +46,22 @@ def passes(number, prompt, answer, room, max_batch=2048, token_budget=8192):
     """
     kv_tokens = prompt + answer - 1
     limit = min(max_batch, max(int(room // kv_tokens), 1))
-    waiting, running, step = number, 0, 0
-    prefills, decodes = deque(), 0   # tokens that each prompt has still to do; how many decode
-    past = 0                         # keys of all that decode
-    ends = deque()                   # (step, how many finish in it)
-    while waiting or running:
-        todo = decodes + sum(prefills)
-        while running < limit and todo < token_budget and waiting:
-            prefills.append(prompt)
-            waiting, running, todo = waiting - 1, running + 1, todo + prompt
+    admitted = running = decodes = past = step = 0   # past: keys of all that decode
+    computed = 0                                     # tokens of all prompts: one after another
+    ends = deque()                                   # (step, how many finish in it)
+    while running or admitted < number:
+        while (running < limit and admitted < number
+               and decodes + admitted * prompt - computed < token_budget):
+            admitted, running = admitted + 1, running + 1
         past += decodes   # each computes one key
-        slots, sampled, keys, scores = decodes, decodes, past, past
-        budget, new = token_budget - decodes, 0
-        for i, left in enumerate(prefills):
-            n = min(left, budget)
-            if n == 0:
-                break
-            end = prompt - left + n
-            slots, keys, scores = slots + n, keys + end, scores + n * end
-            budget, new = budget - n, new + (n == left)
-            prefills[i] -= n
-        for _ in range(new):
-            prefills.popleft()
-        yield slots, sampled + new, scores, keys
+        scores = keys = past
+        start, computed = computed, min(computed + token_budget - decodes, admitted * prompt)
+        for first in range(start - start % prompt, computed, prompt):   # prompts with a chunk
+            end = min(computed - first, prompt)
+            keys += end
+            scores += end * (end - max(start - first, 0))
+        new = computed // prompt - start // prompt   # prompts that are complete
+        yield decodes + computed - start, decodes + new, scores, keys
         decodes, past = decodes + new, past + new * prompt
         ends.append((step + answer - 1, new))
         while ends and ends[0][0] <= step:

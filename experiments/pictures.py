@@ -15,10 +15,10 @@ def draw(args):
     sights.draw(ladder.one_step(model), FOLDER / "mask.png")
     figures.packing(ladder.some_prompts(model), FOLDER / "packing.png")
     figures.slots(results.load("ladder"), FOLDER / "slots.png")
-    figures.rows([results.load("rows_builtin"), results.load("rows")], FOLDER / "rows.png")
-    figures.itl(results.load("gaps"), FOLDER / "itl.png")
+    figures.rows(results.load("rows_builtin"), results.load("rows"), path=FOLDER / "rows.png")
+    figures.gaps(results.load("gaps"), FOLDER / "itl.png")
     figures.kinds(results.load("prepacking"), FOLDER / "prepacking-kinds.png")
-    figures.bench(results.load("bench"), FOLDER / "bench.png")
+    figures.bench(*results.load("bench"), path=FOLDER / "bench.png")
     figures.curve(results.load("gpu"), FOLDER / "gpu-curve.png")
     for name, text in motion.pictures(motion.traces()).items():
         (FOLDER / name).write_text(text, encoding="utf-8", newline="\n")
