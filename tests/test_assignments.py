@@ -25,6 +25,8 @@ import predict  # noqa: E402
 from handed_in import FILES, NASTY, OPEN, RIGHT, SHARE, WRONG  # noqa: E402
 from mutants import MUTANTS  # noqa: E402
 
+import scheduler  # noqa: E402
+
 SETS = make.SETS
 
 
@@ -104,8 +106,10 @@ def test_a_mutant_loses_its_own_part_and_no_other(name, tmp_path):
     "a helper package", "a base class", "attention row by row, complete by all tokens"]))
 def test_what_is_right_gets_full_marks(name, tmp_path):
     number, *edits = RIGHT[name]
+    before = set(vars(scheduler.Scheduler))
     status, found = marks(number, submission(number, tmp_path, edited(edits)), "--hidden", "s")
     assert status == 0 and all(right for right, _ in found.values()), found
+    assert set(vars(scheduler.Scheduler)) == before   # what they add is taken off again
 
 
 @pytest.mark.parametrize("name", quick(WRONG, [
