@@ -217,7 +217,7 @@ NEW_FIRST = POLICY + """plan = []
 # The open tasks, in the order of the leaderboard: what is handed in (None: nothing), what is said
 OPEN = {
     "policy": {
-        "ours": (None, "mean TTFT 9"),
+        "ours": (None, "mean TTFT 9.63 steps, 0.00% of ITL above 2"),
         "one each": (POLICY + "return [(r, 1) for r in running]", "mean TTFT"),
         "new first": (NEW_FIRST, "mean TTFT .*: not allowed"),
         "greedy": (POLICY + "return [(running[0], 10**6)]",

@@ -45,8 +45,9 @@ def marks(number, folder, *flags, only=None):
     status = pytest.main([*map(str, tests), "-q", "--tb=no", "-p", "no:cacheprovider",
                           "--rootdir", str(KIT), "--submission", str(folder),
                           "--results", str(results), *flags])
-    return status, {test["name"].split()[0]: (test["score"] == test["max_score"], test["output"])
-                    for test in json.loads(results.read_text())["tests"]}
+    tests = json.loads(results.read_text())["tests"]
+    assert all(test["score"] in (0, test["max_score"]) for test in tests)
+    return status, {test["name"].split()[0]: (test["score"] > 0, test["output"]) for test in tests}
 
 
 def edited(edits):
@@ -266,7 +267,8 @@ def test_whatever_a_file_is_names_itself(name, tmp_path):
     folder = submission(3, tmp_path, {"scheduler.py": content or b""})
     if content is None:
         (folder / "scheduler.py").unlink()
-    _, found = marks(3, folder)
+    status, found = marks(3, folder)
+    assert status == 1 and not found["3a"][0] and not found["3b"][0]
     assert said in found["3a"][1] and said in found["3b"][1]
 
 
