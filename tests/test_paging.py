@@ -83,19 +83,6 @@ def test_plans_and_counts(limits, pages, requests, expected, counts):
     assert {name: n for name, n in scheduler.counts.items() if n} == counts
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_requests_that_arrive_together_share_a_common_prefix(share):
-    """
-    16 prompts, 12 common tokens and 5 of their own, answers of 7, 3 tokens to a page. The first
-    one's prefix fills the budget of 6 twice, so the others still wait; then they find 4 pages.
-    """
-    scheduler = PagedScheduler(16, 6, Pages(16 * 8, 3), share)
-    plans = run(scheduler, {f"{i}:": ([1] * 12 + [i % 9, i // 9, 2, 2, 2], 7) for i in range(16)})
-    computed = sum(int(part.split(":")[1]) for plan in plans for part in plan.split())
-    assert computed == 12 * (1 if share else 16) + 16 * (5 + 6)
-    assert scheduler.counts["shared_pages"] == 15 * 4 * share
-
-
 # --- Pages by themselves --------------------------------------------------------------------------
 
 def written(pages, tokens):
