@@ -1,23 +1,21 @@
 """
-The README's first two pictures. The published mask beside the right one, as the X-ray saw them; and
-one that moves: a long prompt arrives while others decode, in stages 2, 3 and 6.
+The README's picture that moves: a long prompt arrives while others decode, in stages 2, 3 and 6.
 
 The stages run for real, on the clock of a calculated GPU (beyond/calculated.py). A tick is a token
 that a request gets, a bar is a piece of a prompt. The picture is an SVG whose only animation is a
 veil that slides off it, several times slower than the GPU. Without motion it is unveiled.
 """
 import statistics
+from pathlib import Path
+from string import Template
 
 from beyond.calculated import simulate
 from beyond.hardware import GPUS, MODELS
-from checks.traps import broken
-from experiments.ladder import one_step
-from loading.load import load
 from loading.stages import STAGES
 from request import Request
-from views import sights
 from views.plots import COLORS
 
+TEMPLATE = Path(__file__).with_suffix(".svg")
 SLOWER, HOLD = 6, 2.5             # than the calculated clock; seconds for which the whole stands
 ARRIVAL = 0.2                     # seconds, in every panel
 PROMPT, BUDGET = 3500, 256
@@ -32,21 +30,6 @@ THEMES = {   # the colours of views/plots.py, lighter on a dark page
               **{kind: COLORS[kind] for kind in ("prefill", "decode", "finished")}},
     "dark": {"paper": "#0d1117", "ink": "#e6edf3", "soft": "#9198a1", "line": "#30363d",
              "prefill": "#4ba3e3", "decode": "#2fc89b", "finished": "#ff7b6b"}}
-LOOKS = """
-text {{ font: 12px system-ui, sans-serif; fill: {ink} }} .soft {{ fill: {soft} }}
-.title {{ font-weight: 600; font-size: 14px }} .result {{ font-weight: 700; font-size: 16px }}
-.frozen {{ font-weight: 700; fill: {finished} }} .stall {{ fill: {finished}; opacity: 0.15 }}
-.prefill {{ fill: {prefill} }} .decode {{ fill: {decode}; font-weight: 600 }}
-.paper {{ fill: {paper} }} .row {{ stroke: {line} }}
-.arrival {{ stroke: {ink}; stroke-dasharray: 3 2 }}
-.token {{ stroke: {decode}; stroke-width: 1.5 }} .edge {{ stroke: {soft}; stroke-width: 2 }}
-.veil {{ animation: slide {total:.1f}s linear infinite }} .veil .paper {{ opacity: 0.8 }}
-@keyframes slide {{ 0% {{ transform: none }}
- {done:.1f}%, 100% {{ transform: translateX({away}px) }} }}
-@media (prefers-reduced-motion) {{ .veil {{ display: none }} }}
-"""
-
-
 def run(stage):
     """The trace of six requests that decode, and of a prompt that the step after ARRIVAL sees."""
     knobs = {} if stage == "dynamic" else {"token_budget": BUDGET}
@@ -126,28 +109,20 @@ def panel(trace, title, why, x_of, right, top):
 def picture(traces, theme, width):
     """The SVG text for {stage: trace} and BETWEEN's, all on one axis of seconds."""
     last = max(figures(traces[stage])[1] for stage in PANELS)
-    right, bottom, total = width - 12, 44 + HIGH * len(PANELS), last * SLOWER + HOLD
+    right, total = width - 12, last * SLOWER + HOLD
 
     def x_of(time):
         return LEFT + (right - LEFT) * time / last
 
+    panels = [panel(traces[stage], *PANELS[stage], x_of, right, 38 + HIGH * i)
+              for i, stage in enumerate(PANELS)]
+    panels += [text(x_of(tick / 5), 540, f"{tick / 5:.1f} s", "soft", "middle")
+               for tick in range(int(last * 5) + 1)]
     worst, done, _ = figures(traces[BETWEEN])
-    words = {16: f"Six requests decode; a prompt of {PROMPT:,} tokens arrives.",
-             33: '<tspan class="decode">Green: a token.</tspan> '
-                 '<tspan class="prefill">Blue: a prompt.</tspan>',
-             bottom + 34: f"Stage 4, between them: one padded pass a step, {worst:.0f} ms, "
-                          f"{done:.2f} s.",
-             bottom + 51: f"Calculated for Llama 2 7B on an A100; shown {SLOWER}x slower."}
-    body = [rect(0, 0, width, bottom + 60, "paper")]
-    body += [text(4, y, line, "soft") for y, line in words.items()]
-    body += [panel(traces[stage], *PANELS[stage], x_of, right, 38 + HIGH * i)
-             for i, stage in enumerate(PANELS)]
-    body += [text(x_of(tick / 5), bottom + 10, f"{tick / 5:.1f} s", "soft", "middle")
-             for tick in range(int(last * 5) + 1)]
-    looks = LOOKS.format(**theme, total=total, away=width - LEFT, done=100 * last * SLOWER / total)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 60}" '
-            'role="img" aria-label="A long prompt stops all requests in stage 2, less in stage 3, '
-            f'and least in stage 6">\n<style>{looks}</style>\n' + "\n".join(body) + "\n</svg>\n")
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        theme, width=width, height=590, away=width - LEFT, prompt=f"{PROMPT:,}", slower=SLOWER,
+        panels="\n".join(panels), between=f"{worst:.0f} ms, {done:.2f} s",
+        seconds=f"{total:.1f}s", done=f"{100 * last * SLOWER / total:.1f}%")
 
 
 def traces():
@@ -159,12 +134,3 @@ def pictures(traces):
     """{file: SVG text}: wide and narrow, light and dark."""
     return {f"motion-{name}{size}.svg": picture(traces, theme, width)
             for name, theme in THEMES.items() for size, width in (("", 840), ("-narrow", 400))}
-
-
-def bug(path):
-    """A step of stage 4, three decodes and a chunk, under the published mask and the right one."""
-    model, _ = load()
-    with broken("published mask", show=False):
-        published = one_step(model)["stage 4: rectangle"]
-    sights.draw({"published: new slots are all valid": published,
-                 "right": one_step(model)["stage 4: rectangle"]}, path)

@@ -83,7 +83,7 @@ def run_data(name, trace, calculated):
         "work": [flat(p.work, number) for p in trace.passes],
         **{count: [getattr(p, count) for p in trace.passes] for count in COUNTS},
         **{column: [frame[column] for frame in recorder.frames]
-           for column in ("owner", "position", "past", "computed", "kept", "columns")},
+           for column in ("owner", "position", "past", "kept", "columns")},
         "finished": {i: [number[who] for who in p.finished] for i, p in enumerate(trace.passes)
                      if p.finished},
         # only the passes that have any: {pass: ...}
