@@ -8,7 +8,6 @@ One short file for each question that comes after the ladder. *: it has a comman
     overload              can that GPU keep up with a load?
     capacity *            how many GPUs can?
     published *           how far can all this be trusted?
-    commands              (the flags that simulate and capacity have in common)
     speculative *         guess several tokens, check them in one pass
     ahead *               plan the next pass while this one runs
     fork *                several answers to one prompt

@@ -33,12 +33,17 @@ class Arrival:
         return self.number < other.number
 
 
+def poisson(number, rate, seed):
+    """Seconds at which so many requests come at random; the first at 0."""
+    stream = random.Random(f"arrivals {seed}")
+    return accumulate((stream.expovariate(rate) for _ in range(number - 1)), initial=0.0)
+
+
 def arrivals(model, number, clients=None, rate=None, seed=0):
-    """An Arrival for each request: Poisson at a rate, or from `clients` in a closed loop."""
+    """An Arrival for each request: at random at a rate, or from `clients` in a closed loop."""
     if rate:
-        stream = random.Random(f"arrivals {seed}")
-        times = accumulate((stream.expovariate(rate) for _ in range(number - 1)), initial=0.0)
-        return [Arrival(model, i, partial(float, time)) for i, time in enumerate(times)]
+        return [Arrival(model, i, partial(float, time))
+                for i, time in enumerate(poisson(number, rate, seed))]
 
     def after(i):   # when the i-th answer ended, counted from 0, whoever's it was; below 0: at once
         return 0.0 if i < 0 else model.ends[i] if i < len(model.ends) else math.inf
@@ -48,15 +53,14 @@ def arrivals(model, number, clients=None, rate=None, seed=0):
 
 # --- requests that are made up --------------------------------------------------------------------
 
-def digits(number, base):
-    """Token ids below `base`, others for each number; the lowest comes first."""
-    return [number % base, *digits(number // base, base)] if number else []
+def made_up(number, length):
+    """A prompt that begins with its number, as two token ids."""
+    return [number % 1000, number // 1000, *[0] * length][:length]
 
 
-def workload(lengths, vocabulary=1000):
-    """Requests for [(tokens of the prompt, of the answer), ...]. Each begins with its number."""
-    base = max(2, min(vocabulary, 1000))
-    return [Request((digits(i, base) + [0] * prompt)[:prompt], answer, name=f"r{i}")
+def workload(lengths):
+    """Requests for [(tokens of the prompt, of the answer), ...]."""
+    return [Request(made_up(i, prompt), answer, name=f"r{i}")
             for i, (prompt, answer) in enumerate(lengths)]
 
 

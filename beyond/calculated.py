@@ -172,27 +172,22 @@ def figures(trace):
             "preemptions": trace.counts.get("preemptions", 0)}
 
 
-def with_memory(shape, gpu, generate, requests, knobs, clients=None):
+def with_memory(shape, gpu, generate, requests, knobs):
     """
-    (the stage's knobs, with defaults that fill the GPU's memory; names of those it does not have).
-    ValueError if the stage may come to hold more than there is room for.
+    (the stage's knobs, by default with as much memory as the GPU has; names of those it does not
+    have). ValueError if the stage may come to hold more than there is room for.
     """
-    room, size = shape.room(gpu), knobs.get("page_size", 16)
-    defaults = {"max_batch": 256, "token_budget": 2048, "max_kv_tokens": room,
-                "pages": max(room // size, 1)}
+    room = shape.room(gpu)
+    # a rectangle's rows are as long as the longest prompt and answer together
+    longest = (max(len(request.prompt) for request in requests)
+               + max(request.max_new_tokens for request in requests) - 1)
+    fit = {"pages": room // knobs.get("page_size", 16), "max_kv_tokens": room,
+           "max_batch": room // longest}
+    limit = next(iter(flags.knobs_of(generate, fit)[0]), "max_batch")   # stage 0 has one row
+    if knobs.get(limit, 1) > fit[limit]:
+        raise ValueError(f"the GPU's {gpu.memory / GiB:g} GiB have room for {room:,} tokens: "
+                         f"--{limit} must be at most {fit[limit]:,}, not {knobs.get(limit, 1):,}")
+    defaults = {"max_batch": 256, "token_budget": 2048}
+    defaults[limit] = min(fit[limit], defaults.get(limit, room))
     mine, ignored = flags.knobs_of(generate, defaults | knobs)
-    if "pages" in mine:
-        # one page may be larger than all the room: then the default of `pages`, 1, is too many
-        most, flag = mine["pages"] * size, "pages" if "pages" in knobs else "page_size"
-    elif "max_kv_tokens" in mine:
-        most, flag = mine["max_kv_tokens"], "max_kv_tokens"
-    else:   # in a rectangle, each of its rows is as long as the longest prompt and answer
-        rows = min(mine.get("max_batch", 1), clients or len(requests))
-        longest = (max(len(request.prompt) for request in requests)
-                   + max(request.max_new_tokens for request in requests) - 1)
-        most, flag = rows * longest, "max_batch"
-    if most > room and mine.get("use_cache", True):
-        hint = f": lower --{flag}" if flag in knobs else ""
-        raise ValueError(f"the stage may come to hold {most:,} tokens, and the GPU's "
-                         f"{gpu.memory / GiB:g} GiB have room for {room:,}{hint}")
     return mine, [name for name in ignored if name in knobs]

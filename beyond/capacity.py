@@ -16,19 +16,19 @@ the p99 of TTFT and ITL below the limits, in ms. All is calculated; no finished 
 import math
 import random
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 
-from beyond.arrivals import check_lengths, digits
+from beyond.arrivals import check_lengths, made_up, poisson
 from beyond.calculated import Stream, price
-from beyond.commands import check, parser, write
 from beyond.hardware import gpu_of, shape_of
-from beyond.overload import TOO_SHORT, advice, most_served, tries, verdict
+from beyond.overload import most_served, tries, verdict
+from beyond.simulate import parser, whole
 from loading.stages import SCRIPTS
 from paging import PagedScheduler, Pages
 from request import Request, prepare
 from toolbox import flags
-from toolbox.validate import is_whole
 from views.report import aligned, percentile
 
 PAGE_SIZE, MANY = 16, 1.25   # MANY times the mean number of requests, and 8 more, is too many
@@ -36,7 +36,7 @@ KNOBS = {"max_batch": 256, "token_budget": 2048}
 MOST = 256   # replicas to try
 
 
-@dataclass(frozen=True)
+@dataclass
 class Load:
     """Requests a second, at random. Tokens are (low, high); before them, `prefix` of a group."""
     rate: float
@@ -99,88 +99,64 @@ def by_prefix(replicas, request, number):
 ROUTERS = {"round-robin": round_robin, "least-loaded": least_loaded, "prefix": by_prefix}
 
 
-def requests_of(load, vocab_size, number=None):
-    """(seconds, Request), one after another: Poisson. All requests of a group begin alike."""
-    base = max(2, min(vocab_size // 2, 1000))   # own ids begin above it
-    stream, time = random.Random(load.seed), 0.0
-    for i in range(number or load.requests):
-        group, length = stream.randrange(load.groups), stream.randint(*load.input)
-        own = [base + i % base, *digits(i // base, base)] + [0] * length
-        prompt = [group] * load.prefix + own[:length]
-        yield time, Request(prompt, stream.randint(*load.output), name=f"r{i}")
-        time += stream.expovariate(load.rate)
-
-
-def check_load(load, shape):
-    """ValueError for requests that do not fit the model, or more groups than it has token ids."""
+def requests_of(load, shape, number=None):
+    """(seconds, Request), one after another. All requests of a group begin alike."""
     check_lengths(load.prefix + load.input[1], load.output[1], shape)
-    if load.prefix and load.groups > shape.vocab_size:   # a group is a token id
-        raise ValueError(f"--groups must be at most {shape.vocab_size}, the size of the model's "
-                         f"vocabulary, not {load.groups}")
+    stream = random.Random(load.seed)
+    for i, time in enumerate(poisson(number or load.requests, load.rate, load.seed)):
+        group, length = stream.randrange(load.groups), stream.randint(*load.input)
+        prompt = made_up(group, load.prefix) + made_up(i, length)
+        yield time, Request(prompt, stream.randint(*load.output), name=f"r{i}")
 
 
-@lru_cache
-def most_of_one(shape, gpu, load, number, knobs):
-    """Requests/s that one replica serves at most."""
-    requests = [request for _, request in requests_of(load, shape.vocab_size, number)]
-    return most_served(shape, gpu, SCRIPTS["paged"], requests, pages=shape.room(gpu) // PAGE_SIZE,
-                       **dict(knobs))
+def most_of_one(shape, gpu, load):
+    """(requests/s that one replica serves at most, how many requests found it out)."""
+    tried = tries(load.requests, SCRIPTS["paged"], **KNOBS)
+    requests = [request for _, request in requests_of(load, shape, tried)]
+    return most_served(shape, gpu, SCRIPTS["paged"], requests,
+                       pages=shape.room(gpu) // PAGE_SIZE, **KNOBS), tried
 
 
-def serve(shape, gpu, load, number, router, **knobs):
+def serve(shape, gpu, load, number, router):
     """
     Runs all requests on `number` replicas. Returns {"ttft_ms": [...], "itl_ms": [...],
-    "saved_tokens": number, "times": the rate, in multiples of what they serve, "verdict": see
-    overload.verdict}.
+    "saved_tokens": number}.
     """
-    check_load(load, shape)
-    knobs, spans = KNOBS | knobs, {"ttft_ms": [], "itl_ms": []}
-    longest = load.prefix + load.input[1] + load.output[1]
+    spans, longest = {"ttft_ms": [], "itl_ms": []}, load.prefix + load.input[1] + load.output[1]
     # more pages than all requests can fill change nothing, but take time to make
     pages = min(shape.room(gpu) // PAGE_SIZE, load.requests * -(-longest // PAGE_SIZE))
-    replicas = [Replica(shape, gpu, spans, pages, **knobs) for _ in range(number)]
-    for i, (time, request) in enumerate(requests_of(load, shape.vocab_size)):
+    replicas = [Replica(shape, gpu, spans, pages, **KNOBS) for _ in range(number)]
+    for i, (time, request) in enumerate(requests_of(load, shape)):
         for replica in replicas:
             replica.run_until(time)
         prepare([request], shape)
         ROUTERS[router](replicas, request, i).add(request, time)
     for replica in replicas:
         replica.run_until(math.inf)
-    # the same at any rate, since all come at once: so rate 1.0, and `lru_cache` runs it once
-    tried = tries(load.requests, SCRIPTS["paged"], **knobs)
-    served = number * most_of_one(shape, gpu, replace(load, rate=1.0), tried, tuple(knobs.items()))
-    return {**spans, "saved_tokens": sum(r.scheduler.counts["saved_tokens"] for r in replicas),
-            "times": load.rate / served, "verdict": verdict(load.rate / served, tried)}
+    return {**spans, "saved_tokens": sum(r.scheduler.counts["saved_tokens"] for r in replicas)}
 
 
-def fewest(shape, gpu, load, router, ttft, itl, most=MOST):
-    """(replicas, figures) that keep two limits on the p99, in ms; by doubling, then bisection."""
-    found, low, high = {}, 0, 1
-
+def fewest(shape, gpu, load, router, ttft, itl, served, tried):
+    """How many replicas keep two limits on the p99, in ms; above MOST: more than that."""
     def good(number):
-        found[number] = f = serve(shape, gpu, load, number, router)
-        return (f["verdict"] == "keeps up" and percentile(f["ttft_ms"], 99) <= ttft
-                and not percentile(f["itl_ms"], 99) > itl)   # none: NaN, which is not above it
+        if verdict(load.rate / (number * served), tried) != "keeps up":
+            return False
+        f = serve(shape, gpu, load, number, router)
+        # without a second token, ITL is NaN, which is not above the limit
+        return percentile(f["ttft_ms"], 99) <= ttft and not percentile(f["itl_ms"], 99) > itl
 
-    while not good(high):
-        if high == most:
-            return None, found[high]
-        low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if good(middle) else (middle, high)
-    return high, found[high]
+    return 1 + bisect_left(range(1, MOST + 1), True, key=good)
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 def main(argv=None):
     p = parser("beyond.capacity", __doc__)
-    p.add_argument("--replicas", type=int, default=4, help="copies of the model")
+    p.add_argument("--replicas", type=whole, default=4, help="copies of the model")
     p.add_argument("--router", choices=ROUTERS, help="default: all of them, in turn")
-    p.add_argument("--prefix", type=int, default=0,
+    p.add_argument("--prefix", type=partial(whole, least=0), default=0,
                    help="tokens before each input that a group has in common")
-    p.add_argument("--groups", type=int, default=1, help="groups with a common beginning")
+    p.add_argument("--groups", type=whole, default=1, help="groups with a common beginning")
     p.add_argument("--ttft", type=float, help="a limit on the p99, in ms: asks how many GPUs")
     p.add_argument("--itl", type=float, help="a limit on the p99, in ms")
     return p.run(run_replicas, argv)
@@ -188,35 +164,42 @@ def main(argv=None):
 
 def run_replicas(args):
     """Prints a row for each router; with limits, one for each number of GPUs in a replica."""
-    prompts, answers = check(args)
     if args.rate is None:
         raise ValueError("--rate is missing: the requests that come in a second")
-    if not is_whole(args.prefix, 0):
-        raise ValueError(f"--prefix must be a whole number of at least 0, not {args.prefix}")
     if (args.ttft is None) != (args.itl is None):
         raise ValueError("--ttft and --itl belong together: give both limits, or none")
-    load = Load(args.rate, prompts, answers, args.requests, args.seed, args.groups, args.prefix)
-    rows_of = of_routers if args.ttft is None else of_limits
-    rows = [*rows_of(args, gpu_of(args.gpu), load)]
-    if rows:
-        print("calculated; waits in ms, of the median and of the p99")
-        print(aligned([rows[0].keys(), *map(cells, rows)]))
-        if rows[-1]["verdict"] == TOO_SHORT:
-            print(advice(rows[-1]["times"]))
-    write(args.json, {"calculated": True, "rows": rows})
+    load = Load(args.rate, args.input, args.output, args.requests, args.seed, args.groups,
+                args.prefix)
+    rows = [*(of_routers if args.ttft is None else of_limits)(args, gpu_of(args.gpu), load)]
+    print("calculated; waits in ms, of the median and of the p99")
+    print(aligned(rows))
     return 0
 
 
+HEAD = ["ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "saved_tokens", "times", "verdict"]
+
+
+def row(f, times, tried):
+    """f: of `serve`; times: see overload.verdict"""
+    waits = [percentile(f[f"{name}_ms"], q) for name in ("ttft", "itl") for q in (50, 99)]
+    return [*(f"{wait:,.2f}" for wait in waits), f["saved_tokens"], f"{times:.2f}",
+            verdict(times, tried)]
+
+
 def of_routers(args, gpu, load):
-    shape = shape_of(args.model, args.dtype, args.tp)
+    shape = shape_of(args.model, args.tp)
+    served, tried = most_of_one(shape, gpu, load)
+    yield ["router", *HEAD]
     for router in [args.router] if args.router else ROUTERS:
-        yield {"router": router, **row(serve(shape, gpu, load, args.replicas, router))}
+        yield [router, *row(serve(shape, gpu, load, args.replicas, router),
+                            load.rate / (args.replicas * served), tried)]
 
 
 def of_limits(args, gpu, load):
     flags.say_ignored(args, [name for name, default in (("replicas", 4), ("tp", 1))
                              if getattr(args, name) != default], "with limits")
-    whole = shape_of(args.model, args.dtype)
+    whole, router = shape_of(args.model), args.router or "least-loaded"
+    yield ["--tp", "replicas", "GPUs", *HEAD]
     for tp in 1, 2, 4, 8:
         try:
             shape = replace(whole, tp=tp)
@@ -224,21 +207,12 @@ def of_limits(args, gpu, load):
         except ValueError as error:
             print(f"no row for --tp {tp}: {error}")
             continue
-        number, f = fewest(shape, gpu, load, args.router or "least-loaded", args.ttft, args.itl)
-        yield {"--tp": tp, "replicas": number or f"more than {MOST}",
-               "GPUs": tp * number if number else "-", **row(f)}
-
-
-def row(f):
-    """What the table and --json hold of a run of `serve`."""
-    waits = {f"{name}_p{q}": percentile(f[f"{name}_ms"], q) for name in ("ttft", "itl")
-             for q in (50, 99)}
-    return {**waits, "saved_tokens": f["saved_tokens"], "times": f["times"],
-            "verdict": f["verdict"]}
-
-
-def cells(row):
-    return [f"{cell:,.2f}" if isinstance(cell, float) else cell for cell in row.values()]
+        served, tried = most_of_one(shape, gpu, load)
+        number = fewest(shape, gpu, load, router, args.ttft, args.itl, served, tried)
+        found = [number, tp * number] if number <= MOST else [f"more than {MOST}", "-"]
+        number = min(number, MOST)
+        yield [tp, *found, *row(serve(shape, gpu, load, number, router),
+                                load.rate / (number * served), tried)]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import random
 from beyond.calculated import LAYOUTS, simulate
 from views.report import mean
 
-TOO_SHORT, MOST_TRIED = "too short to tell", 5000
+MOST_TRIED = 5000
 
 
 def tries(number, generate, max_batch=1, **knobs):
@@ -42,28 +42,23 @@ def most_served(shape, gpu, generate, requests, **knobs):
 
 def verdict(times, tried):
     """
+    "keeps up", "overloaded", or "too short to tell" and what to do about it.
+
     times: the rate, in multiples of what can be served
     tried: how many requests found out what can be: within about 1.5 / sqrt(tried), 5% for 1,000
-
-    Returns "keeps up", "overloaded" or TOO_SHORT.
     """
-    if abs(times - 1) * math.sqrt(tried) < 1.5:
-        return TOO_SHORT
-    return "overloaded" if times > 1 else "keeps up"
-
-
-def advice(times):
-    """What to do where `verdict` cannot tell."""
+    if abs(times - 1) * math.sqrt(tried) >= 1.5:
+        return "overloaded" if times > 1 else "keeps up"
     needed = math.ceil((1.5 / max(abs(times - 1), 1e-3)) ** 2) + 1
-    if needed > MOST_TRIED:
-        return f"{TOO_SHORT}: the rate is that of the limit, within 2%"
-    return f"{TOO_SHORT}: use --requests {needed}"
+    return "too short to tell: " + (f"use --requests {needed}" if needed <= MOST_TRIED else
+                                    "the rate is that of the limit, within 2%")
 
 
 def judged(requests, rate, served, tried):
-    """{"verdict", ...} of such requests at `rate` a second, where at most `served` a second end."""
+    """What is said of such requests at `rate` a second, where at most `served` a second end."""
     tokens = mean([request.kv_tokens for request in requests])   # of its prompt and its answer
-    return {"verdict": verdict(rate / served, tried), "times": rate / served,
-            "served_at_most": served, "offered_tokens_per_s": rate * tokens,
-            "served_tokens_per_s": min(rate, served) * tokens,
-            "owed_tokens_per_s": max(rate - served, 0.0) * tokens}
+    return (f"{verdict(rate / served, tried)}; {rate:g} requests/s are {rate / served:.2f} times "
+            f"what it can serve, {served:,.2f}\n"
+            f"tokens (prompts and answers): {rate * tokens:,.0f} a second come, "
+            f"{min(rate, served) * tokens:,.0f} are computed, "
+            f"{max(rate - served, 0) * tokens:,.0f} more are owed each second")

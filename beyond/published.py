@@ -46,29 +46,22 @@ def passes(number, prompt, answer, room, max_batch=2048, token_budget=8192):
     """
     kv_tokens = prompt + answer - 1
     limit = min(max_batch, max(int(room // kv_tokens), 1))
-    waiting, running, step = number, 0, 0
-    prefills, decodes = deque(), 0   # tokens that each prompt has still to do; how many decode
-    past = 0                         # keys of all that decode
-    ends = deque()                   # (step, how many finish in it)
-    while waiting or running:
-        todo = decodes + sum(prefills)
-        while running < limit and todo < token_budget and waiting:
-            prefills.append(prompt)
-            waiting, running, todo = waiting - 1, running + 1, todo + prompt
+    admitted = running = decodes = past = step = 0   # past: keys of all that decode
+    computed = 0                                     # tokens of all prompts: one after another
+    ends = deque()                                   # (step, how many finish in it)
+    while running or admitted < number:
+        while (running < limit and admitted < number
+               and decodes + admitted * prompt - computed < token_budget):
+            admitted, running = admitted + 1, running + 1
         past += decodes   # each computes one key
-        slots, sampled, keys, scores = decodes, decodes, past, past
-        budget, new = token_budget - decodes, 0
-        for i, left in enumerate(prefills):
-            n = min(left, budget)
-            if n == 0:
-                break
-            end = prompt - left + n
-            slots, keys, scores = slots + n, keys + end, scores + n * end
-            budget, new = budget - n, new + (n == left)
-            prefills[i] -= n
-        for _ in range(new):
-            prefills.popleft()
-        yield slots, sampled + new, scores, keys
+        scores = keys = past
+        start, computed = computed, min(computed + token_budget - decodes, admitted * prompt)
+        for first in range(start - start % prompt, computed, prompt):   # prompts with a chunk
+            end = min(computed - first, prompt)
+            keys += end
+            scores += end * (end - max(start - first, 0))
+        new = computed // prompt - start // prompt   # prompts that are complete
+        yield decodes + computed - start, decodes + new, scores, keys
         decodes, past = decodes + new, past + new * prompt
         ends.append((step + answer - 1, new))
         while ends and ends[0][0] <= step:
@@ -77,17 +70,10 @@ def passes(number, prompt, answer, room, max_batch=2048, token_budget=8192):
         step += 1
 
 
-def machine(run):
-    """(shape, GPU) of a run, with its engine."""
-    shape = replace(MODELS[run["model"]], tp=run["tp"])
-    return shape, replace(GPUS[run["gpu"]], **ENGINES[run["engine"]])
-
-
-def counted(run):
+def counted(run, room):
     """(passes, tokens of all answers) of a run whose requests are equal."""
     kind, number, prompt, answer = run["kind"], run["requests"], run["input"], run["output"]
-    shape, gpu = machine(run)
-    room, many = shape.room(gpu), 2048 if kind == "in-flight" else number
+    many = 2048 if kind == "in-flight" else number
     if kind == "clients":   # each sends three requests, one after another
         number *= 3
     if kind == "static" and number * (prompt + answer) < 1.2 * room:   # it was one batch
@@ -97,9 +83,10 @@ def counted(run):
 
 def calculate(run):
     """{figure: value} of a run, a dict."""
-    shape, gpu = machine(run)
+    shape = replace(MODELS[run["model"]], tp=run["tp"])
+    gpu = replace(GPUS[run["gpu"]], **ENGINES[run["engine"]])
     if (run["output"] and run["figure"] == "tokens_per_s") or run["kind"] == "prompt":
-        all_passes, tokens = counted(run)
+        all_passes, tokens = counted(run, shape.room(gpu))
         seconds = sum(shape.seconds(gpu, shape.parts(*counts), counts[0], counts[1])
                       for counts in all_passes)
         return {"tokens_per_s": tokens / seconds, "ttft_ms": 1e3 * seconds}
@@ -147,10 +134,9 @@ def summary(rows):
            "on the chosen half"]
     for figure, what in FIGURES.items():
         for name, belongs in GROUPS if figure == "tokens_per_s" else GROUPS[:2]:
-            halves = [sorted(abs(row["error"]) for row in rows if row["figure"] == figure
-                             and belongs(row) and row["half"] == half)
-                      for half in ("tested", "chosen")]
-            tested, chosen = halves
+            tested, chosen = (sorted(abs(row["error"]) for row in rows if row["half"] == half
+                                     and row["figure"] == figure and belongs(row))
+                              for half in ("tested", "chosen"))
             if tested:
                 yield [f"{what}, {name}", len(tested), f"{statistics.median(tested):.0%}",
                        f"{tested[math.ceil(0.9 * len(tested)) - 1]:.0%}", f"{tested[-1]:.0%}",

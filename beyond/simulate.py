@@ -3,15 +3,16 @@ Calculates what a stage reaches on a GPU that is not here, and whether that keep
 
     python -m beyond.simulate --gpu a100 --model llama-2-7b --stage paged --input 1024 --clients 8
 """
+import math
 import random
 import sys
+from argparse import ArgumentTypeError
 
 from beyond.arrivals import check_lengths, workload
 from beyond.calculated import figures, simulate, with_memory
-from beyond.commands import check, parser, write
 from beyond.fairness import SCHEDULERS
 from beyond.hardware import gpu_of, shape_of
-from beyond.overload import TOO_SHORT, advice, judged, most_served, tries
+from beyond.overload import judged, most_served, tries
 from loading.stages import SCRIPTS
 from toolbox import flags
 from views.report import report
@@ -20,27 +21,26 @@ from views.report import report
 def main(argv=None):
     p = parser("beyond.simulate", __doc__)
     p.add_argument("--stage", default="paged", choices=SCRIPTS)
-    p.add_argument("--clients", type=int, help="number of clients; each waits for its answer")
+    p.add_argument("--clients", type=whole, help="number of clients; each waits for its answer")
     flags.add_knobs(p, SCHEDULERS)
     return p.run(run_stage, argv)
 
 
 def run_stage(args):
     """Prints what a stage reaches on the GPU and, at a rate, whether it can keep up."""
-    prompts, answers = check(args)
     if args.clients and args.rate:
         raise ValueError("--rate and --clients exclude each other")
-    gpu, shape = gpu_of(args.gpu), shape_of(args.model, args.dtype, args.tp)
-    check_lengths(prompts[1], answers[1], shape)
+    gpu, shape = gpu_of(args.gpu), shape_of(args.model, args.tp)
+    check_lengths(args.input[1], args.output[1], shape)
 
     def made(number):
         stream = random.Random(args.seed)
-        return workload([(stream.randint(*prompts), stream.randint(*answers))
-                         for _ in range(number)], shape.vocab_size)
+        return workload([(stream.randint(*args.input), stream.randint(*args.output))
+                         for _ in range(number)])
 
     generate, requests = SCRIPTS[args.stage], made(args.requests)
     knobs, ignored = with_memory(shape, gpu, generate, requests,
-                                 flags.given_knobs(args, SCHEDULERS), args.clients)
+                                 flags.given_knobs(args, SCHEDULERS))
     flags.say_ignored(args, ignored, "for this stage")
     trace = simulate(shape, gpu, generate, requests, args.clients, args.rate, args.seed, **knobs)
     f = figures(trace)
@@ -51,21 +51,46 @@ def run_stage(args):
     if args.rate:
         tried = tries(len(requests), generate, **knobs)
         served = most_served(shape, gpu, generate, made(tried), **knobs)
-        f["load"] = judged(requests, args.rate, served, tried)
-        print(load_text(f["load"], args.rate))
+        print(judged(requests, args.rate, served, tried))
     print(report(trace))
-    write(args.json, f)
     return 0
 
 
-def load_text(load, rate):
-    """The lines that say whether a machine can keep up."""
-    text = advice(load["times"]) if load["verdict"] == TOO_SHORT else load["verdict"]
-    return (f"{text}; {rate:g} requests/s are {load['times']:.2f} times what it can serve, "
-            f"{load['served_at_most']:,.2f}\n"
-            f"tokens (prompts and answers): {load['offered_tokens_per_s']:,.0f} a second come, "
-            f"{load['served_tokens_per_s']:,.0f} are computed, "
-            f"{load['owed_tokens_per_s']:,.0f} more are owed each second")
+# --- flags that beyond/capacity.py has, too -------------------------------------------------------
+
+def parser(module, doc):
+    p = flags.Parser(prog=f"python -m {module}", description=doc.strip().splitlines()[0])
+    p.add_argument("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
+    p.add_argument("--model", default="llama-2-7b", help="a name, see sheets.json")
+    p.add_argument("--tp", type=whole, default=1, help="tensor parallel ranks")
+    p.add_argument("--input", type=bounds, default="1024", help="a prompt's tokens: N or LOW:HIGH")
+    p.add_argument("--output", type=bounds, default="128", help="an answer's tokens: N or LOW:HIGH")
+    p.add_argument("--requests", type=whole, default=160)
+    p.add_argument("--rate", type=above_0, help="requests a second, at random")
+    p.add_argument("--seed", type=int, default=0)
+    return p
+
+
+def whole(text, least=1):
+    number = int(text)
+    if number < least:
+        raise ArgumentTypeError(f"must be a whole number of at least {least}, not {text}")
+    return number
+
+
+def above_0(text):
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"must be above 0, not {text}")
+    return number
+
+
+def bounds(text):
+    """(low, high) of N or LOW:HIGH."""
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and (high or low).isdecimal() and 0 < int(low) <= int(high or low)):
+        raise ArgumentTypeError(f"{text}: use N or LOW:HIGH, whole numbers of at least 1")
+    return int(low), int(high or low)
 
 
 if __name__ == "__main__":

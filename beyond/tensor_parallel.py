@@ -23,18 +23,10 @@ the same random numbers, so no decision has to be sent. model.py knows nothing o
 import os
 import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-# Imported before init_process_group, and not lazily by torch after it: default arguments in this
-# module (`group=group.WORLD`) would keep the process group alive beyond destroy_process_group, and
-# with it gloo's threads. A thread that releases its last tensor while Python exits cannot take the
-# GIL; Python ends it, and the rank aborts: "terminate called without an active exception".
-import torch.distributed.nn
 import torch.nn as nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from generate_ragged import Flat
 from loading.stages import SCRIPTS
@@ -69,20 +61,20 @@ def column_parallel(linear, rank, ranks):
     return part
 
 
-def shard(model, group=None):
+def shard(model):
     """
-    Reduces a GPT or Llama, in place, to this rank's share of the weights. All ranks of `group`
-    (None: every rank) must hold the same model. Returns the model; `model.traffic` counts its
-    communication. ValueError if the heads or the FFN features cannot be divided evenly.
+    Reduces a GPT or Llama, in place, to this rank's share of the weights. All ranks must hold the
+    same model. Returns the model; `model.traffic` counts its communication. ValueError if the heads
+    or the FFN features cannot be divided evenly.
     """
-    rank, ranks, config = dist.get_rank(group), dist.get_world_size(group), model.config
+    rank, ranks, config = dist.get_rank(), dist.get_world_size(), model.config
     kv_heads = getattr(config, "n_kv_head", config.n_head)
     ffn = model.h[0].mlp.c_proj.in_features
     for what, size in ("n_head", config.n_head), ("n_kv_head", kv_heads), ("FFN width", ffn):
         if size % ranks:
             raise ValueError(f"{ranks} ranks: {what} {size} is not a multiple "
                              f"of {ranks}, and each rank must get an equal share")
-    model.traffic = Traffic(group)
+    model.traffic = Traffic()
     for block in model.h:
         for part in block.attn, block.mlp:
             for name, linear in part.named_children():   # norms of q and k are per head
@@ -98,8 +90,7 @@ def shard(model, group=None):
 class Traffic:
     """All-reduces of a run, their tensors' bytes, and (on a CPU) the seconds spent in them."""
 
-    def __init__(self, group=None):
-        self.group = group
+    def __init__(self):
         self.reset()
 
     def reset(self):
@@ -107,11 +98,11 @@ class Traffic:
 
     def all_reduce(self, tensor):
         """Sums a tensor over all ranks, in place. ConnectionError if one of them is lost."""
-        if dist.get_world_size(self.group) == 1:
+        if dist.get_world_size() == 1:
             return
         start = time.perf_counter()
         try:
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(tensor)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise ConnectionError(f"rank {dist.get_rank()}: an all-reduce failed; "
@@ -121,37 +112,15 @@ class Traffic:
         self.seconds += time.perf_counter() - start
 
 
-class Collectives(TorchDispatchMode):
-    """
-    Counts the operations that reach torch.distributed, whatever code calls them. (torch's own
-    CommDebugMode leaves hooks on the modules, which raise an IndexError in the next pass.)
-    """
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.namespace in ("c10d", "_c10d_functional")
-        return func(*args, **(kwargs or {}))
-
-
-def count_collectives(model, tokens, requests):
-    """Collectives of one forward pass over `tokens` tokens of `requests` requests, by any code."""
-    sizes = [tokens // requests + (i < tokens % requests) for i in range(requests)]
-    prompts = [[i % model.config.vocab_size for i in range(size)] for size in sizes]
-    waiting = prepare([Request(prompt) for prompt in prompts], model.config)
-    batch = Flat([(request, len(request.prompt)) for request in waiting], model.device)
-    with torch.inference_mode(), Collectives() as counter:
-        model(batch.tokens, batch.positions, batch.attend, batch.wanted)
-    return counter.count
-
-
-def count_examples(model):
-    """The number of collectives in passes of very different sizes, in words."""
-    size, counts = min(model.config.block_size, 256), []   # Llama's contexts are long
-    for tokens, n in (10, 1), (size, 1), (10, 5), (20 * size, 50):
-        count = count_collectives(model, tokens, n)
-        counts.append(f"{count} for {tokens:,} tokens of {n} request{'s' * (n > 1)}")
-    return ", ".join(counts)
+@torch.inference_mode()
+def all_reduces(model, tokens, number):
+    """How many a forward pass makes, over `tokens` tokens of so many requests."""
+    sizes = [tokens // number + (i < tokens % number) for i in range(number)]
+    requests = prepare([Request([0] * size) for size in sizes], model.config)
+    batch = Flat([(request, len(request.prompt)) for request in requests], model.device)
+    before = model.traffic.all_reduces
+    model(batch.tokens, batch.positions, batch.attend, batch.wanted)
+    return model.traffic.all_reduces - before
 
 
 # --- the command, which torchrun starts once per rank ---------------------------------------------
@@ -164,8 +133,6 @@ def main(command_line, argv=None):
     p = command_line.parser(__doc__)
     p.prog = "python -m beyond.tensor_parallel"
     p.add_argument("--stage", choices=SCRIPTS, default="ragged", help="the way of batching to run")
-    p.add_argument("--timeout", type=float, default=60.0, metavar="S",
-                   help="seconds after which a rank that does not answer counts as lost")
     rank = int(os.environ.get("RANK", 0))
     if rank:
         sys.stdout = open(os.devnull, "w")
@@ -174,17 +141,19 @@ def main(command_line, argv=None):
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         p.error("it runs under torchrun, which starts the ranks: "
                 "torchrun --nproc_per_node 2 -m beyond.tensor_parallel")
-    if not args.timeout > 0:
-        p.error(f"--timeout must be above 0 seconds, not {args.timeout}")
-    if getattr(args, "page", None):   # recording repeats the run, for which all ranks must stay
+    if args.page:   # recording repeats the run, for which all ranks must stay
         p.error("--page shows a run on one device: use it with the stage's own script")
     if rank:   # rank 0 alone prints, checks, writes and draws
-        args.quiet, args.no_check, args.trace, args.plot, args.json = True, True, None, None, None
-    sys.exit(flags.guarded(p.prog, lambda: run_in_group(p.prog, command_line, args),
-                           speaks=not rank))
+        args.quiet, args.no_check, args.trace, args.plot = True, True, None, None
+    status = flags.guarded(p.prog, lambda: run_in_group(command_line, args), speaks=not rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: gloo's threads may outlive Python, and one that then needs the GIL aborts the
+    # rank. And where a rank is lost, leaving the process group may never return.
+    os._exit(status)
 
 
-def run_in_group(prog, command_line, args):
+def run_in_group(command_line, args):
     """Joins the other ranks, runs the stage and leaves. ValueError if the ranks cannot join."""
     device = flags.device_of(args)
     if device.type == "cuda":
@@ -193,20 +162,13 @@ def run_in_group(prog, command_line, args):
         raise ValueError("--device mps: torch.distributed has no backend for an Apple GPU; "
                          "use cpu or cuda")
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                                timeout=timedelta(seconds=args.timeout))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (RuntimeError, ValueError) as error:
         raise ValueError("the ranks did not find each other: "
                          f"{str(error).splitlines()[0]:.150}") from None
-    try:
-        return run_sharded(command_line, args)
-    except ConnectionError as error:
-        print(f"{prog}: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)   # there is no result, and destroying a broken process group may never return
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    status = run_sharded(command_line, args)
+    dist.destroy_process_group()
+    return status
 
 
 def run_sharded(command_line, args):
@@ -216,7 +178,10 @@ def run_sharded(command_line, args):
     def shard_and_count(whole):   # before the run: after it, rank 0 checks while the others leave
         nonlocal model, counts
         model = shard(whole)
-        counts = count_examples(model)
+        size = min(model.config.block_size, 256)   # Llama's contexts are long
+        counts = ", ".join(f"{all_reduces(model, tokens, number)} for {tokens:,} tokens of "
+                           f"{number} request{'s' * (number > 1)}"
+                           for tokens, number in ((10, 1), (size, 1), (10, 5), (20 * size, 50)))
         model.traffic.reset()
         return model
 

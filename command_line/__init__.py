@@ -4,11 +4,9 @@ The command line of a stage, with the same flags for every script: `main(generat
 Exit status: 0 success, 1 a request is WRONG, 2 bad input (one line on stderr), 130 interrupted.
 """
 import copy
-import inspect
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -19,7 +17,6 @@ from explorer.recorder import record, take_times
 from loading.load import decode, load
 from loading.workload import PROMPTS, make_requests, read_prompts
 from toolbox import flags
-from toolbox.tokenizer import use_chat_template
 from views import plots
 from views.progress import progress
 from views.report import report, write_trace
@@ -48,10 +45,10 @@ def run_stage(generate, args, shard=None):
     if not args.no_check:
         check = Check(plain, requests, exact=model if args.optimize and not shard else None)
 
-    trace = watched(generate, model, requests, tokenizer, check, args.quiet, knobs)
-    verdicts = []
+    with nullcontext() if args.quiet else progress(model, requests, knobs.get("token_budget")):
+        trace = generate(model, requests, on_token=check and check.on_token, **knobs)
+    verdicts = check() if check else []
     if check:
-        verdicts = check()
         print(summary(verdicts))
     print(report(trace))
     if hasattr(model, "uses"):   # a snapshot
@@ -59,56 +56,25 @@ def run_stage(generate, args, shard=None):
     if trace.stage == "unbatched":
         without = generate(model, [replace(request) for request in requests], use_cache=False)
         print("\nfor comparison,", report(without), end="\n\n")
-    write_files(args, trace, lambda: take_times(record(
-        generate, model, requests, None if args.no_check else plain, **knobs), trace), tokenizer)
-    if not args.quiet:
-        print()
-        print_texts(requests, tokenizer)
-        print(what_next(args))
-    return int(any(v.verdict == "WRONG" for v in verdicts))
-
-
-def watched(generate, model, requests, tokenizer, check, quiet, knobs):
-    """Runs the stage and returns its trace. Whoever interrupts it sees what was finished."""
-    knob = inspect.signature(generate).parameters.get("token_budget")
-    budget = knobs.get("token_budget", knob.default if knob else None)   # only for the progress
-    try:
-        with nullcontext() if quiet else progress(model, requests, budget):
-            return generate(model, requests, on_token=check and check.on_token, **knobs)
-    except KeyboardInterrupt:
-        finished = [request for request in requests if request.finished]
-        print_texts(finished, tokenizer)
-        print(f"{len(finished)} of {len(requests)} requests were finished")
-        raise
-
-
-def write_files(args, trace, recording, tokenizer):
-    """The files asked for. recording: for a page, runs the stage again and returns that trace."""
     if args.trace:
         write_trace(trace, args.trace)
     if args.plot:
         plots.timelines([trace], args.plot, columns=1)
-    if args.page:
-        page.write(args.page, page.data_of({trace.stage: recording()}, tokenizer))
-    if written := [file for file in (args.trace, args.plot, args.page) if file]:
-        print("wrote", *written)
-
-
-def what_next(args):
-    """One line: a way to look closer that this run has not taken."""
-    script = f"python {Path(sys.argv[0]).name}"
-    if not args.page:
-        return f"Next: {script} --page run.html, a page in which to step through this run"
-    if not args.plot:
-        return f"Next: {script} --plot run.png, this run in one picture"
-    return f"Next: {script} --help lists the knobs: none of them changes a token"
+    if args.page:   # recording runs the stage again
+        recorded = record(generate, model, requests, None if args.no_check else plain, **knobs)
+        page.write(args.page, page.data_of({trace.stage: take_times(recorded, trace)}, tokenizer))
+    if not args.quiet:
+        print_texts(requests, tokenizer)
+    return int(any(v.verdict == "WRONG" for v in verdicts))
 
 
 def print_texts(requests, tokenizer):
     for request in requests:
         print(f"--- {request.name}: {len(request.prompt)} prompt tokens, "
-              f"{len(request.generated)} generated, {request.finish_reason or 'unfinished'}")
+              f"{len(request.generated)} generated, {request.finish_reason}")
         print(decode(tokenizer, request.prompt) + "▸" + decode(tokenizer, request.generated))
+    print("Next: --page run.html, a page in which to step through this run; --plot run.png, a "
+          "picture of it; --help, the knobs, none of which changes a token")
 
 
 def load_inputs(args):
@@ -124,21 +90,18 @@ def load_inputs(args):
     prompts = ([{"prompt": text} for text in args.prompt] if args.prompt
                else read_prompts(PROMPTS if args.prompts is None else args.prompts))
     model, tokenizer = load(args.model, flags.DTYPES[args.dtype])
-    if args.chat:
-        use_chat_template(tokenizer)
     requests = make_requests(
-        prompts, tokenizer, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-        top_k=args.top_k, top_p=args.top_p, seed=args.seed, arrival_rate=args.arrival_rate)
+        prompts, tokenizer, args.arrival_rate, args.chat, max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     model.to(device)
     model(torch.zeros(1, 1, dtype=torch.long, device=device))   # warm-up: torch's own set-up
     return model, tokenizer, requests
 
 
 def parser(doc):
-    """doc: a script's docstring; the help shows its first paragraph and its next sentence."""
-    first, second = (" ".join(paragraph.split()) for paragraph in doc.strip().split("\n\n")[:2])
+    """doc: a script's docstring; the help shows its first paragraph."""
     p = flags.Parser(
-        description=f"{first} {second.split('. ')[0].rstrip('.:')}.",
+        description=doc.strip().split("\n\n")[0],
         epilog="In Python a stage is a function: loading/load.py begins with an example.")
 
     what = p.add_argument_group("what to generate")

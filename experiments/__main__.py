@@ -10,11 +10,11 @@ Measures, and writes down what was measured:
 An experiment is a function of the flags that returns its figures as plain data; beside it stand
 functions that make a table and a picture of them. results/ holds the committed figures.
 """
-import platform
+import json
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Callable, NamedTuple
-
-import torch
 
 from experiments import (
     bench,
@@ -38,42 +38,42 @@ PROG = "python -m experiments"
 class Experiment(NamedTuple):
     measure: Callable    # args, device, dtype -> figures; or yields several
     table: Callable      # figures -> Table
-    draw: Callable       # figures (a list, if there are several), path
+    draw: Callable       # figures (or several), path
     flags: dict = {}
 
 
 EXPERIMENTS = {
     "ladder": Experiment(ladder.measure, ladder.table, figures.slots),
-    "rows": Experiment(rows.measure_rows, rows.rows_table,
-                       lambda found, path: figures.rows([found], path), rows.FLAGS),
-    "gaps": Experiment(rows.measure_gaps, rows.gaps_table, figures.itl, rows.FLAGS),
-    "memory": Experiment(memory.measure, memory.table,
-                         lambda _, path: figures.pool(memory.filling_pool(load()[0]), path)),
+    "rows": Experiment(rows.measure_rows, rows.rows_table, figures.rows, rows.FLAGS),
+    "gaps": Experiment(rows.measure_gaps, rows.gaps_table, figures.gaps, rows.FLAGS),
+    "memory": Experiment(memory.measure, memory.table, lambda _, path: figures.pool(
+        memory.filling_pool(load()[0]), path)),
     "prepacking": Experiment(prepacking.measure, prepacking.table, figures.kinds),
-    "bench": Experiment(bench.measure, bench.table, figures.bench, bench.FLAGS)}
-COMMANDS = {"gpu": (gpu.calculate, gpu.FLAGS), "train": (train.train, train.FLAGS),
-            "tables": (tables.write, tables.FLAGS), "pictures": (pictures.draw, {})}
+    "bench": Experiment(bench.measure, bench.table, figures.bench, bench.FLAGS),
+    "gpu": Experiment(gpu.measure, gpu.table, figures.curve)}
+COMMANDS = {"train": (train.train, train.FLAGS), "tables": (tables.write, tables.FLAGS),
+            "pictures": (pictures.draw, {})}
 
 
-def measure(experiment, args, command):
+def measure(experiment, args):
     """Measures, prints and keeps. Returns the exit status: 1 if a request is WRONG."""
     flags.check_path(args.json, "--json")
     flags.check_path(args.plot, "--plot", flags.PICTURES)
     device = flags.device_of(args)
-    name = (torch.cuda.get_device_name(device) if device.type == "cuda"
-            else f"{device}, {torch.get_num_threads()} threads")
-    where = f"{name}, torch {torch.__version__}, {args.dtype}, Python {platform.python_version()}"
-    print(where, flush=True)
+    origin, taken = results.origin(device, args.dtype, args.command), []
+    print(origin["where"], flush=True)
     found = experiment.measure(args, device, flags.DTYPES[args.dtype])
-    several, taken = not isinstance(found, dict), []
+    several = not isinstance(found, dict)
     for each in found if several else [found]:
-        taken.append(each)   # kept one by one: an interrupted run has its results
-        results.keep(args.json, command, where, taken if several else each)
+        taken.append({**origin, **each})
+        if args.json:   # one by one: an interrupted run has its results
+            text = json.dumps(taken if several else taken[0], indent=1)
+            Path(args.json).write_text(text + "\n", encoding="utf-8")
         tables.show(experiment.table(each))
     if args.plot:
-        experiment.draw(taken if several else each, args.plot)
+        experiment.draw(*taken, path=args.plot)
         print("drawn in", args.plot)
-    return int(bool(each.get("wrong")))
+    return int(any(each.get("wrong") for each in taken))
 
 
 def parser():
@@ -82,7 +82,9 @@ def parser():
                              title="experiments, and what is made of their results")
     for name, (run, *_, own) in {**EXPERIMENTS, **COMMANDS}.items():
         one = names.add_parser(name, help=run.__doc__, description=run.__doc__)
+        one.set_defaults(run=run)
         if name in EXPERIMENTS:
+            one.set_defaults(run=partial(measure, EXPERIMENTS[name]))
             one.add_argument("--quick", action="store_true",
                              help="the least that says something: fewer runs, less work")
             one.add_argument("--json", metavar="FILE.json", help="write the figures")
@@ -95,15 +97,12 @@ def parser():
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else [str(part) for part in argv]
-    p = parser()
-    args = p.parse_args(argv)
+    args = parser().parse_args(argv)
     if args.name is None:
-        p.print_help()
+        parser().print_help()
         return 0
-    if args.name in COMMANDS:
-        return flags.guarded(f"{PROG} {args.name}", lambda: COMMANDS[args.name][0](args))
-    return flags.guarded(f"{PROG} {args.name}", lambda: measure(
-        EXPERIMENTS[args.name], args, " ".join([PROG, *argv])))
+    args.command = " ".join([PROG, *argv])
+    return flags.guarded(f"{PROG} {args.name}", lambda: args.run(args))
 
 
 if __name__ == "__main__":

@@ -56,26 +56,10 @@ def watch(model):
         yield seen
 
 
-def sharing(model, repeats):
-    """{with or without: figures}; seconds are medians of runs in turn."""
-    def run(share):
-        with watch(model) as seen:
-            trace = generate_paged.generate(model, alike(model.config.vocab_size), max_batch=16,
-                                            token_budget=64, pages=160, share_prefixes=share)
-        held, t = [set().union(*pool["tables"].values()) for pool in seen], totals(trace)
-        return {"pages": max(map(len, held)), "passes": len(trace.passes), "tokens": t["slots"],
-                "seconds": t["seconds"]}
-
-    names = {True: "shared prefixes", False: "not shared"}
-    return {names[share]: {**runs[0], "seconds": statistics.median(run["seconds"] for run in runs)}
-            for share, runs in results.in_turn(names, run, repeats).items()}
-
-
 def filling_pool(model):
     """What the picture of a pool shows: eight prompts that begin alike, in a small pool."""
-    requests = alike(model.config.vocab_size, 8, prefix=20, tail=7, new=14)
-    requests = [replace(request, name=name, arrival=i)
-                for i, (request, name) in enumerate(zip(requests, "ABCDEFGH"))]
+    requests = [replace(request, name="ABCDEFGH"[i], arrival=i) for i, request in enumerate(
+        alike(model.config.vocab_size, 8, prefix=20, tail=7, new=14))]
     with watch(model) as seen:
         generate_paged.generate(model, requests, max_batch=5, token_budget=32, pages=32,
                                 page_size=4)
@@ -85,11 +69,23 @@ def filling_pool(model):
 def measure(args, device, dtype):
     """What shared pages save: sixteen prompts that begin alike."""
     model, repeats = load()[0].to(device, dtype), 1 if args.quick else 5
-    return {"repeats": repeats, "sharing": sharing(model, repeats)}
+
+    def run(share):
+        with watch(model) as seen:
+            trace = generate_paged.generate(model, alike(model.config.vocab_size), max_batch=16,
+                                            token_budget=64, pages=160, share_prefixes=share)
+        held, t = [set().union(*pool["tables"].values()) for pool in seen], totals(trace)
+        return {"pages": max(map(len, held)), "passes": len(trace.passes), "tokens": t["slots"],
+                "seconds": t["seconds"]}
+
+    names = {True: "shared prefixes", False: "not shared"}
+    sharing = {names[share]: {**runs[0], "seconds": statistics.median(r["seconds"] for r in runs)}
+               for share, runs in results.in_turn(names, run, repeats).items()}
+    return {"repeats": repeats, "sharing": sharing}
 
 
 def table(result):
-    return Table(["", "pages held at most", "passes", "tokens computed", "seconds"],
-                 [[name, f["pages"], f["passes"], f"{f['tokens']:,}", f"{f['seconds']:.2f}"]
-                  for name, f in result["sharing"].items()], f"medians of {result['repeats']}",
-                 title="sixteen prompts of 144 tokens that begin with the same 128")
+    rows = [[name, f["pages"], f["passes"], f"{f['tokens']:,}", f"{f['seconds']:.2f}"]
+            for name, f in result["sharing"].items()]
+    return Table(["", "pages held at most", "passes", "tokens computed", "seconds"], rows,
+                 f"prompts that begin alike, medians of {result['repeats']}")

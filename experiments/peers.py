@@ -33,20 +33,17 @@ class Engine:
 
     def __init__(self, name, python, *arguments):
         self.name, self.log = name, tempfile.TemporaryFile(mode="w+", errors="replace")
-        own_group = {"process_group": 0} if hasattr(os, "killpg") else {}
         self.process = subprocess.Popen(
             # -P: the names in this folder are ours
-            [python, "-P", __file__, name, *map(str, arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, **own_group)
+            [python, "-P", __file__, name, *map(str, arguments)], process_group=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True)
         self.settings = self.answer()
-        self.signal("SIGSTOP")
 
     def __call__(self, requests):
-        self.signal("SIGCONT")
+        os.killpg(self.process.pid, signal.SIGCONT)
         work = [[request.prompt, request.max_new_tokens] for request in requests]
         print(json.dumps(work), file=self.process.stdin, flush=True)
         answer = self.answer()
-        self.signal("SIGSTOP")
         return answer["tokens"], answer["times"]
 
     def answer(self):
@@ -55,11 +52,8 @@ class Engine:
             self.log.seek(0)
             said = [line for line in self.log.read().splitlines() if line.strip()] or ["nothing"]
             raise RuntimeError(f"the engine {self.name} has ended, its last words: {said[-1]:.200}")
+        os.killpg(self.process.pid, signal.SIGSTOP)
         return json.loads(line)
-
-    def signal(self, name):
-        if hasattr(os, "killpg") and self.process.poll() is None:   # Windows stops no process
-            os.killpg(self.process.pid, getattr(signal, name))
 
 
 # --- the other side: runs where only the engine is installed --------------------------------------

@@ -38,12 +38,6 @@ def lengths_of(kind, n):
     return [min(max(round(KINDS[kind](rng)), 1), CONTEXT) for _ in range(n)]
 
 
-def requests_of(lengths):
-    """Requests for one token, with prompts of these lengths."""
-    return [Request([(7 * i + 3 * j) % 97 for j in range(n)], 1, name=f"r{i}")
-            for i, n in enumerate(lengths)]
-
-
 # --- the ways to batch: requests -> groups, one forward pass each, and the layout of a group ------
 
 def in_order(requests, k):
@@ -56,8 +50,8 @@ def by_length(requests, k):
 
 def by_row(requests, k):
     lengths = [len(request.prompt) for request in requests]
-    rows = first_fit_decreasing(lengths, max(lengths))
-    return [[requests[i] for row in rows[j:j + k] for i in row] for j in range(0, len(rows), k)]
+    rows = in_order(first_fit_decreasing(lengths, max(lengths)), k)
+    return [[requests[i] for row in group for i in row] for group in rows]
 
 
 def whole(layout):
@@ -74,14 +68,16 @@ METHODS = {
 }
 
 
-# --- the experiments ------------------------------------------------------------------------------
+# --- the experiment -------------------------------------------------------------------------------
 
 @torch.inference_mode()
 def prefill(model, method, lengths, k):
     """Prefills prompts of these lengths: (seconds of all forward passes, slots computed)."""
     group, layout = METHODS[method]
     seconds, slots = 0.0, 0
-    for requests in group(prepare(requests_of(lengths), model.config), k):
+    prompts = [Request([(7 * i + 3 * j) % 97 for j in range(n)], 1, name=f"r{i}")
+               for i, n in enumerate(lengths)]
+    for requests in group(prepare(prompts, model.config), k):
         batch = layout(requests, model.device)
         start = time.perf_counter()
         model(batch.tokens, batch.positions, batch.attend, batch.wanted)
@@ -89,10 +85,6 @@ def prefill(model, method, lengths, k):
         seconds += time.perf_counter() - start
         slots += batch.tokens.numel()
     return seconds, slots
-
-
-def speedup(by, method):
-    return by["full batching"]["prefill_ms"] / by[method]["prefill_ms"]
 
 
 def measure(args, device, dtype):
@@ -110,12 +102,18 @@ def measure(args, device, dtype):
     return {"lengths": kinds, "kinds": found}
 
 
+def speedups(result):
+    """{kind: {method: times as fast as full batching}}"""
+    return {kind: {method: by["full batching"]["prefill_ms"] / by[method]["prefill_ms"]
+                   for method in METHODS if method != "full batching"}
+            for kind, by in result["kinds"].items()}
+
+
 def table(result):
-    names, rows = [*METHODS][1:], []
-    for kind, by in result["kinds"].items():
-        lengths = result["lengths"][kind]
+    rows = []
+    for kind, times in speedups(result).items():
+        lengths, padded = result["lengths"][kind], result["kinds"][kind]["full batching"]
         rows.append([kind, f"{statistics.mean(lengths):.0f} / {max(lengths)}",
-                     f"{by['full batching']['useful']:.0%}",
-                     *(f"{speedup(by, name):.2f}×" for name in names)])
-    how = "prefill, k = 16, times as fast as padding to the longest"
-    return Table(["", "tokens, mean / longest", "useful slots, padded", *names], rows, how, how)
+                     f"{padded['useful']:.0%}", *(f"{by:.2f}×" for by in times.values())])
+    head = ["", "tokens, mean / longest", "useful slots, padded", *[*METHODS][1:]]
+    return Table(head, rows, "prefill, k = 16, times as fast as padding to the longest")

@@ -1,5 +1,5 @@
 """
-How measurements are taken, compared and kept, as results/NAME.json.
+How measurements are taken, and kept as results/NAME.json.
 
 Every file says where and when: the machine, the versions, the date and the command. The marked
 tables of README and docs, and the seconds in the pictures, are made from these files.
@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from toolbox.flags import knobs_of
 from toolbox.trace import synchronize
 
@@ -28,7 +30,6 @@ class Table(NamedTuple):
     head: list
     rows: list
     how: str = ""     # it was measured
-    title: str = ""   # above it, where it is printed
     words: int = 1    # columns of words, before those of numbers
     small_print: str = "{machine}; {where}; {date}; {how}; {commands}"   # below it, in documents
 
@@ -63,36 +64,20 @@ def median_seconds(work, device, repeats=7):
 
 
 def load(name):
-    """The contents of results/NAME.json."""
+    """The contents of results/NAME.json: figures, or a list of them, one for each workload."""
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def load_all(name):
-    """The same as a list: `bench` has a result for each workload, the others one."""
-    found = load(name)
-    return found if isinstance(found, list) else [found]
-
-
-def keep(path, command, where, figures):
-    """
-    Writes figures with their provenance, unless path is None.
-
-    figures: a dict, or a list of them
-    """
-    if path is None:
-        return
-    origin = {"where": where, "measured": {
-        "machine": machine(), "date": datetime.date.today().isoformat(), "command": command}}
-    kept = ([{**origin, **each} for each in figures] if isinstance(figures, list)
-            else {**origin, **figures})
-    Path(path).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-
-
-def machine():
-    """The number of cores that may be used, and the processor's name."""
+def origin(device, dtype, command):
+    """Where figures come from, as it stands in their file."""
+    place = (torch.cuda.get_device_name(device) if device.type == "cuda"
+             else f"{device}, {torch.get_num_threads()} threads")
     try:
-        name = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[1]
+        cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[1]
     except (OSError, TypeError):   # not Linux, or it does not say
-        name = platform.processor() or platform.machine()
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else None
-    return f"{cores} cores of {name}" if cores else name
+        cpu = platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return {"where": f"{place}, torch {torch.__version__}, {dtype}, "
+                     f"Python {platform.python_version()}",
+            "measured": {"machine": f"{cores} cores of {cpu}",
+                         "date": datetime.date.today().isoformat(), "command": command}}

@@ -16,7 +16,6 @@ from loading.load import load
 from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import Request
-from views.report import percentile
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GAP_STAGES = "dynamic", "chunked", "interleaved", "ragged, varlen"
@@ -27,31 +26,22 @@ FLAGS = {"--model": dict(
                             "size of GPT-2 small, with random weights")}
 
 
-@torch.inference_mode()
-def forward_times(model, rows=ROWS):
-    """
-    Median seconds of one forward pass over N tokens of N requests, without a past, for each N in
-    `rows`: [(N, seconds), ...].
-    """
-    points = []
-    for n in rows:
-        tokens = torch.zeros(n, dtype=torch.long, device=model.device)
-        # each token sees only itself: the cost is that of the other layers
-        points.append((n, results.median_seconds(
-            lambda: model(tokens, tokens, lambda layer, q, k, v: v), model.device)))
-    return points
-
-
 def model_of(args, device, dtype):
     # random weights run as fast as trained ones
     model = GPT(GPTConfig()) if args.model == "random" else load(args.model)[0]
     return model.requires_grad_(False).to(device, dtype)
 
 
+@torch.inference_mode()
 def measure_rows(args, device, dtype):
     """The time of a forward pass against its number of rows: why batching pays."""
-    model = model_of(args, device, dtype)
-    return {"model": args.model, "points": forward_times(model, ROWS[:5] if args.quick else ROWS)}
+    model, points = model_of(args, device, dtype), []
+    for n in ROWS[:5] if args.quick else ROWS:
+        tokens = torch.zeros(n, dtype=torch.long, device=device)
+        # each token sees only itself: the cost is that of the other layers
+        points.append((n, results.median_seconds(
+            lambda: model(tokens, tokens, lambda layer, q, k, v: v), device)))
+    return {"model": args.model, "points": points}
 
 
 def measure_gaps(args, device, dtype):
@@ -77,18 +67,24 @@ def measure_gaps(args, device, dtype):
     return {"repeats": repeats, "prompt_tokens": prompt_tokens, "points": gaps}
 
 
+def curves(*found):
+    """{name of a model: [(rows, ms), ...]}"""
+    return {NAMES.get(result["model"], result["model"]):
+            [(n, 1e3 * seconds) for n, seconds in result["points"]] for result in found}
+
+
 def rows_table(*found):
     """Of one model or several."""
-    names = [NAMES.get(result["model"], result["model"]) for result in found]
-    rows = [[n, *(f"{dict(result['points'])[n] * 1e3:,.2f} ms" for result in found)]
-            for n, _ in found[0]["points"]]
-    return Table(["rows", *names], rows, "medians of 7", title="one forward pass")
+    columns = curves(*found)
+    rows = [[points[0][0], *(f"{ms:,.2f} ms" for _, ms in points)]
+            for points in zip(*columns.values())]
+    return Table(["rows", *columns], rows, "one forward pass, medians of 7")
 
 
 def gaps_table(result):
     rows = []
     for name, points in result["points"].items():
-        ms = [percentile([gap * 1e3 for _, gap in points], q) for q in (50, 99, 100)]
+        ms = np.percentile([1e3 * gap for _, gap in points], [50, 99, 100])
         rows.append([name, *(f"{t:,.0f} ms" if t > 10 else f"{t:.1f} ms" for t in ms)])
     return Table(["time between tokens of four requests", "p50", "p99", "worst"], rows,
                  f"medians of {result['repeats']}")

@@ -13,6 +13,8 @@ from views.report import aligned
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)
 FLAGS = {"--check": dict(action="store_true", help="write nothing; fail if a table is old")}
+
+
 TABLES = {   # a table's name: the function that makes it, or several; the results that it takes
     "stages": (ladder.ideas, "ladder"),
     "ladder": (ladder.table, "ladder"),
@@ -21,9 +23,9 @@ TABLES = {   # a table's name: the function that makes it, or several; the resul
     "sharing": (memory.table, "memory"),
     "prepacking": (prepacking.table, "prepacking"),
     "speed": (bench.speed_table, "peers"),
-    "peers": (bench.peers_table, "peers"),
-    "bench": (lambda *found: [*map(bench.table, found)], "bench"),
-    "gpu ladder": (gpu.ladder_table, "gpu"),
+    "peers": (bench.tables, "peers"),
+    "bench": (bench.tables, "bench"),
+    "gpu ladder": (gpu.table, "gpu"),
     "gpu published": (gpu.published_table, "gpu"),
     "gpu memory": (gpu.memory_table, "gpu")}
 
@@ -34,8 +36,7 @@ def pages():
 
 def show(table):
     """Prints a table."""
-    print(f"\n{table.title}" if table.title else "", aligned([table.head, *table.rows]), sep="\n",
-          flush=True)
+    print(f"\n{table.how}\n{aligned([table.head, *table.rows])}", flush=True)
 
 
 def markdown(table):
@@ -46,7 +47,8 @@ def markdown(table):
 
 def text_of(make, *files):
     """Tables of these results; in small print where, when and how the last were measured."""
-    found = [result for file in files for result in results.load_all(file)]
+    kept = [results.load(file) for file in files]
+    found = sum((each if isinstance(each, list) else [each] for each in kept), [])
     made = make(*found)
     made = [made] if isinstance(made, Table) else made
     commands = dict.fromkeys(f"`{result['measured']['command']}`" for result in found)
@@ -56,13 +58,8 @@ def text_of(make, *files):
 
 
 def renewed(text):
-    """A page's text with its tables made anew. ValueError for a table that is not known."""
-    def table(match):
-        if match[2] not in TABLES:
-            raise ValueError(f"there is no table {match[2]!r}, only {', '.join(TABLES)}")
-        return match[1] + text_of(*TABLES[match[2]]) + match[3]
-
-    return MARKED.sub(table, text)
+    """A page's text with its tables made anew."""
+    return MARKED.sub(lambda found: found[1] + text_of(*TABLES[found[2]]) + found[3], text)
 
 
 def write(args):

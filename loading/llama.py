@@ -36,7 +36,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 from model import GPT, MultiHeadAttention, causal
-from toolbox.validate import at_least_1
+from model import Block as GPTBlock
 
 
 @dataclass
@@ -55,14 +55,6 @@ class LlamaConfig:   # the values are those of SmolLM2-135M
     qkv_bias: bool = False               # Qwen2
     qk_norm: bool = False                # Qwen3
     tied: bool = True
-
-    def __post_init__(self):
-        sizes = "block_size vocab_size n_layer n_head n_kv_head n_embd head_size ffn".split()
-        at_least_1(**{name: getattr(self, name) for name in sizes})
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
-        if self.head_size % 2:
-            raise ValueError(f"head_size {self.head_size} must be even")
 
 
 def frequencies(config):
@@ -89,7 +81,7 @@ def rotate(x, cos, sin):
 
 
 class GroupedAttention(nn.Module):
-    split_heads = MultiHeadAttention.split_heads
+    split_heads, forward = MultiHeadAttention.split_heads, MultiHeadAttention.forward
 
     def __init__(self, config, layer):
         super().__init__()
@@ -101,15 +93,6 @@ class GroupedAttention(nn.Module):
         self.c_proj = nn.Linear(features, config.n_embd, bias=False)
         norm = nn.RMSNorm if config.qk_norm else nn.Identity       # of each head
         self.q_norm, self.k_norm = (norm(self.head_size, eps=config.norm_eps) for _ in "qk")
-
-    def forward(self, x, rotation, attend):                        # (..., T, C)
-        q, k, v = (self.split_heads(part(x)) for part in (self.query, self.key, self.value))
-        q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
-        # (..., nh, T, hs) -> (g, ..., n_kv_head, T, hs): neighbouring query heads share a key head
-        q = q.unflatten(-3, (k.size(-3), -1)).movedim(-3, 0)
-        y = attend(self.layer, q, k, v)                            # tokens meet here, nowhere else
-        y = y.movedim(0, -3).flatten(-4, -3)                       # (..., nh, T, hs)
-        return self.c_proj(y.transpose(-3, -2).flatten(-2))        # (..., T, C)
 
 
 class SwiGLU(nn.Module):
@@ -124,17 +107,14 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
+    forward = GPTBlock.forward
+
     def __init__(self, config, layer):
         super().__init__()
         self.ln_1 = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.attn = GroupedAttention(config, layer)
         self.ln_2 = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
-
-    def forward(self, x, rotation, attend):
-        x = x + self.attn(self.ln_1(x), rotation, attend)
-        x = x + self.mlp(self.ln_2(x))
-        return x
 
 
 class Llama(nn.Module):
@@ -161,10 +141,19 @@ class Llama(nn.Module):
             if T > most:
                 raise ValueError(f"{T} tokens do not fit block_size {most}")
             positions = torch.arange(T, device=tokens.device)
+        rotation = self.rotation(positions, self.wte.weight.dtype)
+
+        def attend_in_groups(layer, q, k, v):                       # (..., nh, T, hs)
+            norms = self.h[layer].attn
+            q, k = rotate(norms.q_norm(q), *rotation), rotate(norms.k_norm(k), *rotation)
+            # -> (g, ..., n_kv_head, T, hs): neighbouring query heads share a key head
+            q = q.unflatten(-3, (k.size(-3), -1)).movedim(-3, 0)
+            y = attend(layer, q, k, v)                              # tokens meet here, nowhere else
+            return y.movedim(0, -3).flatten(-4, -3)                 # (..., nh, T, hs)
+
         x = self.wte(tokens)                                        # (..., T, C)
-        rotation = self.rotation(positions, x.dtype)
         for block in self.h:
-            x = block(x, rotation, attend)
+            x = block(x, attend_in_groups)
         if wanted is not None:
             x = x[wanted]                                           # (R, C)
         return F.linear(self.ln_f(x), (self.lm_head or self.wte).weight)   # (..., V)

@@ -17,7 +17,7 @@ trace.passes has what each forward pass computed (toolbox/trace.py).
 import torch
 
 from loading.llama import Llama, LlamaConfig
-from model import GPT
+from model import GPT, GPTConfig
 from toolbox import weights
 from toolbox.tokenizer import FromJson, from_ranks_file, gpt2
 
@@ -27,18 +27,11 @@ def load_model(name="builtin", dtype=torch.float32):
     The model that a config.json asks for, a GPT or a Llama, on the CPU in `dtype`. name: "builtin",
     a GPT-2 name, a local folder or weights file in Hugging Face's layout, or "owner/name" on
     huggingface.co, downloaded once. ValueError with one line that says what is wrong.
-
-    A Llama is read tensor by tensor from memory-mapped files: it takes its weights and, if
-    these are converted, one tensor of the file more until it is read.
     """
-    _, theirs = weights.locate(name)
-    if theirs["model_type"] == "gpt2":
-        return GPT.from_pretrained(name).to(dtype)
-
     def make(config):
-        return Llama(LlamaConfig(**config))
+        return Llama(LlamaConfig(**config)) if "n_kv_head" in config else GPT(GPTConfig(**config))
 
-    config, tensors = weights.read_llama(name, dtype, make)
+    config, tensors = weights.read(name, dtype, make)
     with torch.device("meta"):   # no memory: `assign` puts the tensors that were read in place
         model = make(config)
     model.load_state_dict(tensors, assign=True)
@@ -67,9 +60,10 @@ def load(name="builtin", dtype=torch.float32):
 
 def bytes_of(tokenizer, token):
     """A token's bytes. A model's vocabulary may be padded beyond its tokenizer's: then U+FFFD."""
-    if token >= tokenizer.n_vocab:
+    try:
+        return tokenizer.decode_single_token_bytes(token)
+    except KeyError:
         return "\ufffd".encode()
-    return tokenizer.decode_single_token_bytes(token)
 
 
 def decode(tokenizer, tokens):

@@ -7,12 +7,10 @@
 # and code to write.
 
 # %%
-from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, model
-from lesson import results, run, run_all, show, sizes, source, texts, timelines, tokenizer
-import statistics
-import time
+from lesson import ask, broken, check, counts, eight_requests, folded, letters, lines, look
+from lesson import median_seconds, model, results, run, run_all, show, sizes, source, texts
+from lesson import timelines, tokenizer
 import torch
-import matplotlib.pyplot as plt
 from model import MultiHeadAttention
 
 # %% [markdown]
@@ -48,26 +46,17 @@ check("ragged, varlen", requests, token_budget=16)
 # your machine; and, on another one, a model of GPT-2's size, where it is the weights:
 
 # %% tags=["machine"]
-def seconds(rows, repeats=20):
+def seconds(rows):
     """The median time of a forward pass over so many tokens, which see only themselves."""
-    tokens, taken = torch.zeros(rows, dtype=torch.long), []
-    for _ in range(5 + repeats):   # five to warm up
-        start = time.perf_counter()
-        model(tokens, tokens, lambda layer, q, k, v: v)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[5:])
+    tokens = torch.zeros(rows, dtype=torch.long)
+    return median_seconds(lambda: model(tokens, tokens, lambda layer, q, k, v: v), model.device, 20)
 
 
 with torch.inference_mode():
-    times = [(rows, seconds(rows)) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
-figure, axes = plt.subplots(figsize=(6, 3.2))
-for label, points in {"the built-in model": times, "GPT-2": results("rows")["points"]}.items():
-    rows, passes = zip(*points)
-    axes.loglog(rows, [1e3 * s for s in passes], "o-", base=2, label=label)
-for axis in axes.xaxis, axes.yaxis:
-    axis.set_major_formatter("{x:g}")
-axes.set(xlabel="rows", ylabel="ms for one forward pass")
-axes.legend();
+    times = [(2 ** i, 1e3 * seconds(2 ** i)) for i in range(9)]
+gpt2 = [(rows, 1e3 * passes) for rows, passes in results("rows")["points"]]
+lines({"the built-in model": times, "GPT-2": gpt2}, log=True, xlabel="rows",
+      ylabel="ms for one forward pass");
 
 # %% [markdown]
 # A forward pass over more and more rows. Sixteen take much less than sixteen times as long as one.
@@ -95,9 +84,7 @@ source(MultiHeadAttention.forward)
 # forward pass: it holds a token, or it is padding.
 #
 # Eight requests, at most four at a time; `F` brings a long prompt, and arrives when others are
-# already running. A cell is one request's row in one step, whether it is 1 slot or 40 slots wide.
-# Blue is prefill, and green is decode. Hatched grey is padding. Hatched red is a finished request
-# that is still computed. On a thin line a request waits.
+# already running. A cell is one request's row in one step, whether it is 1 slot or 40 slots wide:
 
 # %%
 eight = eight_requests()
@@ -131,9 +118,8 @@ counts(traces, slots="slots", useful="useful", scores="score_entries")
 #
 # One step of two stages: A, B and C decode, and four tokens of D's prompt are computed. A line is
 # a query, a column is a key. On the left, each panel is one request, a row of the rectangle. The
-# picture does not come from a rule: it was measured in a forward pass that really ran. Purple keys
-# come from the cache, orange keys are computed in this pass. White keys are not seen, hatched ones
-# are padding.
+# picture does not come from a rule: it was measured in a forward pass that really ran. *New* keys
+# are computed in this pass.
 
 # %%
 four = letters(A=4, B=2, C=1, D=6, arrivals={"D": 1})
@@ -165,7 +151,7 @@ show({"the published mask, step 4": published});
 
 # %% [markdown]
 # Red keys are pads that a token sees. Their contents are arbitrary, and they take part of the
-# softmax's weight. Nothing raises an error; only the comparison with the unbatched run reveals it.
+# softmax's weight. Only the comparison with the unbatched run reveals it.
 #
 # ## Where to go from here
 #

@@ -83,8 +83,7 @@ ask("1.1: Token 3 of 7 changes. Which of the rows 0 to 6 differ after the last l
 
 # %%
 with folded():
-    for layer, rows in enumerate(moved_rows(changed_token=3)):
-        print(f"after layer {layer}: rows {rows} differ")
+    print("after each layer, these rows differ:", *moved_rows(changed_token=3), sep="\n")
 
 # %% [markdown]
 # What happens if no token may see any other? (`Head` is the repository's attention. For a query
@@ -96,8 +95,7 @@ def sees_nothing(layer, q, k, v):
     return Head()(q, k, v, mask=torch.tensor([[False]]))
 
 
-for layer, rows in enumerate(moved_rows(changed_token=3, attend=sees_nothing)):
-    print(f"after layer {layer}: rows {rows} differ")
+print(*moved_rows(changed_token=3, attend=sees_nothing), sep="\n")
 
 # %% [markdown]
 # This is what makes batching easy. You may put any tokens into one tensor, from any number of
@@ -106,8 +104,8 @@ for layer, rows in enumerate(moved_rows(changed_token=3, attend=sees_nothing)):
 # ## Reading a mask
 #
 # `look` runs a stage of the repository and X-rays one of its forward passes: it measures which
-# keys each query really sees. A line is a query, a column is a key. Orange keys are *new*: they are
-# computed in this pass. White keys are not seen.
+# keys each query really sees. A line is a query, a column is a key. *New* keys are computed in this
+# pass.
 
 # %%
 show({"stage 0, the whole prompt": look("unbatched", [request], step=0)}, label=word);
@@ -157,8 +155,7 @@ ask("1.3: The LAST token of 7 changes. Which rows differ after the last layer? (
 
 # %%
 with folded():
-    for layer, rows in enumerate(moved_rows(changed_token=6)):
-        print(f"after layer {layer}: rows {rows} differ")
+    print("after each layer, these rows differ:", *moved_rows(changed_token=6), sep="\n")
 
 # %% [markdown]
 # What of the old tokens does a new token need? Its query needs their *keys and values*. Those we
@@ -182,8 +179,7 @@ without, with_cache = (run(stage, [request]) for stage in ("unbatched, no cache"
 for a, b in list(zip(without.passes, with_cache.passes))[:4]:
     print(f"without a cache {a.shape[1]:2} rows, {a.score_entries:3} scores     "
           f"with a cache {b.shape[1]} rows, {b.score_entries:2} scores")
-texts_are = [tokenizer.decode(trace.requests[0].tokens) for trace in (without, with_cache)]
-print(texts_are)
+print([tokenizer.decode(trace.requests[0].tokens) for trace in (without, with_cache)])
 
 # %% [markdown]
 # How much time this saves depends on the machine and on the length. Here are 200 tokens, on yours:
@@ -217,12 +213,10 @@ ask("1.4: Llama-2-7B in fp16: how many GB (10⁹ bytes) do the caches of 32 requ
     guess=...)
 
 # %%
-print(f"Llama-2-7B, a token, one layer: {cache_bytes(1, 1, 32, 128) / 1024:.0f} KB")
-print(f"Llama-2-7B, a token:            {cache_bytes(1, 32, 32, 128) / 1024:.0f} KB")
 kv = KV(capacity=1)
 for layer in range(4):
     kv.write(layer, 0, torch.zeros(4, 1, 32), torch.zeros(4, 1, 32))   # 4 heads of 32, float32
-print(f"our model, a token:             {kv.bytes_per_token / 1024:.0f} KB,",
+print(f"our model, a token: {kv.bytes_per_token / 1024:.0f} KB,",
       "calculated" if kv.bytes_per_token == cache_bytes(1, 4, 4, 32, 4) else "NOT", "as above")
 
 # %% [markdown]
@@ -230,7 +224,7 @@ print(f"our model, a token:             {kv.bytes_per_token / 1024:.0f} KB,",
 #
 # A prompt's cache can be filled in pieces, too. Seven tokens in chunks of four: first four
 # queries, then three queries that see the first four keys in the cache. (Stage 3 does this, so we
-# borrow it.) Three masks side by side, in which purple keys come from the cache:
+# borrow it.) Three masks side by side:
 
 # %%
 show({"a prompt: 7 x 7": look("unbatched", [request], step=0),

@@ -36,8 +36,7 @@ for row in prefill.batch.tokens.tolist():
 
 # %% [markdown]
 # No token may look at a pad. So the causal rule is joined by a padding mask. This is what the
-# X-ray measured in that forward pass. Each panel is one row of the tensor, one request. Orange keys
-# are seen, white ones are not, and hatched grey is padding:
+# X-ray measured in that forward pass. Each panel is one row of the tensor, one request:
 
 # %%
 show({"stage 1, step 0": prefill}, label=word);
@@ -152,9 +151,6 @@ with folded():
     timelines([run("naive", uneven)], columns=1)
 
 # %% [markdown]
-# In a timeline, blue is prefill and green is decode. Hatched grey is padding. Hatched red is a
-# finished row that is still computed. On a thin line a request waits.
-#
 # ## Waste, third kind: waiting
 #
 # No new request gets in before the last one is done. Here are eight requests, four at a time. Look
@@ -196,8 +192,8 @@ show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
       "prompts": look("dynamic", newcomer, step=1, number=1, max_batch=3)});
 
 # %% [markdown]
-# Purple keys come from the cache. There is padding among these *past* keys now, because B has
-# computed fewer tokens than C. These slots are masked like all other pads.
+# There is padding among the cached keys now, because B has computed fewer tokens than C. These
+# slots are masked like all other pads.
 
 # %%
 ask("2.4: The same bug in stage 2: positions are columns, counted through past and new slots. "

@@ -9,11 +9,10 @@
 # - find the bug in a published tutorial's mask.
 
 # %%
-from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, results
-from lesson import run, run_all, show, source, timelines
+from lesson import ask, broken, check, counts, eight_requests, folded, gaps, letters, look
+from lesson import results, run, run_all, show, source, timelines
 from exercises import exercise, solution
 import torch
-import matplotlib.pyplot as plt
 from request import indices_due
 from scheduler import Scheduler
 
@@ -26,16 +25,8 @@ from scheduler import Scheduler
 # next.)
 
 # %%
-measured = results("gaps")
-print(measured["where"])
-figure, axes = plt.subplots(figsize=(8.75, 3.6))
-for name, points in measured["points"].items():
-    steps, seconds = zip(*points)
-    axes.plot(steps, [1e3 * s for s in seconds], ".-",
-              label=f"{name}: at worst {1e3 * max(seconds):.0f} ms")
-axes.axvline(8, color="#999999", linestyle="--")   # the prompt arrives
-axes.set(xlabel="step", ylabel="ms since the last token", ylim=(0, None))
-axes.legend();
+print(results("gaps")["where"])
+gaps(results("gaps"));
 
 # %% [markdown]
 # With *dynamic*, stage 2, all of them stand still until the whole prompt is computed. (Stages 2
@@ -104,7 +95,6 @@ prompts_first.stage, decodes_first.stage = "prompts first", "decodes first"
 timelines([prompts_first], columns=1);
 
 # %% [markdown]
-# Blue is prefill, green is decode, hatched grey is padding, and on a thin line a request waits.
 # Prompts first: A and B wait until C's whole prompt is computed, and the stall is back. With
 # decodes first, somebody else has to wait.
 
@@ -182,9 +172,9 @@ small = letters(A=6, B=4, C=2, D=4, new=3, arrivals={"D": 1})
 show({"stage 4: decodes of A, B, C, and a chunk of D": look("interleaved", small, step=1)});
 
 # %% [markdown]
-# There are *two kinds of pads* in this picture, both hatched grey. On the left, the pasts (purple)
-# have different lengths. In the middle, the rows have different numbers of new tokens (orange).
-# Both kinds must be hidden.
+# There are *two kinds of pads* in this picture. On the left, the pasts (purple) have different
+# lengths. In the middle, the rows have different numbers of new tokens (orange). Both kinds must be
+# hidden.
 
 # %%
 ask("3.5: In the tutorial's example 21 of 32 slots are padding. If D's chunk had 16 tokens "
@@ -212,8 +202,7 @@ solution("row_mask")
 # %% [markdown]
 # ## The published mask
 #
-# The tutorial builds a mask for the padding of the past, and marks *all* T new slots as valid. No
-# error is raised. Here it is:
+# The tutorial builds a mask for the padding of the past, and marks *all* T new slots as valid:
 
 # %%
 with broken("published mask"):
@@ -222,11 +211,10 @@ with broken("published mask"):
 show({"the published mask": published});
 
 # %% [markdown]
-# Red keys are seen, and should not be. They belong to no token. They are pads with arbitrary
-# contents, and each takes part of the softmax's weight. B and C are wrong from their first token
-# on: their prompts are shorter than A's, so their rows had new pads in step 0, too. Neither an
-# error message nor a look at the output reveals the bug; only the comparison with the unbatched
-# run does.
+# Red keys are pads with arbitrary contents, and each takes part of the softmax's weight. B and C
+# are wrong from their first token on: their prompts are shorter than A's, so their rows had new
+# pads in step 0, too. A look at the output does not reveal the bug; only the comparison with the
+# unbatched run does.
 #
 # ## Writing back
 #

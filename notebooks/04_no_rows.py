@@ -44,10 +44,9 @@ packed = look("prepacked", five, step=0)
 packing(packed);
 
 # %% [markdown]
-# Blue slots hold tokens of prompts, hatched ones are padding. On the right is the mask of the row
-# that E and B share, as the X-ray measured it. E comes before B in the same row, and the causal
-# rule alone would let B see all of E. So the mask has a triangle for each prompt, and each prompt
-# counts its positions from 0:
+# On the right is the mask of the row that E and B share, as the X-ray measured it. E comes before B
+# in the same row, and the causal rule alone would let B see all of E. So the mask has a triangle
+# for each prompt, and each prompt counts its positions from 0:
 
 # %%
 print(packed.positions)
@@ -67,8 +66,6 @@ with folded(), broken("neighbours in a packed row"):
     show({"the causal rule alone": look("prepacked", five, step=0)})
 
 # %% [markdown]
-# (Red keys are seen, and should not be. Hatched ones are padding.)
-#
 # Now the mask is right again, but the positions run on from one prompt to the next:
 
 # %%
@@ -111,9 +108,8 @@ with broken("a stream without boundaries"):
 #
 # ## Masking is not skipping
 #
-# In the picture purple keys come from the cache, and orange keys are computed in this pass. The
-# white cells are computed, too, and then hidden. The alternative, called *varlen* for variable
-# lengths, goes from request to request and computes only the diagonal blocks.
+# In the picture, the white cells are computed, too, and then hidden. The alternative, called
+# *varlen* for variable lengths, goes from request to request and computes only the diagonal blocks.
 
 # %%
 masked, skipped = (look(stage, requests, step=0).record

@@ -46,8 +46,7 @@ with folded():
     timelines([storm["reserve"]], columns=1)
 
 # %% [markdown]
-# (Blue is prefill, green is decode, and on a thin line a request waits.) The others wait until the
-# first ones are done. How much of the memory was in use meanwhile?
+# The others wait until the first ones are done. How much of the memory was in use meanwhile?
 
 # %%
 for p in storm["reserve"].passes[:26:5]:
@@ -82,17 +81,14 @@ ask("5.2: B's block table is [3, 0, 5], 4 tokens to a page. In which slot of the
 
 # %% [markdown]
 # Here is the pool of a run, step by step, with pages of 4 tokens. One request arrives at each
-# step, at most five run at a time, and all eight prompts begin with the same 20 tokens. A sand-
-# coloured page is held by one request, whose name stands where it begins. A dark page is shared: it
-# is in several block tables. A pale page is in none, but its contents may be needed again.
-# White pages are free:
+# step, at most five run at a time, and all eight prompts begin with the same 20 tokens. A shared
+# page is in several block tables. A page that is kept is in none, but its contents may be needed
+# again:
 
 # %%
 pool(filling_pool(model));
 
 # %% [markdown]
-# Each request grows by a page when its last one is full.
-#
 # Reading is where pages can go wrong. Our layout looks up the slot of every key in the block table.
 # Suppose that it read on from the first page, as if all pages were neighbours:
 

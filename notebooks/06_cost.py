@@ -13,14 +13,13 @@
 # multiplies by 6.6 · 10⁹ `PARAMETERS`. No GPU is needed: its times are calculated.
 
 # %%
-from lesson import FOLDER, STAGES, ask, folded, letters, model, results, source
+from lesson import FOLDER, STAGES, ask, folded, letters, lines, model, results, source
 from exercises import BANDWIDTH, PARAMETERS, PEAK, exercise, solution
 import math
 import os
 import random
 import subprocess
 import sys
-import matplotlib.pyplot as plt
 import torch
 from beyond.hardware import GPUS, MODELS
 from beyond.calculated import figures, simulate
@@ -53,15 +52,11 @@ with folded():
 # %%
 measured, cpu = results("rows"), results("bench")[0]
 print(measured["where"], f"\n{cpu['peak'] / 1e9:.0f} GFLOP/s, {cpu['bandwidth'] / 1e9:.0f} GB/s")
-rows, seconds = zip(*measured["points"])
-least = [max(4 * 123.5e6 / cpu["bandwidth"], 2 * n * 123.5e6 / cpu["peak"]) for n in rows]
-figure, axes = plt.subplots(figsize=(6, 3.2))
-axes.loglog(rows, [1e3 * s for s in seconds], "o-", base=2, label="measured")
-axes.loglog(rows, [1e3 * s for s in least], "--", base=2, label="roofline")
-for axis in axes.xaxis, axes.yaxis:
-    axis.set_major_formatter("{x:g}")
-axes.set(xlabel="rows", ylabel="ms for one forward pass")
-axes.legend();
+passes = [(n, 1e3 * seconds) for n, seconds in measured["points"]]
+least = [(n, 1e3 * max(4 * 123.5e6 / cpu["bandwidth"], 2 * n * 123.5e6 / cpu["peak"]))
+         for n, _ in passes]
+lines({"measured": passes, "roofline": least}, log=True, xlabel="rows",
+      ylabel="ms for one forward pass");
 
 # %% [markdown]
 # The curve has the shape of the roofline: flat first, then in proportion to the rows. It lies above
@@ -142,12 +137,8 @@ ask("6.3: From 2,048 tokens a step to 256: does the newcomer's TTFT become short
 
 # %%
 with folded():
-    figure, axes = plt.subplots(figsize=(6, 3.2))
-    axes.semilogx(BUDGETS, TTFT.values(), "o-", base=2, label="TTFT of the newcomer")
-    axes.semilogx(BUDGETS, ITL.values(), "s-", base=2, label="longest ITL of the others")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="token budget", ylabel="ms, calculated", ylim=(0, None))
-    axes.legend()
+    lines({"TTFT of the newcomer": TTFT.items(), "longest ITL of the others": ITL.items()},
+          log=True, xlabel="token budget", ylabel="ms, calculated")
 
 # %% [markdown]
 # Down to about 512 tokens, the ITL falls almost with the budget, and the TTFT grows little: such a

@@ -9,13 +9,12 @@
 # - say what speculative decoding gains, and when it stops paying.
 
 # %%
-from lesson import ask, broken, check, folded, letters, run, texts, timelines
+from lesson import ask, broken, check, folded, letters, lines, run, texts, timelines
 from exercises import BANDWIDTH, PARAMETERS, PEAK, exercise, solution
 import difflib
 import inspect
 import math
 import random
-import matplotlib.pyplot as plt
 import torch
 import generate_ragged
 from beyond import speculative
@@ -225,18 +224,14 @@ ask("7.5: With 4 guesses, a pass gives each request 1.4 tokens, on average. From
 
 # %%
 with folded():
-    figure, axes = plt.subplots(figsize=(6, 3.2))
-    for guesses in 2, 4, 8:
-        axes.semilogx(BATCHES, [cost(batch, guesses) for batch in BATCHES], "o-", base=2,
-                      label=f"{guesses} guesses")
-    axes.axhline(1.4, color="black", linestyle="--", linewidth=1)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="requests in the batch", ylabel="times as long as without", ylim=(0, None))
-    axes.legend()
+    factors = {f"{guesses} guesses": [(f"{batch}", cost(batch, guesses)) for batch in BATCHES]
+               for guesses in (2, 4, 8)}
+    lines({**factors, "tokens that a pass gives": [(f"{batch}", 1.4) for batch in BATCHES]},
+          xlabel="requests in the batch", ylabel="times as long as without")
 
 # %% [markdown]
-# Guessing pays as long as the factor is smaller than the number of tokens that a pass gives, 1.4 at
-# the dashed line. So engines guess for few users, and less or not at all for many.
+# Guessing pays as long as the factor is smaller than the number of tokens that a pass gives. So
+# engines guess for few users, and less or not at all for many.
 #
 # **Turn this knob.** Give each request 4,000 cached tokens instead of 500. Does guessing stop
 # paying earlier, or later? Why?

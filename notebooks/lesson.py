@@ -32,9 +32,10 @@ from matplotlib_inline.config import InlineBackend
 from checks.check import Check, summary
 from checks.traps import broken  # noqa: F401
 from checks.xray import sights_at
-from experiments.figures import packing, pool  # noqa: F401 (for the notebooks)
+from experiments.figures import gaps, lines, packing, pool  # noqa: F401 (for the notebooks)
 from experiments.memory import filling_pool  # noqa: F401
 from experiments.results import load as results  # noqa: F401
+from experiments.results import median_seconds  # noqa: F401
 from loading.load import load
 from loading.stages import STAGES
 from request import Request
@@ -124,9 +125,7 @@ def word(request, position):
 
 def generate_of(stage):
     """A stage's function, by its name; a function stays what it is."""
-    if callable(stage) or stage in STAGES:
-        return STAGES.get(stage, stage)
-    raise ValueError(f"there is no stage {stage!r}, only {', '.join(map(repr, STAGES))}")
+    return stage if callable(stage) else STAGES[stage]
 
 
 def run(stage, requests, **knobs):

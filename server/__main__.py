@@ -1,14 +1,10 @@
 """python -m server: flags, model, threads, socket."""
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 
 import torch
 
-from generate_paged import generate
 from loading.load import load
-from request import Request
 from server.app import LOCAL, Server
 from server.engine import Engine
 from toolbox import flags
@@ -19,10 +15,9 @@ NUMBERS = {"max_batch": (8, "requests that run at the same time"),
            "pages": (None, "pages in the pool (default: for max_batch of the longest requests, "
                            "but at most 16,384 tokens)"),
            "max_waiting": (256, "requests that may wait; the next one gets 429"),
-           "threads": (None, "threads that compute (default: one, unless more are measured to be "
-                             "faster when the server starts)"),
+           "threads": (None, "threads that compute (default: one for the built-in model, else as "
+                             "many as torch chooses)"),
            "drain": (30, "seconds for running requests after SIGTERM")}
-CLEARLY = 1.2   # times as fast. More threads wait for each other: one busy core slows all of them
 
 
 def main(argv=None):
@@ -40,8 +35,8 @@ def main(argv=None):
 
 def serve(args):
     """Until SIGTERM. Returns the exit status."""
-    numbers = {f"--{name}": getattr(args, name) for name in NUMBERS}
-    at_least_1(**{name: number for name, number in numbers.items() if number is not None})
+    at_least_1(**{f"--{name}": getattr(args, name) for name in NUMBERS
+                  if getattr(args, name) is not None})
     host = f"[{args.host}]" if ":" in args.host else args.host
     if host not in LOCAL and not args.api_key:
         raise ValueError(f"--host {args.host} lets others in: it needs --api-key")
@@ -67,24 +62,9 @@ def prepared(args):
     model, tokenizer = load(args.model)
     model.to(flags.device_of(args), flags.DTYPES[args.dtype])
     model = model.optimize() if args.optimize else model
-    torch.set_num_threads(args.threads or choose_threads(model, args.max_batch))
+    if args.threads or args.model == "builtin":   # so small that threads only wait for each other
+        torch.set_num_threads(args.threads or 1)
     return model, tokenizer
-
-
-def choose_threads(model, max_batch):
-    """
-    1, or all that torch would use. Both compute the same batch in turns, so that what else the
-    machine does meets both alike.
-    """
-    def seconds(threads):
-        torch.set_num_threads(threads)
-        start, prompt = time.perf_counter(), [0] * 8
-        generate(model, [Request(prompt, 4) for _ in range(max_batch)], max_batch)
-        return time.perf_counter() - start
-
-    most = torch.get_num_threads()
-    _, *ratios = [seconds(1) / seconds(most) for _ in range(4)]   # the first is the warm-up
-    return most if median(ratios) > CLEARLY else 1
 
 
 def listen(host, port):

@@ -104,7 +104,7 @@ class Answer:
         except HTTPException as error:
             yield json.dumps(error_of(error.status_code, error.detail))
             return
-        if self.body.stream_options.include_usage:
+        if self.body.stream_options.get("include_usage"):
             yield json.dumps(self.fill([], usage=self.usage()))
         yield "[DONE]"
 

@@ -26,7 +26,7 @@ from server.live import FILES, Live
 from server.schemas import Chat, Completion, error_of, sentence
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
-AppStatus.disable_automatic_graceful_drain()   # SIGTERM ends no stream: `Server.close` does
+AppStatus.disable_automatic_graceful_drain()   # SIGTERM ends no stream: `Server.cut_all` does
 
 
 class Server(uvicorn.Server):
@@ -35,9 +35,9 @@ class Server(uvicorn.Server):
     def __init__(self, engine, tokenizer, name, key=None, drain=30):
         self.engine, self.tokenizer, self.name, self.key = engine, tokenizer, name, key
         self.room = min(engine.model.config.block_size, engine.pages.number * engine.pages.size)
-        self.drain, self.closing, self.died = drain, "", None
+        self.drain, self.died = drain, None
         self.answers = {}   # request -> its Answer, until it ends
-        self.live, self.created = Live(engine, tokenizer, name), int(time.time())
+        self.live, self.created = Live(self), int(time.time())
         self.measure(engine.scheduler, engine.pages)
         app = FastAPI(
             title="nanoBatch", lifespan=self.lifespan, max_body_size=2**20,
@@ -80,7 +80,8 @@ class Server(uvicorn.Server):
     def engine_ended(self, engine):
         self.died = engine.exception()
         if self.died:   # not one pass failed: a mistake of ours, so nothing can go on
-            self.close(0, f"the engine has stopped: {self.died}")
+            self.should_exit = True
+            self.cut_all(f"the engine has stopped: {self.died}")
 
     def hand_out(self, events):
         for event in events:
@@ -100,16 +101,12 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig, frame):
         """SIGTERM or Ctrl+C: running requests get `drain` seconds; on a second one, none."""
         seconds, self.should_exit = 0 if self.should_exit else self.drain, True
-        asyncio.get_running_loop().call_soon_threadsafe(self.close, seconds)
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(loop.call_later, seconds, self.cut_all)
 
-    def close(self, seconds, why="the server shuts down"):
-        """No request is taken any more, and those that run get this many seconds."""
-        self.closing, self.live.closed, self.should_exit = why, True, True
-        asyncio.get_running_loop().call_later(seconds, self.cut_all)
-
-    def cut_all(self):
+    def cut_all(self, why="the server shuts down"):
         for request, answer in self.answers.items():
-            answer.put(Event(request, None, "shutdown", self.closing))
+            answer.put(Event(request, None, "shutdown", why))
 
     # --- completions ---
 
@@ -135,8 +132,6 @@ class Server(uvicorn.Server):
         await self.model(body.model or self.name)
         try:   # in another thread: a long prompt takes a while
             requests = await asyncio.to_thread(body.requests, self.tokenizer, self.room)
-            if self.closing:
-                raise HTTPException(503, self.closing)
             self.engine.add(*requests)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
@@ -162,7 +157,7 @@ class Server(uvicorn.Server):
                 "max_model_len": self.room}
 
     async def health(self):
-        return JSONResponse({"status": self.closing or "ok"}, 503 if self.closing else 200)
+        return {"status": "ok"}
 
     async def file(self, http: Request):
         return FileResponse(FILES[http.scope["path"]])

@@ -48,17 +48,6 @@ class Event(NamedTuple):
     error: str = ""
 
 
-class Observer:
-    """Sees what each step computed, and may hold the next one. This one lets all pass."""
-
-    def hold(self):
-        """Seconds until the next pass may run: 0 lets it run now. Called before each step."""
-        return 0
-
-    def see(self, batch):
-        """After each step. batch: the Paged that was computed; None: nothing was."""
-
-
 class Engine:
     """
     pages, page_size, max_batch, token_budget: as in stage 7
@@ -74,7 +63,10 @@ class Engine:
         # An endless run must not remember all that happened: of the passes, only the last.
         self.trace = Trace("paged", [], self.pages.counts, deque(maxlen=1))
         self.number, self.names = 0, count()   # the next step; the next request
-        self.observer, self.stopping = Observer(), False
+        # An observer's. Before each step: seconds until its pass may run. And after it: the Paged
+        # that was computed; None if nothing was.
+        self.hold, self.see = lambda: 0, lambda batch: None
+        self.stopping = False
         self.inbox = []   # (requests, None): new ones; (requests, finish reason): they shall end
         self.changed = Condition()   # guards it
 
@@ -145,7 +137,7 @@ class Engine:
                 events += map(Event, batch.sampled, tokens)
                 events += self.end([each for each in batch.sampled if each.finished])
             self.number += 1
-        self.observer.see(batch)
+        self.see(batch)
         return events
 
     def take_in(self):
@@ -179,7 +171,7 @@ class Engine:
         deliver: called with the events of each step
         """
         while not self.stopping:
-            hold = self.observer.hold()
+            hold = self.hold()
             if events := self.step(held=hold > 0):
                 deliver(events)
             with self.changed:

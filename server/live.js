@@ -11,7 +11,7 @@ const valueOf = step => step.step, shown = () => [view.run];
 const requests = new Map();              // name -> what is known of it
 let hello = null;                        // the server's first message
 let moments = [];                        // the last KEPT steps, as the notes have them
-let waiting = [], boxes = [], view = null, drawing = false;
+let waiting = [], running = 0, boxes = [], view = null, drawing = false;
 
 // --- what the server tells ------------------------------------------------------------------------
 
@@ -20,25 +20,20 @@ const sinceStart = seconds => 1e3 * (seconds - hello.started);
 function take({new: arrived, tokens, tables, ended, pass, kept, waiting: queue}) {
   for (const {name, prompt, generated, arrival, max_new_tokens, asked, token_steps, token_times} of arrived) {
     requests.set(name, {name, prompt, generated, arrival, limit: max_new_tokens, arrived: sinceStart(asked),
-                        steps: token_steps, ms: token_times.map(sinceStart), table: null, before: null, reason: null});
+                        steps: token_steps, ms: token_times.map(sinceStart), reason: null});
   }
-  const known = ([name]) => requests.has(name);   // a page that opens may hear of steps before it
-  for (const [name, token] of tokens.filter(known)) {
+  for (const [name, token] of tokens) {
     const request = requests.get(name);
     request.generated.push(token);
     request.steps.push(pass.step);
     request.ms.push(sinceStart(pass.start + pass.seconds));
   }
-  for (const [name, table] of Object.entries(tables).filter(known)) requests.get(name).table = table;
-  for (const [name, reason] of Object.entries(ended).filter(known)) requests.get(name).reason = reason;
+  for (const [name, reason] of Object.entries(ended)) requests.get(name).reason = reason;
   waiting = queue;
+  running = Object.keys(tables).length;
   if (!pass) return;
   moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, tables, kept});
-  while (moments.length > KEPT) {        // what a request held before the first step that is kept
-    for (const [name, table] of Object.entries(moments.shift().tables)) {
-      if (requests.has(name)) requests.get(name).before = table;
-    }
-  }
+  moments = moments.slice(-KEPT);
   const first = moments[0].step;
   for (const [name, {reason, steps}] of requests) {
     const asked = boxes.some(box => box.name === name);
@@ -54,20 +49,16 @@ function recent() {
   const known = [...requests.values()].filter(
     ({name, reason}) => worked.has(name) || (!reason && queue.has(name)));
   const index = new Map(known.map(({name}, i) => [name, i]));
-  const tablesOf = tables => Object.fromEntries(
-    Object.entries(tables).filter(([name]) => index.has(name)).map(([name, table]) => [index.get(name), table]));
-  const held = Object.fromEntries(
-    known.filter(({before}) => before).map(({name, before}) => [name, before]));
   const flat = work => work.filter(([name]) => index.has(name)).map(([name, ...n]) => [index.get(name), ...n]);
   const last = moments.at(-1).step - first;
   const passes = {
     step: moments.map(({step}) => step - first), start: moments.map(each => each.start - start),
     ms: moments.map(({ms}) => ms), work: moments.map(({work}) => flat(work).flat()),
     shape: moments.map(({work}) => [work.reduce((sum, [, , n]) => sum + n, 0)]),
-    rows: moments.map(({work}) => [flat(work)]), past: moments.map(() => 0),
+    past: moments.map(() => 0),
     pad_slots: 0, finished_slots: 0, padded_keys: 0, finished: {}, columns: {},
-    room: Object.fromEntries(moments.map(({tables}, i) => [i, tablesOf(i ? tables : {...held, ...tables})])),
-    kept: Object.fromEntries(moments.map(({kept}, i) => [i, kept]))};
+    room: moments.map(({tables}) => known.map(({name}) => tables[name] ?? null)),
+    kept: moments.map(({kept}) => kept)};
   for (const name of ["useful", "recomputed", "score_entries", "useful_scores", "copied_bytes"]) {
     passes[name] = moments.map(step => step[name]);
   }
@@ -108,7 +99,6 @@ function draw() {
   view.rows = new Map(run.requests.map(({name}, r) => [r, view.rowOf.get(name)]).filter(([, row]) => row));
   for (const panel of [drawTimeline, moveCursor, drawPlan, drawTensor, drawBill, drawRequests, drawMemory]) panel(view);
   view.rowOf = new Map([...view.rows].map(([r, row]) => [run.requests[r].name, row]));
-  const running = [...requests.values()].filter(({reason, table}) => !reason && table).length;
   $("now").textContent = `step ${number(step)}: ${running} running, ${waiting.length} waiting`;
 }
 

@@ -11,14 +11,14 @@ import math
 import time
 from collections import deque
 from pathlib import Path
+from typing import Annotated
 from weakref import WeakSet
 
+from fastapi import Body
 from sse_starlette.sse import EventSourceResponse
 
 from explorer import page
 from loading.load import word
-from server.engine import Observer
-from server.schemas import Control
 from views.plots import NAMES
 
 FOLDER = Path(__file__).parent
@@ -30,23 +30,25 @@ SHOWN = ("name", "prompt", "generated", "arrival", "max_new_tokens", "asked", "t
 INTERVAL, UNREAD = 0.1, 2048   # seconds between two messages; notes that a page may leave unread
 
 
-class Live(Observer):
-    """model: its name"""
+class Live:
+    """Of an app.Server, which it observes."""
 
-    def __init__(self, engine, tokenizer, model):
-        self.engine, self.closed = engine, False
+    def __init__(self, server):
+        self.server, self.engine = server, (engine := server.engine)
         self.pace, self.last = 0.0, 0.0   # seconds from step to step; when the last one began
-        self.pages = {}   # of each open page: (notes to send, {request: its table as it knows it})
+        self.pages = {}   # of each open page: (notes to send, the requests that it knows)
         self.asked = WeakSet()   # requests that end with the last page
         self.hello = {
-            "model": model, "names": NAMES, "style": page.STYLE, "started": engine.trace.started,
-            "words": [word(tokenizer, token) for token in range(engine.model.config.vocab_size)],
+            "model": server.name, "names": NAMES, "style": page.STYLE,
+            "started": engine.trace.started,
+            "words": [word(server.tokenizer, token)
+                      for token in range(engine.model.config.vocab_size)],
             "knobs": {"max_batch": engine.scheduler.max_batch,
                       "token_budget": engine.scheduler.token_budget,
                       "page_size": engine.pages.size},
             "pool": {"pages": engine.pages.number, "page_size": engine.pages.size},
             "place": page.place(engine.model)}
-        engine.observer = self
+        engine.hold, engine.see = self.hold, self.see
 
     # --- in the engine's thread ---
 
@@ -70,7 +72,7 @@ class Live(Observer):
         there = [*scheduler.running, *scheduler.waiting, *(batch.sampled if batch else ())]
         new = [request for request in dict.fromkeys(there) if request not in known]
         note = {"new": [{name: getattr(request, name) for name in SHOWN} for request in new],
-                "tokens": [], "tables": {}, "ended": {}, "pass": None,
+                "tokens": [], "pass": None,
                 "kept": [number for number in pool.free if number in pool.key_of],
                 "waiting": [request.name for request in scheduler.waiting]}
         if batch:
@@ -78,30 +80,27 @@ class Live(Observer):
             note["pass"] = {**vars(done), "start": trace.step_times[done.step]}
             note["tokens"] = [(request.name, request.generated[-1]) for request in batch.sampled
                               if request in known]   # of the others, all tokens are in "new"
-        known.update(dict.fromkeys(new))
-        for request, table in list(known.items()):
-            if table != request.block_table:
-                note["tables"][request.name] = request.block_table
-                known[request] = request.block_table and [*request.block_table]
-            if request.finished:
-                note["ended"][request.name] = request.finish_reason
-                del known[request]
+        known.update(new)
+        ended = [request for request in known if request.finished]
+        known.difference_update(ended)
+        note["tables"] = {request.name: request.block_table for request in scheduler.running}
+        note["ended"] = {request.name: request.finish_reason for request in ended}
         return note
 
     # --- in the thread of asyncio ---
 
     async def steps(self):
-        """The page's stream."""
         return EventSourceResponse(self.messages(), sep="\n")
 
     async def messages(self):
-        this, notes, sent = object(), deque(maxlen=UNREAD), None
-        self.pages[this] = notes, {}
+        """For one page, until it leaves."""
+        notes, sent = deque(maxlen=UNREAD), None
+        self.pages[id(notes)] = notes, set()
         self.engine.tell()   # it wakes up, and notes what is there
         try:
             yield json.dumps(self.hello)
             # A page that has missed notes opens the stream again, and is told everything.
-            while not self.closed and len(notes) < UNREAD:
+            while not self.server.should_exit and len(notes) < UNREAD:
                 new = ", ".join(notes.popleft() for _ in range(len(notes)))
                 message = f'{{"pace": {self.pace}, "notes": [{new}]}}'
                 if message != sent:
@@ -109,13 +108,14 @@ class Live(Observer):
                 sent = message
                 await asyncio.sleep(INTERVAL)
         finally:   # also if the connection ends
-            del self.pages[this]
+            del self.pages[id(notes)]
             if not self.pages:   # nobody is there who could go on
                 self.pace = 0.0
                 self.engine.cancel(*self.asked)
 
-    async def control(self, body: Control):
-        """Sets what the page's buttons set. All pages show it."""
+    async def control(self, pace: Annotated[float, Body(ge=0, le=1e6)],
+                      step: Annotated[bool, Body()] = False):
+        """Sets what the page's buttons set, and all pages show. step: the next need not wait."""
         if self.pages:   # or nobody would see it, and go on
-            self.pace, self.last = body.pace, -math.inf if body.step else time.perf_counter()
+            self.pace, self.last = pace, -math.inf if step else time.perf_counter()
         self.engine.tell()

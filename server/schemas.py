@@ -48,10 +48,6 @@ class Strict(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
                 if value is not None and value not in NO_EFFECT.get(name, ())}
 
 
-class StreamOptions(Strict):
-    include_usage: bool = False
-
-
 class Sampling(Strict):
     """Of completions and chats."""
     model: Text | None = None
@@ -65,7 +61,7 @@ class Sampling(Strict):
                     must_be("a text or at most 4 texts, of 1 to 200 characters")] = []
     ignore_eos: bool = False
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: dict[Literal["include_usage"], bool] = {}
     user: Text = ""
 
     def requests(self, tokenizer, room):
@@ -126,12 +122,6 @@ class Chat(Sampling):
             return [tokenizer.encode_chat(messages)]
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return [encode("\n".join([*lines, "assistant:"]), tokenizer)]
-
-
-class Control(Strict):
-    """Of the live page's buttons. pace: the least seconds from one step to the next."""
-    pace: float = Field(ge=0, le=1e6)
-    step: bool = Field(False, description="the next step need not wait")
 
 
 def encode(text, tokenizer):

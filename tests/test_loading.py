@@ -21,13 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toolbox.tokenizer
-from checks.check import Check
 from checks.xray import XRay
 from loading.load import decode, load, load_model
+from loading.workload import make_requests
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.tokenizer import BUILTIN, use_chat_template
-from toolbox.weights import read_tensors, write_gpt2
+from toolbox.tokenizer import BUILTIN
+from toolbox.weights import write_gpt2
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -41,6 +41,8 @@ def test_the_built_in_model_is_small_and_its_own():
     assert MODEL.config == GPTConfig(256, 1024, n_layer=4, n_head=4, n_embd=128)
     assert (TOKENIZER.n_vocab, TOKENIZER.eot_token, MODEL.wte.weight.dtype) == (
         1024, 1023, torch.float32)
+    request, = make_requests([{"prompt": "<|endoftext|>"}], TOKENIZER, seed=0)
+    assert request.prompt == [1023] and request.eos_token == 1023
 
 
 @settings(max_examples=examples(300))
@@ -66,16 +68,6 @@ def test_a_local_folder_and_a_file_in_it(folder, tmp_path):
     assert all(torch.equal(again[key], w.double()) for key, w in MODEL.state_dict().items())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_of_a_file_that_is_converted_one_tensor_is_in_memory(folder):
-    """Pages of a mapped file count as the process's own once they have been read."""
-    path, resident = folder / "model.safetensors", []   # kB
-    for _ in read_tensors([path], torch.float64):
-        maps = Path("/proc/self/smaps").read_text().split(f"{path}\n")[1:]
-        resident.append(sum(int(each.split("Rss:")[1].split()[0]) for each in maps))
-    assert max(resident) < 0.4 * path.stat().st_size / 1000
-
-
 def edit(file, change):
     """change: its bytes -> new bytes"""
     def do(folder):
@@ -96,21 +88,17 @@ BROKEN = [   # what is done to a folder, and what is said about it
     (lambda folder: (folder / "model.safetensors").unlink(), "does not hold model.safetensors"),
     (lambda folder: (folder / "config.json").unlink(), "config.json: No such file"),
     *((edit("config.json", lambda old, new=new: new), "config.json: ") for new in (
-        b"{", b"[1]", b"[" * 100_000, b"\xff")),
+        b"{", b"[1]", b"[" * 100_000)),
     (edit_config(model_type=["llama"]), "architecture is ['llama']"),
     (edit("config.json", lambda old: b'{"hidden_size": 8}'), "config.json: KeyError: 'vocab_size'"),
     (edit_config(n_layer=5), 'Missing key(s) in state_dict: "h.4.'),
     (edit_config(n_embd=64), "size mismatch for wte.weight"),
     (edit_config(n_head=3), "n_head 3"),
-    (edit_config(vocab_size=10**18), "config.json: "),
     (edit_config(layer_norm_epsilon=1e-2), "layer_norm_epsilon must be 1e-05, not 0.01"),
-    (add_weight("lm_head.weight", torch.zeros(1024, 128)), "lm_head.weight is not the embedding"),
+    (edit_config(tie_word_embeddings=False), "tie_word_embeddings must be True"),
     (add_weight("odd", torch.zeros(1)), '"odd"'),
-    (add_weight("transformer.ln_f.bias", torch.zeros(128, dtype=torch.int8)), '"ln_f.bias"'),
     (edit("model.safetensors", lambda old: old[:1000]), "model.safetensors: SafetensorError"),
     (edit("ranks.tiktoken", lambda old: b"hello world\n"), "not a ranks file"),
-    (edit("ranks.tiktoken", lambda old: b"YQ== 0\nYg== 0\n"), "without gaps and duplicates"),
-    (edit("ranks.tiktoken", lambda old: b"YQ== 0\nYg== 1\n"), "does not have all 256 bytes"),
     (edit("ranks.tiktoken", lambda old: old + b"enp6eno= 1023\n"),
      "smaller than its tokenizer's 1025"),
 ]
@@ -158,13 +146,13 @@ def test_no_network_is_one_clear_line(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(ValueError, match="model 'gpt2-xl': downloading config.json failed.* local "
-                                         "folder or the built-in model.*exceeded with url"):
+    with pytest.raises(ValueError, match="model 'gpt2-xl': downloading failed.* local folder or "
+                                         "the built-in model.*exceeded with url"):
         GPT.from_pretrained("gpt2-xl")
     with pytest.raises(ValueError, match="tokenizer 'gpt2': .*connect once.*ConnectionError"):
         toolbox.tokenizer.gpt2()
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)   # it is not installed
-    with pytest.raises(ValueError, match="model 'gpt2': downloading needs huggingface_hub"):
+    with pytest.raises(ValueError, match="model 'gpt2': downloading failed.*huggingface_hub"):
         GPT.from_pretrained("gpt2")
 
 
@@ -221,24 +209,16 @@ def test_logits_are_those_of_transformers(family, monkeypatch, tmp_path):
 LLAMA = backend("Llama").model   # that every stage keeps its contract: test_contract.py
 
 
-@pytest.mark.parametrize("stage", ["naive", "interleaved", "paged"])
-def test_the_xray_looks_into_a_llama(stage):
-    with XRay(LLAMA, requests := mixed()) as xray:
-        STAGES[stage](LLAMA, requests)
-    assert xray.passes and xray.faults() == []
+def test_the_xray_looks_into_a_llama():
+    for stage in "naive", "interleaved", "paged":
+        with XRay(LLAMA, requests := mixed()) as xray:
+            STAGES[stage](LLAMA, requests)
+        assert xray.passes and xray.faults() == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    """Near-ties are possible; a wrong token is not. Angles are not rounded to half precision."""
-    model = llama(block_size=600).to(dtype)
-    for stage, generate in STAGES.items():
-        requests = [*mixed(), *[Request([3, 4] * 130, 5)] * (stage in ("naive", "paged"))]
-        check = Check(model, requests)
-        generate(model, requests, on_token=check.on_token)
-        assert "WRONG" not in [verdict.verdict for verdict in check()], stage
-    cos, _ = model.rotation(torch.arange(300), dtype)   # bfloat16 has no position 257
-    assert not torch.equal(cos[0, 256], cos[0, 257])
+def test_angles_are_not_rounded_to_half_precision():
+    cos, _ = llama(block_size=600).rotation(torch.arange(300), torch.bfloat16)
+    assert not torch.equal(cos[0, 256], cos[0, 257])   # bfloat16 has no 257
 
 
 def test_the_cache_shrinks_with_the_key_heads():
@@ -249,17 +229,11 @@ def test_the_cache_shrinks_with_the_key_heads():
     assert sizes == [2 * 3 * 6 * 4 * 8, 2 * 3 * 2 * 4 * 8]   # K and V, layers, heads, hs, bytes
 
 
-SHAPES = {
-    "untied": dict(tied=False), "Llama 3.1": dict(rope_scaling=(8.0, 1.0, 4.0, 16)),
-    "Qwen2": dict(qkv_bias=True), "Qwen3": dict(qk_norm=True, head_size=8, norm_eps=1e-6),
-    "one key head": dict(n_kv_head=1, head_size=20), "no groups": dict(n_kv_head=6, ffn=130)}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_compiled_step_computes_every_kind(shape):
-    whole = llama(**SHAPES[shape]).float()
+def test_the_compiled_step_serves_what_its_own_check_does_not_have():
+    """Tied, with one key head for all, and with Llama 3.1's longer context."""
+    whole = llama(n_kv_head=1, head_size=20, norm_eps=1e-3, rope_scaling=(8.0, 1.0, 4.0, 16))
     with torch.no_grad():
-        for p in whole.parameters():
+        for p in whole.float().parameters():
             p.mul_(0.5)   # float32 has fewer digits to show the differences of a loud model
     fast = whole.optimize()
     for stage in "unbatched", "ragged_varlen", "paged":
@@ -298,13 +272,12 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
     text = "the thesis is été ☕\n"
     assert tokenizer.decode(tokenizer.encode(text)) == "<s>" + text
     assert decode(tokenizer, [299]) == "\ufffd"
-    use_chat_template(tokenizer)
-    assert decode(tokenizer, tokenizer.encode("the")) == "<s>[user] the\n[assistant]"
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     assert decode(tokenizer, tokenizer.encode_chat(messages)) == (
         "<s>[system] a\n[user] b\n[assistant]")
-    with pytest.raises(ValueError, match="--chat: this model has no chat template"):
-        use_chat_template(load()[1])
+    request, = make_requests([{"prompt": "the"}], tokenizer, chat=True, seed=0)
+    assert decode(tokenizer, request.prompt) == "<s>[user] the\n[assistant]"
+    assert request.eos_token == 1
     with pytest.raises(ValueError, match="architecture is 'llama', not 'gpt2'; .*load_model"):
         GPT.from_pretrained(llamas)
 
@@ -317,8 +290,7 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
     (dict(rope_parameters=dict(rope_type="llama3")), "config.json: KeyError: 'factor'"),
     (dict(model_type="qwen2"), "Missing key(s) in state_dict"),
     (dict(quantization_config={"bits": 4}), "quantization_config"),
-    (dict(num_key_value_heads=4), "n_kv_head 4 must divide n_head 6"),
-    (dict(head_dim=5), "head_size 5 must be even"),
+    (dict(num_key_value_heads=4), "size mismatch for h.0.attn.key.weight"),
     (dict(tie_word_embeddings=False), "lm_head.weight"),
 ])
 def test_what_is_not_supported_is_refused_in_one_line(llamas, change, said):
@@ -326,25 +298,23 @@ def test_what_is_not_supported_is_refused_in_one_line(llamas, change, said):
     refused(llamas, said)
 
 
-@pytest.mark.parametrize("template, message", [
-    ("{{ raise_exception('no\nway') }}", "TemplateError: no way"), ("{% if %}", "SyntaxError")])
-def test_a_template_that_fails_says_so_in_one_line(llamas, template, message):
-    (llamas / "chat_template.jinja").write_text(template)
-    with pytest.raises(ValueError, match=f"its chat template fails: .*{message}"):
-        load(llamas)[1].encode_chat([{"role": "user", "content": "a"}])
-
-
 def test_missing_pieces_are_named(llamas, monkeypatch):
-    missing = monkeypatch.setitem
     for change, said in (
-            (lambda: missing(sys.modules, "transformers", None), "pip install transformers"),
+            (lambda: monkeypatch.setitem(sys.modules, "transformers", None),
+             "pip install transformers"),
             (lambda: (llamas / "tokenizer_config.json").write_text('{"eos_token": 5}'),
-             "tokenizer.json': it cannot be read"),
-            (lambda: (llamas / "tokenizer.json").write_text("{"), "tokenizer.json': it cannot be"),
-            (lambda: (llamas / "tokenizer.json").unlink(), "tokenizer.json': there is no such")):
+             "tokenizer.json': "),
+            (lambda: (llamas / "tokenizer.json").write_text("{"), "tokenizer.json': "),
+            (lambda: (llamas / "tokenizer.json").unlink(), "tokenizer.json': ")):
         monkeypatch.undo()
         change()
         refused(llamas, said)
+
+
+def test_a_template_that_fails_says_so_in_one_line(llamas):
+    (llamas / "chat_template.jinja").write_text("{{ raise_exception('no\nway') }}")
+    with pytest.raises(ValueError, match="its chat template fails: TemplateError: no way"):
+        load(llamas)[1].encode_chat([{"role": "user", "content": "a"}])
 
 
 @pytest.mark.thorough
@@ -364,12 +334,11 @@ def test_real_weights_answer_as_in_transformers(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(**source)
     theirs.save_pretrained(tmp_path)
     model, tokenizer = load(tmp_path)
-    use_chat_template(tokenizer)
     prompts, answers = [], []
     for text in "What is the capital of France?", "What color is a clear sky?":
         chat = theirs.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
                                           add_generation_prompt=True)
-        prompts.append(tokenizer.encode(text))
+        prompts.append(tokenizer.encode_chat([{"role": "user", "content": text}]))
         assert prompts[-1] == theirs.encode(chat, add_special_tokens=False)
         answer = reference.generate(torch.tensor(prompts[-1:]), max_new_tokens=16, do_sample=False)
         answers.append(answer[0, len(prompts[-1]):].tolist())

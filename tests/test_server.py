@@ -1,6 +1,7 @@
 """server/, asked by real clients over real sockets, polite and hostile ones."""
 import asyncio
 import json
+import os
 import random
 import re
 import signal
@@ -42,9 +43,7 @@ class Running:
         self.listener = program.listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.thread = Thread(target=self.server.run, args=([self.listener],))
-
-    def client(self, kind=openai.OpenAI):
-        return kind(base_url=f"{self.url}/v1", api_key="x", max_retries=0, timeout=60)
+        self.client = partial(openai.OpenAI, base_url=f"{self.url}/v1", api_key="x", max_retries=0)
 
     def post(self, path="/v1/completions", **body):
         return httpx.post(self.url + path, json=body, timeout=60)
@@ -61,7 +60,7 @@ class Running:
 
     def hold(self, number):
         """The first pass waits until so many requests are there."""
-        self.engine.observer.hold = lambda: (
+        self.engine.hold = lambda: (
             0 if self.engine.number or len(self.server.answers) >= number else 0.01)
 
     def metrics(self, name=r"(\S+)"):
@@ -139,7 +138,8 @@ async def answer(client, body, stream):
 def ask_all(running, bodies):
     """The answers to bodies that are sent at the same time, or their errors; most as streams."""
     async def everyone():
-        async with running.client(openai.AsyncOpenAI) as client:
+        async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="x",
+                                      max_retries=0) as client:
             return await asyncio.gather(return_exceptions=True, *(
                 answer(client, body, i % 3 > 0) for i, body in enumerate(bodies)))
     return asyncio.run(everyone())
@@ -173,7 +173,7 @@ def test_who_leaves_frees_its_pages_before_the_next_pass():
     engine.step()
     engine.cancel(first)
     engine.cancel(third, first, reason="stop")   # still in the queue; and one that has ended
-    engine.observer.see = lambda batch: seen.append([request for request, _ in batch.plan])
+    engine.see = lambda batch: seen.append([request for request, _ in batch.plan])
     ended = [(event.request, event.reason) for event in engine.step() if event.token is None]
     assert seen == [[second]] and first.block_table is None
     assert ended == [(first, "cancelled"), (third, "stop")]
@@ -192,7 +192,7 @@ def test_several_are_taken_all_or_none_and_answers_to_one_prompt_share_its_pages
     requests = [Request([1, 2] * 4, 6, temperature=1.0, seed=i) for i in range(5)]
     engine.add(*requests)
     computed = []
-    engine.observer.see = lambda batch: computed.extend(n for _, n in batch.plan)
+    engine.see = lambda batch: computed.extend(n for _, n in batch.plan)
     while engine.busy:
         engine.step()
     assert sum(computed) == 8 + 4 * 2 + 5 * 5   # the prompt once, and the others' last page
@@ -214,22 +214,6 @@ def test_text_of_a_stream_is_the_text_of_the_whole_up_to_a_stop(stops):
         found = [(whole.index(stop) + len(stop), whole.index(stop))
                  for stop in stops if stop in whole]
         assert got == whole[:min(found)[1] if found else None]
-
-
-@pytest.mark.parametrize("faster, chosen", [(1.6, 2), (1.1, 1)])
-def test_several_threads_compute_only_if_they_are_clearly_faster(faster, chosen, monkeypatch):
-    now = [0.0]
-
-    def generate(model, requests, max_batch):
-        assert len(requests) == max_batch == 3
-        now[0] += 1 / faster if torch.get_num_threads() == 2 else 1
-    monkeypatch.setattr(program, "generate", generate)
-    monkeypatch.setattr(program.time, "perf_counter", lambda: now[0])
-    torch.set_num_threads(2)
-    try:
-        assert program.choose_threads(MODEL, 3) == chosen
-    finally:
-        torch.set_num_threads(1)
 
 
 # --- real clients ---------------------------------------------------------------------------------
@@ -256,9 +240,9 @@ def test_concurrent_clients_get_what_they_would_have_got_alone(number):
     assert metrics['itl_seconds_bucket{le="+Inf"}'] == metrics["itl_seconds_count"]
 
 
-def test_chats_models_and_the_lines_of_a_stream():
-    text, ask = "user: hi\nassistant:", {"max_tokens": 9, "temperature": 0}
-    want = one(ask | {"seed": 0}, text)[0]
+def test_chats_and_models():
+    ask = {"max_tokens": 9, "temperature": 0}
+    want = one(ask | {"seed": 0}, "user: hi\nassistant:")[0]
     with serving() as running:
         client = running.client()
         chat = partial(client.chat.completions.create, model="m",
@@ -276,12 +260,6 @@ def test_chats_models_and_the_lines_of_a_stream():
         assert short.usage.completion_tokens == 1 and short.id != whole.id
         assert [model.id for model in client.models.list()] == ["m"]
         assert client.models.retrieve("m").max_model_len == 256
-        with pytest.raises(openai.NotFoundError, match="there is no model 'x'; this is 'm'"):
-            client.models.retrieve("x")
-        *parts, end, nothing = running.post(prompt=text, stream=True, **ask).text.split("\n\n")
-        assert (end, nothing) == ("data: [DONE]", "")
-        parts = [json.loads(part.removeprefix("data: "))["choices"][0]["text"] for part in parts]
-        assert "".join(parts) == want
         paths = httpx.get(running.url + "/openapi.json").json()["paths"]
         assert "/v1/completions" in paths and httpx.get(running.url + "/docs").status_code == 200
 
@@ -326,17 +304,18 @@ def test_a_full_queue_answers_429():
 
 
 def test_a_failed_pass_fails_its_requests_and_nothing_else():
-    def fail(model, arguments):
-        request, _ = arguments[2].__self__.plan[0]
-        if request.prompt == [7]:
-            1 / (len(request.generated) - 2)
+    def fail(model, arguments):   # the first request's third pass, and the second one's second
+        if running.engine.number in (2, 4):
+            1 / 0
 
-    bad = {"prompt": [7], "extra_body": {"ignore_eos": True}}
-    good = {"prompt": ["a"], "max_tokens": 30, "temperature": 0, "seed": 0}
+    body = {"prompt": ["a"], "max_tokens": 9, "temperature": 0, "seed": 0, "stop": []}
     with serving(max_batch=1) as running, MODEL.register_forward_pre_hook(fail):
-        whole, (fine, _), stream = ask_all(running, [bad, good, bad])
-    assert fine == expected(good) and whole.status_code == 500
-    assert "ZeroDivisionError" in str(whole) and "ZeroDivisionError" in str(stream)
+        running.hold(3)
+        got = ask_all(running, [body] * 3)   # two of them as streams
+    failed = [answer for answer in got if isinstance(answer, openai.APIError)]
+    assert len(failed) == 2 and all("ZeroDivisionError" in str(error) for error in failed)
+    (fine, _), = [answer for answer in got if answer not in failed]
+    assert fine == expected(body)
 
 
 @pytest.mark.parametrize("drain, signals", [(0.2, 1), (30, 2)])
@@ -354,18 +333,24 @@ def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(dr
 
 
 def test_the_program_finishes_its_streams_after_sigterm():
-    process = subprocess.Popen([sys.executable, "-m", "server", "--port", "0"], cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, *"-m server --port 0 --drain 600".split()], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "2"})
     try:
-        url = process.stdout.readline().split()[-1] + "v1"
+        says = process.stdout.readline()
+        assert ", 1 thread" in says   # whatever torch would choose for so small a model
+        url = says.split()[-1] + "v1"
         body = {"prompt": ["# open\n"], "max_tokens": 200, "temperature": 0, "seed": 0}
+        many = body | {"prompt": body["prompt"] * 24}   # they need more than a second
         stream = openai.OpenAI(base_url=url, api_key="x").completions.create(
-            model="builtin", stream=True, **body)
-        first = next(iter(stream))
-        process.send_signal(signal.SIGTERM)
-        choices = [part.choices[0] for part in (first, *stream)]
-        text = "".join(choice.text for choice in choices)
-        assert [(text, choices[-1].finish_reason)] == expected(body)
+            model="builtin", stream=True, **many)
+        texts = defaultdict(str)
+        for part in stream:
+            if not texts:
+                process.send_signal(signal.SIGTERM)
+            texts[part.choices[0].index] += part.choices[0].text
+        (text, _), = expected(body)
+        assert texts == dict.fromkeys(range(24), text)
         assert process.wait(60) == 0
     finally:
         process.kill()
@@ -388,7 +373,7 @@ BAD = {   # what is no body of a completion, and what its refusal says
     b'{"prompt": "a", "temperature": NaN}': "temperature"}
 WRONG = [   # fields, and what the refusal of a body with them says
     ({"tools": [], "x": 1}, "'x': "), ({"\ud800": 1}, "the body must"), ({"n": True}, "'n': "),
-    ({"logit_bias": {"7": 1}}, "'logit_bias': "), ({"stream_options": {"x": 1}}, "_options.x': "),
+    ({"logit_bias": {"7": 1}}, "'logit_bias': "), ({"stream_options": {"x": 1}}, "_options.x."),
     ({"prompt": "\ud800"}, "'prompt': it must be"), ({"user": "\ud800"}, "'user': Input should"),
     ({"prompt": ["a", 1]}, "'prompt': it must be a text of 1 to 131072 characters, a list of tok"),
     ({"prompt": " " * 2**18}, "'prompt': it must be"), ({"stop": ["a"] * 5}, "'stop': it must be"),
@@ -435,7 +420,6 @@ def test_only_this_machine_or_who_has_the_key():
                                   ("/live/steps", "", 401), ("/", "", 200), ("/health", "", 200)):
             got = httpx.get(running.url + path, headers={"Authorization": key, "Host": "a.example"})
             assert got.status_code == status, path
-        assert running.post(prompt="a").json()["error"]["code"] == 401
 
 
 @pytest.mark.parametrize("flags, word", [

@@ -2,134 +2,83 @@
 Gloo ranks on the CPU: every stage gives what a single process gives alone, and a rank that fails
 stops the others.
 """
-import contextlib
 import copy
-import io
-import multiprocessing
 import os
-import signal
 import socket
+import subprocess
 import sys
-import time
-import weakref
-from datetime import timedelta
+import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import STAGES, assert_contract, mixed, toy
+import torch.multiprocessing as mp
+from common import EVEN, ROOT, assert_contract, mixed, toy
 
 import command_line
 from beyond import tensor_parallel
 from beyond.tensor_parallel import shard
+from generate_ragged import generate
 
-EVEN = dict(n_head=4, n_embd=16)
 NAME = "python -m beyond.tensor_parallel: "
 
 
-# --- ranks: processes that have already imported everything ---------------------------------------
-
-# A fork does not import torch once more. Windows has none.
-FORK = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
-
-
-def on_ranks(number, work, *arguments, heard=None):
-    """
-    Calls `work(*arguments)`, a function at the top of a module, on so many ranks, each a process
-    with the environment that torchrun gives it. Returns [(exit status, stdout, stderr), ...] of the
-    first `heard`: those after it may never end.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    pipes = [FORK.Pipe(duplex=False) for _ in range(number)]
-    processes = [FORK.Process(target=one_rank, args=(far, rank, number, port, work, arguments))
-                 for rank, (_, far) in enumerate(pipes)]
-    for process, (_, far) in zip(processes, pipes):
-        process.start()
-        far.close()
-    try:
-        for rank, (near, _) in enumerate(pipes[:heard]):
-            assert near.poll(1200), f"rank {rank} has said nothing for 20 minutes"
-        return [near.recv() for near, _ in pipes[:heard]]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+def assert_right(ranks, work):
+    """`work()`, a function at the top of a module, is right on so many ranks of a process group."""
+    method = "fork" if hasattr(os, "fork") else "spawn"   # a fork need not import torch once more
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(one_rank, (ranks, f"file://{folder}/store", work), ranks,
+                           start_method=method)
 
 
-def one_rank(pipe, rank, number, port, work, arguments):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(number),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    out, err, status = io.StringIO(), io.StringIO(), 0
-
-    def leave(status):   # instead of os._exit, which would not tell what was said
-        pipe.send((status, out.getvalue(), err.getvalue()))
-        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
-
-    os._exit = leave
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            work(*arguments)
-        except SystemExit as stop:
-            status = stop.code
-        except BaseException as error:
-            status = repr(error)
-    leave(status)
-
-
-def in_group(work, *arguments):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
-    work(*arguments)
+def one_rank(rank, ranks, store, work):
+    dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
+    work()
     dist.destroy_process_group()
 
 
-def assert_right(number, work):
-    """`work()` is right on so many ranks, which form a process group."""
-    assert [status for status, *_ in on_ranks(number, in_group, work)] == [0] * number
+# --- shares (the contract of each stage, and more that is refused: test_contract.py) --------------
 
-
-# --- the contract (with any workload and pressure: test_contract.py) ------------------------------
-
-def every_stage_is_right():
-    whole = toy(**EVEN)
-    model = shard(copy.deepcopy(whole))
-    for generate in STAGES.values():
-        assert_contract(model, generate, mixed(), whole=whole)
-    share = 16 // dist.get_world_size()
+def each_has_an_equal_share():
+    with pytest.raises(ValueError, match="ranks: n_head 3 is not a multiple"):
+        shard(toy(n_head=3, n_embd=15))
+    whole = toy(dtype=torch.float32, **EVEN)
+    model, share = shard(copy.deepcopy(whole)), 16 // dist.get_world_size()
     for block in model.h:
         for part, shape in ((block.attn.key, (share, 16)), (block.attn.c_proj, (16, share)),
                             (block.mlp.c_fc, (4 * share, 16)), (block.mlp.c_proj, (16, 4 * share))):
             assert part.weight.shape == shape
+    for fast in model.optimize(), shard(copy.deepcopy(whole).optimize()):   # in either order
+        assert_contract(fast, generate, mixed(), whole=whole, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_every_stage_gives_what_one_process_gives_alone(ranks):
-    assert_right(ranks, every_stage_is_right)
+def test_each_rank_has_an_equal_share_and_optimize_works(ranks):
+    assert_right(ranks, each_has_an_equal_share)
 
 
-def uneven_is_refused_and_optimize_works():
-    for heads, config in (3, dict(n_head=3, n_embd=15)), (1, dict(n_head=1, n_embd=5)):
-        with pytest.raises(ValueError, match=f"2 ranks: n_head {heads} is not a multiple"):
-            shard(toy(**config))
-    whole = toy(dtype=torch.float32, **EVEN)
-    for model in shard(copy.deepcopy(whole)).optimize(), shard(copy.deepcopy(whole).optimize()):
-        assert_contract(model, STAGES["ragged_varlen"], mixed(), whole=whole, tolerance=1e-4)
+# --- the command ----------------------------------------------------------------------------------
 
-
-def test_uneven_heads_are_refused_and_optimize_works_in_either_order():
-    assert_right(2, uneven_is_refused_and_optimize_works)
-
-
-# --- the commands ---------------------------------------------------------------------------------
-
-def script(*flags):
-    tensor_parallel.main(command_line, [*flags, "--timeout", "600"])
+def script(*flags, before=""):
+    """
+    The command on two ranks, as torchrun starts them. Returns [(exit status, stdout, stderr), ...].
+    before: Python that each runs first
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    code = before + "\nimport command_line, beyond.tensor_parallel as t\nt.main(command_line)"
+    processes = [subprocess.Popen(
+        [sys.executable, "-c", code, *flags], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, **where, "RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
+    said = [process.communicate(timeout=1200) for process in processes]
+    return [(process.returncode, *texts) for process, texts in zip(processes, said)]
 
 
 def test_the_script():   # under torchrun: in notebook 6
     flags = "--stage paged --pages 13 --policy sjf --max_new_tokens 12"
-    (status, out, err), (other, said, _) = on_ranks(2, script, *flags.split())
+    (status, out, _), (other, said, _) = script(*flags.split())
     assert status == other == 0 and "12/12 requests identical to unbatched" in out
     assert out.count("--- r0:") == 1 and said == ""   # rank 0 speaks
     for words in ("2 ranks (gloo), 4 layers", "8 for 10 tokens of 1 request",
@@ -138,74 +87,40 @@ def test_the_script():   # under torchrun: in notebook 6
 
 
 def test_one_clear_line_from_rank_0():
-    (status, _, err), (other, _, silence) = on_ranks(2, script, "--temperature", "-1")
+    (status, _, said), (other, _, silence) = script("--temperature", "-1")
     assert status == other == 2 and silence == ""
-    assert err.startswith(f"{NAME}--temperature must be") and err.count("\n") == 1
+    assert said.startswith(f"{NAME}--temperature must be") and said.count("\n") == 1
 
 
-def test_without_torchrun(monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", ["x"])
-    with pytest.raises(SystemExit) as stop:
-        script()
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.count("\n") == 1
-    assert "torchrun --nproc_per_node 2 -m beyond.tensor_parallel" in said
+@pytest.mark.parametrize("ranks, flags, said", [
+    (None, [], "torchrun --nproc_per_node 2 -m beyond.tensor_parallel"),
+    ("2", ["--page", "x.html"], "--page shows a run on one device")])
+def test_what_cannot_start(ranks, flags, said, monkeypatch, capsys):
+    for name, value in ("RANK", "0"), ("WORLD_SIZE", ranks):
+        monkeypatch.setenv(name, value) if ranks else monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit, match="^2$"):
+        tensor_parallel.main(command_line, flags)
+    error = capsys.readouterr().err
+    assert error.startswith(NAME) and said in error and error.count("\n") == 1
 
 
-def leaves():
-    destroy_process_group = dist.destroy_process_group
+LOST = """
+import os
+import torch.distributed as dist
+all_reduce, calls = dist.all_reduce, []
 
-    def destroy():
-        group = weakref.ref(dist.group.WORLD)
-        destroy_process_group()
-        print("gone:", group() is None)
+def loses_rank_1(tensor):
+    calls.append(1)
+    if len(calls) == 100 and dist.get_rank() == 1:
+        os._exit(9)
+    return all_reduce(tensor)
 
-    dist.destroy_process_group = destroy
-    script("--quiet", "--no_check", "--max_new_tokens", "2")
-
-
-def test_nothing_keeps_the_process_group_when_a_rank_has_left_it():
-    """Else gloo's threads outlive Python, and one that needs the GIL then aborts the rank."""
-    (status, out, err), = on_ranks(1, leaves)
-    assert status == 0 and "gone: True" in out, err
+dist.all_reduce = loses_rank_1
+"""
 
 
-def loses_a_rank(how, timeout):
-    """Rank 1 is killed, leaves or hangs in its 100th all-reduce."""
-    all_reduce_of_torch, init, calls, timeouts = dist.all_reduce, dist.init_process_group, [], []
-
-    def init_process_group(backend, timeout):
-        timeouts.append(timeout)   # not yet: on a busy machine, the ranks take long to start
-        init(backend, timeout=timedelta(seconds=1200))
-
-    def all_reduce(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 100:
-            dist.distributed_c10d._set_pg_timeout(timeouts[0])
-            if os.environ["RANK"] == "1":
-                how()
-        return all_reduce_of_torch(*args, **kwargs)
-
-    dist.init_process_group, dist.all_reduce = init_process_group, all_reduce
-    tensor_parallel.main(command_line, ["--stage", "ragged", "--timeout", timeout])
-
-
-def is_killed():
-    os._exit(9)
-
-
-def hangs():
-    time.sleep(10**6)
-
-
-@pytest.mark.parametrize("how, timeout", [
-    (is_killed, "1200"),   # noticed long before the timeout
-    pytest.param(sys.exit, "1200", marks=pytest.mark.thorough),
-    pytest.param(hangs, "4", marks=pytest.mark.thorough)])
-def test_a_rank_that_is_lost_stops_the_others(how, timeout):
-    status, _, said = on_ranks(2, loses_a_rank, how, timeout, heard=1)[0]
-    assert status == 1, said
+def test_a_rank_that_is_lost_stops_the_others_with_one_line():
+    (status, _, said), (lost, *_) = script(before=LOST)
     lines = [line for line in said.splitlines() if line.startswith(NAME)]
-    assert len(lines) == 1 and "Traceback" not in said
+    assert (status, lost) == (1, 9) and len(lines) == 1 and "Traceback" not in said, said
     assert "rank 0: an all-reduce failed; another rank has stopped or hangs" in lines[0]

@@ -51,11 +51,8 @@ def add_knobs(parser, policies):
         knobs.add_argument(f"--{name}", type=int, metavar="N", help=text)
     knobs.add_argument("--policy", choices=tuple(policies),
                        help="which waiting request goes first (default: fcfs)")
-    knobs.add_argument("--share_prefixes", action="store_const", const=True,
-                       help="share pages between requests that begin with the same tokens "
-                            "(the default)")
     knobs.add_argument("--no_share_prefixes", dest="share_prefixes", action="store_const",
-                       const=False, help="keep the pages of all requests apart")
+                       const=False, help="share no pages between requests that begin alike")
     knobs.add_argument("--pack", choices=("batch", "dataset"),
                        help="prepacking: pack the prompts that were admitted, or let the packing "
                             "decide which to admit (default: batch)")
@@ -78,17 +75,15 @@ def add_optimize(group):
 
 
 def device_of(args):
-    """The torch device for --device and --dtype. ValueError if it is not available."""
-    device, there = args.device, {"cuda": torch.cuda.is_available(),
-                                  "mps": torch.backends.mps.is_available(), "cpu": True}
+    """The torch device for --device and --dtype. ValueError if there is none."""
+    there = {"cuda": torch.cuda.is_available(), "cpu": True, "mps":
+             torch.backends.mps.is_available() and args.dtype != "float64"}
+    device = args.device
     if device == "auto":
-        device = next(name for name in there
-                      if there[name] and (name, args.dtype) != ("mps", "float64"))
+        device = next(name for name in ("cuda", "mps", "cpu") if there[name])
     if not there[device]:
-        raise ValueError(f"--device {device}: there is no such device here; use cpu or auto")
-    if device == "mps" and args.dtype == "float64":
-        raise ValueError("--dtype float64: an Apple GPU has none, "
-                         "use --device cpu or another --dtype")
+        raise ValueError(f"--device {device}: there is none that computes in {args.dtype}; "
+                         "use cpu or auto")
     return torch.device(device)
 
 
@@ -121,11 +116,8 @@ def check_path(path, flag, suffixes=None):
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
-    existed = path.exists()
     with one_line(f"{flag} {path}"):
         open(path, "ab").close()
-    if not existed:
-        path.unlink()
 
 
 def guarded(prog, work, speaks=True):

@@ -6,7 +6,6 @@ format (one line per token: base64 of its bytes, and its rank). GPT-2's comes wi
 downloads it once. Other models bring a tokenizer.json, which needs the package transformers.
 """
 import base64
-from functools import cached_property
 from pathlib import Path
 
 import tiktoken
@@ -20,14 +19,7 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 
 
 def from_ranks(ranks, name):
-    """
-    An Encoding of `ranks` (bytes -> rank), followed by the one token <|endoftext|>. Raises
-    ValueError if a rank or a byte is missing.
-    """
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError("its ranks are not 0, 1, 2, ... without gaps and duplicates")
-    if not all(bytes([b]) in ranks for b in range(256)):
-        raise ValueError("it does not have all 256 bytes")
+    """An Encoding of `ranks` (bytes -> rank), followed by the one token <|endoftext|>."""
     return tiktoken.Encoding(
         name, pat_str=PATTERN, mergeable_ranks=ranks,
         special_tokens={END_OF_TEXT: len(ranks)}, explicit_n_vocab=len(ranks) + 1)
@@ -36,9 +28,8 @@ def from_ranks(ranks, name):
 def from_ranks_file(path):
     """Reads a ranks file. Raises ValueError for any other file."""
     with one_line(f"tokenizer '{path}': not a ranks file in tiktoken's format"):
-        lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
-        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-        return from_ranks(ranks, Path(path).stem)
+        lines = [line.split() for line in Path(path).read_bytes().splitlines()]
+        return from_ranks({base64.b64decode(token): int(rank) for token, rank in lines}, "builtin")
 
 
 def byte_of():
@@ -46,8 +37,7 @@ def byte_of():
     {character: byte}. GPT-2's files write each byte as one printable character: printable Latin-1
     as itself, the others from 256 on.
     """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1),
-                 *range(ord("®"), ord("ÿ") + 1)]
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
@@ -66,26 +56,21 @@ class FromJson:
     """
 
     def __init__(self, folder):
-        path = Path(folder) / "tokenizer.json"
-        self.name, self.chats = f"tokenizer '{path}'", False
-        try:
+        self.name = f"tokenizer '{Path(folder) / 'tokenizer.json'}'"
+        with one_line(f"{self.name}: transformers (pip install transformers) cannot read it"):
             from transformers import PreTrainedTokenizerFast
-        except ImportError:
-            raise ValueError(f"{self.name}: it needs the package transformers: "
-                             "pip install transformers") from None
-        if not path.is_file():
-            raise ValueError(f"{self.name}: there is no such file")
-        with one_line(f"{self.name}: it cannot be read"):
             self.inner = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            self.n_vocab = 1 + max(self.inner.get_vocab().values())
-        self.eot_token, self.chat_template = self.inner.eos_token_id, self.inner.chat_template
-        self.special = {token: text.content
-                        for token, text in self.inner.added_tokens_decoder.items()}
+            pieces = {token: piece for piece, token in self.inner.get_vocab().items()}
+            special = self.inner.added_tokens_decoder
+        self.n_vocab, self.eot_token = 1 + max(pieces), self.inner.eos_token_id
+        self.chat_template = self.inner.chat_template
+        # a piece is byte-level, or else text as in sentencepiece
+        table = byte_of() if "ByteLevel" in repr(self.inner.backend_tokenizer.decoder) else None
+        self.bytes_of = {token: special[token].content.encode() if token in special else
+                         bytes_of_piece(piece, table) for token, piece in pieces.items()}
 
     def encode(self, text, **_):
-        """Token ids; with what the tokenizer puts in front of a text, or in the chat template."""
-        if self.chats:
-            return self.encode_chat([{"role": "user", "content": text}])
+        """Token ids; with what the tokenizer puts in front of a text."""
         return self.inner.encode(text, verbose=False)   # silent about texts beyond its context
 
     def encode_chat(self, messages):
@@ -95,27 +80,16 @@ class FromJson:
                                                   tokenize=False)
         return self.inner.encode(text, add_special_tokens=False, verbose=False)
 
-    @cached_property
-    def bytes_of(self):   # a byte-level piece -> its bytes; or else it is text, as in sentencepiece
-        table = byte_of()
-        if "ByteLevel" in repr(self.inner.backend_tokenizer.decoder):
-            return lambda piece: bytes(table[c] for c in piece)
-        return lambda piece: (bytes.fromhex(piece[3:5]) if piece.startswith("<0x")
-                              else piece.replace("▁", " ").encode())
-
     def decode_single_token_bytes(self, token):
-        if token in self.special:
-            return self.special[token].encode()
-        piece = self.inner.convert_ids_to_tokens(token)
-        return "\ufffd".encode() if piece is None else self.bytes_of(piece)
+        return self.bytes_of[token]
 
     def decode(self, tokens):
-        pieces = b"".join(map(self.decode_single_token_bytes, tokens))
-        return pieces.decode("utf-8", errors="replace")
+        return b"".join(self.bytes_of[token] for token in tokens).decode("utf-8", "replace")
 
 
-def use_chat_template(tokenizer):
-    """From now on, `encode` takes a text as a user's message in the model's own template."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("--chat: this model has no chat template")
-    tokenizer.chats = True
+def bytes_of_piece(piece, table):
+    """table: of `byte_of`; None: the piece is text, or a byte such as <0x0A>."""
+    if table:
+        return bytes(table[c] for c in piece)
+    return (bytes.fromhex(piece[3:5]) if piece.startswith("<0x")
+            else piece.replace("▁", " ").encode())

@@ -13,8 +13,7 @@ import re
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from toolbox.tokenizer import BUILTIN
 from toolbox.validate import one_line, one_of
@@ -24,19 +23,17 @@ WEIGHTS = ("model.safetensors", "model-*.safetensors")   # in one file, or in sh
 FILES = ("config.json", *WEIGHTS, "tokenizer.json", "tokenizer_config.json",
          "special_tokens_map.json", "chat_template.jinja")
 
-# Our names for a model's sizes and theirs; and settings that change the arithmetic, with the only
-# values supported, their default first
+# Our names for a model's sizes and theirs
 GPT2 = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {
     "block_size": "n_positions"}
-GPT2_FIXED = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
-    "tie_word_embeddings": (True,), "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)}
 LLAMA = {"block_size": "max_position_embeddings", "vocab_size": "vocab_size",
          "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size",
          "ffn": "intermediate_size", "norm_eps": "rms_norm_eps"}
-LLAMA_FIXED = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
-               "use_sliding_window": (False,), "quantization_config": (None,)}
+# Settings that change the arithmetic, with the only values supported, their default first
+FIXED = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
+         "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+         "add_cross_attention": (False,), "hidden_act": ("silu",), "attention_bias": (False,),
+         "mlp_bias": (False,), "use_sliding_window": (False,), "quantization_config": (None,)}
 KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")   # model_type in config.json
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor",
                 "original_max_position_embeddings")
@@ -51,75 +48,53 @@ COMPUTED = (".attn.bias", ".attn.masked_bias", ".inv_freq")   # masks and angles
 
 
 def read_gpt2(name, make):
+    """As `read`, for model.py: in float32. ValueError for an architecture other than GPT-2's."""
+    kind = locate(name)[1]["model_type"]
+    if kind != "gpt2":
+        raise ValueError(f"model '{name}': its architecture is {kind!r}, not 'gpt2'; "
+                         "loading.load.load_model reads both")
+    return read(name, torch.float32, make)
+
+
+def read(name, dtype, make):
     """
     name: "builtin", one of NAMES, a local folder or weights file (its config.json beside it), or
           "owner/name" on huggingface.co
-    make: a function of GPTConfig's arguments that makes a GPT, whose weights these have to be
+    make: a function of the config that makes a model, whose weights these have to be
 
-    Returns (config, weights): GPTConfig's arguments and a float32 state dict for GPT.
-    Raises ValueError with one line that names what is missing or wrong.
-    """
-    files, theirs = locate(name)
-    with one_line(f"model '{name}'"):
-        if theirs["model_type"] != "gpt2":
-            raise ValueError(f"its architecture is {theirs['model_type']!r}, not 'gpt2'; "
-                             "loading.load.load_model reads both")
-        config, ours = config_of(theirs), {}
-        for key, tensor in read_tensors(files, torch.float32):
-            key = key.removeprefix("transformer.")
-            if key.endswith(CONV1D):
-                tensor = tensor.t()
-            if "attn.c_attn" in key:
-                for part, piece in zip(("query", "key", "value"), tensor.chunk(3)):
-                    ours[key.replace("c_attn", part)] = piece.contiguous()
-            else:
-                ours[key] = tensor.contiguous()
-        check_weights(ours, config, make, tied=True)
-    return config, ours
-
-
-def read_llama(name, dtype, make):
-    """
-    As read_gpt2, for the architectures of loading/llama.py: LlamaConfig's arguments and a state
-    dict in `dtype`. Where a file has that dtype, its tensors are the memory-mapped file.
+    Returns (config, weights): arguments of GPTConfig or LlamaConfig, and a state dict in `dtype`.
+    Where a file has that dtype, its tensors are the memory-mapped file. Raises ValueError with one
+    line that names what is missing or wrong.
     """
     files, theirs = locate(name)
     with one_line(f"model '{name}'"):
         config, ours = config_of(theirs), {}
-        for key, tensor in read_tensors(files, dtype):
-            for old, new in LLAMA_NAMES.items():
-                key = key.replace(old, new)
-            ours[key] = tensor
-        check_weights(ours, config, make, config["tied"])
+        for path in files:
+            with one_line(path.name):
+                tensors = load_file(path)
+            for key, tensor in tensors.items():
+                if not key.endswith(COMPUTED):
+                    ours |= renamed(key, tensor.to(dtype), theirs["model_type"])
+        if config.get("tied", True):   # some files hold the embedding once more
+            ours.pop("lm_head.weight", None)
+        with torch.device("meta"):   # allocates nothing
+            make(config).load_state_dict(ours, assign=True)
     return config, ours
 
 
-def read_tensors(files, dtype):
-    """Yields (key, tensor) of all files, in `dtype`."""
-    for path in files:
-        with one_line(path.name):
-            file = safe_open(path, "pt")   # memory mapped
-            for key in file.keys():
-                if key.endswith(COMPUTED):
-                    continue
-                tensor = file.get_tensor(key)
-                if tensor.is_floating_point() and tensor.dtype != dtype:
-                    tensor = tensor.to(dtype)
-                    file = safe_open(path, "pt")   # the old mapping goes, and its pages with it
-                yield key, tensor
-
-
-def check_weights(ours, config, make, tied):
-    """
-    ValueError unless `ours` has the names and shapes of the weights of this configuration. Of an
-    output that is tied to the embedding, a file may hold a copy, which is removed.
-    """
-    if tied and (head := ours.pop("lm_head.weight", None)) is not None:
-        if not torch.equal(head, ours.get("wte.weight", head)):
-            raise ValueError("tie_word_embeddings is true, but lm_head.weight is not the embedding")
-    with one_line("its config.json"), torch.device("meta"):   # allocates nothing
-        model = make(config)
-    model.load_state_dict(ours, assign=True)
+def renamed(key, tensor, kind):
+    """A tensor of a file under our names: {key: tensor}, or three for `c_attn`."""
+    if kind != "gpt2":
+        for theirs, ours in LLAMA_NAMES.items():
+            key = key.replace(theirs, ours)
+        return {key: tensor}
+    key = key.removeprefix("transformer.")
+    if key.endswith(CONV1D):
+        tensor = tensor.t().contiguous()
+    if "c_attn" not in key:
+        return {key: tensor}
+    parts = zip(("query", "key", "value"), tensor.chunk(3))
+    return {key.replace("c_attn", part): piece.contiguous() for part, piece in parts}
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -153,16 +128,12 @@ def files_in(folder):
 
 def download(repository):
     """Of owner/name, once, into Hugging Face's cache: its weights and its tokenizer."""
-    try:
+    failed = "downloading failed; connect once, or use a local folder or the built-in model"
+    with one_line(failed):
         from huggingface_hub import hf_hub_download, snapshot_download
-    except ImportError:
-        raise ValueError("downloading needs huggingface_hub; pip install it, or use a local folder "
-                         "or the built-in model") from None
-    advice = "connect once, or use a local folder or the built-in model"
-    with one_line(f"downloading config.json failed; {advice}"):
         config = Path(hf_hub_download(repository, "config.json"))
     config_of(read_config(config))   # refused before its weights are here
-    with one_line(f"downloading its weights failed; {advice}"):
+    with one_line(failed):
         return files_in(Path(snapshot_download(repository, allow_patterns=[*FILES])))
 
 
@@ -181,20 +152,20 @@ def read_config(path):
 def config_of(theirs):
     """GPTConfig's or LlamaConfig's arguments. ValueError for what is missing or not supported."""
     kind = theirs["model_type"]
-    names, fixed = (GPT2, GPT2_FIXED) if kind == "gpt2" else (LLAMA, LLAMA_FIXED)
-    if kind == "mistral":
-        fixed, theirs = fixed | {"sliding_window": (None,)}, {"sliding_window": 4096, **theirs}
     with one_line("config.json"):
-        for key, allowed in fixed.items():
+        for key, allowed in FIXED.items():
             one_of(key, theirs.get(key, allowed[0]), *allowed)
-        config = {ours: theirs[key] for ours, key in names.items()}
         if kind == "gpt2":
-            return config
+            one_of("tie_word_embeddings", theirs.get("tie_word_embeddings", True), True)
+            return {ours: theirs[key] for ours, key in GPT2.items()}
+        if kind == "mistral":
+            one_of("sliding_window", theirs.get("sliding_window", 4096), None)
+        config = {ours: theirs[key] for ours, key in LLAMA.items()}
         return config | rope(theirs) | {
             "n_kv_head": theirs.get("num_key_value_heads") or config["n_head"],
             "head_size": theirs.get("head_dim") or config["n_embd"] // config["n_head"],
-            "norm_eps": float(config["norm_eps"]), "qkv_bias": kind == "qwen2",
-            "qk_norm": kind == "qwen3", "tied": bool(theirs.get("tie_word_embeddings", False))}
+            "qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3",
+            "tied": theirs.get("tie_word_embeddings", False)}
 
 
 def rope(theirs):
@@ -202,9 +173,9 @@ def rope(theirs):
     given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     kind = given.get("rope_type", given.get("type", "default"))   # "type": its old name
     one_of("rope_type", kind, "default", "llama3")
-    found = {"rope_theta": float(given.get("rope_theta", theirs.get("rope_theta", 10000.0)))}
+    found = {"rope_theta": given.get("rope_theta", theirs.get("rope_theta", 10000.0))}
     if kind == "llama3":
-        found["rope_scaling"] = tuple(float(given[key]) for key in ROPE_SCALING)
+        found["rope_scaling"] = tuple(given[key] for key in ROPE_SCALING)
     return found
 
 

@@ -9,8 +9,7 @@ Colour-blind readers can tell the colours apart (Okabe and Ito's palette, with T
 repeats the distinction. The docs' figures, in experiments/figures.py, use the same language.
 """
 import matplotlib
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Rectangle
 
 COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4",
           "finished": "#CC3311", "waiting": "#999999"}
@@ -36,18 +35,18 @@ def pyplot():
     return plt
 
 
-def patch(kind):
-    """A legend entry."""
-    if kind == "waiting":
-        return Line2D([], [], color=COLORS[kind], linewidth=1, label=NAMES[kind])
-    return Patch(**style(kind), label=NAMES[kind])
-
-
 def style(kind):
     """Its colour and hatching, as keywords of bars and patches."""
     hatch = {"pad": "////", "finished": "xxxx"}.get(kind)
     edge = {"pad": "#999999", "finished": "white"}.get(kind, "none")
     return {"facecolor": COLORS[kind], "hatch": hatch, "edgecolor": edge, "linewidth": 0}
+
+
+def box(ax, x, y, label="", ink="black", **looks):
+    """A cell of a grid with a label in it."""
+    looks = {"edgecolor": "white", "linewidth": 0.5, "clip_on": False, **looks}
+    ax.add_patch(Rectangle((x, y), 1, 1, **looks))
+    ax.text(x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=9, color=ink)
 
 
 def timeline(ax, trace, last_step):
@@ -58,15 +57,25 @@ def timeline(ax, trace, last_step):
     not drawn.
     """
     row_of = {request.name: i for i, request in enumerate(trace.requests)}
-    for request in trace.requests:   # a line wherever it waits: it has come, and is in no pass
-        since = request.arrival
-        for p in trace.passes:
-            if request.name in [name for name, _, _ in p.work]:
-                if p.step > since:
-                    ax.plot([since - 0.5, p.step - 0.5], [row_of[request.name]] * 2,
-                            color=COLORS["waiting"], linewidth=1)
-                since = p.step + 1
-    draw_work(ax, trace, row_of)
+    prompt = {request.name: len(request.prompt) for request in trace.requests}
+    next_step = {request.name: request.arrival for request in trace.requests}
+    reached = dict.fromkeys(prompt, 0)   # tokens computed so far
+    for p in trace.passes:
+        own_row = len(p.shape) == 2 and p.shape[0] == len(p.work) + len(p.finished)
+        for name, first, n in p.work:
+            again = max(0, min(reached[name], first + n) - first)
+            prefill = max(0, min(prompt[name], first + n) - first - again)
+            reached[name] = max(reached[name], first + n)
+            width = p.shape[1] if own_row else n
+            cell(ax, p.step, row_of[name], {"recomputed": again / width, "prefill": prefill / width,
+                                            "decode": (n - again - prefill) / width,
+                                            "pad": (width - n) / width})
+            if p.step > next_step[name]:   # it had come, and was in no pass
+                ax.plot([next_step[name] - 0.5, p.step - 0.5], [row_of[name]] * 2,
+                        color=COLORS["waiting"], linewidth=1, label=NAMES["waiting"])
+            next_step[name] = p.step + 1
+        for name in p.finished:
+            cell(ax, p.step, row_of[name], {"finished": 1})
     ax.set_ylim(len(row_of) - 0.4, -0.6)
     ax.set_yticks(range(len(row_of)), row_of, fontsize=9)
     ax.set_xlim(-0.5, last_step - 0.5)
@@ -78,26 +87,13 @@ def timeline(ax, trace, last_step):
                  "slots useful", fontsize=9)
 
 
-def draw_work(ax, trace, row_of):
-    def draw(step, name, kind, height, base=0.0):
-        ax.bar(step, 0.84 * height, 0.92, row_of[name] - 0.42 + 0.84 * base, **style(kind))
-
-    prompt = {request.name: len(request.prompt) for request in trace.requests}
-    reached = dict.fromkeys(prompt, 0)   # tokens computed so far
-    for p in trace.passes:
-        own_row = len(p.shape) == 2 and p.shape[0] == len(p.work) + len(p.finished)
-        for name, first, n in p.work:
-            again = max(0, min(reached[name], first + n) - first)
-            prefill = max(0, min(prompt[name], first + n) - first - again)
-            reached[name] = max(reached[name], first + n)
-            width, base = p.shape[1] if own_row else n, 0.0
-            for kind, count in (("recomputed", again), ("prefill", prefill),
-                                ("decode", n - again - prefill), ("pad", width - n)):
-                if count:
-                    draw(p.step, name, kind, count / width, base)
-                    base += count / width
-        for name in p.finished:
-            draw(p.step, name, "finished", 1)
+def cell(ax, step, row, shares):
+    """A request in a step, its parts one above the other."""
+    top = row - 0.42
+    for kind, share in shares.items():
+        if share:
+            ax.bar(step, 0.84 * share, 0.92, top, label=NAMES[kind], **style(kind))
+            top += 0.84 * share
 
 
 def timelines(traces, path=None, columns=2):
@@ -106,14 +102,15 @@ def timelines(traces, path=None, columns=2):
     height = 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))
     figure, axes = pyplot().subplots(rows, columns, figsize=(WIDTH, height), squeeze=False)
     last = max(trace.passes[-1].step for trace in traces) + 1
+    handles = {}   # one of each kind that is drawn
     for ax, trace in zip(axes.flat, traces):
         timeline(ax, trace, last)
+        drawn, names = ax.get_legend_handles_labels()
+        handles |= dict(zip(names, drawn))
     for ax in axes.flat[len(traces):]:
         ax.axis("off")
-    passes = [p for trace in traces for p in trace.passes]
-    seen = [kind for kind, name in COUNTED.items() if any(getattr(p, name) for p in passes)]
-    figure.legend(handles=[patch(kind) for kind in ("prefill", *seen, "waiting")],
-                  loc="lower center", ncols=len(seen) + 2, handlelength=1.4, columnspacing=1.6)
+    figure.legend(handles=[handles[name] for name in NAMES.values() if name in handles],
+                  loc="lower center", ncols=len(handles), handlelength=1.4, columnspacing=1.6)
     figure.tight_layout(rect=(0, 0.38 / height, 1, 1), h_pad=1.4, w_pad=2)
     return save(figure, path)
 

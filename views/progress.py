@@ -1,5 +1,4 @@
 """Live progress: a line for each request that is done; on a terminal, one that says what runs."""
-import shutil
 import sys
 import time
 from contextlib import contextmanager
@@ -14,29 +13,25 @@ def progress(model, requests, token_budget=None, stream=None):
             generate(...)
     """
     stream = stream or sys.stderr
-    live, shown_at, announced = stream.isatty(), 0.0, set()
+    live, shown_at, running = stream.isatty(), 0.0, list(requests)
     clear = "\r\x1b[K" if live else ""
 
     def announce():
-        for request in requests:
-            if request.finished and request.name not in announced:
-                announced.add(request.name)
-                print(f"{clear}{request.name}: {request.finish_reason} after "
-                      f"{len(request.generated)} tokens", file=stream, flush=True)
+        for request in [request for request in running if request.finished]:
+            running.remove(request)
+            print(f"{clear}{request.name}: {request.finish_reason} after "
+                  f"{len(request.generated)} tokens", file=stream, flush=True)
 
     def hook(model, arguments):
-        """arguments: of the model, (tokens, positions, attend, wanted)"""
         nonlocal shown_at
         announce()
         if live and time.perf_counter() - shown_at >= 0.1:
             shown_at = time.perf_counter()
-            tokens, _, attend, _ = arguments
+            attend = arguments[2]   # a method of the layout
             computed = sum(n for _, n in attend.__self__.plan)
-            line = (f"{len(announced)} of {len(requests)} done, "
-                    f"{' x '.join(map(str, tokens.shape))} slots"
-                    + f", budget {computed}/{token_budget}" * bool(token_budget))
-            stream.write(clear + line[:shutil.get_terminal_size().columns - 1])
-            stream.flush()
+            share = f"budget {computed}/{token_budget}" if token_budget else f"{computed} tokens"
+            print(f"{clear}{len(requests) - len(running)} of {len(requests)} done, {share}",
+                  end="", file=stream, flush=True)
 
     with model.register_forward_pre_hook(hook):
         try:

@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 import torch
 from matplotlib.patches import Patch
-from matplotlib.patches import Rectangle as Box
 
 from checks.xray import PAD, keys_of
-from views.plots import COLORS, KEYS, WIDTH, patch, pyplot, save
+from views.plots import COLORS, KEYS, NAMES, WIDTH, box, pyplot, save
 
 RED, LINE = COLORS["finished"], "#BBBBBB"
 CELL, TOP = 0.24, 0.5   # inches
-FONT = 9
 
 
 class Panel(NamedTuple):
@@ -85,9 +83,9 @@ def key_columns(sight, ids, past):
 def seen_pads(columns, past_pads, pads, blanks):
     """Which pad columns a query sees, from their counts: blanks are past, others mostly new."""
     new = [i for i, key in enumerate(columns) if key == PAD and i >= past_pads]
-    past = list(range(past_pads))
-    rest = blanks + max(0, pads - len(new))
-    return {*new[len(new) - min(pads, len(new)):], *past[len(past) - min(rest, len(past)):]}
+    past = range(past_pads)
+    blanks += max(0, pads - len(new))
+    return {*new[::-1][:pads], *past[::-1][:blanks]}
 
 
 def cell(may_see, sees, is_past):
@@ -98,7 +96,14 @@ def cell(may_see, sees, is_past):
 
 # --- drawing --------------------------------------------------------------------------------------
 
-FILL = {**KEYS, "wrong": RED, "pad": COLORS["pad"]}
+LOOKS = {   # a cell's kind: its looks, and its name in the legend
+    "past": (dict(facecolor=KEYS["past"]), "sees a cached key"),
+    "new": (dict(facecolor=KEYS["new"]), "sees a new key"),
+    "": (dict(facecolor="white"), "does not see"),
+    "pad": (dict(facecolor=COLORS["pad"], hatch="////"), NAMES["pad"]),
+    "wrong": (dict(facecolor=RED), "sees, and must not"),
+    "missing": (dict(facecolor="white", edgecolor=RED, linewidth=1.5),
+                "must see, and does not")}
 
 
 def draw(sights, path=None, label=None):
@@ -113,35 +118,32 @@ def draw(sights, path=None, label=None):
     margin, gap = max(0.5, 0.095 * longest + 0.1), max(0.32, 0.09 * longest + 0.1)
     places, lefts, left, bottom = [], [], 0.0, 0.0   # (panel, left, top) in inches from top left
     for group in groups:
+        wide = margin + 0.15 + CELL * max(len(part.keys) for part in group)
+        tall = gap + CELL * max(len(part.queries) for part in group)
+        columns = len(group) if len(groups) == 1 and wide * len(group) < WIDTH else 1
+        for k, part in enumerate(group):
+            row, column = divmod(k, columns)
+            places.append((part, left + margin + wide * column, TOP + gap + tall * row))
         lefts.append(left)
-        wide = [margin + 0.15 + CELL * len(part.keys) for part in group]
-        in_a_row = len(groups) == 1 and sum(wide) < WIDTH
-        across, down = left, TOP
-        for part, width in zip(group, wide):
-            places.append((part, across + margin, down + gap))
-            bottom = max(bottom, down + gap + CELL * len(part.queries))
-            if in_a_row:
-                across += width
-            else:
-                down += gap + CELL * len(part.queries)
-        left += sum(wide) if in_a_row else max(3.2, *wide)
+        left += max(3.2, wide * columns)
+        bottom = max(bottom, TOP + tall * (row + 1))
 
     kinds = {kind for part, _, _ in places for row in part.cells for kind in row}
-    handles = [entry for kind, entry in legend_entries().items() if kind in kinds]
+    handles = [Patch(**{"edgecolor": LINE, **looks}, label=name)
+               for kind, (looks, name) in LOOKS.items() if kind in kinds]
     width = max(6.4, left)
     in_a_line = int(width / 1.65)
     height = bottom + 0.25 + 0.2 * -(-len(handles) // in_a_line)
     figure = pyplot().figure(figsize=(width, height))
     for (title, sight), left in zip(sights.items(), lefts):
-        figure.text((left + 0.1) / width, 1 - 0.08 / height, title, fontsize=11, weight="bold",
-                    va="top")
-        figure.text((left + 0.1) / width, 1 - 0.3 / height, bill(sight), fontsize=9, va="top")
+        for down, text, weight in (0.08, title, "bold"), (0.3, bill(sight), "normal"):
+            figure.text((left + 0.1) / width, 1 - down / height, text, weight=weight, va="top")
     for part, left, top in places:
         w, h = CELL * len(part.keys), CELL * len(part.queries)
         ax = figure.add_axes((left / width, 1 - (top + h) / height, w / width, h / height))
         draw_panel(ax, part)
         if label:   # else each token carries its request's name
-            ax.text(-0.3, -0.4, part.name, ha="right", va="bottom", fontsize=10, weight="bold")
+            ax.text(-0.3, -0.4, part.name, ha="right", va="bottom", weight="bold")
     figure.legend(handles=handles, loc="lower center", ncols=in_a_line, fontsize=9,
                   handlelength=1.2, columnspacing=1.2)
     return save(figure, path)
@@ -154,31 +156,13 @@ def bill(sight):
     return f"{padding}; {sight.record.score_entries:,} scores"
 
 
-def legend_entries():
-    return {"past": Patch(color=FILL["past"], label="sees a cached key"),
-            "new": Patch(color=FILL["new"], label="sees a new key"),
-            "": Patch(facecolor="white", edgecolor=LINE, label="does not see"),
-            "pad": patch("pad"),
-            "wrong": Patch(color=RED, label="sees, and must not"),
-            "missing": Patch(facecolor="white", edgecolor=RED, linewidth=1.5,
-                             label="must see, and does not")}
-
-
 def draw_panel(ax, part):
     for i, row in enumerate(part.cells):
         for j, kind in enumerate(row):
-            ax.add_patch(Box((j, i), 1, 1, facecolor=FILL.get(kind, "white"), linewidth=0.5,
-                             edgecolor=LINE, hatch="////" if kind == "pad" else None,
-                             clip_on=False))
-            if kind == "missing":
-                ax.add_patch(Box((j + 0.12, i + 0.12), 0.76, 0.76, fill=False, edgecolor=RED,
-                                 linewidth=1.5))
-    longest = max(map(len, part.keys))
-    ax.set_xlim(-0.04, len(part.keys) + 0.04)
-    ax.set_ylim(len(part.queries) + 0.04, -0.04)
-    ax.set_xticks([j + 0.5 for j in range(len(part.keys))], part.keys, fontsize=FONT,
-                  rotation=90 if longest > 2 else 0)
-    ax.set_yticks([i + 0.5 for i in range(len(part.queries))], part.queries, fontsize=FONT)
+            box(ax, j, i, **{"edgecolor": LINE, **LOOKS[kind][0]}, zorder=1 + (kind == "missing"))
+    turned = 90 if max(map(len, part.keys)) > 2 else 0
+    ax.set(xlim=(-0.04, len(part.keys) + 0.04), ylim=(len(part.queries) + 0.04, -0.04))
+    ax.set_xticks([j + 0.5 for j in range(len(part.keys))], part.keys, fontsize=9, rotation=turned)
+    ax.set_yticks([i + 0.5 for i in range(len(part.queries))], part.queries, fontsize=9)
     ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False, pad=1.5)
-    for line in ax.spines.values():
-        line.set_visible(False)
+    ax.spines[:].set_visible(False)
