@@ -160,6 +160,7 @@ def opened(chrome, tmp_path):
         return Page(chrome, path).open(address)
 
     chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    chrome.get("about:blank")
     chrome.get_log("browser")   # what came before
     yield open
     assert chrome.get_log("browser") == []
