@@ -42,8 +42,9 @@ def test_the_built_in_model_is_small_and_its_own():
     assert MODEL.config == GPTConfig(256, 1024, n_layer=4, n_head=4, n_embd=128)
     assert (TOKENIZER.n_vocab, TOKENIZER.eot_token, MODEL.wte.weight.dtype) == (
         1024, 1023, torch.float32)
-    request, = make_requests([{"prompt": "<|endoftext|>"}], TOKENIZER, seed=0)
-    assert request.prompt == [1023] and request.eos_token == 1023
+    first, second = make_requests([{"prompt": "<|endoftext|>"}] * 2, TOKENIZER, seed=5)
+    assert first.prompt == [1023] and first.eos_token == 1023
+    assert (first.seed, second.seed) == (5, 6)
 
 
 @settings(max_examples=examples(300))
@@ -274,6 +275,7 @@ def llamas(tmp_path):
 def test_a_folder_gives_model_tokenizer_and_chat(llamas):
     model, tokenizer = load(llamas)
     assert next(model.parameters()).dtype == torch.float32 and tokenizer.eot_token == 1
+    assert tokenizer.n_vocab == 1 + max(tokenizer.bytes_of)
     text = "the thesis is été ☕\n"
     assert tokenizer.decode(tokenizer.encode(text)) == "<s>" + text
     assert decode(tokenizer, [299]) == "\ufffd"
