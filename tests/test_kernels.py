@@ -14,6 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, wraps
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -53,7 +54,6 @@ from request import Request
 pytestmark = pytest.mark.skipif(shutil.which(native.COMPILER.split()[0]) is None,
                                 reason=f"there is no {native.COMPILER} here")
 thorough = pytest.mark.thorough
-PLAIN = toy(dtype=torch.float32)
 EXACT = ("no_cache", "unbatched", "ragged_varlen", "paged")   # the stages with compiled steps
 
 
@@ -136,10 +136,31 @@ def test_nan_and_infinity_stay():
 
 # --- what is wrong in native.cpp, or compiled in another way --------------------------------------
 
+WAYS = [("ragged_varlen", {"token_budget": 23}),
+        ("ragged_varlen", {"token_budget": 1000, "threads": 2}),
+        ("paged", {"page_size": 7, "token_budget": 61, "threads": 3}), ("no_cache", {})]
+
+
+def all_faults():
+    """Of steps that hold decodes and chunks of 1 to 97 tokens, with and without a past."""
+    return (fault for size in ((3, 48), (2, 10), (1, 64), (6, 20, 2)) for stage, knobs in WAYS
+            for fault in faults(size, stage, REQUESTS, **knobs))
+
+
 def fresh(monkeypatch):
     """Until the test ends, nothing has been loaded or tried yet."""
     for owner, name in (native, "library"), (native, "problem"), (checking, "fault"):
         monkeypatch.setattr(owner, name, cache(getattr(owner, name).__wrapped__))
+
+
+def rebuilt(monkeypatch, folder, right="", wrong="", flags=()):
+    """native.cpp with something else in it, until the test ends."""
+    source = native.SOURCE.read_text()
+    assert not right or source.count(right) == 1
+    fresh(monkeypatch)
+    monkeypatch.setattr(native, "SOURCE", Path(folder, "native.cpp"))
+    monkeypatch.setattr(native, "FLAGS", [*native.FLAGS, *flags])
+    native.SOURCE.write_text(source.replace(right, wrong) if right else source)
 
 
 SEES = "softmax(scores + r * all, {}, seen, scale)"
@@ -188,42 +209,63 @@ REORDERED = {   # another order of additions, or another rounding
 @pytest.mark.parametrize("name", quick([*WRONG, *REORDERED], ["a query misses its own key"]))
 def test_a_mistake_in_the_source_is_found(name, monkeypatch, tmp_path, capsys):
     """By the trial that optimize() makes: nobody uses such a step, whatever is wrong with g++."""
-    source, (right, wrong) = native.SOURCE.read_text(), {**WRONG, **REORDERED}[name]
-    assert source.count(right) == 1
-    fresh(monkeypatch)
-    monkeypatch.setattr(native, "SOURCE", tmp_path / "native.cpp")
-    native.SOURCE.write_text(source.replace(right, wrong))
-    assert PLAIN.optimize() is PLAIN
+    rebuilt(monkeypatch, tmp_path, *{**WRONG, **REORDERED}[name])
+    model = toy(dtype=torch.float32)
+    assert model.optimize() is model
     assert capsys.readouterr().err.startswith("compiled step: no, " + (
         "native.cpp computes something else" if name in WRONG else "a request gets other bits"))
 
 
-SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g"   # they stop at a fault
-FLAGS = ["-O1", "-funroll-all-loops -fno-tree-vectorize", "-ffp-contract=fast", SANITIZERS]
-AVX2 = "-mno-avx512f"
-ARM = "-mno-avx512f -mno-avx2 -D__ARM_NEON"   # vectors of ARM's size
-X86_64 = ["-mprefer-vector-width=256", AVX2, ARM] if platform.machine() == "x86_64" else []
+AVX2 = ["-mno-avx512f"]
+ARM = [*AVX2, "-mno-avx2", "-D__ARM_NEON"]   # vectors of ARM's size
+X86_64 = [["-mprefer-vector-width=256"], AVX2, ARM] if platform.machine() == "x86_64" else []
 
 
 @thorough
-@pytest.mark.parametrize("flags", FLAGS + X86_64)
-def test_other_compilations_are_equal_to_themselves(flags):
+@pytest.mark.parametrize("flags", [
+    ["-O1"], ["-funroll-all-loops", "-fno-tree-vectorize"], ["-ffp-contract=fast"], *X86_64],
+    ids=" ".join)
+def test_other_compilations_are_equal_to_themselves(flags, monkeypatch, tmp_path):
     """Other sizes of vectors, and what another compiler may do: no order is left to it."""
-    env = {**os.environ, "CXX": f"{native.COMPILER} {flags}", "THOROUGH": ""}
-    if flags == SANITIZERS:
-        libraries = [subprocess.run([*native.COMPILER.split(), f"-print-file-name=lib{name}.so"],
-                                    capture_output=True, text=True, check=True).stdout.strip()
-                     for name in ("asan", "ubsan")]
-        if sys.platform != "linux" or not all(map(os.path.isabs, libraries)):
-            pytest.skip(f"{native.COMPILER} has no sanitizers here")
-        env |= {"LD_PRELOAD": ":".join(libraries), "THOROUGH": "yes",
-                "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0"}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k",
-                           "batched or multiplication or nan"], env=env, capture_output=True)
-    assert done.returncode == 0, done.stdout.decode()[-3000:]
+    rebuilt(monkeypatch, tmp_path, flags=flags)
+    assert native.problem() is None and [*all_faults()] == []
+    assert flags not in (AVX2, ARM) or native.library().panel_width() == 16
+
+
+SANITIZED = """
+import sys
+import pytest
+import test_kernels
+test_kernels.rebuilt(pytest.MonkeyPatch(), sys.argv[1], flags=[
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"])
+test_kernels.test_a_multiplication_of_any_size()
+test_kernels.test_nan_and_infinity_stay()
+assert [*test_kernels.all_faults()] == []
+"""
+
+
+@thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
+def test_native_under_sanitizers(tmp_path):
+    """In a build that stops at the first fault."""
+    libraries = [subprocess.run([*native.COMPILER.split(), f"-print-file-name={name}"],
+                                capture_output=True, text=True, check=True).stdout.strip()
+                 for name in ("libasan.so", "libubsan.so")]
+    if not all(map(os.path.isabs, libraries)):
+        pytest.skip(f"{native.COMPILER} has no sanitizers here")
+    tests = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", SANITIZED, tmp_path], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}",
+             "LD_PRELOAD": ":".join(libraries),
+             "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0"})
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # --- the snapshot ---------------------------------------------------------------------------------
+
+PLAIN = toy(dtype=torch.float32)
+
 
 def test_whoever_edits_a_file_runs_what_is_written(monkeypatch, tmp_path, capsys):
     record = json.loads(kernels.RECORD.read_text())
