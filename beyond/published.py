@@ -70,17 +70,10 @@ def passes(number, prompt, answer, room, max_batch=2048, token_budget=8192):
         step += 1
 
 
-def machine(run):
-    """(shape, GPU) of a run, with its engine."""
-    shape = replace(MODELS[run["model"]], tp=run["tp"])
-    return shape, replace(GPUS[run["gpu"]], **ENGINES[run["engine"]])
-
-
-def counted(run):
+def counted(run, room):
     """(passes, tokens of all answers) of a run whose requests are equal."""
     kind, number, prompt, answer = run["kind"], run["requests"], run["input"], run["output"]
-    shape, gpu = machine(run)
-    room, many = shape.room(gpu), 2048 if kind == "in-flight" else number
+    many = 2048 if kind == "in-flight" else number
     if kind == "clients":   # each sends three requests, one after another
         number *= 3
     if kind == "static" and number * (prompt + answer) < 1.2 * room:   # it was one batch
@@ -90,9 +83,10 @@ def counted(run):
 
 def calculate(run):
     """{figure: value} of a run, a dict."""
-    shape, gpu = machine(run)
+    shape = replace(MODELS[run["model"]], tp=run["tp"])
+    gpu = replace(GPUS[run["gpu"]], **ENGINES[run["engine"]])
     if (run["output"] and run["figure"] == "tokens_per_s") or run["kind"] == "prompt":
-        all_passes, tokens = counted(run)
+        all_passes, tokens = counted(run, shape.room(gpu))
         seconds = sum(shape.seconds(gpu, shape.parts(*counts), counts[0], counts[1])
                       for counts in all_passes)
         return {"tokens_per_s": tokens / seconds, "ttft_ms": 1e3 * seconds}
@@ -140,10 +134,9 @@ def summary(rows):
            "on the chosen half"]
     for figure, what in FIGURES.items():
         for name, belongs in GROUPS if figure == "tokens_per_s" else GROUPS[:2]:
-            halves = [sorted(abs(row["error"]) for row in rows if row["figure"] == figure
-                             and belongs(row) and row["half"] == half)
-                      for half in ("tested", "chosen")]
-            tested, chosen = halves
+            tested, chosen = (sorted(abs(row["error"]) for row in rows if row["half"] == half
+                                     and row["figure"] == figure and belongs(row))
+                              for half in ("tested", "chosen"))
             if tested:
                 yield [f"{what}, {name}", len(tested), f"{statistics.median(tested):.0%}",
                        f"{tested[math.ceil(0.9 * len(tested)) - 1]:.0%}", f"{tested[-1]:.0%}",

@@ -123,14 +123,6 @@ def all_reduces(model, tokens, number):
     return model.traffic.all_reduces - before
 
 
-def examples(model):
-    """The number of all-reduces in passes of very different sizes, in words."""
-    size = min(model.config.block_size, 256)   # Llama's contexts are long
-    return ", ".join(f"{all_reduces(model, tokens, number)} for {tokens:,} tokens of "
-                     f"{number} request{'s' * (number > 1)}"
-                     for tokens, number in ((10, 1), (size, 1), (10, 5), (20 * size, 50)))
-
-
 # --- the command, which torchrun starts once per rank ---------------------------------------------
 
 def main(command_line, argv=None):
@@ -186,7 +178,10 @@ def run_sharded(command_line, args):
     def shard_and_count(whole):   # before the run: after it, rank 0 checks while the others leave
         nonlocal model, counts
         model = shard(whole)
-        counts = examples(model)
+        size = min(model.config.block_size, 256)   # Llama's contexts are long
+        counts = ", ".join(f"{all_reduces(model, tokens, number)} for {tokens:,} tokens of "
+                           f"{number} request{'s' * (number > 1)}"
+                           for tokens, number in ((10, 1), (size, 1), (10, 5), (20 * size, 50)))
         model.traffic.reset()
         return model
 

@@ -12,6 +12,7 @@ functions that make a table and a picture of them. results/ holds the committed 
 """
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -54,12 +55,12 @@ COMMANDS = {"train": (train.train, train.FLAGS), "tables": (tables.write, tables
             "pictures": (pictures.draw, {})}
 
 
-def measure(experiment, args, command):
+def measure(experiment, args):
     """Measures, prints and keeps. Returns the exit status: 1 if a request is WRONG."""
     flags.check_path(args.json, "--json")
     flags.check_path(args.plot, "--plot", flags.PICTURES)
     device = flags.device_of(args)
-    origin, taken = results.origin(device, args.dtype, command), []
+    origin, taken = results.origin(device, args.dtype, args.command), []
     print(origin["where"], flush=True)
     found = experiment.measure(args, device, flags.DTYPES[args.dtype])
     several = not isinstance(found, dict)
@@ -81,7 +82,9 @@ def parser():
                              title="experiments, and what is made of their results")
     for name, (run, *_, own) in {**EXPERIMENTS, **COMMANDS}.items():
         one = names.add_parser(name, help=run.__doc__, description=run.__doc__)
+        one.set_defaults(run=run)
         if name in EXPERIMENTS:
+            one.set_defaults(run=partial(measure, EXPERIMENTS[name]))
             one.add_argument("--quick", action="store_true",
                              help="the least that says something: fewer runs, less work")
             one.add_argument("--json", metavar="FILE.json", help="write the figures")
@@ -98,13 +101,8 @@ def main(argv=None):
     if args.name is None:
         parser().print_help()
         return 0
-    if args.name in COMMANDS:
-        def work():
-            return COMMANDS[args.name][0](args)
-    else:
-        def work():
-            return measure(EXPERIMENTS[args.name], args, " ".join([PROG, *argv]))
-    return flags.guarded(f"{PROG} {args.name}", work)
+    args.command = " ".join([PROG, *argv])
+    return flags.guarded(f"{PROG} {args.name}", lambda: args.run(args))
 
 
 if __name__ == "__main__":

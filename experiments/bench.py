@@ -4,7 +4,6 @@ All stages of this repository and their peers, on the same weights and the same 
 docs/measurements.md describes the workloads and the rounds. Only requested tokens count, output is
 greedy, and the weights are random, which run as fast as trained ones, unless --model is given.
 """
-import math
 import os
 import random
 import sys
@@ -48,12 +47,8 @@ FLAGS = {
 
 def workload(name, vocab_size, quick=False):
     """The requests of W1, W2 or W3, always the same. quick: a quarter, also of W3's answers."""
-    rng = random.Random(name)
-
-    def log_uniform(low, high):
-        return round(math.exp(rng.uniform(math.log(low), math.log(high))))
-
-    draw = {"W1": lambda: (log_uniform(8, 512), log_uniform(8, 128)),
+    rng = random.Random(name)   # 2 ** uniform: as many short ones as long ones
+    draw = {"W1": lambda: (round(2 ** rng.uniform(3, 9)), round(2 ** rng.uniform(3, 7))),
             "W2": lambda: (rng.randint(1, 512), 1),
             "W3": lambda: (16, rng.randint(32, 256) // (4 if quick else 1))}[name]
     sizes = [draw() for _ in range(64 if name == "W2" else 32)]

@@ -87,17 +87,16 @@ def measure(args, device, dtype):
     for name, taken in runs.items():
         rows = [row_of(trace) for trace, _ in taken]   # counts are the same in all
         stages[name] = {what: statistics.median_low(row[what] for row in rows) for what in rows[0]}
-        _, check = taken[0]
+        check = taken[0][1]
         wrong += [f"WRONG: {name}: request '{v.name}': {v.detail}"
                   for v in check() if v.verdict == "WRONG"]
     print(*wrong or [f"{len(requests)} requests in {len(stages)} stages: none is WRONG"], sep="\n")
-    naive, _ = runs["naive"][0]
-    return {"repeats": repeats, "stages": stages,
-            "calculated": calculated(naive.requests), "requests": len(requests),
+    naive = runs["naive"][0][0]
+    return {"repeats": repeats, "stages": stages, "wrong": wrong, "requests": len(requests),
+            "calculated": calculated(naive.requests),
             "prompt_tokens": sum(len(request.prompt) for request in requests),
-            "generated": sum(len(request.generated) for request in naive.requests),
-            "useful_scores": sum(p.useful_scores for p in naive.passes),
-            "wrong": wrong}
+            "generated": totals(naive)["generated"],
+            "useful_scores": totals(naive)["useful_scores"]}
 
 
 def table(result):

@@ -1,4 +1,5 @@
 """The pictures of README and docs: from live runs what is counted, from results what is timed."""
+from checks.traps import broken
 from experiments import figures, ladder, memory, motion, results
 from loading.load import load
 from views import plots, sights
@@ -9,10 +10,14 @@ FOLDER = results.FOLDER.parent / "pictures"
 def draw(args):
     """Draws the pictures of README and docs anew, into experiments/pictures."""
     model, _ = load()
-    motion.bug(FOLDER / "bug.png")
+    right = ladder.one_step(model)
+    with broken("published mask", show=False):
+        published = ladder.one_step(model)
+    sights.draw({"published: new slots are all valid": published["stage 4: rectangle"],
+                 "right": right["stage 4: rectangle"]}, FOLDER / "bug.png")
+    sights.draw(right, FOLDER / "mask.png")
     plots.timelines(list(memory.storm(model).values()), FOLDER / "storm.png")
     figures.pool(memory.filling_pool(model), FOLDER / "pool.png")
-    sights.draw(ladder.one_step(model), FOLDER / "mask.png")
     figures.packing(ladder.some_prompts(model), FOLDER / "packing.png")
     figures.slots(results.load("ladder"), FOLDER / "slots.png")
     figures.rows(results.load("rows_builtin"), results.load("rows"), path=FOLDER / "rows.png")

@@ -21,13 +21,13 @@ from torch.nn import functional as F
 from model import GPT, GPTConfig
 from toolbox.builtin.corpus import documents
 from toolbox.tokenizer import byte_of, from_ranks
-from toolbox.validate import at_least_1
+from toolbox.validate import at_least_1, one_line
 from toolbox.weights import write_gpt2
 
 N_TOKENS = 1023   # of the tokenizer, without <|endoftext|>
 BATCH_SIZE = 8
 FLAGS = {"--out": dict(default="out", help="folder for the result"),
-         "--steps": dict(type=int, default=4000), "--seed": dict(type=int, default=0)}
+         "--steps": dict(type=int, default=4000)}
 
 
 def train_ranks(texts, n_tokens):
@@ -45,8 +45,8 @@ def train_ranks(texts, n_tokens):
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(texts, trainer)
     table, ranks = byte_of(), {bytes([b]): b for b in range(256)}
-    in_order = sorted(bpe.get_vocab().items(), key=lambda item: item[1])   # of the merges
-    for token, _ in in_order:
+    vocabulary = bpe.get_vocab()
+    for token in sorted(vocabulary, key=vocabulary.get):   # in the order of the merges
         ranks.setdefault(bytes(table[c] for c in token), len(ranks))
     return ranks
 
@@ -78,11 +78,8 @@ def train(args):
     """Trains the built-in model on Python's own documentation; ten minutes on two cores."""
     at_least_1(**{"--steps": args.steps})
     out = Path(args.out)
-    try:
+    with one_line(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
-        (out / "ranks.tiktoken").write_bytes(b"")   # is it writable?
-    except OSError as error:
-        raise ValueError(f"--out {out}: {error.strerror}") from None
 
     # 1. text, of which one document in twenty is held out, and tokenizer
     all_texts = [f"# {title}\n{body}" for title, body in documents()]
@@ -97,17 +94,17 @@ def train(args):
     print(f"{len(docs)} documents of {sum(map(len, docs)):,} tokens, {len(val)} held out")
 
     # 2. model and optimizer; weight decay for matrices only
-    torch.manual_seed(args.seed)
+    torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=256, vocab_size=encoding.n_vocab,
                           n_layer=4, n_head=4, n_embd=128))
-    groups = [{"params": [p for p in model.parameters() if p.dim() == dim], "weight_decay": decay}
-              for dim, decay in ((2, 0.1), (1, 0.0))]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.99))
+    optimizer = torch.optim.AdamW([
+        {"params": [p for p in model.parameters() if p.dim() == dim], "weight_decay": decay}
+        for dim, decay in ((2, 0.1), (1, 0.0))], lr=3e-3, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
         (step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / args.steps)))   # warm-up, cosine
 
     # 3. train
-    rng = random.Random(args.seed)
+    rng = random.Random(0)
     for step in range(args.steps):
         x, y = get_batch(docs, model.config.block_size, rng)
         loss = loss_of(model, x, y)

@@ -1,5 +1,5 @@
 """
-Builds docs/explorer.html: all stages on a workload made for it, the guided walk, and "Try it".
+Builds docs/explorer.html: all stages on requests.jsonl, the guided walk, and "Try it".
 
 Every stage runs on the built-in model, under the X-ray and the check, and once more on a calculated
 GPU (beyond/calculated.py), which gives all times: so the page is the same on every machine. "Try
@@ -24,32 +24,17 @@ from explorer.recorder import record, take_times
 from explorer.walk import FLAT, GUESS, MASK, SAME, TWO, most_held, waits, walk
 from loading.load import load
 from loading.stages import STAGES
-from loading.workload import PROMPTS, make_requests, read_prompts
+from loading.workload import make_requests, read_prompts
 from toolbox.flags import knobs_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "explorer.html"
+WORKLOAD = page.FOLDER / "requests.jsonl"
 CLOCK, GPU = "calculated for Llama 2 7B on an A100", (MODELS["llama-2-7b"], GPUS["a100"])
 KNOBS = dict(max_batch=8, token_budget=32, pages=26, page_size=16)
 FURTHER = {   # name of a run: (stage, further knobs)
     SAME: (STAGES[FLAT], {"max_kv_tokens": KNOBS["pages"] * KNOBS["page_size"]}),
     MASK: (STAGES["interleaved"], {}), GUESS: (speculative.generate, {"pages": None}),
     TWO: (STAGES["dynamic"], {})}
-SEED = 100   # with it, few answers end early
-SHARED = """# reading files
-Files are opened with the built-in function open, which returns a file object. The mode says how \
-the file is used: for reading, for writing, or for appending at its end. Text is decoded when it \
-is read and encoded when it is written, and if no encoding is given, the default depends on the \
-platform. """
-LONG = SHARED + """It is good practice to use the with statement when dealing with file objects: \
-the file is closed when its block ends, even if an exception is raised at some point. If the block \
-is not used, call the method close, which frees the resources at once. A file object that was \
-closed cannot be used again: all attempts raise an error. After closing it, """
-# name: (text, or number of a built-in prompt; the longest answer; arrival)
-REQUESTS = {"A": (6, 44, 0), "B": (0, 12, 0), "C": (2, 48, 0), "D": (4, 24, 0), "E": (11, 36, 0),
-            "long 1": (LONG + "reading from it", 20, 8), "long 2": (LONG + "writing to it", 16, 8),
-            "F": (8, 24, 10), "G": (SHARED + "In binary mode", 18, 30),
-            "H": (SHARED + "A line", 14, 34), "K": (9, 12, 36)}
-
 # "Try it"
 TRIED = "naive", "dynamic", "chunked", "interleaved", FLAT, "paged"
 RECTANGLES = "dynamic", "chunked", "interleaved"   # the published mask is a mask of these
@@ -69,12 +54,8 @@ GOALS = [   # limits of figures, with the long prompts; and values of knobs
 
 
 def workload(tokenizer):
-    """Eleven requests: two with long prompts; four share their beginning."""
-    prompts = read_prompts(PROMPTS)
-    entries = [{"prompt": prompts[text]["prompt"] if isinstance(text, int) else text, "name": name,
-                "max_new_tokens": answer, "arrival": arrival}
-               for name, (text, answer, arrival) in REQUESTS.items()]
-    return make_requests(entries, tokenizer, temperature=0.7, top_k=None, seed=SEED)
+    """Eleven requests: two with long prompts; four share their beginning. Few answers end early."""
+    return make_requests(read_prompts(WORKLOAD), tokenizer, temperature=0.7, top_k=None, seed=100)
 
 
 # --- the runs -------------------------------------------------------------------------------------
@@ -135,36 +116,47 @@ def wrong(check):
 
 def grid(model, answers):
     """
-    The runs of all settings: {"runs": [...], "of": {setting: number of its run}, ...}. A setting is
-    the stage and the index of each knob's value, and comes without the knobs that its stage lacks.
+    The runs of all settings: {"runs": [...], "of": {setting: number of its run}, ...}.
 
     answers: the requests, whose answers are as long as they may be
     """
     found, kinds, verdicts, outcomes = {}, {}, {}, {}
     for stage in TRIED:
-        names = APPLIES[stage]
-        for values in itertools.product(*(enumerate(GRID[name]) for name in names)):
-            setting = {name: value for name, (_, value) in zip(names, values)}
-            key = ".".join([stage, *(str(i) for i, _ in values)])
-            memory = setting.get("memory", 0)
-            knobs, _ = knobs_of(STAGES[stage], {
-                **setting, "max_kv_tokens": memory, "pages": memory // setting.get("page_size", 1)})
-            some = [request for request in answers
-                    if setting["long"] or not request.name.startswith("long")]
-            same = simulate(*GPU, STAGES[stage], [*map(replace, some)], **knobs)
-            text = json.dumps(plain(same, answers))
-            kinds[key] = found.setdefault(text, len(found))
+        for indices in itertools.product(*(range(len(GRID[name])) for name in APPLIES[stage])):
+            setting = ".".join(map(str, (stage, *indices)))
+            text = json.dumps(tried(setting, answers))
+            kinds[setting] = found.setdefault(text, len(found))
             if stage in RECTANGLES:
                 if text not in outcomes:   # equal passes have the same outcome
-                    outcomes[text] = under_the_mask(model, STAGES[stage], some, knobs)
-                verdicts[key] = outcomes[text]
+                    outcomes[text] = under_the_mask(model, *meaning(setting, answers))
+                verdicts[setting] = outcomes[text]
     return {"stages": TRIED, "first": FIRST, "knobs": GRID, "applies": APPLIES, "goals": GOALS,
             "of": kinds, "runs": [json.loads(text) for text in found], "wrong": verdicts}
 
 
+def meaning(setting, answers):
+    """
+    (the stage's function, requests, knobs) of a setting, which is the stage and the index of each
+    knob's value: "chunked.0.2.1.0". It comes without the knobs that its stage lacks.
+    """
+    stage, *indices = setting.split(".")
+    values = {name: GRID[name][int(i)] for name, i in zip(APPLIES[stage], indices, strict=True)}
+    memory = values.get("memory", 0)
+    knobs, _ = knobs_of(STAGES[stage], {
+        **values, "max_kv_tokens": memory, "pages": memory // values.get("page_size", 1)})
+    some = [replace(request) for request in answers
+            if values["long"] or not request.name.startswith("long")]
+    return STAGES[stage], some, knobs
+
+
+def tried(setting, answers):
+    """A setting's run, for the page."""
+    generate, some, knobs = meaning(setting, answers)
+    return plain(simulate(*GPU, generate, some, **knobs), answers)
+
+
 def under_the_mask(model, generate, requests, knobs):
     """How many requests get wrong tokens from the built-in model under the published mask."""
-    requests = [*map(replace, requests)]
     check = Check(model, requests)
     with broken("published mask", show=False):
         generate(model, requests, on_token=check.on_token, **knobs)

@@ -129,7 +129,6 @@ class Recorder(XRay):
 
         room:     {request: capacity in tokens, or block table; None: it holds nothing}, where that
                   differs from the last pass
-        computed: tokens in the cache of each request
         kept:     free pages that can still be found, oldest first
         columns:  filled columns of a cache that belongs to the whole batch, pads included; else 0
         """
@@ -142,9 +141,8 @@ class Recorder(XRay):
                 room[i] = self.memory[i] = now
         pages = getattr(batch, "pages", None)
         self.pool = pages and {"pages": pages.number, "page_size": pages.size}
-        return {"room": room, "computed": [request.computed for request in self.requests],
-                "kept": [page for page in pages.free if page in pages.key_of] if pages else [],
-                "columns": batch.end if rows else 0}
+        return {"room": room, "columns": batch.end if rows else 0,
+                "kept": [page for page in pages.free if page in pages.key_of] if pages else []}
 
 
 def record(generate, model, requests, reference=None, **knobs):
@@ -169,16 +167,12 @@ def take_times(trace, timed):
     Gives a recorded run the times of one that nothing disturbed, unless that run did something
     else, where rounding flipped a near-tie. Returns the recorded run's trace.
     """
-    if work_of(trace) == work_of(timed):
+    did, again = ([[(p.step, p.shape, p.work, p.finished) for p in run.passes],
+                   [request.token_steps for request in run.requests]] for run in (trace, timed))
+    if did == again:
         trace.started, trace.step_times = timed.started, timed.step_times
         for p, twin in zip(trace.passes, timed.passes):
             p.seconds = twin.seconds
         for request, twin in zip(trace.requests, timed.requests):
             request.token_times = twin.token_times
     return trace
-
-
-def work_of(trace):
-    """What a run did, whatever time it took."""
-    return ([(p.step, p.shape, p.work, p.finished) for p in trace.passes],
-            [(request.name, request.token_steps) for request in trace.requests])

@@ -150,8 +150,7 @@ function stateOf(run, request, now) {
   const r = run.requests.indexOf(request), work = last(request.work, now.pass);
   const holds = last(request.rooms, now.pass)?.[1] ?? null;
   const end = work ? work[1] + work[2] : 0, tokens = atMost(request.steps, now.step);
-  const computed = work?.[0] === now.pass ? end - rejectedOf(run, r, work)
-    : run.passes.computed?.[now.pass]?.[r] ?? end;
+  const computed = work ? end - rejectedOf(run, r, work) : 0;
   const active = Boolean(work) && now.passes.includes(work[0]), prompt = request.prompt.length;
   const over = request.reason && tokens === request.generated.length && work === request.work.at(-1);
   const [kind, words] = request.arrival > now.step ? ["absent", `– arrives at step ${request.arrival}`]

@@ -15,12 +15,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from beyond.fairness import SCHEDULERS
+from beyond.fairness import SCHEDULERS, FairScheduler
 from beyond.tensor_parallel import shard
 from checks.toy import toy as toy  # the tests import it from here
 from loading.llama import Llama, LlamaConfig
 from loading.stages import STAGES as ALL
 from model import GPTConfig, sample
+from paging import PagedScheduler
 from request import Request, prepare
 from toolbox import flags
 
@@ -170,15 +171,7 @@ def contract(stage, name, requests, pressure):
 
 # --- a scheduler alone, without a model -----------------------------------------------------------
 
-def cancel_now(scheduler, request):
-    """As a server's engine does, between two steps."""
-    request.finish_reason = request.finish_reason or "cancelled"
-    if request in scheduler.waiting:
-        scheduler.waiting.remove(request)
-    scheduler.release()
-
-
-CONFIG = GPTConfig(block_size=64, vocab_size=10, n_layer=1, n_head=1, n_embd=2)
+CONFIG = GPTConfig(block_size=BLOCK_SIZE, vocab_size=VOCAB, n_layer=1, n_head=1, n_embd=2)
 
 
 def queue(scheduler, requests):
@@ -196,36 +189,92 @@ def finish(scheduler, plan, step=0, token=lambda request: 0):
         request.token_steps.append(step)
 
 
-def run(scheduler, step=0, token=lambda request: 0, between=lambda step: None):
-    """To the end; at every step all that run go on. Returns all plans, like ["A4 B1", ...]."""
-    plans = []
-    while between(step) or scheduler.busy:
+def cancel_now(scheduler, request):
+    """As a server's engine does, between two steps."""
+    request.finish_reason = request.finish_reason or "cancelled"
+    if request in scheduler.waiting:
+        scheduler.waiting.remove(request)
+    scheduler.release()
+
+
+def run(scheduler, requests, token=lambda request: 0, cancel=()):
+    """
+    Serves requests, or a dict {name: (prompt or its length, new tokens)}, checking every plan.
+    Returns the plans, like ["A4 B1", ...].
+
+    cancel: (step, n) pairs: before that step is scheduled, the n-th request is cancelled
+    """
+    if isinstance(requests, dict):
+        requests = [Request([0] * prompt if isinstance(prompt, int) else prompt, new, name=name)
+                    for name, (prompt, new) in requests.items()]
+    mine, plans, step = queue(scheduler, requests), [], 0
+    while True:
+        for when, n in cancel:
+            if when == step and n < len(mine):
+                cancel_now(scheduler, mine[n])
+        if not scheduler.busy:
+            return plans
         step = scheduler.next_step(step)
-        plan = scheduler.schedule(step)
+        plan = checked(scheduler, step)
+        assert plan and len(plans) < 10_000, "no end"
         plans.append(" ".join(f"{request.name}{n}" for request, n in plan))
-        assert 0 < sum(n for _, n in plan) <= scheduler.token_budget
-        assert {request for request, _ in plan} == {*scheduler.running}
-        assert len(plans) <= 10_000, "no end"
         finish(scheduler, plan, step, token)
+        if isinstance(scheduler, PagedScheduler):
+            assert_books(scheduler)
         step += 1
-    return plans
 
 
-def plans(scheduler, sizes, arrivals=None, cancel=()):
-    """
-    `run` for requests A, B, C, ... of these sizes, (prompt, new tokens): (its plans, the requests).
-    cancel: (step, name) pairs, before that step is scheduled.
-    """
-    requests = queue(scheduler, [
-        Request([0] * prompt, new, name="ABCDEFGH"[i] if len(sizes) <= 8 else f"r{i}-",
-                arrival=arrivals[i] if arrivals else 0) for i, (prompt, new) in enumerate(sizes)])
+def checked(scheduler, step):
+    """The plan of this step. What is asserted holds of each step of every scheduler."""
+    plan, running = scheduler.schedule(step), scheduler.running
+    decodes = [(request, 1) for request in running if request.todo == 1]
+    assert plan[:len(decodes)] == decodes                               # all decodes, and first
+    left = sum(request.todo for request in running)
+    assert sum(n for _, n in plan) == min(scheduler.token_budget, left)   # as much as there is
+    assert {request for request, _ in plan} == {*running}               # all of them go on
+    assert len(running) <= scheduler.max_batch and not any(r.finished for r in running)
+    if not isinstance(scheduler, PagedScheduler):
+        assert sum(request.kv_tokens for request in running) <= scheduler.max_kv_tokens
+        assert (not scheduler.arrived(step) or len(running) == scheduler.max_batch   # why it waits
+                or left >= scheduler.token_budget or not scheduler.grant_room(scheduler.waiting[0]))
+        return plan
+    assert_books(scheduler)
+    for request in running:   # pages for the tokens it has; if it is due, for all it can need
+        due = isinstance(scheduler, FairScheduler) and scheduler.is_due(request)
+        tokens = request.kv_tokens if due else len(request.tokens)
+        assert len(request.block_table) == scheduler.pages.needed(tokens)
+    return plan
 
-    def between(step):
-        for request in requests:
-            if (step, request.name) in cancel:
-                cancel_now(scheduler, request)
 
-    return run(scheduler, between=between), requests
+def assert_books(scheduler):
+    """At every moment each page is free or held, and all tables, keys and names agree."""
+    pages, running, waiting = scheduler.pages, scheduler.running, scheduler.waiting
+    held = Counter(page for request in running for page in request.block_table)
+    assert [held[page] for page in range(pages.number)] == pages.holders
+    assert sorted([*pages.free, *held]) == list(range(pages.number))
+    assert all(len(set(r.block_table)) == len(r.block_table) for r in running)
+    assert all(r.block_table is None and r.computed == 0 for r in waiting)
+    assert {page: key for key, page in pages.published.items()} == pages.key_of
+    assert len(pages.published) == len(pages.key_of)
+    if isinstance(scheduler, FairScheduler):
+        assert list(waiting) == sorted(waiting, key=scheduler.rank.get)
+        assert {*running, *waiting} <= {*scheduler.rank}
+    else:
+        arrivals = [request.arrival for request in [*running, *waiting]]
+        assert arrivals == sorted(arrivals)
+
+    # A name stands for one beginning, for ever. `beginnings` is what this test has seen.
+    beginnings = vars(pages).setdefault("beginnings", {0: ()})
+    for page in sorted(pages.key_of, key=pages.name_of.__getitem__):   # parents first
+        parent, tokens = pages.key_of[page]
+        beginning = beginnings[parent] + tokens
+        assert beginnings.setdefault(pages.name_of[page], beginning) == beginning
+    names = [pages.name_of[page] for page in pages.key_of]
+    assert len(set(names)) == len(names)
+    for request in running if scheduler.share_prefixes else ():
+        for end in range(pages.size, request.computed + 1, pages.size):   # its full pages
+            page = request.block_table[end // pages.size - 1]
+            assert beginnings[pages.name_of[page]] == tuple(request.tokens[:end])
 
 
 # --- workloads ------------------------------------------------------------------------------------
@@ -264,31 +313,31 @@ def smallest_pool(requests, page_size, block_size=BLOCK_SIZE):
 @st.composite
 def workloads(draw):
     """(requests, pressure): what they ask for, and the knobs that decide when they get it."""
-    token = st.integers(0, VOCAB - 1)
+    token = st.integers(0, draw(st.sampled_from([1, VOCAB - 1])))   # of two, many begin alike
     budget = draw(st.integers(1, 40))
     edges = st.sampled_from([budget - 1, budget, budget + 1, 2 * budget, BLOCK_SIZE])
-    length = st.one_of(st.integers(1, 6), st.integers(1, BLOCK_SIZE),
+    length = st.one_of(st.integers(1, 8), st.integers(1, BLOCK_SIZE),
                        edges.map(lambda n: min(max(n, 1), BLOCK_SIZE)))
-    stem = draw(st.lists(token, max_size=BLOCK_SIZE))   # some prompts begin with some of it
+    stem = draw(st.lists(token, min_size=BLOCK_SIZE, max_size=BLOCK_SIZE))   # of some prompts
     requests = []
-    for i in range(draw(st.integers(1, 6))):
+    for i in range(draw(st.integers(1, 7))):
         n = draw(length)
         own = draw(st.lists(token, min_size=n, max_size=n))
-        common = stem[:draw(st.sampled_from([0, 0, 3, 8, BLOCK_SIZE]))]
-        requests.append(Request((common + own[len(common):])[:n],
-                                max_new_tokens=draw(st.integers(1, 12)),
+        shared = draw(st.sampled_from([0, 3, 8, BLOCK_SIZE]))
+        requests.append(Request((stem[:shared] + own[shared:])[:n],
+                                max_new_tokens=draw(st.sampled_from([1, 2, 4, 7, 12, 1000])),
                                 temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.5])),
                                 top_k=draw(st.sampled_from([None, None, 1, 3])),
                                 top_p=draw(st.sampled_from([1.0, 1.0, 0.5, 0.9])),
                                 seed=draw(st.integers(0, 2**32)),
                                 eos_token=draw(st.one_of(st.none(), token)), name=f"r{i}",
                                 priority=draw(st.integers(0, 2)),
-                                arrival=draw(st.sampled_from([0, 0, 0, 1, 2, 5, 30]))))
+                                arrival=draw(st.sampled_from([0, 0, 0, 1, 2, 5, 10**12]))))
     need, size = smallest_pool(requests, 1), draw(st.integers(1, 6))
     pages = smallest_pool(requests, size)
     pressure = dict(max_batch=draw(st.integers(1, 7)), token_budget=budget,
                     max_kv_tokens=draw(st.one_of(st.none(), st.integers(need, 3 * need))),
-                    pages=draw(st.one_of(st.none(), st.integers(pages, 3 * pages))),
+                    pages=draw(st.sampled_from([None, pages, pages + 1, 2 * pages])),
                     page_size=size, policy=draw(st.sampled_from(list(SCHEDULERS.values()))),
-                    share_prefixes=draw(st.booleans()))
+                    share_prefixes=draw(st.sampled_from([True, True, False])))
     return requests, pressure

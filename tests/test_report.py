@@ -3,11 +3,13 @@ import json
 import time
 from dataclasses import replace
 
+import pytest
 from common import STAGES, toy
 
 from request import Request
 from toolbox.trace import ForwardPass, Trace
 from views.report import report, totals, write_trace
+from views.sights import PAD, seen_pads
 
 
 def golden(**arguments):
@@ -46,23 +48,20 @@ GOLDEN_REPORT = [
 ]
 
 
-def test_report():
+def test_report_and_written_trace(tmp_path):
     counts = {"preemptions": 1234, "shared_pages": 5, "saved_tokens": 20, "evicted_pages": 2}
-    assert report(golden(counts=counts)).splitlines() == [
+    trace = golden(counts=counts)
+    assert report(trace).splitlines() == [
         *GOLDEN_REPORT,
         "  preemptions     1,234",
         "  shared pages    5 found in the pool, 20 tokens saved, 2 evicted",
     ]
-    for counts in {}, {name: 0 for name in counts}:
-        assert report(golden(counts=counts)).splitlines() == GOLDEN_REPORT
-
-
-def test_written_traces(tmp_path):
-    write_trace(golden(counts={"preemptions": 3}), tmp_path / "t.json")
-    trace = json.loads((tmp_path / "t.json").read_text())
-    assert trace["stage"] == "x" and trace["counts"] == {"preemptions": 3}
-    assert trace["requests"][0]["token_times"] == [1.0, 3.0, 7.0]
-    assert trace["passes"][1]["shape"] == [7]
+    assert report(golden()).splitlines() == GOLDEN_REPORT
+    write_trace(trace, tmp_path / "t.json")
+    written = json.loads((tmp_path / "t.json").read_text())
+    assert (written["stage"], written["counts"]) == ("x", counts)
+    assert written["requests"][0]["token_times"] == [1.0, 3.0, 7.0]
+    assert written["passes"][1]["shape"] == [7]
 
 
 def test_a_report_of_next_to_nothing():
@@ -72,10 +71,16 @@ def test_a_report_of_next_to_nothing():
     assert "throughput      1 tokens" in one and "nan" not in one + nothing
 
 
-def test_seconds_are_measured():
+@pytest.mark.parametrize("stage", STAGES)
+def test_seconds_are_measured(stage):
     model = toy()
     model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
-    for generate in STAGES.values():
-        trace = generate(model, [Request([1, 2], 2)])
-        assert all(0.01 <= p.seconds for p in trace.passes)
-        assert totals(trace)["seconds"] >= 0.02
+    trace = STAGES[stage](model, [Request([1, 2], 2)])
+    assert all(0.01 <= p.seconds for p in trace.passes) and totals(trace)["seconds"] >= 0.02
+
+
+def test_pads_that_are_seen_are_the_new_ones_then_those_of_the_past():
+    columns = [PAD, PAD, PAD, 1, PAD, 2]   # the past, of four keys, and two new ones
+    assert seen_pads(columns, 3, pads=1, blanks=0) == {4}
+    assert seen_pads(columns, 3, pads=2, blanks=0) == {4, 2}
+    assert seen_pads(columns, 3, pads=1, blanks=2) == {4, 2, 1}

@@ -1,11 +1,11 @@
-"""Golden plans: what the Scheduler hands out, step by step, and what a Request refuses."""
+"""Golden plans, what holds of all plans, and what a Request, a run and a Scheduler refuse."""
 import math
 from dataclasses import replace
 
 import numpy
 import pytest
 import torch
-from common import CONFIG, examples, finish, plans, queue
+from common import CONFIG, examples, finish, queue, run, smallest_pool, workloads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,24 +14,68 @@ from paging import PagedScheduler, Pages
 from request import Request, prepare
 from scheduler import Scheduler
 
+SIZES = {"A": (6, 4), "B": (2, 4), "C": (4, 1)}
 
-@pytest.mark.parametrize("sizes, max_batch, token_budget, more, expected", [
+
+@pytest.mark.parametrize("limits, requests, cancel, expected", [
     # first come, first served
-    ([(5, 1), (6, 1), (2, 1)], 8, 4, {}, ["A4", "A1 B3", "B3 C1", "C1"]),
+    ((8, 4), {"A": (5, 1), "B": (6, 1), "C": (2, 1)}, [], ["A4", "A1 B3", "B3 C1", "C1"]),
     # none is overtaken: B does not fit beside A; C would, but it came after B
-    ([(6, 2), (8, 2), (2, 2)], 8, 8, {"max_kv_tokens": 11},
+    ((8, 8, 11), {"A": (6, 2), "B": (8, 2), "C": (2, 2)}, [],
      ["A6", "A1", "B8", "B1", "C2", "C1"]),
     # the smallest budget, and the smallest batch
-    ([(3, 2), (1, 2)], 8, 1, {}, ["A1", "A1", "A1", "A1", "B1", "B1"]),
-    ([(3, 2), (1, 2)], 1, 2, {}, ["A2", "A1", "A1", "B1", "B1"]),
+    ((8, 1), {"A": (3, 2), "B": (1, 2)}, [], ["A1", "A1", "A1", "A1", "B1", "B1"]),
+    ((1, 2), {"A": (3, 2), "B": (1, 2)}, [], ["A2", "A1", "A1", "B1", "B1"]),
     # the last token of a prompt is handed out like a decode
-    ([(5, 2), (4, 2)], 8, 4, {}, ["A4", "A1 B3", "A1 B1", "B1"]),
-    # a late arrival, and steps in which there is nothing to do
-    ([(2, 2), (3, 2)], 8, 8, {"arrivals": [3, 1]}, ["B3", "B1", "A2", "A1"]),
-])
-def test_plans(sizes, max_batch, token_budget, more, expected):
-    scheduler = Scheduler(max_batch, token_budget, more.get("max_kv_tokens"))
-    assert plans(scheduler, sizes, more.get("arrivals"))[0] == expected
+    ((8, 4), {"A": (5, 2), "B": (4, 2)}, [], ["A4", "A1 B3", "A1 B1", "B1"]),
+    # cancelled while it prefills, while it decodes, while it waits: place and room are free
+    ((2, 4, 20), SIZES, [(1, 0)], ["A4", "B2 C2", "B1 C2", "B1", "B1"]),
+    ((2, 4, 20), SIZES, [(3, 0)], ["A4", "A2 B2", "A1 B1", "B1 C3", "B1 C1"]),
+    ((2, 4, 20), SIZES, [(0, 0), (0, 2)], ["B2", "B1", "B1", "B1"])])
+def test_plans(limits, requests, cancel, expected):
+    assert run(Scheduler(*limits), requests, cancel=cancel) == expected
+
+
+CANCELS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=3)
+
+
+@settings(max_examples=examples(400))
+@given(case=workloads(), cancel=CANCELS)
+def test_plans_keep_the_limits_and_those_of_three_schedulers_are_equal(case, cancel):
+    plans_are_right(case, cancel)
+
+
+def plans_are_right(case, cancel):
+    """
+    `run` asserts the limits. Stage 7's plans are stage 6's if there are pages enough and none is
+    shared; and those of a fair scheduler that is not bound.
+    """
+    requests, pressure = case
+    limits, size = (pressure["max_batch"], pressure["token_budget"]), pressure["page_size"]
+
+    def plans(scheduler):
+        return run(scheduler, [*map(replace, requests)],
+                   lambda request: len(request.tokens) // 7 % 2, cancel)
+
+    plans(Scheduler(*limits, pressure["max_kv_tokens"]))
+    enough = sum(smallest_pool([request], size) for request in requests)
+    assert plans(Scheduler(*limits)) == plans(PagedScheduler(*limits, Pages(enough, size), False))
+    few, share = pressure["pages"] or enough, pressure["share_prefixes"]
+    fair = FairScheduler(*limits, Pages(few, size), "fcfs", share, bound=10**9)
+    assert plans(PagedScheduler(*limits, Pages(few, size), share)) == plans(fair)
+
+
+def test_what_can_never_fit_is_refused_by_name_with_the_numbers():
+    requests = {"A": (3, 3), "B": (9, 8)}   # the last token is never computed: 16 places
+    for new, need, size in [
+            (lambda n: Scheduler(4, 8, n), 16, 1),
+            *((lambda n, size=size: PagedScheduler(4, 8, Pages(n, size)), need, size)
+              for size, need in ((1, 16), (5, 4), (2, 8)))]:
+        there = f"'B'.* 9 .* 8 needs 16 KV tokens, there are {(need - 1) * size}"
+        with pytest.raises(ValueError, match=there):
+            run(new(need - 1), requests)
+        run(new(need), requests)
+        run(new(24), {"A": (3, 3), "B": (9, 10**9)})   # the context limits what it can need
 
 
 def test_requests_are_added_in_order_of_arrival():
@@ -40,42 +84,6 @@ def test_requests_are_added_in_order_of_arrival():
     with pytest.raises(ValueError, match="request 'early' arrives before request 'tie': add it"):
         scheduler.add(early)
     assert list(scheduler.waiting) == queued   # nothing has come of the one that was refused
-
-
-@pytest.mark.parametrize("cancel, expected", [
-    ([(1, "A")], ["A4", "B2 C2", "B1 C2", "B1", "B1"]),          # while it prefills
-    ([(3, "A")], ["A4", "A2 B2", "A1 B1", "B1 C3", "B1 C1"]),    # while it decodes
-    ([(0, "A"), (0, "C")], ["B2", "B1", "B1", "B1"]),            # while it waits
-])
-def test_cancel_frees_the_place_and_the_reservation_in_any_state(cancel, expected):
-    scheduler = Scheduler(max_batch=2, token_budget=4, max_kv_tokens=20)
-    assert plans(scheduler, [(6, 4), (2, 4), (4, 1)], cancel=cancel)[0] == expected
-
-
-@settings(max_examples=examples(300))
-@given(sizes=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 12)), min_size=1, max_size=8),
-       max_batch=st.integers(1, 9), token_budget=st.integers(1, 30),
-       slack=st.one_of(st.none(), st.integers(0, 100)))
-def test_limits_hold_and_the_budget_is_used(sizes, max_batch, token_budget, slack):
-    need = max(min(prompt + new - 1, 64) for prompt, new in sizes)
-    scheduler = Scheduler(max_batch, token_budget, None if slack is None else need + slack)
-    queue(scheduler, [Request([0] * prompt, new) for prompt, new in sizes])
-    for step in range(sum(prompt + new for prompt, new in sizes)):
-        if not scheduler.busy:
-            return
-        plan, running = scheduler.schedule(step), scheduler.running
-        decodes = [(request, 1) for request in running if request.todo == 1]
-        assert plan[:len(decodes)] == decodes                            # all decodes, and first
-        total, left = sum(n for _, n in plan), sum(request.todo for request in running)
-        assert total == min(token_budget, left) > 0                      # as much as there is to do
-        assert len(running) <= min(max_batch, token_budget)
-        assert {request for request, _ in plan} == {*running}            # all of them go on
-        assert sum(request.kv_tokens for request in running) <= scheduler.max_kv_tokens
-        if scheduler.waiting:   # then there is a reason
-            assert (len(running) == max_batch or left >= token_budget
-                    or not scheduler.grant_room(scheduler.waiting[0]))
-        finish(scheduler, plan)
-    assert not scheduler.busy, "not done although each step computes at least one token"
 
 
 class Watched(Request):
@@ -93,90 +101,76 @@ class Watched(Request):
     __hash__ = Request.__hash__
 
 
-def reads_per_step(waiting, arrival, scheduler):
+def reads_per_step(scheduler, waiting, arrival):
     """Of so many waiting requests, while others run and finish; B is overtaken, and becomes due."""
     queue(scheduler, [Request([0] * 4, 3, name="A"), Watched([0] * 9, 3, name="B", priority=1),
-                      *(Watched([0] * 4, 3, name=f"w{i}", arrival=arrival)
-                        for i in range(waiting))])
+                      *(Watched([0] * 4, 3, arrival=arrival) for _ in range(waiting))])
     reads = []
     for step in range(9):
         Watched.reads = 0
-        assert scheduler.busy
         finish(scheduler, scheduler.schedule(scheduler.next_step(step)))
         reads.append(Watched.reads)
     return reads[isinstance(scheduler, FairScheduler):]   # it ranks all that arrive, in step 0
 
 
-@pytest.mark.parametrize("new, arrivals", [
-    (lambda: Scheduler(2, 8, 40), (0, 100)),
-    (lambda: PagedScheduler(2, 8, Pages(20, 2)), (0, 100)),
-    *((lambda policy=policy: FairScheduler(2, 8, Pages(20, 2), policy, bound=2), (0,))
+@pytest.mark.parametrize("new, arrivals, more", [
+    (lambda: Scheduler(2, 8, 40), (0, 100), 0),
+    (lambda: PagedScheduler(2, 8, Pages(20, 2)), (0, 100), 0),
+    *((lambda policy=policy: FairScheduler(2, 8, Pages(20, 2), policy, bound=2), (0,), 40)
       for policy in POLICIES)], ids=["reserving", "paged", *POLICIES])
-def test_a_step_does_not_look_at_every_waiting_request(new, arrivals):
-    more = 40 if isinstance(new(), FairScheduler) else 0   # a sorted queue may look at a few
+def test_a_step_does_not_look_at_every_waiting_request(new, arrivals, more):
+    """more: a sorted queue may look at a few."""
     for arrival in arrivals:
-        few, many = (reads_per_step(waiting, arrival, new()) for waiting in (10, 1000))
+        few, many = (reads_per_step(new(), waiting, arrival) for waiting in (10, 1000))
         assert all(b <= a + more for a, b in zip(few, many)) and any(many)
 
 
 # --- what a Request, a run and a Scheduler refuse -------------------------------------------------
 
-@pytest.mark.parametrize("arguments, message", [
-    (dict(prompt=[]), "the prompt is empty"),
-    (dict(max_new_tokens=0), "max_new_tokens .* at least 1"),
-    (dict(max_new_tokens=True), "max_new_tokens"),
-    *((dict(temperature=t), "temperature .* at least 0")
-      for t in (-0.1, math.nan, math.inf, "hot")),
-    (dict(top_k=0), "top_k"),
-    *((dict(top_p=p), "top_p .* above 0 and at most 1")
-      for p in (0, 1.1, math.nan, True, "x")),
-    *((dict(arrival=arrival), "arrival") for arrival in (-1, 1.5)),
-    (dict(priority=-1), "priority"),
-    *((dict(prompt=prompt), "prompt .* token ids") for prompt in ([1.5], None, "a")),
-    (dict(seed=-1), "seed .* at least 0"),
-    (dict(eos_token=1.0), "eos_token .* whole number"),
-])
-def test_a_request_refuses_bad_values(arguments, message):
-    with pytest.raises(ValueError, match=message) as error:
-        Request(**{"prompt": [1], "name": "r7", **arguments})
-    assert "request 'r7'" in str(error.value) and "\n" not in str(error.value)
+@pytest.mark.parametrize("message, name, values", [
+    ("the prompt is empty", "prompt", [[]]), ("token ids", "prompt", [[1.5], None, "a"]),
+    ("at least 1", "max_new_tokens", [0, True]), ("at least 1", "top_k", [0]),
+    ("at least 0", "temperature", [-0.1, math.nan, math.inf, "hot"]),
+    ("above 0 and at most 1", "top_p", [0, 1.1, math.nan, True, "x"]),
+    ("at least 0", "arrival", [-1, 1.5]), ("at least 0", "priority", [-1]),
+    ("at least 0", "seed", [-1]), ("whole number", "eos_token", [1.0])])
+def test_a_request_refuses_bad_values(message, name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=message) as error:
+            Request(**{"prompt": [1], "name": "r7", name: value})
+        said = str(error.value)
+        assert "request 'r7'" in said and name in said and "\n" not in said
+
+
+def has_run():
+    request, = prepare(Request([1, 2]), CONFIG)
+    request.computed = 1
+    return request
 
 
 @pytest.mark.parametrize("requests, message", [
     ([], "there are no requests"),
-    ([Request([1] * 65, name="long")],
-     "request 'long': prompt of 65 tokens does not fit block_size 64"),
-    ([Request([1, 10], name="odd")], "request 'odd': token id 10 is not in the vocabulary, 0 to 9"),
+    ([Request([1] * 25, name="long")],
+     "request 'long': prompt of 25 tokens does not fit block_size 24"),
+    ([Request([1, 13], name="odd")], "request 'odd': token id 13 is not in the vocabulary, 0 to"),
     ([Request([-1])], "request 'r0': token id -1"),
     ([Request([1], name="x"), Request([2], name="x")], "request 'x' appears 2 times: each needs"),
-])
+    ([Request([1])] * 2, "appears 2 times"),
+    ([has_run()], r"request 'r0' has already run: dataclasses\.replace\(request\) makes a new")])
 def test_prepare_refuses_what_the_model_cannot_run_before_anything_ran(requests, message):
     with pytest.raises(ValueError, match=message):
         prepare(requests, CONFIG)
 
 
-def test_token_ids_of_any_library():
+def test_what_is_taken():
+    """Token ids of any library, names that keep clear of given ones, a copy of what has run."""
     for prompt in torch.tensor([1, 2]), numpy.array([1, 2]), (1, 2), range(1, 3):
         request = Request(prompt)
         assert request.prompt == [1, 2] and all(type(token) is int for token in request.prompt)
-
-
-def test_automatic_names_keep_clear_of_given_ones():
     requests = [Request([1], name="r1"), Request([1]), Request([1]), Request([1], name="r2")]
     prepare(requests, CONFIG)
     assert [request.name for request in requests] == ["r1", "r0", "r3", "r2"]
-    same = Request([1])
-    with pytest.raises(ValueError, match="appears 2 times"):
-        prepare([same, same], CONFIG)
-
-
-def test_a_request_runs_once():
-    request = prepare([Request([1, 2])], CONFIG)[0]
-    request.computed = 1
-    with pytest.raises(ValueError, match=r"request 'r0' has already run: "
-                                         r"dataclasses\.replace\(request\) makes a new one"):
-        prepare([request], CONFIG)
-    prepare([replace(request)], CONFIG)   # a copy is a new request
+    prepare(replace(has_run()), CONFIG)
 
 
 @pytest.mark.parametrize("limits", [

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import ROOT, STAGES, assert_contract, mixed, toy
+from common import EVEN, ROOT, assert_contract, mixed, toy
 
 import command_line
 from beyond import tensor_parallel
 from beyond.tensor_parallel import shard
+from generate_ragged import generate
 
-EVEN = dict(n_head=4, n_embd=16)
 NAME = "python -m beyond.tensor_parallel: "
 
 
@@ -37,36 +37,24 @@ def one_rank(rank, ranks, store, work):
     dist.destroy_process_group()
 
 
-# --- the contract (with any workload and pressure: test_contract.py) ------------------------------
+# --- shares (the contract of each stage, and more that is refused: test_contract.py) --------------
 
-def every_stage_is_right():
-    whole = toy(**EVEN)
-    model = shard(copy.deepcopy(whole))
-    for generate in STAGES.values():
-        assert_contract(model, generate, mixed(), whole=whole)
-    share = 16 // dist.get_world_size()
+def each_has_an_equal_share():
+    with pytest.raises(ValueError, match="ranks: n_head 3 is not a multiple"):
+        shard(toy(n_head=3, n_embd=15))
+    whole = toy(dtype=torch.float32, **EVEN)
+    model, share = shard(copy.deepcopy(whole)), 16 // dist.get_world_size()
     for block in model.h:
         for part, shape in ((block.attn.key, (share, 16)), (block.attn.c_proj, (16, share)),
                             (block.mlp.c_fc, (4 * share, 16)), (block.mlp.c_proj, (16, 4 * share))):
             assert part.weight.shape == shape
+    for fast in model.optimize(), shard(copy.deepcopy(whole).optimize()):   # in either order
+        assert_contract(fast, generate, mixed(), whole=whole, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_every_stage_gives_what_one_process_gives_alone(ranks):
-    assert_right(ranks, every_stage_is_right)
-
-
-def uneven_is_refused_and_optimize_works():
-    for heads, config in (3, dict(n_head=3, n_embd=15)), (1, dict(n_head=1, n_embd=5)):
-        with pytest.raises(ValueError, match=f"2 ranks: n_head {heads} is not a multiple"):
-            shard(toy(**config))
-    whole = toy(dtype=torch.float32, **EVEN)
-    for model in shard(copy.deepcopy(whole)).optimize(), shard(copy.deepcopy(whole).optimize()):
-        assert_contract(model, STAGES["ragged_varlen"], mixed(), whole=whole, tolerance=1e-4)
-
-
-def test_uneven_heads_are_refused_and_optimize_works_in_either_order():
-    assert_right(2, uneven_is_refused_and_optimize_works)
+def test_each_rank_has_an_equal_share_and_optimize_works(ranks):
+    assert_right(ranks, each_has_an_equal_share)
 
 
 # --- the command ----------------------------------------------------------------------------------

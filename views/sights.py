@@ -118,18 +118,15 @@ def draw(sights, path=None, label=None):
     margin, gap = max(0.5, 0.095 * longest + 0.1), max(0.32, 0.09 * longest + 0.1)
     places, lefts, left, bottom = [], [], 0.0, 0.0   # (panel, left, top) in inches from top left
     for group in groups:
+        wide = margin + 0.15 + CELL * max(len(part.keys) for part in group)
+        tall = gap + CELL * max(len(part.queries) for part in group)
+        columns = len(group) if len(groups) == 1 and wide * len(group) < WIDTH else 1
+        for k, part in enumerate(group):
+            row, column = divmod(k, columns)
+            places.append((part, left + margin + wide * column, TOP + gap + tall * row))
         lefts.append(left)
-        wide = [margin + 0.15 + CELL * len(part.keys) for part in group]
-        in_a_row = len(groups) == 1 and sum(wide) < WIDTH
-        across, down = left, TOP + gap
-        for part, width in zip(group, wide):
-            places.append((part, across + margin, down))
-            bottom = max(bottom, down + CELL * len(part.queries))
-            if in_a_row:
-                across += width
-            else:
-                down += CELL * len(part.queries) + gap
-        left += sum(wide) if in_a_row else max(3.2, *wide)
+        left += max(3.2, wide * columns)
+        bottom = max(bottom, TOP + tall * (row + 1))
 
     kinds = {kind for part, _, _ in places for row in part.cells for kind in row}
     handles = [Patch(**{"edgecolor": LINE, **looks}, label=name)
