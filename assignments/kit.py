@@ -2,7 +2,7 @@
 What the tests of all sets share: workloads, and the comparison of a student's code with ours.
 
     part.compare(probe)     a probe yields (where, value): the same with their functions and ours
-    part.serve(...)         a whole stage: the judge's sentences (checks/judge.py), then its counts
+    part.serve(...)         a whole stage: the judge's sentences (checks/judge.py)
     part.fast(...)          no more than a multiple of the CPU time that ours has just taken
 
 A test says in a sentence what is wrong: the first fault, and the smallest workload that shows it.
@@ -184,24 +184,21 @@ class Part:
                 if fault := difference(value, right):
                     raise Fault(f"{where}: {fault}")
 
-    def serve(self, stage, requests, causes=None, counts=True, **knobs):
+    def serve(self, stage, requests, causes=None, **knobs):
         """
-        Runs a stage on a small model. causes: of all that the judge sees, what counts here; then
-        the counts of the run. The requests are copied.
+        Runs a stage on a small model. causes: of all that the judge sees, what counts here. The
+        requests are copied.
         """
         from checks.judge import CAUSES, faults
         from checks.toy import toy
         where, started = describe(requests, **knobs), time.process_time()
-        generate, traces = import_module(stage).generate, []
-
-        def run(*arguments, **named):
-            traces.append(generate(*arguments, **named))
-
-        run(toy(), [*map(replace, requests)], **knobs)
+        generate = import_module(stage).generate
+        generate(toy(), [*map(replace, requests)], **knobs)
         found = {}
         with self.theirs(10 * (time.process_time() - started)):
             try:
-                for cause, sentence in faults(run, toy(), [*map(replace, requests)], **knobs):
+                for cause, sentence in faults(
+                        generate, toy(), [*map(replace, requests)], **knobs):
                     found.setdefault(cause, sentence)
             except Exception as error:   # what was seen before a crash says more than the crash
                 error.where = where
@@ -212,8 +209,6 @@ class Part:
                 raise Fault(f"{found[cause]}{effect if cause != 'contract' else ''}\n{where}")
         if "crash" in found:
             raise found["crash"]
-        if counts and (fault := difference(*map(counts_of, reversed(traces)))):
-            raise Fault(f"{fault}{effect}\n{where}")
 
     def fast(self, where, prepare, call):
         """call(prepare()) must not take many times as long as with ours, which is linear."""

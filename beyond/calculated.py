@@ -58,10 +58,14 @@ class CalculatedModel:
         cache = batch.plan[0][0].kv
         if cache is not None:   # else, without a layer, its bytes_per_token would be 0
             cache.buffers(0, self.key, self.key)
+        self.compute(batch)
+        return torch.zeros(len(batch.sampled), 1)                               # (R, 1)
+
+    def compute(self, batch):
+        """Moves the clock on by a pass over the layout `batch`."""
         seconds, parts = price(self.config, self.gpu, batch)
         self.passes.append((self.now, seconds, parts))
         self.now += seconds
-        return torch.zeros(len(batch.sampled), 1)                               # (R, 1)
 
     def on_token(self, request, token, logits):
         request.token_times[-1] = self.now

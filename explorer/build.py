@@ -1,5 +1,5 @@
 """
-Builds docs/explorer.html: all stages on a workload made for it, the guided walk, and "Try it".
+Builds docs/explorer.html: all stages on requests.jsonl, the guided walk, and "Try it".
 
 Every stage runs on the built-in model, under the X-ray and the check, and once more on a calculated
 GPU (beyond/calculated.py), which gives all times: so the page is the same on every machine. "Try

@@ -55,7 +55,7 @@ function readAddress() {                 // whatever it says: what does not exis
   const stop = Number(parts.get("stop") ?? -1);
   state.stop = DATA.walk[stop] ? stop : null;
   state.tried = triedNamed(parts.get("try"));
-  if (!state.tried && !parts.has("run") && DATA.walk.length) return visit(state.stop ?? 0);
+  if (!state.tried && !parts.has("run") && DATA.walk.length) return visit(state.stop ?? 0, false);
   setTicks(Number(parts.get(state.clock)) || 0);
   state.slot = slotNamed(parts.get("slot")) ? parts.get("slot") : null;
   build();
@@ -78,8 +78,8 @@ function change(what) {                  // other runs, or another clock, at the
   build();
 }
 
-function visit(i) {                      // a stop of the walk
-  play(false);
+function visit(i, news = true) {         // a stop of the walk; Back leads to where one was before
+  if (news) leave();
   const {run, beside, clock, step, slot = null} = sceneOf(i);
   Object.assign(state, {run, beside, clock, slot, stop: i, all: false, tried: null, tab: 0});
   pointed = null;
@@ -88,9 +88,15 @@ function visit(i) {                      // a stop of the walk
   if (scrollY > $("walk").offsetTop) scrollTo(0, $("walk").offsetTop);
 }
 
+function strayed() {                     // whether another moment or run than the stop's is shown
+  const {run, beside, clock, step, slot = null} = sceneOf(state.stop);
+  return state.tried || state.run !== run || state.beside !== beside || state.clock !== clock
+    || state.slot !== slot || views[0].now.step !== step;
+}
+
 function answer(choice) {
   answered.set(state.stop, choice);
-  visit(state.stop);
+  visit(state.stop, false);
 }
 
 // A slot's name is "view.pass.row.column". Its four numbers, if there is such a slot.
@@ -177,7 +183,7 @@ function render() {                      // what depends on the moment
 }
 
 function scoreboardNow() {
-  const pick = run => { state.all = true; change({run, beside: "", clock: "ms"}); };
+  const pick = run => { leave(); state.all = true; change({run, beside: "", clock: "ms"}); };
   const ladder = Object.fromEntries(Object.entries(DATA.score).filter(([name]) => name !== "two requests"));
   return state.tried ? scoreboard(triedScores(), before) : scoreboard(ladder, null, pick);
 }
@@ -187,6 +193,7 @@ function scoreboardNow() {
 const LABELS = {max_batch: "max_batch", token_budget: "token budget", page_size: "page size",
                 memory: "memory, in tokens", long: "drop in two long prompts", mask: "break the mask"};
 const expandedRuns = new Map();          // number of a run -> that run
+const visited = [];                      // [stage, figures], of all choices
 const reached = new Set();               // goals
 let before = null;                       // the figures of the last choice
 
@@ -213,12 +220,13 @@ function triedNamed(name) {              // its indices; null if there are no su
 }
 
 function tryIt(tried) {
-  if (!state.tried) play(false);
+  if (!state.tried) leave();
   before = state.tried && triedScores();
   Object.assign(state, {tried, slot: null, clock: state.tried ? state.clock : "ms"});
   pointed = null;
   setTicks(Infinity);
   for (const [stage, figures] of Object.entries(triedScores())) {
+    if (!visited.some(([, known]) => known === figures)) visited.push([stage, figures]);
     DATA.grid.goals.forEach((goal, i) => { if (meets(goal, stage, figures)) reached.add(i); });
   }
   build();
@@ -241,7 +249,7 @@ function beginTry() {                    // its controls
     return element("label", {data: {knob: name}}, LABELS[name], element("input", kind), element("output"));
   });
   $("try").append(...selects.map((select, k) => element("label", {}, k ? "and" : "stage", select)), ...inputs, element("p"),
-    element("ol", {id: "goals"}, ...goals.map(({text}) => element("li", {}, text))));
+    element("ol", {id: "goals"}, ...goals.map(({text}) => element("li", {}, text))), element("figure", {id: "points"}));
   const button = element("button", {id: "tries", onclick: () => tryIt(state.tried ?? first)}, "try it");
   $("walk").firstChild.append(element("li", {}, button));
 }
@@ -270,6 +278,32 @@ function drawTry() {
   said.textContent = broken.join(" ") || "This repository's stages ran with each combination, on a calculated A100."
     + (free.length ? ` No memory limit: ${[...new Set(free)].join(", ")}.` : "");
   for (const [i, item] of [...$("goals").children].entries()) item.className = reached.has(i) ? "reached" : "";
+  drawPoints();
+}
+
+// All choices so far: the longest wait across, speed upwards, the stage's number as the point.
+function drawPoints() {
+  const wide = 300, high = 130, left = 34, x = wait => left + (wide - left - 12) * Math.min(wait, 60) / 60;
+  const y = speed => high - 18 - (high - 30) * Math.min(speed, 600) / 600;
+  const svg = (tag, attributes, text = "") => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.textContent = text;
+    return node;
+  };
+  const {next, speed} = DATA.grid.goals[0], now = new Set(Object.values(triedScores()));
+  const plot = svg("svg", {viewBox: `0 0 ${wide} ${high}`, role: "img",
+                           "aria-label": `${visited.length} points: longest wait and speed of each choice`});
+  plot.append(
+    svg("rect", {x: x(0), y: y(600), width: x(next[1]) - x(0), height: y(speed[0]) - y(600), class: "goal"}),
+    svg("path", {d: `M${x(0)} ${y(600)}V${y(0)}H${x(60)}`, class: "axes"}),
+    ...[0, 300, 600].map(value => svg("text", {x: left - 4, y: y(value) + 4, "text-anchor": "end"}, value)),
+    ...[15, 30, 45, 60].map(value => svg("text", {x: x(value), y: high - 4, "text-anchor": "middle"}, value)),
+    svg("text", {x: left + 4, y: 10}, "tokens/s; across: longest wait, ms; shaded: goal 1"),
+    ...visited.map(([stage, figures]) => svg(
+      "text", {x: x(figures.next), y: y(figures.speed) + 4, "text-anchor": "middle", class: now.has(figures) ? "now" : ""},
+      /\d/.exec(labelOf(RUNS.get(stage)))[0])));
+  $("points").replaceChildren(plot);
 }
 
 let written = -Infinity, later = null;
@@ -284,6 +318,15 @@ function writeAddress() {                // not at every step: browsers refuse 1
   }
 }
 
+function leave() {                       // what is shown keeps its place in the browser's history
+  play(false);
+  clearTimeout(later);
+  if (!views.length) return;
+  history.replaceState(null, "", address());
+  history.pushState(null, "", address());
+  written = -Infinity;
+}
+
 // --- controls -------------------------------------------------------------------------------------
 
 let timer = null;                        // while it plays
@@ -296,13 +339,15 @@ function drawControls() {
   for (const [i, button] of $("walk").querySelectorAll("button").entries()) {
     button.ariaCurrent = tried ? (button.id === "tries" ? "page" : null) : i === stop ? "step" : null;
   }
-  const on = walk[stop];
+  const on = walk[stop], away = Boolean(on && strayed());
   $("stop").hidden = !walk.length || Boolean(tried);
   drawStop(on);
   $("controls").hidden = Boolean(tried) || inScene();
   $("all").hidden = !on || Boolean(tried);
   $("all").textContent = state.all ? "this scene only" : "all panels";
-  $("on").hidden = !walk[(stop ?? -1) + 1] || Boolean(tried && !on);
+  $("return").hidden = !away;
+  $("return").textContent = `back to stop ${stop}`;
+  $("on").hidden = away || !walk[(stop ?? -1) + 1] || Boolean(tried && !on);
   $("on").textContent = on ? "next stop" : "guided walk";
   drawTry();
 }
@@ -378,6 +423,16 @@ function onKey(event) {
   event.preventDefault();
 }
 
+function swipe(event) {                  // sideways, to the next stop or back
+  const {clientX, clientY} = event.changedTouches[0], {target} = event;
+  const slides = target.closest(".box, input, select") || [target.closest(".scroll")].some(
+    box => box && box.scrollWidth > box.clientWidth + 1);
+  if (event.type === "touchstart") return void (touched = slides || state.stop === null ? null : [clientX, clientY]);
+  if (!touched) return;
+  const [right, down] = [clientX - touched[0], clientY - touched[1]], i = state.stop + (right < 0 ? 1 : -1);
+  if (Math.abs(right) > 60 && Math.abs(right) > 2 * Math.abs(down) && DATA.walk[i] && !state.tried) visit(i);
+}
+
 function nearest(event) {                // the slot that is meant: between two, or on a narrow one
   const grid = event.target.closest(".grid");
   if (!grid || event.target.dataset.slot) return event.target.dataset.slot ?? null;
@@ -387,6 +442,8 @@ function nearest(event) {                // the slot that is meant: between two,
   };
   return [...grid.querySelectorAll(".slot")].reduce((a, b) => far(b) < far(a) ? b : a).dataset.slot;
 }
+
+let touched = null;                      // where a swipe has begun
 
 function seek(event) {                   // a press or a drag on the timeline; else it says what is there
   const view = views.find(view => view.box?.contains(event.target)), moved = event.type === "pointermove";
@@ -432,7 +489,9 @@ function begin() {
     visit((state.stop ?? -1) + 1);
     if ($("on").hidden) $("walk").querySelector("[aria-current]").focus();   // it is the last one
   };
+  $("return").onclick = () => visit(state.stop);
   $("all").onclick = () => { state.all = !state.all; build(); };
+  for (const type of ["touchstart", "touchend"]) document.addEventListener(type, swipe, {passive: true});
   document.addEventListener("keydown", onKey);
 
   const main = $("views"), slotOf = event => event.target.dataset.slot ?? null;
@@ -448,6 +507,7 @@ function begin() {
   main.addEventListener("pointerleave", seek);
   let wide = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; build(); } });
+  addEventListener("popstate", () => { play(false); readAddress(); });
   addEventListener("hashchange", () => { if (location.hash !== address()) readAddress(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", build);
   readAddress();

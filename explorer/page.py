@@ -24,7 +24,6 @@ COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "rejected", "pa
           "score_entries", "useful_scores", "copied_bytes")   # of a ForwardPass
 GUESSES = {"accepted": "#56B4E9", "rejected": "#8C2D04"}   # colours of guessed tokens
 KINDS = {**NAMES, "accepted": "guess, accepted", "rejected": "guess, rejected"}
-HARMLESS = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}   # no character that HTML could understand
 STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS, **GUESSES}.items())
 
 
@@ -41,7 +40,7 @@ def filled(data):
     """The page's text, with data in it."""
     parts = {"colors": f":root {{ {STYLE}}}", "css": read("page.css"),
              "js": "".join(map(read, ("runs.js", "panels.js", "page.js"))),
-             "data": json.dumps(data, separators=(",", ":")).translate(HARMLESS)}
+             "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")}
     text = read("page.html")
     for name, part in parts.items():   # data last: whatever is in it stays as it is
         text = text.replace("{{" + name + "}}", part)

@@ -352,6 +352,7 @@ function drawPointed() {
   for (const view of views) {
     for (const node of view.lit ?? []) node.classList.remove("lit", "picked", "wrong");
     view.lit = [];
+    view.panels.tensor?.querySelector(".lens")?.remove();
     const {run, number, panels: {sees = div()}} = view, [owner, pass, row] = picked ?? [];
     if (!view.slots) continue;
     if (run.xray.left_out) sees.replaceChildren(soft(`Not measured in this run: ${run.xray.left_out}.`));
@@ -360,6 +361,7 @@ function drawPointed() {
       sees.replaceChildren(sentence(run, slot, keys, guessAt(run, pass, picked[3])), strip(run, pass, slot, keys));
       sees.lastChild.scrollTop = (sees.querySelector(".wrong")?.offsetTop ?? 0) - sees.lastChild.offsetTop;
       lightUp(view, name, picked, keys);
+      if (innerWidth <= 760) magnify(view, picked);
     } else {
       sees.replaceChildren(soft("Point at a slot of the tensor to see which keys it sees. "
                                 + "A click or a tap holds it."));
@@ -399,6 +401,17 @@ function strip(run, pass, slot, keys) {  // all keys of its row, in order
     node.append(element("i", {className: key.mark, title: `${who}: ${key.mark}`, textContent}));
   }
   return node;
+}
+
+function magnify({slots, panels: {tensor}}, [number, pass, row, column]) {   // on a phone: a slot and its neighbours
+  const names = [-4, -3, -2, -1, 0, 1, 2, 3, 4].map(k => [number, pass, row, column + k].join("."));
+  const lens = div("lens", ...names.filter(name => slots.has(name)).map(name => {
+    const slot = slotAt(views[number].run, pass, row, Number(name.split(".")[3]));
+    return element("i", {className: "slot " + slot.kind + (name === names[4] ? " picked" : ""), data: {slot: name},
+                         textContent: slot.owner < 0 ? "·" : word(
+                           views[number].run, slot.owner, slot.position, "token", guessAt(views[number].run, pass, Number(name.split(".")[3])))});
+  }));
+  tensor.append(lens);
 }
 
 function lightUp(view, name, [number, pass, row], keys) {

@@ -86,9 +86,12 @@ def chunk(traces):
     _, prefill = passes_of(traces["chunked"], step)
     name, _, n = prefill.work[0]
     both = [traces[run] for run in ("dynamic", "chunked")]
+    late = [1e3 * (request.token_times[0] - trace.arrived(request))
+            for trace, request in ((trace, request_of(trace, name)) for trace in both)]
     ends = [1e3 * max(request.token_times[-1] for request in trace.requests) for trace in both]
     return dict(step=step, budget=both[1].recording.knobs["token_budget"], n=n, name=name,
-                ends=ends, waits=[worst_wait(trace)[0] for trace in both])
+                late=late, whole=len(request_of(both[1], name).prompt), ends=ends,
+                waits=[worst_wait(trace)[0] for trace in both])
 
 
 def fused_rectangle(traces):
@@ -144,9 +147,9 @@ def preemption(traces):
     start = steps[steps.index(end) - 1]
     inside = [i for i, p in enumerate(trace.passes) if start < p.step <= end]
     lost = next(i for i in inside if name not in tables(trace, i))
-    back = next(p for p in trace.passes[lost:] for who, _, _ in p.work if who == name)
-    return dict(step=back.step, pages=trace.recording.pool["pages"],
-                lost=trace.passes[lost].step, name=name, wait=wait)
+    again, p = next((n, p) for p in trace.passes[lost:] for who, _, n in p.work if who == name)
+    return dict(step=p.step, pages=trace.recording.pool["pages"], lost=trace.passes[lost].step,
+                name=name, wait=wait, again=again)
 
 
 def guessing(traces):

@@ -60,7 +60,7 @@ def make_requests(prompts, tokenizer, arrival_rate=None, chat=False, **defaults)
     stream, time, requests = random.Random(f"arrivals {defaults['seed']}"), 0.0, []
     for i, entry in enumerate(prompts):
         entry = {"where": "--prompt", **defaults, "seed": defaults["seed"] + i, "name": f"r{i}",
-                 "arrival": int(min(time, 1e9)), **entry}
+                 "arrival": int(time), **entry}
         if arrival_rate:
             time += stream.expovariate(arrival_rate)
         with one_line(entry.pop("where")):

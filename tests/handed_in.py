@@ -204,3 +204,32 @@ FILES = {
     "no file": (None, "scheduler.py is not there"),
     "an error at import": (b"1 / 0\n", "raises ZeroDivisionError: division by zero (line 1"),
 }
+
+POLICY = "def share(running, budget):\n    "
+PACK = "def pack(lengths, size):\n    "
+NEW_FIRST = POLICY + """plan = []
+    for request in sorted(running, key=lambda request: len(request.generated) > 0):
+        n = min(request.todo, budget)
+        plan += [(request, n)] * (n > 0)
+        budget -= n
+    return plan
+"""
+# The open tasks, in the order of the leaderboard: what is handed in (None: nothing), what is said
+OPEN = {
+    "policy": {
+        "ours": (None, "mean TTFT 9.63 steps, 0.00% of ITL above 2"),
+        "one each": (POLICY + "return [(r, 1) for r in running]", "mean TTFT"),
+        "new first": (NEW_FIRST, "mean TTFT .*: not allowed"),
+        "greedy": (POLICY + "return [(running[0], 10**6)]",
+                   "raises ValueError: request 'r0' cannot compute 1000000 of its"),
+        "too many": (POLICY + "return [(r, min(r.todo, 48)) for r in running]",
+                     "raises ValueError: the plan has"),
+        "stuck": (POLICY + "return []", "raises ValueError: the plan is empty"),
+        "empty": ("", "there is no policy.py")},
+    "packing": {
+        "lower bound": (None, "703 rows"), "ours": (None, "737 rows"),
+        "ada": (PACK + "return [[i] for i in range(len(lengths))]", "1704 rows"),
+        "eve": (PACK + "return [[*range(len(lengths))]]", "raises ValueError: a row holds more"),
+        "bob": (PACK + "return [[0, 0]]", "raises ValueError: each prompt must be in exactly one"),
+        "empty": ("", "there is no packing.py")},
+}

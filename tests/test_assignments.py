@@ -22,8 +22,10 @@ import isolate  # noqa: E402
 import leaderboard  # noqa: E402
 import make  # noqa: E402
 import predict  # noqa: E402
-from handed_in import FILES, NASTY, RIGHT, SHARE, WRONG  # noqa: E402
+from handed_in import FILES, NASTY, OPEN, RIGHT, SHARE, WRONG  # noqa: E402
 from mutants import MUTANTS  # noqa: E402
+
+import scheduler  # noqa: E402
 
 SETS = make.SETS
 
@@ -43,8 +45,27 @@ def marks(number, folder, *flags, only=None):
     status = pytest.main([*map(str, tests), "-q", "--tb=no", "-p", "no:cacheprovider",
                           "--rootdir", str(KIT), "--submission", str(folder),
                           "--results", str(results), *flags])
-    return status, {test["name"].split()[0]: (test["score"] == test["max_score"], test["output"])
-                    for test in json.loads(results.read_text())["tests"]}
+    tests = json.loads(results.read_text())["tests"]
+    assert all(test["score"] in (0, test["max_score"]) for test in tests)
+    return status, {test["name"].split()[0]: (test["score"] > 0, test["output"]) for test in tests}
+
+
+def edited(edits):
+    """{file: text} of the edits of a mutant, or of handed_in.py."""
+    files = {}
+    for where, old, new in edits:
+        file = where.partition(":")[0]
+        text = files[file] if file in files else make.text_of(file) if old else ""
+        if file != where:
+            files[file] = make.edited(text, [(where, old, new)])
+            continue
+        if old and re.fullmatch(r"[\w.]+", old):
+            node = make.node_of(text, old)
+            old = "\n".join(text.splitlines()[node.lineno - 1:node.end_lineno])
+            new = new.strip("\n")
+        assert not old or old in text, (file, old)
+        files[file] = text.replace(old, new) if old else new
+    return files
 
 
 def submission(number, folder, edits=()):
@@ -69,9 +90,7 @@ OF_PARTS = {name: mutant for name, mutant in MUTANTS.items() if {
 def test_a_mutant_loses_its_own_part_and_no_other(name, tmp_path):
     part, edits = OF_PARTS[name]
     number, functions = int(part[0]), {edit[0] for edit in edits}
-    folder = submission(number, tmp_path, {file: make.edited(make.text_of(file), [
-        edit for edit in edits if edit[0].startswith(f"{file}:")])
-        for file in {function.split(":")[0] for function in functions}})
+    folder = submission(number, tmp_path, edited(edits))
     for flags in (), ("--hidden", "s"):
         status, found = marks(number, folder, *flags)
         lost = [part for part, (right, _) in found.items() if not right]
@@ -84,27 +103,14 @@ def test_a_mutant_loses_its_own_part_and_no_other(name, tmp_path):
 
 # --- what people have handed in -------------------------------------------------------------------
 
-def edited(edits):
-    """{file: text} of edits in handed_in.py."""
-    files = {}
-    for file, old, new in edits:
-        text = files[file] if file in files else make.text_of(file) if old else ""
-        if old and re.fullmatch(r"[\w.]+", old):
-            node = make.node_of(text, old)
-            old = "\n".join(text.splitlines()[node.lineno - 1:node.end_lineno])
-            new = new.strip("\n")
-        assert not old or old in text, (file, old)
-        files[file] = text.replace(old, new) if old else new
-    return files
-
-
 @pytest.mark.parametrize("name", quick(RIGHT, [
-    "a helper package", "an alias", "a helper called queue.py", "a base class",
-    "a scheduler by rounds", "attention row by row, complete by all tokens"]))
+    "a helper package", "a base class", "attention row by row, complete by all tokens"]))
 def test_what_is_right_gets_full_marks(name, tmp_path):
     number, *edits = RIGHT[name]
+    before = set(vars(scheduler.Scheduler))
     status, found = marks(number, submission(number, tmp_path, edited(edits)), "--hidden", "s")
     assert status == 0 and all(right for right, _ in found.values()), found
+    assert set(vars(scheduler.Scheduler)) == before   # what they add is taken off again
 
 
 @pytest.mark.parametrize("name", quick(WRONG, [
@@ -120,25 +126,16 @@ def test_what_had_full_marks_is_seen(name, tmp_path):
 
 # --- the open tasks -------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("task, texts, table", [
-    ("policy", {"greedy": "def share(running, budget):\n    return [(running[0], 10**6)]\n",
-                "one each": "def share(running, budget):\n    return [(r, 1) for r in running]\n",
-                "stuck": "def share(running, budget):\n    return []\n"},
-     ["ours mean TTFT 9", "one each mean TTFT", "greedy raises ValueError: request 'r0' cannot "
-      "compute 1000000 of its", "stuck raises ValueError: the plan is empty",
-      "none there is no policy.py"]),
-    ("packing", {"ada": "def pack(lengths, size):\n    return [[i] for i in range(len(lengths))]\n",
-                 "bob": "def pack(lengths, size):\n    return [[0, 0]]\n"},
-     ["lower bound 703 rows", "ours 737 rows", "ada 1704 rows",
-      "bob raises ValueError: each prompt must be in exactly one row", "none there is no packing"]),
-])
-def test_open_tasks_are_ranked_by_counts(task, texts, table, tmp_path, capsys):
-    for name, text in {**texts, "none": ""}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / (f"{task}.py" if text else "other.py")).write_text(text)
+@pytest.mark.parametrize("task", OPEN)
+def test_open_tasks_are_ranked_by_counts(task, tmp_path, capsys):
+    for name, (text, _) in OPEN[task].items():
+        if text is not None:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / (f"{task}.py" if text else "other.py")).write_text(text)
     leaderboard.main([task, str(tmp_path)])
-    for line, start in zip(capsys.readouterr().out.splitlines(), table, strict=True):
-        assert " ".join(line.split()[1:]).startswith(start)
+    lines = capsys.readouterr().out.splitlines()
+    for line, (name, (_, said)) in zip(lines, OPEN[task].items(), strict=True):
+        assert re.match(rf" +\d+ {name} +{said}", line), line
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -199,6 +196,25 @@ def test_numbers_are_of_no_use_to_a_neighbour(number):
     assert len(found[0]) == 4 and sum(same) / len(same) < 0.1
 
 
+@pytest.mark.parametrize("student", ["ada", "bob"])
+def test_the_answers_are_what_one_works_out_by_hand(student):
+    def asked(number, key):
+        question, answer = predict.questions(number, student)[key]
+        return [*map(int, re.findall(r"\d+", question))], answer
+
+    (n, new), scores = asked(1, "1")
+    assert scores == n * n + sum(range(n + 1, n + new))
+    (a, b, c, *_), pads = asked(2, "1")
+    assert pads == 3 * max(a, b, c) - a - b - c
+    assert asked(3, "3")[1] >= asked(3, "1")[1]   # with a limit on memory, C waits longer
+    (others, n), pads = asked(4, "4")
+    assert pads == others * (n - 1)
+    lengths, varlen = asked(5, "4")
+    assert varlen == sum(n * n for n in lengths) and asked(5, "3") == (lengths, sum(lengths) ** 2)
+    (size, *cached), empty = asked(6, "4")
+    assert empty == sum(-n % size for n in cached)
+
+
 @pytest.mark.parametrize("number", quick(range(1, 7), [3, 4]))
 def test_the_smallest_workloads_expose_the_bugs_and_say_how(number):
     for bug in answers.bugs_of(number):   # each has its smallest workload
@@ -251,7 +267,8 @@ def test_whatever_a_file_is_names_itself(name, tmp_path):
     folder = submission(3, tmp_path, {"scheduler.py": content or b""})
     if content is None:
         (folder / "scheduler.py").unlink()
-    _, found = marks(3, folder)
+    status, found = marks(3, folder)
+    assert status == 1 and not found["3a"][0] and not found["3b"][0]
     assert said in found["3a"][1] and said in found["3b"][1]
 
 
@@ -296,6 +313,8 @@ def test_a_class_is_resumed_and_what_was_late_is_tried_again(tmp_path, monkeypat
                  for part, mark in make.parts_of(3).items() if only is None or part in only}
         if path.name == "bob" and only is None:
             tests["3a"] = grade_class.failed(3, "3a", "does not finish within 9 seconds")
+        if path.name == "eve":
+            tests["3b"]["score"] = 0
         return {"student": "ada", "tests": tests}
 
     monkeypatch.setattr(grade_class, "graded", graded)
@@ -306,5 +325,8 @@ def test_a_class_is_resumed_and_what_was_late_is_tried_again(tmp_path, monkeypat
         ("ada", None), ("bob", None), ("bob", ["3a"])]
     assert "ada: 2 submissions have this id" in capsys.readouterr().err
     (tmp_path / "class" / "eve").mkdir()
-    assert grade_class.main([*flags, "--resume"]) and calls[3:] == [("eve", None)]
+    assert not grade_class.main([*flags, "--resume"]) and calls[3:] == [("eve", None)]
     assert len((tmp_path / "3.csv").read_text().splitlines()) == 4
+    results = tmp_path / "results.json"
+    assert grade_class.main(["3", str(tmp_path / "class" / "bob"), "--gradescope", str(results)])
+    assert len(json.loads(results.read_text())["tests"]) == len(make.parts_of(3))

@@ -21,10 +21,10 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16,
 
 
 def ran(model, stage, requests):
-    """The Check of a run."""
+    """A run: (the requests, their Check)."""
     check = Check(model, requests)
     STAGES[stage](model, requests, on_token=check.on_token)
-    return check
+    return requests, check
 
 
 def five(temperature=0.0, **limits):
@@ -36,8 +36,8 @@ def five(temperature=0.0, **limits):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_is_well(stage, dtype):
-    requests = [*five(eos_token=7), *five(1.0, eos_token=7)]
-    check = ran(toy(dtype=dtype, loud=TOLERANCE[dtype] < 1e-3), stage, requests)
+    requests, check = ran(toy(dtype=dtype, loud=TOLERANCE[dtype] < 1e-3), stage,
+                          [*five(eos_token=7), *five(1.0, eos_token=7)])
     kinds = {v.verdict for v in check()}
     assert kinds <= {"identical", "near-tie"}, summary(check())
     if TOLERANCE[dtype] < 1e-3:   # half precision may have near-ties
@@ -61,58 +61,51 @@ def cut(request, told, reason):
     request.finish_reason = reason
 
 
-def stops_late(request, told, check):
-    request.eos_token = check.asked[request].eos_token = request.generated[1]
+def cut_and_wrong(request, told):
+    cut(request, told, "cancelled")
+    put(request, told, 1, request.generated[1] ^ 1)
+
+
+def stops_late(request, told):
+    request.eos_token = request.generated[1]
     request.finish_reason = "stop"
 
 
 FAULTS = {   # name: (what is done to the request, what the check says)
-    "a wrong token": (lambda r, told, _: put(r, told, 2, r.generated[2] ^ 1),
+    "a wrong token": (lambda r, told: put(r, told, 2, r.generated[2] ^ 1),
                       "token 2 is not what its own logits and random number give"),
-    "other logits": (lambda r, told, _: put(r, told, 4, factor=1.001), "logits of token 4 differ"),
-    "NaN": (lambda r, told, _: put(r, told, 0, factor=math.nan), "logits of token 0 differ by nan"),
-    "a token short": (lambda r, told, _: cut(r, told, "length"), "after 5 tokens with 'length'"),
-    "too many": (lambda r, told, _: put(r, told, 6), "after 7 tokens with 'length'"),
-    "cancelled by nobody": (lambda r, told, _: setattr(r, "finish_reason", "cancelled"),
+    "other logits": (lambda r, told: put(r, told, 4, factor=1.001), "logits of token 4 differ"),
+    "NaN": (lambda r, told: put(r, told, 0, factor=math.nan), "logits of token 0 differ by nan"),
+    "a token short": (lambda r, told: cut(r, told, "length"), "after 5 tokens with 'length'"),
+    "too many": (lambda r, told: put(r, told, 6), "after 7 tokens with 'length'"),
+    "cancelled by nobody": (lambda r, told: setattr(r, "finish_reason", "cancelled"),
                             "after 6 tokens with 'cancelled'"),
+    "cancelled, and wrong": (cut_and_wrong, "token 1 is not what its own logits"),
     "stops late": (stops_late, "after 6 tokens with 'stop', not after "),
-    "other reason": (lambda r, *_: setattr(r, "finish_reason", "stop"), "with 'stop', not after 6"),
-    "untold": (lambda r, told, _: told.pop(), "on_token was not told its 6 tokens"),
-    "told another": (lambda r, told, _: told.append((told[5][0] ^ 1, told.pop()[1])),
+    "other reason": (lambda r, told: setattr(r, "finish_reason", "stop"), "'stop', not after 6"),
+    "untold": (lambda r, told: told.pop(), "on_token was not told its 6 tokens"),
+    "told another": (lambda r, told: told.append((told[5][0] ^ 1, told.pop()[1])),
                      "on_token was not told its 6 tokens"),
-    "cropped prompt": (lambda r, *_: setattr(r, "prompt", r.prompt[:2]), "its prompt has changed"),
-    "lower limit": (lambda r, *_: setattr(r, "max_new_tokens", 2), "its max_new_tokens has"),
-    "other eos_token": (lambda r, *_: setattr(r, "eos_token", 12), "its eos_token has changed"),
+    "cropped prompt": (lambda r, told: setattr(r, "prompt", r.prompt[:2]), "its prompt has"),
+    "lower limit": (lambda r, told: setattr(r, "max_new_tokens", 2), "its max_new_tokens has"),
+    "other eos_token": (lambda r, told: setattr(r, "eos_token", 12), "its eos_token has changed"),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, None])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_it_sees(fault, temperature):
-    requests, (doctor, words) = five(temperature), FAULTS[fault]
-    check = ran(MODEL, "interleaved", requests)
-    doctor(requests[3], check.told[requests[3]], check)
-    assert [v.verdict for v in check()] == ["identical"] * 3 + ["WRONG", "identical"]
-    assert words in check()[3].detail and "4/5 requests" in summary(check())
-
-
-@pytest.mark.parametrize("wrong, kind", [(False, "cancelled"), (True, "WRONG")])
-def test_a_cancelled_request_is_right_as_far_as_it_came_and_counted_by_itself(wrong, kind):
-    requests = five()
-    check = Check(MODEL, requests)
-
-    def on_token(request, token, logits):
-        check.on_token(request, token, logits)
-        if request is requests[3] and len(request.generated) == 2:
-            requests[3].finish_reason = "cancelled"
-
-    STAGES["dynamic"](MODEL, requests, on_token=on_token)   # it lets go of what has finished
-    assert len(requests[3].generated) == 2
-    if wrong:
-        put(requests[3], check.told[requests[3]], 1, requests[3].generated[1] ^ 1)
-    assert check()[3].verdict == kind
-    assert summary(check()).startswith(f"4/{4 + wrong} requests identical to unbatched"
-                                       + ", 1 cancelled" * (not wrong))
+    """None: a request that was cancelled is right as far as it came, and counted by itself."""
+    requests, check = ran(MODEL, "interleaved", five(temperature))
+    doctor, words = FAULTS[fault] if fault else (lambda r, told: cut(r, told, "cancelled"), "")
+    doctor(requests[3], check.told[requests[3]])
+    if fault == "stops late":
+        check.asked[requests[3]].eos_token = requests[3].eos_token
+    assert [v.verdict for v in check()] == [
+        *["identical"] * 3, "WRONG" if fault else "cancelled", "identical"]
+    assert words in check()[3].detail
+    assert summary(check()).startswith("4/5 requests identical to unbatched" if fault else
+                                       "4/4 requests identical to unbatched, 1 cancelled")
 
 
 # --- near-ties ----------------------------------------------------------------------------------
@@ -206,19 +199,15 @@ def test_a_token_may_flip_at_a_near_tie_only(dtype, temperature, top_k, top_p, m
 
 # --- the summary --------------------------------------------------------------------------------
 
-def test_the_summary_counts_each_kind_by_itself():
+def test_the_summary_counts_each_kind_by_itself_and_says_bit_for_bit_if_it_holds_for_all():
     kinds = ["identical"] * 3 + ["near-tie"] * 2 + ["cancelled", "WRONG"]
     verdicts = [Verdict(f"r{i}", kind, i / 100, "why") for i, kind in enumerate(kinds)]
     assert summary(verdicts) == (
         "3/6 requests identical to unbatched, 2 near-ties, 1 cancelled, "
         "max |Δlogit| 6.0e-02 relative\nWRONG: request 'r6': why")
     assert summary(verdicts[:4]).startswith("3/4 requests identical to unbatched, 1 near-tie, max ")
-    assert summary(Check(MODEL, [])()).startswith("0/0 requests")
-
-
-def test_bit_for_bit_is_said_if_it_holds_for_all():
+    assert summary([]).startswith("0/0 requests") and "bit for bit" not in summary([])
     right, cancelled = Verdict("a", equal=True), Verdict("b", "cancelled", equal=True)
     assert summary([right, cancelled]).endswith(", 1 cancelled, bit for bit")
     for other in Verdict("b"), Verdict("b", "WRONG"), Verdict("b", "near-tie", equal=True):
         assert "bit for bit" not in summary([right, other])
-    assert "bit for bit" not in summary([])

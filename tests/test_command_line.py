@@ -15,7 +15,7 @@ import sys
 import matplotlib
 import pytest
 import torch
-from common import ROOT, examples, quick
+from common import ROOT, examples, quick, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +25,8 @@ import generate_naive
 import generate_paged
 import generate_prepacked
 import generate_ragged
+from checks.check import Check, summary
+from checks.ties import run_alone
 from checks.traps import broken
 from kernels import native
 from loading.load import load
@@ -84,14 +86,12 @@ def test_exit_status_1_if_a_request_is_wrong():
 @pytest.mark.parametrize("argv, named", [
     ("--model gpt3", "model 'gpt3' .. builtin"),
     ("--prompts missing.txt", "--prompts missing.txt: No such file"),
-    ("--prompts toolbox/builtin/model.safetensors", "safetensors: .. can't decode"),
     ("--prompt a --prompts b", "--prompt and --prompts"),
     (f"--max_batch {10**20}", "--max_batch must be at most 9223372036854775807"),
     ("--prompt ''", "request 'r0': the prompt is empty"),
     (f"--prompt '{'word ' * 400}'", "request 'r0': .. 800 tokens .. block_size 256"),
     *((f"--{number} 0", f"--{number} .. at least 1, not 0")
       for number in ("max_new_tokens", "top_k", *KNOB_NUMBERS)),
-    ("--max_kv_tokens 60", "request 'r .. KV tokens, there are 60"),
     ("--pages 3", "request 'r .. KV tokens, there are 48"),
     ("--temperature nan", "--temperature .. at least 0, not nan"),
     ("--top_p 0", "--top_p .. above 0 and at most 1, not 0.0"),
@@ -109,8 +109,7 @@ def test_bad_flags(argv, named, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    argv = ["--device", "cpu", *shlex.split(argv)]
-    refused(named, generate_ragged if "--max_kv_tokens" in argv else generate_paged, *argv)
+    refused(named, generate_paged, "--device", "cpu", *shlex.split(argv))
 
 
 @pytest.mark.parametrize("here, dtype, device", [
@@ -161,7 +160,8 @@ def test_json_lines_say_what_each_request_wants(tmp_path):
     first, second = json.loads(trace_file.read_text())["requests"]
     assert [first["name"], second["name"]] == ["first", "r1"]
     assert [first["arrival"], second["arrival"]] == [0, 4]
-    assert len(first["generated"]) <= 3 and second["token_steps"][0] >= 4
+    assert len(first["generated"]) <= 3 and len(second["generated"]) == 5
+    assert second["token_steps"][0] >= 4
 
 
 def test_text_files_of_any_kind(tmp_path):
@@ -217,12 +217,23 @@ def test_preemption_by_flags(tmp_path):
 def test_what_optimize_changes_does_not_check_itself(monkeypatch):
     argv = ["--optimize", "--prompt", "# json\nLoad a file", "--max_new_tokens", 4]
     code, out, _ = run(generate_ragged, *argv)
-    assert code == 0 and "1/1 requests identical to unbatched" in out
-    assert "\ncompiled step: " in out
+    assert code == 0 and "1/1 requests identical to unbatched, bit for bit\n" in out
+    assert "\ncompiled step: yes" in out
     pack = native.pack
     monkeypatch.setattr(native, "pack", lambda weight: pack(weight) * 1.5)
     code, out, _ = run(generate_ragged, *argv)
     assert code == 1 and "WRONG: request 'r0': logits of token 0 differ" in out
+
+
+def test_bit_for_bit_is_said_of_every_token():
+    model, request = toy(), Request([1, 2], 3)
+    SCRIPTS["unbatched"](model, request)
+    for changed, said in (None, True), (0, False):
+        check = Check(model, [request])
+        rows = run_alone(model, request.prompt, request.generated)
+        for i, (token, row) in enumerate(zip(request.generated, rows)):
+            check.on_token(request, token, row * (1 + 1e-13 * (i == changed)))
+        assert ("bit for bit" in summary(check())) == said
 
 
 # --- interruption ---------------------------------------------------------------------------------
@@ -290,24 +301,16 @@ def test_fuzz_never_a_traceback(stage, given_flags, content, suffix, tmp_path):
 
 # --- progress -------------------------------------------------------------------------------------
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_live_progress_on_a_terminal(monkeypatch):
+def test_live_progress_on_a_terminal():
+    """In one line, which each request that ends leaves behind."""
     model, tokenizer = load()
-    requests = [Request(tokenizer.encode(text), 12, 0.7, name=name, arrival=arrival)
-                for name, text, arrival in [("short", "# a", 0),
-                                            ("long", "# json\n" + "Load a file. " * 15, 0),
-                                            ("late", "# b", 6)]]
-    screen = Terminal()
-    monkeypatch.setenv("COLUMNS", "100")
-    with progress(model, requests, token_budget=16, stream=screen):
-        generate_interleaved.generate(model, requests, max_batch=2, token_budget=16)
-    updates = screen.getvalue().split("\r\x1b[K")
-    assert any("budget 16/16" in update for update in updates)
-    assert max(len(update.split("\n")[0]) for update in updates) < 100
+    requests = [Request(tokenizer.encode("# json\nLoad a file. "), 9, name=name, arrival=arrival)
+                for name, arrival in [("short", 0), ("late", 6)]]
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    with progress(model, requests, token_budget=4, stream=screen):
+        generate_interleaved.generate(model, requests, token_budget=4)
+    assert "\r\x1b[K0 of 2 done" in screen.getvalue() and "budget 4/4" in screen.getvalue()
     assert all(f"{request.name}: {request.finish_reason} after " in screen.getvalue()
                for request in requests)
     assert not model._forward_pre_hooks   # it leaves nothing behind

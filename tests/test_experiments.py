@@ -98,13 +98,13 @@ def fake(tmp_path, monkeypatch):
 
 
 def wait_for(pid, states):
-    """Until a process is stopped, "T", or has ended, "Z" or "". As long as that takes."""
-    for _ in range(6000):
+    """Until a process is stopped, "T", or has ended, "Z" or ""."""
+    for _ in range(600):
         stat = Path(f"/proc/{pid}/stat")
         if (stat.read_text().split()[2] if stat.exists() else "") in states:
             return
         time.sleep(0.1)
-    raise AssertionError("it does not happen within ten minutes")
+    raise AssertionError("it does not happen within a minute")
 
 
 def test_a_peer_answers_request_by_request_and_is_stopped_between_two_runs(fake):
@@ -205,7 +205,7 @@ SAID = {   # an experiment, with flags: what its figures must say
     "gpu": lambda f: all(f["ladder"][gpu]["ragged, varlen"]["tokens_per_s"]
                          > f["ladder"][gpu]["unbatched"]["tokens_per_s"] for gpu in f["ladder"]),
     "bench --systems unbatched --model tiny": lambda f: [
-        r["workload"] for r in f] == ["W1", "W2", "W3"] and all(
+        r["workload"] for r in f] == ["W1", "W2", "W3"] and f[1]["tokens"] > 100 and all(
             system["equal"] > 0.95 for r in f for system in r["systems"].values())}
 
 

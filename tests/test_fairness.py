@@ -19,15 +19,15 @@ def asked(*rows):
             for name, prompt, new, priority, arrival in rows]
 
 
-FIVE = asked(("A", 9, 1, 2, 0), ("B", 3, 1, 1, 0), ("C", 5, 1, 0, 0), ("D", 3, 1, 1, 0),
+FIVE = asked(("A", 6, 1, 2, 0), ("B", 3, 1, 1, 0), ("C", 5, 3, 0, 0), ("D", 3, 1, 1, 0),
              ("E", 1, 1, 0, 1))   # E arrives at step 1
 
 
 @pytest.mark.parametrize("limits, pages, policy, bound, requests, cancel, expected", [
     # policies are sort keys
-    ((1, 64), (64, 1), "fcfs", 16, FIVE, [], ["A9", "B3", "C5", "D3", "E1"]),
-    ((1, 64), (64, 1), "sjf", 16, FIVE, [], ["B3", "E1", "D3", "C5", "A9"]),
-    ((1, 64), (64, 1), "priority", 16, FIVE, [], ["C5", "E1", "B3", "D3", "A9"]),
+    ((1, 64), (64, 1), "fcfs", 16, FIVE, [], ["A6", "B3", "C5", "C1", "C1", "D3", "E1"]),
+    ((1, 64), (64, 1), "sjf", 16, FIVE, [], ["B3", "E1", "D3", "A6", "C5"]),
+    ((1, 64), (64, 1), "priority", 16, FIVE, [], ["C5", "C1", "C1", "E1", "B3", "D3", "A6"]),
     # a grows, and c makes room; then b, which is urgent, though the last to arrive; and a does
     ((8, 64), (3, 4), "priority", 16,
      asked(("a", 3, 9, 1, 0), ("c", 3, 9, 1, 0), ("b", 3, 9, 0, 1)), [],
@@ -84,3 +84,14 @@ def test_no_request_starves(case, bound, policy, more):
     assert len(plans) <= (bound + 1) * sum(len(r.prompt) + r.max_new_tokens for r in requests)
     assert max(preempted.values(), default=0) <= bound
     assert len(pages.free) == pages.number and not scheduler.line
+
+
+@pytest.mark.parametrize("bound, most", [(10**9, 5), (1, 1), (0, 0)])
+def test_no_request_is_preempted_without_end(bound, most):
+    """All arrive together, so that none is overtaken: what counts here is preemption alone."""
+    sizes = [(3, 20), (3, 3), (4, 5), (3, 9), (4, 20), (2, 12), (5, 19)]
+    scheduler, times = FairScheduler(8, 64, Pages(30, 1), "fcfs", False, bound), Counter()
+    scheduler.preempt = lambda request: (times.update([request.name]),
+                                         FairScheduler.preempt(scheduler, request))
+    run(scheduler, dict(zip("ABCDEFG", sizes)))
+    assert max(times.values(), default=0) == most

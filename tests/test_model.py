@@ -21,75 +21,54 @@ from request import Request, advance, prepare
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.fixture(scope="module")
-def theirs():
+@torch.inference_mode()
+def test_logits_and_tokens_are_those_of_transformers(tmp_path):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=37, n_positions=32, n_embd=20, n_layer=3, n_head=5, resid_pdrop=0, embd_pdrop=0,
         attn_pdrop=0, bos_token_id=None, eos_token_id=None, attn_implementation="eager")
-    model = transformers.GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith("bias"):
-                p.normal_(std=0.1)
-            elif ".h." in name and p.dim() == 2:
-                p.mul_(20)
-            elif "wpe" in name:
-                p.mul_(3)
-    return model
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    for name, p in theirs.named_parameters():   # as loud as checks/toy.py
+        if name.endswith("bias"):
+            p.normal_(std=0.1)
+        elif ".h." in name and p.dim() == 2:
+            p.mul_(20)
+        elif "wpe" in name:
+            p.mul_(3)
+    theirs.save_pretrained(tmp_path)
+    ours, tokens = GPT.from_pretrained(tmp_path), torch.randint(37, (4, 32))
+    for dtype, tolerance in (torch.float32, 1e-5), (torch.float64, 1e-10):
+        ours.to(dtype), theirs.to(dtype)
+        expected = theirs(tokens).logits
+        for logits, part in (
+                (ours(tokens), expected),
+                (ours(tokens, wanted=(slice(None), -1)), expected[:, -1]),
+                (ours(tokens[0], positions=torch.arange(32)), expected[0])):   # (N,), not (B, T)
+            assert (logits - part).abs().max() <= tolerance * part.abs().max()
 
-
-@pytest.fixture(scope="module")
-def ours(theirs, tmp_path_factory):
-    """Read from a folder that Hugging Face's save_pretrained wrote."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    theirs.save_pretrained(folder)
-    return GPT.from_pretrained(folder)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_full_prompts(ours, theirs, dtype, tolerance):
-    def close(a, b):
-        return (a - b).abs().max() <= tolerance * b.abs().max()
-
-    ours.to(dtype), theirs.to(dtype)
-    tokens = torch.randint(37, (4, 32))
-    expected = theirs(tokens).logits
-    assert close(ours(tokens), expected)
-    assert close(ours(tokens, wanted=(slice(None), -1)), expected[:, -1])
-    # (N,) as well as (B, T)
-    assert close(ours(tokens[0], positions=torch.arange(32)), expected[0])
-
-
-def test_greedy_tokens_equal_their_generate_one_prompt_at_a_time(ours, theirs):
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(37, (n,), generator=generator).tolist() for n in (1, 5, 20, 9)]
-    ours.double(), theirs.double()
-    expected = [theirs.generate(
+    answers = [theirs.generate(
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(prompt):].tolist()
         for prompt in prompts]
-    assert all(len(set(tokens)) > 3 for tokens in expected)
+    assert all(len(set(answer)) > 3 for answer in answers)
     for stage in STAGES:
         requests = [Request(prompt, 12) for prompt in prompts]
         STAGES[stage](ours, requests)
-        assert [request.generated for request in requests] == expected, stage
+        assert [request.generated for request in requests] == answers, stage
 
 
-# --- Head by itself -------------------------------------------------------------------------------
-
-def test_too_long_a_row_is_refused():
-    with pytest.raises(ValueError, match="25 tokens do not fit block_size 24"):
-        toy()(torch.zeros(1, 25, dtype=torch.long))
-
-
-@pytest.mark.parametrize("change, named", [
-    (dict(n_layer=0), "n_layer .* at least 1, not 0"),
-    (dict(n_head=5, n_embd=12), "n_head 5 .* n_embd 12")])
-def test_a_config_of_no_model_is_refused(change, named):
+@pytest.mark.parametrize("refused, named", [
+    (lambda: toy()(torch.zeros(1, 25, dtype=torch.long)), "25 tokens do not fit block_size 24"),
+    (lambda: GPTConfig(n_layer=0), "n_layer .* at least 1, not 0"),
+    (lambda: GPTConfig(n_head=5, n_embd=12), "n_head 5 .* n_embd 12"),
+    (lambda: generate(toy(), [Request([1])], pack="rows"), "pack .* 'batch' or 'dataset'"),
+    (lambda: STAGES["ragged_varlen"](toy(), [Request([1])], attention="x"),
+     "attention .* 'mask' or 'varlen'")])
+def test_what_is_refused(refused, named):
     with pytest.raises(ValueError, match=named):
-        GPTConfig(**change)
+        refused()
 
 
 # --- each layout by itself ------------------------------------------------------------------------
@@ -159,7 +138,3 @@ def test_dataset_packing_chooses_which_requests_to_admit_together():
         assert all(p.pad_slots == p.padded_keys for p in trace.passes)
         slots[pack] = sum(p.slots for p in trace.passes)
     assert slots["dataset"] < slots["batch"]
-    with pytest.raises(ValueError, match="pack must be 'batch' or 'dataset', not 'rows'"):
-        generate(toy(), [Request([1])], pack="rows")
-    with pytest.raises(ValueError, match="attention must be 'mask' or 'varlen', not 'x'"):
-        STAGES["ragged_varlen"](toy(), [Request([1])], attention="x")

@@ -120,6 +120,7 @@ class Page:
 
     def open(self, address=""):
         self.browser.get("about:blank")   # else only the fragment would change
+        self.browser.execute_cdp_cmd("Page.resetNavigationHistory", {})   # it holds 50 entries
         self.browser.get(f"{self.path.as_uri()}#{address}")
         return self
 
@@ -159,6 +160,7 @@ def opened(chrome, tmp_path):
         return Page(chrome, path).open(address)
 
     chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    chrome.get("about:blank")
     chrome.get_log("browser")   # what came before
     yield open
     assert chrome.get_log("browser") == []
@@ -337,14 +339,27 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(width, height, la
         assert ladder_page.texts("#stop") == [before + stop["text"]]
         assert ladder_page.run(IN_SIGHT), stop
         assert ladder_page.run("return views[0].now.step") == stop["show"]["step"]
-        there = ladder_page.run("return address()")
-        ladder_page.run("play(true); go(0); visit(state.stop)")   # away, and back
-        assert f"stop={i}" in there == ladder_page.run("return address()")
+        there = ladder_page.run("go(state.tick); return address()")
+        assert f"stop={i}" in there and not ladder_page.run("return $('return').offsetParent")
+        ladder_page.run("go(state.tick - 1); play(true); $('return').click()")   # away, and back
+        assert there == ladder_page.run("return address()")
         assert ladder_page.texts("#play") == ["play"]
         ladder_page.run("if ($('on').offsetParent) $('on').click()")
     assert not ladder_page.run("return $('on').offsetParent")
     ladder_page.click(".scores button", [*RUN_OF].index("speculative"))   # in the fewest steps
     assert ladder_page.run("return views[0].run.name") == "speculative"
+
+
+def test_back_goes_back_a_stop(ladder_page):
+    for i in (2, 4):
+        ladder_page.run("visit(arguments[0])", i)
+    for i in (2, 0):
+        ladder_page.browser.back()
+        assert ladder_page.run("""return new Promise(done => {
+            const look = times => state.stop === arguments[0] || !times ? done(state.stop)
+              : setTimeout(look, 50, times - 1);
+            look(100);
+          })""", i) == i
 
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
@@ -369,7 +384,7 @@ def test_pads_fall_out_and_rows_join(motion, ladder_page):
 
 
 def test_a_phone(ladder_page):
-    """One panel at a time, targets for a thumb, and a tap that finds a narrow slot."""
+    """One panel at a time, targets for a thumb, a swipe, and a tap that magnifies a narrow slot."""
     resize(ladder_page.browser, 390, 844)
     ladder_page.open("stop=1").run("answer(1)")
     assert ladder_page.run("""return [...document.querySelectorAll("button, select")].filter(
@@ -384,6 +399,12 @@ def test_a_phone(ladder_page):
         document.querySelector(".grid").dispatchEvent(new MouseEvent("click", {
           bubbles: true, clientX: left + 0.5, clientY: top + 3}));""")
     assert ladder_page.run("return state.slot").endswith(".1.81")   # 300 = 219 + 81
+    assert len(ladder_page.texts(".lens .slot")) == 9
+    ladder_page.run("""for (const [type, x] of [["touchstart", 300], ["touchend", 100]]) {
+          const touch = new Touch({identifier: 1, target: $("stop"), clientX: x, clientY: 200});
+          $("stop").dispatchEvent(new TouchEvent(type, {bubbles: true, changedTouches: [touch]}));
+        }""")
+    assert ladder_page.run("return state.stop") == 2
 
 
 def test_try_it(ladder_page):
@@ -409,6 +430,8 @@ def test_try_it(ladder_page):
             wrong = "{} of {} requests WRONG".format(*grid["wrong"].get(setting, ("", "")))
             assert (f"{stage}: {wrong}" in ladder_page.texts("#try p")[0]) == bool(
                 state[-1] and setting in grid["wrong"])
+    assert len(ladder_page.texts("#points .now")) == 2   # points; those of other choices stay
+    assert len(ladder_page.texts("#points text[class='']")) > 4
     there = ladder_page.hash
     assert there.startswith("#try=3.5.0.") and ladder_page.open(there[1:]).hash == there
 

@@ -1,23 +1,35 @@
 """Stage 7: pages, sharing, growth, preemption. Outputs never change, only waiting times."""
 import gc
 import random
+from dataclasses import replace
 from functools import lru_cache
+from itertools import chain, repeat
 from types import FunctionType, ModuleType
 
-import common
 import pytest
 import torch
-from common import BLOCK_SIZE, STAGES, assert_books, cancel_now, checked, examples, run, toy
-from hypothesis import settings
+from common import (
+    STAGES,
+    alone,
+    assert_books,
+    cancel_now,
+    checked,
+    examples,
+    queue,
+    run,
+    smallest_pool,
+    toy,
+    workloads,
+)
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from beyond.fairness import MAX_OVERTAKEN, POLICIES, SCHEDULERS, FairScheduler
+from beyond.fairness import SCHEDULERS
 from cache import KV
 from generate_paged import Paged
 from model import causal, sample
 from paging import PagedScheduler, Pages
-from request import Request, prepare
+from request import Request
 
 MODEL = toy()
 PAGED = STAGES["paged"]
@@ -69,19 +81,6 @@ def test_plans_and_counts(limits, pages, requests, expected, counts):
     scheduler = PagedScheduler(*limits, Pages(*pages))
     assert run(scheduler, requests, lambda request: 7) == expected
     assert {name: n for name, n in scheduler.counts.items() if n} == counts
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_requests_that_arrive_together_share_a_common_prefix(share):
-    """
-    16 prompts, 12 common tokens and 5 of their own, answers of 7, 3 tokens to a page. The first
-    one's prefix fills the budget of 6 twice, so the others still wait; then they find 4 pages.
-    """
-    scheduler = PagedScheduler(16, 6, Pages(16 * 8, 3), share)
-    plans = run(scheduler, {f"{i}:": ([1] * 12 + [i % 9, i // 9, 2, 2, 2], 7) for i in range(16)})
-    computed = sum(int(part.split(":")[1]) for plan in plans for part in plan.split())
-    assert computed == 12 * (1 if share else 16) + 16 * (5 + 6)
-    assert scheduler.counts["shared_pages"] == 15 * 4 * share
 
 
 # --- Pages by themselves --------------------------------------------------------------------------
@@ -170,117 +169,74 @@ def keys_and_values(prefix):
     return torch.cat(found)
 
 
-class PagedEngine(RuleBasedStateMachine):
+def assert_writes(batch):
+    """The pass writes each new token to its own slot, in pages that no other request can read."""
+    pages, size = batch.pages, batch.pages.size
+    slots = [request.block_table[p // size] * size + p % size for request, n in batch.plan
+             for p in range(request.computed, request.computed + n)]
+    assert batch.slot_mapping.tolist() == slots and len(set(slots)) == len(slots)
+    for page in {slot // size for slot in slots}:
+        assert pages.holders[page] == 1 and page not in pages.key_of
+    for buffer in (*batch.pool.k.values(), *batch.pool.v.values()):
+        assert buffer.size(-2) == batch.pool.capacity == pages.number * size
+
+
+def assert_published(batch):
+    """A published page holds the keys and values of the tokens that its name stands for."""
+    pages, pool, size = batch.pages, batch.pool, batch.pages.size
+    if pages.published:
+        slots = [page * size + i for page in pages.key_of for i in range(size)]
+        beginnings = [pages.beginnings[pages.name_of[page]] for page in pages.key_of]
+        expected = torch.cat([keys_and_values(b)[:, -size:] for b in beginnings], dim=1)
+        held = torch.cat([b for layer in range(3) for b in (pool.k[layer], pool.v[layer])])
+        assert (held[:, slots] - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+NONE = st.none()
+
+
+@settings(max_examples=examples(400))
+@given(case=workloads(), events=st.lists(max_size=30, elements=st.tuples(
+    st.one_of(NONE, NONE, st.integers(0, 3)), st.one_of(NONE, NONE, st.integers(0, 6)))))
+@torch.inference_mode()
+def test_every_step_even_if_some_fail_and_requests_are_cancelled(case, events):
     """
-    add, step, cancel and failing steps in any order. Each request gets what it would have got
-    alone. The books balance at every moment, and a published page holds the keys and values of the
-    tokens that its name stands for.
+    Stage 7's loop. The books balance at every step, and each request gets what it would have got
+    alone, as far as it comes.
+
+    events: for each step, the block before which its pass fails, when those before it have
+            written; and the request that is cancelled after it
     """
-    scheduler = None
-
-    @initialize(size=st.integers(1, 5), policy=st.sampled_from([None, *POLICIES]),
-                share=st.booleans(), max_batch=st.integers(1, 6), budget=st.integers(1, 24),
-                more=st.integers(0, 6), bound=st.sampled_from([1, 2, MAX_OVERTAKEN]))
-    def begin(self, size, policy, share, max_batch, budget, more, bound):
-        self.requests, self.number = [], 0
-        self.pages = Pages(-(-BLOCK_SIZE // size) + more, size)
-        self.pool = KV(self.pages.number * size)
-        self.scheduler = (FairScheduler(max_batch, budget, self.pages, policy, share, bound)
-                          if policy else PagedScheduler(max_batch, budget, self.pages, share))
-
-    @rule(stem=st.sampled_from([[], [1, 2, 3, 4, 5], [1, 2, 3, 9, 9, 9], [8, 7] * 6]),
-          tails=st.lists(st.lists(st.integers(0, common.VOCAB - 1), min_size=1, max_size=8),
-                         min_size=1, max_size=4),
-          new=st.integers(1, 14), temperature=st.sampled_from([0.0, 1.0]),
-          priority=st.integers(0, 2), delay=st.integers(0, 3))
-    def add(self, stem, tails, new, temperature, priority, delay):
-        """Requests with a common prefix, which arrive together."""
-        arrival = max([self.number + delay, *(request.arrival for request in self.requests[-1:])])
-        for n, tail in enumerate(tails[:12 - len(self.requests)], len(self.requests)):
-            request, = prepare(Request(stem + tail, new, temperature, seed=n, name=f"r{n}",
-                                       priority=priority, arrival=arrival), MODEL.config)
-            self.requests.append(request)
-            self.scheduler.add(request)
-
-    @rule(times=st.integers(1, 4), fails_at=st.sampled_from([None, None, None, 0, 1, 2, 3]),
-          cancel=st.one_of(st.none(), st.integers(0, 11)))
-    @torch.inference_mode()
-    def step(self, times=1, fails_at=None, cancel=None):
-        """
-        fails_at: the forward pass fails before this block, when those before it have written
-        cancel:   this request is cancelled after each pass
-        """
-        to_cancel = self.requests[cancel:cancel + 1] if cancel is not None else []
-        for _ in range(times):
-            if not self.scheduler.busy:
-                return
-            plan = checked(self.scheduler, self.number)
-            self.number += 1
-            if not plan:
-                continue
-            batch = Paged(plan, self.pool, self.pages)
-            self.writes_are_right(batch)
-            arguments = batch.tokens, batch.positions, batch.attend, batch.wanted
-            if fails_at is not None:
-                block = [*MODEL.h, MODEL.ln_f][fails_at]
-                with (block.register_forward_pre_hook(lambda *_: 1 / 0),
-                      pytest.raises(ZeroDivisionError)):
-                    MODEL(*arguments)
-                continue
-            logits = MODEL(*arguments)
-            self.scheduler.update(plan, sample(logits, batch.sampled))
-            for request in to_cancel:
-                cancel_now(self.scheduler, request)
-
-    def writes_are_right(self, batch):
-        """The pass writes each new token to its own slot, in pages that no other can read."""
-        pages, size = self.pages, self.pages.size
-        slots = [request.block_table[p // size] * size + p % size for request, n in batch.plan
-                 for p in range(request.computed, request.computed + n)]
-        assert batch.slot_mapping.tolist() == slots and len(set(slots)) == len(slots)
-        for page in {slot // size for slot in slots}:
-            assert pages.holders[page] == 1 and page not in pages.key_of
-        for buffer in (*self.pool.k.values(), *self.pool.v.values()):
-            assert buffer.size(-2) == self.pool.capacity == pages.number * size
-
-    @rule(i=st.integers(0, 11))
-    def cancel(self, i):
-        for request in self.requests[i:i + 1]:
-            cancel_now(self.scheduler, request)
-            assert request.block_table is None
-            assert request not in [*self.scheduler.running, *self.scheduler.waiting]
-
-    @invariant()
-    @torch.inference_mode()
-    def books_are_right(self):
-        assert_books(self.scheduler)
-        pages = self.pages
-        if pages.published:
-            size = pages.size
-            slots = [page * size + i for page in pages.key_of for i in range(size)]
-            beginnings = [pages.beginnings[pages.name_of[page]] for page in pages.key_of]
-            expected = torch.cat([keys_and_values(b)[:, -size:] for b in beginnings], dim=1)
-            buffers = [b for layer in range(3) for b in (self.pool.k[layer], self.pool.v[layer])]
-            held = torch.cat(buffers)[:, slots]
-            assert (held - expected).abs().max() <= 1e-10 * expected.abs().max()
-
-    def teardown(self):
-        if self.scheduler is None:
-            return
-        work = sum(len(r.prompt) + r.max_new_tokens for r in self.requests)
-        bound = self.number + 20 + (MAX_OVERTAKEN + 1) * work
-        while self.scheduler.busy:
-            self.step()
-            self.books_are_right()
-            assert self.number <= bound
-        for request in self.requests:
-            tokens, _, reason = common.alone(MODEL, request)
-            assert request.block_table is None
-            assert request.generated == tokens[:len(request.generated)]
-            if request.finish_reason != "cancelled":
-                assert (request.generated, request.finish_reason) == (tokens, reason)
-        assert len(self.pages.free) == self.pages.number and not any(self.pages.holders)
-
-
-PagedEngine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=25)
-TestPagedEngine = PagedEngine.TestCase
+    (requests, pressure), step = case, 0
+    size = pressure["page_size"]
+    pages = Pages(pressure["pages"] or smallest_pool(requests, size) + 3, size)
+    scheduler = pressure["policy"](pressure["max_batch"], pressure["token_budget"], pages,
+                                   share_prefixes=pressure["share_prefixes"])
+    pool, requests = KV(pages.number * size), queue(scheduler, [*map(replace, requests)])
+    for fails_at, cancelled in chain(events, repeat((None, None))):
+        if not scheduler.busy:
+            break
+        step = scheduler.next_step(step)
+        plan = checked(scheduler, step)
+        batch = Paged(plan, pool, pages)
+        assert_writes(batch)
+        arguments = batch.tokens, batch.positions, batch.attend, batch.wanted
+        if fails_at is None:
+            scheduler.update(plan, sample(MODEL(*arguments), batch.sampled))
+        else:
+            block = [*MODEL.h, MODEL.ln_f][fails_at]
+            with (block.register_forward_pre_hook(lambda *_: 1 / 0),
+                  pytest.raises(ZeroDivisionError)):
+                MODEL(*arguments)
+        for request in requests[cancelled:cancelled + 1] if cancelled is not None else ():
+            cancel_now(scheduler, request)
+        assert_books(scheduler)
+        assert_published(batch)
+        step += 1
+    for request in requests:
+        tokens, _, reason = alone(MODEL, request)
+        assert request.block_table is None
+        assert request.generated == tokens[:len(request.generated)]
+        assert request.finish_reason in (reason, "cancelled")
+        assert request.finish_reason == "cancelled" or request.generated == tokens
+    assert len(pages.free) == pages.number and not any(pages.holders)

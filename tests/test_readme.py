@@ -13,6 +13,7 @@ from experiments.ladder import calculated, row_of, twelve
 from experiments.memory import storm
 from loading.load import load
 from loading.stages import STAGES
+from views import plots
 
 PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
 
@@ -54,6 +55,9 @@ def test_the_preemption_storm():
     traces = storm(load()[0])
     assert [trace.counts.get("preemptions", 0) for trace in traces.values()] == [0, 4]
     assert traces["pages"].passes[-1].step < traces["reserve"].passes[-1].step
+    legend, = plots.timelines([*traces.values()]).legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "prefill", "decode", "computed again", "waiting"]
 
 
 def test_the_committed_picture_has_every_token_and_is_what_the_command_draws():

@@ -9,6 +9,7 @@ from common import STAGES, toy
 from request import Request
 from toolbox.trace import ForwardPass, Trace
 from views.report import report, totals, write_trace
+from views.sights import PAD, seen_pads
 
 
 def golden(**arguments):
@@ -76,3 +77,10 @@ def test_seconds_are_measured(stage):
     model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
     trace = STAGES[stage](model, [Request([1, 2], 2)])
     assert all(0.01 <= p.seconds for p in trace.passes) and totals(trace)["seconds"] >= 0.02
+
+
+def test_pads_that_are_seen_are_the_new_ones_then_those_of_the_past():
+    columns = [PAD, PAD, PAD, 1, PAD, 2]   # the past, of four keys, and two new ones
+    assert seen_pads(columns, 3, pads=1, blanks=0) == {4}
+    assert seen_pads(columns, 3, pads=2, blanks=0) == {4, 2}
+    assert seen_pads(columns, 3, pads=1, blanks=2) == {4, 2, 1}

@@ -56,13 +56,6 @@ def test_any_logits_any_number_give_a_token_of_positive_probability(
     assert top_k is None or sum(value > logits[token] for value in logits) < top_k
 
 
-def test_greedy_takes_the_largest_and_draws_nothing():
-    request = Request([1])
-    state = request.random_stream.getstate()
-    assert sample(LOGITS[None], [request]) == [3]
-    assert request.random_stream.getstate() == state
-
-
 @pytest.mark.parametrize("logits", [[1.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_refused_by_name(logits, temperature):

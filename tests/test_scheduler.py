@@ -127,22 +127,19 @@ def test_a_step_does_not_look_at_every_waiting_request(new, arrivals, more):
 
 # --- what a Request, a run and a Scheduler refuse -------------------------------------------------
 
-@pytest.mark.parametrize("arguments, message", [
-    (dict(prompt=[]), "the prompt is empty"),
-    *((dict(prompt=prompt), "prompt .* token ids") for prompt in ([1.5], None, "a")),
-    *((dict(max_new_tokens=n), "max_new_tokens .* at least 1") for n in (0, True)),
-    *((dict(temperature=t), "temperature .* at least 0")
-      for t in (-0.1, math.nan, math.inf, "hot")),
-    (dict(top_k=0), "top_k .* at least 1"),
-    *((dict(top_p=p), "top_p .* above 0 and at most 1")
-      for p in (0, 1.1, math.nan, True, "x")),
-    *((dict(arrival=arrival), "arrival .* at least 0") for arrival in (-1, 1.5)),
-    (dict(priority=-1), "priority .* at least 0"), (dict(seed=-1), "seed .* at least 0"),
-    (dict(eos_token=1.0), "eos_token .* whole number")])
-def test_a_request_refuses_bad_values(arguments, message):
-    with pytest.raises(ValueError, match=message) as error:
-        Request(**{"prompt": [1], "name": "r7", **arguments})
-    assert "request 'r7'" in str(error.value) and "\n" not in str(error.value)
+@pytest.mark.parametrize("message, name, values", [
+    ("the prompt is empty", "prompt", [[]]), ("token ids", "prompt", [[1.5], None, "a"]),
+    ("at least 1", "max_new_tokens", [0, True]), ("at least 1", "top_k", [0]),
+    ("at least 0", "temperature", [-0.1, math.nan, math.inf, "hot"]),
+    ("above 0 and at most 1", "top_p", [0, 1.1, math.nan, True, "x"]),
+    ("at least 0", "arrival", [-1, 1.5]), ("at least 0", "priority", [-1]),
+    ("at least 0", "seed", [-1]), ("whole number", "eos_token", [1.0])])
+def test_a_request_refuses_bad_values(message, name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=message) as error:
+            Request(**{"prompt": [1], "name": "r7", name: value})
+        said = str(error.value)
+        assert "request 'r7'" in said and name in said and "\n" not in said
 
 
 def has_run():

@@ -120,7 +120,7 @@ def draw(sights, path=None, label=None):
     for group in groups:
         wide = margin + 0.15 + CELL * max(len(part.keys) for part in group)
         tall = gap + CELL * max(len(part.queries) for part in group)
-        columns = 1 if len(groups) > 1 else min(len(group), max(1, int(WIDTH / wide)))
+        columns = len(group) if len(groups) == 1 and wide * len(group) < WIDTH else 1
         for k, part in enumerate(group):
             row, column = divmod(k, columns)
             places.append((part, left + margin + wide * column, TOP + gap + tall * row))

@@ -13,11 +13,11 @@ points = pytest.mark.points
 
 
 class Stage(Checks):
-    causes = counts = None
+    causes = None
 
     def test_the_stage(self, part):
         def serve(requests, **knobs):
-            part.serve("generate_interleaved", requests, self.causes, self.counts, **knobs)
+            part.serve("generate_interleaved", requests, self.causes, **knobs)
 
         serve(given(*MIX, (21, 6, 3)), max_batch=4, token_budget=5)
         serve(given(*LATE))
@@ -48,8 +48,6 @@ class Test4b(Stage):
 
 @points(3, "generate_dynamic.py:Rectangle.attend", title="gathering and writing back")
 class Test4c(Stage):
-    counts = True
-
     def test_columns_and_caches(self, part):
         part.compare(left_in_caches, Rectangle, part.rng, 2)
 
@@ -63,7 +61,7 @@ def completed(cases):
 
 @points(2, LAY_OUT, "request.py:indices_due", title="which requests get a token")
 class Test4d(Stage):
-    causes, counts = ("sampled",), True
+    causes = "sampled",
     on_device = whole, "wanted"
     in_time = [("indices_due of 2,000 requests", lambda: [
         (each, 1) for each in given(*[(1, 1)] * 2000)], lambda plan: request.indices_due(plan))]
