@@ -15,7 +15,7 @@ import sys
 import matplotlib
 import pytest
 import torch
-from common import ROOT, examples, quick
+from common import ROOT, examples, quick, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +25,8 @@ import generate_naive
 import generate_paged
 import generate_prepacked
 import generate_ragged
+from checks.check import Check, summary
+from checks.ties import run_alone
 from checks.traps import broken
 from kernels import native
 from loading.load import load
@@ -221,6 +223,17 @@ def test_what_optimize_changes_does_not_check_itself(monkeypatch):
     monkeypatch.setattr(native, "pack", lambda weight: pack(weight) * 1.5)
     code, out, _ = run(generate_ragged, *argv)
     assert code == 1 and "WRONG: request 'r0': logits of token 0 differ" in out
+
+
+def test_bit_for_bit_is_said_of_every_token():
+    model, request = toy(), Request([1, 2], 3)
+    SCRIPTS["unbatched"](model, request)
+    for changed, said in (None, True), (0, False):
+        check = Check(model, [request])
+        rows = run_alone(model, request.prompt, request.generated)
+        for i, (token, row) in enumerate(zip(request.generated, rows)):
+            check.on_token(request, token, row * (1 + 1e-13 * (i == changed)))
+        assert ("bit for bit" in summary(check())) == said
 
 
 # --- interruption ---------------------------------------------------------------------------------

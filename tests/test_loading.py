@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toolbox.tokenizer
+from checks.traps import broken
 from checks.xray import XRay
 from loading.load import decode, load, load_model
 from loading.workload import make_requests
@@ -214,6 +215,10 @@ def test_the_xray_looks_into_a_llama():
         with XRay(LLAMA, requests := mixed()) as xray:
             STAGES[stage](LLAMA, requests)
         assert xray.passes and xray.faults() == []
+    with broken("pads of the past are not zeros", show=False), XRay(LLAMA, mixed()) as xray:
+        with pytest.raises(ValueError, match="not finite"):
+            STAGES["dynamic"](LLAMA, xray.requests)
+    assert "has an output of NaN or infinity" in xray.faults()[0]
 
 
 def test_angles_are_not_rounded_to_half_precision():
