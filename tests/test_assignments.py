@@ -19,6 +19,7 @@ sys.path.insert(0, str(KIT))
 import answers  # noqa: E402
 import grade_class  # noqa: E402
 import isolate  # noqa: E402
+import kit  # noqa: E402
 import leaderboard  # noqa: E402
 import make  # noqa: E402
 import predict  # noqa: E402
@@ -99,6 +100,12 @@ def test_a_mutant_loses_its_own_part_and_no_other(name, tmp_path):
         # others may suffer only where they are asked for the same function
         assert all(functions & set(make.parts_of(number)[part].args) for part in lost)
         assert found[lost[0]][1] and "Traceback" not in found[lost[0]][1]
+
+
+@pytest.mark.parametrize("value, right", [(1 + 1e-12, True), (1 + 1e-6, False),
+                                          (float("nan"), False)])
+def test_numbers_agree_to_rounding(value, right):
+    assert (kit.difference({"a": [value, 0.0]}, {"a": [1.0, 0.0]}) is None) == right
 
 
 # --- what people have handed in -------------------------------------------------------------------

@@ -140,8 +140,8 @@ def test_traps_are_seen(trap):
 # --- speculative decoding -------------------------------------------------------------------------
 
 def test_guesses_save_passes_and_are_counted():
-    requests = [Request([1, 2, 3] * 2, 12, name=f"r{i}") for i in range(4)]
-    plain, guessed = (run(f"{k} guesses", requests, QUIET) for k in (0, 4))
+    requests = [Request([1, 2, i, 1, 2, 5, 1, 2], 12, name=f"r{i}") for i in range(4)]
+    plain, guessed = (run(f"{k} guesses", requests) for k in (0, 4))
     assert len(guessed.passes) < len(plain.passes)
     sums = totals(guessed)
     assert sums["useful"] == totals(plain)["useful"] and totals(plain)["rejected"] == 0
@@ -149,7 +149,7 @@ def test_guesses_save_passes_and_are_counted():
     assert f"{accepted:,} guesses, {accepted / len(guessed.passes):.2f} per pass" in report(guessed)
     assert "accepted" not in report(plain)
     # all that was sent through the model beyond the plain run was rejected
-    assert sums["slots"] - totals(plain)["slots"] == sums["rejected"]
+    assert sums["slots"] - totals(plain)["slots"] == sums["rejected"] > 0
 
 
 def test_lookup_enters_each_token_once():

@@ -381,6 +381,8 @@ def test_a_bare_call():
     for some in tokens[:9], tokens[None, :9], tokens[::2], tokens.int(), tokens.view(2, 10):
         torch.testing.assert_close(fast(some), PLAIN(some), rtol=0, atol=2e-4)
     assert torch.equal(fast(tokens[:9]), fast(tokens)[:9])
+    middle = torch.tensor([2, 5])   # the logits of others than the last tokens
+    torch.testing.assert_close(fast(tokens, wanted=middle), PLAIN(tokens)[middle])
     for model in PLAIN, fast:
         with pytest.raises(IndexError, match="index out of range"):
             model(torch.tensor([[1, 13]]))

@@ -4,6 +4,7 @@ stops the others.
 """
 import copy
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -82,8 +83,10 @@ def test_the_script():   # under torchrun: in notebook 6
     assert status == other == 0 and "12/12 requests identical to unbatched" in out
     assert out.count("--- r0:") == 1 and said == ""   # rank 0 speaks
     for words in ("2 ranks (gloo), 4 layers", "8 for 10 tokens of 1 request",
-                  "8 for 5,120 tokens of 50 requests", "rank 0 in this run: "):
+                  "8 for 5,120 tokens of 50 requests"):
         assert words in out
+    passes = int(re.search(r"forward passes +(\d+)", out)[1])
+    assert f"rank 0 in this run: {8 * passes:,} all-reduces" in out
 
 
 def test_one_clear_line_from_rank_0():
@@ -98,6 +101,7 @@ def test_one_clear_line_from_rank_0():
 def test_what_cannot_start(ranks, flags, said, monkeypatch, capsys):
     for name, value in ("RANK", "0"), ("WORLD_SIZE", ranks):
         monkeypatch.setenv(name, value) if ranks else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("it has started"))
     with pytest.raises(SystemExit, match="^2$"):
         tensor_parallel.main(command_line, flags)
     error = capsys.readouterr().err
