@@ -24,7 +24,7 @@ from beyond.arrivals import check_lengths, made_up, poisson
 from beyond.calculated import Stream, price
 from beyond.hardware import gpu_of, shape_of
 from beyond.overload import most_served, tries, verdict
-from beyond.simulate import parser, whole
+from beyond.simulate import parser, whole, write
 from loading.stages import SCRIPTS
 from paging import PagedScheduler, Pages
 from request import Request, prepare
@@ -168,38 +168,38 @@ def run_replicas(args):
         raise ValueError("--rate is missing: the requests that come in a second")
     if (args.ttft is None) != (args.itl is None):
         raise ValueError("--ttft and --itl belong together: give both limits, or none")
+    flags.check_path(args.json, "--json")
     load = Load(args.rate, args.input, args.output, args.requests, args.seed, args.groups,
                 args.prefix)
     rows = [*(of_routers if args.ttft is None else of_limits)(args, gpu_of(args.gpu), load)]
-    print("calculated; waits in ms, of the median and of the p99")
-    print(aligned(rows))
+    if rows:
+        print("calculated; waits in ms, of the median and of the p99")
+        print(aligned([rows[0].keys(), *([f"{cell:,.2f}" if isinstance(cell, float) else cell
+                                          for cell in row.values()] for row in rows)]))
+    write(args.json, {"calculated": True, "rows": rows})
     return 0
 
 
-HEAD = ["ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "saved_tokens", "times", "verdict"]
-
-
 def row(f, times, tried):
-    """f: of `serve`; times: see overload.verdict"""
-    waits = [percentile(f[f"{name}_ms"], q) for name in ("ttft", "itl") for q in (50, 99)]
-    return [*(f"{wait:,.2f}" for wait in waits), f["saved_tokens"], f"{times:.2f}",
-            verdict(times, tried)]
+    """What the table and --json hold. f: of `serve`; times, tried: see overload.verdict"""
+    waits = {f"{name}_p{q}": percentile(f[f"{name}_ms"], q) for name in ("ttft", "itl")
+             for q in (50, 99)}
+    return {**waits, "saved_tokens": f["saved_tokens"], "times": times,
+            "verdict": verdict(times, tried)}
 
 
 def of_routers(args, gpu, load):
-    shape = shape_of(args.model, args.tp)
+    shape = shape_of(args.model, args.dtype, args.tp)
     served, tried = most_of_one(shape, gpu, load)
-    yield ["router", *HEAD]
     for router in [args.router] if args.router else ROUTERS:
-        yield [router, *row(serve(shape, gpu, load, args.replicas, router),
-                            load.rate / (args.replicas * served), tried)]
+        yield {"router": router, **row(serve(shape, gpu, load, args.replicas, router),
+                                       load.rate / (args.replicas * served), tried)}
 
 
 def of_limits(args, gpu, load):
     flags.say_ignored(args, [name for name, default in (("replicas", 4), ("tp", 1))
                              if getattr(args, name) != default], "with limits")
-    whole, router = shape_of(args.model), args.router or "least-loaded"
-    yield ["--tp", "replicas", "GPUs", *HEAD]
+    whole, router = shape_of(args.model, args.dtype), args.router or "least-loaded"
     for tp in 1, 2, 4, 8:
         try:
             shape = replace(whole, tp=tp)
@@ -209,10 +209,11 @@ def of_limits(args, gpu, load):
             continue
         served, tried = most_of_one(shape, gpu, load)
         number = fewest(shape, gpu, load, router, args.ttft, args.itl, served, tried)
-        found = [number, tp * number] if number <= MOST else [f"more than {MOST}", "-"]
-        number = min(number, MOST)
-        yield [tp, *found, *row(serve(shape, gpu, load, number, router),
-                                load.rate / (number * served), tried)]
+        tried_at_most = min(number, MOST)
+        yield {"--tp": tp, "replicas": number if number <= MOST else f"more than {MOST}",
+               "GPUs": tp * number if number <= MOST else "-",
+               **row(serve(shape, gpu, load, tried_at_most, router),
+                     load.rate / (tried_at_most * served), tried)}
 
 
 if __name__ == "__main__":

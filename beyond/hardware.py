@@ -22,15 +22,16 @@ from pathlib import Path
 
 SHEETS = json.loads(Path(__file__).with_name("sheets.json").read_text(encoding="utf-8"))
 BANDWIDTH_SHARE, LINK_SHARE, TILE = 0.85, 0.45, 85   # TILE: in rows
-SIZE = 2   # bytes of a number: all published runs have 16 bits
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GiB = 2**30
 ENGINES = SHEETS["engines"]   # {name: {"overhead", "per_request"}}, for dataclasses.replace(gpu)
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A data sheet: operations/s in 16 bits, bytes/s, bytes, and its link to other GPUs."""
+    """A data sheet: operations/s in 16 and 32 bits, bytes/s, bytes, and its link to other GPUs."""
     peak: float
+    peak32: float
     bandwidth: float
     memory: float
     link: float = 12e9         # bytes/s each way; the default is PCIe
@@ -62,6 +63,7 @@ class Shape:
     vocab_size: int
     block_size: int
     tied: bool = False
+    size: int = 2   # bytes per number
     tp: int = 1
 
     def __post_init__(self):
@@ -83,7 +85,7 @@ class Shape:
 
     @cached_property
     def kv_bytes(self):   # keys and values of a token
-        return 2 * self.n_layer * self.n_kv_head * self.head_size * SIZE // self.tp
+        return 2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp
 
     def parts(self, slots, sampled, scores, keys, copied=0):
         """
@@ -91,9 +93,9 @@ class Shape:
         tokens. Scores, keys and copied bytes: what a layout counts. A copy is a read and a write.
         """
         width = self.n_layer * self.n_head * self.head_size // self.tp   # features of its heads
-        return {"linears": (2 * slots * self.linears, self.linears * SIZE),
+        return {"linears": (2 * slots * self.linears, self.linears * self.size),
                 "vocabulary": (2 * sampled * self.vocabulary,
-                               self.vocabulary * SIZE if sampled else 0),
+                               self.vocabulary * self.size if sampled else 0),
                 "attention": (4 * width * scores, (keys + slots) * self.kv_bytes),
                 "copies": (0, 2 * copied)}
 
@@ -104,17 +106,17 @@ class Shape:
         """
         operations, moved = map(sum, zip(*parts.values()))
         operations += 2 * TILE * self.linears   # the rows of a tile that are computed in vain
-        total = math.hypot(operations / (gpu.share * gpu.peak),
-                           moved / (BANDWIDTH_SHARE * gpu.bandwidth))
+        peak = gpu.share * (gpu.peak if self.size == 2 else gpu.peak32)
+        total = math.hypot(operations / peak, moved / (BANDWIDTH_SHARE * gpu.bandwidth))
         total += gpu.overhead + gpu.per_request * sampled
         if self.tp > 1:
-            sent = 2 * (self.tp - 1) / self.tp * slots * self.n_embd * SIZE
+            sent = 2 * (self.tp - 1) / self.tp * slots * self.n_embd * self.size
             total += 2 * self.n_layer * (gpu.link_latency + sent / (LINK_SHARE * gpu.link))
         return total
 
     def room(self, gpu):
         """Tokens whose keys and values fit: 90% of the memory, less weights and half a GB."""
-        weights = (self.linears + self.vocabulary * (1 if self.tied else 2)) * SIZE
+        weights = (self.linears + self.vocabulary * (1 if self.tied else 2)) * self.size
         room = int((0.9 * gpu.memory - weights - 0.5e9) // self.kv_bytes)
         if room < 1:
             raise ValueError(f"the weights take {weights / GiB:.1f} GiB of each GPU's memory, "
@@ -136,12 +138,12 @@ def gpu_of(text):
                          f"{', '.join(GPUS)}") from None
     if not all(0 < number < 1e9 for number in (peak, bandwidth, memory)):
         raise ValueError(f"--gpu {text}: the three numbers must be above 0 and below 1e9")
-    return GPU(peak * 1e12, bandwidth * 1e9, memory * GiB)
+    return GPU(peak * 1e12, peak * 1e12, bandwidth * 1e9, memory * GiB)
 
 
-def shape_of(name, tp=1):
+def shape_of(name, dtype="float16", tp=1):
     """A Shape by name. ValueError for a model that is not in sheets.json."""
     if name not in MODELS:
         raise ValueError(f"--model {name}: none of {', '.join(MODELS)}; for another one, add a "
                          "line to beyond/sheets.json")
-    return replace(MODELS[name], tp=tp)
+    return replace(MODELS[name], size=BYTES[dtype], tp=tp)

@@ -55,10 +55,9 @@ def verdict(times, tried):
 
 
 def judged(requests, rate, served, tried):
-    """What is said of such requests at `rate` a second, where at most `served` a second end."""
+    """{"verdict", ...} of such requests at `rate` a second, where at most `served` a second end."""
     tokens = mean([request.kv_tokens for request in requests])   # of its prompt and its answer
-    return (f"{verdict(rate / served, tried)}; {rate:g} requests/s are {rate / served:.2f} times "
-            f"what it can serve, {served:,.2f}\n"
-            f"tokens (prompts and answers): {rate * tokens:,.0f} a second come, "
-            f"{min(rate, served) * tokens:,.0f} are computed, "
-            f"{max(rate - served, 0) * tokens:,.0f} more are owed each second")
+    return {"verdict": verdict(rate / served, tried), "times": rate / served,
+            "served_at_most": served, "offered_tokens_per_s": rate * tokens,
+            "served_tokens_per_s": min(rate, served) * tokens,
+            "owed_tokens_per_s": max(rate - served, 0.0) * tokens}

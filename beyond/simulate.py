@@ -3,6 +3,7 @@ Calculates what a stage reaches on a GPU that is not here, and whether that keep
 
     python -m beyond.simulate --gpu a100 --model llama-2-7b --stage paged --input 1024 --clients 8
 """
+import json
 import math
 import random
 import sys
@@ -11,7 +12,7 @@ from argparse import ArgumentTypeError
 from beyond.arrivals import check_lengths, workload
 from beyond.calculated import figures, simulate, with_memory
 from beyond.fairness import SCHEDULERS
-from beyond.hardware import gpu_of, shape_of
+from beyond.hardware import BYTES, gpu_of, shape_of
 from beyond.overload import judged, most_served, tries
 from loading.stages import SCRIPTS
 from toolbox import flags
@@ -28,9 +29,10 @@ def main(argv=None):
 
 def run_stage(args):
     """Prints what a stage reaches on the GPU and, at a rate, whether it can keep up."""
+    flags.check_path(args.json, "--json")
     if args.clients and args.rate:
         raise ValueError("--rate and --clients exclude each other")
-    gpu, shape = gpu_of(args.gpu), shape_of(args.model, args.tp)
+    gpu, shape = gpu_of(args.gpu), shape_of(args.model, args.dtype, args.tp)
     check_lengths(args.input[1], args.output[1], shape)
 
     def made(number):
@@ -51,23 +53,31 @@ def run_stage(args):
     if args.rate:
         tried = tries(len(requests), generate, **knobs)
         served = most_served(shape, gpu, generate, made(tried), **knobs)
-        print(judged(requests, args.rate, served, tried))
+        load = f["load"] = judged(requests, args.rate, served, tried)
+        print(f"{load['verdict']}; {args.rate:g} requests/s are {load['times']:.2f} times what it "
+              f"can serve, {served:,.2f}\n"
+              f"tokens (prompts and answers): {load['offered_tokens_per_s']:,.0f} a second come, "
+              f"{load['served_tokens_per_s']:,.0f} are computed, "
+              f"{load['owed_tokens_per_s']:,.0f} more are owed each second")
     print(report(trace))
+    write(args.json, f)
     return 0
 
 
-# --- flags that beyond/capacity.py has, too -------------------------------------------------------
+# --- what beyond/capacity.py needs, too -----------------------------------------------------------
 
 def parser(module, doc):
     p = flags.Parser(prog=f"python -m {module}", description=doc.strip().splitlines()[0])
     p.add_argument("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
     p.add_argument("--model", default="llama-2-7b", help="a name, see sheets.json")
+    p.add_argument("--dtype", default="float16", choices=BYTES)
     p.add_argument("--tp", type=whole, default=1, help="tensor parallel ranks")
     p.add_argument("--input", type=bounds, default="1024", help="a prompt's tokens: N or LOW:HIGH")
     p.add_argument("--output", type=bounds, default="128", help="an answer's tokens: N or LOW:HIGH")
     p.add_argument("--requests", type=whole, default=160)
     p.add_argument("--rate", type=above_0, help="requests a second, at random")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--json", metavar="FILE.json", help="write the figures")
     return p
 
 
@@ -91,6 +101,14 @@ def bounds(text):
     if not (low.isdecimal() and (high or low).isdecimal() and 0 < int(low) <= int(high or low)):
         raise ArgumentTypeError(f"{text}: use N or LOW:HIGH, whole numbers of at least 1")
     return int(low), int(high or low)
+
+
+def write(path, content):
+    """JSON, which has no NaN: null."""
+    if path:
+        content = json.loads(json.dumps(content), parse_constant=lambda name: None)
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ the same random numbers, so no decision has to be sent. model.py knows nothing o
 import os
 import sys
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -162,7 +163,8 @@ def run_in_group(command_line, args):
         raise ValueError("--device mps: torch.distributed has no backend for an Apple GPU; "
                          "use cpu or cuda")
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                                timeout=timedelta(seconds=60))   # then a rank counts as lost
     except (RuntimeError, ValueError) as error:
         raise ValueError("the ranks did not find each other: "
                          f"{str(error).splitlines()[0]:.150}") from None

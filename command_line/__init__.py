@@ -45,8 +45,14 @@ def run_stage(generate, args, shard=None):
     if not args.no_check:
         check = Check(plain, requests, exact=model if args.optimize and not shard else None)
 
-    with nullcontext() if args.quiet else progress(model, requests, knobs.get("token_budget")):
-        trace = generate(model, requests, on_token=check and check.on_token, **knobs)
+    try:
+        with nullcontext() if args.quiet else progress(model, requests, knobs.get("token_budget")):
+            trace = generate(model, requests, on_token=check and check.on_token, **knobs)
+    except KeyboardInterrupt:   # what is finished is not lost
+        finished = [request for request in requests if request.finished]
+        print_texts(finished, tokenizer)
+        print(f"{len(finished)} of {len(requests)} requests were finished")
+        raise
     verdicts = check() if check else []
     if check:
         print(summary(verdicts))
@@ -65,6 +71,8 @@ def run_stage(generate, args, shard=None):
         page.write(args.page, page.data_of({trace.stage: take_times(recorded, trace)}, tokenizer))
     if not args.quiet:
         print_texts(requests, tokenizer)
+        print("Next: --page run.html, a page in which to step through this run; --plot run.png, a "
+              "picture of it; --help, the knobs, none of which changes a token")
     return int(any(v.verdict == "WRONG" for v in verdicts))
 
 
@@ -73,8 +81,6 @@ def print_texts(requests, tokenizer):
         print(f"--- {request.name}: {len(request.prompt)} prompt tokens, "
               f"{len(request.generated)} generated, {request.finish_reason}")
         print(decode(tokenizer, request.prompt) + "▸" + decode(tokenizer, request.generated))
-    print("Next: --page run.html, a page in which to step through this run; --plot run.png, a "
-          "picture of it; --help, the knobs, none of which changes a token")
 
 
 def load_inputs(args):

@@ -10,13 +10,15 @@ from toolbox.tokenizer import BUILTIN
 from toolbox.validate import one_line
 
 PROMPTS = BUILTIN / "prompts.txt"
+# the keys that a line of a .jsonl file may have
+KEYS = ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "priority", "arrival",
+        "name")
 
 
 def read_prompts(path):
     """
-    A list of dicts: "prompt", "where" it stands, and in a file whose name ends in .jsonl, each line
-    of which is a JSON object, other arguments of Request. A text file holds prompts separated by
-    blank lines.
+    A list of dicts: "prompt", "where" it stands, and possibly other KEYS. A text file holds prompts
+    separated by blank lines; in a file whose name ends in .jsonl, each line is a JSON object.
     """
     where = f"--prompts {path}"
     with one_line(where):
@@ -37,6 +39,8 @@ def parse_line(line, where):
         entry = json.loads(line)
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
         raise ValueError(f"{where}: not an object whose \"prompt\" is a string")
+    if unknown := sorted(entry.keys() - set(KEYS)):
+        raise ValueError(f"{where}: unknown key \"{unknown[0]}\"; allowed: {', '.join(KEYS)}")
     return entry | {"where": where}
 
 
@@ -60,7 +64,7 @@ def make_requests(prompts, tokenizer, arrival_rate=None, chat=False, **defaults)
     stream, time, requests = random.Random(f"arrivals {defaults['seed']}"), 0.0, []
     for i, entry in enumerate(prompts):
         entry = {"where": "--prompt", **defaults, "seed": defaults["seed"] + i, "name": f"r{i}",
-                 "arrival": int(time), **entry}
+                 "arrival": int(min(time, 1e9)), **entry}
         if arrival_rate:
             time += stream.expovariate(arrival_rate)
         with one_line(entry.pop("where")):

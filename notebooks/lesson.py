@@ -125,7 +125,9 @@ def word(request, position):
 
 def generate_of(stage):
     """A stage's function, by its name; a function stays what it is."""
-    return stage if callable(stage) else STAGES[stage]
+    if callable(stage) or stage in STAGES:
+        return STAGES.get(stage, stage)
+    raise ValueError(f"there is no stage {stage!r}, only {', '.join(map(repr, STAGES))}")
 
 
 def run(stage, requests, **knobs):

@@ -135,7 +135,7 @@ def test_a_full_disk_is_one_line_and_costs_no_text():
     ("p.jsonl", "{", "line 2: not JSON"),
     ("p.jsonl", "[1]", 'line 2: .. "prompt" is a string'),
     ("p.jsonl", '{"prompt": 3}', 'line 2: .. "prompt" is a string'),
-    ("p.jsonl", '{"prompt": "a", "tempreature": 1}', "line 2: .. 'tempreature'"),
+    ("p.jsonl", '{"prompt": "a", "tempreature": 1}', 'key "tempreature"; allowed: prompt, '),
     ("p.jsonl", '{"prompt": "", "name": "x"}', "line 2: request 'x': the prompt is empty"),
     ("p.jsonl", '{"prompt": "a", "arrival": -1}', "line 2: request 'r1': arrival"),
     ("p.jsonl", '{"prompt": "a", "name": "r0"}', "request 'r0' appears 2 times"),
@@ -238,13 +238,19 @@ def test_bit_for_bit_is_said_of_every_token():
 
 # --- interruption ---------------------------------------------------------------------------------
 
-def test_an_interrupted_run_leaves_with_130(monkeypatch):
-    def interrupt(*args):
-        raise KeyboardInterrupt
+def test_interrupted_prints_what_is_finished_and_leaves_with_130(monkeypatch):
+    calls = []
 
-    monkeypatch.setattr(generate_interleaved, "sample", interrupt)
+    def sample(*args, original=generate_interleaved.sample):
+        calls.append(1)
+        if len(calls) == 30:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(generate_interleaved, "sample", sample)
     code, out, err = run(generate_interleaved)
-    assert code == 130 and "stage:" not in out
+    done = out.count("--- r")
+    assert code == 130 and 0 < done < 12 and f"{done} of 12 requests were finished" in out
     assert err.endswith(": interrupted\n") and "Traceback" not in err
 
 

@@ -1,4 +1,5 @@
 """The calculated GPU: beyond/calculated.py and what stands on it."""
+import json
 import math
 import os
 import random
@@ -27,7 +28,7 @@ from views.report import latencies, percentile
 TINY = Shape(1, 8, 2, 2, 4, 32, 2, 1000, 64, tied=True)
 MODEL = GPT(GPTConfig(block_size=64, vocab_size=1000, n_layer=1, n_head=2, n_embd=8))
 MODEL = MODEL.bfloat16()   # as TINY, in all that is counted
-SLOW = GPU(1e9, 1e6, 1e6)
+SLOW = GPU(1e9, 1e9, 1e6, 1e6)
 KNOBS = dict(max_batch=3, token_budget=8, max_kv_tokens=90, pages=24, page_size=4)
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=8)
 LOADS = st.sampled_from([{}, {"clients": 1}, {"clients": 3}, {"rate": 20.0}, {"rate": 200.0}])
@@ -92,7 +93,7 @@ def test_four_steps_by_hand():
     """One request of 3 tokens and 3 answers, 2 tokens a step: the first pass has no logits."""
     shape = Shape(n_layer=1, n_embd=2, n_head=1, n_kv_head=1, head_size=2, ffn=4, ffn_matrices=2,
                   vocab_size=10, block_size=64, tied=True)
-    gpu = GPU(2000, 100 / 0.85, 1e6, share=0.5, overhead=1.0, per_request=0.25)
+    gpu = GPU(2000, 2000, 100 / 0.85, 1e6, share=0.5, overhead=1.0, per_request=0.25)
     # so 1000 operations and 100 bytes a second. Weights: 4 x 2 x 2 for attention, 2 x 2 x 4 for the
     # MLP, 2 x 10 for the vocabulary. Keys and values of a token: 2 x 2 numbers, 8 bytes
     trace = s.simulate(shape, gpu, STAGES["ragged, varlen"], workload([(3, 3)]), token_budget=2)
@@ -236,9 +237,8 @@ def test_a_load_is_judged_in_the_second_line(line, said, capsys):
 
 def test_tokens_are_owed_if_more_come_than_can_be_served():
     requests = prepare(workload([(20, 1), (8, 5)]), TINY)   # 16 tokens in the mean
-    for rate, said in ((10.0, "160 a second come, 128 are computed, 32 more are owed each second"),
-                       (4.0, "64 a second come, 64 are computed, 0 more are owed each second")):
-        assert said in judged(requests, rate, served=8.0, tried=1000)
+    for rate, tokens in (10.0, [160, 128, 32]), (4.0, [64, 64, 0]):   # come, computed, owed
+        assert [*judged(requests, rate, served=8.0, tried=1000).values()][-3:] == tokens
 
 
 # --- what others measured -------------------------------------------------------------------------
@@ -277,9 +277,13 @@ def planned(line):
     return run(f"--model llama-3.1-8b --requests 20 --output 9 {line}", capacity.main)
 
 
-def test_simulate_prints_a_report(capsys):
-    assert run("--input 100 --output 1 --requests 20 --clients 4 --stage ragged") == 0
+def test_simulate_prints_a_report_and_writes_figures(tmp_path, capsys):
+    assert run("--input 100 --output 1 --requests 20 --clients 4 --stage ragged "
+               f"--json {tmp_path}/a.json") == 0
     printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert found["calculated"] and {"tokens_per_s", "passes", "ttft_ms"} <= set(found)
+    assert found["itl_ms"]["p50"] is None
     assert "stage: ragged, varlen, calculated" in printed and "calculated: " in printed
     assert "ITL p50 -, p99 - ms" in printed   # answers of one token have none
     assert run("--stage unbatched --no_cache --input 8 --output 3 --requests 2") == 0
@@ -288,15 +292,21 @@ def test_simulate_prints_a_report(capsys):
     assert s.figures(tight)["preemptions"] == tight.counts["preemptions"] > 0
 
 
-def test_capacity_prints_a_table(capsys):
-    assert planned("--rate 9") == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [router for router, *_ in rows] == [*ROUTERS]
-    assert all(float(p50) <= float(p99) for _, p50, p99, *_ in rows)
-    assert planned("--rate 5 --output 1 --ttft 1000 --itl 100 --tp 2") == 0
+def test_capacity_prints_a_table_and_writes_it(capsys, tmp_path):
+    def rows():
+        return json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)["rows"]
+
+    assert planned(f"--rate 9 --json {tmp_path}/a.json") == 0
+    printed = capsys.readouterr().out
+    assert "calculated" in printed and all(router in printed for router in ROUTERS)
+    assert [row["router"] for row in rows()] == [*ROUTERS]
+    assert all(row["ttft_p99"] >= row["ttft_p50"] for row in rows())
+    line = "--rate 5 --output 1 --ttft 1000 --itl 100 --tp 2 --json"
+    assert planned(f"{line} {tmp_path}/a.json") == 0
     printed = capsys.readouterr().out
     assert "--tp has no meaning with limits: ignored" in printed
     assert re.findall(r"^(\d) +1 +\1 .* nan +nan ", printed, re.M) == ["1", "2", "4", "8"]
+    assert [(row["replicas"], row["itl_p99"]) for row in rows()] == [(1, None)] * 4
     assert planned("--rate 9 --ttft 0 --itl 0") == 0   # no number keeps these limits
     assert capsys.readouterr().out.count(f"more than {MOST}") == 4
     assert planned("--rate 9 --ttft 9 --itl 9 --gpu 1,2,3 --model llama-2-70b") == 0

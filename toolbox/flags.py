@@ -51,6 +51,8 @@ def add_knobs(parser, policies):
         knobs.add_argument(f"--{name}", type=int, metavar="N", help=text)
     knobs.add_argument("--policy", choices=tuple(policies),
                        help="which waiting request goes first (default: fcfs)")
+    knobs.add_argument("--share_prefixes", action="store_const", const=True,
+                       help="share pages between requests that begin alike (the default)")
     knobs.add_argument("--no_share_prefixes", dest="share_prefixes", action="store_const",
                        const=False, help="share no pages between requests that begin alike")
     knobs.add_argument("--pack", choices=("batch", "dataset"),
@@ -116,8 +118,11 @@ def check_path(path, flag, suffixes=None):
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
+    existed = path.exists()
     with one_line(f"{flag} {path}"):
         open(path, "ab").close()
+    if not existed:
+        path.unlink()
 
 
 def guarded(prog, work, speaks=True):
