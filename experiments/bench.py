@@ -167,10 +167,6 @@ def table(result):
                   "equal"], rows, "medians over the runs, ± half their spread")
 
 
-def tables(*found):
-    return [table(result) for result in found]
-
-
 def speed_table(*found):
     """The README's three rows."""
     found = [result for result in found if result["model"] == "GPT-2"]
@@ -189,3 +185,12 @@ def speed_table(*found):
            f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; medians of three runs")
     return Table(["tokens per second", *workloads, "TTFT mean, W1", "ITL p99, W1"], rows, how,
                  small_print="{machine}; {where}; {date}; {how}")
+
+
+def peers_table(*found):
+    """The ladder's top and its peers, on the workloads of two models."""
+    rows = [[name, *(f"{result['tokens'] / f['seconds']:,.0f} ±{f['spread'] / 2:.0%}"
+                     for result in found for f in [result["systems"][name]])]
+            for name in found[0]["systems"]]
+    return Table(["tokens/s", *(f"{result['model']}, {result['workload']}" for result in found)],
+                 rows, "medians of three runs in turn, ± half their spread")

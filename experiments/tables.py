@@ -23,8 +23,8 @@ TABLES = {   # a table's name: the function that makes it, or several; the resul
     "sharing": (memory.table, "memory"),
     "prepacking": (prepacking.table, "prepacking"),
     "speed": (bench.speed_table, "peers"),
-    "peers": (bench.tables, "peers"),
-    "bench": (bench.tables, "bench"),
+    "peers": (bench.peers_table, "peers"),
+    "bench": (lambda *found: [*map(bench.table, found)], "bench"),
     "gpu ladder": (gpu.table, "gpu"),
     "gpu published": (gpu.published_table, "gpu"),
     "gpu memory": (gpu.memory_table, "gpu")}
