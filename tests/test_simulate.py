@@ -274,7 +274,7 @@ def run(line, command=simulate.main):
 
 
 def planned(line):
-    return run(f"--model llama-3.1-8b --requests 20 --output 9 {line}", capacity.main)
+    return run(f"--model llama-3.1-8b --requests 20 --input 99 --output 9 {line}", capacity.main)
 
 
 def test_simulate_prints_a_report_and_writes_figures(tmp_path, capsys):
