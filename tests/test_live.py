@@ -97,10 +97,10 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
         script("$('one').click()")
         running.until(lambda: script("return $('pause').textContent") == "go on")
         script("""const usual = hear;
-                  hello = null;
+                  window.before = hello;
                   hear = () => { hear = usual; throw Error("for the test"); };
                   $('pause').click();""")   # the page is told, and fails:
-        running.until(lambda: script("return hello !== null"))   # it connects again,
+        running.until(lambda: script("return hello !== window.before"))   # it connects again,
         running.until(lambda: len(running.server.live.pages) == 1)   # and has let go of the old one
         assert not running.server.live.pace
         script("hear({...hello, started: 0})")   # another server, whose r0 is another one

@@ -20,12 +20,14 @@ from browser import resize
 from common import STAGES, knobs_of, mixed, toy
 
 from beyond import speculative
+from beyond.calculated import simulate
 from checks.traps import broken
 from explorer import build, page
 from explorer.recorder import record, take_times
 from loading.load import decode, load
 from loading.stages import STAGES as LADDER
 from request import Request
+from toolbox import flags
 from views.report import latencies, mean, totals
 
 MODEL = toy(dtype=torch.float32)
@@ -95,8 +97,16 @@ def test_each_setting_has_the_run_of_its_knobs():
     for request, answer in zip(answers, DATA["runs"][0]["requests"], strict=True):
         request.max_new_tokens, request.eos_token = len(answer["steps"]), None
     for setting in random.Random(1).sample([*grid["of"]], 10):
-        run = json.loads(json.dumps(build.tried(setting, answers)))
-        assert run == grid["runs"][grid["of"][setting]], AGAIN
+        stage, *values = setting.split(".")
+        knobs = {name: grid["knobs"][name][int(i)]
+                 for name, i in zip(grid["applies"][stage], values, strict=True)}
+        memory = knobs.pop("memory", 10**6)
+        knobs |= {"max_kv_tokens": memory, "pages": memory // knobs.get("page_size", 16)}
+        some = [replace(r) for r in answers if knobs["long"] or len(r.prompt) < 200]
+        knobs, _ = flags.knobs_of(LADDER[stage], knobs)
+        run = simulate(*build.GPU, LADDER[stage], some, **knobs)
+        assert json.loads(json.dumps(build.plain(run, answers))) == \
+            grid["runs"][grid["of"][setting]], AGAIN
 
 
 def test_the_walk_counts_its_figures_itself():
@@ -224,7 +234,10 @@ def test_every_number_is_the_traces(stage, opened):
             who, n = title.split(" token")[0].split(": ")
             planned[who] += int(n)
         assert planned == Counter({who: n for _, p in passes for who, _, n in p.work})
-        assert shown.texts(".plan p")[0].startswith(f"{planned.total()} ")
+        plan = shown.texts(".plan p")[0]
+        again = re.findall(r"\((\d+)\)[^()]*computed again", plan)
+        assert plan.startswith(f"{planned.total()} ")
+        assert sum(map(int, again)) == sum(p.recomputed for _, p in passes)
         for request, waits in zip(trace.requests, shown.texts(".request .waits"), strict=True):
             n = sum(at <= step for at in request.token_steps)
             first = request.token_steps[0] - request.arrival + 1
@@ -375,9 +388,12 @@ def test_pads_fall_out_and_rows_join(motion, ladder_page):
     if motion == "no-preference":   # it begins with the rectangle
         assert len(ladder_page.texts(".change .slot")) == math.prod(passes["shape"][i])
         ladder_page.click(".shapes button", 2)
-    nodes = ladder_page.run("""return [...document.querySelectorAll(".change .slot")].map(
-          node => [node.classList[1], node.style.opacity, node.style.transform])""")
+    seconds, nodes = ladder_page.run("""
+        const nodes = [...document.querySelectorAll(".change .slot")];
+        return [getComputedStyle(nodes[0]).transitionDuration, nodes.map(
+          node => [node.classList[1], node.style.opacity, node.style.transform])]""")
     set_media({"features": []})
+    assert seconds.startswith("0.9s" if motion == "no-preference" else "0s")
     assert [kind for kind, seen, _ in nodes if seen == "0"] == ["pad"] * (len(nodes) - tokens)
     stream = [where for _, seen, where in nodes if seen == "1"]
     assert len({*stream}) == tokens and all(", 0px)" in where for where in stream)
@@ -390,6 +406,8 @@ def test_a_phone(ladder_page):
     assert ladder_page.run("""return [...document.querySelectorAll("button, select")].filter(
         node => node.offsetParent).map(node => node.getBoundingClientRect()).every(
         ({width, height}) => width >= 40 && height >= 40)""")
+    bottom = ladder_page.run("return innerHeight - $('on').getBoundingClientRect().bottom")
+    assert 0 <= bottom < 150   # "next" is at the thumb
     for tab, panels in (1, ["timeline"]), (0, ["tensor", "sees"]):
         ladder_page.click("#tabs button", tab)
         assert ladder_page.run("""return [...document.querySelectorAll('.panel')].filter(

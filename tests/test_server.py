@@ -260,6 +260,10 @@ def test_chats_and_models():
         assert short.usage.completion_tokens == 1 and short.id != whole.id
         assert [model.id for model in client.models.list()] == ["m"]
         assert client.models.retrieve("m").max_model_len == 256
+        with pytest.raises(openai.NotFoundError, match="there is no model 'x'; this is 'm'"):
+            client.models.retrieve("x")
+        *_, end, nothing = running.post(prompt="a", stream=True, **ask).text.split("\n\n")
+        assert (end, nothing) == ("data: [DONE]", "")
         paths = httpx.get(running.url + "/openapi.json").json()["paths"]
         assert "/v1/completions" in paths and httpx.get(running.url + "/docs").status_code == 200
 
