@@ -105,6 +105,7 @@ def test_each_setting_has_the_run_of_its_knobs():
         some = [replace(r) for r in answers if knobs["long"] or len(r.prompt) < 200]
         knobs, _ = flags.knobs_of(LADDER[stage], knobs)
         run = simulate(*build.GPU, LADDER[stage], some, **knobs)
+        assert build.plain(run, answers) == build.tried(setting, answers)
         assert json.loads(json.dumps(build.plain(run, answers))) == \
             grid["runs"][grid["of"][setting]], AGAIN
 
