@@ -199,10 +199,10 @@ def of_routers(args, gpu, load):
 def of_limits(args, gpu, load):
     flags.say_ignored(args, [name for name, default in (("replicas", 4), ("tp", 1))
                              if getattr(args, name) != default], "with limits")
-    whole, router = shape_of(args.model, args.dtype), args.router or "least-loaded"
+    one_gpu, router = shape_of(args.model, args.dtype), args.router or "least-loaded"
     for tp in 1, 2, 4, 8:
         try:
-            shape = replace(whole, tp=tp)
+            shape = replace(one_gpu, tp=tp)
             shape.room(gpu)
         except ValueError as error:
             print(f"no row for --tp {tp}: {error}")

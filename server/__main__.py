@@ -62,7 +62,7 @@ def prepared(args):
     model, tokenizer = load(args.model)
     model.to(flags.device_of(args), flags.DTYPES[args.dtype])
     model = model.optimize() if args.optimize else model
-    if args.threads or args.model == "builtin":   # so small that threads only wait for each other
+    if args.threads or args.model == "builtin":   # so small that a second one gains little
         torch.set_num_threads(args.threads or 1)
     return model, tokenizer
 
