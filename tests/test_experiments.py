@@ -22,15 +22,17 @@ from request import Request
 from toolbox.weights import write_gpt2
 
 
-def test_ways_take_turns_and_the_rounds_that_warm_up_do_not_count():
-    called = []
+def test_ways_take_turns_and_what_warms_up_does_not_count(capsys):
+    called, slept = [], []
 
     def run(way):
         called.append(way)
         return len(called)
 
     assert results.in_turn("ab", run, repeats=2) == {"a": [3, 5], "b": [4, 6]}
-    assert called == [*"ababab"]
+    assert called == capsys.readouterr().err.split()[::3] == [*"ababab"]
+    assert results.median_seconds(lambda: slept.append(time.sleep(0.1 * (len(slept) < 2))),
+                                  torch.device("cpu"), repeats=1) < 0.1 and len(slept) == 3
 
 
 def test_the_workloads_are_those_that_the_docs_describe():
@@ -109,6 +111,7 @@ def wait_for(pid, states):
 
 def test_a_peer_answers_request_by_request_and_is_stopped_between_two_runs(fake):
     engine, = bench.peers(["vLLM"], "folder", fake).values()
+    assert "at most 32 sequences and 512 tokens a step" in engine.settings
     requests = mixed()
     for _ in range(2):
         if sys.platform == "linux":   # it does not spin while others run
@@ -186,7 +189,6 @@ def smaller(monkeypatch):
     """What quick runs measure, smaller still."""
     monkeypatch.setattr(ladder, "twelve", lambda tokenizer: [
         Request([5] * n, 4, name=f"r{n}") for n in (9, 1, 3)])
-    monkeypatch.setattr(rows, "ROWS", (1, 2, 4))
     monkeypatch.setattr(prepacking, "GPTConfig", lambda **sizes: GPTConfig(
         **{**sizes, "vocab_size": 97, "n_head": 2, "n_embd": 32}))
     monkeypatch.setattr(prepacking, "CONTEXT", 24)
@@ -200,15 +202,18 @@ def smaller(monkeypatch):
 SHARED = "shared prefixes", "not shared"
 SAID = {   # an experiment, with flags: what its figures must say
     "ladder": lambda f: [*f["stages"]] == [*STAGES] and f["wrong"] == [],
-    "rows --dtype float64": lambda f: [n for n, _ in f["points"]] == [1, 2, 4],
-    "gaps": lambda f: [*f["points"]] == [*rows.GAP_STAGES],
+    "rows --dtype float64": lambda f: [n for n, _ in f["points"]] == [1, 2, 4, 8, 16],
+    "gaps": lambda f: [*f["points"]] == [*rows.GAP_STAGES] and all(
+        [step for step, _ in points] == [*range(1, 28)] for points in f["points"].values()),
     "memory": lambda f: f["sharing"][SHARED[0]]["tokens"] < f["sharing"][SHARED[1]]["tokens"],
     "prepacking": lambda f: [*f["kinds"]] == [*prepacking.KINDS],
     "gpu": lambda f: all(f["ladder"][gpu]["ragged, varlen"]["tokens_per_s"]
                          > f["ladder"][gpu]["unbatched"]["tokens_per_s"] for gpu in f["ladder"]),
     "bench --systems unbatched --model tiny": lambda f: [
-        r["workload"] for r in f] == ["W1", "W2", "W3"] and f[1]["tokens"] > 100 and all(
-            system["equal"] > 0.95 for r in f for system in r["systems"].values())}
+        (r["workload"], name, system["equal"] > 0.95, system["itl_p99"] is None) for r in f
+        for name, system in r["systems"].items()] == [
+            (name, "unbatched", True, name == "W2") for name in results.WORKLOADS] and (
+                f[1]["tokens"] > 100)}
 
 
 @pytest.mark.parametrize("command", SAID)
