@@ -206,9 +206,8 @@ SAID = {   # an experiment, with flags: what its figures must say
         [step for step, _ in points] == [*range(1, 28)] for points in f["points"].values()),
     "memory": lambda f: all(f["sharing"][name][what] == row[what] for name, row in results.load(
         "memory")["sharing"].items() for what in ("pages", "passes", "tokens")),
-    "prepacking": lambda f: all(f["kinds"][kind]["ragged"]["useful"] == 1
-                                > f["kinds"][kind]["full batching"]["useful"]
-                                for kind in prepacking.KINDS),
+    "prepacking": lambda f: f["kinds"]["uniform"]["full batching"]["useful"] < 1 and all(
+        f["kinds"][kind]["ragged"]["useful"] == 1 for kind in prepacking.KINDS),
     "gpu": lambda f: all(f["ladder"][gpu]["ragged, varlen"]["tokens_per_s"]
                          > f["ladder"][gpu]["unbatched"]["tokens_per_s"] for gpu in f["ladder"]),
     "bench --systems unbatched --model tiny": lambda f: [
