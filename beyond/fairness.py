@@ -123,7 +123,7 @@ class FairScheduler(PagedScheduler):
         return True
 
     def preempt(self, request):
-        """As PagedScheduler.preempt; but it returns to its rank, not to the front. It is not due."""
+        """As PagedScheduler.preempt; but it returns to its rank, not the front. It is not due."""
         super().preempt(request)
         self.waiting.popleft()   # where super() has put it
         times = self.times_preempted[request] = self.times_preempted.get(request, 0) + 1

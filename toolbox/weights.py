@@ -48,23 +48,23 @@ COMPUTED = (".attn.bias", ".attn.masked_bias", ".inv_freq")   # masks and angles
 
 
 def read_gpt2(name, make):
-    """As `read`, for model.py: in float32. ValueError for an architecture other than GPT-2's."""
+    """For model.py: (config, weights) in float32. ValueError for other architectures."""
     kind = locate(name)[1]["model_type"]
     if kind != "gpt2":
         raise ValueError(f"model '{name}': its architecture is {kind!r}, not 'gpt2'; "
                          "loading.load.load_model reads both")
-    return read(name, torch.float32, make)
+    model = read(name, torch.float32, make)
+    return vars(model.config), model.state_dict()
 
 
 def read(name, dtype, make):
     """
     name: "builtin", one of NAMES, a local folder or weights file (its config.json beside it), or
           "owner/name" on huggingface.co
-    make: a function of the config that makes a model, whose weights these have to be
+    make: makes the model, given a dict of GPTConfig's or LlamaConfig's arguments
 
-    Returns (config, weights): arguments of GPTConfig or LlamaConfig, and a state dict in `dtype`.
-    Where a file has that dtype, its tensors are the memory-mapped file. Raises ValueError with one
-    line that names what is missing or wrong.
+    Returns that model with its weights in `dtype`. Where a file has that dtype, they are the
+    memory-mapped file. Raises ValueError with one line that names what is missing or wrong.
     """
     files, theirs = locate(name)
     with one_line(f"model '{name}'"):
@@ -77,9 +77,10 @@ def read(name, dtype, make):
                     ours |= renamed(key, tensor.to(dtype), theirs["model_type"])
         if config.get("tied", True):   # some files hold the embedding once more
             ours.pop("lm_head.weight", None)
-        with torch.device("meta"):   # allocates nothing
-            make(config).load_state_dict(ours, assign=True)
-    return config, ours
+        with torch.device("meta"):   # no memory: `assign` puts the tensors that were read in place
+            model = make(config)
+        model.load_state_dict(ours, assign=True)
+    return model
 
 
 def renamed(key, tensor, kind):
@@ -161,9 +162,17 @@ def config_of(theirs):
         if kind == "mistral":
             one_of("sliding_window", theirs.get("sliding_window", 4096), None)
         config = {ours: theirs[key] for ours, key in LLAMA.items()}
+        heads = config["n_head"]
+        size = theirs.get("head_dim") or config["n_embd"] // heads
+        groups = theirs.get("num_key_value_heads") or heads
+        if size % 2:   # features turn in pairs
+            raise ValueError(f"head_dim {size} must be even; by default it is "
+                             "hidden_size / num_attention_heads")
+        if heads % groups:
+            raise ValueError(f"num_key_value_heads {groups} must divide "
+                             f"num_attention_heads {heads}")
         return config | rope(theirs) | {
-            "n_kv_head": theirs.get("num_key_value_heads") or config["n_head"],
-            "head_size": theirs.get("head_dim") or config["n_embd"] // config["n_head"],
+            "n_kv_head": groups, "head_size": size,
             "qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3",
             "tied": theirs.get("tie_word_embeddings", False)}
 
