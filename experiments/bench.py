@@ -4,14 +4,13 @@ All stages of this repository and their peers, on the same weights and the same 
 docs/measurements.md describes the workloads and the rounds. Only requested tokens count, output is
 greedy, and the weights are random, which run as fast as trained ones, unless --model is given.
 """
-import os
 import random
 import sys
 import tempfile
-import time
-from itertools import pairwise
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 import torch
 
@@ -24,8 +23,9 @@ from loading.load import load_model
 from loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import Request
+from toolbox.trace import Trace
 from toolbox.weights import write_gpt2
-from views.report import percentile
+from views.report import totals
 
 KNOBS = dict(max_batch=32, token_budget=512)
 OURS = {   # a system's name: (stage, is it optimized?, knobs)
@@ -70,17 +70,15 @@ def random_model(quick=False):
     return model
 
 
-# --- the systems: requests -> (tokens, times) -----------------------------------------------------
+# --- the systems: requests -> trace ---------------------------------------------------------------
 
-def stage(name, plain, fast):
-    """One of OURS. fast: the snapshot that plain.optimize() made"""
-    generate, optimized, knobs = OURS[name]
-
-    def run(requests):
-        trace = results.run(STAGES[generate], fast if optimized else plain, requests, knobs)
-        return ([request.generated for request in trace.requests],
-                [request.token_times for request in trace.requests])
-    return run
+def served(engine, requests):
+    """A peer's run, as a trace without passes: a token's step is its number."""
+    trace = Trace("peer", [replace(request) for request in requests])
+    for request, tokens, times in zip(trace.requests, *engine(requests)):
+        request.generated, request.token_times = tokens, times
+        request.token_steps = [*range(len(tokens))]
+    return trace
 
 
 def peers(names, folder, args):
@@ -98,32 +96,23 @@ def peers(names, folder, args):
 
 # --- figures --------------------------------------------------------------------------------------
 
-def timed(name, system, requests):
-    """One run: (seconds, seconds until each request's tokens, tokens)."""
-    start = time.perf_counter()
-    tokens, times = system(requests)
-    seconds = time.perf_counter() - start
-    print(f"  {name:32} {seconds:7.2f} s", file=sys.stderr)
-    return seconds, [[time - start for time in mine] for mine in times], tokens
-
-
 def figures_of(runs, reference):
-    """Of one system: medians over its runs, and the lowest share of equal tokens."""
-    seconds = [run[0] for run in runs]
-    waits = [mean(mine[0] for mine in times) for _, times, _ in runs]
-    gaps = [[b - a for mine in times for a, b in pairwise(mine)] for _, times, _ in runs]
-    equal = min(sum(a == b for pair in zip(tokens, reference) for a, b in zip(*pair))
-                for _, _, tokens in runs)
+    """Of one system: medians over its runs, and the lowest share of the reference's tokens."""
+    rows = [results.row_of(trace) for trace in runs]
+    seconds, itls = ([row[what] for row in rows] for what in ("seconds", "itl_p99"))
+    equal = min(sum(a == b for pair in zip(trace.requests, reference.requests)
+                    for a, b in zip(*(request.generated for request in pair))) for trace in runs)
     return {"rounds": seconds, "seconds": median(seconds),
-            "spread": (max(seconds) - min(seconds)) / median(seconds), "ttft_mean": median(waits),
-            "itl_p99": median(percentile(of, 99) for of in gaps) if gaps[0] else None,
-            "equal": equal / sum(map(len, reference))}
+            "spread": (max(seconds) - min(seconds)) / median(seconds),
+            "ttft_mean": median(row["ttft_mean"] for row in rows),
+            "itl_p99": median(itls) if None not in itls else None,
+            "equal": equal / totals(reference)["generated"]}
 
 
 def measure(args, device, dtype):
     """All stages and their peers, on the same weights and requests: a result for each workload."""
     others = [name for name in args.systems if name in PEERS]
-    if others and (os.name, device.type, dtype) != ("posix", "cpu", torch.float32):
+    if others and (sys.platform == "win32" or (device.type, dtype) != ("cpu", torch.float32)):
         print("other engines are left out: compared only on a CPU, in float32, not on Windows")
         others = []
     native.keep_memory()
@@ -133,14 +122,17 @@ def measure(args, device, dtype):
         plain = load_model(args.model or folder).requires_grad_(False).to(device, dtype)
         theirs = peers(others, args.model or folder, args)
     fast = plain.optimize()
-    systems = {name: stage(name, plain, fast) for name in args.systems if name in OURS} | theirs
+    systems = {name: partial(results.run, STAGES[stage], fast if optimized else plain, knobs=knobs)
+               for name, (stage, optimized, knobs) in OURS.items()}
+    systems |= {name: partial(served, engine) for name, engine in theirs.items()}
+    chosen = [name for name in args.systems if name in systems]
     for name in args.workloads:
         requests = workload(name, plain.config.vocab_size, args.quick)
         print(f"\n{name}: {len(requests)} requests", flush=True)
         schedule = results.run(STAGES["ragged, varlen"], fast, requests, KNOBS)   # and a warm-up
-        reference, _ = stage("unbatched", plain, fast)(requests)
+        reference = results.run(STAGES["unbatched"], fast, requests)
         peaks = machine_peaks(fast)
-        runs = results.in_turn(systems, lambda each: timed(each, systems[each], requests),
+        runs = results.in_turn(chosen, lambda each: systems[each](requests),
                                1 if args.quick else 3, warm_up=0)
         yield {"model": Path(args.model or "GPT-2").name, "workload": name, **peaks,
                "roofline": roofline(fast, schedule, **peaks),
@@ -189,8 +181,7 @@ def speed_table(*found):
 
 def peers_table(*found):
     """The ladder's top and its peers, on the workloads of two models."""
-    rows = [[name, *(f"{result['tokens'] / f['seconds']:,.0f} ±{f['spread'] / 2:.0%}"
-                     for result in found for f in [result["systems"][name]])]
-            for name in found[0]["systems"]]
+    speeds = ([speed for _, speed, *_ in table(result).rows] for result in found)
     return Table(["tokens/s", *(f"{result['model']}, {result['workload']}" for result in found)],
-                 rows, "medians of three runs in turn, ± half their spread")
+                 [*zip(found[0]["systems"], *speeds)],
+                 "medians of three runs in turn, ± half their spread")

@@ -64,7 +64,7 @@ def curve(result, path=None):
                  title="Calculated: Llama 2 7B on an A100 40 GB, 120 requests of mixed lengths")
 
 
-def bars(panels, height, form, sharex=False):
+def bars(panels, label, height, form, path, sharex=False):
     """A panel for each {title: ({name: value}, where a dashed line stands)}, side by side."""
     figure, axes = pyplot().subplots(1, len(panels), figsize=(WIDTH, height), sharex=sharex,
                                      sharey=True, squeeze=False)
@@ -81,7 +81,8 @@ def bars(panels, height, form, sharex=False):
         ax.locator_params(axis="x", nbins=3)
         ax.tick_params("y", labelsize=9)
     axes.flat[0].invert_yaxis()
-    return figure
+    figure.supxlabel(label, fontsize=9)
+    return finished(figure, path)
 
 
 def bench(*results, path=None):
@@ -89,17 +90,15 @@ def bench(*results, path=None):
     panels = {f"{r['model']}, {r['workload']} {WORKLOADS[r['workload']]}": (
         {name: r["tokens"] / f["seconds"] for name, f in r["systems"].items()},
         r["tokens"] / r["roofline"]) for r in results}
-    figure = bars(panels, 0.25 * len(results[0]["systems"]) + 1.1, "{:,.0f}")
-    figure.supxlabel("tokens/s; the dashed line is the roofline", fontsize=9)
-    return finished(figure, path)
+    return bars(panels, "tokens/s; the dashed line is the roofline",
+                0.25 * len(results[0]["systems"]) + 1.1, "{:,.0f}", path)
 
 
 def kinds(result, path=None):
     """Speedups by kind of prompts: a panel for each. result: of `prepacking`"""
     panels = {kind: (times, 1) for kind, times in prepacking.speedups(result).items()}
-    figure = bars(panels, 1.9, "{:.1f}", sharex=True)
-    figure.supxlabel("prefill, k = 16: times as fast as full batching", fontsize=9)
-    return finished(figure, path)
+    return bars(panels, "prefill, k = 16: times as fast as full batching", 1.9, "{:.1f}", path,
+                sharex=True)
 
 
 def slots(result, path=None):

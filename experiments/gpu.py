@@ -1,5 +1,4 @@
 """Every lesson about time on GPUs, calculated by beyond/calculated.py: nothing here is measured."""
-import inspect
 import random
 from functools import partial
 from statistics import mean
@@ -34,10 +33,8 @@ def mixed(number):
 def curve(stage, number, rates):
     """[(rate, ms a token), ...] of Llama 2 7B on an A100 40 GB, up to a second a token."""
     points = []
-    has_budget = "token_budget" in inspect.signature(STAGES[stage]).parameters
     for rate in rates:
-        trace = run(stage, "llama-2-7b", "a100-40gb", mixed(number), rate,
-                    max_batch=256 if has_budget else 30)
+        trace = run(stage, "llama-2-7b", "a100-40gb", mixed(number), rate)
         points.append((rate, 1e3 * mean((r.token_times[-1] - r.arrived) / len(r.generated)
                                         for r in trace.requests)))
         if points[-1][1] > 1000:

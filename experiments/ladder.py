@@ -17,8 +17,6 @@ from loading.load import load
 from loading.stages import STAGES
 from loading.workload import PROMPTS, make_requests, read_prompts
 from request import Request
-from views.plots import COUNTED
-from views.report import latencies, mean, percentile, totals
 
 IDEAS = {   # of the README's table
     "unbatched": "one request, with a KV cache",
@@ -35,15 +33,6 @@ def twelve(tokenizer):
     """The built-in prompts, as a stage's script has them."""
     return make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64, temperature=0.7,
                          top_k=None, seed=0)
-
-
-def row_of(trace):
-    """What the table of all stages says of one."""
-    t, waits = totals(trace), latencies(trace)
-    counts = ("forward_passes", "slots", *COUNTED.values(), "score_entries", "copied_bytes",
-              "tokens_per_second")
-    return {**{what: t[what] for what in counts}, "ttft_mean": mean(waits["ttft_seconds"]),
-            "itl_p99": percentile(waits["itl_seconds"], 99)}
 
 
 def calculated(requests):
@@ -85,18 +74,17 @@ def measure(args, device, dtype):
     repeats, stages, wrong = 1 if args.quick else 3, {}, []
     runs = results.in_turn(STAGES, run, repeats)
     for name, taken in runs.items():
-        rows = [row_of(trace) for trace, _ in taken]   # counts are the same in all
+        rows = [results.row_of(trace) for trace, _ in taken]   # counts are the same in all
         stages[name] = {what: statistics.median_low(row[what] for row in rows) for what in rows[0]}
         check = taken[0][1]
         wrong += [f"WRONG: {name}: request '{v.name}': {v.detail}"
                   for v in check() if v.verdict == "WRONG"]
     print(*wrong or [f"{len(requests)} requests in {len(stages)} stages: none is WRONG"], sep="\n")
-    naive = runs["naive"][0][0]
     return {"repeats": repeats, "stages": stages, "wrong": wrong, "requests": len(requests),
-            "calculated": calculated(naive.requests),
+            "calculated": calculated(runs["naive"][0][0].requests),
             "prompt_tokens": sum(len(request.prompt) for request in requests),
-            "generated": totals(naive)["generated"],
-            "useful_scores": totals(naive)["useful_scores"]}
+            "generated": stages["naive"]["generated"],
+            "useful_scores": stages["naive"]["useful_scores"]}
 
 
 def table(result):

@@ -25,9 +25,9 @@ def storm(model):
                 for i, name in enumerate("ABCDEFGH")]
 
     knobs = {"max_kv_tokens": 128, "pages": 16, "page_size": 8}
-    traces = {name: results.run(STAGES[stage], model, requests, knobs)
-              for name, stage in (("reserve", "ragged, varlen"), ("pages", "paged"))}
-    for name, trace in traces.items():
+    traces = {}
+    for name, stage in ("reserve", "ragged, varlen"), ("pages", "paged"):
+        trace = traces[name] = results.run(STAGES[stage], model, requests, knobs)
         trace.stage = f"{name}, {trace.counts.get('preemptions', 0)} preemptions"
     return traces
 
@@ -69,18 +69,18 @@ def filling_pool(model):
 def measure(args, device, dtype):
     """What shared pages save: sixteen prompts that begin alike."""
     model, repeats = load()[0].to(device, dtype), 1 if args.quick else 5
+    ways = {"shared prefixes": True, "not shared": False}
 
-    def run(share):
+    def run(name):
         with watch(model) as seen:
             trace = generate_paged.generate(model, alike(model.config.vocab_size), max_batch=16,
-                                            token_budget=64, pages=160, share_prefixes=share)
+                                            token_budget=64, pages=160, share_prefixes=ways[name])
         held, t = [set().union(*pool["tables"].values()) for pool in seen], totals(trace)
         return {"pages": max(map(len, held)), "passes": len(trace.passes), "tokens": t["slots"],
                 "seconds": t["seconds"]}
 
-    names = {True: "shared prefixes", False: "not shared"}
-    sharing = {names[share]: {**runs[0], "seconds": statistics.median(r["seconds"] for r in runs)}
-               for share, runs in results.in_turn(names, run, repeats).items()}
+    sharing = {name: {**runs[0], "seconds": statistics.median(r["seconds"] for r in runs)}
+               for name, runs in results.in_turn(ways, run, repeats).items()}
     return {"repeats": repeats, "sharing": sharing}
 
 

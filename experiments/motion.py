@@ -30,6 +30,8 @@ THEMES = {   # the colours of views/plots.py, lighter on a dark page
               **{kind: COLORS[kind] for kind in ("prefill", "decode", "finished")}},
     "dark": {"paper": "#0d1117", "ink": "#e6edf3", "soft": "#9198a1", "line": "#30363d",
              "prefill": "#4ba3e3", "decode": "#2fc89b", "finished": "#ff7b6b"}}
+
+
 def run(stage):
     """The trace of six requests that decode, and of a prompt that the step after ARRIVAL sees."""
     knobs = {} if stage == "dynamic" else {"token_budget": BUDGET}

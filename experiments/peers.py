@@ -81,8 +81,7 @@ def vllm(folder, max_batch, token_budget, threads):
         while engine.has_unfinished_requests():
             yield [(int(out.request_id), list(out.outputs[0].token_ids)) for out in engine.step()]
 
-    return (f"vLLM {vllm.__version__}, {type(current_platform).__name__}, compiled, no prefix "
-            f"caching, at most {max_batch} sequences and {token_budget} tokens a step"), generate
+    return f"vLLM {vllm.__version__}, {type(current_platform).__name__}, compiled", generate
 
 
 def zentorch(*arguments):
@@ -112,8 +111,7 @@ def openvino(folder, max_batch, token_budget, threads):
     def generate(work):
         handles = []
         for i, (prompt, length) in enumerate(work):
-            config = genai.GenerationConfig()
-            config.max_new_tokens, config.ignore_eos, config.do_sample = length, True, False
+            config = genai.GenerationConfig(max_new_tokens=length, ignore_eos=True, do_sample=False)
             ids = openvino.Tensor(numpy.array([prompt], dtype=numpy.int64))
             handles.append(pipeline.add_request(i, ids, config))
         while pipeline.has_non_finished_requests():
@@ -121,14 +119,14 @@ def openvino(folder, max_batch, token_budget, threads):
             yield [(i, token) for i, handle in enumerate(handles) if handle.can_read()
                    for token in [[t for out in handle.read().values() for t in out.generated_ids]]]
 
-    return (f"OpenVINO GenAI {genai.__version__}, float32 weights, cache and arithmetic, at most "
-            f"{max_batch} sequences and {token_budget} tokens a step"), generate
+    return f"OpenVINO GenAI {genai.__version__}, float32 weights, cache and arithmetic", generate
 
 
 def serve(name, folder, *limits):
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)   # what an engine prints must not come between
     settings, generate = globals()[name](folder, *map(int, limits))
+    settings += ", no prefix caching, at most {} sequences and {} tokens a step".format(*limits)
     print(json.dumps(settings), file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)

@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 import time
+import timeit
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ import torch
 
 from toolbox.flags import knobs_of
 from toolbox.trace import synchronize
+from views.report import latencies, mean, percentile, totals
 
 FOLDER = Path(__file__).parent / "results"
 WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
@@ -43,24 +45,32 @@ def run(generate, model, requests, knobs={}):
 def in_turn(ways, run, repeats, warm_up=1):
     """
     {way: [run(way), ...]}: `repeats` rounds in which each way runs once, so that a slow moment of
-    the machine affects all of them. The rounds that warm up come first and do not count.
+    the machine affects all of them. The rounds that warm up come first and do not count. On stderr
+    stands how far it is: each way's name, and the seconds of its run.
     """
     taken = {way: [] for way in ways}
     for _ in range(warm_up + repeats):
         for way in ways:
+            start = time.perf_counter()
             taken[way].append(run(way))
+            print(f"  {way:32} {time.perf_counter() - start:7.2f} s", file=sys.stderr)
     return {way: runs[warm_up:] for way, runs in taken.items()}
 
 
 def median_seconds(work, device, repeats=7):
     """Median seconds of work(); two more calls warm up."""
-    def run(_):
-        start = time.perf_counter()
+    def run():
         work()
         synchronize(device)
-        return time.perf_counter() - start
 
-    return statistics.median(in_turn([work], run, repeats, warm_up=2)[work])
+    return statistics.median(timeit.repeat(run, number=1, repeat=2 + repeats)[2:])
+
+
+def row_of(trace):
+    """What tables say of a run, and its other totals. itl_p99: None if no request has two tokens"""
+    waits = latencies(trace)
+    return {**totals(trace), "ttft_mean": mean(waits["ttft_seconds"]),
+            "itl_p99": percentile(waits["itl_seconds"], 99) if waits["itl_seconds"] else None}
 
 
 def load(name):

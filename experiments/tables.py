@@ -14,7 +14,6 @@ ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)
 FLAGS = {"--check": dict(action="store_true", help="write nothing; fail if a table is old")}
 
-
 TABLES = {   # a table's name: the function that makes it, or several; the results that it takes
     "stages": (ladder.ideas, "ladder"),
     "ladder": (ladder.table, "ladder"),

@@ -150,9 +150,11 @@ def test_figures_are_medians_over_the_runs_each_for_itself():
     The run of median time has neither the median TTFT nor the median gap; one run is wrong. The
     best peer is the fastest that is no stage.
     """
-    runs = [(3.0, [[0.5, 1.5, 3.0]], [[1, 2, 3]]), (4.0, [[2.5, 3.5, 4.0]], [[1, 2, 3]]),
-            (9.0, [[1.0, 2.0, 9.0]], [[1, 2, 4]])]
-    figures = bench.figures_of(runs, [[1, 2, 3]])
+    runs = [bench.served(lambda _: ([tokens], [times]), [Request([0])]) for tokens, times in (
+        ([1, 2, 3], [0.5, 1.5, 3.0]), ([1, 2, 3], [2.5, 3.5, 4.0]), ([1, 2, 4], [1.0, 2.0, 9.0]))]
+    for run in runs:
+        run.started = 0.0
+    figures = bench.figures_of(runs, runs[0])
     assert figures == {"rounds": [3.0, 4.0, 9.0], "seconds": 4.0, "spread": 1.5, "ttft_mean": 1.0,
                        "itl_p99": pytest.approx(1.495), "equal": 2 / 3}
     systems = {name: {**figures, "seconds": seconds} for name, seconds in (
