@@ -86,8 +86,7 @@ def on_gpu(trace):
         keys = p.padded_keys + sum(first + n for _, first, n in p.work)
         # On a GPU attention reads through the block table, and copies no pages.
         copied = 0 if trace.stage == "paged" else p.copied_bytes // kv_bytes * shape.kv_bytes
-        parts = shape.parts(p.slots, len(sampled), p.score_entries, keys, copied)
-        p.seconds = shape.seconds(gpu, parts, p.slots, len(sampled))
+        p.seconds = shape.seconds(gpu, p.slots, len(sampled), p.score_entries, keys, copied)
         trace.step_times.setdefault(p.step, now)
         now += p.seconds
         ends.update({(name, p.step): now for name in sampled})
