@@ -277,7 +277,7 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
     assert next(model.parameters()).dtype == torch.float32 and tokenizer.eot_token == 1
     assert tokenizer.n_vocab == 1 + max(tokenizer.bytes_of)
     text = "the thesis is été ☕\n"
-    assert tokenizer.decode(tokenizer.encode(text)) == "<s>" + text
+    assert tokenizer.decode(tokenizer.encode_ordinary(text)) == "<s>" + text
     assert decode(tokenizer, [299]) == "\ufffd"
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     assert decode(tokenizer, tokenizer.encode_chat(messages)) == (
