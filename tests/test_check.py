@@ -211,3 +211,14 @@ def test_the_summary_counts_each_kind_by_itself_and_says_bit_for_bit_if_it_holds
     assert summary([right, cancelled]).endswith(", 1 cancelled, bit for bit")
     for other in Verdict("b"), Verdict("b", "WRONG"), Verdict("b", "near-tie", equal=True):
         assert "bit for bit" not in summary([right, other])
+
+
+def test_bit_for_bit_is_said_of_every_token():
+    model, request = toy(), Request([1, 2], 3)
+    STAGES["unbatched"](model, request)
+    for changed, said in (None, True), (0, False):
+        check = Check(model, [request])
+        rows = ties.run_alone(model, request.prompt, request.generated)
+        for i, (token, row) in enumerate(zip(request.generated, rows)):
+            check.on_token(request, token, row * (1 + 1e-13 * (i == changed)))
+        assert ("bit for bit" in summary(check())) == said

@@ -277,7 +277,7 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
     assert next(model.parameters()).dtype == torch.float32 and tokenizer.eot_token == 1
     assert tokenizer.n_vocab == 1 + max(tokenizer.bytes_of)
     text = "the thesis is été ☕\n"
-    assert tokenizer.decode(tokenizer.encode(text)) == "<s>" + text
+    assert tokenizer.decode(tokenizer.encode_ordinary(text)) == "<s>" + text
     assert decode(tokenizer, [299]) == "\ufffd"
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     assert decode(tokenizer, tokenizer.encode_chat(messages)) == (
@@ -297,7 +297,10 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
     (dict(rope_parameters=dict(rope_type="llama3")), "config.json: KeyError: 'factor'"),
     (dict(model_type="qwen2"), "Missing key(s) in state_dict"),
     (dict(quantization_config={"bits": 4}), "quantization_config"),
-    (dict(num_key_value_heads=4), "size mismatch for h.0.attn.key.weight"),
+    (dict(num_key_value_heads=1), "size mismatch for h.0.attn.key.weight"),
+    (dict(num_key_value_heads=4), "num_key_value_heads 4 must divide num_attention_heads 6"),
+    (dict(head_dim=15), "head_dim 15 must be even"),
+    (dict(head_dim=None, hidden_size=30), "head_dim 5 must be even"),   # its default
     (dict(tie_word_embeddings=False), "lm_head.weight"),
 ])
 def test_what_is_not_supported_is_refused_in_one_line(llamas, change, said):

@@ -14,26 +14,20 @@ from paging import PagedScheduler, Pages
 from request import Request, prepare
 from scheduler import Scheduler
 
-SIZES = {"A": (6, 4), "B": (2, 4), "C": (4, 1)}
 
-
-@pytest.mark.parametrize("limits, requests, cancel, expected", [
+@pytest.mark.parametrize("limits, requests, expected", [
     # first come, first served
-    ((8, 4), {"A": (5, 1), "B": (6, 1), "C": (2, 1)}, [], ["A4", "A1 B3", "B3 C1", "C1"]),
+    ((8, 4), {"A": (5, 1), "B": (6, 1), "C": (2, 1)}, ["A4", "A1 B3", "B3 C1", "C1"]),
     # none is overtaken: B does not fit beside A; C would, but it came after B
-    ((8, 8, 11), {"A": (6, 2), "B": (8, 2), "C": (2, 2)}, [],
+    ((8, 8, 11), {"A": (6, 2), "B": (8, 2), "C": (2, 2)},
      ["A6", "A1", "B8", "B1", "C2", "C1"]),
     # the smallest budget, and the smallest batch
-    ((8, 1), {"A": (3, 2), "B": (1, 2)}, [], ["A1", "A1", "A1", "A1", "B1", "B1"]),
-    ((1, 2), {"A": (3, 2), "B": (1, 2)}, [], ["A2", "A1", "A1", "B1", "B1"]),
+    ((8, 1), {"A": (3, 2), "B": (1, 2)}, ["A1", "A1", "A1", "A1", "B1", "B1"]),
+    ((1, 2), {"A": (3, 2), "B": (1, 2)}, ["A2", "A1", "A1", "B1", "B1"]),
     # the last token of a prompt is handed out like a decode
-    ((8, 4), {"A": (5, 2), "B": (4, 2)}, [], ["A4", "A1 B3", "A1 B1", "B1"]),
-    # cancelled while it prefills, while it decodes, while it waits: place and room are free
-    ((2, 4, 20), SIZES, [(1, 0)], ["A4", "B2 C2", "B1 C2", "B1", "B1"]),
-    ((2, 4, 20), SIZES, [(3, 0)], ["A4", "A2 B2", "A1 B1", "B1 C3", "B1 C1"]),
-    ((2, 4, 20), SIZES, [(0, 0), (0, 2)], ["B2", "B1", "B1", "B1"])])
-def test_plans(limits, requests, cancel, expected):
-    assert run(Scheduler(*limits), requests, cancel=cancel) == expected
+    ((8, 4), {"A": (5, 2), "B": (4, 2)}, ["A4", "A1 B3", "A1 B1", "B1"])])
+def test_plans(limits, requests, expected):
+    assert run(Scheduler(*limits), requests) == expected
 
 
 CANCELS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=3)

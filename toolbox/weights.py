@@ -161,9 +161,17 @@ def config_of(theirs):
         if kind == "mistral":
             one_of("sliding_window", theirs.get("sliding_window", 4096), None)
         config = {ours: theirs[key] for ours, key in LLAMA.items()}
+        heads = config["n_head"]
+        size = theirs.get("head_dim") or config["n_embd"] // heads
+        groups = theirs.get("num_key_value_heads") or heads
+        if size % 2:   # features turn in pairs
+            raise ValueError(f"head_dim {size} must be even; by default it is "
+                             "hidden_size / num_attention_heads")
+        if heads % groups:
+            raise ValueError(f"num_key_value_heads {groups} must divide "
+                             f"num_attention_heads {heads}")
         return config | rope(theirs) | {
-            "n_kv_head": theirs.get("num_key_value_heads") or config["n_head"],
-            "head_size": theirs.get("head_dim") or config["n_embd"] // config["n_head"],
+            "n_kv_head": groups, "head_size": size,
             "qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3",
             "tied": theirs.get("tie_word_embeddings", False)}
 
