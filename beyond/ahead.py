@@ -54,8 +54,7 @@ def choose(logits, requests):
     tokens = logits.argmax(dim=-1)
     for i, request in enumerate(requests):
         if request.temperature > 0:
-            x, t = logits[i].double(), request.temperature
-            edges = cdf(x, t, request.top_k, request.top_p)
+            edges = cdf(logits[i].double(), request.temperature, request.top_k, request.top_p)
             tokens[i] = torch.searchsorted(edges, request.draw(), right=True)
     return tokens
 
@@ -133,7 +132,7 @@ def record(flight, trace):
 def publish(flight, scheduler):
     """Pages that the pass has filled can be found, if the request still holds that block table."""
     for (request, n), start, table in zip(flight.batch.plan, flight.batch.starts, flight.tables):
-        if not request.finished and table is not None and table is request.block_table:
+        if table is not None and table is request.block_table:
             size = scheduler.pages.size
             for i in range(start // size, (start + n) // size):
                 scheduler.pages.publish(table, i, request.slice(i * size, (i + 1) * size))
@@ -163,7 +162,7 @@ if __name__ == "__main__":
     host, gpu = float(sys.argv[1]) if sys.argv[1:] else 2.0, gpu_of("h100")
     for name in "qwen3-8b", "qwen3-0.6b":   # 512 passes of 16 decodes with 1,024 keys each
         shape = shape_of(name)
-        device = 1e3 * shape.seconds(gpu, shape.parts(16, 16, 16 * 1024, 16 * 1024), 16, 16)
+        device = 1e3 * shape.seconds(gpu, 16, 16, 16 * 1024, 16 * 1024)
         turns, ahead = host + device, max(host, device)   # ms; x 0.512: 512 passes, in s
         print(f"{name}, H100, {host:g} ms of host, calculated: in turns {0.512 * turns:.2f} s, "
               f"busy {device / turns:.0%}; ahead {0.512 * ahead:.2f} s, busy {device / ahead:.0%}")

@@ -43,7 +43,7 @@ class CalculatedModel:
     Takes the place of a GPT in `generate`.
 
     now:    seconds on its clock
-    passes: (start, seconds, parts) of each pass; parts: see hardware.Shape.parts
+    passes: (start, seconds, counts) of each pass; counts: see `counted`
     ends:   when requests finished, one after another
     """
 
@@ -63,8 +63,9 @@ class CalculatedModel:
 
     def compute(self, batch):
         """Moves the clock on by a pass over the layout `batch`."""
-        seconds, parts = price(self.config, self.gpu, batch)
-        self.passes.append((self.now, seconds, parts))
+        counts = counted(batch)
+        seconds = self.config.seconds(self.gpu, *counts)
+        self.passes.append((self.now, seconds, counts))
         self.now += seconds
 
     def on_token(self, request, token, logits):
@@ -73,14 +74,13 @@ class CalculatedModel:
             self.ends.append(self.now)
 
 
-def price(shape, gpu, batch):
-    """(seconds, parts) of a pass over what the layout `batch` counts."""
-    counts, slots, sampled = batch.cost(), batch.tokens.numel(), len(batch.sampled)
+def counted(batch):
+    """(slots, sampled tokens, scores, keys, copied bytes) of a pass over the layout `batch`."""
+    cost = batch.cost()
     # read: past and new keys of the rows that go on (n is 0 once a row has finished)
     keys = sum(start + n for (_, n), start in zip(batch.plan, batch.starts) if n)
-    parts = shape.parts(slots, sampled, counts["score_entries"],
-                        keys + counts.get("padded_keys", 0), counts.get("copied_bytes", 0))
-    return shape.seconds(gpu, parts, slots, sampled), parts
+    return (batch.tokens.numel(), len(batch.sampled), cost["score_entries"],
+            keys + cost.get("padded_keys", 0), cost.get("copied_bytes", 0))
 
 
 class Stream:

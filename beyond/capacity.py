@@ -17,13 +17,13 @@ import math
 import random
 import sys
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from beyond.arrivals import check_lengths, made_up, poisson
-from beyond.calculated import Stream, price
+from beyond.calculated import Stream, counted
 from beyond.hardware import gpu_of, shape_of
-from beyond.overload import most_served, tries, verdict
+from beyond.overload import most_served, verdict
 from beyond.simulate import parser, whole, write
 from loading.stages import SCRIPTS
 from paging import PagedScheduler, Pages
@@ -34,18 +34,6 @@ from views.report import aligned, percentile
 PAGE_SIZE, MANY = 16, 1.25   # MANY times the mean number of requests, and 8 more, is too many
 KNOBS = {"max_batch": 256, "token_budget": 2048}
 MOST = 256   # replicas to try
-
-
-@dataclass
-class Load:
-    """Requests a second, at random. Tokens are (low, high); before them, `prefix` of a group."""
-    rate: float
-    input: tuple
-    output: tuple
-    requests: int = 160
-    seed: int = 0
-    groups: int = 1
-    prefix: int = 0
 
 
 class Replica:
@@ -68,7 +56,7 @@ class Replica:
         """A step of stage 7, for which the clock moves on."""
         plan = self.scheduler.schedule(0)   # only requests that have arrived are in the queue
         batch = Stream(plan)
-        self.now += price(self.shape, self.gpu, batch)[0]
+        self.now += self.shape.seconds(self.gpu, *counted(batch))
         self.scheduler.update(plan, [0] * len(batch.sampled))
         for request in batch.sampled:
             name = "itl_ms" if len(request.generated) > 1 else "ttft_ms"
@@ -99,53 +87,68 @@ def by_prefix(replicas, request, number):
 ROUTERS = {"round-robin": round_robin, "least-loaded": least_loaded, "prefix": by_prefix}
 
 
-def requests_of(load, shape, number=None):
-    """(seconds, Request), one after another. All requests of a group begin alike."""
-    check_lengths(load.prefix + load.input[1], load.output[1], shape)
-    stream = random.Random(load.seed)
-    for i, time in enumerate(poisson(number or load.requests, load.rate, load.seed)):
-        group, length = stream.randrange(load.groups), stream.randint(*load.input)
-        prompt = made_up(group, load.prefix) + made_up(i, length)
-        yield time, Request(prompt, stream.randint(*load.output), name=f"r{i}")
+def requests_of(args, shape, number):
+    """So many requests, one after another. All of a group begin alike."""
+    check_lengths(args.prefix + args.input[1], args.output[1], shape)
+    stream = random.Random(args.seed)
+    for i in range(number):
+        group, length = stream.randrange(args.groups), stream.randint(*args.input)
+        prompt = made_up(group, args.prefix) + made_up(i, length)
+        yield Request(prompt, stream.randint(*args.output), name=f"r{i}")
 
 
-def most_of_one(shape, gpu, load):
-    """(requests/s that one replica serves at most, how many requests found it out)."""
-    tried = tries(load.requests, SCRIPTS["paged"], **KNOBS)
-    requests = [request for _, request in requests_of(load, shape, tried)]
-    return most_served(shape, gpu, SCRIPTS["paged"], requests,
-                       pages=shape.room(gpu) // PAGE_SIZE, **KNOBS), tried
-
-
-def serve(shape, gpu, load, number, router):
+def serve(args, shape, gpu, number, router):
     """
-    Runs all requests on `number` replicas. Returns {"ttft_ms": [...], "itl_ms": [...],
-    "saved_tokens": number}.
+    Runs all requests on `number` replicas. Returns ({"ttft_ms": [...], "itl_ms": [...]}, tokens
+    that were found in pages).
     """
-    spans, longest = {"ttft_ms": [], "itl_ms": []}, load.prefix + load.input[1] + load.output[1]
+    spans, longest = {"ttft_ms": [], "itl_ms": []}, args.prefix + args.input[1] + args.output[1]
     # more pages than all requests can fill change nothing, but take time to make
-    pages = min(shape.room(gpu) // PAGE_SIZE, load.requests * -(-longest // PAGE_SIZE))
+    pages = min(shape.room(gpu) // PAGE_SIZE, args.requests * -(-longest // PAGE_SIZE))
     replicas = [Replica(shape, gpu, spans, pages, **KNOBS) for _ in range(number)]
-    for i, (time, request) in enumerate(requests_of(load, shape)):
+    coming = zip(poisson(args.requests, args.rate, args.seed),
+                 requests_of(args, shape, args.requests))
+    for i, (time, request) in enumerate(coming):
         for replica in replicas:
             replica.run_until(time)
         prepare([request], shape)
         ROUTERS[router](replicas, request, i).add(request, time)
     for replica in replicas:
         replica.run_until(math.inf)
-    return {**spans, "saved_tokens": sum(r.scheduler.counts["saved_tokens"] for r in replicas)}
+    return spans, sum(replica.scheduler.counts["saved_tokens"] for replica in replicas)
 
 
-def fewest(shape, gpu, load, router, ttft, itl, served, tried):
-    """How many replicas keep two limits on the p99, in ms; above MOST: more than that."""
+def measuring(args, shape, gpu):
+    """A function: row(number of replicas, router) is what the table and --json say of them."""
+    served, tried = most_served(shape, gpu, SCRIPTS["paged"], args.requests,
+                                partial(requests_of, args, shape),
+                                pages=shape.room(gpu) // PAGE_SIZE, **KNOBS)   # by one replica
+
+    def row(number, router):
+        spans, saved = serve(args, shape, gpu, number, router)
+        waits = {f"{name}_p{q}": percentile(spans[f"{name}_ms"], q) for name in ("ttft", "itl")
+                 for q in (50, 99)}
+        times = args.rate / (number * served)
+        return {**waits, "saved_tokens": saved, "times": times, "verdict": verdict(times, tried)}
+
+    return row
+
+
+def fewest(row, router, ttft, itl):
+    """
+    (number, its row) of the fewest replicas that keep up, and keep two limits on the p99, in ms.
+    The number is above MOST if even these do not; the row is then that of MOST.
+    """
+    rows = {}
+
     def good(number):
-        if verdict(load.rate / (number * served), tried) != "keeps up":
-            return False
-        f = serve(shape, gpu, load, number, router)
+        found = rows[number] = row(number, router)
         # without a second token, ITL is NaN, which is not above the limit
-        return percentile(f["ttft_ms"], 99) <= ttft and not percentile(f["itl_ms"], 99) > itl
+        return (found["verdict"] == "keeps up" and found["ttft_p99"] <= ttft
+                and not found["itl_p99"] > itl)
 
-    return 1 + bisect_left(range(1, MOST + 1), True, key=good)
+    number = 1 + bisect_left(range(1, MOST + 1), True, key=good)
+    return number, rows[min(number, MOST)]
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -169,9 +172,7 @@ def run_replicas(args):
     if (args.ttft is None) != (args.itl is None):
         raise ValueError("--ttft and --itl belong together: give both limits, or none")
     flags.check_path(args.json, "--json")
-    load = Load(args.rate, args.input, args.output, args.requests, args.seed, args.groups,
-                args.prefix)
-    rows = [*(of_routers if args.ttft is None else of_limits)(args, gpu_of(args.gpu), load)]
+    rows = [*(of_routers if args.ttft is None else of_limits)(args, gpu_of(args.gpu))]
     if rows:
         print("calculated; waits in ms, of the median and of the p99")
         print(aligned([rows[0].keys(), *([f"{cell:,.2f}" if isinstance(cell, float) else cell
@@ -180,26 +181,16 @@ def run_replicas(args):
     return 0
 
 
-def row(f, times, tried):
-    """What the table and --json hold. f: of `serve`; times, tried: see overload.verdict"""
-    waits = {f"{name}_p{q}": percentile(f[f"{name}_ms"], q) for name in ("ttft", "itl")
-             for q in (50, 99)}
-    return {**waits, "saved_tokens": f["saved_tokens"], "times": times,
-            "verdict": verdict(times, tried)}
-
-
-def of_routers(args, gpu, load):
-    shape = shape_of(args.model, args.dtype, args.tp)
-    served, tried = most_of_one(shape, gpu, load)
+def of_routers(args, gpu):
+    row = measuring(args, shape_of(args.model, args.dtype, args.tp), gpu)
     for router in [args.router] if args.router else ROUTERS:
-        yield {"router": router, **row(serve(shape, gpu, load, args.replicas, router),
-                                       load.rate / (args.replicas * served), tried)}
+        yield {"router": router, **row(args.replicas, router)}
 
 
-def of_limits(args, gpu, load):
+def of_limits(args, gpu):
     flags.say_ignored(args, [name for name, default in (("replicas", 4), ("tp", 1))
                              if getattr(args, name) != default], "with limits")
-    one_gpu, router = shape_of(args.model, args.dtype), args.router or "least-loaded"
+    one_gpu = shape_of(args.model, args.dtype)
     for tp in 1, 2, 4, 8:
         try:
             shape = replace(one_gpu, tp=tp)
@@ -207,13 +198,10 @@ def of_limits(args, gpu, load):
         except ValueError as error:
             print(f"no row for --tp {tp}: {error}")
             continue
-        served, tried = most_of_one(shape, gpu, load)
-        number = fewest(shape, gpu, load, router, args.ttft, args.itl, served, tried)
-        tried_at_most = min(number, MOST)
+        number, found = fewest(measuring(args, shape, gpu), args.router or "least-loaded",
+                               args.ttft, args.itl)
         yield {"--tp": tp, "replicas": number if number <= MOST else f"more than {MOST}",
-               "GPUs": tp * number if number <= MOST else "-",
-               **row(serve(shape, gpu, load, tried_at_most, router),
-                     load.rate / (tried_at_most * served), tried)}
+               "GPUs": tp * number if number <= MOST else "-", **found}
 
 
 if __name__ == "__main__":

@@ -123,11 +123,11 @@ class FairScheduler(PagedScheduler):
         return True
 
     def preempt(self, request):
-        """As PagedScheduler.preempt; but it returns to its rank, not to the front."""
+        """As PagedScheduler.preempt; but it returns to its rank, not the front. It is not due."""
         super().preempt(request)
         self.waiting.popleft()   # where super() has put it
         times = self.times_preempted[request] = self.times_preempted.get(request, 0) + 1
-        self.insert(request, due=self.is_due(request) or times >= self.bound)
+        self.insert(request, due=times >= self.bound)
 
 
 # by policy, for stage 7: generate(model, requests, policy=SCHEDULERS["sjf"])

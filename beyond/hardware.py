@@ -87,25 +87,17 @@ class Shape:
     def kv_bytes(self):   # keys and values of a token
         return 2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp
 
-    def parts(self, slots, sampled, scores, keys, copied=0):
+    def seconds(self, gpu, slots, sampled, scores, keys, copied=0):
         """
-        {part: (operations, bytes)} of a pass over `slots` places, with the logits of `sampled`
-        tokens. Scores, keys and copied bytes: what a layout counts. A copy is a read and a write.
+        Of a pass over `slots` places, after which the engine samples so many tokens. Scores, keys
+        and copied bytes: what a layout counts. A copy is a read and a write. A ring's all-reduce
+        sends 2 (tp - 1) / tp times the tensor, twice a layer.
         """
         width = self.n_layer * self.n_head * self.head_size // self.tp   # features of its heads
-        return {"linears": (2 * slots * self.linears, self.linears * self.size),
-                "vocabulary": (2 * sampled * self.vocabulary,
-                               self.vocabulary * self.size if sampled else 0),
-                "attention": (4 * width * scores, (keys + slots) * self.kv_bytes),
-                "copies": (0, 2 * copied)}
-
-    def seconds(self, gpu, parts, slots, sampled=0):
-        """
-        Of a pass over `slots` places, after which the engine samples so many tokens. A ring's
-        all-reduce sends 2 (tp - 1) / tp times the tensor, twice a layer.
-        """
-        operations, moved = map(sum, zip(*parts.values()))
-        operations += 2 * TILE * self.linears   # the rows of a tile that are computed in vain
+        rows = slots + TILE   # those of a tile are computed in vain
+        operations = 2 * rows * self.linears + 2 * sampled * self.vocabulary + 4 * width * scores
+        weights = self.linears + (self.vocabulary if sampled else 0)
+        moved = weights * self.size + (keys + slots) * self.kv_bytes + 2 * copied
         peak = gpu.share * (gpu.peak if self.size == 2 else gpu.peak32)
         total = math.hypot(operations / peak, moved / (BANDWIDTH_SHARE * gpu.bandwidth))
         total += gpu.overhead + gpu.per_request * sampled

@@ -17,18 +17,20 @@ from views.report import mean
 MOST_TRIED = 5000
 
 
-def tries(number, generate, max_batch=1, **knobs):
-    """How many requests find out what is served at most; fewer where they cost more."""
-    return max(min(number, MOST_TRIED), 4 * max_batch, 1000 if generate in LAYOUTS else 250)
-
-
-def most_served(shape, gpu, generate, requests, **knobs):
+def most_served(shape, gpu, generate, number, made, **knobs):
     """
-    Requests/s that a stage serves while others always wait: all requests come at once. A full batch
-    admits one for each that leaves, so admissions are counted, after twice as many as may run. The
-    first answers are shortened at random: else requests of one length would stay in step.
+    (requests/s that a stage serves while others always wait, how many requests found it out).
+
+    number: of the load's requests: at least as many are tried, and fewer where they cost more
+    made:   makes so many requests: made(number)
+
+    All come at once. A full batch admits one for each that leaves, so admissions are counted, after
+    twice as many as may run. The first answers are shortened at random: else requests of one length
+    would stay in step.
     """
     stream, many = random.Random(0), knobs.get("max_batch", 1)
+    tried = max(min(number, MOST_TRIED), 4 * many, 1000 if generate in LAYOUTS else 250)
+    requests = [*made(tried)]
     for request in requests[:many]:
         request.max_new_tokens = stream.randint(1, request.max_new_tokens)
     trace = simulate(shape, gpu, generate, requests, **knobs)
@@ -37,7 +39,7 @@ def most_served(shape, gpu, generate, requests, **knobs):
         for name, _, _ in record.work:
             admitted.setdefault(name, start)
     times = sorted(admitted.values())
-    return (len(times) - 2 * many) / (times[-1] - times[2 * many - 1])
+    return (tried - 2 * many) / (times[-1] - times[2 * many - 1]), tried
 
 
 def verdict(times, tried):

@@ -46,13 +46,14 @@ def passes(number, prompt, answer, room, max_batch=2048, token_budget=8192):
     """
     kv_tokens = prompt + answer - 1
     limit = min(max_batch, max(int(room // kv_tokens), 1))
-    admitted = running = decodes = past = step = 0   # past: keys of all that decode
-    computed = 0                                     # tokens of all prompts: one after another
-    ends = deque()                                   # (step, how many finish in it)
-    while running or admitted < number:
-        while (running < limit and admitted < number
+    admitted = done = past = 0   # past: keys of all that decode
+    computed = 0                 # tokens of all prompts: one after another
+    begun = deque()              # how many got their first token, in each of the last steps
+    while done < number:
+        decodes = computed // prompt - done
+        while (admitted < min(number, done + limit)
                and decodes + admitted * prompt - computed < token_budget):
-            admitted, running = admitted + 1, running + 1
+            admitted += 1
         past += decodes   # each computes one key
         scores = keys = past
         start, computed = computed, min(computed + token_budget - decodes, admitted * prompt)
@@ -62,12 +63,11 @@ def passes(number, prompt, answer, room, max_batch=2048, token_budget=8192):
             scores += end * (end - max(start - first, 0))
         new = computed // prompt - start // prompt   # prompts that are complete
         yield decodes + computed - start, decodes + new, scores, keys
-        decodes, past = decodes + new, past + new * prompt
-        ends.append((step + answer - 1, new))
-        while ends and ends[0][0] <= step:
-            _, done = ends.popleft()
-            decodes, past, running = decodes - done, past - done * kv_tokens, running - done
-        step += 1
+        past += new * prompt
+        begun.append(new)
+        if len(begun) == answer:   # the first of these have all their tokens
+            done += begun[0]
+            past -= begun.popleft() * kv_tokens
 
 
 def counted(run, room):
@@ -87,8 +87,7 @@ def calculate(run):
     gpu = replace(GPUS[run["gpu"]], **ENGINES[run["engine"]])
     if (run["output"] and run["figure"] == "tokens_per_s") or run["kind"] == "prompt":
         all_passes, tokens = counted(run, shape.room(gpu))
-        seconds = sum(shape.seconds(gpu, shape.parts(*counts), counts[0], counts[1])
-                      for counts in all_passes)
+        seconds = sum(shape.seconds(gpu, *counts) for counts in all_passes)
         return {"tokens_per_s": tokens / seconds, "ttft_ms": 1e3 * seconds}
     kind, number = run["kind"], run["requests"]
     if run["output"]:

@@ -13,7 +13,7 @@ from beyond.arrivals import check_lengths, workload
 from beyond.calculated import figures, simulate, with_memory
 from beyond.fairness import SCHEDULERS
 from beyond.hardware import BYTES, gpu_of, shape_of
-from beyond.overload import judged, most_served, tries
+from beyond.overload import judged, most_served
 from loading.stages import SCRIPTS
 from toolbox import flags
 from views.report import report
@@ -51,8 +51,7 @@ def run_stage(args):
           f"{f['ttft_ms']['p99']:,.0f} ms; ITL p50 {f['itl_ms']['p50']:,.1f}, p99 "
           f"{f['itl_ms']['p99']:,.1f} ms".replace(" nan", " -"))
     if args.rate:
-        tried = tries(len(requests), generate, **knobs)
-        served = most_served(shape, gpu, generate, made(tried), **knobs)
+        served, tried = most_served(shape, gpu, generate, args.requests, made, **knobs)
         load = f["load"] = judged(requests, args.rate, served, tried)
         print(f"{load['verdict']}; {args.rate:g} requests/s are {load['times']:.2f} times what it "
               f"can serve, {served:,.2f}\n"

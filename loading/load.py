@@ -31,7 +31,11 @@ def load_model(name="builtin", dtype=torch.float32):
     def make(config):
         return Llama(LlamaConfig(**config)) if "n_kv_head" in config else GPT(GPTConfig(**config))
 
-    return weights.read(name, dtype, make)
+    config, tensors = weights.read(name, dtype, make)
+    with torch.device("meta"):   # no memory: `assign` puts the tensors that were read in place
+        model = make(config)
+    model.load_state_dict(tensors, assign=True)
+    return model
 
 
 def load(name="builtin", dtype=torch.float32):

@@ -26,14 +26,10 @@ from typing import NamedTuple
 
 import torch
 
-from beyond.fork import ForkScheduler
-from cache import KV
-from generate_paged import Paged
+from beyond.fork import ForkScheduler, memory_of
 from model import sample
-from paging import Pages
 from request import Request, prepare
 from toolbox.trace import Trace
-from toolbox.validate import check_pool
 
 
 class Full(Exception):
@@ -56,10 +52,10 @@ class Engine:
 
     def __init__(self, model, pages=256, page_size=16, max_batch=8, token_budget=64,
                  max_waiting=256):
-        check_pool(max_batch, pages, page_size, "fcfs", model.config.block_size)
         self.model, self.max_waiting = model, max_waiting
-        self.pages, self.pool = Pages(pages, page_size), KV(pages * page_size)
-        self.scheduler = ForkScheduler(max_batch, token_budget, self.pages)
+        self.scheduler, self.lay_out = memory_of(
+            model, max_batch, token_budget, max_kv_tokens=None, pages=pages, page_size=page_size)
+        self.pages = self.scheduler.pages
         # An endless run must not remember all that happened: of the passes, only the last.
         self.trace = Trace("paged", [], self.pages.counts, deque(maxlen=1))
         self.number, self.names = 0, count()   # the next step; the next request
@@ -123,7 +119,7 @@ class Engine:
             self.trace.step_times.clear()
             try:
                 # 2. one forward pass for decodes and chunks together
-                batch = Paged(plan, self.pool, self.pages, self.model.device)
+                batch = self.lay_out(plan)
                 with self.trace.forward_pass(self.number, batch):
                     logits = self.model(batch.tokens, batch.positions, batch.attend, batch.wanted)
                 # 3. one token for each request that has nothing more to compute

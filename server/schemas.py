@@ -90,7 +90,8 @@ class Completion(Sampling):
     def prompts(self, tokenizer):
         """The tokens of each."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [encode(prompt, tokenizer) if isinstance(prompt, str) else prompt
+        # not tiktoken's `encode`: it refuses texts that contain the name of a special token
+        return [tokenizer.encode_ordinary(prompt) if isinstance(prompt, str) else prompt
                 for prompt in ([self.prompt] if one else self.prompt)]
 
 
@@ -121,12 +122,7 @@ class Chat(Sampling):
         if getattr(tokenizer, "chat_template", None):
             return [tokenizer.encode_chat(messages)]
         lines = [f"{message['role']}: {message['content']}" for message in messages]
-        return [encode("\n".join([*lines, "assistant:"]), tokenizer)]
-
-
-def encode(text, tokenizer):
-    # tiktoken's `encode` refuses texts that contain the name of a special token
-    return getattr(tokenizer, "encode_ordinary", tokenizer.encode)(text)
+        return [tokenizer.encode_ordinary("\n".join([*lines, "assistant:"]))]
 
 
 def error_of(status, message):

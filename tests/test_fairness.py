@@ -86,7 +86,7 @@ def test_no_request_starves(case, bound, policy, more):
     assert len(pages.free) == pages.number and not scheduler.line
 
 
-@pytest.mark.parametrize("bound, most", [(10**9, 5), (1, 1), (0, 0)])
+@pytest.mark.parametrize("bound, most", [(10**9, 5), (2, 2), (1, 1), (0, 0)])
 def test_no_request_is_preempted_without_end(bound, most):
     """All arrive together, so that none is overtaken: what counts here is preemption alone."""
     sizes = [(3, 20), (3, 3), (4, 5), (3, 9), (4, 20), (2, 12), (5, 19)]

@@ -73,6 +73,8 @@ class FromJson:
         """Token ids; with what the tokenizer puts in front of a text."""
         return self.inner.encode(text, verbose=False)   # silent about texts beyond its context
 
+    encode_ordinary = encode
+
     def encode_chat(self, messages):
         """Token ids of [{"role": ..., "content": text}, ...] and the beginning of an answer."""
         with one_line(f"{self.name}: its chat template fails"):   # it is a program

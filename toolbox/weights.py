@@ -48,23 +48,23 @@ COMPUTED = (".attn.bias", ".attn.masked_bias", ".inv_freq")   # masks and angles
 
 
 def read_gpt2(name, make):
-    """For model.py: (config, weights) in float32. ValueError for other architectures."""
+    """As `read`, for model.py: in float32. ValueError for an architecture other than GPT-2's."""
     kind = locate(name)[1]["model_type"]
     if kind != "gpt2":
         raise ValueError(f"model '{name}': its architecture is {kind!r}, not 'gpt2'; "
                          "loading.load.load_model reads both")
-    model = read(name, torch.float32, make)
-    return vars(model.config), model.state_dict()
+    return read(name, torch.float32, make)
 
 
 def read(name, dtype, make):
     """
     name: "builtin", one of NAMES, a local folder or weights file (its config.json beside it), or
           "owner/name" on huggingface.co
-    make: makes the model, given a dict of GPTConfig's or LlamaConfig's arguments
+    make: a function of the config that makes a model, whose weights these have to be
 
-    Returns that model with its weights in `dtype`. Where a file has that dtype, they are the
-    memory-mapped file. Raises ValueError with one line that names what is missing or wrong.
+    Returns (config, weights): arguments of GPTConfig or LlamaConfig, and a state dict in `dtype`.
+    Where a file has that dtype, its tensors are the memory-mapped file. Raises ValueError with one
+    line that names what is missing or wrong.
     """
     files, theirs = locate(name)
     with one_line(f"model '{name}'"):
@@ -77,10 +77,9 @@ def read(name, dtype, make):
                     ours |= renamed(key, tensor.to(dtype), theirs["model_type"])
         if config.get("tied", True):   # some files hold the embedding once more
             ours.pop("lm_head.weight", None)
-        with torch.device("meta"):   # no memory: `assign` puts the tensors that were read in place
-            model = make(config)
-        model.load_state_dict(ours, assign=True)
-    return model
+        with torch.device("meta"):   # allocates nothing
+            make(config).load_state_dict(ours, assign=True)
+    return config, ours
 
 
 def renamed(key, tensor, kind):
