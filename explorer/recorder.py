@@ -61,7 +61,7 @@ class Recorder(XRay):
         _, given, attend, _ = arguments
         batch, same, sees = attend.__self__, None, {}
         if self.left_out:
-            ids = self.ids_of(batch)
+            ids = self.twin_of(batch).tokens.long()
         else:
             same = super().look(model, arguments)
             sight = self.passes.pop()
