@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -117,6 +117,13 @@ def test_its_first_cell_finds_the_repository_wherever_the_kernel_starts(tmp_path
         done = subprocess.run([sys.executable, "-c", cell], cwd=place, capture_output=True,
                               text=True, env={**os.environ, "PATH": f"{tmp_path}:{PATH}"})
         assert done.stdout == said, done.stderr
+
+
+def test_a_reader_who_misspells_a_stage_or_skips_a_cell_reads_what_to_do(capsys):
+    with pytest.raises(ValueError, match="'interleavd'.*'interleaved'"):
+        lesson.run("interleavd", [])
+    lesson.not_yet_defined(Mock(), NameError, NameError(name="four"), None)
+    assert "Is 'four' defined in a cell above?" in capsys.readouterr().out
 
 
 # --- questions ------------------------------------------------------------------------------------
