@@ -200,6 +200,7 @@ def tried(name, answer, capsys):
     with patch.object(lesson, "display") as display:   # there is no notebook to show it in
         exec(compile(text, "<a cell>", "exec"), scope)
     assert display.call_args[0][0]["text/plain"] == TAUGHT[name]["code"].lstrip()
+    assert scope[name].__code__.co_filename == "<a cell>"   # the reader may go on to call it
     return capsys.readouterr().out
 
 
