@@ -31,7 +31,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "explorer.html"
 WORKLOAD = page.FOLDER / "requests.jsonl"
 CLOCK, GPU = "calculated for Llama 2 7B on an A100", (MODELS["llama-2-7b"], GPUS["a100"])
 KNOBS = dict(max_batch=8, token_budget=32, pages=26, page_size=16)
-FURTHER = {   # name of a run: (stage, further knobs)
+RUNS = {   # name: (stage, further knobs)
+    **{name: (generate, {}) for name, generate in STAGES.items()},
     SAME: (STAGES[FLAT], {"max_kv_tokens": KNOBS["pages"] * KNOBS["page_size"]}),
     MASK: (STAGES["interleaved"], {}), GUESS: (speculative.generate, {"pages": None}),
     TWO: (STAGES["dynamic"], {})}
@@ -63,8 +64,7 @@ def workload(tokenizer):
 def runs(model, requests):
     """({name: recorded run}, {name: what the scoreboard says of it})."""
     traces, scores = {}, {}
-    for name, (generate, more) in {**{name: (STAGES[name], {}) for name in STAGES},
-                                   **FURTHER}.items():
+    for name, (generate, more) in RUNS.items():
         some = requests if name != TWO else [
             replace(requests[0], max_new_tokens=16), replace(requests[1], arrival=4)]
         with broken("published mask", show=False) if name == MASK else nullcontext():

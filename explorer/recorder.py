@@ -61,7 +61,7 @@ class Recorder(XRay):
         _, given, attend, _ = arguments
         batch, same, sees = attend.__self__, None, {}
         if self.left_out:
-            ids = self.ids_of(batch)
+            ids = self.twin_of(batch).tokens.long()
         else:
             same = super().look(model, arguments)
             sight = self.passes.pop()
@@ -70,7 +70,7 @@ class Recorder(XRay):
         frame = {"past": past, "sees": sees, **self.slots(batch, ids, given),
                  **self.caches(batch)}
         wrong = len(sees.keys() | frame["shift"].keys())
-        if wrong and not self.sentences:
+        if wrong and not self.sentences and not self.left_out:
             self.sentences = list(self.faults_of(len(self.frames), sight))[:5]
         self.wrong += wrong
         self.frames.append(frame)
