@@ -89,9 +89,9 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         for request, last in zip(batch.sampled, batch.wanted.tolist()):
             first[request] = len(wanted)
             wanted += range(last - len(drafts[request]), last + 1)
-        batch.wanted = torch.tensor(wanted, dtype=torch.long, device=model.device)       # (R,)
+        batch.wanted = torch.tensor(wanted, dtype=torch.long, device=model.device)      # (R,)
         with trace.forward_pass(step, batch):
-            logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)    # (R, V)
+            logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
         # 3. in rounds, one token for each request whose guesses so far were right
         number = 0
         while plan:

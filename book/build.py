@@ -7,8 +7,8 @@ repository's documents, notebooks and pictures. Nothing is written twice.
 import ast
 import difflib
 import re
-from html import escape
 from pathlib import Path
+from textwrap import indent
 
 from latex2mathml.converter import convert
 from mkdocs.plugins import event_priority
@@ -54,32 +54,25 @@ def pieces(source):
 
 
 def side_by_side(docstring, code):
+    said = f'<div class="said" markdown>\n\n{prose(docstring)}\n\n</div>' if docstring else ""
     fenced = "```python\n" + code.strip("\n") + "\n```"   # the search finds prose, not code
-    if not docstring:
-        return f'<div class="pair alone" data-search-exclude markdown>\n\n{fenced}\n\n</div>'
-    return (f'<div class="pair" markdown><div class="said" markdown>\n\n{prose(docstring)}\n\n'
-            f'</div><div class="code" data-search-exclude markdown>\n\n{fenced}\n\n</div></div>')
+    return (f'<div class="pair" markdown>{said}<div class="code" data-search-exclude markdown>'
+            f'\n\n{fenced}\n\n</div></div>')
 
 
 def prose(docstring):
-    """A docstring as Markdown. Drawings keep their lines, arguments become a list."""
+    """A docstring as Markdown. Arguments become a list; drawings are indented, as they must be."""
     def block(text):
         if re.match(r"[a-z_][\w, ]*:\s+\S", text):
             return re.sub(r"(?m)^([\w, ]+):\s+", r"- `\1`: ", re.sub(r"\n\s+", " ", text))
-        drawn = text.startswith("    ") or re.search(r"\S {2,}\S", text)
-        return f"<pre>{escape(text)}</pre>" if drawn else text
-    found = "\n\n".join(map(block, re.split(r"\n\s*\n", docstring.strip("\n"))))
-    return re.sub(r"</pre>\n\n<pre>(?=    )", "\n&#10;", found)   # one drawing
+        return indent(text, "    ") if re.match(r"\S.*\S {2,}\S", text) else text   # a table
+    return "\n\n".join(map(block, re.split(r"\n\s*\n", docstring.strip("\n"))))
 
 
 def code_lines(source):
     """Code without docstrings and comments, so that a diff shows what changed."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        kinds = ast.Module, ast.ClassDef, ast.FunctionDef
-        if isinstance(node, kinds) and ast.get_docstring(node):
-            node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree).splitlines()
+    code = "\n".join(code for _, code in pieces(source))
+    return re.sub(r"(?m)^ *#.*\n| *#.*", "", code).splitlines()
 
 
 # --- MkDocs calls these ---------------------------------------------------------------------------
@@ -115,8 +108,7 @@ def on_page_markdown(markdown, page, config, files):
 def on_post_page(output, page, config):
     """Notebooks' links; claims lead to their sources; and the search's script lies in the book."""
     up = "../" * page.file.src_uri.count("/")
-    if page.file.src_uri == "docs/sources.md":
-        output = re.sub(r"<td>([HRPI]\d+)</td>", r'<td id="\1">\1</td>', output)
+    output = re.sub(r"<td>([HRPI]\d+)</td>", r'<td id="\1">\1</td>', output)
     if page.file.src_uri.startswith("notebooks/"):
         output = re.sub(r'href="([\w./]+)\.(ipynb|md)([#"])', r'href="\1.html\3', output)
         output = output.replace('href="README.html', 'href="index.html')

@@ -5,10 +5,10 @@ The X-ray: which keys each query really sees, measured inside a layout while a s
         trace = generate(model, requests, ...)
     xray.faults()      []: every token saw exactly its own request's tokens up to itself
 
-At every forward pass the layout's `attend` is called again, under a layer name of its own, with
-queries and keys of zero, and with values that are one-hot: a slot's value says which token of which
-request it holds. Zero scores give uniform weights, so the output of a query *is* the set of keys
-that it sees: past, pages and pads included, whatever the layout does inside.
+At every forward pass `attend` is called again, on a copy of the layout that has caches of its own,
+with queries and keys of zero, and with values that are one-hot: a slot's value says which token of
+which request it holds. Zero scores give uniform weights, so the output of a query *is* the set of
+keys that it sees: past, pages and pads included, whatever the layout does inside.
 
              a0 a1 c0 c1 pad      output of the query c1        reads as
     a0       1  0  0  0  0        0  0  1/2  1/2  0             c1 sees c0 and c1: right
@@ -23,7 +23,6 @@ nothing about sampling.
 """
 import copy
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
 from weakref import WeakKeyDictionary
@@ -57,7 +56,7 @@ class XRay:
             length = min(len(request.prompt) + request.max_new_tokens,
                          model.config.block_size + 1)   # the last token needs no position
             self.token_of += [(request, position) for position in range(length)]
-        self.buffers = WeakKeyDictionary()       # cache -> (k, v) of the X-ray's own layer
+        self.own_caches = WeakKeyDictionary()    # a stage's cache -> the X-ray's own beside it
 
     def __enter__(self):
         self.handle = self.model.register_forward_pre_hook(self.look)
@@ -71,11 +70,11 @@ class XRay:
         """Called with the model's arguments: (tokens, positions, attend, wanted)."""
         tokens, positions, attend, wanted = arguments
         batch = attend.__self__
-        ids = self.ids_of(batch)
+        twin = self.twin_of(batch)
+        ids = twin.tokens.long()
         v = torch.nn.functional.one_hot(ids, len(self.token_of)).double().unsqueeze(-3)
         blank = torch.zeros_like(v)
-        with self.own_layer(batch):
-            out = batch.attend("xray", blank, blank, v).squeeze(-3)  # (..., D)
+        out = twin.attend("xray", blank, blank, v).squeeze(-3)       # (..., D)
         seen = copy.copy(batch)   # a static batch is the same object in the next pass
         self.passes.append(Sight(self, seen, ids, positions, counts_of(out)))
         # The pass must run what was looked at. A compiled step (kernels/) replaces the layout's own
@@ -83,33 +82,25 @@ class XRay:
         same = MethodType(lambda batch, *args: attend(*args), batch)
         return tokens, positions, same, wanted
 
-    def ids_of(self, batch):
-        """The tokens of a layout, in their shape, but named by the X-ray's ids. PAD: no token."""
+    def twin_of(self, batch):
+        """The layout again, of the X-ray's ids (PAD: no token) and with the X-ray's caches."""
         twin = copy.copy(batch)
         twin.plan = [(self.stand_in(request), n) for request, n in batch.plan]
+        for name in {"kv", "pool"} & vars(batch).keys():
+            setattr(twin, name, self.own(getattr(batch, name)))
         twin.lay_out(batch.tokens.device)
-        return twin.tokens.long()
-
-    def stand_in(self, request):
-        """The request as the layout sees it, but its tokens are the X-ray's ids."""
-        ids = [*range(self.first[request], self.first[request] + len(request.tokens))]
-        twin, n = copy.copy(request), len(request.prompt)
-        twin.prompt, twin.generated = ids[:n], ids[n:]
         return twin
 
-    @contextmanager
-    def own_layer(self, batch):
-        """Puts the X-ray's layer into the caches, and takes it out again: no stage notices it."""
-        caches = [request.kv for request, _ in batch.plan]
-        caches += getattr(batch, "kv", None), getattr(batch, "pool", None)
-        caches = {kv for kv in caches if isinstance(kv, KV)}
-        for kv in caches:
-            if kv in self.buffers:
-                kv.k["xray"], kv.v["xray"] = self.buffers[kv]
-        yield
-        for kv in caches:
-            if "xray" in kv.k:
-                self.buffers[kv] = kv.k.pop("xray"), kv.v.pop("xray")
+    def stand_in(self, request):
+        """The request as the layout sees it, but tokens and cache are the X-ray's."""
+        ids = [*range(self.first[request], self.first[request] + len(request.tokens))]
+        twin, n = copy.copy(request), len(request.prompt)
+        twin.prompt, twin.generated, twin.kv = ids[:n], ids[n:], self.own(request.kv)
+        return twin
+
+    def own(self, kv):
+        """The X-ray's cache beside one of the stage's. What is none stays as it is."""
+        return self.own_caches.setdefault(kv, KV(kv.capacity)) if isinstance(kv, KV) else kv
 
     def faults(self):
         """A sentence for everything that was seen and should not have been, or the reverse."""

@@ -8,7 +8,6 @@ Times are medians of runs in turn.
 import math
 import random
 import statistics
-import time
 
 import torch
 
@@ -19,7 +18,8 @@ from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
 from model import GPT, GPTConfig
 from request import Request, prepare
-from toolbox.trace import synchronize
+from toolbox.trace import Trace
+from views.report import totals
 
 CONTEXT = 512
 SHOTS = (120, 150, 190, 230, 280, 330, 390, 450)   # lengths of a few-shot question's examples
@@ -72,19 +72,16 @@ METHODS = {
 
 @torch.inference_mode()
 def prefill(model, method, lengths, k):
-    """Prefills prompts of these lengths: (seconds of all forward passes, slots computed)."""
+    """Prefills prompts of these lengths. Returns the trace."""
     group, layout = METHODS[method]
-    seconds, slots = 0.0, 0
     prompts = [Request([(7 * i + 3 * j) % 97 for j in range(n)], 1, name=f"r{i}")
                for i, n in enumerate(lengths)]
-    for requests in group(prepare(prompts, model.config), k):
+    trace = Trace(method, prepare(prompts, model.config))
+    for step, requests in enumerate(group(trace.requests, k)):
         batch = layout(requests, model.device)
-        start = time.perf_counter()
-        model(batch.tokens, batch.positions, batch.attend, batch.wanted)
-        synchronize(model.device)
-        seconds += time.perf_counter() - start
-        slots += batch.tokens.numel()
-    return seconds, slots
+        with trace.forward_pass(step, batch):
+            model(batch.tokens, batch.positions, batch.attend, batch.wanted)
+    return trace
 
 
 def measure(args, device, dtype):
@@ -97,8 +94,9 @@ def measure(args, device, dtype):
         runs = results.in_turn(METHODS, lambda method: prefill(model, method, lengths, k=16),
                                1 if args.quick else 3)
         found[kind] = {method: {   # milliseconds per prompt, share of useful slots
-            "prefill_ms": statistics.median(seconds for seconds, _ in taken) / len(lengths) * 1e3,
-            "useful": sum(lengths) / taken[0][1]} for method, taken in runs.items()}
+            "prefill_ms": 1e3 / len(lengths) * statistics.median(
+                sum(p.seconds for p in trace.passes) for trace in taken),
+            "useful": sum(lengths) / totals(taken[0])["slots"]} for method, taken in runs.items()}
     return {"lengths": kinds, "kinds": found}
 
 

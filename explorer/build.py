@@ -1,10 +1,10 @@
 """
 Builds docs/explorer.html: all stages on requests.jsonl, the guided walk, and "Try it".
 
-Every stage runs on the built-in model, under the X-ray and the check, and once more on a calculated
-GPU (beyond/calculated.py), which gives all times: so the page is the same on every machine. "Try
-it" has a run on that GPU for each setting of the knobs, and the verdict on a run of the model with
-the published mask.
+Every stage runs on the built-in model, under the X-ray and the check. All times are those of a
+calculated GPU (beyond/calculated.py): so the page is the same on every machine. "Try it" has a run
+on that GPU for each setting of the knobs, and the verdict on a run of the model with the published
+mask.
 
     python -m explorer.build
 """
@@ -20,7 +20,7 @@ from beyond.hardware import GPUS, MODELS
 from checks.check import Check
 from checks.traps import broken
 from explorer import page
-from explorer.recorder import record, take_times
+from explorer.recorder import record
 from explorer.walk import FLAT, GUESS, MASK, SAME, TWO, most_held, waits, walk
 from loading.load import load
 from loading.stages import STAGES
@@ -31,7 +31,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "explorer.html"
 WORKLOAD = page.FOLDER / "requests.jsonl"
 CLOCK, GPU = "calculated for Llama 2 7B on an A100", (MODELS["llama-2-7b"], GPUS["a100"])
 KNOBS = dict(max_batch=8, token_budget=32, pages=26, page_size=16)
-FURTHER = {   # name of a run: (stage, further knobs)
+RUNS = {   # name: (stage, further knobs)
+    **{name: (generate, {}) for name, generate in STAGES.items()},
     SAME: (STAGES[FLAT], {"max_kv_tokens": KNOBS["pages"] * KNOBS["page_size"]}),
     MASK: (STAGES["interleaved"], {}), GUESS: (speculative.generate, {"pages": None}),
     TWO: (STAGES["dynamic"], {})}
@@ -63,49 +64,44 @@ def workload(tokenizer):
 def runs(model, requests):
     """({name: recorded run}, {name: what the scoreboard says of it})."""
     traces, scores = {}, {}
-    for name, (generate, more) in {**{name: (STAGES[name], {}) for name in STAGES},
-                                   **FURTHER}.items():
+    for name, (generate, more) in RUNS.items():
         some = requests if name != TWO else [
             replace(requests[0], max_new_tokens=16), replace(requests[1], arrival=4)]
-        knobs = knobs_of(generate, KNOBS | more)[0]
         with broken("published mask", show=False) if name == MASK else nullcontext():
-            trace = traces[name] = record(generate, model, some, model, **knobs)
-            done, stage = fixed(trace.requests), generate
-            if name == GUESS:   # which takes other guesses near a fixed end
-                done, stage = [*map(replace, some)], computing(generate, model)
-            timed = simulate(*GPU, stage, done, **knobs)
-        if take_times(trace, timed).step_times != timed.step_times:
-            raise RuntimeError(f"stage '{trace.stage}' makes other plans on the calculated GPU")
-        scores[name] = {**score_of(timed), "memory": most_held(trace),
+            trace = record(generate, model, some, model, **knobs_of(generate, KNOBS | more)[0])
+        traces[name] = on_gpu(trace)
+        scores[name] = {**score_of(trace), "memory": most_held(trace),
                         "wrong": wrong(trace.recording.check)}
     return traces, scores
 
 
-def fixed(requests):
-    """Requests whose answers have the same lengths as those of these, which have finished."""
-    return [replace(request, max_new_tokens=len(request.generated), eos_token=None)
-            for request in requests]
+def on_gpu(trace):
+    """The recorded run with the times of the calculated GPU, from what its passes counted."""
+    (shape, gpu), config = GPU, trace.recording.model.config
+    kv_bytes = 8 * config.n_layer * config.n_embd   # of a token of the model that ran
+    trace.started, trace.step_times, now, ends = 0.0, {}, 0.0, {}
+    steps = {request.name: request.token_steps for request in trace.requests}
+    for p in trace.passes:
+        sampled = [name for name, _, _ in p.work if p.step in steps[name]]
+        keys = p.padded_keys + sum(first + n for _, first, n in p.work)
+        # On a GPU attention reads through the block table, and copies no pages.
+        copied = 0 if trace.stage == "paged" else p.copied_bytes // kv_bytes * shape.kv_bytes
+        p.seconds = shape.seconds(gpu, p.slots, len(sampled), p.score_entries, keys, copied)
+        trace.step_times.setdefault(p.step, now)
+        now += p.seconds
+        ends.update({(name, p.step): now for name in sampled})
+    for request in trace.requests:
+        request.token_times = [ends[request.name, step] for step in request.token_steps]
+    return trace
 
 
-def computing(generate, model):
-    """For `simulate`: `generate` with the logits of `model`, on a clock that is moved on."""
-    def run(clock, requests, **knobs):
-        def forward(ids, positions, attend, wanted):
-            clock.compute(attend.__self__)
-            return model(ids, positions, attend, wanted)
-
-        forward.config, forward.device = model.config, model.device
-        return generate(forward, requests, **knobs)
-    return run
-
-
-def score_of(same):
+def score_of(trace):
     """What the scoreboard says of a run on the calculated GPU. Waits in milliseconds."""
-    f = figures(same)
-    first = max(request.token_times[0] - request.arrived for request in same.requests)
+    f = figures(trace)
+    first = max(request.token_times[0] - trace.arrived(request) for request in trace.requests)
     return {"passes": f["passes"], "useful": round(f["useful"], 3),
             "speed": round(f["tokens_per_s"]), "first": round(1e3 * first, 1),
-            "next": round(max(waits(same))[0], 1), "preemptions": f["preemptions"]}
+            "next": round(max(waits(trace))[0], 1), "preemptions": f["preemptions"]}
 
 
 def wrong(check):
@@ -124,35 +120,27 @@ def grid(model, answers):
     for stage in TRIED:
         for indices in itertools.product(*(range(len(GRID[name])) for name in APPLIES[stage])):
             setting = ".".join(map(str, (stage, *indices)))
-            text = json.dumps(tried(setting, answers))
+            generate, some, knobs = meaning(stage, indices, answers)
+            run = simulate(*GPU, generate, [*map(replace, some)], **knobs)
+            text = json.dumps(plain(run, answers))
             kinds[setting] = found.setdefault(text, len(found))
             if stage in RECTANGLES:
                 if text not in outcomes:   # equal passes have the same outcome
-                    outcomes[text] = under_the_mask(model, *meaning(setting, answers))
+                    outcomes[text] = under_the_mask(model, generate, some, knobs)
                 verdicts[setting] = outcomes[text]
     return {"stages": TRIED, "first": FIRST, "knobs": GRID, "applies": APPLIES, "goals": GOALS,
             "of": kinds, "runs": [json.loads(text) for text in found], "wrong": verdicts}
 
 
-def meaning(setting, answers):
-    """
-    (the stage's function, requests, knobs) of a setting, which is the stage and the index of each
-    knob's value: "chunked.0.2.1.0". It comes without the knobs that its stage lacks.
-    """
-    stage, *indices = setting.split(".")
-    values = {name: GRID[name][int(i)] for name, i in zip(APPLIES[stage], indices, strict=True)}
+def meaning(stage, indices, answers):
+    """(the stage's function, requests, knobs), given the index of each of its knobs' values."""
+    values = {name: GRID[name][i] for name, i in zip(APPLIES[stage], indices)}
     memory = values.get("memory", 0)
     knobs, _ = knobs_of(STAGES[stage], {
         **values, "max_kv_tokens": memory, "pages": memory // values.get("page_size", 1)})
     some = [replace(request) for request in answers
             if values["long"] or not request.name.startswith("long")]
     return STAGES[stage], some, knobs
-
-
-def tried(setting, answers):
-    """A setting's run, for the page."""
-    generate, some, knobs = meaning(setting, answers)
-    return plain(simulate(*GPU, generate, some, **knobs), answers)
 
 
 def under_the_mask(model, generate, requests, knobs):
@@ -163,16 +151,12 @@ def under_the_mask(model, generate, requests, knobs):
     return [wrong(check), len(requests)]
 
 
-def plain(same, requests):
+def plain(trace, requests):
     """A run for the timeline; `expanded` in runs.js makes of it what page.run_data returns."""
     number = {request.name: i for i, request in enumerate(requests)}
-    return {"figures": score_of(same), "ms": [round(1e3 * p.seconds, 1) for p in same.passes],
-            "step": [p.step for p in same.passes], "shape": [p.shape for p in same.passes],
-            "work": [page.flat(p.work, number) for p in same.passes],
-            "finished": {i: [number[who] for who in p.finished]
-                         for i, p in enumerate(same.passes) if p.finished},
-            "requests": [number[request.name] for request in same.requests],
-            "arrived": [round(1e3 * request.arrived, 1) for request in same.requests]}
+    return {**page.passes_data(trace, number), "figures": score_of(trace),
+            "requests": [number[request.name] for request in trace.requests],
+            "arrived": [page.ms(request.arrived) for request in trace.requests]}
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -180,7 +164,8 @@ def plain(same, requests):
 def data():
     model, tokenizer = load()
     traces, scores = runs(model, workload(tokenizer))
-    answers = fixed(traces["unbatched"].recording.requests)
+    answers = [replace(request, max_new_tokens=len(request.generated), eos_token=None)
+               for request in traces["unbatched"].recording.requests]
     return {**page.data_of(traces, tokenizer, CLOCK), "walk": walk(traces, scores),
             "score": scores, "grid": grid(model, answers)}
 

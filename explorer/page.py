@@ -22,6 +22,7 @@ from views.plots import COLORS, KEYS, NAMES
 FOLDER = Path(__file__).parent
 COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "rejected", "padded_keys",
           "score_entries", "useful_scores", "copied_bytes")   # of a ForwardPass
+FRAME = ("owner", "position", "past", "sees", "shift", "guesses", "room", "kept", "columns")
 GUESSES = {"accepted": "#56B4E9", "rejected": "#8C2D04"}   # colours of guessed tokens
 KINDS = {**NAMES, "accepted": "guess, accepted", "rejected": "guess, rejected"}
 STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS, **GUESSES}.items())
@@ -66,28 +67,23 @@ def ms(seconds):
     return round(1e3 * seconds, 2)
 
 
-def flat(work, number):
-    """The work of a pass: [number of the request, first position, tokens, number, ...]."""
-    return [value for who, *n in work for value in (number[who], *n)]
+def passes_data(trace, number):
+    """What a timeline shows of each pass. number: of each request, by its name."""
+    return {"step": [p.step for p in trace.passes], "ms": [ms(p.seconds) for p in trace.passes],
+            "shape": [p.shape for p in trace.passes],
+            "work": [[value for who, *n in p.work for value in (number[who], *n)]   # ..., first, n
+                     for p in trace.passes],
+            "finished": [[number[who] for who in p.finished] for p in trace.passes]}
 
 
 def run_data(name, trace, calculated):
     recorder = trace.recording
     number = {request.name: i for i, request in enumerate(recorder.requests)}
     passes = {
-        "step": [p.step for p in trace.passes],
+        **passes_data(trace, number),
         "start": [ms(trace.step_times[p.step] - trace.started) for p in trace.passes],
-        "ms": [ms(p.seconds) for p in trace.passes],
-        "shape": [p.shape for p in trace.passes],
-        "work": [flat(p.work, number) for p in trace.passes],
         **{count: [getattr(p, count) for p in trace.passes] for count in COUNTS},
-        **{column: [frame[column] for frame in recorder.frames]
-           for column in ("owner", "position", "past", "kept", "columns")},
-        "finished": {i: [number[who] for who in p.finished] for i, p in enumerate(trace.passes)
-                     if p.finished},
-        # only the passes that have any: {pass: ...}
-        **{column: {i: frame[column] for i, frame in enumerate(recorder.frames) if frame[column]}
-           for column in ("sees", "shift", "guesses", "room")},
+        **{column: [frame[column] for frame in recorder.frames] for column in FRAME},
     }
     return {
         "name": name, "idea": idea(recorder.generate),

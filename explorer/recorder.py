@@ -61,7 +61,7 @@ class Recorder(XRay):
         _, given, attend, _ = arguments
         batch, same, sees = attend.__self__, None, {}
         if self.left_out:
-            ids = self.ids_of(batch)
+            ids = self.twin_of(batch).tokens.long()
         else:
             same = super().look(model, arguments)
             sight = self.passes.pop()
@@ -70,7 +70,7 @@ class Recorder(XRay):
         frame = {"past": past, "sees": sees, **self.slots(batch, ids, given),
                  **self.caches(batch)}
         wrong = len(sees.keys() | frame["shift"].keys())
-        if wrong and not self.sentences:
+        if wrong and not self.sentences and not self.left_out:
             self.sentences = list(self.faults_of(len(self.frames), sight))[:5]
         self.wrong += wrong
         self.frames.append(frame)
@@ -127,8 +127,8 @@ class Recorder(XRay):
         """
         What the caches look like before this pass.
 
-        room:     {request: capacity in tokens, or block table; None: it holds nothing}, where that
-                  differs from the last pass
+        held:     {request: capacity in tokens, or block table}
+        room:     the same, None for nothing, but only where it differs from the last pass
         kept:     free pages that can still be found, oldest first
         columns:  filled columns of a cache that belongs to the whole batch, pads included; else 0
         """
@@ -141,7 +141,8 @@ class Recorder(XRay):
                 room[i] = self.memory[i] = now
         pages = getattr(batch, "pages", None)
         self.pool = pages and {"pages": pages.number, "page_size": pages.size}
-        return {"room": room, "columns": batch.end if rows else 0,
+        held = {i: now for i, now in self.memory.items() if now}
+        return {"held": held, "room": room, "columns": batch.end if rows else 0,
                 "kept": [page for page in pages.free if page in pages.key_of] if pages else []}
 
 

@@ -65,13 +65,13 @@ function rejectedOf(run, r, work) {
 function expanded({requests, arrived, step, shape, work, finished, ms}, name) {
   const {requests: all} = RUNS.get("unbatched"), indexOf = new Map(requests.map((r, i) => [r, i]));
   const list = requests.map((r, i) => ({...all[r], arrived: arrived[i], steps: [], ms: []}));
-  const p = {step, shape, ms, start: [], pad_slots: [], finished: {}, room: {},
+  const p = {step, shape, ms, start: [], pad_slots: [], room: {},
+             finished: finished.map(numbers => numbers.map(r => indexOf.get(r))),
              work: work.map(parts => threes(parts).flatMap(([r, first, n]) => [indexOf.get(r), first, n]))};
-  p.finished_slots = step.map((_, i) => (finished[i] ?? []).length);
+  p.finished_slots = finished.map(numbers => numbers.length);
   let now = 0;
   for (const i of step.keys()) {
     p.start.push(i && step[i - 1] === step[i] ? p.start[i - 1] : now);
-    if (finished[i]) p.finished[i] = finished[i].map(r => indexOf.get(r));
     now += ms[i];
     let tokens = 0;
     for (const [r, first, n] of threes(p.work[i])) {   // a token, where all known ones are computed

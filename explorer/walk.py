@@ -209,18 +209,15 @@ def milliseconds(trace, step):
 
 def tables(trace, i):
     """{request: its block table} in pass i of stage 7."""
-    held = {}
-    for frame in trace.recording.frames[:i + 1]:
-        held.update(frame["room"])
-    names = [request.name for request in trace.recording.requests]
-    return {names[number]: table for number, table in held.items() if table}
+    recorder = trace.recording
+    return {recorder.requests[number].name: table
+            for number, table in recorder.frames[i]["held"].items()}
 
 
 def most_held(trace):
     """The most tokens of memory that a run had reserved at one time, pads included."""
-    held, largest, size = {}, 0, (trace.recording.pool or {}).get("page_size")
+    largest, size = 0, (trace.recording.pool or {}).get("page_size")
     for frame in trace.recording.frames:
-        held.update({number: room or 0 for number, room in frame["room"].items()})
-        pages = {page for room in held.values() if size and room for page in room}
-        largest = max(largest, size * len(pages) if size else sum(held.values()))
+        held = frame["held"].values()
+        largest = max(largest, size * len(set().union(*held)) if size else sum(held))
     return largest

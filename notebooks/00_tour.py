@@ -7,10 +7,11 @@
 # and code to write.
 
 # %%
-from lesson import ask, broken, check, counts, eight_requests, folded, letters, lines, look
-from lesson import median_seconds, model, results, run, run_all, show, sizes, source, texts
-from lesson import timelines, tokenizer
+from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, model
+from lesson import results, rows, run, run_all, show, sizes, source, texts, timelines, tokenizer
+from argparse import Namespace
 import torch
+from experiments.rows import measure_rows
 from model import MultiHeadAttention
 
 # %% [markdown]
@@ -46,17 +47,8 @@ check("ragged, varlen", requests, token_budget=16)
 # your machine; and, on another one, a model of GPT-2's size, where it is the weights:
 
 # %% tags=["machine"]
-def seconds(rows):
-    """The median time of a forward pass over so many tokens, which see only themselves."""
-    tokens = torch.zeros(rows, dtype=torch.long)
-    return median_seconds(lambda: model(tokens, tokens, lambda layer, q, k, v: v), model.device, 20)
-
-
-with torch.inference_mode():
-    times = [(2 ** i, 1e3 * seconds(2 ** i)) for i in range(9)]
-gpt2 = [(rows, 1e3 * passes) for rows, passes in results("rows")["points"]]
-lines({"the built-in model": times, "GPT-2": gpt2}, log=True, xlabel="rows",
-      ylabel="ms for one forward pass");
+here = measure_rows(Namespace(model="builtin", quick=False), model.device, torch.float32)
+rows(here, results("rows"));
 
 # %% [markdown]
 # A forward pass over more and more rows. Sixteen take much less than sixteen times as long as one.

@@ -13,7 +13,7 @@
 # %%
 from lesson import ask, broken, check, folded, letters, look, model, run, show, source
 from lesson import texts, tokenizer, word
-from exercises import exercise, solution
+from exercises import exercise
 import torch
 from model import Block, Head, MultiHeadAttention
 from cache import KV
@@ -48,12 +48,10 @@ source(MultiHeadAttention.forward)
 
 # %%
 block = model.h[0]
-steps = {"LayerNorm": block.ln_1, "query": block.attn.query, "key": block.attn.key,
-         "value": block.attn.value, "output projection": block.attn.c_proj,
-         "FFN-up": block.mlp.c_fc, "GELU": torch.nn.functional.gelu, "residual": lambda x: x + x}
 x = torch.randn(7, 128, generator=torch.Generator().manual_seed(0))
-for name, step in steps.items():
-    print(f"{name:18} row 3 is the same alone:",
+for name in "ln_1", "attn.query", "attn.key", "attn.value", "attn.c_proj", "ln_2", "mlp":
+    step = block.get_submodule(name)
+    print(f"{name:12} row 3 is the same alone:",
           torch.allclose(step(x)[3], step(x[3:4])[0], atol=1e-6))
 
 # %% [markdown]
@@ -90,12 +88,8 @@ with folded():
 # that sees no key it returns zeros.)
 
 # %%
-def sees_nothing(layer, q, k, v):
-    """Attention with a mask that is False everywhere."""
-    return Head()(q, k, v, mask=torch.tensor([[False]]))
-
-
-print(*moved_rows(changed_token=3, attend=sees_nothing), sep="\n")
+nothing = torch.tensor([[False]])   # a mask: False everywhere
+print(*moved_rows(3, attend=lambda layer, q, k, v: Head()(q, k, v, mask=nothing)), sep="\n")
 
 # %% [markdown]
 # This is what makes batching easy. You may put any tokens into one tensor, from any number of
@@ -260,9 +254,6 @@ def causal_rule(T, S):
     """Returns a boolean tensor (T, S), True where query i may see key j. T <= S."""
     ...
 
-
-# %%
-solution("causal_rule")
 
 # %% [markdown]
 # ## Break it

@@ -13,7 +13,7 @@
 # %%
 from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, run
 from lesson import run_all, show, sizes, source, texts, timelines, tokenizer, word
-from exercises import exercise, solution
+from exercises import exercise
 import torch
 from generate_dynamic import Rectangle, admit, leave
 
@@ -100,9 +100,6 @@ def own_positions(columns, pads):
     ...
 
 
-# %%
-solution("own_positions")
-
 # %% [markdown]
 # ### Break it
 #
@@ -128,12 +125,9 @@ with folded(), broken("static column positions"):
 # A prompt of 10 tokens beside one of 30: what does its row cost?
 
 # %%
-two = letters(A=10, B=30)
-padded = look("naive", two, step=0)
-print("slots:", tuple(padded.ids.shape), "=", padded.ids.numel(), "for 40 tokens:",
-      padded.ids.numel() / 40)
-print("scores of both rows:", padded.record.score_entries, "so A's row has",
-      padded.record.score_entries // 2)
+padded = run("naive", letters(A=10, B=30)).passes[0]
+print(f"slots: {padded.shape} = {padded.slots} for 40 tokens: {padded.slots / 40}")
+print(f"scores of both rows: {padded.score_entries}, so A's row has {padded.score_entries // 2}")
 
 # %% [markdown]
 # ## Waste, second kind: finished rows

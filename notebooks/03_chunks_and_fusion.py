@@ -11,7 +11,7 @@
 # %%
 from lesson import ask, broken, check, counts, eight_requests, folded, gaps, letters, look
 from lesson import results, run, run_all, show, source, timelines
-from exercises import exercise, solution
+from exercises import exercise
 import torch
 from request import indices_due
 from scheduler import Scheduler
@@ -160,8 +160,7 @@ for stage in "chunked", "interleaved":
 # %%
 example = letters(A=22, B=15, C=9, D=8, new=3, arrivals={"D": 1})
 fused = look("interleaved", example, step=1)
-slots, pads_in_it = fused.ids.numel(), int((fused.ids == 0).sum())
-print(fused.positions, f"\n{slots} slots, of which {pads_in_it} are padding")
+print(fused.positions, f"\n{fused.record.slots} slots, {fused.record.pad_slots} of them padding")
 
 # %% [markdown]
 # The same in small, so that the mask fits a screen. A, B and C decode at positions 6, 4 and 2, and
@@ -195,9 +194,6 @@ def row_mask(start, n, P, T):
     """Returns a boolean tensor (P + T,), True where a slot holds a token of this request."""
     ...
 
-
-# %%
-solution("row_mask")
 
 # %% [markdown]
 # ## The published mask
@@ -240,7 +236,7 @@ def pads(n, B):
     running = letters(**{f"r{i}": 4 for i in range(B - 1)})
     newcomer = letters(N=n, arrivals={"N": 1})
     fused = look("interleaved", running + newcomer, step=1, max_batch=B, token_budget=256)
-    return int((fused.ids == 0).sum())
+    return fused.record.pad_slots
 
 
 ask("3.6: 693 pads for n = 100 and B = 8. How many for n = 200?",

@@ -11,11 +11,11 @@
 # %%
 from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, model
 from lesson import packing, run_all, show, source
-from exercises import exercise, solution
-from types import SimpleNamespace
+from exercises import exercise
 import torch
 from generate_prepacked import first_fit_decreasing
 from generate_ragged import Flat
+from model import GPTConfig
 from request import prepare
 
 # %% [markdown]
@@ -130,8 +130,7 @@ ask("4.4: And how many does varlen compute?",
 # %%
 def scores(*lengths):
     """Score entries of stage 6 for whole prompts of these lengths."""
-    prompts = letters(**{f"r{i}": n for i, n in enumerate(lengths)})
-    prompts = prepare(prompts, SimpleNamespace(block_size=1000, vocab_size=1000))
+    prompts = prepare(letters(**{f"r{i}": n for i, n in enumerate(lengths)}), GPTConfig())
     return Flat([(prompt, len(prompt.prompt)) for prompt in prompts]).cost()["score_entries"]
 
 
@@ -155,9 +154,6 @@ def varlen(q, caches, cu_seqlens, head):
     """Returns the output (heads, N, features), in the order of the queries."""
     ...
 
-
-# %%
-solution("varlen")
 
 # %% [markdown]
 # ## The bill

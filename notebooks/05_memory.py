@@ -13,11 +13,11 @@
 # %%
 from lesson import ask, broken, check, filling_pool, folded, letters, model, pool, run, source
 from lesson import texts, timelines, word
-from exercises import exercise, solution
+from exercises import exercise
 import torch
+from experiments.memory import alike
 from generate_paged import Paged
 from paging import Pages, PagedScheduler
-from request import Request
 from scheduler import Scheduler
 from views.report import latencies, mean
 
@@ -113,11 +113,10 @@ with broken("pages read in one piece"):
 
 
 # %%
-def alike(share):
+def served(share):
     """Sixteen requests with 128 tokens in common, and 16 of their own."""
-    requests = [Request([*range(128), *range(200 + 20 * i, 216 + 20 * i)], 16, name=f"r{i}")
-                for i in range(16)]
-    return run("paged", requests, max_batch=16, token_budget=64, pages=160, share_prefixes=share)
+    return run("paged", alike(model.config.vocab_size, requests=16, prefix=128, tail=16, new=16),
+               max_batch=16, token_budget=64, pages=160, share_prefixes=share)
 
 
 ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
@@ -126,7 +125,7 @@ ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the 
 
 # %%
 for share in True, False:
-    trace = alike(share)
+    trace = served(share)
     print(f"share_prefixes={share}: {sum(p.slots for p in trace.passes):,} tokens computed in "
           f"{len(trace.passes)} passes, {trace.counts['shared_pages']} pages found")
 
@@ -169,9 +168,7 @@ books.allocate(A, 3)
 books.hold(B, A[:2])
 books.allocate(B, 1)
 print("A:", A, " B:", B, " holders:", books.holders, " free:", list(books.free))
-unused = set(books.free)
 books.give_back(A)
-freed = sorted(set(books.free) - unused)
 ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
     guess=...)
 
@@ -200,9 +197,6 @@ def give_back(table, holders, free):
     """Takes the pages of a table out of use; returns nothing."""
     ...
 
-
-# %%
-solution("give_back")
 
 # %% [markdown]
 # ## Preemption

@@ -13,19 +13,20 @@
 # multiplies by 6.6 · 10⁹ `PARAMETERS`. No GPU is needed: its times are calculated.
 
 # %%
-from lesson import FOLDER, STAGES, ask, folded, letters, lines, model, results, source
-from exercises import BANDWIDTH, PARAMETERS, PEAK, exercise, solution
+from lesson import STAGES, ask, folded, letters, lines, model, results, source
+from exercises import BANDWIDTH, PARAMETERS, PEAK, exercise
 import math
-import os
 import random
-import subprocess
-import sys
 import torch
-from beyond.hardware import GPUS, MODELS
+import torch.distributed as dist
+from beyond.arrivals import workload
 from beyond.calculated import figures, simulate
-from beyond.tensor_parallel import column_parallel
-from dataclasses import replace
+from beyond.hardware import GPUS, MODELS
+from beyond.tensor_parallel import all_reduces, column_parallel, shard
+from copy import deepcopy
 from toolbox.flags import knobs_of
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from views.report import latencies
 
 # %% [markdown]
 # ## Two limits
@@ -107,9 +108,6 @@ def step_time(rows, kv_tokens):
     ...
 
 
-# %%
-solution("step_time")
-
 # %% [markdown]
 # ## Which budget?
 #
@@ -119,18 +117,21 @@ solution("step_time")
 
 
 # %%
-def served(budget):
-    """(ms to the newcomer's first token, the longest ms between two tokens of the others)"""
+def on_a100(stage, requests, **knobs):
+    """A stage's run of Llama 2 7B, calculated. It takes those of the knobs that it has."""
+    return simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES[stage], requests,
+                    **knobs_of(STAGES[stage], knobs)[0])
+
+
+def waits(budget):
+    """(ms to the newcomer's first token, the longest ms between two tokens)"""
     requests = [*letters(150, **{f"r{i}": 8 for i in range(32)}), *letters(8, {"N": 40}, N=2000)]
-    *others, newcomer = simulate(
-        MODELS["llama-2-7b"], GPUS["a100"], STAGES["ragged, varlen"], requests, max_batch=64,
-        token_budget=budget).requests
-    gaps = [b - a for r in others for a, b in zip(r.token_times, r.token_times[1:])]
-    return 1e3 * (newcomer.token_times[0] - newcomer.arrived), 1e3 * max(gaps)
+    times = latencies(on_a100("ragged, varlen", requests, max_batch=64, token_budget=budget))
+    return 1e3 * times["ttft_seconds"][-1], 1e3 * max(times["itl_seconds"])
 
 
 BUDGETS = 64, 128, 256, 512, 1024, 2048
-TTFT, ITL = ({budget: served(budget)[i] for budget in BUDGETS} for i in (0, 1))
+TTFT, ITL = ({budget: waits(budget)[i] for budget in BUDGETS} for i in (0, 1))
 ask("6.3: From 2,048 tokens a step to 256: does the newcomer's TTFT become shorter as well? (yes "
     "or no)",
     guess=...)
@@ -155,15 +156,11 @@ with folded():
 
 # %%
 dice = random.Random(0)
-sizes = {f"r{i}": [round(2 ** dice.uniform(3, high)) for high in (9, 7)] for i in range(32)}
-requests = letters({name: new for name, (_, new) in sizes.items()},
-                   **{name: prompt for name, (prompt, _) in sizes.items()})
+sizes = [[round(2 ** dice.uniform(3, high)) for high in (9, 7)] for _ in range(32)]
 with folded():
     print(f"{'calculated':18} tokens/s   TTFT mean   ITL p50   ITL p99")
     for stage in "unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen":
-        knobs, _ = knobs_of(STAGES[stage], {"max_batch": 32, "token_budget": 512})
-        f = figures(simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES[stage],
-                             [*map(replace, requests)], **knobs))
+        f = figures(on_a100(stage, workload(sizes), max_batch=32, token_budget=512))
         print(f"{stage:18} {f['tokens_per_s']:8.0f} {f['ttft_ms']['mean']:8.0f} ms "
               f"{f['itl_ms']['p50']:6.0f} ms {f['itl_ms']['p99']:6.0f} ms")
 
@@ -189,25 +186,22 @@ with folded():
 # %%
 source(column_parallel)
 
+# %% [markdown]
+# Here is the share of rank 0 of 2. The other rank is not there: torch's *fake* group sends nothing,
+# but counting needs no more. (`torchrun --nproc_per_node 2 -m beyond.tensor_parallel` runs both.)
 
 # %%
-def all_reduces():
-    """What a run on two processes counts: ["2 ranks (gloo)", "4 layers", ...]."""
-    printed = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-         "-m", "beyond.tensor_parallel", "--quiet", "--max_new_tokens", "3"], cwd=FOLDER.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True).stdout
-    line = next(line for line in printed.splitlines() if "all-reduces of a forward pass" in line)
-    return line.replace(": ", ", ").split(", ")
-
-
+if not dist.is_initialized():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+half = shard(deepcopy(model))
 ask("6.4: Our model has 4 layers. How many all-reduces does a forward pass make on 2 ranks, "
     "for 10 tokens of 1 request and for 5,120 tokens of 50 requests? (two numbers: [.., ..])",
     guess=...)
 
 # %%
 with folded():
-    print(*all_reduces(), sep="\n  ")
+    for tokens, n in (10, 1), (10, 5), (5120, 50):
+        print(f"tokens: {tokens:5,}  requests: {n:2}  all-reduces: {all_reduces(half, tokens, n)}")
 
 # %% [markdown]
 # So schedulers and layouts stay as they are; only the weights are split.

@@ -10,7 +10,7 @@
 
 # %%
 from lesson import ask, broken, check, folded, letters, lines, run, texts, timelines
-from exercises import BANDWIDTH, PARAMETERS, PEAK, exercise, solution
+from exercises import BANDWIDTH, PARAMETERS, PEAK, exercise
 import difflib
 import inspect
 import math
@@ -24,6 +24,7 @@ from model import sample
 from request import prepare
 from scheduler import Scheduler
 from toolbox.trace import Trace
+from views.report import totals
 
 # %% [markdown]
 # ## Four blanks
@@ -62,9 +63,6 @@ def serve(model, requests, on_token=None):
         step += 1
     return trace
 
-
-# %%
-solution("serve")
 
 # %% [markdown]
 # This is `generate_ragged.py`, and with another scheduler and `Paged` for `Flat` it is stage 7: the
@@ -157,9 +155,6 @@ def accepted(guesses, sample):
     ...
 
 
-# %%
-solution("accepted")
-
 # %% [markdown]
 # ### What changes in the loop
 #
@@ -168,13 +163,8 @@ solution("accepted")
 # `generate` are new; the others are those that you wrote:
 
 # %%
-def body(generate):
-    text = inspect.getsource(generate).split('"""')[-1]
-    return [line.split("  #")[0].rstrip() for line in text.splitlines()
-            if line.strip() and not line.strip().startswith("#")]
-
-
-old, new = body(generate_ragged.generate), body(speculative.generate)
+old, new = (inspect.getsource(each.generate).split('"""')[-1].splitlines()
+            for each in (generate_ragged, speculative))
 print(*(line[2:] for line in difflib.ndiff(old, new) if line.startswith("+ ")), sep="\n")
 
 # %% [markdown]
@@ -186,11 +176,9 @@ sampled = texts("Return the value", "# json", "The class", "If the", new=48, tem
 for requests, how in (greedy, "greedy"), (sampled, "at temperature 0.7"):
     for guesses in 0, 2, 4, 8:
         trace = run(speculative.generate, requests, guesses=guesses)
-        tokens = sum(len(r.generated) for r in trace.requests)
-        turns, rows, rejected = (sum(each) for each in zip(*(
-            (len(p.work), p.slots, p.rejected) for p in trace.passes)))
-        print(f"{how}, {guesses} guesses: {tokens / turns:.2f} tokens for a request in a pass; "
-              f"{rejected} of {rows} rows are rejected")
+        t, turns = totals(trace), sum(len(p.work) for p in trace.passes)
+        print(f"{how}, {guesses} guesses: {t['generated'] / turns:.2f} tokens for a request in a "
+              f"pass; {t['rejected']} of {t['slots']} rows are rejected")
     check(speculative.generate, requests, guesses=4)
 
 # %% [markdown]

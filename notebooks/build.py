@@ -46,7 +46,7 @@ def build(name, home):
     """Runs the notebook of a source from scratch, in its folder. An error if a cell raises one."""
     notebook = jupytext.read(FOLDER / f"{name}.py")
     notebook.cells = front(name, home) + notebook.cells
-    nbclient.execute(notebook, cwd=FOLDER, record_timing=False)
+    nbclient.execute(notebook, cwd=FOLDER, record_timing=False, coalesce_streams=True)
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python",
                                         "name": "python3"}}   # not the Python that it ran on
     for i, cell in enumerate(notebook.cells):

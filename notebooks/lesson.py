@@ -32,10 +32,9 @@ from matplotlib_inline.config import InlineBackend
 from checks.check import Check, summary
 from checks.traps import broken  # noqa: F401
 from checks.xray import sights_at
-from experiments.figures import gaps, lines, packing, pool  # noqa: F401 (for the notebooks)
+from experiments.figures import gaps, lines, packing, pool, rows  # noqa: F401 (for notebooks)
 from experiments.memory import filling_pool  # noqa: F401
 from experiments.results import load as results  # noqa: F401
-from experiments.results import median_seconds  # noqa: F401
 from loading.load import load
 from loading.stages import STAGES
 from request import Request
@@ -64,11 +63,8 @@ if shell := get_ipython():
 # --- to show -------------------------------------------------------------------------------------
 
 def source(function):
-    """Prints a function as it stands in its file, without its docstring."""
-    text = inspect.getsource(function)
-    if function.__doc__:
-        text = re.sub(r' *r?"""' + re.escape(function.__doc__) + '"""\n', "", text)
-    print(f"# {function.__module__}.py\n{textwrap.dedent(text).rstrip()}")
+    """Prints a function as it stands in its file."""
+    print(f"# {function.__module__}.py\n{textwrap.dedent(inspect.getsource(function)).rstrip()}")
 
 
 @contextmanager

@@ -178,10 +178,11 @@ def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
         assert (line in out) == (knob not in inspect.signature(stage.generate).parameters), line
     pixels = matplotlib.image.imread(tmp_path / "x.png")
     assert pixels.shape[0] > 200 and pixels[..., :3].std() > 0.05
-    assert json.loads((tmp_path / "x.json").read_text())["stage"]
+    name = json.loads((tmp_path / "x.json").read_text())["stage"]
     first_line = stage.__doc__.strip().splitlines()[0].replace("`", "")[:30]
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
-    assert first_line in page and ('"policy":"sjf"' in page) == (stage is generate_paged)
+    assert first_line in page and f'"name":"{name}"' in page
+    assert ('"policy":"sjf"' in page) == (stage is generate_paged)
     code, out, err = run(stage, "--help")
     assert code == 0 and "None" not in out and "how to batch" in out
 

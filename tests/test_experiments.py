@@ -22,15 +22,17 @@ from request import Request
 from toolbox.weights import write_gpt2
 
 
-def test_ways_take_turns_and_the_rounds_that_warm_up_do_not_count():
-    called = []
+def test_ways_take_turns_and_what_warms_up_does_not_count(capsys):
+    called, slept = [], []
 
     def run(way):
         called.append(way)
         return len(called)
 
     assert results.in_turn("ab", run, repeats=2) == {"a": [3, 5], "b": [4, 6]}
-    assert called == [*"ababab"]
+    assert called == capsys.readouterr().err.split()[::3] == [*"ababab"]
+    assert results.median_seconds(lambda: slept.append(time.sleep(0.1 * (len(slept) < 2))),
+                                  torch.device("cpu"), repeats=1) < 0.1 and len(slept) == 3
 
 
 def test_the_workloads_are_those_that_the_docs_describe():
@@ -109,6 +111,7 @@ def wait_for(pid, states):
 
 def test_a_peer_answers_request_by_request_and_is_stopped_between_two_runs(fake):
     engine, = bench.peers(["vLLM"], "folder", fake).values()
+    assert "at most 32 sequences and 512 tokens a step" in engine.settings
     requests = mixed()
     for _ in range(2):
         if sys.platform == "linux":   # it does not spin while others run
@@ -151,11 +154,11 @@ def test_figures_are_medians_over_the_runs_each_for_itself():
     best peer is the fastest that is no stage.
     """
     runs = [bench.served(lambda _: ([tokens], [times]), [Request([0])]) for tokens, times in (
-        ([1, 2, 3], [0.5, 1.5, 3.0]), ([1, 2, 3], [2.5, 3.5, 4.0]), ([1, 2, 4], [1.0, 2.0, 9.0]))]
+        ([1, 2, 3], [0.5, 1.5, 3.0]), ([1, 2, 3], [2.5, 3.5, 4.0]), ([1, 2, 4], [1.2, 2.0, 9.0]))]
     for run in runs:
         run.started = 0.0
     figures = bench.figures_of(runs, runs[0])
-    assert figures == {"rounds": [3.0, 4.0, 9.0], "seconds": 4.0, "spread": 1.5, "ttft_mean": 1.0,
+    assert figures == {"rounds": [3.0, 4.0, 9.0], "seconds": 4.0, "spread": 1.5, "ttft_mean": 1.2,
                        "itl_p99": pytest.approx(1.495), "equal": 2 / 3}
     systems = {name: {**figures, "seconds": seconds} for name, seconds in (
         ("paged", 1), ("OpenVINO GenAI", 3), ("vLLM", 2))}
@@ -186,7 +189,6 @@ def smaller(monkeypatch):
     """What quick runs measure, smaller still."""
     monkeypatch.setattr(ladder, "twelve", lambda tokenizer: [
         Request([5] * n, 4, name=f"r{n}") for n in (9, 1, 3)])
-    monkeypatch.setattr(rows, "ROWS", (1, 2, 4))
     monkeypatch.setattr(prepacking, "GPTConfig", lambda **sizes: GPTConfig(
         **{**sizes, "vocab_size": 97, "n_head": 2, "n_embd": 32}))
     monkeypatch.setattr(prepacking, "CONTEXT", 24)
@@ -197,18 +199,22 @@ def smaller(monkeypatch):
     monkeypatch.setattr(bench, "machine_peaks", lambda model: {"peak": 1e11, "bandwidth": 1e10})
 
 
-SHARED = "shared prefixes", "not shared"
 SAID = {   # an experiment, with flags: what its figures must say
     "ladder": lambda f: [*f["stages"]] == [*STAGES] and f["wrong"] == [],
-    "rows --dtype float64": lambda f: [n for n, _ in f["points"]] == [1, 2, 4],
-    "gaps": lambda f: [*f["points"]] == [*rows.GAP_STAGES],
-    "memory": lambda f: f["sharing"][SHARED[0]]["tokens"] < f["sharing"][SHARED[1]]["tokens"],
-    "prepacking": lambda f: [*f["kinds"]] == [*prepacking.KINDS],
+    "rows --dtype float64": lambda f: [n for n, _ in f["points"]] == [1, 2, 4, 8, 16],
+    "gaps": lambda f: [*f["points"]] == [*rows.GAP_STAGES] and all(
+        [step for step, _ in points] == [*range(1, 28)] for points in f["points"].values()),
+    "memory": lambda f: all(f["sharing"][name][what] == row[what] for name, row in results.load(
+        "memory")["sharing"].items() for what in ("pages", "passes", "tokens")),
+    "prepacking": lambda f: f["kinds"]["uniform"]["full batching"]["useful"] < 1 and all(
+        f["kinds"][kind]["ragged"]["useful"] == 1 for kind in prepacking.KINDS),
     "gpu": lambda f: all(f["ladder"][gpu]["ragged, varlen"]["tokens_per_s"]
                          > f["ladder"][gpu]["unbatched"]["tokens_per_s"] for gpu in f["ladder"]),
     "bench --systems unbatched --model tiny": lambda f: [
-        r["workload"] for r in f] == ["W1", "W2", "W3"] and f[1]["tokens"] > 100 and all(
-            system["equal"] > 0.95 for r in f for system in r["systems"].values())}
+        (r["workload"], name, system["equal"] > 0.95, system["itl_p99"] is None) for r in f
+        for name, system in r["systems"].items()] == [
+            (name, "unbatched", True, name == "W2") for name in results.WORKLOADS] and (
+                f[1]["tokens"] > 100)}
 
 
 @pytest.mark.parametrize("command", SAID)

@@ -3,10 +3,12 @@ Every notebook runs from scratch, prints what is committed, and proves the answe
 It is committed executed, small, and without a trace of the machine it ran on. A guess is judged as
 a person would, an exercise accepts our code and knows the usual mistakes.
 """
+import linecache
 import os
 import re
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -154,9 +156,10 @@ def test_the_notebooks_ask_all_questions_in_order_and_give_no_answer_away():
                 asked.append(found[1])
                 assert "guess=...)" in cell.source
                 assert text_of(cell).endswith("Replace ... by your answer, then run the cell.\n")
-            if "folded()" in cell.source:   # closed, and nothing beside it
-                output, = cell.outputs
+            if "folded()" in cell.source or "@exercise" in cell.source:   # closed, and last
+                *said, output = cell.outputs
                 assert output.data["text/html"].startswith("<details><summary>")
+                assert len(said) == ("@exercise" in cell.source)
     assert asked == [*ASKED]
 
 
@@ -179,13 +182,17 @@ def test_no_right_answer_is_refused_and_a_wrong_one_hears_of_its_mistake(number)
 # --- exercises ------------------------------------------------------------------------------------
 
 def tried(name, answer, capsys):
-    """What an exercise prints about this code, in its notebook after the first cell."""
+    """What an exercise prints about this code, in its notebook after the first cell; then ours."""
     cells = next(cells for cells in map(code, SOURCES.values())
                  if any(f"def {name}(" in cell.source for cell in cells))
     scope = {}
     exec(cells[0].source, scope)
     capsys.readouterr()
-    exec(compile(f"@exercise\n{answer.lstrip()}", "<a cell>", "exec"), scope)
+    text = f"@exercise\n{answer.lstrip()}"
+    linecache.cache["<a cell>"] = len(text), None, text.splitlines(True), "<a cell>"
+    with patch.object(lesson, "display") as display:   # there is no notebook to show it in
+        exec(compile(text, "<a cell>", "exec"), scope)
+    assert display.call_args[0][0]["text/plain"] == TAUGHT[name]["code"].lstrip()
     return capsys.readouterr().out
 
 
@@ -194,12 +201,13 @@ def test_an_exercise_accepts_our_answer_and_names_the_usual_mistakes(name, capsy
     ours = TAUGHT[name]["code"]
     head = re.search(rf"def {name}\(.*\):\n    ", ours).group(0)
     assert tried(name, ours, capsys) == f"{name}: right.\n"
-    for blank in "...", "pass", "x = ...":
+    for blank in "...", "x = 1\n    y = ...   # a comment":
         said = tried(name, head + blank, capsys)
         assert said == f"{name}: replace ... by your code, then run the cell.\n"
+    assert tried(name, head + "pass", capsys).startswith(f"{name}: not yet. ")
     fails = "x = torch.ones(5)\n    torch.nn.Linear(2, 3)(x)"   # torch raises the error
     said = tried(name, head + fails, capsys)
-    assert said.startswith(f"{name}: not yet. line 4: RuntimeError: ")
+    assert said.startswith(f"{name}: not yet. line 4, torch.nn.Linear(2, 3)(x): RuntimeError: ")
     for old, new, sentence in TAUGHT[name]["mistakes"]:
         assert old in ours
         said = tried(name, ours.replace(old, new), capsys)
@@ -209,6 +217,8 @@ def test_an_exercise_accepts_our_answer_and_names_the_usual_mistakes(name, capsy
 @pytest.mark.parametrize("name, old, new, sentence", [
     ("causal_rule", "torch.arange(S - T, S)", "torch.arange(T)",
      "position 4) does not see positions 1, 2, 3, 4 of request 'A'. Your triangle"),
+    ("varlen", "q[:, cu_seqlens[i]:cu_seqlens[i + 1]]",   # its `...` is no blank
+     "q[..., cu_seqlens[i]:cu_seqlens[i + 1], :]", "right."),
     ("varlen", "head(mine, keys, values)",   # without `head`, it is judged by what it returns
      "(mine @ keys.mT / mine.size(2) ** 0.5).masked_fill(~torch.ones(mine.size(1), keys.size(1))."
      "bool().tril(keys.size(1) - mine.size(1)), -torch.inf).softmax(-1) @ values", "right."),

@@ -79,6 +79,11 @@ def test_slots_and_sights_are_those_of_an_undisturbed_run(stage):
             (name, i) for name, first, n in p.work for i in range(first, first + n))
     other = STAGES[stage](MODEL, mixed()[:3])
     assert take_times(trace, other).passes == plain.passes   # it did something else
+    fixed = [replace(r, max_new_tokens=len(r.generated), eos_token=None)
+             for r in recorder.requests]
+    timed = simulate(*build.GPU, STAGES[stage], fixed, **knobs)
+    assert build.on_gpu(trace).step_times == timed.step_times
+    assert [r.token_times for r in trace.requests] == [r.token_times for r in timed.requests]
 
 
 def test_the_committed_page_is_that_of_todays_template():
@@ -92,11 +97,11 @@ def test_the_committed_page_is_what_the_command_builds():
 
 
 def test_each_setting_has_the_run_of_its_knobs():
-    """Ten random settings of "Try it", calculated again."""
+    """Ten random settings of "Try it" and a static one, read anew and calculated again."""
     grid, answers = DATA["grid"], build.workload(TOKENIZER)
     for request, answer in zip(answers, DATA["runs"][0]["requests"], strict=True):
         request.max_new_tokens, request.eos_token = len(answer["steps"]), None
-    for setting in random.Random(1).sample([*grid["of"]], 10):
+    for setting in ["naive.2.1", *random.Random(1).sample([*grid["of"]], 10)]:
         stage, *values = setting.split(".")
         knobs = {name: grid["knobs"][name][int(i)]
                  for name, i in zip(grid["applies"][stage], values, strict=True)}
@@ -104,10 +109,10 @@ def test_each_setting_has_the_run_of_its_knobs():
         knobs |= {"max_kv_tokens": memory, "pages": memory // knobs.get("page_size", 16)}
         some = [replace(r) for r in answers if knobs["long"] or len(r.prompt) < 200]
         knobs, _ = flags.knobs_of(LADDER[stage], knobs)
-        run = simulate(*build.GPU, LADDER[stage], some, **knobs)
-        assert build.plain(run, answers) == build.tried(setting, answers)
-        assert json.loads(json.dumps(build.plain(run, answers))) == \
-            grid["runs"][grid["of"][setting]], AGAIN
+        generate, requests, meant = build.meaning(stage, map(int, values), answers)
+        assert ([r.name for r in requests], meant) == ([r.name for r in some], knobs)
+        run = build.plain(simulate(*build.GPU, generate, some, **knobs), answers)
+        assert json.loads(json.dumps(run)) == grid["runs"][grid["of"][setting]], AGAIN
 
 
 def test_the_walk_counts_its_figures_itself():
@@ -219,6 +224,7 @@ def test_every_number_is_the_traces(stage, opened):
                 for text in shown.texts("[data-figure]")]
         assert said == pytest.approx(bill(trace, step), abs=0.3, nan_ok=True)   # rounded twice
         passes = [(i, p) for i, p in enumerate(trace.passes) if p.step == step]
+        tensor, bar, planned = Counter(), Counter(), Counter()
         for (i, p), caption in zip(passes, shown.texts(".pass p"), strict=True):
             assert f"shape ({p.shape[0]}, " in caption or f"shape ({p.slots},)" in caption
             assert f"{p.slots:,} slot" in caption and f"{p.useful:,} useful" in caption
@@ -230,15 +236,15 @@ def test_every_number_is_the_traces(stage, opened):
                     kinds["rejected"], kinds["accepted"]) == (
                 p.slots, p.pad_slots, p.finished_slots, p.recomputed, p.rejected,
                 sum(max(n, 0) for n in kept))
-        planned = Counter()
-        for title in shown.texts(".plan .bar span", "title"):   # a request may have two kinds
+            tensor += kinds
+        for kind, title in shown.run("""return [...document.querySelectorAll(".plan .bar span")]
+                .map(({className, title}) => [className, title])"""):
             who, n = title.split(" token")[0].split(": ")
-            planned[who] += int(n)
+            planned[who] += int(n)   # a request may have two kinds
+            bar[kind] += int(n)
         assert planned == Counter({who: n for _, p in passes for who, _, n in p.work})
-        plan = shown.texts(".plan p")[0]
-        again = re.findall(r"\((\d+)\)[^()]*computed again", plan)
-        assert plan.startswith(f"{planned.total()} ")
-        assert sum(map(int, again)) == sum(p.recomputed for _, p in passes)
+        assert bar == tensor - Counter(pad=tensor["pad"], finished=tensor["finished"])
+        assert shown.texts(".plan p")[0].startswith(f"{bar.total()} ")
         for request, waits in zip(trace.requests, shown.texts(".request .waits"), strict=True):
             n = sum(at <= step for at in request.token_steps)
             first = request.token_steps[0] - request.arrival + 1
@@ -288,6 +294,8 @@ def test_a_run_of_300_requests_stays_usable(opened):
     assert max(drawn) < 1000
     assert "Not measured in this run: prompts and longest answers have 4,800 tokens, more than " \
         "4,000" in shown.texts(".sees p")[0]
+    with broken("column positions", show=False):   # which can be told without them
+        assert record(LADDER["dynamic"], small, requests).recording.wrong > 0
 
 
 def test_keys(ladder_page):
@@ -365,15 +373,13 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(width, height, la
 
 
 def test_back_goes_back_a_stop(ladder_page):
+    from selenium.webdriver.support.wait import WebDriverWait
+    wait = WebDriverWait(ladder_page.browser, 60)
     for i in (2, 4):
         ladder_page.run("visit(arguments[0])", i)
     for i in (2, 0):
         ladder_page.browser.back()
-        assert ladder_page.run("""return new Promise(done => {
-            const look = times => state.stop === arguments[0] || !times ? done(state.stop)
-              : setTimeout(look, 50, times - 1);
-            look(100);
-          })""", i) == i
+        wait.until(lambda _: ladder_page.run("return state.stop") == i)
 
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])

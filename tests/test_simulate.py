@@ -100,19 +100,23 @@ def test_four_steps_by_hand():
     """One request of 3 tokens and 3 answers, 2 tokens a step: the first pass has no logits."""
     shape = Shape(n_layer=1, n_embd=2, n_head=1, n_kv_head=1, head_size=2, ffn=4, ffn_matrices=2,
                   vocab_size=10, block_size=64, tied=True)
-    gpu = GPU(2000, 2000, 100 / 0.85, 1e6, share=0.5, overhead=1.0, per_request=0.25)
+    gpu = GPU(2000, 500, 100 / 0.85, 1e6, share=0.5, overhead=1.0, per_request=0.25)
     # so 1000 operations and 100 bytes a second. Weights: 4 x 2 x 2 for attention, 2 x 2 x 4 for the
-    # MLP, 2 x 10 for the vocabulary. Keys and values of a token: 2 x 2 numbers, 8 bytes
+    # MLP, 2 x 10 for the vocabulary. Keys and values of a token: 2 x 2 numbers
     trace = s.simulate(shape, gpu, STAGES["ragged, varlen"], workload([(3, 3)]), token_budget=2)
 
-    def step(slots, keys, scores, sampled=1):   # 85 rows of a tile are computed in vain
-        return math.hypot((2 * (slots + 85) * 32 + sampled * 2 * 20 + 4 * 2 * scores) / 1000,
-                          (64 + sampled * 40 + (keys + slots) * 8) / 100) + 1 + sampled * 0.25
+    def step(slots, keys, scores, sampled=1, copied=0, size=2, speed=1000):
+        # 85 rows of a tile are computed in vain
+        operations = 2 * (slots + 85) * 32 + sampled * 2 * 20 + 4 * 2 * scores
+        moved = size * (32 + sampled * 20 + 4 * (keys + slots)) + 2 * copied
+        return math.hypot(operations / speed, moved / 100) + 1 + sampled * 0.25
 
     expected = [step(2, 2, 4, 0), step(1, 3, 3), step(1, 4, 4), step(1, 5, 5)]
     assert [p.seconds for p in trace.passes] == pytest.approx(expected, rel=1e-12)
     assert trace.requests[0].token_times == pytest.approx(
         [sum(expected[:n]) for n in (2, 3, 4)], rel=1e-12)
+    assert replace(shape, size=4).seconds(gpu, 1, 1, scores=3, keys=3, copied=700) == pytest.approx(
+        step(1, 3, 3, copied=700, size=4, speed=250), rel=1e-12)
 
 
 def test_tensor_parallel_splits_the_work_and_pays_for_the_link():
@@ -227,6 +231,7 @@ def test_the_verdict_is_right_for_random_loads():
     ("--rate 60 --input 16 --output 200 --requests 60", "overloaded"),   # many run, and none waits
     ("--rate 12 --input 1024 --output 16 --requests 40 --seed 3", "keeps up"),
     ("--rate 50 --requests 6 --input 20 --output 5 --seed 3", "keeps up"),   # three in a burst
+    ("--rate 1 --requests 9 --input 5 --output 3 --model gpt2 --stage dynamic", "keeps up"),
     ("--rate 15.4 --input 1024 --output 16 --requests 40", "too short to tell: use --requests ")])
 def test_a_load_is_judged_in_the_second_line(line, said, capsys):
     run(line)
@@ -256,6 +261,7 @@ def test_published_runs_within_the_goal():
     assert sum(answer for _, answer in published.nano_vllm()) == 133_966   # as its source says
     assert 90 < sum(answer for _, answer in published.rahman()) / 300 < 110   # 100 in the mean
     assert {run[1] for run in published.DATA["runs"]} == {*published.SOURCES}
+    assert all(abs(row["error"]) < 0.06 for row in published.compare(["IOG"]))   # over HTTP
     rows = published.compare(["ANL", "gpt-fast", "TensorRT-LLM 0.5"])
     head, one, several, *_ = published.summary(rows)
     assert float(one[2].rstrip("%")) <= 6 and float(several[2].rstrip("%")) <= 11
@@ -314,6 +320,7 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
         ("--tp 3", "--tp 3 does not divide n_head 32"),
         ("--tp 0", "--tp: must be a whole number of at least 1, not 0"),
         ("--rate 0", "--rate: must be above 0, not 0"),
+        ("--json no/where.json", "--json no/where.json: No such file"),
         ("--rate 1 --clients 2", "exclude each other"),
         ("--clients 0", "--clients: must be a whole number of at least 1, not 0"),
         ("--input 5:2", "--input: 5:2: use N or LOW:HIGH"),
@@ -327,6 +334,7 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
         ("--rate 9 --ttft 9 --itl 9 --model bert", "--model bert: none of gpt2"),
         ("--rate 9 --ttft 50", "--ttft and --itl belong together"),
         ("--rate 9 --prefix -5", "--prefix: must be a whole number of at least 0, not -5"),
+        ("--rate 9 --json no/where.json", "--json no/where.json: No such file"),
         ("--rate 9 --prefix 100000000000", "block_size is 131072")))])
 def test_bad_input_gets_one_line(command, line, said, capsys):
     with pytest.raises(SystemExit, match="^2$"):
