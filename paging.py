@@ -18,7 +18,6 @@ from collections import Counter, OrderedDict
 from itertools import count
 
 from scheduler import Scheduler
-from toolbox.validate import at_least_1
 
 
 class Pages:
@@ -39,7 +38,6 @@ class Pages:
     """
 
     def __init__(self, number, size):
-        at_least_1(pages=number, page_size=size)
         self.number, self.size = number, size
         self.free, self.holders = OrderedDict.fromkeys(range(number)), [0] * number
         self.published, self.key_of = {}, {}                # key -> page, page -> key

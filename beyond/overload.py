@@ -21,8 +21,8 @@ def most_served(shape, gpu, generate, number, made, **knobs):
     """
     (requests/s that a stage serves while others always wait, how many requests found it out).
 
-    number: of the load's requests: at least as many are tried, and fewer where they cost more
-    made:   makes so many requests: made(number)
+    number: requests of the load. As many are tried, up to MOST_TRIED; more where that costs little
+    made:   made(n) makes n such requests
 
     All come at once. A full batch admits one for each that leaves, so admissions are counted, after
     twice as many as may run. The first answers are shortened at random: else requests of one length

@@ -158,6 +158,16 @@ def test_requests_are_served_in_the_order_of_their_arrival(stage):
 
 
 @pytest.mark.parametrize("stage", BATCHED)
+def test_bad_limits_are_refused(stage):
+    """A batch of none would wait for ever."""
+    for name, value in (("max_batch", 1.5), ("max_batch", 0), ("token_budget", "8"),
+                        ("max_kv_tokens", 0), ("pages", 2.5), ("page_size", 0)):
+        if knobs := knobs_of(stage, **{name: value}):
+            with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1"):
+                STAGES[stage](MODEL, [Request([1])], **knobs)
+
+
+@pytest.mark.parametrize("stage", BATCHED)
 def test_batching_saves_forward_passes(stage):
     """The contract would hold for a stage that runs one request after the other, too."""
     requests = [Request([i, i + 1, i + 2], 10, name=f"r{i}") for i in range(8)]

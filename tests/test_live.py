@@ -16,8 +16,8 @@ PAUSED = 1e6
 
 @contextmanager
 def page(running):
-    """The notes that a page hears."""
-    with httpx.stream("GET", running.url + "/live/steps", timeout=30) as stream:
+    """The notes that a page hears. The server's silence fails: its pings come every 15 seconds."""
+    with httpx.stream("GET", running.url + "/live/steps", timeout=12) as stream:
         lines = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data"))
         assert next(lines)["model"] == "m"
         yield (note for message in lines for note in message["notes"])
@@ -50,7 +50,7 @@ def test_pages_are_told_of_every_step_and_can_hold_them():
             assert told[-1]["pass"]["work"] == [[names[0], 16 * number, 16]]
         assert running.engine.number == 2
         with page(running) as others:   # opened late: it is told of all that is under way
-            running.post("/live/control", pace=0)
+            running.post("/live/control", pace=0.05)   # slow motion goes on by itself
             names.append(ask("c"))   # told with its first token, in one note
             for seen in told + until(notes, over), until(others, over):
                 tokens = {new["name"]: new["generated"] for note in seen for new in note["new"]}

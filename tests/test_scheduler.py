@@ -165,11 +165,3 @@ def test_what_is_taken():
     prepare(requests, CONFIG)
     assert [request.name for request in requests] == ["r1", "r0", "r3", "r2"]
     prepare(replace(has_run()), CONFIG)
-
-
-@pytest.mark.parametrize("limits", [
-    dict(max_batch=0), dict(max_batch=1.5), dict(token_budget="8"), dict(max_kv_tokens=0)])
-def test_the_scheduler_refuses_bad_limits(limits):
-    name, = limits
-    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1"):
-        Scheduler(**{"max_batch": 1, "token_budget": 1, **limits})

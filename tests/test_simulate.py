@@ -333,6 +333,7 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
         ("", "--rate is missing"),
         ("--rate 9 --ttft 9 --itl 9 --model bert", "--model bert: none of gpt2"),
         ("--rate 9 --ttft 50", "--ttft and --itl belong together"),
+        ("--rate 9 --tp 3", "--tp 3 does not divide n_head 32"),
         ("--rate 9 --prefix -5", "--prefix: must be a whole number of at least 0, not -5"),
         ("--rate 9 --json no/where.json", "--json no/where.json: No such file"),
         ("--rate 9 --prefix 100000000000", "block_size is 131072")))])
