@@ -205,8 +205,8 @@ def test_several_are_taken_all_or_none_and_answers_to_one_prompt_share_its_pages
 def test_text_of_a_stream_is_the_text_of_the_whole_up_to_a_stop(stops):
     rng = random.Random(0)
     for _ in range(200):
-        sent = "".join(rng.choices(["a", "b", "é", "€"], [8, 3, 1, 1], k=rng.randint(0, 9))).encode()
-        sent = sent[:9]   # which may end within a character
+        letters = rng.choices(["a", "b", "é", "€"], [8, 3, 1, 1], k=rng.randint(0, 9))
+        sent = "".join(letters).encode()[:9]   # which may end within a character
         whole = sent.decode(errors="replace")
         text, got = answers.Text(TOKENIZER, stops), ""
         for byte in sent:   # one token each: characters come in pieces
