@@ -75,8 +75,7 @@ def moved_rows(changed_token, attend=None):
 
 
 # %%
-ask("1.1: Token 3 of 7 changes. Which of the rows 0 to 6 differ after the last layer? (a "
-    "list)",
+ask("1.1: Token 3 of 7 changes. Which of the rows 0 to 6 differ after the last layer? (a list)",
     guess=...)
 
 # %%
@@ -202,8 +201,7 @@ def cache_bytes(tokens, layers, heads, head_size, bytes_per_number=2):
     return tokens * 2 * layers * heads * head_size * bytes_per_number
 
 
-ask("1.4: Llama-2-7B in fp16: how many GB (10⁹ bytes) do the caches of 32 requests with 4,096"
-    " tokens each take?",
+ask("1.4: Llama 2 7B in fp16: how many GB (10⁹ bytes) do 32 caches of 4,096 tokens each take?",
     guess=...)
 
 # %%

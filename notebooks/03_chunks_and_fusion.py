@@ -63,8 +63,7 @@ ask("3.1: How many tokens of C do steps 0, 1 and 2 compute? (a list of three num
     guess=...)
 
 # %%
-ask("3.2: The same with a budget of 4: after which step (0, 1, 2, ...) is C's prompt "
-    "complete?",
+ask("3.2: The same with a budget of 4: after which step (0, 1, 2, ...) is C's prompt complete?",
     guess=...)
 
 # %%
@@ -79,8 +78,7 @@ with folded():
 
 # %%
 three = letters(A=3, B=2, C=30, new=12)
-ask("3.3: Prompts before decodes, C's prompt has 30 tokens. How many of the three get wrong "
-    "tokens?",
+ask("3.3: Prompts before decodes, C's prompt has 30 tokens. How many of them get wrong tokens?",
     guess=...)
 
 # %%

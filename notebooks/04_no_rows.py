@@ -34,8 +34,7 @@ from request import prepare
 source(first_fit_decreasing)
 
 # %%
-ask("4.1: What is the smallest number of rows of 9 slots that hold prompts of 8, 7, 5, 4, 3, "
-    "2 and 1 tokens?",
+ask("4.1: How many rows of 9 slots do prompts of 8, 7, 5, 4, 3, 2 and 1 tokens need, at least?",
     guess=...)
 
 # %%
@@ -56,8 +55,7 @@ print(packed.positions)
 # each prompt's next token is read where its own last token is. The pads may be on the right now.
 
 # %%
-ask("4.2: Without the independent mask, the causal rule alone: which of A to E pass the "
-    "check?",
+ask("4.2: Without the independent mask, the causal rule alone: which of A to E pass the check?",
     guess=...)
 
 # %%

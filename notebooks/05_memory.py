@@ -75,8 +75,7 @@ for p in storm["reserve"].passes[:26:5]:
 source(Paged.slots)
 
 # %%
-ask("5.2: B's block table is [3, 0, 5], 4 tokens to a page. In which slot of the pool is "
-    "position 10?",
+ask("5.2: B's block table is [3, 0, 5], 4 tokens to a page. Which slot of the pool is position 10?",
     guess=...)
 
 # %% [markdown]
@@ -179,8 +178,6 @@ ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become fre
 
 # %%
 books.give_back(B)
-
-# %%
 ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a list)",
     guess=...)
 

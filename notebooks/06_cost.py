@@ -132,8 +132,7 @@ def waits(budget):
 
 BUDGETS = 64, 128, 256, 512, 1024, 2048
 TTFT, ITL = ({budget: waits(budget)[i] for budget in BUDGETS} for i in (0, 1))
-ask("6.3: From 2,048 tokens a step to 256: does the newcomer's TTFT become shorter as well? (yes "
-    "or no)",
+ask("6.3: From 2,048 tokens a step to 256: is the newcomer's TTFT shorter as well? (yes or no)",
     guess=...)
 
 # %%

@@ -292,6 +292,7 @@ QUIET = toy(loud=False)   # it repeats itself, so most guesses are right
 SEEN = (AssertionError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
+@lru_cache(maxsize=None)
 def crowd(seed, model):
     """Requests that begin alike and repeat themselves, and some tokens of theirs as stop tokens."""
     stream = random.Random(seed)

@@ -24,24 +24,25 @@ from request import Request, prepare
 from scheduler import Scheduler
 from views.report import report, totals
 
-MODEL, KNOWN = toy(), {}
+MODEL = toy()
+KNOWN = {MODEL: {}, QUIET: {}}   # what requests get alone
 STAGES = {   # name: (generate, what a run of it may do that others do not)
     **{f"{k} guesses": (partial(speculative.generate, guesses=k), dict(per_pass=1 + k))
        for k in (0, 1, 4, 6)},
     "ahead": (ahead.generate, dict(late=1))}
 
 
-def run(stage, requests, model=MODEL, known=None, **knobs):
+def run(stage, requests, model=MODEL, **knobs):
     """The contract, for copies of these requests."""
     generate, more = STAGES[stage]
-    requests, known = [*map(replace, requests)], KNOWN if model is MODEL else known
+    requests = [*map(replace, requests)]
 
     def no_hole_is_seen(*_):
         assert not any(ahead.HOLE in request.generated for request in requests)
 
     handle = model.register_forward_pre_hook(no_hole_is_seen)
     try:
-        trace = assert_contract(model, generate, requests, known=known, **more, **knobs)
+        trace = assert_contract(model, generate, requests, known=KNOWN[model], **more, **knobs)
     finally:
         handle.remove()
     for p in trace.passes:
@@ -119,10 +120,10 @@ def crowds(stage, seeds=25):
     run(stage, twins, pages=30, page_size=4)
     for seed in range(seeds):
         for model in QUIET, MODEL:
-            requests, known = crowd(seed, model), {}
-            run(stage, requests, model, known, token_budget=20)
+            requests = crowd(seed, model)
+            run(stage, requests, model, token_budget=20)
             for size, pages in (4, 9), *((n, smallest_pool(requests, n)) for n in (1, 2, 4)):
-                run(stage, requests, model, known, token_budget=20, pages=pages, page_size=size)
+                run(stage, requests, model, token_budget=20, pages=pages, page_size=size)
 
 
 @pytest.mark.parametrize("stage", dict.fromkeys(stage for stage, *_ in TRAPS.values()))

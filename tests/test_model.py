@@ -78,19 +78,18 @@ def tensors(thing):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_a_run_stays_on_its_device_and_in_its_dtype(stage, dtype, monkeypatch):
+def test_a_run_stays_on_its_device_and_in_its_dtype(stage, monkeypatch):
     """Without numbers there is nothing to sample: all tokens are 1."""
     def look(model, arguments, logits):
         batch = arguments[2].__self__
         caches = [request.kv for request, _ in batch.plan]
         for tensor in tensors([*vars(batch).values(), *caches, logits]):
             assert tensor.device.type == "meta"
-            assert tensor.dtype in (torch.long, torch.bool, dtype)
+            assert tensor.dtype in (torch.long, torch.bool, torch.float16)
         assert logits.shape == (len(batch.sampled), VOCAB)
         assert all(isinstance(number, int) for number in batch.cost().values())
 
-    model = toy().to("meta", dtype)
+    model = toy().to("meta", torch.float16)
     model.register_forward_hook(look)
     monkeypatch.setattr(sample, "__code__", (lambda logits, requests: [1] * len(requests)).__code__)
     STAGES[stage](model, mixed()[3:9], **knobs_of(stage, max_batch=4, token_budget=5, page_size=4))
