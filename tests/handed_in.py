@@ -186,7 +186,7 @@ WRONG = {
 # What costs a student a part and no other: the first statement of share_budget; what is said
 NASTY = {
     "while True: pass": "does not finish within 5 seconds of CPU time",
-    "print('x' * 10**8)": "prints or writes more than the limit of 4 MB",
+    "print('x' * 10**7)": "prints or writes more than the limit of 4 MB",
     "raise KeyError('gone')": "raises KeyError: 'gone' (line 68 of scheduler.py",
     "import os; os._exit(0)": "ends the process (status 0)",
     "[0] * 10**12": "raises MemoryError",

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import ROOT, SCHEDULED, STAGES, VOCAB, assert_contract, toy
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -422,6 +421,7 @@ def test_P7_r_over_k_and_m_minus_L_over_k_predict_the_speedup(k):
 @torch.inference_mode()
 def peak_bytes(method, lengths):
     """The peak of memory while one batch of these prompts prefills."""
+    from torch.distributed._tools.mem_tracker import MemTracker  # brings a compiler along
     group, layout = prepacking.METHODS[method]
     one_batch, = group(ready(*lengths, new=1), len(lengths))
     model = GPT(CONFIG)   # the tracker wants parameters that have a gradient
