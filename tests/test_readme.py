@@ -15,7 +15,7 @@ from loading.load import load
 from loading.stages import STAGES
 from views import plots
 
-PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
+PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("[!.]*/README.md"))]
 
 
 def test_the_ladder_of_counts():
