@@ -3,7 +3,6 @@ The contract, for all rooms: the oracle `alone`, which shares nothing with the s
 that run them; the workloads, and the pressure under which they run.
 """
 import os
-import random
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
@@ -286,23 +285,8 @@ def mixed():
             for n in range(1, 12)]
 
 
-QUIET = toy(loud=False)   # it repeats itself, so most guesses are right
-
 # what a run with a bug may raise
 SEEN = (AssertionError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
-
-
-@lru_cache(maxsize=None)
-def crowd(seed, model):
-    """Requests that begin alike and repeat themselves, and some tokens of theirs as stop tokens."""
-    stream = random.Random(seed)
-    stem = [stream.randrange(VOCAB) for _ in range(3)] * 4
-    requests = [Request(stem[:stream.randint(1, 11)], 12, stream.choice([0.0, 0.0, 0.5]), seed=i,
-                        arrival=stream.choice([0, 0, 1, 2, 5]), name=f"r{i}") for i in range(8)]
-    for request in requests:
-        tokens, _, _ = alone(model, request)
-        request.eos_token = stream.choice([None, tokens[stream.randrange(9)], *stem[:3]])
-    return [replace(request) for request in requests]
 
 
 def smallest_pool(requests, page_size, block_size=BLOCK_SIZE):

@@ -2,15 +2,16 @@
 Speculative decoding, planning ahead, forks: more stages that keep the contract, on stage 6's memory
 and on stage 7's. What each of them gains is counted. (Fairness: test_fairness.py)
 """
+import random
 import runpy
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from unittest.mock import patch
 
 import common
 import pytest
-from common import QUIET, alone, assert_contract, cancel_now, crowd, smallest_pool, toy
+from common import alone, assert_contract, cancel_now, smallest_pool, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ from request import Request, prepare
 from scheduler import Scheduler
 from views.report import report, totals
 
-MODEL = toy()
+MODEL, QUIET = toy(), toy(loud=False)   # which repeats itself: most guesses are right
 KNOWN = {MODEL: {}, QUIET: {}}   # what requests get alone
 STAGES = {   # name: (generate, what a run of it may do that others do not)
     **{f"{k} guesses": (partial(speculative.generate, guesses=k), dict(per_pass=1 + k))
@@ -115,6 +116,19 @@ TRAPS = {   # name: (stage, function, code as it stands, code of the trap)
 }
 
 
+@lru_cache(maxsize=None)
+def crowd(seed, model):
+    """Requests that begin alike and repeat themselves, and some tokens of theirs as stop tokens."""
+    stream = random.Random(seed)
+    stem = [stream.randrange(common.VOCAB) for _ in range(3)] * 4
+    requests = [Request(stem[:stream.randint(1, 11)], 12, stream.choice([0.0, 0.0, 0.5]), seed=i,
+                        arrival=stream.choice([0, 0, 1, 2, 5]), name=f"r{i}") for i in range(8)]
+    for request in requests:
+        tokens, _, _ = alone(model, request)
+        request.eos_token = stream.choice([None, tokens[stream.randrange(9)], *stem[:3]])
+    return requests
+
+
 def crowds(stage, seeds=25):
     twins = [Request([1, 2, 3, 4, 5, 6], 9, 0.9, seed=i) for i in range(5)]
     run(stage, twins, pages=30, page_size=4)
@@ -181,7 +195,7 @@ def test_lookup_takes_the_longest_and_latest(prompt, most, guessed):
 @given(case=common.workloads(), seed=st.integers(0, 99), pages=st.booleans())
 def test_cancelled_requests_keep_what_they_had(case, seed, pages):
     """Cancelled between two steps, waiting or running or in flight; the others lose nothing."""
-    stream, requests = common.random.Random(seed), [*map(replace, case[0])]
+    stream, requests = random.Random(seed), [*map(replace, case[0])]
     schedule = Scheduler.schedule
 
     def cancel_some(scheduler, step):
