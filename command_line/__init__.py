@@ -1,7 +1,7 @@
 """
 The command line of a stage, with the same flags for every script: `main(generate, __doc__)`.
 
-Exit status: 0 success, 1 a request is WRONG, 2 bad input (one line on stderr), 130 interrupted.
+toolbox/flags.py lists the exit statuses.
 """
 import copy
 import sys

@@ -50,17 +50,16 @@ def filled(data):
 
 # --- the data -------------------------------------------------------------------------------------
 
-def data_of(traces, tokenizer=None, calculated=""):
+def data_of(traces, tokenizer, calculated=""):
     """
     All that the page knows of recorded runs, {name: trace}. Times are in milliseconds from a run's
     start.
 
-    tokenizer:  a tiktoken.Encoding; None: tokens are shown as their request's name and position
     calculated: of which GPU, if these times are; they are the same on every machine
     """
     return {"runs": [run_data(name, trace, calculated) for name, trace in traces.items()],
             "names": KINDS, "calculated": calculated, "walk": [],
-            "vocabulary": tokenizer and vocabulary(traces, tokenizer)}
+            "vocabulary": vocabulary(traces, tokenizer)}
 
 
 def ms(seconds):

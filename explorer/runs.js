@@ -107,7 +107,6 @@ const inStep = (run, name, step) => step.passes.reduce((total, i) => total + (ru
 // --- text -----------------------------------------------------------------------------------------
 
 function textOf(tokens) {
-  if (!DATA.vocabulary) return `(${tokens.length} tokens)`;
   const bytes = tokens.map(id => DATA.vocabulary[id]).flatMap(   // a character may need several tokens
     piece => typeof piece === "string" ? [...new TextEncoder().encode(piece)] : piece);
   return new TextDecoder().decode(Uint8Array.from(bytes));
@@ -115,10 +114,8 @@ function textOf(tokens) {
 
 // A token, in a word. guess: the token that was guessed for this position
 function word(run, owner, position, what = "token", guess = undefined) {
-  const {name, tokens} = run.requests[owner];
   if (what === "position") return String(position);
-  if (!DATA.vocabulary) return name + position;
-  const piece = DATA.vocabulary[guess ?? tokens[position]];
+  const piece = DATA.vocabulary[guess ?? run.requests[owner].tokens[position]];
   if (typeof piece !== "string") return piece.map(byte => byte.toString(16)).join(" ");
   return piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ /, "␣");
 }

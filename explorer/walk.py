@@ -7,9 +7,8 @@ Each stop finds its step in the runs themselves, and counts its figures there. M
 those of a calculated GPU.
 """
 import statistics
-from pathlib import Path
-
 import tomllib
+from pathlib import Path
 
 WORDS = Path(__file__).with_suffix(".toml")
 MASK = "interleaved, published mask"   # a run of stage 4 under the trap of that name

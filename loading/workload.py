@@ -25,7 +25,7 @@ def read_prompts(path):
         text = Path(path).read_text(encoding="utf-8-sig")   # -sig drops a byte order mark
     if str(path).endswith(".jsonl"):
         prompts = [parse_line(line, f"{where}, line {i}")
-                   for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+                   for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     else:
         prompts = [{"prompt": paragraph.strip("\n"), "where": where}
                    for paragraph in re.split(r"(?:^|\n)\s*\n", text) if paragraph.strip()]

@@ -140,10 +140,10 @@ def test_bad_files(file, line, named, tmp_path):
 # --- what flags and files do ----------------------------------------------------------------------
 
 def test_json_lines_say_what_each_request_wants(tmp_path):
-    lines = [{"prompt": "# json", "max_new_tokens": 3, "temperature": 0, "name": "first"},
+    lines = [{"prompt": "# json\u2028", "max_new_tokens": 3, "temperature": 0, "name": "first"},
              {"prompt": "# os", "seed": 9, "arrival": 4, "priority": 2, "top_k": 5, "top_p": 0.9}]
     file, trace_file = tmp_path / "p.jsonl", tmp_path / "t.json"
-    file.write_text("\n\n".join(map(json.dumps, lines)))
+    file.write_text("\r\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines), "utf-8")
     code, out, err = run(generate_ragged, "--prompts", file, "--max_new_tokens", 5,
                          "--trace", trace_file)
     assert code == 0 and "--- first: " in out and "2/2 requests identical" in out

@@ -47,8 +47,8 @@ def recorded(stage="interleaved", requests=None, **knobs):
     return record(STAGES[stage], MODEL, requests or mixed(), MODEL, **knobs)
 
 
-def page_of(traces, tokenizer=None):
-    return page.filled(page.data_of(traces, tokenizer))
+def page_of(traces):
+    return page.filled(page.data_of(traces, TOKENIZER))
 
 
 # --- the data -------------------------------------------------------------------------------------
@@ -492,7 +492,7 @@ def test_goals_can_be_reached_and_are_not_by_most_settings(ladder_page):
 def test_prompts_neither_break_nor_run(opened):
     requests = [Request(TOKENIZER.encode(text), 3, name=f"<i>{i}") for i, text in enumerate(NASTY)]
     trace = record(LADDER["dynamic"], BUILTIN, requests, BUILTIN)
-    shown = opened(page_of({"</script>&": trace}, TOKENIZER))
+    shown = opened(page_of({"</script>&": trace}))
     shown.run("go(ticks.length - 1)")
     shown.run("document.querySelectorAll('.request .text').forEach(text => text.click())")
     assert [text.removesuffix(" ▸ ") for text in shown.texts(".request .prompt")] == NASTY

@@ -1,8 +1,8 @@
 """
 Flags that several commands have, and what the values mean: how to batch, which device, which files.
 
-Exit status of every command: 0 success, 1 a request is WRONG, 2 bad input (one line on stderr), 130
-interrupted.
+Exit status of every command: 0 success, 1 a request is WRONG or the machine failed (a full disk, a
+lost rank), 2 bad input (one line on stderr), 130 interrupted.
 """
 import argparse
 import inspect

@@ -128,7 +128,8 @@ def files_in(folder):
 
 def download(repository):
     """Of owner/name, once, into Hugging Face's cache: its weights and its tokenizer."""
-    failed = "downloading failed; connect once, or use a local folder or the built-in model"
+    failed = ("downloading failed; connect once, with huggingface_hub installed, or use a local "
+              "folder or the built-in model")
     with one_line(failed):
         from huggingface_hub import hf_hub_download, snapshot_download
         config = Path(hf_hub_download(repository, "config.json"))
