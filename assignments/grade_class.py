@@ -27,6 +27,8 @@ from pathlib import Path
 
 from make import HERE, SETS, functions_of, parts_of
 
+from toolbox import flags
+
 CPU = 600   # seconds, a hard limit for a part; kit.py has those that count
 LATE = "does not finish within"
 
@@ -150,8 +152,7 @@ def save(file, rows):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = flags.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("set", type=int, choices=SETS)
     p.add_argument("folder", type=Path, help="with a folder or zip archive for each student")
     p.add_argument("--hidden", metavar="SECRET", help="on which the hidden workloads depend")
@@ -161,18 +162,25 @@ def main(argv=None):
                    "student's")
     p.add_argument("--jobs", type=int, default=2, help="students at a time")
     p.add_argument("--patience", type=float, default=900, help="seconds by the clock for a part")
-    args = p.parse_args(argv)
+    return p.run(grade, argv)
+
+
+def grade(args):
+    """Prints what each student gets. Returns the exit status."""
+    flags.check_path(args.csv, "--csv")
+    flags.check_path(args.gradescope, "--gradescope")
     if not args.folder.is_dir():
-        p.error(f"{args.folder} is not a folder")
+        raise ValueError(f"{args.folder} is not a folder")
     paths = [args.folder.absolute()] if args.gradescope else sorted(
         path for path in args.folder.iterdir() if not path.name.startswith((".", "__MACOSX"))
         and (path.is_dir() or path.suffix == ".zip"))
     if not paths:
-        p.error(f"there is no submission in {args.folder}")
+        raise ValueError(f"there is no submission in {args.folder}")
     rows = {}
     if args.resume and args.csv and Path(args.csv).exists():
         with open(args.csv, newline="", encoding="utf-8") as table:
             rows = {row["folder"]: row for row in csv.DictReader(table)}
+        print(f"{len(rows)} are in {args.csv} already")
     todo = [path for path in paths if path.name not in rows]
     for path, result in grade_class(args.set, todo, args.hidden, args.jobs, args.patience):
         row = rows[path.name] = row_of(path.name, result)
@@ -190,8 +198,8 @@ def main(argv=None):
         if times > 1:
             print(f"{student}: {times} submissions have this id", file=sys.stderr)
     most = sum(mark.args[0] for mark in parts_of(args.set).values())
-    return all(float(row["total"]) == most for row in rows.values())
+    return int(any(float(row["total"]) < most for row in rows.values()))
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main() else 1)
+    sys.exit(main())

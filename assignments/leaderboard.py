@@ -6,10 +6,10 @@ Two open tasks, ranked by counts and never by seconds. open.md describes them.
 
 Each runs in a process of its own, with limits. `ours` and a lower bound of packing are ranked, too.
 """
-import argparse
 import math
 import random
 import runpy
+import sys
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -25,6 +25,7 @@ from kit import limit_process, limited
 
 from request import Request, advance, indices_due
 from scheduler import Scheduler
+from toolbox import flags
 
 ARRIVALS, BUDGET, PLACES = 2000, 48, 40
 SECONDS = 60   # of CPU time, for each student
@@ -138,13 +139,17 @@ def result_of(task, file, seed):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[1])
+    p = flags.Parser(description=__doc__.split("\n")[1])
     p.add_argument("task", choices=TASKS)
     p.add_argument("folder", type=Path, help="with a folder for each student")
     p.add_argument("--salt", default="", help="decides the workload")
-    args = p.parse_args(argv)
+    return p.run(rank, argv)
+
+
+def rank(args):
+    """Prints who is where. Returns the exit status."""
     if not args.folder.is_dir():
-        p.error(f"{args.folder} is not a folder")
+        raise ValueError(f"{args.folder} is not a folder")
     seed, (_, judge, ours) = f"{args.task} {args.salt}", TASKS[args.task]
     found = {"ours": judge(ours, random.Random(seed))}
     if args.task == "packing":
@@ -154,7 +159,8 @@ def main(argv=None):
               for path in sorted(args.folder.iterdir()) if path.is_dir()}
     for place, name in enumerate(sorted(found, key=found.get), 1):
         print(f"{place:3} {name:20} {found[name][1]}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,7 +8,6 @@ Signature and docstring of each function of the set stay; its body becomes an er
 is missing. What earlier sets asked for is in the copy as we have it. The kit's own files come
 along, with our code in an archive, reference.bin, which the tests run. Same input, same bytes.
 """
-import argparse
 import ast
 import csv
 import importlib
@@ -23,6 +22,9 @@ ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT)]
 import answers  # noqa: E402
 from predict import questions  # noqa: E402
+
+from toolbox import flags  # noqa: E402
+from toolbox.validate import one_line  # noqa: E402
 
 SETS = sorted(int(path.name[3:]) for path in HERE.glob("set?"))
 KIT = ("conftest.py", "kit.py", "isolate.py", "answers.py")   # what a copy's tests run with
@@ -167,35 +169,37 @@ def make(number, folder, student):
 
 def roster(file):
     """The ids in the first column of a CSV file. ValueError for one that cannot name a folder."""
-    with open(file, newline="", encoding="utf-8-sig") as lines:
-        ids = [row[0].strip() for row in csv.reader(lines) if row and row[0].strip()]
-    if ids and ids[0].lower() in ("id", "student", "email", "name"):
-        del ids[0]
-    for student in ids:
-        if ids.count(student) > 1:
-            raise ValueError(f"{file}: {student!r} stands there twice")
-        if student.startswith(".") or set(student) & set('/\\:\0'):
-            raise ValueError(f"{file}: {student!r} cannot be a folder's name")
-    if not ids:
-        raise ValueError(f"{file}: there is no id in its first column")
+    with one_line(f"--roster {file}"):
+        with open(file, newline="", encoding="utf-8-sig") as lines:
+            ids = [row[0].strip() for row in csv.reader(lines) if row and row[0].strip()]
+        if ids and ids[0].lower() in ("id", "student", "email", "name"):
+            del ids[0]
+        for student in ids:
+            if ids.count(student) > 1:
+                raise ValueError(f"{student!r} stands there twice")
+            if student.startswith(".") or set(student) & set('/\\:\0'):
+                raise ValueError(f"{student!r} cannot be a folder's name")
+        if not ids:
+            raise ValueError("there is no id in its first column")
     return ids
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[1])
+    p = flags.Parser(description=__doc__.split("\n")[1])
     p.add_argument("set", type=int, choices=SETS)
     p.add_argument("folder", type=Path, help="in which each student gets a folder")
     who = p.add_mutually_exclusive_group(required=True)
     who.add_argument("--student", help="an id, which decides numbers and hidden workloads")
     who.add_argument("--roster", help="a CSV file with an id in the first column")
-    args = p.parse_args(argv)
-    try:
-        for student in roster(args.roster) if args.roster else [args.student]:
-            make(args.set, args.folder / student, student)
-            print(args.folder / student)
-    except (ValueError, OSError) as error:
-        p.error(str(error))
+    return p.run(make_all, argv)
+
+
+def make_all(args):
+    for student in roster(args.roster) if args.roster else [args.student]:
+        make(args.set, args.folder / student, student)
+        print(args.folder / student)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,11 +24,12 @@ from beyond.arrivals import check_lengths, made_up, poisson
 from beyond.calculated import Stream, counted
 from beyond.hardware import gpu_of, shape_of
 from beyond.overload import most_served, verdict
-from beyond.simulate import parser, whole, write
+from beyond.simulate import parser, write
 from loading.stages import SCRIPTS
 from paging import PagedScheduler, Pages
 from request import Request, prepare
 from toolbox import flags
+from toolbox.flags import above_0, whole
 from views.report import aligned, percentile
 
 PAGE_SIZE, MANY = 16, 1.25   # MANY times the mean number of requests, and 8 more, is too many
@@ -160,8 +161,8 @@ def main(argv=None):
     p.add_argument("--prefix", type=partial(whole, least=0), default=0,
                    help="tokens before each input that a group has in common")
     p.add_argument("--groups", type=whole, default=1, help="groups with a common beginning")
-    p.add_argument("--ttft", type=float, help="a limit on the p99, in ms: asks how many GPUs")
-    p.add_argument("--itl", type=float, help="a limit on the p99, in ms")
+    p.add_argument("--ttft", type=above_0, help="a limit on the p99, in ms: asks how many GPUs")
+    p.add_argument("--itl", type=above_0, help="a limit on the p99, in ms")
     return p.run(run_replicas, argv)
 
 

@@ -46,9 +46,9 @@ def memory_of(model, max_batch, token_budget, max_kv_tokens, pages, page_size):
             lambda plan: Paged(plan, pool, books, model.device))
 
 
-def answers(scheduler, number=8, prompt=88, new=32, apart=0):
-    """(tokens computed, most pages held) for answers to one prompt; `apart`: the first's lead."""
-    requests = prepare([Request([0] * prompt, new, arrival=apart * (i > 0)) for i in range(number)],
+def answers(scheduler, apart=0):
+    """(tokens computed, most pages held) for 8 answers to one prompt; `apart`: the first's lead."""
+    requests = prepare([Request([0] * 88, 32, arrival=apart * (i > 0)) for i in range(8)],
                        SimpleNamespace(block_size=1024, vocab_size=1))
     for request in requests:
         scheduler.add(request)

@@ -4,7 +4,6 @@ Calculates what a stage reaches on a GPU that is not here, and whether that keep
     python -m beyond.simulate --gpu a100 --model llama-2-7b --stage paged --input 1024 --clients 8
 """
 import json
-import math
 import random
 import sys
 from argparse import ArgumentTypeError
@@ -16,6 +15,7 @@ from beyond.hardware import BYTES, gpu_of, shape_of
 from beyond.overload import judged, most_served
 from loading.stages import SCRIPTS
 from toolbox import flags
+from toolbox.flags import above_0, whole
 from views.report import report
 
 
@@ -80,26 +80,12 @@ def parser(module, doc):
     return p
 
 
-def whole(text, least=1):
-    number = int(text)
-    if number < least:
-        raise ArgumentTypeError(f"must be a whole number of at least {least}, not {text}")
-    return number
-
-
-def above_0(text):
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise ArgumentTypeError(f"must be above 0, not {text}")
-    return number
-
-
 def bounds(text):
     """(low, high) of N or LOW:HIGH."""
-    low, _, high = text.partition(":")
-    if not (low.isdecimal() and (high or low).isdecimal() and 0 < int(low) <= int(high or low)):
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
+    if len(numbers) > 2 or not 0 < numbers[0] <= numbers[-1]:
         raise ArgumentTypeError(f"{text}: use N or LOW:HIGH, whole numbers of at least 1")
-    return int(low), int(high or low)
+    return numbers[0], numbers[-1]
 
 
 def write(path, content):

@@ -28,14 +28,15 @@ from loading.load import load
 from loading.workload import PROMPTS, make_requests, read_prompts
 from model import sample
 from request import indices_due, prepare
+from toolbox import flags
 from toolbox.trace import Trace
 
 
 class Lookup:
     """One request's tokens, found by the n-grams before them. Each token is entered once."""
 
-    def __init__(self, longest=3):
-        self.sizes, self.after, self.entered = range(longest, 0, -1), {}, 0
+    def __init__(self):
+        self.sizes, self.after, self.entered = (3, 2, 1), {}, 0   # of n-grams
 
     def guess(self, request, most):
         """At most `most` tokens: what followed the last n-gram when it last occurred."""
@@ -109,9 +110,9 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     return trace
 
 
-if __name__ == "__main__":
-    model, tokenizer = load(*sys.argv[1:2])
-    prompts = read_prompts(*sys.argv[2:] or [PROMPTS])
+def main(args):
+    model, tokenizer = load(args.model)
+    prompts = read_prompts(args.prompts)
     for batch, t, k in product((8, 1), (0.0, 0.7), (0, 2, 4, 8)):
         requests = make_requests(prompts, tokenizer, max_new_tokens=64, temperature=t, seed=0)
         trace = generate(model, requests, batch, guesses=k)
@@ -121,3 +122,11 @@ if __name__ == "__main__":
         one, five = [shape.seconds(gpu, r, r, 512 * r, 512 * n) - (r - n) * gpu.per_request
                      for r in (n, 5 * n)]
         print(f"Llama 2 7B, A100, calculated: batch {n}, K = 4: a pass x {five / one:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    p = flags.Parser(prog="python -m beyond.speculative", description="What guessing gains.")
+    p.add_argument("model", nargs="?", default="builtin")
+    p.add_argument("prompts", nargs="?", default=PROMPTS)
+    sys.exit(p.run(main))

@@ -2,6 +2,7 @@
 Speculative decoding, planning ahead, forks: more stages that keep the contract, on stage 6's memory
 and on stage 7's. What each of them gains is counted. (Fairness: test_fairness.py)
 """
+import contextlib
 import random
 import runpy
 import sys
@@ -252,6 +253,19 @@ def test_equal_prompts_asked_for_together_are_computed_and_kept_once():
 def test_the_commands_print_what_they_gain(module, said, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [module])
     monkeypatch.delitem(sys.modules, module)   # it runs anew, as __main__
-    runpy.run_module(module, run_name="__main__")
+    with contextlib.suppress(SystemExit):
+        runpy.run_module(module, run_name="__main__")
     out = capsys.readouterr().out
     assert all(line in out for line in said)
+
+
+@pytest.mark.parametrize("module, word, said", [
+    ("beyond.ahead", "0", "host_ms: must be above 0, not 0"),
+    ("beyond.speculative", "nowhere", "model 'nowhere': no such file")])
+def test_bad_input_gets_one_line(module, word, said, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [module, word])
+    monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(SystemExit, match="^2$"):
+        runpy.run_module(module, run_name="__main__")
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1

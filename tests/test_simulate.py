@@ -302,7 +302,7 @@ def test_capacity_prints_a_table_and_writes_it(capsys, tmp_path):
     assert "--tp has no meaning with limits: ignored" in printed
     assert re.findall(r"^(\d) +1 +\1 .* nan +nan ", printed, re.M) == ["1", "2", "4", "8"]
     assert [(row["replicas"], row["itl_p99"]) for row in rows] == [(1, None)] * 4
-    assert planned("--rate 9 --ttft 0 --itl 0") == 0   # no number keeps these limits
+    assert planned("--rate 9 --ttft 1e-9 --itl 1e-9") == 0   # no number keeps these limits
     assert capsys.readouterr().out.count(f"more than {MOST}") == 4
     assert planned("--rate 9 --ttft 9 --itl 9 --gpu 1,2,3 --model llama-2-70b") == 0
     assert capsys.readouterr().out.count("the weights take") == 4
@@ -323,7 +323,8 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
         ("--json no/where.json", "--json no/where.json: No such file"),
         ("--rate 1 --clients 2", "exclude each other"),
         ("--clients 0", "--clients: must be a whole number of at least 1, not 0"),
-        ("--input 5:2", "--input: 5:2: use N or LOW:HIGH"),
+        *((f"--input {bad}", f"--input: {bad}: use N or LOW:HIGH")
+          for bad in ("5:2", "5:", "1:2:3")),
         ("--input 4000 --output 500", "--output: .* 4499 positions, block_size is 4096"),
         (f"{SMALL} --pages 100000", "room for 6,519 .*--pages must be at most 407, not 100,000"),
         (f"{SMALL} --page_size 4000 --gpu 312,2039,14.5", "--pages must be at most 0"),
@@ -333,6 +334,7 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
         ("", "--rate is missing"),
         ("--rate 9 --ttft 9 --itl 9 --model bert", "--model bert: none of gpt2"),
         ("--rate 9 --ttft 50", "--ttft and --itl belong together"),
+        ("--rate 9 --ttft nan --itl 1", "--ttft: must be above 0, not nan"),
         ("--rate 9 --tp 3", "--tp 3 does not divide n_head 32"),
         ("--rate 9 --prefix -5", "--prefix: must be a whole number of at least 0, not -5"),
         ("--rate 9 --json no/where.json", "--json no/where.json: No such file"),

@@ -6,6 +6,7 @@ lost rank), 2 bad input (one line on stderr), 130 interrupted.
 """
 import argparse
 import inspect
+import math
 import os
 import sys
 from pathlib import Path
@@ -42,6 +43,20 @@ class Parser(argparse.ArgumentParser):
         """Parses the flags. Returns the exit status of `command(args)`."""
         args = self.parse_args(argv)
         return guarded(self.prog, lambda: command(args))
+
+
+def whole(text, least=1):
+    """A flag's type: whole numbers of at least `least`."""
+    if int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text}")
+    return int(text)
+
+
+def above_0(text):
+    """A flag's type: finite numbers above 0."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return float(text)
 
 
 def add_knobs(parser, policies):
