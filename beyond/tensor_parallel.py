@@ -147,6 +147,8 @@ def main(command_line, argv=None):
     if rank:   # rank 0 alone prints, checks, writes and draws
         args.quiet, args.no_check, args.trace, args.plot = True, True, None, None
     status = flags.guarded(p.prog, lambda: run_in_group(command_line, args), speaks=not rank)
+    if rank and status:   # torchrun stops all when the first ends: rank 0, which speaks
+        time.sleep(1)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: gloo's threads may outlive Python, and one that then needs the GIL aborts the
