@@ -25,7 +25,6 @@ from kit import limit_process, limited
 
 from request import Request, advance, indices_due
 from scheduler import Scheduler
-from toolbox import flags
 
 ARRIVALS, BUDGET, PLACES = 2000, 48, 40
 SECONDS = 60   # of CPU time, for each student
@@ -139,6 +138,7 @@ def result_of(task, file, seed):
 
 
 def main(argv=None):
+    from toolbox import flags  # this loads torch, and a student's process needs none
     p = flags.Parser(description=__doc__.split("\n")[1])
     p.add_argument("task", choices=TASKS)
     p.add_argument("folder", type=Path, help="with a folder for each student")
