@@ -89,10 +89,19 @@ def test_the_script():   # under torchrun: in notebook 6
     assert f"rank 0 in this run: {8 * passes:,} all-reduces" in out
 
 
-def test_one_clear_line_from_rank_0():
-    (status, _, said), (other, _, silence) = script("--temperature", "-1")
-    assert status == other == 2 and silence == ""
-    assert said.startswith(f"{NAME}--temperature must be") and said.count("\n") == 1
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_clear_line_from_rank_0(rank, monkeypatch, capsys):
+    for owner, name, new in ((dist, "init_process_group", lambda *_, **settings: None),
+                             (os, "_exit", sys.exit), (sys, "stdout", sys.stdout),
+                             (tensor_parallel.time, "sleep", lambda seconds: None)):
+        monkeypatch.setattr(owner, name, new)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="^2$"):
+        tensor_parallel.main(command_line, ["--temperature", "-1"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"{NAME}--temperature must be" * (rank == 0))
+    assert said.count("\n") == 1 - rank
 
 
 @pytest.mark.parametrize("ranks, flags, said", [
