@@ -92,7 +92,7 @@ def test_a_run_stays_on_its_device_and_in_its_dtype(stage, monkeypatch):
     model = toy().to("meta", torch.float16)
     model.register_forward_hook(look)
     monkeypatch.setattr(sample, "__code__", (lambda logits, requests: [1] * len(requests)).__code__)
-    STAGES[stage](model, mixed()[1:5], **knobs_of(stage, max_batch=4, token_budget=5, page_size=4))
+    STAGES[stage](model, mixed()[2:6], **knobs_of(stage, max_batch=4, token_budget=5, page_size=4))
 
 
 # --- the rows of stage 5 (claims P1 to P10 say more) ----------------------------------------------
