@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,14 +23,14 @@ from beyond.tensor_parallel import shard
 from generate_ragged import generate
 
 NAME = "python -m beyond.tensor_parallel: "
+METHOD = "fork" if hasattr(os, "fork") else "spawn"   # a fork need not import torch once more
 
 
 def assert_right(ranks, work):
     """`work()`, a function at the top of a module, is right on so many ranks of a process group."""
-    method = "fork" if hasattr(os, "fork") else "spawn"   # a fork need not import torch once more
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(one_rank, (ranks, f"file://{folder}/store", work), ranks,
-                           start_method=method)
+                           start_method=METHOD)
 
 
 def one_rank(rank, ranks, store, work):
@@ -60,24 +61,46 @@ def test_each_rank_has_an_equal_share_and_optimize_works(ranks):
 
 # --- the command ----------------------------------------------------------------------------------
 
-def script(*flags, before=""):
+def script(*flags, before=None):
     """
     The command on two ranks, as torchrun starts them. Returns [(exit status, stdout, stderr), ...].
-    before: Python that each runs first
+    before: what each calls first
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        where = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-    code = before + "\nimport command_line, beyond.tensor_parallel as t\nt.main(command_line)"
-    processes = [subprocess.Popen(
-        [sys.executable, "-c", code, *flags], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, **where, "RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
-    said = [process.communicate(timeout=1200) for process in processes]
-    return [(process.returncode, *texts) for process, texts in zip(processes, said)]
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [mp.get_context(METHOD).Process(
+            target=one_of_the_command, args=(rank, port, folder, flags, before))
+            for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(1200)
+        return [(rank.exitcode, *(Path(folder, f"{i}.{fd}").read_text() for fd in (1, 2)))
+                for i, rank in enumerate(ranks)]
 
 
-def test_the_script():   # under torchrun: in notebook 6
+def one_of_the_command(rank, port, folder, flags, before):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(port))
+    for fd in 1, 2:
+        os.dup2(os.open(f"{folder}/{rank}.{fd}", os.O_CREAT | os.O_WRONLY), fd)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
+    if before:
+        before()
+    tensor_parallel.main(command_line, flags)
+
+
+@pytest.mark.thorough
+def test_torchrun_starts_it():
+    done = subprocess.run(
+        [sys.executable, *"-m torch.distributed.run --nproc_per_node 2 -m".split(),
+         "beyond.tensor_parallel", "--quiet"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "12/12 requests identical to unbatched" in done.stdout
+
+
+def test_the_script():
     flags = "--stage paged --pages 13 --policy sjf --max_new_tokens 12"
     (status, out, _), (other, said, _) = script(*flags.split())
     assert status == other == 0 and "12/12 requests identical to unbatched" in out
@@ -117,23 +140,18 @@ def test_what_cannot_start(ranks, flags, said, monkeypatch, capsys):
     assert error.startswith(NAME) and said in error and error.count("\n") == 1
 
 
-LOST = """
-import os
-import torch.distributed as dist
-all_reduce, calls = dist.all_reduce, []
+def loses_rank_1(all_reduce=dist.all_reduce, calls=[]):
+    def lost(tensor):
+        calls.append(1)
+        if len(calls) == 100 and dist.get_rank() == 1:
+            os._exit(9)
+        return all_reduce(tensor)
 
-def loses_rank_1(tensor):
-    calls.append(1)
-    if len(calls) == 100 and dist.get_rank() == 1:
-        os._exit(9)
-    return all_reduce(tensor)
-
-dist.all_reduce = loses_rank_1
-"""
+    dist.all_reduce = lost
 
 
 def test_a_rank_that_is_lost_stops_the_others_with_one_line():
-    (status, _, said), (lost, *_) = script(before=LOST)
+    (status, _, said), (lost, *_) = script(before=loses_rank_1)
     lines = [line for line in said.splitlines() if line.startswith(NAME)]
     assert (status, lost) == (1, 9) and len(lines) == 1 and "Traceback" not in said, said
     assert "rank 0: an all-reduce failed; another rank has stopped or hangs" in lines[0]
