@@ -198,7 +198,7 @@ def grade(args):
         if times > 1:
             print(f"{student}: {times} submissions have this id", file=sys.stderr)
     most = sum(mark.args[0] for mark in parts_of(args.set).values())
-    return int(any(float(row["total"]) < most for row in rows.values()))
+    return int(any(float(row["total"]) != most for row in rows.values()))
 
 
 if __name__ == "__main__":

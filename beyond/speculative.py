@@ -127,6 +127,6 @@ def main(args):
 
 if __name__ == "__main__":
     p = flags.Parser(prog="python -m beyond.speculative", description="What guessing gains.")
-    p.add_argument("model", nargs="?", default="builtin")
-    p.add_argument("prompts", nargs="?", default=PROMPTS)
+    p.add_argument("model", nargs="?", default="builtin", help="as for the stages")
+    p.add_argument("prompts", nargs="?", default=PROMPTS, help="a file of them")
     sys.exit(p.run(main))

@@ -129,7 +129,7 @@ def test_contract_of_other_models_and_numbers(stage, backend, case):
 
 
 def on_two_ranks():
-    @settings(max_examples=common.examples(200))
+    @settings(max_examples=common.examples(300))
     @given(stage=st.sampled_from([*STAGES]), case=common.workloads())
     def any_stage(stage, case):
         contract(stage, "rank", *case)
