@@ -172,5 +172,5 @@ def main(args):
 
 if __name__ == "__main__":
     p = flags.Parser(prog="python -m beyond.ahead", description="What planning ahead gains.")
-    p.add_argument("host_ms", nargs="?", type=flags.above_0, default=2.0, help="of the host, a pass")
+    p.add_argument("host_ms", nargs="?", type=flags.above_0, default=2.0, help="for each pass")
     sys.exit(p.run(main))
