@@ -55,5 +55,5 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
 
 
 if __name__ == "__main__":
-    from command_line import main
+    from lab.run import main
     main(generate, __doc__)

@@ -116,5 +116,5 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
 
 
 if __name__ == "__main__":
-    from command_line import main
+    from lab.run import main
     main(generate, __doc__)

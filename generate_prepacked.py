@@ -143,5 +143,5 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
 
 
 if __name__ == "__main__":
-    from command_line import main
+    from lab.run import main
     main(generate, __doc__)

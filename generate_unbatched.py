@@ -24,7 +24,7 @@ arithmetic; of the GPU: its data sheet.)
 Next: stage 1 computes a token for many requests from one read of the weights.
 
 The check that every script makes, this one too, is plainer still: one forward pass over a prompt
-and all of its answer. Only a token that rounding decides may differ (checks/check.py).
+and all of its answer. Only a token that rounding decides may differ (lab/checks/check.py).
 """
 import torch
 
@@ -110,5 +110,5 @@ def generate(model, requests, use_cache=True, on_token=None):
 
 
 if __name__ == "__main__":
-    from command_line import main
+    from lab.run import main
     main(generate, __doc__)

@@ -12,7 +12,7 @@ import pytest
 from isolate import HERE, OURS, PACKED, Fault
 from kit import counts_of, difference, given, scheduled, short
 
-from checks.traps import TRAPS, function_named, swapped
+from lab.checks.traps import TRAPS, function_named, swapped
 
 
 def answers(of_set, worth):
@@ -90,7 +90,7 @@ def run(bug, asked):
     requests, knobs, logits = given(*asked["requests"]), asked.get("knobs", {}), {}
     if bug["runs"] == "scheduler":
         return {key: value for seen in scheduled(requests, **knobs) for key, value in seen.items()}
-    from checks.toy import toy
+    from lab.checks.toy import toy
     trace = import_module(bug["runs"]).generate(
         toy(), requests, **fixed_knobs(bug), **knobs, on_token=lambda request, token, row:
         logits.setdefault(f"logits of {request.name}", []).append(row.tolist()))

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from make import HERE, SETS, functions_of, parts_of
 
-from toolbox import flags
+from lab import flags
 
 CPU = 600   # seconds, a hard limit for a part; kit.py has those that count
 LATE = "does not finish within"

@@ -2,7 +2,7 @@
 What the tests of all sets share: workloads, and the comparison of a student's code with ours.
 
     part.compare(probe)     a probe yields (where, value): the same with their functions and ours
-    part.serve(...)         a whole stage: the judge's sentences (checks/judge.py)
+    part.serve(...)         a whole stage: the judge's sentences (lab/checks/judge.py)
     part.fast(...)          no more than a multiple of the CPU time that ours has just taken
 
 A test says in a sentence what is wrong: the first fault, and the smallest workload that shows it.
@@ -189,8 +189,8 @@ class Part:
         Runs a stage on a small model. causes: of all that the judge sees, what counts here. The
         requests are copied.
         """
-        from checks.judge import CAUSES, faults
-        from checks.toy import toy
+        from lab.checks.judge import CAUSES, faults
+        from lab.checks.toy import toy
         where, started = describe(requests, **knobs), time.process_time()
         generate = import_module(stage).generate
         generate(toy(), [*map(replace, requests)], **knobs)

@@ -138,7 +138,7 @@ def result_of(task, file, seed):
 
 
 def main(argv=None):
-    from toolbox import flags  # this loads torch, and a student's process needs none
+    from lab import flags  # this loads torch, and a student's process needs none
     p = flags.Parser(description=__doc__.split("\n")[1])
     p.add_argument("task", choices=TASKS)
     p.add_argument("folder", type=Path, help="with a folder for each student")

@@ -23,12 +23,12 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 import answers  # noqa: E402
 from predict import questions  # noqa: E402
 
-from toolbox import flags  # noqa: E402
+from lab import flags  # noqa: E402
 from toolbox.validate import one_line  # noqa: E402
 
 SETS = sorted(int(path.name[3:]) for path in HERE.glob("set?"))
 KIT = ("conftest.py", "kit.py", "isolate.py", "answers.py")   # what a copy's tests run with
-ROOMS = "", "toolbox", "checks", "loading", "beyond"          # our code that a copy's tests run
+ROOMS = "", "toolbox", "lab", "lab/checks", "lab/loading", "beyond"   # our code that tests run
 
 
 def tests_of(number):

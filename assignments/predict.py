@@ -10,8 +10,8 @@ from kit import given
 
 def run_of(stage, *sizes, **knobs):
     """The trace of a run; sizes: (prompt tokens, new tokens, arrival) of each request."""
-    from checks.toy import toy
-    from loading.stages import STAGES
+    from lab.checks.toy import toy
+    from lab.loading.stages import STAGES
     return STAGES[stage](toy(block_size=128), given(*sizes), **knobs)
 
 

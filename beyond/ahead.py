@@ -23,17 +23,14 @@ overlaps little yet: the layouts' copies wait for the device until they use pinn
 
     python -m beyond.ahead [HOST_MS]     what it gains, calculated
 """
-import sys
 import time
 from dataclasses import dataclass
 
 import torch
 
 from beyond.fork import memory_of
-from beyond.hardware import gpu_of, shape_of
 from model import cdf
 from request import prepare
-from toolbox import flags
 from toolbox.trace import Trace
 from toolbox.validate import check_finite
 
@@ -159,18 +156,6 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     return trace
 
 
-def main(args):
-    host, gpu = args.host_ms, gpu_of("h100")
-    for name in "qwen3-8b", "qwen3-0.6b":   # 512 passes of 16 decodes with 1,024 keys each
-        shape = shape_of(name)
-        device = 1e3 * shape.seconds(gpu, 16, 16, 16 * 1024, 16 * 1024)
-        turns, ahead = host + device, max(host, device)   # ms; x 0.512: 512 passes, in s
-        print(f"{name}, H100, {host:g} ms of host, calculated: in turns {0.512 * turns:.2f} s, "
-              f"busy {device / turns:.0%}; ahead {0.512 * ahead:.2f} s, busy {device / ahead:.0%}")
-    return 0
-
-
 if __name__ == "__main__":
-    p = flags.Parser(prog="python -m beyond.ahead", description="What planning ahead gains.")
-    p.add_argument("host_ms", nargs="?", type=flags.above_0, default=2.0, help="for each pass")
-    sys.exit(p.run(main))
+    from lab.essays import ahead
+    ahead()

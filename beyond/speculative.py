@@ -17,18 +17,12 @@ guess as often, and otherwise it is already the right token.
 
     python -m beyond.speculative [MODEL PROMPTS]    docs/guessing.md: passes saved, and their price
 """
-import sys
-from itertools import product
 
 import torch
 
 from beyond.fork import memory_of
-from beyond.hardware import gpu_of, shape_of
-from loading.load import load
-from loading.workload import PROMPTS, make_requests, read_prompts
 from model import sample
 from request import indices_due, prepare
-from toolbox import flags
 from toolbox.trace import Trace
 
 
@@ -110,23 +104,6 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     return trace
 
 
-def main(args):
-    model, tokenizer = load(args.model)
-    prompts = read_prompts(args.prompts)
-    for batch, t, k in product((8, 1), (0.0, 0.7), (0, 2, 4, 8)):
-        requests = make_requests(prompts, tokenizer, max_new_tokens=64, temperature=t, seed=0)
-        trace = generate(model, requests, batch, guesses=k)
-        print(f"batch {batch}, temperature {t}, K = {k}: {len(trace.passes)} passes")
-    gpu, shape = gpu_of("a100"), shape_of("llama-2-7b")
-    for n in 1, 8, 32, 64, 256:   # requests with 512 keys; at least one token of each is sampled
-        one, five = [shape.seconds(gpu, r, r, 512 * r, 512 * n) - (r - n) * gpu.per_request
-                     for r in (n, 5 * n)]
-        print(f"Llama 2 7B, A100, calculated: batch {n}, K = 4: a pass x {five / one:.2f}")
-    return 0
-
-
 if __name__ == "__main__":
-    p = flags.Parser(prog="python -m beyond.speculative", description="What guessing gains.")
-    p.add_argument("model", nargs="?", default="builtin", help="as for the stages")
-    p.add_argument("prompts", nargs="?", default=PROMPTS, help="a file of them")
-    sys.exit(p.run(main))
+    from lab.essays import speculative
+    speculative()

@@ -20,19 +20,14 @@ the same random numbers, so no decision has to be sent. model.py knows nothing o
 
     torchrun --nproc_per_node 2 -m beyond.tensor_parallel --stage ragged
 """
-import os
-import sys
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from generate_ragged import Flat
-from loading.stages import SCRIPTS
 from request import Request, prepare
-from toolbox import flags
 
 
 class RowParallel(nn.Module):
@@ -124,80 +119,6 @@ def all_reduces(model, tokens, number):
     return model.traffic.all_reduces - before
 
 
-# --- the command, which torchrun starts once per rank ---------------------------------------------
-
-def main(command_line, argv=None):
-    """
-    Runs a stage on all ranks, prints what was sent, and exits with the status. Only rank 0 prints.
-    Without torchrun, or with a wrong flag, it exits with 2. command_line: the module
-    """
-    p = command_line.parser(__doc__)
-    p.prog = "python -m beyond.tensor_parallel"
-    p.add_argument("--stage", choices=SCRIPTS, default="ragged", help="the way of batching to run")
-    rank = int(os.environ.get("RANK", 0))
-    if rank:
-        sys.stdout = open(os.devnull, "w")
-        p.error = lambda message: sys.exit(2)
-    args = p.parse_args(argv)
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        p.error("it runs under torchrun, which starts the ranks: "
-                "torchrun --nproc_per_node 2 -m beyond.tensor_parallel")
-    if args.page:   # recording repeats the run, for which all ranks must stay
-        p.error("--page shows a run on one device: use it with the stage's own script")
-    if rank:   # rank 0 alone prints, checks, writes and draws
-        args.quiet, args.no_check, args.trace, args.plot = True, True, None, None
-    status = flags.guarded(p.prog, lambda: run_in_group(command_line, args), speaks=not rank)
-    if rank and status:   # torchrun stops all when the first ends: rank 0, which speaks
-        time.sleep(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: gloo's threads may outlive Python, and one that then needs the GIL aborts the
-    # rank. And where a rank is lost, leaving the process group may never return.
-    os._exit(status)
-
-
-def run_in_group(command_line, args):
-    """Joins the other ranks, runs the stage and leaves. ValueError if the ranks cannot join."""
-    device = flags.device_of(args)
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    elif device.type == "mps":
-        raise ValueError("--device mps: torch.distributed has no backend for an Apple GPU; "
-                         "use cpu or cuda")
-    try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                                timeout=timedelta(seconds=60))   # then a rank counts as lost
-    except (RuntimeError, ValueError) as error:
-        raise ValueError("the ranks did not find each other: "
-                         f"{str(error).splitlines()[0]:.150}") from None
-    status = run_sharded(command_line, args)
-    dist.destroy_process_group()
-    return status
-
-
-def run_sharded(command_line, args):
-    """Runs the stage with a sharded model, and prints what was sent. Returns the exit status."""
-    model = counts = None
-
-    def shard_and_count(whole):   # before the run: after it, rank 0 checks while the others leave
-        nonlocal model, counts
-        model = shard(whole)
-        size = min(model.config.block_size, 256)   # Llama's contexts are long
-        counts = ", ".join(f"{all_reduces(model, tokens, number)} for {tokens:,} tokens of "
-                           f"{number} request{'s' * (number > 1)}"
-                           for tokens, number in ((10, 1), (size, 1), (10, 5), (20 * size, 50)))
-        model.traffic.reset()
-        return model
-
-    status = command_line.run_stage(SCRIPTS[args.stage], args, shard=shard_and_count)
-    sent = model.traffic
-    print(f"{dist.get_world_size()} ranks ({dist.get_backend()}), {model.config.n_layer} layers, "
-          f"all-reduces of a forward pass: {counts}\n"
-          f"rank 0 in this run: {sent.all_reduces:,} all-reduces, {sent.bytes / 1e6:,.1f} MB"
-          + (f", {sent.seconds:.2f} s" if model.device.type == "cpu" else ""))
-    return status
-
-
 if __name__ == "__main__":
-    import command_line
-    main(command_line)
+    from lab.ranks import main
+    main(__doc__)

@@ -11,7 +11,7 @@ from lesson import ask, broken, check, counts, eight_requests, folded, letters, 
 from lesson import results, rows, run, run_all, show, sizes, source, texts, timelines, tokenizer
 from argparse import Namespace
 import torch
-from experiments.rows import measure_rows
+from lab.experiments.rows import measure_rows
 from model import MultiHeadAttention
 
 # %% [markdown]

@@ -15,11 +15,11 @@ from lesson import ask, broken, check, filling_pool, folded, letters, model, poo
 from lesson import texts, timelines, word
 from exercises import exercise
 import torch
-from experiments.memory import alike
+from lab.experiments.memory import alike
 from generate_paged import Paged
 from paging import Pages, PagedScheduler
 from scheduler import Scheduler
-from views.report import latencies, mean
+from lab.views.report import latencies, mean
 
 # %% [markdown]
 # ## Reserving

@@ -19,14 +19,14 @@ import math
 import random
 import torch
 import torch.distributed as dist
-from beyond.arrivals import workload
-from beyond.calculated import figures, simulate
-from beyond.hardware import GPUS, MODELS
+from lab.simulate.arrivals import workload
+from lab.simulate.calculated import figures, simulate
+from lab.simulate.hardware import GPUS, MODELS
 from beyond.tensor_parallel import all_reduces, column_parallel, shard
 from copy import deepcopy
-from toolbox.flags import knobs_of
+from lab.flags import knobs_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from views.report import latencies
+from lab.views.report import latencies
 
 # %% [markdown]
 # ## Two limits
@@ -87,7 +87,7 @@ for requests in 1, 8, 32:
 #
 # ## Your turn: the time of a step
 #
-# `beyond/calculated.py` runs the stages' own loops on a model that computes nothing, and moves a
+# `lab/simulate/` runs the stages' own loops on a model that computes nothing, and moves a
 # clock on by what the layouts count. Its throughput on one GPU is within 5% of published
 # measurements in the median ([docs/gpu.md](../docs/gpu.md)). What it knows of an A100:
 #
@@ -174,7 +174,7 @@ with folded():
 # and saves nothing where all are equal. Light blue packs each batch, brown is ragged; more in
 # [docs/prepacking.md](../docs/prepacking.md).
 #
-# ![times as fast as padding, by kind of prompts](../experiments/pictures/prepacking-kinds.png)
+# ![times as fast as padding, by kind of prompts](../docs/pictures/prepacking-kinds.png)
 #
 # ## If you have more time
 #

@@ -24,7 +24,7 @@ from model import sample
 from request import prepare
 from scheduler import Scheduler
 from toolbox.trace import Trace
-from views.report import totals
+from lab.views.report import totals
 
 # %% [markdown]
 # ## Four blanks

@@ -16,8 +16,8 @@ from itertools import pairwise
 import torch
 from lesson import QUESTIONS, STAGES, folded, letters, model, texts  # noqa: F401
 
-from checks.judge import faults
-from checks.traps import function_named, swapped
+from lab.checks.judge import faults
+from lab.checks.traps import function_named, swapped
 from model import Head
 
 

@@ -29,18 +29,18 @@ from IPython.core.pylabtools import print_figure
 from IPython.display import display
 from matplotlib_inline.config import InlineBackend
 
-from checks.check import Check, summary
-from checks.traps import broken  # noqa: F401
-from checks.xray import sights_at
-from experiments.figures import gaps, lines, packing, pool, rows  # noqa: F401 (for notebooks)
-from experiments.memory import filling_pool  # noqa: F401
-from experiments.results import load as results  # noqa: F401
-from loading.load import load
-from loading.stages import STAGES
+from lab.checks.check import Check, summary
+from lab.checks.traps import broken  # noqa: F401
+from lab.checks.xray import sights_at
+from lab.experiments.figures import gaps, lines, packing, pool, rows  # noqa: F401 (for notebooks)
+from lab.experiments.memory import filling_pool  # noqa: F401
+from lab.experiments.results import load as results  # noqa: F401
+from lab.loading.load import load
+from lab.loading.stages import STAGES
 from request import Request
-from toolbox.flags import knobs_of
-from views.plots import pyplot, timelines  # noqa: F401
-from views.sights import draw as show  # noqa: F401
+from lab.flags import knobs_of
+from lab.views.plots import pyplot, timelines  # noqa: F401
+from lab.views.sights import draw as show  # noqa: F401
 
 torch.set_num_threads(1)   # a model this small gains nothing from more
 model, tokenizer = load("builtin")

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from beyond.fairness import SCHEDULERS, FairScheduler
 from beyond.tensor_parallel import shard
-from checks.toy import toy as toy  # the tests import it from here
-from loading.llama import Llama, LlamaConfig
-from loading.stages import STAGES as ALL
+from lab import flags
+from lab.checks.toy import toy as toy  # the tests import it from here
+from lab.loading.llama import Llama, LlamaConfig
+from lab.loading.stages import STAGES as ALL
 from model import GPTConfig, sample
 from paging import PagedScheduler
 from request import Request, prepare
-from toolbox import flags
 
 ROOT = Path(__file__).parent.parent
 BLOCK_SIZE, VOCAB = 24, 13
@@ -62,7 +62,7 @@ def knobs_of(stage, **knobs):
 
 
 def llama(**config):
-    """A random Llama that shows bugs (see checks/toy.py)."""
+    """A random Llama that shows bugs (see lab/checks/toy.py)."""
     torch.manual_seed(0)
     sizes = dict(block_size=BLOCK_SIZE, vocab_size=VOCAB, n_layer=3, n_head=6, n_kv_head=2,
                  n_embd=15, head_size=4, ffn=20, rope_theta=100.0)

@@ -8,7 +8,7 @@ from collections import namedtuple
 
 from common import ROOT
 
-from checks.traps import TRAPS  # the known bugs of batching code
+from lab.checks.traps import TRAPS  # the known bugs of batching code
 
 # part: that must be lost, "4b", or only its set; edits: [(function, code as it stands, code of the
 # mutant), ...]
@@ -115,8 +115,8 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "the fifth request NaN": ("past_v, self.mask)\n",
                                   "past_v, self.mask)\n        out[4:5] = float('nan')\n"),
         "a replaced judge, when it is called": (
-            "        out = head(", "        import checks.judge\n"
-            "        checks.judge.wrong_tokens = lambda *_: ()\n        out = head("),
+            "        out = head(", "        import lab.checks.judge\n"
+            "        lab.checks.judge.wrong_tokens = lambda *_: ()\n        out = head("),
         "another name": ("kv.write(layer", "kv.write((layer,)", "read(layer", "read((layer,)"),
         "NaN in the past": ("past_v = (t.new_zeros(", "past_v = (float('nan') * t.new_ones("),
         "the past in float32": ("t.new_zeros(", "torch.zeros(")},

@@ -289,7 +289,7 @@ def test_our_modules_never_import_theirs(tmp_path):
     """They import our toy model, which must not use their broken model from then on."""
     folder = submission(1, tmp_path, edited([
         ("model.py", "        T, S = q.size(-2), k.size(-2)", "        T, S = 1 / 0"),
-        ("generate_unbatched.py", "import torch\n", "import torch\n\nimport checks.toy\n")]))
+        ("generate_unbatched.py", "import torch\n", "import torch\n\nimport lab.checks.toy\n")]))
     tests = grade_class.graded(1, folder, None, 600, ["1a", "1c"])["tests"]
     assert [test["score"] for test in tests.values()] == [0, 2], tests
 

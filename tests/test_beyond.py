@@ -20,11 +20,11 @@ import generate_ragged
 from beyond import ahead, speculative
 from beyond.fork import ForkScheduler, answers
 from beyond.speculative import Lookup
-from checks.traps import swapped
+from lab.checks.traps import swapped
+from lab.views.report import report, totals
 from paging import PagedScheduler, Pages
 from request import Request, prepare
 from scheduler import Scheduler
-from views.report import report, totals
 
 MODEL, QUIET = toy(), toy(loud=False)   # which repeats itself: most guesses are right
 KNOWN = {MODEL: {}, QUIET: {}}   # what requests get alone

@@ -9,8 +9,8 @@ from common import STAGES, VOCAB, examples, fixed, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checks import ties
-from checks.check import TOLERANCE, Check, Verdict, summary
+from lab.checks import ties
+from lab.checks.check import TOLERANCE, Check, Verdict, summary
 from model import cdf, sample
 from request import Request
 

@@ -18,11 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from beyond.tensor_parallel import all_reduces, shard
 from cache import KV
-from experiments import prepacking
 from generate_dynamic import Rectangle
 from generate_naive import StaticBatch
 from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
+from lab.experiments import prepacking
 from model import GPT, Block, GPTConfig, Head, causal
 from request import Request, prepare
 

@@ -19,18 +19,18 @@ from common import ROOT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import command_line
 import generate_interleaved
 import generate_paged
 import generate_ragged
-from kernels import native
-from loading.load import load
-from loading.stages import SCRIPTS
-from loading.workload import KEYS
+from lab import flags
+from lab import run as command_line
+from lab.compiled import native
+from lab.flags import NUMBERS as KNOB_NUMBERS
+from lab.loading.load import load
+from lab.loading.stages import SCRIPTS
+from lab.loading.workload import KEYS
+from lab.views.progress import progress
 from request import Request
-from toolbox import flags
-from toolbox.flags import NUMBERS as KNOB_NUMBERS
-from views.progress import progress
 
 STAGES = [sys.modules[generate.__module__] for generate in SCRIPTS.values()]
 

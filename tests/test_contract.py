@@ -18,8 +18,8 @@ from test_tensor_parallel import assert_right
 
 from beyond.tensor_parallel import shard
 from cache import KV
-from checks.toy import toy
-from checks.xray import XRay
+from lab.checks.toy import toy
+from lab.checks.xray import XRay
 from model import Head
 from request import Request
 

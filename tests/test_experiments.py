@@ -1,4 +1,4 @@
-"""python -m experiments: what is counted and compared, peers as processes, and quick runs."""
+"""python -m lab.experiments: what is counted and compared, peers as processes, and quick runs."""
 import json
 import subprocess
 import sys
@@ -11,12 +11,12 @@ import pytest
 import torch
 from common import ROOT, mixed
 
-from checks.traps import broken
-from experiments import __main__ as runner
-from experiments import bench, ladder, prepacking, results, rows, tables, train
-from experiments.roofline import roofline
-from loading.load import load
-from loading.stages import STAGES
+from lab.checks.traps import broken
+from lab.experiments import __main__ as runner
+from lab.experiments import bench, ladder, prepacking, results, rows, tables, train
+from lab.experiments.roofline import roofline
+from lab.loading.load import load
+from lab.loading.stages import STAGES
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.weights import write_gpt2
@@ -126,7 +126,7 @@ def test_a_peer_answers_request_by_request_and_is_stopped_between_two_runs(fake)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 def test_a_benchmark_that_is_killed_leaves_no_engine(fake):
-    code = ("import sys, time; from experiments import peers;"
+    code = ("import sys, time; from lab.experiments import peers;"
             "engine = peers.Engine('vllm', sys.executable, 'folder', 1, 1, 1);"
             "print(engine.process.pid, flush=True); time.sleep(10**4)")
     bench_like = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True,
@@ -227,7 +227,7 @@ def test_quick_runs(command, tmp_path, monkeypatch):
     assert runner.main([*command.split(), "--quick", "--json", "f.json", "--plot", "f.png"]) == 0
     found = json.loads(Path("f.json").read_text())
     for each in found if isinstance(found, list) else [found]:
-        assert each["measured"]["command"].startswith(f"python -m experiments {command} ")
+        assert each["measured"]["command"].startswith(f"python -m lab.experiments {command} ")
         assert each["measured"]["machine"] and "torch" in each["where"]
     assert SAID[command](found) and Path("f.png").stat().st_size > 10_000
 

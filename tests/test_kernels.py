@@ -37,17 +37,17 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import generate_ragged
-import kernels
 import model as model_py
 from beyond.fairness import SCHEDULERS
 from cache import KV
-from checks.check import Check
-from checks.traps import TRAPS, broken, function_named
-from checks.xray import XRay
 from generate_paged import Paged
 from generate_ragged import Flat
-from kernels import check as checking
-from kernels import native
+from lab import compiled as kernels
+from lab.checks.check import Check
+from lab.checks.traps import TRAPS, broken, function_named
+from lab.checks.xray import XRay
+from lab.compiled import check as checking
+from lab.compiled import native
 from model import GPT, Block
 from request import Request
 
@@ -269,7 +269,7 @@ PLAIN = toy(dtype=torch.float32)
 
 def test_whoever_edits_a_file_runs_what_is_written(monkeypatch, tmp_path, capsys):
     record = json.loads(kernels.RECORD.read_text())
-    assert record == kernels.digests(), "stale: run python -m kernels.check"
+    assert record == kernels.digests(), "stale: run python -m lab.compiled.check"
     monkeypatch.setattr(kernels, "RECORD", tmp_path / "checked.json")
     for file in kernels.FILES:
         kernels.RECORD.write_text(json.dumps(record | {file: "another"}))

@@ -20,15 +20,14 @@ from common import BLOCK_SIZE, STAGES, VOCAB, assert_contract, backend, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import toolbox.tokenizer
-from checks.traps import broken
-from checks.xray import XRay
-from loading.load import decode, load, load_model
-from loading.workload import make_requests
+from lab.checks.traps import broken
+from lab.checks.xray import XRay
+from lab.loading import tokenizer
+from lab.loading.load import decode, load, load_model
+from lab.loading.workload import make_requests
 from model import GPT, GPTConfig
 from request import Request
-from toolbox.tokenizer import BUILTIN
-from toolbox.weights import write_gpt2
+from toolbox.weights import BUILTIN, write_gpt2
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -152,7 +151,7 @@ def test_no_network_is_one_clear_line(monkeypatch):
                                          "the built-in model.*exceeded with url"):
         GPT.from_pretrained("gpt2-xl")
     with pytest.raises(ValueError, match="tokenizer 'gpt2': .*connect once.*ConnectionError"):
-        toolbox.tokenizer.gpt2()
+        tokenizer.gpt2()
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)   # it is not installed
     with pytest.raises(ValueError, match="model 'gpt2': downloading failed.*huggingface_hub"):
         GPT.from_pretrained("gpt2")

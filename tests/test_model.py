@@ -22,7 +22,7 @@ def test_logits_and_tokens_are_those_of_transformers(tmp_path):
         vocab_size=37, n_positions=32, n_embd=20, n_layer=3, n_head=5, resid_pdrop=0, embd_pdrop=0,
         attn_pdrop=0, bos_token_id=None, eos_token_id=None, attn_implementation="eager")
     theirs = transformers.GPT2LMHeadModel(config).eval()
-    for name, p in theirs.named_parameters():   # as loud as checks/toy.py
+    for name, p in theirs.named_parameters():   # as loud as lab/checks/toy.py
         if name.endswith("bias"):
             p.normal_(std=0.1)
         elif ".h." in name and p.dim() == 2:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from common import ROOT, quick
 
-from beyond.calculated import simulate
-from beyond.hardware import GPUS, MODELS
+from lab.simulate.calculated import simulate
+from lab.simulate.hardware import GPUS, MODELS
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")

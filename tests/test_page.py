@@ -20,15 +20,15 @@ from browser import resize
 from common import STAGES, knobs_of, mixed, toy
 
 from beyond import speculative
-from beyond.calculated import simulate
-from checks.traps import broken
-from explorer import build, page
-from explorer.recorder import record, take_times
-from loading.load import decode, load
-from loading.stages import STAGES as LADDER
+from lab import flags
+from lab.checks.traps import broken
+from lab.explorer import build, page
+from lab.explorer.recorder import record, take_times
+from lab.loading.load import decode, load
+from lab.loading.stages import STAGES as LADDER
+from lab.simulate.calculated import simulate
+from lab.views.report import latencies, mean, totals
 from request import Request
-from toolbox import flags
-from views.report import latencies, mean, totals
 
 MODEL = toy(dtype=torch.float32)
 BUILTIN, TOKENIZER = load()
@@ -40,7 +40,7 @@ COMMITTED = build.PAGE.read_text(encoding="utf-8")
 DATA = json.loads(re.search(r'id="data">(.*?)</script>', COMMITTED, re.DOTALL)[1])
 RUN_OF = {run["name"]: run for run in DATA["runs"]}
 STOPS = {stop["title"]: (i, stop) for i, stop in enumerate(DATA["walk"])}
-AGAIN = "python -m explorer.build"
+AGAIN = "python -m lab.explorer.build"
 
 
 def recorded(stage="interleaved", requests=None, **knobs):

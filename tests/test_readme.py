@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import pytest
 from common import ROOT
 
-from experiments import motion, pictures, results, tables
-from experiments.ladder import calculated, twelve
-from experiments.memory import storm
-from loading.load import load
-from loading.stages import STAGES
-from views import plots
+from lab.experiments import motion, pictures, results, tables
+from lab.experiments.ladder import calculated, twelve
+from lab.experiments.memory import storm
+from lab.loading.load import load
+from lab.loading.stages import STAGES
+from lab.views import plots
 
 PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("[!.]*/README.md"))]
 
@@ -37,7 +37,7 @@ def test_the_ladder_of_counts():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_tables_are_new_links_lead_somewhere(path):
-    """If a table is old: python -m experiments tables"""
+    """If a table is old: python -m lab.experiments tables"""
     text = path.read_text(encoding="utf-8")
     assert tables.renewed(text) == text
     for name in re.findall(r"\]\(((?!http)[^)#]+)\)|src=\"([^\"]+)\"", text):
@@ -61,7 +61,7 @@ def test_the_preemption_storm():
 
 
 def test_the_committed_picture_has_every_token_and_is_what_the_command_draws():
-    """If it has not: python -m experiments pictures"""
+    """If it has not: python -m lab.experiments pictures"""
     traces = motion.traces()
     shown = [traces[stage] for stage in motion.PANELS]
     for name, text in motion.pictures(traces).items():

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from common import STAGES, toy
 
+from lab.views.report import report, totals, write_trace
+from lab.views.sights import PAD, seen_pads
 from request import Request
 from toolbox.trace import ForwardPass, Trace
-from views.report import report, totals, write_trace
-from views.sights import PAD, seen_pads
 
 
 def golden(**arguments):

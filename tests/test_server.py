@@ -1,4 +1,4 @@
-"""server/, asked by real clients over real sockets, polite and hostile ones."""
+"""lab/server/, asked by real clients over real sockets, polite and hostile ones."""
 import asyncio
 import json
 import math
@@ -22,15 +22,15 @@ from common import ROOT, alone, mixed, toy
 
 import generate_paged
 from beyond.fork import ForkScheduler
-from loading.load import load
+from lab.loading.load import load
 from request import Request
 
 httpx, openai, _ = map(pytest.importorskip, ("httpx", "openai", "fastapi"))
 
-from server import __main__ as program  # noqa: E402  the room needs all of them
-from server import answers  # noqa: E402
-from server.app import Server  # noqa: E402
-from server.engine import Engine  # noqa: E402
+from lab.server import __main__ as program  # noqa: E402  the room needs all of them
+from lab.server import answers  # noqa: E402
+from lab.server.app import Server  # noqa: E402
+from lab.server.engine import Engine  # noqa: E402
 
 MODEL, TOKENIZER = load("builtin")
 LONG = toy(block_size=4096, vocab_size=1025, dtype=torch.float32)   # its answers can be long
@@ -346,7 +346,7 @@ def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(dr
 
 def test_the_program_finishes_its_streams_after_sigterm():
     process = subprocess.Popen(
-        [sys.executable, *"-m server --port 0 --drain 600".split()], cwd=ROOT, text=True,
+        [sys.executable, *"-m lab.server --port 0 --drain 600".split()], cwd=ROOT, text=True,
         stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "2"})
     try:
         says = process.stdout.readline()

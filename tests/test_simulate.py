@@ -1,4 +1,4 @@
-"""The calculated GPU: beyond/calculated.py and what stands on it."""
+"""The calculated GPU: lab/simulate/calculated.py and what stands on it."""
 import json
 import math
 import os
@@ -12,18 +12,19 @@ from common import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beyond import calculated as s
-from beyond import capacity, published, simulate
-from beyond.arrivals import poisson, workload
-from beyond.capacity import MOST, ROUTERS, Replica
-from beyond.hardware import GPU, GPUS, LINK_SHARE, MODELS, Shape, gpu_of
-from beyond.overload import judged, most_served, verdict
 from generate_naive import StaticBatch
-from loading.stages import STAGES
+from lab.flags import knobs_of
+from lab.loading.stages import STAGES
+from lab.simulate import __main__ as simulate
+from lab.simulate import calculated as s
+from lab.simulate import capacity, published
+from lab.simulate.arrivals import poisson, workload
+from lab.simulate.capacity import MOST, ROUTERS, Replica
+from lab.simulate.hardware import GPU, GPUS, LINK_SHARE, MODELS, Shape, gpu_of
+from lab.simulate.overload import judged, most_served, verdict
+from lab.views.report import latencies, totals
 from model import GPT, GPTConfig
 from request import prepare
-from toolbox.flags import knobs_of
-from views.report import latencies, totals
 
 TINY = Shape(1, 8, 2, 2, 4, 32, 2, 1000, 64, tied=True)
 MODEL = GPT(GPTConfig(block_size=64, vocab_size=1000, n_layer=1, n_head=2, n_embd=8))
@@ -157,7 +158,7 @@ def test_a_replica_gives_tokens_when_stage_7_does(lengths, rate):
 
 
 def planned(line, folder=None):
-    """What beyond.capacity says of this load: the exit status; in a folder, the rows of --json."""
+    """What capacity says of this load: the exit status; in a folder, the rows of --json."""
     line = f"--model llama-3.1-8b --requests 20 --input 99 --output 9 {line}"
     if folder is None:
         return run(line, capacity.main)

@@ -17,10 +17,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import EVEN, ROOT, assert_contract, mixed, toy
 
-import command_line
-from beyond import tensor_parallel
 from beyond.tensor_parallel import shard
 from generate_ragged import generate
+from lab import ranks as program
 
 NAME = "python -m beyond.tensor_parallel: "
 METHOD = "fork" if hasattr(os, "fork") else "spawn"   # a fork need not import torch once more
@@ -89,7 +88,7 @@ def one_of_the_command(rank, port, folder, flags, before):
     sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
     if before:
         before()
-    tensor_parallel.main(command_line, flags)
+    program.main("", flags)
 
 
 @pytest.mark.thorough
@@ -116,12 +115,12 @@ def test_the_script():
 def test_one_clear_line_from_rank_0(rank, monkeypatch, capsys):
     for owner, name, new in ((dist, "init_process_group", lambda *_, **settings: None),
                              (os, "_exit", sys.exit), (sys, "stdout", sys.stdout),
-                             (tensor_parallel.time, "sleep", lambda seconds: None)):
+                             (program.time, "sleep", lambda seconds: None)):
         monkeypatch.setattr(owner, name, new)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="^2$"):
-        tensor_parallel.main(command_line, ["--temperature", "-1"])
+        program.main("", ["--temperature", "-1"])
     said = capsys.readouterr().err
     assert said.startswith(f"{NAME}--temperature must be" * (rank == 0))
     assert said.count("\n") == 1 - rank
@@ -135,7 +134,7 @@ def test_what_cannot_start(ranks, flags, said, monkeypatch, capsys):
         monkeypatch.setenv(name, value) if ranks else monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("it has started"))
     with pytest.raises(SystemExit, match="^2$"):
-        tensor_parallel.main(command_line, flags)
+        program.main("", flags)
     error = capsys.readouterr().err
     assert error.startswith(NAME) and said in error and error.count("\n") == 1
 

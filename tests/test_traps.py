@@ -1,7 +1,7 @@
 """
-Each known bug of checks/traps.py is put in, and then what our code passes must fail: the contract
-on some drawn workload, in a stage that has the bug; or, for bugs of scheduler.py and paging.py,
-what holds of their plans and books. Layout bugs are named by the X-ray, and drawn in red.
+Each known bug of lab/checks/traps.py is put in, and then what our code passes must fail: the
+contract on some drawn workload, in a stage that has the bug; or, for bugs of scheduler.py and
+paging.py, what holds of their plans and books. The X-ray names layout bugs, drawn in red.
 """
 from dataclasses import replace
 
@@ -23,11 +23,11 @@ from common import (
 from hypothesis import Phase, given, settings
 from matplotlib.colors import to_hex
 
-from checks.traps import TRAPS, broken, swapped
-from checks.xray import XRay, sights_at
+from lab.checks.traps import TRAPS, broken, swapped
+from lab.checks.xray import XRay, sights_at
+from lab.views import sights
 from model import Head
 from request import Request
-from views import sights
 
 MODEL, KNOWN = backend("float64").model, backend("float64").known
 STAGE = {   # a file: the stages in which its bugs are looked for

@@ -58,7 +58,7 @@ class Trace:
     started: float = field(default_factory=time.perf_counter)
     step_times: dict = field(default_factory=dict)         # step -> perf_counter at its first pass
     reached: dict = field(default_factory=dict, repr=False)  # request name -> tokens computed
-    # the explorer.recorder.Recorder that watched the run, if one did
+    # the lab.explorer.recorder.Recorder that watched the run, if one did
     recording: object = field(default=None, repr=False, compare=False)
 
     def arrived(self, request):

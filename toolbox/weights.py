@@ -2,7 +2,7 @@
 Reads weights in Hugging Face's layout: config.json beside model.safetensors or its shards. Writes
 those of a GPT-2. What a model is made of, the caller says.
 
-GPT-2's layout differs from model.py in two ways, that of Llama from loading/llama.py in names only:
+GPT-2's layout differs from model.py in two ways, that of lab/loading/llama.py in names only:
 
 - linear layers are `Conv1D`, whose weight is the transpose of nn.Linear's;
 - query, key and value are one layer, `c_attn`, 3 * n_embd wide.
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from toolbox.tokenizer import BUILTIN
 from toolbox.validate import one_line, one_of
 
+BUILTIN = Path(__file__).parent / "builtin"   # the built-in model
 NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 WEIGHTS = ("model.safetensors", "model-*.safetensors")   # in one file, or in shards
 FILES = ("config.json", *WEIGHTS, "tokenizer.json", "tokenizer_config.json",
@@ -52,7 +52,7 @@ def read_gpt2(name, make):
     kind = locate(name)[1]["model_type"]
     if kind != "gpt2":
         raise ValueError(f"model '{name}': its architecture is {kind!r}, not 'gpt2'; "
-                         "loading.load.load_model reads both")
+                         "lab.loading.load.load_model reads both")
     return read(name, torch.float32, make)
 
 

@@ -6,7 +6,7 @@ import pytest
 from kit import Checks, counts_of, describe, drawn, given
 
 from beyond import speculative
-from checks.toy import toy
+from lab.checks.toy import toy
 
 FILES = "model.py request.py cache.py scheduler.py generate_ragged.py beyond/speculative.py"
 points = pytest.mark.points

@@ -1,0 +1,194 @@
+"""
+Known bugs of batching code: the repository's only list of them. `broken` inserts one while a
+program runs, and removes it again.
+
+    with broken("published mask"):
+        generate(model, requests)
+
+A trap changes a few lines of the repository's own code, and nothing around them. So the reader sees
+exactly what is wrong. The tests put in each of them (tests/test_traps.py), notebooks show some, and
+assignments ask students to expose others.
+"""
+import inspect
+import textwrap
+from contextlib import ExitStack, contextmanager
+from difflib import unified_diff
+from importlib import import_module
+from operator import attrgetter
+
+# Functions are named, not imported, so that this table depends on none of them.
+HEAD = "model.py:Head.forward"
+APPEND = "request.py:Request.append"
+STATIC = "generate_naive.py:StaticBatch.lay_out"
+RECTANGLE, GATHER = (f"generate_dynamic.py:Rectangle.{name}" for name in ("lay_out", "attend"))
+PACKED, UNPACK = (f"generate_prepacked.py:Packed.{name}" for name in ("lay_out", "attend"))
+ADMIT, SHARE = (f"scheduler.py:Scheduler.{name}" for name in ("admit", "share_budget"))
+FIND, PUBLISH = (f"paging.py:Pages.{name}" for name in ("find", "publish"))
+PREEMPT, ROOM, UPDATE = (
+    f"paging.py:PagedScheduler.{name}" for name in ("preempt", "grant_room", "update"))
+PAGED, READ = (f"generate_paged.py:Paged.{name}" for name in ("lay_out", "read"))
+
+TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
+    # which keys a token may see
+    "published mask": [(RECTANGLE, "mask[b, ..., P + T - n:] = True", "mask[b, ..., P:] = True")],
+    "pads of the past are seen": [
+        (RECTANGLE, "mask[b, ..., P - start:P] = True", "mask[b, ..., :P] = True")],
+    "no causal rule in a chunk": [
+        (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")],
+    "causal rule from the top left": [(HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
+    "NaN for a query without keys": [
+        (HEAD, "weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "weights")],
+    "neighbours in a packed row": [
+        (PACKED, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
+         "owner[:, None, :] >= 0")],
+    "a stream without boundaries": [
+        ("generate_ragged.py:Flat.attend", ", mask=self.mask)", ")")],
+    "a chunk reads to the end of its prompt": [   # and there, nothing is written yet
+        ("generate_ragged.py:Flat.read", "self.ends[i]",
+         "max(self.ends[i], len(self.plan[i][0].prompt))")],
+    "a chunk reads pages to the end of its prompt": [
+        (READ, "self.key_slots[i]", "self.slots(self.plan[i][0].block_table, "
+                                    "max(self.ends[i], len(self.plan[i][0].prompt)))")],
+    # positions
+    "column positions": [
+        (RECTANGLE, "torch.arange(start, start + n)", "torch.arange(P + T - n, P + T)")],
+    "static column positions": [
+        (STATIC, "columns[self.start:] - self.pads[:, None]",
+         "columns[self.start:].expand(B, T).clone()")],
+    "right padding": [   # all is right but the last column, which is sampled from
+        (STATIC, "tokens[b, T - n:]", "tokens[b, :n]"),
+        (STATIC, "- self.pads[:, None]", "- self.pads[:, None] * (self.start > 0)"),
+        (STATIC, "(columns >= self.pads[:, None])",
+         "((columns < W - self.pads[:, None]) | (columns >= W))"),
+        (STATIC, "B, T = len(self.plan), self.end - self.start",
+         "B, T, W = len(self.plan), self.end - self.start, "
+         "max(len(r.prompt) for r in self.requests)")],
+    "positions that run on in a packed row": [
+        (PACKED, "torch.arange(lengths[i])", "torch.arange(first, end)")],
+    # where keys and values are kept
+    "pads written to the cache": [
+        (GATHER, "k[b, :, T - n:], v[b, :, T - n:]", "k[b, :, :n], v[b, :, :n]")],
+    "pads of the past are not zeros": [   # uninitialised memory may hold NaN, and 0 * NaN is NaN
+        (GATHER, "t.new_zeros(*t.shape[:-2], P, t.size(-1))",
+         "t.new_full((*t.shape[:-2], P, t.size(-1)), float('nan'))")],
+    "caches in packed order": [
+        (PACKED, "zip(*self.places)", "zip(*self.places)\n        self.places.sort()")],
+    "one-token prompts are lost": [   # as if a prompt were a run of rising positions
+        (UNPACK, "k[row, :, first:end], v[row, :, first:end]",
+         "*(t[row, :, first:end] * (end - first > 1) for t in (k, v))")],
+    "pages read in one piece": [
+        (READ, "self.key_slots[i]", "(self.key_slots[i][0] + torch.arange(self.ends[i])) "
+                                    "% self.pool.capacity")],
+    "pages read in the order of the pool": [   # the causal rule minds
+        (READ, "self.key_slots[i]", "self.key_slots[i].sort().values")],
+    "new keys in the last page": [   # as if a pass never filled more than one page of a request
+        (PAGED, "slots[start:]",
+         "slots[-1] - slots[-1] % self.pages.size + slots[start:] % self.pages.size")],
+    # tokens, and when they are sampled
+    "samples from a partial prefill": [
+        ("request.py:indices_due", "if n == request.todo", "if n > 0")],
+    "draws for a partial prefill": [   # no token comes of it, but the random stream moves on
+        ("request.py:advance", "request.computed += n",
+         "n == request.todo or request.draw()\n        request.computed += n")],
+    "one random stream for all": [
+        ("request.py:Request.draw", "self.random_stream.random()", "random.random()")],
+    "the first token for all": [
+        ("model.py:sample", "return tokens", "return tokens[:1] * len(tokens)")],
+    "end of text is overlooked": [   # if it is the first token
+        (APPEND, "if token == self.eos_token:",
+         "if token == self.eos_token and len(self.generated) > 1:")],
+    "one token too many": [
+        (APPEND, "self.is_last(len(self.generated))", "self.is_last(len(self.generated) - 1)")],
+    "no end at the context limit": [
+        (APPEND, "self.is_last(len(self.generated))",
+         "len(self.generated) == self.max_new_tokens")],
+    # the scheduler
+    "prompts before decodes": [
+        (SHARE, "for request in self.running if request.todo == 1]",
+         "for request in self.running if request.todo == 1\n"
+         "            and all(other.todo == 1 for other in self.running)]")],
+    "admits beyond the budget": [(ADMIT, " and todo < self.token_budget", "")],
+    "admits what can never fit": [
+        ("scheduler.py:Scheduler.add", "request.kv_tokens > self.max_kv_tokens", "False")],
+    "a preempted request goes to the end": [
+        (PREEMPT, "self.waiting.appendleft(request)", "self.waiting.append(request)")],
+    "a stale count after preemption": [
+        (PREEMPT, "request.computed = 0", "pass"),
+        (ROOM, "len(shared) * self.pages.size",
+         "max(request.computed, len(shared) * self.pages.size)")],
+    # pages that requests share
+    "all of a prompt is found": [   # and no query is left
+        (ROOM, "self.pages.find(request.tokens[:-1])", "self.pages.find(request.tokens)")],
+    "pages known by their own tokens": [
+        (FIND, "name = self.name_of[page]", "name = 0"),
+        (PUBLISH, "self.name_of[table[i - 1]] if i else 0", "0")],
+    "pages known by a page's number": [(PUBLISH, "next(self.names)", "page + 1")],
+    "published a step late": [   # when they may have been given back, and taken by another
+        (UPDATE, "size = self.pages.size",
+         "size, last, self.late = self.pages.size, vars(self).get('late', []), []\n"
+         "        for page in last:\n            self.pages.publish(*page)"),
+        (UPDATE,
+         "self.pages.publish(request.block_table, i, request.slice(i * size, (i + 1) * size))",
+         "self.late.append((request.block_table, i, request.slice(i * size, (i + 1) * size)))")],
+    "a block table is an alias": [   # no trap before `find` keeps the lists that it hands out
+        (FIND, "return pages",
+         "return vars(self).setdefault('found', {}).setdefault(tuple(pages), pages)"),
+        (ROOM, "self.pages.hold(request.block_table, shared)",
+         "self.pages.hold([], shared)\n        request.block_table = shared")],
+}
+
+
+@contextmanager
+def broken(name, show=True):
+    """Inserts a trap for the `with` block, and prints the lines that it changes."""
+    if name not in TRAPS:
+        raise ValueError(f"there is no trap {name!r}, only {', '.join(map(repr, TRAPS))}")
+    edits = {}   # function -> its edits, which are made together
+    for function, old, new in TRAPS[name]:
+        edits.setdefault(function_named(function), []).append((old, new))
+    with ExitStack() as traps:
+        for function, changes in edits.items():
+            traps.enter_context(swapped(function, changes, show))
+        yield
+
+
+def function_named(name):
+    """The function of "file.py:Class.method"."""
+    file, path = name.split(":")
+    return attrgetter(path)(import_module(file.removesuffix(".py")))
+
+
+@contextmanager
+def swapped(function, changes, show=False, **names):
+    """
+    Changes a function's code for the `with` block, wherever it is called from.
+
+    changes: [(old, new), ...]: each `old` must occur exactly once in its source, or ValueError
+    show:    whether to print the lines that change
+    names:   further names that `new` uses
+    """
+    before, source = function.__code__, inspect.getsource(function)
+    lines = source.splitlines()
+    for old, new in changes:
+        if source.count(old) != 1:
+            raise ValueError(f"{function.__qualname__}: {old!r} occurs {source.count(old)} times "
+                             "instead of once; lab/checks/traps.py lists the known bugs' edits")
+        source = source.replace(old, new)
+    if show:
+        print(f"{function.__module__}.py, {function.__qualname__}:")
+        for line in [*unified_diff(lines, source.splitlines(), n=0)][2:]:   # 2: a head for files
+            if line[0] in "-+":
+                print(f"  {line[0]} {line[1:].split('  #')[0].strip()}")
+    # The class gives super() the same meaning as in the original; it is compiled, never run.
+    module = compile("class _:\n" + textwrap.indent(textwrap.dedent(source), " "),
+                     f"<{function.__qualname__}, changed>", "exec")
+    function.__globals__.update(names)
+    body = next(filter(inspect.iscode, module.co_consts))   # of the class
+    function.__code__ = next(code for code in filter(inspect.iscode, body.co_consts)
+                             if code.co_name == function.__name__)
+    try:
+        yield
+    finally:
+        function.__code__ = before
+        for name in names:
+            del function.__globals__[name]

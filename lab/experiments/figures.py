@@ -1,0 +1,194 @@
+"""
+The pictures of the docs, drawn from traces, X-rays and measured results, in the visual language
+of lab/views/plots.py. Without a path, a function returns its figure for a notebook to show.
+"""
+import numpy as np
+from matplotlib.patches import Patch
+
+from lab.experiments import bench as benchmark
+from lab.experiments import prepacking
+from lab.experiments import rows as measured
+from lab.experiments.results import WORKLOADS
+from lab.views import sights
+from lab.views.plots import COLORS, COUNTED, NAMES, WIDTH, box, pyplot, save, style
+
+# None of these means anything in a timeline or a mask.
+CYCLE = "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2"
+OURS_COLOR, PEER_COLOR, RAGGED_COLOR = "#56B4E9", "#999999", "#8C6239"
+PAGES = {"held by one request": "#CCBB44", "shared by several": "#444444",
+         "kept, not in use": "#F0EBCF", "free": "white"}
+
+
+def finished(figure, path, **layout):
+    figure.tight_layout(**layout)
+    return save(figure, path)
+
+
+# --- curves and bars ------------------------------------------------------------------------------
+
+def lines(curves, path=None, log=False, **labels):
+    """A curve with markers for each {label: [(x, y), ...]}; the first has the largest markers."""
+    figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
+    for i, (label, points) in enumerate(curves.items()):
+        ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], markersize=10 - i, label=label)
+    if log:
+        ax.loglog(base=2)
+        for axis in ax.xaxis, ax.yaxis:
+            axis.set_major_formatter("{x:g}")
+    ax.set(**labels)
+    ax.grid(True)
+    ax.legend(fontsize=9)
+    return finished(figure, path)
+
+
+def rows(*results, path=None):
+    """Forward time against the number of rows. results: of `rows`, of one model or several"""
+    return lines(measured.curves(*results), path, log=True, ylabel="one forward pass, ms",
+                 xlabel="rows (tokens of different requests)")
+
+
+def gaps(result, path=None):
+    """Time between tokens while a long prompt arrives. result: of `gaps`"""
+    curves = {f"{name}: worst {max(1e3 * gap for _, gap in points):.1f} ms":
+              [(step, 1e3 * gap) for step, gap in points]
+              for name, points in result["points"].items()}
+    return lines(curves, path, ylabel="time since the last token, ms",
+                 xlabel=f"step; at step {measured.ARRIVAL} a prompt of {result['prompt_tokens']} "
+                        "tokens arrives")
+
+
+def curve(result, path=None):
+    """Latency against the rate of arrivals, calculated. result: of `gpu`"""
+    return lines(result["curve"], path, log=True, xlabel="requests a second",
+                 ylabel="ms a token, arrival to end", ylim=(8, 1000),
+                 title="Calculated: Llama 2 7B on an A100 40 GB, 120 requests of mixed lengths")
+
+
+def bars(panels, label, height, form, path, sharex=False):
+    """A panel for each {title: ({name: value}, where a dashed line stands)}, side by side."""
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(WIDTH, height), sharex=sharex,
+                                     sharey=True, squeeze=False)
+    ours = {*benchmark.OURS, *prepacking.METHODS}
+    for ax, (title, (values, mark)) in zip(axes.flat, panels.items()):
+        colors = [RAGGED_COLOR if name in ("ragged", "ragged, varlen") else
+                  OURS_COLOR if name in ours else PEER_COLOR for name in values]
+        drawn = ax.barh([*values], [*values.values()], color=colors, height=0.75)
+        ax.bar_label(drawn, fmt=form, padding=3, fontsize=9,
+                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})
+        ax.axvline(mark, color="black", linestyle="--", linewidth=1)
+        ax.set(title=title)
+        ax.margins(x=0.25)
+        ax.locator_params(axis="x", nbins=3)
+        ax.tick_params("y", labelsize=9)
+    axes.flat[0].invert_yaxis()
+    figure.supxlabel(label, fontsize=9)
+    return finished(figure, path)
+
+
+def bench(*results, path=None):
+    """Useful tokens per second of all systems, and the roofline: a panel for each result."""
+    panels = {f"{r['model']}, {r['workload']} {WORKLOADS[r['workload']]}": (
+        {name: r["tokens"] / f["seconds"] for name, f in r["systems"].items()},
+        r["tokens"] / r["roofline"]) for r in results}
+    return bars(panels, "tokens/s; the dashed line is the roofline",
+                0.25 * len(results[0]["systems"]) + 1.1, "{:,.0f}", path)
+
+
+def kinds(result, path=None):
+    """Speedups by kind of prompts: a panel for each. result: of `prepacking`"""
+    panels = {kind: (times, 1) for kind, times in prepacking.speedups(result).items()}
+    return bars(panels, "prefill, k = 16: times as fast as full batching", 1.9, "{:.1f}", path,
+                sharex=True)
+
+
+def slots(result, path=None):
+    """Useful, padded and finished slots of each stage, as bars. result: of `ladder`"""
+    stages = {name: row for name, row in result["stages"].items() if "no cache" not in name}
+    figure, ax = pyplot().subplots(figsize=(8, 0.9 + 0.42 * len(stages)))
+    left = np.zeros(len(stages))
+    for kind, name in COUNTED.items():
+        values = np.array([row[name] for row in stages.values()])
+        if values.any():
+            ax.barh(list(stages), values, left=left, height=0.72, **style(kind),
+                    label="useful" if name == "useful" else NAMES[kind])
+            left += values
+    for i, (row, total) in enumerate(zip(stages.values(), left)):
+        ax.text(total, i, f"  {row['useful'] / total:.0%} useful, {row['forward_passes']} passes",
+                va="center", fontsize=9)
+    ax.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, left.max() * 1.32),
+           xlabel="slots computed for the same workload")
+    ax.legend(loc="lower right")
+    return finished(figure, path)
+
+
+# --- prompts in rows ------------------------------------------------------------------------------
+
+def packing(sight, path=None):
+    """
+    A batch's prompts padded to one length, and packed into rows; and which token sees which in the
+    row that holds the most prompts. sight: of stage 5 (lab/checks/xray.py)
+    """
+    panels, m = sights.panels(sight), sight.ids.shape[1]
+    padded = [["·"] * (m - n) + [f"{request.name}{j}" for j in range(n)]
+              for request, n in sight.batch.plan]
+    packed = [panel.queries for panel in panels]
+    figure, axes = pyplot().subplots(1, 3, figsize=(WIDTH, 0.8 + 0.29 * max(len(padded), m)))
+    for ax, how, slots in zip(axes, ("padded", "packed"), (padded, packed)):
+        draw_prompts(ax, slots)
+        ax.set(xlim=(-0.04, m + 0.04), ylim=(len(padded) + 0.04, -0.04), aspect="equal",
+               title=f"{how} ({len(slots)}, {m}): {sum(slots, []).count('·')} pad slots")
+        ax.axis("off")
+    shared = max(panels, key=lambda panel: len(panel.name.split()))
+    sights.draw_panel(axes[2], shared)
+    axes[2].set_aspect("equal")
+    axes[2].set_title(f"what {' and '.join(shared.name.split())} see in their row", pad=18)
+    return finished(figure, path, pad=0.4, w_pad=1)
+
+
+def draw_prompts(ax, slots):
+    """Rows of slots, each with its token's label; "·" is a pad."""
+    for (i, j), label in np.ndenumerate(slots):
+        if label == "·":
+            box(ax, j, i, facecolor=COLORS["pad"], edgecolor="#BBBBBB", hatch="////")
+            continue
+        box(ax, j, i, label, "white", facecolor=COLORS["prefill"])
+        if label[1:] == "0" and j and slots[i][j - 1] != "·":   # behind another prompt
+            ax.plot([j, j], [i, i + 1], "w", linewidth=5, solid_capstyle="butt")
+
+
+# --- a pool of pages ------------------------------------------------------------------------------
+
+def pool(seen, path=None):
+    """A pool over the steps of a run, seen by memory.watch; and its fullest step's block tables."""
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 6.2), width_ratios=[2, 1])
+    one, several, kept, _ = PAGES.values()
+    holders = [{page: [name for name, table in at["tables"].items() if page in table]
+                for page in range(at["number"])} for at in seen]
+
+    for step, at in enumerate(seen):
+        for page, names in holders[step].items():
+            begins = step == 0 or names != holders[step - 1][page]
+            if len(names) > 1:
+                box(left, step, page, facecolor=several)
+            elif names:
+                box(left, step, page, names[0] if begins else "", facecolor=one)
+            elif page in at["kept"]:
+                box(left, step, page, facecolor=kept)
+    left.set(xlim=(0, len(seen)), ylim=(seen[0]["number"], 0), xlabel="step", ylabel="page",
+             title="the pool, step by step")
+
+    fullest = max(range(len(seen)), key=lambda i: len(seen[i]["tables"]))
+    tables = seen[fullest]["tables"]
+    for row, (name, table) in enumerate(tables.items()):
+        right.text(-0.3, row + 0.5, name, ha="right", va="center", fontsize=10)
+        for column, page in enumerate(table):
+            alone = len(holders[fullest][page]) == 1
+            color, ink = (one, "black") if alone else (several, "white")
+            box(right, column, row, page, ink, facecolor=color)
+    right.set(xlim=(-1, max(map(len, tables.values()))), ylim=(max(len(tables), 8), 0),
+              title=f"the block tables at step {fullest}")
+    right.axis("off")
+    handles = [Patch(facecolor=color, edgecolor="#BBBBBB", label=label)
+               for label, color in PAGES.items()]
+    figure.legend(handles=handles, loc="lower center", ncols=len(handles), handlelength=1.2)
+    return finished(figure, path, rect=(0, 0.06, 1, 1))

@@ -1,0 +1,91 @@
+"""
+What pages are worth.
+
+    storm      eight requests in half the memory that they may need, reserved or in pages
+    sharing    sixteen requests whose prompts begin alike, with and without shared prefixes
+"""
+import random
+import statistics
+from contextlib import contextmanager
+from dataclasses import replace
+
+import generate_paged
+from lab.experiments import results
+from lab.experiments.results import Table
+from lab.loading.load import load
+from lab.loading.stages import STAGES
+from lab.views.report import totals
+from request import Request
+
+
+def storm(model):
+    """Memory for 128 tokens, reserved or in pages: {"reserve": trace, "pages": trace}."""
+    vocab = model.config.vocab_size
+    requests = [Request([(5 * i + 3 * j) % vocab for j in range(6)], 26, name=name, priority=i // 4)
+                for i, name in enumerate("ABCDEFGH")]
+
+    knobs = {"max_kv_tokens": 128, "pages": 16, "page_size": 8}
+    traces = {}
+    for name, stage in ("reserve", "ragged, varlen"), ("pages", "paged"):
+        trace = traces[name] = results.run(STAGES[stage], model, requests, knobs)
+        trace.stage = f"{name}, {trace.counts.get('preemptions', 0)} preemptions"
+    return traces
+
+
+def alike(vocab_size, requests=16, prefix=128, tail=16, new=16):
+    """Requests whose prompts begin with the same tokens, as with one system prompt."""
+    stream = random.Random(0)
+    common = [stream.randrange(vocab_size) for _ in range(prefix)]
+    return [Request(common + [stream.randrange(vocab_size) for _ in range(tail)], new, name=f"r{i}")
+            for i in range(requests)]
+
+
+@contextmanager
+def watch(model):
+    """Collects the pool before every forward pass: [{"tables", "kept", "number"}, ...]."""
+    seen = []
+
+    def hook(module, arguments):
+        batch = arguments[2].__self__   # attend is a method of the layout
+        seen.append({"tables": {request.name: list(request.block_table)
+                                for request, _ in batch.plan},
+                     "kept": batch.pages.free.keys() & batch.pages.key_of.keys(),
+                     "number": batch.pages.number})
+
+    with model.register_forward_pre_hook(hook):
+        yield seen
+
+
+def filling_pool(model):
+    """What the picture of a pool shows: eight prompts that begin alike, in a small pool."""
+    requests = [replace(request, name="ABCDEFGH"[i], arrival=i) for i, request in enumerate(
+        alike(model.config.vocab_size, 8, prefix=20, tail=7, new=14))]
+    with watch(model) as seen:
+        generate_paged.generate(model, requests, max_batch=5, token_budget=32, pages=32,
+                                page_size=4)
+    return seen
+
+
+def measure(args, device, dtype):
+    """What shared pages save: sixteen prompts that begin alike."""
+    model, repeats = load()[0].to(device, dtype), 1 if args.quick else 5
+    ways = {"shared prefixes": True, "not shared": False}
+
+    def run(name):
+        with watch(model) as seen:
+            trace = generate_paged.generate(model, alike(model.config.vocab_size), max_batch=16,
+                                            token_budget=64, pages=160, share_prefixes=ways[name])
+        held, t = [set().union(*pool["tables"].values()) for pool in seen], totals(trace)
+        return {"pages": max(map(len, held)), "passes": len(trace.passes), "tokens": t["slots"],
+                "seconds": t["seconds"]}
+
+    sharing = {name: {**runs[0], "seconds": statistics.median(r["seconds"] for r in runs)}
+               for name, runs in results.in_turn(ways, run, repeats).items()}
+    return {"repeats": repeats, "sharing": sharing}
+
+
+def table(result):
+    rows = [[name, f["pages"], f["passes"], f"{f['tokens']:,}", f"{f['seconds']:.2f}"]
+            for name, f in result["sharing"].items()]
+    return Table(["", "pages held at most", "passes", "tokens computed", "seconds"], rows,
+                 f"prompts that begin alike, medians of {result['repeats']}")

@@ -1,0 +1,138 @@
+"""
+The README's picture that moves: a long prompt arrives while others decode, in stages 2, 3 and 6.
+
+The stages run for real, on the clock of a calculated GPU (lab/simulate/). A tick is a token that a
+request gets, a bar is a piece of a prompt. The picture is an SVG whose only animation is a veil
+that slides off it, several times slower than the GPU. Without motion it is unveiled.
+"""
+import statistics
+from pathlib import Path
+from string import Template
+
+from lab.loading.stages import STAGES
+from lab.simulate.calculated import simulate
+from lab.simulate.hardware import GPUS, MODELS
+from lab.views.plots import COLORS
+from request import Request
+
+TEMPLATE = Path(__file__).with_suffix(".svg")
+SLOWER, HOLD = 6, 2.5             # than the calculated clock; seconds for which the whole stands
+ARRIVAL = 0.2                     # seconds, in every panel
+PROMPT, BUDGET = 3500, 256
+LEFT, ROW, HIGH = 46, 13, 164     # pixels: the panels' left edge, a request, a panel
+PANELS = {   # title; why a token takes so long afterwards
+    "dynamic": ("Stage 2: the prompt in one piece", "padded to 3,500 keys"),
+    "chunked": (f"Stage 3: in chunks, {BUDGET} tokens a step", "padded to 3,500 keys"),
+    "ragged, varlen": ("Stage 6: and no padding", "its own keys alone")}
+BETWEEN = "interleaved"           # its figures are told, too
+THEMES = {   # the colours of lab/views/plots.py, lighter on a dark page
+    "light": {"paper": "#ffffff", "ink": "#1f2328", "soft": "#59636e", "line": "#d0d7de",
+              **{kind: COLORS[kind] for kind in ("prefill", "decode", "finished")}},
+    "dark": {"paper": "#0d1117", "ink": "#e6edf3", "soft": "#9198a1", "line": "#30363d",
+             "prefill": "#4ba3e3", "decode": "#2fc89b", "finished": "#ff7b6b"}}
+
+
+def run(stage):
+    """The trace of six requests that decode, and of a prompt that the step after ARRIVAL sees."""
+    knobs = {} if stage == "dynamic" else {"token_budget": BUDGET}
+
+    def simulated(arrival=None):
+        requests = [Request([i] * 60, 66 - 3 * i, name="ABCDEF"[i]) for i in range(6)]
+        if arrival:
+            requests.append(Request([9] * PROMPT, 24, name="long", arrival=arrival))
+        return simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES[stage], requests, max_batch=8,
+                        **knobs)
+
+    starts = simulated().step_times
+    return simulated(next(step for step, time in starts.items() if time >= ARRIVAL))
+
+
+def gaps(trace):
+    """(seconds, from, to) between two tokens of a request, for all but the long one."""
+    return [(b - a, a, b) for request in trace.requests if request.name != "long"
+            for a, b in zip(request.token_times, request.token_times[1:])]
+
+
+def figures(trace):
+    """Worst wait for a next token in ms, seconds until all is done, ms a token afterwards."""
+    times = trace.requests[-1].token_times
+    after = statistics.median(b - a for a, b in zip(times, times[1:]))
+    done = max(request.token_times[-1] for request in trace.requests)
+    return 1e3 * max(gaps(trace))[0], done, 1e3 * after
+
+
+def text(x, y, words, kind="", anchor="start"):
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{words}</text>'
+
+
+def rect(x, y, wide, high, kind):
+    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" '
+            f'class="{kind}"/>')
+
+
+def path(line, kind):
+    return f'<path d="{line}" class="{kind}"/>'
+
+
+def panel(trace, title, why, x_of, right, top):
+    worst, done, after = figures(trace)
+    below = top + 45   # title and result
+    y_of = {request.name: below + i * ROW for i, request in enumerate(trace.requests)}
+    high = len(y_of) * ROW
+    parts = [text(LEFT, top + 14, title, "title"),
+             text(LEFT, top + 35, f"worst wait {worst:.0f} ms, done after {done:.2f} s", "result")]
+    for name, y in y_of.items():
+        parts += [text(LEFT - 8, y + 10, name, anchor="end"),
+                  path(f"M{LEFT} {y + 12}H{right}", "row")]
+    _, start, end = max(gaps(trace))
+    if worst > 100:   # nobody gets a token meanwhile
+        x, wide = x_of(start), x_of(end) - x_of(start)
+        parts += [rect(x, below, wide, 6 * ROW, "stall"),
+                  text(x + wide / 2, below + 3.3 * ROW, f"{worst:.0f} ms", "frozen", "middle")]
+    begin, step = 0.0, None
+    for p in trace.passes:   # the second pass of a step follows its first
+        begin, step = begin if p.step == step else trace.step_times[p.step], p.step
+        end = begin + p.seconds
+        parts += [rect(x_of(begin), y_of[name] + 2, max(x_of(end) - x_of(begin) - 0.8, 1), 8,
+                       "prefill") for name, _, n in p.work if n > 1]
+        begin = end
+    for request in trace.requests:
+        y = y_of[request.name] + 2
+        parts.append(path("".join(f"M{x_of(t):.1f} {y}v8" for t in request.token_times), "token"))
+    x, y = x_of(ARRIVAL), below + high + 12
+    parts += [text(right, y, f"{after:.0f} ms a token: {why}", "soft", "end"),
+              text(x, y, "arrives", "soft", "end"),
+              path(f"M{x:.1f} {below - 2}v{high + 4}", "arrival"),
+              '<g class="veil">', rect(LEFT, below - 3, right, high + 4, "paper"),
+              path(f"M{LEFT} {below - 3}v{high + 4}", "edge"), "</g>"]
+    return "".join(parts)
+
+
+def picture(traces, theme, width):
+    """The SVG text for {stage: trace} and BETWEEN's, all on one axis of seconds."""
+    last = max(figures(traces[stage])[1] for stage in PANELS)
+    right, total = width - 12, last * SLOWER + HOLD
+
+    def x_of(time):
+        return LEFT + (right - LEFT) * time / last
+
+    panels = [panel(traces[stage], *PANELS[stage], x_of, right, 38 + HIGH * i)
+              for i, stage in enumerate(PANELS)]
+    panels += [text(x_of(tick / 5), 540, f"{tick / 5:.1f} s", "soft", "middle")
+               for tick in range(int(last * 5) + 1)]
+    worst, done, _ = figures(traces[BETWEEN])
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        theme, width=width, height=590, away=width - LEFT, prompt=f"{PROMPT:,}", slower=SLOWER,
+        panels="\n".join(panels), between=f"{worst:.0f} ms, {done:.2f} s",
+        seconds=f"{total:.1f}s", done=f"{100 * last * SLOWER / total:.1f}%")
+
+
+def traces():
+    """{stage: trace}, of all whose figures are told."""
+    return {stage: run(stage) for stage in (*PANELS, BETWEEN)}
+
+
+def pictures(traces):
+    """{file: SVG text}: wide and narrow, light and dark."""
+    return {f"motion-{name}{size}.svg": picture(traces, theme, width)
+            for name, theme in THEMES.items() for size, width in (("", 840), ("-narrow", 400))}

@@ -1,0 +1,93 @@
+"""
+How measurements are taken, and kept as results/NAME.json.
+
+Every file says where and when: the machine, the versions, the date and the command. The marked
+tables of README and docs, and the seconds in the pictures, are made from these files.
+"""
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+import timeit
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lab.flags import knobs_of
+from lab.views.report import latencies, mean, percentile, totals
+from toolbox.trace import synchronize
+
+FOLDER = Path(__file__).parent / "results"
+WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
+
+
+class Table(NamedTuple):
+    """What an experiment says of its figures, to be printed or to stand in a document."""
+    head: list
+    rows: list
+    how: str = ""     # it was measured
+    words: int = 1    # columns of words, before those of numbers
+    small_print: str = "{machine}; {where}; {date}; {how}; {commands}"   # below it, in documents
+
+
+def run(generate, model, requests, knobs={}):
+    """The trace of a stage on copies of these requests, with those of the knobs that it has."""
+    mine, _ = knobs_of(generate, knobs)
+    return generate(model, [replace(request) for request in requests], **mine)
+
+
+def in_turn(ways, run, repeats, warm_up=1):
+    """
+    {way: [run(way), ...]}: `repeats` rounds in which each way runs once, so that a slow moment of
+    the machine affects all of them. The rounds that warm up come first and do not count. On stderr
+    stands how far it is: each way's name, and the seconds of its run.
+    """
+    taken = {way: [] for way in ways}
+    for _ in range(warm_up + repeats):
+        for way in ways:
+            start = time.perf_counter()
+            taken[way].append(run(way))
+            print(f"  {way:32} {time.perf_counter() - start:7.2f} s", file=sys.stderr)
+    return {way: runs[warm_up:] for way, runs in taken.items()}
+
+
+def median_seconds(work, device, repeats=7):
+    """Median seconds of work(); two more calls warm up."""
+    def run():
+        work()
+        synchronize(device)
+
+    return statistics.median(timeit.repeat(run, number=1, repeat=2 + repeats)[2:])
+
+
+def row_of(trace):
+    """What tables say of a run, and its other totals. itl_p99: None if no request has two tokens"""
+    waits = latencies(trace)
+    return {**totals(trace), "ttft_mean": mean(waits["ttft_seconds"]),
+            "itl_p99": percentile(waits["itl_seconds"], 99) if waits["itl_seconds"] else None}
+
+
+def load(name):
+    """The contents of results/NAME.json: figures, or a list of them, one for each workload."""
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def origin(device, dtype, command):
+    """Where figures come from, as it stands in their file."""
+    place = (torch.cuda.get_device_name(device) if device.type == "cuda"
+             else f"{device}, {torch.get_num_threads()} threads")
+    try:
+        cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[1]
+    except (OSError, TypeError):   # not Linux, or it does not say
+        cpu = platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return {"where": f"{place}, torch {torch.__version__}, {dtype}, "
+                     f"Python {platform.python_version()}",
+            "measured": {"machine": f"{cores} cores of {cpu}",
+                         "date": datetime.date.today().isoformat(), "command": command}}

@@ -1,0 +1,86 @@
+"""
+Two measurements that explain the ladder: a pass over more rows, and a long prompt that arrives.
+
+A forward pass reads all weights once, however many rows it computes. So a pass over 32 rows takes
+much less than 32 times as long as one over a single row, until arithmetic is the limit.
+"""
+import numpy as np
+import torch
+
+from lab.experiments import results
+from lab.experiments.results import Table
+from lab.loading.load import load
+from lab.loading.stages import STAGES
+from model import GPT, GPTConfig
+from request import Request
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GAP_STAGES = "dynamic", "chunked", "interleaved", "ragged, varlen"
+ARRIVAL = 8   # the step at which the long prompt arrives
+NAMES = {"builtin": "built-in model", "random": "GPT-2, 124M"}
+FLAGS = {"--model": dict(
+    default="builtin", help="builtin, a GPT-2 name, a local folder or file; or random: of the "
+                            "size of GPT-2 small, with random weights")}
+
+
+def model_of(args, device, dtype):
+    # random weights run as fast as trained ones
+    model = GPT(GPTConfig()) if args.model == "random" else load(args.model)[0]
+    return model.requires_grad_(False).to(device, dtype)
+
+
+@torch.inference_mode()
+def measure_rows(args, device, dtype):
+    """The time of a forward pass against its number of rows: why batching pays."""
+    model, points = model_of(args, device, dtype), []
+    for n in ROWS[:5] if args.quick else ROWS:
+        tokens = torch.zeros(n, dtype=torch.long, device=device)
+        # each token sees only itself: the cost is that of the other layers
+        points.append((n, results.median_seconds(
+            lambda: model(tokens, tokens, lambda layer, q, k, v: v), device)))
+    return {"model": args.model, "points": points}
+
+
+def measure_gaps(args, device, dtype):
+    """The time between tokens while a long prompt arrives: why prompts are cut into chunks."""
+    model, repeats = model_of(args, device, dtype), 1 if args.quick else 3
+    vocab, prompt_tokens = model.config.vocab_size, 3 * model.config.block_size // 4
+    print(f"a prompt of {prompt_tokens} tokens arrives while four requests decode")
+    short = [Request([(7 * i + j) % vocab for j in range(4)], ARRIVAL + 20, name=f"short{i}")
+             for i in range(4)]
+    long = Request([11 * j % vocab for j in range(prompt_tokens)], 8, name="long", arrival=ARRIVAL)
+
+    def run(name):
+        knobs = {"max_batch": 5, "token_budget": 64}
+        return results.run(STAGES[name], model, [*short, long], knobs).requests[:-1]
+
+    gaps = {}   # of the short ones: [(step, median of seconds), ...]
+    for name, runs in results.in_turn(GAP_STAGES, run, repeats).items():
+        requests = sum(runs, [])   # they get their tokens in the same steps
+        times = np.array([request.token_times for request in requests])
+        gaps[name] = [*zip(requests[0].token_steps[1:],
+                           np.median(np.diff(times), axis=0).tolist())]
+    return {"repeats": repeats, "prompt_tokens": prompt_tokens, "points": gaps}
+
+
+def curves(*found):
+    """{name of a model: [(rows, ms), ...]}"""
+    return {NAMES.get(result["model"], result["model"]):
+            [(n, 1e3 * seconds) for n, seconds in result["points"]] for result in found}
+
+
+def rows_table(*found):
+    """Of one model or several."""
+    columns = curves(*found)
+    rows = [[points[0][0], *(f"{ms:,.2f} ms" for _, ms in points)]
+            for points in zip(*columns.values())]
+    return Table(["rows", *columns], rows, "one forward pass, medians of 7")
+
+
+def gaps_table(result):
+    rows = []
+    for name, points in result["points"].items():
+        ms = np.percentile([1e3 * gap for _, gap in points], [50, 99, 100])
+        rows.append([name, *(f"{t:,.0f} ms" if t > 10 else f"{t:.1f} ms" for t in ms)])
+    return Table(["time between tokens of four requests", "p50", "p99", "worst"], rows,
+                 f"medians of {result['repeats']}")

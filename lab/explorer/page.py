@@ -1,0 +1,136 @@
+"""
+The explorer: one HTML file in which a reader walks through a run that happened, step by step.
+
+    trace = record(generate, model, requests, max_batch=8)        # lab/explorer/recorder.py
+    write("run.html", data_of({"interleaved": trace}, tokenizer))
+
+The page is page.html, with page.css, the scripts and the data, as JSON, in their places. It loads
+nothing from anywhere. Prompts and texts are data: the JSON holds no "<", so none of them can end
+the script element that carries it, and the page shows them as text only.
+"""
+import inspect
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from lab.checks.check import summary
+from lab.loading.load import word
+from lab.views.plots import COLORS, KEYS, NAMES
+
+FOLDER = Path(__file__).parent
+COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "rejected", "padded_keys",
+          "score_entries", "useful_scores", "copied_bytes")   # of a ForwardPass
+FRAME = ("owner", "position", "past", "sees", "shift", "guesses", "room", "kept", "columns")
+GUESSES = {"accepted": "#56B4E9", "rejected": "#8C2D04"}   # colours of guessed tokens
+KINDS = {**NAMES, "accepted": "guess, accepted", "rejected": "guess, rejected"}
+STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS, **GUESSES}.items())
+
+
+def write(path, data):
+    """Writes the page of data_of's data."""
+    Path(path).write_text(filled(data), encoding="utf-8", newline="\n")
+
+
+def read(name):
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
+def filled(data):
+    """The page's text, with data in it."""
+    parts = {"colors": f":root {{ {STYLE}}}", "css": read("page.css"),
+             "js": "".join(map(read, ("runs.js", "panels.js", "page.js"))),
+             "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")}
+    text = read("page.html")
+    for name, part in parts.items():   # data last: whatever is in it stays as it is
+        text = text.replace("{{" + name + "}}", part)
+    return text
+
+
+# --- the data -------------------------------------------------------------------------------------
+
+def data_of(traces, tokenizer, calculated=""):
+    """
+    All that the page knows of recorded runs, {name: trace}. Times are in milliseconds from a run's
+    start.
+
+    calculated: of which GPU, if these times are; they are the same on every machine
+    """
+    return {"runs": [run_data(name, trace, calculated) for name, trace in traces.items()],
+            "names": KINDS, "calculated": calculated, "walk": [],
+            "vocabulary": vocabulary(traces, tokenizer)}
+
+
+def ms(seconds):
+    return round(1e3 * seconds, 2)
+
+
+def passes_data(trace, number):
+    """What a timeline shows of each pass. number: of each request, by its name."""
+    return {"step": [p.step for p in trace.passes], "ms": [ms(p.seconds) for p in trace.passes],
+            "shape": [p.shape for p in trace.passes],
+            "work": [[value for who, *n in p.work for value in (number[who], *n)]   # ..., first, n
+                     for p in trace.passes],
+            "finished": [[number[who] for who in p.finished] for p in trace.passes]}
+
+
+def run_data(name, trace, calculated):
+    recorder = trace.recording
+    number = {request.name: i for i, request in enumerate(recorder.requests)}
+    passes = {
+        **passes_data(trace, number),
+        "start": [ms(trace.step_times[p.step] - trace.started) for p in trace.passes],
+        **{count: [getattr(p, count) for p in trace.passes] for count in COUNTS},
+        **{column: [frame[column] for frame in recorder.frames] for column in FRAME},
+    }
+    return {
+        "name": name, "idea": idea(recorder.generate),
+        "place": calculated or place(recorder.model), "knobs": recorder.knobs,
+        "pool": recorder.pool, "check": check_data(recorder, calculated),
+        "xray": {"left_out": recorder.left_out, "wrong": recorder.wrong,
+                 "sentences": recorder.sentences},
+        "requests": [request_data(request, trace) for request in recorder.requests],
+        "passes": passes,
+    }
+
+
+def request_data(request, trace):
+    return {
+        "name": request.name, "prompt": request.prompt, "generated": request.generated,
+        "arrival": request.arrival, "arrived": ms(trace.arrived(request) - trace.started),
+        "reason": request.finish_reason, "limit": request.max_new_tokens,
+        "steps": request.token_steps,
+        "ms": [ms(time - trace.started) for time in request.token_times],
+    }
+
+
+def check_data(recorder, calculated):
+    """The verdict on the outputs: a line, and {request: what is wrong with it}."""
+    if recorder.check is None:
+        return {"summary": "outputs were not checked", "wrong": None}
+    verdicts = recorder.check()
+    line = summary(verdicts).splitlines()[0]
+    return {"summary": line.partition(", max")[0] if calculated else line,   # its rounding differs
+            "wrong": {v.name: v.detail for v in verdicts if v.verdict == "WRONG"}}
+
+
+def idea(generate):
+    """The first line of a stage's docstring, e.g. "Stage 2: dynamic batching. ..."."""
+    module = sys.modules[inspect.unwrap(getattr(generate, "func", generate)).__module__]
+    return (module.__doc__ or "").strip().partition("\n")[0].replace("`", "")
+
+
+def place(model):
+    dtype = str(next(model.parameters(), torch.zeros(0)).dtype).removeprefix("torch.")
+    threads = torch.get_num_threads()
+    return (f"{model.device}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}, "
+            f"{dtype}")
+
+
+def vocabulary(traces, tokenizer):
+    """{token id: its text}; a token that is not whole characters is a list of its bytes."""
+    used = {token for trace in traces.values() for r in trace.requests for token in r.tokens}
+    used |= {token for trace in traces.values() for frame in trace.recording.frames
+             for token in frame["guesses"].values()}
+    return {token: word(tokenizer, token) for token in sorted(used)}

@@ -1,0 +1,252 @@
+"use strict";
+// What is known of the recorded runs: no drawing here. lab/explorer/page.py says what the data hold, and
+// lab/explorer/recorder.py what a frame is. `now` is a moment, as momentOf returns it.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const SUMS = ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "rejected", "padded_keys",
+              "score_entries", "useful_scores", "copied_bytes", "ms"];
+const RUNS = new Map();
+for (const run of DATA.runs) RUNS.set(run.name, prepare(run));
+
+// Adds what is looked up often: the passes of each step, running totals, each request's events.
+function prepare(run) {
+  const p = run.passes, requests = run.requests;
+  p.slots = p.shape.map(shape => shape.reduce((a, b) => a * b));
+  p.begin = [];                          // of each pass; p.start is that of its step
+  run.steps = [];                        // {step, passes: [...], start, end}: only those with a pass
+  for (const i of p.step.keys()) {
+    if (run.steps.at(-1)?.step !== p.step[i]) {
+      run.steps.push({step: p.step[i], passes: [], start: p.start[i]});
+    }
+    const {passes} = run.steps.at(-1);
+    p.begin.push(passes.length ? p.begin[i - 1] + p.ms[i - 1] : p.start[i]);
+    passes.push(i);
+  }
+  for (const request of requests) {
+    request.tokens = [...request.prompt, ...request.generated];
+    request.work = [];                   // [pass, first, n, tokens reached before, step]
+    request.rooms = [];                  // [pass, capacity, or block table, or null]
+  }
+  for (const i of p.step.keys()) {
+    for (const [r, first, n] of threes(p.work[i])) {
+      const {work} = requests[r], before = work.at(-1);
+      const reached = before ? Math.max(before[3], before[1] + before[2] - rejectedOf(run, r, before)) : 0;
+      work.push([i, first, n, reached, p.step[i]]);
+    }
+    for (const [r, room] of Object.entries(p.room[i] ?? {})) requests[r].rooms.push([i, room]);
+  }
+  run.stepOf = new Map(run.steps.map(step => [step.step, step]));
+  const lastToken = Math.max(0, ...requests.map(request => request.ms.at(-1) ?? 0));
+  run.steps.forEach((step, k) => step.end = run.steps[k + 1]?.start ?? Math.max(step.start, lastToken));
+  run.totals = {};                       // name -> its sums over the passes 0..i
+  for (const name of SUMS) {
+    let total = 0;
+    run.totals[name] = p.step.map((_, i) => total += p[name]?.[i] ?? 0);
+  }
+  run.gaps = requests.flatMap(({ms, steps}) => steps.slice(1).map((step, i) => [step, ms[i + 1] - ms[i]]));
+  run.gaps.sort(([a], [b]) => a - b);    // [step, time between two tokens, their sum and maximum so far]
+  let sum = 0, most = 0;
+  for (const gap of run.gaps) gap.push(sum += gap[1], most = Math.max(most, gap[1]));
+  run.mostTokens = Math.max(...run.steps.map(step => step.passes.reduce(
+    (total, i) => total + threes(p.work[i]).reduce((sum, [, , n]) => sum + n, 0), 0)));
+  return run;
+}
+
+function guessed({knobs, requests}, r, [, first, n]) {   // whether a request guessed tokens in a pass
+  return knobs.guesses && n > 1 && first >= requests[r].prompt.length;
+}
+
+// Of the tokens that a request computed in a pass, the guesses that turned out to be wrong.
+function rejectedOf(run, r, work) {
+  return guessed(run, r, work) ? work[2] - run.requests[r].steps.filter(step => step === work[4]).length : 0;
+}
+
+// A run of "Try it", which lab/explorer/build.py has: prepared, but without tensors.
+function expanded({requests, arrived, step, shape, work, finished, ms}, name) {
+  const {requests: all} = RUNS.get("unbatched"), indexOf = new Map(requests.map((r, i) => [r, i]));
+  const list = requests.map((r, i) => ({...all[r], arrived: arrived[i], steps: [], ms: []}));
+  const p = {step, shape, ms, start: [], pad_slots: [], room: {},
+             finished: finished.map(numbers => numbers.map(r => indexOf.get(r))),
+             work: work.map(parts => threes(parts).flatMap(([r, first, n]) => [indexOf.get(r), first, n]))};
+  p.finished_slots = finished.map(numbers => numbers.length);
+  let now = 0;
+  for (const i of step.keys()) {
+    p.start.push(i && step[i - 1] === step[i] ? p.start[i - 1] : now);
+    now += ms[i];
+    let tokens = 0;
+    for (const [r, first, n] of threes(p.work[i])) {   // a token, where all known ones are computed
+      tokens += n;
+      if (first + n !== list[r].prompt.length + list[r].ms.length) continue;
+      list[r].steps.push(step[i]);
+      list[r].ms.push(now);
+    }
+    p.pad_slots.push(shape[i].reduce((a, b) => a * b) - tokens - p.finished_slots[i]);
+  }
+  return prepare({...RUNS.get(name), requests: list, passes: p, pool: null, check: null});
+}
+
+function threes(values) {                // [a, b, c, d, e, f] -> [[a, b, c], [d, e, f]]
+  return Array.from({length: values.length / 3}, (_, i) => values.slice(3 * i, 3 * i + 3));
+}
+
+function atMost(sorted, value, key = x => x) {   // how many of them are <= value
+  let low = 0, high = sorted.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (key(sorted[middle]) <= value) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+function last(events, pass) {            // the last of [pass, ...] at or before a pass
+  return events[atMost(events, pass, event => event[0]) - 1];
+}
+
+const inStep = (run, name, step) => step.passes.reduce((total, i) => total + (run.passes[name]?.[i] ?? 0), 0);
+
+// --- text -----------------------------------------------------------------------------------------
+
+function textOf(tokens) {
+  const bytes = tokens.map(id => DATA.vocabulary[id]).flatMap(   // a character may need several tokens
+    piece => typeof piece === "string" ? [...new TextEncoder().encode(piece)] : piece);
+  return new TextDecoder().decode(Uint8Array.from(bytes));
+}
+
+// A token, in a word. guess: the token that was guessed for this position
+function word(run, owner, position, what = "token", guess = undefined) {
+  if (what === "position") return String(position);
+  const piece = DATA.vocabulary[guess ?? run.requests[owner].tokens[position]];
+  if (typeof piece !== "string") return piece.map(byte => byte.toString(16)).join(" ");
+  return piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ /, "␣");
+}
+
+const guessAt = (run, pass, column) => run.passes.guesses?.[pass]?.[column];   // in a stream
+
+// A run's name with its stage's number, which is in the first line of the stage's docstring.
+function labelOf({name, idea}) {
+  const stage = /^Stage (\d)/.exec(idea ?? "")?.[1] ?? "";
+  return stage ? `stage ${stage}, ${name}` : name;
+}
+
+// --- a moment -------------------------------------------------------------------------------------
+
+// The state of a run at a value of the clock, "step" or "ms": `passes` run then, `pass` is the last
+// one so far, `step` its step, `over` says that nothing follows.
+function momentOf(run, clock, value) {
+  const byStep = clock === "step";
+  const k = byStep ? atMost(run.steps, value, step => step.step) - 1
+    : Math.min(atMost(run.steps, value - 1e-6, step => step.end), run.steps.length - 1);
+  const step = run.steps[k], busy = step && (byStep ? step.step === value : value <= step.end + 1e-6);
+  return {k, step: byStep ? value : step.step, passes: busy ? step.passes : [],
+          pass: step ? step.passes.at(-1) : -1, over: !busy && k === run.steps.length - 1};
+}
+
+// {kind, words, tokens, computed, holds, active} of a request: tokens generated so far, tokens in its
+// cache, and what it holds: a capacity, a block table, or null.
+function stateOf(run, request, now) {
+  const r = run.requests.indexOf(request), work = last(request.work, now.pass);
+  const holds = last(request.rooms, now.pass)?.[1] ?? null;
+  const end = work ? work[1] + work[2] : 0, tokens = atMost(request.steps, now.step);
+  const computed = work ? end - rejectedOf(run, r, work) : 0;
+  const active = Boolean(work) && now.passes.includes(work[0]), prompt = request.prompt.length;
+  const over = request.reason && tokens === request.generated.length && work === request.work.at(-1);
+  const [kind, words] = request.arrival > now.step ? ["absent", `– arrives at step ${request.arrival}`]
+    : over ? ["done", `■ done (${request.reason})`]
+    : !work ? ["waiting", "○ waiting"]
+    : run.pool && !active && holds === null ? ["preempted", "↺ preempted"]
+    : active && work[1] < work[3] ? ["recomputed", `↻ computed again, ${Math.min(end, work[3])} of ${work[3]}`]
+    : work[1] >= prompt ? ["decode", "● decoding"]
+    : ["prefill", `◐ prefilling ${Math.min(computed, prompt)}/${prompt}`];
+  return {kind, words, tokens, computed, holds, active};
+}
+
+// --- slots and what they see ----------------------------------------------------------------------
+
+// The tokens of a request in a pass: [[kind, how many], ...].
+function partsOf(run, r, work) {
+  const [, first, n, reached] = work, {prompt} = run.requests[r], rejected = rejectedOf(run, r, work);
+  const again = Math.max(0, Math.min(reached, first + n) - first);
+  const prefill = Math.max(0, Math.min(prompt.length, first + n) - first - again);
+  const rest = n - again - prefill - rejected, accepted = guessed(run, r, work) ? rest - 1 : 0;
+  return [["recomputed", again], ["prefill", prefill], ["decode", rest - accepted], ["accepted", accepted],
+          ["rejected", rejected]];
+}
+
+function kindOf(run, pass, owner, position) {
+  if (owner < 0) return owner === -1 ? "pad" : "finished";
+  const work = last(run.requests[owner].work, pass), [, first, n, reached] = work;
+  if (position < reached) return "recomputed";
+  if (position < run.requests[owner].prompt.length) return "prefill";
+  if (position === first || !guessed(run, owner, work)) return "decode";
+  return position < first + n - rejectedOf(run, owner, work) ? "accepted" : "rejected";
+}
+
+// Owner and position of each slot of a pass, row by row. A stream without a record follows its work.
+function slotsOf({passes: {owner, position, work}}, pass) {
+  if (owner) return {owner: owner[pass] ?? [], position: position[pass]};
+  const parts = threes(work[pass] ?? []);
+  return {owner: [parts.flatMap(([r, , n]) => Array(n).fill(r))],
+          position: [parts.flatMap(([, first, n]) => Array.from({length: n}, (_, k) => first + k))]};
+}
+
+// {owner, position, seen, pads, blanks, shift, kind} of a slot, or null. seen: the keys that it sees, by
+// their names, "request.position". Where nothing else is recorded, these are its request's up to it.
+function slotAt(run, pass, row, column) {
+  const slots = slotsOf(run, pass), owner = slots.owner[row]?.[column], name = row * slots.owner[0]?.length + column;
+  if (owner === undefined) return null;
+  const position = slots.position[row][column], {sees = {}, shift = {}} = run.passes;
+  const [keys, pads, blanks] = sees[pass]?.[name] ?? [[], 0, 0], seen = new Set();
+  for (let i = 0; i < keys.length; i += 2) seen.add(keys[i] + "." + keys[i + 1]);
+  if (owner >= 0 && !sees[pass]?.[name]) for (let i = 0; i <= position; i++) seen.add(owner + "." + i);
+  return {owner, position, seen, pads, blanks, shift: shift[pass]?.[name] ?? 0, kind: kindOf(run, pass, owner, position)};
+}
+
+function ownersOf(row) {                 // the requests whose slots, finished or not, are in a row
+  return [...new Set(row.map(owner => owner < -1 ? -2 - owner : owner))].filter(owner => owner >= 0);
+}
+
+function pageOf(run, pass, {owner, position}) {   // that holds a key in stage 7; elsewhere null
+  const table = last(run.requests[owner]?.rooms ?? [], pass)?.[1];
+  return Array.isArray(table) ? table[Math.floor(position / run.pool.page_size)] ?? null : null;
+}
+
+// The keys of a slot's row in their order, [{owner, position, column, past}, ...]; owner < 0: a pad.
+function keysOf(run, pass, row, slot) {
+  const p = run.passes, {owner: owners, position} = slotsOf(run, pass), flat = p.shape[pass].length === 1;
+  const past = (flat ? [slot.owner] : ownersOf(owners[row])).flatMap(owner => {
+    const [i, first, n] = last(run.requests[owner].work, pass);
+    const length = i === pass ? first : first + n;
+    return Array.from({length}, (_, position) => ({owner, position, past: true}));
+  });
+  const pads = Math.max(0, p.past[pass] - past.length), keys = [];
+  for (let i = 0; i < pads; i++) keys.push({owner: -1, past: true});
+  keys.push(...past);
+  owners[row].forEach((owner, column) => {
+    if (!flat || owner === slot.owner) keys.push({owner, position: position[row][column], column, past: false});
+  });
+  return keys;
+}
+
+// The same keys, each with a mark: "past" or "new" if it is seen, "pad", "unseen", or, if that is not
+// as it should be, "wrong" (seen) or "missing" (not seen).
+function markedKeys(run, pass, row, slot) {
+  const keys = keysOf(run, pass, row, slot), inRow = new Set();
+  for (const key of keys) {
+    const mine = key.owner === slot.owner && key.position <= slot.position, name = key.owner + "." + key.position;
+    if (key.owner < 0) key.mark = "pad";
+    else if (slot.seen.has(name)) key.mark = !mine ? "wrong" : key.past ? "past" : "new";
+    else key.mark = mine ? "missing" : "unseen";
+    inRow.add(name);
+  }
+  for (const name of slot.seen) {         // although it is not in its row at all
+    const [owner, position] = name.split(".").map(Number);
+    if (!inRow.has(name)) keys.push({owner, position, past: true, mark: "wrong"});
+  }
+  // Pads look alike to the X-ray, which counts them. The last ones of each part are marked.
+  const pads = past => keys.filter(key => key.owner < 0 && key.past === past);
+  const fresh = Math.min(slot.pads, pads(false).length), old = slot.pads - fresh + slot.blanks;
+  for (const [seen, part] of [[fresh, pads(false)], [old, pads(true)]]) {
+    for (const key of part.slice(Math.max(0, part.length - seen))) key.mark = "wrong";
+  }
+  return keys;
+}

@@ -1,0 +1,75 @@
+"""Requests from prompts on the command line or in a file. Errors name the flag, file and line."""
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+from request import Request
+from toolbox.validate import one_line
+from toolbox.weights import BUILTIN
+
+PROMPTS = BUILTIN / "prompts.txt"
+# the keys that a line of a .jsonl file may have
+KEYS = ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "priority", "arrival",
+        "name")
+
+
+def read_prompts(path):
+    """
+    A list of dicts: "prompt", "where" it stands, and possibly other KEYS. A text file holds prompts
+    separated by blank lines; in a file whose name ends in .jsonl, each line is a JSON object.
+    """
+    where = f"--prompts {path}"
+    with one_line(where):
+        text = Path(path).read_text(encoding="utf-8-sig")   # -sig drops a byte order mark
+    if str(path).endswith(".jsonl"):
+        prompts = [parse_line(line, f"{where}, line {i}")
+                   for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    else:
+        prompts = [{"prompt": paragraph.strip("\n"), "where": where}
+                   for paragraph in re.split(r"(?:^|\n)\s*\n", text) if paragraph.strip()]
+    if not prompts:
+        raise ValueError(f"{where}: there is no prompt in it")
+    return prompts
+
+
+def parse_line(line, where):
+    with one_line(f"{where}: not JSON"):
+        entry = json.loads(line)
+    if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
+        raise ValueError(f"{where}: not an object whose \"prompt\" is a string")
+    if unknown := sorted(entry.keys() - set(KEYS)):
+        raise ValueError(f"{where}: unknown key \"{unknown[0]}\"; allowed: {', '.join(KEYS)}")
+    return entry | {"where": where}
+
+
+def make_requests(prompts, tokenizer, arrival_rate=None, chat=False, **defaults):
+    """
+    One Request per prompt. What an entry does not specify comes from `defaults`; the default seed
+    goes up by one from request to request.
+
+    arrival_rate: requests per step, a Poisson process that depends on the seed alone. Arrivals are
+                  steps, so they are the same on every machine.
+    chat:         puts each prompt into the tokenizer's chat template, as a user's message
+    """
+    if arrival_rate is not None and not 0 < arrival_rate < math.inf:
+        raise ValueError(f"--arrival_rate must be above 0, not {arrival_rate}")
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("--chat: this model has no chat template")
+    try:
+        Request([0], **defaults)
+    except ValueError as error:   # of a flag, not of one request
+        raise ValueError(str(error).replace("request: ", "--", 1)) from None
+    stream, time, requests = random.Random(f"arrivals {defaults['seed']}"), 0.0, []
+    for i, entry in enumerate(prompts):
+        entry = {"where": "--prompt", **defaults, "seed": defaults["seed"] + i, "name": f"r{i}",
+                 "arrival": int(min(time, 1e9)), **entry}
+        if arrival_rate:
+            time += stream.expovariate(arrival_rate)
+        with one_line(entry.pop("where")):
+            text = entry.pop("prompt")
+            tokens = (tokenizer.encode_chat([{"role": "user", "content": text}]) if chat
+                      else tokenizer.encode(text, allowed_special="all"))
+            requests.append(Request(tokens, eos_token=tokenizer.eot_token, **entry))
+    return requests

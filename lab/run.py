@@ -1,0 +1,159 @@
+"""
+The command line of a stage, with the same flags for every script: `main(generate, __doc__)`.
+
+lab/flags.py lists the exit statuses.
+"""
+import copy
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from beyond.fairness import SCHEDULERS
+from lab import flags
+from lab.checks.check import Check, summary
+from lab.explorer import page
+from lab.explorer.recorder import record, take_times
+from lab.loading.load import decode, load
+from lab.loading.workload import PROMPTS, make_requests, read_prompts
+from lab.views import plots
+from lab.views.progress import progress
+from lab.views.report import report, write_trace
+
+
+def main(generate, doc, argv=None):
+    """Runs a stage on the prompts, prints check, report and texts, and exits."""
+    sys.exit(parser(doc).run(lambda args: run_stage(generate, args), argv))
+
+
+def run_stage(generate, args, shard=None):
+    """
+    One stage on the prompts. Returns the exit status.
+
+    shard: called with the model before it runs; the check still uses the whole model
+    """
+    knobs, ignored = flags.knobs_of(generate, flags.given_knobs(args, SCHEDULERS))
+    flags.say_ignored(args, ignored, "for this stage")
+    plain, tokenizer, requests = load_inputs(args)
+    model = plain
+    if shard:
+        model = shard(plain if args.no_check else copy.deepcopy(plain))
+    if args.optimize:
+        model = model.optimize()
+    check = None
+    if not args.no_check:
+        check = Check(plain, requests, exact=model if args.optimize and not shard else None)
+
+    try:
+        with nullcontext() if args.quiet else progress(model, requests, knobs.get("token_budget")):
+            trace = generate(model, requests, on_token=check and check.on_token, **knobs)
+    except KeyboardInterrupt:   # what is finished is not lost
+        finished = [request for request in requests if request.finished]
+        print_texts(finished, tokenizer)
+        print(f"{len(finished)} of {len(requests)} requests were finished")
+        raise
+    verdicts = check() if check else []
+    if check:
+        print(summary(verdicts))
+    print(report(trace))
+    if hasattr(model, "uses"):   # a snapshot
+        print(model.uses())
+    if trace.stage == "unbatched":
+        without = generate(model, [replace(request) for request in requests], use_cache=False)
+        print("\nfor comparison,", report(without), end="\n\n")
+    if args.trace:
+        write_trace(trace, args.trace)
+    if args.plot:
+        plots.timelines([trace], args.plot, columns=1)
+    if args.page:   # recording runs the stage again
+        recorded = record(generate, model, requests, None if args.no_check else plain, **knobs)
+        if "policy" in knobs:   # the page names it
+            recorded.recording.knobs["policy"] = args.policy
+        page.write(args.page, page.data_of({trace.stage: take_times(recorded, trace)}, tokenizer))
+    if not args.quiet:
+        print_texts(requests, tokenizer)
+        print("Next: --page run.html, a page in which to step through this run; --plot run.png, a "
+              "picture of it; --help, the knobs, none of which changes a token")
+    return int(any(v.verdict == "WRONG" for v in verdicts))
+
+
+def print_texts(requests, tokenizer):
+    for request in requests:
+        print(f"--- {request.name}: {len(request.prompt)} prompt tokens, "
+              f"{len(request.generated)} generated, {request.finish_reason}")
+        print(decode(tokenizer, request.prompt) + "▸" + decode(tokenizer, request.generated))
+
+
+def load_inputs(args):
+    """
+    (model, tokenizer, requests) for a stage. Bad flags are found here, before any work: ValueError.
+    """
+    device = flags.device_of(args)
+    flags.check_path(args.plot, "--plot", flags.PICTURES)
+    flags.check_path(args.page, "--page", (".html",))
+    flags.check_path(args.trace, "--trace")
+    if args.prompt and args.prompts:
+        raise ValueError("--prompt and --prompts: give one of the two")
+    prompts = ([{"prompt": text} for text in args.prompt] if args.prompt
+               else read_prompts(PROMPTS if args.prompts is None else args.prompts))
+    model, tokenizer = load(args.model, flags.DTYPES[args.dtype])
+    requests = make_requests(
+        prompts, tokenizer, args.arrival_rate, args.chat, max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    model.to(device)
+    model(torch.zeros(1, 1, dtype=torch.long, device=device))   # warm-up: torch's own set-up
+    return model, tokenizer, requests
+
+
+def parser(doc):
+    """doc: a script's docstring; the help shows its first paragraph."""
+    p = flags.Parser(
+        description=doc.strip().split("\n\n")[0],
+        epilog="In Python a stage is a function: lab/loading/load.py begins with an example.")
+
+    what = p.add_argument_group("what to generate")
+    what.add_argument("--model", default="builtin",
+                      help="builtin, gpt2 (0.5 GB, downloaded once by huggingface_hub), "
+                           "gpt2-medium, gpt2-large, gpt2-xl, a local folder or file, or "
+                           "owner/name on huggingface.co: GPT-2, Llama, Mistral, Qwen")
+    what.add_argument("--chat", action="store_true",
+                      help="put each prompt into the model's own chat template")
+    what.add_argument("--prompt", action="append", help="a prompt; may be repeated")
+    what.add_argument("--prompts", metavar="FILE",
+                      help="a text file of prompts separated by blank lines, or a .jsonl file "
+                           "whose lines have a prompt and optionally max_new_tokens, "
+                           "temperature, top_k, top_p, seed, priority, arrival, name "
+                           "(default: twelve built-in prompts)")
+    what.add_argument("--max_new_tokens", type=int, default=64, metavar="N",
+                      help="the most tokens to generate for a prompt")
+    what.add_argument("--temperature", type=float, default=0.7, metavar="T",
+                      help="0 takes the most likely token, above 0 samples")
+    what.add_argument("--top_k", type=int, metavar="K",
+                      help="sample from the K most likely tokens only (default: from all)")
+    what.add_argument("--top_p", type=float, default=1.0, metavar="P",
+                      help="of these, sample from the most likely only, until their "
+                           "probabilities add up to P; 1: from all")
+    what.add_argument("--seed", type=int, default=0, metavar="N",
+                      help="random seed of the first request; each further one adds 1")
+    what.add_argument("--arrival_rate", type=float, metavar="R",
+                      help="requests arrive at random, R per step (default: all at step 0)")
+
+    flags.add_knobs(p, SCHEDULERS)
+
+    where = p.add_argument_group("where")
+    flags.add_place(where)
+    flags.add_optimize(where)
+
+    out = p.add_argument_group("what to show")
+    out.add_argument("--plot", metavar="FILE.png",
+                     help="draw this run: what was computed for each request at each step")
+    out.add_argument("--page", metavar="FILE.html",
+                     help="write a page in which to step through this run in a browser")
+    out.add_argument("--trace", metavar="FILE.json",
+                     help="write all forward passes and the time of every token")
+    out.add_argument("--quiet", action="store_true",
+                     help="no texts and no progress: report and check only")
+    out.add_argument("--no_check", action="store_true",
+                     help="do not check each request against itself alone")
+    return p

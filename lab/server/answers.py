@@ -1,0 +1,121 @@
+"""
+From the events of a body's requests to an answer in OpenAI's form: whole, or a stream.
+
+    client <- HTTP <- Answer <--.                                  an Answer holds a limited number
+    client <- HTTP <- Answer <--+-- events <-- engine's thread     of unread tokens: no client can
+    client <- HTTP <- Answer <--'                                  make the others wait
+"""
+import asyncio
+import codecs
+import json
+import time
+from uuid import uuid4
+
+from starlette.exceptions import HTTPException
+
+from lab.loading.load import bytes_of
+from lab.server.schemas import error_of
+
+UNREAD = 512   # tokens of each request that a client may leave unread
+# a finish reason without an answer -> status and message
+FAILED = {"error": (500, "the forward pass failed"), "shutdown": (503, "the server shuts down"),
+          "cancelled": (499, "the client has gone"),
+          "unread": (408, "cut off: the client has left too many tokens unread")}
+
+
+class Text:
+    """Tokens become text: whole characters only, and nothing that may yet be a stop string."""
+
+    def __init__(self, tokenizer, stops):
+        self.tokenizer, self.stops = tokenizer, [stops] if isinstance(stops, str) else stops
+        self.decoder, self.held = codecs.getincrementaldecoder("utf-8")("replace"), ""
+        self.stopped = False
+
+    def add(self, token):
+        """The text that is certain now. token None: the end, so what was held is, too."""
+        hidden = token in (None, self.tokenizer.eot_token)
+        new = b"" if hidden else bytes_of(self.tokenizer, token)
+        text = self.held + self.decoder.decode(new, token is None)
+        found = [text.index(stop) for stop in self.stops if stop in text]
+        self.stopped = bool(found)
+        # how many characters at the end may be the beginning of a stop string
+        begun = [n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        hold = max(begun, default=0) if token is not None else 0
+        end = min(found, default=len(text) - hold)
+        self.held = text[end:]
+        return text[:end]
+
+
+class Answer:
+    """To one body. From the start it listens for the client's end. model: its name"""
+
+    def __init__(self, engine, tokenizer, model, body, requests, http):
+        self.engine, self.body, self.requests = engine, body, requests
+        self.texts = {request: Text(tokenizer, body.stop) for request in requests}
+        self.queue, self.tokens = asyncio.Queue(), 0   # events; how many tokens the client has got
+        self.over = asyncio.create_task(self.until_over(http))
+        self.place, form = body.forms[body.stream]   # see schemas
+        self.same = {"id": f"cmpl-{uuid4().hex}", "object": form, "model": model,
+                     "created": int(time.time())}
+
+    async def until_over(self, http):
+        """Its requests end with the response, or before if the client goes."""
+        await http.receive()   # the body is read: all that can come is the client's end
+        self.engine.cancel(*self.requests)
+
+    def put(self, event):
+        self.queue.put_nowait(event)
+        if self.queue.qsize() > UNREAD * len(self.requests):
+            self.engine.cancel(event.request, reason="unread")
+
+    async def pieces(self):
+        """(index of a request, text, finish reason or None), as they come. Or HTTPException."""
+        left = {*self.requests}
+        while left:
+            request, token, reason, error = await self.queue.get()
+            if request not in left:   # it has met a stop string
+                continue
+            if reason in FAILED:
+                status, why = FAILED[reason]
+                raise HTTPException(status, error or why)
+            text = self.texts[request].add(token)
+            if self.texts[request].stopped:
+                reason = "stop"
+                self.engine.cancel(request, reason=reason)
+            if reason:
+                left.remove(request)
+            self.tokens += token is not None
+            yield self.requests.index(request), text, reason
+
+    async def whole(self):
+        choices = [[i, "", None] for i in range(len(self.requests))]
+        async for i, text, reason in self.pieces():
+            choices[i] = i, choices[i][1] + text, reason
+        return self.fill(choices, usage=self.usage(), role="assistant")
+
+    async def lines(self):
+        """The data of server-sent events, one for each token."""
+        try:
+            if self.place == "delta":
+                start = [(i, "", None) for i in range(len(self.requests))]
+                yield json.dumps(self.fill(start, role="assistant"))
+            async for piece in self.pieces():
+                yield json.dumps(self.fill([piece]))
+        except HTTPException as error:
+            yield json.dumps(error_of(error.status_code, error.detail))
+            return
+        if self.body.stream_options.get("include_usage"):
+            yield json.dumps(self.fill([], usage=self.usage()))
+        yield "[DONE]"
+
+    def fill(self, choices, usage=None, **role):
+        """The JSON of choices, [(index, text, finish reason), ...]."""
+        return {**self.same, "usage": usage, "choices": [
+            {"index": i, "finish_reason": reason, "logprobs": None,
+             self.place: text if self.place == "text" else {**role, "content": text}}
+            for i, text, reason in choices]}
+
+    def usage(self):
+        prompts = sum(len(request.prompt) for request in self.requests) // self.body.n
+        return {"prompt_tokens": prompts, "completion_tokens": self.tokens,
+                "total_tokens": prompts + self.tokens}

@@ -1,0 +1,189 @@
+"""
+The application: OpenAI's HTTP interface in front of the engine, its metrics, and the live page.
+
+All clients share one thread of asyncio; the engine has another.
+"""
+import asyncio
+import contextlib
+import hmac
+import time
+from functools import partial
+from itertools import pairwise
+
+import prometheus_client as prometheus
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.trustedhost import TrustedHostMiddleware
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from sse_starlette.sse import AppStatus, EventSourceResponse
+from starlette.exceptions import HTTPException
+
+from lab.server.answers import Answer
+from lab.server.engine import Event, Full
+from lab.server.live import FILES, Live
+from lab.server.schemas import Chat, Completion, error_of, sentence
+
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+AppStatus.disable_automatic_graceful_drain()   # SIGTERM ends no stream: `Server.cut_all` does
+
+
+class Server(uvicorn.Server):
+    """name: of the model; key: what clients must know; drain: seconds after SIGTERM"""
+
+    def __init__(self, engine, tokenizer, name, key=None, drain=30):
+        self.engine, self.tokenizer, self.name, self.key = engine, tokenizer, name, key
+        self.room = min(engine.model.config.block_size, engine.pages.number * engine.pages.size)
+        self.drain, self.died = drain, None
+        self.answers = {}   # request -> its Answer, until it ends
+        self.live, self.created = Live(self), int(time.time())
+        self.measure(engine.scheduler, engine.pages)
+        app = FastAPI(
+            title="nanoBatch", lifespan=self.lifespan, max_body_size=2**20,
+            redirect_slashes=False,   # where to: the client's Host would say it
+            exception_handlers={RequestValidationError: refuse, HTTPException: refuse,
+                                Exception: refuse})
+        if key is None:   # else a page elsewhere could make its own name point here: DNS rebinding
+            app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL, www_redirect=False)
+        for path in FILES:
+            app.get(path, include_in_schema=False)(self.file)
+        app.get("/health")(self.health)
+        api = APIRouter(dependencies=[] if key is None else [Depends(self.check_key)])
+        api.post("/v1/completions")(self.complete)
+        api.post("/v1/chat/completions")(self.chat)
+        api.get("/v1/models")(self.models)
+        api.get("/v1/models/{name:path}")(self.model)
+        api.get("/metrics", response_class=PlainTextResponse)(self.metrics)
+        api.get("/live/steps", response_class=EventSourceResponse)(self.live.steps)
+        api.post("/live/ask")(self.ask)
+        api.post("/live/control")(self.live.control)
+        app.include_router(api)
+        # Connections stay open for longer than clients wait before they use one again (httpx: 5 s):
+        # else these write into a closed one.
+        super().__init__(uvicorn.Config(
+            app, log_level="warning", ws="none", limit_concurrency=1000, timeout_keep_alive=15,
+            timeout_graceful_shutdown=drain + 5))
+
+    # --- the engine's thread, and what comes from it ---
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app):
+        self.loop = asyncio.get_running_loop()
+        deliver = partial(self.loop.call_soon_threadsafe, self.hand_out)
+        engine = asyncio.create_task(asyncio.to_thread(self.engine.run, deliver))
+        engine.add_done_callback(self.engine_ended)
+        yield
+        self.engine.stop()
+        await asyncio.wait([engine])
+
+    def engine_ended(self, engine):
+        self.died = engine.exception()
+        if self.died:   # not one pass failed: a mistake of ours, so nothing can go on
+            self.should_exit = True
+            self.cut_all(f"the engine has stopped: {self.died}")
+
+    def hand_out(self, events):
+        for event in events:
+            if answer := self.answers.get(event.request):   # None: the live page's
+                answer.put(event)
+            if event.token is None:
+                self.answers.pop(event.request, None)
+                self.ends.labels(event.reason).inc()
+                times = event.request.token_times
+                if times:
+                    self.ttft.observe(times[0] - event.request.asked)
+                for before, after in pairwise(times):
+                    self.itl.observe(after - before)
+            else:
+                self.tokens.inc()
+
+    def handle_exit(self, sig, frame):
+        """SIGTERM or Ctrl+C: running requests get `drain` seconds; on a second one, none."""
+        seconds, self.should_exit = 0 if self.should_exit else self.drain, True
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(loop.call_later, seconds, self.cut_all)
+
+    def cut_all(self, why="the server shuts down"):
+        for request, answer in self.answers.items():
+            answer.put(Event(request, None, "shutdown", why))
+
+    # --- completions ---
+
+    async def chat(self, body: Chat, http: Request):
+        return await self.complete(body, http)
+
+    async def complete(self, body: Completion, http: Request):
+        requests = await self.taken(body)
+        answer = Answer(self.engine, self.tokenizer, self.name, body, requests, http)
+        # In time for the first event: `hand_out` runs in this thread, so it is not its turn yet.
+        self.answers |= dict.fromkeys(requests, answer)
+        if body.stream:
+            return EventSourceResponse(answer.lines(), sep="\n")
+        return await answer.whole()
+
+    async def ask(self, body: Completion):   # from the live page, which sees its tokens anyway
+        requests = await self.taken(body)
+        self.live.asked.update(requests)
+        return {"name": requests[0].name}
+
+    async def taken(self, body):
+        """The requests that a body asks for, in the engine's queue. Or HTTPException."""
+        await self.model(body.model or self.name)
+        try:   # in another thread: a long prompt takes a while
+            requests = await asyncio.to_thread(body.requests, self.tokenizer, self.room)
+            self.engine.add(*requests)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        except Full as error:
+            raise HTTPException(429, str(error), {"Retry-After": "1"}) from None
+        return requests
+
+    # --- the rest ---
+
+    def check_key(self, given: HTTPAuthorizationCredentials | None = Depends(
+            HTTPBearer(auto_error=False))):
+        if not given or not hmac.compare_digest(given.credentials.encode(), self.key.encode()):
+            raise HTTPException(401, "the header Authorization: Bearer KEY is missing or wrong",
+                                {"WWW-Authenticate": "Bearer"})
+
+    async def models(self):
+        return {"object": "list", "data": [await self.model(self.name)]}
+
+    async def model(self, name: str):
+        if name != self.name:
+            raise HTTPException(404, f"there is no model {name!r:.99}; this is {self.name!r}")
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "nanoBatch",
+                "max_model_len": self.room}
+
+    async def health(self):
+        return {"status": "ok"}
+
+    async def file(self, http: Request):
+        return FileResponse(FILES[http.scope["path"]])
+
+    def measure(self, scheduler, pages):
+        self.registry = prometheus.CollectorRegistry()
+        new = {"namespace": "nanobatch", "registry": self.registry}
+        self.ttft = prometheus.Histogram("ttft_seconds", "to a first token", **new)
+        self.itl = prometheus.Histogram("itl_seconds", "between tokens", **new)
+        self.tokens = prometheus.Counter("tokens", "generated", **new)
+        self.ends = prometheus.Counter("requests", "ended", ["reason"], **new)
+        for name, text, figure in (
+                ("requests_running", "in the batch", lambda: len(scheduler.running)),
+                ("requests_waiting", "in the queue", lambda: self.engine.waiting),
+                ("pages_free", "in the pool", lambda: len(pages.free)),
+                ("preemptions", "since the start", lambda: pages.counts["preemptions"])):
+            prometheus.Gauge(name, text, **new).set_function(figure)
+
+    async def metrics(self):
+        return PlainTextResponse(prometheus.generate_latest(self.registry),
+                                 media_type=prometheus.CONTENT_TYPE_LATEST)
+
+
+async def refuse(http, error):
+    """The answer to any error is JSON in OpenAI's form; to a mistake of ours, without details."""
+    status, message = getattr(error, "status_code", 500), getattr(error, "detail", "internal error")
+    if isinstance(error, RequestValidationError):
+        status, message = 400, sentence(error.errors()[0])
+    return JSONResponse(error_of(status, message), status, getattr(error, "headers", None))

@@ -1,0 +1,240 @@
+"use strict";
+// The live page: keeps the last steps that the server tells of, and draws them as if they were a
+// recorded run, with the explorer's functions in runs.js and panels.js. live.py says what a
+// note holds. Whatever comes from a prompt enters the page as textContent.
+
+const KEPT = 120;                        // steps
+const PAUSED = 1e6;                      // seconds from one step to the next
+const $ = id => document.getElementById(id);
+const state = {clock: "step", cells: "token"};   // what panels.js asks for, as of page.js
+const valueOf = step => step.step, shown = () => [view.run];
+const requests = new Map();              // name -> what is known of it
+let hello = null;                        // the server's first message
+let moments = [];                        // the last KEPT steps, as the notes have them
+let waiting = [], running = 0, boxes = [], view = null, drawing = false;
+
+// --- what the server tells ------------------------------------------------------------------------
+
+const sinceStart = seconds => 1e3 * (seconds - hello.started);
+
+function take({new: arrived, tokens, tables, ended, pass, kept, waiting: queue}) {
+  for (const {name, prompt, generated, arrival, max_new_tokens, asked, token_steps, token_times} of arrived) {
+    requests.set(name, {name, prompt, generated, arrival, limit: max_new_tokens, arrived: sinceStart(asked),
+                        steps: token_steps, ms: token_times.map(sinceStart), reason: null});
+  }
+  for (const [name, token] of tokens) {
+    const request = requests.get(name);
+    request.generated.push(token);
+    request.steps.push(pass.step);
+    request.ms.push(sinceStart(pass.start + pass.seconds));
+  }
+  for (const [name, reason] of Object.entries(ended)) requests.get(name).reason = reason;
+  waiting = queue;
+  running = Object.keys(tables).length;
+  if (!pass) return;
+  moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, tables, kept});
+  moments = moments.slice(-KEPT);
+  const first = moments[0].step;
+  for (const [name, {reason, steps}] of requests) {
+    const asked = boxes.some(box => box.name === name);
+    if (reason && !asked && (steps.at(-1) ?? -1) < first) requests.delete(name);
+  }
+}
+
+// The last steps as the data of an explorer page, see lab/explorer/page.py. The first is step 0.
+function recent() {
+  const [{step: first, start}] = moments;
+  const worked = new Set(moments.flatMap(({work}) => work.map(([name]) => name)));
+  const queue = new Set(waiting.slice(0, 40));
+  const known = [...requests.values()].filter(
+    ({name, reason}) => worked.has(name) || (!reason && queue.has(name)));
+  const index = new Map(known.map(({name}, i) => [name, i]));
+  const flat = work => work.filter(([name]) => index.has(name)).map(([name, ...n]) => [index.get(name), ...n]);
+  const last = moments.at(-1).step - first;
+  const passes = {
+    step: moments.map(({step}) => step - first), start: moments.map(each => each.start - start),
+    ms: moments.map(({ms}) => ms), work: moments.map(({work}) => flat(work).flat()),
+    shape: moments.map(({work}) => [work.reduce((sum, [, , n]) => sum + n, 0)]),
+    past: moments.map(() => 0),
+    pad_slots: 0, finished_slots: 0, padded_keys: 0, finished: {}, columns: {},
+    room: moments.map(({tables}) => known.map(({name}) => tables[name] ?? null)),
+    kept: moments.map(({kept}) => kept)};
+  for (const name of ["useful", "recomputed", "score_entries", "useful_scores", "copied_bytes"]) {
+    passes[name] = moments.map(step => step[name]);
+  }
+  const list = known.map(({name, prompt, generated, arrival, arrived, reason, limit, steps, ms}) => ({
+    name, prompt, generated: [...generated], limit, reason,
+    arrival: Math.min(arrival - first, last), arrived: arrived - start,
+    steps: steps.map(step => step - first), ms: ms.map(time => time - start)}));
+  const {model, knobs, place, pool} = hello;
+  return {name: model, idea: `Stage 7 as a server: the steps from ${first} on.`, knobs, place, pool, passes,
+          requests: list, check: {summary: "outputs were not checked", wrong: null},
+          xray: {left_out: "this run was watched while it served", wrong: 0, sentences: []}};
+}
+
+// --- drawing --------------------------------------------------------------------------------------
+
+const PANELS = {timeline: `The last ${KEPT} steps`, plan: "Plan of the last step", tensor: "Its tensor",
+                requests: "Requests", bill: `Bill of the last ${KEPT} steps`, memory: "Memory"};
+
+function layOut() {
+  view = {number: 0, panels: {}, rows: new Map(), rowOf: new Map()};
+  $("views").replaceChildren(...Object.entries(PANELS).map(([name, title]) => element(
+    "section", {className: "panel " + name, style: `--area: ${name}`, ariaLabel: title}, element("h2", {}, title),
+    view.panels[name] = element("div"))));
+  const legend = Object.entries(hello.names).filter(([kind]) => kind !== "pad" && kind !== "finished");
+  $("legend").replaceChildren(...legend.map(
+    ([kind, name]) => element("span", {}, element("i", {className: kind}), name)));
+}
+
+function draw() {
+  drawing = false;
+  for (const box of boxes) box.draw();
+  if (!moments.length) return;
+  if (!view) layOut();
+  const {step} = moments.at(-1), run = view.run = prepare(recent());
+  view.now = momentOf(run, "step", run.steps.at(-1).step);
+  view.states = run.requests.map(request => stateOf(run, request, view.now));
+  // A request's row stays the same element, wherever it stands now.
+  view.rows = new Map(run.requests.map(({name}, r) => [r, view.rowOf.get(name)]).filter(([, row]) => row));
+  for (const panel of [drawTimeline, moveCursor, drawPlan, drawTensor, drawBill, drawRequests, drawMemory]) panel(view);
+  view.rowOf = new Map([...view.rows].map(([r, row]) => [run.requests[r].name, row]));
+  $("now").textContent = `step ${number(step)}: ${running} running, ${waiting.length} waiting`;
+}
+
+function drawSoon() {
+  if (!drawing) requestAnimationFrame(draw);
+  drawing = true;
+}
+
+// --- talking to the server ------------------------------------------------------------------------
+
+const say = text => { $("said").textContent = text; };
+
+async function send(path, body) {        // the answer; null if it was refused
+  const headers = {"Content-Type": "application/json"};
+  if ($("key").value) headers.Authorization = `Bearer ${$("key").value}`;
+  const init = body ? {method: "POST", headers, body: JSON.stringify(body)} : {headers};
+  try {
+    const answer = await fetch(path, init);
+    if (answer.ok) {
+      say("");
+      return answer;
+    }
+    $("unlock").hidden = answer.status !== 401;
+    say((await answer.json()).error.message);
+  } catch {
+    say("The server does not answer.");
+  }
+  return null;
+}
+
+async function listen() {                // until the server closes the stream
+  const answer = await send("/live/steps");
+  if (!answer) return;
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const {value, done} = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n\n");
+      rest = lines.pop();
+      for (const line of lines) {        // others are comments, to keep the connection open
+        if (line.startsWith("data: ")) hear(JSON.parse(line.slice("data: ".length)));
+      }
+    }
+  } finally {
+    reader.cancel();                     // else the connection stays, and a browser has only six
+  }
+}
+
+function hear(message) {
+  if (message.names) {                   // a stream begins: the server may be another one
+    if (hello && hello.started !== message.started) for (const box of boxes) box.name = null;
+    hello = message;
+    [DATA.names, DATA.vocabulary, moments, waiting, view] = [message.names, message.words, [], [], null];
+    document.documentElement.style.cssText += message.style;
+    requests.clear();
+    $("views").replaceChildren();
+    const {model, knobs, pool, place} = message;
+    $("about").textContent = `${model}: at most ${knobs.max_batch} requests run, ${knobs.token_budget} tokens a step, `
+      + `${plural(pool.pages, "page")} of ${knobs.page_size}; ${place}`;
+  }
+  if ("pace" in message) {
+    const paused = message.pace === PAUSED;
+    $("pause").ariaPressed = paused;
+    $("pause").textContent = paused ? "go on" : "pause";
+    if (!paused) $("speed").value = message.pace;
+  }
+  for (const note of message.notes ?? []) take(note);
+  drawSoon();
+}
+
+async function connect() {
+  for (;;) {
+    try {
+      await listen();
+    } catch { /* the connection broke */ }
+    $("about").textContent = "not connected; trying again …";
+    await new Promise(resolve => setTimeout(resolve, 1000));
+  }
+}
+
+// --- prompts --------------------------------------------------------------------------------------
+
+async function ask(prompt) {             // the name of the new request
+  const answer = await send("/live/ask", {
+    prompt, max_tokens: Number($("tokens").value), temperature: Number($("temperature").value),
+    seed: Math.floor(Math.random() * 2 ** 32)});
+  return answer && (await answer.json()).name;
+}
+
+function addBox(text) {
+  const prompt = element("textarea", {rows: 2, value: text, ariaLabel: "prompt"});
+  const go = element("button", {}, "send");
+  const who = element("span", {className: "soft"}), output = element("output");
+  const box = {name: null, draw() {
+    const request = requests.get(box.name);
+    if (!request) return;
+    const row = waiting.indexOf(box.name);
+    who.textContent = `${box.name}: ${request.reason ?? (row >= 0 ? `waiting, number ${row + 1}` : "running")}`;
+    const end = output.scrollHeight - output.scrollTop < output.clientHeight + 30;
+    output.textContent = textOf(request.reason === "stop" ? request.generated.slice(0, -1) : request.generated);
+    if (end) output.scrollTop = output.scrollHeight;
+  }};
+  go.onclick = async () => {
+    box.name = await ask(prompt.value);
+    output.textContent = "";
+    if (box.name) who.textContent = box.name;
+    drawSoon();
+  };
+  prompt.onkeydown = event => {
+    if (event.key !== "Enter" || event.shiftKey) return;
+    event.preventDefault();
+    go.click();
+  };
+  boxes.push(box);
+  $("boxes").append(element("div", {className: "box prompt"}, prompt, element("div", {}, go, who), output));
+}
+
+const control = body => send("/live/control", body);
+const isPaused = () => $("pause").ariaPressed === "true";
+const chosen = () => Number($("speed").value);
+$("pause").onclick = () => control({pace: isPaused() ? chosen() : PAUSED});
+$("one").onclick = () => control({pace: PAUSED, step: true});
+$("speed").onchange = () => isPaused() || control({pace: chosen()});
+$("box").onclick = () => addBox("");
+$("theme").onclick = () => {
+  const {style} = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  style.colorScheme = (style.colorScheme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
+  drawSoon();
+};
+$("unlock").onsubmit = event => {
+  event.preventDefault();
+  $("unlock").hidden = true;
+};
+for (const text of ["# list.append\n", "# str.split\n", "# open\n"]) addBox(text);
+addEventListener("resize", drawSoon);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
+connect();

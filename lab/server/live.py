@@ -1,0 +1,121 @@
+"""
+The live page: the batch of a running engine (engine.py), as it happens, in a browser.
+
+The page observes the engine. After each step the engine's thread notes what is new to each open
+page; ten times a second, asyncio's thread sends these notes. The page keeps the last steps, and
+draws them with the explorer's own functions (runs.js, panels.js).
+"""
+import asyncio
+import json
+import math
+import time
+from collections import deque
+from pathlib import Path
+from typing import Annotated
+from weakref import WeakSet
+
+from fastapi import Body
+from sse_starlette.sse import EventSourceResponse
+
+from lab.explorer import page
+from lab.loading.load import word
+from lab.views.plots import NAMES
+
+FOLDER = Path(__file__).parent
+FILES = {"/": FOLDER / "live.html",
+         **{f"/{name}": FOLDER / name for name in ("live.js", "live.css")},
+         **{f"/{name}": page.FOLDER / name for name in ("page.css", "runs.js", "panels.js")}}
+SHOWN = ("name", "prompt", "generated", "arrival", "max_new_tokens", "asked", "token_steps",
+         "token_times")   # of a request
+INTERVAL, UNREAD = 0.1, 2048   # seconds between two messages; notes that a page may leave unread
+
+
+class Live:
+    """Of an app.Server, which it observes."""
+
+    def __init__(self, server):
+        self.server, self.engine = server, (engine := server.engine)
+        self.pace, self.last = 0.0, 0.0   # seconds from step to step; when the last one began
+        self.pages = {}   # of each open page: (notes to send, the requests that it knows)
+        self.asked = WeakSet()   # requests that end with the last page
+        self.hello = {
+            "model": server.name, "names": NAMES, "style": page.STYLE,
+            "started": engine.trace.started,
+            "words": [word(server.tokenizer, token)
+                      for token in range(engine.model.config.vocab_size)],
+            "knobs": {"max_batch": engine.scheduler.max_batch,
+                      "token_budget": engine.scheduler.token_budget,
+                      "page_size": engine.pages.size},
+            "pool": {"pages": engine.pages.number, "page_size": engine.pages.size},
+            "place": page.place(engine.model)}
+        engine.hold, engine.see = self.hold, self.see
+
+    # --- in the engine's thread ---
+
+    def hold(self):
+        now = time.perf_counter()
+        if now < self.last + self.pace:
+            return self.last + self.pace - now
+        if self.engine.busy:
+            self.last = now
+        return 0
+
+    def see(self, batch):
+        for notes, known in list(self.pages.values()):
+            note = self.note(batch, known)
+            if note["pass"] or note["new"] or note["ended"]:
+                notes.append(json.dumps(note))
+
+    def note(self, batch, known):
+        """What a step has changed of what a page knows. batch: its Paged; None: no pass."""
+        scheduler, trace, pool = self.engine.scheduler, self.engine.trace, self.engine.pages
+        there = [*scheduler.running, *scheduler.waiting, *(batch.sampled if batch else ())]
+        new = [request for request in dict.fromkeys(there) if request not in known]
+        note = {"new": [{name: getattr(request, name) for name in SHOWN} for request in new],
+                "tokens": [], "pass": None,
+                "kept": [number for number in pool.free if number in pool.key_of],
+                "waiting": [request.name for request in scheduler.waiting]}
+        if batch:
+            done = trace.passes[-1]
+            note["pass"] = {**vars(done), "start": trace.step_times[done.step]}
+            note["tokens"] = [(request.name, request.generated[-1]) for request in batch.sampled
+                              if request in known]   # of the others, all tokens are in "new"
+        known.update(new)
+        ended = [request for request in known if request.finished]
+        known.difference_update(ended)
+        note["tables"] = {request.name: request.block_table for request in scheduler.running}
+        note["ended"] = {request.name: request.finish_reason for request in ended}
+        return note
+
+    # --- in the thread of asyncio ---
+
+    async def steps(self):
+        return EventSourceResponse(self.messages(), sep="\n")
+
+    async def messages(self):
+        """For one page, until it leaves."""
+        notes, sent = deque(maxlen=UNREAD), None
+        self.pages[id(notes)] = notes, set()
+        self.engine.tell()   # it wakes up, and notes what is there
+        try:
+            yield json.dumps(self.hello)
+            # A page that has missed notes opens the stream again, and is told everything.
+            while not self.server.should_exit and len(notes) < UNREAD:
+                new = ", ".join(notes.popleft() for _ in range(len(notes)))
+                message = f'{{"pace": {self.pace}, "notes": [{new}]}}'
+                if message != sent:
+                    yield message
+                sent = message
+                await asyncio.sleep(INTERVAL)
+        finally:   # also if the connection ends
+            del self.pages[id(notes)]
+            if not self.pages:   # nobody is there who could go on
+                self.pace = 0.0
+                self.engine.cancel(*self.asked)
+
+    async def control(self, pace: Annotated[float, Body(ge=0, le=1e6)],
+                      step: Annotated[bool, Body()] = False):
+        """Sets what the page's buttons set, and all pages show. step: the next need not wait."""
+        if self.pages:   # or nobody would see it, and go on
+            self.pace, self.last = pace, -math.inf if step else time.perf_counter()
+        self.engine.tell()

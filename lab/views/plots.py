@@ -1,0 +1,124 @@
+"""
+What every script can draw with --plot, in one visual language:
+
+    blue    prefill               grey, hatched    padding
+    green   decode                red, hatched     finished, still computed
+    purple  computed again        thin grey line   waiting
+
+Colour-blind readers can tell the colours apart (Okabe and Ito's palette, with Tol's red); hatching
+repeats the distinction. The docs' figures, in lab/experiments/figures.py, use the same language.
+"""
+import matplotlib
+from matplotlib.patches import Rectangle
+
+COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4",
+          "finished": "#CC3311", "waiting": "#999999"}
+KEYS = {"past": "#5E4FA2", "new": "#E69F00"}   # what a token sees: cached keys, this pass's
+NAMES = {"prefill": "prefill", "decode": "decode", "recomputed": "computed again", "pad": "padding",
+         "finished": "finished, still computed", "waiting": "waiting"}
+
+COUNTED = {   # a colour -> what a forward pass counts of it
+    "decode": "useful", "recomputed": "recomputed", "pad": "pad_slots",
+    "finished": "finished_slots"}
+WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
+
+
+def pyplot():
+    """pyplot without a display, unless a notebook has already chosen a backend."""
+    if "inline" not in matplotlib.get_backend():
+        matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    plt.rcParams.update({
+        "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.titlelocation": "left", "axes.titlesize": 10, "grid.color": "#EEEEEE",
+        "hatch.linewidth": 0.4, "figure.dpi": 110, "savefig.dpi": 140, "legend.frameon": False})
+    return plt
+
+
+def style(kind):
+    """Its colour and hatching, as keywords of bars and patches."""
+    hatch = {"pad": "////", "finished": "xxxx"}.get(kind)
+    edge = {"pad": "#999999", "finished": "white"}.get(kind, "none")
+    return {"facecolor": COLORS[kind], "hatch": hatch, "edgecolor": edge, "linewidth": 0}
+
+
+def box(ax, x, y, label="", ink="black", **looks):
+    """A cell of a grid with a label in it."""
+    looks = {"edgecolor": "white", "linewidth": 0.5, "clip_on": False, **looks}
+    ax.add_patch(Rectangle((x, y), 1, 1, **looks))
+    ax.text(x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=9, color=ink)
+
+
+def timeline(ax, trace, last_step):
+    """
+    One row per request, one column per step. A cell is the request's row in the tensor, whatever
+    its width: coloured for tokens, grey for padding. So a decode in the same rectangle as a chunk
+    of 16 is 1/16 green. Where several prompts share a row, its pads belong to no request, and are
+    not drawn.
+    """
+    row_of = {request.name: i for i, request in enumerate(trace.requests)}
+    prompt = {request.name: len(request.prompt) for request in trace.requests}
+    next_step = {request.name: request.arrival for request in trace.requests}
+    reached = dict.fromkeys(prompt, 0)   # tokens computed so far
+    for p in trace.passes:
+        own_row = len(p.shape) == 2 and p.shape[0] == len(p.work) + len(p.finished)
+        for name, first, n in p.work:
+            again = max(0, min(reached[name], first + n) - first)
+            prefill = max(0, min(prompt[name], first + n) - first - again)
+            reached[name] = max(reached[name], first + n)
+            width = p.shape[1] if own_row else n
+            cell(ax, p.step, row_of[name], {"recomputed": again / width, "prefill": prefill / width,
+                                            "decode": (n - again - prefill) / width,
+                                            "pad": (width - n) / width})
+            if p.step > next_step[name]:   # it had come, and was in no pass
+                ax.plot([next_step[name] - 0.5, p.step - 0.5], [row_of[name]] * 2,
+                        color=COLORS["waiting"], linewidth=1, label=NAMES["waiting"])
+            next_step[name] = p.step + 1
+        for name in p.finished:
+            cell(ax, p.step, row_of[name], {"finished": 1})
+    ax.set_ylim(len(row_of) - 0.4, -0.6)
+    ax.set_yticks(range(len(row_of)), row_of, fontsize=9)
+    ax.set_xlim(-0.5, last_step - 0.5)
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.set_xlabel("step")
+    slots, useful = sum(p.slots for p in trace.passes), sum(p.useful for p in trace.passes)
+    ax.set_title(f"{trace.stage}: {len(trace.passes)} passes, {useful / slots:.0%} of {slots:,} "
+                 "slots useful", fontsize=9)
+
+
+def cell(ax, step, row, shares):
+    """A request in a step, its parts one above the other."""
+    top = row - 0.42
+    for kind, share in shares.items():
+        if share:
+            ax.bar(step, 0.84 * share, 0.92, top, label=NAMES[kind], **style(kind))
+            top += 0.84 * share
+
+
+def timelines(traces, path=None, columns=2):
+    """All stages on one workload, with one axis of steps, so that their ends can be compared."""
+    rows = -(-len(traces) // columns)
+    height = 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))
+    figure, axes = pyplot().subplots(rows, columns, figsize=(WIDTH, height), squeeze=False)
+    last = max(trace.passes[-1].step for trace in traces) + 1
+    handles = {}   # one of each kind that is drawn
+    for ax, trace in zip(axes.flat, traces):
+        timeline(ax, trace, last)
+        drawn, names = ax.get_legend_handles_labels()
+        handles |= dict(zip(names, drawn))
+    for ax in axes.flat[len(traces):]:
+        ax.axis("off")
+    figure.legend(handles=[handles[name] for name in NAMES.values() if name in handles],
+                  loc="lower center", ncols=len(handles), handlelength=1.4, columnspacing=1.6)
+    figure.tight_layout(rect=(0, 0.38 / height, 1, 1), h_pad=1.4, w_pad=2)
+    return save(figure, path)
+
+
+def save(figure, path):
+    """Writes the figure and closes it; without a path returns it, for a notebook to show."""
+    if path is None:
+        return figure
+    figure.savefig(path)
+    pyplot().close(figure)
+    return path
