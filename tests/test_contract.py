@@ -22,11 +22,11 @@ from lab.checks.toy import toy
 from lab.checks.xray import XRay
 from model import Head
 from request import Request
+from toolbox.trace import observed
 
 MODEL, WATCHED = common.backend("float64").model, toy()   # equal; hooks only on the second
 COMPILED = ("unbatched", "ragged_varlen", "paged")   # what the compiled step serves
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-from toolbox.trace import observed
 
 
 @contextmanager
