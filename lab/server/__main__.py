@@ -61,7 +61,9 @@ def prepared(args):
     """(model, tokenizer), where and with as many threads as they will be used."""
     model, tokenizer = load(args.model)
     model.to(flags.device_of(args), flags.DTYPES[args.dtype])
-    model = model.optimize() if args.optimize else model
+    if args.optimize:
+        from lab.compiled import optimize  # only then is it needed
+        model = optimize(model)
     if args.threads or args.model == "builtin":   # so small that a second one gains little
         torch.set_num_threads(args.threads or 1)
     return model, tokenizer
