@@ -29,7 +29,6 @@ from common import (
     knobs_of,
     llama,
     mixed,
-    quick,
     smallest_pool,
     toy,
 )
@@ -210,8 +209,8 @@ REORDERED = {   # another order of additions, or another rounding
 def test_a_mistake_in_the_source_is_found(name, monkeypatch, tmp_path):
     """...by the tests above: other numbers, or only other bits."""
     rebuilt(monkeypatch, tmp_path, *{**WRONG, **REORDERED}[name])
-    found = next(all_faults())
-    assert (found.verdict == "WRONG" or found.difference > 2e-5) == (name in WRONG), found
+    large = (each.verdict == "WRONG" or each.difference > 2e-5 for each in all_faults())
+    assert any(large) if name in WRONG else next(large) is False
 
 
 @pytest.mark.parametrize("name, said", [
@@ -297,7 +296,7 @@ def test_a_model_that_it_cannot_serve_comes_back(capsys):
 
 
 @pytest.mark.parametrize("change, said", [
-    (broken("no causal rule in a chunk", show=False), "unbatched"),   # Head.forward
+    (broken("no causal rule in a chunk", show=False), "ragged"),   # Head.forward
     (patch.object(Block, "forward", lambda self, x, _: x), "unbatched"),
     (patch.object(Flat, "read", lambda self, layer, i: self.plan[0][0].kv.read(
         layer, self.ends[i])), "ragged"),
