@@ -161,3 +161,37 @@ def test_a_folder_named_like_a_package_of_others_is_found_out(tmp_path):
     (root / "kernels").mkdir(parents=True)
     (root / "kernels" / "__init__.py").touch()
     assert find_others(root, tmp_path).stderr.endswith("AssertionError: kernels\n")
+
+
+# --- lists that say the same ----------------------------------------------------------------------
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def listed(file):
+    """The packages of a requirements file, and of those that it includes."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        line = line.partition("#")[0].strip()
+        if line.startswith("-r "):
+            yield from listed(file.parent / line.removeprefix("-r "))
+        elif line:
+            yield line
+
+
+def grouped(name):
+    for each in PROJECT["dependency-groups"][name]:
+        yield from [each] if isinstance(each, str) else grouped(each["include-group"])
+
+
+def test_pyproject_lists_what_the_requirements_list():
+    base = [*listed(ROOT / "requirements.txt")]
+    assert PROJECT["project"]["dependencies"] == base
+    assert sorted(grouped("server")) == sorted(listed(ROOT / "lab/server/requirements.txt"))
+    assert sorted([*base, *grouped("test")]) == sorted(listed(ROOT / "tests/requirements.txt"))
+
+
+def test_the_version_is_the_same_everywhere():
+    version = PROJECT["project"]["version"]
+    said = re.search(r'^version: "(.+)"', (ROOT / "CITATION.cff").read_text("utf-8"), re.M)[1]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[1]
+    assert version == said == newest
