@@ -22,9 +22,7 @@ FLOORS = [   # from the ground up, as CONTRIBUTING.md draws them
     ["lab/explorer"],
     ["lab/run"],
     ["lab/server", "lab/experiments"],
-    ["assignments"],
-    ["notebooks"],
-    ["docs"]]
+    ["assignments", "notebooks", "docs"]]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 COMMANDS = ("lab/run", "lab/essays", "lab/ranks")   # one room: the commands that scripts open
 PATH = {path.stem for path in ROOT.glob("*.py")}
@@ -101,7 +99,7 @@ def test_the_top_is_short_and_its_only_python_is_the_path():
 
 OTHERS = """
 import importlib.util, pathlib, re, sys
-root, every, kernels = map(pathlib.Path, sys.argv[1:])
+root, every, kernels, prefix = map(pathlib.Path, [*sys.argv[1:], sys.prefix])
 source = pathlib.Path(importlib.util.find_spec("transformers").origin).parent / "utils"
 source = (source / "import_utils.py").read_text(encoding="utf-8")
 probed = {*re.findall(r'_is_package_available\\(\\s*"([\\w.]+)"', source)}
@@ -130,8 +128,9 @@ sys.path[:0] = [str(root / "tests"), str(root)]
 sys.path.append(str(every))
 for name in sorted(probed):
     found = importlib.util.find_spec(name)
-    places = [found.origin, *(found.submodule_search_locations or [])]
-    assert not any(pathlib.Path(place).is_relative_to(root) for place in places if place), name
+    for place in filter(None, [found.origin, *(found.submodule_search_locations or [])]):
+        place = pathlib.Path(place)   # the environment may lie in the repository
+        assert place.is_relative_to(prefix) or not place.is_relative_to(root), name
 sys.path[-1] = str(kernels)   # the others are more than empty modules can stand in for
 
 from transformers import LlamaForCausalLM
