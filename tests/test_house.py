@@ -69,6 +69,14 @@ def test_no_room_imports_a_higher_one_or_one_beside_it():
     assert arrows == []
 
 
+def test_contributing_draws_these_floors():
+    picture = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## The house")[1].split("```")[1]
+    lines = [{n for n, row in enumerate(picture.splitlines()) for room in rooms
+              if re.search(rf"\b{room.split('/')[-1]}(/|:|\.py)", row)} for rooms in FLOORS]
+    assert all(len(line) == 1 for line in lines)
+    assert lines == sorted(lines, key=max, reverse=True)
+
+
 def test_no_file_stands_in_a_circle():
     modules = {name_of(file): names for file, names in IMPORTS.items()
                if file.parts[0] in (file.name, *PACKAGES)}

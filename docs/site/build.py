@@ -97,7 +97,7 @@ def on_files(files, config):
         {"Start": "index.md"},
         {"The ladder": [{e["title"]: f"ladder/{e['file']}.md"} for e in config.extra["ladder"]]},
         {"Notebooks": ["notebooks/README.md", *(str(p) for p in taken if p.suffix == ".ipynb")]},
-        {"Beyond": [f"docs/{p.name}" for p in taken if str(p.parent) == "docs"]},
+        {"Look up": [f"docs/{p.name}" for p in taken if str(p.parent) == "docs"]},
         {"Explorer": "docs/explorer.html"}]
 
 
