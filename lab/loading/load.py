@@ -14,6 +14,8 @@ A model and its tokenizer, by name. In Python a stage is a function:
 
 trace.passes has what each forward pass computed (toolbox/trace.py).
 """
+import os
+
 import torch
 
 from lab.loading import llama_files
@@ -23,6 +25,7 @@ from model import GPT, GPTConfig
 from toolbox import weights
 
 KINDS = {"gpt2": weights.gpt2_config, **dict.fromkeys(llama_files.KINDS, llama_files.llama_config)}
+SMALL = 30_000_000   # parameters; below that, threads wait for each other longer than they compute
 
 
 def load_model(name="builtin", dtype=torch.float32):
@@ -62,6 +65,18 @@ def read(found, dtype):
                             weights.gpt2_names, dtype)
     return weights.read(found, lambda config: Llama(LlamaConfig(**config)),
                         llama_files.llama_names, dtype)
+
+
+def set_threads(model, threads=None):
+    """
+    How many threads compute `model` on a CPU: `threads`, or OMP_NUM_THREADS of the environment, or
+    one for fewer than SMALL parameters, or as many as torch chooses. Call it before the model runs.
+    """
+    small = model.device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL
+    if threads is None and small and not os.environ.get("OMP_NUM_THREADS"):
+        threads = 1
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def bytes_of(tokenizer, token):

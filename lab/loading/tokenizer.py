@@ -71,21 +71,27 @@ class FromJson:
         self.chat_template = self.inner.chat_template
         # a piece is byte-level, or else text as in sentencepiece
         table = byte_of() if "ByteLevel" in repr(self.inner.backend_tokenizer.decoder) else None
-        self.bytes_of = {token: special[token].content.encode() if token in special else
-                         bytes_of_piece(piece, table) for token, piece in pieces.items()}
+        with one_line(f"{self.name}: a piece is not byte-level", KeyError):
+            self.bytes_of = {token: special[token].content.encode() if token in special else
+                             bytes_of_piece(piece, table) for token, piece in pieces.items()}
 
     def encode(self, text, **_):
         """Token ids; with what the tokenizer puts in front of a text."""
-        return self.inner.encode(text, verbose=False)   # silent about texts beyond its context
+        return self.ids(text)
 
     encode_ordinary = encode
+
+    def ids(self, text, **settings):
+        with one_line(f"{self.name} cannot encode {text!r:.60}", Exception):   # half a character
+            # verbose: silent about texts beyond its context
+            return self.inner.encode(text, verbose=False, **settings)
 
     def encode_chat(self, messages):
         """Token ids of [{"role": ..., "content": text}, ...] and the beginning of an answer."""
         with one_line(f"{self.name}: its chat template fails", Exception):   # it is a program
             text = self.inner.apply_chat_template(messages, add_generation_prompt=True,
                                                   tokenize=False)
-        return self.inner.encode(text, add_special_tokens=False, verbose=False)
+        return self.ids(text, add_special_tokens=False)
 
     def decode_single_token_bytes(self, token):
         return self.bytes_of[token]
