@@ -199,10 +199,7 @@ class GPT(nn.Module):
         for what is no GPT-2.
         """
         from toolbox.weights import read_gpt2  # file formats are not the lesson
-        config, weights = read_gpt2(name, lambda config: cls(GPTConfig(**config)))
-        model = cls(GPTConfig(**config))
-        model.load_state_dict(weights)
-        return model
+        return read_gpt2(name, lambda config: cls(GPTConfig(**config)))
 
 
 def cut(logits, temperature, top_k=None, top_p=1.0):
