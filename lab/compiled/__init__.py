@@ -39,36 +39,37 @@ def optimize(model):
     of the model, has no gradients and no autocast, and does not see later changes of the weights:
     after one, call optimize() again. Hooks on the snapshot, which is a Module, run at every pass.
     """
-    with torch.device("cpu"):   # programs may set another default
-        why = why_not(model) or native.problem()
-        fast = None if why else Snapshot(model)
-        why = why or fault(fast)
-    if why:
+    try:
+        with torch.device("cpu"):   # programs may set another default
+            refuse_others(model)
+            fast = Snapshot(model)
+            try_out(fast)
+    except ValueError as why:
         print(f"compiled step: no, {why}", file=sys.stderr)
         return model
     native.keep_memory()
     return fast
 
 
-def why_not(model):
-    """Why no snapshot can serve a model like this, in words; None if one can."""
+def refuse_others(model):
+    """ValueError, in words, for a model whose weights are not those of a GPT or Llama here."""
     if type(model) not in (GPT, Llama):
-        return f"{type(model).__name__} is neither GPT nor Llama"
+        raise ValueError(f"{type(model).__name__} is neither GPT nor Llama")
     for p in model.parameters():
         if p.dtype != torch.float32 or p.device.type != "cpu":
-            return f"it is for float32 on a CPU, not {p.dtype} on {p.device.type}"
+            raise ValueError(f"it is for float32 on a CPU, not {p.dtype} on {p.device.type}")
     with torch.device("meta"):
         as_made = type(model)(model.config)
     looks = [(str(m), [p.shape for p in m.parameters()]) for m in (model, as_made)]
-    if looks[0] != looks[1]:
-        return "its modules are not those of its config (a tensor parallel rank's, for instance)"
+    if looks[0] != looks[1]:   # a tensor parallel rank's, for instance
+        raise ValueError("its modules are not those of its config")
 
 
 @torch.autocast("cpu", enabled=False)
-def fault(fast):
+def try_out(fast):
     """
-    How the logits of two requests of 4 tokens differ from the model's, or from those of the same
-    request in another stage, in words; None if they do not. A budget of 3 makes chunks.
+    ValueError, in words, if the logits of two requests of 4 tokens are not the model's, or not the
+    same bits in each stage; or if there are none. A budget of 3 tokens makes chunks.
     """
     found, chunks = {}, dict(token_budget=3)
     for stage, knobs in ((generate_unbatched, {}), (generate_ragged, chunks),
@@ -77,17 +78,14 @@ def fault(fast):
             rows = found[model] = []
             requests = [Request([(1 + step * i) % fast.config.vocab_size for i in range(4)], 1)
                         for step in (5, 7)]
-            try:
-                stage.generate(model, requests, **knobs,
-                               on_token=lambda request, token, row: rows.append(row))
-            except ValueError as error:   # not finite, or too long for the model
-                return str(error)
+            stage.generate(model, requests, **knobs,
+                           on_token=lambda request, token, row: rows.append(row))
         mine, theirs = (torch.stack(found[model]) for model in (fast, fast.model))    # (2, V)
         close = TOLERANCE[torch.float32] * float(theirs.abs().max())
         if not torch.allclose(mine, theirs, rtol=0, atol=close):
-            return f"it computes something else than the model ({stage.__name__}.py)"
+            raise ValueError(f"it computes something else than the model ({stage.__name__}.py)")
         if not torch.equal(mine, found.setdefault("alone", mine)):
-            return f"a request gets other bits in a batch than alone ({stage.__name__}.py)"
+            raise ValueError(f"a batch changes a request's bits ({stage.__name__}.py)")
     fast.passes.clear()
 
 

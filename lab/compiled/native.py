@@ -29,20 +29,15 @@ FLOAT = dict(dtype=torch.float32, device="cpu")   # said everywhere: programs ma
 
 
 @cache
-def problem():
-    """Why native.cpp cannot be used here, in a line. None: it can be."""
-    try:
-        library()
-    except FileNotFoundError:
-        return f"there is no {COMPILER} (apt install g++)"
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        return f"{COMPILER} cannot build native.cpp: {' '.join(str(error).split())}"
-
-
-@cache
 def library():
-    """The loaded library. OSError, SubprocessError or RuntimeError where it cannot be built."""
-    loaded = ctypes.CDLL(str(build()))
+    """The loaded library. ValueError, in a line, where it cannot be built."""
+    try:
+        loaded = ctypes.CDLL(str(build()))
+    except FileNotFoundError:
+        raise ValueError(f"there is no {COMPILER} (apt install g++)") from None
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        message = " ".join(str(error).split())
+        raise ValueError(f"{COMPILER} cannot build native.cpp: {message}") from None
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     loaded.panel_width.restype, loaded.multiply.restype, loaded.step.restype = number, None, number
     loaded.multiply.argtypes = [*[pointer] * 4, *[number] * 5]
