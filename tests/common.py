@@ -31,12 +31,15 @@ settings.register_profile("all tests", deadline=None, derandomize=True,
 settings.load_profile("all tests")
 
 
+THOROUGH = "THOROUGH" in os.environ   # set by conftest.py
+
+
 def examples(number):
     """
     How many examples hypothesis tries: `number` with --thorough, else a twentieth. A known bug is
     seen by one of the first eight (test_traps.py).
     """
-    return number if os.environ.get("THOROUGH") else max(number // 20, 5)
+    return number if THOROUGH else max(number // 20, 5)
 
 
 def quick(names, chosen):

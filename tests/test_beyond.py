@@ -3,7 +3,6 @@ Speculative decoding, planning ahead, forks: more stages that keep the contract,
 and on stage 7's. What each of them gains is counted. (Fairness: test_fairness.py)
 """
 import contextlib
-import os
 import random
 import runpy
 import sys
@@ -131,7 +130,7 @@ def crowd(seed, model):
     return requests
 
 
-SEEDS = range(25) if os.environ.get("THOROUGH") else (9, 0)   # crowds that see all of the bugs
+SEEDS = range(25) if common.THOROUGH else (9, 0)   # crowds that see all of the bugs
 
 
 def crowds(stage):

@@ -141,14 +141,17 @@ def test_contract_of_other_models_and_numbers(stage, backend, case):
 
 
 def on_two_ranks():
-    @settings(max_examples=common.examples(300))
+    @settings(max_examples=300 if common.THOROUGH else 6)
     @given(stage=st.sampled_from([*STAGES]), case=common.workloads())
     def any_stage(stage, case):
         contract(stage, "rank", *case)
 
     any_stage()   # both ranks draw the same
+    few = dict(max_batch=3, token_budget=8, page_size=3)
+    for stage in STAGES:
+        contract(stage, "rank", mixed()[2:6], few)
     for stage in "naive", "interleaved", "paged":
-        contract(stage, "Llama rank", mixed(), {})
+        contract(stage, "Llama rank", mixed()[2:6], few)
     for change, what in (dict(n_kv_head=1), "n_kv_head 1"), (dict(ffn=21), "FFN width 21"):
         with pytest.raises(ValueError, match=f"2 ranks: {what} is not a multiple"):
             shard(common.llama(**change))
