@@ -32,9 +32,15 @@ settings.register_profile("all tests", deadline=None, derandomize=True,
 settings.load_profile("all tests")
 
 
+THOROUGH = "THOROUGH" in os.environ   # set by conftest.py
+
+
 def examples(number):
-    """How many examples hypothesis tries: `number` with --thorough, else a tenth of them."""
-    return number if os.environ.get("THOROUGH") else max(number // 10, 5)
+    """
+    How many examples hypothesis tries: `number` with --thorough, else a twentieth. A known bug is
+    seen by one of the first eight (test_traps.py).
+    """
+    return number if THOROUGH else max(number // 20, 5)
 
 
 def quick(names, chosen):
