@@ -21,7 +21,7 @@ A pass takes at least the longer of the two. So on the CPU 32 rows need only tak
 as one (measured: 2.6 times, docs/measurements.md). On the GPU they take as long as one: reading
 takes longer for up to 150 rows. (Speeds of the CPU: measured, on a machine with twice the README's
 arithmetic; of the GPU: its data sheet.)
-Next: stage 1 computes a token for many requests from one read of the weights.
+Next: static batching computes a token for many requests from one read of the weights.
 
 The check that every script makes, this one too, is plainer still: one forward pass over a prompt
 and all of its answer. Only a token that rounding decides may differ (lab/checks/check.py).
@@ -44,8 +44,8 @@ class Alone:
     tokens, positions  for the model: ids and places, in the shape of this layout
     wanted             for the model: an index, the tokens whose logits are wanted
     sampled            for `sample`: the requests that those logits belong to, in the same order
-    lay_out            sets the last four (and more) from the plan. A method of its own: stage 1
-                       calls it again for each column, and stage 7 extends it
+    lay_out            sets the last four (and more) from the plan. A method of its own, because
+                       some layouts call it again, or add to it
     attend             for the model, once in each layer: which keys a token sees, from which cache
     cost               for the trace, after the pass: what attention computed and copied
 

@@ -20,7 +20,7 @@ one call, `attend`:
     ln_f -> logits                               token-wise, and only for the tokens `wanted`
 
 So the model knows nothing about requests, padding or caches. It leaves two questions open. *Which
-tokens are in this forward pass?* The stage decides, from stage 3 on with a Scheduler. *Which keys
+tokens are in this forward pass?* The stage decides, most of them with a Scheduler. *Which keys
 may each of them see?* The *layout* of the batch decides: it supplies `attend`. The layouts are in
 the stages, generate_*.py.
 
@@ -67,7 +67,7 @@ class Head(nn.Module):
         k, v:           (..., T, hs)  their keys and values; or (..., S, hs), if the cache has put
                                       the past in front already
         past_k, past_v: (..., P, hs)  keys and values of earlier tokens, for Head to put in front;
-                                      or None. Only stage 2's Rectangle uses them: the pasts of its
+                                      or None. Only dynamic's Rectangle uses them: the pasts of its
                                       requests differ in length, and are padded to P columns
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
                         over past *and* new keys is (B, 1, 1, S). ANDed with the causal rule.
