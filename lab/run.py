@@ -68,8 +68,9 @@ def run_stage(generate, args, shard=None):
         plots.timelines([trace], args.plot, columns=1)
     if args.page:   # recording runs the stage again
         recorded = record(generate, model, requests, None if args.no_check else plain, **knobs)
-        if "policy" in knobs:   # the page names it
-            recorded.recording.knobs["policy"] = args.policy
+        if "scheduler" in recorded.recording.knobs:   # the page names the policy
+            del recorded.recording.knobs["scheduler"]
+            recorded.recording.knobs["policy"] = args.policy or "fcfs"
         page.write(args.page, page.data_of({trace.stage: take_times(recorded, trace)}, tokenizer))
     if not args.quiet:
         print_texts(requests, tokenizer)
