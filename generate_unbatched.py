@@ -24,7 +24,9 @@ arithmetic; of the GPU: its data sheet.)
 Next: static batching computes a token for many requests from one read of the weights.
 
 The check that every script makes, this one too, is plainer still: one forward pass over a prompt
-and all of its answer. Only a token that rounding decides may differ (lab/checks/check.py).
+and all of its answer (lab/checks/check.py). What must agree: tokens exactly, unless rounding decides
+between two of them (a *near-tie*, which is counted apart); logits to rounding, 1e-4 of the largest
+in float32. Bit for bit they are equal with the compiled step only, --optimize on a CPU.
 """
 import torch
 
