@@ -20,11 +20,11 @@ NUMBERS = {"max_batch": "the most requests that run at the same time (default: 8
            "token_budget": "the most tokens computed in a step (default: 64)",
            "max_kv_tokens": "cache entries reserved by all running requests together "
                             "(default: no limit)",
-           "pages": "pages in the pool of the paged stage "
+           "pages": "pages in the pool of paged and prefix "
                     "(default: as many as the largest requests can fill)",
            "page_size": "tokens per page (default: 16)"}
 PICTURES = (".png", ".pdf", ".svg")
-KNOBS = (*NUMBERS, "policy", "share_prefixes", "pack", "attention", "use_cache")
+KNOBS = (*NUMBERS, "policy", "pack", "attention", "use_cache")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -73,11 +73,7 @@ def add_knobs(parser, policies):
     for name, text in NUMBERS.items():
         knobs.add_argument(f"--{name}", type=int, metavar="N", help=text)
     knobs.add_argument("--policy", choices=tuple(policies),
-                       help="which waiting request goes first (default: fcfs)")
-    knobs.add_argument("--share_prefixes", action="store_const", const=True,
-                       help="share pages between requests that begin alike (the default)")
-    knobs.add_argument("--no_share_prefixes", dest="share_prefixes", action="store_const",
-                       const=False, help="share no pages between requests that begin alike")
+                       help="prefix: which waiting request goes first (default: fcfs)")
     knobs.add_argument("--pack", choices=("batch", "dataset"),
                        help="prepacking: pack the prompts that were admitted, or let the packing "
                             "decide which to admit (default: batch)")
@@ -124,7 +120,7 @@ def given_knobs(args, policies):
     knobs = {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
     at_least_1(**{f"--{knob}": knobs[knob] for knob in NUMBERS if knob in knobs})
     if args.policy:
-        knobs["policy"] = policies[args.policy]
+        knobs["scheduler"] = policies[args.policy]
     return knobs
 
 

@@ -69,8 +69,9 @@ def run_stage(generate, args, shard=None):
         from lab.explorer import page
         from lab.explorer.recorder import record, take_times
         recorded = record(generate, model, requests, None if args.no_check else plain, **knobs)
-        if "policy" in knobs:   # the page names it
-            recorded.recording.knobs["policy"] = args.policy
+        if "scheduler" in recorded.recording.knobs:   # the page names the policy
+            del recorded.recording.knobs["scheduler"]
+            recorded.recording.knobs["policy"] = args.policy or "fcfs"
         page.write(args.page, page.data_of({trace.stage: take_times(recorded, trace)}, tokenizer))
     if not args.quiet:
         print_texts(requests, tokenizer)

@@ -142,7 +142,8 @@ class Recorder(XRay):
         self.pool = pages and {"pages": pages.number, "page_size": pages.size}
         held = {i: now for i, now in self.memory.items() if now}
         return {"held": held, "room": room, "columns": batch.end if rows else 0,
-                "kept": [page for page in pages.free if page in pages.key_of] if pages else []}
+                "kept": [page for page in pages.free_queue
+                         if page in getattr(pages, "hash_of", ())] if pages else []}
 
 
 def record(generate, model, requests, reference=None, **knobs):
