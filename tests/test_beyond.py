@@ -12,13 +12,13 @@ from unittest.mock import patch
 
 import common
 import pytest
+from beyond.fork import ForkScheduler, answers
 from common import alone, assert_contract, cancel_now, smallest_pool, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generate_ragged
 from beyond import ahead, speculative
-from beyond.fork import ForkScheduler, answers
 from beyond.speculative import Lookup
 from lab.checks.traps import swapped
 from lab.views.report import report, totals
