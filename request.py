@@ -12,6 +12,7 @@ Serving goes in *steps* of one or two forward passes. A *plan*, [(request, n), .
 tokens of which requests a step computes, or one pass of it. A request gets a token only if n covers
 all its todo.
 """
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -54,7 +55,7 @@ class Request:
     block_table: list | None = field(default=None, init=False)   # or its pages in a pool (paging.py)
     page_hashes: list = field(default_factory=list, init=False)  # names of its full pages
     assumed: list = field(default_factory=list, init=False)      # beyond/: follow the known tokens
-    context_length: int | None = field(default=None, init=False)  # the model's; set by `prepare`
+    context_length: float = field(default=math.inf, init=False)  # the model's; set by `prepare`
 
     def __post_init__(self):
         check_request(self)

@@ -97,7 +97,10 @@ class Packed:
 
 
 def in_packing_order(waiting, step):
-    """Requests that have arrived, in packing order; then the others."""
+    """
+    Requests that have arrived, in packing order; then the others. A short prompt may wait for ever
+    if longer ones keep arriving: beyond/fairness.py has a bound against that.
+    """
     arrived = [request for request in waiting if request.arrival <= step]
     lengths = [len(request.prompt) for request in arrived]
     bins = first_fit_decreasing(lengths, max(lengths, default=0))
