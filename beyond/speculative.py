@@ -14,8 +14,8 @@ tokens when they last occurred (prompt lookup, Saxena 2023).
 
 A draft model proposes a token with probability q, and rejection sampling accepts it with
 probability min(1, p/q), p being the model's own. This draft is certain, q = 1: so a guess is
-accepted with probability p. Here the request's own draw equals the guess just as often; if not, the draw is
-already the right token. No draft distribution, no second random number, one comparison.
+accepted with probability p. Here the request's own draw equals the guess just as often; if not, the
+draw is already the right token. No draft distribution, no second random number, one comparison.
 
     python -m beyond.speculative [MODEL PROMPTS]    docs/guessing.md: passes saved, and their price
 """

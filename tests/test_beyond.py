@@ -53,7 +53,8 @@ def run(stage, requests, model=MODEL, **knobs):
     nothing_is_assumed()
     for p in trace.passes:
         assert p.slots <= knobs.get("token_budget", 64) and p.pad_slots == p.finished_slots == 0
-        assert p.rejected == 0 or stage in GUESSES or any(r.finish_reason == "stop" for r in requests)
+    if stage not in GUESSES and not any(request.finish_reason == "stop" for request in requests):
+        assert totals(trace)["rejected"] == 0   # an end by length costs no row
     return trace
 
 
