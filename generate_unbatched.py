@@ -17,14 +17,14 @@ of GPT-2 reads 124 million weights once. Each row (a token) takes one multiply-a
     two CPU cores    50 GB/s, 0.22 TFLOP/s, fp32    10 ms             1.1 ms         36 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A pass takes at least the longer of the two. So on the CPU 32 rows take 3.6 times as long as one, for
-32 times the tokens. On the GPU they take as long as one: reading takes longer for up to 150 rows.
+A pass takes at least the longer of the two. So on the CPU 32 rows take 3.6 times as long as one,
+for 32 times the tokens. On the GPU they take as long as one: reading takes longer up to 150 rows.
 (Speeds of the CPU: measured, on the README's machine; of the GPU: its data sheet.)
 Next: static batching computes a token for many requests from one read of the weights.
 
 The check that every script makes, this one too, is plainer still: one forward pass over a prompt
-and all of its answer (lab/checks/check.py). What must agree: tokens exactly, unless rounding decides
-between two of them (a *near-tie*, which is counted apart); logits to rounding, 1e-4 of the largest
+and all of its answer (lab/checks/check.py). What must agree: tokens exactly, unless rounding
+decides between two of them (a *near-tie*, counted apart); logits to rounding, 1e-4 of the largest
 in float32. Bit for bit they are equal with the compiled step only, --optimize on a CPU.
 """
 import torch
