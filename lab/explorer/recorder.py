@@ -159,6 +159,7 @@ def record(generate, model, requests, reference=None, **knobs):
     defaults = {name: p.default for name, p in inspect.signature(generate).parameters.items()
                 if name not in ("model", "requests", "on_token")}
     recorder.generate, recorder.knobs = generate, defaults | knobs
+    recorder.knobs.pop("scheduler", None)   # a class; the stage's name says which
     trace.recording = recorder
     return trace
 
