@@ -3,7 +3,6 @@ Speculative decoding, planning ahead, in-batch prefix caching: more stages that 
 What each of them gains, and costs, is counted. (Fairness: test_fairness.py)
 """
 import contextlib
-import os
 import random
 import runpy
 import sys

@@ -1,13 +1,13 @@
 """Set 5: no rows."""
 import copy
 
+import generate_prepacked
 import pytest
 import torch
 from answers import answers
+from generate_prepacked import Packed
 from kit import LATE, MIX, Checks, drawn, given, left_in_caches, tensor
 
-import generate_prepacked
-from generate_prepacked import Packed
 from generate_ragged import Flat
 from model import Head
 
