@@ -186,11 +186,6 @@ class GPT(nn.Module):
             x = x[wanted]                                           # (R, C)
         return F.linear(self.ln_f(x), self.wte.weight)              # (..., V): the tied output head
 
-    def optimize(self):
-        """A snapshot that computes the same, faster. If it cannot be: the model itself, and why."""
-        from lab.compiled import optimize  # how to multiply fast is not the lesson
-        return optimize(self)
-
     @property
     def device(self):
         return self.wte.weight.device

@@ -102,7 +102,8 @@ def add_threads(group):
 
 def add_optimize(group):
     group.add_argument("--optimize", action="store_true",
-                       help="use the fastest kernels available, model.optimize()")
+                       help="compute in compiled code, on a CPU in float32, what the "
+                            "repository's unedited model computes (docs/kernels.md)")
 
 
 def device_of(args):

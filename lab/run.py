@@ -38,7 +38,8 @@ def run_stage(generate, args, shard=None):
     if shard:
         model = shard(plain if args.no_check else copy.deepcopy(plain))
     if args.optimize:
-        model = model.optimize()
+        from lab.compiled import optimize  # only then is it needed
+        model = optimize(model)
     check = None
     if not args.no_check:
         check = Check(plain, requests, exact=model if args.optimize and not shard else None)

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import generate_interleaved
 import generate_paged
 import generate_ragged
-from lab import flags
+from lab import compiled, flags
 from lab import run as command_line
 from lab.compiled import native
 from lab.flags import NUMBERS as KNOB_NUMBERS
@@ -262,6 +262,9 @@ def test_what_optimize_changes_does_not_check_itself(monkeypatch):
     assert "\ncompiled step: yes" in out
     pack = native.pack
     monkeypatch.setattr(native, "pack", lambda weight: pack(weight) * 1.5)
+    code, out, err = run(generate_ragged, *argv)
+    assert code == 0 and "compiled step: no, it computes something else than the model" in err
+    monkeypatch.setattr(compiled, "fault", lambda fast: None)   # without its own trial
     code, out, _ = run(generate_ragged, *argv)
     assert code == 1 and "WRONG: request 'r0': logits of token 0 differ" in out
 

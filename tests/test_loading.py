@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from lab.checks.traps import broken
 from lab.checks.xray import XRay
+from lab.compiled import optimize
 from lab.loading import load as load_module
 from lab.loading import tokenizer
 from lab.loading.load import decode, load, load_model
@@ -282,7 +283,7 @@ def test_the_compiled_step_serves_what_its_own_check_does_not_have():
     with torch.no_grad():
         for p in whole.float().parameters():
             p.mul_(0.5)   # float32 has fewer digits to show the differences of a loud model
-    fast = whole.optimize()
+    fast = optimize(whole)
     for stage in "unbatched", "ragged_varlen", "paged":
         assert_contract(fast, STAGES[stage], mixed(), whole=whole, tolerance=1e-4)
     assert fast is whole or fast.uses() == "compiled step: yes"

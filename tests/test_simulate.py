@@ -1,14 +1,13 @@
 """The calculated GPU: lab/simulate/calculated.py and what stands on it."""
 import json
 import math
-import os
 import random
 import re
 import sys
 from dataclasses import replace
 
 import pytest
-from common import examples
+from common import THOROUGH, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,9 +200,8 @@ def long_run(shape, gpu, lengths, rate, **knobs):
 
 def test_the_verdict_is_right_for_random_loads():
     """0.3 to 3 times what a long run serves: always right, and undecided only close to it."""
-    told = 0
-    loads = 200 if os.environ.get("THOROUGH") else 5
-    for seed in range(loads):
+    undecided, seeds = 0, range(200) if THOROUGH else (4, 6, 10)   # one of each verdict
+    for seed in seeds:
         draw = random.Random(seed)
         shape, gpu = MODELS[draw.choice(["llama-2-7b", "qwen3-0.6b"])], GPUS[draw.choice([*GPUS])]
         gpu = replace(gpu, memory=max(gpu.memory, 16 * 2**30))
@@ -222,14 +220,14 @@ def test_the_verdict_is_right_for_random_loads():
         said = verdict(rate / served, tried)
         if said.startswith("too short to tell: "):
             assert abs(times - 1) < 0.1, seed
+            undecided += 1
         else:
-            told += 1
             assert said == ("overloaded" if times > 1 else "keeps up"), (seed, times)
-    assert told >= 0.8 * loads
+    assert 1 <= undecided <= max(1, 0.2 * len(seeds))
 
 
 @pytest.mark.parametrize("line, said", [
-    ("--rate 60 --input 16 --output 200 --requests 60", "overloaded"),   # many run, and none waits
+    ("--rate 200 --input 16 --output 60 --requests 60", "overloaded"),   # many run, and none waits
     ("--rate 12 --input 1024 --output 16 --requests 40 --seed 3", "keeps up"),
     ("--rate 50 --requests 6 --input 20 --output 5 --seed 3", "keeps up"),   # three in a burst
     ("--rate 1 --requests 9 --input 5 --output 3 --model gpt2 --stage dynamic", "keeps up"),
@@ -258,11 +256,16 @@ def test_equal_requests_are_counted_as_the_scheduler_plans_them(number, prompt, 
     assert counted == [counts[:4] for *_, counts in trace.clock.passes]   # nothing is copied
 
 
-def test_published_runs_within_the_goal():
+def test_published_runs_within_the_goal(monkeypatch):
     assert sum(answer for _, answer in published.nano_vllm()) == 133_966   # as its source says
     assert 90 < sum(answer for _, answer in published.rahman()) / 300 < 110   # 100 in the mean
     assert {run[1] for run in published.DATA["runs"]} == {*published.SOURCES}
-    assert all(abs(row["error"]) < 0.06 for row in published.compare(["IOG"]))   # over HTTP
+    if not THOROUGH:   # one of the runs over HTTP
+        monkeypatch.setitem(published.DATA, "runs", [
+            run for run in published.DATA["runs"]
+            if run[1] != "IOG" or (run[0], run[-3]) == (383, "ttft_ms")])
+    over_http = published.compare(["IOG", "yobitel"])
+    assert len(over_http) > 1 and all(abs(row["error"]) < 0.06 for row in over_http)
     rows = published.compare(["ANL", "gpt-fast", "TensorRT-LLM 0.5"])
     head, one, several, *_ = published.summary(rows)
     assert float(one[2].rstrip("%")) <= 6 and float(several[2].rstrip("%")) <= 11

@@ -61,7 +61,9 @@ def prepared(args):
     model, tokenizer = load(args.model)
     model.to(flags.device_of(args), flags.DTYPES[args.dtype])
     set_threads(model, args.threads)
-    model = model.optimize() if args.optimize else model
+    if args.optimize:
+        from lab.compiled import optimize  # only then is it needed
+        model = optimize(model)
     return model, tokenizer
 
 
