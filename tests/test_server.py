@@ -411,8 +411,10 @@ def test_the_command_finishes_its_streams_after_sigterm():
         process.communicate()
 
 
-def test_so_small_a_model_has_one_thread():
+def test_so_small_a_model_has_one_thread(monkeypatch):
     """Whatever torch would choose."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)   # which would decide otherwise
+
     def threads(flags):
         torch.set_num_threads(2)   # of the thread that calls it
         program.prepared(SimpleNamespace(**flags))
