@@ -128,6 +128,7 @@ def test_a_full_disk_is_one_line_and_costs_no_text():
 
 @pytest.mark.parametrize("file, line, named", [
     ("p.jsonl", "{", "line 2: not JSON"),
+    ("p.jsonl", "[" * 100_000, "line 2: not JSON: RecursionError"),
     ("p.jsonl", "[1]", 'line 2: .. "prompt" is a string'),
     ("p.jsonl", '{"prompt": 3}', 'line 2: .. "prompt" is a string'),
     ("p.jsonl", '{"prompt": "a", "tempreature": 1}', 'key "tempreature"; allowed: prompt, '),
