@@ -24,6 +24,7 @@ from pathlib import Path
 import isolate
 from isolate import Fault
 
+from cache import KV
 from paging import Pages
 from request import Request
 from scheduler import Scheduler
@@ -101,6 +102,11 @@ def counts_of(trace):
             **{f"steps of {r.name}": r.token_steps for r in trace.requests}}
 
 
+def cache_of(request):
+    """What can be seen of a request's cache."""
+    return f"a cache of {request.kv.capacity}" if request.kv else "no cache"
+
+
 def plan_of(plan):
     return " ".join(f"{r.name}{n}" for r, n in plan) or "nothing"
 
@@ -117,7 +123,8 @@ def scheduled(requests, max_batch=8, token_budget=64, max_kv_tokens=None):
     """A scheduler's run with no model; every token is 0. Yields what is seen of each step."""
     queue, step, freed = Scheduler(max_batch, token_budget, max_kv_tokens), 0, []
     free = queue.free
-    queue.free = lambda request: freed.append(f"{request.name}, {request.kv}") or free(request)
+    queue.free = lambda request: freed.append(f"{request.name}, {cache_of(request)}") or free(
+        request)
     for request in sorted(requests, key=lambda request: request.arrival):
         queue.add(request)
     for _ in range(STEPS):
@@ -133,14 +140,12 @@ def scheduled(requests, max_batch=8, token_budget=64, max_kv_tokens=None):
             return
         seen = {f"the plan of step {step}": plan_of(plan), "running": names(queue.running)}
         tokens = [0] * sum(n == request.todo for request, n in plan)
-        for request, _ in plan:
-            request.kv = request.kv or "cache"
         queue.update(plan, tokens)
         yield {**seen, "plan and tokens after update": [plan_of(plan), tokens],
                f"running after step {step}": names(queue.running),
                "waiting": names(queue.waiting), "free was called for": sorted(freed),
                **{f"{r.name} after step {step}, computed, generated, finish_reason and cache":
-                  [r.computed, len(r.generated), r.finish_reason, r.kv] for r in requests}}
+                  [r.computed, len(r.generated), r.finish_reason, cache_of(r)] for r in requests}}
         step += 1
 
 
@@ -353,6 +358,8 @@ def left_in_caches(layout, rng, passes, lengths=(2, 11, 4, 5, 8, 1, 3, 9, 2)):
     import torch
     torch.manual_seed(rng.randrange(99))
     requests = given(*[(n, 13) for n in lengths])
+    for request in requests:
+        request.kv = KV(request.kv_tokens)
     for step in range(passes):
         plan = [(request, request.todo) for request in requests]
         batch = layout(plan)

@@ -59,7 +59,8 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "2c generate_dynamic.py:admit": {
         "not yet arrived": ("request.arrival <= step", "request.arrival <= step + 1"),
         "admitted twice": ("waiting[len(admitted):]", "list(waiting)"),
-        "newcomers come first": ("running + admitted", "admitted + running")},
+        "newcomers come first": ("running + admitted", "admitted + running"),
+        "no cache for a newcomer": ("request.kv = KV(request.kv_tokens)", "pass")},
     "2c generate_dynamic.py:leave": {
         "caches are kept": ("request.kv = None", "pass"),
         "at the limit": ("request.finished:", "request.finish_reason in ('stop', 'cancelled'):")},
@@ -73,7 +74,8 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "one chunk a step": ("budget -= n", "budget = 0"),
         "a decode by its answer": ("if request.todo == 1]", "if request.generated]")},
     "3b scheduler.py:Scheduler.grant_room": {
-        "an exact fit finds no room": ("<= self.max_kv_tokens", "< self.max_kv_tokens")},
+        "an exact fit finds no room": ("> self.max_kv_tokens", ">= self.max_kv_tokens"),
+        "room without a cache": ("request.kv = KV(request.kv_tokens)", "pass")},
     "3b scheduler.py:Scheduler.admit": {
         "max_batch capped at 6": ("< self.max_batch", "< min(self.max_batch, 6)"),
         "admits beyond the budget": (),

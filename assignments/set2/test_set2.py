@@ -3,7 +3,7 @@ from itertools import product
 
 import pytest
 from answers import answers
-from kit import MIX, Checks, drawn, given, names, sequences
+from kit import MIX, Checks, cache_of, drawn, given, names, sequences
 
 import generate_dynamic
 from generate_naive import StaticBatch
@@ -15,7 +15,8 @@ points = pytest.mark.points
 
 @points(4, "generate_naive.py:StaticBatch.lay_out", title="the static batch")
 class Test2a(Checks):
-    on_device = StaticBatch, "tokens", "positions", "mask", "wanted"
+    on_device = (lambda requests, device: StaticBatch(requests, None, device)), *(
+        "tokens", "positions", "mask", "wanted")
 
     def test_the_stage(self, part):   # in the last, a row goes on beyond the last position
         for sizes, most in (MIX, 3), (((2, 1), (2, 2)), 8), (((20, 2), (2, 20)), 8):
@@ -58,7 +59,8 @@ def admissions(cases):
         left, now = generate_dynamic.admit(waiting, running, step, most)
         yield (f"admit at step {step}, max_batch {most}, {busy} running, waiting with arrivals "
                f"{arrivals}", {"types": [type(each).__name__ for each in (left, now)],
-                               "waiting": names(left), "running": names(now)})
+                               "waiting": names(left), "running": names(now),
+                              "caches": [cache_of(request) for request in now]})
 
 
 def leaves(cases):

@@ -8,7 +8,7 @@ from kit import Checks, describe, drawn, given, plan_for, plan_of, scheduled, se
 import request
 from scheduler import Scheduler, advance
 
-FILES = "request.py scheduler.py"
+FILES = "request.py cache.py scheduler.py"
 points = pytest.mark.points
 
 

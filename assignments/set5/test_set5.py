@@ -7,6 +7,7 @@ from answers import answers
 from kit import LATE, MIX, Checks, drawn, given, left_in_caches, tensor
 
 import generate_prepacked
+from cache import KV
 from generate_prepacked import Packed
 from generate_ragged import Flat
 from model import Head
@@ -87,6 +88,8 @@ def attending(rng, sizes):
 
     for attention in "varlen", "mask":
         requests = given(*sizes, computed=2)
+        for request in requests:
+            request.kv = KV(request.kv_tokens)
         batch = Flat([(r, r.todo) for r in requests], None, attention)
         twin = copy.deepcopy(batch)   # it alone has the caches: write and read are the way to them
         batch.write, batch.read = twin.write, twin.read
