@@ -1,9 +1,9 @@
 """
 Stage 2: dynamic batching. A finished request leaves at once, and a waiting one takes its place.
 
-The field calls this *continuous batching* (Orca: iteration-level scheduling). Servers such as Triton
-call it dynamic batching when they group queued requests, which is static batching here. All later
-stages refine what follows.
+The field calls this *continuous batching* (Orca: iteration-level scheduling). Servers such as
+Triton call it dynamic batching when they group queued requests, which is static batching here. All
+later stages refine what follows.
 
 The batch is rebuilt at every step, so the cache can no longer belong to the batch: each request has
 its own, and the layout `Rectangle` gathers them. Prompts and decodes differ in width, so a step has

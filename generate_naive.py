@@ -53,7 +53,7 @@ class StaticBatch:
         self.tokens = tokens.to(device)                             # (B, T)
         columns = torch.arange(self.end, device=device)             # (S,)
         self.positions = columns[self.start:] - self.pads[:, None]  # counted from its first token
-        self.positions.clamp_(0, self.requests[0].context_length - 1)   # pads, finished rows: any valid
+        self.positions.clamp_(0, self.requests[0].context_length - 1)   # pads, finished: any valid
         self.mask = (columns >= self.pads[:, None])[:, None, None]  # (B, 1, 1, S)
 
         due = indices_due(self.plan)

@@ -43,6 +43,8 @@ class Paged(Flat):
 
     def lay_out(self, device):
         super().lay_out(device)
+        # All keys' slots, anew at each step. A kernel reads block tables itself, and the host only
+        # adds the new tokens' slots.
         self.key_slots = [self.slots(request.block_table, end).to(device)       # (S_i,) each
                           for (request, _), end in zip(self.plan, self.ends)]
         self.slot_mapping = torch.cat([slots[start:] for slots, start in        # (N,)

@@ -86,7 +86,7 @@ class PrefixPages(Pages):
             self.cached[name], self.hash_of[page] = page, name
 
     def free(self, table):
-        """As Pages.free; but only pages that are in no other block table, and the last one first."""
+        """As Pages.free; but only pages that are in no other block table, and the last first."""
         for page in reversed(table):
             self.ref_count[page] -= 1
             if not self.ref_count[page]:
@@ -123,7 +123,7 @@ class PrefixScheduler(PagedScheduler):
         return True
 
     def update(self, plan, tokens):
-        """As Scheduler.update; but first, while all still hold their pages, full ones are cached."""
+        """As Scheduler.update; but first, while all still hold their pages, it caches full ones."""
         for request, n in plan:
             self.cache_filled(request, request.computed, request.computed + n)
         super().update(plan, tokens)

@@ -58,6 +58,8 @@ class Flat:
         self.positions = torch.tensor(positions, device=device)                 # (N,)
         if self.attention == "mask":
             self.mask = self.block_diagonal().to(device)                        # (N, S)
+        # Kernels take boundaries as a tensor on the device: cu_seqlens_q of the new tokens (vLLM:
+        # query_start_loc), cu_seqlens_k of the keys. Here Python's loop reads them: a list does.
 
         due = indices_due(self.plan)
         self.sampled = [self.plan[i][0] for i in due]

@@ -58,7 +58,8 @@ class Head(nn.Module):
     It is *stateless*: no cache, no weights, no global, no dropout. So one object, `head`,
     serves all layers and all stages. It is written for one head, but any leading axes `...` will
     do: (B, nh) for all heads of all rows of a rectangle at once, (nh,) for a flat stream. The head
-    axis is just one more batch axis.
+    axis is just one more batch axis. (Production code calls torch's scaled_dot_product_attention
+    or a kernel such as FlashAttention here, which never store the T x S scores.)
     """
 
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
@@ -251,7 +252,8 @@ def sample(logits, requests):
     for i, request in enumerate(requests):
         check_finite(request, largest[i])
         if request.temperature > 0:
-            # in float64 on the CPU: the same on every device
+            # In float64 on the CPU: the same on every device. Row by row is slow on a GPU, where
+            # engines sample all rows at once, with random numbers that depend on the batch or not.
             x, t = logits[i].cpu().double(), request.temperature
             edges = cdf(x, t, request.top_k, request.top_p)                                # (V,)
             tokens[i] = int(torch.searchsorted(edges, request.draw(), right=True))

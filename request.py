@@ -12,6 +12,7 @@ Serving goes in *steps* of one or two forward passes. A *plan*, [(request, n), .
 tokens of which requests a step computes, or one pass of it. A request gets a token only if n covers
 all its todo.
 """
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -51,10 +52,10 @@ class Request:
     token_steps: list = field(default_factory=list, init=False)  # step of each token
     computed: int = field(default=0, init=False)                 # tokens in the cache
     kv: object = field(default=None, init=False, repr=False)     # its cache, a KV (cache.py)
-    block_table: list | None = field(default=None, init=False)   # or its pages in a pool (paging.py)
+    block_table: list | None = field(default=None, init=False)   # or its pages, see paging.py
     page_hashes: list = field(default_factory=list, init=False)  # names of its full pages
     assumed: list = field(default_factory=list, init=False)      # beyond/: follow the known tokens
-    context_length: int | None = field(default=None, init=False)  # the model's; set by `prepare`
+    context_length: float = field(default=math.inf, init=False)  # the model's; set by `prepare`
 
     def __post_init__(self):
         check_request(self)
@@ -120,7 +121,7 @@ def advance(plan, tokens):
 
 
 def prepare(requests, config):
-    """The requests by arrival, each with a name and the model's context length. ValueError if bad."""
+    """The requests by arrival, with names and the model's context length. ValueError if bad."""
     requests = [requests] if isinstance(requests, Request) else list(requests)
     for request, name in zip(requests, check_run(requests, Request, config), strict=True):
         request.name, request.context_length = name, config.block_size

@@ -21,7 +21,7 @@ The first in rank is admitted first. When no page is free, a request takes one f
 rank, perhaps itself. So of those that run, the first in rank keeps its pages and goes on at every
 step: no live-lock. (vLLM ranks by arrival or by priority, too. It has no bound.)
 
-    python generate_paged.py --policy sjf      stage 7 with a policy
+    python generate_prefix.py --policy sjf     prefix caching with a policy
 """
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -29,7 +29,7 @@ from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from paging import PagedScheduler
+from generate_prefix import PrefixScheduler
 
 POLICIES = {
     "fcfs": lambda request: 0,                                             # first come first served
@@ -47,17 +47,16 @@ class Rank(NamedTuple):
     number: int      # of those that arrived before it
 
 
-class FairScheduler(PagedScheduler):
+class FairScheduler(PrefixScheduler):
     """
-    A PagedScheduler that keeps `waiting` in order of rank, and sorts `running` to choose a victim.
+    A PrefixScheduler that keeps `waiting` in order of rank, and sorts `running` to choose a victim.
 
     policy: one of POLICIES
     bound:  how often a request may be overtaken, and how often preempted
     """
 
-    def __init__(self, max_batch, token_budget, pages, policy, share_prefixes=True,
-                 bound=MAX_OVERTAKEN):
-        super().__init__(max_batch, token_budget, pages, share_prefixes)
+    def __init__(self, max_batch, token_budget, pages, page_size, policy, bound=MAX_OVERTAKEN):
+        super().__init__(max_batch, token_budget, pages, page_size)
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
         self.key, self.bound, self.added = POLICIES[policy], bound, 0
@@ -116,7 +115,7 @@ class FairScheduler(PagedScheduler):
     def grant_room(self, request):
         """As PagedScheduler.grant_room; a request that is due needs room for its longest answer."""
         need = self.pages.needed(request.kv_tokens) if self.is_due(request) else 0
-        if need > len(self.pages.free) or not super().grant_room(request):
+        if need > len(self.pages.free_queue) or not super().grant_room(request):
             return False
         self.pages.allocate(request.block_table, need - len(request.block_table))   # if above 0
         self.line.pop(request, None)
@@ -130,6 +129,6 @@ class FairScheduler(PagedScheduler):
         self.insert(request, due=times >= self.bound)
 
 
-# by policy, for stage 7: generate(model, requests, policy=SCHEDULERS["sjf"])
+# by policy: generate_prefix.generate(model, requests, scheduler=SCHEDULERS["sjf"])
 SCHEDULERS = {policy: partial(FairScheduler, policy=policy) for policy in POLICIES}
-SCHEDULERS["fcfs"] = PagedScheduler   # without a bound: by arrival, none is overtaken
+SCHEDULERS["fcfs"] = PrefixScheduler   # without a bound: by arrival, none is overtaken

@@ -2,8 +2,8 @@
 In-batch prefix caching: what a running request is about to compute is worth waiting for.
 
 Prefix caching finds pages once a pass has filled them. But several answers to one prompt are asked
-for together, and what is admitted in one step finds nothing: each computes the whole prompt. (SGLang
-calls the remedy in-batch prefix caching.)
+for together, and what is admitted in one step finds nothing: each computes the whole prompt.
+(SGLang calls the remedy in-batch prefix caching.)
 
     step 0    A computes the prompt      B, C and D wait: A computes their beginning
     step 1    A decodes                  B, C and D share A's full pages, and compute the rest
@@ -47,8 +47,8 @@ class InBatchScheduler(PrefixScheduler):
 
 def serve(scheduler, requests):
     """
-    Serves [(prompt, new tokens, arrival), ...] without a model. Returns (tokens computed, most pages
-    held, the step of each one's first token).
+    Serves [(prompt, new tokens, arrival), ...] without a model. Returns (tokens computed, most
+    pages held, the step of each one's first token).
     """
     requests = prepare([Request(prompt, new, arrival=at) for prompt, new, at in requests],
                        SimpleNamespace(block_size=1024, vocab_size=4))
@@ -73,9 +73,10 @@ def main():
     together = [(prompt, 32, 0)] * 8
     later = [(prompt, 32, 2 * (i > 0)) for i in range(8)]
     print("8 answers of 32 tokens to a prompt of 88, pages of 16, at most 1,024 tokens a step")
-    for text, kind, requests in (("prefix caching, asked together", PrefixScheduler, together),
-                                 ("prefix caching, the others 2 steps later", PrefixScheduler, later),
-                                 ("the rule, asked together", InBatchScheduler, together)):
+    for text, kind, requests in (
+            ("prefix caching, asked together", PrefixScheduler, together),
+            ("prefix caching, the others 2 steps later", PrefixScheduler, later),
+            ("the rule, asked together", InBatchScheduler, together)):
         computed, held, _ = serve(kind(8, 1024, 64, 16), requests)
         print(f"  {text:41} {computed} tokens computed, {held} pages held")
     print("2 answers to each of 4 prompts of 88")

@@ -1,8 +1,9 @@
 """
 Prepacking: a row need not be a request. Pack several prompts into one row.
 
-A branch off dynamic batching, which pads every prompt to the longest. What keeps requests apart is the mask, not the row, so short prompts can share a row:
-each sees only itself, and counts its positions from 0.
+A branch off dynamic batching, which pads every prompt to the longest. What keeps requests apart is
+the mask, not the row, so short prompts can share a row: each sees only itself, and counts its
+positions from 0.
 
     padded (4, 6)        packed (2, 6)          mask of the second row
     a a a a a a          a a a a a a               b b b c c d
@@ -96,7 +97,10 @@ class Packed:
 
 
 def in_packing_order(waiting, step):
-    """Requests that have arrived, in packing order; then the others."""
+    """
+    Requests that have arrived, in packing order; then the others. A short prompt may wait for ever
+    if longer ones keep arriving: beyond/fairness.py has a bound against that.
+    """
     arrived = [request for request in waiting if request.arrival <= step]
     lengths = [len(request.prompt) for request in arrived]
     bins = first_fit_decreasing(lengths, max(lengths, default=0))

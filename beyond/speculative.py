@@ -12,10 +12,10 @@ rounds, and a request takes part while its guesses are right. A rejected row dra
 Keys beyond `computed` are never read: nothing is rolled back. A guess is what followed the latest
 tokens when they last occurred (prompt lookup, Saxena 2023).
 
-A draft model proposes a token with probability q, and rejection sampling accepts it with min(1, p/q),
-p being the model's own probability. This draft is certain, q = 1: so a guess is accepted with
-probability p. Here the request's own draw equals the guess just as often; if not, the draw is
-already the right token. No draft distribution, no second random number, one comparison.
+A draft model proposes a token with probability q, and rejection sampling accepts it with
+probability min(1, p/q), p being the model's own. This draft is certain, q = 1: so a guess is
+accepted with probability p. Here the request's own draw equals the guess just as often; if not, the
+draw is already the right token. No draft distribution, no second random number, one comparison.
 
     python -m beyond.speculative [MODEL PROMPTS]    docs/guessing.md: passes saved, and their price
 """
