@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 
-from beyond.fairness import SCHEDULERS
 from lab import flags
 from lab.checks.check import Check, summary
 from lab.explorer import page
@@ -33,7 +32,7 @@ def run_stage(generate, args, shard=None):
 
     shard: called with the model before it runs; the check still uses the whole model
     """
-    knobs, ignored = flags.knobs_of(generate, flags.given_knobs(args, SCHEDULERS))
+    knobs, ignored = flags.knobs_of(generate, flags.given_knobs(args))
     flags.say_ignored(args, ignored, "for this stage")
     plain, tokenizer, requests = load_inputs(args)
     model = plain
@@ -68,9 +67,8 @@ def run_stage(generate, args, shard=None):
         plots.timelines([trace], args.plot, columns=1)
     if args.page:   # recording runs the stage again
         recorded = record(generate, model, requests, None if args.no_check else plain, **knobs)
-        if "scheduler" in recorded.recording.knobs:   # the page names the policy
-            del recorded.recording.knobs["scheduler"]
-            recorded.recording.knobs["policy"] = args.policy or "fcfs"
+        if "scheduler" in knobs:   # the page names the policy
+            recorded.recording.knobs["policy"] = args.policy
         page.write(args.page, page.data_of({trace.stage: take_times(recorded, trace)}, tokenizer))
     if not args.quiet:
         print_texts(requests, tokenizer)
@@ -140,7 +138,7 @@ def parser(doc):
     what.add_argument("--arrival_rate", type=float, metavar="R",
                       help="requests arrive at random, R per step (default: all at step 0)")
 
-    flags.add_knobs(p, SCHEDULERS)
+    flags.add_knobs(p)
 
     where = p.add_argument_group("where")
     flags.add_place(where)

@@ -54,7 +54,7 @@ def test_report_and_written_trace(tmp_path):
     assert report(trace).splitlines() == [
         *GOLDEN_REPORT,
         "  preemptions     1,234",
-        "  shared pages    5 found in the pool, 20 tokens saved, 2 evicted",
+        "  prefix cache    5 pages hit, 20 tokens not computed, 2 pages evicted",
     ]
     assert report(golden()).splitlines() == GOLDEN_REPORT
     write_trace(trace, tmp_path / "t.json")

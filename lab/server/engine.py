@@ -60,7 +60,7 @@ class Engine:
         self.scheduler = InBatchScheduler(max_batch, token_budget, pages, page_size)
         self.pages, self.pool = self.scheduler.pages, KV(pages * page_size)
         # An endless run must not remember all that happened: of the passes, only the last.
-        self.trace = Trace("paged", [], model, self.pages.counts, deque(maxlen=1))
+        self.trace = Trace("prefix", [], model, self.pages.counts, deque(maxlen=1))
         self.number, self.names = 0, count()   # the next step; the next request
         # An observer's. Before each step: seconds until its pass may run. And after it: the Paged
         # that was computed; None if nothing was.
