@@ -29,20 +29,20 @@ class Test2a(Checks):
 def appends(cases):
     for prompt, new, room, at in cases:
         ends = "no eos_token" if at is None else f"token {at} is the eos_token"
-        request, = given((prompt, new, 0, 0, None if at is None else 0), block_size=room)
+        request, = given((prompt, new, 0, 0, None if at is None else 0), context_length=room)
         request.kv = "cache"
         for i in range(room):
             if not request.finished:
                 request.computed = prompt + i
                 request.append(0 if i == at or at is None else 5 + i)
-        yield (f"append, a prompt of {prompt}, max_new_tokens {new}, block_size {room}, {ends}",
+        yield (f"append, a prompt of {prompt}, max_new_tokens {new}, context_length {room}, {ends}",
                {name: getattr(request, name) for name in (
                    "generated", "finish_reason", "prompt", "max_new_tokens", "computed", "kv")})
 
 
 @points(2, "request.py:Request.append", title="the end of a request")
 class Test2b(Checks):
-    in_time = [("append, 3,000 times", lambda: given((1, 9000), block_size=10**4)[0],
+    in_time = [("append, 3,000 times", lambda: given((1, 9000), context_length=10**4)[0],
                 lambda request: [request.append(1) for _ in range(3000)])]
 
     def test_append(self, part):
