@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from threading import Barrier
 from unittest.mock import patch
 from weakref import ref
 
@@ -52,7 +53,7 @@ from toolbox.trace import observed
 pytestmark = pytest.mark.skipif(shutil.which(native.COMPILER.split()[0]) is None,
                                 reason=f"there is no {native.COMPILER} here")
 thorough = pytest.mark.thorough
-EXACT = ("no_cache", "unbatched", "ragged_varlen", "paged", "prefix")   # the stages with compiled steps
+EXACT = ("no_cache", "unbatched", "ragged_varlen", "paged", "prefix")   # have compiled steps
 
 
 @cache
@@ -456,11 +457,21 @@ def test_defaults_make_no_difference(monkeypatch):
 @pytest.mark.parametrize("stage", ["ragged_varlen", "paged"])
 def test_threads_on_one_snapshot(stage):
     fast, runs = optimize(PLAIN), [mixed() for _ in range(4)]
-    with ThreadPoolExecutor(4) as threads:
+    all_announced = Barrier(4)   # before any of them is computed
+    with ThreadPoolExecutor(4) as threads, observed(fast, lambda *_: all_announced.wait(60)):
         [*threads.map(lambda run: STAGES[stage](fast, run), runs)]
     right = [alone(PLAIN, request)[0] for request in mixed()]
     assert all([request.generated for request in run] == right for run in runs)
     assert fast.uses() == "compiled step: yes"   # each thread has found its own batch
+
+
+def test_one_step_at_a_time():
+    """They share their working memory. (These are long enough to meet in it.)"""
+    fast, texts = Snapshot(models(4, 200)), [(torch.arange(110) * n % 53) for n in (1, 2, 3, 5)]
+    expected = [fast(text) for text in texts]
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(fast, 5 * texts)]
+    assert all(map(torch.equal, found, 5 * expected))
 
 
 @pytest.mark.parametrize("compiler, message", [

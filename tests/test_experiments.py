@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from common import ROOT, mixed
 
 from lab.checks.traps import broken
 from lab.experiments import __main__ as runner
-from lab.experiments import bench, ladder, prepacking, results, rows, tables, train
+from lab.experiments import bench, gpu, ladder, prepacking, results, rows, tables, train
 from lab.experiments.roofline import roofline
 from lab.loading.load import load
 from lab.loading.stages import STAGES
@@ -200,6 +201,9 @@ def smaller(monkeypatch):
     monkeypatch.setattr(bench, "workload", lambda *arguments: [
         replace(request, max_new_tokens=min(request.max_new_tokens, 9))
         for request in workload(*arguments)[:4]])
+    monkeypatch.setattr(gpu, "MACHINES", {"a100": "W1", "a100, W3": "W3"})
+    monkeypatch.setattr(gpu, "CURVES", ("unbatched", "ragged, varlen"))
+    monkeypatch.setattr(results, "in_turn", partial(results.in_turn, warm_up=0))
     monkeypatch.setattr(bench, "machine_peaks", lambda model: {"peak": 1e11, "bandwidth": 1e10})
 
 

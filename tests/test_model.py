@@ -15,11 +15,10 @@ from model import GPT, GPTConfig, sample
 from request import Request
 from toolbox.trace import observed
 
-transformers = pytest.importorskip("transformers")
-
 
 @torch.inference_mode()
 def test_logits_and_tokens_are_those_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=37, n_positions=32, n_embd=20, n_layer=3, n_head=5, resid_pdrop=0, embd_pdrop=0,
