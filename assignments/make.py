@@ -138,7 +138,7 @@ def student_copy(number, student):
         knobs = "those of `generate`" if "model.py" in files else (
             "`max_batch` (8 if you give none), `token_budget` (64) and `max_kv_tokens` (no limit)")
         mine["BREAK.md"] = filled("copy_break.md", number=number, knobs=knobs, bugs="".join(
-            f"{i}. {bug['says']} Runs {bug['runs']}.py" + "".join(
+            f"{i}. {bug['says']} Runs " + bug["runs"].replace(".", "/") + ".py" + "".join(
                 f" with {name}={value!r}" for name, value in answers.fixed_knobs(bug).items())
             + ".\n" for i, bug in enumerate(answers.bugs_of(number), 1)))
         mine["break.json"] = json.dumps(dict.fromkeys("12345"), indent=1) + "\n"
@@ -169,7 +169,7 @@ def make(number, folder, student):
 
 def roster(file):
     """The ids in the first column of a CSV file. ValueError for one that cannot name a folder."""
-    with one_line(f"--roster {file}"):
+    with one_line(f"--roster {file}", csv.Error):
         with open(file, newline="", encoding="utf-8-sig") as lines:
             ids = [row[0].strip() for row in csv.reader(lines) if row and row[0].strip()]
         if ids and ids[0].lower() in ("id", "student", "email", "name"):

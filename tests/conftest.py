@@ -19,6 +19,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "thorough: runs with --thorough only")
+    if config.getoption("dist", "no") == "load":   # -n: a worker keeps what a file has made,
+        config.option.dist = "worksteal"           # and takes from others when it has no more
     if config.getoption("--thorough"):
         os.environ["THOROUGH"] = "1"   # read by common.examples, at import; workers inherit it
 

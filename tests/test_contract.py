@@ -6,12 +6,22 @@ import math
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from unittest.mock import patch
 
 import common
 import pytest
 import torch
-from common import BATCHED, SCHEDULED, STAGES, alone, assert_contract, contract, knobs_of, mixed
+from common import (
+    BATCHED,
+    SCHEDULED,
+    STAGES,
+    alone,
+    assert_contract,
+    contract,
+    knobs_of,
+    mixed,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tensor_parallel import assert_right
@@ -25,7 +35,8 @@ from request import Request
 from toolbox.trace import observed
 
 MODEL, WATCHED = common.backend("float64").model, toy()   # equal; hooks only on the second
-COMPILED = ("unbatched", "ragged_varlen", "paged")   # what the compiled step serves
+COMPILED = ("unbatched", "ragged_varlen", *common.POOLED)   # what the compiled step serves
+LAYOUTS = ("naive", "interleaved", "prepacked", "ragged_mask", *COMPILED)   # one of each
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
@@ -104,7 +115,7 @@ def test_contract(stage, case):
     assert sum(count["logits"] for count in counts) == sum(len(r.generated) for r in requests)
     preempted = trace.counts.get("preemptions")
     assert not preempted or pressure["pages"]   # else there are enough for all that can run at once
-    assert pressure["share_prefixes"] or not trace.counts.get("shared_pages")
+    assert stage == "prefix" or not trace.counts.get("shared_pages")
     for p, count in zip(trace.passes, counts, strict=True):
         held = sum(first + n for _, first, n in p.work)
         assert p.score_entries == count["scores"] and p.padded_keys == count["keys"] - held
@@ -114,7 +125,7 @@ def test_contract(stage, case):
         if stage in ("chunked", "interleaved", *common.RAGGED) and pressure["max_kv_tokens"]:
             reserved = sum(r.kv_tokens for r in requests if r.name in [name for name, *_ in p.work])
             assert reserved <= pressure["max_kv_tokens"]
-        if stage in (*common.RAGGED, "paged"):
+        if stage in (*common.RAGGED, *common.POOLED):
             assert p.pad_slots == p.padded_keys == 0
         assert stage == "no_cache" or preempted or p.recomputed == 0
         assert stage == "naive" or p.finished_slots == 0
@@ -123,7 +134,8 @@ def test_contract(stage, case):
 
 
 @pytest.mark.parametrize("stage, backend", [
-    *((stage, backend) for backend in ("float32", "Llama") for stage in STAGES),
+    *(pytest.param(stage, backend, marks=() if stage in LAYOUTS else pytest.mark.thorough)
+      for backend in ("float32", "Llama") for stage in STAGES),
     *((stage, "compiled") for stage in COMPILED),
     *(pytest.param(stage, "cuda", marks=no_gpu) for stage in STAGES)])
 @settings(max_examples=common.examples(50))
@@ -133,14 +145,17 @@ def test_contract_of_other_models_and_numbers(stage, backend, case):
 
 
 def on_two_ranks():
-    @settings(max_examples=common.examples(300))
+    @settings(max_examples=300)
     @given(stage=st.sampled_from([*STAGES]), case=common.workloads())
     def any_stage(stage, case):
         contract(stage, "rank", *case)
 
-    any_stage()   # both ranks draw the same
-    for stage in "naive", "interleaved", "paged":
-        contract(stage, "Llama rank", mixed(), {})
+    few = mixed()[2:6], dict(max_batch=3, token_budget=8, page_size=3)
+    for stage, backend in (*((stage, "rank") for stage in LAYOUTS), ("naive", "Llama rank"),
+                           ("interleaved", "Llama rank"), ("prefix", "Llama rank")):
+        contract(stage, backend, *few)
+    if common.THOROUGH:
+        any_stage()   # both ranks draw the same
     for change, what in (dict(n_kv_head=1), "n_kv_head 1"), (dict(ffn=21), "FFN width 21"):
         with pytest.raises(ValueError, match=f"2 ranks: {what} is not a multiple"):
             shard(common.llama(**change))
@@ -194,6 +209,9 @@ def failing(number, dtype=torch.float64):
     return model
 
 
+RIGHT = lru_cache(lambda: [alone(MODEL, request)[0] for request in mixed()])
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failed_step_does_no_harm(stage):
     """Its error reaches the caller, and no token is counted that was not computed."""
@@ -201,12 +219,13 @@ def test_a_failed_step_does_no_harm(stage):
                             (MODEL, lambda request, *_: 1 / (len(request.generated) - 3))):
         with pytest.raises(ZeroDivisionError):
             STAGES[stage](model, requests := mixed(), on_token=on_token)
-        for request in requests:
+        for request, right in zip(requests, RIGHT()):
             number = len(request.generated)   # these are whole
-            assert request.generated == alone(MODEL, request)[0][:number]
+            assert request.generated == right[:number]
             assert len(request.token_times) == len(request.token_steps) == number
             known = len(request.tokens) - 1 if stage != "no_cache" else 0   # none stays there
             assert number == 0 or request.computed == known
     with pytest.raises(ZeroDivisionError):
         STAGES[stage](failing(1, torch.float32), requests := mixed())
-    assert_contract(MODEL, STAGES[stage], requests)   # no cache of the failed run is used again
+    # no cache of the failed run is used again
+    assert_contract(MODEL, STAGES[stage], requests, known=common.backend("float64").known)

@@ -1,10 +1,15 @@
 """python -m lab.experiments: what is counted and compared, peers as processes, and quick runs."""
 import json
+import re
+import runpy
+import shlex
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +18,7 @@ from common import ROOT, mixed
 
 from lab.checks.traps import broken
 from lab.experiments import __main__ as runner
-from lab.experiments import bench, ladder, prepacking, results, rows, tables, train
+from lab.experiments import bench, gpu, ladder, prepacking, results, rows, tables, train
 from lab.experiments.roofline import roofline
 from lab.loading.load import load
 from lab.loading.stages import STAGES
@@ -196,6 +201,9 @@ def smaller(monkeypatch):
     monkeypatch.setattr(bench, "workload", lambda *arguments: [
         replace(request, max_new_tokens=min(request.max_new_tokens, 9))
         for request in workload(*arguments)[:4]])
+    monkeypatch.setattr(gpu, "MACHINES", {"a100": "W1", "a100, W3": "W3"})
+    monkeypatch.setattr(gpu, "CURVES", ("unbatched", "ragged, varlen"))
+    monkeypatch.setattr(results, "in_turn", partial(results.in_turn, warm_up=0))
     monkeypatch.setattr(bench, "machine_peaks", lambda model: {"peak": 1e11, "bandwidth": 1e10})
 
 
@@ -263,3 +271,50 @@ def test_a_table_that_is_old_is_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert runner.main(["tables", "--check"]) == 1 and "old: README.md" in capsys.readouterr().out
     assert runner.main(["tables"]) == 0 and runner.main(["tables", "--check"]) == 0
+
+
+# --- commands that documents name -----------------------------------------------------------------
+
+ROOMS = "lab", "beyond", "notebooks", "docs", "assignments"
+DOCUMENTS = [*tables.pages(), ROOT / "CONTRIBUTING.md", ROOT / "assignments" / "README.md",
+             *(path for room in ROOMS for path in sorted((ROOT / room).glob("**/*.py")))]
+SAYS = re.compile(r"(?:python3?|torchrun [-\w ]+) -m ((?:lab|beyond|toolbox)[\w.]*)"
+                  r"((?: (?! )(?:[^\s`#)\\[]|\\\n *)+)*)")
+NAMED = sorted({(module, " ".join(flags.replace("\\\n", " ").strip(";,.").split()))
+                for path in DOCUMENTS
+                for module, flags in SAYS.findall(path.read_text(encoding="utf-8"))})
+
+
+def test_documents_name_commands():
+    assert ("lab.experiments", "gaps --model random --json lab/experiments/results/gaps.json"
+            ) in NAMED and ("beyond.tensor_parallel", "") in NAMED and len(NAMED) > 25
+
+
+@pytest.mark.parametrize("module, flags", NAMED)
+def test_a_command_that_a_document_names_can_be_run(module, flags, monkeypatch):
+    """There is such a module, it does something when it is run, and it knows these flags."""
+    if find_spec(module).submodule_search_locations:   # a package
+        module += ".__main__"
+    assert 'if __name__ == "__main__":' in Path(find_spec(module).origin).read_text()
+    if flags:
+        class Known(BaseException):
+            """The flags have been read; nothing runs."""
+
+        def read(parser, argv=None, parse_args=ArgumentParser.parse_args):
+            raise Known(parse_args(parser, argv))
+
+        monkeypatch.setattr(ArgumentParser, "parse_args", read)
+        monkeypatch.setattr("sys.argv", [module, *shlex.split(flags.replace("NAME", "rows"))])
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        with pytest.raises(Known):
+            runpy.run_module(module, run_name="__main__")
+
+
+@pytest.mark.parametrize("name", sorted(
+    path.stem for path in Path(rows.__file__).parent.glob("[a-z]*.py")))
+def test_a_part_of_the_experiments_is_no_command(name):
+    done = subprocess.run([sys.executable, "-m", f"lab.experiments.{name}", "--quick"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"lab.experiments.{name} is not a command; python -m lab.experiments " \
+                          "lists what is\n"

@@ -3,21 +3,22 @@ The model against a third party's: Hugging Face's GPT2LMHeadModel with the same,
 each stage on the "meta" device, where tensors have a shape and no numbers: whatever reads one
 (.item(), a mask in an `if`) fails there, as a layout would stall on a GPU.
 """
+from dataclasses import replace
+
 import pytest
 import torch
 from common import STAGES, VOCAB, knobs_of, mixed, toy
 
+from beyond.prepacked import generate
 from cache import KV
-from generate_prepacked import generate
 from model import GPT, GPTConfig, sample
 from request import Request
 from toolbox.trace import observed
 
-transformers = pytest.importorskip("transformers")
-
 
 @torch.inference_mode()
 def test_logits_and_tokens_are_those_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=37, n_positions=32, n_embd=20, n_layer=3, n_head=5, resid_pdrop=0, embd_pdrop=0,
@@ -92,15 +93,15 @@ def test_a_run_stays_on_its_device_and_in_its_dtype(stage, monkeypatch):
         assert logits.shape == (len(batch.sampled), VOCAB)
         assert all(isinstance(number, int) for number in batch.cost().values())
 
-    model = toy().to("meta", torch.float16)
+    model = toy(n_layer=2).to("meta", torch.float16)
+    few = [replace(request, max_new_tokens=3) for request in mixed()[2:5]]   # meta is slow
     model.register_forward_hook(look)
     monkeypatch.setattr(sample, "__code__", (lambda logits, requests: [1] * len(requests)).__code__)
     with observed(model, lambda step, batch: batches.append(batch)):
-        STAGES[stage](model, mixed()[2:6],
-                      **knobs_of(stage, max_batch=4, token_budget=5, page_size=4))
+        STAGES[stage](model, few, **knobs_of(stage, max_batch=4, token_budget=5, page_size=4))
 
 
-# --- the rows of stage 5 (claims P1 to P10 say more) ----------------------------------------------
+# --- the rows of prepacked (claims P1 to P10 say more) --------------------------------------------
 
 def test_dataset_packing_chooses_which_requests_to_admit_together():
     """16 prompts, 8 and 1 tokens in turn: row by row, 8 at a time make full rows."""

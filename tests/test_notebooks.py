@@ -12,15 +12,20 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from common import ROOT, quick
+from common import ROOT
 
 from lab.simulate.calculated import simulate
 from lab.simulate.hardware import GPUS, MODELS
+from lab.views.plots import pyplot
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 jupytext = pytest.importorskip("jupytext")
 pytest.importorskip("ipykernel")
+from IPython.core.interactiveshell import InteractiveShell  # noqa: E402 (as they are there)
+from IPython.utils.capture import capture_output  # noqa: E402
+from traitlets.config import Config  # noqa: E402
+
 FOLDER, PATH = ROOT / "notebooks", os.environ["PATH"]
 NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
 MACHINES = ("/home/", "/Users/", "/root/", "/tmp/", str(ROOT))
@@ -65,20 +70,46 @@ def survivors(trap, stage, requests, **knobs):
 """
 
 
-@pytest.mark.parametrize("name", quick(NAMES, NAMES[3:4]))
-def test_it_runs_from_scratch_prints_what_is_committed_and_proves_its_answers(name):
-    """A new kernel runs it; behind each question it computes the answer, by its `proof`."""
-    fresh = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(PROOFS)])
+def with_proofs(name):
+    """The code of a committed notebook; behind each question, its answer is computed by `proof`."""
+    cells = [nbformat.v4.new_code_cell(PROOFS)]
     for cell in code(read(name)[1]):
-        again = nbformat.v4.new_code_cell(cell.source, metadata={"committed": cell})
-        fresh.cells.append(again)
+        cells.append(nbformat.v4.new_code_cell(cell.source, metadata={"committed": cell}))
         if found := NUMBER.search(cell.source):
             it = ASKED[found[1]]
-            fresh.cells.append(nbformat.v4.new_code_cell(
+            cells.append(nbformat.v4.new_code_cell(
                 f"proved = {it['proof']}\nassert lesson.means(proved, {it['answer']!r}, "
                 f"{it.get('within', 0)}), ({found[1]!r}, proved)"))
-    nbclient.NotebookClient(fresh, timeout=3000, startup_timeout=600, kernel_name="python3",
+    return nbformat.v4.new_notebook(cells=cells)
+
+
+def run_here(notebook):
+    """As in a kernel, which takes as long to start as a notebook takes to run."""
+    shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
+    try:
+        for cell in notebook.cells:
+            with capture_output() as said:
+                shell.run_cell(cell.source, store_history=True).raise_error()
+            printed = [nbformat.v4.new_output("stream", text=said.stdout)] if said.stdout else []
+            shown = [*(each.data.get("text/plain", "") for each in said.outputs),
+                     *(repr(pyplot().figure(number)) for number in pyplot().get_fignums())]
+            cell.outputs = printed + [nbformat.v4.new_output("display_data", {"text/plain": text})
+                                      for text in shown]
+            pyplot().close("all")
+    finally:
+        InteractiveShell.clear_instance()
+
+
+def run_in_a_kernel(notebook):
+    nbclient.NotebookClient(notebook, timeout=3000, startup_timeout=600, kernel_name="python3",
                             resources={"metadata": {"path": str(FOLDER)}}).execute()
+
+
+@pytest.mark.parametrize("run, name", [
+    (run_here, NAMES[3]),
+    *(pytest.param(run_in_a_kernel, name, marks=pytest.mark.thorough) for name in NAMES)])
+def test_it_runs_from_scratch_prints_what_is_committed_and_proves_its_answers(run, name):
+    run(fresh := with_proofs(name))
     for cell in fresh.cells:   # but those that depend on where they run
         committed = cell.metadata.get("committed")
         if committed and "machine" not in committed.metadata.get("tags", []):
@@ -133,8 +164,8 @@ ALSO = {   # what a person may type, beside the `spellings` of an answer
     "1.3": ["last", "only the last row"], "1.4": [69, "68.7GB", 68.719476736, 68.7e9, "~69"],
     "2.1": ["just request A"], "2.3": ["13 of 30", "8+5", "8 + 5 = 13"], "2.4": ["D & F", "d/f"],
     "3.1": ["3, then 6, then 3"], "3.2": ["after step 6"], "4.3": ["60 * 60"], "4.5": ["50k"],
-    "3.3": ["none", "0 of 3", None, "nothing", "0 out of 3", "no one"], "5.4": ["only page 2"],
-    "5.5": ["4 -> 5 -> 2 -> 3 -> 1 -> 0"], "6.1": [150, 155, 312e12 / 2039e9], "6.4": [8],
+    "3.3": ["none", "0 of 3", None, "nothing", "0 out of 3", "no one"], "5.5": ["only page 2"],
+    "5.6": ["4 -> 5 -> 2 -> 3 -> 1 -> 0"], "6.1": [150, 155, 312e12 / 2039e9], "6.4": [8],
     "6.2": [17, 16.8e9, 16.777216, 16.4], "6.3": ["No, longer"], "7.5": ["a batch of 64"]}
 
 
@@ -241,7 +272,7 @@ def test_an_exercise_says_what_goes_wrong_in_a_run(name, old, new, sentence, cap
 
 
 def test_our_time_of_a_step_is_the_simulators():
-    """To 1%, for decode steps of stage 6, Llama 2 7B on an A100."""
+    """To 1%, for decode steps of ragged, Llama 2 7B on an A100."""
     it = TAUGHT["step_time"]
     for rows, keys in eval(it["calls"]):
         requests = lesson.letters(2, **{f"r{i}": keys // rows - 1 for i in range(rows)})

@@ -2,6 +2,7 @@
 import asyncio
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -11,21 +12,23 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
 from common import ROOT, alone, mixed, toy
 
-import generate_paged
-from beyond.fork import ForkScheduler
+import generate_prefix
+from beyond.in_batch import InBatchScheduler
 from lab.loading.load import load
 from request import Request
 
-httpx, openai, _ = map(pytest.importorskip, ("httpx", "openai", "fastapi"))
+httpx, _ = map(pytest.importorskip, ("httpx", "fastapi"))
 
 from lab.server import __main__ as program  # noqa: E402  the room needs all of them
 from lab.server import answers  # noqa: E402
@@ -36,6 +39,13 @@ MODEL, TOKENIZER = load("builtin")
 LONG = toy(block_size=4096, vocab_size=1025, dtype=torch.float32)   # its answers can be long
 
 
+@pytest.fixture(scope="module", autouse=True)
+def client_library():
+    """It takes a second to import, which other files' tests need not wait for."""
+    global openai
+    openai = pytest.importorskip("openai")
+
+
 class Running:
     """A server in this process, its engine, and its clients."""
 
@@ -44,7 +54,9 @@ class Running:
         self.listener = program.listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.thread = Thread(target=self.server.run, args=([self.listener],))
-        self.client = partial(openai.OpenAI, base_url=f"{self.url}/v1", api_key="x", max_retries=0)
+
+    def client(self):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="x", max_retries=0)
 
     def post(self, path="/v1/completions", **body):
         return httpx.post(self.url + path, json=body, timeout=60)
@@ -83,7 +95,7 @@ def serving(model=MODEL, pages=128, settings=None, **knobs):
         yield running
         if running.thread.is_alive():   # whatever the clients did, nothing of it is left
             running.until(lambda: not (running.engine.busy or running.server.answers))
-            assert len(running.engine.pages.free) == pages
+            assert len(running.engine.pages.free_queue) == pages
             assert not running.engine.trace.reached and len(running.engine.trace.step_times) < 2
     finally:
         if running.thread.is_alive():
@@ -149,11 +161,11 @@ def ask_all(running, bodies):
 
 # --- the engine -----------------------------------------------------------------------------------
 
-def test_the_loop_of_stage_7_is_the_same_one_closed():
+def test_the_loop_of_prefix_is_the_same_one_closed():
     model, requests = toy(), sorted(mixed(), key=lambda request: request.arrival)
     closed, opened = ([replace(request) for request in requests] for _ in range(2))
     knobs = dict(pages=20, page_size=3, max_batch=3, token_budget=7)
-    trace = generate_paged.generate(model, closed, policy=ForkScheduler, **knobs)
+    trace = generate_prefix.generate(model, closed, scheduler=InBatchScheduler, **knobs)
     engine, todo, events = Engine(model, **knobs), opened[:], []
     while todo or engine.busy:
         while todo and todo[0].arrival <= engine.number:
@@ -161,7 +173,7 @@ def test_the_loop_of_stage_7_is_the_same_one_closed():
         events += engine.step()
     assert [r.generated for r in opened] == [r.generated for r in closed]
     assert [r.token_steps for r in opened] == [r.token_steps for r in closed]
-    assert dict(engine.scheduler.counts) == dict(trace.counts)
+    assert dict(engine.scheduler.pages.counts) == dict(trace.counts)
     for request in opened:   # each token left, and then the end
         mine = [event for event in events if event.request is request]
         assert [event.token for event in mine] == [*request.generated, None]
@@ -222,7 +234,7 @@ def test_text_of_a_stream_is_the_text_of_the_whole_up_to_a_stop(stops):
 
 # --- real clients ---------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [8, pytest.param(200, marks=pytest.mark.thorough)])
 def test_concurrent_clients_get_what_they_would_have_got_alone(number):
     bodies = list(asks(number))
     total = sum(len(body["prompt"]) * body["n"] for body in bodies)
@@ -308,7 +320,7 @@ def test_a_slow_reader_is_cut_off_and_holds_up_nobody(monkeypatch):
 
 def test_a_full_queue_answers_429():
     with serving(LONG, pages=20, max_batch=1, max_waiting=2) as running:
-        ask = {"prompt": "a", "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+        ask = {"prompt": "a", "max_tokens": 120, "extra_body": {"ignore_eos": True}}
         refused = [answer for answer in ask_all(running, [ask] * 6)
                    if isinstance(answer, openai.RateLimitError)]
         assert 3 <= len(refused) <= 4 and "full, with 2 of 2 waiting" in str(refused[0])
@@ -344,33 +356,78 @@ def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(dr
         assert not running.thread.is_alive() and not running.engine.scheduler.busy
 
 
+def finishes_its_streams(pid, stdout):
+    """Of the program, which gets a SIGTERM at the first token."""
+    url = stdout.readline().split()[-1] + "v1"
+    body = {"prompt": ["# open\n"], "max_tokens": 120, "temperature": 0, "seed": 0}
+    many = body | {"prompt": body["prompt"] * 3}   # they need some tenths of a second
+    stream = openai.OpenAI(base_url=url, api_key="x").completions.create(
+        model="builtin", stream=True, **many)
+    texts = defaultdict(str)
+    for part in stream:
+        if not texts:
+            os.kill(pid, signal.SIGTERM)
+        texts[part.choices[0].index] += part.choices[0].text
+    (text, _), = expected(body)
+    assert texts == dict.fromkeys(range(3), text)
+
+
+PROGRAM = "--port 0 --drain 600".split()
+
+
+def run_program(stdout):
+    os.dup2(stdout, 1)
+    sys.stdout = open(1, "w")
+    program.main(PROGRAM)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
 def test_the_program_finishes_its_streams_after_sigterm():
-    process = subprocess.Popen(
-        [sys.executable, *"-m lab.server --port 0 --drain 600".split()], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": ""})   # as if not set
+    """As a fork of this process, which need not import torch once more."""
+    out, into = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=run_program, args=(into,))
+    process.start()
+    os.close(into)
     try:
-        says = process.stdout.readline()
-        assert ", 1 thread" in says   # whatever torch would choose for so small a model
-        url = says.split()[-1] + "v1"
-        body = {"prompt": ["# open\n"], "max_tokens": 200, "temperature": 0, "seed": 0}
-        many = body | {"prompt": body["prompt"] * 8}   # they need about a second
-        stream = openai.OpenAI(base_url=url, api_key="x").completions.create(
-            model="builtin", stream=True, **many)
-        texts = defaultdict(str)
-        for part in stream:
-            if not texts:
-                process.send_signal(signal.SIGTERM)
-            texts[part.choices[0].index] += part.choices[0].text
-        (text, _), = expected(body)
-        assert texts == dict.fromkeys(range(8), text)
+        with open(out) as stdout:
+            finishes_its_streams(process.pid, stdout)
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+
+
+@pytest.mark.thorough
+def test_the_command_finishes_its_streams_after_sigterm():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lab.server", *PROGRAM], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"})
+    try:
+        finishes_its_streams(process.pid, process.stdout)
         assert process.wait(60) == 0
     finally:
         process.kill()
         process.communicate()
 
 
+def test_so_small_a_model_has_one_thread(monkeypatch):
+    """Whatever torch would choose."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)   # which would decide otherwise
+
+    def threads(flags):
+        torch.set_num_threads(2)   # of the thread that calls it
+        program.prepared(SimpleNamespace(**flags))
+        return torch.get_num_threads()
+
+    flags = dict(model="builtin", device="cpu", dtype="float32", optimize=False)
+    for number, said in (None, 1), (3, 3):
+        with ThreadPoolExecutor(1) as once:
+            assert once.submit(threads, {**flags, "threads": number}).result() == said
+
+
 def test_the_server_ends_if_its_engine_does(monkeypatch):
-    monkeypatch.setattr(ForkScheduler, "schedule", lambda *_: 1 / 0)
+    monkeypatch.setattr(InBatchScheduler, "schedule", lambda *_: 1 / 0)
     with serving() as running:
         assert "the engine has stopped: division by zero" in running.post(prompt="a").text
         running.thread.join(20)

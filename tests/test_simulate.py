@@ -1,14 +1,13 @@
 """The calculated GPU: lab/simulate/calculated.py and what stands on it."""
 import json
 import math
-import os
 import random
 import re
 import sys
 from dataclasses import replace
 
 import pytest
-from common import examples
+from common import THOROUGH, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +43,7 @@ def simulated(stage, lengths=SOME, load=None, **knobs):
 
 def passes_of(trace):
     """With all that they count, and without their times; no copy is priced where pages are read."""
-    copied = {"copied_bytes": 0} if trace.stage.startswith("paged") else {}
+    copied = {"copied_bytes": 0} if trace.stage.startswith(("paged", "prefix")) else {}
     return [replace(p, seconds=0, **copied) for p in trace.passes]
 
 
@@ -58,11 +57,10 @@ def test_plans_and_counts_are_those_of_the_real_generate(stage, lengths, load):
     The real model, given the steps at which requests were seen to arrive, makes the same run. And
     all that its passes count is priced.
     """
-    alike = {"share_prefixes": False}   # calculated tokens are all 0
-    calculated = simulated(stage, lengths, load=load, **alike)
+    calculated = simulated(stage, lengths, load=load)
     seen = {request.name: request.arrival for request in calculated.requests}
     requests = [replace(request, arrival=seen[request.name]) for request in workload(lengths)]
-    real = STAGES[stage](MODEL, requests, **knobs_of(STAGES[stage], KNOBS | alike)[0])
+    real = STAGES[stage](MODEL, requests, **knobs_of(STAGES[stage], KNOBS)[0])
     assert passes_of(real) == passes_of(calculated)
     for p, (*_, counts) in zip(calculated.passes, calculated.clock.passes):
         keys = sum(first + n for _, first, n in p.work) + p.padded_keys
@@ -142,15 +140,15 @@ def test_the_models_have_as_many_weights_as_published(name, millions):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(lengths=LENGTHS, rate=st.sampled_from([2.0, 20.0, 200.0]))
-def test_a_replica_gives_tokens_when_stage_7_does(lengths, rate):
+def test_a_replica_gives_tokens_when_prefix_does(lengths, rate):
     spans = {"ttft_ms": [], "itl_ms": []}
     replica = Replica(TINY, SLOW, spans, pages=24, max_batch=3, token_budget=8)
     for request, time in zip(workload(lengths), poisson(len(lengths), rate, seed=0)):
-        request.block_size = 64
+        request.context_length = 64
         replica.run_until(time)
         replica.add(request, time)
     replica.run_until(math.inf)
-    trace = simulated("paged", lengths, {"rate": rate}, pages=24, page_size=16)
+    trace = simulated("prefix", lengths, {"rate": rate}, pages=24, page_size=16)
     assert replica.now == pytest.approx(trace.clock.now)
     for name in "ttft", "itl":
         assert sorted(spans[f"{name}_ms"]) == pytest.approx(
@@ -194,16 +192,15 @@ def test_made_up_prompts_differ():
 
 def long_run(shape, gpu, lengths, rate, **knobs):
     """Requests/s that end while ever more come, after the first quarter."""
-    trace = s.simulate(shape, gpu, STAGES["paged"], workload(lengths), rate=rate, **knobs)
+    trace = s.simulate(shape, gpu, STAGES["prefix"], workload(lengths), rate=rate, **knobs)
     end = max(request.arrived for request in trace.requests)
     return sum(end / 4 < r.token_times[-1] <= end for r in trace.requests) / (0.75 * end)
 
 
 def test_the_verdict_is_right_for_random_loads():
     """0.3 to 3 times what a long run serves: always right, and undecided only close to it."""
-    told = 0
-    loads = 200 if os.environ.get("THOROUGH") else 5
-    for seed in range(loads):
+    undecided, seeds = 0, range(200) if THOROUGH else (4, 6, 10)   # one of each verdict
+    for seed in seeds:
         draw = random.Random(seed)
         shape, gpu = MODELS[draw.choice(["llama-2-7b", "qwen3-0.6b"])], GPUS[draw.choice([*GPUS])]
         gpu = replace(gpu, memory=max(gpu.memory, 16 * 2**30))
@@ -215,21 +212,21 @@ def test_the_verdict_is_right_for_random_loads():
         def lengths(number):
             return [(draw.randint(low, high), draw.randint(least, most)) for _ in range(number)]
 
-        served, tried = most_served(shape, gpu, STAGES["paged"], 100,
+        served, tried = most_served(shape, gpu, STAGES["prefix"], 100,
                                     lambda number: workload(lengths(number)), **knobs)
         times = 0.3 * 10 ** draw.random()
         rate = times * long_run(shape, gpu, lengths(2500), 1.2 * served, **knobs)
         said = verdict(rate / served, tried)
         if said.startswith("too short to tell: "):
             assert abs(times - 1) < 0.1, seed
+            undecided += 1
         else:
-            told += 1
             assert said == ("overloaded" if times > 1 else "keeps up"), (seed, times)
-    assert told >= 0.8 * loads
+    assert 1 <= undecided <= max(1, 0.2 * len(seeds))
 
 
 @pytest.mark.parametrize("line, said", [
-    ("--rate 60 --input 16 --output 200 --requests 60", "overloaded"),   # many run, and none waits
+    ("--rate 200 --input 16 --output 60 --requests 60", "overloaded"),   # many run, and none waits
     ("--rate 12 --input 1024 --output 16 --requests 40 --seed 3", "keeps up"),
     ("--rate 50 --requests 6 --input 20 --output 5 --seed 3", "keeps up"),   # three in a burst
     ("--rate 1 --requests 9 --input 5 --output 3 --model gpt2 --stage dynamic", "keeps up"),
@@ -258,11 +255,16 @@ def test_equal_requests_are_counted_as_the_scheduler_plans_them(number, prompt, 
     assert counted == [counts[:4] for *_, counts in trace.clock.passes]   # nothing is copied
 
 
-def test_published_runs_within_the_goal():
+def test_published_runs_within_the_goal(monkeypatch):
     assert sum(answer for _, answer in published.nano_vllm()) == 133_966   # as its source says
     assert 90 < sum(answer for _, answer in published.rahman()) / 300 < 110   # 100 in the mean
     assert {run[1] for run in published.DATA["runs"]} == {*published.SOURCES}
-    assert all(abs(row["error"]) < 0.06 for row in published.compare(["IOG"]))   # over HTTP
+    if not THOROUGH:   # one of the runs over HTTP
+        monkeypatch.setitem(published.DATA, "runs", [
+            run for run in published.DATA["runs"]
+            if run[1] != "IOG" or (run[0], run[-3]) == (383, "ttft_ms")])
+    over_http = published.compare(["IOG", "yobitel"])
+    assert len(over_http) > 1 and all(abs(row["error"]) < 0.06 for row in over_http)
     rows = published.compare(["ANL", "gpt-fast", "TensorRT-LLM 0.5"])
     head, one, several, *_ = published.summary(rows)
     assert float(one[2].rstrip("%")) <= 6 and float(several[2].rstrip("%")) <= 11
