@@ -3,8 +3,8 @@ What `fast = optimize(model)` makes: a snapshot, which computes a whole pass in 
 
 It is no lesson about batching: it lets the last stages be compared with other programs. A snapshot
 is called like the model. It holds packed copies of the weights, and the model itself, unchanged.
-Passes of `Alone`, `Flat` and `Paged` (unbatched, ragged, paged) and bare calls for one sequence are
-compiled; all others are the model's. docs/kernels.md says what is promised.
+Passes of `Alone`, `Flat` and `Paged` (unbatched, ragged, paged, prefix) and bare calls for one
+sequence are compiled; all others are the model's. docs/kernels.md says what is promised.
 """
 import copy
 import ctypes
