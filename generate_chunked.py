@@ -37,7 +37,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     """
     requests = prepare(requests, model.config)
     scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
-    trace = Trace("chunked", requests)
+    trace = Trace("chunked", requests, model)
     for request in requests:
         scheduler.add(request)
     step = 0

@@ -43,8 +43,6 @@ class Rectangle:
     """
 
     def __init__(self, plan, device=None):
-        for request, _ in plan:
-            request.kv = request.kv or KV(request.kv_tokens)
         self.plan, self.starts = plan, [request.computed for request, _ in plan]
         self.lay_out(device)
 
@@ -95,9 +93,11 @@ class Rectangle:
 
 
 def admit(waiting, running, step, max_batch):
-    """Requests that have arrived take free places, in order. Returns (waiting, running)."""
+    """Arrived requests get a cache and take free places, in order. Returns (waiting, running)."""
     arrived = [request for request in waiting if request.arrival <= step]
     admitted = arrived[:max_batch - len(running)]
+    for request in admitted:
+        request.kv = KV(request.kv_tokens)
     return waiting[len(admitted):], running + admitted
 
 
@@ -114,7 +114,7 @@ def generate(model, requests, max_batch=8, on_token=None):
     """Runs `requests` as stage 0 does, at most max_batch at a time. Returns the trace."""
     at_least_1(max_batch=max_batch)
     requests = prepare(requests, model.config)
-    trace = Trace("dynamic", requests)
+    trace = Trace("dynamic", requests, model)
     waiting, running, step = requests, [], 0
     while waiting or running:
         # 1. requests that have arrived take free places

@@ -34,7 +34,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     """Runs `requests` as stage 3 does, with the same limits. Returns the trace."""
     requests = prepare(requests, model.config)
     scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
-    trace = Trace("interleaved", requests)
+    trace = Trace("interleaved", requests, model)
     for request in requests:
         scheduler.add(request)
     step = 0

@@ -30,11 +30,10 @@ class StaticBatch:
     use.
     """
 
-    def __init__(self, requests, device=None):
+    def __init__(self, requests, kv, device=None):
         T = max(len(request.prompt) for request in requests)
         self.pads = torch.tensor([T - len(request.prompt) for request in requests], device=device)
-        self.kv = KV(T + max(request.kv_tokens - len(request.prompt) for request in requests))
-        self.requests, self.device, self.end = requests, device, 0
+        self.requests, self.kv, self.device, self.end = requests, kv, device, 0
         self.add_columns(T)
 
     def add_columns(self, number=1):
@@ -71,19 +70,25 @@ class StaticBatch:
                 "padded_keys": len(self.plan) * self.end - keys}   # of pads and finished rows
 
 
+def cache_for(requests):
+    """One KV for all rows: columns for the longest prompt, and then for the longest answer."""
+    return KV(max(len(request.prompt) for request in requests)
+              + max(request.kv_tokens - len(request.prompt) for request in requests))
+
+
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, on_token=None):
     """Runs `requests` as stage 0 does, in batches of at most max_batch. Returns the trace."""
     at_least_1(max_batch=max_batch)
     requests = prepare(requests, model.config)
-    trace = Trace("naive", requests)
+    trace = Trace("naive", requests, model)
     waiting, step = requests, 0
     while waiting:
         # 1. requests that have arrived form a batch, which stays together until all are done
         step = max(step, waiting[0].arrival)
         running = [request for request in waiting if request.arrival <= step][:max_batch]
         waiting = waiting[len(running):]
-        batch = StaticBatch(running, model.device)
+        batch = StaticBatch(running, cache_for(running), model.device)
         while True:
             # 2. one forward pass for all rows
             with trace.forward_pass(step, batch):

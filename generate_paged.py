@@ -33,15 +33,12 @@ from toolbox.validate import check_pool
 class Paged(Flat):
     """
     Flat, but with keys and values in a pool: one KV whose "sequence" is all the pages. It replaces
-    find_room, write and read. lay_out adds where keys are in the pool; cost counts the copies.
+    write and read. lay_out adds where keys are in the pool; cost counts the copies.
     """
 
     def __init__(self, plan, pool, pages, device=None):
         self.pool, self.pages = pool, pages   # the tensors, and the books that paging.py keeps
         super().__init__(plan, device)
-
-    def find_room(self):
-        """Nothing to do: the scheduler has granted pages."""
 
     def lay_out(self, device):
         super().lay_out(device)
@@ -95,7 +92,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     books, pool = Pages(number, page_size), KV(number * page_size)
     make = PagedScheduler if policy == "fcfs" else policy
     scheduler = make(max_batch, token_budget, books, share_prefixes=share_prefixes)
-    trace = Trace("paged", requests, scheduler.counts)
+    trace = Trace("paged", requests, model, scheduler.counts)
     for request in requests:
         scheduler.add(request)
     step = 0

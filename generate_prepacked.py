@@ -26,7 +26,6 @@ Next: stage 6 drops the rows, for decodes too, and scores no neighbours.
 """
 import torch
 
-from cache import KV
 from generate_dynamic import Rectangle, admit, leave
 from model import head, sample
 from request import advance, prepare
@@ -55,8 +54,6 @@ class Packed:
     """
 
     def __init__(self, plan, device=None):
-        for request, _ in plan:
-            request.kv = request.kv or KV(request.kv_tokens)
         self.plan, self.starts = plan, [0] * len(plan)
         self.lay_out(device)
 
@@ -116,7 +113,7 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     at_least_1(max_batch=max_batch)
     one_of("pack", pack, "batch", "dataset")
     requests = prepare(requests, model.config)
-    trace = Trace(f"prepacked, {pack}", requests)
+    trace = Trace(f"prepacked, {pack}", requests, model)
     waiting, running, step = requests, [], 0
     while waiting or running:
         # 1. requests that have arrived take free places

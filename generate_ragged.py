@@ -20,7 +20,6 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from cache import KV
 from model import head, sample
 from request import indices_due, prepare
 from scheduler import Scheduler
@@ -48,7 +47,6 @@ class Flat:
         self.starts = [request.computed for request, _ in plan]
         self.ends = [start + n for (_, n), start in zip(plan, self.starts)]   # of its keys
         self.cu_seqlens = [0, *accumulate(n for _, n in plan)]
-        self.find_room()
         self.lay_out(device)
 
     def lay_out(self, device):
@@ -89,12 +87,7 @@ class Flat:
             out.append(head(q[..., new, :], keys, values))                      # (nh, n, hs)
         return torch.cat(out, dim=-2)
 
-    # Where keys and values live. Stage 7 replaces find_room, write and read.
-
-    def find_room(self):
-        """Gives a newcomer its cache, in one piece."""
-        for request, _ in self.plan:
-            request.kv = request.kv or KV(request.kv_tokens)
+    # --- where keys and values live ---
 
     def write(self, layer, k, v):
         """Puts each request's new keys and values (nh, N, hs) into its own cache."""
@@ -122,7 +115,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None,
     """
     requests = prepare(requests, model.config)
     scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
-    trace = Trace(f"ragged, {attention}", requests)
+    trace = Trace(f"ragged, {attention}", requests, model)
     for request in requests:
         scheduler.add(request)
     step = 0

@@ -52,9 +52,7 @@ class Alone:
     The *trace* is the record of a run, pass by pass: report, pictures and tests are made from it.
     """
 
-    def __init__(self, request, use_cache, device=None):
-        if use_cache and request.kv is None:
-            request.kv = KV(request.kv_tokens)
+    def __init__(self, request, device=None):
         self.kv = request.kv                                        # None without a cache
         self.plan, self.starts = [(request, request.todo)], [request.computed]
         self.lay_out(device)
@@ -88,13 +86,14 @@ def generate(model, requests, use_cache=True, on_token=None):
     on_token:  on_token(request, token, logits) is called as each token appears
     """
     requests = prepare(requests, model.config)
-    trace = Trace("unbatched" if use_cache else "unbatched, no cache", requests)
+    trace = Trace("unbatched" if use_cache else "unbatched, no cache", requests, model)
     step = 0
     for request in requests:
         step = max(step, request.arrival)
+        request.kv = KV(request.kv_tokens) if use_cache else None
         while not request.finished:
             # 1. the batch is this one request
-            batch = Alone(request, use_cache, model.device)
+            batch = Alone(request, model.device)
             # 2. one forward pass
             with trace.forward_pass(step, batch):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (1, V)

@@ -186,11 +186,6 @@ class GPT(nn.Module):
             x = x[wanted]                                           # (R, C)
         return F.linear(self.ln_f(x), self.wte.weight)              # (..., V): the tied output head
 
-    def optimize(self):
-        """A snapshot that computes the same, faster. If it cannot be: the model itself, and why."""
-        from lab.compiled import optimize  # how to multiply fast is not the lesson
-        return optimize(self)
-
     @property
     def device(self):
         return self.wte.weight.device
@@ -204,10 +199,7 @@ class GPT(nn.Module):
         for what is no GPT-2.
         """
         from toolbox.weights import read_gpt2  # file formats are not the lesson
-        config, weights = read_gpt2(name, lambda config: cls(GPTConfig(**config)))
-        model = cls(GPTConfig(**config))
-        model.load_state_dict(weights)
-        return model
+        return read_gpt2(name, lambda config: cls(GPTConfig(**config)))
 
 
 def cut(logits, temperature, top_k=None, top_p=1.0):

@@ -15,6 +15,7 @@ than `max_batch` run, the budget has something left, and their keys and values f
 import math
 from collections import deque
 
+from cache import KV
 from request import advance
 from toolbox.validate import at_least_1, check_order, refuse
 
@@ -103,9 +104,12 @@ class Scheduler:
         return bool(self.waiting) and self.waiting[0].arrival <= step
 
     def grant_room(self, request):
-        """Whether there is room for it beside what the running requests have reserved."""
+        """Gives it a cache, if there is room beside what the running ones have reserved."""
         reserved = sum(other.kv_tokens for other in self.running)
-        return reserved + request.kv_tokens <= self.max_kv_tokens
+        if reserved + request.kv_tokens > self.max_kv_tokens:
+            return False
+        request.kv = KV(request.kv_tokens)   # its tensors are made when it is first written
+        return True
 
     def free(self, request):
         request.kv = None

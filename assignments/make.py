@@ -169,7 +169,7 @@ def make(number, folder, student):
 
 def roster(file):
     """The ids in the first column of a CSV file. ValueError for one that cannot name a folder."""
-    with one_line(f"--roster {file}"):
+    with one_line(f"--roster {file}", csv.Error):
         with open(file, newline="", encoding="utf-8-sig") as lines:
             ids = [row[0].strip() for row in csv.reader(lines) if row and row[0].strip()]
         if ids and ids[0].lower() in ("id", "student", "email", "name"):

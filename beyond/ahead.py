@@ -142,7 +142,7 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     """Runs `requests` as stage 6 or 7; while a pass is computed, the next one is planned."""
     requests = prepare(requests, model.config)
     scheduler, lay_out = memory_of(model, max_batch, token_budget, max_kv_tokens, pages, page_size)
-    trace = Trace("ahead", requests, getattr(scheduler, "counts", {}))
+    trace = Trace("ahead", requests, model, getattr(scheduler, "counts", {}))
     for request in requests:
         scheduler.add(request)
     step, flight = 0, None

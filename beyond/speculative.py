@@ -64,7 +64,8 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
     """Runs `requests` as stage 6 or 7, with at most `guesses` for each decode."""
     requests = prepare(requests, model.config)
     scheduler, lay_out = memory_of(model, max_batch, token_budget, max_kv_tokens, pages, page_size)
-    trace = Trace(f"speculative, {guesses} guesses", requests, getattr(scheduler, "counts", {}))
+    trace = Trace(f"speculative, {guesses} guesses", requests, model,
+                  getattr(scheduler, "counts", {}))
     lookups = {}
     for request in requests:
         scheduler.add(request)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from cache import KV
 from generate_ragged import Flat
 from request import Request, prepare
 
@@ -113,6 +114,8 @@ def all_reduces(model, tokens, number):
     """How many a forward pass makes, over `tokens` tokens of so many requests."""
     sizes = [tokens // number + (i < tokens % number) for i in range(number)]
     requests = prepare([Request([0] * size) for size in sizes], model.config)
+    for request in requests:
+        request.kv = KV(request.kv_tokens)
     batch = Flat([(request, len(request.prompt)) for request in requests], model.device)
     before = model.traffic.all_reduces
     model(batch.tokens, batch.positions, batch.attend, batch.wanted)

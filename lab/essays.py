@@ -4,7 +4,7 @@ from itertools import product
 
 from beyond.speculative import generate
 from lab import flags
-from lab.loading.load import load
+from lab.loading.load import load, set_threads
 from lab.loading.workload import PROMPTS, make_requests, read_prompts
 from lab.simulate.hardware import gpu_of, shape_of
 
@@ -35,6 +35,7 @@ def speculative(argv=None):
 
 def passes_saved(args):
     model, tokenizer = load(args.model)
+    set_threads(model)
     prompts = read_prompts(args.prompts)
     for batch, t, k in product((8, 1), (0.0, 0.7), (0, 2, 4, 8)):
         requests = make_requests(prompts, tokenizer, max_new_tokens=64, temperature=t, seed=0)

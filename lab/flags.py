@@ -52,6 +52,14 @@ def whole(text, least=1):
     return int(text)
 
 
+def threads(text):
+    """A flag's type: whole numbers from 1 to the number of the machine's cores."""
+    if whole(text) > os.cpu_count():
+        raise argparse.ArgumentTypeError(f"must be at most {os.cpu_count()}, the number of this "
+                                         f"machine's cores, not {text}")
+    return int(text)
+
+
 def above_0(text):
     """A flag's type: finite numbers above 0."""
     if not 0 < float(text) < math.inf:
@@ -86,9 +94,16 @@ def add_place(group):
                        help="of weights and arithmetic")
 
 
+def add_threads(group):
+    group.add_argument("--threads", type=threads, metavar="N",
+                       help="threads that compute on a CPU (default: OMP_NUM_THREADS, or one for a "
+                            "model of under 30 million parameters, or as many as torch chooses)")
+
+
 def add_optimize(group):
     group.add_argument("--optimize", action="store_true",
-                       help="use the fastest kernels available, model.optimize()")
+                       help="compute in compiled code, on a CPU in float32, what the "
+                            "repository's unedited model computes (docs/kernels.md)")
 
 
 def device_of(args):

@@ -13,9 +13,7 @@ import torch
 from beyond.fairness import SCHEDULERS
 from lab import flags
 from lab.checks.check import Check, summary
-from lab.explorer import page
-from lab.explorer.recorder import record, take_times
-from lab.loading.load import decode, load
+from lab.loading.load import decode, load, set_threads
 from lab.loading.workload import PROMPTS, make_requests, read_prompts
 from lab.views import plots
 from lab.views.progress import progress
@@ -40,7 +38,8 @@ def run_stage(generate, args, shard=None):
     if shard:
         model = shard(plain if args.no_check else copy.deepcopy(plain))
     if args.optimize:
-        model = model.optimize()
+        from lab.compiled import optimize  # only then is it needed
+        model = optimize(model)
     check = None
     if not args.no_check:
         check = Check(plain, requests, exact=model if args.optimize and not shard else None)
@@ -67,6 +66,8 @@ def run_stage(generate, args, shard=None):
     if args.plot:
         plots.timelines([trace], args.plot, columns=1)
     if args.page:   # recording runs the stage again
+        from lab.explorer import page
+        from lab.explorer.recorder import record, take_times
         recorded = record(generate, model, requests, None if args.no_check else plain, **knobs)
         if "policy" in knobs:   # the page names it
             recorded.recording.knobs["policy"] = args.policy
@@ -102,6 +103,7 @@ def load_inputs(args):
         prompts, tokenizer, args.arrival_rate, args.chat, max_new_tokens=args.max_new_tokens,
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     model.to(device)
+    set_threads(model, args.threads)
     model(torch.zeros(1, 1, dtype=torch.long, device=device))   # warm-up: torch's own set-up
     return model, tokenizer, requests
 
@@ -143,6 +145,7 @@ def parser(doc):
 
     where = p.add_argument_group("where")
     flags.add_place(where)
+    flags.add_threads(where)
     flags.add_optimize(where)
 
     out = p.add_argument_group("what to show")

@@ -231,8 +231,8 @@ ask("6.5: In float32, how much is 1e8 + (-1e8 + 1)?",
 
 # %% [markdown]
 # A kernel takes the order that is fastest for the shape it is given, and a batch changes the shape.
-# So the last digits of a request's logits depend on which others happen to run. `model.optimize()`
-# brings kernels that keep to one order ([docs/kernels.md](../docs/kernels.md)).
+# So the last digits of a request's logits depend on which others happen to run. `optimize(model)`
+# of `lab.compiled` computes in one order ([docs/kernels.md](../docs/kernels.md)).
 #
 # ## Three questions
 #

@@ -48,7 +48,8 @@ from lab.views.report import totals
 def serve(model, requests, on_token=None):
     """Serves all requests together: each gets the tokens that it would get alone."""
     requests = prepare(requests, model.config)
-    scheduler, trace, step = Scheduler(max_batch=4, token_budget=8), Trace("yours", requests), 0
+    scheduler, step = Scheduler(max_batch=4, token_budget=8), 0
+    trace = Trace("yours", requests, model)
     for request in requests:
         scheduler.add(request)
     while scheduler.busy:

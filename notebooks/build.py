@@ -4,8 +4,8 @@ Builds the executed notebooks from their sources: notebooks/NN_name.py -> notebo
     python notebooks/build.py            all of them
     python notebooks/build.py 00_tour    some of them
 
-A source is a Python file in jupytext's percent format. In front of it come badges that open it in
-Colab and Binder, if the git remote `origin` is on GitHub, and a cell that finds the repository.
+A source is a Python file in jupytext's percent format. In front of it come a badge that opens it in
+Colab, if the git remote `origin` is on GitHub, and a cell that finds the repository.
 """
 import re
 import subprocess
@@ -18,11 +18,9 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
 FOLDER = Path(__file__).parent
-BADGES = """\
+BADGE = """\
 [![Colab](https://colab.research.google.com/assets/colab-badge.svg)]\
-(https://colab.research.google.com/github/{home}/blob/HEAD/notebooks/{name}.ipynb) \
-[![Binder](https://mybinder.org/badge_logo.svg)]\
-(https://mybinder.org/v2/gh/{home}/HEAD?urlpath=lab/tree/notebooks/{name}.ipynb)"""
+(https://colab.research.google.com/github/{home}/blob/HEAD/notebooks/{name}.ipynb)"""
 FIND = """\
 # Run this first. It finds the repository from wherever you are, or fetches it.
 import subprocess, sys
@@ -38,8 +36,8 @@ sys.path.insert(0, str(root.resolve() / "notebooks"))"""
 
 def front(name, home):
     """The cells in front of a notebook's own. home: OWNER/NAME on GitHub, or None"""
-    badges = [new_markdown_cell(BADGES.format(home=home, name=name))] if home else []
-    return [*badges, new_code_cell(FIND.format(home=home or "OWNER/NAME"))]
+    badge = [new_markdown_cell(BADGE.format(home=home, name=name))] if home else []
+    return [*badge, new_code_cell(FIND.format(home=home or "OWNER/NAME"))]
 
 
 def build(name, home):

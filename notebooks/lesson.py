@@ -35,15 +35,15 @@ from lab.checks.xray import sights_at
 from lab.experiments.figures import gaps, lines, packing, pool, rows  # noqa: F401 (for notebooks)
 from lab.experiments.memory import filling_pool  # noqa: F401
 from lab.experiments.results import load as results  # noqa: F401
-from lab.loading.load import load
+from lab.loading.load import load, set_threads
 from lab.loading.stages import STAGES
 from request import Request
 from lab.flags import knobs_of
 from lab.views.plots import pyplot, timelines  # noqa: F401
 from lab.views.sights import draw as show  # noqa: F401
 
-torch.set_num_threads(1)   # a model this small gains nothing from more
 model, tokenizer = load("builtin")
+set_threads(model)
 FIGURES = {"bbox_inches": "tight", "dpi": 88}   # 770 pixels fit beside a cell's number
 pyplot()   # gives all figures the repository's style
 

@@ -18,6 +18,7 @@ from beyond.fairness import SCHEDULERS, FairScheduler
 from beyond.tensor_parallel import shard
 from lab import flags
 from lab.checks.toy import toy as toy  # the tests import it from here
+from lab.compiled import optimize
 from lab.loading.llama import Llama, LlamaConfig
 from lab.loading.stages import STAGES as ALL
 from model import GPTConfig, sample
@@ -155,7 +156,7 @@ BACKENDS = {   # name: (model, the model to compare with, tolerance); ranks need
     "float64": lambda: (toy(),) * 2 + (1e-10,),
     "float32": lambda: (toy(dtype=torch.float32),) * 2 + (1e-4,),
     "Llama": lambda: (llama(),) * 2 + (1e-10,),
-    "compiled": lambda: (toy(dtype=torch.float32).optimize(), toy(dtype=torch.float32), 1e-4),
+    "compiled": lambda: (optimize(toy(dtype=torch.float32)), toy(dtype=torch.float32), 1e-4),
     "rank": lambda: (shard(toy(**EVEN)), toy(**EVEN), 1e-10),
     "Llama rank": lambda: (shard(llama(n_head=4)), llama(n_head=4), 1e-10),
     "cuda": lambda: (toy(dtype=torch.float32).to("cuda"),) * 2 + (1e-4,)}

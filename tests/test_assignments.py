@@ -186,7 +186,8 @@ def test_a_copy_is_the_repository_without_the_solutions(number, tmp_path):
 
 def test_a_roster_is_refused_in_a_line(tmp_path, capsys):
     for text, said in (("student\nada\nada\n", "'ada' stands there twice"), ("id\n../x\n", "'../x' "
-                       "cannot be a folder's name"), ("id\n", "there is no id")):
+                       "cannot be a folder's name"), ("id\n", "there is no id"),
+                       ("a" * 200_000, "Error: field larger")):
         (tmp_path / "roster.csv").write_text(text)
         assert make.main(["3", str(tmp_path), "--roster", str(tmp_path / "roster.csv")]) == 2
         error = capsys.readouterr().err

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from beyond.tensor_parallel import all_reduces, shard
 from cache import KV
 from generate_dynamic import Rectangle
-from generate_naive import StaticBatch
+from generate_naive import StaticBatch, cache_for
 from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
 from lab.experiments import prepacking
@@ -32,9 +32,16 @@ head = Head()
 
 
 def ready(*lengths, new=8):
-    """Prepared requests with prompts of these lengths, all different."""
-    return prepare([Request([(7 * i + 3 * j + j * j) % VOCAB for j in range(n)], new, name=f"r{i}")
-                    for i, n in enumerate(lengths)], CONFIG) if lengths else []
+    """Prepared requests with caches, and prompts of these lengths, all different."""
+    return admitted([Request([(7 * i + 3 * j + j * j) % VOCAB for j in range(n)], new,
+                             name=f"r{i}") for i, n in enumerate(lengths)]) if lengths else []
+
+
+def admitted(requests, config=CONFIG):
+    requests = prepare(requests, config)
+    for request in requests:
+        request.kv = KV(request.kv_tokens)
+    return requests
 
 
 def whole(requests):
@@ -84,7 +91,8 @@ def assert_alone(batch):
 # --- counts ---------------------------------------------------------------------------------------
 
 def static(plan):
-    return StaticBatch([request for request, _ in plan])
+    requests = [request for request, _ in plan]
+    return StaticBatch(requests, cache_for(requests))
 
 
 def masked(plan):
@@ -212,7 +220,7 @@ def test_H6_chunked_prefill_gives_the_same_logits_and_cache_for_any_split(layout
 
 def test_H7_left_padding_so_that_the_next_token_comes_from_the_rightmost_column():
     requests = ready(3, 9, 5)
-    batch = StaticBatch(requests)
+    batch = StaticBatch(requests, cache_for(requests))
     assert batch.wanted[1] == -1 and batch.kv.capacity == 9 + 8 - 1
     assert batch.tokens.tolist() == [[0] * (9 - len(r.prompt)) + r.prompt for r in requests]
     assert batch.positions[:, -1].tolist() == [2, 8, 4]   # each row's own, not the column's
@@ -312,7 +320,7 @@ def test_R7_batching_helps_the_weights_not_the_cache():
     for dtype, size in (torch.float16, 2), (torch.float32, 4):
         model = GPT(config).requires_grad_(False).to(dtype)
         for B, S in (1, 10), (1, 300), (8, 300), (32, 300):
-            requests = prepare([Request([0] * S, 1) for _ in range(B)], config)
+            requests = admitted([Request([0] * S, 1) for _ in range(B)], config)
             for request in requests:
                 request.computed = S - 1
             with FlopCounterMode(display=False) as counter:
@@ -362,7 +370,7 @@ def test_P4_the_unpacked_caches_are_exactly_those_of_the_padded_batch():
     lengths, m = (6, 3, 2, 1, 11, 5), 11
     mine = ready(*lengths)
     run(Packed(whole(mine)))
-    rectangle = StaticBatch(ready(*lengths))
+    rectangle = static(whole(ready(*lengths)))
     run(rectangle)
     for b, (request, n) in enumerate(zip(mine, lengths)):
         for layer in range(CONFIG.n_layer):

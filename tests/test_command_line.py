@@ -10,7 +10,9 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
@@ -22,11 +24,11 @@ from hypothesis import strategies as st
 import generate_interleaved
 import generate_paged
 import generate_ragged
-from lab import flags
+from lab import compiled, flags
 from lab import run as command_line
 from lab.compiled import native
 from lab.flags import NUMBERS as KNOB_NUMBERS
-from lab.loading.load import load
+from lab.loading.load import SMALL, load, set_threads
 from lab.loading.stages import SCRIPTS
 from lab.loading.workload import KEYS
 from lab.views.progress import progress
@@ -93,6 +95,8 @@ def test_each_script_with_its_defaults(stage, monkeypatch):
     ("--trace tests", "--trace tests: Is a directory"),
     ("--trace no/such/x.json", "--trace no/such/x.json: No such file"),
     ("--max_bat 3", "unrecognized arguments: --max_bat 3"),
+    ("--threads 0", "--threads: .. at least 1, not 0"), ("--threads two", "--threads: .. 'two'"),
+    (f"--threads {10**20}", "--threads: must be at most .. this machine's cores"),
 ])
 def test_bad_flags(argv, named, monkeypatch):
     """On a machine with an Apple GPU, which has no float64."""
@@ -123,6 +127,7 @@ def test_a_full_disk_is_one_line_and_costs_no_text():
 
 @pytest.mark.parametrize("file, line, named", [
     ("p.jsonl", "{", "line 2: not JSON"),
+    ("p.jsonl", "[" * 100_000, "line 2: not JSON: RecursionError"),
     ("p.jsonl", "[1]", 'line 2: .. "prompt" is a string'),
     ("p.jsonl", '{"prompt": 3}', 'line 2: .. "prompt" is a string'),
     ("p.jsonl", '{"prompt": "a", "tempreature": 1}', 'key "tempreature"; allowed: prompt, '),
@@ -187,6 +192,56 @@ def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
     assert code == 0 and "None" not in out and "how to batch" in out
 
 
+# --- what a run takes from the machine ------------------------------------------------------------
+
+def test_a_stage_imports_what_it_uses():
+    """All stages; one of them runs. Each of these costs a reader time who asked for none of it."""
+    found = subprocess.run([sys.executable, "-c", """if True:
+        import sys
+        import generate_ragged, lab.loading.stages, lab.run
+        try:
+            lab.run.main(generate_ragged.generate, "", "--prompt a --max_new_tokens 2".split())
+        finally:
+            print("found:", *sorted({"matplotlib", "transformers", "lab.explorer", "lab.server",
+                  "lab.simulate", "lab.compiled", "lab.experiments"} & {*sys.modules}))
+        """], cwd=ROOT, capture_output=True, text=True)
+    assert "1/1 requests identical" in found.stdout, found.stderr
+    assert found.stdout.endswith("\nfound:\n")
+
+
+@pytest.mark.parametrize("environment, argv, expected", [
+    ("", [], [1]), ("2", [], []), ("", ["--threads", 3], [3]), ("2", ["--threads", 3], [3])])
+def test_a_small_model_runs_on_one_thread(environment, argv, expected, monkeypatch):
+    """Unless told otherwise; decided before the check and the run."""
+    events = []
+    monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", events.append)
+    monkeypatch.setattr(command_line, "Check", lambda *_, **__: events.append("check"))
+
+    def generate(*args, **knobs):
+        events.append("run")
+        return generate_ragged.generate(*args, **knobs)
+
+    stage = SimpleNamespace(generate=generate, __doc__="")
+    code, out, err = run(stage, "--prompt", "a", "--max_new_tokens", 1, *argv)
+    assert code == 0 and events == [*expected, "check", "run"]
+
+
+def test_a_large_model_keeps_the_threads_that_torch_chooses(monkeypatch):
+    asked = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    for parameters, device, threads, expected in (
+            (SMALL, "cpu", None, []), (SMALL - 1, "cpu", None, [1]), (SMALL - 1, "cuda", None, []),
+            (SMALL, "cpu", 2, [2])):
+        model = SimpleNamespace(device=torch.device(device),
+                                parameters=lambda: [torch.empty(parameters, device="meta")])
+        set_threads(model, threads)
+        assert asked == expected
+        asked.clear()
+
+
 # --- too little memory, by flags: the outputs are the same, the report says what it took ----------
 
 def test_preemption_by_flags(tmp_path):
@@ -207,6 +262,9 @@ def test_what_optimize_changes_does_not_check_itself(monkeypatch):
     assert "\ncompiled step: yes" in out
     pack = native.pack
     monkeypatch.setattr(native, "pack", lambda weight: pack(weight) * 1.5)
+    code, out, err = run(generate_ragged, *argv)
+    assert code == 0 and "compiled step: no, it computes something else than the model" in err
+    monkeypatch.setattr(compiled, "fault", lambda fast: None)   # without its own trial
     code, out, _ = run(generate_ragged, *argv)
     assert code == 1 and "WRONG: request 'r0': logits of token 0 differ" in out
 

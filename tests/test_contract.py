@@ -32,6 +32,7 @@ from lab.checks.toy import toy
 from lab.checks.xray import XRay
 from model import Head
 from request import Request
+from toolbox.trace import observed
 
 MODEL, WATCHED = common.backend("float64").model, toy()   # equal; hooks only on the second
 COMPILED = ("unbatched", "ragged_varlen", "paged")   # what the compiled step serves
@@ -46,7 +47,7 @@ def seam(model):
     and the scores, key slots and copied bytes of its first layer, counted where attention is
     called. It asserts that caches have their size.
     """
-    counts, inside, forward = [], [], Head.forward
+    counts, batches, inside, forward = [], [], [], Head.forward
 
     def storage(*tensors):
         return {t.untyped_storage().data_ptr() for t in tensors}
@@ -67,17 +68,20 @@ def seam(model):
                 count["copied"] += size
         return forward(self, q, k, v, past_k, past_v, mask)
 
-    def look(model, arguments):
-        tokens, positions, attend, wanted = arguments
+    def begin(step, batch):
+        batches.append(batch)
         counts.append(Counter())
-        for request, _ in attend.__self__.plan:
+        for request, _ in batch.plan:
             if isinstance(request.kv, KV):
                 buffers = [*request.kv.k.values(), *request.kv.v.values()]
                 assert {request.kv.capacity, *(b.size(-2) for b in buffers)} == {request.kv_tokens}
 
+    def look(model, arguments):
+        tokens, positions, attend, wanted = arguments
+
         def counted(layer, q, k, v):
             if layer == 0:
-                inside.append((attend.__self__, storage(k)))
+                inside.append((batches[-1], storage(k)))
             out = attend(layer, q, k, v)
             inside.clear()
             return out
@@ -87,10 +91,10 @@ def seam(model):
     def project(module, arguments):
         counts[-1]["logits"] += arguments[0].numel() // arguments[0].size(-1)
 
-    handles = (model.register_forward_pre_hook(look),   # after the X-ray's, which runs `attend` too
+    handles = (model.register_forward_pre_hook(look),
                model.ln_f.register_forward_pre_hook(project))
     try:
-        with patch.object(Head, "forward", head):
+        with patch.object(Head, "forward", head), observed(model, begin):
             yield counts
     finally:
         for handle in handles:

@@ -1,15 +1,34 @@
-"""The house: a room imports rooms on floors below its own, and no others. So there is no circle."""
+"""
+The house: what stands at the top, who imports whom, names that belong to others, and that the
+lists of packages and the versions agree.
+"""
 import ast
+import re
+import subprocess
+import sys
+import tomllib
+from graphlib import TopologicalSorter
 
+import pytest
 from common import ROOT
 
-FLOORS = [   # from the ground up; CONTRIBUTING.md says what each room is for
-    ["toolbox"], ["path"], ["beyond"], ["lab"], ["assignments"], ["notebooks"], ["docs"]]
+FLOORS = [   # from the ground up, as CONTRIBUTING.md draws them
+    ["toolbox"],
+    ["path"],
+    ["beyond"],
+    ["lab/loading", "lab/checks", "lab/flags"],
+    ["lab/views"],
+    ["lab/compiled", "lab/simulate"],
+    ["lab/explorer"],
+    ["lab/run"],
+    ["lab/server", "lab/experiments"],
+    ["assignments", "notebooks", "docs"]]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+COMMANDS = ("lab/run", "lab/essays", "lab/ranks")   # one room: the commands that scripts open
 PATH = {path.stem for path in ROOT.glob("*.py")}
-LAZY = {("model.py", "lab")}   # one line, in model.optimize
-FILES = [path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("*/**/*.py")])
-         if path.relative_to(ROOT).parts[0] in (*FLOOR, path.name)]
+FILES = [path.relative_to(ROOT) for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("*/**/*.py")])
+         if path.relative_to(ROOT).parts[0] in (path.name, "lab", *FLOOR)]
+PACKAGES = ("toolbox", "beyond", "lab")
 
 
 def imported(tree):
@@ -17,26 +36,169 @@ def imported(tree):
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
             continue
-        if isinstance(node, ast.ImportFrom):
-            yield node.module
+        if isinstance(node, ast.ImportFrom):   # from lab import run: a module, or a name in one
+            yield from [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from [alias.name for alias in node.names]
         yield from imported(node)
 
 
 def room_of(name):
-    first = name.split(".")[0]
-    return "path" if first in PATH else first
+    """The room of a module; None for other people's modules, and for lab's own __init__."""
+    parts = name.split(".")
+    room = "path" if parts[0] in PATH else "/".join(parts[:2 if parts[0] == "lab" else 1])
+    room = "lab/run" if room in COMMANDS else room
+    return room if room in FLOOR else None
+
+
+IMPORTS = {file: {*imported(ast.parse((ROOT / file).read_text(encoding="utf-8")))}
+           for file in FILES}
+
+
+def name_of(file):
+    return ".".join(file.with_suffix("").parts).removesuffix(".__init__")
 
 
 def test_no_room_imports_a_higher_one_or_one_beside_it():
     arrows = []
-    for path in FILES:
-        file = path.relative_to(ROOT).as_posix()
-        names = [*imported(ast.parse(path.read_text(encoding="utf-8")))]
-        mine = room_of(file.removesuffix(".py").replace("/", "."))
-        arrows += [f"{file} imports {room}" for room in sorted({*map(room_of, names)} - {mine})
-                   if FLOOR.get(room, -1) >= FLOOR[mine] and (file, room) not in LAZY]
-        if file in ("request.py", "scheduler.py", "paging.py", "toolbox/validate.py"):
-            assert not {"torch", "numpy", "time"} & {*names}   # no tensors, and no clock
+    for file, names in IMPORTS.items():
+        mine = room_of(name_of(file))
+        arrows += [f"{file.as_posix()} imports {room}"
+                   for room in sorted({*map(room_of, names)} - {mine, None})
+                   if mine is None or FLOOR[room] >= FLOOR[mine]]
     assert arrows == []
+
+
+def test_contributing_draws_these_floors():
+    picture = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## The house")[1].split("```")[1]
+    lines = [{n for n, row in enumerate(picture.splitlines()) for room in rooms
+              if re.search(rf"\b{room.split('/')[-1]}(/|:|\.py)", row)} for rooms in FLOORS]
+    assert all(len(line) == 1 for line in lines)
+    assert lines == sorted(lines, key=max, reverse=True)
+
+
+def test_no_file_stands_in_a_circle():
+    modules = {name_of(file): names for file, names in IMPORTS.items()
+               if file.parts[0] in (file.name, *PACKAGES)}
+    graph = {module: {name if name in modules else name.rpartition(".")[0] for name in names}
+             for module, names in modules.items()}
+    TopologicalSorter(graph).prepare()   # raises CycleError, which names them
+
+
+@pytest.mark.parametrize("file", ["request", "scheduler", "paging", "toolbox.validate"])
+def test_bookkeeping_knows_no_tensors_and_no_clock(file):
+    first = {name.split(".")[0] for path, names in IMPORTS.items() if name_of(path) == file
+             for name in names}
+    assert first and not {"torch", "numpy", "time"} & first
+
+
+def test_the_top_is_short_and_its_only_python_is_the_path():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a clone")
+    top = {line.split("/")[0] for line in listed.stdout.splitlines()}
+    assert len(top) <= 31, sorted(top)
+    python = {name.removesuffix(".py") for name in top if name.endswith(".py")}
+    assert {name for name in python if not name.startswith("generate_")} == {
+        "model", "request", "cache", "scheduler", "paging"}
+
+
+# --- names of others ------------------------------------------------------------------------------
+
+OTHERS = """
+import importlib.util, pathlib, re, sys
+root, every, kernels, prefix = map(pathlib.Path, [*sys.argv[1:], sys.prefix])
+source = pathlib.Path(importlib.util.find_spec("transformers").origin).parent / "utils"
+source = (source / "import_utils.py").read_text(encoding="utf-8")
+probed = {*re.findall(r'_is_package_available\\(\\s*"([\\w.]+)"', source)}
+assert len(probed) > 50 and "kernels" in probed
+version = re.search(r'KERNELS_MIN_VERSION = "(.+)"', source)[1]
+
+def stand_in(name, folder):
+    # Any attribute is a class, and a call of it gives a decorator that changes nothing.
+    package = folder.joinpath(*name.split("."))
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text('''
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {"__new__": lambda cls, *args, **kwargs: lambda it: it})
+''')
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n")
+
+for name in probed:
+    stand_in(name, every)
+stand_in("kernels", kernels)
+sys.path[:0] = [str(root / "tests"), str(root)]
+
+sys.path.append(str(every))
+for name in sorted(probed):
+    found = importlib.util.find_spec(name)
+    for place in filter(None, [found.origin, *(found.submodule_search_locations or [])]):
+        place = pathlib.Path(place)   # the environment may lie in the repository
+        assert place.is_relative_to(prefix) or not place.is_relative_to(root), name
+sys.path[-1] = str(kernels)   # the others are more than empty modules can stand in for
+
+from transformers import LlamaForCausalLM
+assert sys.modules["kernels"].__file__.startswith(str(kernels))
+"""
+
+
+def find_others(root, tmp_path):
+    """Runs OTHERS in `root`, with a stand-in for each package that transformers looks for."""
+    folders = [tmp_path / "every", tmp_path / "kernels"]
+    for folder in folders:
+        folder.mkdir()
+    return subprocess.run([sys.executable, "-c", OTHERS, root, *folders], cwd=root,
+                          capture_output=True, text=True)
+
+
+def test_transformers_finds_other_people_s_packages_and_not_ours(tmp_path):
+    pytest.importorskip("transformers")
+    done = find_others(ROOT, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_named_like_a_package_of_others_is_found_out(tmp_path):
+    """What this repository had once: a folder kernels/, and transformers imported it."""
+    pytest.importorskip("transformers")
+    root = tmp_path / "root"
+    (root / "kernels").mkdir(parents=True)
+    (root / "kernels" / "__init__.py").touch()
+    assert find_others(root, tmp_path).stderr.endswith("AssertionError: kernels\n")
+
+
+# --- lists that say the same ----------------------------------------------------------------------
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def listed(file):
+    """The packages of a requirements file, and of those that it includes."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        line = line.partition("#")[0].strip()
+        if line.startswith("-r "):
+            yield from listed(file.parent / line.removeprefix("-r "))
+        elif line:
+            yield line
+
+
+def grouped(name):
+    for each in PROJECT["dependency-groups"][name]:
+        yield from [each] if isinstance(each, str) else grouped(each["include-group"])
+
+
+def test_pyproject_lists_what_the_requirements_list():
+    base = [*listed(ROOT / "requirements.txt")]
+    assert PROJECT["project"]["dependencies"] == base
+    assert sorted(grouped("server")) == sorted(listed(ROOT / "lab/server/requirements.txt"))
+    assert sorted([*base, *grouped("test")]) == sorted(listed(ROOT / "tests/requirements.txt"))
+
+
+def test_the_version_is_the_same_everywhere():
+    version = PROJECT["project"]["version"]
+    said = re.search(r'^version: "(.+)"', (ROOT / "CITATION.cff").read_text("utf-8"), re.M)[1]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[1]
+    assert version == said == newest

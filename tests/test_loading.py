@@ -5,8 +5,10 @@ can be wrong; and Llama's architecture, equal to transformers'.
 import importlib
 import importlib.util
 import json
+import random
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +24,14 @@ from hypothesis import strategies as st
 
 from lab.checks.traps import broken
 from lab.checks.xray import XRay
+from lab.compiled import optimize
+from lab.loading import load as load_module
 from lab.loading import tokenizer
 from lab.loading.load import decode, load, load_model
 from lab.loading.workload import make_requests
 from model import GPT, GPTConfig
 from request import Request
+from toolbox import weights
 from toolbox.weights import BUILTIN, write_gpt2
 
 transformers = pytest.importorskip("transformers")
@@ -98,8 +103,13 @@ BROKEN = [   # what is done to a folder, and what is said about it
     (edit_config(layer_norm_epsilon=1e-2), "layer_norm_epsilon must be 1e-05, not 0.01"),
     (edit_config(tie_word_embeddings=False), "tie_word_embeddings must be True"),
     (add_weight("odd", torch.zeros(1)), '"odd"'),
-    (edit("model.safetensors", lambda old: old[:1000]), "model.safetensors: SafetensorError"),
-    (edit("ranks.tiktoken", lambda old: b"hello world\n"), "not a ranks file"),
+    (add_weight("h.0.attn.c_attn.weight", torch.zeros(())), "RuntimeError: chunk expects"),
+    *((edit("model.safetensors", change), "model.safetensors: SafetensorError") for change in (
+        lambda old: old[:1000], lambda old: b"", lambda old: old.replace(b'"F16"', b'"F99"'))),
+    *((edit("ranks.tiktoken", lambda old, new=new: new), f"not a ranks file .. {said}")
+      for new, said in ((b"hello world\n", ""), (b"YQ== 0 1", ""), (b"YQ== 0\n", "byte 0 has no"),
+                        (b"YQ== 1\n", "its ranks"), (b"YQ== 0\nYQ== 1\n", "its ranks"),
+                        (b"YQ== -1\n", "its ranks"))),
     (edit("ranks.tiktoken", lambda old: old + b"enp6eno= 1023\n"),
      "smaller than its tokenizer's 1025"),
 ]
@@ -108,13 +118,46 @@ BROKEN = [   # what is done to a folder, and what is said about it
 def refused(folder, said):
     with pytest.raises(ValueError) as error:
         load(folder)
-    assert said in str(error.value) and "\n" not in str(error.value), error.value
+    assert all(word in str(error.value) for word in said.split(" .. ")), error.value
+    assert "\n" not in str(error.value), error.value
 
 
 @pytest.mark.parametrize("break_it, said", BROKEN)
 def test_a_broken_folder_is_refused_in_one_line(folder, break_it, said):
     break_it(folder)
     refused(folder, said)
+
+
+@pytest.mark.parametrize("mistake", [AttributeError, NameError, TypeError, AssertionError])
+@pytest.mark.parametrize("place", ["toolbox.weights.gpt2_config", "toolbox.weights.gpt2_names",
+                                   "lab.loading.load.GPT", "lab.loading.tokenizer.from_ranks"])
+def test_a_mistake_of_ours_is_not_taken_for_a_broken_file(place, mistake, folder, monkeypatch):
+    def broken(*_, **__):
+        raise mistake("of ours")
+
+    monkeypatch.setattr(place, broken)
+    monkeypatch.setitem(load_module.KINDS, "gpt2", lambda theirs: weights.gpt2_config(theirs))
+    with pytest.raises(mistake, match="^of ours$"):
+        load(folder)
+
+
+def test_loading_finds_and_makes_a_model_once(folder, monkeypatch):
+    """With its tokenizer; and GPT.from_pretrained, too."""
+    calls = []
+
+    def counted(original):
+        def call(*args, **knobs):
+            calls.append(original.__name__)
+            return original(*args, **knobs)
+        return call
+
+    for module, names in (weights, ("find", "load_file")), (GPT, ("__init__",)):
+        for name in names:
+            monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    for read in load, load_model, GPT.from_pretrained:
+        calls.clear()
+        read(folder)
+        assert calls == ["find", "load_file", "__init__"]
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "README.md", "x" * 300, "a\0b"])
@@ -240,7 +283,7 @@ def test_the_compiled_step_serves_what_its_own_check_does_not_have():
     with torch.no_grad():
         for p in whole.float().parameters():
             p.mul_(0.5)   # float32 has fewer digits to show the differences of a loud model
-    fast = whole.optimize()
+    fast = optimize(whole)
     for stage in "unbatched", "ragged_varlen", "paged":
         assert_contract(fast, STAGES[stage], mixed(), whole=whole, tolerance=1e-4)
     assert fast is whole or fast.uses() == "compiled step: yes"
@@ -284,7 +327,7 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
     request, = make_requests([{"prompt": "the"}], tokenizer, chat=True, seed=0)
     assert decode(tokenizer, request.prompt) == "<s>[user] the\n[assistant]"
     assert request.eos_token == 1
-    with pytest.raises(ValueError, match="architecture is 'llama', not 'gpt2'; .*load_model"):
+    with pytest.raises(ValueError, match="architecture is 'llama', not one of gpt2 .*load_model"):
         GPT.from_pretrained(llamas)
 
 
@@ -307,6 +350,25 @@ def test_what_is_not_supported_is_refused_in_one_line(llamas, change, said):
     refused(llamas, said)
 
 
+ODD = None, True, -1, 0, 1.5, 10**30, float("nan"), float("inf"), "x", [], [1], {}, {"a": 1}
+
+
+@pytest.mark.parametrize("kind", ["folder", "llamas"])
+def test_a_model_with_any_value_in_its_config_runs_or_is_refused_in_one_line(kind, request):
+    folder, refusals = request.getfixturevalue(kind), 0
+    config = json.loads((folder / "config.json").read_text())
+    pairs = [*product([*config, "head_dim", "rope_scaling", "rope_theta"], ODD)]
+    random.Random(0).shuffle(pairs)
+    for key, value in pairs[:examples(400)]:
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        try:
+            load_model(folder)(torch.zeros(1, 2, dtype=torch.long))
+        except ValueError as error:
+            refusals += 1
+            assert str(error).startswith(f"model '{folder}': ") and "\n" not in str(error)
+    assert refusals >= 10
+
+
 def test_missing_pieces_are_named(llamas, monkeypatch):
     for change, said in (
             (lambda: monkeypatch.setitem(sys.modules, "transformers", None),
@@ -318,6 +380,18 @@ def test_missing_pieces_are_named(llamas, monkeypatch):
         monkeypatch.undo()
         change()
         refused(llamas, said)
+
+
+def test_what_a_tokenizer_cannot_write_or_read_is_named(llamas):
+    tokenizer = load(llamas)[1]
+    for encode in tokenizer.encode, lambda text: tokenizer.encode_chat([{"content": text}]):
+        with pytest.raises(ValueError, match="tokenizer.json' cannot encode .*ud800"):
+            encode("half a character: \ud800")
+    file = llamas / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["a b"] = 299
+    file.write_text(json.dumps(content))
+    refused(llamas, "a piece is not byte-level: KeyError: ' '")
 
 
 def test_a_template_that_fails_says_so_in_one_line(llamas):

@@ -13,6 +13,7 @@ from cache import KV
 from generate_prepacked import generate
 from model import GPT, GPTConfig, sample
 from request import Request
+from toolbox.trace import observed
 
 
 @torch.inference_mode()
@@ -81,8 +82,10 @@ def tensors(thing):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_stays_on_its_device_and_in_its_dtype(stage, monkeypatch):
     """Without numbers there is nothing to sample: all tokens are 1."""
+    batches = []
+
     def look(model, arguments, logits):
-        batch = arguments[2].__self__
+        batch = batches[-1]
         caches = [request.kv for request, _ in batch.plan]
         for tensor in tensors([*vars(batch).values(), *caches, logits]):
             assert tensor.device.type == "meta"
@@ -94,7 +97,8 @@ def test_a_run_stays_on_its_device_and_in_its_dtype(stage, monkeypatch):
     few = [replace(request, max_new_tokens=3) for request in mixed()[2:5]]   # meta is slow
     model.register_forward_hook(look)
     monkeypatch.setattr(sample, "__code__", (lambda logits, requests: [1] * len(requests)).__code__)
-    STAGES[stage](model, few, **knobs_of(stage, max_batch=4, token_budget=5, page_size=4))
+    with observed(model, lambda step, batch: batches.append(batch)):
+        STAGES[stage](model, few, **knobs_of(stage, max_batch=4, token_budget=5, page_size=4))
 
 
 # --- the rows of stage 5 (claims P1 to P10 say more) ----------------------------------------------

@@ -40,7 +40,7 @@ def test_tables_are_new_links_lead_somewhere(path):
     """If a table is old: python -m lab.experiments tables"""
     text = path.read_text(encoding="utf-8")
     assert tables.renewed(text) == text
-    for name in re.findall(r"\]\(((?!http)[^)#]+)\)|src=\"([^\"]+)\"", text):
+    for name in re.findall(r"\]\(((?!http)[^)#]+)\)|src(?:set)?=\"([^\"]+)\"", text):
         assert (path.parent / "".join(name)).exists(), name
 
 

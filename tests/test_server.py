@@ -401,7 +401,8 @@ def test_the_program_finishes_its_streams_after_sigterm():
 def test_the_command_finishes_its_streams_after_sigterm():
     process = subprocess.Popen(
         [sys.executable, "-m", "lab.server", *PROGRAM], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "2"})
+        stdout=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"})
     try:
         finishes_its_streams(process.pid, process.stdout)
         assert process.wait(60) == 0
@@ -410,8 +411,10 @@ def test_the_command_finishes_its_streams_after_sigterm():
         process.communicate()
 
 
-def test_so_small_a_model_has_one_thread():
+def test_so_small_a_model_has_one_thread(monkeypatch):
     """Whatever torch would choose."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)   # which would decide otherwise
+
     def threads(flags):
         torch.set_num_threads(2)   # of the thread that calls it
         program.prepared(SimpleNamespace(**flags))

@@ -11,7 +11,7 @@ from common import THOROUGH, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generate_naive import StaticBatch
+from generate_naive import cache_for
 from lab.flags import knobs_of
 from lab.loading.stages import STAGES
 from lab.simulate import __main__ as simulate
@@ -63,10 +63,10 @@ def test_plans_and_counts_are_those_of_the_real_generate(stage, lengths, load):
     requests = [replace(request, arrival=seen[request.name]) for request in workload(lengths)]
     real = STAGES[stage](MODEL, requests, **knobs_of(STAGES[stage], KNOBS | alike)[0])
     assert passes_of(real) == passes_of(calculated)
-    for p, (*_, counts) in zip(calculated.passes, calculated.model.passes):
+    for p, (*_, counts) in zip(calculated.passes, calculated.clock.passes):
         keys = sum(first + n for _, first, n in p.work) + p.padded_keys
         assert counts == (p.slots, counts[1], p.score_entries, keys, p.copied_bytes)
-    assert totals(real)["generated"] == sum(counts[1] for *_, counts in calculated.model.passes)
+    assert totals(real)["generated"] == sum(counts[1] for *_, counts in calculated.clock.passes)
 
 
 def test_a_mask_is_counted_by_whatever_name_the_stage_has():
@@ -80,7 +80,7 @@ def test_a_mask_is_counted_by_whatever_name_the_stage_has():
 @given(lengths=LENGTHS, load=LOADS)
 def test_tokens_come_at_the_end_of_a_pass_and_never_before_the_arrival(lengths, load):
     trace = simulated("paged", lengths, load=load)
-    starts, ends = zip(*((start, start + seconds) for start, seconds, _ in trace.model.passes))
+    starts, ends = zip(*((start, start + seconds) for start, seconds, _ in trace.clock.passes))
     assert all(start >= end for end, start in zip(ends, starts[1:]))
     for request in trace.requests:
         assert set(request.token_times) <= set(ends)
@@ -150,7 +150,7 @@ def test_a_replica_gives_tokens_when_stage_7_does(lengths, rate):
         replica.add(request, time)
     replica.run_until(math.inf)
     trace = simulated("paged", lengths, {"rate": rate}, pages=24, page_size=16)
-    assert replica.now == pytest.approx(trace.model.now)
+    assert replica.now == pytest.approx(trace.clock.now)
     for name in "ttft", "itl":
         assert sorted(spans[f"{name}_ms"]) == pytest.approx(
             sorted(1e3 * seconds for seconds in latencies(trace)[f"{name}_seconds"]))
@@ -253,7 +253,7 @@ def test_equal_requests_are_counted_as_the_scheduler_plans_them(number, prompt, 
     trace = s.simulate(TINY, SLOW, STAGES["ragged, varlen"], workload([(prompt, answer)] * number),
                        max_kv_tokens=room, max_batch=max_batch, token_budget=budget)
     counted = [*published.passes(number, prompt, answer, room, max_batch, budget)]
-    assert counted == [counts[:4] for *_, counts in trace.model.passes]   # nothing is copied
+    assert counted == [counts[:4] for *_, counts in trace.clock.passes]   # nothing is copied
 
 
 def test_published_runs_within_the_goal(monkeypatch):
@@ -354,7 +354,7 @@ def test_bad_input_gets_one_line(command, line, said, capsys):
 def test_a_rectangle_is_as_large_as_its_longest_prompt_and_answer():
     shape, gpu = MODELS["llama-2-7b"], gpu_of("312,2039,18")
     wide = workload([(3000, 1), (1, 3000)])   # together in a batch: too wide a rectangle
-    assert 2 * StaticBatch(prepare(wide, shape)).kv.capacity == 11_998
+    assert 2 * cache_for(prepare(wide, shape)).capacity == 11_998
     with pytest.raises(ValueError, match="room for 6,519 tokens: --max_batch must be at most 1"):
         s.with_memory(shape, gpu, STAGES["naive"], wide, {"max_batch": 2})
     for requests, rows in (wide, 1), (workload([(8, 1)] * 2), 256):   # 8 tokens: more would fit

@@ -20,6 +20,7 @@ from common import EVEN, ROOT, assert_contract, mixed, toy
 from beyond.tensor_parallel import shard
 from generate_ragged import generate
 from lab import ranks as program
+from lab.compiled import optimize
 
 NAME = "python -m beyond.tensor_parallel: "
 METHOD = "fork" if hasattr(os, "fork") else "spawn"   # a fork need not import torch once more
@@ -49,7 +50,7 @@ def each_has_an_equal_share():
         for part, shape in ((block.attn.key, (share, 16)), (block.attn.c_proj, (16, share)),
                             (block.mlp.c_fc, (4 * share, 16)), (block.mlp.c_proj, (16, 4 * share))):
             assert part.weight.shape == shape
-    for fast in model.optimize(), shard(copy.deepcopy(whole).optimize()):   # in either order
+    for fast in optimize(model), shard(optimize(copy.deepcopy(whole))):   # in either order
         assert_contract(fast, generate, mixed(), whole=whole, tolerance=1e-4)
 
 

@@ -1,9 +1,14 @@
-"""What happened in a run: one record per forward pass, and the time of every token."""
+"""
+What happened in a run: one record per forward pass, and the time of every token.
+
+Whoever wants to see the batches of a model's runs (the X-ray, the explorer, a compiled step) is an
+*observer* of the model: the trace of each run hands it every batch before the forward pass.
+"""
 import bisect
 import math
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 
@@ -14,6 +19,17 @@ def synchronize(device):
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+@contextmanager
+def observed(model, observer):
+    """Within it, `observer(step, batch)` is called before each forward pass of a run of `model`."""
+    observers = vars(model).setdefault("observers", [])
+    observers.append(observer)
+    try:
+        yield
+    finally:
+        observers.remove(observer)
 
 
 @dataclass
@@ -48,9 +64,10 @@ class ForwardPass:
 
 @dataclass
 class Trace:
-    """What `generate` returns."""
+    """What `generate` returns. model: the one that runs, whose observers see each batch."""
     stage: str
     requests: list
+    model: InitVar[object] = None
     # Stage 7 counts preemptions, shared_pages, saved_tokens and evicted_pages
     counts: dict = field(default_factory=dict)
     passes: list = field(default_factory=list)
@@ -58,8 +75,12 @@ class Trace:
     started: float = field(default_factory=time.perf_counter)
     step_times: dict = field(default_factory=dict)         # step -> perf_counter at its first pass
     reached: dict = field(default_factory=dict, repr=False)  # request name -> tokens computed
-    # the lab.explorer.recorder.Recorder that watched the run, if one did
+    observers: list = field(default=(), repr=False, compare=False)
+    # the explorer.recorder.Recorder that watched the run, if one did
     recording: object = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self, model):
+        self.observers = getattr(model, "observers", self.observers)
 
     def arrived(self, request):
         """When a request's clock starts: with the run (arrival 0), or the first step after that."""
@@ -72,6 +93,8 @@ class Trace:
     @contextmanager
     def forward_pass(self, step, batch):
         """Times the forward pass inside the `with` block, then records its work and its cost."""
+        for observer in self.observers:
+            observer(step, batch)
         start = time.perf_counter()
         self.step_times.setdefault(step, start)
         yield

@@ -8,14 +8,17 @@ from itertools import count
 
 
 @contextmanager
-def one_line(what):
+def one_line(what, *expected):
     """
-    Whatever fails in the `with` block is a ValueError of one line that begins with `what`, the file
-    that is wrong. For files of others, and the libraries that read them: they fail in many ways.
+    For files that others wrote. OSError and ValueError in the `with` block, and the exceptions
+    `expected`, become a ValueError of one line that begins with `what`, the file that is wrong.
+
+    expected: what else the library raises that reads the file. Our own mistakes (TypeError, ...)
+              pass through; Exception is for blocks that hold nothing but the library's calls
     """
     try:
         yield
-    except Exception as error:
+    except (OSError, ValueError, *expected) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         said = str(getattr(error, "strerror", None) or f"{kind}{error}")   # "No such file ..."
         raise ValueError(f"{what}: {' '.join(said.split()):.300}") from None

@@ -1,8 +1,8 @@
 """
-Reads weights in Hugging Face's layout: config.json beside model.safetensors or its shards. Writes
-those of a GPT-2. What a model is made of, the caller says.
+Finds and reads a model's files in Hugging Face's layout: config.json beside model.safetensors or
+its shards. Writes those of a GPT-2. (What is special about Llama's: lab/loading/llama_files.py.)
 
-GPT-2's layout differs from model.py in two ways, that of lab/loading/llama.py in names only:
+GPT-2's layout differs from model.py in two ways:
 
 - linear layers are `Conv1D`, whose weight is the transpose of nn.Linear's;
 - query, key and value are one layer, `c_attn`, 3 * n_embd wide.
@@ -11,8 +11,10 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from toolbox.validate import one_line, one_of
@@ -24,98 +26,49 @@ FILES = ("config.json", *WEIGHTS, "tokenizer.json", "tokenizer_config.json",
          "special_tokens_map.json", "chat_template.jinja")
 
 # Our names for a model's sizes and theirs
-GPT2 = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {
+SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {
     "block_size": "n_positions"}
-LLAMA = {"block_size": "max_position_embeddings", "vocab_size": "vocab_size",
-         "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size",
-         "ffn": "intermediate_size", "norm_eps": "rms_norm_eps"}
 # Settings that change the arithmetic, with the only values supported, their default first
 FIXED = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
          "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-         "add_cross_attention": (False,), "hidden_act": ("silu",), "attention_bias": (False,),
-         "mlp_bias": (False,), "use_sliding_window": (False,), "quantization_config": (None,)}
-KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")   # model_type in config.json
-ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor",
-                "original_max_position_embeddings")
-LLAMA_NAMES = {
-    "model.embed_tokens.": "wte.", "model.layers.": "h.", "model.norm.": "ln_f.",
-    "input_layernorm.": "ln_1.", "post_attention_layernorm.": "ln_2.", "self_attn.": "attn.",
-    "q_proj.": "query.", "k_proj.": "key.", "v_proj.": "value.", "o_proj.": "c_proj.",
-    "gate_proj.": "c_gate.", "up_proj.": "c_fc.", "down_proj.": "c_proj.",
-}
+         "add_cross_attention": (False,), "tie_word_embeddings": (True,),
+         "quantization_config": (None,)}
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-COMPUTED = (".attn.bias", ".attn.masked_bias", ".inv_freq")   # masks and angles in old files
 
 
-def read_gpt2(name, make):
-    """As `read`, for model.py: in float32. ValueError for an architecture other than GPT-2's."""
-    kind = locate(name)[1]["model_type"]
-    if kind != "gpt2":
-        raise ValueError(f"model '{name}': its architecture is {kind!r}, not 'gpt2'; "
-                         "lab.loading.load.load_model reads both")
-    return read(name, torch.float32, make)
+class Found(NamedTuple):
+    """Where a model is, and what its config.json says."""
+    name: str
+    files: list    # paths of its weights: one file, or shards
+    kind: str      # model_type
+    config: dict   # arguments of GPTConfig or LlamaConfig
 
 
-def read(name, dtype, make):
+def find(name, kinds):
     """
-    name: "builtin", one of NAMES, a local folder or weights file (its config.json beside it), or
-          "owner/name" on huggingface.co
-    make: a function of the config that makes a model, whose weights these have to be
+    The Found of a model; what is not here is downloaded.
 
-    Returns (config, weights): arguments of GPTConfig or LlamaConfig, and a state dict in `dtype`.
-    Where a file has that dtype, its tensors are the memory-mapped file. Raises ValueError with one
-    line that names what is missing or wrong.
+    name:  "builtin", one of NAMES, a local folder or weights file (its config.json beside it), or
+           "owner/name" on huggingface.co
+    kinds: {model_type: function of what a config.json says -> the arguments of a config}
+
+    ValueError with one line that says what is missing or not supported.
     """
-    files, theirs = locate(name)
-    with one_line(f"model '{name}'"):
-        config, ours = config_of(theirs), {}
-        for path in files:
-            with one_line(path.name):
-                tensors = load_file(path)
-            for key, tensor in tensors.items():
-                if not key.endswith(COMPUTED):
-                    ours |= renamed(key, tensor.to(dtype), theirs["model_type"])
-        if config.get("tied", True):   # some files hold the embedding once more
-            ours.pop("lm_head.weight", None)
-        with torch.device("meta"):   # allocates nothing
-            make(config).load_state_dict(ours, assign=True)
-    return config, ours
-
-
-def renamed(key, tensor, kind):
-    """A tensor of a file under our names: {key: tensor}, or three for `c_attn`."""
-    if kind != "gpt2":
-        for theirs, ours in LLAMA_NAMES.items():
-            key = key.replace(theirs, ours)
-        return {key: tensor}
-    key = key.removeprefix("transformer.")
-    if key.endswith(CONV1D):
-        tensor = tensor.t().contiguous()
-    if "c_attn" not in key:
-        return {key: tensor}
-    parts = zip(("query", "key", "value"), tensor.chunk(3))
-    return {key.replace("c_attn", part): piece.contiguous() for part, piece in parts}
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-def locate(name):
-    """(weights files, what config.json says) for a name; both are downloaded if necessary."""
     with one_line(f"model '{name}'"):
         if name == "builtin":
             files = files_in(BUILTIN)
         elif name in NAMES:
-            files = download(f"openai-community/{name}")
+            files = download(f"openai-community/{name}", kinds)
         elif os.path.isdir(name):   # unlike Path's, for a name that no file can have, too
             files = files_in(Path(name))
         elif os.path.isfile(name):
             files = [Path(name)]
         elif re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
-            files = download(str(name))
+            files = download(str(name), kinds)
         else:
             raise ValueError(f"no such file or folder, and none of the names builtin, "
                              f"{', '.join(NAMES)}, or owner/name on huggingface.co")
-        return files, read_config(files[0].with_name("config.json"))
+        return Found(name, files, *read_config(files[0].with_name("config.json"), kinds))
 
 
 def files_in(folder):
@@ -126,66 +79,87 @@ def files_in(folder):
     raise ValueError(f"the folder does not hold {' or '.join(WEIGHTS)}")
 
 
-def download(repository):
-    """Of owner/name, once, into Hugging Face's cache: its weights and its tokenizer."""
+def download(repository, kinds):
+    """Downloads owner/name, once, into Hugging Face's cache: its weights and its tokenizer."""
     failed = ("downloading failed; connect once, with huggingface_hub installed, or use a local "
               "folder or the built-in model")
-    with one_line(failed):
+    with one_line(failed, Exception):   # those of its HTTP client, whichever it is
         from huggingface_hub import hf_hub_download, snapshot_download
         config = Path(hf_hub_download(repository, "config.json"))
-    config_of(read_config(config))   # refused before its weights are here
-    with one_line(failed):
-        return files_in(Path(snapshot_download(repository, allow_patterns=[*FILES])))
+    read_config(config, kinds)   # refused before its weights are here
+    with one_line(failed, Exception):
+        folder = Path(snapshot_download(repository, allow_patterns=[*FILES]))
+    return files_in(folder)
 
 
-# --- configurations -------------------------------------------------------------------------------
-
-def read_config(path):
-    """What a config.json says. ValueError if it is none, or not of one of KINDS."""
-    with one_line("config.json"):
+def read_config(path, kinds):
+    """(model_type, arguments of a config) as a config.json has them."""
+    with one_line("config.json", KeyError, RecursionError):   # without a key; [[[[[[...
         theirs = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(theirs, dict):
+            raise ValueError(f"it must be an object, not {theirs!r:.60}")
         kind = theirs.setdefault("model_type", "gpt2")
-        if kind not in KINDS:   # it may be a list
-            raise ValueError(f"its architecture is {kind!r:.60}, not one of {', '.join(KINDS)}")
-    return theirs
+        if not isinstance(kind, str) or kind not in kinds:
+            also = "" if len(kinds) > 1 else " (lab.loading.load.load_model reads others)"
+            raise ValueError(f"its architecture is {kind!r:.60}, not one of "
+                             f"{', '.join(kinds)}{also}")
+        return kind, kinds[kind](theirs)
 
 
-def config_of(theirs):
-    """GPTConfig's or LlamaConfig's arguments. ValueError for what is missing or not supported."""
-    kind = theirs["model_type"]
-    with one_line("config.json"):
-        for key, allowed in FIXED.items():
-            one_of(key, theirs.get(key, allowed[0]), *allowed)
-        if kind == "gpt2":
-            one_of("tie_word_embeddings", theirs.get("tie_word_embeddings", True), True)
-            return {ours: theirs[key] for ours, key in GPT2.items()}
-        if kind == "mistral":
-            one_of("sliding_window", theirs.get("sliding_window", 4096), None)
-        config = {ours: theirs[key] for ours, key in LLAMA.items()}
-        heads = config["n_head"]
-        size = theirs.get("head_dim") or config["n_embd"] // heads
-        groups = theirs.get("num_key_value_heads") or heads
-        if size % 2:   # features turn in pairs
-            raise ValueError(f"head_dim {size} must be even; by default it is "
-                             "hidden_size / num_attention_heads")
-        if heads % groups:
-            raise ValueError(f"num_key_value_heads {groups} must divide "
-                             f"num_attention_heads {heads}")
-        return config | rope(theirs) | {
-            "n_kv_head": groups, "head_size": size,
-            "qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3",
-            "tied": theirs.get("tie_word_embeddings", False)}
+def read(found, make, names, dtype):
+    """
+    The model make(found.config), on the CPU, with the weights of found.files in `dtype`. Where a
+    file has that dtype, its tensors are the memory-mapped file.
+
+    names: function of a file's (key, tensor) -> the same under our names, {key: tensor, ...}
+
+    ValueError with one line that says what is missing or wrong.
+    """
+    with one_line(f"model '{found.name}'", RuntimeError):   # torch's, where names or shapes differ
+        tensors = {}
+        for path in found.files:
+            with one_line(path.name, SafetensorError):
+                theirs = load_file(path)
+            for key, tensor in theirs.items():
+                tensors |= names(key, tensor.to(dtype))
+        if found.config.get("tied", True):   # some files hold the embedding once more
+            tensors.pop("lm_head.weight", None)
+        with torch.device("meta"):   # no memory: `assign` puts the tensors that were read in place
+            model = make(found.config)
+        model.load_state_dict(tensors, assign=True)
+    return model
 
 
-def rope(theirs):
-    """rope_theta, and rope_scaling if there is one. It may stand in either of two places."""
-    given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
-    kind = given.get("rope_type", given.get("type", "default"))   # "type": its old name
-    one_of("rope_type", kind, "default", "llama3")
-    found = {"rope_theta": given.get("rope_theta", theirs.get("rope_theta", 10000.0))}
-    if kind == "llama3":
-        found["rope_scaling"] = tuple(given[key] for key in ROPE_SCALING)
-    return found
+def check_fixed(theirs, fixed):
+    """ValueError for a setting that is not one of the values supported."""
+    for key, allowed in fixed.items():
+        one_of(key, theirs.get(key, allowed[0]), *allowed)
+
+
+# --- GPT-2 ----------------------------------------------------------------------------------------
+
+def read_gpt2(name, make):
+    """The model `name`, made by `make` of GPTConfig's arguments, in float32. Or ValueError."""
+    return read(find(name, {"gpt2": gpt2_config}), make, gpt2_names, torch.float32)
+
+
+def gpt2_config(theirs):
+    """GPTConfig's arguments."""
+    check_fixed(theirs, FIXED)
+    return {ours: theirs[key] for ours, key in SIZES.items()}
+
+
+def gpt2_names(key, tensor):
+    """A tensor of a file under our names: three for `c_attn`, none for masks in old files."""
+    key = key.removeprefix("transformer.")
+    if key.endswith((".attn.bias", ".attn.masked_bias")):
+        return {}
+    if key.endswith(CONV1D):
+        tensor = tensor.t().contiguous()
+    if "c_attn" not in key:
+        return {key: tensor}
+    parts = zip(("query", "key", "value"), tensor.chunk(3))
+    return {key.replace("c_attn", part): piece.contiguous() for part, piece in parts}
 
 
 def write_gpt2(model, folder, dtype=torch.float16):
@@ -204,6 +178,6 @@ def write_gpt2(model, folder, dtype=torch.float16):
     folder.mkdir(parents=True, exist_ok=True)
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
               "activation_function": "gelu_new",
-              **{theirs: getattr(model.config, name) for name, theirs in GPT2.items()}}
+              **{theirs: getattr(model.config, name) for name, theirs in SIZES.items()}}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     save_file(theirs, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,5 +1,5 @@
 """
-What the book adds to MkDocs, as its hook: chapters made from the files of the ladder, and the
+What the site adds to MkDocs, as its hook: chapters made from the files of the ladder, and the
 repository's documents, notebooks and pictures. Nothing is written twice.
 
     pip install -r docs/site/requirements.txt
@@ -15,7 +15,8 @@ from latex2mathml.converter import convert
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+SITE = Path(__file__).resolve().parent
+ROOT = SITE.parent.parent
 TAKEN = (".md", ".py", ".cpp", ".png", ".svg", ".ipynb", ".json")
 
 
@@ -83,19 +84,20 @@ def on_files(files, config):
     for entry in config.extra["ladder"]:
         files.append(File.generated(config, f"ladder/{entry['file']}.md",
                                     content=chapter(**entry)))
-    taken = [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*")) if path.suffix in TAKEN]
-    taken = [path for path in taken if not {"book", "build", "key"} & {*path.parts}
+    taken = [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*"))
+             if path.suffix in TAKEN and not path.is_relative_to(SITE)]
+    taken = [path for path in taken if not {"build", "out"} & {*path.parts}
              and str(path) != "README.md" and not any(part[0] in "._" for part in path.parts[:-1])]
     for path in taken:   # a notebook needs a file on the disk
         files.append(File(str(path), str(ROOT), config.site_dir, config.use_directory_urls))
     explorer = (ROOT / "docs/explorer.html").read_text("utf-8").replace(
-        "<!--home-->", '<a id="home" href="../index.html">the book</a>')
+        "<!--home-->", '<a id="home" href="../index.html">nanoBatch</a>')
     files.append(File.generated(config, "docs/explorer.html", content=explorer))
     config.nav = [
         {"Start": "index.md"},
         {"The ladder": [{e["title"]: f"ladder/{e['file']}.md"} for e in config.extra["ladder"]]},
         {"Notebooks": ["notebooks/README.md", *(str(p) for p in taken if p.suffix == ".ipynb")]},
-        {"Beyond": [f"docs/{p.name}" for p in taken if str(p.parent) == "docs"]},
+        {"Look up": [f"docs/{p.name}" for p in taken if str(p.parent) == "docs"]},
         {"Explorer": "docs/explorer.html"}]
 
 
@@ -107,7 +109,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_post_page(output, page, config):
-    """Notebooks' links; claims lead to their sources; and the search's script lies in the book."""
+    """Notebooks' links; claims lead to their sources; and the search's script lies in the site."""
     up = "../" * page.file.src_uri.count("/")
     output = re.sub(r"<td>([HRPI]\d+)</td>", r'<td id="\1">\1</td>', output)
     if page.file.src_uri.startswith("notebooks/"):

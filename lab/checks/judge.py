@@ -12,6 +12,7 @@ import torch
 
 from lab.checks.check import Check
 from lab.checks.xray import XRay
+from toolbox.trace import observed
 
 # In this order: a wrong token makes everything after it wrong, too.
 CAUSES = ("tokens", "positions", "sees", "sampled", "contract")
@@ -25,15 +26,11 @@ def faults(generate, model, requests, **knobs):
     """
     requests, records, error = list(requests), [], None
     xray, check = XRay(model, requests), Check(model, requests)
-    # before the X-ray's hook, which runs the layout: if that fails, the record is there
-    hook = model.register_forward_pre_hook(lambda _, args: records.append(record(*args)))
-    try:
-        with xray:
+    try:   # the record before the X-ray, which runs the layout: if that fails, the record is there
+        with observed(model, lambda step, batch: records.append(record(batch))), xray:
             generate(model, requests, on_token=check.on_token, **knobs)
     except Exception as raised:
         error, raised.moment = raised, f" in pass {len(records) - 1}" if records else ""
-    finally:
-        hook.remove()
     yield from wrong_types(records)
     yield from (("tokens", each) for each in wrong_tokens(records, xray))
     seen = sorted(xray.faults(), key=lambda each: "as if at position" not in each)
@@ -45,10 +42,10 @@ def faults(generate, model, requests, **knobs):
                 if v.verdict == "WRONG")
 
 
-def record(tokens, positions, attend, wanted):
+def record(batch):
     """What goes into a forward pass."""
-    batch = attend.__self__
-    slots = torch.arange(tokens.numel()).view(tokens.shape)[wanted]
+    tokens, positions = batch.tokens, batch.positions
+    slots = torch.arange(tokens.numel()).view(tokens.shape)[batch.wanted]
     plan = [(request, start, n, request.todo)
             for (request, n), start in zip(batch.plan, batch.starts)]
     return {"tokens": tokens, "positions": positions, "mask": getattr(batch, "mask", None),

@@ -24,12 +24,12 @@ nothing about sampling.
 import copy
 from collections import Counter
 from dataclasses import dataclass, replace
-from types import MethodType
 from weakref import WeakKeyDictionary
 
 import torch
 
 from cache import KV
+from toolbox.trace import observed
 
 PAD = 0   # the id of every slot that holds no token
 
@@ -46,7 +46,7 @@ class Sight:
 
 
 class XRay:
-    """A hook on any model that the stages run."""
+    """An observer of any model. It sees what a layout does, not what a compiled step does."""
 
     def __init__(self, model, requests):
         self.model, self.requests, self.passes = model, list(requests), []
@@ -59,28 +59,23 @@ class XRay:
         self.own_caches = WeakKeyDictionary()    # a stage's cache -> the X-ray's own beside it
 
     def __enter__(self):
-        self.handle = self.model.register_forward_pre_hook(self.look)
+        self.watch = observed(self.model, self.look)
+        self.watch.__enter__()
         return self
 
     def __exit__(self, *error):
-        self.handle.remove()
+        self.watch.__exit__(*error)
 
     @torch.inference_mode()
-    def look(self, model, arguments):
-        """Called with the model's arguments: (tokens, positions, attend, wanted)."""
-        tokens, positions, attend, wanted = arguments
-        batch = attend.__self__
+    def look(self, step, batch):
+        """Called before each forward pass."""
         twin = self.twin_of(batch)
         ids = twin.tokens.long()
         v = torch.nn.functional.one_hot(ids, len(self.token_of)).double().unsqueeze(-3)
         blank = torch.zeros_like(v)
         out = twin.attend("xray", blank, blank, v).squeeze(-3)       # (..., D)
         seen = copy.copy(batch)   # a static batch is the same object in the next pass
-        self.passes.append(Sight(self, seen, ids, positions, counts_of(out)))
-        # The pass must run what was looked at. A compiled step replaces the layout's own method
-        # only. This one does the same but is another, so the compiled step is not used.
-        same = MethodType(lambda batch, *args: attend(*args), batch)
-        return tokens, positions, same, wanted
+        self.passes.append(Sight(self, seen, ids, batch.positions, counts_of(out)))
 
     def twin_of(self, batch):
         """The layout again, of the X-ray's ids (PAD: no token) and with the X-ray's caches."""

@@ -1,102 +1,105 @@
 """
-What `fast = model.optimize()` makes: a snapshot, which computes a whole pass in one compiled call.
+What `fast = optimize(model)` makes: a snapshot, which computes a whole pass in one compiled call.
 
-It is no lesson about batching: it lets stages 6 and 7 be compared with other programs. A snapshot
+It is no lesson about batching: it lets the last stages be compared with other programs. A snapshot
 is called like the model. It holds packed copies of the weights, and the model itself, unchanged.
-Passes of `Alone`, `Flat` and `Paged` (stages 0, 6 and 7) and bare calls for one sequence are
+Passes of `Alone`, `Flat` and `Paged` (unbatched, ragged, paged) and bare calls for one sequence are
 compiled; all others are the model's. docs/kernels.md says what is promised.
 """
 import copy
 import ctypes
-import hashlib
-import json
+import os
 import sys
 from bisect import bisect_left
 from collections import Counter
 from functools import cache
-from pathlib import Path
-from types import SimpleNamespace
+from threading import local
+from types import MethodType, SimpleNamespace
 
 import torch
 from torch import nn
 
+import generate_paged
+import generate_ragged
+import generate_unbatched
 from cache import KV
+from lab.checks.check import TOLERANCE
 from lab.compiled import native
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-RECORD = Path(__file__).with_name("checked.json")   # {file: digest}, written by check.py
-LAYOUTS = {"Alone": "generate_unbatched.py", "Flat": "generate_ragged.py",
-           "Paged": "generate_paged.py"}
-FILES = "model.py", "lab/loading/llama.py", "cache.py", *LAYOUTS.values()   # what a step stands for
+from lab.loading.llama import Llama
+from model import GPT
+from request import Request
 
 
 def optimize(model):
     """
     A snapshot of the model, or the model itself and one line on stderr that says why not.
 
-    A compiled pass runs no hooks of the model, has no gradients and no autocast, and does not see
-    later changes of the weights: after one, call optimize() again. Hooks on the snapshot, which is
-    a Module, run at every pass.
+    A snapshot computes what the repository's *unedited* model computes: at its making it runs two
+    short requests, and is not used if the model gives something else. A compiled pass runs no hooks
+    of the model, has no gradients and no autocast, and does not see later changes of the weights:
+    after one, call optimize() again. Hooks on the snapshot, which is a Module, run at every pass.
     """
-    if why := why_not(model):
+    with torch.device("cpu"):   # programs may set another default
+        why = why_not(model) or native.problem()
+        fast = None if why else Snapshot(model)
+        why = why or fault(fast)
+    if why:
         print(f"compiled step: no, {why}", file=sys.stderr)
         return model
     native.keep_memory()
-    return Snapshot(model)
+    return fast
 
 
 def why_not(model):
-    """Why no snapshot can serve this model, in words; None if one can."""
-    kind = type(model)
-    if kind.__name__ not in ("GPT", "Llama"):
-        return f"{kind.__name__} is neither GPT nor Llama"
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    if changed := [file for file, now in digests().items() if now != recorded.get(file)]:
-        return f"{changed[0]} has changed since it was checked (python -m lab.compiled.check)"
+    """Why no snapshot can serve a model like this, in words; None if one can."""
+    if type(model) not in (GPT, Llama):
+        return f"{type(model).__name__} is neither GPT nor Llama"
     for p in model.parameters():
         if p.dtype != torch.float32 or p.device.type != "cpu":
             return f"it is for float32 on a CPU, not {p.dtype} on {p.device.type}"
     with torch.device("meta"):
-        as_made = kind(model.config)
+        as_made = type(model)(model.config)
     looks = [(str(m), [p.shape for p in m.parameters()]) for m in (model, as_made)]
     if looks[0] != looks[1]:
         return "its modules are not those of its config (a tensor parallel rank's, for instance)"
-    from lab.compiled.check import fault  # it needs the stages, which nothing else here imports
-    try:
-        with torch.device("cpu"):
-            return native.problem() or fault(examples=1)
-    except ValueError as error:   # a method has been replaced
-        return str(error)
 
 
-def digests():   # of the files as they are, line ends aside
-    return {file: hashlib.sha256((ROOT / file).read_bytes().replace(b"\r\n", b"\n")).hexdigest()
-            for file in FILES}
+@torch.autocast("cpu", enabled=False)
+def fault(fast):
+    """
+    How the logits of two requests of 4 tokens differ from the model's, or from those of the same
+    request in another stage, in words; None if they do not. A budget of 3 makes chunks.
+    """
+    found, chunks = {}, dict(token_budget=3)
+    for stage, knobs in ((generate_unbatched, {}), (generate_ragged, chunks),
+                         (generate_paged, dict(chunks, page_size=2))):
+        for model in fast, fast.model:
+            rows = found[model] = []
+            requests = [Request([(1 + step * i) % fast.config.vocab_size for i in range(4)], 1)
+                        for step in (5, 7)]
+            try:
+                stage.generate(model, requests, **knobs,
+                               on_token=lambda request, token, row: rows.append(row))
+            except ValueError as error:   # not finite, or too long for the model
+                return str(error)
+        mine, theirs = (torch.stack(found[model]) for model in (fast, fast.model))    # (2, V)
+        close = TOLERANCE[torch.float32] * float(theirs.abs().max())
+        if not torch.allclose(mine, theirs, rtol=0, atol=close):
+            return f"it computes something else than the model ({stage.__name__}.py)"
+        if not torch.equal(mine, found.setdefault("alone", mine)):
+            return f"a request gets other bits in a batch than alone ({stage.__name__}.py)"
+    fast.passes.clear()
 
 
 @cache
-def in_repository(file):
-    path = Path(file).resolve()
-    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else file
+def origin(layout):
+    """What tells a class: not `is`, because the file of a script that runs is loaded twice."""
+    file = getattr(sys.modules.get(layout.__module__), "__file__", None)
+    return layout.__qualname__, file and os.path.realpath(file)
 
 
-def is_original(function, name, files=FILES):
-    """Told by its file, not by `is`: a script that is run as __main__ may be loaded twice."""
-    code = getattr(function, "__code__", None)
-    return code and code.co_name == name and in_repository(code.co_filename) in files
-
-
-def check_methods(thing, *names):
-    """ValueError for a class of another name, or with a method that is not in the files."""
-    kind = type(thing)
-    if names and kind.__name__ not in names:
-        raise ValueError(f"it is for {' and '.join(names)}, not {kind.__name__}")
-    own = [each for each in kind.__mro__ if not each.__module__.startswith(("torch.", "builtins"))]
-    for owner in own:
-        files = [LAYOUTS[owner.__name__]] if owner.__name__ in LAYOUTS else FILES
-        for name, each in vars(owner).items():
-            if callable(each) and (name in vars(thing) or not is_original(each, name, files)):
-                raise ValueError(f"{owner.__name__}.{name} has been replaced")
+LAYOUTS = [origin(layout) for layout in (
+    generate_unbatched.Alone, generate_ragged.Flat, generate_paged.Paged)]
 
 
 class Snapshot(nn.Module):
@@ -105,13 +108,21 @@ class Snapshot(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.weights = model, native.Weights(model)
-        self.parts = {type(part): part for part in model.modules()}.values()
         self.passes = Counter()   # why they were the model's; None: compiled
+        self.announced = announced = local()   # each thread's next batch
+
+        def see(step, batch):   # not a method, which would keep the snapshot alive
+            announced.batch = batch
+            for observer in getattr(model, "observers", ()):
+                observer(step, batch)
+
+        self.observers = [see]
 
     def forward(self, tokens, positions=None, attend=None, wanted=None):
         """As GPT.forward or Llama.forward."""
+        batch = vars(self.announced).pop("batch", None)   # it is for one pass
         try:
-            logits, why = self.compiled(tokens, positions, attend, wanted), None
+            logits, why = self.compiled(tokens, positions, attend, wanted, batch), None
         except ValueError as error:
             logits, why = None, str(error)
         if attend:   # a bare call does not count
@@ -121,36 +132,35 @@ class Snapshot(nn.Module):
         given = {"attend": attend} if attend else {}
         return self.model(tokens, positions, wanted=wanted, **given)
 
-    def compiled(self, tokens, positions, attend, wanted):
+    def compiled(self, tokens, positions, attend, wanted, batch):
         """The pass in one compiled call. ValueError: it cannot be, and why."""
-        # 1. Is the code that the step stands for still what was checked?
-        for part in self.parts:
-            check_methods(part)
-        space, N, V = type(self.model).forward.__globals__, tokens.numel(), self.weights.vocabulary
-        if not all(is_original(space[name], name) for name in space.keys() & {"causal", "rotate"}):
-            raise ValueError("causal or rotate has been replaced")
-        # 2. The layout. A bare call is like a request without a cache.
+        N, V = tokens.numel(), self.weights.vocabulary
+        # 1. The layout. A bare call is like a request without a cache.
         if attend is None:
             if positions is not None or not 0 < N == tokens.size(-1) <= self.config.block_size:
                 raise ValueError("it is not one sequence")
             positions = torch.arange(N, device="cpu").view(tokens.shape)
-            layout = SimpleNamespace(plan=[(SimpleNamespace(kv=None), N)], starts=[0])
-        else:
-            layout = getattr(attend, "__self__", None)
-            check_methods(layout, *LAYOUTS)
-            if attend != layout.attend or getattr(layout, "attention", "varlen") != "varlen":
-                raise ValueError(f"it is for the attend of {type(layout).__name__}, \"varlen\"")
-        check_methods((attend or space["causal"]).__globals__["head"], "Head")
-        # 3. Which logits, and where each request's keys are. `wanted`, applied to the tokens'
+            batch = SimpleNamespace(plan=[(SimpleNamespace(kv=None), N)], starts=[0], kv=None)
+        elif batch is not None and origin(type(batch)) not in LAYOUTS:
+            raise ValueError(f"it is for Alone, Flat and Paged, not {type(batch).__name__}")
+        elif batch is None or attend != MethodType(type(batch).attend, batch):
+            raise ValueError("it is for the attend of the batch that a trace has announced")
+        elif getattr(batch, "attention", "varlen") != "varlen":
+            raise ValueError(f"it is for attention \"varlen\", not \"{batch.attention}\"")
+        # 2. Which logits, and where each request's keys are. `wanted`, applied to the tokens'
         # numbers, says which of them are asked for: they must be the last ones of each request.
         places = torch.arange(N, device="cpu").view(tokens.shape)[... if wanted is None else wanted]
         asked = places.flatten().tolist()
         lasts, pieces, alive, first = [], [], [], 0   # first: the request's first token
-        for (request, n), start in zip(layout.plan, layout.starts):
-            kv = getattr(layout, "pool", request.kv) or KV(n)
+        for (request, n), start in zip(batch.plan, batch.starts):
+            kv = getattr(batch, "pool", request.kv)
+            if kv is None and hasattr(batch, "kv"):   # Alone, without a cache
+                kv = KV(n)
+            if type(kv) is not KV:
+                raise ValueError(f"{request}: its keys are in no KV")
             table, page, slots = [0], kv.capacity, kv.capacity   # in one piece: a single page
-            if hasattr(layout, "pages"):
-                table, page = request.block_table, layout.pages.size
+            if hasattr(batch, "pages"):
+                table, page = request.block_table, batch.pages.size
             if start + n > len(table) * page or not 0 <= min(table) <= max(table) < slots // page:
                 raise ValueError(f"{request}: its cache has no room for {start + n} tokens")
             count = bisect_left(asked, first + n) - bisect_left(asked, first)
@@ -161,14 +171,15 @@ class Snapshot(nn.Module):
             lasts += range(first - count, first)
         if first != N or tokens.shape != positions.shape or asked != lasts:
             raise ValueError("it is for the tokens of the plan, and the logits of the last of them")
-        # 4. The compiled call.
+        # 3. The compiled call.
         tokens, positions = tokens.flatten(), positions.flatten()
         stream = [native.address(t, torch.int64, (N,)) for t in (tokens, positions)]
         logits = torch.empty(len(asked), V, **native.FLOAT)
         with native.LOCK:
             done = native.library().step(
                 self.weights.of_model, self.weights.of_layers, *stream, N, native.numbers(pieces),
-                len(layout.plan), logits.data_ptr(), torch.get_num_threads())
+                len(batch.plan), native.address(logits, torch.float32, (len(asked), V)),
+                torch.get_num_threads())
         if done < N:   # the model says so in torch's words
             raise ValueError("the model does not have these tokens or positions")
         return logits.view(*places.shape, V)
@@ -177,7 +188,6 @@ class Snapshot(nn.Module):
         """The addresses of its keys in each layer, and of its values; kept with the KV."""
         kept = vars(kv).get("addresses")
         if kept is None or kept[0] is not kv.k.get(0):
-            check_methods(kv, "KV")
             shape = *lead, self.weights.heads, kv.capacity, self.weights.head_size
             new = torch.empty((), **native.FLOAT).expand(shape)
             both = zip(*(kv.buffers(layer, new, new) for layer in range(self.weights.layers)))

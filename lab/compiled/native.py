@@ -121,7 +121,7 @@ def multiply(x, packed, n, bias=None, gelu=False):
         address(rows, torch.float32, rows.shape),
         address(packed, torch.float32, (-(-n // width), k, width)),
         None if bias is None else address(bias.data, torch.float32, (n,)),
-        y.data_ptr(), len(rows), k, n, gelu, torch.get_num_threads())
+        address(y, torch.float32, y.shape), len(rows), k, n, gelu, torch.get_num_threads())
     return y
 
 
@@ -133,9 +133,9 @@ class Weights:
     def __init__(self, model):
         named, self.alive = dict(model.named_parameters(remove_duplicate=False)), []
 
-        def keep(tensor):
+        def keep(tensor):   # of the shape that its config says: see why_not
             self.alive.append(tensor)
-            return tensor.data_ptr()
+            return address(tensor, torch.float32, tensor.shape)
 
         def copy(name, arrange=torch.clone):   # 0, a null pointer: there is none
             return keep(arrange(named[name].detach().contiguous())) if name in named else 0

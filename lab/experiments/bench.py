@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from lab.compiled import native
+from lab.compiled import native, optimize
 from lab.experiments import results
 from lab.experiments.peers import PEERS, Engine
 from lab.experiments.results import WORKLOADS, Table
@@ -121,7 +121,7 @@ def measure(args, device, dtype):
             write_gpt2(random_model(args.quick), folder, dtype=torch.float32)
         plain = load_model(args.model or folder).requires_grad_(False).to(device, dtype)
         theirs = peers(others, args.model or folder, args)
-    fast = plain.optimize()
+    fast = optimize(plain)
     systems = {name: partial(results.run, STAGES[stage], fast if optimized else plain, knobs=knobs)
                for name, (stage, optimized, knobs) in OURS.items()}
     systems |= {name: partial(served, engine) for name, engine in theirs.items()}

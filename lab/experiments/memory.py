@@ -16,6 +16,7 @@ from lab.loading.load import load
 from lab.loading.stages import STAGES
 from lab.views.report import totals
 from request import Request
+from toolbox.trace import observed
 
 
 def storm(model):
@@ -45,14 +46,13 @@ def watch(model):
     """Collects the pool before every forward pass: [{"tables", "kept", "number"}, ...]."""
     seen = []
 
-    def hook(module, arguments):
-        batch = arguments[2].__self__   # attend is a method of the layout
+    def look(step, batch):
         seen.append({"tables": {request.name: list(request.block_table)
                                 for request, _ in batch.plan},
                      "kept": batch.pages.free.keys() & batch.pages.key_of.keys(),
                      "number": batch.pages.number})
 
-    with model.register_forward_pre_hook(hook):
+    with observed(model, look):
         yield seen
 
 

@@ -11,7 +11,8 @@ import statistics
 
 import torch
 
-from generate_naive import StaticBatch
+from cache import KV
+from generate_naive import StaticBatch, cache_for
 from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
 from lab.experiments import results
@@ -56,12 +57,21 @@ def by_row(requests, k):
 
 def whole(layout):
     """A layout of whole prompts, made from requests instead of a plan."""
-    return lambda requests, device: layout([(r, len(r.prompt)) for r in requests], device)
+    def lay_out(requests, device):
+        for request in requests:
+            request.kv = KV(request.kv_tokens)
+        return layout([(request, len(request.prompt)) for request in requests], device)
+
+    return lay_out
+
+
+def static(requests, device):
+    return StaticBatch(requests, cache_for(requests), device)
 
 
 METHODS = {
-    "full batching": (in_order, StaticBatch),           # k prompts, padded to the longest
-    "length-ordered": (by_length, StaticBatch),         # all prompts sorted first, then the same
+    "full batching": (in_order, static),                # k prompts, padded to the longest
+    "length-ordered": (by_length, static),              # all prompts sorted first, then the same
     "prepacking, batch": (in_order, whole(Packed)),     # k prompts, packed into r <= k rows
     "prepacking, dataset": (by_row, whole(Packed)),     # all prompts packed first, then k rows
     "ragged": (in_order, whole(Flat)),                  # k prompts, no rows
@@ -76,7 +86,7 @@ def prefill(model, method, lengths, k):
     group, layout = METHODS[method]
     prompts = [Request([(7 * i + 3 * j) % 97 for j in range(n)], 1, name=f"r{i}")
                for i, n in enumerate(lengths)]
-    trace = Trace(method, prepare(prompts, model.config))
+    trace = Trace(method, prepare(prompts, model.config), model)
     for step, requests in enumerate(group(trace.requests, k)):
         batch = layout(requests, model.device)
         with trace.forward_pass(step, batch):

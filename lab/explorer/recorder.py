@@ -56,25 +56,23 @@ class Recorder(XRay):
     # --- one forward pass ---
 
     @torch.inference_mode()
-    def look(self, model, arguments):
-        """Called before each pass with the model's arguments."""
-        _, given, attend, _ = arguments
-        batch, same, sees = attend.__self__, None, {}
+    def look(self, step, batch):
+        """Called before each forward pass."""
+        sees = {}
         if self.left_out:
             ids = self.twin_of(batch).tokens.long()
         else:
-            same = super().look(model, arguments)
+            super().look(step, batch)
             sight = self.passes.pop()
             ids, sees = sight.ids, self.wrong_sights(sight)
         past = keys_of(batch) - ids.size(-1) if ids.dim() == 2 else 0   # key columns of a row
-        frame = {"past": past, "sees": sees, **self.slots(batch, ids, given),
+        frame = {"past": past, "sees": sees, **self.slots(batch, ids),
                  **self.caches(batch)}
         wrong = len(sees.keys() | frame["shift"].keys())
         if wrong and not self.sentences and not self.left_out:
             self.sentences = list(self.faults_of(len(self.frames), sight))[:5]
         self.wrong += wrong
         self.frames.append(frame)
-        return same
 
     def stand_in(self, request):
         """With ids for guesses, too, which are laid out before any is known to be right."""
@@ -106,14 +104,15 @@ class Recorder(XRay):
                 found[slot] = [sum(map(self.place_of, keys), ()), pads, blanks]
         return found
 
-    def slots(self, batch, ids, given):
+    def slots(self, batch, ids):
         """Owner and position of each slot, shifts and guesses."""
         width, shift, guesses = ids.size(-1), {}, {}
         owner, position = map(list, zip(*map(self.place_of, ids.flatten().tolist())))
         for row, (request, n) in enumerate(batch.plan):
             if not n:   # of a static batch; its request has finished
                 owner[row * width:(row + 1) * width] = [-2 - self.number[request]] * width
-        slots = zip(owner, position, given.flatten().tolist(), batch.tokens.flatten().tolist())
+        given, tokens = (t.flatten().tolist() for t in (batch.positions, batch.tokens))
+        slots = zip(owner, position, given, tokens)
         for slot, (i, own, told, token) in enumerate(slots):
             if i >= 0 and told != own:
                 shift[slot] = told - own

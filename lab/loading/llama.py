@@ -35,8 +35,8 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from model import GPT, MultiHeadAttention, causal
 from model import Block as GPTBlock
+from model import MultiHeadAttention, causal
 
 
 @dataclass
@@ -164,8 +164,6 @@ class Llama(nn.Module):
         turns = torch.tensor(self.frequencies, dtype=exact, device=positions.device)
         angles = (positions[..., None].to(exact) * turns).unsqueeze(-3)
         return angles.cos().to(dtype), angles.sin().to(dtype)
-
-    optimize = GPT.optimize
 
     @property
     def device(self):

@@ -14,12 +14,18 @@ A model and its tokenizer, by name. In Python a stage is a function:
 
 trace.passes has what each forward pass computed (toolbox/trace.py).
 """
+import os
+
 import torch
 
+from lab.loading import llama_files
 from lab.loading.llama import Llama, LlamaConfig
 from lab.loading.tokenizer import FromJson, from_ranks_file, gpt2
 from model import GPT, GPTConfig
 from toolbox import weights
+
+KINDS = {"gpt2": weights.gpt2_config, **dict.fromkeys(llama_files.KINDS, llama_files.llama_config)}
+SMALL = 30_000_000   # parameters; below that, threads wait for each other longer than they compute
 
 
 def load_model(name="builtin", dtype=torch.float32):
@@ -28,14 +34,7 @@ def load_model(name="builtin", dtype=torch.float32):
     a GPT-2 name, a local folder or weights file in Hugging Face's layout, or "owner/name" on
     huggingface.co, downloaded once. ValueError with one line that says what is wrong.
     """
-    def make(config):
-        return Llama(LlamaConfig(**config)) if "n_kv_head" in config else GPT(GPTConfig(**config))
-
-    config, tensors = weights.read(name, dtype, make)
-    with torch.device("meta"):   # no memory: `assign` puts the tensors that were read in place
-        model = make(config)
-    model.load_state_dict(tensors, assign=True)
-    return model
+    return read(weights.find(name, KINDS), dtype)
 
 
 def load(name="builtin", dtype=torch.float32):
@@ -44,11 +43,12 @@ def load(name="builtin", dtype=torch.float32):
 
     A folder's tokenizer is its ranks.tiktoken or tokenizer.json; a GPT-2 without has GPT-2's.
     """
-    model = load_model(name, dtype)
-    folder, is_llama = weights.locate(name)[0][0].parent, isinstance(model, Llama)
+    found = weights.find(name, KINDS)
+    model, folder = read(found, dtype), found.files[0].parent
     if (folder / "ranks.tiktoken").is_file():
         tokenizer = from_ranks_file(folder / "ranks.tiktoken")
-    elif is_llama or name not in weights.NAMES and (folder / "tokenizer.json").is_file():
+    elif found.kind != "gpt2" or (
+            name not in weights.NAMES and (folder / "tokenizer.json").is_file()):
         tokenizer = FromJson(folder)
     else:
         tokenizer = gpt2()
@@ -56,6 +56,27 @@ def load(name="builtin", dtype=torch.float32):
         raise ValueError(f"model '{name}': its vocabulary of {model.config.vocab_size} is smaller "
                          f"than its tokenizer's {tokenizer.n_vocab}")
     return model, tokenizer
+
+
+def read(found, dtype):
+    """The model whose files were found."""
+    if found.kind == "gpt2":
+        return weights.read(found, lambda config: GPT(GPTConfig(**config)),
+                            weights.gpt2_names, dtype)
+    return weights.read(found, lambda config: Llama(LlamaConfig(**config)),
+                        llama_files.llama_names, dtype)
+
+
+def set_threads(model, threads=None):
+    """
+    How many threads compute `model` on a CPU: `threads`, or OMP_NUM_THREADS of the environment, or
+    one for fewer than SMALL parameters, or as many as torch chooses. Call it before the model runs.
+    """
+    small = model.device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL
+    if threads is None and small and not os.environ.get("OMP_NUM_THREADS"):
+        threads = 1
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def bytes_of(tokenizer, token):

@@ -28,7 +28,12 @@ def from_ranks_file(path):
     """Reads a ranks file. Raises ValueError for any other file."""
     with one_line(f"tokenizer '{path}': not a ranks file in tiktoken's format"):
         lines = [line.split() for line in Path(path).read_bytes().splitlines()]
-        return from_ranks({base64.b64decode(token): int(rank) for token, rank in lines}, "builtin")
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        if sorted(ranks.values()) != [*range(len(lines))]:   # tiktoken would panic
+            raise ValueError("its ranks are not 0, 1, 2, ..., each of another token")
+        if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+            raise ValueError(f"byte {missing[0]} has no token of its own")
+    return from_ranks(ranks, "builtin")
 
 
 def byte_of():
@@ -56,30 +61,37 @@ class FromJson:
 
     def __init__(self, folder):
         self.name = f"tokenizer '{Path(folder) / 'tokenizer.json'}'"
-        with one_line(f"{self.name}: transformers (pip install transformers) cannot read it"):
+        with one_line(f"{self.name}: transformers (pip install transformers) cannot read it",
+                      Exception):   # tokenizers has no exceptions of its own
             from transformers import PreTrainedTokenizerFast
             self.inner = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            pieces = {token: piece for piece, token in self.inner.get_vocab().items()}
-            special = self.inner.added_tokens_decoder
+        pieces = {token: piece for piece, token in self.inner.get_vocab().items()}
+        special = self.inner.added_tokens_decoder
         self.n_vocab, self.eot_token = 1 + max(pieces), self.inner.eos_token_id
         self.chat_template = self.inner.chat_template
         # a piece is byte-level, or else text as in sentencepiece
         table = byte_of() if "ByteLevel" in repr(self.inner.backend_tokenizer.decoder) else None
-        self.bytes_of = {token: special[token].content.encode() if token in special else
-                         bytes_of_piece(piece, table) for token, piece in pieces.items()}
+        with one_line(f"{self.name}: a piece is not byte-level", KeyError):
+            self.bytes_of = {token: special[token].content.encode() if token in special else
+                             bytes_of_piece(piece, table) for token, piece in pieces.items()}
 
     def encode(self, text, **_):
         """Token ids; with what the tokenizer puts in front of a text."""
-        return self.inner.encode(text, verbose=False)   # silent about texts beyond its context
+        return self.ids(text)
 
     encode_ordinary = encode
 
+    def ids(self, text, **settings):
+        with one_line(f"{self.name} cannot encode {text!r:.60}", Exception):   # half a character
+            # verbose: silent about texts beyond its context
+            return self.inner.encode(text, verbose=False, **settings)
+
     def encode_chat(self, messages):
         """Token ids of [{"role": ..., "content": text}, ...] and the beginning of an answer."""
-        with one_line(f"{self.name}: its chat template fails"):   # it is a program
+        with one_line(f"{self.name}: its chat template fails", Exception):   # it is a program
             text = self.inner.apply_chat_template(messages, add_generation_prompt=True,
                                                   tokenize=False)
-        return self.inner.encode(text, add_special_tokens=False, verbose=False)
+        return self.ids(text, add_special_tokens=False)
 
     def decode_single_token_bytes(self, token):
         return self.bytes_of[token]

@@ -35,7 +35,7 @@ def read_prompts(path):
 
 
 def parse_line(line, where):
-    with one_line(f"{where}: not JSON"):
+    with one_line(f"{where}: not JSON", RecursionError):   # [[[[[[...
         entry = json.loads(line)
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
         raise ValueError(f"{where}: not an object whose \"prompt\" is a string")

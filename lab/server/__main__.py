@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from lab import flags
-from lab.loading.load import load
+from lab.loading.load import load, set_threads
 from lab.server.app import LOCAL, Server
 from lab.server.engine import Engine
 from toolbox.validate import at_least_1
@@ -15,8 +15,6 @@ NUMBERS = {"max_batch": (8, "requests that run at the same time"),
            "pages": (None, "pages in the pool (default: for max_batch of the longest requests, "
                            "but at most 16,384 tokens)"),
            "max_waiting": (256, "requests that may wait; the next one gets 429"),
-           "threads": (None, "threads that compute (default: one for the built-in model, else as "
-                             "many as torch chooses)"),
            "drain": (30, "seconds for running requests after SIGTERM")}
 
 
@@ -29,6 +27,7 @@ def main(argv=None):
     for name, (default, what) in NUMBERS.items():
         p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=what)
     flags.add_place(p)
+    flags.add_threads(p)
     flags.add_optimize(p)
     raise SystemExit(p.run(serve, argv))
 
@@ -61,9 +60,10 @@ def prepared(args):
     """(model, tokenizer), where and with as many threads as they will be used."""
     model, tokenizer = load(args.model)
     model.to(flags.device_of(args), flags.DTYPES[args.dtype])
-    model = model.optimize() if args.optimize else model
-    if args.threads or args.model == "builtin":   # so small that a second one gains little
-        torch.set_num_threads(args.threads or 1)
+    set_threads(model, args.threads)
+    if args.optimize:
+        from lab.compiled import optimize  # only then is it needed
+        model = optimize(model)
     return model, tokenizer
 
 

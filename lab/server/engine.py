@@ -57,7 +57,7 @@ class Engine:
             model, max_batch, token_budget, max_kv_tokens=None, pages=pages, page_size=page_size)
         self.pages = self.scheduler.pages
         # An endless run must not remember all that happened: of the passes, only the last.
-        self.trace = Trace("paged", [], self.pages.counts, deque(maxlen=1))
+        self.trace = Trace("paged", [], model, self.pages.counts, deque(maxlen=1))
         self.number, self.names = 0, count()   # the next step; the next request
         # An observer's. Before each step: seconds until its pass may run. And after it: the Paged
         # that was computed; None if nothing was.

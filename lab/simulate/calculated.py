@@ -49,17 +49,21 @@ class CalculatedModel:
 
     def __init__(self, shape, gpu):
         self.config, self.gpu, self.device = shape, gpu, torch.device("cpu")
-        self.now, self.passes, self.ends = 0.0, [], []
+        self.now, self.passes, self.ends, self.observers = 0.0, [], [], [self.see]
         # one token's keys of all layers. A "meta" tensor has a size, and takes no memory
         self.key = torch.empty(1, shape.kv_bytes // 2, device="meta", dtype=torch.int8)
 
     def __call__(self, tokens, positions, attend, wanted):
-        batch = attend.__self__   # the layout: `attend` is its method
+        batch = self.batch
         cache = batch.plan[0][0].kv
         if cache is not None:   # else, without a layer, its bytes_per_token would be 0
             cache.buffers(0, self.key, self.key)
         self.compute(batch)
         return torch.zeros(len(batch.sampled), 1)                               # (R, 1)
+
+    def see(self, step, batch):
+        """An observer: this layout is what the next pass computes."""
+        self.batch = batch
 
     def compute(self, batch):
         """Moves the clock on by a pass over the layout `batch`."""
@@ -88,15 +92,12 @@ class Stream:
     What Flat and Paged count of a plan: N tokens of several requests, and no tensors. Copies are
     not counted, since a GPU's kernel reads pages through the block table.
     """
-    positions = wanted = None
+    positions = wanted = attend = None
 
     def __init__(self, plan, *more):   # the others' arguments
         self.plan, self.starts = plan, [request.computed for request, _ in plan]
         self.sampled = [plan[i][0] for i in indices_due(plan)]
         self.tokens = torch.empty(sum(n for _, n in plan), device="meta")       # (N,)
-
-    def attend(self, layer, q, k, v):
-        """Never called: the model asks it only whose method it is."""
 
     def cost(self):
         return {"score_entries": sum(n * (start + n)
@@ -116,8 +117,8 @@ def without_tensors(generate, attention="varlen", **knobs):
 
 @dataclass
 class CalculatedTrace(Trace):
-    """A Trace whose times are seconds from 0, on the clock of `model`."""
-    model: CalculatedModel = None
+    """A Trace whose times are seconds from 0, on the clock of a CalculatedModel."""
+    clock: CalculatedModel = None
 
     def arrived(self, request):   # its own time, not that of the step which saw it
         return request.arrived
@@ -146,7 +147,7 @@ def timed(trace, model):
     for record, (start, seconds, _) in zip(trace.passes, model.passes):
         record.seconds = seconds
         begin.setdefault(record.step, start)
-    trace = CalculatedTrace(**vars(trace), model=model)
+    trace = CalculatedTrace(**vars(trace), clock=model)
     trace.stage, trace.started, trace.step_times = f"{trace.stage}, calculated", 0.0, begin
     steps, starts = list(begin), list(begin.values())
     for request in trace.requests:

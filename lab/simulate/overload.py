@@ -35,7 +35,7 @@ def most_served(shape, gpu, generate, number, made, **knobs):
         request.max_new_tokens = stream.randint(1, request.max_new_tokens)
     trace = simulate(shape, gpu, generate, requests, **knobs)
     admitted = {}   # name -> when its first pass began
-    for record, (start, _, _) in zip(trace.passes, trace.model.passes):
+    for record, (start, _, _) in zip(trace.passes, trace.clock.passes):
         for name, _, _ in record.work:
             admitted.setdefault(name, start)
     times = sorted(admitted.values())

@@ -8,9 +8,6 @@ What every script can draw with --plot, in one visual language:
 Colour-blind readers can tell the colours apart (Okabe and Ito's palette, with Tol's red); hatching
 repeats the distinction. The docs' figures, in lab/experiments/figures.py, use the same language.
 """
-import matplotlib
-from matplotlib.patches import Rectangle
-
 COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4",
           "finished": "#CC3311", "waiting": "#999999"}
 KEYS = {"past": "#5E4FA2", "new": "#E69F00"}   # what a token sees: cached keys, this pass's
@@ -25,6 +22,8 @@ WIDTH = 8.75   # inches, at which the width of a page shows a font in its own si
 
 def pyplot():
     """pyplot without a display, unless a notebook has already chosen a backend."""
+    # Imported where it is needed: the explorer and the server only want the colours.
+    import matplotlib
     if "inline" not in matplotlib.get_backend():
         matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -44,6 +43,7 @@ def style(kind):
 
 def box(ax, x, y, label="", ink="black", **looks):
     """A cell of a grid with a label in it."""
+    from matplotlib.patches import Rectangle
     looks = {"edgecolor": "white", "linewidth": 0.5, "clip_on": False, **looks}
     ax.add_patch(Rectangle((x, y), 1, 1, **looks))
     ax.text(x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=9, color=ink)

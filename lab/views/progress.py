@@ -3,6 +3,8 @@ import sys
 import time
 from contextlib import contextmanager
 
+from toolbox.trace import observed
+
 
 @contextmanager
 def progress(model, requests, token_budget=None, stream=None):
@@ -22,18 +24,17 @@ def progress(model, requests, token_budget=None, stream=None):
             print(f"{clear}{request.name}: {request.finish_reason} after "
                   f"{len(request.generated)} tokens", file=stream, flush=True)
 
-    def hook(model, arguments):
+    def show(step, batch):
         nonlocal shown_at
         announce()
         if live and time.perf_counter() - shown_at >= 0.1:
             shown_at = time.perf_counter()
-            attend = arguments[2]   # a method of the layout
-            computed = sum(n for _, n in attend.__self__.plan)
+            computed = sum(n for _, n in batch.plan)
             share = f"budget {computed}/{token_budget}" if token_budget else f"{computed} tokens"
             print(f"{clear}{len(requests) - len(running)} of {len(requests)} done, {share}",
                   end="", file=stream, flush=True)
 
-    with model.register_forward_pre_hook(hook):
+    with observed(model, show):
         try:
             yield
         finally:
