@@ -10,13 +10,13 @@ of all of them: O(n) a token instead of O(n^2).
     layer 1   ...  \_________/                   read: a view of the first `end` tokens
 
 One token costs 2 x n_layer x n_embd numbers: 18,432 for the smallest GPT-2, 72 KiB in float32. The
-weights serve all requests of a batch; keys and values serve one (until stage 7 shares them).
+weights serve all requests of a batch; keys and values serve one (or, with prefix caching, several).
 """
 
 
 class KV:
     """
-    Keys and values of one sequence; of all rows of a batch, in stage 1; of all pages, in stage 7.
+    Keys and values of one sequence; or of all rows of a batch, or of all pages of a pool.
 
     Each layer has two buffers (..., capacity, hs), made when it is first written. They take leading
     axes, dtype and device of what is written: (nh,) for one request, (B, nh) for a batch.

@@ -13,10 +13,10 @@ tokens at each step: one for each decode, and the rest for prompts, in chunks.
     C         c0 c1  c2 c3  c4 c5  c6     d        no token for C before step 3: a partial
                                                    prefill yields none
 
-Better than stage 2: a long prompt slows several steps a little, instead of stalling one for long.
+Better than dynamic: a long prompt slows several steps a little, instead of stalling one for long.
 Wasted: padding and copies, as before; and two forward passes in a step with decodes and chunks, so
 the weights are read twice.
-Next: stage 4 makes one pass of the two. (Stages 3 and 4 are Sarathi's idea.)
+Next: interleaved makes one pass of the two. (Both are Sarathi's idea.)
 """
 import torch
 
@@ -30,7 +30,7 @@ from toolbox.trace import Trace
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, on_token=None):
     """
-    Runs `requests` as stage 2 does, with two more limits. Returns the trace.
+    Runs `requests` as dynamic does, with two more limits. Returns the trace.
 
     token_budget:  tokens computed in a step; a rectangle's pads are not counted
     max_kv_tokens: cache room that running requests may reserve, in tokens; None: no limit

@@ -1,8 +1,9 @@
 """
 Stage 2: dynamic batching. A finished request leaves at once, and a waiting one takes its place.
 
-The field calls this *continuous batching* (Orca: iteration-level scheduling), and what servers such
-as Triton call dynamic batching is stage 1. Stages 3, 4, 6 and 7 refine it.
+The field calls this *continuous batching* (Orca: iteration-level scheduling). Servers such as
+Triton call it dynamic batching when they group queued requests, which is static batching here. All
+later stages refine what follows.
 
 The batch is rebuilt at every step, so the cache can no longer belong to the batch: each request has
 its own, and the layout `Rectangle` gathers them. Prompts and decodes differ in width, so a step has
@@ -15,10 +16,10 @@ up to two forward passes: one rectangle for the decodes and one for the newcomer
     B         P   d   d   d   d   d   d       P prefill, d decode
     C             .   .   P   d   d           . waiting
 
-Better than stage 1: no finished rows, and no request waits for a whole batch.
+Better than static batching: no finished rows, and no request waits for a whole batch.
 Wasted: padding, as before; each layer copies all pasts twice, into a rectangle and then in front of
 the new keys; and a long prompt is prefilled in one piece, while every running decode waits for it.
-Next: stage 3 cuts long prompts into chunks.
+Next: chunked prefill cuts long prompts into chunks.
 """
 import torch
 
@@ -60,7 +61,7 @@ class Rectangle:
         self.tokens, self.positions, self.mask = (t.to(device) for t in (tokens, positions, mask))
         self.P = P
 
-        # A row may hold only part of a prompt (stages 3 and 4): its last column is not sampled.
+        # A row that holds only part of a prompt, a chunk, is not due: nothing is sampled from it.
         due = indices_due(self.plan)
         self.sampled = [self.plan[b][0] for b in due]
         # The last column of these rows. dtype: without it, an empty list makes floats.
@@ -111,7 +112,7 @@ def leave(running):
 
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, on_token=None):
-    """Runs `requests` as stage 0 does, at most max_batch at a time. Returns the trace."""
+    """Runs `requests` as unbatched does, at most max_batch at a time. Returns the trace."""
     at_least_1(max_batch=max_batch)
     requests = prepare(requests, model.config)
     trace = Trace("dynamic", requests, model)

@@ -14,11 +14,12 @@ Trap: the pads of a decode row are *new* slots. A mask that hides only the paddi
 that of the tutorial from which this example comes, lets A attend to seven of them. Nothing raises
 an error; only the check against the request alone reveals it.
 
-Better than stage 3: one forward pass where a step with decodes and chunks took two.
+Better than chunked: one forward pass where a step with decodes and chunks took two.
 Wasted: copies, as before; and many more pads. One chunk of n among B rows makes (B - 1)(n - 1) pad
-slots: 3 x 7 = 21 above.
-Next: stage 6 drops the rows. (Stage 5 is a side branch. Sarathi calls stage 4 piggybacking. The
-tutorial is source I of docs/sources.md.)
+slots: 3 x 7 = 21 above. It is the right pass in the wrong shape: a CPU computes every pad, and it
+is slower than chunked and dynamic. It stands here because its pass is right and its trap is real.
+Next: ragged keeps the one pass and drops the rows. (Sarathi calls this piggybacking. The tutorial
+is source I of docs/sources.md.)
 """
 import torch
 
@@ -31,7 +32,7 @@ from toolbox.trace import Trace
 
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, on_token=None):
-    """Runs `requests` as stage 3 does, with the same limits. Returns the trace."""
+    """Runs `requests` as chunked does, with the same limits. Returns the trace."""
     requests = prepare(requests, model.config)
     scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
     trace = Trace("interleaved", requests, model)

@@ -10,9 +10,9 @@ computes is never read.
     .  f  g  h  i  |  j  k  l         -   slot of a finished request, still computed
     o  p  q  r  s  |  -  -  -         (the rows' last tokens, e, m and t, are never computed)
 
-Better than stage 0: one read of the weights serves all rows.
+Better than one request at a time: one read of the weights serves all rows.
 Wasted: padding; finished rows keep running; no new request gets in before the last one is done.
-Next: stage 2 rebuilds the batch at every step.
+Next: dynamic batching rebuilds the batch at every step.
 """
 import torch
 
@@ -53,7 +53,7 @@ class StaticBatch:
         self.tokens = tokens.to(device)                             # (B, T)
         columns = torch.arange(self.end, device=device)             # (S,)
         self.positions = columns[self.start:] - self.pads[:, None]  # counted from its first token
-        self.positions.clamp_(0, self.requests[0].block_size - 1)   # pads, finished rows: any valid
+        self.positions.clamp_(0, self.requests[0].context_length - 1)   # pads, finished: any valid
         self.mask = (columns >= self.pads[:, None])[:, None, None]  # (B, 1, 1, S)
 
         due = indices_due(self.plan)
@@ -78,7 +78,7 @@ def cache_for(requests):
 
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, on_token=None):
-    """Runs `requests` as stage 0 does, in batches of at most max_batch. Returns the trace."""
+    """Runs `requests` as unbatched does, in batches of at most max_batch. Returns the trace."""
     at_least_1(max_batch=max_batch)
     requests = prepare(requests, model.config)
     trace = Trace("naive", requests, model)

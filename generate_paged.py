@@ -1,9 +1,9 @@
 """
-Stage 7: paged memory. Keys and values live in a pool of pages, and equal beginnings are shared.
+Stage 6: paged memory. Keys and values live in a pool of pages, wherever there is room.
 
-The batch stays the flat stream of stage 6. What changes is where the keys are. A request's block
-table lists its pages (paging.py), and a *slot mapping* says which slot of the pool takes each new
-token's keys and values. (A *cache slot*; elsewhere a slot is a place in a tensor of tokens.)
+The batch stays ragged's flat stream. What changes is where the keys are. A request's block table
+lists its pages (paging.py), and a *slot mapping* says which slot of the pool takes each new token's
+keys and values. (A *cache slot*; elsewhere a slot is a place in a tensor of tokens.)
 
     block table of A = [0, 2, 1], page_size 4
 
@@ -13,18 +13,19 @@ token's keys and values. (A *cache slot*; elsewhere a slot is a place in a tenso
 Attention must look up every key in that table. vLLM's kernel does it on a GPU, ours on a CPU with
 --optimize. Here a request's keys and values are first gathered into a copy.
 
-Better than stage 6: more requests fit into the same memory, because none reserves room for an
-answer that may never come; and a common prompt is computed and kept once.
-Wasted: the work of a request that is preempted when memory runs out; and the gathered copies.
-Next: beyond/, one short file for each question that comes after. (This is vLLM's PagedAttention,
-which calls a page a block.)
+Better than ragged: more requests fit into the same memory, because none reserves room for an answer
+that may never come.
+Wasted: the work of a request that is preempted when memory runs out; the gathered copies; and equal
+prompts are computed and kept once for each request.
+Next: prefix caching finds what has been computed before. (This is vLLM's PagedAttention, which
+calls a page a block.)
 """
 import torch
 
 from cache import KV
 from generate_ragged import Flat
 from model import sample
-from paging import PagedScheduler, Pages
+from paging import PagedScheduler
 from request import prepare
 from toolbox.trace import Trace
 from toolbox.validate import check_pool
@@ -37,11 +38,13 @@ class Paged(Flat):
     """
 
     def __init__(self, plan, pool, pages, device=None):
-        self.pool, self.pages = pool, pages   # the tensors, and the books that paging.py keeps
+        self.pool, self.pages = pool, pages   # the tensors; and the bookkeeping, see paging.py
         super().__init__(plan, device)
 
     def lay_out(self, device):
         super().lay_out(device)
+        # All keys' slots, anew at each step. A kernel reads block tables itself, and the host only
+        # adds the new tokens' slots.
         self.key_slots = [self.slots(request.block_table, end).to(device)       # (S_i,) each
                           for (request, _), end in zip(self.plan, self.ends)]
         self.slot_mapping = torch.cat([slots[start:] for slots, start in        # (N,)
@@ -66,33 +69,32 @@ class Paged(Flat):
         return {**super().cost(), "copied_bytes": sum(self.ends) * self.pool.bytes_per_token}
 
 
-def pool_size(requests, max_batch, page_size):
-    """Pages for the max_batch largest requests at once: then no request is ever preempted."""
+def pool_size(requests, max_batch, page_size, pages=None):
+    """
+    `pages`, but no more than all requests together can fill. None: enough for the max_batch largest
+    requests at once; then no request is ever preempted.
+    """
     needed = sorted(-(-request.kv_tokens // page_size) for request in requests)
-    return sum(needed[-max_batch:])
+    return sum(needed[-max_batch:]) if pages is None else min(pages, sum(needed))
 
 
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
-             policy="fcfs", share_prefixes=True, on_token=None):
+             scheduler=PagedScheduler, on_token=None):
     """
-    Runs `requests` as stage 6 does, with another limit on memory. Returns the trace.
+    Runs `requests` as ragged does, with another limit on memory. Returns the trace.
 
-    pages:          how many pages the pool has, at most as many as all requests can fill; None:
-                    enough for the max_batch largest requests
-    page_size:      tokens in a page
-    policy:         "fcfs": first come, first served; or another scheduler, such as those in
-                    beyond/fairness.py: SCHEDULERS["sjf"], SCHEDULERS["priority"]
-    share_prefixes: whether requests share the full pages of equal beginnings
+    pages:     how many pages the pool has, at most as many as all requests can fill; None: enough
+               for the max_batch largest requests
+    page_size: tokens in a page
+    scheduler: a class like PagedScheduler
     """
     requests = prepare(requests, model.config)
-    check_pool(max_batch, pages, page_size, policy, model.config.block_size)
-    most = pool_size(requests, len(requests), page_size)   # all together cannot fill more
-    number = pool_size(requests, max_batch, page_size) if pages is None else min(pages, most)
-    books, pool = Pages(number, page_size), KV(number * page_size)
-    make = PagedScheduler if policy == "fcfs" else policy
-    scheduler = make(max_batch, token_budget, books, share_prefixes=share_prefixes)
-    trace = Trace("paged", requests, model, scheduler.counts)
+    check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)
+    number = pool_size(requests, max_batch, page_size, pages)
+    scheduler = scheduler(max_batch, token_budget, number, page_size)
+    pool = KV(number * page_size)
+    trace = Trace("paged", requests, model, scheduler.pages.counts)
     for request in requests:
         scheduler.add(request)
     step = 0
@@ -101,7 +103,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
         # 2. one forward pass for decodes and chunks together
-        batch = Paged(plan, pool, books, model.device)
+        batch = Paged(plan, pool, scheduler.pages, model.device)
         with trace.forward_pass(step, batch):
             logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
         # 3. one token for each request that has nothing more to compute

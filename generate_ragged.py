@@ -1,5 +1,5 @@
 """
-Stage 6: ragged continuous batching. Drop the rows altogether: one flat stream of tokens.
+Stage 5: ragged continuous batching. Drop the rows altogether: one flat stream of tokens.
 
 All padding comes from the batch axis, so that axis goes. The tokens of all requests form one stream
 (N,). `cu_seqlens`, the cumulative sequence lengths, says where each request's tokens begin. Every
@@ -11,10 +11,9 @@ ways:
 
     cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, no pads
 
-Better than stage 4: every slot computed is a token that some request needs.
-Wasted: room in memory is reserved for answers that may never come; and a prompt that many requests
-share is computed and kept once for each of them.
-Next: stage 7 keeps keys and values in pages.
+Better than interleaved: every slot computed is a token that some request needs.
+Wasted: room in memory is reserved for answers that may never come.
+Next: paged keeps keys and values in pages.
 """
 from itertools import accumulate, pairwise
 
@@ -59,6 +58,8 @@ class Flat:
         self.positions = torch.tensor(positions, device=device)                 # (N,)
         if self.attention == "mask":
             self.mask = self.block_diagonal().to(device)                        # (N, S)
+        # Kernels take boundaries as a tensor on the device: cu_seqlens_q of the new tokens (vLLM:
+        # query_start_loc), cu_seqlens_k of the keys. Here Python's loop reads them: a list does.
 
         due = indices_due(self.plan)
         self.sampled = [self.plan[i][0] for i in due]
@@ -109,7 +110,7 @@ class Flat:
 def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None,
              attention="varlen", on_token=None):
     """
-    Runs `requests` as stage 4 does, with the same limits. Returns the trace.
+    Runs `requests` as interleaved does, with the same limits. Returns the trace.
 
     attention: "varlen" skips the keys of other requests, "mask" computes and hides them
     """

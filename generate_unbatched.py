@@ -14,17 +14,18 @@ Wasted: all weights are read from memory to compute a single token. This is why 
 of GPT-2 reads 124 million weights once. Each row (a token) takes one multiply-add per weight:
 
                                                      read      multiply, 1 row      32 rows
-    two CPU cores    47 GB/s, 0.47 TFLOP/s, fp32    11 ms             0.5 ms         17 ms
+    two CPU cores    50 GB/s, 0.22 TFLOP/s, fp32    10 ms             1.1 ms         36 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A pass takes at least the longer of the two. So on the CPU 32 rows need only take 1.6 times as long
-as one (measured: 2.6 times, docs/measurements.md). On the GPU they take as long as one: reading
-takes longer for up to 150 rows. (Speeds of the CPU: measured, on a machine with twice the README's
-arithmetic; of the GPU: its data sheet.)
-Next: stage 1 computes a token for many requests from one read of the weights.
+A pass takes at least the longer of the two. So on the CPU 32 rows take 3.6 times as long as one,
+for 32 times the tokens. On the GPU they take as long as one: reading takes longer up to 150 rows.
+(Speeds of the CPU: measured, on the README's machine; of the GPU: its data sheet.)
+Next: static batching computes a token for many requests from one read of the weights.
 
 The check that every script makes, this one too, is plainer still: one forward pass over a prompt
-and all of its answer. Only a token that rounding decides may differ (lab/checks/check.py).
+and all of its answer (lab/checks/check.py). What must agree: tokens exactly, unless rounding
+decides between two of them (a *near-tie*, counted apart); logits to rounding, 1e-4 of the largest
+in float32. Bit for bit they are equal with the compiled step only, --optimize on a CPU.
 """
 import torch
 
@@ -44,8 +45,8 @@ class Alone:
     tokens, positions  for the model: ids and places, in the shape of this layout
     wanted             for the model: an index, the tokens whose logits are wanted
     sampled            for `sample`: the requests that those logits belong to, in the same order
-    lay_out            sets the last four (and more) from the plan. A method of its own: stage 1
-                       calls it again for each column, and stage 7 extends it
+    lay_out            sets the last four (and more) from the plan. A method of its own, because
+                       some layouts call it again, or add to it
     attend             for the model, once in each layer: which keys a token sees, from which cache
     cost               for the trace, after the pass: what attention computed and copied
 

@@ -20,7 +20,7 @@ one call, `attend`:
     ln_f -> logits                               token-wise, and only for the tokens `wanted`
 
 So the model knows nothing about requests, padding or caches. It leaves two questions open. *Which
-tokens are in this forward pass?* The stage decides, from stage 3 on with a Scheduler. *Which keys
+tokens are in this forward pass?* The stage decides, most of them with a Scheduler. *Which keys
 may each of them see?* The *layout* of the batch decides: it supplies `attend`. The layouts are in
 the stages, generate_*.py.
 
@@ -58,7 +58,8 @@ class Head(nn.Module):
     It is *stateless*: no cache, no weights, no global, no dropout. So one object, `head`,
     serves all layers and all stages. It is written for one head, but any leading axes `...` will
     do: (B, nh) for all heads of all rows of a rectangle at once, (nh,) for a flat stream. The head
-    axis is just one more batch axis.
+    axis is just one more batch axis. (Production code calls torch's scaled_dot_product_attention
+    or a kernel such as FlashAttention here, which never store the T x S scores.)
     """
 
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
@@ -67,7 +68,7 @@ class Head(nn.Module):
         k, v:           (..., T, hs)  their keys and values; or (..., S, hs), if the cache has put
                                       the past in front already
         past_k, past_v: (..., P, hs)  keys and values of earlier tokens, for Head to put in front;
-                                      or None. Only stage 2's Rectangle uses them: the pasts of its
+                                      or None. Only dynamic's Rectangle uses them: the pasts of its
                                       requests differ in length, and are padded to P columns
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
                         over past *and* new keys is (B, 1, 1, S). ANDed with the causal rule.
@@ -243,7 +244,8 @@ def sample(logits, requests):
     for i, request in enumerate(requests):
         check_finite(request, largest[i])
         if request.temperature > 0:
-            # in float64 on the CPU: the same on every device
+            # In float64 on the CPU: the same on every device. Row by row is slow on a GPU, where
+            # engines sample all rows at once, with random numbers that depend on the batch or not.
             x, t = logits[i].cpu().double(), request.temperature
             edges = cdf(x, t, request.top_k, request.top_p)                                # (V,)
             tokens[i] = int(torch.searchsorted(edges, request.draw(), right=True))

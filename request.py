@@ -12,6 +12,7 @@ Serving goes in *steps* of one or two forward passes. A *plan*, [(request, n), .
 tokens of which requests a step computes, or one pass of it. A request gets a token only if n covers
 all its todo.
 """
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ class Request:
     seed:           starts this request's own random stream
     eos_token:      ends the request when generated (it is kept as the last token); None: never
     name:           for messages and plots; if empty, `prepare` chooses one
-    priority:       0 is the most urgent; only stage 7's policy "priority" looks at it
+    priority:       0 is the most urgent; only a policy of beyond/fairness.py looks at it
     arrival:        the step at which it arrives
     """
     prompt: list
@@ -51,8 +52,10 @@ class Request:
     token_steps: list = field(default_factory=list, init=False)  # step of each token
     computed: int = field(default=0, init=False)                 # tokens in the cache
     kv: object = field(default=None, init=False, repr=False)     # its cache, a KV (cache.py)
-    block_table: list | None = field(default=None, init=False)   # stage 7: its pages, instead of kv
-    block_size: int | None = field(default=None, init=False)     # the model's, set by `prepare`
+    block_table: list | None = field(default=None, init=False)   # or its pages, see paging.py
+    page_hashes: list = field(default_factory=list, init=False)  # names of its full pages
+    assumed: list = field(default_factory=list, init=False)      # beyond/: follow the known tokens
+    context_length: float = field(default=math.inf, init=False)  # the model's; set by `prepare`
 
     def __post_init__(self):
         check_request(self)
@@ -65,19 +68,20 @@ class Request:
     def tokens(self):   # all that are known
         return self.prompt + self.generated
 
-    def slice(self, start, end):   # tokens[start:end], without copying the rest
+    def slice(self, start, end):   # of prompt, generated and assumed, without copying the rest
         n = len(self.prompt)
-        return self.prompt[start:end] + self.generated[max(start - n, 0):max(end - n, 0)]
+        answer = self.generated + self.assumed if self.assumed else self.generated
+        return self.prompt[start:end] + answer[max(start - n, 0):max(end - n, 0)]
 
     @property
     def todo(self):
-        """Known tokens that are not computed yet: 1 or more. 1 is a decode (or a prompt's end)."""
-        return len(self.prompt) + len(self.generated) - self.computed
+        """Tokens that are not computed yet: 1 or more. 1 is a decode (or a prompt's end)."""
+        return len(self.prompt) + len(self.generated) + len(self.assumed) - self.computed
 
     @property
     def kv_tokens(self):
         """Room for prompt and answer. The last token is never computed: 9 tokens, 8 new: 16."""
-        return min(len(self.prompt) + self.max_new_tokens - 1, self.block_size)
+        return min(len(self.prompt) + self.max_new_tokens - 1, self.context_length)
 
     @property
     def finished(self):
@@ -112,14 +116,14 @@ def advance(plan, tokens):
     sampled = [plan[i][0] for i in indices_due(plan)]
     for request, n in plan:
         request.computed += n
-    for request, token in zip(sampled, tokens):
+    for request, token in zip(sampled, tokens, strict=True):
         request.append(token)
 
 
 def prepare(requests, config):
-    """The requests by arrival, each with a name and the model's block_size. ValueError if bad."""
+    """The requests by arrival, with names and the model's context length. ValueError if bad."""
     requests = [requests] if isinstance(requests, Request) else list(requests)
-    for request, name in zip(requests, check_run(requests, Request, config)):
-        request.name, request.block_size = name, config.block_size
+    for request, name in zip(requests, check_run(requests, Request, config), strict=True):
+        request.name, request.context_length = name, config.block_size
         request.kv = request.block_table = None
     return sorted(requests, key=lambda request: request.arrival)

@@ -62,7 +62,7 @@ class Scheduler:
             if not self.arrived(step) or not self.grant_room(self.waiting[0]):
                 break
             self.running.append(self.waiting.popleft())
-            todo += self.running[-1].todo   # not earlier: stage 7's grant_room lowers it
+            todo += self.running[-1].todo   # only now: some of it may be found computed
 
     def share_budget(self):
         """Each decode gets its token first, whatever prompts need. The rest goes to chunks."""
@@ -97,7 +97,7 @@ class Scheduler:
             self.running.remove(request)
             self.free(request)
 
-    # --- the queue and the memory: stage 7 replaces grant_room and free ---
+    # --- the queue and the memory ---
 
     def arrived(self, step):
         """Whether the first in the queue has arrived."""

@@ -24,7 +24,7 @@ from pathlib import Path
 import isolate
 from isolate import Fault
 
-from paging import Pages
+from cache import KV
 from request import Request
 from scheduler import Scheduler
 
@@ -48,7 +48,7 @@ def letters(i):
     return "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[i % 26] + str(i // 26 or "")
 
 
-def given(*sizes, name="", block_size=24, computed=0):
+def given(*sizes, name="", context_length=24, computed=0):
     """Requests A, B, ... or name0, name1, ... from (prompt, new, arrival, priority, eos_token)."""
     requests = []
     for i, (prompt, new, *rest) in enumerate(sizes):
@@ -56,7 +56,7 @@ def given(*sizes, name="", block_size=24, computed=0):
             prompt = [(7 * i + 3 * j * j + j) % 12 + 1 for j in range(prompt)]
         requests.append(Request(prompt, new, name=f"{name}{i}" if name else letters(i),
                                 **dict(zip(("arrival", "priority", "eos_token"), rest))))
-        requests[-1].block_size, requests[-1].computed = block_size, computed
+        requests[-1].context_length, requests[-1].computed = context_length, computed
     return requests
 
 
@@ -101,6 +101,11 @@ def counts_of(trace):
             **{f"steps of {r.name}": r.token_steps for r in trace.requests}}
 
 
+def cache_of(request):
+    """What can be seen of a request's cache."""
+    return f"a cache of {request.kv.capacity}" if request.kv else "no cache"
+
+
 def plan_of(plan):
     return " ".join(f"{r.name}{n}" for r, n in plan) or "nothing"
 
@@ -117,7 +122,8 @@ def scheduled(requests, max_batch=8, token_budget=64, max_kv_tokens=None):
     """A scheduler's run with no model; every token is 0. Yields what is seen of each step."""
     queue, step, freed = Scheduler(max_batch, token_budget, max_kv_tokens), 0, []
     free = queue.free
-    queue.free = lambda request: freed.append(f"{request.name}, {request.kv}") or free(request)
+    queue.free = lambda request: freed.append(f"{request.name}, {cache_of(request)}") or free(
+        request)
     for request in sorted(requests, key=lambda request: request.arrival):
         queue.add(request)
     for _ in range(STEPS):
@@ -133,14 +139,12 @@ def scheduled(requests, max_batch=8, token_budget=64, max_kv_tokens=None):
             return
         seen = {f"the plan of step {step}": plan_of(plan), "running": names(queue.running)}
         tokens = [0] * sum(n == request.todo for request, n in plan)
-        for request, _ in plan:
-            request.kv = request.kv or "cache"
         queue.update(plan, tokens)
         yield {**seen, "plan and tokens after update": [plan_of(plan), tokens],
                f"running after step {step}": names(queue.running),
                "waiting": names(queue.waiting), "free was called for": sorted(freed),
                **{f"{r.name} after step {step}, computed, generated, finish_reason and cache":
-                  [r.computed, len(r.generated), r.finish_reason, r.kv] for r in requests}}
+                  [r.computed, len(r.generated), r.finish_reason, cache_of(r)] for r in requests}}
         step += 1
 
 
@@ -353,6 +357,8 @@ def left_in_caches(layout, rng, passes, lengths=(2, 11, 4, 5, 8, 1, 3, 9, 2)):
     import torch
     torch.manual_seed(rng.randrange(99))
     requests = given(*[(n, 13) for n in lengths])
+    for request in requests:
+        request.kv = KV(request.kv_tokens)
     for step in range(passes):
         plan = [(request, request.todo) for request in requests]
         batch = layout(plan)
@@ -368,40 +374,52 @@ def left_in_caches(layout, rng, passes, lengths=(2, 11, 4, 5, 8, 1, 3, 9, 2)):
             request.computed, request.generated = n, [*range((i + n) % 12 + 1)]
 
 
+def chain(tokens, size):
+    """The page hashes of a sequence's full pages."""
+    from generate_prefix import page_hash  # this loads torch
+    hashes = []
+    for end in range(size, len(tokens) + 1, size):
+        hashes.append(page_hash(hashes[-1] if hashes else b"", tokens[end - size:end]))
+    return hashes
+
+
 def operations(pages, rng, number):
-    """Random operations on the books of a pool. Yields (the last calls, [(table, tokens), ...])."""
+    """Random operations on PrefixPages. Yields (the last calls, [(table, tokens), ...])."""
     tables, said = [], []
     for _ in range(number):
-        if tables and (rng.random() < 0.45 or len(pages.free) < 3):
+        if tables and (rng.random() < 0.45 or len(pages.free_queue) < 3):
             table, _ = tables.pop(rng.randrange(len(tables)))
-            said.append(f"give_back({table})")
-            pages.give_back(list(table))
+            said.append(f"free({table})")
+            pages.free(list(table))
         else:
             tokens = [rng.randrange(2) for _ in range(3 * pages.size)]
+            hashes = chain(tokens, pages.size)
             # sometimes as two requests which compute the same at the same time
-            shared, table = pages.find(tokens[:-1]) if rng.random() < 0.7 else [], []
-            known, revived = len(shared), sum(page in pages.free for page in shared)
-            if 3 - known > len(pages.free) - revived:
+            found, table = pages.find(hashes[:2]) if rng.random() < 0.7 else [], []
+            known, revived = len(found), sum(page in pages.free_queue for page in found)
+            if 3 - known > len(pages.free_queue) - revived:
                 continue
-            said.append(f"hold([], {shared})")
-            pages.hold(table, shared)
-            said[-1] += f" whose argument is then {shared}"
+            said.append(f"share([], {found})")
+            pages.share(table, found)
+            said[-1] += f" whose argument is then {found}"
             pages.allocate(table, 3 - known)
-            for i in range(known, 3):
-                pages.publish(table, i, tokens[pages.size * i:pages.size * (i + 1)])
+            for page, name in list(zip(table, hashes))[known:]:
+                pages.cache(page, name)
             tables.append((table, tokens))
             said[-1] += f", then {table} is the block table of {tokens}"
         yield "; ".join(said[-3:]), tables
 
 
-def books(rng, cases):
-    """What the books of a pool hold after random operations. Cases: (pages, their size, number)."""
+def pools(rng, cases):
+    """What PrefixPages holds after random operations. Cases: (pages, their size, number)."""
+    from generate_prefix import PrefixPages
     for number, size, count in cases:
-        pages = Pages(number, size)
+        pages = PrefixPages(number, size)
         for said, tables in operations(pages, rng, count):
             yield f"after {said}", {
-                "the calls": said, "holders": list(pages.holders),
-                "free, in order": list(pages.free),
-                "published": sorted(pages.published.values()), "in key_of": sorted(pages.key_of),
+                "the calls": said, "ref_count": list(pages.ref_count),
+                "free_queue": list(pages.free_queue),
+                "cached": sorted(pages.cached.values()), "in hash_of": sorted(pages.hash_of),
                 "evicted_pages": pages.counts["evicted_pages"],
-                **{f"find({tokens})": pages.find(tokens) for _, tokens in tables[-9:]}}
+                **{f"find, for {tokens}": pages.find(chain(tokens, size))
+                   for _, tokens in tables[-9:]}}

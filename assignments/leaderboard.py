@@ -39,7 +39,7 @@ def workload(rng):
         prompt = min(max(round(rng.lognormvariate(3.4, 0.9)), 1), 400)
         new = min(max(round(rng.lognormvariate(2.3, 0.6)), 2), 60)
         requests.append(Request([0] * prompt, new, name=f"r{i}", arrival=int(time)))
-        requests[-1].block_size = 512
+        requests[-1].context_length = 512
         time += rng.expovariate(0.78)
     return requests
 
@@ -92,7 +92,7 @@ def batches(rng):
 
 
 def our_pack(lengths, size):
-    from generate_prepacked import first_fit_decreasing  # this loads torch
+    from beyond.prepacked import first_fit_decreasing  # this loads torch
     return first_fit_decreasing(lengths, size)
 
 

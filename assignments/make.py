@@ -138,7 +138,7 @@ def student_copy(number, student):
         knobs = "those of `generate`" if "model.py" in files else (
             "`max_batch` (8 if you give none), `token_budget` (64) and `max_kv_tokens` (no limit)")
         mine["BREAK.md"] = filled("copy_break.md", number=number, knobs=knobs, bugs="".join(
-            f"{i}. {bug['says']} Runs {bug['runs']}.py" + "".join(
+            f"{i}. {bug['says']} Runs " + bug["runs"].replace(".", "/") + ".py" + "".join(
                 f" with {name}={value!r}" for name, value in answers.fixed_knobs(bug).items())
             + ".\n" for i, bug in enumerate(answers.bugs_of(number), 1)))
         mine["break.json"] = json.dumps(dict.fromkeys("12345"), indent=1) + "\n"

@@ -84,7 +84,7 @@ def set_4(rng):
 
 
 def set_5(rng):
-    from generate_prepacked import first_fit_decreasing
+    from beyond.prepacked import first_fit_decreasing
     lengths = [rng.randint(2, 25) for _ in range(rng.randint(7, 14))]
     a, b, c = rng.sample(range(5, 20), 3)
     rows = len(first_fit_decreasing(lengths, max(lengths)))
@@ -106,14 +106,13 @@ def set_6(rng):
     cached = [rng.randint(5, 60) for _ in range(5)]
 
     def suffices(pages):
-        trace = run_of("paged", *[(prompt, new)] * 3, pages=pages, page_size=size,
-                       share_prefixes=False)
+        trace = run_of("paged", *[(prompt, new)] * 3, pages=pages, page_size=size)
         return len(trace.passes[0].work) == 3 and not trace.counts["preemptions"]
     smallest = next(filter(suffices, count(
         max(3 * (prompt // size), -(-(prompt + new) // size)))))
     prompts = [[*[5, 7, 2][:common % 3 + 1], *[5] * (common - common % 3 - 1), 7 + i]
                for i in range(3)]
-    shared = run_of("paged", *[(tokens, 2, 2 * i) for i, tokens in enumerate(prompts)],
+    shared = run_of("prefix", *[(tokens, 2, 2 * i) for i, tokens in enumerate(prompts)],
                     page_size=size, token_budget=99)
     yield (f"Pages of {size} tokens, block table {table}: in which slot of the pool is position "
            f"{position}?", table[position // size] * size + position % size)

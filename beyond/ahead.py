@@ -17,9 +17,10 @@ for each token that pass 1 will give, and the device fills the holes from its ow
     B, mid-prefill   p0 p1 p2 p3         p0 p1             p2 p3
 
 A stop token is known too late: a request that ends with pass 1 costs a row of pass 2. (vLLM:
-AsyncScheduler; transformers: continuous_async.) Pages that a queued pass still uses may be freed
-and given away: the device runs passes in order, so the next owner writes later. On CUDA this
-overlaps little yet: the layouts' copies wait for the device until they use pinned memory.
+AsyncScheduler; transformers: ContinuousBatchingConfig's use_async_batching.) Pages that a queued
+pass still uses may be freed and given away: the device runs passes in order, so the next owner
+writes later. On CUDA this overlaps little yet: the layouts' copies wait for the device until they
+use pinned memory.
 
     python -m beyond.ahead [HOST_MS]     what it gains, calculated
 """
@@ -28,11 +29,13 @@ from dataclasses import dataclass
 
 import torch
 
-from beyond.fork import memory_of
+from cache import KV
+from generate_paged import Paged, pool_size
+from generate_prefix import PrefixScheduler
 from model import cdf
 from request import prepare
 from toolbox.trace import Trace
-from toolbox.validate import check_finite
+from toolbox.validate import check_finite, check_pool
 
 HOLE = -1   # no token: an embedding would refuse it
 
@@ -57,19 +60,19 @@ def choose(logits, requests):
     return tokens
 
 
-def launch(model, scheduler, lay_out, step, flight):
+def launch(model, scheduler, pool, step, flight):
     """Queues the pass after `flight`. Returns its Flight; None if there is nothing to compute."""
     holes = leave_holes(flight) if flight else {}
     try:
         plan = scheduler.schedule(step)
-        batch = lay_out(plan) if plan else None
+        batch = Paged(plan, pool, scheduler.pages, model.device) if plan else None
     except RuntimeError:   # nothing can go on; but the pass in flight may free room
         if not flight:
             raise
         batch = None
     finally:
         for request in holes:
-            request.generated.pop()   # nobody else sees a hole
+            request.assumed = []   # nobody else sees a hole
     if batch is None:
         return None
     fill_holes(batch, holes, flight)
@@ -86,7 +89,7 @@ def leave_holes(flight):
     holes = {request: place for place, request in enumerate(flight.batch.sampled)
              if not request.finished and not request.is_last(len(request.generated) + 1)}
     for request in holes:
-        request.generated.append(HOLE)   # without it, its todo is 0, and it is not planned
+        request.assumed = [HOLE]   # without it, its todo is 0, and it is not planned
     return holes
 
 
@@ -102,7 +105,7 @@ def land(flight, scheduler, trace, on_token):
     """The pass is over: what it computed is recorded, and its requests get their tokens."""
     batch, chosen = flight.batch, flight.tokens.tolist()   # waits for the device
     record(flight, trace)
-    publish(flight, scheduler)
+    cache_pages(flight, scheduler)
     going = [i for i, request in enumerate(batch.sampled) if not request.finished]
     sampled, tokens = [batch.sampled[i] for i in going], [chosen[i] for i in going]
     logits = flight.logits[going]
@@ -127,29 +130,30 @@ def record(flight, trace):
             trace.record_rejected(request, first, start + n)
 
 
-def publish(flight, scheduler):
+def cache_pages(flight, scheduler):
     """Pages that the pass has filled can be found, if the request still holds that block table."""
     for (request, n), start, table in zip(flight.batch.plan, flight.batch.starts, flight.tables):
-        if table is not None and table is request.block_table:
-            size = scheduler.pages.size
-            for i in range(start // size, (start + n) // size):
-                scheduler.pages.publish(table, i, request.slice(i * size, (i + 1) * size))
+        if table is request.block_table:
+            scheduler.cache_filled(request, start, start + n)
 
 
 @torch.inference_mode()
-def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, pages=None,
-             page_size=16, on_token=None):
-    """Runs `requests` as stage 6 or 7; while a pass is computed, the next one is planned."""
+def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
+             on_token=None):
+    """Runs `requests` as prefix does; while a pass is computed, the next one is planned."""
     requests = prepare(requests, model.config)
-    scheduler, lay_out = memory_of(model, max_batch, token_budget, max_kv_tokens, pages, page_size)
-    trace = Trace("ahead", requests, model, getattr(scheduler, "counts", {}))
+    check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
+    number = pool_size(requests, max_batch, page_size, pages)
+    scheduler = PrefixScheduler(max_batch, token_budget, number, page_size)
+    pool = KV(number * page_size)
+    trace = Trace("ahead", requests, model, scheduler.pages.counts)
     for request in requests:
         scheduler.add(request)
     step, flight = 0, None
     while scheduler.busy or flight:
         step = scheduler.next_step(step)
         trace.step_times.setdefault(step, time.perf_counter())
-        queued = launch(model, scheduler, lay_out, step, flight)
+        queued = launch(model, scheduler, pool, step, flight)
         if flight:
             land(flight, scheduler, trace, on_token)
         flight, step = queued, step + 1

@@ -1,35 +1,37 @@
 """
-Fairness: other orders than first come, first served, and a bound on what they may cost a request.
+Fairness: orders other than first come, first served, and a bound on what they cost a request.
 
-A *policy* is a sort key: of the waiting requests, the one with the smallest key goes first. The
-shortest job first makes the mean wait short; but a long job may wait for ever, if short ones keep
-arriving. So there is a *bound*:
+1. A *policy* is a sort key. Of the requests that wait, the one with the smallest key is admitted
+   next. Shortest job first (sjf) makes the mean wait short. Its key is what the client allows,
+   prompt + max_new_tokens; what the answer will need, nobody knows.
+2. Short jobs that keep arriving could make a long one wait for ever. So there is a *bound*. Once
+   `bound` later requests were admitted before the oldest that has never run, that one is *due*, and
+   goes before all that are not. The n-th to arrive is admitted as the (n + bound)-th at the latest.
 
-    shortest job first, one place, a bound of 3; L is long, a to d are short, all arrive together
+    sjf, max_batch 1, a bound of 3; L is long, a to d are short; all arrive together, L first
 
     step               0   1   2   3   4
     admitted           a   b   c   L   d
-    L was overtaken    1   2   3          so L is *due* at step 3: d is shorter, and has to wait
+    L was overtaken    1   2   3           in step 3, L is due: d is shorter, and has to wait
 
-In the *line* are the requests that were never admitted. Its oldest is due once `bound` others have
-overtaken it; any request, once it has been preempted `bound` times. It then goes before all that
-are not due, gets pages for its longest answer at once, and is not preempted any more. So the n-th
-request to arrive is admitted as the (n + bound)-th at the latest.
+3. *Rank* is one order for queue and memory: due or not, then the key, then the arrival. When pages
+   run out, the running request that is last in rank is preempted, and waits at its rank. So the
+   first in rank keeps its pages and goes on at every step: no live-lock.
+4. A request that was preempted `bound` times is due, too. A due request gets pages for its longest
+   answer at once. All that still need pages rank behind it, so it is not preempted any more.
 
-The *rank* is one order for the queue and the memory: due or not, then the key, then the arrival.
-The first in rank is admitted first. When no page is free, a request takes one from the last in
-rank, perhaps itself. So of those that run, the first in rank keeps its pages and goes on at every
-step: no live-lock. (vLLM ranks by arrival or by priority, too. It has no bound.)
+This is fair to requests, not to users: one who sends a thousand gets a thousand turns. A service
+with many users serves next the user with the fewest tokens so far (Virtual Token Counter, VTC:
+Sheng et al., "Fairness in Serving Large Language Models", 2024). vLLM ranks by fcfs or priority.
 
-    python generate_paged.py --policy sjf      stage 7 with a policy
+    python generate_prefix.py --policy sjf      or generate(..., scheduler=SCHEDULERS["sjf"])
 """
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from functools import partial
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from paging import PagedScheduler
+from generate_prefix import PrefixScheduler
 
 POLICIES = {
     "fcfs": lambda request: 0,                                             # first come first served
@@ -37,99 +39,72 @@ POLICIES = {
     "priority": lambda request: request.priority,                          # 0 is the most urgent
 }
 MAX_OVERTAKEN = 16
+DUE, ARRIVED, TO_COME = range(3)   # the queue also holds requests that have not arrived yet
+Rank = namedtuple("Rank", "level key number")   # the smallest first; number: added as the n-th
 
 
-class Rank(NamedTuple):
-    """Ranks compare from the top: False before True, then small numbers before large ones."""
-    to_come: bool    # it has not arrived
-    can_wait: bool   # it is not due
-    key: int         # the policy's
-    number: int      # of those that arrived before it
-
-
-class FairScheduler(PagedScheduler):
+class FairScheduler(PrefixScheduler):
     """
-    A PagedScheduler that keeps `waiting` in order of rank, and sorts `running` to choose a victim.
-
-    policy: one of POLICIES
-    bound:  how often a request may be overtaken, and how often preempted
+    A PrefixScheduler that keeps `waiting` and `running` by rank. policy: a name in POLICIES.
+    bound: how often a request may be overtaken before it is admitted, and how often preempted
     """
 
-    def __init__(self, max_batch, token_budget, pages, policy, share_prefixes=True,
-                 bound=MAX_OVERTAKEN):
-        super().__init__(max_batch, token_budget, pages, share_prefixes)
-        if policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+    def __init__(self, max_batch, token_budget, pages, page_size, policy, bound=MAX_OVERTAKEN):
+        super().__init__(max_batch, token_budget, pages, page_size)
         self.key, self.bound, self.added = POLICIES[policy], bound, 0
-        self.line = OrderedDict()   # requests that were never admitted, by arrival
-        # weak: what has ended, and is held by nobody, leaves nothing behind
+        self.new = OrderedDict()   # its keys: requests that were never admitted, by arrival
+        # weak: requests that have ended leave nothing behind
         self.rank, self.times_preempted = WeakKeyDictionary(), WeakKeyDictionary()
 
     def add(self, request):
-        super().add(request)
-        self.rank[request] = Rank(to_come=True, can_wait=True, key=0, number=self.added)
-        self.line[request] = None
+        super().add(request)   # to the end of the queue
+        self.new[request] = self.rank[request] = Rank(TO_COME, 0, self.added)
         self.added += 1
 
-    # --- the queue, in order of rank ---
-
-    def schedule(self, step):
-        """As PagedScheduler.schedule; but first, requests that have arrived take their places."""
-        # Those to come are last in the queue, by arrival. (True,) is below each of their ranks.
-        i = bisect_left(self.waiting, (True,), key=self.rank.get)
-        while i < len(self.waiting) and self.waiting[i].arrival <= step:
-            self.move(self.waiting[i], due=False)   # to a place <= i: the next one is at i + 1
-            i += 1
-        self.running.sort(key=self.rank.get)   # the last is preempted; new ones go behind
-        return super().schedule(step)
-
-    def move(self, request, due):
-        """A waiting request gets another rank, and the place that belongs to it."""
-        del self.waiting[bisect_left(self.waiting, self.rank[request], key=self.rank.get)]
-        self.insert(request, due)
-
-    def insert(self, request, due):
-        self.rank[request] = Rank(False, not due, self.key(request), self.rank[request].number)
+    def move(self, i, level):
+        """Gives the i-th in the queue another rank, and the place that belongs to it."""
+        request = self.waiting[i]
+        del self.waiting[i]
+        self.rank[request] = Rank(level, self.key(request), self.rank[request].number)
         insort(self.waiting, request, key=self.rank.get)
 
-    # --- the bound ---
-
     def is_due(self, request):
-        return not self.rank[request].can_wait
+        return self.rank[request].level == DUE
 
     def arrived(self, step):
-        """As Scheduler.arrived, which is asked before each admission: so what is due now, moves."""
-        while self.line and next(iter(self.line)).finished:   # cancelled: it overtook no other
-            self.line.popitem(last=False)
-        oldest = next(iter(self.line), None)
-        if oldest and oldest.arrival <= step and not self.is_due(oldest):
-            if self.times_overtaken(oldest) >= self.bound:
-                self.move(oldest, due=True)
+        """As Scheduler.arrived, which is asked before each admission; but first, ranks change."""
+        i = bisect_left(self.waiting, (TO_COME,), key=self.rank.get)
+        while i < len(self.waiting) and self.waiting[i].arrival <= step:
+            self.move(i, ARRIVED)   # to a place <= i: the next one is at i + 1
+            i += 1
+        while self.new and next(iter(self.new)).finished:   # cancelled: it has overtaken nobody
+            self.new.popitem(last=False)
+        if self.new:
+            rank = self.rank[next(iter(self.new))]   # of the oldest: all before it have left
+            times_overtaken = self.added - len(self.new) - rank.number
+            if rank.level == ARRIVED and times_overtaken >= self.bound:
+                self.move(bisect_left(self.waiting, rank, key=self.rank.get), DUE)
         return super().arrived(step)
 
-    def times_overtaken(self, oldest):
-        """How many have left the line, less those that arrived before it: all of these have."""
-        return self.added - len(self.line) - self.rank[oldest].number
-
-    # --- the memory ---
-
-    def grant_room(self, request):
-        """As PagedScheduler.grant_room; a request that is due needs room for its longest answer."""
-        need = self.pages.needed(request.kv_tokens) if self.is_due(request) else 0
-        if need > len(self.pages.free) or not super().grant_room(request):
-            return False
-        self.pages.allocate(request.block_table, need - len(request.block_table))   # if above 0
-        self.line.pop(request, None)
-        return True
+    def schedule(self, step):
+        self.running.sort(key=self.rank.get)   # the last is preempted; new ones are put behind it
+        return super().schedule(step)
 
     def preempt(self, request):
-        """As PagedScheduler.preempt; but it returns to its rank, not the front. It is not due."""
+        """As PagedScheduler.preempt; but from the front of the queue it moves to its rank."""
         super().preempt(request)
-        self.waiting.popleft()   # where super() has put it
         times = self.times_preempted[request] = self.times_preempted.get(request, 0) + 1
-        self.insert(request, due=times >= self.bound)
+        self.move(0, DUE if times >= self.bound else ARRIVED)
+
+    def grant_room(self, request):
+        """As PrefixScheduler.grant_room; what is due needs room for its longest answer."""
+        need = self.pages.needed(request.kv_tokens) if self.is_due(request) else 0
+        if need > len(self.pages.free_queue) or not super().grant_room(request):
+            return False
+        self.pages.allocate(request.block_table, need - len(request.block_table))   # if above 0
+        self.new.pop(request, None)
+        return True
 
 
-# by policy, for stage 7: generate(model, requests, policy=SCHEDULERS["sjf"])
 SCHEDULERS = {policy: partial(FairScheduler, policy=policy) for policy in POLICIES}
-SCHEDULERS["fcfs"] = PagedScheduler   # without a bound: by arrival, none is overtaken
+SCHEDULERS["fcfs"] = PrefixScheduler   # without a bound: nobody is overtaken

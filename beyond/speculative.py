@@ -12,18 +12,23 @@ rounds, and a request takes part while its guesses are right. A rejected row dra
 Keys beyond `computed` are never read: nothing is rolled back. A guess is what followed the latest
 tokens when they last occurred (prompt lookup, Saxena 2023).
 
-Rejection sampling accepts a guess with its probability p. Here the request's own draw equals the
-guess as often, and otherwise it is already the right token.
+A draft model proposes a token with probability q, and rejection sampling accepts it with
+probability min(1, p/q), p being the model's own. This draft is certain, q = 1: so a guess is
+accepted with probability p. Here the request's own draw equals the guess just as often; if not, the
+draw is already the right token. No draft distribution, no second random number, one comparison.
 
     python -m beyond.speculative [MODEL PROMPTS]    docs/guessing.md: passes saved, and their price
 """
 
 import torch
 
-from beyond.fork import memory_of
+from cache import KV
+from generate_paged import Paged, pool_size
+from generate_prefix import PrefixScheduler
 from model import sample
 from request import indices_due, prepare
 from toolbox.trace import Trace
+from toolbox.validate import check_pool
 
 
 class Lookup:
@@ -48,9 +53,8 @@ def draft(plan, scheduler, lookups, most):
     """{request: guesses}: for decodes, as far as budget, length and pages held leave room."""
     drafts, budget = {}, scheduler.token_budget - sum(n for _, n in plan)
     for request, n in plan:
-        room = request.kv_tokens   # the last token is never computed
-        if request.block_table is not None:
-            room = min(room, len(request.block_table) * scheduler.pages.size)
+        # The last token is never computed; and a guess must fit into the pages that are held.
+        room = min(request.kv_tokens, len(request.block_table) * scheduler.pages.size)
         room, drafts[request] = min(most, budget, room - request.computed - 1), []
         if request.todo == 1 and room > 0:
             drafts[request] = lookups.setdefault(request, Lookup()).guess(request, room)
@@ -59,14 +63,15 @@ def draft(plan, scheduler, lookups, most):
 
 
 @torch.inference_mode()
-def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, pages=None,
-             page_size=16, guesses=4, on_token=None):
-    """Runs `requests` as stage 6 or 7, with at most `guesses` for each decode."""
+def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16, guesses=4,
+             on_token=None):
+    """Runs `requests` as prefix does, with at most `guesses` for each decode."""
     requests = prepare(requests, model.config)
-    scheduler, lay_out = memory_of(model, max_batch, token_budget, max_kv_tokens, pages, page_size)
-    trace = Trace(f"speculative, {guesses} guesses", requests, model,
-                  getattr(scheduler, "counts", {}))
-    lookups = {}
+    check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
+    number = pool_size(requests, max_batch, page_size, pages)
+    scheduler = PrefixScheduler(max_batch, token_budget, number, page_size)
+    pool, lookups = KV(number * page_size), {}
+    trace = Trace(f"speculative, {guesses} guesses", requests, model, scheduler.pages.counts)
     for request in requests:
         scheduler.add(request)
     step = 0
@@ -77,12 +82,13 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         drafts = draft(plan, scheduler, lookups, guesses)
         # 2. one forward pass; while it is laid out, guesses are tokens like any others
         for request, guessed in drafts.items():
-            request.generated += guessed
-        batch = lay_out([(request, n + len(drafts[request])) for request, n in plan])
-        for request, guessed in drafts.items():
-            del request.generated[len(request.generated) - len(guessed):]
+            request.assumed = guessed
+        batch = Paged([(request, n + len(drafts[request])) for request, n in plan], pool,
+                      scheduler.pages, model.device)
+        for request in drafts:
+            request.assumed = []
         first, wanted = {}, []   # request -> its first row of the logits; their places in the batch
-        for request, last in zip(batch.sampled, batch.wanted.tolist()):
+        for request, last in zip(batch.sampled, batch.wanted.tolist(), strict=True):
             first[request] = len(wanted)
             wanted += range(last - len(drafts[request]), last + 1)
         batch.wanted = torch.tensor(wanted, dtype=torch.long, device=model.device)      # (R,)

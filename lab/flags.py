@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from beyond.fairness import SCHEDULERS
+from paging import PagedScheduler
 from toolbox.validate import at_least_1, one_line
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -20,11 +22,11 @@ NUMBERS = {"max_batch": "the most requests that run at the same time (default: 8
            "token_budget": "the most tokens computed in a step (default: 64)",
            "max_kv_tokens": "cache entries reserved by all running requests together "
                             "(default: no limit)",
-           "pages": "pages in the pool of the paged stage "
+           "pages": "pages in the pool of paged and prefix "
                     "(default: as many as the largest requests can fill)",
            "page_size": "tokens per page (default: 16)"}
 PICTURES = (".png", ".pdf", ".svg")
-KNOBS = (*NUMBERS, "policy", "share_prefixes", "pack", "attention", "use_cache")
+KNOBS = (*NUMBERS, "policy", "pack", "attention", "use_cache")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -67,22 +69,17 @@ def above_0(text):
     return float(text)
 
 
-def add_knobs(parser, policies):
-    """policies: {name: scheduler}, as beyond/fairness.py has them."""
+def add_knobs(parser):
     knobs = parser.add_argument_group("how to batch (changes when a token comes, never which)")
     for name, text in NUMBERS.items():
         knobs.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    knobs.add_argument("--policy", choices=tuple(policies),
-                       help="which waiting request goes first (default: fcfs)")
-    knobs.add_argument("--share_prefixes", action="store_const", const=True,
-                       help="share pages between requests that begin alike (the default)")
-    knobs.add_argument("--no_share_prefixes", dest="share_prefixes", action="store_const",
-                       const=False, help="share no pages between requests that begin alike")
+    knobs.add_argument("--policy", choices=tuple(SCHEDULERS),
+                       help="prefix: which waiting request goes first (default: fcfs)")
     knobs.add_argument("--pack", choices=("batch", "dataset"),
                        help="prepacking: pack the prompts that were admitted, or let the packing "
                             "decide which to admit (default: batch)")
     knobs.add_argument("--attention", choices=("varlen", "mask"),
-                       help="how the ragged stage keeps requests apart (default: varlen)")
+                       help="ragged: how requests are kept apart (default: varlen)")
     knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False,
                        help="unbatched: compute everything again for each token")
 
@@ -119,20 +116,25 @@ def device_of(args):
     return torch.device(device)
 
 
-def given_knobs(args, policies):
+def given_knobs(args):
     """{knob: value} for those that are set on the command line. ValueError for a bad number."""
     knobs = {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
     at_least_1(**{f"--{knob}": knobs[knob] for knob in NUMBERS if knob in knobs})
-    if args.policy:
-        knobs["policy"] = policies[args.policy]
     return knobs
 
 
 def knobs_of(generate, knobs):
-    """The knobs that a stage has, as a dict, and the names of the others."""
+    """
+    The knobs that a stage has, as a dict, and the names of the others. A policy becomes the
+    `scheduler` that has it. These share prefixes, so paged, which does not, has no policy.
+    """
     has = inspect.signature(generate).parameters
     mine = {name: value for name, value in knobs.items() if name in has}
-    return mine, [name for name in knobs if name not in has]
+    others = [name for name in knobs if name not in has]
+    if "policy" in others and "scheduler" in has and has["scheduler"].default != PagedScheduler:
+        mine["scheduler"] = SCHEDULERS[knobs["policy"]]
+        others.remove("policy")
+    return mine, others
 
 
 def say_ignored(args, names, where):

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 
-from beyond.fairness import SCHEDULERS
 from lab import flags
 from lab.checks.check import Check, summary
 from lab.loading.load import decode, load, set_threads
@@ -31,7 +30,7 @@ def run_stage(generate, args, shard=None):
 
     shard: called with the model before it runs; the check still uses the whole model
     """
-    knobs, ignored = flags.knobs_of(generate, flags.given_knobs(args, SCHEDULERS))
+    knobs, ignored = flags.knobs_of(generate, flags.given_knobs(args))
     flags.say_ignored(args, ignored, "for this stage")
     plain, tokenizer, requests = load_inputs(args)
     model = plain
@@ -69,7 +68,7 @@ def run_stage(generate, args, shard=None):
         from lab.explorer import page
         from lab.explorer.recorder import record, take_times
         recorded = record(generate, model, requests, None if args.no_check else plain, **knobs)
-        if "policy" in knobs:   # the page names it
+        if "scheduler" in knobs:   # the page names the policy
             recorded.recording.knobs["policy"] = args.policy
         page.write(args.page, page.data_of({trace.stage: take_times(recorded, trace)}, tokenizer))
     if not args.quiet:
@@ -141,7 +140,7 @@ def parser(doc):
     what.add_argument("--arrival_rate", type=float, metavar="R",
                       help="requests arrive at random, R per step (default: all at step 0)")
 
-    flags.add_knobs(p, SCHEDULERS)
+    flags.add_knobs(p)
 
     where = p.add_argument_group("where")
     flags.add_place(where)

@@ -18,7 +18,7 @@ from model import MultiHeadAttention
 # ## Six requests, one batch
 #
 # A small trained model comes with the repository. It has learned how Python's documentation looks,
-# not what it says. Here are six prompts, served together by stage 6:
+# not what it says. Here are six prompts, served together by the stage *ragged*:
 
 # %%
 prompts = ["# json\n", "Return the value of", "# asyncio.run\nRun", "The class", "If the file",
@@ -81,9 +81,9 @@ source(MultiHeadAttention.forward)
 # %%
 eight = eight_requests()
 sizes(eight)
-shown = "naive", "dynamic", "chunked", "interleaved", "prepacked", "ragged, varlen", "paged"
+shown = "naive", "dynamic", "chunked", "interleaved", "ragged, varlen", "paged", "prefix"
 traces = run_all(shown, eight, max_batch=4, token_budget=16)
-timelines([traces[name] for name in shown[:-1]]);
+timelines([traces[name] for name in shown[:-2]]);
 
 # %% [markdown]
 # - **naive**, static batching: pad all prompts to one length, and run until the longest answer is
@@ -94,8 +94,6 @@ timelines([traces[name] for name in shown[:-1]]);
 #   That takes up to two forward passes a step.
 # - **interleaved:** decodes and chunks in one forward pass, in one rectangle, which is mostly
 #   padding.
-# - **prepacked:** several prompts share a row. (Their pads belong to no request, and are not
-#   drawn.)
 # - **ragged:** no rows, only a stream of tokens, and no padding.
 
 # %%
@@ -103,8 +101,9 @@ counts(traces, slots="slots", useful="useful", scores="score_entries")
 
 # %% [markdown]
 # *Useful* slots hold a token that is computed for the first time. *Scores* are products of a query
-# and a key, in one head of one layer. The last line is stage 7: as stage 6, but with memory in
-# pages, which requests can share.
+# and a key, in one head of one layer. The last two lines are as *ragged*: they are about memory,
+# and here is enough of it. *Paged* keeps keys and values in pages. *Prefix* finds them again, where
+# a prompt begins like an earlier one.
 #
 # ## The second question: which token sees which?
 #
@@ -124,9 +123,9 @@ show({name: look(name, four, step=1, token_budget=7)
 #
 # ## Break it
 #
-# A published tutorial on stage 4 hides the padding of the past, and marks *all new slots* as
-# valid. No error is raised. To answer the question, replace `...` with `"A"` or another name, and
-# run the cell. (The timeline of *interleaved* holds the answer.)
+# A published tutorial on the fused rectangle, our *interleaved*, hides the padding of the past and
+# marks *all new slots* as valid. No error is raised. To answer the question, replace `...` with
+# `"A"` or another name, and run the cell. (The timeline of *interleaved* holds the answer.)
 
 # %%
 ask("0.1: Under that mask, exactly one of the eight requests still passes the check. Which?",
@@ -157,5 +156,6 @@ show({"the published mask, step 4": published});
 # To see runs move, step by step, open [docs/explorer.html](../docs/explorer.html). Each script
 # makes such a page of its own run: `python generate_interleaved.py --page run.html`.
 #
-# Or read the scripts in order, from `model.py` on. They are short: 3 and 4 differ in a few lines, 6
-# and 7 in where keys and values live.
+# Or read the scripts in order, from `model.py` on. They are short. *Chunked* and *interleaved*
+# differ in a few lines, *ragged* and *paged* in where keys and values live, and *prefix* is *paged*
+# with another scheduler.

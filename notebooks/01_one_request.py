@@ -29,7 +29,7 @@ print([word(request, i) for i in range(len(request.prompt))])
 # A *request* is a prompt to continue. *Prefill* computes the tokens of the prompt,
 # many at once. *Decode* computes one token, the one that was generated last. A *step* is one round
 # of this: a *forward pass* through the model, and then a new token. A *stage* is one of the
-# repository's scripts, numbered from 0; stage 0 runs one request at a time.
+# repository's scripts. The first of them, *unbatched*, runs one request at a time.
 #
 # ## Where tokens meet
 #
@@ -101,7 +101,7 @@ print(*moved_rows(3, attend=lambda layer, q, k, v: Head()(q, k, v, mask=nothing)
 # pass.
 
 # %%
-show({"stage 0, the whole prompt": look("unbatched", [request], step=0)}, label=word);
+show({"unbatched, the whole prompt": look("unbatched", [request], step=0)}, label=word);
 
 # %% [markdown]
 # Take a token on the left and read to the right: the orange keys are those it sees. `␣value` sees
@@ -159,7 +159,7 @@ source(KV.write)
 source(KV.read)
 
 # %% [markdown]
-# Stage 0 writes the new tokens' keys and values at `start`, and then reads all of them:
+# *Unbatched* writes the new tokens' keys and values at `start`, and then reads all of them:
 
 # %%
 source(Alone.attend)
@@ -215,8 +215,8 @@ print(f"our model, a token: {kv.bytes_per_token / 1024:.0f} KB,",
 # ## In pieces
 #
 # A prompt's cache can be filled in pieces, too. Seven tokens in chunks of four: first four
-# queries, then three queries that see the first four keys in the cache. (Stage 3 does this, so we
-# borrow it.) Three masks side by side:
+# queries, then three queries that see the first four keys in the cache. (The stage *chunked* does
+# this, so we borrow it.) Three masks side by side:
 
 # %%
 show({"a prompt: 7 x 7": look("unbatched", [request], step=0),
@@ -243,7 +243,7 @@ for budget in 1, 2, 3, 4, 7:
 # ## Your turn: the causal rule with a past
 #
 # Write the mask for T new tokens and S keys, past included. Your function takes the place of the
-# causal rule in `Head`, and stage 3 runs with it.
+# causal rule in `Head`, and *chunked* runs with it.
 
 
 # %% tags=["exercise"]

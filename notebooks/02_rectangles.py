@@ -25,8 +25,8 @@ for request in requests:
 # ## One tensor for three prompts
 #
 # A tensor has one width, so the shorter prompts are filled up with *pads*: slots that hold no
-# token. Stage 1, `generate_naive.py`, puts them on the left. This is the tensor of its first
-# forward pass, where a dot is a pad:
+# token. The stage *naive*, `generate_naive.py`, puts them on the left. This is the tensor of its
+# first forward pass, where a dot is a pad:
 
 # %%
 prefill = look("naive", requests, step=0)
@@ -39,7 +39,7 @@ for row in prefill.batch.tokens.tolist():
 # X-ray measured in that forward pass. Each panel is one row of the tensor, one request:
 
 # %%
-show({"stage 1, step 0": prefill}, label=word);
+show({"naive, step 0": prefill}, label=word);
 
 # %% [markdown]
 # What does a pad's own query see? Its row is hatched, because it does not matter: a pad computes
@@ -156,10 +156,10 @@ sizes(eight)
 timelines([run("naive", eight, max_batch=4)], columns=1);
 
 # %% [markdown]
-# ## Stage 2: a new batch at every step
+# ## Dynamic batching: a new batch at every step
 #
-# The way out is to ask at every step which requests are finished and which may start. These two
-# functions are all of stage 2's scheduling:
+# The way out is to ask at every step which requests are finished and which may start. The stage
+# *dynamic* does so. These two functions are all of its scheduling:
 
 # %%
 source(leave)
@@ -169,16 +169,16 @@ source(admit)
 timelines([run("dynamic", eight, max_batch=4)], columns=1);
 
 # %% [markdown]
-# Stage 2 builds a new rectangle in every step, so the cache can no longer belong to the batch.
-# Each request carries its own, of its own length, and stage 2 gathers them: it copies the pasts
-# into a rectangle, left-padded as well, and puts the new tokens after them.
+# The rectangle is a new one in every step, so the cache can no longer belong to the batch. Each
+# request carries its own, of its own length, and they are gathered: the pasts are copied into a
+# rectangle, left-padded as well, and the new tokens come after them.
 
 # %%
 source(Rectangle.attend)
 
 # %% [markdown]
 # A step in which B and C decode with pasts of different lengths, and D's whole prompt is computed.
-# Prompts and decodes differ in width, so stage 2 makes two forward passes:
+# Prompts and decodes differ in width, so there are two forward passes:
 
 # %%
 newcomer = letters(A=5, B=2, C=4, D=6, new={"A": 1, "B": 6, "C": 6, "D": 2})
@@ -190,7 +190,7 @@ show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
 # slots are masked like all other pads.
 
 # %%
-ask("2.4: The same bug in stage 2: positions are columns, counted through past and new slots. "
+ask("2.4: The same bug in *dynamic*: positions are columns, counted through past and new slots. "
     "Which of the eight requests pass the check? (Look for the longest row of each rectangle.)",
     guess=...)
 
@@ -235,14 +235,14 @@ counts(run_all(("unbatched", "naive", "dynamic"), eight, max_batch=4), slots="sl
 # are not known in advance. And the requests at the end of the order wait longer.
 # </details>
 #
-# **3.** Stage 2 copies every past at every step, so a token that stays for 100 steps is copied 100
-# times. Why not keep the rectangle of pasts and write into it?
+# **3.** *Dynamic* copies every past at every step, so a token that stays for 100 steps is copied
+# 100 times. Why not keep the rectangle of pasts and write into it?
 #
 # <details><summary>Answer</summary>
 #
 # One can, as long as no request leaves or arrives. But a newcomer with a longer prompt widens the
-# rectangle for all of them, and a request that leaves makes a hole. Stage 6 drops the rectangle
-# instead, and stage 7 shows where the keys can live then.
+# rectangle for all of them, and a request that leaves makes a hole. *Ragged* drops the rectangle
+# instead, and *paged* shows where the keys can live then.
 # </details>
 #
 # **Claims** ([docs/sources.md](../docs/sources.md)): H7 (pad on the left) and H8 (finished rows)

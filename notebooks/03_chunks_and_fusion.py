@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 3. Chunks and fusion
 #
-# Stage 2 computes a prompt in one piece, while all others wait. After this notebook you can
+# Dynamic batching computes a prompt in one piece, while all others wait. After this notebook you
+# can
 #
 # - write down what a scheduler with a token budget does, step by step;
 # - say which rows of a batch get a next token, and which must not;
@@ -29,9 +30,9 @@ print(results("gaps")["where"])
 gaps(results("gaps"));
 
 # %% [markdown]
-# With *dynamic*, stage 2, all of them stand still until the whole prompt is computed. (Stages 2
-# and 3 compute the decodes of a step first, so there the delay shows in the token of step 9.) But
-# a prompt's cache can be filled in pieces, with the same result (notebook 1). So let a step
+# With *dynamic*, all of them stand still until the whole prompt is computed. (*Dynamic* and
+# *chunked* compute the decodes of a step first, so there the delay shows in the token of step 9.)
+# But a prompt's cache can be filled in pieces, with the same result (notebook 1). So let a step
 # compute a limited number of tokens, the *token budget*.
 #
 # Two times matter to a user. *TTFT* is the time to the first token, from a request's arrival on.
@@ -137,7 +138,7 @@ with broken("samples from a partial prefill"):
 #
 # ## One pass instead of two
 #
-# Stage 3 makes two forward passes in a step: one for the decodes, one for the chunks. Each reads
+# *Chunked* makes two forward passes in a step: one for the decodes, one for the chunks. Each reads
 # all weights. But the model does not know what a decode is. It sees tokens and positions.
 
 # %%
@@ -146,9 +147,9 @@ for stage in "chunked", "interleaved":
           [p.shape for p in run(stage, three, token_budget=12).passes[:9]])
 
 # %% [markdown]
-# Both begin with prompts alone, `(3, 7)`. Then stage 3 alternates between `(2, 1)`, decodes, and a
-# chunk of C's prompt, while stage 4 mixes both in one rectangle of three rows. Both end with `(3,
-# 1)`, decodes alone.
+# Both begin with prompts alone, `(3, 7)`. Then *chunked* alternates between `(2, 1)`, decodes, and
+# a chunk of C's prompt, while *interleaved* mixes both in one rectangle of three rows. Both end
+# with `(3, 1)`, decodes alone.
 #
 # ### The example of the source
 #
@@ -166,7 +167,7 @@ print(fused.positions, f"\n{fused.record.slots} slots, {fused.record.pad_slots} 
 
 # %%
 small = letters(A=6, B=4, C=2, D=4, new=3, arrivals={"D": 1})
-show({"stage 4: decodes of A, B, C, and a chunk of D": look("interleaved", small, step=1)});
+show({"interleaved: decodes of A, B, C, and a chunk of D": look("interleaved", small, step=1)});
 
 # %% [markdown]
 # There are *two kinds of pads* in this picture. On the left, the pasts (purple) have different
@@ -253,7 +254,7 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
 # %% [markdown]
 # The fused pass reads the weights once a step instead of twice, and pays with padding. One pass is
 # right; the rectangle is not. Which of the two wins depends on the machine. On a CPU, where
-# arithmetic is scarce, the fused rectangle of stage 4 is often *slower* than stage 3's two passes.
+# arithmetic is scarce, *interleaved* is often *slower* than the two passes of *chunked*.
 # Notebook 4 keeps the pass and drops the rectangle.
 #
 # **Turn this knob.** Take a `token_budget` of 4 in the last cell, and then of 64. Predict first:

@@ -13,7 +13,7 @@ from lesson import ask, broken, check, counts, eight_requests, folded, letters, 
 from lesson import packing, run_all, show, source
 from exercises import exercise
 import torch
-from generate_prepacked import first_fit_decreasing
+from beyond.prepacked import first_fit_decreasing
 from generate_ragged import Flat
 from model import GPTConfig
 from request import prepare
@@ -23,8 +23,8 @@ from request import prepare
 #
 # Here are five prompts of 9, 3, 5, 1 and 6 tokens. Padded to the longest they fill 5 rows of 9, and
 # 21 of the 45 slots are pads. Now put several prompts into one row, as long as there is room. This
-# is called *prepacking*. (Engines do not do it today: the second half of this notebook is better.
-# It shows how little the model cares about rows.)
+# is called *prepacking*, `beyond/prepacked.py`. (Engines do not do it today: the second half of
+# this notebook is better. It shows how little the model cares about rows.)
 #
 # Which prompt goes into which row is a problem known as *bin packing*; a row is a bin. *First-fit
 # decreasing* takes the prompts from the longest to the shortest, and puts each into the first bin
@@ -76,10 +76,10 @@ with broken("positions that run on in a packed row"):
 #
 # ## No rows at all
 #
-# If the mask keeps requests apart, not the row, then why have rows? Every layer but attention
-# takes a stream `(N,)` of tokens as it is. So stage 6, `generate_ragged.py`, puts the tokens of
-# all requests one after another. `cu_seqlens` holds the cumulative lengths: request i owns the
-# tokens from `cu_seqlens[i]` to `cu_seqlens[i + 1]`. Such a batch is called *ragged*.
+# If the mask keeps requests apart, not the row, then why have rows? Every layer but attention takes
+# a stream `(N,)` of tokens as it is. So the stage *ragged*, `generate_ragged.py`, puts the tokens
+# of all requests one after another. `cu_seqlens` holds the cumulative lengths: request i owns the
+# tokens from `cu_seqlens[i]` to `cu_seqlens[i + 1]`. (vLLM calls it `query_start_loc`.)
 
 # %%
 requests = letters(A=10, B=30)
@@ -92,7 +92,7 @@ print("tokens:", tuple(stream.ids.shape), " cu_seqlens:", stream.batch.cu_seqlen
 
 # %%
 source(Flat.block_diagonal)
-show({"stage 6: three decodes and a chunk of D's prompt": look(
+show({"ragged: three decodes and a chunk of D's prompt": look(
     "ragged, mask", letters(A=4, B=2, C=1, D=6, arrivals={"D": 1}), step=1, token_budget=7)});
 
 # %%
@@ -127,7 +127,7 @@ ask("4.4: And how many does varlen compute?",
 
 # %%
 def scores(*lengths):
-    """Score entries of stage 6 for whole prompts of these lengths."""
+    """Score entries of *ragged* for whole prompts of these lengths."""
     prompts = prepare(letters(**{f"r{i}": n for i, n in enumerate(lengths)}), GPTConfig())
     return Flat([(prompt, len(prompt.prompt)) for prompt in prompts]).cost()["score_entries"]
 
@@ -164,9 +164,9 @@ counts(run_all(("interleaved", "prepacked", "ragged, mask", "ragged, varlen"), e
        slots="slots", padding="pad_slots", scores="score_entries")
 
 # %% [markdown]
-# Stage 6 has stage 4's number of passes, and not one pad. Two wastes are left, and both are about
-# memory: room is reserved for answers that may never come, and equal prompts are computed and kept
-# once per request. Notebook 5 is about both.
+# *Ragged* makes as many passes as *interleaved*, and has not one pad. Two wastes are left, and both
+# are about memory: room is reserved for answers that may never come, and equal prompts are computed
+# and kept once per request. Notebook 5 is about both.
 #
 # **Turn this knob.** Give `counts` above eight requests of one length: `letters(A=9, B=9, ...)`.
 # Predict first: how much padding is left in *prepacked*, and in *interleaved*?

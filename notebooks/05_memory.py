@@ -6,9 +6,11 @@
 #
 # - say what reserving memory wastes, and what pages do about it;
 # - translate a token's position into a slot of the pool, by its block table;
-# - share the pages of a common prompt, and say which pages must never be shared;
-# - give pages back, and say which is lost first;
-# - say what preemption costs when no page is left.
+# - say what preemption costs when no page is left;
+# - find the pages of a common prompt again, and say which pages must never be shared;
+# - free pages, and say whose contents are lost first.
+#
+# The first half is about the stage *paged*, the second about *prefix*.
 
 # %%
 from lesson import ask, broken, check, filling_pool, folded, letters, model, pool, run, source
@@ -17,6 +19,7 @@ from exercises import exercise
 import torch
 from lab.experiments.memory import alike
 from generate_paged import Paged
+from generate_prefix import PrefixPages, page_hash
 from paging import Pages, PagedScheduler
 from scheduler import Scheduler
 from lab.views.report import latencies, mean
@@ -24,8 +27,8 @@ from lab.views.report import latencies, mean
 # %% [markdown]
 # ## Reserving
 #
-# Stages 3, 4 and 6 admit a request when its prompt *and its longest answer* fit beside what the
-# others have reserved:
+# *Chunked*, *interleaved* and *ragged* admit a request when its prompt *and its longest answer* fit
+# beside what the others have reserved:
 
 # %%
 source(Scheduler.grant_room)
@@ -58,9 +61,9 @@ for p in storm["reserve"].passes[:26:5]:
 #
 # ## Pages
 #
-# So stage 7, `generate_paged.py`, hands memory out in small pieces of a fixed size, *pages*, and
-# only when they are needed. All pages lie in one pool. A request's *block table* lists its pages,
-# in the order of its tokens.
+# So the stage *paged*, `generate_paged.py`, hands memory out in small pieces of a fixed size,
+# *pages*, and only when they are needed. All pages lie in one pool. A request's *block table* lists
+# its pages, in the order of its tokens.
 #
 #     pool         page 0    page 1    page 2    page 3
 #                  A0-A3     A8, A9    A4-A7     (free)          4 tokens to a page
@@ -79,15 +82,6 @@ ask("5.2: B's block table is [3, 0, 5], 4 tokens to a page. Which slot of the po
     guess=...)
 
 # %% [markdown]
-# Here is the pool of a run, step by step, with pages of 4 tokens. One request arrives at each
-# step, at most five run at a time, and all eight prompts begin with the same 20 tokens. A shared
-# page is in several block tables. A page that is kept is in none, but its contents may be needed
-# again:
-
-# %%
-pool(filling_pool(model));
-
-# %% [markdown]
 # Reading is where pages can go wrong. Our layout looks up the slot of every key in the block table.
 # Suppose that it read on from the first page, as if all pages were neighbours:
 
@@ -101,108 +95,15 @@ with broken("pages read in one piece"):
 # and those added later are not. A test with short answers would have passed. Such a bug shows only
 # when memory is fragmented, so a test must fragment it.
 #
-# ## Sharing
-#
-# Sixteen requests begin with the same 128 tokens, as if they had one system prompt, and go on with
-# 16 tokens of their own. A key depends on its token and on what comes before it, and here both are
-# the same. So the keys and values are the same, and may be computed and kept once.
-#
-# All sixteen arrive at step 0. But a step computes at most 64 tokens, so the later ones begin when
-# the first has computed the common part.
-
-
-# %%
-def served(share):
-    """Sixteen requests with 128 tokens in common, and 16 of their own."""
-    return run("paged", alike(model.config.vocab_size, requests=16, prefix=128, tail=16, new=16),
-               max_batch=16, token_budget=64, pages=160, share_prefixes=share)
-
-
-ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
-    "sixteen requests compute?",
-    guess=...)
-
-# %%
-for share in True, False:
-    trace = served(share)
-    print(f"share_prefixes={share}: {sum(p.slots for p in trace.passes):,} tokens computed in "
-          f"{len(trace.passes)} passes, {trace.counts['shared_pages']} pages found")
-
-# %% [markdown]
-# Only *full* pages are shared, and the last token of a prompt is always computed, because its
-# logits are needed. So no request ever writes into a page that another one reads, and nothing is
-# copied.
-#
-# How is a page found again? Each full page gets a *name*, a number that is never given twice. 0
-# stands for the beginning of every sequence.
-
-# %%
-source(Pages.find)
-
-# %% [markdown]
-# `published` finds a page by two things: the name of the page before it, and its own tokens. So it
-# is found after the right beginning only. Would its own tokens not be enough?
-
-# %%
-first, later = texts("Return the value of this function if", " of this function is")
-later.arrival = 9
-for request in first, later:
-    print(request.name, [word(request, i) for i in range(len(request.prompt))])
-with broken("pages known by their own tokens"):
-    check("paged", [first, later], page_size=3)
-
-# %% [markdown]
-# B begins with the three tokens that fill A's second page, and it was given that page. But in A
-# these tokens are at other positions, and each layer has mixed in what came before them. So their
-# keys and values are different.
-#
-# ### Who still needs a page?
-#
-# Two requests, 4 tokens to a page. B's prompt begins as A's does, so their tables are [0, 1, 2] and
-# [0, 1, 3]: `holders` counts how many tables a page is in. Then A finishes.
-
-# %%
-books, A, B = Pages(6, 4), [], []
-books.allocate(A, 3)
-books.hold(B, A[:2])
-books.allocate(B, 1)
-print("A:", A, " B:", B, " holders:", books.holders, " free:", list(books.free))
-books.give_back(A)
-ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
-    guess=...)
-
-# %% [markdown]
-# A free page keeps its contents until it is taken, so the next request with the same beginning may
-# still find it. Whoever needs a page takes the one that has been free the longest. What was in it
-# can no longer be found: it is *evicted*. So the order in which pages come back matters.
-
-# %%
-books.give_back(B)
-ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a list)",
-    guess=...)
-
-# %% [markdown]
-# ### Your turn: giving pages back
-#
-# A request is done with its block table. `holders[page]` is the number of tables that a page is in,
-# and `free` lists the free pages, in the order in which they will be taken. Change both.
-
-
-# %% tags=["exercise"]
-@exercise
-def give_back(table, holders, free):
-    """Takes the pages of a table out of use; returns nothing."""
-    ...
-
-
-# %% [markdown]
 # ## Preemption
 #
-# Pages are granted one by one, so they may run out in the middle of an answer. Then one request
-# gives its pages back and returns to the queue, with the tokens that it has. Later it computes its
-# prompt and those tokens again.
+# A request gets pages for its prompt when it is admitted, and one more whenever its pages are full.
+# So they may run out in the middle of an answer. Then one request frees its pages and returns to
+# the front of the queue, with the tokens that it has. Later it computes its prompt and those tokens
+# again.
 
 # %%
+source(PagedScheduler.schedule)
 source(PagedScheduler.preempt)
 
 # %%
@@ -237,7 +138,7 @@ def preemptions(pages):
     return run("paged", requests, pages=pages, page_size=4).counts["preemptions"]
 
 
-ask("5.6: Four requests, prompts of 6 tokens, 11 to generate, 4 tokens to a page. How many "
+ask("5.3: Four requests, prompts of 6 tokens, 11 to generate, 4 tokens to a page. How many "
     "pages does the smallest pool have in which none is preempted?",
     guess=...)
 
@@ -249,10 +150,122 @@ for pages in 5, 8, 10, 12:
 # **Turn this knob.** In `storm` above, give the pool 12 pages, and then 24. Predict first: how many
 # preemptions are there, and does it still take fewer steps than reserving?
 #
+# ## Prefix caching
+#
+# Sixteen requests begin with the same 128 tokens, as if they had one system prompt, and go on with
+# 16 tokens of their own. A key depends on its token and on what comes before it, and here both are
+# the same. So the keys and values are the same, and may be computed and kept once. That is
+# *prefix caching*: the stage *prefix*, `generate_prefix.py`. Its layout and its loop are those of
+# *paged*; only the scheduler is another.
+#
+# All sixteen arrive at step 0. But a step computes at most 64 tokens, so the later ones begin when
+# the first has computed the common part.
+
+
+# %%
+def served(stage):
+    """Sixteen requests with 128 tokens in common, and 16 of their own."""
+    return run(stage, alike(model.config.vocab_size, requests=16, prefix=128, tail=16, new=16),
+               max_batch=16, token_budget=64, pages=160)
+
+
+ask("5.4: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
+    "sixteen requests compute?",
+    guess=...)
+
+# %%
+for stage in "paged", "prefix":
+    trace = served(stage)
+    print(f"{stage}: {sum(p.slots for p in trace.passes):,} tokens computed in "
+          f"{len(trace.passes)} passes, {trace.counts['shared_pages']} pages found")
+
+# %% [markdown]
+# Only *full* pages are shared, and the last token of a prompt is always computed, because its
+# logits are needed. So no request ever writes into a page that another one reads, and nothing is
+# copied.
+#
+# How is a page found again? Each full page has a *hash*: of its own tokens, and of the hash of the
+# page before it. So the hash says which tokens the page holds, and all that come before them.
+
+# %%
+source(page_hash)
+source(PrefixPages.find)
+
+# %% [markdown]
+# `cached` finds a page by its hash, and so after the right beginning only. Would the page's own
+# tokens not be enough?
+
+# %%
+first, later = texts("Return the value of this function if", " of this function is")
+later.arrival = 9
+for request in first, later:
+    print(request.name, [word(request, i) for i in range(len(request.prompt))])
+with broken("pages known by their own tokens"):
+    check("prefix", [first, later], page_size=3)
+
+# %% [markdown]
+# B begins with the three tokens that fill A's second page, and it was given that page. But in A
+# these tokens are at other positions, and each layer has mixed in what came before them. So their
+# keys and values are different.
+#
+# ### Who still needs a page?
+#
+# Two requests, 4 tokens to a page. B's prompt begins as A's does, so their tables are [0, 1, 2] and
+# [0, 1, 3]: `ref_count` says how many tables each page is in. Then A finishes.
+
+# %%
+pages, A, B = PrefixPages(6, 4), [], []
+pages.allocate(A, 3)
+pages.share(B, A[:2])
+pages.allocate(B, 1)
+print("A:", A, " B:", B, " ref_count:", pages.ref_count, " free queue:", [*pages.free_queue])
+pages.free(A)
+ask("5.5: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
+    guess=...)
+
+# %% [markdown]
+# A free page keeps its contents until it is taken, so the next request with the same beginning may
+# still find it. Whoever needs a page takes the one that has been free the longest. What was in it
+# can no longer be found: it is *evicted*. So the order in which pages come back matters.
+
+# %%
+pages.free(B)
+ask("5.6: Now B finishes, too. In which order will the six pages be taken? (a list)",
+    guess=...)
+
+# %% [markdown]
+# ### Your turn: freeing pages
+#
+# A request is done with its block table. `ref_count[page]` is the number of tables that a page is
+# in, and `free_queue` lists the free pages, in the order in which they will be taken. Change both.
+
+
+# %% tags=["exercise"]
+@exercise
+def free(table, ref_count, free_queue):
+    """Takes the pages of a table out of use; returns nothing."""
+    ...
+
+
+# %% [markdown]
+# ### A whole run
+#
+# Here is the pool of a run, step by step, with pages of 4 tokens. One request arrives at each
+# step, at most five run at a time, and all eight prompts begin with the same 20 tokens. A shared
+# page is in several block tables. A page that is kept is in none, but its contents may be needed
+# again:
+
+# %%
+pool(filling_pool(model));
+
+# %% [markdown]
+# A preempted request may find its own pages again, too: those that nobody has taken meanwhile. (In
+# `storm` all of them are taken at once, so it would gain nothing.)
+#
 # A *policy* says which of the waiting requests goes first, and who is preempted first: first come
-# first served, shortest first, or by priority (`beyond/fairness.py`). And a
-# GPU's kernel reads keys through the block table, while our model gathers them into a copy; what
-# that costs is in [docs/memory.md](../docs/memory.md).
+# first served, shortest first, or by priority (`beyond/fairness.py`). And a GPU's kernel reads keys
+# through the block table, while our model gathers them into a copy; what that costs is in
+# [docs/memory.md](../docs/memory.md).
 #
 # ## Three questions
 #
@@ -283,6 +296,6 @@ for pages in 5, 8, 10, 12:
 # </details>
 #
 # **Claims** ([docs/sources.md](../docs/sources.md)): I7 (full pages of a prompt are reused) holds.
-# We enter pages of generated tokens, too.
+# We cache pages of generated tokens, too.
 #
 # **Next:** [06_cost](06_cost.ipynb) turns the counts into time.

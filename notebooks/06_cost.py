@@ -98,7 +98,7 @@ for requests in 1, 8, 32:
 #
 # Write the same for decode steps: `rows` requests of one new token each, and `kv_tokens` cached
 # tokens in all. (The operations of attention are few. Leave them out.) It is compared with ours,
-# which is within 1% of the simulator's decode steps of stage 6.
+# which is within 1% of the simulator's decode steps of *ragged*.
 
 
 # %% tags=["exercise"]

@@ -66,8 +66,9 @@ def serve(model, requests, on_token=None):
 
 
 # %% [markdown]
-# This is `generate_ragged.py`, and with another scheduler and `Paged` for `Flat` it is stage 7: the
-# loop of vLLM, but for its speed. Try it on whatever you like. Until it is right, `engine` is ours:
+# This is `generate_ragged.py`, and with another scheduler and `Paged` for `Flat` it is *paged* or
+# *prefix*: the loop of vLLM, but for its speed. Try it on whatever you like. Until it is right,
+# `engine` is ours:
 
 # %%
 def engine(model, requests, on_token=None):
@@ -242,7 +243,7 @@ with folded():
 #   grammar forbids.
 #
 # And what you know by another name: pages are *blocks*, `token_budget` is `max_num_batched_tokens`,
-# `max_batch` is `max_num_seqs`, a draft's settings are `--speculative-config`, and shared pages are
+# `max_batch` is `max_num_seqs`, a draft's settings are `--speculative-config`, and our *prefix* is
 # *automatic prefix caching*.
 #
 # ## Three questions

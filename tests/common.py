@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from beyond.fairness import SCHEDULERS, FairScheduler
 from beyond.tensor_parallel import shard
+from generate_prefix import PrefixScheduler, page_hash
 from lab import flags
 from lab.checks.toy import toy as toy  # the tests import it from here
 from lab.compiled import optimize
@@ -59,12 +60,15 @@ def fixed(request, u):
 STAGES = {name.replace("unbatched, no cache", "no_cache").replace(", ", "_"): generate
           for name, generate in ALL.items()}
 RAGGED = ("ragged_mask", "ragged_varlen")
-SCHEDULED = ("chunked", "interleaved", *RAGGED, "paged")
+POOLED = ("paged", "prefix")
+SCHEDULED = ("chunked", "interleaved", *RAGGED, *POOLED)
 BATCHED = ("naive", "dynamic", "prepacked", "prepacked_dataset", *SCHEDULED)
 
 
 def knobs_of(stage, **knobs):
-    """Those of the knobs that a stage has."""
+    """Those of the knobs that a stage has. But all other schedulers cache prefixes."""
+    if stage == "paged":
+        knobs.pop("scheduler", None)
     return flags.knobs_of(STAGES[stage], knobs)[0]
 
 
@@ -190,9 +194,41 @@ def queue(scheduler, requests):
 def finish(scheduler, plan, step=0, token=lambda request: 0):
     """The step has been computed."""
     sampled = [request for request, n in plan if n == request.todo]
-    scheduler.update(plan, [token(request) for request in sampled])
+    update(scheduler, plan, [token(request) for request in sampled])
     for request in sampled:
         request.token_steps.append(step)
+
+
+def update(scheduler, plan, tokens):
+    """scheduler.update, after a pass; asserts that the pages which it has filled can be found."""
+    if not isinstance(scheduler, PagedScheduler):
+        return scheduler.update(plan, tokens)
+    size, (held, hash_of), written = scheduler.pages.size, seen(scheduler.pages), []
+    for request, n in plan:
+        end = request.computed + n
+        for i in range(request.computed // size, scheduler.pages.needed(end)):
+            written.append(tuple(request.slice(0, min(end, (i + 1) * size))))
+            held[request.block_table[i]] = written[-1]
+    scheduler.update(plan, tokens)
+    if isinstance(scheduler, PrefixScheduler):
+        assert all(hash_of(tokens) in scheduler.pages.cached for tokens in written
+                   if len(tokens) % size == 0)
+
+
+def seen(pages):
+    """
+    What the tests keep beside a pool's own bookkeeping: {page: the tokens whose keys and values it
+    has got, and all before them}, and a function: the hash of a page that ends with these tokens.
+    """
+    if not hasattr(pages, "seen"):
+        @lru_cache(maxsize=None)
+        def hash_of(tokens):
+            last = len(tokens) - pages.size
+            before = hash_of(tokens[:last]) if last else b""
+            return page_hash(before, list(tokens[last:]))
+
+        pages.seen = {}, hash_of
+    return pages.seen
 
 
 def cancel_now(scheduler, request):
@@ -226,7 +262,7 @@ def run(scheduler, requests, token=lambda request: 0, cancel=()):
         plans.append(" ".join(f"{request.name}{n}" for request, n in plan))
         finish(scheduler, plan, step, token)
         if isinstance(scheduler, PagedScheduler):
-            assert_books(scheduler)
+            assert_pages(scheduler)
         step += 1
 
 
@@ -244,7 +280,7 @@ def checked(scheduler, step):
         assert (not scheduler.arrived(step) or len(running) == scheduler.max_batch   # why it waits
                 or left >= scheduler.token_budget or not scheduler.grant_room(scheduler.waiting[0]))
         return plan
-    assert_books(scheduler)
+    assert_pages(scheduler)
     for request in running:   # pages for the tokens it has; if it is due, for all it can need
         due = isinstance(scheduler, FairScheduler) and scheduler.is_due(request)
         tokens = request.kv_tokens if due else len(request.tokens)
@@ -252,35 +288,36 @@ def checked(scheduler, step):
     return plan
 
 
-def assert_books(scheduler):
-    """At every moment each page is free or held, and all tables, keys and names agree."""
+def assert_pages(scheduler):
+    """What holds of block tables, free queue and prefix cache at every moment."""
     pages, running, waiting = scheduler.pages, scheduler.running, scheduler.waiting
-    held = Counter(page for request in running for page in request.block_table)
-    assert [held[page] for page in range(pages.number)] == pages.holders
-    assert sorted([*pages.free, *held]) == list(range(pages.number))
-    assert all(len(set(r.block_table)) == len(r.block_table) for r in running)
-    assert all(r.block_table is None and r.computed == 0 for r in waiting)
-    assert {page: key for key, page in pages.published.items()} == pages.key_of
-    assert len(pages.published) == len(pages.key_of)
+    size, (held, hash_of) = pages.size, seen(pages)
+    tables = Counter(page for request in running for page in request.block_table)
+    assert sorted([*pages.free_queue, *tables]) == list(range(pages.number))   # in one of the two
+    assert len({id(request.block_table) for request in running}) == len(running)   # none is shared
+    assert all(request.block_table is None and request.computed == 0 for request in waiting)
     if isinstance(scheduler, FairScheduler):
         assert list(waiting) == sorted(waiting, key=scheduler.rank.get)
         assert {*running, *waiting} <= {*scheduler.rank}
     else:
         arrivals = [request.arrival for request in [*running, *waiting]]
         assert arrivals == sorted(arrivals)
-
-    # A name stands for one beginning, for ever. `beginnings` is what this test has seen.
-    beginnings = vars(pages).setdefault("beginnings", {0: ()})
-    for page in sorted(pages.key_of, key=pages.name_of.__getitem__):   # parents first
-        parent, tokens = pages.key_of[page]
-        beginning = beginnings[parent] + tokens
-        assert beginnings.setdefault(pages.name_of[page], beginning) == beginning
-    names = [pages.name_of[page] for page in pages.key_of]
-    assert len(set(names)) == len(names)
-    for request in running if scheduler.share_prefixes else ():
-        for end in range(pages.size, request.computed + 1, pages.size):   # its full pages
-            page = request.block_table[end // pages.size - 1]
-            assert beginnings[pages.name_of[page]] == tuple(request.tokens[:end])
+    for request in running:   # what is computed is in its pages
+        computed = tuple(request.slice(0, request.computed))
+        for i in range(pages.needed(request.computed)):
+            assert held[request.block_table[i]] == computed[:(i + 1) * size]
+    if not isinstance(scheduler, PrefixScheduler):   # nothing is shared
+        assert max(tables.values(), default=1) == 1
+        return
+    assert [tables[page] for page in range(pages.number)] == pages.ref_count
+    assert all(len({*request.block_table}) == len(request.block_table) for request in running)
+    assert {page: name for name, page in pages.cached.items()} == pages.hash_of
+    assert len(pages.cached) == len(pages.hash_of)
+    for page, name in pages.hash_of.items():   # its own tokens, and all before them
+        assert len(held[page]) % size == 0 and name == hash_of(held[page])
+    for request in [*running, *waiting]:
+        for i, name in enumerate(request.page_hashes):
+            assert name == hash_of(tuple(request.tokens[:(i + 1) * size]))
 
 
 # --- workloads ------------------------------------------------------------------------------------
@@ -330,6 +367,5 @@ def workloads(draw):
     pressure = dict(max_batch=draw(st.integers(1, 7)), token_budget=budget,
                     max_kv_tokens=draw(st.one_of(st.none(), st.integers(need, 3 * need))),
                     pages=draw(st.sampled_from([None, pages, pages + 1, 2 * pages])),
-                    page_size=size, policy=draw(st.sampled_from(list(SCHEDULERS.values()))),
-                    share_prefixes=draw(st.sampled_from([True, True, False])))
+                    page_size=size, scheduler=draw(st.sampled_from(list(SCHEDULERS.values()))))
     return requests, pressure

@@ -98,7 +98,7 @@ class Scheduler(Base):''')),
 ''')),
     "a static batch by slots": (2, ("generate_naive.py", "StaticBatch.lay_out", '''
     def lay_out(self, device):
-        T, limit = self.end - self.start, self.requests[0].block_size - 1
+        T, limit = self.end - self.start, self.requests[0].context_length - 1
         tokens, positions, mask = [], [], []
         for pads, (request, n) in zip(self.pads.tolist(), self.plan):
             tokens.append([0] * (T - n) + request.tokens[request.computed:][:n])
@@ -143,25 +143,25 @@ def indices_due(plan):
         new = [(i, p) for i, start in enumerate(self.starts) for p in range(start, self.ends[i])]
         return torch.tensor([[a == b and p <= now for b, p in keys] for a, now in new])
 ''')),
-    "a method of its own, names with gaps": (6, ("generate_paged.py", "Paged.slots", '''
+    "a method of its own, hashes by hand": (6, ("generate_paged.py", "Paged.slots", '''
     def slots_of(self, page):
         return range(page * self.pages.size, (page + 1) * self.pages.size)
 
     def slots(self, table, end):
         slots = [slot for page in table for slot in self.slots_of(page)][:end]
         return torch.tensor(slots, dtype=torch.long)
-'''), ("paging.py", "Pages.publish", '''
-    def publish(self, table, i, tokens):
-        new, page = next(self.names), table[i]
-        key = self.name_of[table[i - 1]] if i > 0 else 0, (*tokens,)
-        if self.published.setdefault(key, page) != page:
-            self.name_of[page] = self.name_of[self.published[key]]
-            return
-        self.name_of[page], self.key_of[page] = new, key
+'''), ("generate_prefix.py", "PrefixScheduler.hashes", '''
+    def hashes(self, request, end):
+        size = self.pages.size
+        while (len(request.page_hashes) + 1) * size <= end:
+            at = len(request.page_hashes) * size
+            tokens = request.slice(at, at + size)
+            request.page_hashes.append(page_hash((request.page_hashes or [b""])[-1], tokens))
+        return request.page_hashes[:end // size]
 ''')),
     # how a file may look
     "tabs": (4, ("request.py", "    ", "\t")),
-    "a byte order mark": (5, ("generate_ragged.py", '"""\nStage 6', '\ufeff"""\nStage 6')),
+    "a byte order mark": (5, ("generate_ragged.py", '"""\nStage 5', '\ufeff"""\nStage 5')),
     "Windows line ends": (1, ("model.py", "\n", "\r\n")),
 }
 

@@ -55,11 +55,12 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "no end at the context limit": (),
         "the context limit comes early": (
             "self.is_last(len(self.generated))",
-            "self.is_last(len(self.generated)) or len(self.tokens) == self.block_size")},
+            "self.is_last(len(self.generated)) or len(self.tokens) == self.context_length")},
     "2c generate_dynamic.py:admit": {
         "not yet arrived": ("request.arrival <= step", "request.arrival <= step + 1"),
         "admitted twice": ("waiting[len(admitted):]", "list(waiting)"),
-        "newcomers come first": ("running + admitted", "admitted + running")},
+        "newcomers come first": ("running + admitted", "admitted + running"),
+        "no cache for a newcomer": ("request.kv = KV(request.kv_tokens)", "pass")},
     "2c generate_dynamic.py:leave": {
         "caches are kept": ("request.kv = None", "pass"),
         "at the limit": ("request.finished:", "request.finish_reason in ('stop', 'cancelled'):")},
@@ -73,7 +74,8 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "one chunk a step": ("budget -= n", "budget = 0"),
         "a decode by its answer": ("if request.todo == 1]", "if request.generated]")},
     "3b scheduler.py:Scheduler.grant_room": {
-        "an exact fit finds no room": ("<= self.max_kv_tokens", "< self.max_kv_tokens")},
+        "an exact fit finds no room": ("> self.max_kv_tokens", ">= self.max_kv_tokens"),
+        "room without a cache": ("request.kv = KV(request.kv_tokens)", "pass")},
     "3b scheduler.py:Scheduler.admit": {
         "max_batch capped at 6": ("< self.max_batch", "< min(self.max_batch, 6)"),
         "admits beyond the budget": (),
@@ -84,7 +86,8 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
     "3c request.py:advance": {
         "3c quadratic time": ("for i in indices_due(plan)]",
                               "for i in indices_due(plan) if i in indices_due(plan)]"),
-        "tokens are taken away": ("zip(sampled, tokens)", "[(r, tokens.pop(0)) for r in sampled]"),
+        "tokens are taken away": (
+            "zip(sampled, tokens, strict=True)", "[(r, tokens.pop(0)) for r in sampled]"),
         "nothing to compute is complete": (
             "[plan[i][0] for i in indices_due(plan)]",
             "[request for request, n in plan if n in (0, request.todo)]")},
@@ -129,11 +132,11 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
         "4d device ignored": ("dtype=torch.long, device=device), -1)", "dtype=torch.long), -1)"),
         "the first column": ("device=device), -1)", "device=device), 0)"),
         "complete in another order": ("indices_due(self.plan)", "indices_due(self.plan)[::-1]")},
-    "5a generate_prepacked.py:first_fit_decreasing": {
+    "5a beyond/prepacked.py:first_fit_decreasing": {
         "last fit": ("bins[fits[0]]", "bins[fits[-1]]", "room[fits[0]]", "room[fits[-1]]"),
         "best fit": ("if not fits:", "fits.sort(key=room.__getitem__)\n        if not fits:"),
         "rows are never full": ("lengths[i] <= room[b]", "lengths[i] < room[b]")},
-    "5b generate_prepacked.py:Packed.lay_out": {
+    "5b beyond/prepacked.py:Packed.lay_out": {
         "5b device ignored": ("mask[:, None].to(device)", "mask[:, None]"),
         "the last column of a packed row": ("[end - 1 for end in ends]", "[m - 1 for end in ends]"),
         "caches in packed order": ("self.sampled =", "self.places.sort()\n        self.sampled =")},
@@ -164,16 +167,18 @@ WRONG = {   # part and function: {mutant: code as it stands, code of the mutant,
             "return head(q, keys, values, mask=self.mask)",
             "scores = q @ keys.transpose(-2, -1) / q.size(-1) ** 0.5\n"
             "            return scores.masked_fill(~self.mask, -1e300).softmax(-1) @ values")},
-    "6a paging.py:Pages.hold": {
+    "6a generate_prefix.py:PrefixPages.share": {
         "an argument that is emptied": ("in pages:", "in [pages.pop(0) for _ in list(pages)]:")},
     "6b generate_paged.py:Paged.write": {
         "another pool": ("= self.pool", "= self.pool.k[layer], self.pool.v[layer] = "
                          "torch.stack(self.pool.buffers(layer, k, v)) #"),
         "values into the wrong slots": ("= k, v", "= k, v.flip(1)")},
-    "6c paging.py:Pages.publish": {"pages known by a page's number": ()},
-    "6c paging.py:Pages.find": {
-        "6c quadratic time": ("pages, name = [], 0\n", "pages, name = [], 0\n"
-                              "        [sum(tokens[:i]) for i in range(len(tokens))]\n"),
+    "6c generate_prefix.py:PrefixScheduler.hashes": {
+        "6c quadratic time": ("known, size = request.page_hashes", "known, size = []"),
+        "a hash of half a page": ("end - size + 1, size", "end, size")},
+    "6c generate_prefix.py:PrefixPages.cache": {
+        "the last one is cached": ("if name not in self.cached:", "if True:")},
+    "6c generate_prefix.py:PrefixPages.find": {
         "holes in a prefix": ("break", "continue")},
     "6d paging.py:PagedScheduler.preempt": {
         "a later arrival": ("request.computed =", "request.arrival += 1; request.computed ="),

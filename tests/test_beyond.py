@@ -1,6 +1,6 @@
 """
-Speculative decoding, planning ahead, forks: more stages that keep the contract, on stage 6's memory
-and on stage 7's. What each of them gains is counted. (Fairness: test_fairness.py)
+Speculative decoding, planning ahead, in-batch prefix caching: more stages that keep the contract.
+What each of them gains, and costs, is counted. (Fairness: test_fairness.py)
 """
 import contextlib
 import random
@@ -16,13 +16,13 @@ from common import alone, assert_contract, cancel_now, smallest_pool, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import generate_ragged
+import generate_prefix
 from beyond import ahead, speculative
-from beyond.fork import ForkScheduler, answers
+from beyond.in_batch import InBatchScheduler, serve
 from beyond.speculative import Lookup
+from generate_prefix import PrefixScheduler
 from lab.checks.traps import swapped
 from lab.views.report import report, totals
-from paging import PagedScheduler, Pages
 from request import Request, prepare
 from scheduler import Scheduler
 
@@ -31,7 +31,9 @@ KNOWN = {MODEL: {}, QUIET: {}}   # what requests get alone
 STAGES = {   # name: (generate, what a run of it may do that others do not)
     **{f"{k} guesses": (partial(speculative.generate, guesses=k), dict(per_pass=1 + k))
        for k in (0, 1, 4, 6)},
-    "ahead": (ahead.generate, dict(late=1))}
+    "ahead": (ahead.generate, dict(late=1)),
+    "in batch": (partial(generate_prefix.generate, scheduler=InBatchScheduler), {})}
+GUESSES = [stage for stage in STAGES if "guesses" in stage]
 
 
 def run(stage, requests, model=MODEL, **knobs):
@@ -39,34 +41,33 @@ def run(stage, requests, model=MODEL, **knobs):
     generate, more = STAGES[stage]
     requests = [*map(replace, requests)]
 
-    def no_hole_is_seen(*_):
-        assert not any(ahead.HOLE in request.generated for request in requests)
+    def nothing_is_assumed(*_):   # but while a batch is laid out
+        assert not any(request.assumed for request in requests)
 
-    handle = model.register_forward_pre_hook(no_hole_is_seen)
+    handle = model.register_forward_pre_hook(nothing_is_assumed)
     try:
         trace = assert_contract(model, generate, requests, known=KNOWN[model], **more, **knobs)
     finally:
         handle.remove()
+    nothing_is_assumed()
     for p in trace.passes:
         assert p.slots <= knobs.get("token_budget", 64) and p.pad_slots == p.finished_slots == 0
+    if stage not in GUESSES and not any(request.finish_reason == "stop" for request in requests):
+        assert totals(trace)["rejected"] == 0   # an end by length costs no row
     return trace
 
 
-@pytest.mark.parametrize("pages", [False, True], ids=["stage 6", "stage 7"])
-@pytest.mark.parametrize("stages", [["ahead"], [*STAGES][:-1]], ids=["ahead", "guesses"])
+@pytest.mark.parametrize("stages", [["ahead"], ["in batch"], GUESSES], ids=" or ".join)
 @settings(max_examples=common.examples(200))
-@given(case=common.workloads(), more=st.integers(0, 20), model=st.sampled_from([MODEL, QUIET]),
-       twins=st.booleans(), one=st.integers(0, 3))
-def test_contract(stages, pages, case, more, model, twins, one):
-    (requests, pressure), knobs = case, common.knobs_of("ragged_varlen", **case[1])
-    if twins:   # forks: several answers to each prompt
+@given(case=common.workloads(), more=st.one_of(st.none(), st.integers(0, 20)),
+       model=st.sampled_from([MODEL, QUIET]), twins=st.booleans(), one=st.integers(0, 3))
+def test_contract(stages, case, more, model, twins, one):
+    (requests, pressure), knobs = case, common.knobs_of("paged", **case[1])
+    if twins:   # several answers to each prompt
         requests = [*requests, *(replace(r, seed=r.seed + 1, name=f"{r.name} again")
                                  for r in requests)]
-    if pages:
-        size = pressure["page_size"]
-        pages = smallest_pool(requests, size) + more
-        knobs |= dict(max_kv_tokens=None, page_size=size, pages=pages)
-    run(stages[one % len(stages)], requests, model, **knobs)
+    pages = None if more is None else smallest_pool(requests, pressure["page_size"]) + more
+    run(stages[one % len(stages)], requests, model, **knobs | dict(pages=pages))
 
 
 # --- known bugs -----------------------------------------------------------------------------------
@@ -82,36 +83,43 @@ TRAPS = {   # name: (stage, function, code as it stands, code of the trap)
     "a guess accepted after a stop token": (
         "4 guesses", GUESS, "if not request.finished and", "if"),
     "a guess past the length limit": (
-        "4 guesses", speculative.draft, "room = request.kv_tokens", "room = request.kv_tokens + 9"),
+        "4 guesses", speculative.draft, "min(request.kv_tokens, ", "min(request.kv_tokens + 9, "),
     "a guess beyond the pages held": (
         "4 guesses", speculative.draft, "scheduler.pages.size)", "99)"),
     "a wrong guess is accepted": ("4 guesses", GUESS, "== [token]]", "!= []]"),
     "a guess takes a prompt's share": (
         "4 guesses", speculative.draft, "scheduler.token_budget - sum(n for _, n in plan)", "64"),
+    "guesses are left assumed": (
+        "4 guesses", GUESS, "            request.assumed = []", "            pass"),
     "a stale hole": ("ahead", ahead.fill_holes, "= flight.tokens[places]",
                      "= flight.batch.tokens[flight.batch.wanted[places]]"),
     "a hole that nobody fills": ("ahead", ahead.fill_holes, "    if rows:", "    if False:"),
+    "a hole is left assumed": ("ahead", ahead.launch, "request.assumed = []", "pass"),
     "a hole for a token after the last": (
         "ahead", ahead.leave_holes, " and not request.is_last(len(request.generated) + 1)", ""),
-    "a cache freed under a queued pass": (
-        "ahead", ahead.publish, "table is not None and table is request.block_table",
-        "table is not None"),
-    "pages published from where the request has come to": (
-        "ahead", ahead.publish, "range(start // size, (start + n) // size)",
-        "range(request.computed // size, (request.computed + n) // size)"),
+    "pages freed under a queued pass are cached": (
+        "ahead", ahead.cache_pages, """        if table is request.block_table:
+            scheduler.cache_filled(request, start, start + n)
+""", """
+        for i in range(start // scheduler.pages.size, (start + n) // scheduler.pages.size):
+            scheduler.pages.cache(table[i], scheduler.hashes(request, start + n)[i])
+"""),
+    "pages cached from where the request has come to": (
+        "ahead", ahead.cache_pages, "(request, start, start + n)",
+        "(request, request.computed, request.computed + n)"),
     "a token for a request that has ended": (
         "ahead", ahead.land, "enumerate(batch.sampled) if not request.finished",
         "enumerate(batch.sampled)"),
     "a preempted request that ended waits on": (
         "ahead", ahead.land, "if request.finished and request in scheduler.waiting", "if False"),
     "a partial page is shared": (
-        "0 guesses", ForkScheduler.grant_room, "return super().grant_room(request)",
+        "in batch", InBatchScheduler.grant_room, "return super().grant_room(request)",
         '''granted = super().grant_room(request)
         for other in self.running if granted else ():
             i = request.computed // size
-            self.pages.give_back(request.block_table[i:])
+            self.pages.free(request.block_table[i:])
             del request.block_table[i:]
-            self.pages.hold(request.block_table, other.block_table[i:i + 1])
+            self.pages.share(request.block_table, other.block_table[i:i + 1])
             break
         return granted'''),
 }
@@ -196,8 +204,8 @@ def test_lookup_takes_the_longest_and_latest(prompt, most, guessed):
 # --- planning ahead -------------------------------------------------------------------------------
 
 @settings(max_examples=common.examples(200))
-@given(case=common.workloads(), seed=st.integers(0, 99), pages=st.booleans())
-def test_cancelled_requests_keep_what_they_had(case, seed, pages):
+@given(case=common.workloads(), seed=st.integers(0, 99), few=st.booleans())
+def test_cancelled_requests_keep_what_they_had(case, seed, few):
     """Cancelled between two steps, waiting or running or in flight; the others lose nothing."""
     stream, requests = random.Random(seed), [*map(replace, case[0])]
     schedule = Scheduler.schedule
@@ -209,12 +217,12 @@ def test_cancelled_requests_keep_what_they_had(case, seed, pages):
         return schedule(scheduler, step) if scheduler.busy else []
 
     size = case[1]["page_size"]
-    room = dict(pages=smallest_pool(requests, size) + 3, page_size=size) if pages else {}
+    room = dict(pages=smallest_pool(requests, size) + 3, page_size=size) if few else {}
     with patch.object(Scheduler, "schedule", cancel_some):
         ahead.generate(MODEL, requests, token_budget=case[1]["token_budget"], **room)
     for request in requests:
         tokens, _, reason = alone(MODEL, request)
-        assert request.finished and request.kv is request.block_table is None
+        assert request.finished and request.block_table is None and not request.assumed
         if request.finish_reason == "cancelled":
             assert request.generated == tokens[:len(request.generated)]
         else:
@@ -225,7 +233,7 @@ def test_a_stop_costs_a_row_and_an_end_by_length_none():
     """So the next pass was queued before the token was read, as far as a length could tell."""
     tokens, _, _ = alone(MODEL, Request([1, 2], 6))
     for request, rows in (Request([1, 2], 6), 0), (Request([1, 2], 9, eos_token=tokens[-1]), 1):
-        plain = totals(generate_ragged.generate(MODEL, [replace(request)]))
+        plain = totals(generate_prefix.generate(MODEL, [replace(request)]))
         trace = totals(run("ahead", [request]))
         assert (trace["rejected"], trace["useful"]) == (rows, plain["useful"])
         assert trace["useful_scores"] == plain["useful_scores"]
@@ -238,12 +246,40 @@ def test_logits_that_are_not_finite_are_refused_by_name():
         ahead.generate(model, Request([1], name="r3"))
 
 
-# --- forks, and the commands ----------------------------------------------------------------------
+# --- in-batch prefix caching, and the commands ----------------------------------------------------
 
-def test_equal_prompts_asked_for_together_are_computed_and_kept_once():
-    assert answers(PagedScheduler(8, 1024, Pages(64, 16))) == (952, 64)
-    assert answers(PagedScheduler(8, 1024, Pages(64, 16)), apart=2) == (392, 29)
-    assert answers(ForkScheduler(8, 1024, Pages(64, 16))) == (392, 29)
+@pytest.mark.parametrize("kind, later, computed, held, first", [
+    (PrefixScheduler, 0, 952, 64, [0] * 8), (PrefixScheduler, 2, 392, 29, [0] + [2] * 7),
+    (InBatchScheduler, 0, 392, 29, [0] + [1] * 7)])
+def test_equal_prompts_asked_for_together_are_computed_and_kept_once(kind, later, computed, held,
+                                                                     first):
+    requests = [([0] * 88, 32, later * (i > 0)) for i in range(8)]
+    assert serve(kind(8, 1024, 64, 16), requests) == (computed, held, first)
+
+
+def test_who_waits_for_a_beginning_holds_up_all_behind_it():
+    """The price of the rule: two answers to each of four prompts, and room for all at once."""
+    queue = [([i] * 88, 32, 0) for i in range(4) for _ in range(2)]
+    *_, first = serve(PrefixScheduler(8, 1024, 64, 16), queue)
+    assert first == [0] * 8
+    *_, first = serve(InBatchScheduler(8, 1024, 64, 16), queue)
+    assert first == [0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_nobody_waits_for_what_is_not_being_computed():
+    """
+    Other beginnings; one that is cached; tokens that the other may or may not generate; and a copy
+    that cannot be found, because the page of which it is a copy could, and is gone.
+    """
+    *_, first = serve(InBatchScheduler(8, 1024, 64, 16), [([i] * 88, 2, 0) for i in range(4)])
+    assert first == [0] * 4
+    *_, first = serve(InBatchScheduler(8, 1024, 64, 16), [([0] * 88, 9, i) for i in range(4)])
+    assert first == [0, 1, 2, 3]
+    *_, first = serve(InBatchScheduler(8, 1024, 64, 16), [([0] * 5, 99, 0), ([0] * 40, 1, 0)])
+    assert first == [0, 0]
+    *_, first = serve(InBatchScheduler(8, 1024, 5, 4), [
+        ([0] * 4, 1, 0), ([0] * 4, 8, 0), ([3] * 12, 1, 1), ([0] * 6, 1, 2)])
+    assert first == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("module, said", [
@@ -252,7 +288,9 @@ def test_equal_prompts_asked_for_together_are_computed_and_kept_once():
                                         "batch 256, K = 4: a pass x 1.75"],
                  marks=pytest.mark.thorough),
     ("beyond.ahead", ["in turns 5.02 s, busy 80%; ahead 3.99 s, busy 100%"]),
-    ("beyond.fork", ["392 tokens computed, 29 pages held"])])
+    ("beyond.prepacked", ["12/12 requests identical to unbatched", "stage: prepacked, batch"]),
+    ("beyond.in_batch", ["392 tokens computed, 29 pages held",
+                         "632 tokens computed, first tokens in steps [0, 1, 1, 2, 2, 3, 3, 4]"])])
 def test_the_commands_print_what_they_gain(module, said, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [module])
     monkeypatch.delitem(sys.modules, module)   # it runs anew, as __main__

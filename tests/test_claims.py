@@ -16,11 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from beyond.prepacked import Packed, first_fit_decreasing
 from beyond.tensor_parallel import all_reduces, shard
 from cache import KV
 from generate_dynamic import Rectangle
 from generate_naive import StaticBatch, cache_for
-from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
 from lab.experiments import prepacking
 from model import GPT, Block, GPTConfig, Head, causal
@@ -536,7 +536,7 @@ def test_I5_a_partial_prefill_is_never_sampled_from():
 def test_I7_completed_prompt_blocks_are_reused_by_later_requests_with_the_same_prefix():
     stem = [1, 2, 3, 4, 5, 6, 7, 8, 9]   # two full pages of 4, and a token of a third
     requests = [Request(stem + rest, 3, name=f"r{len(rest)}") for rest in ([10], [11, 12])]
-    trace = assert_contract(MODEL, STAGES["paged"], requests, max_batch=1, token_budget=5,
+    trace = assert_contract(MODEL, STAGES["prefix"], requests, max_batch=1, token_budget=5,
                             pages=20, page_size=4)
     assert (trace.counts["shared_pages"], trace.counts["saved_tokens"]) == (2, 8)
     assert min(start for p in trace.passes for name, start, _ in p.work if name == "r2") == 8

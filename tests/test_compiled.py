@@ -53,7 +53,7 @@ from toolbox.trace import observed
 pytestmark = pytest.mark.skipif(shutil.which(native.COMPILER.split()[0]) is None,
                                 reason=f"there is no {native.COMPILER} here")
 thorough = pytest.mark.thorough
-EXACT = ("no_cache", "unbatched", "ragged_varlen", "paged")   # the stages with compiled steps
+EXACT = ("no_cache", "unbatched", "ragged_varlen", "paged", "prefix")   # have compiled steps
 
 
 @cache
@@ -83,7 +83,7 @@ def faults(size, stage, requests, threads=1, **knobs):
             or verdict.difference > 2e-5]
 
 
-STEM = [7 * i % 53 for i in range(100)]   # with pages, they share it
+STEM = [7 * i % 53 for i in range(100)]   # with a prefix cache, they share it
 REQUESTS = [Request(STEM[:length] + [i], 4, temperature=i % 2, seed=i, name=f"r{i}",
                     priority=i % 3, arrival=i % 4)
             for i, length in enumerate((0, 1, 14, 15, 16, 47, 59, 96))]
@@ -101,8 +101,8 @@ def test_batched_equals_unbatched(data, stage, requests, threads, size):
     knobs = knobs_of(
         stage, max_batch=data.draw(st.integers(1, 6)), token_budget=data.draw(st.integers(1, 200)),
         pages=data.draw(st.sampled_from([None, least, 2 * least])), page_size=page_size,
-        policy=data.draw(st.sampled_from(list(SCHEDULERS.values()))),
-        share_prefixes=data.draw(st.booleans()))
+        **({"scheduler": data.draw(st.sampled_from(list(SCHEDULERS.values())))}
+           if stage == "prefix" else {}))
     assert faults(size, stage, requests, threads, **knobs) == []
 
 

@@ -35,7 +35,7 @@ from request import Request
 from toolbox.trace import observed
 
 MODEL, WATCHED = common.backend("float64").model, toy()   # equal; hooks only on the second
-COMPILED = ("unbatched", "ragged_varlen", "paged")   # what the compiled step serves
+COMPILED = ("unbatched", "ragged_varlen", *common.POOLED)   # what the compiled step serves
 LAYOUTS = ("naive", "interleaved", "prepacked", "ragged_mask", *COMPILED)   # one of each
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -115,7 +115,7 @@ def test_contract(stage, case):
     assert sum(count["logits"] for count in counts) == sum(len(r.generated) for r in requests)
     preempted = trace.counts.get("preemptions")
     assert not preempted or pressure["pages"]   # else there are enough for all that can run at once
-    assert pressure["share_prefixes"] or not trace.counts.get("shared_pages")
+    assert stage == "prefix" or not trace.counts.get("shared_pages")
     for p, count in zip(trace.passes, counts, strict=True):
         held = sum(first + n for _, first, n in p.work)
         assert p.score_entries == count["scores"] and p.padded_keys == count["keys"] - held
@@ -125,7 +125,7 @@ def test_contract(stage, case):
         if stage in ("chunked", "interleaved", *common.RAGGED) and pressure["max_kv_tokens"]:
             reserved = sum(r.kv_tokens for r in requests if r.name in [name for name, *_ in p.work])
             assert reserved <= pressure["max_kv_tokens"]
-        if stage in (*common.RAGGED, "paged"):
+        if stage in (*common.RAGGED, *common.POOLED):
             assert p.pad_slots == p.padded_keys == 0
         assert stage == "no_cache" or preempted or p.recomputed == 0
         assert stage == "naive" or p.finished_slots == 0
@@ -152,7 +152,7 @@ def on_two_ranks():
 
     few = mixed()[2:6], dict(max_batch=3, token_budget=8, page_size=3)
     for stage, backend in (*((stage, "rank") for stage in LAYOUTS), ("naive", "Llama rank"),
-                           ("interleaved", "Llama rank"), ("paged", "Llama rank")):
+                           ("interleaved", "Llama rank"), ("prefix", "Llama rank")):
         contract(stage, backend, *few)
     if common.THOROUGH:
         any_stage()   # both ranks draw the same

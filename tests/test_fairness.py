@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beyond.fairness import MAX_OVERTAKEN, POLICIES, FairScheduler
-from paging import Pages
 from request import Request
 
 SHORT = dict.fromkeys("abcd", (1, 1))   # requests with a prompt of 1 and an answer of 1
 
 
 def asked(*rows):
-    return [Request([0] * prompt, new, name=name, priority=priority, arrival=arrival)
-            for name, prompt, new, priority, arrival in rows]
+    """No prompt begins like another: nothing is shared, but by a request that was preempted."""
+    return [Request([i] * prompt, new, name=name, priority=priority, arrival=arrival)
+            for i, (name, prompt, new, priority, arrival) in enumerate(rows)]
 
 
 FIVE = asked(("A", 6, 1, 2, 0), ("B", 3, 1, 1, 0), ("C", 5, 3, 0, 0), ("D", 3, 1, 1, 0),
@@ -46,52 +46,61 @@ FIVE = asked(("A", 6, 1, 2, 0), ("B", 3, 1, 1, 0), ("C", 5, 3, 0, 0), ("D", 3, 1
      asked(("a", 2, 2, 0, 0), ("L", 4, 9, 0, 0), *((f"s{i}-", 3, 2, 0, i) for i in (1, 2))), [],
      ["a2 L2", "a1 L2 s1-1", "L1 s1-2 s2-1"])])
 def test_plans(limits, pages, policy, bound, requests, cancel, expected):
-    scheduler = FairScheduler(*limits, Pages(*pages), policy, False, bound)
+    scheduler = FairScheduler(*limits, *pages, policy, bound)
     requests = requests if isinstance(requests, dict) else [*map(replace, requests)]
     assert run(scheduler, requests, cancel=cancel)[:len(expected)] == expected
 
 
 @settings(max_examples=examples(400))
 @given(case=workloads(), bound=st.sampled_from([0, 1, 2, MAX_OVERTAKEN]),
-       policy=st.sampled_from(list(POLICIES)), more=st.integers(0, 20))
-def test_no_request_starves(case, bound, policy, more):
+       policy=st.sampled_from(list(POLICIES)), more=st.integers(0, 20),
+       cancel=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=2))
+def test_no_request_starves(case, bound, policy, more, cancel):
     """
     None is overtaken or preempted more often than the bound says, from the smallest pool up, and
     all are done within as many steps as that allows. (Every step computes something: see `run`.)
+    What makes room is the last in rank, by the rank with which it was admitted.
     """
     requests, pressure = case
-    size, admitted, preempted = pressure["page_size"], [], Counter()
-    pages = Pages(smallest_pool(requests, size) + more, size)
+    size, admitted, preempted, rank = pressure["page_size"], [], Counter(), {}
 
     class Noting(FairScheduler):
         def preempt(self, request):
-            preempted[request] += 1
+            assert self.rank[request] == max(rank[other.name] for other in self.running)
+            preempted[request.name] += 1
             super().preempt(request)
 
         def grant_room(self, request):
+            rank[request.name], n = self.rank[request], number[request.name]
             granted = super().grant_room(request)
             if granted and request.name not in admitted:
-                n = number[request.name]
                 assert sum(number[other] > n for other in admitted) <= bound
                 assert len(admitted) <= n + bound
                 admitted.append(request.name)
             return granted
 
-    scheduler = Noting(pressure["max_batch"], pressure["token_budget"], pages, policy,
-                       pressure["share_prefixes"], bound)
+        def release(self):
+            assert all(self.rank[request] == rank[request.name] for request in self.running)
+            super().release()
+
+    pages = smallest_pool(requests, size) + more
+    scheduler = Noting(pressure["max_batch"], pressure["token_budget"], pages, size, policy, bound)
     number = {r.name: n for n, r in enumerate(sorted(requests, key=lambda r: r.arrival))}
-    plans = run(scheduler, [*map(replace, requests)], lambda request: len(request.generated) % 2)
+    plans = run(scheduler, [*map(replace, requests)], lambda request: len(request.generated) % 2,
+                cancel)
     assert len(plans) <= (bound + 1) * sum(len(r.prompt) + r.max_new_tokens for r in requests)
     assert max(preempted.values(), default=0) <= bound
-    assert len(pages.free) == pages.number and not scheduler.line
+    assert len(scheduler.pages.free_queue) == pages
+    left = {*scheduler.rank, *scheduler.times_preempted, *scheduler.new}
+    assert all(r.finish_reason == "cancelled" and r in scheduler.new for r in left)
 
 
 @pytest.mark.parametrize("bound, most", [(10**9, 5), (2, 2), (1, 1), (0, 0)])
 def test_no_request_is_preempted_without_end(bound, most):
     """All arrive together, so that none is overtaken: what counts here is preemption alone."""
     sizes = [(3, 20), (3, 3), (4, 5), (3, 9), (4, 20), (2, 12), (5, 19)]
-    scheduler, times = FairScheduler(8, 64, Pages(30, 1), "fcfs", False, bound), Counter()
+    scheduler, times = FairScheduler(8, 64, 30, 1, "fcfs", bound), Counter()
     scheduler.preempt = lambda request: (times.update([request.name]),
                                          FairScheduler.preempt(scheduler, request))
-    run(scheduler, dict(zip("ABCDEFG", sizes)))
+    run(scheduler, asked(*((name, *size, 0, 0) for name, size in zip("ABCDEFG", sizes))))
     assert max(times.values(), default=0) == most

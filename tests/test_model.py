@@ -9,8 +9,8 @@ import pytest
 import torch
 from common import STAGES, VOCAB, knobs_of, mixed, toy
 
+from beyond.prepacked import generate
 from cache import KV
-from generate_prepacked import generate
 from model import GPT, GPTConfig, sample
 from request import Request
 from toolbox.trace import observed
@@ -101,7 +101,7 @@ def test_a_run_stays_on_its_device_and_in_its_dtype(stage, monkeypatch):
         STAGES[stage](model, few, **knobs_of(stage, max_batch=4, token_budget=5, page_size=4))
 
 
-# --- the rows of stage 5 (claims P1 to P10 say more) ----------------------------------------------
+# --- the rows of prepacked (claims P1 to P10 say more) --------------------------------------------
 
 def test_dataset_packing_chooses_which_requests_to_admit_together():
     """16 prompts, 8 and 1 tokens in turn: row by row, 8 at a time make full rows."""

@@ -164,8 +164,8 @@ ALSO = {   # what a person may type, beside the `spellings` of an answer
     "1.3": ["last", "only the last row"], "1.4": [69, "68.7GB", 68.719476736, 68.7e9, "~69"],
     "2.1": ["just request A"], "2.3": ["13 of 30", "8+5", "8 + 5 = 13"], "2.4": ["D & F", "d/f"],
     "3.1": ["3, then 6, then 3"], "3.2": ["after step 6"], "4.3": ["60 * 60"], "4.5": ["50k"],
-    "3.3": ["none", "0 of 3", None, "nothing", "0 out of 3", "no one"], "5.4": ["only page 2"],
-    "5.5": ["4 -> 5 -> 2 -> 3 -> 1 -> 0"], "6.1": [150, 155, 312e12 / 2039e9], "6.4": [8],
+    "3.3": ["none", "0 of 3", None, "nothing", "0 out of 3", "no one"], "5.5": ["only page 2"],
+    "5.6": ["4 -> 5 -> 2 -> 3 -> 1 -> 0"], "6.1": [150, 155, 312e12 / 2039e9], "6.4": [8],
     "6.2": [17, 16.8e9, 16.777216, 16.4], "6.3": ["No, longer"], "7.5": ["a batch of 64"]}
 
 
@@ -272,7 +272,7 @@ def test_an_exercise_says_what_goes_wrong_in_a_run(name, old, new, sentence, cap
 
 
 def test_our_time_of_a_step_is_the_simulators():
-    """To 1%, for decode steps of stage 6, Llama 2 7B on an A100."""
+    """To 1%, for decode steps of ragged, Llama 2 7B on an A100."""
     it = TAUGHT["step_time"]
     for rows, keys in eval(it["calls"]):
         requests = lesson.letters(2, **{f"r{i}": keys // rows - 1 for i in range(rows)})

@@ -23,7 +23,7 @@ def golden(**arguments):
     a.generated, a.token_steps, a.token_times = [5, 6, 7], [1, 3, 6], [11.0, 13.0, 17.0]
     b.generated, b.token_steps, b.token_times = [5, 6], [4, 5], [14.5, 15.0]
     first = ForwardPass(
-        stage="x", step=0, shape=(2, 3), work=[("a", 0, 3), ("b", 4, 1)], finished=[],
+        step=0, shape=(2, 3), work=[("a", 0, 3), ("b", 4, 1)], finished=[],
         useful=4, recomputed=0, pad_slots=2, finished_slots=0, padded_keys=5,
         score_entries=30, useful_scores=11, copied_bytes=1_000_000, seconds=0.5)
     second = replace(first, step=1, shape=(7,), useful=6, recomputed=1, pad_slots=0)
@@ -54,7 +54,7 @@ def test_report_and_written_trace(tmp_path):
     assert report(trace).splitlines() == [
         *GOLDEN_REPORT,
         "  preemptions     1,234",
-        "  shared pages    5 found in the pool, 20 tokens saved, 2 evicted",
+        "  prefix cache    5 pages hit, 20 tokens not computed, 2 pages evicted",
     ]
     assert report(golden()).splitlines() == GOLDEN_REPORT
     write_trace(trace, tmp_path / "t.json")
@@ -67,7 +67,7 @@ def test_report_and_written_trace(tmp_path):
 def test_a_report_of_next_to_nothing():
     nothing = report(Trace("x", [Request([1], 1)]))
     assert "throughput      0 tokens" in nothing
-    one = report(STAGES["paged"](toy(), [Request([1], 1)]))
+    one = report(STAGES["prefix"](toy(), [Request([1], 1)]))
     assert "throughput      1 tokens" in one and "nan" not in one + nothing
 
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
-from common import CONFIG, examples, finish, queue, run, smallest_pool, workloads
+from common import BLOCK_SIZE, CONFIG, examples, finish, queue, run, smallest_pool, workloads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beyond.fairness import POLICIES, FairScheduler
-from paging import PagedScheduler, Pages
+from generate_prefix import PrefixScheduler
+from paging import PagedScheduler
 from request import Request, prepare
 from scheduler import Scheduler
 
@@ -35,14 +36,14 @@ CANCELS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=3)
 
 @settings(max_examples=examples(400))
 @given(case=workloads(), cancel=CANCELS)
-def test_plans_keep_the_limits_and_those_of_three_schedulers_are_equal(case, cancel):
+def test_plans_keep_the_limits_and_those_of_several_schedulers_are_equal(case, cancel):
     plans_are_right(case, cancel)
 
 
 def plans_are_right(case, cancel):
     """
-    `run` asserts the limits. Stage 7's plans are stage 6's if there are pages enough and none is
-    shared; and those of a fair scheduler that is not bound.
+    `run` asserts the limits. With pages enough, paged plans as ragged does; with pages that are
+    never full, prefix plans as paged does; and a fair scheduler that is not bound, as prefix.
     """
     requests, pressure = case
     limits, size = (pressure["max_batch"], pressure["token_budget"]), pressure["page_size"]
@@ -53,17 +54,22 @@ def plans_are_right(case, cancel):
 
     plans(Scheduler(*limits, pressure["max_kv_tokens"]))
     enough = sum(smallest_pool([request], size) for request in requests)
-    assert plans(Scheduler(*limits)) == plans(PagedScheduler(*limits, Pages(enough, size), False))
-    few, share = pressure["pages"] or enough, pressure["share_prefixes"]
-    fair = FairScheduler(*limits, Pages(few, size), "fcfs", share, bound=10**9)
-    assert plans(PagedScheduler(*limits, Pages(few, size), share)) == plans(fair)
+    assert plans(Scheduler(*limits)) == plans(PagedScheduler(*limits, enough, size))
+    few, large = pressure["pages"] or enough, BLOCK_SIZE + 1
+    plans(PagedScheduler(*limits, few, size))
+    for number in 1, 3:
+        paged, prefix = (kind(*limits, number, large) for kind in (PagedScheduler, PrefixScheduler))
+        assert plans(paged) == plans(prefix) and not prefix.pages.cached
+    fair = FairScheduler(*limits, few, size, "fcfs", bound=10**9)
+    assert plans(PrefixScheduler(*limits, few, size)) == plans(fair)
 
 
 def test_what_can_never_fit_is_refused_by_name_with_the_numbers():
     requests = {"A": (3, 3), "B": (9, 8)}   # the last token is never computed: 16 places
     for new, need, size in [
             (lambda n: Scheduler(4, 8, n), 16, 1),
-            *((lambda n, size=size: PagedScheduler(4, 8, Pages(n, size)), need, size)
+            *((lambda n, kind=kind, size=size: kind(4, 8, n, size), need, size)
+              for kind in (PagedScheduler, PrefixScheduler)
               for size, need in ((1, 16), (5, 4), (2, 8)))]:
         there = f"'B'.* 9 .* 8 needs 16 KV tokens, there are {(need - 1) * size}"
         with pytest.raises(ValueError, match=there):
@@ -109,9 +115,10 @@ def reads_per_step(scheduler, waiting, arrival):
 
 @pytest.mark.parametrize("new, arrivals, more", [
     (lambda: Scheduler(2, 8, 40), (0, 100), 0),
-    (lambda: PagedScheduler(2, 8, Pages(20, 2)), (0, 100), 0),
-    *((lambda policy=policy: FairScheduler(2, 8, Pages(20, 2), policy, bound=2), (0,), 40)
-      for policy in POLICIES)], ids=["reserving", "paged", *POLICIES])
+    (lambda: PagedScheduler(2, 8, 20, 2), (0, 100), 0),
+    (lambda: PrefixScheduler(2, 8, 20, 2), (0, 100), 0),
+    *((lambda policy=policy: FairScheduler(2, 8, 20, 2, policy, bound=2), (0,), 40)
+      for policy in POLICIES)], ids=["reserving", "paged", "prefix", *POLICIES])
 def test_a_step_does_not_look_at_every_waiting_request(new, arrivals, more):
     """more: a sorted queue may look at a few."""
     for arrival in arrivals:

@@ -43,7 +43,7 @@ def simulated(stage, lengths=SOME, load=None, **knobs):
 
 def passes_of(trace):
     """With all that they count, and without their times; no copy is priced where pages are read."""
-    copied = {"copied_bytes": 0} if trace.stage.startswith("paged") else {}
+    copied = {"copied_bytes": 0} if trace.stage.startswith(("paged", "prefix")) else {}
     return [replace(p, seconds=0, **copied) for p in trace.passes]
 
 
@@ -57,11 +57,10 @@ def test_plans_and_counts_are_those_of_the_real_generate(stage, lengths, load):
     The real model, given the steps at which requests were seen to arrive, makes the same run. And
     all that its passes count is priced.
     """
-    alike = {"share_prefixes": False}   # calculated tokens are all 0
-    calculated = simulated(stage, lengths, load=load, **alike)
+    calculated = simulated(stage, lengths, load=load)
     seen = {request.name: request.arrival for request in calculated.requests}
     requests = [replace(request, arrival=seen[request.name]) for request in workload(lengths)]
-    real = STAGES[stage](MODEL, requests, **knobs_of(STAGES[stage], KNOBS | alike)[0])
+    real = STAGES[stage](MODEL, requests, **knobs_of(STAGES[stage], KNOBS)[0])
     assert passes_of(real) == passes_of(calculated)
     for p, (*_, counts) in zip(calculated.passes, calculated.clock.passes):
         keys = sum(first + n for _, first, n in p.work) + p.padded_keys
@@ -141,15 +140,15 @@ def test_the_models_have_as_many_weights_as_published(name, millions):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(lengths=LENGTHS, rate=st.sampled_from([2.0, 20.0, 200.0]))
-def test_a_replica_gives_tokens_when_stage_7_does(lengths, rate):
+def test_a_replica_gives_tokens_when_prefix_does(lengths, rate):
     spans = {"ttft_ms": [], "itl_ms": []}
     replica = Replica(TINY, SLOW, spans, pages=24, max_batch=3, token_budget=8)
     for request, time in zip(workload(lengths), poisson(len(lengths), rate, seed=0)):
-        request.block_size = 64
+        request.context_length = 64
         replica.run_until(time)
         replica.add(request, time)
     replica.run_until(math.inf)
-    trace = simulated("paged", lengths, {"rate": rate}, pages=24, page_size=16)
+    trace = simulated("prefix", lengths, {"rate": rate}, pages=24, page_size=16)
     assert replica.now == pytest.approx(trace.clock.now)
     for name in "ttft", "itl":
         assert sorted(spans[f"{name}_ms"]) == pytest.approx(
@@ -193,7 +192,7 @@ def test_made_up_prompts_differ():
 
 def long_run(shape, gpu, lengths, rate, **knobs):
     """Requests/s that end while ever more come, after the first quarter."""
-    trace = s.simulate(shape, gpu, STAGES["paged"], workload(lengths), rate=rate, **knobs)
+    trace = s.simulate(shape, gpu, STAGES["prefix"], workload(lengths), rate=rate, **knobs)
     end = max(request.arrived for request in trace.requests)
     return sum(end / 4 < r.token_times[-1] <= end for r in trace.requests) / (0.75 * end)
 
@@ -213,7 +212,7 @@ def test_the_verdict_is_right_for_random_loads():
         def lengths(number):
             return [(draw.randint(low, high), draw.randint(least, most)) for _ in range(number)]
 
-        served, tried = most_served(shape, gpu, STAGES["paged"], 100,
+        served, tried = most_served(shape, gpu, STAGES["prefix"], 100,
                                     lambda number: workload(lengths(number)), **knobs)
         times = 0.3 * 10 ** draw.random()
         rate = times * long_run(shape, gpu, lengths(2500), 1.2 * served, **knobs)

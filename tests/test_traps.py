@@ -1,7 +1,7 @@
 """
 Each known bug of lab/checks/traps.py is put in, and then what our code passes must fail: the
-contract on some drawn workload, in a stage that has the bug; or, for bugs of scheduler.py and
-paging.py, what holds of their plans and books. The X-ray names layout bugs, drawn in red.
+contract on some drawn workload, in a stage that has the bug; or, for bugs of the schedulers, what
+holds of their plans and pages. The X-ray names layout bugs, drawn in red.
 """
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ MODEL, KNOWN = backend("float64").model, backend("float64").known
 STAGE = {   # a file: the stages in which its bugs are looked for
     "model.py": ("interleaved",), "request.py": ("interleaved",), "generate_naive.py": ("naive",),
     "generate_dynamic.py": ("dynamic", "chunked", "interleaved"),
-    "generate_prepacked.py": ("prepacked",), "generate_ragged.py": RAGGED,
+    "beyond/prepacked.py": ("prepacked",), "generate_ragged.py": RAGGED,
     "generate_paged.py": ("paged",)}
 
 
@@ -58,13 +58,13 @@ def test_a_known_bug_is_seen(name):
 
     @HUNT
     @given(workloads(), test_scheduler.CANCELS)
-    def plans_and_books(case, cancel):
+    def plans_and_pages(case, cancel):
         with broken(name, show=False):
             test_scheduler.plans_are_right(case, cancel)
             test_scheduler.test_what_can_never_fit_is_refused_by_name_with_the_numbers()
 
     with pytest.raises(SEEN):
-        contract() if file in STAGE else plans_and_books()
+        contract() if file in STAGE else plans_and_pages()
 
 
 def test_a_trap_is_shown_and_taken_out_even_if_the_block_fails(capsys):
@@ -106,7 +106,7 @@ NAMED = {   # what the sentence must hold for each layout bug of the known traps
 @pytest.mark.parametrize("name", NAMED)
 def test_a_layout_bug_is_named(name):
     file, model = TRAPS[name][0][0].split(":")[0], toy(block_size=64)   # wrong positions exist
-    stage, requests = STAGE.get(file, ("paged",))[0], [replace(r, arrival=0) for r in mixed()]
+    stage, requests = STAGE.get(file, ("prefix",))[0], [replace(r, arrival=0) for r in mixed()]
     knobs = knobs_of(stage, max_batch=4, token_budget=8, page_size=3)
     with broken(name, show=False), XRay(model, requests) as xray:
         STAGES[stage](model, requests, **knobs)

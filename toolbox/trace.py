@@ -41,7 +41,6 @@ class ForwardPass:
 
     Scores are entries of q k^T, of one head in one layer. Bytes are summed over all layers.
     """
-    stage: str
     step: int
     shape: tuple              # of the token ids: (B, T) or (N,)
     work: list                # (request name, first position, number of tokens) of each request
@@ -68,7 +67,7 @@ class Trace:
     stage: str
     requests: list
     model: InitVar[object] = None
-    # Stage 7 counts preemptions, shared_pages, saved_tokens and evicted_pages
+    # paged memory counts preemptions, shared_pages, saved_tokens and evicted_pages
     counts: dict = field(default_factory=dict)
     passes: list = field(default_factory=list)
     # perf_counter; the TTFT of a request that arrives at step 0 counts from here
@@ -120,7 +119,7 @@ class Trace:
             work.append((request.name, first, n))
         planned = sum(n for _, n in batch.plan)
         self.passes.append(ForwardPass(
-            self.stage, step, tuple(batch.tokens.shape), work, finished,
+            step, tuple(batch.tokens.shape), work, finished,
             useful=useful,
             recomputed=planned - useful,
             pad_slots=batch.tokens.numel() - planned - len(finished),

@@ -118,14 +118,14 @@ def one_of(name, value, *allowed):
         raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, not {value!r}")
 
 
-def check_pool(max_batch, pages, page_size, policy, block_size):
+def check_pool(max_batch, pages, page_size, scheduler, context_length):
     """ValueError for a pool of pages that cannot be. pages: None if it is chosen later."""
     at_least_1(max_batch=max_batch, page_size=page_size, pages=1 if pages is None else pages)
-    if page_size > block_size:
-        raise ValueError(f"page_size {page_size} exceeds block_size {block_size}")
-    if policy != "fcfs" and not callable(policy):
-        raise ValueError(f"policy must be 'fcfs' or a scheduler, such as beyond.fairness.SCHEDULERS"
-                         f"['sjf'], not {policy!r}")
+    if page_size > context_length:
+        raise ValueError(f"page_size {page_size} exceeds block_size {context_length}")
+    if not callable(scheduler):
+        raise ValueError("scheduler must be a class like PagedScheduler, or one of "
+                         f"beyond.fairness.SCHEDULERS, not {scheduler!r}")
 
 
 def refuse(request, need):

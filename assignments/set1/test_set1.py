@@ -116,13 +116,13 @@ class Test1b(Stage):
 def alone(rng, lengths):
     """What a run does not show: tokens and positions of each pass, what is left in the cache."""
     for n in lengths:
-        yield from left_in_caches(lambda plan: Alone(plan[0][0], True), rng, 2, [n])
+        yield from left_in_caches(lambda plan: Alone(plan[0][0]), rng, 2, [n])
 
 
 @points(2, "generate_unbatched.py:Alone.lay_out", "generate_unbatched.py:Alone.attend",
         title="one request alone")
 class Test1c(Stage):
-    on_device = (lambda requests, device: Alone(requests[0], False, device)), *(
+    on_device = (lambda requests, device: Alone(requests[0], device)), *(
         "tokens", "positions", "wanted")
 
     def test_layout(self, part):

@@ -3,7 +3,7 @@ from itertools import product
 
 import pytest
 from answers import answers
-from kit import MIX, Checks, drawn, given, names, sequences
+from kit import MIX, Checks, cache_of, drawn, given, names, sequences
 
 import generate_dynamic
 from generate_naive import StaticBatch
@@ -15,7 +15,8 @@ points = pytest.mark.points
 
 @points(4, "generate_naive.py:StaticBatch.lay_out", title="the static batch")
 class Test2a(Checks):
-    on_device = StaticBatch, "tokens", "positions", "mask", "wanted"
+    on_device = (lambda requests, device: StaticBatch(requests, None, device)), *(
+        "tokens", "positions", "mask", "wanted")
 
     def test_the_stage(self, part):   # in the last, a row goes on beyond the last position
         for sizes, most in (MIX, 3), (((2, 1), (2, 2)), 8), (((20, 2), (2, 20)), 8):
@@ -28,20 +29,20 @@ class Test2a(Checks):
 def appends(cases):
     for prompt, new, room, at in cases:
         ends = "no eos_token" if at is None else f"token {at} is the eos_token"
-        request, = given((prompt, new, 0, 0, None if at is None else 0), block_size=room)
+        request, = given((prompt, new, 0, 0, None if at is None else 0), context_length=room)
         request.kv = "cache"
         for i in range(room):
             if not request.finished:
                 request.computed = prompt + i
                 request.append(0 if i == at or at is None else 5 + i)
-        yield (f"append, a prompt of {prompt}, max_new_tokens {new}, block_size {room}, {ends}",
+        yield (f"append, a prompt of {prompt}, max_new_tokens {new}, context_length {room}, {ends}",
                {name: getattr(request, name) for name in (
                    "generated", "finish_reason", "prompt", "max_new_tokens", "computed", "kv")})
 
 
 @points(2, "request.py:Request.append", title="the end of a request")
 class Test2b(Checks):
-    in_time = [("append, 3,000 times", lambda: given((1, 9000), block_size=10**4)[0],
+    in_time = [("append, 3,000 times", lambda: given((1, 9000), context_length=10**4)[0],
                 lambda request: [request.append(1) for _ in range(3000)])]
 
     def test_append(self, part):
@@ -58,7 +59,8 @@ def admissions(cases):
         left, now = generate_dynamic.admit(waiting, running, step, most)
         yield (f"admit at step {step}, max_batch {most}, {busy} running, waiting with arrivals "
                f"{arrivals}", {"types": [type(each).__name__ for each in (left, now)],
-                               "waiting": names(left), "running": names(now)})
+                               "waiting": names(left), "running": names(now),
+                              "caches": [cache_of(request) for request in now]})
 
 
 def leaves(cases):

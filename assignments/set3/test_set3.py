@@ -8,7 +8,7 @@ from kit import Checks, describe, drawn, given, plan_for, plan_of, scheduled, se
 import request
 from scheduler import Scheduler, advance
 
-FILES = "request.py scheduler.py"
+FILES = "request.py cache.py scheduler.py"
 points = pytest.mark.points
 
 
@@ -18,7 +18,7 @@ def runs(rng, number, batches, budgets, sizes):
     for _ in range(number):
         requests = drawn(rng, **sizes)
         for each in requests:
-            each.block_size = 24 if len(each.prompt) < 24 else 64
+            each.context_length = 24 if len(each.prompt) < 24 else 64
             each.generated = [0] * rng.choice([0, 0, 0, min(2, each.max_new_tokens - 1)])
         needs = [each.kv_tokens for each in requests]
         workloads.append((requests, {

@@ -6,13 +6,14 @@ import torch
 from answers import answers
 from kit import LATE, MIX, Checks, drawn, given, left_in_caches, tensor
 
-import generate_prepacked
-from generate_prepacked import Packed
+from beyond import prepacked
+from beyond.prepacked import Packed
+from cache import KV
 from generate_ragged import Flat
 from model import Head
 
-FILES = ("model.py request.py cache.py scheduler.py generate_dynamic.py generate_prepacked.py "
-         "generate_ragged.py")
+FILES = ("model.py request.py cache.py scheduler.py generate_dynamic.py generate_ragged.py "
+         "beyond/prepacked.py")
 TENSORS = "tokens", "positions", "mask", "wanted"
 points = pytest.mark.points
 # Each tells first-fit decreasing from another rule: without sorting, without an exact fit, best fit
@@ -24,14 +25,14 @@ LENGTHS = (([], 5), ([5], 5), ([1, 1, 3, 2, 2], 5), ([2, 3, 6], 8), ([1, 3, 3, 5
 def packings(cases):
     for lengths, size in cases:
         argument = list(lengths)
-        rows = generate_prepacked.first_fit_decreasing(argument, size)
+        rows = prepacked.first_fit_decreasing(argument, size)
         yield f"first_fit_decreasing({lengths}, {size})", {
             "its argument afterwards": argument,
             "all indices": sorted(i for row in rows for i in row),
             "lengths in rows": [[lengths[i] for i in row] for row in rows]}
 
 
-@points(2, "generate_prepacked.py:first_fit_decreasing", title="bin packing")
+@points(2, "beyond/prepacked.py:first_fit_decreasing", title="bin packing")
 class Test5a(Checks):
     def test_packing(self, part):
         part.compare(packings, LENGTHS)
@@ -39,15 +40,15 @@ class Test5a(Checks):
                                 for n, size in ((5, 9), (9, 20), (40, 50), (80, 60))])
 
 
-@points(4, "generate_prepacked.py:Packed.lay_out", title="packed rows")
+@points(4, "beyond/prepacked.py:Packed.lay_out", title="packed rows")
 class Test5b(Checks):
     on_device = (lambda requests, device: Packed([(r, r.todo) for r in requests], device)), *TENSORS
 
     def test_the_stage(self, part):
-        part.serve("generate_prepacked", given(*MIX), max_batch=6)
-        part.serve("generate_prepacked", given((2, 2), (5, 2), (3, 3), (1, 2)))
+        part.serve("beyond.prepacked", given(*MIX), max_batch=6)
+        part.serve("beyond.prepacked", given((2, 2), (5, 2), (3, 3), (1, 2)))
         for sizes in part.sizes:
-            part.serve("generate_prepacked", drawn(part.rng, **sizes), max_batch=40)
+            part.serve("beyond.prepacked", drawn(part.rng, **sizes), max_batch=40)
 
     def test_rows(self, part):
         part.compare(left_in_caches, Packed, part.rng, 1)
@@ -87,6 +88,8 @@ def attending(rng, sizes):
 
     for attention in "varlen", "mask":
         requests = given(*sizes, computed=2)
+        for request in requests:
+            request.kv = KV(request.kv_tokens)
         batch = Flat([(r, r.todo) for r in requests], None, attention)
         twin = copy.deepcopy(batch)   # it alone has the caches: write and read are the way to them
         batch.write, batch.read = twin.write, twin.read

@@ -4,14 +4,15 @@ from collections import deque
 import pytest
 import torch
 from answers import answers
-from kit import MIX, Checks, books, drawn, given, names, tensor
+from kit import MIX, Checks, drawn, given, names, pools, tensor
 
 from cache import KV
 from generate_paged import Paged
+from generate_prefix import PrefixPages, PrefixScheduler
 from paging import PagedScheduler, Pages
 
 FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py "
-         "generate_paged.py")
+         "generate_paged.py generate_prefix.py")
 points = pytest.mark.points
 
 
@@ -28,18 +29,19 @@ def whole(part):
 def come_and_go(pages):
     table = []
     pages.allocate(table, 3000)
-    pages.give_back(table)
-    pages.hold([], table[::-1])
+    pages.free(table)
+    pages.share([], table[::-1])
 
 
-@points(2, "paging.py:Pages.hold", "paging.py:Pages.give_back", "paging.py:Pages.allocate",
-        title="holding and giving back")
+@points(2, *(f"generate_prefix.py:PrefixPages.{name}" for name in ("share", "free", "allocate")),
+        title="sharing and freeing")
 class Test6a(Checks):
-    in_time = [("3,000 pages allocated, given back and held", lambda: Pages(4000, 1), come_and_go)]
+    in_time = [("3,000 pages allocated, freed and shared", lambda: PrefixPages(4000, 1),
+                come_and_go)]
 
-    def test_books(self, part):
-        part.compare(books, part.rng, [(8, 2, 40)] * 6)
-        part.compare(books, part.rng, [(60, 2, 150)])
+    def test_pools(self, part):
+        part.compare(pools, part.rng, [(8, 2, 40)] * 6)
+        part.compare(pools, part.rng, [(60, 2, 150)])
 
 
 def pool(cases):
@@ -80,33 +82,57 @@ def prefixes(rng, number):
     return given(*[(prompt, rng.randint(2, 5), 2 * i) for i, prompt in enumerate(prompts)])
 
 
-def published(number):
-    pages, table = Pages(number, 1), []
-    pages.allocate(table, number)
-    for i in range(number):
-        pages.publish(table, i, [i % 13])
-    return pages
+def chains(cases):
+    """What `hashes` returns and keeps, call by call, as the request grows."""
+    for size, tokens, ends in cases:
+        scheduler, (request,) = PrefixScheduler(1, 1, 40, size), given((tokens, 9))
+        for end in ends:
+            returned = list(scheduler.hashes(request, end))
+            yield f"hashes(request, {end}), pages of {size}, the tokens {tokens}", {
+                "it returns, up to `end`": returned[:end // size],
+                "how many are kept": len(request.page_hashes)}
 
 
-@points(3, "paging.py:Pages.find", "paging.py:Pages.publish", title="sharing a prefix")
+def again_and_again(request):
+    scheduler = PrefixScheduler(1, 1, 4000, 1)
+    for end in range(0, 2000):
+        scheduler.hashes(request, end)
+
+
+def cache_and_find(pages):
+    hashes = [b"%d" % i for i in range(20_000)]
+    for page, name in enumerate(hashes):
+        pages.cache(page, name)
+    pages.find(hashes)
+
+
+@points(3, "generate_prefix.py:PrefixScheduler.hashes", "generate_prefix.py:PrefixPages.find",
+        "generate_prefix.py:PrefixPages.cache", title="prefix caching")
 class Test6c(Checks):
-    in_time = [("20,000 pages of a table published", lambda: 20_000, published),
-               ("find of 20,000 tokens", lambda: published(20_000),
-                lambda pages: pages.find([i % 13 for i in range(20_000)]))]
+    in_time = [("hashes of 2,000 tokens, called for each of them",
+                lambda: given((2000, 1), context_length=4000)[0], again_and_again),
+               ("20,000 pages cached and found", lambda: PrefixPages(20_000, 1), cache_and_find)]
 
-    def test_books(self, part):
-        part.compare(books, part.rng, [(8, 2, 40)] * 6)
-        part.compare(books, part.rng, [(80, 2, 150)])
+    def test_hashes(self, part):
+        rng = part.rng
+        part.compare(chains, [(2, [5, 7, 5, 7, 2], (0, 1, 2, 3, 5, 4)), (1, [5, 5], (2, 2)),
+                              (3, [*range(9)], (9, 3)), (4, [1, 2], (2,))])
+        part.compare(chains, [(size, [rng.randrange(3) for _ in range(12)], sorted(
+            rng.randint(0, 12) for _ in range(4))) for size in (1, 2, 3, 5)])
+
+    def test_pools(self, part):
+        part.compare(pools, part.rng, [(8, 2, 40)] * 6)
+        part.compare(pools, part.rng, [(80, 2, 150)])
 
     def test_the_stage(self, part):
         for many in (5, 5, 30 if part.hidden else 12):
-            part.serve("generate_paged", prefixes(part.rng, many), max_batch=2, token_budget=6,
+            part.serve("generate_prefix", prefixes(part.rng, many), max_batch=2, token_budget=6,
                        page_size=2, pages=6 * many)
 
 
 def preempted(order):
     """Some requests are preempted by hand."""
-    queue = PagedScheduler(max(order) + 2, 10**4, Pages(400, 2))
+    queue = PagedScheduler(max(order) + 2, 10**4, 400, 2)
     for request in given(*[([i % 13] * 3, 9) for i in range(max(order) + 4)]):
         queue.add(request)
     queue.schedule(0)
@@ -119,8 +145,8 @@ def preempted(order):
             "type of waiting": isinstance(queue.waiting, deque), "its cache, computed, generated "
             "and arrival": [request.block_table, request.computed, request.generated,
                             request.arrival],
-            "pages in use": sum(map(bool, queue.pages.holders)),
-            "preemptions counted": queue.counts["preemptions"]}
+            "free pages": len(queue.pages.free_queue),
+            "preemptions counted": queue.pages.counts["preemptions"]}
 
 
 @points(2, "paging.py:PagedScheduler.preempt", title="preemption")

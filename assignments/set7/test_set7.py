@@ -6,13 +6,14 @@ import pytest
 import set7.audit
 from answers import bugs_of, handed_in, inserted
 from isolate import Fault
-from kit import Checks, books, difference, operations
+from kit import Checks, chain, difference, operations, pools
 
-from paging import Pages
+from generate_prefix import PrefixPages
 
-FILES = "paging.py scheduler.py request.py set7/audit.py"
+FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py generate_paged.py "
+         "generate_prefix.py set7/audit.py")
 points = pytest.mark.points
-CALLS = "allocate", "hold", "give_back", "publish", "find"
+CALLS = "allocate", "share", "free", "cache", "find"
 
 
 def planted(student):
@@ -23,18 +24,18 @@ def planted(student):
 
 def personal(files, student, edited):
     """What differs between copies. edited(text, edits): our text with a bug in it."""
-    return {"paging.py": edited(files["paging.py"], planted(student)["edits"]),
+    return {"generate_prefix.py": edited(files["generate_prefix.py"], planted(student)["edits"]),
             "set7/calls.json": '{"calls": []}\n'}
 
 
 def audits(rng):
-    """What the auditor says after each of 120 random operations on the books of a pool."""
-    pages = Pages(8, 2)
+    """What the auditor says after each of 120 random operations on a pool."""
+    pages = PrefixPages(8, 2)
     try:
         for _, held in operations(pages, rng, 120):
             tables = [list(table) for table, _ in held]
             yield tables, set7.audit.audit(pages, tables)
-    except (KeyError, IndexError):   # a bug has gone too far for the books to go on
+    except (KeyError, IndexError):   # a bug has gone too far to go on
         return
 
 
@@ -54,30 +55,35 @@ def test_7_audit(part, number):
                 raise Fault(f"it does not find bug {number}: {bug['says']}")
 
 
-@points(3, *(f"paging.py:Pages.{name}" for name in CALLS), title="the mend", given=True)
+@points(3, *(f"generate_prefix.py:PrefixPages.{name}" for name in CALLS), title="the mend",
+        given=True)
 class Test7b(Checks):
-    def test_the_books(self, part):
-        part.compare(books, part.rng, [(8, 2, 40)] * 6)
-        part.compare(books, part.rng, [(60, 2, 150)])
+    def test_pools(self, part):
+        part.compare(pools, part.rng, [(8, 2, 40)] * 6)
+        part.compare(pools, part.rng, [(60, 2, 150)])
         part.compare(outcomes, [bug["calls"] for bug in bugs_of(7) if bug["most"]])
 
 
 def outcome(calls):
     """What a sequence of calls shows, on a pool of 3 pages of one token, or what it raises."""
-    pages, tables, shown = Pages(3, 1), {}, []
+    pages, tables, shown = PrefixPages(3, 1), {}, []
     try:
         for name, *arguments in calls:
             if name not in CALLS:
                 return f"{name!r} is not one of {', '.join(CALLS)}"
-            if name != "find":
+            if name == "find":        # the hashes of these tokens
+                arguments = [chain(arguments[0], 1)]
+            elif name == "cache":     # a page, and all tokens up to its end
+                arguments[1] = chain(arguments[1], 1)[-1]
+            else:
                 arguments[0] = tables.setdefault(arguments[0], [])
             returned = getattr(pages, name)(*arguments)
-            if name == "give_back":
+            if name == "free":
                 arguments[0].clear()
-            shown.append({"call": [name, *arguments[1:]], "returns": returned, "tables": {
+            shown.append({"call": name, "returns": returned, "tables": {
                 name: list(table) for name, table in tables.items()},
-                "free, in order": list(pages.free), "holders": list(pages.holders),
-                "published": sorted(pages.published.values())})
+                "free_queue": list(pages.free_queue), "ref_count": list(pages.ref_count),
+                "cached": sorted(pages.cached.values())})
         return shown
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         return f"raises {type(error).__name__}: {error}"

@@ -8,14 +8,15 @@ from kit import Checks, counts_of, describe, drawn, given
 from beyond import speculative
 from lab.checks.toy import toy
 
-FILES = "model.py request.py cache.py scheduler.py generate_ragged.py beyond/speculative.py"
+FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py generate_paged.py "
+         "generate_prefix.py beyond/speculative.py")
 points = pytest.mark.points
 
 
 def guesses(cases):
     """One request's guesses, token by token."""
     for prompt, answer, most in cases:
-        request, = given((prompt, len(answer) + 1), block_size=10**6)
+        request, = given((prompt, len(answer) + 1), context_length=10**6)
         lookup = speculative.Lookup()
         for token in [None, *answer]:
             if token is not None:
@@ -34,7 +35,7 @@ def guess_all(request):
 @points(4, "beyond/speculative.py:Lookup.guess", title="prompt lookup")
 class Test8a(Checks):
     in_time = [("guess for each of 4,000 tokens",
-                lambda: given((1, 4001), block_size=10**6)[0], guess_all)]
+                lambda: given((1, 4001), context_length=10**6)[0], guess_all)]
 
     def test_guesses(self, part):
         part.compare(guesses, [([1, 2, 3, 1, 2], [3, 1, 2, 9, 1, 2], 3), ([5], [5, 5, 5], 2),
@@ -46,14 +47,16 @@ class Test8a(Checks):
 
 
 def drafts(cases):
-    for todos, budget, most, room in cases:
-        requests = given(*[([1, 2, 3] * 4, room)] * len(todos), block_size=40)
+    for todos, budget, most, room, pages in cases:
+        requests = given(*[([1, 2, 3] * 4, room)] * len(todos), context_length=40)
         plan = [(request, min(todo, 3)) for request, todo in zip(requests, todos)]
         for request, todo in zip(requests, todos):
-            request.computed = 12 - todo
-        found = speculative.draft(plan, SimpleNamespace(token_budget=budget), {}, most)
+            request.computed, request.block_table = 12 - todo, [*range(pages)]
+        scheduler = SimpleNamespace(token_budget=budget, pages=SimpleNamespace(size=2))
+        found = speculative.draft(plan, scheduler, {}, most)
         yield (f"draft with token_budget {budget}, at most {most} guesses, prompts of 12, "
-               f"max_new_tokens {room}, plan " + " ".join(f"{r.name}{n}" for r, n in plan)
+               f"max_new_tokens {room}, {pages} pages of 2, plan "
+               + " ".join(f"{r.name}{n}" for r, n in plan)
                + ", to do " + " ".join(map(str, todos)),
                {r.name: list(found.get(r, [])) for r in requests})
 
@@ -62,10 +65,12 @@ def drafts(cases):
 class Test8b(Checks):
     def test_drafts(self, part):
         rng = part.rng
-        part.compare(drafts, [((1, 1), budget, most, room) for budget in range(2, 9)
-                              for most in (0, 1, 4) for room in (1, 2, 3, 9)])
+        part.compare(drafts, [((1, 1), budget, most, room, pages) for budget in range(2, 9)
+                              for most in (0, 1, 4) for room in (1, 2, 3, 9)
+                              for pages in (6, 7, 20)])
         part.compare(drafts, [([rng.choice([1, 1, 1, 3, 5]) for _ in range(rng.randint(5, 40))],
-                               rng.randint(60, 200), rng.randint(1, 6), rng.randint(1, 9))
+                               rng.randint(60, 200), rng.randint(1, 6), rng.randint(1, 9),
+                               rng.randint(6, 12))
                               for _ in range(20)])
 
 

@@ -21,12 +21,13 @@ HEAD = "model.py:Head.forward"
 APPEND = "request.py:Request.append"
 STATIC = "generate_naive.py:StaticBatch.lay_out"
 RECTANGLE, GATHER = (f"generate_dynamic.py:Rectangle.{name}" for name in ("lay_out", "attend"))
-PACKED, UNPACK = (f"generate_prepacked.py:Packed.{name}" for name in ("lay_out", "attend"))
+PACKED, UNPACK = (f"beyond/prepacked.py:Packed.{name}" for name in ("lay_out", "attend"))
 ADMIT, SHARE = (f"scheduler.py:Scheduler.{name}" for name in ("admit", "share_budget"))
-FIND, PUBLISH = (f"paging.py:Pages.{name}" for name in ("find", "publish"))
-PREEMPT, ROOM, UPDATE = (
-    f"paging.py:PagedScheduler.{name}" for name in ("preempt", "grant_room", "update"))
+PREEMPT = "paging.py:PagedScheduler.preempt"
 PAGED, READ = (f"generate_paged.py:Paged.{name}" for name in ("lay_out", "read"))
+FIND = "generate_prefix.py:PrefixPages.find"
+HASHES, ROOM, UPDATE, CACHE = (f"generate_prefix.py:PrefixScheduler.{name}" for name in (
+    "hashes", "grant_room", "update", "cache_filled"))
 
 TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     # which keys a token may see
@@ -113,28 +114,38 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "a preempted request goes to the end": [
         (PREEMPT, "self.waiting.appendleft(request)", "self.waiting.append(request)")],
     "a stale count after preemption": [
-        (PREEMPT, "request.computed = 0", "pass"),
-        (ROOM, "len(shared) * self.pages.size",
-         "max(request.computed, len(shared) * self.pages.size)")],
+        (PREEMPT, "request.computed = 0", "pass")],
     # pages that requests share
     "all of a prompt is found": [   # and no query is left
-        (ROOM, "self.pages.find(request.tokens[:-1])", "self.pages.find(request.tokens)")],
-    "pages known by their own tokens": [
-        (FIND, "name = self.name_of[page]", "name = 0"),
-        (PUBLISH, "self.name_of[table[i - 1]] if i else 0", "0")],
-    "pages known by a page's number": [(PUBLISH, "next(self.names)", "page + 1")],
-    "published a step late": [   # when they may have been given back, and taken by another
-        (UPDATE, "size = self.pages.size",
-         "size, last, self.late = self.pages.size, vars(self).get('late', []), []\n"
-         "        for page in last:\n            self.pages.publish(*page)"),
-        (UPDATE,
-         "self.pages.publish(request.block_table, i, request.slice(i * size, (i + 1) * size))",
-         "self.late.append((request.block_table, i, request.slice(i * size, (i + 1) * size)))")],
+        (ROOM, "request.todo - 1", "request.todo")],
+    "pages known by their own tokens": [(HASHES, "known[-1] if known else b\"\"", "b\"\"")],
+    "pages known by the number of the page before": [   # which another may have taken since
+        (HASHES, "known[-1] if known else b\"\"", "b\"\""),
+        (FIND, "for each in hashes:",
+         "for each in hashes:\n            each = found[-1] if found else None, each"),
+        (CACHE, "self.pages.cache(request.block_table[i], hashes[i])",
+         "found = self.pages.find(hashes[:i])\n"
+         "            before = (found + request.block_table[len(found):])[i - 1] if i else None\n"
+         "            self.pages.cache(request.block_table[i], (before, hashes[i]))")],
+    "cached a step late": [   # when they may have been freed, and taken by another
+        (UPDATE, "for request, n in plan:",
+         "last, self.late = vars(self).get('late', []), []\n"
+         "        for page, name in last:\n"
+         "            self.pages.cache(page, name)\n"
+         "        for request, n in plan:"),
+        (CACHE, "self.pages.cache(request.block_table[i], hashes[i])",
+         "self.late.append((request.block_table[i], hashes[i]))")],
+    "cached after finished requests have let go": [
+        (UPDATE, "for request, n in plan:",
+         "super().update(plan, tokens)\n"
+         "        for request, n in [pair for pair in plan if pair[0].block_table]:"),
+        (UPDATE, "request.computed, request.computed + n)\n        super().update(plan, tokens)",
+         "request.computed - n, request.computed)")],
     "a block table is an alias": [   # no trap before `find` keeps the lists that it hands out
-        (FIND, "return pages",
-         "return vars(self).setdefault('found', {}).setdefault(tuple(pages), pages)"),
-        (ROOM, "self.pages.hold(request.block_table, shared)",
-         "self.pages.hold([], shared)\n        request.block_table = shared")],
+        (FIND, "return found",
+         "return vars(self).setdefault('found', {}).setdefault(tuple(found), found)"),
+        (ROOM, "self.pages.share(request.block_table, found)",
+         "self.pages.share([], found)\n        request.block_table = found")],
 }
 
 
@@ -155,7 +166,7 @@ def broken(name, show=True):
 def function_named(name):
     """The function of "file.py:Class.method"."""
     file, path = name.split(":")
-    return attrgetter(path)(import_module(file.removesuffix(".py")))
+    return attrgetter(path)(import_module(file.removesuffix(".py").replace("/", ".")))
 
 
 @contextmanager
@@ -175,7 +186,7 @@ def swapped(function, changes, show=False, **names):
                              "instead of once; lab/checks/traps.py lists the known bugs' edits")
         source = source.replace(old, new)
     if show:
-        print(f"{function.__module__}.py, {function.__qualname__}:")
+        print(f"{function.__module__.replace('.', '/')}.py, {function.__qualname__}:")
         for line in [*unified_diff(lines, source.splitlines(), n=0)][2:]:   # 2: a head for files
             if line[0] in "-+":
                 print(f"  {line[0]} {line[1:].split('  #')[0].strip()}")

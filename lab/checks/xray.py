@@ -104,11 +104,11 @@ class XRay:
 
     def shared_keys(self, batch):
         """
-        List: id -> the id whose keys it may share. In stage 7 that is the first one with the same
-        tokens up to it; elsewhere no request shares any.
+        List: id -> the id whose keys it may share. With a prefix cache that is the first one with
+        the same tokens up to it; elsewhere no request shares any.
         """
         same_as = [*range(len(self.token_of) + 1)]
-        if hasattr(batch, "pages"):
+        if hasattr(getattr(batch, "pages", None), "cached"):
             tokens, named = {request: request.tokens for request in self.requests}, {}
             for id, (request, position) in enumerate(self.token_of[1:], 1):
                 if position < len(tokens[request]):

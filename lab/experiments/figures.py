@@ -16,7 +16,7 @@ from lab.views.plots import COLORS, COUNTED, NAMES, WIDTH, box, pyplot, save, st
 CYCLE = "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2"
 OURS_COLOR, PEER_COLOR, RAGGED_COLOR = "#56B4E9", "#999999", "#8C6239"
 PAGES = {"held by one request": "#CCBB44", "shared by several": "#444444",
-         "kept, not in use": "#F0EBCF", "free": "white"}
+         "free, but cached": "#F0EBCF", "free": "white"}
 
 
 def finished(figure, path, **layout):
@@ -126,7 +126,7 @@ def slots(result, path=None):
 def packing(sight, path=None):
     """
     A batch's prompts padded to one length, and packed into rows; and which token sees which in the
-    row that holds the most prompts. sight: of stage 5 (lab/checks/xray.py)
+    row that holds the most prompts. sight: of prepacked (lab/checks/xray.py)
     """
     panels, m = sights.panels(sight), sight.ids.shape[1]
     padded = [["·"] * (m - n) + [f"{request.name}{j}" for j in range(n)]
@@ -161,7 +161,7 @@ def draw_prompts(ax, slots):
 def pool(seen, path=None):
     """A pool over the steps of a run, seen by memory.watch; and its fullest step's block tables."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 6.2), width_ratios=[2, 1])
-    one, several, kept, _ = PAGES.values()
+    one, several, cached, _ = PAGES.values()
     holders = [{page: [name for name, table in at["tables"].items() if page in table]
                 for page in range(at["number"])} for at in seen]
 
@@ -172,8 +172,8 @@ def pool(seen, path=None):
                 box(left, step, page, facecolor=several)
             elif names:
                 box(left, step, page, names[0] if begins else "", facecolor=one)
-            elif page in at["kept"]:
-                box(left, step, page, facecolor=kept)
+            elif page in at["cached"]:
+                box(left, step, page, facecolor=cached)
     left.set(xlim=(0, len(seen)), ylim=(seen[0]["number"], 0), xlabel="step", ylabel="page",
              title="the pool, step by step")
 

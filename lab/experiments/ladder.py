@@ -1,15 +1,21 @@
 """
-All stages on one workload: the ladder's table. And the small workloads that the pictures show.
+All stages on the same workloads: the ladder's tables. And the small workloads of the pictures.
 
-Steps and counts are the same on every machine, seconds are not.
+    twelve     the built-in prompts: passes, slots and speed
+    gap        six requests decode when a long prompt arrives, as in motion.py: the worst wait
+    common     the twelve behind a common beginning, in little memory: how many run at once, and
+               how many tokens are computed
+
+Counts are the same on every machine, and so is what is calculated. Measured seconds are not.
 """
 import statistics
 from dataclasses import replace
 
 from lab.checks.check import Check
 from lab.checks.xray import sights_at
-from lab.experiments import results
+from lab.experiments import motion, results
 from lab.experiments.results import Table
+from lab.flags import knobs_of
 from lab.loading.load import load
 from lab.loading.stages import STAGES
 from lab.loading.workload import PROMPTS, make_requests, read_prompts
@@ -24,9 +30,14 @@ IDEAS = {   # of the README's table
     "dynamic": "a new batch every step (*continuous batching*)",
     "chunked": "a token budget: decodes first, prompts in chunks",
     "interleaved": "decodes and chunks in one pass",
-    "prepacked": "*off stage 2:* several prompts share a row",
     "ragged, varlen": "no rows: a stream of tokens",
-    "paged": "memory in pages, shared beginnings"}
+    "paged": "memory in pages, as answers grow",
+    "prefix": "equal beginnings are computed and kept once"}
+BEGINNING = """You write the documentation of a library. Say in one or two sentences what each
+function returns, which arguments it takes, and which exceptions it raises. Do not repeat the name
+of the function. If a value is optional, say what happens without it. Use the words of the standard
+library. Write plain text. """
+COMMON, ROOM = 96, 1024   # tokens of it that are used; and in the memory of all keys and values
 
 
 def twelve(tokenizer):
@@ -42,19 +53,47 @@ def calculated(requests):
             for name, generate in STAGES.items()}
 
 
+def behind_a_beginning(requests, tokenizer):
+    """The requests' prompts behind a common beginning, as behind one system prompt."""
+    beginning = tokenizer.encode(BEGINNING)[:COMMON]
+    return [replace(request, prompt=beginning + request.prompt) for request in requests]
+
+
+def knobs_for_room(name, requests):
+    """
+    The stage's knobs for memory of ROOM tokens. A stage without a limit on memory has one on its
+    batch, whose rows must be as long as the longest prompt and answer together.
+    """
+    longest = (max(len(request.prompt) for request in requests)
+               + max(request.max_new_tokens for request in requests) - 1)
+    limits = {"max_kv_tokens": ROOM, "pages": ROOM // 16, "page_size": 16}
+    if mine := knobs_of(STAGES[name], limits)[0]:
+        return {"max_batch": len(requests), **mine}
+    return knobs_of(STAGES[name], {"max_batch": max(ROOM // longest, 1)})[0]
+
+
+def held_and_computed(trace):
+    """The most requests that are in one step, and how many tokens are computed in all."""
+    steps = {}
+    for p in trace.passes:
+        steps.setdefault(p.step, set()).update(name for name, _, _ in p.work)
+    return {"at_once": max(map(len, steps.values())),
+            "computed": sum(n for p in trace.passes for _, _, n in p.work)}
+
+
 # --- workloads small enough for a picture ---------------------------------------------------------
 
 def one_step(model):
     """Three decodes and a prefill chunk, as a rectangle and as a flat stream: {title: Sight}."""
     requests = [Request([(5 * i + 3 * j) % 64 for j in range(n)], 4, name=name)
                 for i, (name, n) in enumerate(zip("ABCD", (4, 2, 1, 6)))]
-    stages = {"stage 4: rectangle": "interleaved", "stage 6: flat stream": "ragged, mask"}
+    stages = {"interleaved: rectangle": "interleaved", "ragged: flat stream": "ragged, mask"}
     return {title: sights_at(STAGES[stage], model, requests, step=1, token_budget=7)[0]
             for title, stage in stages.items()}
 
 
 def some_prompts(model):
-    """Five prompts of different lengths in stage 5: a Sight."""
+    """Five prompts of different lengths in packed rows: a Sight."""
     requests = [Request([1] * n, 1, name=name) for name, n in zip("ABCDE", (9, 3, 5, 1, 6))]
     return sights_at(STAGES["prepacked"], model, requests, step=0)[0]
 
@@ -66,25 +105,41 @@ def measure(args, device, dtype):
     model, tokenizer = load()
     model, requests = model.to(device, dtype), twelve(tokenizer)
 
-    def run(name):
+    def run(name, requests=requests, knobs={}):
         copies = [replace(request) for request in requests]
         check = Check(model, copies)
-        return STAGES[name](model, copies, on_token=check.on_token), check
+        return STAGES[name](model, copies, on_token=check.on_token, **knobs), check
 
-    repeats, stages, wrong = 1 if args.quick else 3, {}, []
+    def wrong_in(name, check):
+        return [f"WRONG: {name}: request '{v.name}': {v.detail}"
+                for v in check() if v.verdict == "WRONG"]
+
+    repeats, stages, common, wrong = 1 if args.quick else 3, {}, {}, []
     runs = results.in_turn(STAGES, run, repeats)
     for name, taken in runs.items():
         rows = [results.row_of(trace) for trace, _ in taken]   # counts are the same in all
         stages[name] = {what: statistics.median_low(row[what] for row in rows) for what in rows[0]}
-        check = taken[0][1]
-        wrong += [f"WRONG: {name}: request '{v.name}': {v.detail}"
-                  for v in check() if v.verdict == "WRONG"]
+        wrong += wrong_in(name, taken[0][1])
+    begun = behind_a_beginning(requests, tokenizer)
+    for name in STAGES:
+        trace, check = run(name, begun, knobs_for_room(name, begun))
+        common[name] = held_and_computed(trace)
+        wrong += wrong_in(name, check)
     print(*wrong or [f"{len(requests)} requests in {len(stages)} stages: none is WRONG"], sep="\n")
     return {"repeats": repeats, "stages": stages, "wrong": wrong, "requests": len(requests),
             "calculated": calculated(runs["naive"][0][0].requests),
+            "gap_ms": {name: motion.figures(motion.run(name))[0] for name in IDEAS},
+            "common": common, "beginning": COMMON, "room": ROOM,
             "prompt_tokens": sum(len(request.prompt) for request in requests),
             "generated": stages["naive"]["generated"],
             "useful_scores": stages["naive"]["useful_scores"]}
+
+
+def timed(row):
+    """What is measured of a stage; it may have been counted only."""
+    speed, ttft, itl = (row[name] for name in ("tokens_per_second", "ttft_mean", "itl_p99"))
+    return ["–"] * 3 if speed is None else [
+        f"{speed:,.0f}", f"{ttft * 1e3:,.0f} ms", f"{itl * 1e3:.1f} ms"]
 
 
 def table(result):
@@ -92,8 +147,7 @@ def table(result):
             "K/V copied", "tokens/s", "TTFT mean", "ITL p99"]
     rows = [[name, f"{row['forward_passes']:,}", f"{row['slots']:,}",
              f"{row['useful'] / row['slots']:.0%}", f"{row['score_entries']:,}",
-             f"{row['copied_bytes'] / 1e6:,.0f} MB", f"{row['tokens_per_second']:,.0f}",
-             f"{row['ttft_mean'] * 1e3:,.0f} ms", f"{row['itl_p99'] * 1e3:.1f} ms"]
+             f"{row['copied_bytes'] / 1e6:,.0f} MB", *timed(row)]
             for name, row in result["stages"].items()]
     how = (f"{result['requests']} prompts ({result['prompt_tokens']} prompt tokens, "
            f"{result['generated']} generated), medians of {result['repeats']} runs")
@@ -101,13 +155,24 @@ def table(result):
 
 
 def ideas(result):
-    """The README's ladder. Each column has one unit and one machine."""
+    """The README's ladder: figures that show what each stage is for."""
     rows = []
     for number, (name, idea) in enumerate(IDEAS.items()):
-        here, there = result["stages"][name], result["calculated"][name]
+        here, common = result["stages"][name], result["common"][name]
         script = name.split(",")[0]
         rows.append([f"{number} [{script}](generate_{script}.py)", idea,
                      f"{here['forward_passes']}", f"{here['useful'] / here['slots']:.0%}",
-                     f"{there['tokens_per_s']:,.0f}"])
-    head = ["stage", "the idea", "passes", "useful slots", "tokens/s, calculated, A100"]
-    return Table(head, rows, words=2, small_print="")
+                     f"{result['calculated'][name]['tokens_per_s']:,.0f}",
+                     f"{result['gap_ms'][name]:,.0f} ms", f"{common['at_once']}",
+                     f"{common['computed']:,}"])
+    head = ["stage", "the idea", "passes", "useful slots", "tokens/s", "worst gap", "at once",
+            "computed"]
+    prompts = f"{result['requests']} prompts"
+    how = (f"{prompts}, eight at a time: *passes*, *useful slots*, *tokens/s*. A prompt of "
+           f"{motion.PROMPT:,} tokens arrives while six requests decode: the *worst gap* between "
+           f"two of their tokens. The {prompts} behind a common beginning of "
+           f"{result['beginning']} tokens, in memory for the keys and values of {result['room']:,} "
+           "tokens: how many requests run *at once* (naive and dynamic have rows as long as the "
+           "longest), and how many tokens are *computed*. Tokens/s and gap are calculated for "
+           "Llama 2 7B on an A100.")
+    return Table(head, rows, how, words=2, small_print="{how}")

@@ -2,14 +2,14 @@
 What pages are worth.
 
     storm      eight requests in half the memory that they may need, reserved or in pages
-    sharing    sixteen requests whose prompts begin alike, with and without shared prefixes
+    sharing    sixteen requests whose prompts begin alike: paged, and prefix, which shares pages
 """
 import random
 import statistics
 from contextlib import contextmanager
 from dataclasses import replace
 
-import generate_paged
+import generate_prefix
 from lab.experiments import results
 from lab.experiments.results import Table
 from lab.loading.load import load
@@ -43,13 +43,14 @@ def alike(vocab_size, requests=16, prefix=128, tail=16, new=16):
 
 @contextmanager
 def watch(model):
-    """Collects the pool before every forward pass: [{"tables", "kept", "number"}, ...]."""
+    """Collects the pool before every forward pass: [{"tables", "cached", "number"}, ...]."""
     seen = []
 
     def look(step, batch):
+        cached = getattr(batch.pages, "hash_of", {})   # of paged: none can be found again
         seen.append({"tables": {request.name: list(request.block_table)
                                 for request, _ in batch.plan},
-                     "kept": batch.pages.free.keys() & batch.pages.key_of.keys(),
+                     "cached": cached.keys() & {*batch.pages.free_queue},
                      "number": batch.pages.number})
 
     with observed(model, look):
@@ -61,31 +62,30 @@ def filling_pool(model):
     requests = [replace(request, name="ABCDEFGH"[i], arrival=i) for i, request in enumerate(
         alike(model.config.vocab_size, 8, prefix=20, tail=7, new=14))]
     with watch(model) as seen:
-        generate_paged.generate(model, requests, max_batch=5, token_budget=32, pages=32,
-                                page_size=4)
+        generate_prefix.generate(model, requests, max_batch=5, token_budget=32, pages=32,
+                                 page_size=4)
     return seen
 
 
 def measure(args, device, dtype):
-    """What shared pages save: sixteen prompts that begin alike."""
+    """What prefix caching saves: sixteen prompts that begin alike."""
     model, repeats = load()[0].to(device, dtype), 1 if args.quick else 5
-    ways = {"shared prefixes": True, "not shared": False}
 
     def run(name):
         with watch(model) as seen:
-            trace = generate_paged.generate(model, alike(model.config.vocab_size), max_batch=16,
-                                            token_budget=64, pages=160, share_prefixes=ways[name])
+            trace = STAGES[name](model, alike(model.config.vocab_size), max_batch=16,
+                                 token_budget=64, pages=160)
         held, t = [set().union(*pool["tables"].values()) for pool in seen], totals(trace)
         return {"pages": max(map(len, held)), "passes": len(trace.passes), "tokens": t["slots"],
                 "seconds": t["seconds"]}
 
     sharing = {name: {**runs[0], "seconds": statistics.median(r["seconds"] for r in runs)}
-               for name, runs in results.in_turn(ways, run, repeats).items()}
+               for name, runs in results.in_turn(("paged", "prefix"), run, repeats).items()}
     return {"repeats": repeats, "sharing": sharing}
 
 
 def table(result):
     rows = [[name, f["pages"], f["passes"], f"{f['tokens']:,}", f"{f['seconds']:.2f}"]
             for name, f in result["sharing"].items()]
-    return Table(["", "pages held at most", "passes", "tokens computed", "seconds"], rows,
+    return Table(["stage", "pages held at most", "passes", "tokens computed", "seconds"], rows,
                  f"prompts that begin alike, medians of {result['repeats']}")

@@ -1,5 +1,6 @@
 """
-The README's picture that moves: a long prompt arrives while others decode, in stages 2, 3 and 6.
+The README's picture that moves: a long prompt arrives while others decode, in dynamic, chunked and
+ragged.
 
 The stages run for real, on the clock of a calculated GPU (lab/simulate/). A tick is a token that a
 request gets, a bar is a piece of a prompt. The picture is an SVG whose only animation is a veil
@@ -9,6 +10,7 @@ import statistics
 from pathlib import Path
 from string import Template
 
+from lab.flags import knobs_of
 from lab.loading.stages import STAGES
 from lab.simulate.calculated import simulate
 from lab.simulate.hardware import GPUS, MODELS
@@ -21,9 +23,9 @@ ARRIVAL = 0.2                     # seconds, in every panel
 PROMPT, BUDGET = 3500, 256
 LEFT, ROW, HIGH = 46, 13, 164     # pixels: the panels' left edge, a request, a panel
 PANELS = {   # title; why a token takes so long afterwards
-    "dynamic": ("Stage 2: the prompt in one piece", "padded to 3,500 keys"),
-    "chunked": (f"Stage 3: in chunks, {BUDGET} tokens a step", "padded to 3,500 keys"),
-    "ragged, varlen": ("Stage 6: and no padding", "its own keys alone")}
+    "dynamic": ("dynamic: the prompt in one piece", "padded to 3,500 keys"),
+    "chunked": (f"chunked: {BUDGET} tokens a step", "padded to 3,500 keys"),
+    "ragged, varlen": ("ragged: and no padding", "its own keys alone")}
 BETWEEN = "interleaved"           # its figures are told, too
 THEMES = {   # the colours of lab/views/plots.py, lighter on a dark page
     "light": {"paper": "#ffffff", "ink": "#1f2328", "soft": "#59636e", "line": "#d0d7de",
@@ -34,14 +36,13 @@ THEMES = {   # the colours of lab/views/plots.py, lighter on a dark page
 
 def run(stage):
     """The trace of six requests that decode, and of a prompt that the step after ARRIVAL sees."""
-    knobs = {} if stage == "dynamic" else {"token_budget": BUDGET}
+    knobs, _ = knobs_of(STAGES[stage], {"max_batch": 8, "token_budget": BUDGET})
 
     def simulated(arrival=None):
         requests = [Request([i] * 60, 66 - 3 * i, name="ABCDEF"[i]) for i in range(6)]
         if arrival:
             requests.append(Request([9] * PROMPT, 24, name="long", arrival=arrival))
-        return simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES[stage], requests, max_batch=8,
-                        **knobs)
+        return simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES[stage], requests, **knobs)
 
     starts = simulated().step_times
     return simulated(next(step for step, time in starts.items() if time >= ARRIVAL))

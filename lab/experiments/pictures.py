@@ -15,8 +15,8 @@ def draw(args):
     right = ladder.one_step(model)
     with broken("published mask", show=False):
         published = ladder.one_step(model)
-    sights.draw({"published: new slots are all valid": published["stage 4: rectangle"],
-                 "right": right["stage 4: rectangle"]}, FOLDER / "bug.png")
+    sights.draw({"published: new slots are all valid": published["interleaved: rectangle"],
+                 "right": right["interleaved: rectangle"]}, FOLDER / "bug.png")
     sights.draw(right, FOLDER / "mask.png")
     plots.timelines(list(memory.storm(model).values()), FOLDER / "storm.png")
     figures.pool(memory.filling_pool(model), FOLDER / "pool.png")

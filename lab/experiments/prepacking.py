@@ -11,9 +11,9 @@ import statistics
 
 import torch
 
+from beyond.prepacked import Packed, first_fit_decreasing
 from cache import KV
 from generate_naive import StaticBatch, cache_for
-from generate_prepacked import Packed, first_fit_decreasing
 from generate_ragged import Flat
 from lab.experiments import results
 from lab.experiments.results import Table

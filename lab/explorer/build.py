@@ -37,7 +37,7 @@ RUNS = {   # name: (stage, further knobs)
     MASK: (STAGES["interleaved"], {}), GUESS: (speculative.generate, {"pages": None}),
     TWO: (STAGES["dynamic"], {})}
 # "Try it"
-TRIED = "naive", "dynamic", "chunked", "interleaved", FLAT, "paged"
+TRIED = "naive", "dynamic", "chunked", "interleaved", FLAT, "prefix"
 RECTANGLES = "dynamic", "chunked", "interleaved"   # the published mask is a mask of these
 GRID = {"max_batch": (2, 4, 8), "token_budget": (8, 16, 32, 64, 128), "page_size": (4, 16, 64),
         "memory": (320, 640, 2048), "long": (False, True)}
@@ -45,7 +45,7 @@ FIRST = 1, 4, 1, 2, 1, 1, 1, 0   # at first: two of TRIED, a value of each knob,
 CHUNKED = "max_batch", "token_budget", "memory", "long"
 APPLIES = {   # the knobs that a stage has
     **dict.fromkeys(("naive", "dynamic"), ("max_batch", "long")),
-    **dict.fromkeys(("chunked", "interleaved", FLAT), CHUNKED), "paged": tuple(GRID)}
+    **dict.fromkeys(("chunked", "interleaved", FLAT), CHUNKED), "prefix": tuple(GRID)}
 GOALS = [   # limits of figures, with the long prompts; and values of knobs
     {"text": "no wait for a next token over 15 ms, and over 500 tokens/s",
      "next": [0, 15], "speed": [500, 1e9]},
@@ -85,7 +85,7 @@ def on_gpu(trace):
         sampled = [name for name, _, _ in p.work if p.step in steps[name]]
         keys = p.padded_keys + sum(first + n for _, first, n in p.work)
         # On a GPU attention reads through the block table, and copies no pages.
-        copied = 0 if trace.stage == "paged" else p.copied_bytes // kv_bytes * shape.kv_bytes
+        copied = 0 if trace.recording.pool else p.copied_bytes // kv_bytes * shape.kv_bytes
         p.seconds = shape.seconds(gpu, p.slots, len(sampled), p.score_entries, keys, copied)
         trace.step_times.setdefault(p.step, now)
         now += p.seconds

@@ -122,7 +122,7 @@ function build() {                       // everything anew: other runs, another
   main.replaceChildren();
   for (const name of scene) {
     for (const view of ONCE[name] ? [null] : views) {
-      const panel = element("div"), title = PANELS[name] ?? ONCE[name], run = view ? labelOf(view.run) : "";
+      const panel = element("div"), title = PANELS[name] ?? ONCE[name], run = view?.run.name ?? "";
       const note = view ? run : name === "score" ? `${DATA.calculated}; longest waits, in ms` : `step ${sceneOf(state.stop).step}`;
       if (view) view.panels[name] = panel;
       main.append(element("section", {className: "panel " + name, style: `--area: ${name}`, ariaLabel: `${title}, ${run}`},
@@ -242,7 +242,7 @@ function beginTry() {                    // its controls
   const {stages, knobs, first, goals} = DATA.grid;
   const set = (k, value) => tryIt(Object.assign([...state.tried], {[k]: Number(value)}));
   const selects = [0, 1].map(k => element("select", {onchange: event => set(k, event.target.value)}, ...stages.map(
-    (name, value) => element("option", {value}, labelOf(RUNS.get(name))))));
+    (name, value) => element("option", {value}, name))));
   const inputs = [...Object.entries(knobs), ["mask", [false, true]]].map(([name, values], k) => {
     const kind = values.includes(true) ? {type: "checkbox", onchange: event => set(k + 2, event.target.checked)}
       : {type: "range", min: 0, max: values.length - 1, oninput: event => set(k + 2, event.target.value)};
@@ -281,7 +281,7 @@ function drawTry() {
   drawPoints();
 }
 
-// All choices so far: the longest wait across, speed upwards, the stage's number as the point.
+// All choices so far: the longest wait across, speed upwards, the stage's name at the point.
 function drawPoints() {
   const wide = 300, high = 130, left = 34, x = wait => left + (wide - left - 12) * Math.min(wait, 60) / 60;
   const y = speed => high - 18 - (high - 30) * Math.min(speed, 600) / 600;
@@ -302,7 +302,7 @@ function drawPoints() {
     svg("text", {x: left + 4, y: 10}, "tokens/s; across: longest wait, ms; shaded: goal 1"),
     ...visited.map(([stage, figures]) => svg(
       "text", {x: x(figures.next), y: y(figures.speed) + 4, "text-anchor": "middle", class: now.has(figures) ? "now" : ""},
-      /\d/.exec(labelOf(RUNS.get(stage)))[0])));
+      stage.split(",")[0])));
   $("points").replaceChildren(plot);
 }
 
@@ -467,7 +467,7 @@ function seek(event) {                   // a press or a drag on the timeline; e
 function begin() {
   const {requests} = RUNS.get(names[0]), tokens = requests.reduce((sum, {prompt}) => sum + prompt.length, 0);
   $("about").textContent = `${plural(requests.length, "request")}, ${plural(tokens, "prompt token")}`;
-  const options = list => list.map(value => element("option", {value}, value ? labelOf(RUNS.get(value)) : "nothing"));
+  const options = list => list.map(value => element("option", {value}, value || "nothing"));
   $("run").append(...options(names));
   $("beside").append(...options(["", ...names]));
   $("stages").hidden = names.length === 1;

@@ -22,7 +22,7 @@ from lab.views.plots import COLORS, KEYS, NAMES
 FOLDER = Path(__file__).parent
 COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "rejected", "padded_keys",
           "score_entries", "useful_scores", "copied_bytes")   # of a ForwardPass
-FRAME = ("owner", "position", "past", "sees", "shift", "guesses", "room", "kept", "columns")
+FRAME = ("owner", "position", "past", "sees", "shift", "guesses", "room", "cached", "columns")
 GUESSES = {"accepted": "#56B4E9", "rejected": "#8C2D04"}   # colours of guessed tokens
 KINDS = {**NAMES, "accepted": "guess, accepted", "rejected": "guess, rejected"}
 STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS, **GUESSES}.items())
@@ -116,7 +116,7 @@ def check_data(recorder, calculated):
 
 
 def idea(generate):
-    """The first line of a stage's docstring, e.g. "Stage 2: dynamic batching. ..."."""
+    """The first line of a stage's docstring, e.g. "Stage 6: paged memory. ..."."""
     module = sys.modules[inspect.unwrap(getattr(generate, "func", generate)).__module__]
     return (module.__doc__ or "").strip().partition("\n")[0].replace("`", "")
 

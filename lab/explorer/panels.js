@@ -321,7 +321,7 @@ function drawChange(panel, runs, step, [from, to]) {
     const sum = name => list.reduce((total, i) => total + run.passes[name][i], 0), slots = sum("slots");
     const pads = run.passes.pad_slots ? sum("pad_slots") : 0;
     return shape === 2 ? `${pads} pads fall out: ${slots - pads} tokens remain.`
-      : `${labelOf(run)}: ${plural(list.length, "pass")}, ${plural(slots, "slot")}, ${plural(pads, "pad")}, ${ms(sum("ms"))}.`;
+      : `${run.name}: ${plural(list.length, "pass")}, ${plural(slots, "slot")}, ${plural(pads, "pad")}, ${ms(sum("ms"))}.`;
   });
   const show = shape => {
     for (const {node, places, pad} of nodes) {
@@ -495,7 +495,7 @@ function gapsOf({ms}, tokens) {          // milliseconds between a request's tok
   return ms.slice(1, Math.max(tokens, 1)).map((time, i) => time - ms[i]);
 }
 
-// Memory: each request's cache within its room; in the paged stage the pool and the block tables.
+// Memory: each request's cache within its room; in paged and prefix the pool and the block tables.
 
 function drawMemory(view) {
   const {run, now, states, panels: {memory}} = view;
@@ -530,8 +530,8 @@ function cachesOf(run, now, holders) {
 function poolOf(view, holders) {
   const {run, now} = view, {pages, page_size: size} = run.pool, tiny = pages > 160;
   const owners = Array.from({length: pages}, () => []), filled = Array(pages).fill(0);
-  const kept = new Set(run.passes.kept[now.pass] ?? []);
-  const counts = {held: 0, shared: 0, kept: 0, free: 0};
+  const cached = new Set(run.passes.cached[now.pass] ?? []);
+  const counts = {held: 0, shared: 0, cached: 0, free: 0};
   for (const {name, holds, computed} of holders) {
     holds.forEach((page, i) => {
       owners[page].push(name);
@@ -540,11 +540,13 @@ function poolOf(view, holders) {
   }
   view.pages ??= owners.map((_, page) => element("div", {data: {page}}));
   owners.forEach((by, page) => {
-    const kind = by.length > 1 ? "shared" : by.length ? "held" : kept.has(page) ? "kept" : "free";
-    const said = `page ${page}, ${kind}: ${by.join(", ")} ${filled[page]}/${size}`, cell = view.pages[page];
+    const kind = by.length > 1 ? "shared" : by.length ? "held" : cached.has(page) ? "cached" : "free";
+    const refs = by.length ? `in the block tables of ${by.join(", ")} (ref_count ${by.length}), ${filled[page]} of ${size} tokens`
+      : `in the free queue${kind === "cached" ? ", cached" : ""}`;
+    const said = `page ${page}, ${refs}`, cell = view.pages[page];
     counts[kind]++;
     if (cell.title === said) return;     // most pages stay as they are from step to step
-    const who = kind === "shared" ? `${by[0]} +${by.length - 1}` : by[0] ?? (kind === "kept" ? "kept" : "");
+    const who = kind === "shared" ? `${by[0]} +${by.length - 1}` : by[0] ?? (kind === "cached" ? "cached" : "");
     Object.assign(cell, {title: said, className: `page ${kind}${tiny ? " tiny" : ""}`});
     cell.replaceChildren(...tiny ? [] : [element("small", {}, String(page)), who],
                          element("u", {style: `width: ${100 * filled[page] / size}%`}));
@@ -552,8 +554,9 @@ function poolOf(view, holders) {
   const tables = holders.map(({r, name, holds}) => element(
     "div", {className: "holder table", data: {holder: r}}, bold(name), element("span", {}, holds.join(" "))));
   view.pool ??= div("pool" + (tiny ? " tiny" : ""), ...view.pages);
-  return [element("p", {}, `${counts.held + counts.shared} of ${plural(pages, "page")} held, `
-      + `${counts.shared} of them shared; ${counts.kept} kept for later; ${plural(size, "token")} in a page.`),
+  return [element("p", {}, `${counts.held + counts.shared} of ${plural(pages, "page")} in block tables, `
+      + `${counts.shared} of them in several; ${counts.cached + counts.free} in the free queue, ${counts.cached} of them `
+      + `cached; ${plural(size, "token")} in a page.`),
     view.pool, element("p", {}, bold("Block tables"), ": a request's pages in the order of its tokens"),
     div("scroll", ...tables)];
 }
@@ -605,7 +608,7 @@ function scoreboard(scores, before, pick) {
       return score[key] === undefined ? "" : element("td", {data: {score: key}, style}, text(score[key]),
                      was !== undefined && text(was) !== text(score[key]) ? element("small", {}, ` was ${text(was)}`) : "");
     });
-    const label = labelOf(RUNS.get(name)), title = pick ? element("button", {onclick: () => pick(name)}, label) : label;
+    const title = pick ? element("button", {onclick: () => pick(name)}, name) : name;
     const wrong = score.wrong ? element("span", {className: "bad"}, ` ${score.wrong} requests WRONG`) : "";
     return element("tr", {}, element("th", {scope: "row"}, title, wrong), ...cells);
   });

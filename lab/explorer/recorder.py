@@ -128,7 +128,7 @@ class Recorder(XRay):
 
         held:     {request: capacity in tokens, or block table}
         room:     the same, None for nothing, but only where it differs from the last pass
-        kept:     free pages that can still be found, oldest first
+        cached:   pages in the free queue that can still be found, the next to be taken first
         columns:  filled columns of a cache that belongs to the whole batch, pads included; else 0
         """
         room = {}
@@ -142,7 +142,8 @@ class Recorder(XRay):
         self.pool = pages and {"pages": pages.number, "page_size": pages.size}
         held = {i: now for i, now in self.memory.items() if now}
         return {"held": held, "room": room, "columns": batch.end if rows else 0,
-                "kept": [page for page in pages.free if page in pages.key_of] if pages else []}
+                "cached": [page for page in pages.free_queue
+                           if page in getattr(pages, "hash_of", ())] if pages else []}
 
 
 def record(generate, model, requests, reference=None, **knobs):
@@ -158,6 +159,7 @@ def record(generate, model, requests, reference=None, **knobs):
     defaults = {name: p.default for name, p in inspect.signature(generate).parameters.items()
                 if name not in ("model", "requests", "on_token")}
     recorder.generate, recorder.knobs = generate, defaults | knobs
+    recorder.knobs.pop("scheduler", None)   # a class; the stage's name says which
     trace.recording = recorder
     return trace
 

@@ -122,12 +122,6 @@ function word(run, owner, position, what = "token", guess = undefined) {
 
 const guessAt = (run, pass, column) => run.passes.guesses?.[pass]?.[column];   // in a stream
 
-// A run's name with its stage's number, which is in the first line of the stage's docstring.
-function labelOf({name, idea}) {
-  const stage = /^Stage (\d)/.exec(idea ?? "")?.[1] ?? "";
-  return stage ? `stage ${stage}, ${name}` : name;
-}
-
 // --- a moment -------------------------------------------------------------------------------------
 
 // The state of a run at a value of the clock, "step" or "ms": `passes` run then, `pass` is the last
@@ -205,7 +199,7 @@ function ownersOf(row) {                 // the requests whose slots, finished o
   return [...new Set(row.map(owner => owner < -1 ? -2 - owner : owner))].filter(owner => owner >= 0);
 }
 
-function pageOf(run, pass, {owner, position}) {   // that holds a key in stage 7; elsewhere null
+function pageOf(run, pass, {owner, position}) {   // that holds a key, if memory has pages; else null
   const table = last(run.requests[owner]?.rooms ?? [], pass)?.[1];
   return Array.isArray(table) ? table[Math.floor(position / run.pool.page_size)] ?? null : null;
 }

@@ -11,8 +11,8 @@ import tomllib
 from pathlib import Path
 
 WORDS = Path(__file__).with_suffix(".toml")
-MASK = "interleaved, published mask"   # a run of stage 4 under the trap of that name
-FLAT, SAME = "ragged, varlen", "ragged, 416 tokens"   # SAME: in as much memory as stage 7 has
+MASK = "interleaved, published mask"   # a run of interleaved under the trap of that name
+FLAT, SAME = "ragged, varlen", "ragged, 416 tokens"   # SAME: in as much memory as paged has
 GUESS, TWO = "speculative", "two requests"
 
 
@@ -20,7 +20,7 @@ def walk(traces, scores):
     """The stops for runs {name: trace}, as the page takes them. scores: of build.runs"""
     words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
     scenes = one_request, padding, finished_rows, stall, chunk, fused_rectangle, published_mask, \
-        flat_stream, sharing, preemption, guessing
+        flat_stream, pages, sharing, preemption, guessing
     found = {scene.__name__: scene(traces) for scene in scenes}
     found["scoreboard"] = scoreboard(traces, scores)
     return [stop(name.replace("_", " "), figures, **words[name]) for name, figures in found.items()]
@@ -124,8 +124,18 @@ def flat_stream(traces):
                 ms=[milliseconds(traces[run], step) for run in ("interleaved", FLAT)])
 
 
+def pages(traces):
+    """The step in which paged runs the most requests, and ragged fewer in as much memory."""
+    paged, same = traces["paged"], traces[SAME]
+    running = [{p.step: len(p.work) for p in trace.passes} for trace in (paged, same)]
+    many, step = max((many, -step) for step, many in running[0].items()
+                     if many > running[1].get(step, 0))
+    return dict(step=-step, size=paged.recording.pool["page_size"], many=many,
+                few=running[1].get(-step, 0), limit=same.recording.knobs["max_kv_tokens"])
+
+
 def sharing(traces):
-    trace, first_of = traces["paged"], {}   # request -> (its first position that is computed, pass)
+    trace, first_of = traces["prefix"], {}   # request -> (first position that is computed, pass)
     for i, p in enumerate(trace.passes):
         for name, first, _ in p.work:
             first_of.setdefault(name, (first, i))
@@ -135,12 +145,15 @@ def sharing(traces):
     others = [other for other, pages in tables(trace, i).items()
               if other != name and pages[:len(table)] == table]
     return dict(step=p.step, slot=(i, 0, sum(n for _, _, n in p.work[:-1])), size=size, name=name,
-                others=" and ".join(others), pages=len(table), tokens=first)
+                others=" and ".join(others), pages=len(table), tokens=first,
+                refs=len(others) + 1, computed=[
+                    sum(p.useful + p.recomputed for p in traces[run].passes)
+                    for run in ("paged", "prefix")])
 
 
 def preemption(traces):
     """Of the longest wait, whose frame the timeline shows."""
-    trace = traces["paged"]
+    trace = traces["prefix"]
     wait, end, name = max(waits(trace))
     steps = request_of(trace, name).token_steps
     start = steps[steps.index(end) - 1]
@@ -169,7 +182,8 @@ def guessing(traces):
 
 def scoreboard(traces, scores):
     return dict(step=traces[FLAT].passes[-1].step, flat=scores[FLAT], same=scores[SAME],
-                limit=traces[SAME].recording.knobs["max_kv_tokens"], paged=scores["paged"])
+                limit=traces[SAME].recording.knobs["max_kv_tokens"], paged=scores["paged"],
+                prefix=scores["prefix"])
 
 
 # --- what the stops count -------------------------------------------------------------------------
@@ -207,7 +221,7 @@ def milliseconds(trace, step):
 
 
 def tables(trace, i):
-    """{request: its block table} in pass i of stage 7."""
+    """{request: its block table} in pass i of a run with pages."""
     recorder = trace.recording
     return {recorder.requests[number].name: table
             for number, table in recorder.frames[i]["held"].items()}

@@ -1,5 +1,6 @@
 """
-Requests that come while the batch runs: OpenAI's HTTP interface in front of stage 7's loop.
+Requests that come while the batch runs: OpenAI's HTTP interface in front of the prefix stage's
+loop.
 
     engine      the loop, opened                    schemas     what a body may hold
     app         the routes and the metrics          answers     tokens become text, in OpenAI's form

@@ -172,7 +172,7 @@ class Server(uvicorn.Server):
         for name, text, figure in (
                 ("requests_running", "in the batch", lambda: len(scheduler.running)),
                 ("requests_waiting", "in the queue", lambda: self.engine.waiting),
-                ("pages_free", "in the pool", lambda: len(pages.free)),
+                ("pages_free", "in the free queue", lambda: len(pages.free_queue)),
                 ("preemptions", "since the start", lambda: pages.counts["preemptions"])):
             prometheus.Gauge(name, text, **new).set_function(figure)
 

@@ -1,5 +1,5 @@
 """
-The engine: stage 7's loop, opened, for requests that come while it runs.
+The engine: the prefix stage's loop, opened, for requests that come while it runs.
 
 `generate` takes a list and returns when all of it is done. A server has no list: clients ask at any
 time, read each token as it appears, and some leave in the middle. Scheduler, pages and forward pass
@@ -14,9 +14,9 @@ change the inbox only, and set `stopping`; so only the inbox has a lock. They le
 request from its events. What they read besides are counts, which may be one step old, a request's
 name, and the times of one that has ended.
 
-The scheduler is that of beyond/fork.py: several answers to one prompt are asked for together, and
-share its pages from the first step on. `while engine.busy: engine.step()` makes the same passes as
-stage 7's `generate` with the policy ForkScheduler.
+The scheduler is that of beyond/in_batch.py: several answers to one prompt are asked for together,
+and share its pages from the first step on. `while engine.busy: engine.step()` makes the same passes
+as the prefix stage's `generate` with the scheduler InBatchScheduler.
 """
 import time
 from collections import deque
@@ -26,10 +26,13 @@ from typing import NamedTuple
 
 import torch
 
-from beyond.fork import ForkScheduler, memory_of
+from beyond.in_batch import InBatchScheduler
+from cache import KV
+from generate_paged import Paged
 from model import sample
 from request import Request, prepare
 from toolbox.trace import Trace
+from toolbox.validate import check_pool
 
 
 class Full(Exception):
@@ -46,18 +49,18 @@ class Event(NamedTuple):
 
 class Engine:
     """
-    pages, page_size, max_batch, token_budget: as in stage 7
+    pages, page_size, max_batch, token_budget: as in the prefix stage
     max_waiting: requests that may wait; the next one is refused
     """
 
     def __init__(self, model, pages=256, page_size=16, max_batch=8, token_budget=64,
                  max_waiting=256):
         self.model, self.max_waiting = model, max_waiting
-        self.scheduler, self.lay_out = memory_of(
-            model, max_batch, token_budget, max_kv_tokens=None, pages=pages, page_size=page_size)
-        self.pages = self.scheduler.pages
+        check_pool(max_batch, pages, page_size, InBatchScheduler, model.config.block_size)
+        self.scheduler = InBatchScheduler(max_batch, token_budget, pages, page_size)
+        self.pages, self.pool = self.scheduler.pages, KV(pages * page_size)
         # An endless run must not remember all that happened: of the passes, only the last.
-        self.trace = Trace("paged", [], model, self.pages.counts, deque(maxlen=1))
+        self.trace = Trace("prefix", [], model, self.pages.counts, deque(maxlen=1))
         self.number, self.names = 0, count()   # the next step; the next request
         # An observer's. Before each step: seconds until its pass may run. And after it: the Paged
         # that was computed; None if nothing was.
@@ -80,7 +83,7 @@ class Engine:
     def add(self, *requests):
         """Hands in requests, all or none. ValueError for one that could never run, or Full."""
         prepare(requests, self.model.config)
-        trial = ForkScheduler(len(requests), 1, self.pages)
+        trial = InBatchScheduler(len(requests), 1, self.pages.number, self.pages.size)
         for request in requests:
             trial.add(request)   # refuses what never fits
         if len(requests) > self.max_waiting:
@@ -111,7 +114,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, held=False):
-        """Stage 7's loop, once. Returns what happened, [Event, ...]. held: without a pass."""
+        """The loop, once. Returns what happened, [Event, ...]. held: without a pass."""
         events, batch = self.take_in(), None
         if self.scheduler.busy and not held:
             # 1. which requests compute how many tokens in this step
@@ -119,7 +122,7 @@ class Engine:
             self.trace.step_times.clear()
             try:
                 # 2. one forward pass for decodes and chunks together
-                batch = self.lay_out(plan)
+                batch = Paged(plan, self.pool, self.pages, self.model.device)
                 with self.trace.forward_pass(self.number, batch):
                     logits = self.model(batch.tokens, batch.positions, batch.attend, batch.wanted)
                 # 3. one token for each request that has nothing more to compute

@@ -17,7 +17,7 @@ let waiting = [], running = 0, boxes = [], view = null, drawing = false;
 
 const sinceStart = seconds => 1e3 * (seconds - hello.started);
 
-function take({new: arrived, tokens, tables, ended, pass, kept, waiting: queue}) {
+function take({new: arrived, tokens, tables, ended, pass, cached, waiting: queue}) {
   for (const {name, prompt, generated, arrival, max_new_tokens, asked, token_steps, token_times} of arrived) {
     requests.set(name, {name, prompt, generated, arrival, limit: max_new_tokens, arrived: sinceStart(asked),
                         steps: token_steps, ms: token_times.map(sinceStart), reason: null});
@@ -32,7 +32,7 @@ function take({new: arrived, tokens, tables, ended, pass, kept, waiting: queue})
   waiting = queue;
   running = Object.keys(tables).length;
   if (!pass) return;
-  moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, tables, kept});
+  moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, tables, cached});
   moments = moments.slice(-KEPT);
   const first = moments[0].step;
   for (const [name, {reason, steps}] of requests) {
@@ -58,7 +58,7 @@ function recent() {
     past: moments.map(() => 0),
     pad_slots: 0, finished_slots: 0, padded_keys: 0, finished: {}, columns: {},
     room: moments.map(({tables}) => known.map(({name}) => tables[name] ?? null)),
-    kept: moments.map(({kept}) => kept)};
+    cached: moments.map(({cached}) => cached)};
   for (const name of ["useful", "recomputed", "score_entries", "useful_scores", "copied_bytes"]) {
     passes[name] = moments.map(step => step[name]);
   }
@@ -67,7 +67,7 @@ function recent() {
     arrival: Math.min(arrival - first, last), arrived: arrived - start,
     steps: steps.map(step => step - first), ms: ms.map(time => time - start)}));
   const {model, knobs, place, pool} = hello;
-  return {name: model, idea: `Stage 7 as a server: the steps from ${first} on.`, knobs, place, pool, passes,
+  return {name: model, idea: `The prefix stage as a server: the steps from ${first} on.`, knobs, place, pool, passes,
           requests: list, check: {summary: "outputs were not checked", wrong: null},
           xray: {left_out: "this run was watched while it served", wrong: 0, sentences: []}};
 }

@@ -73,7 +73,7 @@ class Live:
         new = [request for request in dict.fromkeys(there) if request not in known]
         note = {"new": [{name: getattr(request, name) for name in SHOWN} for request in new],
                 "tokens": [], "pass": None,
-                "kept": [number for number in pool.free if number in pool.key_of],
+                "cached": [page for page in pool.free_queue if page in pool.hash_of],
                 "waiting": [request.name for request in scheduler.waiting]}
         if batch:
             done = trace.passes[-1]

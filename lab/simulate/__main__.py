@@ -1,14 +1,13 @@
 """
 Calculates what a stage reaches on a GPU that is not here, and whether that keeps up with a load.
 
-    python -m lab.simulate --gpu a100 --model llama-2-7b --stage paged --input 1024 --clients 8
+    python -m lab.simulate --gpu a100 --model llama-2-7b --stage prefix --input 1024 --clients 8
 """
 import json
 import random
 import sys
 from argparse import ArgumentTypeError
 
-from beyond.fairness import SCHEDULERS
 from lab import flags
 from lab.flags import above_0, whole
 from lab.loading.stages import SCRIPTS
@@ -21,9 +20,9 @@ from lab.views.report import report
 
 def main(argv=None):
     p = parser("lab.simulate", __doc__)
-    p.add_argument("--stage", default="paged", choices=SCRIPTS)
+    p.add_argument("--stage", default="prefix", choices=SCRIPTS)
     p.add_argument("--clients", type=whole, help="number of clients; each waits for its answer")
-    flags.add_knobs(p, SCHEDULERS)
+    flags.add_knobs(p)
     return p.run(run_stage, argv)
 
 
@@ -42,7 +41,7 @@ def run_stage(args):
 
     generate, requests = SCRIPTS[args.stage], made(args.requests)
     knobs, ignored = with_memory(shape, gpu, generate, requests,
-                                 flags.given_knobs(args, SCHEDULERS))
+                                 flags.given_knobs(args))
     flags.say_ignored(args, ignored, "for this stage")
     trace = simulate(shape, gpu, generate, requests, args.clients, args.rate, args.seed, **knobs)
     f = figures(trace)

@@ -15,11 +15,11 @@ such a pass takes on the GPU, moves its clock on, and returns logits of zero.
 Three things are not as they seem:
 - Stages time their passes. These times are replaced by the clock's, in `timed`.
 - Requests may come in seconds, where a stage expects steps: lab/simulate/arrivals.py.
-- The layouts of stages 6 and 7 make tensors that nobody reads here. So while these stages run, a
+- The layouts of ragged, paged and prefix make tensors that nobody reads here. So while these run, a
   `Stream` stands in for Flat and Paged. It counts the same, except copies, many times faster.
 
 docs/gpu.md says how far to trust it: all figures are calculated, none is measured. The command is
-beyond/simulate.py.
+`python -m lab.simulate`.
 """
 import bisect
 from contextlib import nullcontext
@@ -29,6 +29,7 @@ from unittest.mock import patch
 import torch
 
 import generate_paged
+import generate_prefix
 import generate_ragged
 from lab import flags
 from lab.simulate.arrivals import Arrival, arrivals
@@ -105,7 +106,8 @@ class Stream:
 
 
 LAYOUTS = {generate_ragged.generate: (generate_ragged, "Flat"),
-           generate_paged.generate: (generate_paged, "Paged")}
+           **dict.fromkeys((generate_paged.generate, generate_prefix.generate),
+                           (generate_paged, "Paged"))}   # prefix runs paged's loop
 
 
 def without_tensors(generate, attention="varlen", **knobs):
@@ -184,7 +186,7 @@ def with_memory(shape, gpu, generate, requests, knobs):
                + max(request.max_new_tokens for request in requests) - 1)
     fit = {"pages": room // knobs.get("page_size", 16), "max_kv_tokens": room,
            "max_batch": room // longest}
-    limit = next(iter(flags.knobs_of(generate, fit)[0]), "max_batch")   # stage 0 has one row
+    limit = next(iter(flags.knobs_of(generate, fit)[0]), "max_batch")   # unbatched has one row
     if knobs.get(limit, 1) > fit[limit]:
         raise ValueError(f"the GPU's {gpu.memory / GiB:g} GiB have room for {room:,} tokens: "
                          f"--{limit} must be at most {fit[limit]:,}, not {knobs.get(limit, 1):,}")

@@ -1,7 +1,7 @@
 """
 Beyond one machine: replicas of a model behind a router, and how many of them a load needs.
 
-    requests -> router -> replicas: a stage 7 scheduler, --tp GPUs and a clock each
+    requests -> router -> replicas: the prefix stage's scheduler, --tp GPUs and a clock each
 
 Requests are independent, so replicas share nothing, and all depends on the router. `round-robin`
 takes turns, `least-loaded` sends a request where the fewest are, and `prefix` always to the same
@@ -20,6 +20,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from functools import partial
 
+from generate_prefix import PrefixScheduler
 from lab import flags
 from lab.flags import above_0, whole
 from lab.loading.stages import SCRIPTS
@@ -29,7 +30,6 @@ from lab.simulate.calculated import Stream, counted
 from lab.simulate.hardware import gpu_of, shape_of
 from lab.simulate.overload import most_served, verdict
 from lab.views.report import aligned, percentile
-from paging import PagedScheduler, Pages
 from request import Request, prepare
 
 PAGE_SIZE, MANY = 16, 1.25   # MANY times the mean number of requests, and 8 more, is too many
@@ -45,7 +45,7 @@ class Replica:
 
     def __init__(self, shape, gpu, spans, pages, max_batch, token_budget):
         self.shape, self.gpu, self.spans, self.now = shape, gpu, spans, 0.0
-        self.scheduler = PagedScheduler(max_batch, token_budget, Pages(pages, PAGE_SIZE))
+        self.scheduler = PrefixScheduler(max_batch, token_budget, pages, PAGE_SIZE)
         self.last = {}   # request -> time of its last token, or of its arrival
 
     def add(self, request, time):
@@ -54,7 +54,7 @@ class Replica:
         self.scheduler.add(request)
 
     def step(self):
-        """A step of stage 7, for which the clock moves on."""
+        """A step of the prefix stage, for which the clock moves on."""
         plan = self.scheduler.schedule(0)   # only requests that have arrived are in the queue
         batch = Stream(plan)
         self.now += self.shape.seconds(self.gpu, *counted(batch))
@@ -116,12 +116,12 @@ def serve(args, shape, gpu, number, router):
         ROUTERS[router](replicas, request, i).add(request, time)
     for replica in replicas:
         replica.run_until(math.inf)
-    return spans, sum(replica.scheduler.counts["saved_tokens"] for replica in replicas)
+    return spans, sum(replica.scheduler.pages.counts["saved_tokens"] for replica in replicas)
 
 
 def measuring(args, shape, gpu):
     """A function: row(number of replicas, router) is what the table and --json say of them."""
-    served, tried = most_served(shape, gpu, SCRIPTS["paged"], args.requests,
+    served, tried = most_served(shape, gpu, SCRIPTS["prefix"], args.requests,
                                 partial(requests_of, args, shape),
                                 pages=shape.room(gpu) // PAGE_SIZE, **KNOBS)   # by one replica
 

@@ -96,7 +96,7 @@ def calculate(run):
         lengths = {"nano_vllm": nano_vllm, "rahman": rahman}[run["input"]]()
     load = {kind: number} if kind in ("clients", "rate") else {}
     budget = {"LMDeploy": 8192, "nano-vllm": 16384}.get(run["source"], 2048)
-    f = figures(simulate(shape, gpu, STAGES["paged"], workload(lengths), **load, max_batch=512,
+    f = figures(simulate(shape, gpu, STAGES["prefix"], workload(lengths), **load, max_batch=512,
                          token_budget=budget, pages=shape.room(gpu) // 16))
     front = 1e3 * FRONT_END * (run["source"] in OVER_HTTP)
     return {"tokens_per_s": f["tokens_per_s"], "itl_ms": f["itl_ms"]["p50"],

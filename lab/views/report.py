@@ -86,9 +86,9 @@ def report(trace):
     if counts["preemptions"]:
         rows.append(("preemptions", f"{counts['preemptions']:,}"))
     if counts["shared_pages"] or counts["evicted_pages"]:
-        rows.append(("shared pages", f"{counts['shared_pages']:,} found in the pool, "
-                                     f"{counts['saved_tokens']:,} tokens saved, "
-                                     f"{counts['evicted_pages']:,} evicted"))
+        rows.append(("prefix cache", f"{counts['shared_pages']:,} pages hit, "
+                                     f"{counts['saved_tokens']:,} tokens not computed, "
+                                     f"{counts['evicted_pages']:,} pages evicted"))
     return "\n".join([f"stage: {trace.stage}", *(f"  {name:15} {text}" for name, text in rows)])
 
 

@@ -1,9 +1,9 @@
 """
-Stage 5: prepacking. A row need not be a request: pack several prompts into one row.
+Prepacking: a row need not be a request. Pack several prompts into one row.
 
-A branch off stage 2, which you may skip: stage 6 has no rows at all. Stage 2 pads every prompt to
-the longest. What keeps requests apart is the mask, not the row, so short prompts can share a row:
-each sees only itself, and counts its positions from 0.
+A branch off dynamic batching, which pads every prompt to the longest. What keeps requests apart is
+the mask, not the row, so short prompts can share a row: each sees only itself, and counts its
+positions from 0.
 
     padded (4, 6)        packed (2, 6)          mask of the second row
     a a a a a a          a a a a a a               b b b c c d
@@ -17,12 +17,14 @@ each sees only itself, and counts its positions from 0.
 Choosing a row for each prompt is bin packing, with bins as large as the longest prompt. First fit
 decreasing: take the prompts from the longest to the shortest, and put each into the first row that
 has room. Attention unpacks the keys and values into each request's own cache, and decoding goes on
-as in stage 2.
+as in dynamic.
 
-Better than stage 2: prefill has hardly any padding, if there are short prompts to fill the rows.
+Better than dynamic: prefill has hardly any padding, if there are short prompts to fill the rows.
 Wasted: decodes still copy and pad their pasts; and in a packed row, attention scores every prompt
 against its neighbours, only to hide the result.
-Next: stage 6 drops the rows, for decodes too, and scores no neighbours.
+Ragged batching drops the rows, for decodes too, and scores no neighbours.
+
+    python -m beyond.prepacked [--pack dataset]      the same flags and the same check as a stage
 """
 import torch
 
@@ -95,7 +97,10 @@ class Packed:
 
 
 def in_packing_order(waiting, step):
-    """Requests that have arrived, in packing order; then the others."""
+    """
+    Requests that have arrived, in packing order; then the others. A short prompt may wait for ever
+    if longer ones keep arriving: beyond/fairness.py has a bound against that.
+    """
     arrived = [request for request in waiting if request.arrival <= step]
     lengths = [len(request.prompt) for request in arrived]
     bins = first_fit_decreasing(lengths, max(lengths, default=0))
@@ -105,7 +110,7 @@ def in_packing_order(waiting, step):
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     """
-    Runs `requests` as stage 2 does. Returns the trace.
+    Runs `requests` as dynamic does. Returns the trace.
 
     pack: "batch" packs the prompts that have just been admitted. "dataset" also decides which to
           admit together: all arrived prompts are packed first, and admitted in the order of rows.
