@@ -138,18 +138,18 @@ def crowd(seed, model):
     return requests
 
 
-SEEDS = range(25) if common.THOROUGH else (9, 0)   # crowds that see all of the bugs
+CROWDS = ([(seed, model) for seed in range(25) for model in (QUIET, MODEL)] if common.THOROUGH
+          else [(9, QUIET), (0, MODEL)])   # which see all of the bugs
 
 
 def crowds(stage):
     twins = [Request([1, 2, 3, 4, 5, 6], 9, 0.9, seed=i) for i in range(5)]
     run(stage, twins, pages=30, page_size=4)
-    for seed in SEEDS:
-        for model in QUIET, MODEL:
-            requests = crowd(seed, model)
-            run(stage, requests, model, token_budget=20)
-            for size, pages in (4, 9), *((n, smallest_pool(requests, n)) for n in (1, 2, 4)):
-                run(stage, requests, model, token_budget=20, pages=pages, page_size=size)
+    for seed, model in CROWDS:
+        requests = crowd(seed, model)
+        run(stage, requests, model, token_budget=20)
+        for size, pages in (4, 9), *((n, smallest_pool(requests, n)) for n in (1, 2, 4)):
+            run(stage, requests, model, token_budget=20, pages=pages, page_size=size)
 
 
 @pytest.mark.parametrize("stage", dict.fromkeys(stage for stage, *_ in TRAPS.values()))

@@ -110,7 +110,7 @@ def asks(number, seed=0):
     for i in range(number):
         prompts = [f"{prompt}{rng.randrange(3)}" for prompt in rng.sample(
             ["# list.append\n", "# open\nOpen a file" * 5, "é", "# a\n" * 20], rng.choice([1, 2]))]
-        yield {"prompt": prompts, "n": rng.choice([1, 1, 3]), "max_tokens": rng.randint(1, 24),
+        yield {"prompt": prompts, "n": rng.choice([1, 1, 3]), "max_tokens": rng.randint(1, 16),
                "temperature": rng.choice([0, 0.7, 1.5]), "top_p": rng.choice([1, 0.9]), "seed": i,
                "stop": rng.choice([[], ["e", "\n\n"]])}
 

@@ -165,7 +165,7 @@ def planned(line, folder=None):
 
 
 def test_a_router_by_prefix_finds_more_in_pages(tmp_path):
-    rows = planned("--rate 40 --input 50:400 --output 10:100 --requests 300 --groups 8 "
+    rows = planned("--rate 40 --input 50:400 --output 10:100 --requests 150 --groups 8 "
                    "--prefix 512 --replicas 4", tmp_path)
     found = {row["router"]: row["saved_tokens"] for row in rows}
     assert [*found] == [*ROUTERS] and found["prefix"] > 1.02 * found["round-robin"] > 0
