@@ -54,11 +54,13 @@ def test_bad_knobs_are_refused_before_anything_ran(stage, knobs, named):
     (1, 6, 6), (1, 8, 8), (1, 10**12, 6 + 2 + 1),   # no more than all requests can fill
 ])
 def test_the_size_of_the_pool(stage, max_batch, pages, made_of):
-    made = []
+    def made(*limits):   # in place of a scheduler, and before there is a pool: it might be huge
+        raise InterruptedError(limits)
+
     requests = [Request([1, 2], 2), Request([1] * 20, 9), Request([1] * 5, 3)]
-    STAGES[stage](MODEL, requests, max_batch, 7, pages, page_size=4,
-                  scheduler=lambda *limits: made.append(limits) or PagedScheduler(*limits))
-    assert made == [(max_batch, 7, made_of, 4)]
+    with pytest.raises(InterruptedError) as stopped:
+        STAGES[stage](MODEL, requests, max_batch, 7, pages, page_size=4, scheduler=made)
+    assert stopped.value.args == ((max_batch, 7, made_of, 4),)
 
 
 @pytest.mark.parametrize("limits, pages, requests, expected, preemptions", [

@@ -29,6 +29,9 @@ from request import Request, indices_due, prepare
     # the page that a request fills with its last pass is found when that request is gone
     ((1, 8), (8, 4), {"a": (4, 1), "b": (6, 1)}, ["a4", "b2"],
      dict(shared_pages=1, saved_tokens=4)),
+    # pages that are found may be the only free ones: with one for its last token, c needs three
+    ((2, 16), (4, 2), {"a": ([1] * 4, 1), "b": ([2, 2], 3), "c": ([1] * 5, 1)},
+     ["a4 b2", "b1", "b1", "c1"], dict(shared_pages=2, saved_tokens=4, evicted_pages=1)),
     ((2, 16), (4, 2), {"a": ([1, 1], 5), "b": ([2, 2], 5)},
      ["a2 b2", "a1 b1", "a1 b1",   # two pages each, and all are full
       "a1",                        # b makes room; its second page is taken at once
@@ -133,6 +136,7 @@ def filled(pages, tokens):
 def test_the_least_recently_used_page_goes_first_and_children_before_their_parents():
     pages = PrefixPages(4, 1)
     chain, other, last = filled(pages, [1, 2]), filled(pages, [8]), filled(pages, [9])
+    assert list(pages.free_queue) == [chain[1], chain[0], other[0], last[0]]
     assert filled(pages, [1]) == chain[:1]                # used again: now it is the youngest
     assert list(pages.free_queue) == [chain[1], other[0], last[0], chain[0]]
     for prefix, found in ([1, 2], chain[:1]), ([8], []), ([9], []), ([1], []):
