@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generate_interleaved
-import generate_paged
+import generate_prefix
 import generate_ragged
+from beyond import prepacked
 from lab import flags
 from lab import run as command_line
 from lab.compiled import native
@@ -32,7 +33,7 @@ from lab.loading.workload import KEYS
 from lab.views.progress import progress
 from request import Request
 
-STAGES = [sys.modules[generate.__module__] for generate in SCRIPTS.values()]
+STAGES = [*(sys.modules[generate.__module__] for generate in SCRIPTS.values()), prepacked]
 
 
 def captured(main, *arguments):
@@ -99,7 +100,7 @@ def test_bad_flags(argv, named, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    refused(named, generate_paged, "--device", "cpu", *shlex.split(argv))
+    refused(named, generate_prefix, "--device", "cpu", *shlex.split(argv))
 
 
 @pytest.mark.parametrize("here, dtype, device", [
@@ -134,7 +135,7 @@ def test_a_full_disk_is_one_line_and_costs_no_text():
 def test_bad_files(file, line, named, tmp_path):
     first = '{"prompt": "# a"}' if file == "p.jsonl" else ""
     (tmp_path / file).write_text(f"{first}\n{line}\n")
-    refused(named, generate_paged, "--prompts", tmp_path / file)
+    refused(named, generate_prefix, "--prompts", tmp_path / file)
 
 
 # --- what flags and files do ----------------------------------------------------------------------
@@ -167,7 +168,7 @@ def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
     knobs = {"max_batch": 2, "token_budget": 9, "max_kv_tokens": 200, "pages": 30, "page_size": 4,
              "policy": "sjf", "pack": "dataset", "attention": "mask"}
     flag_of = {**{knob: f"--{knob}={value}" for knob, value in knobs.items()},
-               "use_cache": "--no_cache", "share_prefixes": "--no_share_prefixes"}
+               "use_cache": "--no_cache"}
     code, out, err = run(
         stage, "--prompt", "# a", "--prompt", "# json\nLoad a file", "--max_new_tokens", 4,
         *flag_of.values(), "--plot", tmp_path / "x.png", "--trace", tmp_path / "x.json",
@@ -175,14 +176,16 @@ def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
     assert code == 0 and "▸" not in out and err == ""
     for knob, flag in flag_of.items():
         line = f"{flag.split('=')[0]} has no meaning for this stage: ignored\n"
-        assert (line in out) == (knob not in inspect.signature(stage.generate).parameters), line
+        has = (stage is generate_prefix if knob == "policy" else   # those share prefixes
+               knob in inspect.signature(stage.generate).parameters)
+        assert (line in out) != has, line
     pixels = matplotlib.image.imread(tmp_path / "x.png")
     assert pixels.shape[0] > 200 and pixels[..., :3].std() > 0.05
     name = json.loads((tmp_path / "x.json").read_text())["stage"]
     first_line = stage.__doc__.strip().splitlines()[0].replace("`", "")[:30]
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
     assert first_line in page and f'"name":"{name}"' in page
-    assert ('"policy":"sjf"' in page) == (stage is generate_paged)
+    assert ('"policy":"sjf"' in page) == (stage is generate_prefix)
     code, out, err = run(stage, "--help")
     assert code == 0 and "None" not in out and "how to batch" in out
 
@@ -191,7 +194,7 @@ def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
 
 def test_preemption_by_flags(tmp_path):
     code, out, err = run(
-        generate_paged, "--quiet", "--pages", 32, "--page_size", 8, "--policy", "sjf",
+        generate_prefix, "--quiet", "--pages", 32, "--page_size", 8, "--policy", "sjf",
         "--arrival_rate", 0.5, "--trace", tmp_path / "t.json")
     assert code == 0 and "12/12 requests identical" in out
     assert re.search(r"preemptions +[1-9]", out) and re.search(r"recomputed +[1-9]", out)
@@ -244,7 +247,7 @@ NUMBERS = [1, 7, 60, 10**20, 0, -1, 1.5, "x", ""]
 FLAGS = {   # a flag -> its values; None: without a value
     **{f"--{name}": NUMBERS for name in ("max_new_tokens", "top_k", "seed", *KNOB_NUMBERS)},
     "--policy": ["fcfs", "sjf", "priority", "x"],
-    "--no_share_prefixes": [None],
+    "--no_cache": [None],
     "--pack": ["batch", "dataset"],
     "--temperature": [0, 0.7, 1e-300, 1e300, "nan", "inf", -1, "hot"],
     "--top_p": [0.5, 1, 0, 1.5, "nan"],

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from common import ROOT
 
-from lab.experiments import motion, pictures, results, tables
-from lab.experiments.ladder import calculated, twelve
+from lab.experiments import ladder, motion, pictures, results, tables
 from lab.experiments.memory import storm
 from lab.loading.load import load
 from lab.loading.stages import STAGES
@@ -24,15 +23,29 @@ def test_the_ladder_of_counts():
     that rounding flipped. (In the quick size, of some stages.)
     """
     said, (model, tokenizer) = results.load("ladder"), load()
-    some = STAGES if os.environ.get("THOROUGH") else ("naive", "interleaved", "paged")
+    some = STAGES if os.environ.get("THOROUGH") else ("naive", "interleaved", "paged", "prefix")
+    requests = ladder.behind_a_beginning(ladder.twelve(tokenizer), tokenizer)
     for name in some:
-        trace = results.run(STAGES[name], model, twelve(tokenizer))
+        trace = results.run(STAGES[name], model, ladder.twelve(tokenizer))
         assert said["generated"] == sum(len(request.generated) for request in trace.requests)
         row, counted = results.row_of(trace), said["stages"][name]
         assert all(row[what] == n for what, n in counted.items() if isinstance(n, int))
-    for name, figures in calculated(trace.requests).items():
+        common = results.run(STAGES[name], model, requests, ladder.knobs_for_room(name, requests))
+        assert ladder.held_and_computed(common) == said["common"][name]
+    for name, figures in ladder.calculated(trace.requests).items():
         for what in "passes", "useful", "tokens_per_s":
             assert said["calculated"][name][what] == pytest.approx(figures[what]), (name, what)
+    for name, gap in said["gap_ms"].items():
+        assert gap == pytest.approx(motion.figures(motion.run(name))[0]), name
+
+
+def test_the_table_of_stages_shows_what_each_is_for():
+    said = results.load("ladder")
+    gap, common = said["gap_ms"], said["common"]
+    assert gap["dynamic"] > 3 * gap["chunked"] > 6 * gap["ragged, varlen"]
+    at_once = [common[name]["at_once"] for name in ("ragged, varlen", "paged", "prefix")]
+    assert at_once == sorted({*at_once})
+    assert common["paged"]["computed"] > 2 * common["prefix"]["computed"]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -20,8 +20,8 @@ import pytest
 import torch
 from common import ROOT, alone, mixed, toy
 
-import generate_paged
-from beyond.fork import ForkScheduler
+import generate_prefix
+from beyond.in_batch import InBatchScheduler
 from lab.loading.load import load
 from request import Request
 
@@ -83,7 +83,7 @@ def serving(model=MODEL, pages=128, settings=None, **knobs):
         yield running
         if running.thread.is_alive():   # whatever the clients did, nothing of it is left
             running.until(lambda: not (running.engine.busy or running.server.answers))
-            assert len(running.engine.pages.free) == pages
+            assert len(running.engine.pages.free_queue) == pages
             assert not running.engine.trace.reached and len(running.engine.trace.step_times) < 2
     finally:
         if running.thread.is_alive():
@@ -149,11 +149,11 @@ def ask_all(running, bodies):
 
 # --- the engine -----------------------------------------------------------------------------------
 
-def test_the_loop_of_stage_7_is_the_same_one_closed():
+def test_the_loop_of_prefix_is_the_same_one_closed():
     model, requests = toy(), sorted(mixed(), key=lambda request: request.arrival)
     closed, opened = ([replace(request) for request in requests] for _ in range(2))
     knobs = dict(pages=20, page_size=3, max_batch=3, token_budget=7)
-    trace = generate_paged.generate(model, closed, policy=ForkScheduler, **knobs)
+    trace = generate_prefix.generate(model, closed, scheduler=InBatchScheduler, **knobs)
     engine, todo, events = Engine(model, **knobs), opened[:], []
     while todo or engine.busy:
         while todo and todo[0].arrival <= engine.number:
@@ -161,7 +161,7 @@ def test_the_loop_of_stage_7_is_the_same_one_closed():
         events += engine.step()
     assert [r.generated for r in opened] == [r.generated for r in closed]
     assert [r.token_steps for r in opened] == [r.token_steps for r in closed]
-    assert dict(engine.scheduler.counts) == dict(trace.counts)
+    assert dict(engine.scheduler.pages.counts) == dict(trace.counts)
     for request in opened:   # each token left, and then the end
         mine = [event for event in events if event.request is request]
         assert [event.token for event in mine] == [*request.generated, None]
@@ -370,7 +370,7 @@ def test_the_program_finishes_its_streams_after_sigterm():
 
 
 def test_the_server_ends_if_its_engine_does(monkeypatch):
-    monkeypatch.setattr(ForkScheduler, "schedule", lambda *_: 1 / 0)
+    monkeypatch.setattr(InBatchScheduler, "schedule", lambda *_: 1 / 0)
     with serving() as running:
         assert "the engine has stopped: division by zero" in running.post(prompt="a").text
         running.thread.join(20)

@@ -135,7 +135,7 @@ def pages(traces):
 
 
 def sharing(traces):
-    trace, first_of = traces["prefix"], {}   # request -> (its first position that is computed, pass)
+    trace, first_of = traces["prefix"], {}   # request -> (first position that is computed, pass)
     for i, p in enumerate(trace.passes):
         for name, first, _ in p.work:
             first_of.setdefault(name, (first, i))
@@ -146,8 +146,9 @@ def sharing(traces):
               if other != name and pages[:len(table)] == table]
     return dict(step=p.step, slot=(i, 0, sum(n for _, _, n in p.work[:-1])), size=size, name=name,
                 others=" and ".join(others), pages=len(table), tokens=first,
-                refs=len(others) + 1, computed=[sum(p.useful + p.recomputed for p in traces[run].passes)
-                                                for run in ("paged", "prefix")])
+                refs=len(others) + 1, computed=[
+                    sum(p.useful + p.recomputed for p in traces[run].passes)
+                    for run in ("paged", "prefix")])
 
 
 def preemption(traces):
