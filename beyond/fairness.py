@@ -4,9 +4,9 @@ Fairness: orders other than first come, first served, and a bound on what they c
 1. A *policy* is a sort key. Of the requests that wait, the one with the smallest key is admitted
    next. Shortest job first (sjf) makes the mean wait short. Its key is what the client allows,
    prompt + max_new_tokens; what the answer will need, nobody knows.
-2. Short jobs that keep arriving could make a long one wait for ever. So there is a *bound*: once
-   `bound` later requests have been admitted before the oldest new one, it is *due*, and goes before
-   all that are not. Hence the n-th to arrive is admitted as the (n + bound)-th at the latest.
+2. Short jobs that keep arriving could make a long one wait for ever. So there is a *bound*. Once
+   `bound` later requests were admitted before the oldest that has never run, that one is *due*, and
+   goes before all that are not. The n-th to arrive is admitted as the (n + bound)-th at the latest.
 
     sjf, max_batch 1, a bound of 3; L is long, a to d are short; all arrive together, L first
 
@@ -17,12 +17,12 @@ Fairness: orders other than first come, first served, and a bound on what they c
 3. *Rank* is one order for queue and memory: due or not, then the key, then the arrival. When pages
    run out, the running request that is last in rank is preempted, and waits at its rank. So the
    first in rank keeps its pages and goes on at every step: no live-lock.
-4. What has been preempted `bound` times is due, too. What is due gets pages for its longest answer
-   at once. Then whoever needs a page ranks behind it, so it is not preempted any more.
+4. A request that was preempted `bound` times is due, too. A due request gets pages for its longest
+   answer at once. All that still need pages rank behind it, so it is not preempted any more.
 
-This is fair to requests, not to users: whoever sends a thousand gets a thousand turns. With many
-users, a service goes on with the one that was served the fewest tokens (Virtual Token Counter, VTC:
-Sheng et al., "Fairness in Serving Large Language Models", 2024). vLLM has no bound.
+This is fair to requests, not to users: one who sends a thousand gets a thousand turns. A service
+with many users serves next the user with the fewest tokens so far (Virtual Token Counter, VTC:
+Sheng et al., "Fairness in Serving Large Language Models", 2024). vLLM ranks by fcfs or priority.
 
     python generate_prefix.py --policy sjf      or generate(..., scheduler=SCHEDULERS["sjf"])
 """
@@ -40,13 +40,13 @@ POLICIES = {
 }
 MAX_OVERTAKEN = 16
 DUE, ARRIVED, TO_COME = range(3)   # the queue also holds requests that have not arrived yet
-Rank = namedtuple("Rank", "level key number")   # one of the three; the policy's; added as the n-th
+Rank = namedtuple("Rank", "level key number")   # the smallest first; number: added as the n-th
 
 
 class FairScheduler(PrefixScheduler):
     """
-    A PrefixScheduler that keeps `waiting` and `running` in order of rank. policy: one of POLICIES;
-    bound: how often a request may be overtaken before it is admitted, and how often preempted.
+    A PrefixScheduler that keeps `waiting` and `running` by rank. policy: a name in POLICIES.
+    bound: how often a request may be overtaken before it is admitted, and how often preempted
     """
 
     def __init__(self, max_batch, token_budget, pages, page_size, policy, bound=MAX_OVERTAKEN):

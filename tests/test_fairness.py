@@ -71,12 +71,12 @@ def test_no_request_starves(case, bound, policy, more, cancel):
             super().preempt(request)
 
         def grant_room(self, request):
-            granted, n = super().grant_room(request), number[request.name]
+            rank[request.name], n = self.rank[request], number[request.name]
+            granted = super().grant_room(request)
             if granted and request.name not in admitted:
                 assert sum(number[other] > n for other in admitted) <= bound
                 assert len(admitted) <= n + bound
                 admitted.append(request.name)
-            rank[request.name] = self.rank[request]
             return granted
 
         def release(self):
