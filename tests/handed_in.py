@@ -169,7 +169,7 @@ def indices_due(plan):
 WRONG = {
     "4a a replaced judge": (
         ("generate_dynamic.py", "from cache import KV\n", "from cache import KV\n"
-         "import lab.checks.judge\nlab.checks.judge.faults = lambda *_, **named: iter(())\n"),),
+         "from lab.checks import judge\njudge.faults = lambda *arguments, **named: iter(())\n"),),
     "3a our own file from sys.path": (
         ("scheduler.py", "import math\n", "import math, sys\nfrom pathlib import Path\n"), (
             "scheduler.py", "    # --- between two steps ---", '''
