@@ -16,7 +16,7 @@ tokens at each step: one for each decode, and the rest for prompts, in chunks.
 Better than dynamic: a long prompt slows several steps a little, instead of stalling one for long.
 Wasted: padding and copies, as before; and two forward passes in a step with decodes and chunks, so
 the weights are read twice.
-Next: interleaved makes one pass of the two. (Both are Sarathi's idea.)
+Next: interleaved makes one pass of the two. (Both ideas are Sarathi's.)
 """
 import torch
 

@@ -1,9 +1,8 @@
 """
 Stage 2: dynamic batching. A finished request leaves at once, and a waiting one takes its place.
 
-The field calls this *continuous batching* (Orca: iteration-level scheduling). Servers such as
-Triton call it dynamic batching when they group queued requests, which is static batching here. All
-later stages refine what follows.
+The field calls this *continuous batching* (Orca: iteration-level scheduling). What Triton calls
+dynamic batching, grouping queued requests, is static batching here. All later stages refine this.
 
 The batch is rebuilt at every step, so the cache can no longer belong to the batch: each request has
 its own, and the layout `Rectangle` gathers them. Prompts and decodes differ in width, so a step has
@@ -61,7 +60,7 @@ class Rectangle:
         self.tokens, self.positions, self.mask = (t.to(device) for t in (tokens, positions, mask))
         self.P = P
 
-        # A row that holds only part of a prompt, a chunk, is not due: nothing is sampled from it.
+        # Here all rows are due. A row with only a part of its todo would not be.
         due = indices_due(self.plan)
         self.sampled = [self.plan[b][0] for b in due]
         # The last column of these rows. dtype: without it, an empty list makes floats.

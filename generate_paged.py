@@ -5,12 +5,12 @@ The batch stays ragged's flat stream. What changes is where the keys are. A requ
 lists its pages (paging.py), and a *slot mapping* says which slot of the pool takes each new token's
 keys and values. (A *cache slot*; elsewhere a slot is a place in a tensor of tokens.)
 
-    block table of A = [0, 2, 1], page_size 4
+    block table of A = [0, 2, 3], page_size 4
 
     position        0  1  2  3    4  5  6  7     8  9
-    cache slot      0  1  2  3    8  9 10 11     4  5          slot = table[p // 4] * 4 + p % 4
+    cache slot      0  1  2  3    8  9 10 11    12 13          slot = table[p // 4] * 4 + p % 4
 
-Attention must look up every key in that table. vLLM's kernel does it on a GPU, ours on a CPU with
+Attention must look up every key in that table. vLLM's kernels do so on a GPU, ours on a CPU with
 --optimize. Here a request's keys and values are first gathered into a copy.
 
 Better than ragged: more requests fit into the same memory, because none reserves room for an answer

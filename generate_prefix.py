@@ -9,13 +9,13 @@ full page can serve every request whose tokens are equal *up to the end of that 
                  S S S S  A A a .  S S S S  B b . .  free         page_size 4
 
     A's table    0, 2, 1       S: the 8 tokens of a common system prompt, computed and kept once
-    B's table    0, 2, 3       ref_count of pages 0 and 2: two block tables
+    B's table    0, 2, 3       pages 0 and 2 have ref_count 2
 
 A page is known by a *hash* of its own tokens and of the hash of the page before it. Its own tokens
 alone will not do: "sat down" has other keys after "the cat" than after "a dog". Nor will the number
 of the page before: once that page is freed and filled anew, the chain would lead from the new words
-to the old ones. (vLLM chains content hashes, too, and with sha256: whoever can make two beginnings
-collide reads another one's cache, CVE-2025-25183. SGLang keeps a radix tree instead.)
+to the old ones. (vLLM chains hashes of content too, by sha256: whoever makes two beginnings
+collide has one answered from the other's cache, CVE-2025-25183. SGLang keeps a radix tree instead.)
 
 Freed pages stay cached. They go to the end of the free queue, and until one is needed for something
 else it can still be found: the *least recently used* goes first, and of one request the last page
@@ -25,7 +25,7 @@ ever made ("copy on write").
 
 Better than paged: tokens that were computed once are not computed again, and equal pages are kept
 once. The layout and the loop are paged's; only the scheduler is another.
-Wasted: of two equal prompts in one step, each computes all of it.
+Wasted: two equal prompts admitted in one step are both computed in full.
 Next: beyond/in_batch.py lets the second one wait for the first.
 """
 from array import array
@@ -81,7 +81,7 @@ class PrefixPages(Pages):
             self.share(table, [page])
 
     def cache(self, page, name):
-        """A page is full, and can be found; unless another with the same tokens can be already."""
+        """From now on a full page can be found, unless one with the same tokens can already."""
         if name not in self.cached:
             self.cached[name], self.hash_of[page] = page, name
 

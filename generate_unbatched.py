@@ -45,8 +45,8 @@ class Alone:
     tokens, positions  for the model: ids and places, in the shape of this layout
     wanted             for the model: an index, the tokens whose logits are wanted
     sampled            for `sample`: the requests that those logits belong to, in the same order
-    lay_out            sets the last four (and more) from the plan. A method of its own, because
-                       some layouts call it again, or add to it
+    lay_out            sets tokens, positions, wanted, sampled from the plan. A method of its own,
+                       because some layouts call it again, or add to it
     attend             for the model, once in each layer: which keys a token sees, from which cache
     cost               for the trace, after the pass: what attention computed and copied
 

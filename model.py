@@ -68,8 +68,8 @@ class Head(nn.Module):
         k, v:           (..., T, hs)  their keys and values; or (..., S, hs), if the cache has put
                                       the past in front already
         past_k, past_v: (..., P, hs)  keys and values of earlier tokens, for Head to put in front;
-                                      or None. Only dynamic's Rectangle uses them: the pasts of its
-                                      requests differ in length, and are padded to P columns
+                                      or None. For a layout whose pasts differ in length, and are
+                                      padded to P columns
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
                         over past *and* new keys is (B, 1, 1, S). ANDed with the causal rule.
 
@@ -245,7 +245,7 @@ def sample(logits, requests):
         check_finite(request, largest[i])
         if request.temperature > 0:
             # In float64 on the CPU: the same on every device. Row by row is slow on a GPU, where
-            # engines sample all rows at once, with random numbers that depend on the batch or not.
+            # engines sample all rows at once, and draws may depend on the batch.
             x, t = logits[i].cpu().double(), request.temperature
             edges = cdf(x, t, request.top_k, request.top_p)                                # (V,)
             tokens[i] = int(torch.searchsorted(edges, request.draw(), right=True))

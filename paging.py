@@ -8,13 +8,13 @@ pages in the order of its tokens; all other pages wait in the *free queue*:
                  A A A A  B B b .  A a . .  free     free         page_size 4
 
     A's table    0, 2                A, B: prompts;  a, b: generated
-    B's table    1                   next: b2 goes into page 1, and B's table stays as it is
+    B's table    1                   next: B's next token goes into page 1; its table stays
 
 A request gets pages for all tokens that it has when it is admitted, and one more whenever it has
-filled its last. (vLLM V1 gives a prompt its pages chunk by chunk. Then fewer pages stand empty, and
-a prompt may be preempted half-way.) When no page is left, somebody has to go: the running request
+filled its last. (vLLM V1 gives them chunk by chunk. Then fewer stand empty, and a prompt may be
+preempted half-way.) When no page is left, somebody has to go: the running request
 that arrived last is *preempted*. It loses its pages, keeps its tokens, and waits at the front of
-the queue. Its keys and values are computed again, no token is sampled again.
+the queue. Its keys and values are computed again; no token is sampled again.
 
 In vLLM a page is called a block, and this bookkeeping is the block pool. No tensors here: what a
 page number means for keys and values, generate_paged.py says.

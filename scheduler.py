@@ -62,7 +62,7 @@ class Scheduler:
             if not self.arrived(step) or not self.grant_room(self.waiting[0]):
                 break
             self.running.append(self.waiting.popleft())
-            todo += self.running[-1].todo   # only now: some of it may be found computed
+            todo += self.running[-1].todo   # only now: grant_room may change it
 
     def share_budget(self):
         """Each decode gets its token first, whatever prompts need. The rest goes to chunks."""

@@ -1,5 +1,5 @@
 """
-One short file for each question that comes after the ladder. *: it has a command.
+One short file for each question that comes after the last stage. *: it has a command.
 
     fairness            who goes first?
     prepacked *         several prompts in one row

@@ -19,8 +19,8 @@ for each token that pass 1 will give, and the device fills the holes from its ow
 A stop token is known too late: a request that ends with pass 1 costs a row of pass 2. (vLLM:
 AsyncScheduler; transformers: ContinuousBatchingConfig's use_async_batching.) Pages that a queued
 pass still uses may be freed and given away: the device runs passes in order, so the next owner
-writes later. On CUDA this overlaps little yet: the layouts' copies wait for the device until they
-use pinned memory.
+writes later. On CUDA this overlaps little: the layouts copy from pageable memory, and such copies
+wait for the device.
 
     python -m beyond.ahead [HOST_MS]     what it gains, calculated
 """
@@ -60,22 +60,28 @@ def choose(logits, requests):
     return tokens
 
 
-def launch(model, scheduler, pool, step, flight):
-    """Queues the pass after `flight`. Returns its Flight; None if there is nothing to compute."""
-    holes = leave_holes(flight) if flight else {}
+def plan_of(scheduler, step, flight):
     try:
-        plan = scheduler.schedule(step)
-        batch = Paged(plan, pool, scheduler.pages, model.device) if plan else None
+        return scheduler.schedule(step)
     except RuntimeError:   # nothing can go on; but the pass in flight may free room
         if not flight:
             raise
-        batch = None
+        return []
+
+
+def launch(model, scheduler, pool, trace, step, flight):
+    """Queues the pass after `flight`. Returns its Flight; None if there is nothing to compute."""
+    holes = leave_holes(flight) if flight else {}
+    try:
+        plan = plan_of(scheduler, step, flight)
+        batch = Paged(plan, pool, scheduler.pages, model.device) if plan else None
     finally:
         for request in holes:
             request.assumed = []   # nobody else sees a hole
     if batch is None:
         return None
     fill_holes(batch, holes, flight)
+    trace.announce(step, batch)
     logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)          # (R, V)
     return Flight(step, batch, logits, choose(logits, batch.sampled),
                   [request.block_table for request, _ in batch.plan])
@@ -140,7 +146,7 @@ def cache_pages(flight, scheduler):
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
              on_token=None):
-    """Runs `requests` as prefix does; while a pass is computed, the next one is planned."""
+    """As prefix; but while a pass is computed, the next one is planned. Returns the trace."""
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)
@@ -153,7 +159,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     while scheduler.busy or flight:
         step = scheduler.next_step(step)
         trace.step_times.setdefault(step, time.perf_counter())
-        queued = launch(model, scheduler, pool, step, flight)
+        queued = launch(model, scheduler, pool, trace, step, flight)
         if flight:
             land(flight, scheduler, trace, on_token)
         flight, step = queued, step + 1

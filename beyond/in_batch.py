@@ -3,13 +3,13 @@ In-batch prefix caching: what a running request is about to compute is worth wai
 
 Prefix caching finds pages once a pass has filled them. But several answers to one prompt are asked
 for together, and what is admitted in one step finds nothing: each computes the whole prompt.
-(SGLang calls the remedy in-batch prefix caching.)
+(SGLang's in-batch prefix caching moves such requests back in the queue; here they wait in place.)
 
     step 0    A computes the prompt      B, C and D wait: A computes their beginning
     step 1    A decodes                  B, C and D share A's full pages, and compute the rest
 
-So there is one rule more: *a request whose next page is being computed is not admitted*. The last
-page of the prompt, if it is not full, each answer computes for itself.
+So there is one rule more: *a request whose next page is being computed is not admitted*. The page
+with the prompt's last token, full or not, each answer computes for itself.
 
 The price: requests are admitted in order, so while the first in the queue waits, all behind it wait
 too (*head-of-line blocking*). Here the second answer to each prompt holds up the next prompt:

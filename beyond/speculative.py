@@ -7,8 +7,8 @@ guesses K tokens, and the ragged pass computes them in one chunk, all of whose l
     in the pass   ... the | json  module  is       known: "the"; guessed: "json module is"
     its logits        json  module  loads  a       two were right; "loads" is the third token
 
-An accepted guess is a decode whose pass has already been made. So sample, update and record take
-rounds, and a request takes part while its guesses are right. A rejected row draws no random number.
+An accepted guess is a decode whose pass has already been made. So sampling, updating and recording
+go in rounds, and a request takes part while its guesses are right. A rejected row draws no random number.
 Keys beyond `computed` are never read: nothing is rolled back. A guess is what followed the latest
 tokens when they last occurred (prompt lookup, Saxena 2023).
 
@@ -65,7 +65,7 @@ def draft(plan, scheduler, lookups, most):
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16, guesses=4,
              on_token=None):
-    """Runs `requests` as prefix does, with at most `guesses` for each decode."""
+    """Runs `requests` as prefix does, with at most `guesses` for each decode. Returns the trace."""
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)

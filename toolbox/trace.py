@@ -89,11 +89,14 @@ class Trace:
         i = bisect.bisect_left(steps, request.arrival)
         return self.step_times[steps[i]] if i < len(steps) else self.started
 
+    def announce(self, step, batch):
+        for observer in self.observers:
+            observer(step, batch)
+
     @contextmanager
     def forward_pass(self, step, batch):
         """Times the forward pass inside the `with` block, then records its work and its cost."""
-        for observer in self.observers:
-            observer(step, batch)
+        self.announce(step, batch)
         start = time.perf_counter()
         self.step_times.setdefault(step, start)
         yield
