@@ -47,7 +47,7 @@ class Request:
     arrival: int = 0
 
     generated: list = field(default_factory=list, init=False)    # token ids
-    finish_reason: str | None = field(default=None, init=False)  # "stop" | "length"; servers add more
+    finish_reason: str | None = field(default=None, init=False)  # "stop" | "length"; or a server's
     token_times: list = field(default_factory=list, init=False)  # perf_counter() at each token
     token_steps: list = field(default_factory=list, init=False)  # step of each token
     computed: int = field(default=0, init=False)                 # tokens in the cache
@@ -80,7 +80,7 @@ class Request:
 
     @property
     def kv_tokens(self):
-        """Room for prompt and answer. The last token is never computed: A prompt of 9 and 8 new: 16."""
+        """Room for prompt and answer. The last token is never computed: 9 and 8 new need 16."""
         return min(len(self.prompt) + self.max_new_tokens - 1, self.context_length)
 
     @property

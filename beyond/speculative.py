@@ -8,8 +8,8 @@ guesses K tokens, and the ragged pass computes them in one chunk, all of whose l
     its logits        json  module  loads  a       two were right; "loads" is the third token
 
 An accepted guess is a decode whose pass has already been made. So sampling, updating and recording
-go in rounds, and a request takes part while its guesses are right. A rejected row draws no random number.
-Keys beyond `computed` are never read: nothing is rolled back. A guess is what followed the latest
+go in rounds, and a request takes part while its guesses are right. A rejected row draws no random
+number. Keys beyond `computed` are never read: nothing is rolled back. A guess is what followed the latest
 tokens when they last occurred (prompt lookup, Saxena 2023).
 
 A draft model proposes a token with probability q, and rejection sampling accepts it with
