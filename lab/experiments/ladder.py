@@ -172,7 +172,7 @@ def ideas(result):
            f"{motion.PROMPT:,} tokens arrives while six requests decode: the *worst gap* between "
            f"two of their tokens. The {prompts} behind a common beginning of "
            f"{result['beginning']} tokens, in memory for the keys and values of {result['room']:,} "
-           "tokens: how many requests run *at once* (naive and dynamic limit the batch only: as many as "
-           "fit if each were the longest), and how many tokens are *computed*. Tokens/s and gap are calculated for "
-           "Llama 2 7B on an A100.")
+           "tokens: how many requests run *at once* (naive and dynamic limit the batch only: as "
+           "many as fit if each were the longest), and how many tokens are *computed*. Tokens/s "
+           "and gap are calculated for Llama 2 7B on an A100.")
     return Table(head, rows, how, words=2, small_print="{how}")
