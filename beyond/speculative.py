@@ -9,8 +9,8 @@ guesses K tokens, and the ragged pass computes them in one chunk, all of whose l
 
 An accepted guess is a decode whose pass has already been made. So sampling, updating and recording
 go in rounds, and a request takes part while its guesses are right. A rejected row draws no random
-number. Keys beyond `computed` are never read: nothing is rolled back. A guess is what followed the latest
-tokens when they last occurred (prompt lookup, Saxena 2023).
+number. Keys beyond `computed` are never read: nothing is rolled back. A guess is what followed the
+latest tokens when they last occurred (prompt lookup, Saxena 2023).
 
 A draft model proposes a token with probability q, and rejection sampling accepts it with
 probability min(1, p/q), p being the model's own. This draft is certain, q = 1: so a guess is
