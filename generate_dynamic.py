@@ -60,7 +60,7 @@ class Rectangle:
         self.tokens, self.positions, self.mask = (t.to(device) for t in (tokens, positions, mask))
         self.P = P
 
-        # Here all rows are due. A row with only a part of its todo would not be.
+        # Here all rows are due. In chunked, one with a part of its todo is not.
         due = indices_due(self.plan)
         self.sampled = [self.plan[b][0] for b in due]
         # The last column of these rows. dtype: without it, an empty list makes floats.

@@ -25,7 +25,7 @@ ever made ("copy on write").
 
 Better than paged: tokens that were computed once are not computed again, and equal pages are kept
 once. The layout and the loop are paged's; only the scheduler is another.
-Wasted: two equal prompts admitted in one step are both computed in full.
+Wasted: two equal prompts of one step are both computed and both kept.
 Next: beyond/in_batch.py lets the second one wait for the first.
 """
 from array import array

@@ -244,7 +244,7 @@ def sample(logits, requests):
     for i, request in enumerate(requests):
         check_finite(request, largest[i])
         if request.temperature > 0:
-            # In float64 on the CPU: the same on every device. Row by row is slow on a GPU, where
+            # In float64 on the CPU: equal logits, one token. Row by row is slow on a GPU, where
             # engines sample all rows at once, and draws may depend on the batch.
             x, t = logits[i].cpu().double(), request.temperature
             edges = cdf(x, t, request.top_k, request.top_p)                                # (V,)

@@ -5,14 +5,14 @@ All memory is one pool of pages of `page_size` tokens. The *block table* of a re
 pages in the order of its tokens; all other pages wait in the *free queue*:
 
     pool         page 0   page 1   page 2   page 3   page 4
-                 A A A A  B B b .  A a . .  free     free         page_size 4
+                 A A A A  B B b .  a . . .  free     free         page_size 4
 
     A's table    0, 2                A, B: prompts;  a, b: generated
     B's table    1                   next: B's next token goes into page 1; its table stays
 
 A request gets pages for all tokens that it has when it is admitted, and one more whenever it has
-filled its last. (vLLM V1 gives them chunk by chunk. Then fewer stand empty, and a prompt may be
-preempted half-way.) When no page is left, somebody has to go: the running request
+filled its last. (vLLM V1 gives them chunk by chunk. Then fewer stand empty, and a prompt may lack
+one half-way.) When no page is left, somebody has to go: the running request
 that arrived last is *preempted*. It loses its pages, keeps its tokens, and waits at the front of
 the queue. Its keys and values are computed again; no token is sampled again.
 

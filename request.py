@@ -54,7 +54,7 @@ class Request:
     kv: object = field(default=None, init=False, repr=False)     # its cache, a KV (cache.py)
     block_table: list | None = field(default=None, init=False)   # or its pages, see paging.py
     page_hashes: list = field(default_factory=list, init=False)  # names of its full pages
-    assumed: list = field(default_factory=list, init=False)      # beyond/: follow the known tokens
+    assumed: list = field(default_factory=list, init=False)      # beyond/: guesses, or a hole
     context_length: float = field(default=math.inf, init=False)  # the model's; set by `prepare`
 
     def __post_init__(self):

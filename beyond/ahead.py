@@ -7,7 +7,7 @@ Usually host and device take turns, and the device is idle while the host sample
                device          pass 1                    pass 2                    pass 3
 
     ahead      host     plan 1, plan 2   read 1, plan 3   read 2, plan 4
-               device          pass 1     pass 2           pass 3          read a step late
+               device          pass 1     pass 2           pass 3    (tokens: a step late)
 
 A plan depends on how many tokens there are, hardly on which. So pass 2 is laid out with a *hole*
 for each token that pass 1 will give, and the device fills the holes from its own memory:

@@ -22,7 +22,7 @@ as in dynamic.
 Better than dynamic: prefill has hardly any padding, if there are short prompts to fill the rows.
 Wasted: decodes still copy and pad their pasts; and in a packed row, attention scores every prompt
 against its neighbours, only to hide the result.
-Ragged batching drops the rows, for decodes too, and scores no neighbours.
+Ragged drops the rows, for decodes too; its varlen scores no neighbours.
 
     python -m beyond.prepacked [--pack dataset]      the same flags and the same check as a stage
 """

@@ -38,7 +38,7 @@ class Lookup:
         self.sizes, self.after, self.entered = (3, 2, 1), {}, 0   # of n-grams
 
     def guess(self, request, most):
-        """At most `most` tokens: what followed the last n-gram when it last occurred."""
+        """At most `most` tokens: what last followed the longest n-gram seen before."""
         end = request.computed + request.todo
         for i in range(self.entered + 1, end):   # not the end itself: nothing follows it yet
             self.after.update((tuple(request.slice(i - n, i)), i) for n in self.sizes if n <= i)
