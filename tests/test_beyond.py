@@ -25,6 +25,7 @@ from lab.checks.traps import swapped
 from lab.views.report import report, totals
 from request import Request, prepare
 from scheduler import Scheduler
+from toolbox.trace import observed
 
 MODEL, QUIET = toy(), toy(loud=False)   # which repeats itself: most guesses are right
 KNOWN = {MODEL: {}, QUIET: {}}   # what requests get alone
@@ -310,3 +311,11 @@ def test_bad_input_gets_one_line(module, word, said, capsys, monkeypatch):
         runpy.run_module(module, run_name="__main__")
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_observers_see_each_pass_before_it_is_computed():
+    """Also while the one before it is not read yet; so the compiled step serves them."""
+    model, seen = toy(), []
+    with observed(model, lambda step, batch: seen.append((step, list(batch.plan)))):
+        trace = ahead.generate(model, [Request([1, 2, 3], 4), Request([4], 2, arrival=1)])
+    assert [step for step, _ in seen] == [p.step for p in trace.passes]
