@@ -20,8 +20,8 @@ collide has one answered from the other's cache, CVE-2025-25183. SGLang keeps a 
 Freed pages stay cached. They go to the end of the free queue, and until one is needed for something
 else it can still be found: the *least recently used* goes first, and of one request the last page
 goes before those that lead to it. Only full pages are shared, and the last token of a prompt is
-always computed, since its logits are needed. So nobody writes into a shared page, and no copy is
-ever made ("copy on write").
+always computed, since its logits are needed. So no request writes into a shared page, and none is
+ever copied ("copy on write").
 
 Better than paged: tokens that were computed once are not computed again, and equal pages are kept
 once. The layout and the loop are paged's; only the scheduler is another.

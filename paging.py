@@ -12,9 +12,9 @@ pages in the order of its tokens; all other pages wait in the *free queue*:
 
 A request gets pages for all tokens that it has when it is admitted, and one more whenever it has
 filled its last. (vLLM V1 gives them chunk by chunk. Then fewer stand empty, and a prompt may lack
-one half-way.) When no page is left, somebody has to go: the running request
-that arrived last is *preempted*. It loses its pages, keeps its tokens, and waits at the front of
-the queue. Its keys and values are computed again; no token is sampled again.
+one half-way.) When no page is left, the running request that arrived last is *preempted*. It loses
+its pages, keeps its tokens, and waits at the front of the queue. Its keys and values are computed
+again; no token is sampled again.
 
 In vLLM a page is called a block, and this bookkeeping is the block pool. No tensors here: what a
 page number means for keys and values, generate_paged.py says.
@@ -57,7 +57,7 @@ class PagedScheduler(Scheduler):
         self.pages = Pages(pages, page_size)
 
     def schedule(self, step):
-        """As Scheduler.schedule; but first, whoever has filled its pages gets another."""
+        """As Scheduler.schedule; but first, a request that has filled its pages gets another."""
         for request in list(self.running):   # in order of arrival: the first can always go on
             need = self.pages.needed(request.computed + request.todo)   # for all its tokens
             while request in self.running and len(request.block_table) < need:

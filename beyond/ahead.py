@@ -61,9 +61,10 @@ def choose(logits, requests):
 
 
 def plan_of(scheduler, step, flight):
+    """The plan of this step; empty if only the pass in flight can free room for one."""
     try:
         return scheduler.schedule(step)
-    except RuntimeError:   # nothing can go on; but the pass in flight may free room
+    except RuntimeError:   # nothing can go on
         if not flight:
             raise
         return []

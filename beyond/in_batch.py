@@ -36,7 +36,7 @@ class InBatchScheduler(PrefixScheduler):
         found = len(self.pages.find(names))
         for other in self.running if found < len(names) else ():
             end = (found + 1) * size
-            # its known tokens; what it will generate, nobody can wait for
+            # its known tokens; not what it will generate: that may differ
             if other.computed < end <= other.computed + other.todo:
                 if self.hashes(other, end)[found] == names[found]:
                     return False

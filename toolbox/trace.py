@@ -1,7 +1,7 @@
 """
 What happened in a run: one record per forward pass, and the time of every token.
 
-Whoever wants to see the batches of a model's runs (the X-ray, the explorer, a compiled step) is an
+Code that needs the batches of a model's runs (the X-ray, the explorer, a compiled step) is an
 *observer* of the model: the trace of each run hands it every batch before the forward pass.
 """
 import bisect
@@ -75,7 +75,7 @@ class Trace:
     step_times: dict = field(default_factory=dict)         # step -> perf_counter at its first pass
     reached: dict = field(default_factory=dict, repr=False)  # request name -> tokens computed
     observers: list = field(default=(), repr=False, compare=False)
-    # the explorer.recorder.Recorder that watched the run, if one did
+    # the lab.explorer.recorder.Recorder that watched the run, if one did
     recording: object = field(default=None, repr=False, compare=False)
 
     def __post_init__(self, model):
@@ -90,6 +90,7 @@ class Trace:
         return self.step_times[steps[i]] if i < len(steps) else self.started
 
     def announce(self, step, batch):
+        """Hands the batch of the next forward pass to the model's observers."""
         for observer in self.observers:
             observer(step, batch)
 

@@ -72,7 +72,7 @@ def build():
 def keep_memory():
     """
     Has glibc keep what it got from the system, which clears the memory of each new temporary: a
-    quarter of stage 1's time at GPT-2's size. It helps threads that begin afterwards.
+    quarter of the naive stage's time at GPT-2's size. It helps threads that begin afterwards.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:   # never trim; no mappings of their own; one heap for all threads

@@ -61,8 +61,8 @@ def behind_a_beginning(requests, tokenizer):
 
 def knobs_for_room(name, requests):
     """
-    The stage's knobs for memory of ROOM tokens. A stage without a limit on memory has one on its
-    batch, whose rows must be as long as the longest prompt and answer together.
+    The stage's knobs for memory of ROOM tokens. A stage without a limit on memory gets one on its
+    batch: as many requests as fit if each had the longest prompt and the longest answer.
     """
     longest = (max(len(request.prompt) for request in requests)
                + max(request.max_new_tokens for request in requests) - 1)

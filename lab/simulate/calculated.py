@@ -181,7 +181,7 @@ def with_memory(shape, gpu, generate, requests, knobs):
     have). ValueError if the stage may come to hold more than there is room for.
     """
     room = shape.room(gpu)
-    # a rectangle's rows are as long as the longest prompt and answer together
+    # for stages that limit the batch only: as if each had the longest prompt and answer
     longest = (max(len(request.prompt) for request in requests)
                + max(request.max_new_tokens for request in requests) - 1)
     fit = {"pages": room // knobs.get("page_size", 16), "max_kv_tokens": room,
