@@ -278,7 +278,7 @@ def test_a_table_that_is_old_is_found(tmp_path, monkeypatch, capsys):
 ROOMS = "lab", "beyond", "notebooks", "docs", "assignments"
 DOCUMENTS = [*tables.pages(), ROOT / "CONTRIBUTING.md", ROOT / "assignments" / "README.md",
              *(path for room in ROOMS for path in sorted((ROOT / room).glob("**/*.py"))
-               if not path.is_relative_to(ROOT / "docs" / "site" / "html"))]   # a built site's copies
+               if not path.is_relative_to(ROOT / "docs" / "site" / "html"))]   # no built site
 SAYS = re.compile(r"(?:python3?|torchrun [-\w ]+) -m ((?:lab|beyond|toolbox)[\w.]*)"
                   r"((?: (?! )(?:[^\s`#)\\[]|\\\n *)+)*)")
 NAMED = sorted({(module, " ".join(flags.replace("\\\n", " ").strip(";,.").split()))
