@@ -229,7 +229,8 @@ def test_a_stage_imports_what_it_uses():
             lab.run.main(generate_ragged.generate, "", "--prompt a --max_new_tokens 2".split())
         finally:
             print("found:", *sorted({"matplotlib", "transformers", "lab.explorer", "lab.server",
-                  "lab.simulate", "lab.compiled", "lab.experiments"} & {*sys.modules}))
+                  "lab.simulate", "lab.compiled", "lab.experiments", "torch._dynamo"}
+                  & {*sys.modules}))
         """], cwd=ROOT, capture_output=True, text=True)
     assert "1/1 requests identical" in found.stdout, found.stderr
     assert found.stdout.endswith("\nfound:\n")
