@@ -76,7 +76,7 @@ def test_a_trap_is_shown_and_taken_out_even_if_the_block_fails(capsys):
         "  + mask[b, ..., P:] = True"]
     assert_contract(MODEL, STAGES["interleaved"], mixed())
     seen = []   # a trap may use names of its own
-    with swapped(Head.forward, [("scores = q @", "scores = seen.append(q.shape) or q @")],
+    with swapped(Head.forward, [("scores = q", "scores = seen.append(q.shape) or q")],
                  seen=seen):
         Head()(*torch.zeros(3, 2, 4))
     Head()(*torch.zeros(3, 2, 4))
