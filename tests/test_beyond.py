@@ -240,11 +240,9 @@ def test_a_stop_costs_a_row_and_an_end_by_length_none():
         assert trace["useful_scores"] == plain["useful_scores"]
 
 
-def test_logits_that_are_not_finite_are_refused_by_name():
-    model = toy()
-    model.ln_f.weight[0] = float("nan")
-    with pytest.raises(ValueError, match="request 'r3': .* not finite"):
-        ahead.generate(model, Request([1], name="r3"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_bad_request_is_named_and_the_others_keep_what_they_have(stage):
+    common.assert_names_the_bad_one(STAGES[stage][0], token_budget=9)
 
 
 # --- in-batch prefix caching, and the commands ----------------------------------------------------
