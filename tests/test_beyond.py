@@ -33,6 +33,7 @@ STAGES = {   # name: (generate, what a run of it may do that others do not)
     **{f"{k} guesses": (partial(speculative.generate, guesses=k), dict(per_pass=1 + k))
        for k in (0, 1, 4, 6)},
     "ahead": (ahead.generate, dict(late=1)),
+    "ahead, in batch": (partial(ahead.generate, scheduler=InBatchScheduler), dict(late=1)),
     "in batch": (partial(generate_prefix.generate, scheduler=InBatchScheduler), {})}
 GUESSES = [stage for stage in STAGES if "guesses" in stage]
 
@@ -58,7 +59,8 @@ def run(stage, requests, model=MODEL, **knobs):
     return trace
 
 
-@pytest.mark.parametrize("stages", [["ahead"], ["in batch"], GUESSES], ids=" or ".join)
+@pytest.mark.parametrize("stages", [["ahead", "ahead, in batch"], ["in batch"], GUESSES],
+                         ids=" or ".join)
 @settings(max_examples=common.examples(200))
 @given(case=common.workloads(), more=st.one_of(st.none(), st.integers(0, 20)),
        model=st.sampled_from([MODEL, QUIET]), twins=st.booleans(), one=st.integers(0, 3))
@@ -114,15 +116,14 @@ TRAPS = {   # name: (stage, function, code as it stands, code of the trap)
     "a preempted request that ended waits on": (
         "ahead", ahead.land, "if request.finished and request in scheduler.waiting", "if False"),
     "a partial page is shared": (
-        "in batch", InBatchScheduler.grant_room, "return super().grant_room(request)",
+        "in batch", InBatchScheduler.grant_room, "granted = super().grant_room(request)",
         '''granted = super().grant_room(request)
         for other in self.running if granted else ():
             i = request.computed // size
             self.pages.free(request.block_table[i:])
             del request.block_table[i:]
             self.pages.share(request.block_table, other.block_table[i:i + 1])
-            break
-        return granted'''),
+            break'''),
 }
 
 
@@ -254,6 +255,20 @@ def test_equal_prompts_asked_for_together_are_computed_and_kept_once(kind, later
                                                                      first):
     requests = [([0] * 88, 32, later * (i > 0)) for i in range(8)]
     assert serve(kind(8, 1024, 64, 16), requests) == (computed, held, first)
+
+
+def test_what_is_in_flight_cannot_be_found_yet():
+    """One computes the prompt; the others wait until that has landed, and compute a page each."""
+    requests = [Request([5] * 16, 4, 0.9, seed=i) for i in range(8)]
+    trace = run("ahead, in batch", requests, page_size=4)
+    assert totals(trace)["slots"] == 16 + 7 * 4 + 8 * 3
+    scheduler = InBatchScheduler(8, 64, 12, 4)
+    first, _ = common.queue(scheduler, [Request([5] * 16, 4), Request([5] * 16, 4)])
+    common.finish(scheduler, scheduler.schedule(0))
+    scheduler.preempt(first)
+    scheduler.pages.allocate(all_pages := [], 12)   # what it has left cannot be found any more
+    scheduler.pages.free(all_pages)
+    assert scheduler.schedule(1) == [(first, 17)]   # the other waits for it again
 
 
 def test_who_waits_for_a_beginning_holds_up_all_behind_it():
