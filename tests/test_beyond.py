@@ -278,17 +278,23 @@ def test_who_waits_for_a_beginning_holds_up_all_behind_it():
     assert first == [0] * 8
     *_, first = serve(InBatchScheduler(8, 1024, 64, 16), queue)
     assert first == [0, 1, 1, 2, 2, 3, 3, 4]
+    *_, first = serve(InBatchScheduler(8, 64, 64, 4), [([0] * 4, 1, 0), ([0] * 8, 1, 0)])
+    assert first == [0, 1]   # also for a page that the other's last token fills
 
 
 def test_nobody_waits_for_what_is_not_being_computed():
     """
-    Other beginnings; one that is cached; tokens that the other may or may not generate; and a copy
-    that cannot be found, because the page of which it is a copy could, and is gone.
+    Other beginnings; one that is cached, and another after it; tokens that the other may or may not
+    generate; and a copy that cannot be found, because the page of which it is a copy could, and is
+    gone.
     """
     *_, first = serve(InBatchScheduler(8, 1024, 64, 16), [([i] * 88, 2, 0) for i in range(4)])
     assert first == [0] * 4
     *_, first = serve(InBatchScheduler(8, 1024, 64, 16), [([0] * 88, 9, i) for i in range(4)])
     assert first == [0, 1, 2, 3]
+    *_, first = serve(InBatchScheduler(8, 64, 64, 4), [
+        ([0] * 4, 1, 0), ([0] * 4 + [1] * 5, 1, 1), ([0] * 4 + [2] * 5, 1, 1)])
+    assert first == [0, 1, 1]
     *_, first = serve(InBatchScheduler(8, 1024, 64, 16), [([0] * 5, 99, 0), ([0] * 40, 1, 0)])
     assert first == [0, 0]
     *_, first = serve(InBatchScheduler(8, 1024, 5, 4), [

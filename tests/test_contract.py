@@ -177,6 +177,36 @@ def test_requests_are_served_in_the_order_of_their_arrival(stage):
     assert single.finish_reason == "length"
 
 
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "prepacked_dataset"])
+def test_requests_that_arrive_together_are_served_in_the_order_given(stage):
+    """Whatever their lengths, names, priorities and seeds."""
+    requests = [Request([i] * prompt, new, seed=9 - i, name="dbca"[i], priority=(2, 0, 1, 0)[i])
+                for i, (prompt, new) in enumerate([(5, 2), (2, 3), (9, 1), (2, 2)])]
+    STAGES[stage](MODEL, requests, **knobs_of(stage, max_batch=1))
+    assert [r.token_steps for r in requests] == [[0, 1], [2, 3, 4], [5], [6, 7]]
+
+
+ONE_PASS = "0: A2 B3, 1: A1 C4 D1, 2: A1 C1 D4, 3: A1 D1, 4: D1"
+PASSES = {   # step: what each request computes
+    "naive": "0: A2 B3, 1: A1, 2: A1, 3: A1, 4: C4 D6, 5: C1 D1",   # no waiting for a third
+    "dynamic": "0: A2 B3, 1: A1, 1: C4 D6, 2: A1 C1 D1, 3: A1",     # decodes come first
+    "chunked": "0: A2 B3, 1: A1, 1: C4 D1, 2: A1 C1, 2: D4, 3: A1 D1, 4: D1",
+    "prepacked": "0: A2 B3, 1: A1, 1: C4 D6, 2: A1 C1 D1, 3: A1",
+    "prepacked_dataset": "0: B3 A2, 1: A1, 1: D6 C4, 2: A1 D1 C1, 3: A1",   # also while A runs
+    **dict.fromkeys(("interleaved", *common.RAGGED, *common.POOLED), ONE_PASS)}
+
+
+@pytest.mark.parametrize("stage", BATCHED)
+def test_which_passes_a_run_makes(stage):
+    requests = [Request([i] * prompt, new, name="ABCD"[i], arrival=arrival)
+                for i, (prompt, new, arrival) in enumerate(
+                    [(2, 4, 0), (3, 1, 0), (4, 2, 1), (6, 2, 1)])]
+    trace = STAGES[stage](MODEL, requests, **knobs_of(stage, max_batch=3, token_budget=6))
+    passes = [f"{p.step}: " + " ".join(f"{name}{n}" for name, _, n in p.work)
+              for p in trace.passes]
+    assert ", ".join(passes) == PASSES[stage]
+
+
 @pytest.mark.parametrize("stage", BATCHED)
 def test_bad_limits_are_refused(stage):
     """A batch of none would wait for ever."""
