@@ -168,22 +168,16 @@ def test_contract_on_two_ranks():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_requests_are_served_in_the_order_of_their_arrival(stage):
-    """Not earlier, and not later than necessary; with room for one at a time; from any iterable."""
-    requests = [Request([i + 1] * 3, 2, arrival=arrival)
+    """
+    Not earlier, and not later than necessary; with room for one at a time; from any iterable. Those
+    that arrive together in the order given, whatever their names, lengths, priorities and seeds.
+    """
+    requests = [Request([i + 1] * (5 - i), 2, 0.0, None, 9 - i, None, "edcba"[i], 9 - i, arrival)
                 for i, arrival in enumerate([30, 0, 9, 9, 4])]
     STAGES[stage](MODEL, iter(requests), **knobs_of(stage, max_batch=1))
     assert [r.token_steps for r in requests] == [[30, 31], [0, 1], [9, 10], [11, 12], [4, 5]]
     STAGES[stage](MODEL, single := Request([5], 2))
     assert single.finish_reason == "length"
-
-
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "prepacked_dataset"])
-def test_requests_that_arrive_together_are_served_in_the_order_given(stage):
-    """Whatever their lengths, names, priorities and seeds."""
-    requests = [Request([i] * prompt, new, seed=9 - i, name="dbca"[i], priority=(2, 0, 1, 0)[i])
-                for i, (prompt, new) in enumerate([(5, 2), (2, 3), (9, 1), (2, 2)])]
-    STAGES[stage](MODEL, requests, **knobs_of(stage, max_batch=1))
-    assert [r.token_steps for r in requests] == [[0, 1], [2, 3, 4], [5], [6, 7]]
 
 
 ONE_PASS = "0: A2 B3, 1: A1 C4 D1, 2: A1 C1 D4, 3: A1 D1, 4: D1"

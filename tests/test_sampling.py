@@ -67,6 +67,15 @@ def test_logits_that_are_not_finite_are_refused_by_name(logits, temperature):
     assert sample(torch.tensor([[-math.inf, 0.0]]), [request]) == [1]   # one may be impossible
 
 
+def test_tokens_are_chosen_in_float64_whatever_the_dtype_of_the_logits():
+    x = torch.arange(300, dtype=torch.float32).sin()
+    rough, exact = (cdf(each, 1.0).double() for each in (x, x.double()))
+    for i in range(299):   # between the two edges
+        u = float(rough[i] + exact[i]) / 2
+        expected = i + (u >= float(exact[i]))
+        assert sample(x[None], [fixed(Request([1], temperature=1.0), u)]) == [expected]
+
+
 def test_requests_with_the_same_seed_draw_the_same_numbers_and_others_do_not():
     a, b, c = Request([1], seed=5), Request([2, 3], seed=5), Request([1], seed=6)
     drawn = [[r.draw() for _ in range(4)] for r in (a, b, c)]
