@@ -16,12 +16,13 @@ Mutant = namedtuple("Mutant", "part edits")
 WRONG = {   # part and function: {mutant: code as it stands, code of the mutant, ...; (): see TRAPS}
     "1a model.py:Head.forward": {
         "1a device ignored": ("dtype=torch.bool, device=q.device)", "dtype=torch.bool)"),
-        "NaN for a query without keys": (),
+        "NaN for a query without keys": (
+            "weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "weights"),
         "the mask replaces the causal rule": ("see = see & mask", "see = mask"),
         "the square root of 5": ("math.sqrt(q.size(-1))", "5 ** 0.5"),
         "four axes": ("T, S = q.size(-2), k.size(-2)", "(_, _, T, _), S = q.shape, k.size(-2)"),
         "the queries are scaled in place": (
-            "scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))",
+            "scores = q / math.sqrt(q.size(-1)) @ k.transpose(-2, -1)",
             "q /= math.sqrt(q.size(-1))\n        scores = q @ k.transpose(-2, -1)"),
         "hidden scores are small": ("-math.inf", "-50.0"),
         "a buffer for all calls": (

@@ -76,7 +76,7 @@ def test_a_trap_is_shown_and_taken_out_even_if_the_block_fails(capsys):
         "  + mask[b, ..., P:] = True"]
     assert_contract(MODEL, STAGES["interleaved"], mixed())
     seen = []   # a trap may use names of its own
-    with swapped(Head.forward, [("scores = q @", "scores = seen.append(q.shape) or q @")],
+    with swapped(Head.forward, [("scores = q", "scores = seen.append(q.shape) or q")],
                  seen=seen):
         Head()(*torch.zeros(3, 2, 4))
     Head()(*torch.zeros(3, 2, 4))
@@ -112,6 +112,16 @@ def test_a_layout_bug_is_named(name):
         STAGES[stage](model, requests, **knobs)
     assert any(NAMED[name] in sentence for sentence in xray.faults())
     assert not model._forward_pre_hooks   # it leaves nothing behind
+
+
+def test_keys_may_be_shared_only_if_all_tokens_before_are_equal():
+    """The second pages of A and B are equal, but not what is before them. B finds D's, and A's."""
+    requests = [Request([1, 1, 5, 5, 3], 1, name="A"), Request([2, 2, 9, 9, 3], 1, name="D"),
+                Request([2, 2, 5, 5, 3], 1, name="B", arrival=1)]
+    with broken("pages known by their own tokens", show=False), XRay(MODEL, requests) as xray:
+        STAGES["prefix"](MODEL, requests, page_size=2)
+    assert "token 0 = request 'B' (prefill, position 4) sees positions 2, 3 of request 'A'" in str(
+        xray.faults())
 
 
 # --- who sees whom, drawn -------------------------------------------------------------------------

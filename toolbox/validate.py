@@ -89,9 +89,13 @@ def check_config(config):
         raise ValueError(f"GPTConfig: n_head {config.n_head} must divide n_embd {config.n_embd}")
 
 
-def check_finite(request, logit):
-    if not math.isfinite(logit):
-        raise ValueError(f"{request}: the model's logits are not finite")
+def check_finite(requests, logits):
+    """ValueError for the first request whose largest logit is not; it is the error's `request`."""
+    for request, logit in zip(requests, logits):
+        if not math.isfinite(logit):
+            error = ValueError(f"{request}: the model's logits are not finite")
+            error.request = request
+            raise error
 
 
 def check_order(request, waiting):

@@ -17,7 +17,7 @@ from importlib import import_module
 from operator import attrgetter
 
 # Functions are named, not imported, so that this table depends on none of them.
-HEAD = "model.py:Head.forward"
+HEAD, ATTENTION = "model.py:Head.forward", "model.py:MultiHeadAttention.forward"
 APPEND = "request.py:Request.append"
 STATIC = "generate_naive.py:StaticBatch.lay_out"
 RECTANGLE, GATHER = (f"generate_dynamic.py:Rectangle.{name}" for name in ("lay_out", "attend"))
@@ -37,8 +37,9 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "no causal rule in a chunk": [
         (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")],
     "causal rule from the top left": [(HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
-    "NaN for a query without keys": [
-        (HEAD, "weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "weights")],
+    "NaN for a query without keys": [   # a pad's, which is its value in the next layer
+        (HEAD, "weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "weights"),
+        (ATTENTION, "v.masked_fill(lost, 0.0)", "v")],
     "neighbours in a packed row": [
         (PACKED, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
          "owner[:, None, :] >= 0")],
