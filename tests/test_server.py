@@ -10,12 +10,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from threading import Thread
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,7 +101,8 @@ def serving(model=MODEL, pages=128, settings=None, **knobs):
         if running.thread.is_alive():   # whatever the clients did, nothing of it is left
             running.until(lambda: not (running.engine.busy or running.server.answers))
             assert len(running.engine.pages.free_queue) == pages
-            assert not running.engine.trace.reached and len(running.engine.trace.step_times) < 2
+            trace = running.engine.trace
+            assert not trace.reached and len(trace.step_times) < 2 and len(trace.passes) < 2
     finally:
         if running.thread.is_alive():
             running.signal(0)
@@ -268,11 +268,14 @@ def test_chats_and_models(monkeypatch):
         client = running.client()
         chat = partial(client.chat.completions.create, model="m",
                        messages=[{"role": "user", "content": "hi"}])
-        parts = [{"type": "text", "text": letter} for letter in "hi"]
-        whole = chat(messages=[{"role": "user", "content": parts}], **ask)
+        hi = [{"role": "user", "content": [{"type": "text", "text": letter} for letter in "hi"]}]
+        whole = chat(messages=hi, **ask)
         message = whole.choices[0].message
         assert (message.role, message.content) == ("assistant", want)
-        deltas = [part.choices[0].delta for part in chat(stream=True, **ask)]
+        parts = [*chat(stream=True, **ask)]
+        assert (whole.object, parts[1].object) == ("chat.completion", "chat.completion.chunk")
+        assert (whole.model, parts[1].model) == ("m", "m") and time.time() - whole.created < 60
+        deltas = [part.choices[0].delta for part in parts]
         assert "".join(delta.content for delta in deltas) == want
         assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
         usage = chat(extra_body={"ignore_eos": True}).usage
@@ -287,7 +290,7 @@ def test_chats_and_models(monkeypatch):
         monkeypatch.setattr(TOKENIZER, "chat_template", "of a folder", raising=False)
         monkeypatch.setattr(TOKENIZER, "encode_chat", raising=False, value=lambda messages:
                             TOKENIZER.encode_ordinary(str(messages)))
-        got = chat(messages=[{"role": "user", "content": parts}], **ask).choices[0].message.content
+        got = chat(messages=hi, **ask).choices[0].message.content
         assert got == one(ask | {"seed": 0}, "[{'role': 'user', 'content': 'hi'}]")[0]
 
 
@@ -299,8 +302,9 @@ def test_each_token_is_an_event_and_usage_comes_with_it_if_asked_for():
                 prompt="a", max_tokens=3, stream=True, ignore_eos=True,
                 stream_options=fields).text.split("\n\n")
             assert (end, nothing) == ("data: [DONE]", "")
-            usages = [json.loads(event.removeprefix("data: "))["usage"] for event in events]
-            assert [usage and usage["completion_tokens"] for usage in usages] == used
+            events = [json.loads(event.removeprefix("data: ")) for event in events]
+            assert {event["object"] for event in events} == {"text_completion"}
+            assert [each["usage"] and each["usage"]["completion_tokens"] for each in events] == used
 
 
 def test_answers_draw_from_seeds_of_their_own_unless_a_seed_is_given():
@@ -358,7 +362,9 @@ def test_metrics_count_while_requests_run_and_a_stop_string_at_the_last_token():
         running.engine.hold = lambda: 0
         text = "".join(part.choices[0].text for part in stream)
         assert ask(max_tokens=5, stop=text).choices[0].finish_reason == "stop"
-        running.until(lambda: running.ends() == {"length": 1, "stop": 1})
+        assert ask(max_tokens=255, stop=text[:1]).usage.completion_tokens == 1
+        running.until(lambda: running.ends() == {"length": 1, "stop": 2})
+        assert running.metrics()["tokens_total"] < 100   # the engine has stopped, too
 
 
 def test_a_slow_reader_is_cut_off_and_holds_up_nobody(monkeypatch):
@@ -368,11 +374,12 @@ def test_a_slow_reader_is_cut_off_and_holds_up_nobody(monkeypatch):
             assert running.listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         running.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)   # soon full
         body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 8}
-        with httpx.stream("POST", running.url + "/v1/completions", json=body, timeout=60):
+        with httpx.stream("POST", running.url + "/v1/completions", json=body, timeout=60) as slow:
             fast = running.post(prompt="b", max_tokens=40, ignore_eos=True, temperature=0)
             assert fast.json()["usage"]["completion_tokens"] == 40
             running.until(lambda: running.ends().get("unread") == 8)   # long before they are done
             assert running.metrics()["tokens_total"] < 7900 and not running.engine.busy
+            assert [line for line in slow.iter_lines() if '"code": 408' in line]
 
 
 def test_a_body_is_taken_as_a_whole_or_not_at_all_and_a_full_queue_answers_429():
@@ -401,6 +408,7 @@ def test_a_failed_pass_fails_its_requests_and_nothing_else():
         got = ask_all(running, [body] * 3)   # two of them as streams
     failed = [answer for answer in got if isinstance(answer, openai.APIError)]
     assert len(failed) == 2 and all("ZeroDivisionError" in str(error) for error in failed)
+    assert {error.code for error in failed} == {"500"}
     (fine, _), = [answer for answer in got if answer not in failed]
     assert fine == expected(body)
 
@@ -417,15 +425,10 @@ def test_a_request_without_finite_logits_ends_alone_and_only_its_client_is_told(
     with serving() as running, MODEL.register_forward_hook(spoil):
         running.hold(len(bodies))
         got = ask_all(running, bodies)
-        running.until(lambda: running.ends()["error"] == 2)
-    names = set()
-    for body, found in zip(bodies, got):
-        if "@" in body["prompt"][0]:
-            name, = re.findall(r"request '(\w+)': the model's logits are not finite", str(found))
-            names.add(name)
-        else:
-            assert found[0] == expected(body)
-    assert len(names) == 2
+    assert [choices for choices, _ in got[::2]] == [*map(expected, bodies[::2])]
+    lost = [re.findall(r"request '(\w+)'", str(error)) for error in got[1::2]]
+    assert all("logits are not finite" in str(error) for error in got[1::2])
+    assert [len(names) for names in lost] == [1, 1] and lost[0] != lost[1]   # each hears of its own
 
 
 @pytest.mark.parametrize("drain, signals", [(0.2, 1), (30, 2)])
@@ -436,21 +439,24 @@ def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(dr
         next(iter(stream))
         for _ in range(signals):
             running.signal(drain)
-        with pytest.raises(openai.APIError, match="the server shuts down"):
+        with pytest.raises(openai.APIError, match="the server shuts down") as cut:
             list(stream)
+        assert cut.value.code == "503"
         running.thread.join(20)   # and nobody waits for the rest of a body
         assert not running.thread.is_alive() and not running.engine.scheduler.busy
 
 
-def test_the_program_finishes_its_streams_after_sigterm():
+def test_the_program_finishes_its_streams_after_sigterm(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)   # for so small a model it takes one
     process = subprocess.Popen(
         [sys.executable, "-m", "lab.server", "--port", "0", "--drain", "600"], cwd=ROOT, text=True,
         stdout=subprocess.PIPE)
     try:
-        url = process.stdout.readline().split()[-1] + "v1"
+        threads, url = re.findall(r"(\d+) threads, at (.*)", process.stdout.readline())[0]
+        assert threads == "1"
         body = {"prompt": ["# open\n"], "max_tokens": 120, "temperature": 0, "seed": 0}
         texts = defaultdict(str)
-        for part in openai.OpenAI(base_url=url, api_key="x").completions.create(
+        for part in openai.OpenAI(base_url=url + "v1", api_key="x").completions.create(
                 model="builtin", stream=True, n=3, **body):   # they need some tenths of a second
             if not texts:
                 process.send_signal(signal.SIGTERM)
@@ -461,21 +467,6 @@ def test_the_program_finishes_its_streams_after_sigterm():
     finally:
         process.kill()
         process.communicate()
-
-
-def test_so_small_a_model_has_one_thread(monkeypatch):
-    """Whatever torch would choose."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)   # which would decide otherwise
-
-    def threads(flags):
-        torch.set_num_threads(2)   # of the thread that calls it
-        program.prepared(SimpleNamespace(**flags))
-        return torch.get_num_threads()
-
-    flags = dict(model="builtin", device="cpu", dtype="float32", optimize=False)
-    for number, said in (None, 1), (3, 3):
-        with ThreadPoolExecutor(1) as once:
-            assert once.submit(threads, {**flags, "threads": number}).result() == said
 
 
 def test_the_server_ends_if_its_engine_does(monkeypatch):
@@ -493,39 +484,34 @@ def written(value):
     return json.dumps(float(value) if type(value) is int else value)
 
 
-BODIES = (schemas.Completion, {"prompt": "a"}), (schemas.Chat, {"messages": [
-    {"role": "user", "content": "hi"}]})
-TEXTS = ["", "x", "auto"]
-VALUES = [True, False, 0, 0.0, 1, 1.0, 2, -1, *TEXTS, [], [[]], ["text"], [0], {}, {"a": 1}]
+VALUES = [None, True, False, 0, 0.0, 1, 1.0, 2, -1, "", "x", [], [[]], ["text"], [0], {}, {"a": 1}]
 
 
-@pytest.mark.parametrize("kind, body", BODIES)
-def test_fields_have_no_effect_with_the_values_of_the_table_and_no_others(kind, body):
-    ask = kind(**body)
-    for values, names in schemas.NO_EFFECT:
-        values = TEXTS if values is schemas.Text else values
-        for name in names.split():
-            for value in [*values, None]:
-                assert kind(**body, **{name: value}) in (ask, ask.model_copy(update={name: value}))
-            for value in VALUES:
-                if written(value) not in map(written, values):
-                    with pytest.raises(ValueError) as refused:
-                        kind(**body, **{name: value})
-                    assert refused.value.errors()[0]["loc"] == (name,)
-
-
-def test_all_fields_of_openai_are_in_the_table_and_the_table_is_in_the_documentation():
-    known = [*openai.types.completion_create_params.CompletionCreateParamsBase.__annotations__,
-             *openai.types.chat.completion_create_params.CompletionCreateParamsBase.__annotations__]
-    fields = schemas.Completion.model_fields | schemas.Chat.model_fields
-    assert {*known} <= {*fields}
-    rows = [(names.split(), "any text" if values is schemas.Text else
-             ", ".join(f"`{json.dumps(value)}`" for value in values) or "*only null*")
-            for values, names in schemas.NO_EFFECT]
-    served = {*fields} - {name for names, _ in rows for name in names}
-    table = "".join(f"| {values} | {', '.join(f'`{name}`' for name in names)} |\n"
-                    for names, values in [*rows, (sorted(served), "*served*")])
-    assert table in (ROOT / "docs/serving.md").read_text(encoding="utf-8"), table
+def test_fields_without_effect_are_those_of_the_table_and_the_table_is_in_the_documentation():
+    api, rows = openai.types, {}
+    for kind, body, known in (
+            (schemas.Completion, {"prompt": "a"}, api.completion_create_params),
+            (schemas.Chat, {"messages": [{"role": "user", "content": "a"}]},
+             api.chat.completion_create_params)):
+        assert {*known.CompletionCreateParamsBase.__annotations__} <= {*kind.model_fields}
+        for values, names in schemas.NO_EFFECT:
+            text = "any text" if values is schemas.Text else ", ".join(
+                f"`{json.dumps(value)}`" for value in values) or "*only null*"
+            values = [None, *(["", "x"] if values is schemas.Text else values)]
+            for name, value in product(names.split(), VALUES + values):
+                refused = []
+                try:
+                    kind(**body, **{name: value})
+                except ValueError as error:
+                    refused = [each["loc"] for each in error.errors()]
+                fine = written(value) in map(written, values)
+                assert refused == ([] if fine else [(name,)]), (name, value)
+            rows |= dict.fromkeys(names.split(), text)
+    served = sorted(({*schemas.Completion.model_fields} | {*schemas.Chat.model_fields}) - {*rows})
+    rows |= dict.fromkeys(served, "*served*")
+    lines = [f"| {text} | {', '.join(f'`{name}`' for name in rows if rows[name] == text)} |\n"
+             for text in dict.fromkeys(rows.values())]
+    assert "".join(lines) in (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 
 
 JSON = {"content-type": "application/json"}
@@ -583,11 +569,13 @@ def test_only_this_machine_or_who_has_the_key():
                              ("evil.example:8000", 400), ("localhost.evil.example", 400)):
             assert httpx.get(running.url + "/health", headers={"Host": host}).status_code == status
     with serving(settings={"key": "secret"}) as running:
+        running.engine.see, steps = lambda batch: steps.append(batch), []
         for path, key, status in (("/v1/models", "", 401), ("/v1/models", "Bearer wrong", 401),
                                   ("/v1/models", "Bearer secret", 200), ("/metrics", "", 401),
                                   ("/live/steps", "", 401), ("/", "", 200), ("/health", "", 200)):
             got = httpx.get(running.url + path, headers={"Authorization": key, "Host": "a.example"})
             assert got.status_code == status, path
+        assert not steps   # the engine sleeps
 
 
 @pytest.mark.parametrize("flags, word", [

@@ -14,7 +14,6 @@ from uuid import uuid4
 from starlette.exceptions import HTTPException
 
 from lab.loading.load import bytes_of
-from lab.server.engine import Event
 from lab.server.schemas import error_of
 
 UNREAD = 512   # tokens of each request that a client may leave unread
@@ -53,8 +52,7 @@ class Answer:
     def __init__(self, engine, tokenizer, model, body, requests, http):
         self.engine, self.body, self.requests = engine, body, requests
         self.texts = {request: Text(tokenizer, body.stop) for request in requests}
-        # events, each with its text; how many tokens the client has got
-        self.queue, self.tokens = asyncio.Queue(), 0
+        self.queue, self.tokens = asyncio.Queue(), 0   # what `put` puts; tokens that have been sent
         self.over = asyncio.create_task(self.until_over(http))
         self.place, form = body.forms[body.stream]   # see schemas
         self.same = {"id": f"cmpl-{uuid4().hex}", "object": form, "model": model,
@@ -74,7 +72,7 @@ class Answer:
         if text.stopped:
             reason = "stop"
             self.engine.cancel(request, reason=reason)
-        self.queue.put_nowait((Event(request, token, reason, error), new))
+        self.queue.put_nowait((self.requests.index(request), new, token, reason, error))
         if self.queue.qsize() > UNREAD * len(self.requests):
             self.engine.cancel(request, reason="unread")
 
@@ -82,13 +80,13 @@ class Answer:
         """(index of a request, text, finish reason or None), as they come. Or HTTPException."""
         left = len(self.requests)
         while left:
-            (request, token, reason, error), text = await self.queue.get()
+            i, text, token, reason, error = await self.queue.get()
             if reason in FAILED:
                 status, why = FAILED[reason]
                 raise HTTPException(status, error or why)
             left -= reason is not None
             self.tokens += token is not None
-            yield self.requests.index(request), text, reason
+            yield i, text, reason
 
     async def whole(self):
         choices = [[i, "", None] for i in range(len(self.requests))]
