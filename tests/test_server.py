@@ -318,12 +318,15 @@ def test_answers_draw_from_seeds_of_their_own_unless_a_seed_is_given():
 
 
 def test_routes(monkeypatch):
-    with serving() as running, httpx.Client(base_url=running.url) as client:
+    with serving(pages=2) as running, httpx.Client(base_url=running.url) as client:
+        assert client.get("/v1/models/m").json()["max_model_len"] == 32
         for path in "/", "/health", "/v1/models", "/v1/models/m", "/metrics", "/docs":
             head, whole = client.head(path), client.get(path)
             assert (head.status_code, head.content) == (whole.status_code, b"") == (200, b"")
         assert "/v1/completions" in client.get("/openapi.json").json()["paths"]
         assert client.get("/health/").status_code == 404   # no redirection
+        config = running.server.config   # httpx uses a connection again for 5 seconds
+        assert config.timeout_keep_alive > 5 and config.limit_concurrency == 1000
         for path in "/v1/completions", "/v1/chat/completions", "/live/ask", "/live/control":
             for method in "GET", "HEAD", "OPTIONS":
                 got = client.request(method, path)
@@ -387,10 +390,10 @@ def test_a_body_is_taken_as_a_whole_or_not_at_all_and_a_full_queue_answers_429()
         running.hold(4)
         ask = partial(running.client().completions.create, model="m", prompt="a", stream=True)
         streams = [ask(n=3)]   # for two there are places: only one waits
-        with pytest.raises(openai.RateLimitError, match="3 of 4 requests are there") as full:
+        with pytest.raises(openai.RateLimitError, match="3 are there: the limit is 4") as full:
             ask(n=2)   # only one could wait
         assert full.value.response.headers["retry-after"] == "1"
-        with pytest.raises(openai.BadRequestError, match="5 requests at once: at most 4"):
+        with pytest.raises(openai.BadRequestError, match="5 more requests, 3 are there"):
             ask(n=5)
         streams.append(ask())
         assert sum(len(list(stream)) > 1 for stream in streams) == 2
@@ -431,7 +434,7 @@ def test_a_request_without_finite_logits_ends_alone_and_only_its_client_is_told(
     assert [len(names) for names in lost] == [1, 1] and lost[0] != lost[1]   # each hears of its own
 
 
-@pytest.mark.parametrize("drain, signals", [(0.2, 1), (30, 2)])
+@pytest.mark.parametrize("drain, signals", [(0.2, 1), (600, 2)])
 def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(drain, signals):
     with serving(LONG, pages=600) as running, running.half_sent(b"{", more=9):
         stream = running.client().completions.create(
@@ -530,7 +533,7 @@ WRONG = [   # a body, or the fields of one beside its prompt; and what the refus
     ({"prompt": [5000]}, "request 'r0': token id 5000 is not in the vocabulary, 0 to 1023"),
     ({"prompt": [[1] * 9, [1] * 300]}, "prompt 1 has 300 tokens, there is room for 256"),
     ({"max_tokens": 300}, "max_tokens can be at most 256, not 300"), ({"top_p": 0}, "'top_p': "),
-    ({"prompt": ["a"] * 3, "n": 100}, "300 requests at once: at most 264 can be there, 256 of "),
+    ({"prompt": ["a"] * 3, "n": 100}, "300 more requests, 0 are there: the limit is 264, of "),
     ({"model": "gpt-7"}, "there is no model 'gpt-7'; this is 'm'"), ({"seed": 2**63}, "'seed': ")]
 
 
@@ -575,6 +578,7 @@ def test_only_this_machine_or_who_has_the_key():
                                   ("/live/steps", "", 401), ("/", "", 200), ("/health", "", 200)):
             got = httpx.get(running.url + path, headers={"Authorization": key, "Host": "a.example"})
             assert got.status_code == status, path
+            assert got.headers.get("www-authenticate") == (None if status == 200 else "Bearer")
         assert not steps   # the engine sleeps
 
 

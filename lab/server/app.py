@@ -84,11 +84,9 @@ class Server(uvicorn.Server):
         for request, token, *_ in events:
             if token is not None:
                 self.tokens.inc()
-                *before, now = request.token_times[-2:]
-                if before:
-                    self.itl.observe(now - before[0])
-                else:
-                    self.ttft.observe(now - request.asked)
+                times, first = request.token_times, len(request.token_times) == 1
+                wait, since = (self.ttft, request.asked) if first else (self.itl, times[-2])
+                wait.observe(times[-1] - since)
         self.loop.call_soon_threadsafe(self.hand_out, events)
 
     def hand_out(self, events):

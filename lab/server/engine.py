@@ -11,8 +11,8 @@ stay as they are. What changes is how requests get in and how tokens get out:
 
 One thread owns scheduler, pages, pool and model, and all requests that it has taken in. The others
 change the inbox only, and set `stopping`; so only the inbox has a lock. They learn what became of a
-request from its events. What they read besides are counts, which may be one step old, a request's
-name, and the times of one that has ended.
+request from its events. What they read besides are counts, which may be one step old, and a
+request's name.
 
 The scheduler is that of beyond/in_batch.py: several answers to one prompt are asked for together,
 and share its pages from the first step on. `while engine.busy: engine.step()` makes the same passes
@@ -86,14 +86,13 @@ class Engine:
         trial = InBatchScheduler(len(requests), 1, self.pages.number, self.pages.size)
         for request in requests:
             trial.add(request)   # refuses what never fits
-        places = self.scheduler.max_batch + self.max_waiting
-        if len(requests) > places:
-            raise ValueError(f"{len(requests)} requests at once: at most {places} can be there, "
-                             f"{self.max_waiting} of them waiting, max_waiting")
         with self.changed:
             there = len(self.scheduler.running) + self.waiting
+            places = self.scheduler.max_batch + self.max_waiting
             if there + len(requests) > places:
-                raise Full(f"the queue is full: {there} of {places} requests are there")
+                kind = Full if len(requests) <= places else ValueError   # it never fits
+                raise kind(f"{len(requests)} more requests, {there} are there: the limit is "
+                           f"{places}, of which {self.max_waiting} wait (max_waiting)")
             for request in requests:
                 request.name, request.asked = f"r{next(self.names)}", time.perf_counter()
             self.tell(requests)
