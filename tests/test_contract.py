@@ -28,6 +28,7 @@ from test_tensor_parallel import assert_right
 
 from beyond.tensor_parallel import shard
 from cache import KV
+from lab.checks.check import Check
 from lab.checks.toy import toy
 from lab.checks.xray import XRay
 from model import Head
@@ -176,6 +177,36 @@ def test_requests_are_served_in_the_order_of_their_arrival(stage):
     assert single.finish_reason == "length"
 
 
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "prepacked_dataset"])
+def test_requests_that_arrive_together_are_served_in_the_order_given(stage):
+    """Whatever their lengths, names, priorities and seeds."""
+    requests = [Request([i] * prompt, new, seed=9 - i, name="dbca"[i], priority=(2, 0, 1, 0)[i])
+                for i, (prompt, new) in enumerate([(5, 2), (2, 3), (9, 1), (2, 2)])]
+    STAGES[stage](MODEL, requests, **knobs_of(stage, max_batch=1))
+    assert [r.token_steps for r in requests] == [[0, 1], [2, 3, 4], [5], [6, 7]]
+
+
+ONE_PASS = "0: A2 B3, 1: A1 C4 D1, 2: A1 C1 D4, 3: A1 D1, 4: D1"
+PASSES = {   # step: what each request computes
+    "naive": "0: A2 B3, 1: A1, 2: A1, 3: A1, 4: C4 D6, 5: C1 D1",   # no waiting for a third
+    "dynamic": "0: A2 B3, 1: A1, 1: C4 D6, 2: A1 C1 D1, 3: A1",     # decodes come first
+    "chunked": "0: A2 B3, 1: A1, 1: C4 D1, 2: A1 C1, 2: D4, 3: A1 D1, 4: D1",
+    "prepacked": "0: A2 B3, 1: A1, 1: C4 D6, 2: A1 C1 D1, 3: A1",
+    "prepacked_dataset": "0: B3 A2, 1: A1, 1: D6 C4, 2: A1 D1 C1, 3: A1",   # also while A runs
+    **dict.fromkeys(("interleaved", *common.RAGGED, *common.POOLED), ONE_PASS)}
+
+
+@pytest.mark.parametrize("stage", BATCHED)
+def test_which_passes_a_run_makes(stage):
+    requests = [Request([i] * prompt, new, name="ABCD"[i], arrival=arrival)
+                for i, (prompt, new, arrival) in enumerate(
+                    [(2, 4, 0), (3, 1, 0), (4, 2, 1), (6, 2, 1)])]
+    trace = STAGES[stage](MODEL, requests, **knobs_of(stage, max_batch=3, token_budget=6))
+    passes = [f"{p.step}: " + " ".join(f"{name}{n}" for name, _, n in p.work)
+              for p in trace.passes]
+    assert ", ".join(passes) == PASSES[stage]
+
+
 @pytest.mark.parametrize("stage", BATCHED)
 def test_bad_limits_are_refused(stage):
     """A batch of none would wait for ever."""
@@ -186,6 +217,46 @@ def test_bad_limits_are_refused(stage):
                 STAGES[stage](MODEL, [Request([1])], **knobs)
 
 
+# --- numbers that are not finite ------------------------------------------------------------------
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("number, dtype", [(math.nan, torch.float64), (6e4, torch.float16)])
+def test_a_pad_may_hold_anything(stage, number, dtype):
+    """NaN; or, with weights that are large for float16, what overflows. The id of pads is 0."""
+    model = common.looks_up(0, number, toy(dtype=dtype))
+    for block in model.h if dtype == torch.float16 else ():
+        block.attn.c_proj.weight *= 6000
+        block.mlp.c_proj.weight *= 6000
+    requests = [Request([i + 1] * n, 6, i % 2, seed=i, eos_token=0)
+                for i, n in enumerate([1, 3, 5, 7, 20])]
+    check = Check(model, requests)
+    STAGES[stage](model, requests, on_token=check.on_token,
+                  **knobs_of(stage, max_batch=3, token_budget=6, page_size=3))
+    assert {verdict.verdict for verdict in check()} <= {"identical", "near-tie"}
+
+
+def test_queries_are_scaled_before_they_are_multiplied():
+    """In float16, 16 x 100 x 100 would be infinite; a quarter of it, the score, is not."""
+    q = torch.full((1, 16), 100, dtype=torch.float16)
+    v = torch.eye(2, 16, dtype=torch.float16)
+    assert torch.equal(Head()(q, torch.cat([-q, q]), v), v[1:])
+
+
+def test_a_value_that_overflows_is_seen_by_its_own_request():
+    """Although its key is finite, and the sum is taken without it."""
+    model = toy()
+    model.h[1].attn.value.bias[0] = math.inf
+    with pytest.raises(ValueError, match="request 'r0': the model's logits are not finite"):
+        STAGES["unbatched"](model, Request([1, 2]))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_bad_request_is_named_and_the_others_keep_what_they_have(stage):
+    common.assert_names_the_bad_one(STAGES[stage], **knobs_of(stage, token_budget=9))
+
+
+# --- how many passes, and a step that fails -------------------------------------------------------
+
 @pytest.mark.parametrize("stage", BATCHED)
 def test_batching_saves_forward_passes(stage):
     """The contract would hold for a stage that runs one request after the other, too."""
@@ -193,8 +264,6 @@ def test_batching_saves_forward_passes(stage):
     trace = STAGES[stage](MODEL, requests)
     assert len(trace.passes) == 10 and sum(p.useful for p in trace.passes) == 8 * 12
 
-
-# --- a step that fails ----------------------------------------------------------------------------
 
 def failing(number, dtype=torch.float64):
     """A model whose forward pass of this number fails in the second block."""

@@ -59,9 +59,11 @@ def test_any_logits_any_number_give_a_token_of_positive_probability(
 @pytest.mark.parametrize("logits", [[1.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_refused_by_name(logits, temperature):
-    request = Request([1], temperature=temperature, name="r3")
-    with pytest.raises(ValueError, match="request 'r3': the model's logits are not finite"):
-        sample(torch.tensor([logits]), [request])
+    request, other = (Request([1], temperature=temperature, name=name) for name in ("r3", "r2"))
+    stream = other.random_stream.getstate()
+    with pytest.raises(ValueError, match="request 'r3': the model's logits are not finite") as bad:
+        sample(torch.tensor([[1.0, 2.0], logits]), [other, request])
+    assert bad.value.request is request and other.random_stream.getstate() == stream
     assert sample(torch.tensor([[-math.inf, 0.0]]), [request]) == [1]   # one may be impossible
 
 

@@ -86,6 +86,18 @@ def test_requests_are_added_in_order_of_arrival():
     assert list(scheduler.waiting) == queued   # nothing has come of the one that was refused
 
 
+def test_if_nothing_can_go_on_it_raises_and_names_who_is_stuck():
+    """Whether one of them runs or not; it does not wait for ever."""
+    for method, value, running in (("grant_room", False, 0), ("share_budget", [], 1)):
+        scheduler = Scheduler(2, 8)
+        queue(scheduler, [Request([0] * 3, 2, name="A", arrival=3), Request([0], arrival=3)])
+        setattr(scheduler, method, lambda *_: value)
+        assert scheduler.schedule(2) == []   # nothing has arrived
+        with pytest.raises(RuntimeError, match="'A' has arrived at step 3, but nothing can go on"):
+            scheduler.schedule(3)
+        assert len(scheduler.running) == 2 * running
+
+
 class Watched(Request):
     """Counts how often an attribute of a request is read, or one is compared with another."""
     reads = 0

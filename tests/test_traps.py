@@ -114,6 +114,16 @@ def test_a_layout_bug_is_named(name):
     assert not model._forward_pre_hooks   # it leaves nothing behind
 
 
+def test_keys_may_be_shared_only_if_all_tokens_before_are_equal():
+    """The second pages of A and B are equal, but not what is before them. B finds D's, and A's."""
+    requests = [Request([1, 1, 5, 5, 3], 1, name="A"), Request([2, 2, 9, 9, 3], 1, name="D"),
+                Request([2, 2, 5, 5, 3], 1, name="B", arrival=1)]
+    with broken("pages known by their own tokens", show=False), XRay(MODEL, requests) as xray:
+        STAGES["prefix"](MODEL, requests, page_size=2)
+    assert "token 0 = request 'B' (prefill, position 4) sees positions 2, 3 of request 'A'" in str(
+        xray.faults())
+
+
 # --- who sees whom, drawn -------------------------------------------------------------------------
 
 def drawn(stage, requests=None, step=1, **knobs):
