@@ -52,7 +52,7 @@ class Answer:
     def __init__(self, engine, tokenizer, model, body, requests, http):
         self.engine, self.body, self.requests = engine, body, requests
         self.texts = {request: Text(tokenizer, body.stop) for request in requests}
-        self.queue, self.tokens = asyncio.Queue(), 0   # events; how many tokens the client has got
+        self.queue, self.tokens = asyncio.Queue(), 0   # what `put` puts; tokens that have been sent
         self.over = asyncio.create_task(self.until_over(http))
         self.place, form = body.forms[body.stream]   # see schemas
         self.same = {"id": f"cmpl-{uuid4().hex}", "object": form, "model": model,
@@ -64,28 +64,29 @@ class Answer:
         self.engine.cancel(*self.requests)
 
     def put(self, event):
-        self.queue.put_nowait(event)
+        request, token, reason, error = event
+        text = self.texts[request]
+        if text.stopped:   # nothing after a stop string counts
+            return
+        new = "" if reason in FAILED else text.add(token)
+        if text.stopped:
+            reason = "stop"
+            self.engine.cancel(request, reason=reason)
+        self.queue.put_nowait((self.requests.index(request), new, token, reason, error))
         if self.queue.qsize() > UNREAD * len(self.requests):
-            self.engine.cancel(event.request, reason="unread")
+            self.engine.cancel(request, reason="unread")
 
     async def pieces(self):
         """(index of a request, text, finish reason or None), as they come. Or HTTPException."""
-        left = {*self.requests}
+        left = len(self.requests)
         while left:
-            request, token, reason, error = await self.queue.get()
-            if request not in left:   # it has met a stop string
-                continue
+            i, text, token, reason, error = await self.queue.get()
             if reason in FAILED:
                 status, why = FAILED[reason]
                 raise HTTPException(status, error or why)
-            text = self.texts[request].add(token)
-            if self.texts[request].stopped:
-                reason = "stop"
-                self.engine.cancel(request, reason=reason)
-            if reason:
-                left.remove(request)
+            left -= reason is not None
             self.tokens += token is not None
-            yield self.requests.index(request), text, reason
+            yield i, text, reason
 
     async def whole(self):
         choices = [[i, "", None] for i in range(len(self.requests))]
@@ -95,16 +96,18 @@ class Answer:
 
     async def lines(self):
         """The data of server-sent events, one for each token."""
+        options = self.body.stream_options
         try:
             if self.place == "delta":
                 start = [(i, "", None) for i in range(len(self.requests))]
                 yield json.dumps(self.fill(start, role="assistant"))
             async for piece in self.pieces():
-                yield json.dumps(self.fill([piece]))
+                so_far = self.usage() if options.continuous_usage_stats else None
+                yield json.dumps(self.fill([piece], usage=so_far))
         except HTTPException as error:
             yield json.dumps(error_of(error.status_code, error.detail))
             return
-        if self.body.stream_options.get("include_usage"):
+        if options.include_usage:
             yield json.dumps(self.fill([], usage=self.usage()))
         yield "[DONE]"
 
