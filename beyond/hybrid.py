@@ -10,8 +10,8 @@ Gemma, Mistral's models and gpt-oss mix two kinds of layers. A *full* layer sees
 
 So each *group* of layers has a block table. All groups have equally many layers: any page takes the
 same memory, and one free queue serves them all (as in vLLM's hybrid KV cache manager). With 4
-layers, 3 of which have a window of 32, 8 requests of 192 + 32 tokens hold at most 191 pages;
-without windows they would hold 432.
+layers, 3 of which have a window of 32, 8 requests of 192 + 32 tokens hold at most 189 pages;
+without windows they would hold 436.
 
 A beginning can be shared if all its full pages are found, and of each window group those to which
 the next token looks back; if not, a shorter one may be. But what is saved while requests run is not
@@ -20,11 +20,11 @@ windows of others, without which their full pages are worth nothing. 12 sessions
 
     tokens found again      of a session's earlier turns     of a common system prompt
     least recently used                0%                             100%
-    `passed_first`                    85%                               0%
+    `passed_first`                   100%                               0%
 
 `passed_first` takes passed pages before all others. The price: no session stops where the system
-prompt ends, so its last window is always passed. (In the open: vLLM #48435, #57610 and PR #40676,
-with --prefix-cache-retention-interval.)
+prompt ends, so its last window is always passed. (vLLM met the first row, #48435; it now takes such
+pages first, except some at intervals: #43447, --prefix-cache-retention-interval. See also #57610.)
 
     python -m beyond.hybrid     both, counted
 """

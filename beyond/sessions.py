@@ -25,7 +25,7 @@ queues turns in the order in which their sessions arrived. 24 sessions of 6 turn
     30 steps, first in line     541               9%
 
 With pages for all of them nothing is computed again, and `keep` changes nothing: find out first in
-which regime you are. (In the open: vLLM #57103 and #52113; Continuum, arXiv 2511.02230. InferCept
+which regime you are. (Proposed for vLLM: #57103 and #52113. Continuum: arXiv 2511.02230. InferCept
 found that recomputing takes 37 to 40% of the forward time. Copies in host memory: docs/memory.md.)
 
     python -m beyond.sessions     the table, counted

@@ -1,0 +1,246 @@
+"""
+Weights that change, sessions that pause, layers with a window: each request gets what it would have
+got alone. What is measured there, and known bugs: the end of this file, and test_traps.py.
+"""
+import math
+from bisect import bisect_right
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from common import (
+    BLOCK_SIZE,
+    THOROUGH,
+    alone,
+    assert_contract,
+    assert_trace,
+    smallest_pool,
+    toy,
+    workloads,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from beyond import hybrid, rollout, sessions
+from beyond.hybrid import Hybrid, HybridScheduler
+from beyond.rollout import RolloutScheduler
+from beyond.sessions import Session, SessionScheduler
+from cache import KV
+from model import head, sample
+
+MODELS = [toy(seed=i, n_layer=1) for i in range(3)]   # the versions of a model
+
+
+@contextmanager
+def checked(kind, *checks):
+    """Within it, `checks` are made after each step of a scheduler of this class."""
+    update = kind.update
+
+    def update_and_check(self, plan, tokens):
+        update(self, plan, tokens)
+        for check in checks:
+            check(self)
+
+    with patch.object(kind, "update", update_and_check):
+        yield
+
+
+def books(scheduler):
+    """Each page is free, or in as many tables as its ref_count says. A cached page has one name."""
+    pages = scheduler.pages
+    tables = [pages for pages, _ in getattr(scheduler, "held", {}).values()]
+    for request in scheduler.running:
+        tables += getattr(scheduler, "tables", {}).get(request, [request.block_table])
+    held = Counter(page for table in tables for page in table if page is not None)
+    assert [held[page] for page in range(pages.number)] == pages.ref_count
+    assert sorted([*pages.free_queue, *held]) == list(range(pages.number))
+    assert {page: name for name, page in pages.cached.items()} == pages.hash_of
+    assert all(request.block_table is None for request in scheduler.waiting)
+
+
+def logits_of(generate, *arguments, **knobs):
+    """(trace, {request: its logits (n, V)})"""
+    rows = {}
+    trace = generate(*arguments, **knobs, on_token=lambda request, _, row: rows.setdefault(
+        request, []).append(row))
+    return trace, {request: torch.stack(found) for request, found in rows.items()}
+
+
+def assert_close(logits, reference):
+    assert (logits - reference).abs().max() <= 1e-10 * reference.abs().max()
+
+
+# --- rollout --------------------------------------------------------------------------------------
+
+@torch.inference_mode()
+def replayed(request):
+    """
+    The reference: the request alone, computed span by span over a plain KV, with the weights that
+    its spans name. Returns (tokens, logits, the versions of the keys below each token).
+    """
+    twin, kv, tokens = replace(request), KV(BLOCK_SIZE), list(request.prompt)
+    versions, below, logits = [None] * BLOCK_SIZE, [], []
+    for version, first, end in request.spans:
+        def attend(layer, q, k, v):
+            kv.write(layer, first, k, v)
+            return head(q, *kv.read(layer, end))
+
+        rows = MODELS[version](torch.tensor(tokens[first:end]), torch.arange(first, end), attend)
+        versions[first:end] = [version] * (end - first)
+        if end == len(tokens):
+            below.append(versions[:end])
+            logits.append(rows[-1])
+            tokens += sample(rows[-1:], [twin])
+    return tokens[len(request.prompt):], torch.stack(logits), below
+
+
+@st.composite
+def rollouts(draw):
+    (requests, pressure), twins = draw(workloads()), draw(st.integers(0, 2))
+    requests = [replace(request, seed=request.seed + i, name=f"{request.name}.{i}",
+                        arrival=min(request.arrival, 9) + 3 * i)   # they find what is cached
+                for request in requests[:4] for i in range(1 + twins)]
+    changes = draw(st.lists(st.integers(1, 14), min_size=1, max_size=2, unique=True).map(sorted))
+    pages = smallest_pool(requests, pressure["page_size"]) + draw(st.integers(0, 12))
+    return requests, pressure, changes, draw(st.sampled_from(["keep", "recompute", "wait"])), pages
+
+
+def check_rollout(requests, pressure, changes, mode, pages):
+    requests = [*map(replace, requests)]
+
+    def stale(scheduler):
+        assert scheduler.stale <= {*scheduler.running}
+
+    with checked(RolloutScheduler, books, stale):
+        trace, logits = logits_of(
+            rollout.generate, MODELS[:len(changes) + 1], changes, requests, mode,
+            max_batch=pressure["max_batch"], token_budget=pressure["token_budget"], pages=pages,
+            page_size=pressure["page_size"])
+    assert_trace(trace, requests)
+    begun = {}   # request -> its first step
+    for p in trace.passes:
+        for name, _, _ in p.work:
+            begun.setdefault(name, p.step)
+    for request in requests:
+        tokens, reference, below = replayed(request)
+        assert request.generated == tokens and request.block_table is None
+        assert_close(logits[request], reference)
+        due = [bisect_right(changes, step) for step in request.token_steps]
+        if mode == "wait":   # one version for all, which was the newest when it began
+            assert {*sum(below, [])} == {below[0][0]}
+            assert below[0][0] >= bisect_right(changes, begun[request.name])
+        else:
+            assert [each[-1] for each in below] == due
+        if mode == "recompute":   # no key is of other weights than those that sample
+            assert all({*each} == {version} for each, version in zip(below, due))
+        if len({version for version, _, _ in request.spans}) == 1:   # then it is the old contract
+            tokens, reference, reason = alone(MODELS[request.spans[0][0]], request)
+            assert (request.generated, request.finish_reason) == (tokens, reason)
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+KNOWN = {}   # what requests get alone
+
+
+@st.composite
+def agents(draw):
+    requests, pressure = draw(workloads())
+    token = st.integers(0, 1)
+    asked = [(replace(request, prompt=request.prompt[:draw(st.integers(1, 10))],
+                      max_new_tokens=draw(st.integers(1, 4)), arrival=draw(st.integers(0, 4))),
+              draw(st.lists(st.tuples(st.integers(0, 9), st.lists(token, max_size=3),
+                                      st.integers(1, 3)), max_size=2))) for request in requests]
+    pages = -(-BLOCK_SIZE // pressure["page_size"]) + draw(st.integers(0, 12))
+    keep = draw(st.sampled_from([0, 1, 3, 6, math.inf]))
+    return asked, pressure, pages, keep, draw(st.booleans())
+
+
+def check_sessions(asked, pressure, pages, keep, by_session):
+    asked = [Session(replace(first), then) for first, then in asked]
+
+    def holds(scheduler):
+        assert all(last >= scheduler.step for _, last in scheduler.held.values())
+        assert keep or not scheduler.held
+        running = {request.session for request in scheduler.running}
+        assert not running & {*scheduler.held}
+
+    with checked(SessionScheduler, books, holds):
+        trace, logits = logits_of(
+            sessions.generate, MODELS[0], asked, pressure["max_batch"], pressure["token_budget"],
+            pages, pressure["page_size"], keep, by_session)
+    assert_trace(trace, trace.requests)
+    assert {*trace.requests} == {turn for session in asked for turn in session.turns}
+    for session in asked:
+        assert session.over and len(session.turns) == len(session.then) + 1
+        for one, two, (pause, result, _) in zip(session.turns, session.turns[1:], session.then):
+            assert two.prompt == one.tokens + result
+            assert two.arrival == one.token_steps[-1] + 1 + pause
+        for turn in session.turns:
+            key = repr(replace(turn, name="", priority=0, arrival=0))
+            tokens, reference, reason = KNOWN[key] = KNOWN.get(key) or alone(MODELS[0], turn)
+            assert (turn.generated, turn.finish_reason) == (tokens, reason)
+            assert_close(logits[turn], reference)
+            assert turn.block_table is None
+
+
+# --- hybrid ---------------------------------------------------------------------------------------
+
+def with_windows(window, period):
+    model = Hybrid(toy(n_layer=4).config, window, period).double()
+    model.load_state_dict(toy(n_layer=4).state_dict())
+    return model.requires_grad_(False)
+
+
+HYBRIDS = {(window, period): with_windows(window, period)
+           for window in (1, 2, 3, 5, 8, BLOCK_SIZE) for period in (2, 4)}
+KNOWN_OF = {key: {} for key in HYBRIDS}
+
+
+@st.composite
+def hybrids(draw):
+    requests, pressure = draw(workloads())
+    window, period = draw(st.sampled_from(list(HYBRIDS)))
+    size, step = pressure["page_size"], pressure["token_budget"] - 1
+    all_pages = smallest_pool(requests, size)   # a window and a step may begin within a page
+    near = min(all_pages, 1 + -(-(window + step - 1) // size))
+    pages = all_pages + (period - 1) * near + draw(st.integers(0, 12))
+    return requests, pressure, (window, period), pages, draw(st.booleans())
+
+
+def check_hybrid(requests, pressure, key, pages, passed_first):
+    window, size = key[0], pressure["page_size"]
+
+    def windows(scheduler, step, schedule=HybridScheduler.schedule):
+        plan = schedule(scheduler, step)
+        for request in scheduler.running:   # each window table has what the next pass may touch
+            known, start = len(request.tokens), request.computed
+            end = -(-min(known, start + scheduler.token_budget) // size)
+            first = max(0, start - window + 1) // size
+            for table in scheduler.tables[request][1:]:
+                assert [page is not None for page in table] == [False] * first + [True] * (
+                    end - first)
+            assert len(request.block_table) == -(-known // size)
+        return plan
+
+    with checked(HybridScheduler, books), patch.object(HybridScheduler, "schedule", windows):
+        assert_contract(HYBRIDS[key], hybrid.generate, [*map(replace, requests)],
+                        known=KNOWN_OF[key], max_batch=pressure["max_batch"],
+                        token_budget=pressure["token_budget"], pages=pages, page_size=size,
+                        passed_first=passed_first)
+
+
+ESSAYS = {"beyond/rollout.py": (rollouts(), check_rollout),   # also for test_traps.py
+          "beyond/sessions.py": (agents(), check_sessions),
+          "beyond/hybrid.py": (hybrids(), check_hybrid)}
+
+
+@pytest.mark.parametrize("file", ESSAYS)
+@settings(max_examples=300 if THOROUGH else 60)
+@given(data=st.data())
+def test_contract(file, data):
+    cases, check = ESSAYS[file]
+    check(*data.draw(cases))
