@@ -205,7 +205,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=256, page_size
     passed_first: whether pages that a window has passed are taken before all others
     """
     if not isinstance(model, Hybrid):
-        raise ValueError("model must be a Hybrid: with windows, and not compiled")
+        raise ValueError(f"model must be a Hybrid, not {type(model).__name__}")
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, HybridScheduler, model.config.block_size)
     scheduler = HybridScheduler(max_batch, token_budget, pages, page_size, model.windows,

@@ -135,6 +135,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
          "found = self.pages.find(hashes[:i])\n"
          "            before = (found + request.block_table[len(found):])[i - 1] if i else None\n"
          "            self.pages.cache(request.block_table[i], (before, hashes[i]))")],
+    "page hashes that collide": [   # by chance here; by intent, if the hash can be predicted
+        ("generate_prefix.py:page_hash", ".digest()", ".digest()[:1]")],
     "cached a step late": [   # when they may have been freed, and taken by another
         (UPDATE, "for request, n in plan:",
          "last, self.late = vars(self).get('late', []), []\n"
@@ -186,8 +188,8 @@ BIRTHS = {   # where some of them were met in the open; docs/sources.md has the 
     "a chunk reads pages to the end of its prompt":
         "nano-vllm #212: a chunk's key length was that of the whole sequence",
     "slot -1 is a slot": "vLLM #43810: padding wrote into the pool's last slot",
-    "pages known by the number of the page before":
-        "CVE-2025-25183: hash collisions in vLLM's prefix cache could be made on purpose",
+    "page hashes that collide":
+        "CVE-2025-25183: Python's own hash named vLLM's pages, and collisions could be made",
     "a duplicate is freed while a table names it":
         "mini-sglang #142: later steps read pages that had been given to others",
     "the prefix cache outlives the weights":
