@@ -8,10 +8,9 @@ Gemma, Mistral's models and gpt-oss mix two kinds of layers. A *full* layer sees
     table of the full layers       5     2     0     7     8        token 8 is the next:
     table of the window layers     -     -     3     4     6        it looks back to token 5
 
-So each *group* of layers has a block table. All groups have equally many layers: any page takes the
-same memory, and one free queue serves them all (as in vLLM's hybrid KV cache manager). With 4
-layers, 3 of which have a window of 32, 8 requests of 192 + 32 tokens hold at most 189 pages;
-without windows they would hold 436.
+So each *group* of equally many layers has a block table, and one free queue serves all groups (as
+in vLLM's hybrid KV cache manager). With 4 layers, 3 of which have a window of 32, 8 requests of 192
++ 32 tokens hold at most 189 pages; without windows they would hold 436.
 
 A beginning can be shared if all its full pages are found, and of each window group those to which
 the next token looks back; if not, a shorter one may be. But what is saved while requests run is not
@@ -199,9 +198,8 @@ class HybridPaged(Paged):
 def generate(model, requests, max_batch=8, token_budget=64, pages=256, page_size=16,
              passed_first=True, on_token=None):
     """
-    Runs `requests` on a Hybrid as prefix does. Returns the trace.
+    Runs `requests` on a Hybrid as prefix does. Returns the trace. A page serves one group's layers.
 
-    pages:        of the pool; each takes the keys and values of one group's layers
     passed_first: whether pages that a window has passed are taken before all others
     """
     if not isinstance(model, Hybrid):

@@ -4,17 +4,19 @@ Rollouts: the weights change while requests run. Which keys and values may still
 Reinforcement learning samples answers (*rollouts*) from a model that is being trained. New weights
 come while some answers are half done. Three modes say what becomes of those:
 
-    step         0 1 2 3 4 5 6 7 8 9 ...
-    weights      0 0 0 0 1 1 1 1 1 1         P: a prompt;  a: tokens sampled with weights 0
-    keep         P a a a b b b b             b: tokens sampled with weights 1, over keys of 0
-    recompute    P a a a R c c c c           R: prompt and answer computed again;  c: over keys of 1
-    wait         P a a a a a a a P c ...     all that have begun end first; nobody new is admitted
+                           the new weights are there
+                           |
+    keep         P a a a   b b b b            P: a prompt;  a: tokens of the old weights
+    recompute    P a a a   R c c c c          b: of the new ones, but over keys of the old ones
+    wait         P a a a   a a a a   P c c    c: of the new ones alone;  R: all computed again
+                                     |
+                                     only now do they change: all that had begun have ended
 
 In any mode the prefix cache must be emptied. Pages are found by their tokens, and tokens do not say
 which weights computed the keys. For the same reason a request that holds old keys, a *stale* one,
-must not cache its pages. If the reset is forgotten, no error is raised, and 24 of 29 requests that
-began after a change get wrong tokens. (It happened: NeMo-RL #4018, lmdeploy #4917.) What the modes
-cost, with three changes while 48 requests get 1,584 tokens:
+must not cache its pages. *Where the reset is forgotten, 24 of 29 requests that began after a change
+get wrong tokens, and no error is raised.* (It happened: NeMo-RL #4018, lmdeploy #4917.) What the
+modes cost, with three changes while 48 requests get 1,584 tokens:
 
     mode         passes   tokens computed   sampled over old keys
     keep            131             2,688     49%: KL 0.083, and 16% have another argmax
@@ -22,11 +24,11 @@ cost, with three changes while 48 requests get 1,584 tokens:
     wait            175             2,384      0%
 
 What is *identical* then? Each request gets the tokens that it would get alone, if its weights
-changed at the same tokens. `request.spans` lists what was computed with which weights. With one
-version in it, this is the old contract.
+changed at the same tokens. `request.spans` lists what was computed with which weights. If they are
+of one version, this is the contract of all stages.
 
-vLLM has pause_generation(mode="abort", "wait" or "keep"), and clear_cache; SGLang aborts, retracts
-or pauses in place. PipelineRL (arXiv 2509.19128) trains on answers of several versions: *keep*.
+In vLLM this is pause_generation(mode="abort", "wait" or "keep") and its clear_cache; SGLang aborts,
+retracts or pauses in place. PipelineRL (arXiv 2509.19128) updates weights while requests run.
 
     python -m beyond.rollout     both, counted
 """

@@ -17,12 +17,12 @@ Holding alone makes it worse. The session comes back, and waits behind a newcome
 waits for room, which that session holds. So whose pages are held must also go first: `by_session`
 queues turns in the order in which their sessions arrived. 24 sessions of 6 turns, in pages for six:
 
-    keep                      steps   computed again     of what earlier turns had computed
-    0 (LRU)                     677             100%
-    0, first in line            563              56%
-    infinity                  2,229              95%     three times slower
-    infinity, first in line     612               8%
-    30 steps, first in line     541               9%
+    keep                   steps   computed again     of what earlier turns had computed
+    0 (LRU)                  677             100%
+    0, by_session            563              56%
+    infinity               2,229              95%     three times slower
+    infinity, by_session     612               8%
+    30 steps, by_session     541               9%
 
 With pages for all of them nothing is computed again, and `keep` changes nothing: find out first in
 which regime you are. (Proposed for vLLM: #57103 and #52113. Continuum: arXiv 2511.02230. InferCept

@@ -161,7 +161,7 @@ def sessions(argv=None):
 def holds(args):
     model = GPT(GPTConfig(block_size=512, vocab_size=2, n_layer=1, n_head=1, n_embd=2))
     torch.set_num_threads(1)
-    rows = [("pages", "keep", "first in line", "steps", "computed again")]
+    rows = [("pages", "keep", "by_session", "steps", "computed again")]
     for pages, keep, first in (
             (140, 0, False), (140, 0, True), (140, math.inf, False), (140, math.inf, True),
             (140, 30, True), (560, 0, False), (560, math.inf, False)):
