@@ -3,6 +3,7 @@ Each known bug of lab/checks/traps.py is put in, and then what our code passes m
 contract on some drawn workload, in a stage that has the bug; or, for bugs of the schedulers, what
 holds of their plans and pages. The X-ray names layout bugs, drawn in red.
 """
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import test_scheduler
 import torch
 from common import (
     RAGGED,
+    ROOT,
     SEEN,
     STAGES,
     alone,
@@ -22,8 +24,9 @@ from common import (
 )
 from hypothesis import Phase, given, settings
 from matplotlib.colors import to_hex
+from test_essays import ESSAYS, assert_seen
 
-from lab.checks.traps import TRAPS, broken, swapped
+from lab.checks.traps import BIRTHS, TRAPS, broken, swapped
 from lab.checks.xray import XRay, sights_at
 from lab.views import sights
 from model import Head
@@ -63,8 +66,18 @@ def test_a_known_bug_is_seen(name):
             test_scheduler.plans_are_right(case, cancel)
             test_scheduler.test_what_can_never_fit_is_refused_by_name_with_the_numbers()
 
+    if file in ESSAYS:
+        return assert_seen(file, lambda: broken(name, show=False))
     with pytest.raises(SEEN):
         contract() if file in STAGE else plans_and_pages()
+
+
+def test_births_are_of_traps_and_told_in_the_sources():
+    sources = (ROOT / "docs" / "sources.md").read_text(encoding="utf-8")
+    assert {*BIRTHS} <= {*TRAPS}
+    for name, birth in BIRTHS.items():
+        assert f"| {name} |" in sources
+        assert all(each in sources for each in re.findall(r"#\d+|CVE-[\d-]+", birth))
 
 
 def test_a_trap_is_shown_and_taken_out_even_if_the_block_fails(capsys):

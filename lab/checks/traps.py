@@ -28,6 +28,8 @@ PAGED, READ = (f"generate_paged.py:Paged.{name}" for name in ("lay_out", "read")
 FIND = "generate_prefix.py:PrefixPages.find"
 HASHES, ROOM, UPDATE, CACHE = (f"generate_prefix.py:PrefixScheduler.{name}" for name in (
     "hashes", "grant_room", "update", "cache_filled"))
+CHANGE = "beyond/rollout.py:RolloutScheduler.change"
+WINDOWS = "beyond/hybrid.py:HybridPaged.lay_out"
 
 TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     # which keys a token may see
@@ -86,6 +88,12 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "new keys in the last page": [   # as if a pass never filled more than one page of a request
         (PAGED, "slots[start:]",
          "slots[-1] - slots[-1] % self.pages.size + slots[start:] % self.pages.size")],
+    "slot -1 is a slot": [   # padding to a captured size, as engines do it: -1 means nowhere
+        ("generate_paged.py:Paged.write",
+         "pool_k[:, self.slot_mapping], pool_v[:, self.slot_mapping] = k, v",
+         "slots = torch.cat([self.slot_mapping, self.slot_mapping.new_tensor([-1])])\n"
+         "        pool_k[:, slots], pool_v[:, slots] = (\n"
+         "            torch.cat([t, t[:, -1:]], dim=1) for t in (k, v))")],
     # tokens, and when they are sampled
     "samples from a partial prefill": [
         ("request.py:indices_due", "if n == request.todo", "if n > 0")],
@@ -128,6 +136,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
          "found = self.pages.find(hashes[:i])\n"
          "            before = (found + request.block_table[len(found):])[i - 1] if i else None\n"
          "            self.pages.cache(request.block_table[i], (before, hashes[i]))")],
+    "page hashes that collide": [   # by chance here; by intent, if the hash can be predicted
+        ("generate_prefix.py:page_hash", ".digest()", ".digest()[:1]")],
     "cached a step late": [   # when they may have been freed, and taken by another
         (UPDATE, "for request, n in plan:",
          "last, self.late = vars(self).get('late', []), []\n"
@@ -147,7 +157,46 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
          "return vars(self).setdefault('found', {}).setdefault(tuple(found), found)"),
         (ROOM, "self.pages.share(request.block_table, found)",
          "self.pages.share([], found)\n        request.block_table = found")],
+    "a duplicate is freed while a table names it": [
+        ("generate_prefix.py:PrefixPages.cache", "if name not in self.cached:",
+         "if self.cached.get(name, page) != page:\n            self.free([page])\n"
+         "        elif name not in self.cached:")],
+    # weights that change, sessions that pause, layers with a window
+    "the prefix cache outlives the weights": [
+        (CHANGE, "self.pages.cached.clear()", "pass"),
+        (CHANGE, "self.pages.hash_of.clear()", "pass")],
+    "pages of old keys are cached": [
+        ("beyond/rollout.py:RolloutScheduler.cache_filled", "if request not in self.stale:",
+         "if True:")],
+    "what is held is not counted": [
+        ("beyond/sessions.py:SessionScheduler.free",
+         "self.pages.share(pages, self.pages.find(self.hashes(request, request.computed)[:full]))",
+         "pages += self.pages.find(self.hashes(request, request.computed)[:full])")],
+    "a page of the window is given back": [
+        ("beyond/hybrid.py:HybridScheduler.first", "- window + 1", "- window + 2")],
+    "a poisoned null page": [   # stands for all passed pages: hidden, but 0 * NaN is NaN
+        (WINDOWS, "page or 0", "self.pages.number if page is None else page"),
+        (WINDOWS, "[max(0, start - window + 1):]", ""),
+        ("beyond/hybrid.py:generate", "KV(pages * page_size)", "KV((pages + 1) * page_size)"),
+        ("beyond/hybrid.py:HybridPaged.attend", "self.write(buffers, k, v)",
+         "self.write(buffers, k, v)\n"
+         "        for t in self.pool.k[buffers], self.pool.v[buffers]:\n"
+         "            t[:, -self.pages.size:] = float('nan')")],
 }
+
+BIRTHS = {   # where some of them were met in the open; docs/sources.md has the links
+    "published mask": "the tutorial of source I: decode rows see their own pads",
+    "a chunk reads pages to the end of its prompt":
+        "nano-vllm #212: a chunk's key length was that of the whole sequence",
+    "slot -1 is a slot": "vLLM #43810: padding wrote into the pool's last slot",
+    "page hashes that collide":
+        "CVE-2025-25183: Python's own hash named vLLM's pages, and collisions could be made",
+    "a duplicate is freed while a table names it":
+        "mini-sglang #142: later steps read pages that had been given to others",
+    "the prefix cache outlives the weights":
+        "NeMo-RL #4018 and lmdeploy #4917: answers from keys of weights that had gone",
+    "a poisoned null page":
+        "vLLM #57156: a NaN in the page that stands for no page passed through the mask"}
 
 
 @contextmanager
