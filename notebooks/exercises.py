@@ -27,25 +27,32 @@ def exercise(function):
     below, behind a line to click.
     """
     name = function.__name__
-    if re.search(r"^ +(\w+ = )?\.\.\.", inspect.getsource(function), re.MULTILINE):
+    function.__globals__[name] = function   # it may call itself
+    if blank(function):
         print(f"{name}: replace ... by your code, then run the cell.")
     else:
-        print(f"{name}: {verdict(function)}")
+        fault = said_by(lambda: fault_of(function, **QUESTIONS[name]), function)
+        print(f"{name}: " + (f"not yet. {fault}" if fault else "right."))
     with folded():
         print(QUESTIONS[name]["code"].strip())
     return function
 
 
-def verdict(function):
-    """What to say of a function."""
+def blank(function):
+    """Whether a function still has its `...`."""
+    return re.search(r"^ +(\w+ = )?\.\.\.", inspect.getsource(function), re.MULTILINE)
+
+
+def said_by(call, *functions):
+    """What a call returns; or its error, with the line of these functions that raised it."""
     try:
-        fault = fault_of(function, **QUESTIONS[function.__name__])
-    except Exception as error:   # of the reader's function, whatever it is
+        return call()
+    except Exception as error:   # of the reader's code, whatever it is
+        files = {function.__code__.co_filename for function in functions}
         lines = [f"line {frame.lineno}, {frame.line}: "
-                 for frame in traceback.extract_tb(error.__traceback__)
-                 if frame.filename == function.__code__.co_filename]
-        fault = f"{''.join(lines[-1:])}{type(error).__name__}: {error}"
-    return f"not yet. {fault}" if fault else "right."
+                 for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+        kind = "" if type(error).__name__ == "Fault" else f"{type(error).__name__}: "
+        return f"{''.join(lines[-1:])}{kind}{error}"
 
 
 def fault_of(function, calls, code, mistakes, run=None):
