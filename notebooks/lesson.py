@@ -34,13 +34,15 @@ from lab.checks.check import Check, summary
 from lab.checks.toy import letters
 from lab.checks.traps import broken  # noqa: F401
 from lab.checks.xray import sights_at
-from lab.experiments.figures import gaps, lines, packing, pool, rows  # noqa: F401 (for notebooks)
+from lab.experiments.figures import gaps, lines, packing, pool  # noqa: F401 (for notebooks)
 from lab.experiments.memory import filling_pool  # noqa: F401
 from lab.experiments.results import load as results  # noqa: F401
 from lab.loading.load import load, set_threads
 from lab.loading.stages import STAGES
 from request import Request
 from lab.flags import knobs_of
+from lab.simulate.calculated import figures, simulate  # noqa: F401
+from lab.simulate.hardware import GPUS, MODELS
 from lab.views.plots import pyplot, timelines  # noqa: F401
 from lab.views.sights import draw as show  # noqa: F401
 
@@ -127,6 +129,13 @@ def run_all(stages, requests, **knobs):
     return {name: run(name, requests, **knobs_of(generate_of(name), knobs)[0]) for name in stages}
 
 
+def on_a100(stage, requests, **knobs):
+    """A stage's run of Llama 2 7B on an A100, calculated, with those knobs that it has."""
+    return simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES[stage],
+                    [replace(request) for request in requests],
+                    **knobs_of(STAGES[stage], knobs)[0])
+
+
 def counts(traces, **columns):
     """Prints a table of sums over the passes of each trace. columns: {title: name of a count}"""
     print(f"{'':20}  passes" + "".join(f"{title.replace('_', ' '):>13}" for title in columns))
@@ -159,7 +168,7 @@ GUESSES = {}   # number of a question -> the wrong guesses so far
 
 
 def ask(question, guess=...):
-    """Prints a question. Judges a guess: the first two misses get a hint each, the third the answer."""
+    """Prints a question. Judges a guess: two misses get a hint each, the third the answer."""
     print(f"Question {question}")
     number = question.partition(":")[0]
     print("Replace ... by your answer, then run the cell." if guess is ... else
@@ -179,7 +188,8 @@ def reply(it, guess, missed):
     known += [each for each in said if isinstance(each, str)]   # another unit
     if len(missed) < 3:
         hint = it["hints"][len(missed) - 1]
-        return f"You say {guess}. {' '.join([*known[:1], *[hint] * (len(missed) == 2 or not known)])} Try again."
+        said = " ".join(known[:1] + [hint] * (len(missed) == 2 or not known))
+        return f"You say {guess}. {said} Try again."
     answer = {"True": "yes", "False": "no", "": "none"}.get(str(it["answer"]), it["answer"])
     return f"You say {guess}. {' '.join(known[:1]) or 'No.'} The answer is {answer}. {it['why']}"
 
@@ -187,16 +197,17 @@ def reply(it, guess, missed):
 def same(said, value, it):
     """Whether a reading is a value of questions.toml, right or wrong: one tolerance for both."""
     if isinstance(said, set):
-        return said == {*map(str, value.lower().split(", ") if isinstance(value, str) else value)} - {""}
+        names = value.lower().split(", ") if isinstance(value, str) else map(str, value)
+        return said == {*names} - {""}
     if isinstance(said, float):
         return math.isclose(said, value, rel_tol=it.get("within", 1e-9))
     return said == value
 
 
 def as_typed(lines):
-    """An answer needs no quotes: guess=A and C), guess=70x70). What can be read is passed as text."""
-    found = re.search(r"(?s)^(.*\bask\(\s*f?\"(\d\.\d): .*\bguess\s*=\s*)(.*?)(\)\s*;?\s*(?:#[^\n]*)?\s*)$",
-                      "".join(lines))
+    """An answer needs no quotes: guess=A and C), guess=70x70). What can be read becomes text."""
+    found = re.search(r"(?s)^(.*\bask\(\s*\"(\d\.\d): .*\bguess\s*=\s*)(.*?)"
+                      r"(\)\s*;?\s*(?:#[^\n]*)?\s*)$", "".join(lines))
     if not found or found[3].strip() == "..." or found[2] not in QUESTIONS:
         return lines
     try:
