@@ -79,18 +79,18 @@ def pool_size(requests, max_batch, page_size, pages=None):
 
 
 @torch.inference_mode()
-def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
+def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=None,
              scheduler=PagedScheduler, on_token=None):
     """
     Runs `requests` as ragged does, with another limit on memory. Returns the trace.
 
     pages:     how many pages the pool has, at most as many as all requests can fill; None: enough
                for the max_batch largest requests
-    page_size: tokens in a page
+    page_size: tokens in a page; None: 16, or the context if that is shorter
     scheduler: a class like PagedScheduler
     """
     requests = prepare(requests, model.config)
-    check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)
+    page_size = check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)
     scheduler = scheduler(max_batch, token_budget, number, page_size)
     pool = KV(number * page_size)

@@ -135,7 +135,7 @@ class PrefixScheduler(PagedScheduler):
             self.pages.cache(request.block_table[i], hashes[i])
 
 
-def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
+def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=None,
              scheduler=PrefixScheduler, on_token=None):
     """Runs `requests` as paged does, with another scheduler. Returns the trace."""
     trace = generate_paged.generate(model, requests, max_batch, token_budget, pages, page_size,

@@ -145,11 +145,11 @@ def cache_pages(flight, scheduler):
 
 
 @torch.inference_mode()
-def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
+def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=None,
              on_token=None):
     """As prefix; but while a pass is computed, the next one is planned. Returns the trace."""
     requests = prepare(requests, model.config)
-    check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
+    page_size = check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)
     scheduler = PrefixScheduler(max_batch, token_budget, number, page_size)
     pool = KV(number * page_size)

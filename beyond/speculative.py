@@ -63,11 +63,11 @@ def draft(plan, scheduler, lookups, most):
 
 
 @torch.inference_mode()
-def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16, guesses=4,
+def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=None, guesses=4,
              on_token=None):
     """Runs `requests` as prefix does, with at most `guesses` for each decode. Returns the trace."""
     requests = prepare(requests, model.config)
-    check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
+    page_size = check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)
     scheduler = PrefixScheduler(max_batch, token_budget, number, page_size)
     pool, lookups = KV(number * page_size), {}

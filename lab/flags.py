@@ -24,7 +24,7 @@ NUMBERS = {"max_batch": "the most requests that run at the same time (default: 8
                             "(default: no limit)",
            "pages": "pages in the pool of paged and prefix "
                     "(default: as many as the largest requests can fill)",
-           "page_size": "tokens per page (default: 16)"}
+           "page_size": "tokens per page (default: 16, or the context if that is shorter)"}
 PICTURES = (".png", ".pdf", ".svg")
 KNOBS = (*NUMBERS, "policy", "pack", "attention", "use_cache")
 

@@ -11,7 +11,8 @@ from lab.server.engine import Engine
 from toolbox.validate import at_least_1
 
 NUMBERS = {"max_batch": (8, "requests that run at the same time"),
-           "token_budget": (64, "tokens computed in a step"), "page_size": (16, "tokens in a page"),
+           "token_budget": (64, "tokens computed in a step"),
+           "page_size": (None, "tokens in a page (default: 16, or the context if that is shorter)"),
            "pages": (None, "pages in the pool (default: for max_batch of the longest requests, "
                            "but at most 16,384 tokens)"),
            "max_waiting": (256, "requests that may wait; the next one gets 429"),
@@ -44,8 +45,9 @@ def serve(args):
     with ThreadPoolExecutor(1) as once:
         model, tokenizer = once.submit(prepared, args).result()
     tokens = min(16384, args.max_batch * model.config.block_size)
-    engine = Engine(model, args.pages or -(-tokens // args.page_size), args.page_size,
-                    args.max_batch, args.token_budget, args.max_waiting)
+    size = args.page_size or min(16, model.config.block_size)
+    engine = Engine(model, args.pages or -(-tokens // size), size, args.max_batch,
+                    args.token_budget, args.max_waiting)
     server = Server(engine, tokenizer, args.model, args.api_key or None, args.drain)
     listener = listen(args.host, args.port)
     print(f"{args.model}, {torch.get_num_threads()} threads, at "

@@ -53,10 +53,11 @@ class Engine:
     max_waiting: requests that may wait; the next one is refused
     """
 
-    def __init__(self, model, pages=256, page_size=16, max_batch=8, token_budget=64,
+    def __init__(self, model, pages=256, page_size=None, max_batch=8, token_budget=64,
                  max_waiting=256):
         self.model, self.max_waiting = model, max_waiting
-        check_pool(max_batch, pages, page_size, InBatchScheduler, model.config.block_size)
+        page_size = check_pool(max_batch, pages, page_size, InBatchScheduler,
+                               model.config.block_size)
         self.scheduler = InBatchScheduler(max_batch, token_budget, pages, page_size)
         self.pages, self.pool = self.scheduler.pages, KV(pages * page_size)
         # An endless run must not remember all that happened: of the passes, only the last.
