@@ -376,8 +376,9 @@ def test_the_cache_shrinks_with_the_key_heads():
 
 
 def test_the_compiled_step_serves_what_its_own_check_does_not_have():
-    """Tied, with one key head for all, and with Llama 3.1's longer context."""
-    whole = llama(n_kv_head=1, head_size=20, norm_eps=1e-3, rope_scaling=(8.0, 1.0, 4.0, 16))
+    """Tied, with one key head for all, biases, and Llama 3.1's longer context."""
+    whole = llama(n_kv_head=1, head_size=20, norm_eps=1e-3, rope_scaling=(8.0, 1.0, 4.0, 16),
+                  qkv_bias=True, out_bias=True, mlp_bias=True)
     with torch.no_grad():
         for p in whole.float().parameters():
             p.mul_(0.5)   # float32 has fewer digits to show the differences of a loud model
