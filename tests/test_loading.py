@@ -30,7 +30,7 @@ from lab.compiled import optimize
 from lab.loading import load as load_module
 from lab.loading import tokenizer
 from lab.loading.llama import LlamaConfig, frequencies
-from lab.loading.load import Stream, decode, load, load_model
+from lab.loading.load import Stream, decode, load, load_model, word
 from lab.loading.workload import make_requests
 from model import GPT, GPTConfig
 from request import Request
@@ -71,7 +71,8 @@ def test_a_local_folder_and_a_file_in_it(folder, tmp_path):
     for name in folder, folder / "model.safetensors", str(folder):
         model, tokenizer = load(name)
         assert torch.equal(model.wte.weight, MODEL.wte.weight) and tokenizer.n_vocab == 1024
-        add_weight("lm_head.weight", MODEL.wte.weight.half())(folder)   # once more, as some have it
+        for more in ("lm_head.weight", MODEL.wte.weight.half()), ("h.0.attn.bias", torch.ones(1)):
+            add_weight(*more)(folder)   # the embedding once more, and a mask, as some have it
     write_gpt2(MODEL, tmp_path / "written")
     again = load_model(tmp_path / "written", torch.float64).state_dict()
     assert all(torch.equal(again[key], w.double()) for key, w in MODEL.state_dict().items())
@@ -216,6 +217,18 @@ def test_loading_finds_and_makes_a_model_once(folder, monkeypatch):
         assert calls == ["find", "load_file", "__init__"]
 
 
+def test_loading_takes_the_file_s_own_memory_and_no_random_numbers(folder, monkeypatch):
+    """Where it has the dtype that is asked for."""
+    read, before, original = {}, torch.random.get_rng_state(), weights.load_file
+    monkeypatch.setattr(weights, "load_file", lambda path: (
+        read.update(original(path)), dict(read))[1])
+    for dtype in torch.float16, torch.float32:
+        same = (load_model(folder, dtype).wte.weight.data_ptr() ==
+                read["transformer.wte.weight"].data_ptr())
+        assert same == (dtype == torch.float16)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("name", ["no/such/folder", "README.md", "x" * 300, "a\0b"])
 def test_an_unknown_name_is_refused(name):
     with pytest.raises(ValueError, match="model '"):
@@ -306,6 +319,8 @@ def test_logits_are_those_of_transformers(family, monkeypatch, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size=size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "10KB")
     (tmp_path / "consolidated.safetensors").touch()   # the same once more, as Mistral writes it
+    if size == "5GB":   # an old file holds the angles
+        add_weight("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))(tmp_path)
     ours, tokens = load_model(tmp_path, torch.float64), torch.randint(VOCAB, (3, BLOCK_SIZE))
     with torch.inference_mode():
         expected, logits = model(tokens).logits, ours(tokens)
@@ -419,7 +434,11 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
     assert tokenizer.n_vocab == 257 + 2
     text = "the thesis is été ☕\n"
     assert tokenizer.decode(tokenizer.encode_ordinary(text)) == "<s>" + text
-    assert decode(tokenizer, [299]) == "\ufffd"
+    assert decode(tokenizer, [299, 258, 299]) == "\ufffdth\ufffd"
+    assert word(tokenizer, 299) == "\ufffd"
+    euro, the = tokenizer.encode_ordinary("€ the")[1:4], tokenizer.encode_ordinary(" th")[1:]
+    assert [byte for token in euro for byte in word(tokenizer, token)] == [*"€".encode()]
+    assert [word(tokenizer, token) for token in the] == [" ", "th"]
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     assert decode(tokenizer, tokenizer.encode_chat(messages)) == (
         "<s>[system] a\n[user] b\n[assistant]")
@@ -599,6 +618,9 @@ def test_any_tokenizer_reads_and_writes_as_in_transformers(kind, tmp_path):
             theirs.convert_tokens_to_ids(f"<|im_{what}|>")
             for what in ("start", "end", "start", "end", "start")]
         assert control.isdisjoint(ours.encode_ordinary(texts[0]))
+        if kind in ("Llama 2, legacy", "Unigram"):   # within a text, and in bytes
+            pieces = [word(ours, token) for token in ours.ids(ours.inner, "Q thé")]
+            assert pieces[-4:] == [" th", [0xC3], [0xA9]] or pieces[-3:] == [" th", [0xC3], [0xA9]]
         if kind in ("byte-level", "NFC"):
             assert decode(ours, got) == unicodedata.normalize("NFC", rendered) or kind != "NFC"
             assert decode(ours, got) == rendered or kind == "NFC"
