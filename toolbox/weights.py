@@ -88,11 +88,11 @@ def files_in(folder):
     shard_of = read_object(folder / INDEX).get("weight_map")
     if not isinstance(shard_of, dict) or {*map(type, shard_of.values())} != {str}:
         raise ValueError(f"{INDEX}: weight_map must be an object, the shard of each weight")
-    files = [folder / shard for shard in sorted({*shard_of.values()})]
-    for file in files:
-        if not file.is_file() or not file.is_relative_to(folder) or ".." in file.parts:
-            raise ValueError(f"{INDEX} names {str(file)!r}, which is no file in this folder")
-    return files
+    files = {shard: folder / shard for shard in sorted({*shard_of.values()})}
+    for shard, file in files.items():
+        if not file.is_file() or Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise ValueError(f"{INDEX} names {shard!r:.99}, which is no file in this folder")
+    return [*files.values()]
 
 
 def download(repository, kinds):

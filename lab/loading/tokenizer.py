@@ -14,8 +14,6 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 
 import tiktoken
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from toolbox.validate import is_whole, one_line
 from toolbox.weights import read_object
@@ -108,16 +106,21 @@ def end_of(folder, usual):
 
 # --- tokenizers that others have made -------------------------------------------------------------
 
-TEMPLATES = ImmutableSandboxedEnvironment(   # as transformers has it: for programs by anybody
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-TEMPLATES.filters["tojson"] = partial(json.dumps, ensure_ascii=False)   # jinja's own is for HTML
+@cache
+def templates():
+    """Where chat templates, which are programs by anybody, run: as transformers does it."""
+    from jinja2 import TemplateError  # it comes with torch
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    def fail(message):
+        raise TemplateError(message)
 
-def fail(message):
-    raise TemplateError(message)
-
-
-TEMPLATES.globals |= {"raise_exception": fail, "strftime_now": lambda f: datetime.now().strftime(f)}
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                            extensions=["jinja2.ext.loopcontrols"])
+    sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)   # its own is for HTML
+    sandbox.globals |= {"raise_exception": fail,
+                        "strftime_now": lambda form: datetime.now().strftime(form)}
+    return sandbox
 
 
 class FromFolder:
@@ -170,7 +173,7 @@ class FromFolder:
 
     def render(self, messages):
         with one_line(f"{self.name}: its chat template fails", Exception):   # it is a program
-            return TEMPLATES.from_string(self.chat_template).render(
+            return templates().from_string(self.chat_template).render(
                 self.named, messages=messages, add_generation_prompt=True)
 
     @cached_property
