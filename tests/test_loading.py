@@ -107,7 +107,7 @@ BROKEN = [   # what is done to a folder, and what is said about it
     (edit_config(n_head=3), "config.json: .. n_head 3"),
     (edit_config(n_positions="256"), "config.json: n_positions .. at least 1, not '256'"),
     (edit_config(n_inner=256), "n_inner must be None or 512, not 256"),
-    (edit_config(eos_token_id=[5, None]), "config.json: eos_token_id .. not [5, None]"),
+    (edit_config(eos_token_id=[5, None]), "model .. config.json: eos_token_id .. not [5, None]"),
     (edit_config(layer_norm_epsilon=1e-2), "layer_norm_epsilon must be 1e-05, not 0.01"),
     (edit_config(tie_word_embeddings=False), "tie_word_embeddings must be True"),
     (add_weight("odd", torch.zeros(1)), '"odd"'),

@@ -198,6 +198,7 @@ def test_what_is_taken():
         request = Request([1], number, number, number, seed=number, eos_token=number)
         assert type(request.seed) is type(request.eos_token) is type(request.top_k) is int
     assert Request([1], temperature=numpy.float32(0.5), top_p=torch.tensor(0.5)).top_p == 0.5
+    assert type(Request([1], temperature=10**300).temperature) is float   # torch divides by it
     for ends in ([3, 2], {2, 3}, torch.tensor([3, 2]), numpy.array([3, 2])):
         assert {*Request([1], eos_token=ends).ends} == {2, 3}
     requests = [Request([1], name="r1"), Request([1]), Request([1]), Request([1], name="r2")]

@@ -54,9 +54,10 @@ def check_request(request):
     if not all(is_whole(token, 0) for token in request.ends):
         raise ValueError(f"{request}: eos_token must be a whole number of at least 0, or several "
                          f"of them, not {eos!r}")
-    request.temperature, request.top_p = t, p = plain(request.temperature), plain(request.top_p)
+    t, request.top_p = plain(request.temperature), (p := plain(request.top_p))
     if not is_number(t) or not 0 <= t <= sys.float_info.max:
         raise ValueError(f"{request}: temperature must be a number of at least 0, not {t!r}")
+    request.temperature = float(t)   # torch has no large ints
     if not is_number(p) or not 0 < p <= 1:
         raise ValueError(f"{request}: top_p must be a number above 0 and at most 1, not {p!r}")
 

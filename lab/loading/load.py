@@ -24,6 +24,7 @@ from lab.loading.llama import Llama, LlamaConfig
 from lab.loading.tokenizer import FILES, FromFolder, end_of, from_ranks_file, gpt2
 from model import GPT, GPTConfig
 from toolbox import weights
+from toolbox.validate import one_line
 
 KINDS = {"gpt2": weights.gpt2_config, **dict.fromkeys(llama_files.KINDS, llama_files.llama_config)}
 SMALL = 30_000_000   # parameters; below that, threads wait for each other longer than they compute
@@ -54,10 +55,11 @@ def load(name="builtin", dtype=torch.float32):
         tokenizer = gpt2()
     else:
         tokenizer = FromFolder(folder, found.kind)
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise ValueError(f"model '{name}': its vocabulary of {model.config.vocab_size} is smaller "
-                         f"than its tokenizer's {tokenizer.n_vocab}")
-    tokenizer.eot_token = end_of(folder, tokenizer.eot_token)
+    with one_line(f"model '{name}'"):
+        tokenizer.eot_token = end_of(folder, tokenizer.eot_token)
+        if tokenizer.n_vocab > model.config.vocab_size:
+            raise ValueError(f"its vocabulary of {model.config.vocab_size} is smaller than its "
+                             f"tokenizer's {tokenizer.n_vocab}")
     return model, tokenizer
 
 

@@ -98,8 +98,8 @@ def end_of(folder, usual):
         if given is not None:
             ends = given if isinstance(given, list) else [given]
             if not all(is_whole(token, 0) for token in ends):
-                raise ValueError(f"{folder / file}: eos_token_id must be a token id, or a list of "
-                                 f"them, not {given!r:.60}")
+                raise ValueError(f"{file}: eos_token_id must be a token id, or a list of them, "
+                                 f"not {given!r:.60}")
             return ends[0] if len(ends) == 1 else tuple(ends)
     return usual
 
