@@ -95,7 +95,7 @@ def alone(model, request):
         logits.append(model(torch.tensor([sequence], device=model.device))[0, -1])
         sequence += sample(logits[-1][None], [twin])
         new = sequence[len(request.prompt):]
-        if new[-1] == request.eos_token:
+        if new[-1] in (eos if isinstance(eos := request.eos_token, tuple) else [eos]):
             return new, torch.stack(logits), "stop"
         if len(new) == request.max_new_tokens or len(sequence) > model.config.block_size:
             return new, torch.stack(logits), "length"

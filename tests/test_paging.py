@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from cache import KV
 from generate_paged import Paged
+from lab.server.engine import Engine
 from model import causal, sample
 from paging import PagedScheduler, Pages
 from request import Request
@@ -46,6 +47,19 @@ def test_bad_knobs_are_refused_before_anything_ran(stage, knobs, named):
     with pytest.raises(ValueError, match=named):
         STAGES[stage](MODEL, requests, **knobs)
     assert requests[0].generated == []
+
+
+@pytest.mark.parametrize("stage", POOLED)
+@pytest.mark.parametrize("context, size", [(8, 8), (16, 16), (24, 16)])
+def test_a_page_has_16_tokens_or_those_of_a_shorter_context(stage, context, size):
+    def made(max_batch, budget, pages, page_size):
+        raise InterruptedError(page_size)
+
+    model = toy(block_size=context)
+    with pytest.raises(InterruptedError, match=f"^{size}$"):
+        STAGES[stage](model, Request([1, 2], 2), scheduler=made)
+    STAGES[stage](model, request := Request([1, 2], 2))
+    assert len(request.generated) == 2 and Engine(model).pages.size == size
 
 
 @pytest.mark.parametrize("stage", POOLED)

@@ -238,6 +238,20 @@ def test_text_of_a_stream_is_the_text_of_the_whole_up_to_a_stop(stops):
         assert got == whole[:min(found)[1] if found else None]
 
 
+def test_special_tokens_are_hidden_and_a_token_that_ends_an_answer_is_too(monkeypatch):
+    """With ignore_eos too; what ends an answer may be a token that is hidden nowhere else."""
+    dot, special = TOKENIZER.encode_single_token(b"."), TOKENIZER.eot_token
+    text = answers.Text(TOKENIZER, [])
+    assert "".join(map(text.add, [special, dot, special, special, dot, None])) == ".."
+    monkeypatch.setattr(TOKENIZER, "eot_token", (dot, special))
+    with serving() as running:
+        ended, whole = (running.post(prompt="# a", max_tokens=200, temperature=0.7, seed=0,
+                                     ignore_eos=ignore_eos).json()["choices"][0]
+                        for ignore_eos in (False, True))
+    assert (ended["finish_reason"], whole["finish_reason"]) == ("stop", "length")
+    assert whole["text"].startswith(ended["text"] + ".") and "<|endoftext|>" not in whole["text"]
+
+
 # --- real clients ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("number", [8, pytest.param(200, marks=pytest.mark.thorough)])

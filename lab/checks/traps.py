@@ -105,8 +105,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "the first token for all": [
         ("model.py:sample", "return tokens", "return tokens[:1] * len(tokens)")],
     "end of text is overlooked": [   # if it is the first token
-        (APPEND, "if token == self.eos_token:",
-         "if token == self.eos_token and len(self.generated) > 1:")],
+        (APPEND, "if token in self.ends:",
+         "if token in self.ends and len(self.generated) > 1:")],
     "one token too many": [
         (APPEND, "self.is_last(len(self.generated))", "self.is_last(len(self.generated) - 1)")],
     "no end at the context limit": [

@@ -11,7 +11,8 @@ from lab.server.engine import Engine
 from toolbox.validate import at_least_1
 
 NUMBERS = {"max_batch": (8, "requests that run at the same time"),
-           "token_budget": (64, "tokens computed in a step"), "page_size": (16, "tokens in a page"),
+           "token_budget": (64, "tokens computed in a step"),
+           "page_size": (16, "tokens in a page"),
            "pages": (None, "pages in the pool (default: for max_batch of the longest requests, "
                            "but at most 16,384 tokens)"),
            "max_waiting": (256, "requests that may wait; the next one gets 429"),

@@ -6,14 +6,13 @@ From the events of a body's requests to an answer in OpenAI's form: whole, or a 
     client <- HTTP <- Answer <--'                                  make the others wait
 """
 import asyncio
-import codecs
 import json
 import time
 from uuid import uuid4
 
 from starlette.exceptions import HTTPException
 
-from lab.loading.load import bytes_of
+from lab.loading.load import Stream
 from lab.server.schemas import error_of
 
 UNREAD = 512   # tokens of each request that a client may leave unread
@@ -27,15 +26,12 @@ class Text:
     """Tokens become text: whole characters only, and nothing that may yet be a stop string."""
 
     def __init__(self, tokenizer, stops):
-        self.tokenizer, self.stops = tokenizer, [stops] if isinstance(stops, str) else stops
-        self.decoder, self.held = codecs.getincrementaldecoder("utf-8")("replace"), ""
-        self.stopped = False
+        self.stream, self.stops = Stream(tokenizer), [stops] if isinstance(stops, str) else stops
+        self.held, self.stopped = "", False
 
     def add(self, token):
         """The text that is certain now. token None: the end, so what was held is, too."""
-        hidden = token in (None, self.tokenizer.eot_token)
-        new = b"" if hidden else bytes_of(self.tokenizer, token)
-        text = self.held + self.decoder.decode(new, token is None)
+        text = self.held + self.stream.add(token)
         found = [text.index(stop) for stop in self.stops if stop in text]
         self.stopped = bool(found)
         # how many characters at the end may be the beginning of a stop string
@@ -68,7 +64,8 @@ class Answer:
         text = self.texts[request]
         if text.stopped:   # nothing after a stop string counts
             return
-        new = "" if reason in FAILED else text.add(token)
+        hidden = reason in FAILED or token in request.ends
+        new = "" if hidden else text.add(token)
         if text.stopped:
             reason = "stop"
             self.engine.cancel(request, reason=reason)

@@ -129,9 +129,9 @@ class Completion(Sampling):
     def prompts(self, tokenizer):
         """The tokens of each."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        # not tiktoken's `encode`: it refuses texts that contain the name of a special token
-        return [tokenizer.encode_ordinary(prompt) if isinstance(prompt, str) else prompt
-                for prompt in ([self.prompt] if one else self.prompt)]
+        # as the tokenizer's own `encode`: special tokens in it are text to tiktoken, not to others
+        return [tokenizer.encode(prompt, disallowed_special=()) if isinstance(prompt, str)
+                else prompt for prompt in ([self.prompt] if one else self.prompt)]
 
 
 class Part(Strict):
