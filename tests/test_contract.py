@@ -231,7 +231,7 @@ def test_a_pad_may_hold_anything(stage, number, dtype):
 
 
 def test_what_overflows():
-    """16 x 100 x 100 does, in float16; the score, a quarter of it, does not. A value is not lost."""
+    """16 x 100 x 100 does, in float16; a quarter of it, the score, does not. No value is lost."""
     q, v = torch.full((1, 16), 100.0).half(), torch.eye(2, 16).half()
     assert torch.equal(Head()(q, torch.cat([-q, q]), v), v[1:])
     model = toy()
