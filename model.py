@@ -67,9 +67,8 @@ class Head(nn.Module):
         q:              (..., T, hs)  queries of the T new tokens
         k, v:           (..., T, hs)  their keys and values; or (..., S, hs), if the cache has put
                                       the past in front already
-        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, for Head to put in front;
-                                      or None. For a layout whose pasts differ in length, and are
-                                      padded to P columns
+        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, for Head to put in front,
+                                      of a layout that pads pasts to P columns; or None
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
                         over past *and* new keys is (B, 1, 1, S). ANDed with the causal rule.
 

@@ -97,8 +97,7 @@ FAULTS = {   # name: (what is done to the request, what the check says)
 def test_how_far_logits_may_be_apart(dtype, tolerance):
     """Relative to the largest logit, at any token."""
     for share, verdict in (0.9, "identical"), (1.1, "WRONG"):
-        request = Request([1], 3)
-        _, check = ran(toy(dtype=dtype, loud=tolerance < 1e-3), "unbatched", [request])
+        (request,), check = ran(toy(dtype=dtype, loud=tolerance < 1e-3), "unbatched", five()[:1])
         put(request, check.told[request], 1, factor=1 + share * tolerance)
         found, = check()
         assert found.verdict == verdict

@@ -199,6 +199,7 @@ def test_which_passes_a_run_makes(stage):
     passes = [f"{p.step}: " + " ".join(f"{name}{n}" for name, _, n in p.work)
               for p in trace.passes]
     assert ", ".join(passes) == PASSES[stage]
+    assert trace.stage.replace(", ", "_").startswith(stage)
 
 
 @pytest.mark.parametrize("stage", BATCHED)
@@ -229,19 +230,13 @@ def test_a_pad_may_hold_anything(stage, number, dtype):
     assert {verdict.verdict for verdict in check()} <= {"identical", "near-tie"}
 
 
-def test_queries_are_scaled_before_they_are_multiplied():
-    """In float16, 16 x 100 x 100 would be infinite; a quarter of it, the score, is not."""
-    q = torch.full((1, 16), 100, dtype=torch.float16)
-    v = torch.eye(2, 16, dtype=torch.float16)
+def test_what_overflows():
+    """16 x 100 x 100 does, in float16; a quarter of it, the score, does not. No value is lost."""
+    q, v = torch.full((1, 16), 100.0).half(), torch.eye(2, 16).half()
     assert torch.equal(Head()(q, torch.cat([-q, q]), v), v[1:])
-
-
-def test_a_value_that_overflows_is_seen_by_its_own_request():
-    """Although its key is finite, and the sum is taken without it."""
     model = toy()
     model.h[1].attn.value.bias[0] = math.inf
-    with pytest.raises(ValueError, match="request 'r0': the model's logits are not finite"):
-        STAGES["unbatched"](model, Request([1, 2]))
+    assert not model(torch.tensor([1, 2])).isfinite().any()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -249,15 +244,7 @@ def test_one_bad_request_is_named_and_the_others_keep_what_they_have(stage):
     common.assert_names_the_bad_one(STAGES[stage], **knobs_of(stage, token_budget=9))
 
 
-# --- how many passes, and a step that fails -------------------------------------------------------
-
-@pytest.mark.parametrize("stage", BATCHED)
-def test_batching_saves_forward_passes(stage):
-    """The contract would hold for a stage that runs one request after the other, too."""
-    requests = [Request([i, i + 1, i + 2], 10, name=f"r{i}") for i in range(8)]
-    trace = STAGES[stage](MODEL, requests)
-    assert len(trace.passes) == 10 and sum(p.useful for p in trace.passes) == 8 * 12
-
+# --- a step that fails ----------------------------------------------------------------------------
 
 def failing(number, dtype=torch.float64):
     """A model whose forward pass of this number fails in the second block."""
