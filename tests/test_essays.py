@@ -107,23 +107,27 @@ def replayed(request):
 
 @st.composite
 def rollouts(draw):
-    (requests, pressure), twins = draw(workloads()), draw(st.integers(0, 2))
-    requests = [replace(request, seed=request.seed + i, name=f"{request.name}.{i}",
-                        max_new_tokens=min(request.max_new_tokens, 9),
-                        arrival=draw(st.integers(0, 8)) + 4 * i)   # they find what is cached
-                for request in requests[:3] for i in range(1 + twins)]
-    changes = draw(st.lists(st.integers(1, 14), min_size=1, max_size=2, unique=True).map(sorted))
-    pages = smallest_pool(requests, pressure["page_size"]) + draw(st.integers(0, 12))
-    return requests, pressure, changes, draw(st.sampled_from(["keep", "recompute", "wait"])), pages
+    """Several answers to each prompt. Some come after a change, and find what is cached."""
+    changes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=2, unique=True).map(sorted))
+    requests, size = [], draw(st.integers(1, 4))
+    for i in range(draw(st.integers(1, 2))):
+        least, later = draw(st.sampled_from([1, 12])), draw(st.integers(3, 9))
+        prompt = draw(st.lists(st.integers(0, 1), min_size=least, max_size=20))
+        requests += [Request(prompt, draw(st.integers(1, 9)), draw(st.sampled_from([0.0, 0.9])),
+                             seed=j, eos_token=draw(st.sampled_from([None, 0])), name=f"r{i}.{j}",
+                             arrival=draw(st.integers(0, 2)) + j * later)
+                     for j in range(draw(st.integers(1, 4)))]
+    pages, budget = smallest_pool(requests, size), st.sampled_from([1, 3, 5, 20])
+    knobs = dict(max_batch=draw(st.integers(1, 4)), token_budget=draw(budget), page_size=size,
+                 pages=pages + draw(st.integers(0, 12)))
+    return requests, knobs, changes, draw(st.sampled_from(["keep", "recompute", "wait"]))
 
 
-def check_rollout(requests, pressure, changes, mode, pages):
+def check_rollout(requests, knobs, changes, mode):
     requests = [*map(replace, requests)]
     with books(RolloutScheduler):
         trace, logits = logits_of(
-            rollout.generate, MODELS[:len(changes) + 1], changes, requests, mode,
-            max_batch=pressure["max_batch"], token_budget=pressure["token_budget"], pages=pages,
-            page_size=pressure["page_size"])
+            rollout.generate, MODELS[:len(changes) + 1], changes, requests, mode, **knobs)
     assert_trace(trace, requests)
     begun = {}   # request -> its first step
     for p in trace.passes:
