@@ -69,6 +69,10 @@ def assert_books(scheduler):
     assert all(request.block_table is None for request in scheduler.waiting)
 
 
+def knobs_of(pressure, **more):
+    return {name: pressure[name] for name in ("max_batch", "token_budget", "page_size")} | more
+
+
 def logits_of(generate, *arguments, **knobs):
     """(trace, {request: its logits (n, V)})"""
     rows = {}
@@ -107,23 +111,27 @@ def replayed(request):
 
 @st.composite
 def rollouts(draw):
-    (requests, pressure), twins = draw(workloads()), draw(st.integers(0, 2))
-    requests = [replace(request, seed=request.seed + i, name=f"{request.name}.{i}",
-                        max_new_tokens=min(request.max_new_tokens, 9),
-                        arrival=draw(st.integers(0, 8)) + 4 * i)   # they find what is cached
-                for request in requests[:3] for i in range(1 + twins)]
-    changes = draw(st.lists(st.integers(1, 14), min_size=1, max_size=2, unique=True).map(sorted))
-    pages = smallest_pool(requests, pressure["page_size"]) + draw(st.integers(0, 12))
-    return requests, pressure, changes, draw(st.sampled_from(["keep", "recompute", "wait"])), pages
+    """Several answers to each prompt. Some come after a change, and find what is cached."""
+    changes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=2, unique=True).map(sorted))
+    requests, size = [], draw(st.integers(1, 4))
+    for i in range(draw(st.integers(1, 2))):
+        least, later = draw(st.sampled_from([1, 12])), draw(st.integers(3, 9))
+        prompt = draw(st.lists(st.integers(0, 1), min_size=least, max_size=20))
+        requests += [Request(prompt, draw(st.integers(1, 9)), draw(st.sampled_from([0.0, 0.9])),
+                             seed=j, eos_token=draw(st.sampled_from([None, 0])), name=f"r{i}.{j}",
+                             arrival=draw(st.integers(0, 2)) + j * later)
+                     for j in range(draw(st.integers(1, 4)))]
+    pages, budget = smallest_pool(requests, size), st.sampled_from([1, 3, 5, 20])
+    knobs = dict(max_batch=draw(st.integers(1, 4)), token_budget=draw(budget), page_size=size,
+                 pages=pages + draw(st.integers(0, 12)))
+    return requests, knobs, changes, draw(st.sampled_from(["keep", "recompute", "wait"]))
 
 
-def check_rollout(requests, pressure, changes, mode, pages):
+def check_rollout(requests, knobs, changes, mode):
     requests = [*map(replace, requests)]
     with books(RolloutScheduler):
         trace, logits = logits_of(
-            rollout.generate, MODELS[:len(changes) + 1], changes, requests, mode,
-            max_batch=pressure["max_batch"], token_budget=pressure["token_budget"], pages=pages,
-            page_size=pressure["page_size"])
+            rollout.generate, MODELS[:len(changes) + 1], changes, requests, mode, **knobs)
     assert_trace(trace, requests)
     begun = {}   # request -> its first step
     for p in trace.passes:
@@ -162,10 +170,10 @@ def agents(draw):
     longest, more = [Session(*each).longest() for each in asked], st.sampled_from([0, 0, 1, 3, 9])
     pages = smallest_pool(longest, pressure["page_size"]) + draw(more)
     keep = draw(st.sampled_from([0, 1, 3, 6, math.inf]))
-    return asked, pressure, pages, keep, draw(st.booleans())
+    return asked, knobs_of(pressure, pages=pages, keep=keep, by_session=draw(st.booleans()))
 
 
-def check_sessions(asked, pressure, pages, keep, by_session):
+def check_sessions(asked, knobs):
     asked = [Session(replace(first), then) for first, then in asked]
 
     def preempt(scheduler, request, preempt=SessionScheduler.preempt):
@@ -173,9 +181,7 @@ def check_sessions(asked, pressure, pages, keep, by_session):
         preempt(scheduler, request)
 
     with books(SessionScheduler), patch.object(SessionScheduler, "preempt", preempt):
-        trace, logits = logits_of(
-            sessions.generate, MODELS[0], asked, pressure["max_batch"], pressure["token_budget"],
-            pages, pressure["page_size"], keep, by_session)
+        trace, logits = logits_of(sessions.generate, MODELS[0], asked, **knobs)
     assert_trace(trace, trace.requests)
     assert {*trace.requests} == {turn for session in asked for turn in session.turns}
     for session in asked:
@@ -213,11 +219,12 @@ def hybrids(draw):
     all_pages = smallest_pool(requests, size)   # a window and a step may begin within a page
     near = min(all_pages, 1 + -(-(window + step - 1) // size))
     pages = all_pages + (period - 1) * near + draw(st.integers(0, 12))
-    return requests, pressure, (window, period), pages, draw(st.booleans())
+    return requests, (window, period), knobs_of(pressure, pages=pages,
+                                                passed_first=draw(st.booleans()))
 
 
-def check_hybrid(requests, pressure, key, pages, passed_first):
-    window, size = key[0], pressure["page_size"]
+def check_hybrid(requests, key, knobs):
+    window, size = key[0], knobs["page_size"]
 
     def windows(scheduler, step, schedule=HybridScheduler.schedule):
         plan = schedule(scheduler, step)
@@ -226,16 +233,14 @@ def check_hybrid(requests, pressure, key, pages, passed_first):
             end = -(-min(known, start + scheduler.token_budget) // size)
             first = max(0, start - window + 1) // size
             for table in scheduler.tables[request][1:]:
-                assert [page is not None for page in table] == [False] * first + [True] * (
-                    end - first)
+                assert len(table) == end
+                assert [i for i, page in enumerate(table) if page is None] == [*range(first)]
             assert len(request.block_table) == -(-known // size)
         return plan
 
     with books(HybridScheduler), patch.object(HybridScheduler, "schedule", windows):
         assert_contract(HYBRIDS[key], hybrid.generate, [*map(replace, requests)],
-                        known=KNOWN_OF[key], max_batch=pressure["max_batch"],
-                        token_budget=pressure["token_budget"], pages=pages, page_size=size,
-                        passed_first=passed_first)
+                        known=KNOWN_OF[key], **knobs)
 
 
 ESSAYS = {"beyond/rollout.py": (rollouts(), check_rollout),   # also for test_traps.py
