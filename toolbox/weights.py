@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from toolbox.validate import at_least_1, check_config, one_line, one_of
 
@@ -152,10 +153,18 @@ def read(found, make, names, dtype):
             if head is not None and not torch.equal(head, tensors.setdefault("wte.weight", head)):
                 raise ValueError("lm_head.weight is not the embedding, as config.json says by "
                                  "tie_word_embeddings")
-        with torch.device("meta"):   # no memory: `assign` puts the tensors that were read in place
+        # no memory and no random numbers: `assign` puts the tensors that were read in place
+        with torch.device("meta"), Uninitialised():
             model = make(found.config)
         model.load_state_dict(tensors, assign=True)
     return model
+
+
+class Uninitialised(TorchFunctionMode):
+    """No random numbers for weights. On "meta" they would import torch's compiler, for seconds."""
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) != "torch.nn.init":
+            return func(*args, **(kwargs or {}))
 
 
 def check_fixed(theirs, fixed):
