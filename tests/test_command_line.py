@@ -237,7 +237,7 @@ def test_a_stage_imports_what_it_uses():
         try:
             lab.run.main(generate_ragged.generate, "", "--prompt a --max_new_tokens 2".split())
         finally:
-            print("found:", *sorted({"matplotlib", "transformers", "lab.explorer", "lab.server",
+            print("found:", *sorted({"matplotlib", "tokenizers", "lab.explorer", "lab.server",
                   "lab.simulate", "lab.compiled", "lab.experiments", "torch._dynamo"}
                   & {*sys.modules}))
         """], cwd=ROOT, capture_output=True, text=True)
