@@ -69,9 +69,12 @@ def above_0(text):
     return float(text)
 
 
-def add_knobs(parser):
+def add_knobs(parser, defaults={}):
+    """defaults: those that are not a stage's own, for --help"""
     knobs = parser.add_argument_group("how to batch (changes when a token comes, never which)")
     for name, text in NUMBERS.items():
+        if name in defaults:
+            text = f"{text.split(' (default')[0]} (default: {defaults[name]})"
         knobs.add_argument(f"--{name}", type=int, metavar="N", help=text)
     knobs.add_argument("--policy", choices=tuple(SCHEDULERS),
                        help="prefix: which waiting request goes first (default: fcfs)")
