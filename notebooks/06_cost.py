@@ -19,7 +19,7 @@ import math
 import random
 import torch
 import torch.distributed as dist
-from lab.simulate.arrivals import workload
+from lab.loading.arrivals import workload
 from lab.simulate.calculated import figures, simulate
 from lab.simulate.hardware import GPUS, MODELS
 from beyond.tensor_parallel import all_reduces, column_parallel, shard

@@ -5,22 +5,30 @@ from statistics import mean
 
 from lab.experiments.bench import KNOBS, workload
 from lab.experiments.results import Table
+from lab.loading.arrivals import poisson
+from lab.loading.arrivals import workload as requests_from
 from lab.loading.stages import STAGES
-from lab.simulate import calculated as s
-from lab.simulate import published
-from lab.simulate.arrivals import workload as requests_from
+from lab.simulate import published, real
+from lab.simulate.calculated import figures, runner, with_memory
 from lab.simulate.hardware import GPUS, MODELS
+from lab.simulate.overload import most_served
 
 MACHINES = {"rtx-4090": "W1", "a100": "W1", "h100": "W1", "a100, W3": "W3"}
 RATES = (0.25, 0.5, 1, 2, 4, 8, 16)   # requests a second
 CURVES = ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen", "paged")
+NEAR = 0.9   # of what a stage can serve: there its curve ends
 
 
-def run(stage, model, gpu, requests, rate=None, **knobs):
-    """A stage's trace on a calculated GPU."""
+def server(stage, model, gpu, longest, **knobs):
+    """(a function that runs a load on a calculated GPU: see `runner`; the most that run at once)"""
     shape, gpu = MODELS[model], GPUS[gpu]
-    knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, knobs)
-    return s.simulate(shape, gpu, STAGES[stage], requests, rate=rate, **knobs)
+    knobs, _ = with_memory(shape, gpu, STAGES[stage], longest, knobs)
+    return runner(shape, gpu, STAGES[stage], **knobs), knobs.get("max_batch", 1)
+
+
+def at_once(run, requests):
+    """`requests` makes them."""
+    return run(requests, [0.0] * len(requests()))
 
 
 def mixed(number):
@@ -31,23 +39,25 @@ def mixed(number):
 
 
 def curve(stage, number, rates):
-    """[(rate, ms a token), ...] of Llama 2 7B on an A100 40 GB, up to a second a token."""
-    points = []
-    for rate in rates:
-        trace = run(stage, "llama-2-7b", "a100-40gb", mixed(number), rate)
-        points.append((rate, 1e3 * mean((r.token_times[-1] - r.arrived) / len(r.generated)
-                                        for r in trace.requests)))
-        if points[-1][1] > 1000:
-            break
-    return points
+    """
+    {"points": [(rate, ms a token), ...], "served": requests/s} of Llama 2 7B on an A100 40 GB, up
+    to NEAR of what the stage can serve.
+    """
+    run, many = server(stage, "llama-2-7b", "a100-40gb", 1535)
+    served, points = most_served(run, mixed, max(number, 4 * many), many), []
+    for rate in [*(rate for rate in rates if rate < NEAR * served), NEAR * served]:
+        log = run(partial(mixed, number), [*poisson(number, rate, seed=0)])
+        points.append((rate, 1e3 * mean((r.token_times[-1] - r.arrived) / len(r.token_times)
+                                        for r in log.requests)))
+    return {"points": points, "served": served}
 
 
 def fitting(model, number):
     """{how: most of `number` mixed requests that run at once} on an A100 40 GB."""
     found = {"the longest answer for each": MODELS[model].room(GPUS["a100-40gb"]) // 1536}
     for how, stage in (("own answer reserved", "ragged, varlen"), ("pages", "paged")):
-        trace = run(stage, model, "a100-40gb", mixed(number), max_batch=400, token_budget=8192)
-        found[how] = max(len(p.work) for p in trace.passes)
+        run, _ = server(stage, model, "a100-40gb", 1535, max_batch=400, token_budget=8192)
+        found[how] = max(p[3] for p in at_once(run, partial(mixed, number)).passes)
     return found
 
 
@@ -55,13 +65,15 @@ def measure(args, device, dtype):
     """Every lesson about time on GPUs, calculated on the CPU: some minutes."""
     quick = args.quick
     return {
-        "ladder": {name: {stage: s.figures(run(
-            stage, "llama-2-7b", name.split(",")[0], workload(requests, 32000, quick), **KNOBS))
-            for stage in STAGES} for name, requests in MACHINES.items()},
-        "curve": {stage: curve(stage, 12 if quick else 120, RATES[:2] if quick else RATES)
+        "ladder": {name: {stage: figures(at_once(
+            server(stage, "llama-2-7b", name.split(",")[0], 639, **KNOBS)[0],
+            partial(workload, requests, 32000, quick))) for stage in STAGES}
+            for name, requests in MACHINES.items()},
+        "curve": {stage: curve(stage, 12 if quick else 240, RATES[:2] if quick else RATES)
                   for stage in CURVES},
         "fitting": {model: fitting(model, 12 if quick else 400)
                     for model in ("llama-2-7b", "mistral-7b", "llama-3.1-8b")},
+        "real": [*real.table(real.compare(real.RUNS[5:7] if quick else real.PREDICTED))],
         "published": published.compare(published.SOURCES if not quick else ["ANL"])}
 
 
@@ -88,4 +100,9 @@ def memory_table(found):
 
 def published_table(found):
     head, *rows = published.summary(found["published"])
+    return made(head, rows)
+
+
+def real_table(found):
+    head, *rows = found["real"]
     return made(head, rows)

@@ -19,7 +19,7 @@ from lab.flags import knobs_of
 from lab.loading.load import load
 from lab.loading.stages import STAGES
 from lab.loading.workload import PROMPTS, make_requests, read_prompts
-from lab.simulate.arrivals import workload
+from lab.loading.arrivals import workload
 from lab.simulate.calculated import figures, simulate
 from lab.simulate.hardware import GPUS, MODELS
 from request import Request

@@ -16,13 +16,13 @@ from lab.loading.arrivals import check_lengths, drawn, poisson, staged, traced
 from lab.loading.stages import SCRIPTS
 from lab.loading.traces import read_trace
 from lab.simulate import real
-from lab.simulate.calculated import DEFAULTS, figures, runner, with_memory
+from lab.simulate.calculated import DEFAULTS, FLAT, figures, runner, with_memory
 from lab.simulate.hardware import BYTES, ENGINES, gpu_of, shape_of
 from lab.simulate.overload import MOST_TRIED, most_served, verdict
 from lab.views import plots
 from lab.views.report import aligned
 
-COUNTS = "requests", "passes", "useful", "preemptions", "saved_tokens"
+COUNTS = "requests", "passes", "preemptions", "saved_tokens", "useful"
 WAITS = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2E": "e2e_ms"}
 
 
@@ -59,12 +59,12 @@ def run_stage(args):
     run = runner(shape, gpu, generate, ENGINES[args.engine], **knobs)
     log = run(partial(made, number), times, args.clients or 0)
     f = figures(log, args.ttft, args.itl)
-    print(f"{args.model} on {args.tp} x {args.gpu}, {args.stage}, {args.engine}, calculated: "
-          f"{f['tokens_per_s']:,.0f} tokens/s, {f['requests_per_s']:,.2f} requests/s"
+    title = f"{args.model} on {args.tp} x {args.gpu}, {args.stage}, {args.engine}, calculated"
+    print(f"{title}: {f['tokens_per_s']:,.0f} tokens/s, {f['requests_per_s']:,.2f} requests/s"
           + (f", {f['goodput']:,.2f} of them within the limits" if args.ttft or args.itl else ""))
     if rates := load_rates(args, times):
         many = knobs.get("max_batch", 1)
-        tried = max(min(number, MOST_TRIED), 4 * many, 250 if f["useful"] else 1000)
+        tried = max(min(number, MOST_TRIED), 4 * many, 1000 if generate in FLAT else 250)
         most = f["served_at_most"] = most_served(run, made, tried, many)
         f["load"] = [{"rate": rate, "verdict": verdict(rate / most, tried)} for rate in rates]
         for load in f["load"]:
@@ -72,11 +72,11 @@ def run_stage(args):
                   f"times what it can serve, {most:,.2f}")
     print(aligned([["ms", *f["ttft_ms"]], *([name, *(f"{value:,.1f}" for value in f[key].values())]
                                             for name, key in WAITS.items())]))
-    print(", ".join(f"{f[name]:,} {name.replace('_', ' ')}" for name in COUNTS if f[name]))
+    print(", ".join(f"{f[name]:,.6g} {name.replace('_', ' ')}" for name in COUNTS if f[name]))
     write(args.json, f)
     if args.plot:
         room = knobs.get("pages", 0) * knobs.get("page_size", 16) or knobs.get("max_kv_tokens")
-        plots.load(log.requests, log.passes, room, f"{args.stage} on {args.gpu}", args.plot)
+        plots.load(log.requests, log.passes, room, title, args.plot)
     return 0
 
 

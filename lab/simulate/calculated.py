@@ -39,6 +39,7 @@ from toolbox.trace import Trace
 
 LATE = 10**12   # a step that no run reaches
 DEFAULTS = {"max_batch": 256, "token_budget": 2048}   # as engines have them
+FLAT = generate_ragged.generate, generate_paged.generate, generate_prefix.generate
 
 
 class CalculatedModel:
@@ -50,8 +51,9 @@ class CalculatedModel:
     """
 
     def __init__(self, shape, gpu, source, engine):
-        self.config, self.price, self.device = shape, constants(shape, gpu, engine), torch.device("cpu")
-        self.source, self.ahead, self.load, self.step = source, engine.ahead, 0, -1
+        self.config, self.device = shape, torch.device("cpu")
+        self.price, self.source, self.ahead = constants(shape, gpu, engine), source, engine.ahead
+        self.load, self.step = 0, -1   # requests that are here, and the step of the last pass
         self.now, self.passes, self.observers = 0.0, [], [self.see]
         # one token's keys of all layers. A "meta" tensor has a size, and takes no memory
         self.key = torch.empty(1, shape.kv_bytes // 2, device="meta", dtype=torch.int8)
@@ -156,8 +158,9 @@ def runner(shape, gpu, generate, engine=Engine(), servers=1, route=None, **knobs
                 continue
             return SimpleNamespace(
                 requests=[*chain(*(server.requests for server in here))],
-                passes=[*chain(*(server.passes for server in here))], useful=None,
-                counts=sum((Counter(server.planner.counts) for server in here), Counter()))
+                passes=[*chain(*(server.passes for server in here))],
+                counts=(counts := sum((Counter(each.planner.counts) for each in here), Counter())),
+                useful=None if counts["preemptions"] else 1.0)   # there are no pads
         t = simulate(shape, gpu, generate, [*requests()], times, clients, engine, **knobs)
         return SimpleNamespace(
             requests=t.requests, counts=t.counts, useful=useful(t),
@@ -171,11 +174,11 @@ def planners(generate, max_batch=8, token_budget=64, max_kv_tokens=None, pages=N
              scheduler=None, attention="varlen", **_):
     """What makes a planner for a stage without pads; nothing for other stages."""
     limits, memory = (max_batch, token_budget), (pages, page_size)
-    if generate == generate_ragged.generate and attention == "varlen":
+    if generate == FLAT[0] and attention == "varlen":
         yield lambda: Counted(*limits, max_kv_tokens or math.inf)
         yield lambda: Planned(Scheduler(*limits, max_kv_tokens))
-    elif generate in (generate_paged.generate, generate_prefix.generate):
-        prefix = generate == generate_prefix.generate
+    elif generate in FLAT[1:]:
+        prefix = generate == FLAT[2]
         if not scheduler:
             yield lambda: Counted(*limits, *memory, prefix)
         kind = scheduler or (PrefixScheduler if prefix else PagedScheduler)
