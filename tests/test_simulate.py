@@ -6,7 +6,6 @@ import re
 import statistics
 import sys
 from dataclasses import replace
-from itertools import count
 
 import pytest
 from common import THOROUGH, examples
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from generate_naive import cache_for
 from generate_prefix import PrefixScheduler
+from lab.experiments.gpu import summary as gpu_summary
 from lab.flags import knobs_of
 from lab.loading.arrivals import drawn, poisson, staged, traced, workload
 from lab.loading.stages import STAGES
@@ -38,7 +38,7 @@ from lab.simulate.hardware import (
 )
 from lab.simulate.loop import Planned, Server, Source, serve
 from lab.simulate.overload import most_served, verdict
-from lab.views.report import latencies, totals
+from lab.views.report import figures, totals
 from model import GPT, GPTConfig
 from paging import PagedScheduler
 from request import prepare
@@ -109,7 +109,7 @@ def test_a_plan_sees_what_has_come_and_tokens_come_at_its_end(stage, lengths, lo
         going = sum(r.arrived < time <= r.token_times[-1] for r in trace.requests)
         assert going <= load.get("clients", len(lengths))
     waits = [1e3 * (r.token_times[0] - r.arrived) for r in trace.requests]
-    assert s.figures(trace)["ttft_ms"]["mean"] == pytest.approx(statistics.mean(waits))
+    assert figures(trace)["ttft_ms"]["mean"] == pytest.approx(statistics.mean(waits))
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -168,15 +168,17 @@ def test_counted_plans_are_the_schedulers_pass_by_pass(seed, kind, size, spare, 
 
 def test_short_memory_is_planned():
     knobs = dict(max_batch=12, token_budget=64, pages=17, page_size=16)
-    log = s.runner(TINY, SLOW, STAGES["paged"], **knobs)(lambda: workload([(30, 30)] * 12), [0] * 12)
-    assert s.figures(log)["preemptions"] > 0 and len(log.requests) == 12
+    run = s.runner(TINY, SLOW, STAGES["paged"], **knobs)
+    log = run(lambda: workload([(30, 30)] * 12), [0] * 12)
+    assert figures(log)["preemptions"] > 0 and len(log.requests) == 12
 
 
 def test_ahead_a_newcomer_waits_for_the_pass_after_the_next():
     """Passes of one second; A runs alone, and B comes in its second pass."""
     gpu = GPU(1e30, 1e30, 1e30, 1e30)
     for ahead, first in (False, 3), (True, 4):
-        server = Server(Planned(Scheduler(4, 64)), constants(TINY, gpu, Engine(1, 0, 0)), TINY, ahead)
+        price = constants(TINY, gpu, Engine(1, 0, 0))
+        server = Server(Planned(Scheduler(4, 64)), price, TINY, ahead)
         serve(Source(workload([(2, 9), (2, 2), (2, 1)]), [0, 1.5, 50]), [server])
         times = {r.name: r.token_times for r in server.requests}
         assert times["r1"] == pytest.approx([first, first + 1])
@@ -405,20 +407,26 @@ def test_published_runs_within_the_goal(monkeypatch):
     over_http = published.compare(["IOG", "yobitel"])
     assert len(over_http) > 1 and all(abs(row["error"]) < 0.06 for row in over_http)
     rows = published.compare(["ANL", "gpt-fast", "TensorRT-LLM 0.5"])
-    head, one, several, *_ = published.summary(rows)
+    head, one, several, *_ = gpu_summary(rows)
     assert float(one[2].rstrip("%")) <= 6 and float(several[2].rstrip("%")) <= 11
     assert float(one[4].rstrip("%")) <= 20 and float(several[4].rstrip("%")) <= 20
     assert sum(row["half"] == "chosen" for row in rows) > 20
 
 
 def test_real_runs_are_met_better_than_by_others():
-    runs = [run for run in real.PREDICTED if THOROUGH or run["id"] in ("26", "59", "55")]
+    """In E2E, in the median; quick: an H100, two of them, and an L40S, for a minute each."""
+    runs = [shorter(run) for run in real.PREDICTED if THOROUGH or run["id"] in ("59", "26", "55")]
     head, *lines = real.table(real.compare(runs))
-    errors = {who: [int(part.rstrip("%")) for part in cells[head.index(
-        f"all ({len(runs)} runs)") - 1].split()] for who, *cells in lines}
-    assert errors["here"] <= [5, 4, 4]
-    assert all(errors["here"][1] < e2e for who, (_, e2e, _) in errors.items() if who != "here")
+    column = head.index(f"all ({len(runs)} runs)")
+    found = {who: [int(part.rstrip("%")) for part in cells[column - 1].split()]
+             for who, *cells in lines}
+    assert all(mine <= most for mine, most in zip(found["lab.simulate"], (6, 4, 4)))
+    assert min(e2e for _, e2e, _ in found.values()) == found["lab.simulate"][1]
     assert {run["half"] for run in real.PREDICTED} == {"a", "b"}
+
+
+def shorter(run):
+    return run if THOROUGH else {**run, "stages": [(rate, 60) for rate, _ in run["stages"]]}
 
 
 # --- the commands ---------------------------------------------------------------------------------
@@ -439,13 +447,14 @@ def test_simulate_prints_figures_and_writes_and_draws_them(tmp_path, capsys):
     assert "useful" in capsys.readouterr().out
 
 
-def test_engines_memory_and_a_mixture(capsys):
+def test_engines_memory_and_models(capsys):
     said = {}
     for line in (*(f"--engine {name} --tp 2" for name in ENGINES), "--max_kv 3000", "--memory 0.5",
                  "--gpu l40s --model yi-34b --tp 2", "--model mixtral-8x7b --gpu h100 --tp 2"):
         assert run(f"--input 500 --output 20 --requests 40 --clients 9 {line}") == 0
-        said[line] = capsys.readouterr().out.split(":")[1]
-    assert len({*said.values()}) == len(said) - 2   # TODO
+        said[line] = capsys.readouterr().out.partition(": ")[2]
+    assert said.pop("--engine lmdeploy --tp 2") == said["--engine gpt-fast --tp 2"]   # so far
+    assert len({*said.values()}) == len(said)
 
 
 def test_help_says_the_defaults_that_are_used(capsys):
@@ -492,7 +501,7 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
         ("--memory 2", "--memory: must be above 0 and at most 1, not 2"),
         ("--max_kv 999999", "--max_kv must be at most .*, not 999,999"),
         *((f"--stages {bad}", "--stages: .* use RATE:SECONDS,RATE:SECONDS" if ":" in bad else
-           "--stages: ") for bad in ("8", "8:0", "8:60,", "x:1", "-1:9", "8:inf", "1:2:3")),
+           "--stages: ") for bad in ("8", "8:0", "8:60,", "x:1", "8:inf", "1:2:3")),
         ("--stages 1e-9:1e-9", "no request comes in so short a time"),
         *((f"--input {bad}", f"--input: {bad}: use N or LOW:HIGH")
           for bad in ("5:2", "5:", "1:2:3")),

@@ -1,7 +1,8 @@
 """Every lesson about time on GPUs, calculated by lab/simulate: nothing here is measured."""
+import math
 import random
+import statistics
 from functools import partial
-from statistics import mean
 
 from lab.experiments.bench import KNOBS, workload
 from lab.experiments.results import Table
@@ -9,9 +10,10 @@ from lab.loading.arrivals import poisson
 from lab.loading.arrivals import workload as requests_from
 from lab.loading.stages import STAGES
 from lab.simulate import published, real
-from lab.simulate.calculated import figures, runner, with_memory
+from lab.simulate.calculated import runner, with_memory
 from lab.simulate.hardware import GPUS, MODELS
 from lab.simulate.overload import most_served
+from lab.views.report import figures
 
 MACHINES = {"rtx-4090": "W1", "a100": "W1", "h100": "W1", "a100, W3": "W3"}
 RATES = (0.25, 0.5, 1, 2, 4, 8, 16)   # requests a second
@@ -47,8 +49,8 @@ def curve(stage, number, rates):
     served, points = most_served(run, mixed, max(number, 4 * many), many), []
     for rate in [*(rate for rate in rates if rate < NEAR * served), NEAR * served]:
         log = run(partial(mixed, number), [*poisson(number, rate, seed=0)])
-        points.append((rate, 1e3 * mean((r.token_times[-1] - r.arrived) / len(r.token_times)
-                                        for r in log.requests)))
+        points.append((rate, 1e3 * statistics.mean(
+            (r.token_times[-1] - r.arrived) / len(r.token_times) for r in log.requests)))
     return {"points": points, "served": served}
 
 
@@ -69,7 +71,7 @@ def measure(args, device, dtype):
             server(stage, "llama-2-7b", name.split(",")[0], 639, **KNOBS)[0],
             partial(workload, requests, 32000, quick))) for stage in STAGES}
             for name, requests in MACHINES.items()},
-        "curve": {stage: curve(stage, 12 if quick else 240, RATES[:2] if quick else RATES)
+        "curve": {stage: curve(stage, 12 if quick else 160, RATES[:2] if quick else RATES)
                   for stage in CURVES},
         "fitting": {model: fitting(model, 12 if quick else 400)
                     for model in ("llama-2-7b", "mistral-7b", "llama-3.1-8b")},
@@ -78,6 +80,34 @@ def measure(args, device, dtype):
 
 
 # --- the tables of docs/gpu.md --------------------------------------------------------------------
+
+FIGURES = {"tokens_per_s": "throughput", "ttft_ms": "first token", "itl_ms": "between tokens"}
+GROUPS = (   # name, and who belongs to it
+    ("one GPU", lambda row: row["tp"] == 1), ("several GPUs", lambda row: row["tp"] > 1),
+    *((f"{tp} GPUs", lambda row, tp=tp: row["tp"] == tp) for tp in (2, 4, 8)),
+    ("A100, one", lambda row: row["gpu"][:4] == "a100" and row["tp"] == 1),
+    ("Hopper, one", lambda row: row["gpu"][0] in "gh" and row["tp"] == 1),
+    ("other GPUs, one", lambda row: row["tp"] == 1 and (row["gpu"][0] in "rlt"
+                                                        or row["gpu"] == "a10g")),
+    ("one request", lambda row: row["requests"] == 1),
+    ("static batch", lambda row: row["kind"] == "static" and row["requests"] > 1),
+    ("all at once", lambda row: row["kind"] == "in-flight"),
+    ("clients that wait", lambda row: row["kind"] == "clients" and row["requests"] > 1))
+
+
+def summary(rows):
+    """A head, and a line for each group: errors on the tested runs, and last on the chosen."""
+    yield ["calculated against published", "runs", "median error", "90% within", "largest",
+           "on the chosen half"]
+    for figure, what in FIGURES.items():
+        for name, belongs in GROUPS if figure == "tokens_per_s" else GROUPS[:2]:
+            tested, chosen = (sorted(abs(row["error"]) for row in rows if row["half"] == half
+                                     and row["figure"] == figure and belongs(row))
+                              for half in ("tested", "chosen"))
+            if tested:
+                yield [f"{what}, {name}", len(tested), f"{statistics.median(tested):.0%}",
+                       f"{tested[math.ceil(0.9 * len(tested)) - 1]:.0%}", f"{tested[-1]:.0%}",
+                       f"{statistics.median(chosen):.0%} of {len(chosen)}" if chosen else "–"]
 
 made = partial(Table, how="calculated", small_print="calculated; {commands}")
 
@@ -99,7 +129,7 @@ def memory_table(found):
 
 
 def published_table(found):
-    head, *rows = published.summary(found["published"])
+    head, *rows = summary(found["published"])
     return made(head, rows)
 
 

@@ -29,8 +29,8 @@ def read_trace(path, check, most=None):
 
     check(prompt, answer): raises one, if lengths cannot be served. most: lines to read
     """
-    rows, is_json = [], str(path).endswith(".jsonl")
-    with one_line(f"--trace {path}", csv.Error), open(path, encoding="utf-8-sig", newline="") as file:
+    rows, is_json, where = [], str(path).endswith(".jsonl"), f"--trace {path}"
+    with one_line(where, csv.Error), open(path, encoding="utf-8-sig", newline="") as file:
         if not is_json and not str(path).endswith(".csv"):
             raise ValueError("the name must end in .csv or .jsonl")
         lines = enumerate(file, 1) if is_json else enumerate(csv.DictReader(file), 2)
@@ -58,7 +58,8 @@ def row_of(line):
             raise ValueError(f"no {column}; its column is one of {', '.join(names)}")
         found.append(str(values[0]))
     if not all(text.isdecimal() and int(text) for text in found[1:]):
-        raise ValueError(f"prompt and answer must be at least 1 token, not {' and '.join(found[1:])}")
+        raise ValueError("prompt and answer must be at least 1 token, not "
+                         f"{' and '.join(found[1:])}")
     seconds, prompt, answer = seconds_of(found[0]), int(found[1]), int(found[2])
     if "input_length" in line:   # Mooncake counts milliseconds
         seconds /= 1e3

@@ -16,13 +16,13 @@ from lab.loading.arrivals import check_lengths, drawn, poisson, staged, traced
 from lab.loading.stages import SCRIPTS
 from lab.loading.traces import read_trace
 from lab.simulate import real
-from lab.simulate.calculated import DEFAULTS, FLAT, figures, runner, with_memory
+from lab.simulate.calculated import DEFAULTS, FLAT, runner, with_memory
 from lab.simulate.hardware import BYTES, ENGINES, gpu_of, shape_of
 from lab.simulate.overload import MOST_TRIED, most_served, verdict
 from lab.views import plots
-from lab.views.report import aligned
+from lab.views.report import aligned, figures
 
-COUNTS = "requests", "passes", "preemptions", "saved_tokens", "useful"
+COUNTS = "requests", "passes", "preemptions", "saved_tokens"
 WAITS = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2E": "e2e_ms"}
 
 
@@ -72,7 +72,8 @@ def run_stage(args):
                   f"times what it can serve, {most:,.2f}")
     print(aligned([["ms", *f["ttft_ms"]], *([name, *(f"{value:,.1f}" for value in f[key].values())]
                                             for name, key in WAITS.items())]))
-    print(", ".join(f"{f[name]:,.6g} {name.replace('_', ' ')}" for name in COUNTS if f[name]))
+    print(", ".join(f"{f[name]:,} {name.replace('_', ' ')}" for name in COUNTS if f[name])
+          + (f", {f['useful']:.0%} of the slots useful" if f["useful"] else ""))
     write(args.json, f)
     if args.plot:
         room = knobs.get("pages", 0) * knobs.get("page_size", 16) or knobs.get("max_kv_tokens")
@@ -140,10 +141,15 @@ def bounds(text):
 
 def stages(text):
     """[(requests/s, seconds), ...] of RATE:SECONDS,..."""
-    numbers = [[float(part) for part in stage.split(":")] for stage in text.split(",")]
-    if not all(len(stage) == 2 and 0 < min(stage) and max(stage) < 1e9 for stage in numbers):
-        raise ArgumentTypeError(f"{text}: use RATE:SECONDS,RATE:SECONDS, ... above 0")
-    return numbers
+    found = []
+    for stage in text.split(","):
+        try:
+            rate, seconds = map(above_0, stage.split(":"))
+        except (ValueError, ArgumentTypeError):
+            raise ArgumentTypeError(f"{text}: use RATE:SECONDS,RATE:SECONDS, ... with numbers "
+                                    "above 0") from None
+        found.append((rate, seconds))
+    return found
 
 
 def share(text):

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 import generate_paged
@@ -33,6 +32,8 @@ from lab.flags import knobs_of
 from lab.simulate.counted import Counted, Short
 from lab.simulate.hardware import Engine, GiB, constants, seconds
 from lab.simulate.loop import Planned, Server, Source, serve
+from lab.views.report import figures as figures  # others import it from here
+from lab.views.report import useful
 from paging import PagedScheduler
 from scheduler import Scheduler
 from toolbox.trace import Trace
@@ -185,41 +186,6 @@ def planners(generate, max_batch=8, token_budget=64, max_kv_tokens=None, pages=N
         yield lambda: Planned(kind(*limits, *memory))
 
 
-def figures(log, ttft=None, itl=None):
-    """
-    What --json writes of a trace, or of what `runner` returns: speed, waits in ms, and goodput:
-    requests/s within both limits, in ms, on TTFT and on the mean time between a request's tokens.
-    """
-    times = [request.token_times for request in log.requests]
-    arrived = np.array([log.arrived(r) if isinstance(log, Trace) else r.arrived
-                        for r in log.requests])
-    first, last, tokens = (np.array([of(each) for each in times]) for of in (
-        lambda each: each[0], lambda each: each[-1], len))
-    between = (last - first) / np.maximum(tokens - 1, 1)
-    good = (first - arrived <= (ttft or math.inf) / 1e3) & (between <= (itl or math.inf) / 1e3)
-    took = float(last.max())
-    return {"calculated": True, "requests": len(times), "seconds": took,
-             "tokens_per_s": float(tokens.sum()) / took, "requests_per_s": len(times) / took,
-             "goodput": float(good.sum()) / took,
-             "passes": len(log.passes), "ttft_ms": spread(first - arrived),
-             "tpot_ms": spread(between[tokens > 1]), "e2e_ms": spread(last - arrived),
-             "itl_ms": spread(np.concatenate([np.diff(each) for each in times])),
-             "useful": useful(log) if isinstance(log, Trace) else log.useful,
-             **{name: log.counts.get(name, 0) for name in ("preemptions", "saved_tokens")}}
-
-
-def useful(trace):
-    """The share of the slots that hold a token which is computed for the first time."""
-    return sum(p.useful for p in trace.passes) / sum(p.slots for p in trace.passes)
-
-
-def spread(waits):
-    """Of waits in seconds, in ms; NaN if there are none."""
-    waits = waits if len(waits) else [math.nan]
-    return {"mean": 1e3 * float(np.mean(waits)),
-            **{f"p{q}": 1e3 * float(np.percentile(waits, q)) for q in (50, 90, 99)}}
-
-
 def with_memory(shape, gpu, generate, longest, knobs, share=0.9, most=None):
     """
     (the stage's knobs, by default with as much memory as there is; names of those that it does not
@@ -233,10 +199,11 @@ def with_memory(shape, gpu, generate, longest, knobs, share=0.9, most=None):
     fit = {"pages": room // knobs.get("page_size", 16), "max_kv_tokens": room,
            "max_batch": room // longest}
     limit = next(iter(knobs_of(generate, fit)[0]), "max_batch")   # unbatched has one row
-    for name, asked, most in (("max_kv", most or 1, there), (limit, knobs.get(limit, 1), fit[limit])):
-        if asked > most:
+    asked = {"max_kv": (most or 1, there), limit: (knobs.get(limit, 1), fit[limit])}
+    for name, (number, largest) in asked.items():
+        if number > largest:
             raise ValueError(f"the GPU's {gpu.memory / GiB:g} GiB have room for {room:,} tokens: "
-                             f"--{name} must be at most {most:,}, not {asked:,}")
+                             f"--{name} must be at most {largest:,}, not {number:,}")
     defaults = DEFAULTS | {limit: min(fit[limit], DEFAULTS.get(limit, room))}
     mine, ignored = knobs_of(generate, defaults | knobs)
     return mine, [name for name in ignored if name in knobs]

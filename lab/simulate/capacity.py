@@ -22,10 +22,10 @@ from generate_prefix import generate
 from lab import flags
 from lab.flags import whole
 from lab.simulate.__main__ import load_of, parser, write
-from lab.simulate.calculated import figures, runner, with_memory
+from lab.simulate.calculated import runner, with_memory
 from lab.simulate.hardware import ENGINES, gpu_of, shape_of
 from lab.simulate.overload import MOST_TRIED, most_served, verdict
-from lab.views.report import aligned
+from lab.views.report import aligned, figures
 
 PAGE_SIZE, MANY = 16, 1.25   # MANY times the mean number of requests, and 8 more, is too many
 MOST = 256   # replicas to try

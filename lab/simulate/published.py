@@ -6,17 +6,15 @@ source says which model and GPU, in 16 bits, and how requests come. The constant
 lab/simulate/hardware.py were chosen on the runs marked "chosen"; all others test them.
 """
 import json
-import math
 import random
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
 from lab.loading.arrivals import poisson, workload
 from lab.loading.stages import STAGES
-from lab.simulate.calculated import figures, runner
+from lab.simulate.calculated import runner
 from lab.simulate.hardware import ENGINES, GPUS, MODELS
-from lab.views.report import aligned
+from lab.views.report import aligned, figures
 
 DATA = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 SOURCES = DATA["sources"]
@@ -52,7 +50,7 @@ def calculate(run):
     many = {"clients": 3 * number, "rate": 120}.get(kind, number)
     lengths = ([(prompt, answer or 1)] * many if isinstance(prompt, int) else
                {"nano_vllm": nano_vllm, "rahman": rahman}[prompt]())
-    times = None if clients else [*poisson(many, number, 0)] if kind == "rate" else [0.0] * len(lengths)
+    times = [*poisson(many, number, 0)] if kind == "rate" else [0.0] * len(lengths)
     room = shape.room(gpu)
     if clients or kind == "rate" or not answer:
         stage, make, knobs = "prefix", workload, dict(
@@ -85,35 +83,6 @@ def compare(sources=SOURCES):
     return rows
 
 
-FIGURES = {"tokens_per_s": "throughput", "ttft_ms": "first token", "itl_ms": "between tokens"}
-GROUPS = (   # name, and who belongs to it
-    ("one GPU", lambda row: row["tp"] == 1), ("several GPUs", lambda row: row["tp"] > 1),
-    *((f"{tp} GPUs", lambda row, tp=tp: row["tp"] == tp) for tp in (2, 4, 8)),
-    ("A100, one", lambda row: row["gpu"][:4] == "a100" and row["tp"] == 1),
-    ("Hopper, one", lambda row: row["gpu"][0] in "gh" and row["tp"] == 1),
-    ("other GPUs, one", lambda row: row["tp"] == 1 and (row["gpu"][0] in "rlt"
-                                                        or row["gpu"] == "a10g")),
-    ("one request", lambda row: row["requests"] == 1),
-    ("static batch", lambda row: row["kind"] == "static" and row["requests"] > 1),
-    ("all at once", lambda row: row["kind"] == "in-flight"),
-    ("clients that wait", lambda row: row["kind"] == "clients" and row["requests"] > 1))
-
-
-def summary(rows):
-    """A head, and a line for each group: errors on the tested runs, and last on the chosen."""
-    yield ["calculated against published", "runs", "median error", "90% within", "largest",
-           "on the chosen half"]
-    for figure, what in FIGURES.items():
-        for name, belongs in GROUPS if figure == "tokens_per_s" else GROUPS[:2]:
-            tested, chosen = (sorted(abs(row["error"]) for row in rows if row["half"] == half
-                                     and row["figure"] == figure and belongs(row))
-                              for half in ("tested", "chosen"))
-            if tested:
-                yield [f"{what}, {name}", len(tested), f"{statistics.median(tested):.0%}",
-                       f"{tested[math.ceil(0.9 * len(tested)) - 1]:.0%}", f"{tested[-1]:.0%}",
-                       f"{statistics.median(chosen):.0%} of {len(chosen)}" if chosen else "–"]
-
-
 def cells(rows):
     """The table of `compare`: its head, then a line for each row."""
     yield ["source", "run", "GPU", "model", "figure", "published", "calculated", "error"]
@@ -126,6 +95,4 @@ def cells(rows):
 
 
 if __name__ == "__main__":
-    compared = compare()
-    print(aligned([*cells(compared)]), "* the constants were chosen on these",
-          aligned([*summary(compared)]), sep="\n\n")
+    print(aligned([*cells(compare())]), "* the constants were chosen on these", sep="\n\n")

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from generate_prefix import generate
 from lab.loading.arrivals import drawn, staged
-from lab.simulate.calculated import figures, runner
+from lab.simulate.calculated import runner
 from lab.simulate.hardware import ENGINES, GPUS, MODELS
-from lab.views.report import aligned
+from lab.views.report import aligned, figures
 
 DATA = json.loads(Path(__file__).with_name("real_runs.json").read_text(encoding="utf-8"))
 RUNS = [dict(zip(DATA["columns"], run)) for run in DATA["runs"]]
 PREDICTED = [run for run in RUNS if run["others"]]
-FIGURES = "ttft_ms", "e2e_ms", "between_ms"
+FIGURES, HERE = ("ttft_ms", "e2e_ms", "between_ms"), "lab.simulate"
 
 
 def calculate(run, engine=ENGINES["vllm"]):
@@ -37,7 +37,7 @@ def compare(runs=RUNS):
     """[(run, {simulator: [error of each of FIGURES]}), ...]"""
     rows = []
     for run in runs:
-        said = {"here": calculate(run), **run["others"]}
+        said = {HERE: calculate(run), **run["others"]}
         rows.append((run, {who: [value / run[name] - 1 for name, value in zip(FIGURES, values)]
                            for who, values in said.items()}))
     return rows
@@ -52,7 +52,7 @@ def table(rows):
                 found[who][group].append([*map(abs, values)])
     groups = sorted({group for of in found.values() for group in of})
     yield ["median errors of TTFT, E2E, between tokens"] + [
-        f"{group} ({len(found['here'][group])} runs)" for group in groups]
+        f"{group} ({len(found[HERE][group])} runs)" for group in groups]
     for who, of in found.items():
         yield [who, *(" ".join(f"{statistics.median(column):.0%}" for column in zip(*of[group]))
                       if of[group] else "–" for group in groups)]
@@ -63,6 +63,6 @@ def show():
     print(aligned([["run", "", "", "requests/s", *FIGURES], *(
         [f"{run['model']}, {run['prompt']} + {run['output']}", f"{run['tp']} x {run['gpu']}",
          run["half"], "/".join(f"{rate:g}" for rate, _ in run["stages"]),
-         *(f"{run[name]:,.1f} {error:+.0%}" for name, error in zip(FIGURES, errors["here"]))]
+         *(f"{run[name]:,.1f} {error:+.0%}" for name, error in zip(FIGURES, errors[HERE]))]
         for run, errors in rows)]), "", aligned([*table(rows)]), sep="\n")
     return 0

@@ -144,7 +144,7 @@ def load(requests, passes, room, title, path=None):
     starts, running = [p[0] for p in passes], [p[3] for p in passes]
     ended, here = sorted(request.token_times[-1] for request in requests), []
     for start, n in zip(starts, running):
-        here.append(max(bisect.bisect_right(arrived, start) - bisect.bisect_right(ended, start) - n, 0))
+        here.append(max(0, bisect.bisect(arrived, start) - bisect.bisect(ended, start) - n))
     number.fill_between(starts, running, step="post", label="running", **style("decode"))
     number.plot(starts, here, drawstyle="steps-post", color=COLORS["finished"], label="waiting")
     number.set(ylabel="requests", title="in the engine")
@@ -154,6 +154,8 @@ def load(requests, passes, room, title, path=None):
         memory.axhline(room, color="black", linestyle="--", linewidth=1, label="all there is")
     memory.set(xlabel="seconds", ylabel="tokens", title="keys and values", ylim=(0, None))
     for ax in (waits, number, memory):
+        if ax != waits:
+            ax.yaxis.set_major_formatter("{x:,.0f}")
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
         ax.grid(axis="y")
         ax.set_axisbelow(True)
