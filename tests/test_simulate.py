@@ -3,7 +3,6 @@ import json
 import math
 import random
 import re
-import statistics
 import sys
 from dataclasses import replace
 
@@ -16,9 +15,8 @@ from generate_naive import cache_for
 from generate_prefix import PrefixScheduler
 from lab.experiments.gpu import summary as gpu_summary
 from lab.flags import knobs_of
-from lab.loading.arrivals import drawn, poisson, staged, traced, workload
+from lab.loading.arrivals import Source, drawn, poisson, staged, workload
 from lab.loading.stages import STAGES
-from lab.loading.traces import read_trace
 from lab.simulate import __main__ as simulate
 from lab.simulate import calculated as s
 from lab.simulate import capacity, published, real
@@ -36,7 +34,7 @@ from lab.simulate.hardware import (
     gpu_of,
     seconds,
 )
-from lab.simulate.loop import Planned, Server, Source, serve
+from lab.simulate.loop import Planned, Server, serve
 from lab.simulate.overload import most_served, verdict
 from lab.views.report import figures, totals
 from model import GPT, GPTConfig
@@ -88,28 +86,6 @@ def test_plans_and_counts_are_those_of_the_real_generate(stage, lengths, load, e
         copied = 0 if pages else p.copied_bytes
         assert counts == (p.slots, counts[1], p.score_entries, keys, copied)
     assert totals(real_run)["generated"] == sum(c[1] for *_, c in calculated.clock.passes)
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(stage=st.sampled_from(["naive", "dynamic", "paged"]), lengths=LENGTHS, load=LOADS,
-       engine=st.sampled_from([AHEAD, Engine()]))
-def test_a_plan_sees_what_has_come_and_tokens_come_at_its_end(stage, lengths, load, engine):
-    """Ahead: what had come when the step before began. None waits for nothing, or too short."""
-    trace = simulated(stage, lengths, engine=engine, **load)
-    ends = {start + took for start, took, _ in trace.clock.passes}
-    steps = [*trace.step_times.values()]
-    for r in trace.requests if load else ():
-        assert {*r.token_times} <= ends
-        come, seen = r.arrived + engine.front_end, [*trace.step_times].index(r.arrival)
-        assert steps[seen] >= come - 1e-9
-        if engine.ahead and seen and steps[seen] - come > 1e-9:   # the step before was under way
-            assert steps[seen - 1] >= come - 1e-9 or all(
-                other.arrival <= r.arrival for other in trace.requests)
-    for time in ends:
-        going = sum(r.arrived < time <= r.token_times[-1] for r in trace.requests)
-        assert going <= load.get("clients", len(lengths))
-    waits = [1e3 * (r.token_times[0] - r.arrived) for r in trace.requests]
-    assert figures(trace)["ttft_ms"]["mean"] == pytest.approx(statistics.mean(waits))
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -265,60 +241,6 @@ def test_stages_come_one_after_another_and_prompts_again():
     assert all(requests[i].prompt == requests[i % 100].prompt for i in range(250))
     assert len({tuple(r.prompt[:16]) for r in requests}) == 100
     assert len({tuple(r.prompt) for r in workload([(5, 1)] * 5000)}) == 5000
-
-
-TRACES = {   # the first lines of public traces, and our own
-    "azure2023.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,48,12\n"
-                     "2023-11-16 18:17:05.4799600,30,7",
-    "azure2024.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,"
-                     "48,12\n2024-05-10 00:00:01.509930+00:00,30,7",
-    "burst.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,"
-                 "48,12,60,Conversation log\n6.5,GPT-4,30,7,37,API log\n",
-    "mooncake.jsonl": '{"timestamp": 27000, "input_length": 48, "output_length": 12, "hash_ids": '
-                      '[46, 47]}\n\n{"timestamp": 28500, "input_length": 30, "output_length": 7, '
-                      '"hash_ids": [46]}\n',
-    "ours.csv": "seconds,prompt,answer,group\n0,48,12,chat\n1.5,30,7,chat\n",
-    "ours.jsonl": '{"seconds": 0, "prompt": 48, "answer": 12}\n'
-                  '{"seconds": 1.5, "prompt": 30, "answer": 7}'}
-
-
-@pytest.mark.parametrize("name", TRACES)
-def test_traces_are_read_and_served(name, tmp_path, capsys):
-    path = tmp_path / name
-    path.write_text(TRACES[name])
-    rows = read_trace(path, lambda *lengths: None)
-    assert [row[1:3] for row in rows] == [(48, 12), (30, 7)]
-    assert [row[0] for row in rows] == pytest.approx([0, 1.5])
-    long, short = (request.prompt for request in traced(rows))
-    alike = "hash" in TRACES[name] or "chat" in TRACES[name]
-    assert (len(long), len(short)) == (48, 30) and (long[:30] == short) == alike
-    assert run(f"--trace {path} --json {tmp_path}/a.json") == 0
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert found["requests"] == 2 and found["saved_tokens"] == 16 * alike
-    assert run(f"--trace {path} --requests 1 --stage naive") == 0
-
-
-@pytest.mark.parametrize("name, text, said", [
-    ("a.csv", "", "there is no request in it"), ("a.jsonl", "\n\n", "there is no request in it"),
-    ("a.csv", "seconds,prompt,answer", "there is no request in it"),
-    ("a.txt", "seconds,prompt,answer\n0,1,1", "must end in .csv or .jsonl"),
-    ("a.csv", "seconds,prompt\n0,1", "line 2: no answer; its column is one of answer, generated"),
-    ("a.csv", "seconds,prompt,answer\n0,1", "line 2: no answer"),
-    ("a.csv", "seconds,prompt,answer\n0,8,0", "line 2: .* at least 1 token, not 8 and 0"),
-    ("a.csv", "seconds,prompt,answer\n0,8,2\n1,x,3", "line 3: .* not x and 3"),
-    ("a.csv", "seconds,prompt,answer\nnoon,8,2", "line 2: .*noon"),
-    ("a.csv", "seconds,prompt,answer\nnan,8,2", "line 2: seconds must be a finite number, not nan"),
-    ("a.csv", "seconds,prompt,answer\n5,8,2\n4,8,2", "line 3: comes 1 s before the line above it"),
-    ("a.csv", "seconds,prompt,answer\n0,4000,500", "line 2: .* need 4499 positions, block_size is"),
-    ("a.jsonl", "[1]", "line 1: not an object"), ("a.jsonl", "{", "line 1: Expecting property"),
-    ("a.csv", "a\0b,\xff\n", "--trace .*a.csv: "), (None, None, "--trace .*: No such file")])
-def test_a_bad_trace_gets_one_line(name, text, said, tmp_path, capsys):
-    path = tmp_path / (name or "none.csv")
-    if name:
-        path.write_bytes(text.encode("latin-1"))
-    assert run(f"--trace {path}") == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and re.search(said, error), error
 
 
 # --- replicas, and whether they keep up -----------------------------------------------------------

@@ -1,6 +1,8 @@
-"""Loads: what requests ask for, and when they come, in seconds. Prompts are made up."""
+"""Loads: when requests come, in seconds, and what they ask for. Prompts are made up."""
+import heapq
+import math
 import random
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from request import Request
 
@@ -20,6 +22,38 @@ def staged(stages, seed):
             yield time
             time += stream.expovariate(rate)
 
+
+class Source:
+    """
+    Requests, and when they come: at `times`, which ascend, or from so many clients, each of which
+    waits for its answer. delay: seconds until the engine has a request. Sets `arrived` on each.
+    """
+
+    def __init__(self, requests, times=(), clients=0, delay=0.0):
+        self.requests, self.clients, self.delay = iter(requests), clients, delay
+        self.times = (time + delay for time in times)
+        self.request = next(self.requests, None)
+        self.due = [delay] * clients or [*islice(self.times, 1)]   # a heap
+
+    @property
+    def time(self):
+        """When the engine gets the next one; math.inf if that depends on an answer, or none is."""
+        return self.due[0] if self.due and self.request else math.inf
+
+    def pop(self):
+        """(time, request) of the next one."""
+        time, request = heapq.heappop(self.due), self.request
+        request.arrived, self.request = time - self.delay, next(self.requests, None)
+        self.due += [] if self.clients else islice(self.times, 1)
+        return time, request
+
+    def answered(self, time):
+        """A client has its answer, and sends its next request."""
+        if self.clients:
+            heapq.heappush(self.due, time + self.delay)
+
+
+# --- what they ask for ----------------------------------------------------------------------------
 
 def made_up(number, length):
     """A prompt that begins with its number, as two token ids."""

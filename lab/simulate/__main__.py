@@ -6,7 +6,6 @@ Calculates what a stage reaches on a GPU that is not here, and whether that keep
 """
 import json
 import sys
-from argparse import ArgumentTypeError
 from functools import partial
 from itertools import cycle, islice
 
@@ -30,7 +29,7 @@ def main(argv=None):
     p = parser("lab.simulate", __doc__)
     p.add_argument("--stage", default="prefix", choices=SCRIPTS)
     p.add_argument("--clients", type=whole, help="number of clients; each waits for its answer")
-    p.add_argument("--stages", type=stages, help="rates in turn, requests/s and for how many "
+    p.add_argument("--stages", type=flags.stages, help="rates in turn, requests/s and for how many "
                    "seconds: RATE:SECONDS,RATE:SECONDS,...")
     p.add_argument("--trace", metavar="FILE", help="lengths and times from a .csv or .jsonl file; "
                    "lab/loading/traces.py names the columns")
@@ -109,53 +108,27 @@ def load_of(args, shape):
 
 def parser(module, doc):
     p = flags.Parser(prog=f"python -m {module}", description=doc.strip().splitlines()[0])
-    p.add_argument("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
-    p.add_argument("--model", default="llama-2-7b", help="a name, see sheets.json")
-    p.add_argument("--dtype", default="float16", choices=BYTES)
-    p.add_argument("--tp", type=whole, default=1, help="tensor parallel ranks")
-    p.add_argument("--engine", default="vllm", choices=ENGINES, help="whose times between passes")
-    p.add_argument("--memory", type=share, default=0.9, help="share of the GPU's memory in use")
-    p.add_argument("--max_kv", type=whole, help="tokens whose keys and values fit, if fewer")
-    p.add_argument("--input", type=bounds, default="1024", help="a prompt's tokens: N or LOW:HIGH")
-    p.add_argument("--output", type=bounds, default="128", help="an answer's tokens: N or LOW:HIGH")
-    p.add_argument("--requests", type=whole, help="how many (default: 160, or all of a trace)")
-    p.add_argument("--rate", type=above_0, help="requests a second, at random")
-    p.add_argument("--prompts", type=whole, help="only so many differ, and come again and again")
-    p.add_argument("--prefix", type=partial(whole, least=0), default=0,
-                   help="tokens before each input that a group has in common")
-    p.add_argument("--groups", type=whole, default=1, help="groups with a common beginning")
-    p.add_argument("--ttft", type=above_0, help="a limit in ms")
-    p.add_argument("--itl", type=above_0, help="a limit in ms")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--json", metavar="FILE.json", help="write the figures")
+    add = p.add_argument
+    add("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
+    add("--model", default="llama-2-7b", help="a name, see sheets.json")
+    add("--dtype", default="float16", choices=BYTES)
+    add("--tp", type=whole, default=1, help="tensor parallel ranks")
+    add("--engine", default="vllm", choices=ENGINES, help="whose times between passes")
+    add("--memory", type=flags.share, default=0.9, help="share of the GPU's memory that is used")
+    add("--max_kv", type=whole, help="tokens whose keys and values fit, if fewer")
+    add("--input", type=flags.bounds, default="1024", help="a prompt's tokens: N or LOW:HIGH")
+    add("--output", type=flags.bounds, default="128", help="an answer's tokens: N or LOW:HIGH")
+    add("--requests", type=whole, help="how many (default: 160, or all of a trace)")
+    add("--rate", type=above_0, help="requests a second, at random")
+    add("--prompts", type=whole, help="only so many differ, and come again and again")
+    add("--prefix", type=partial(whole, least=0), default=0,
+        help="tokens before each input that a group has in common")
+    add("--groups", type=whole, default=1, help="groups with a common beginning")
+    add("--ttft", type=above_0, help="a limit in ms")
+    add("--itl", type=above_0, help="a limit in ms")
+    add("--seed", type=int, default=0)
+    add("--json", metavar="FILE.json", help="write the figures")
     return p
-
-
-def bounds(text):
-    """(low, high) of N or LOW:HIGH."""
-    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
-    if len(numbers) > 2 or not 0 < numbers[0] <= numbers[-1]:
-        raise ArgumentTypeError(f"{text}: use N or LOW:HIGH, whole numbers of at least 1")
-    return numbers[0], numbers[-1]
-
-
-def stages(text):
-    """[(requests/s, seconds), ...] of RATE:SECONDS,..."""
-    found = []
-    for stage in text.split(","):
-        try:
-            rate, seconds = map(above_0, stage.split(":"))
-        except (ValueError, ArgumentTypeError):
-            raise ArgumentTypeError(f"{text}: use RATE:SECONDS,RATE:SECONDS, ... with numbers "
-                                    "above 0") from None
-        found.append((rate, seconds))
-    return found
-
-
-def share(text):
-    if not 0 < float(text) <= 1:
-        raise ArgumentTypeError(f"must be above 0 and at most 1, not {text}")
-    return float(text)
 
 
 def write(path, content):

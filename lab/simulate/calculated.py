@@ -29,9 +29,10 @@ import generate_prefix
 import generate_ragged
 from generate_prefix import PrefixScheduler
 from lab.flags import knobs_of
+from lab.loading.arrivals import Source
 from lab.simulate.counted import Counted, Short
 from lab.simulate.hardware import Engine, GiB, constants, seconds
-from lab.simulate.loop import Planned, Server, Source, serve
+from lab.simulate.loop import Planned, Server, serve
 from lab.views.report import figures as figures  # others import it from here
 from lab.views.report import useful
 from paging import PagedScheduler

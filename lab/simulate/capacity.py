@@ -100,7 +100,13 @@ def run_replicas(args):
     if (args.ttft is None) != (args.itl is None):
         raise ValueError("--ttft and --itl belong together: give both limits, or none")
     flags.check_path(args.json, "--json")
-    rows = [*(of_routers if args.ttft is None else of_limits)(args, gpu_of(args.gpu))]
+    gpu, shape = gpu_of(args.gpu), shape_of(args.model, args.dtype, args.tp)
+    if args.ttft:
+        rows = [*of_limits(args, gpu, replace(shape, tp=1))]
+    else:
+        row = measuring(args, shape, gpu)
+        rows = [{"router": router, **row(args.replicas, router)}
+                for router in ([args.router] if args.router else ROUTERS)]
     if rows:
         print("calculated; waits in ms, of the median and of the p99")
         print(aligned([rows[0].keys(), *([f"{cell:,.2f}" if isinstance(cell, float) else cell
@@ -109,25 +115,18 @@ def run_replicas(args):
     return 0
 
 
-def of_routers(args, gpu):
-    row = measuring(args, shape_of(args.model, args.dtype, args.tp), gpu)
-    for router in [args.router] if args.router else ROUTERS:
-        yield {"router": router, **row(args.replicas, router)}
-
-
-def of_limits(args, gpu):
+def of_limits(args, gpu, one_gpu):
     flags.say_ignored(args, [name for name, default in (("replicas", 4), ("tp", 1))
                              if getattr(args, name) != default], "with limits")
-    one_gpu = shape_of(args.model, args.dtype)
     for tp in 1, 2, 4, 8:
         try:
             shape = replace(one_gpu, tp=tp)
-            shape.room(gpu)
+            shape.room(gpu, args.memory)
         except ValueError as error:
             print(f"no row for --tp {tp}: {error}")
             continue
-        number, found = fewest(measuring(args, shape, gpu), args.router or "least-loaded",
-                               args.ttft, args.itl)
+        row = measuring(args, shape, gpu)
+        number, found = fewest(row, args.router or "least-loaded", args.ttft, args.itl)
         yield {"--tp": tp, "replicas": number if number <= MOST else f"more than {MOST}",
                "GPUs": tp * number if number <= MOST else "-", **found}
 

@@ -86,27 +86,15 @@ class Shape:
 
     # weights of one rank: of attention, of one FFN of each layer, of the last projection, and all
 
-    @property
-    def attention(self):
-        heads = self.n_head + self.n_kv_head
-        return 2 * self.n_layer * self.n_embd * self.head_size * heads // self.tp
-
-    @property
-    def expert(self):
-        return self.n_layer * self.ffn_matrices * self.n_embd * self.ffn // self.tp
-
-    @property
-    def vocabulary(self):
-        return self.n_embd * self.vocab_size
-
-    @property
-    def weights(self):
-        vocabulary = self.vocabulary * (1 if self.tied else 2)
-        return self.attention + self.experts * self.expert + vocabulary
-
-    @property
-    def kv_bytes(self):   # keys and values of a token
-        return 2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp
+    vocabulary = property(lambda self: self.n_embd * self.vocab_size)
+    expert = property(lambda self: (
+        self.n_layer * self.ffn_matrices * self.n_embd * self.ffn // self.tp))
+    attention = property(lambda self: 2 * self.n_layer * self.n_embd * self.head_size * (
+        self.n_head + self.n_kv_head) // self.tp)
+    weights = property(lambda self: (
+        self.attention + self.experts * self.expert + self.vocabulary * (2 - self.tied)))
+    kv_bytes = property(lambda self: (   # keys and values of a token
+        2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp))
 
     def seconds(self, gpu, *counts):
         """Of a pass, with the engine that is the default; counts: see `seconds`."""

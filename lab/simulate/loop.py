@@ -16,43 +16,11 @@ one is planned. So a plan sees what had come when the pass before it began, unle
     pass      | 1          | 2          | 3              A comes during pass 1. Pass 2 is planned
     A              comes                  first token    when 1 begins, pass 3 when 2 begins
 """
-import heapq
 import math
 from collections import deque
-from itertools import islice
 
 from lab.simulate.hardware import seconds
 from request import indices_due
-
-
-class Source:
-    """
-    Requests, and when they come: at `times`, which ascend, or from so many clients, each of which
-    waits for its answer. delay: seconds until the engine has a request. Sets `arrived` on each.
-    """
-
-    def __init__(self, requests, times=(), clients=0, delay=0.0):
-        self.requests, self.clients, self.delay = iter(requests), clients, delay
-        self.times = (time + delay for time in times)
-        self.request = next(self.requests, None)
-        self.due = [delay] * clients or [*islice(self.times, 1)]   # a heap
-
-    @property
-    def time(self):
-        """When the engine gets the next one; math.inf if that depends on an answer, or none is."""
-        return self.due[0] if self.due and self.request else math.inf
-
-    def pop(self):
-        """(time, request) of the next one."""
-        time, request = heapq.heappop(self.due), self.request
-        request.arrived, self.request = time - self.delay, next(self.requests, None)
-        self.due += [] if self.clients else islice(self.times, 1)
-        return time, request
-
-    def answered(self, time):
-        """A client has its answer, and sends its next request."""
-        if self.clients:
-            heapq.heappush(self.due, time + self.delay)
 
 
 class Planned:
