@@ -28,6 +28,13 @@ def server(stage, model, gpu, longest, **knobs):
     return runner(shape, gpu, STAGES[stage], **knobs), knobs.get("max_batch", 1)
 
 
+def ladder(stage, gpu, requests):
+    """Figures of Llama 2 7B; `requests` makes them."""
+    some = requests()
+    longest = max(len(r.prompt) for r in some) + max(r.max_new_tokens for r in some) - 1
+    return figures(at_once(server(stage, "llama-2-7b", gpu, longest, **KNOBS)[0], requests))
+
+
 def at_once(run, requests):
     """`requests` makes them."""
     return run(requests, [0.0] * len(requests()))
@@ -67,9 +74,8 @@ def measure(args, device, dtype):
     """Every lesson about time on GPUs, calculated on the CPU: some minutes."""
     quick = args.quick
     return {
-        "ladder": {name: {stage: figures(at_once(
-            server(stage, "llama-2-7b", name.split(",")[0], 639, **KNOBS)[0],
-            partial(workload, requests, 32000, quick))) for stage in STAGES}
+        "ladder": {name: {stage: ladder(stage, name.split(",")[0], partial(
+            workload, requests, 32000, quick)) for stage in STAGES}
             for name, requests in MACHINES.items()},
         "curve": {stage: curve(stage, 12 if quick else 160, RATES[:2] if quick else RATES)
                   for stage in CURVES},
