@@ -17,7 +17,7 @@ from lab import flags
 from lab.checks.traps import broken
 from lab.loading.load import load, set_threads
 from lab.loading.workload import PROMPTS, make_requests, read_prompts
-from lab.simulate.hardware import gpu_of, shape_of
+from lab.simulate.hardware import Engine, gpu_of, shape_of
 from lab.views.report import aligned, totals
 from model import GPT, GPTConfig
 from request import Request
@@ -58,7 +58,7 @@ def passes_saved(args):
         print(f"batch {batch}, temperature {t}, K = {k}: {len(trace.passes)} passes")
     gpu, shape = gpu_of("a100"), shape_of("llama-2-7b")
     for n in 1, 8, 32, 64, 256:   # requests with 512 keys; at least one token of each is sampled
-        one, five = [shape.seconds(gpu, r, r, 512 * r, 512 * n) - (r - n) * gpu.per_request
+        one, five = [shape.seconds(gpu, r, r, 512 * r, 512 * n) - (r - n) * Engine().per_request
                      for r in (n, 5 * n)]
         print(f"Llama 2 7B, A100, calculated: batch {n}, K = 4: a pass x {five / one:.2f}")
     return 0

@@ -70,8 +70,36 @@ def above_0(text):
     return float(text)
 
 
-def add_knobs(parser, generate=None):
-    """The flags of how to batch. The help shows those that the stage `generate` has; None: all."""
+def bounds(text):
+    """A flag's type: (low, high) of N or LOW:HIGH."""
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
+    if len(numbers) > 2 or not 0 < numbers[0] <= numbers[-1]:
+        raise argparse.ArgumentTypeError(f"{text}: use N or LOW:HIGH, whole numbers of at least 1")
+    return numbers[0], numbers[-1]
+
+
+def stages(text):
+    """A flag's type: [(requests/s, seconds), ...] of RATE:SECONDS,..."""
+    try:
+        return [(above_0(rate), above_0(length)) for rate, length in (
+            stage.split(":") for stage in text.split(","))]
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{text}: use RATE:SECONDS,RATE:SECONDS, ... with "
+                                         "numbers above 0") from None
+
+
+def share(text):
+    """A flag's type: numbers above 0, at most 1."""
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text}")
+    return float(text)
+
+
+def add_knobs(parser, generate=None, defaults={}):
+    """
+    The flags of how to batch. generate: the help shows those that this stage has; None: all.
+    defaults: those that are not a stage's own, for --help
+    """
     group = parser.add_argument_group("how to batch (changes when a token comes, never which)")
 
     def add(flag, help, **settings):
@@ -80,6 +108,8 @@ def add_knobs(parser, generate=None):
         group.add_argument(flag, help=help if shown else argparse.SUPPRESS, **settings)
 
     for name, text in NUMBERS.items():
+        if name in defaults:
+            text = f"{text.split(' (default')[0]} (default: {defaults[name]})"
         add(f"--{name}", text, type=int, metavar="N")
     add("--policy", "order of the queue: fcfs (default), sjf, priority", metavar="P",
         choices=tuple(SCHEDULERS))

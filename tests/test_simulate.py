@@ -1,4 +1,4 @@
-"""The calculated GPU: lab/simulate/calculated.py and what stands on it."""
+"""The calculated GPU: lab/simulate, the loads in lab/loading, and what stands on them."""
 import json
 import math
 import random
@@ -12,85 +12,153 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generate_naive import cache_for
+from generate_prefix import PrefixScheduler
+from lab.experiments.gpu import summary as gpu_summary
 from lab.flags import knobs_of
+from lab.loading.arrivals import Source, drawn, poisson, staged, workload
 from lab.loading.stages import STAGES
 from lab.simulate import __main__ as simulate
 from lab.simulate import calculated as s
-from lab.simulate import capacity, published
-from lab.simulate.arrivals import poisson, workload
-from lab.simulate.capacity import MOST, ROUTERS, Replica
-from lab.simulate.hardware import GPU, GPUS, LINK_SHARE, MODELS, Shape, gpu_of
-from lab.simulate.overload import judged, most_served, verdict
-from lab.views.report import latencies, totals
+from lab.simulate import capacity, published, real
+from lab.simulate.capacity import MOST, ROUTERS
+from lab.simulate.counted import Counted, Short
+from lab.simulate.hardware import (
+    ENGINES,
+    GPU,
+    GPUS,
+    LINK_SHARE,
+    MODELS,
+    Engine,
+    Shape,
+    constants,
+    gpu_of,
+    seconds,
+)
+from lab.simulate.loop import Planned, Server, serve
+from lab.simulate.overload import most_served, verdict
+from lab.views.report import figures, totals
 from model import GPT, GPTConfig
+from paging import PagedScheduler
 from request import prepare
+from scheduler import Scheduler
 
 TINY = Shape(1, 8, 2, 2, 4, 32, 2, 1000, 64, tied=True)
 MODEL = GPT(GPTConfig(block_size=64, vocab_size=1000, n_layer=1, n_head=2, n_embd=8))
 MODEL = MODEL.bfloat16()   # as TINY, in all that is counted
 SLOW = GPU(1e9, 1e9, 1e6, 1e6)
+AHEAD = Engine(front_end=0.01, ahead=True)
 KNOBS = dict(max_batch=3, token_budget=8, max_kv_tokens=90, pages=24, page_size=4)
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=8)
 LOADS = st.sampled_from([{}, {"clients": 1}, {"clients": 3}, {"rate": 20.0}, {"rate": 200.0}])
 SOME = [(9, 5), (3, 8), (20, 4), (30, 9), (1, 1)]
-LLAMA, A100 = MODELS["llama-3.1-8b"], GPUS["a100"]
+FLAT = "ragged, varlen", "paged", "prefix"
 
 
-def simulated(stage, lengths=SOME, load=None, **knobs):
+def simulated(stage, lengths=SOME, rate=None, clients=0, engine=AHEAD, **knobs):
     mine, _ = knobs_of(STAGES[stage], {**KNOBS, **knobs})
-    return s.simulate(TINY, SLOW, STAGES[stage], workload(lengths), **(load or {}), **mine)
+    times = [*poisson(len(lengths), rate, 0)] if rate else None
+    return s.simulate(TINY, SLOW, STAGES[stage], workload(lengths), times, clients, engine, **mine)
 
 
 def passes_of(trace):
-    """With all that they count, and without their times; no copy is priced where pages are read."""
-    copied = {"copied_bytes": 0} if trace.stage.startswith(("paged", "prefix")) else {}
-    return [replace(p, seconds=0, **copied) for p in trace.passes]
+    return [replace(p, seconds=0) for p in trace.passes]
 
 
 # --- the stages' own loops ------------------------------------------------------------------------
 
 @pytest.mark.parametrize("stage", STAGES)
 @settings(max_examples=examples(100), deadline=None)
-@given(lengths=LENGTHS, load=LOADS)
-def test_plans_and_counts_are_those_of_the_real_generate(stage, lengths, load):
+@given(lengths=LENGTHS, load=LOADS, engine=st.sampled_from([AHEAD, Engine()]))
+def test_plans_and_counts_are_those_of_the_real_generate(stage, lengths, load, engine):
     """
-    The real model, given the steps at which requests were seen to arrive, makes the same run. And
-    all that its passes count is priced.
+    The real model, given the steps at which requests were seen to arrive, makes the same run. All
+    that its passes count is priced, but for copies where a kernel reads pages.
     """
-    calculated = simulated(stage, lengths, load=load)
+    calculated = simulated(stage, lengths, engine=engine, **load)
     seen = {request.name: request.arrival for request in calculated.requests}
     requests = [replace(request, arrival=seen[request.name]) for request in workload(lengths)]
-    real = STAGES[stage](MODEL, requests, **knobs_of(STAGES[stage], KNOBS)[0])
-    assert passes_of(real) == passes_of(calculated)
+    real_run = STAGES[stage](MODEL, requests, **knobs_of(STAGES[stage], KNOBS)[0])
+    pages = stage in FLAT[1:]
+    assert [replace(p, copied_bytes=0) if pages else p for p in passes_of(real_run)] == \
+        [replace(p, copied_bytes=0) if pages else p for p in passes_of(calculated)]
     for p, (*_, counts) in zip(calculated.passes, calculated.clock.passes):
         keys = sum(first + n for _, first, n in p.work) + p.padded_keys
-        assert counts == (p.slots, counts[1], p.score_entries, keys, p.copied_bytes)
-    assert totals(real)["generated"] == sum(counts[1] for *_, counts in calculated.clock.passes)
+        copied = 0 if pages else p.copied_bytes
+        assert counts == (p.slots, counts[1], p.score_entries, keys, copied)
+    assert totals(real_run)["generated"] == sum(c[1] for *_, c in calculated.clock.passes)
 
 
-def test_a_mask_is_counted_by_whatever_name_the_stage_has():
-    by_name, by_knob, neither = (
-        passes_of(simulated(stage, attention=attention)) for stage, attention in (
-            ("ragged, mask", "mask"), ("ragged, varlen", "mask"), ("ragged, varlen", "varlen")))
-    assert by_name == by_knob != neither
+# --- the loop -------------------------------------------------------------------------------------
+
+def looped(planner, requests, times=(), clients=0, engine=AHEAD):
+    server = Server(planner, constants(TINY, SLOW, engine), TINY, engine.ahead)
+    serve(Source(requests, times, clients, engine.front_end), [server])
+    return server
 
 
-@settings(max_examples=examples(100), deadline=None)
-@given(lengths=LENGTHS, load=LOADS)
-def test_tokens_come_at_the_end_of_a_pass_and_never_before_the_arrival(lengths, load):
-    trace = simulated("paged", lengths, load=load)
-    starts, ends = zip(*((start, start + seconds) for start, seconds, _ in trace.clock.passes))
-    assert all(start >= end for end, start in zip(ends, starts[1:]))
-    for request in trace.requests:
-        assert set(request.token_times) <= set(ends)
-        first = next(start for p, start in zip(trace.passes, starts)
-                     if request.name in [name for name, *_ in p.work])
-        assert first >= request.arrived
-    waits = [1e3 * (r.token_times[0] - r.arrived) for r in trace.requests]
-    assert s.figures(trace)["ttft_ms"]["mean"] == pytest.approx(sum(waits) / len(waits))
-    for time in ends:
-        going = sum(r.arrived < time <= r.token_times[-1] for r in trace.requests)
-        assert going <= load.get("clients", len(lengths))
+def came(log):
+    return sorted((r.name, r.arrived, *r.token_times) for r in log.requests)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(stage=st.sampled_from(FLAT), lengths=LENGTHS, load=LOADS.filter(bool),
+       engine=st.sampled_from([AHEAD, Engine()]))
+def test_the_loop_gives_tokens_when_the_stages_own_loop_does(stage, lengths, load, engine):
+    trace = simulated(stage, lengths, engine=engine, **load)
+    mine, _ = knobs_of(STAGES[stage], KNOBS)
+    times = [*poisson(len(lengths), load["rate"], 0)] if "rate" in load else None
+    *_, make = s.planners(STAGES[stage], **mine)
+    log = looped(make(), workload(lengths), times or (), load.get("clients", 0), engine)
+    assert [(r[0], *map(float, r[1:])) for r in came(log)] == \
+        [(r[0], *map(pytest.approx, r[1:])) for r in came(trace)]
+
+
+@settings(max_examples=examples(600), deadline=None)
+@given(seed=st.integers(0, 10**6), kind=st.sampled_from(FLAT), size=st.sampled_from([1, 2, 4, 8]),
+       spare=st.sampled_from([0, 10, 100]), prompts=st.sampled_from([2, 7, 30]),
+       clients=st.sampled_from([0, 3]), engine=st.sampled_from([AHEAD, Engine()]))
+def test_counted_plans_are_the_schedulers_pass_by_pass(seed, kind, size, spare, prompts, clients,
+                                                       engine):
+    draw = random.Random(seed)
+    limits, pages = (draw.randint(1, 5), draw.randint(1, 20)), -(-40 // size) + spare
+    times = [*poisson(30, draw.choice([2, 20, 200]), seed)]
+
+    def run(planner):
+        return looped(planner, drawn(30, seed, (1, 30), (1, 11), prompts), times, clients, engine)
+
+    made = {"ragged, varlen": lambda: Scheduler(*limits, pages * size), "paged": lambda:
+            PagedScheduler(*limits, pages, size), "prefix": lambda:
+            PrefixScheduler(*limits, pages, size)}[kind]
+    counted = (Counted(*limits, pages * size) if kind == FLAT[0] else
+               Counted(*limits, pages, size, kind == "prefix"))
+    planned = run(Planned(made()))
+    try:
+        found = run(counted)
+    except Short:
+        assert kind != FLAT[0] and (spare < 100 or kind == "prefix")
+        return
+    assert found.passes == planned.passes and came(found) == came(planned)
+    assert planned.planner.counts.get("preemptions", 0) == 0
+    assert found.planner.counts["saved_tokens"] == planned.planner.counts.get("saved_tokens", 0)
+
+
+def test_short_memory_is_planned():
+    knobs = dict(max_batch=12, token_budget=64, pages=17, page_size=16)
+    run = s.runner(TINY, SLOW, STAGES["paged"], **knobs)
+    log = run(lambda: workload([(30, 30)] * 12), [0] * 12)
+    assert figures(log)["preemptions"] > 0 and len(log.requests) == 12
+
+
+def test_ahead_a_newcomer_waits_for_the_pass_after_the_next():
+    """Passes of one second; A runs alone, and B comes in its second pass."""
+    gpu = GPU(1e30, 1e30, 1e30, 1e30)
+    for ahead, first in (False, 3), (True, 4):
+        price = constants(TINY, gpu, Engine(1, 0, 0))
+        server = Server(Planned(Scheduler(4, 64)), price, TINY, ahead)
+        serve(Source(workload([(2, 9), (2, 2), (2, 1)]), [0, 1.5, 50]), [server])
+        times = {r.name: r.token_times for r in server.requests}
+        assert times["r1"] == pytest.approx([first, first + 1])
+        assert times["r2"] == pytest.approx([51])   # it was idle
 
 
 # --- the clock ------------------------------------------------------------------------------------
@@ -99,61 +167,83 @@ def test_four_steps_by_hand():
     """One request of 3 tokens and 3 answers, 2 tokens a step: the first pass has no logits."""
     shape = Shape(n_layer=1, n_embd=2, n_head=1, n_kv_head=1, head_size=2, ffn=4, ffn_matrices=2,
                   vocab_size=10, block_size=64, tied=True)
-    gpu = GPU(2000, 500, 100 / 0.85, 1e6, share=0.5, overhead=1.0, per_request=0.25)
+    gpu = GPU(1000 / 0.71, 250 / 0.71, 100 / 0.85, 1e6)
+    engine = Engine(overhead=1.0, per_request=0.25, keys=0.425)   # keys: half as fast
     # so 1000 operations and 100 bytes a second. Weights: 4 x 2 x 2 for attention, 2 x 2 x 4 for the
     # MLP, 2 x 10 for the vocabulary. Keys and values of a token: 2 x 2 numbers
-    trace = s.simulate(shape, gpu, STAGES["ragged, varlen"], workload([(3, 3)]), token_budget=2)
+    trace = s.simulate(shape, gpu, STAGES["ragged, varlen"], workload([(3, 3)]), engine=engine,
+                       token_budget=2)
 
     def step(slots, keys, scores, sampled=1, copied=0, size=2, speed=1000):
         # 85 rows of a tile are computed in vain
         operations = 2 * (slots + 85) * 32 + sampled * 2 * 20 + 4 * 2 * scores
-        moved = size * (32 + sampled * 20 + 4 * (keys + slots)) + 2 * copied
+        moved = size * (32 + sampled * 20 + 2 * 4 * (keys + slots)) + 2 * copied
         return math.hypot(operations / speed, moved / 100) + 1 + sampled * 0.25
 
     expected = [step(2, 2, 4, 0), step(1, 3, 3), step(1, 4, 4), step(1, 5, 5)]
     assert [p.seconds for p in trace.passes] == pytest.approx(expected, rel=1e-12)
     assert trace.requests[0].token_times == pytest.approx(
         [sum(expected[:n]) for n in (2, 3, 4)], rel=1e-12)
-    assert replace(shape, size=4).seconds(gpu, 1, 1, scores=3, keys=3, copied=700) == pytest.approx(
+    wide = constants(replace(shape, size=4), gpu, engine)
+    assert seconds(wide, 1, 1, scores=3, keys=3, copied=700) == pytest.approx(
         step(1, 3, 3, copied=700, size=4, speed=250), rel=1e-12)
 
 
 def test_tensor_parallel_splits_the_work_and_pays_for_the_link():
-    one, four = MODELS["llama-2-7b"], replace(MODELS["llama-2-7b"], tp=4)
-    assert four.linears * 4 == one.linears and four.kv_bytes * 4 == one.kv_bytes
+    one, four, a100 = MODELS["llama-2-7b"], replace(MODELS["llama-2-7b"], tp=4), GPUS["a100"]
+    assert four.expert * 4 == one.expert and four.kv_bytes * 4 == one.kv_bytes
     counts = 8, 8, 800, 800
-    alone = replace(one, n_layer=8).seconds(A100, *counts)   # a fourth of the weights and features
-    ring = 2 * 32 * (A100.link_latency + 2 * 3 / 4 * 8 * 4096 * 2 / (LINK_SHARE * A100.link))
-    assert four.seconds(A100, *counts) == pytest.approx(alone + ring)
+    alone = replace(one, n_layer=8).seconds(a100, *counts)   # a fourth of the weights and features
+    ring = 2 * 32 * (30e-6 + 2 * 3 / 4 * 8 * 4096 * 2 / (LINK_SHARE * a100.link))
+    assert four.seconds(a100, *counts) == pytest.approx(alone + ring)
+
+
+def test_experts_are_read_if_a_token_hits_them():
+    """8 experts, 2 for a token: one token reads 2 of them, many read all and compute 2 each."""
+    mixture = MODELS["mixtral-8x7b"]
+    c = replace_(constants(mixture, GPUS["h100"]), overhead=0, per_request=0)
+    dense = replace_(c, experts=1, active=1)
+
+    def parts(c, slots):
+        reading = replace_(c, row=0, expert_row=0, sample=0)
+        return seconds(reading, slots, 0, 0, 0)
+
+    assert parts(c, 1) == pytest.approx(c.weights + 2 * c.expert + c.key)
+    assert parts(c, 2) == pytest.approx(c.weights + 8 * (1 - 0.75**2) * c.expert + 2 * c.key)
+    assert parts(c, 500) == pytest.approx(c.weights + 8 * c.expert + 500 * c.key)
+    slow = replace_(c, weights=0, expert=0, key=0, row=0, sample=0)
+    assert seconds(slow, 500, 0, 0, 0) == pytest.approx((2 * 500 + 8 * 85) * c.expert_row)
+    assert parts(dense, 500) == pytest.approx(c.weights + c.expert + 500 * c.key)
+
+
+def replace_(namespace, **changes):
+    return type(namespace)(**{**vars(namespace), **changes})
 
 
 @pytest.mark.parametrize("name, millions", [
     ("gpt2", 124), ("llama-2-7b", 6738), ("llama-3.1-8b", 8030), ("llama-3.1-70b", 70554),
     ("llama-2-13b", 13016), ("llama-3.2-1b", 1236), ("mistral-7b", 7248), ("qwen2-7b", 7616),
-    ("gpt-j-6b", 6054), ("qwen3-0.6b", 596), ("qwen3-8b", 8191)])
+    ("gpt-j-6b", 6054), ("qwen3-0.6b", 596), ("qwen3-8b", 8191), ("qwen3-14b", 14768),
+    ("qwen2.5-7b", 7616), ("codellama-34b", 33744), ("yi-34b", 34389), ("mixtral-8x7b", 46703),
+    ("mistral-nemo-12b", 12248)])
 def test_the_models_have_as_many_weights_as_published(name, millions):
-    weights = MODELS[name].linears + MODELS[name].vocabulary * (2 - MODELS[name].tied)
-    assert weights / 1e6 == pytest.approx(millions, rel=0.01)
+    assert MODELS[name].weights / 1e6 == pytest.approx(millions, rel=0.004)
 
 
-# --- replicas -------------------------------------------------------------------------------------
+# --- loads ----------------------------------------------------------------------------------------
 
-@settings(max_examples=examples(100), deadline=None)
-@given(lengths=LENGTHS, rate=st.sampled_from([2.0, 20.0, 200.0]))
-def test_a_replica_gives_tokens_when_prefix_does(lengths, rate):
-    spans = {"ttft_ms": [], "itl_ms": []}
-    replica = Replica(TINY, SLOW, spans, pages=24, max_batch=3, token_budget=8)
-    for request, time in zip(workload(lengths), poisson(len(lengths), rate, seed=0)):
-        request.context_length = 64
-        replica.run_until(time)
-        replica.add(request, time)
-    replica.run_until(math.inf)
-    trace = simulated("prefix", lengths, {"rate": rate}, pages=24, page_size=16)
-    assert replica.now == pytest.approx(trace.clock.now)
-    for name in "ttft", "itl":
-        assert sorted(spans[f"{name}_ms"]) == pytest.approx(
-            sorted(1e3 * seconds for seconds in latencies(trace)[f"{name}_seconds"]))
+def test_stages_come_one_after_another_and_prompts_again():
+    times = [*staged([(8, 50), (20, 50)], seed=1)]
+    assert times == sorted(times) and max(times) < 100
+    assert sum(t < 50 for t in times) == pytest.approx(400, abs=80)
+    assert sum(t >= 50 for t in times) == pytest.approx(1000, abs=120)
+    requests = [*drawn(250, 0, (50, 80), (5, 9), prompts=100)]
+    assert all(requests[i].prompt == requests[i % 100].prompt for i in range(250))
+    assert len({tuple(r.prompt[:16]) for r in requests}) == 100
+    assert len({tuple(r.prompt) for r in workload([(5, 1)] * 5000)}) == 5000
 
+
+# --- replicas, and whether they keep up -----------------------------------------------------------
 
 def planned(line, folder=None):
     """What capacity says of this load: the exit status; in a folder, the rows of --json."""
@@ -183,77 +273,50 @@ def test_the_fewest_replicas_are_the_fewest(least, last):
     assert number == max(least) and found["of"] == min(number, MOST)
 
 
-def test_made_up_prompts_differ():
-    prompts = [request.prompt for request in workload([(5, 1)] * 5000)]
-    assert len(set(map(tuple, prompts))) == 5000 and max(map(max, prompts)) < 1000
-
-
-# --- can it keep up? ------------------------------------------------------------------------------
-
-def long_run(shape, gpu, lengths, rate, **knobs):
-    """Requests/s that end while ever more come, after the first quarter."""
-    trace = s.simulate(shape, gpu, STAGES["prefix"], workload(lengths), rate=rate, **knobs)
-    end = max(request.arrived for request in trace.requests)
-    return sum(end / 4 < r.token_times[-1] <= end for r in trace.requests) / (0.75 * end)
-
-
 def test_the_verdict_is_right_for_random_loads():
     """0.3 to 3 times what a long run serves: always right, and undecided only close to it."""
-    undecided, seeds = 0, range(200) if THOROUGH else (4, 6, 10)   # one of each verdict
+    undecided, seeds = 0, range(200) if THOROUGH else (4, 6, 10)
     for seed in seeds:
         draw = random.Random(seed)
         shape, gpu = MODELS[draw.choice(["llama-2-7b", "qwen3-0.6b"])], GPUS[draw.choice([*GPUS])]
         gpu = replace(gpu, memory=max(gpu.memory, 16 * 2**30))
         low, high = sorted(round(2 ** draw.uniform(3, 9)) for _ in range(2))
         least, most = sorted(round(2 ** draw.uniform(1, 5.5)) for _ in range(2))
-        knobs = dict(max_batch=draw.choice([8, 32, 64]), pages=shape.room(gpu) // 16,
-                     token_budget=draw.choice([256, 2048]))
+        many = draw.choice([8, 32, 64])
+        serves = s.runner(shape, gpu, STAGES["prefix"], max_batch=many,
+                          pages=shape.room(gpu) // 16, token_budget=draw.choice([256, 2048]))
 
-        def lengths(number):
-            return [(draw.randint(low, high), draw.randint(least, most)) for _ in range(number)]
+        def made(number):
+            return workload((draw.randint(low, high), draw.randint(least, most))
+                            for _ in range(number))
 
-        served, tried = most_served(shape, gpu, STAGES["prefix"], 100,
-                                    lambda number: workload(lengths(number)), **knobs)
-        times = 0.3 * 10 ** draw.random()
-        rate = times * long_run(shape, gpu, lengths(2500), 1.2 * served, **knobs)
-        said = verdict(rate / served, tried)
+        served = most_served(serves, made, 1000, many)
+        log = serves(lambda: made(2500), poisson(2500, 1.2 * served, 0))   # ever more wait
+        end, times = max(r.arrived for r in log.requests), 0.3 * 10 ** draw.random()
+        limit = sum(end / 4 < r.token_times[-1] <= end for r in log.requests) / (0.75 * end)
+        said = verdict(times * limit / served, 1000)
         if said.startswith("too short to tell: "):
             assert abs(times - 1) < 0.1, seed
             undecided += 1
         else:
             assert said == ("overloaded" if times > 1 else "keeps up"), (seed, times)
-    assert 1 <= undecided <= max(1, 0.2 * len(seeds))
+    assert undecided <= max(1, 0.2 * len(seeds))
 
 
 @pytest.mark.parametrize("line, said", [
-    ("--rate 200 --input 16 --output 60 --requests 60", "overloaded"),   # many run, and none waits
-    ("--rate 12 --input 1024 --output 16 --requests 40 --seed 3", "keeps up"),
-    ("--rate 50 --requests 6 --input 20 --output 5 --seed 3", "keeps up"),   # three in a burst
-    ("--rate 1 --requests 9 --input 5 --output 3 --model gpt2 --stage dynamic", "keeps up"),
-    ("--rate 15.4 --input 1024 --output 16 --requests 40", "too short to tell: use --requests ")])
-def test_a_load_is_judged_in_the_second_line(line, said, capsys):
+    ("--rate 200 --input 16 --output 60 --requests 60", ["overloaded"]),   # many run, none waits
+    ("--rate 12 --input 1024 --output 16 --requests 40 --seed 3", ["keeps up"]),
+    ("--rate 1 --requests 9 --input 5 --output 3 --model gpt2 --stage dynamic", ["keeps up"]),
+    ("--rate 15.4 --input 1024 --output 16 --requests 40", ["too short to tell: use --requests "]),
+    ("--stages 8:6,20:6 --input 1024 --output 16", ["keeps up", "overloaded"])])
+def test_a_load_is_judged_from_the_second_line_on(line, said, capsys):
     run(line)
-    assert capsys.readouterr().out.splitlines()[1].startswith(said)
-
-
-def test_tokens_are_owed_if_more_come_than_can_be_served():
-    requests = prepare(workload([(20, 1), (8, 5)]), TINY)   # 16 tokens in the mean
-    for rate, tokens in (10.0, [160, 128, 32]), (4.0, [64, 64, 0]):   # come, computed, owed
-        assert [*judged(requests, rate, served=8.0, tried=1000).values()][-3:] == tokens
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert all(line.startswith(verdict) for line, verdict in zip(lines, said))
+    assert lines[len(said)].split() == ["ms", "mean", "p50", "p90", "p99"]
 
 
 # --- what others measured -------------------------------------------------------------------------
-
-@settings(max_examples=examples(200), deadline=None)
-@given(number=st.integers(1, 9), prompt=st.integers(1, 30), answer=st.integers(1, 9),
-       room=st.integers(38, 200), max_batch=st.integers(1, 5), budget=st.integers(1, 20))
-def test_equal_requests_are_counted_as_the_scheduler_plans_them(number, prompt, answer, room,
-                                                                max_batch, budget):
-    trace = s.simulate(TINY, SLOW, STAGES["ragged, varlen"], workload([(prompt, answer)] * number),
-                       max_kv_tokens=room, max_batch=max_batch, token_budget=budget)
-    counted = [*published.passes(number, prompt, answer, room, max_batch, budget)]
-    assert counted == [counts[:4] for *_, counts in trace.clock.passes]   # nothing is copied
-
 
 def test_published_runs_within_the_goal(monkeypatch):
     assert sum(answer for _, answer in published.nano_vllm()) == 133_966   # as its source says
@@ -266,10 +329,26 @@ def test_published_runs_within_the_goal(monkeypatch):
     over_http = published.compare(["IOG", "yobitel"])
     assert len(over_http) > 1 and all(abs(row["error"]) < 0.06 for row in over_http)
     rows = published.compare(["ANL", "gpt-fast", "TensorRT-LLM 0.5"])
-    head, one, several, *_ = published.summary(rows)
+    head, one, several, *_ = gpu_summary(rows)
     assert float(one[2].rstrip("%")) <= 6 and float(several[2].rstrip("%")) <= 11
     assert float(one[4].rstrip("%")) <= 20 and float(several[4].rstrip("%")) <= 20
     assert sum(row["half"] == "chosen" for row in rows) > 20
+
+
+def test_real_runs_are_met_better_than_by_others():
+    """In E2E, in the median; quick: an H100, two of them, and an L40S, for a minute each."""
+    runs = [shorter(run) for run in real.PREDICTED if THOROUGH or run["id"] in ("59", "26", "55")]
+    head, *lines = real.table(real.compare(runs))
+    column = head.index(f"all ({len(runs)} runs)")
+    found = {who: [int(part.rstrip("%")) for part in cells[column - 1].split()]
+             for who, *cells in lines}
+    assert all(mine <= most for mine, most in zip(found["lab.simulate"], (6, 4, 4)))
+    assert min(e2e for _, e2e, _ in found.values()) == found["lab.simulate"][1]
+    assert {run["half"] for run in real.PREDICTED} == {"a", "b"}
+
+
+def shorter(run):
+    return run if THOROUGH else {**run, "stages": [(rate, 60) for rate, _ in run["stages"]]}
 
 
 # --- the commands ---------------------------------------------------------------------------------
@@ -278,19 +357,33 @@ def run(line, command=simulate.main):
     return command(line.split())
 
 
-def test_simulate_prints_a_report_and_writes_figures(tmp_path, capsys):
-    assert run("--input 100 --output 1 --requests 20 --clients 4 --stage ragged "
-               f"--json {tmp_path}/a.json") == 0
+def test_simulate_prints_figures_and_writes_and_draws_them(tmp_path, capsys):
+    assert run("--input 100 --output 1 --requests 20 --clients 4 --stage ragged --ttft 1 "
+               f"--json {tmp_path}/a.json --plot {tmp_path}/a.png") == 0
     printed = capsys.readouterr().out
     found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
-    assert found["calculated"] and {"tokens_per_s", "passes", "ttft_ms"} <= set(found)
-    assert found["itl_ms"]["p50"] is None
-    assert "stage: ragged, varlen, calculated" in printed and "calculated: " in printed
-    assert "ITL p50 -, p99 - ms" in printed   # answers of one token have none
-    assert run("--stage unbatched --no_cache --input 8 --output 3 --requests 2") == 0
-    assert "stage: unbatched, no cache" in capsys.readouterr().out
-    tight = simulated("paged", [(30, 30)] * 12, max_batch=12, token_budget=64, pages=17)
-    assert s.figures(tight)["preemptions"] == tight.counts["preemptions"] > 0
+    assert found["calculated"] and {"tokens_per_s", "passes", "e2e_ms"} <= set(found)
+    assert found["itl_ms"]["p50"] is None and found["goodput"] == 0   # none within 1 ms
+    assert "ragged, vllm, calculated: " in printed and (tmp_path / "a.png").stat().st_size > 9000
+    assert run(f"--stage naive --input 8 --output 3 --requests 2 --plot {tmp_path}/b.svg") == 0
+    assert "useful" in capsys.readouterr().out
+
+
+def test_engines_memory_and_models(capsys):
+    said = {}
+    for line in (*(f"--engine {name} --tp 2" for name in ENGINES), "--max_kv 3000", "--memory 0.5",
+                 "--gpu l40s --model yi-34b --tp 2", "--model mixtral-8x7b --gpu h100 --tp 2"):
+        assert run(f"--input 500 --output 20 --requests 40 --clients 9 {line}") == 0
+        said[line] = capsys.readouterr().out.partition(": ")[2]
+    assert said.pop("--engine lmdeploy --tp 2") == said["--engine gpt-fast --tp 2"]   # so far
+    assert len({*said.values()}) == len(said)
+
+
+def test_help_says_the_defaults_that_are_used(capsys):
+    with pytest.raises(SystemExit):
+        run("--help")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "at the same time (default: 256)" in said and "in a step (default: 2048)" in said
 
 
 def test_capacity_prints_a_table_and_writes_it(capsys, tmp_path):
@@ -322,10 +415,16 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
         ("--model bert", "--model bert: none of gpt2, .*; for another one, add a line"),
         ("--tp 3", "--tp 3 does not divide n_head 32"),
         ("--tp 0", "--tp: must be a whole number of at least 1, not 0"),
-        ("--rate 0", "--rate: must be above 0, not 0"),
+        ("--rate 0", "--rate: must be above 0, not 0"), ("--engine x", "--engine: invalid choice"),
         ("--json no/where.json", "--json no/where.json: No such file"),
-        ("--rate 1 --clients 2", "exclude each other"),
+        ("--plot a.txt", "--plot a.txt: the name must end in .png"),
+        ("--rate 1 --clients 2", "--rate and --clients exclude each other"),
         ("--clients 0", "--clients: must be a whole number of at least 1, not 0"),
+        ("--memory 2", "--memory: must be above 0 and at most 1, not 2"),
+        ("--max_kv 999999", "--max_kv must be at most .*, not 999,999"),
+        *((f"--stages {bad}", "--stages: .* use RATE:SECONDS,RATE:SECONDS" if ":" in bad else
+           "--stages: ") for bad in ("8", "8:0", "8:60,", "x:1", "8:inf", "1:2:3")),
+        ("--stages 1e-9:1e-9", "no request comes in so short a time"),
         *((f"--input {bad}", f"--input: {bad}: use N or LOW:HIGH")
           for bad in ("5:2", "5:", "1:2:3")),
         ("--input 4000 --output 500", "--output: .* 4499 positions, block_size is 4096"),
@@ -335,12 +434,9 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
         (f"{SMALL} --stage dynamic --max_batch 12", "--max_batch must be at most 3, not 12"))),
     *((planned, line, said) for line, said in (
         ("", "--rate is missing"),
-        ("--rate 9 --ttft 9 --itl 9 --model bert", "--model bert: none of gpt2"),
         ("--rate 9 --ttft 50", "--ttft and --itl belong together"),
         ("--rate 9 --ttft nan --itl 1", "--ttft: must be above 0, not nan"),
-        ("--rate 9 --tp 3", "--tp 3 does not divide n_head 32"),
         ("--rate 9 --prefix -5", "--prefix: must be a whole number of at least 0, not -5"),
-        ("--rate 9 --json no/where.json", "--json no/where.json: No such file"),
         ("--rate 9 --prefix 100000000000", "block_size is 131072")))])
 def test_bad_input_gets_one_line(command, line, said, capsys):
     with pytest.raises(SystemExit, match="^2$"):
@@ -355,6 +451,6 @@ def test_a_rectangle_is_as_large_as_its_longest_prompt_and_answer():
     wide = workload([(3000, 1), (1, 3000)])   # together in a batch: too wide a rectangle
     assert 2 * cache_for(prepare(wide, shape)).capacity == 11_998
     with pytest.raises(ValueError, match="room for 6,519 tokens: --max_batch must be at most 1"):
-        s.with_memory(shape, gpu, STAGES["naive"], wide, {"max_batch": 2})
-    for requests, rows in (wide, 1), (workload([(8, 1)] * 2), 256):   # 8 tokens: more would fit
-        assert s.with_memory(shape, gpu, STAGES["naive"], requests, {})[0] == {"max_batch": rows}
+        s.with_memory(shape, gpu, STAGES["naive"], 5999, {"max_batch": 2})
+    for longest, rows in (5999, 1), (8, 256):   # 8 tokens: more would fit
+        assert s.with_memory(shape, gpu, STAGES["naive"], longest, {})[0] == {"max_batch": rows}

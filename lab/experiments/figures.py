@@ -58,10 +58,27 @@ def gaps(result, path=None):
 
 
 def curve(result, path=None):
-    """Latency against the rate of arrivals, calculated. result: of `gpu`"""
-    return lines(result["curve"], path, log=True, xlabel="requests a second",
-                 ylabel="ms a token, arrival to end", ylim=(8, 1000),
-                 title="Calculated: Llama 2 7B on an A100 40 GB, 120 requests of mixed lengths")
+    """
+    Latency against the rate of arrivals, calculated; a cross where a stage keeps up no longer.
+    result: of `gpu`
+    """
+    figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
+    for i, (stage, found) in enumerate(result["curve"].items()):
+        points, served = found["points"], found["served"]
+        ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], markersize=9 - i,
+                label=f"{stage}: {served:.1f}")
+        rate, ms = points[-1]
+        ax.annotate("", (served, 1.6 * ms), (rate, ms), arrowprops={
+            "arrowstyle": "-", "linestyle": ":", "color": CYCLE[i]})
+        ax.plot(served, 1.6 * ms, "x", color=CYCLE[i], markersize=9, markeredgewidth=2)
+    ax.loglog(base=2)
+    for axis in ax.xaxis, ax.yaxis:
+        axis.set_major_formatter("{x:g}")
+    ax.set(xlabel="requests a second", ylabel="ms a token, arrival to end",
+           title="Llama 2 7B on an A100 40 GB, calculated: requests of mixed lengths")
+    ax.grid(True)
+    ax.legend(fontsize=9, title="keeps up with, requests/s (✕)")
+    return finished(figure, path)
 
 
 def bars(panels, label, height, form, path, sharex=False):

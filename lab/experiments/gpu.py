@@ -1,26 +1,43 @@
 """Every lesson about time on GPUs, calculated by lab/simulate: nothing here is measured."""
+import math
 import random
+import statistics
 from functools import partial
-from statistics import mean
 
 from lab.experiments.bench import KNOBS, workload
 from lab.experiments.results import Table
+from lab.loading.arrivals import poisson
+from lab.loading.arrivals import workload as requests_from
 from lab.loading.stages import STAGES
-from lab.simulate import calculated as s
-from lab.simulate import published
-from lab.simulate.arrivals import workload as requests_from
+from lab.simulate import published, real
+from lab.simulate.calculated import runner, with_memory
 from lab.simulate.hardware import GPUS, MODELS
+from lab.simulate.overload import most_served
+from lab.views.report import figures
 
 MACHINES = {"rtx-4090": "W1", "a100": "W1", "h100": "W1", "a100, W3": "W3"}
 RATES = (0.25, 0.5, 1, 2, 4, 8, 16)   # requests a second
 CURVES = ("unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen", "paged")
+NEAR = 0.9   # of what a stage can serve: there its curve ends
 
 
-def run(stage, model, gpu, requests, rate=None, **knobs):
-    """A stage's trace on a calculated GPU."""
+def server(stage, model, gpu, longest, **knobs):
+    """(a function that runs a load on a calculated GPU: see `runner`; the most that run at once)"""
     shape, gpu = MODELS[model], GPUS[gpu]
-    knobs, _ = s.with_memory(shape, gpu, STAGES[stage], requests, knobs)
-    return s.simulate(shape, gpu, STAGES[stage], requests, rate=rate, **knobs)
+    knobs, _ = with_memory(shape, gpu, STAGES[stage], longest, knobs)
+    return runner(shape, gpu, STAGES[stage], **knobs), knobs.get("max_batch", 1)
+
+
+def ladder(stage, gpu, requests):
+    """Figures of Llama 2 7B; `requests` makes them."""
+    some = requests()
+    longest = max(len(r.prompt) for r in some) + max(r.max_new_tokens for r in some) - 1
+    return figures(at_once(server(stage, "llama-2-7b", gpu, longest, **KNOBS)[0], requests))
+
+
+def at_once(run, requests):
+    """`requests` makes them."""
+    return run(requests, [0.0] * len(requests()))
 
 
 def mixed(number):
@@ -31,23 +48,25 @@ def mixed(number):
 
 
 def curve(stage, number, rates):
-    """[(rate, ms a token), ...] of Llama 2 7B on an A100 40 GB, up to a second a token."""
-    points = []
-    for rate in rates:
-        trace = run(stage, "llama-2-7b", "a100-40gb", mixed(number), rate)
-        points.append((rate, 1e3 * mean((r.token_times[-1] - r.arrived) / len(r.generated)
-                                        for r in trace.requests)))
-        if points[-1][1] > 1000:
-            break
-    return points
+    """
+    {"points": [(rate, ms a token), ...], "served": requests/s} of Llama 2 7B on an A100 40 GB, up
+    to NEAR of what the stage can serve.
+    """
+    run, many = server(stage, "llama-2-7b", "a100-40gb", 1535)
+    served, points = most_served(run, mixed, max(number, 4 * many), many), []
+    for rate in [*(rate for rate in rates if rate < NEAR * served), NEAR * served]:
+        log = run(partial(mixed, number), [*poisson(number, rate, seed=0)])
+        points.append((rate, 1e3 * statistics.mean(
+            (r.token_times[-1] - r.arrived) / len(r.token_times) for r in log.requests)))
+    return {"points": points, "served": served}
 
 
 def fitting(model, number):
     """{how: most of `number` mixed requests that run at once} on an A100 40 GB."""
     found = {"the longest answer for each": MODELS[model].room(GPUS["a100-40gb"]) // 1536}
     for how, stage in (("own answer reserved", "ragged, varlen"), ("pages", "paged")):
-        trace = run(stage, model, "a100-40gb", mixed(number), max_batch=400, token_budget=8192)
-        found[how] = max(len(p.work) for p in trace.passes)
+        run, _ = server(stage, model, "a100-40gb", 1535, max_batch=400, token_budget=8192)
+        found[how] = max(p[3] for p in at_once(run, partial(mixed, number)).passes)
     return found
 
 
@@ -55,17 +74,46 @@ def measure(args, device, dtype):
     """Every lesson about time on GPUs, calculated on the CPU: some minutes."""
     quick = args.quick
     return {
-        "ladder": {name: {stage: s.figures(run(
-            stage, "llama-2-7b", name.split(",")[0], workload(requests, 32000, quick), **KNOBS))
-            for stage in STAGES} for name, requests in MACHINES.items()},
-        "curve": {stage: curve(stage, 12 if quick else 120, RATES[:2] if quick else RATES)
+        "ladder": {name: {stage: ladder(stage, name.split(",")[0], partial(
+            workload, requests, 32000, quick)) for stage in STAGES}
+            for name, requests in MACHINES.items()},
+        "curve": {stage: curve(stage, 12 if quick else 160, RATES[:2] if quick else RATES)
                   for stage in CURVES},
         "fitting": {model: fitting(model, 12 if quick else 400)
                     for model in ("llama-2-7b", "mistral-7b", "llama-3.1-8b")},
+        "real": [*real.table(real.compare(real.RUNS[5:7] if quick else real.PREDICTED))],
         "published": published.compare(published.SOURCES if not quick else ["ANL"])}
 
 
 # --- the tables of docs/gpu.md --------------------------------------------------------------------
+
+FIGURES = {"tokens_per_s": "throughput", "ttft_ms": "first token", "itl_ms": "between tokens"}
+GROUPS = (   # name, and who belongs to it
+    ("one GPU", lambda row: row["tp"] == 1), ("several GPUs", lambda row: row["tp"] > 1),
+    *((f"{tp} GPUs", lambda row, tp=tp: row["tp"] == tp) for tp in (2, 4, 8)),
+    ("A100, one", lambda row: row["gpu"][:4] == "a100" and row["tp"] == 1),
+    ("Hopper, one", lambda row: row["gpu"][0] in "gh" and row["tp"] == 1),
+    ("other GPUs, one", lambda row: row["tp"] == 1 and (row["gpu"][0] in "rlt"
+                                                        or row["gpu"] == "a10g")),
+    ("one request", lambda row: row["requests"] == 1),
+    ("static batch", lambda row: row["kind"] == "static" and row["requests"] > 1),
+    ("all at once", lambda row: row["kind"] == "in-flight"),
+    ("clients that wait", lambda row: row["kind"] == "clients" and row["requests"] > 1))
+
+
+def summary(rows):
+    """A head, and a line for each group: errors on the tested runs, and last on the chosen."""
+    yield ["calculated against published", "runs", "median error", "90% within", "largest",
+           "on the chosen half"]
+    for figure, what in FIGURES.items():
+        for name, belongs in GROUPS if figure == "tokens_per_s" else GROUPS[:2]:
+            tested, chosen = (sorted(abs(row["error"]) for row in rows if row["half"] == half
+                                     and row["figure"] == figure and belongs(row))
+                              for half in ("tested", "chosen"))
+            if tested:
+                yield [f"{what}, {name}", len(tested), f"{statistics.median(tested):.0%}",
+                       f"{tested[math.ceil(0.9 * len(tested)) - 1]:.0%}", f"{tested[-1]:.0%}",
+                       f"{statistics.median(chosen):.0%} of {len(chosen)}" if chosen else "–"]
 
 made = partial(Table, how="calculated", small_print="calculated; {commands}")
 
@@ -87,5 +135,10 @@ def memory_table(found):
 
 
 def published_table(found):
-    head, *rows = published.summary(found["published"])
+    head, *rows = summary(found["published"])
+    return made(head, rows)
+
+
+def real_table(found):
+    head, *rows = found["real"]
     return made(head, rows)

@@ -17,10 +17,10 @@ from lab.checks.xray import sights_at
 from lab.experiments import motion, results
 from lab.experiments.results import Table
 from lab.flags import knobs_of
+from lab.loading.arrivals import workload
 from lab.loading.load import decode, load
 from lab.loading.stages import STAGES
 from lab.loading.workload import PROMPTS, make_requests, read_prompts
-from lab.simulate.arrivals import workload
 from lab.simulate.calculated import figures, simulate
 from lab.simulate.hardware import GPUS, MODELS
 from request import Request

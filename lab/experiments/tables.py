@@ -26,6 +26,7 @@ TABLES = {   # a table's name: the function that makes it, or several; the resul
     "peers": (bench.peers_table, "peers"),
     "bench": (lambda *found: [*map(bench.table, found)], "bench"),
     "gpu ladder": (gpu.table, "gpu"),
+    "gpu real": (gpu.real_table, "gpu"),
     "gpu published": (gpu.published_table, "gpu"),
     "gpu memory": (gpu.memory_table, "gpu"),
     "configs": (configs.table,)}

@@ -2,89 +2,133 @@
 Calculates what a stage reaches on a GPU that is not here, and whether that keeps up with a load.
 
     python -m lab.simulate --gpu a100 --model llama-2-7b --stage prefix --input 1024 --clients 8
+    python -m lab.simulate --gpu h100 --model qwen3-14b --stages 8:600,20:600 --prompts 100
 """
 import json
-import random
 import sys
-from argparse import ArgumentTypeError
+from functools import partial
+from itertools import cycle, islice
 
 from lab import flags
 from lab.flags import above_0, whole
+from lab.loading.arrivals import check_lengths, drawn, poisson, staged, traced
 from lab.loading.stages import SCRIPTS
-from lab.simulate.arrivals import check_lengths, workload
-from lab.simulate.calculated import figures, simulate, with_memory
-from lab.simulate.hardware import BYTES, gpu_of, shape_of
-from lab.simulate.overload import judged, most_served
-from lab.views.report import report
+from lab.loading.traces import read_trace
+from lab.simulate import real
+from lab.simulate.calculated import DEFAULTS, FLAT, runner, with_memory
+from lab.simulate.hardware import BYTES, ENGINES, gpu_of, shape_of
+from lab.simulate.overload import MOST_TRIED, most_served, verdict
+from lab.views import plots
+from lab.views.report import aligned, figures
+
+COUNTS = "requests", "passes", "preemptions", "saved_tokens"
+WAITS = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2E": "e2e_ms"}
 
 
 def main(argv=None):
     p = parser("lab.simulate", __doc__)
     p.add_argument("--stage", default="prefix", choices=SCRIPTS)
     p.add_argument("--clients", type=whole, help="number of clients; each waits for its answer")
-    flags.add_knobs(p)
+    p.add_argument("--stages", type=flags.stages, help="rates in turn, requests/s and for how many "
+                   "seconds: RATE:SECONDS,RATE:SECONDS,...")
+    p.add_argument("--trace", metavar="FILE", help="lengths and times from a .csv or .jsonl file; "
+                   "lab/loading/traces.py names the columns")
+    p.add_argument("--plot", metavar="FILE", help="draw waits, requests and memory over time")
+    p.add_argument("--real", action="store_true", help="only: real runs, and what this and other "
+                   "simulators say of them")
+    flags.add_knobs(p, defaults=DEFAULTS)
     return p.run(run_stage, argv)
 
 
 def run_stage(args):
     """Prints what a stage reaches on the GPU and, at a rate, whether it can keep up."""
     flags.check_path(args.json, "--json")
-    if args.clients and args.rate:
-        raise ValueError("--rate and --clients exclude each other")
+    flags.check_path(args.plot, "--plot", flags.PICTURES)
+    if args.real:
+        return real.show()
+    loads = [f"--{name}" for name in ("rate", "clients", "stages", "trace") if getattr(args, name)]
+    if len(loads) > 1:
+        raise ValueError(f"{' and '.join(loads)} exclude each other")
     gpu, shape = gpu_of(args.gpu), shape_of(args.model, args.dtype, args.tp)
-    check_lengths(args.input[1], args.output[1], shape)
-
-    def made(number):
-        stream = random.Random(args.seed)
-        return workload([(stream.randint(*args.input), stream.randint(*args.output))
-                         for _ in range(number)])
-
-    generate, requests = SCRIPTS[args.stage], made(args.requests)
-    knobs, ignored = with_memory(shape, gpu, generate, requests,
-                                 flags.given_knobs(args))
+    made, times, longest = load_of(args, shape)
+    generate, number = SCRIPTS[args.stage], len(times)
+    knobs, ignored = with_memory(shape, gpu, generate, longest, flags.given_knobs(args),
+                                 args.memory, args.max_kv)
     flags.say_ignored(args, ignored, "for this stage")
-    trace = simulate(shape, gpu, generate, requests, args.clients, args.rate, args.seed, **knobs)
-    f = figures(trace)
-    print(f"{args.model} on {args.tp} x {args.gpu}, calculated: "
-          f"{f['tokens_per_s']:,.0f} tokens/s; TTFT mean {f['ttft_ms']['mean']:,.0f}, p99 "
-          f"{f['ttft_ms']['p99']:,.0f} ms; ITL p50 {f['itl_ms']['p50']:,.1f}, p99 "
-          f"{f['itl_ms']['p99']:,.1f} ms".replace(" nan", " -"))
-    if args.rate:
-        served, tried = most_served(shape, gpu, generate, args.requests, made, **knobs)
-        load = f["load"] = judged(requests, args.rate, served, tried)
-        print(f"{load['verdict']}; {args.rate:g} requests/s are {load['times']:.2f} times what it "
-              f"can serve, {served:,.2f}\n"
-              f"tokens (prompts and answers): {load['offered_tokens_per_s']:,.0f} a second come, "
-              f"{load['served_tokens_per_s']:,.0f} are computed, "
-              f"{load['owed_tokens_per_s']:,.0f} more are owed each second")
-    print(report(trace))
+    run = runner(shape, gpu, generate, ENGINES[args.engine], **knobs)
+    log = run(partial(made, number), times, args.clients or 0)
+    f = figures(log, args.ttft, args.itl)
+    title = f"{args.model} on {args.tp} x {args.gpu}, {args.stage}, {args.engine}, calculated"
+    print(f"{title}: {f['tokens_per_s']:,.0f} tokens/s, {f['requests_per_s']:,.2f} requests/s"
+          + (f", {f['goodput']:,.2f} of them within the limits" if args.ttft or args.itl else ""))
+    if rates := load_rates(args, times):
+        many = knobs.get("max_batch", 1)
+        tried = max(min(number, MOST_TRIED), 4 * many, 1000 if generate in FLAT else 250)
+        most = f["served_at_most"] = most_served(run, made, tried, many)
+        f["load"] = [{"rate": rate, "verdict": verdict(rate / most, tried)} for rate in rates]
+        for load in f["load"]:
+            print(f"{load['verdict']}; {load['rate']:g} requests/s are {load['rate'] / most:.2f} "
+                  f"times what it can serve, {most:,.2f}")
+    print(aligned([["ms", *f["ttft_ms"]], *([name, *(f"{value:,.1f}" for value in f[key].values())]
+                                            for name, key in WAITS.items())]))
+    print(", ".join(f"{f[name]:,} {name.replace('_', ' ')}" for name in COUNTS if f[name])
+          + (f", {f['useful']:.0%} of the slots useful" if f["useful"] else ""))
     write(args.json, f)
+    if args.plot:
+        room = knobs.get("pages", 0) * knobs.get("page_size", 16) or knobs.get("max_kv_tokens")
+        plots.load(log.requests, log.passes, room, title, args.plot)
     return 0
+
+
+def load_rates(args, times):
+    """The requests that come in a second: of each stage, or of the whole load; [] if it waits."""
+    if args.stages:
+        return [rate for rate, _ in args.stages]
+    return [args.rate] if args.rate else [len(times) / times[-1]] if times[-1] else []
+
+
+def load_of(args, shape):
+    """(made, times, longest): made(n) makes n requests; tokens of the longest prompt and answer."""
+    if args.trace:
+        rows = read_trace(args.trace, partial(check_lengths, shape=shape, flags=""), args.requests)
+        return (lambda number: traced(islice(cycle(rows), number)), [row[0] for row in rows],
+                max(prompt for _, prompt, *_ in rows) + max(answer for _, _, answer, _ in rows) - 1)
+    check_lengths(args.prefix + args.input[1], args.output[1], shape)
+    number = args.requests or 160
+    times = (staged(args.stages, args.seed) if args.stages else
+             poisson(number, args.rate, args.seed) if args.rate else [0.0] * number)
+    made = partial(drawn, seed=args.seed, prompt=args.input, answer=args.output,
+                   prompts=args.prompts, prefix=args.prefix, groups=args.groups)
+    if not (times := [*times]):
+        raise ValueError("--stages: no request comes in so short a time")
+    return made, times, args.prefix + args.input[1] + args.output[1] - 1
 
 
 # --- what capacity.py needs, too ------------------------------------------------------------------
 
 def parser(module, doc):
     p = flags.Parser(prog=f"python -m {module}", description=doc.strip().splitlines()[0])
-    p.add_argument("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
-    p.add_argument("--model", default="llama-2-7b", help="a name, see sheets.json")
-    p.add_argument("--dtype", default="float16", choices=BYTES)
-    p.add_argument("--tp", type=whole, default=1, help="tensor parallel ranks")
-    p.add_argument("--input", type=bounds, default="1024", help="a prompt's tokens: N or LOW:HIGH")
-    p.add_argument("--output", type=bounds, default="128", help="an answer's tokens: N or LOW:HIGH")
-    p.add_argument("--requests", type=whole, default=160)
-    p.add_argument("--rate", type=above_0, help="requests a second, at random")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--json", metavar="FILE.json", help="write the figures")
+    add = p.add_argument
+    add("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
+    add("--model", default="llama-2-7b", help="a name, see sheets.json")
+    add("--dtype", default="float16", choices=BYTES)
+    add("--tp", type=whole, default=1, help="tensor parallel ranks")
+    add("--engine", default="vllm", choices=ENGINES, help="whose times between passes")
+    add("--memory", type=flags.share, default=0.9, help="share of the GPU's memory that is used")
+    add("--max_kv", type=whole, help="tokens whose keys and values fit, if fewer")
+    add("--input", type=flags.bounds, default="1024", help="a prompt's tokens: N or LOW:HIGH")
+    add("--output", type=flags.bounds, default="128", help="an answer's tokens: N or LOW:HIGH")
+    add("--requests", type=whole, help="how many (default: 160, or all of a trace)")
+    add("--rate", type=above_0, help="requests a second, at random")
+    add("--prompts", type=whole, help="only so many differ, and come again and again")
+    add("--prefix", type=partial(whole, least=0), default=0,
+        help="tokens before each input that a group has in common")
+    add("--groups", type=whole, default=1, help="groups with a common beginning")
+    add("--ttft", type=above_0, help="a limit in ms")
+    add("--itl", type=above_0, help="a limit in ms")
+    add("--seed", type=int, default=0)
+    add("--json", metavar="FILE.json", help="write the figures")
     return p
-
-
-def bounds(text):
-    """(low, high) of N or LOW:HIGH."""
-    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
-    if len(numbers) > 2 or not 0 < numbers[0] <= numbers[-1]:
-        raise ArgumentTypeError(f"{text}: use N or LOW:HIGH, whole numbers of at least 1")
-    return numbers[0], numbers[-1]
 
 
 def write(path, content):

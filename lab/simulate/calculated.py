@@ -9,34 +9,39 @@ Llama 2 7B on an A100, a prompt of 1,500 tokens, an answer of 2, and a budget of
     2      A 1           1   1,501        1   10.3 ms          115.0 ms   its second
 
 A stage is bookkeeping, and its layouts count what each pass computes, reads and copies. So a
-`CalculatedModel` takes the model's place. It looks at the layout, asks hardware.py how long
-such a pass takes on the GPU, moves its clock on, and returns logits of zero.
+`CalculatedModel` takes the model's place: it looks at the layout, moves its clock on by the price
+of such a pass, and returns logits of zero. A stage expects arrivals in steps. So each request is
+to arrive LATE, until the clock has reached its time: then it arrives at the next step.
 
-Three things are not as they seem:
-- Stages time their passes. These times are replaced by the clock's, in `timed`.
-- Requests may come in seconds, where a stage expects steps: lab/simulate/arrivals.py.
-- The layouts of ragged, paged and prefix make tensors that nobody reads here. So while these run, a
-  `Stream` stands in for Flat and Paged. It counts the same, except copies, many times faster.
-
-docs/gpu.md says how far to trust it: all figures are calculated, none is measured. The command is
-`python -m lab.simulate`.
+The passes of stages without pads need no layout: `runner` has them planned in loop.py. The command
+is `python -m lab.simulate`, and docs/gpu.md says how far to trust it.
 """
-import bisect
-from contextlib import nullcontext
+import math
+from collections import Counter
 from dataclasses import dataclass
-from unittest.mock import patch
+from itertools import chain
+from types import SimpleNamespace
 
 import torch
 
 import generate_paged
 import generate_prefix
 import generate_ragged
-from lab import flags
-from lab.simulate.arrivals import Arrival, arrivals
-from lab.simulate.hardware import GiB
-from lab.views.report import latencies, mean, percentile, totals
-from request import indices_due
+from generate_prefix import PrefixScheduler
+from lab.flags import knobs_of
+from lab.loading.arrivals import Source
+from lab.simulate.counted import Counted, Short
+from lab.simulate.hardware import Engine, GiB, constants, seconds
+from lab.simulate.loop import Planned, Server, serve
+from lab.views.report import figures as figures  # others import it from here
+from lab.views.report import useful
+from paging import PagedScheduler
+from scheduler import Scheduler
 from toolbox.trace import Trace
+
+LATE = 10**12   # a step that no run reaches
+DEFAULTS = {"max_batch": 256, "token_budget": 2048}   # as engines have them
+FLAT = generate_ragged.generate, generate_paged.generate, generate_prefix.generate
 
 
 class CalculatedModel:
@@ -45,38 +50,50 @@ class CalculatedModel:
 
     now:    seconds on its clock
     passes: (start, seconds, counts) of each pass; counts: see `counted`
-    ends:   when requests finished, one after another
     """
 
-    def __init__(self, shape, gpu):
-        self.config, self.gpu, self.device = shape, gpu, torch.device("cpu")
-        self.now, self.passes, self.ends, self.observers = 0.0, [], [], [self.see]
+    def __init__(self, shape, gpu, source, engine):
+        self.config, self.device = shape, torch.device("cpu")
+        self.price, self.source, self.ahead = constants(shape, gpu, engine), source, engine.ahead
+        self.load, self.step = 0, -1   # requests that are here, and the step of the last pass
+        self.now, self.passes, self.observers = 0.0, [], [self.see]
         # one token's keys of all layers. A "meta" tensor has a size, and takes no memory
         self.key = torch.empty(1, shape.kv_bytes // 2, device="meta", dtype=torch.int8)
 
-    def __call__(self, tokens, positions, attend, wanted):
-        batch = self.batch
-        cache = batch.plan[0][0].kv
-        if cache is not None:   # else, without a layer, its bytes_per_token would be 0
-            cache.buffers(0, self.key, self.key)
-        self.compute(batch)
-        return torch.zeros(len(batch.sampled), 1)                               # (R, 1)
-
     def see(self, step, batch):
         """An observer: this layout is what the next pass computes."""
-        self.batch = batch
+        self.step, self.batch = step, batch
 
-    def compute(self, batch):
-        """Moves the clock on by a pass over the layout `batch`."""
-        counts = counted(batch)
-        seconds = self.config.seconds(self.gpu, *counts)
-        self.passes.append((self.now, seconds, counts))
-        self.now += seconds
+    def __call__(self, tokens, positions, attend, wanted):
+        """Moves the clock on by a pass over the layout that was seen."""
+        cache = self.batch.plan[0][0].kv
+        if cache is not None:   # else, without a layer, its bytes_per_token would be 0
+            cache.buffers(0, self.key, self.key)
+        start, counts = self.now, counted(self.batch)
+        self.now += seconds(self.price, *counts)
+        self.passes.append((start, self.now - start, counts))
+        self.let_in(start if self.ahead else self.now)
+        return torch.zeros(counts[1], 1)                                        # (R, 1)
+
+    def let_in(self, time):
+        """What has come until then arrives at the next step."""
+        while self.source.time <= time:
+            self.source.pop()[1].arrival = self.step + 1
+            self.load += 1
 
     def on_token(self, request, token, logits):
         request.token_times[-1] = self.now
         if request.finished:
-            self.ends.append(self.now)
+            self.load -= 1
+            self.source.answered(self.now)
+            self.wait()
+
+    def wait(self):
+        """If nothing is left to do, the clock moves on to the next arrival."""
+        if not self.load and self.source.time < math.inf:
+            self.now = max(self.now, self.source.time)
+        if not self.load or not self.ahead:
+            self.let_in(self.now)
 
 
 def counted(batch):
@@ -84,37 +101,10 @@ def counted(batch):
     cost = batch.cost()
     # read: past and new keys of the rows that go on (n is 0 once a row has finished)
     keys = sum(start + n for (_, n), start in zip(batch.plan, batch.starts) if n)
+    # a GPU's kernel reads pages through the block table, and copies none
+    copied = 0 if hasattr(batch, "pool") else cost.get("copied_bytes", 0)
     return (batch.tokens.numel(), len(batch.sampled), cost["score_entries"],
-            keys + cost.get("padded_keys", 0), cost.get("copied_bytes", 0))
-
-
-class Stream:
-    """
-    What Flat and Paged count of a plan: N tokens of several requests, and no tensors. Copies are
-    not counted, since a GPU's kernel reads pages through the block table.
-    """
-    positions = wanted = attend = None
-
-    def __init__(self, plan, *more):   # the others' arguments
-        self.plan, self.starts = plan, [request.computed for request, _ in plan]
-        self.sampled = [plan[i][0] for i in indices_due(plan)]
-        self.tokens = torch.empty(sum(n for _, n in plan), device="meta")       # (N,)
-
-    def cost(self):
-        return {"score_entries": sum(n * (start + n)
-                                     for (_, n), start in zip(self.plan, self.starts))}
-
-
-LAYOUTS = {generate_ragged.generate: (generate_ragged, "Flat"),
-           **dict.fromkeys((generate_paged.generate, generate_prefix.generate),
-                           (generate_paged, "Paged"))}   # prefix runs paged's loop
-
-
-def without_tensors(generate, attention="varlen", **knobs):
-    """A context: within it the stage makes Streams, not its layouts, unless these use a mask."""
-    if generate in LAYOUTS and attention == "varlen":
-        return patch.object(*LAYOUTS[generate], Stream)
-    return nullcontext()
+            keys + cost.get("padded_keys", 0), copied)
 
 
 @dataclass
@@ -126,71 +116,95 @@ class CalculatedTrace(Trace):
         return request.arrived
 
 
-def simulate(shape, gpu, generate, requests, clients=None, rate=None, seed=0, **knobs):
+def simulate(shape, gpu, generate, requests, times=None, clients=0, engine=Engine(), **knobs):
     """
     Runs a stage's `generate` on a calculated GPU. Returns a CalculatedTrace.
 
-    Without `clients` and `rate`, requests arrive in steps, as they say. With one of them, they
-    arrive in seconds; afterwards `arrival` is the step that saw a request: given that, the real
-    `generate` makes the same plans. Either way, `arrived` is the time in seconds.
+    Without `times` (in seconds, ascending) and `clients`, requests arrive in steps, as they say.
+    Afterwards `arrival` is the step that saw a request: given that, the real `generate` makes the
+    same plans. Either way, `arrived` is the time in seconds.
     """
-    model = CalculatedModel(shape, gpu)
-    if clients or rate:
-        for request, arrival in zip(requests, arrivals(model, len(requests), clients, rate, seed)):
-            request.arrival = arrival
-    with without_tensors(generate, **knobs):
-        trace = generate(model, requests, on_token=model.on_token, **knobs)
-    return timed(trace, model)
-
-
-def timed(trace, model):
-    """The trace of a run on this machine, with the times of the model's clock."""
+    in_steps = not clients and times is None
+    source = Source(() if in_steps else requests, times or (), clients, engine.front_end)
+    model = CalculatedModel(shape, gpu, source, engine)
+    if not in_steps:
+        for request in requests:
+            request.arrival = LATE
+        model.wait()
+    trace = generate(model, requests, on_token=model.on_token, **knobs)
     begin = {}   # step -> seconds
-    for record, (start, seconds, _) in zip(trace.passes, model.passes):
-        record.seconds = seconds
+    for record, (start, took, _) in zip(trace.passes, model.passes):
+        record.seconds = took   # not this machine's
         begin.setdefault(record.step, start)
     trace = CalculatedTrace(**vars(trace), clock=model)
     trace.stage, trace.started, trace.step_times = f"{trace.stage}, calculated", 0.0, begin
-    steps, starts = list(begin), list(begin.values())
-    for request in trace.requests:
-        if isinstance(request.arrival, Arrival):
-            request.arrived = request.arrival.seconds()
-            request.arrival = steps[bisect.bisect_left(starts, request.arrived)]
-        else:
-            request.arrived = Trace.arrived(trace, request)   # when that step began
+    for request in trace.requests if in_steps else ():
+        request.arrived = Trace.arrived(trace, request)   # when that step began
     return trace
 
 
-def spread(seconds):
-    values = [1e3 * value for value in seconds]
-    return {"mean": mean(values), **{f"p{q}": percentile(values, q) for q in (50, 95, 99)}}
+# --- any load on any stage ------------------------------------------------------------------------
 
-
-def figures(trace):
-    """What --json writes: speed, passes, useful share of the slots, waits in ms, preemptions."""
-    t, waits = totals(trace), latencies(trace)
-    return {"calculated": True, "tokens_per_s": t["tokens_per_second"], "seconds": t["seconds"],
-            "passes": t["forward_passes"], "useful": t["useful"] / t["slots"],
-            "ttft_ms": spread(waits["ttft_seconds"]), "itl_ms": spread(waits["itl_seconds"]),
-            "preemptions": trace.counts.get("preemptions", 0)}
-
-
-def with_memory(shape, gpu, generate, requests, knobs):
+def runner(shape, gpu, generate, engine=Engine(), servers=1, route=None, **knobs):
     """
-    (the stage's knobs, by default with as much memory as the GPU has; names of those it does not
+    A function: run(requests, times, clients) serves what the function `requests` makes. It returns
+    what Servers record: requests, passes and counts.
+    """
+    def run(requests, times=None, clients=0):
+        for make in planners(generate, **knobs):   # the fastest first
+            here = [Server(make(), constants(shape, gpu, engine), shape, engine.ahead)
+                    for _ in range(servers)]
+            try:
+                serve(Source(requests(), times or (), clients, engine.front_end), here, route)
+            except Short:
+                continue
+            return SimpleNamespace(
+                requests=[*chain(*(server.requests for server in here))],
+                passes=[*chain(*(server.passes for server in here))],
+                counts=(counts := sum((Counter(each.planner.counts) for each in here), Counter())),
+                useful=None if counts["preemptions"] else 1.0)   # there are no pads
+        t = simulate(shape, gpu, generate, [*requests()], times, clients, engine, **knobs)
+        return SimpleNamespace(
+            requests=t.requests, counts=t.counts, useful=useful(t),
+            passes=[(start, start + took, counts[0], len(p.work), counts[3])
+                    for p, (start, took, counts) in zip(t.passes, t.clock.passes)])
+
+    return run
+
+
+def planners(generate, max_batch=8, token_budget=64, max_kv_tokens=None, pages=None, page_size=16,
+             scheduler=None, attention="varlen", **_):
+    """What makes a planner for a stage without pads; nothing for other stages."""
+    limits, memory = (max_batch, token_budget), (pages, page_size)
+    if generate == FLAT[0] and attention == "varlen":
+        yield lambda: Counted(*limits, max_kv_tokens or math.inf)
+        yield lambda: Planned(Scheduler(*limits, max_kv_tokens))
+    elif generate in FLAT[1:]:
+        prefix = generate == FLAT[2]
+        if not scheduler:
+            yield lambda: Counted(*limits, *memory, prefix)
+        kind = scheduler or (PrefixScheduler if prefix else PagedScheduler)
+        yield lambda: Planned(kind(*limits, *memory))
+
+
+def with_memory(shape, gpu, generate, longest, knobs, share=0.9, most=None):
+    """
+    (the stage's knobs, by default with as much memory as there is; names of those that it does not
     have). ValueError if the stage may come to hold more than there is room for.
+
+    longest: tokens of the longest prompt and answer, of which a stage without limits on memory may
+             hold one in each row; share: of the GPU's memory; most: tokens of it that may be used
     """
-    room = shape.room(gpu)
-    # for stages that limit the batch only: as if each had the longest prompt and answer
-    longest = (max(len(request.prompt) for request in requests)
-               + max(request.max_new_tokens for request in requests) - 1)
+    there = shape.room(gpu, share)
+    room = min(most or there, there)
     fit = {"pages": room // knobs.get("page_size", 16), "max_kv_tokens": room,
            "max_batch": room // longest}
-    limit = next(iter(flags.knobs_of(generate, fit)[0]), "max_batch")   # unbatched has one row
-    if knobs.get(limit, 1) > fit[limit]:
-        raise ValueError(f"the GPU's {gpu.memory / GiB:g} GiB have room for {room:,} tokens: "
-                         f"--{limit} must be at most {fit[limit]:,}, not {knobs.get(limit, 1):,}")
-    defaults = {"max_batch": 256, "token_budget": 2048}
-    defaults[limit] = min(fit[limit], defaults.get(limit, room))
-    mine, ignored = flags.knobs_of(generate, defaults | knobs)
+    limit = next(iter(knobs_of(generate, fit)[0]), "max_batch")   # unbatched has one row
+    asked = {"max_kv": (most or 1, there), limit: (knobs.get(limit, 1), fit[limit])}
+    for name, (number, largest) in asked.items():
+        if number > largest:
+            raise ValueError(f"the GPU's {gpu.memory / GiB:g} GiB have room for {room:,} tokens: "
+                             f"--{name} must be at most {largest:,}, not {number:,}")
+    defaults = DEFAULTS | {limit: min(fit[limit], DEFAULTS.get(limit, room))}
+    mine, ignored = knobs_of(generate, defaults | knobs)
     return mine, [name for name in ignored if name in knobs]

@@ -9,22 +9,23 @@ A GPU overlaps reading and arithmetic, but never all of it: the root lies betwee
 two and their sum. For 3 ms and 4 ms it says 5. A matrix is computed in tiles of many rows, so a
 pass over few rows computes most of a tile in vain: of its peak it reaches share x rows / (rows +
 85). `share` belongs to a generation of GPUs, 0.58 for Hopper (its clocks fall under full load) and
-0.71 for the others. An engine has its time between two passes, and one for each token it samples.
+0.71 for the others. An engine has its time between two passes, for each token that it samples and
+for each all-reduce; and its attention may read keys more slowly than matrices.
 
-These constants were chosen on one half of the published runs and tested on the other:
-lab/simulate/published.py.
+Constants were chosen on one half of the runs that others published, and tested on the other.
 """
 import json
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 
 SHEETS = json.loads(Path(__file__).with_name("sheets.json").read_text(encoding="utf-8"))
+SHARES = {True: 0.58, False: 0.71}   # of the peak, for Hopper and before
 BANDWIDTH_SHARE, LINK_SHARE, TILE = 0.85, 0.45, 85   # TILE: in rows
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GiB = 2**30
-ENGINES = SHEETS["engines"]   # {name: {"overhead", "per_request"}}, for dataclasses.replace(gpu)
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,25 @@ class GPU:
     peak32: float
     bandwidth: float
     memory: float
-    link: float = 12e9         # bytes/s each way; the default is PCIe
-    link_latency: float = 30e-6
-    share: float = 0.71        # of the peak, in a pass of many rows
-    overhead: float = ENGINES["tensorrt-llm"]["overhead"]         # seconds between two passes
-    per_request: float = ENGINES["tensorrt-llm"]["per_request"]   # and for each sampled token
+    link: float = 12e9     # bytes/s each way; the default is PCIe
+    hopper: bool = False   # the generation
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine adds to the GPU's time, in seconds, and how it plans."""
+    overhead: float = 0.75e-3    # between two passes
+    per_request: float = 25e-6   # for each sampled token
+    all_reduce: float = 30e-6    # for each, two a layer, beside its bytes
+    front_end: float = 0.0       # until a request is in its queue: HTTP, tokenization
+    ahead: bool = False          # plans a pass while the one before it is computed: loop.py
+    keys: float = 0.85           # share of the bandwidth at which keys are read before Hopper
 
 
 # peaks of dense matrices with 32-bit accumulation; sheets.json has the memory in GiB
 GPUS = {name: GPU(**{**sheet, "memory": sheet["memory"] * GiB})
         for name, sheet in SHEETS["gpus"].items()}
+ENGINES = {name: Engine(**times) for name, times in SHEETS["engines"].items()}
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,8 @@ class Shape:
     """
     What a model's time and memory depend on, in the order of sheets.json. ffn_matrices: 2, or 3 if
     gated. `tp` tensor parallel ranks split heads and FFN, as beyond/tensor_parallel.py does, and
-    each holds the vocabulary.
+    each holds the vocabulary. A mixture of experts has `experts` such FFNs in a layer, of which a
+    token passes through `active`.
     """
     n_layer: int
     n_embd: int
@@ -63,6 +74,8 @@ class Shape:
     vocab_size: int
     block_size: int
     tied: bool = False
+    experts: int = 1
+    active: int = 1
     size: int = 2   # bytes per number
     tp: int = 1
 
@@ -71,52 +84,69 @@ class Shape:
             if getattr(self, name) % self.tp:
                 raise ValueError(f"--tp {self.tp} does not divide {name} {getattr(self, name)}")
 
-    # of one rank; cached, because every pass asks for them
+    # weights of one rank: of attention, of one FFN of each layer, of the last projection, and all
 
-    @cached_property
-    def linears(self):   # weights of the blocks
-        attention = 2 * self.n_embd * self.head_size * (self.n_head + self.n_kv_head)
-        layer = attention + self.ffn_matrices * self.n_embd * self.ffn
-        return self.n_layer * layer // self.tp
+    vocabulary = property(lambda self: self.n_embd * self.vocab_size)
+    expert = property(lambda self: (
+        self.n_layer * self.ffn_matrices * self.n_embd * self.ffn // self.tp))
+    attention = property(lambda self: 2 * self.n_layer * self.n_embd * self.head_size * (
+        self.n_head + self.n_kv_head) // self.tp)
+    weights = property(lambda self: (
+        self.attention + self.experts * self.expert + self.vocabulary * (2 - self.tied)))
+    kv_bytes = property(lambda self: (   # keys and values of a token
+        2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp))
 
-    @cached_property
-    def vocabulary(self):   # weights of the last projection
-        return self.n_embd * self.vocab_size
+    def seconds(self, gpu, *counts):
+        """Of a pass, with the engine that is the default; counts: see `seconds`."""
+        return seconds(constants(self, gpu), *counts)
 
-    @cached_property
-    def kv_bytes(self):   # keys and values of a token
-        return 2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp
-
-    def seconds(self, gpu, slots, sampled, scores, keys, copied=0):
-        """
-        Of a pass over `slots` places, after which the engine samples so many tokens. Scores, keys
-        and copied bytes: what a layout counts. A copy is a read and a write. A ring's all-reduce
-        sends 2 (tp - 1) / tp times the tensor, twice a layer.
-        """
-        width = self.n_layer * self.n_head * self.head_size // self.tp   # features of its heads
-        rows = slots + TILE   # those of a tile are computed in vain
-        operations = 2 * rows * self.linears + 2 * sampled * self.vocabulary + 4 * width * scores
-        weights = self.linears + (self.vocabulary if sampled else 0)
-        moved = weights * self.size + (keys + slots) * self.kv_bytes + 2 * copied
-        peak = gpu.share * (gpu.peak if self.size == 2 else gpu.peak32)
-        total = math.hypot(operations / peak, moved / (BANDWIDTH_SHARE * gpu.bandwidth))
-        total += gpu.overhead + gpu.per_request * sampled
-        if self.tp > 1:
-            sent = 2 * (self.tp - 1) / self.tp * slots * self.n_embd * self.size
-            total += 2 * self.n_layer * (gpu.link_latency + sent / (LINK_SHARE * gpu.link))
-        return total
-
-    def room(self, gpu):
-        """Tokens whose keys and values fit: 90% of the memory, less weights and half a GB."""
-        weights = (self.linears + self.vocabulary * (1 if self.tied else 2)) * self.size
-        room = int((0.9 * gpu.memory - weights - 0.5e9) // self.kv_bytes)
+    def room(self, gpu, share=0.9):
+        """Tokens whose keys and values fit: a share of the memory, less weights and half a GB."""
+        room = int((share * gpu.memory - self.weights * self.size - 0.5e9) // self.kv_bytes)
         if room < 1:
-            raise ValueError(f"the weights take {weights / GiB:.1f} GiB of each GPU's memory, "
-                             f"which has {gpu.memory / GiB:.1f} GiB")
+            raise ValueError(f"the weights take {self.weights * self.size / GiB:.1f} GiB of each "
+                             f"GPU's memory, which has {gpu.memory / GiB:.1f} GiB")
         return room
 
 
 MODELS = {name: Shape(*sizes) for name, sizes in SHEETS["models"].items()}
+
+
+@lru_cache
+def constants(shape, gpu, engine=Engine()):
+    """Plain numbers for `seconds`: all are seconds, but for `experts` and `active`."""
+    flop = 1 / (SHARES[gpu.hopper] * (gpu.peak if shape.size == 2 else gpu.peak32))
+    byte = 1 / (BANDWIDTH_SHARE * gpu.bandwidth)
+    reduces = 2 * shape.n_layer * (shape.tp > 1)
+    sent = 2 * (shape.tp - 1) / shape.tp * shape.n_embd * shape.size   # of a slot, by a ring
+    return SimpleNamespace(
+        row=2 * shape.attention * flop, expert_row=2 * shape.expert * flop,   # arithmetic
+        sample=2 * shape.vocabulary * flop,
+        score=4 * shape.n_layer * shape.n_head * shape.head_size // shape.tp * flop,
+        weights=shape.attention * shape.size * byte, expert=shape.expert * shape.size * byte,
+        vocabulary=shape.vocabulary * shape.size * byte,   # reading
+        key=shape.kv_bytes * (byte if gpu.hopper else 1 / (engine.keys * gpu.bandwidth)),
+        byte=byte, slot=reduces * sent / (LINK_SHARE * gpu.link), per_request=engine.per_request,
+        overhead=engine.overhead + reduces * engine.all_reduce,
+        experts=shape.experts, active=shape.active)
+
+
+def seconds(c, slots, sampled, scores, keys, copied=0):
+    """
+    Of a pass over `slots` places, after which the engine samples so many tokens. Scores, keys and
+    copied bytes: what a layout counts. A copy is a read and a write. c: see `constants`.
+
+    Of E experts a token passes through k, and which is chance. So n tokens miss one with
+    probability (1 - k / E)^n; the others are hit. Each of these is read, and computes its part of
+    n k rows and a tile of its own. A dense model's FFN is one expert of one.
+    """
+    hit = c.experts * (1 - (1 - c.active / c.experts) ** slots)
+    arithmetic = ((slots + TILE) * c.row + (slots * c.active + TILE * hit) * c.expert_row
+                  + sampled * c.sample + scores * c.score)
+    reading = (c.weights + hit * c.expert + (c.vocabulary if sampled else 0)
+               + (keys + slots) * c.key + 2 * copied * c.byte)
+    return (math.hypot(arithmetic, reading) + c.overhead + c.per_request * sampled
+            + c.slot * slots)
 
 
 def gpu_of(text):

@@ -1,8 +1,11 @@
 """Figures from a trace: totals over its forward passes, and waiting times in seconds and steps."""
 import json
+import math
 from collections import Counter
 
 import numpy as np
+
+from toolbox.trace import Trace
 
 SUMS = ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", "score_entries",
         "useful_scores", "copied_bytes", "rejected", "slots")
@@ -39,6 +42,41 @@ def latencies(trace):
         result["itl_steps"] += np.diff(request.token_steps).tolist()
         result["itl_seconds"] += np.diff(request.token_times).tolist()
     return result
+
+
+def figures(log, ttft=None, itl=None):
+    """
+    Of a calculated run, a trace or what `runner` of lab/simulate/ returns: speed, waits in ms, and
+    goodput: requests/s within both limits, in ms, on TTFT and on a request's mean time per token.
+    """
+    times = [request.token_times for request in log.requests]
+    arrived = np.array([log.arrived(r) if isinstance(log, Trace) else r.arrived
+                        for r in log.requests])
+    first, last, tokens = (np.array([of(each) for each in times]) for of in (
+        lambda each: each[0], lambda each: each[-1], len))
+    between = (last - first) / np.maximum(tokens - 1, 1)
+    good = (first - arrived <= (ttft or math.inf) / 1e3) & (between <= (itl or math.inf) / 1e3)
+    took = float(last.max())
+    return {"calculated": True, "requests": len(times), "seconds": took,
+             "tokens_per_s": float(tokens.sum()) / took, "requests_per_s": len(times) / took,
+             "goodput": float(good.sum()) / took,
+             "passes": len(log.passes), "ttft_ms": spread(first - arrived),
+             "tpot_ms": spread(between[tokens > 1]), "e2e_ms": spread(last - arrived),
+             "itl_ms": spread(np.concatenate([np.diff(each) for each in times])),
+             "useful": useful(log) if isinstance(log, Trace) else log.useful,
+             **{name: log.counts.get(name, 0) for name in ("preemptions", "saved_tokens")}}
+
+
+def useful(trace):
+    """The share of the slots that hold a token which is computed for the first time."""
+    return sum(p.useful for p in trace.passes) / sum(p.slots for p in trace.passes)
+
+
+def spread(waits):
+    """Of waits in seconds, in ms; NaN if there are none."""
+    waits = waits if len(waits) else [math.nan]
+    return {"mean": 1e3 * float(np.mean(waits)),
+            **{f"p{q}": 1e3 * float(np.percentile(waits, q)) for q in (50, 90, 99)}}
 
 
 def percentile(values, q):
