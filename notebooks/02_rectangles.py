@@ -7,8 +7,6 @@
 # - put prompts of different lengths into one tensor, and say why the padding goes on the left;
 # - give every token the right position;
 # - name three kinds of waste, and count them.
-#
-# (In a cell with `ask`, replace `...` with your guess. An `@exercise` judges your code.)
 
 # %%
 from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, run

@@ -128,21 +128,6 @@ for name, trace in storm.items():
 # never preempted, so it finishes; then the next one is first. With victims chosen at random, two
 # requests could take pages from each other forever.
 #
-# ### How much memory is enough?
-
-# %%
-def preemptions(pages):
-    requests = letters(A=6, B=6, C=6, D=6, new=11)
-    return run("paged", requests, pages=pages, page_size=4).counts["preemptions"]
-
-ask("5.3: Four requests, prompts of 6 tokens, 11 to generate, 4 tokens to a page. How many "
-    "pages does the smallest pool have in which none is preempted?", guess=...)
-
-# %%
-for pages in 5, 8, 10, 12:
-    print(f"{pages:2} pages: {preemptions(pages)} preemptions")
-
-# %% [markdown]
 # **Turn this knob.** In `storm` above, give the pool 12 pages, and then 24. Predict first: how many
 # preemptions are there, and does it still take fewer steps than reserving 128 tokens (52)?
 # <details><summary>Answer</summary>
@@ -168,7 +153,7 @@ def served(stage):
     return run(stage, alike(model.config.vocab_size, requests=16, prefix=128, tail=16, new=16),
                max_batch=16, token_budget=64, pages=160)
 
-ask("5.4: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
+ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
     "sixteen requests compute?", guess=...)
 
 # %%
@@ -218,7 +203,7 @@ pages.share(B, A[:2])
 pages.allocate(B, 1)
 print("A:", A, " B:", B, " ref_count:", pages.ref_count, " free queue:", [*pages.free_queue])
 pages.free(A)
-ask("5.5: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
+ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
     guess=...)
 
 # %% [markdown]
@@ -228,7 +213,7 @@ ask("5.5: Pages 4 and 5 have been free all the time. Which pages have become fre
 
 # %%
 pages.free(B)
-ask("5.6: Now B finishes, too. In which order will the six pages be taken? (a list)", guess=...)
+ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a list)", guess=...)
 
 # %% [markdown]
 # ### Your turn: freeing pages

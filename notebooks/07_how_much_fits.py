@@ -15,6 +15,8 @@
 from lesson import ask, folded, model, source
 from exercises import exercise, solution
 from copy import deepcopy
+import math
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from beyond.tensor_parallel import all_reduces, column_parallel, shard
@@ -138,23 +140,15 @@ with folded():
 # %% [markdown]
 # So schedulers and layouts stay as they are; only the weights are split.
 #
-# ## Two questions
+# ## A question
 #
-# **1.** Two GPUs of 40 GiB. Llama 2 7B split over both, or a whole copy on each: which of the two
+# Two GPUs of 40 GiB. Llama 2 7B split over both, or a whole copy on each: which of the two
 # has room for more requests?
 # <details><summary>Answer</summary>
 #
 # Split: the weights are stored once, not twice, so 13.5 GB more are left for keys and values. But
 # every pass waits for all-reduces, twice a layer. Copies need no communication at all; if the link
 # is slow, they win.</details>
-#
-# **2.** Keys and values in 8 bits instead of 16: what does that change in the table, and what in a
-# step's time?
-# <details><summary>Answer</summary>
-#
-# A token takes half the bytes, so twice as many fit. And decode steps read half as much of them,
-# which helps large batches with long pasts most. Whether answers stay as good has to be measured:
-# the tokens are no longer those of the model alone.</details>
 #
 # **Claims** ([docs/sources.md](../docs/sources.md)): H5 (the size of a cache) holds. *Wrong as
 # published:* R5, two all-reduces per block, not 16.

@@ -229,7 +229,7 @@ race()
 #   scheduler has no rule "decodes first": running requests take from the budget in their order,
 #   then waiting ones; a running request is a decode in most steps, so the effect is the same.
 #
-# ## Three questions
+# ## Two questions
 #
 # **1.** Your engine's user closes the window while request B runs. What has to happen, and when?
 # <details><summary>Answer</summary>
@@ -242,11 +242,3 @@ race()
 #
 # Nothing: when the second one is admitted, no page of the first has been computed. Both compute
 # everything. `beyond/in_batch.py` lets the second wait for the first.</details>
-#
-# **3.** Your engine gives each request exactly the tokens that it gets alone. Name three things
-# that may change all the same.
-# <details><summary>Answer</summary>
-#
-# When the tokens come (TTFT and ITL), how much is computed and held for them, and the last digits
-# of the logits. The last may flip a token where two are almost equally likely: `check` calls that a
-# near-tie, and says so.</details>

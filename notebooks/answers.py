@@ -173,9 +173,10 @@ def series(text, it):
                   text)   # step 0: 3, step 1: 6
     text = re.sub(r"\b[a-z](?=\d)", "", text)   # C3
     words = [word for word in re.findall("[a-z-]*[a-z]", text) if word not in FILLERS]
-    if re.search(r"[^\w\s,;/>|.&()-]|(?:^|[,;] *)-\d", text) or not all(map(unit_of, words)):
-        raise ValueError
     found = re.findall(NUMBER, text)
+    if (not found or re.search(r"[^\w\s,;/>|.&()-]|(?:^|[,;] *)-\d", text)
+            or not all(map(unit_of, words))):
+        raise ValueError
     return [[*map(float, text if len(found) == 1 and len(text) > 2 and text.isdigit() else found)]]
 
 

@@ -38,7 +38,7 @@ def judge(number, *functions):
         fault = said_by(lambda: next(TRIALS[number](yours, model), None), *parts.values())
         if not fault:
             BUILT[number] = mine
-        said = f"not yet. {fault[0].upper()}{fault[1:]}." if fault else "right."
+        said = f"not yet. {fault.rstrip('.')}." if fault else "right."
         print(f"Step {number}: {said}")
 
 

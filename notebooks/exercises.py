@@ -7,14 +7,13 @@ code: who makes one of them reads its sentence.
 """
 import copy
 import inspect
-import math  # noqa: F401 (our code below uses it)
+import math  # noqa: F401 (our code uses it)
 import re
 import traceback
-from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
-from lesson import QUESTIONS, STAGES, folded, letters, model, texts  # noqa: F401
+from lesson import QUESTIONS, STAGES, folded, letters, model  # noqa: F401
 
 from lab.checks.judge import faults, operations
 from lab.checks.traps import function_named, swapped
@@ -124,20 +123,13 @@ def shown(value):
     return f"{value:.4g}" if isinstance(value, float) else f"{value!r:.60}"
 
 
-def fault_in_run(function, stage, requests, knobs, edit=None):
+def fault_in_run(function, stage, requests, knobs, edit):
     """
     The first thing that goes wrong in a run with the reader's function, in a sentence. edit: whose
-    code it takes a place in, the old text, and the new, in which it is `reader`. None: it serves.
+    code it takes a place in, the old text, and the new, in which it is `reader`.
     """
-    def serve(model, requests, **knobs):   # arguments of the reader's model may be named
-        def called(tokens, positions, attend, wanted=None):
-            return model(tokens, positions, attend, wanted)
-        called.config, called.device = model.config, model.device
-        return function(called, requests, **knobs)
-
-    place = swapped(function_named(edit[0]), [edit[1:]], reader=function) if edit else nullcontext()
-    with place:
-        found = faults(STAGES[stage] if edit else serve, model, eval(requests), **knobs)
+    with swapped(function_named(edit[0]), [edit[1:]], reader=function):
+        found = faults(STAGES[stage], model, eval(requests), **knobs)
         return next((f"{sentence}." for _, sentence in found), None)
 
 
