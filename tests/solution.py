@@ -246,6 +246,7 @@ WRONG = [   # step, old, new, what the judge says
     (1, "todo >= token_budget or ", "", "is admitted, although those before it have 18"),
     (1, " or not grant(waiting[0])", "", "grant has not returned True"),
     (1, "waiting.popleft()", "waiting[0]", "request 'A' is 4 times in waiting and running"),
+    (1, "running.append(waiting.popleft())", "continue", "admit does not end"),
     (1, "request.todo == 1]", "request.todo == 1][:1]", "'B' decodes and gets 0 tokens"),
     (1, "token_budget - len(plan)", "token_budget", "the plan has 9 tokens, the budget is 8"),
     (1, "min(request.todo, left)", "1", "gets 1 tokens of the budget, not 7"),
@@ -257,8 +258,9 @@ WRONG = [   # step, old, new, what the judge says
     (2, "head(q[:, a:b], keys, values)", "head(q, keys, values)[:, a:b]", "not see"),
     (2, "request.computed += n", "request.computed += 1", "is [4, 3, 1], expected [4, 5, 5]"),
     (2, "return finished", "return []", "the result is [], expected ['A']"),
-    (2, "    return torch.cat(out, dim=1)", """    keys, values = (torch.cat(t, dim=1) for t in zip(*(
-        r.kv.read(layer, r.computed + n) for r, n in plan)))
+    (2, "    return torch.cat(out, dim=1)", """\
+    read = (r.kv.read(layer, r.computed + n) for r, n in plan)
+    keys, values = (torch.cat(t, dim=1) for t in zip(*read))
     see = torch.block_diag(*(torch.ones(n, r.computed + n).tril(r.computed) for r, n in plan))
     return head(q, keys, values, mask=see.bool())""", "so do not hide, skip"),
     (3, "request.block_table[p // size] * size + p % size", "p", "is [2, 3, 4, 5, 6, 7, 8, 9]"),
@@ -268,11 +270,11 @@ WRONG = [   # step, old, new, what the judge says
     (3, "waiting.appendleft(last)", "waiting.append(last)", "105 slots, and 96 would do"),
     (3, "running.pop()", "running.pop(0)", "101 slots, and 96 would do"),
     (3, "                free(memory, last)\n", "", "page 6 is lost"),
-    (3, "while request in running and", "if", "line 20, if len(request.block_table)"),
+    (3, "while request in running and", "if", "line 16, if len(request.block_table)"),
     (4, "request.tokens[:(i", "request.tokens[i * memory.size:(i", "what grant returns"),
     (4, "size < len(request", "size <= len(request", "nothing goes on: the plan is []"),
     (4, "- sum(page in memory.free for page in found)", "", "pop from an empty deque"),
     (4, "    request.computed = len(found) * size\n", "", "(True, 0, [])"),
     (4, "reversed(request.block_table)", "request.block_table", "[0, 1, 2], expected [2, 1, 0]"),
-    (4, "tuple(request.tokens[:(i", "hash((i", "what grant returns"),
+    (4, "tuple(request.tokens[:(i + 1) * memory.size])", "i", "what grant returns"),
 ]
