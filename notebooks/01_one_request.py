@@ -114,7 +114,7 @@ show({"unbatched, the whole prompt": look("unbatched", [request], step=0)}, labe
 # %%
 def attention(q, k, v, see):
     """q (T, hs), k and v (S, hs), see (T, S): True where the query may see the key."""
-    scores = q @ k.T / q.size(-1) ** 0.5                  # (T, S)
+    scores = q / q.size(-1) ** 0.5 @ k.T                  # (T, S)
     weights = scores.masked_fill(~see, -torch.inf).softmax(dim=-1)
     return weights @ v                                    # (T, hs)
 

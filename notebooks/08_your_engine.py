@@ -194,9 +194,9 @@ judge(4, grant, keep, free)
 # <details><summary>A hint</summary>
 #
 # Key of page i: `tuple(request.tokens[:(i + 1) * memory.size])`, all tokens up to its end. (Engines
-# hash them.) A pass that computes tokens `c` to `c + n - 1` has filled pages `c // size` to `(c +
-# n) // size - 1`. In `grant`, page i may be found only if `(i + 1) * size` is less than the number
-# of tokens.</details>
+# hash them.) A pass that computes tokens `c` to `c + n - 1` has filled the pages in
+# `range(c // size, (c + n) // size)`. In `grant`, page i may be found only if `(i + 1) * size` is
+# less than the number of tokens.</details>
 #
 # ## The race
 #
