@@ -70,8 +70,7 @@ lines({name: [(n, 100 * t / n / points[0][1]) for n, t in points] for name, poin
 
 # %% [markdown]
 # A row in a batch of 16 costs a fraction of what it costs alone, and on a GPU, which has far more
-# arithmetic for each byte that it reads, the line goes down for much longer. That is why one
-# batches.
+# arithmetic for each byte that it reads, the line goes down much longer. That is why one batches.
 #
 # ## Two questions
 #

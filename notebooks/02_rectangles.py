@@ -157,8 +157,6 @@ timelines([run("naive", eight, max_batch=4)], columns=1);
 # %%
 source(leave)
 source(admit)
-
-# %%
 timelines([run("dynamic", eight, max_batch=4)], columns=1);
 
 # %% [markdown]

@@ -9,8 +9,6 @@
 # - say what preemption costs when no page is left;
 # - find the pages of a common prompt again, and say which pages must never be shared;
 # - free pages, and say whose contents are lost first.
-#
-# The first half is about the stage *paged*, the second about *prefix*.
 
 # %%
 from lesson import ask, broken, check, filling_pool, folded, letters, model, pool, run, source
@@ -104,8 +102,6 @@ with broken("pages read in one piece"):
 # %%
 source(PagedScheduler.schedule)
 source(PagedScheduler.preempt)
-
-# %%
 timelines([storm["pages"]], columns=1);
 
 # %% [markdown]

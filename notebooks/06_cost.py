@@ -148,9 +148,9 @@ with folded():
 # raise its p99: all requests come at once, and *dynamic* computes all prompts before anybody waits
 # for a second token. If a figure contradicts the purpose of a method, ask what was measured.
 #
-# ## If you have more time
+# ## The last bits
 #
-# **The last bits.** `check` says "identical", and means: up to rounding. Why not exactly? A float32
+# `check` says "identical", and means: up to rounding. Why not exactly? A float32
 # has 24 binary digits, and every addition rounds to them. So the order of additions shows:
 
 # %%

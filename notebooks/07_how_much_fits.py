@@ -86,16 +86,15 @@ def requests_that_fit(memory, parameters, layers, kv_heads, head_size, tokens, s
     """How many requests of so many tokens fit into so many bytes, in fp16, in pages of 16."""
     ...
 
-# %% [markdown]
-# ### The table
-
 # %%
 fit = solution("requests_that_fit")
-print(" " * 30 + "reserving 3,999   1,000 in pages   500 of them shared")
-for memory in 40, 80:
-    for name, (*shape, _) in MODELS.items():
-        numbers = [fit(memory * GiB, *shape, *how) for how in ((3999, 0), (1000, 0), (1000, 500))]
-        print(f"A100, {memory} GiB, {name:13}" + "".join(f"{n:17,}" for n in numbers))
+with folded():
+    print(" " * 30 + "reserving 3,999   1,000 in pages   500 of them shared")
+    for memory in 40, 80:
+        for name, (*shape, _) in MODELS.items():
+            numbers = [fit(memory * GiB, *shape, *how)
+                       for how in ((3999, 0), (1000, 0), (1000, 500))]
+            print(f"A100, {memory} GiB, {name:13}" + "".join(f"{n:17,}" for n in numbers))
 
 # %% [markdown]
 # Pages are worth a factor of four here, shared prefixes almost two, and GQA four to nine: a model's

@@ -6,8 +6,7 @@ The reader of answers: what a person has typed, as a value. A question says whic
     series   [3, 6, 3]    3, then 6, then 3    step 0: 3, step 1: 6, step 2: 3
     truth    yes    No, longer    not shorter
 
-Every word must be understood: "not 13", "13 or 14" and "at least 13" are Unreadable, not 13. The
-words are in questions.toml, [talk].
+Every word must be understood: "not 13" and "13 or 14" are Unreadable, not 13.
 """
 import ast
 import math
@@ -19,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
-TALK = QUESTIONS.pop("talk")
+TALK = QUESTIONS.pop("talk")   # the words
 UNITS, ONES, TENS = (TALK[name].split() for name in ("units", "ones", "tens"))
 VALUES = dict(zip([None, *ONES, *TENS], [0, *range(20), *range(20, 100, 10)]))
 SPELLED = rf"\b(?:({'|'.join(TENS)})[ -]?)?({'|'.join(ONES)})\b|\b({'|'.join(TENS)})\b"

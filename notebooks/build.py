@@ -5,8 +5,7 @@ Builds the executed notebooks from their sources: notebooks/NN_name.py -> notebo
     python notebooks/build.py 00_tour    some of them
 
 A source is a Python file in jupytext's percent format. In front of it comes a cell that finds the
-repository. If the git remote `origin` is on GitHub, that cell can fetch it, and a badge before it
-opens the notebook in Colab.
+repository; if the git remote `origin` is on GitHub, it can fetch it, and Colab gets a badge.
 """
 import re
 import subprocess

@@ -1,8 +1,5 @@
 """
-The judge of the last notebook, and its race. The engine's loop is in lab/checks/engine.py.
-
-    judge(1, admit, share_budget)    runs a step's functions, and says what is wrong, in a sentence
-    race()                           the finished engine beside the stage *prefix*
+The last notebook's judge of steps, and its race. The engine's loop is in lab/checks/engine.py.
 
 A step that is right is kept; the next ones run with it.
 """

@@ -60,11 +60,6 @@ def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
           "Run > Run All Above Selected Cell.")
 
 
-if shell := get_ipython():
-    shell.set_custom_exc((NameError,), not_yet_defined)
-    InlineBackend.instance().print_figure_kwargs = FIGURES
-
-
 # --- to show -------------------------------------------------------------------------------------
 
 def source(function):
@@ -222,4 +217,6 @@ def as_typed(lines):
 
 
 if shell := get_ipython():
+    shell.set_custom_exc((NameError,), not_yet_defined)
     shell.input_transformers_cleanup.append(as_typed)
+    InlineBackend.instance().print_figure_kwargs = FIGURES
