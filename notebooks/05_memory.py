@@ -187,7 +187,7 @@ with broken("pages known by their own tokens"):
 # these tokens are at other positions, and each layer has mixed in what came before them. So their
 # keys and values are different.
 #
-# ### Who still needs a page?
+# ### Which pages are still needed?
 #
 # Two requests, 4 tokens to a page. B's prompt begins as A's does, so their tables are [0, 1, 2] and
 # [0, 1, 3]: `ref_count` says how many tables each page is in. Then A finishes.
@@ -204,8 +204,8 @@ ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become fre
 
 # %% [markdown]
 # A free page keeps its contents until it is taken, so the next request with the same beginning may
-# still find it. Whoever needs a page takes the one that has been free the longest. What was in it
-# can no longer be found: it is *evicted*. So the order in which pages come back matters.
+# still find it. A request that needs a page takes the one that has been free the longest. What was
+# in it can no longer be found: it is *evicted*. So the order in which pages come back matters.
 
 # %%
 pages.free(B)
@@ -234,10 +234,10 @@ def free(table, ref_count, free_queue):
 pool(filling_pool(model));
 
 # %% [markdown]
-# A preempted request may find its own pages again, too: those that nobody has taken meanwhile. (In
+# A preempted request may find its own pages again, too: those not taken meanwhile. (In
 # `storm` all of them are taken at once, so it would gain nothing.)
 #
-# A *policy* says which of the waiting requests goes first, and who is preempted first: first come
+# A *policy* says which of the waiting requests goes first, and which is preempted first: first come
 # first served, shortest first, or by priority (`beyond/fairness.py`). And a GPU's kernel reads keys
 # through the block table, while our model gathers them into a copy; what that costs is in
 # [docs/memory.md](../docs/memory.md).

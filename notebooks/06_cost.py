@@ -145,8 +145,8 @@ with folded():
 # Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
 # the one request that runs; but a request waits until all before it are done. More rows are nearly
 # free here, so even a padded batch makes more tokens. And chunks, which are there to lower the ITL,
-# raise its p99: all requests come at once, and *dynamic* computes all prompts before anybody waits
-# for a second token. If a figure contradicts the purpose of a method, ask what was measured.
+# raise its p99: all requests come at once, and *dynamic* computes all prompts before any request
+# waits for a second token. If a figure contradicts the purpose of a method, ask what was measured.
 #
 # ## The last bits
 #

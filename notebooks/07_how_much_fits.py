@@ -63,9 +63,9 @@ with folded():
 #
 # ## How many requests?
 #
-# Let a request have a prompt of 700 tokens and an answer of 300, which may be as long as 3,300. Who
-# *reserves* holds 700 + 3,300 - 1 tokens for it from the beginning. With *pages* it holds what it
-# has, at the end 1,000 tokens, and less before (notebook 5).
+# Let a request have a prompt of 700 tokens and an answer of 300, which may be as long as 3,300. A
+# request that *reserves* holds 700 + 3,300 - 1 tokens for it from the beginning. With *pages* it
+# holds what it has, at the end 1,000 tokens, and less before (notebook 5).
 
 # %%
 ask("7.3: A100 of 40 GiB, Llama 2 7B. How many requests run at once if each reserves 3,999 tokens?",

@@ -43,14 +43,14 @@ source(serve)
 # | `request.kv.read(layer, end)` | returns keys and values `(heads, end, features)` |
 # | `request.block_table` | from step 3 on: its pages, a list of numbers |
 #
-# ## Step 1: who computes how much?
+# ## Step 1: which request computes how much?
 #
 # `waiting` is a deque of requests, the next one on the left; `running` is a list. Both are in order
 # of arrival. `admit` moves requests from one to the other, and `share_budget` makes the plan.
 #
 # Admit the first of the queue as long as it has arrived, fewer than `max_batch` run, those that run
 # have less to do than the budget, and `grant(request)` returns True. It gives the request memory,
-# so ask it last, and admit whoever has been granted some. Nobody overtakes the first in the queue.
+# so ask it last, and admit a request that has got some. None overtakes the first in the queue.
 #
 # With a budget of 8, A and B decoding, and a prompt of 12 tokens, C: the plan is `[(A, 1), (B, 1),
 # (C, 6)]`. A request that gets nothing is not in it.
@@ -212,7 +212,7 @@ race()
 # which columns change?
 # <details><summary>Answer</summary>
 #
-# With 64 pages nobody is preempted: 1,079 tokens are computed instead of 1,250, in 73 passes
+# With 64 pages no request is preempted: 1,079 tokens are computed instead of 1,250, in 73 passes
 # instead of 98, and no request waits longer than a step. With 16 tokens a step, prompts take more
 # passes; the tokens that a request gets stay the same.</details>
 #
