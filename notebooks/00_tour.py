@@ -65,13 +65,12 @@ here = measure_rows(Namespace(model="builtin", quick=False), model.device, torch
 ms = curves(here, results("rows"))
 ms["Llama 2 7B on an A100, calculated"] = [
     (n, max(1 / BANDWIDTH, n / PEAK) * 2e3 * PARAMETERS) for n, _ in here["points"]]
-lines({name: [(n, t / n / points[0][1]) for n, t in points] for name, points in ms.items()},
-      log=True, xlabel="rows in one pass", ylabel="what a row costs; alone: 1");
+lines({name: [(n, 100 * t / n / points[0][1]) for n, t in points] for name, points in ms.items()},
+      log=True, xlabel="rows in one pass", ylabel="what a row costs; alone: 100");
 
 # %% [markdown]
 # A row in a batch of 16 costs a fraction of what it costs alone, and on a GPU, which has far more
-# arithmetic for each byte that it reads, the line goes down for much longer. That is why one
-# batches.
+# arithmetic for each byte that it reads, the line goes down much longer. That is why one batches.
 #
 # ## Two questions
 #

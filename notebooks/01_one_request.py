@@ -74,7 +74,6 @@ def moved_rows(changed_token, attend=None):
         hook.remove()
     return [[i for i in range(n) if (x[0, i] - x[1, i]).abs().max() > 1e-4] for x in after]
 
-# %%
 ask("1.1: Token 3 of 7 changes. Which of the rows 0 to 6 differ after the last layer? (a list)",
     guess=...)
 

@@ -7,8 +7,6 @@
 # - put prompts of different lengths into one tensor, and say why the padding goes on the left;
 # - give every token the right position;
 # - name three kinds of waste, and count them.
-#
-# (In a cell with `ask`, replace `...` with your guess. An `@exercise` judges your code.)
 
 # %%
 from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, run
@@ -159,8 +157,6 @@ timelines([run("naive", eight, max_batch=4)], columns=1);
 # %%
 source(leave)
 source(admit)
-
-# %%
 timelines([run("dynamic", eight, max_batch=4)], columns=1);
 
 # %% [markdown]

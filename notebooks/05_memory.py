@@ -9,8 +9,6 @@
 # - say what preemption costs when no page is left;
 # - find the pages of a common prompt again, and say which pages must never be shared;
 # - free pages, and say whose contents are lost first.
-#
-# The first half is about the stage *paged*, the second about *prefix*.
 
 # %%
 from lesson import ask, broken, check, filling_pool, folded, letters, model, pool, run, source
@@ -104,8 +102,6 @@ with broken("pages read in one piece"):
 # %%
 source(PagedScheduler.schedule)
 source(PagedScheduler.preempt)
-
-# %%
 timelines([storm["pages"]], columns=1);
 
 # %% [markdown]
@@ -128,21 +124,6 @@ for name, trace in storm.items():
 # never preempted, so it finishes; then the next one is first. With victims chosen at random, two
 # requests could take pages from each other forever.
 #
-# ### How much memory is enough?
-
-# %%
-def preemptions(pages):
-    requests = letters(A=6, B=6, C=6, D=6, new=11)
-    return run("paged", requests, pages=pages, page_size=4).counts["preemptions"]
-
-ask("5.3: Four requests, prompts of 6 tokens, 11 to generate, 4 tokens to a page. How many "
-    "pages does the smallest pool have in which none is preempted?", guess=...)
-
-# %%
-for pages in 5, 8, 10, 12:
-    print(f"{pages:2} pages: {preemptions(pages)} preemptions")
-
-# %% [markdown]
 # **Turn this knob.** In `storm` above, give the pool 12 pages, and then 24. Predict first: how many
 # preemptions are there, and does it still take fewer steps than reserving 128 tokens (52)?
 # <details><summary>Answer</summary>
@@ -168,7 +149,7 @@ def served(stage):
     return run(stage, alike(model.config.vocab_size, requests=16, prefix=128, tail=16, new=16),
                max_batch=16, token_budget=64, pages=160)
 
-ask("5.4: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
+ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
     "sixteen requests compute?", guess=...)
 
 # %%
@@ -206,7 +187,7 @@ with broken("pages known by their own tokens"):
 # these tokens are at other positions, and each layer has mixed in what came before them. So their
 # keys and values are different.
 #
-# ### Who still needs a page?
+# ### Which pages are still needed?
 #
 # Two requests, 4 tokens to a page. B's prompt begins as A's does, so their tables are [0, 1, 2] and
 # [0, 1, 3]: `ref_count` says how many tables each page is in. Then A finishes.
@@ -218,17 +199,17 @@ pages.share(B, A[:2])
 pages.allocate(B, 1)
 print("A:", A, " B:", B, " ref_count:", pages.ref_count, " free queue:", [*pages.free_queue])
 pages.free(A)
-ask("5.5: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
+ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
     guess=...)
 
 # %% [markdown]
 # A free page keeps its contents until it is taken, so the next request with the same beginning may
-# still find it. Whoever needs a page takes the one that has been free the longest. What was in it
-# can no longer be found: it is *evicted*. So the order in which pages come back matters.
+# still find it. A request that needs a page takes the one that has been free the longest. What was
+# in it can no longer be found: it is *evicted*. So the order in which pages come back matters.
 
 # %%
 pages.free(B)
-ask("5.6: Now B finishes, too. In which order will the six pages be taken? (a list)", guess=...)
+ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a list)", guess=...)
 
 # %% [markdown]
 # ### Your turn: freeing pages
@@ -253,10 +234,10 @@ def free(table, ref_count, free_queue):
 pool(filling_pool(model));
 
 # %% [markdown]
-# A preempted request may find its own pages again, too: those that nobody has taken meanwhile. (In
+# A preempted request may find its own pages again, too: those not taken meanwhile. (In
 # `storm` all of them are taken at once, so it would gain nothing.)
 #
-# A *policy* says which of the waiting requests goes first, and who is preempted first: first come
+# A *policy* says which of the waiting requests goes first, and which is preempted first: first come
 # first served, shortest first, or by priority (`beyond/fairness.py`). And a GPU's kernel reads keys
 # through the block table, while our model gathers them into a copy; what that costs is in
 # [docs/memory.md](../docs/memory.md).

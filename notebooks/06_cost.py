@@ -145,12 +145,12 @@ with folded():
 # Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
 # the one request that runs; but a request waits until all before it are done. More rows are nearly
 # free here, so even a padded batch makes more tokens. And chunks, which are there to lower the ITL,
-# raise its p99: all requests come at once, and *dynamic* computes all prompts before anybody waits
-# for a second token. If a figure contradicts the purpose of a method, ask what was measured.
+# raise its p99: all requests come at once, and *dynamic* computes all prompts before any request
+# waits for a second token. If a figure contradicts the purpose of a method, ask what was measured.
 #
-# ## If you have more time
+# ## The last bits
 #
-# **The last bits.** `check` says "identical", and means: up to rounding. Why not exactly? A float32
+# `check` says "identical", and means: up to rounding. Why not exactly? A float32
 # has 24 binary digits, and every addition rounds to them. So the order of additions shows:
 
 # %%
@@ -183,7 +183,6 @@ ask("6.4: In float32, how much is 1e8 + (-1e8 + 1)?", guess=...)
 # **Claims** ([docs/sources.md](../docs/sources.md)): R7 (attention's intensity stays), P7 (what
 # predicts the speedup of packing) and P9 (latency grows with k) hold. P6 and P8 (1.6 to 3.5 times
 # as fast, 16 times as many prompts) hold for short, skewed lengths only
-# ([docs/prepacking.md](../docs/prepacking.md)). *Wrong as published:* H10: one compile, with
-# dynamic shapes, serves all numbers of rows.
+# ([docs/prepacking.md](../docs/prepacking.md)).
 #
 # **Next:** [07_how_much_fits](07_how_much_fits.ipynb) asks how many requests fit at once.

@@ -15,6 +15,8 @@
 from lesson import ask, folded, model, source
 from exercises import exercise, solution
 from copy import deepcopy
+import math
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from beyond.tensor_parallel import all_reduces, column_parallel, shard
@@ -61,9 +63,9 @@ with folded():
 #
 # ## How many requests?
 #
-# Let a request have a prompt of 700 tokens and an answer of 300, which may be as long as 3,300. Who
-# *reserves* holds 700 + 3,300 - 1 tokens for it from the beginning. With *pages* it holds what it
-# has, at the end 1,000 tokens, and less before (notebook 5).
+# Let a request have a prompt of 700 tokens and an answer of 300, which may be as long as 3,300. A
+# request that *reserves* holds 700 + 3,300 - 1 tokens for it from the beginning. With *pages* it
+# holds what it has, at the end 1,000 tokens, and less before (notebook 5).
 
 # %%
 ask("7.3: A100 of 40 GiB, Llama 2 7B. How many requests run at once if each reserves 3,999 tokens?",
@@ -84,16 +86,15 @@ def requests_that_fit(memory, parameters, layers, kv_heads, head_size, tokens, s
     """How many requests of so many tokens fit into so many bytes, in fp16, in pages of 16."""
     ...
 
-# %% [markdown]
-# ### The table
-
 # %%
 fit = solution("requests_that_fit")
-print(" " * 30 + "reserving 3,999   1,000 in pages   500 of them shared")
-for memory in 40, 80:
-    for name, (*shape, _) in MODELS.items():
-        numbers = [fit(memory * GiB, *shape, *how) for how in ((3999, 0), (1000, 0), (1000, 500))]
-        print(f"A100, {memory} GiB, {name:13}" + "".join(f"{n:17,}" for n in numbers))
+with folded():
+    print(" " * 30 + "reserving 3,999   1,000 in pages   500 of them shared")
+    for memory in 40, 80:
+        for name, (*shape, _) in MODELS.items():
+            numbers = [fit(memory * GiB, *shape, *how)
+                       for how in ((3999, 0), (1000, 0), (1000, 500))]
+            print(f"A100, {memory} GiB, {name:13}" + "".join(f"{n:17,}" for n in numbers))
 
 # %% [markdown]
 # Pages are worth a factor of four here, shared prefixes almost two, and GQA four to nine: a model's
@@ -138,23 +139,15 @@ with folded():
 # %% [markdown]
 # So schedulers and layouts stay as they are; only the weights are split.
 #
-# ## Two questions
+# ## A question
 #
-# **1.** Two GPUs of 40 GiB. Llama 2 7B split over both, or a whole copy on each: which of the two
+# Two GPUs of 40 GiB. Llama 2 7B split over both, or a whole copy on each: which of the two
 # has room for more requests?
 # <details><summary>Answer</summary>
 #
 # Split: the weights are stored once, not twice, so 13.5 GB more are left for keys and values. But
 # every pass waits for all-reduces, twice a layer. Copies need no communication at all; if the link
 # is slow, they win.</details>
-#
-# **2.** Keys and values in 8 bits instead of 16: what does that change in the table, and what in a
-# step's time?
-# <details><summary>Answer</summary>
-#
-# A token takes half the bytes, so twice as many fit. And decode steps read half as much of them,
-# which helps large batches with long pasts most. Whether answers stay as good has to be measured:
-# the tokens are no longer those of the model alone.</details>
 #
 # **Claims** ([docs/sources.md](../docs/sources.md)): H5 (the size of a cache) holds. *Wrong as
 # published:* R5, two all-reduces per block, not 16.

@@ -43,14 +43,14 @@ source(serve)
 # | `request.kv.read(layer, end)` | returns keys and values `(heads, end, features)` |
 # | `request.block_table` | from step 3 on: its pages, a list of numbers |
 #
-# ## Step 1: who computes how much?
+# ## Step 1: which request computes how much?
 #
 # `waiting` is a deque of requests, the next one on the left; `running` is a list. Both are in order
 # of arrival. `admit` moves requests from one to the other, and `share_budget` makes the plan.
 #
 # Admit the first of the queue as long as it has arrived, fewer than `max_batch` run, those that run
 # have less to do than the budget, and `grant(request)` returns True. It gives the request memory,
-# so ask it last, and admit whoever has been granted some. Nobody overtakes the first in the queue.
+# so ask it last, and admit a request that has got some. None overtakes the first in the queue.
 #
 # With a budget of 8, A and B decoding, and a prompt of 12 tokens, C: the plan is `[(A, 1), (B, 1),
 # (C, 6)]`. A request that gets nothing is not in it.
@@ -194,9 +194,9 @@ judge(4, grant, keep, free)
 # <details><summary>A hint</summary>
 #
 # Key of page i: `tuple(request.tokens[:(i + 1) * memory.size])`, all tokens up to its end. (Engines
-# hash them.) A pass that computes tokens `c` to `c + n - 1` has filled pages `c // size` to `(c +
-# n) // size - 1`. In `grant`, page i may be found only if `(i + 1) * size` is less than the number
-# of tokens.</details>
+# hash them.) A pass that computes tokens `c` to `c + n - 1` has filled the pages in
+# `range(c // size, (c + n) // size)`. In `grant`, page i may be found only if `(i + 1) * size` is
+# less than the number of tokens.</details>
 #
 # ## The race
 #
@@ -212,7 +212,7 @@ race()
 # which columns change?
 # <details><summary>Answer</summary>
 #
-# With 64 pages nobody is preempted: 1,079 tokens are computed instead of 1,250, in 73 passes
+# With 64 pages no request is preempted: 1,079 tokens are computed instead of 1,250, in 73 passes
 # instead of 98, and no request waits longer than a step. With 16 tokens a step, prompts take more
 # passes; the tokens that a request gets stay the same.</details>
 #
@@ -229,7 +229,7 @@ race()
 #   scheduler has no rule "decodes first": running requests take from the budget in their order,
 #   then waiting ones; a running request is a decode in most steps, so the effect is the same.
 #
-# ## Three questions
+# ## Two questions
 #
 # **1.** Your engine's user closes the window while request B runs. What has to happen, and when?
 # <details><summary>Answer</summary>
@@ -242,11 +242,3 @@ race()
 #
 # Nothing: when the second one is admitted, no page of the first has been computed. Both compute
 # everything. `beyond/in_batch.py` lets the second wait for the first.</details>
-#
-# **3.** Your engine gives each request exactly the tokens that it gets alone. Name three things
-# that may change all the same.
-# <details><summary>Answer</summary>
-#
-# When the tokens come (TTFT and ITL), how much is computed and held for them, and the last digits
-# of the logits. The last may flip a token where two are almost equally likely: `check` calls that a
-# near-tie, and says so.</details>

@@ -6,8 +6,7 @@ The reader of answers: what a person has typed, as a value. A question says whic
     series   [3, 6, 3]    3, then 6, then 3    step 0: 3, step 1: 6, step 2: 3
     truth    yes    No, longer    not shorter
 
-Every word must be understood: "not 13", "13 or 14" and "at least 13" are Unreadable, not 13. The
-words are in questions.toml, [talk].
+Every word must be understood: "not 13" and "13 or 14" are Unreadable, not 13.
 """
 import ast
 import math
@@ -19,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
-TALK = QUESTIONS.pop("talk")
+TALK = QUESTIONS.pop("talk")   # the words
 UNITS, ONES, TENS = (TALK[name].split() for name in ("units", "ones", "tens"))
 VALUES = dict(zip([None, *ONES, *TENS], [0, *range(20), *range(20, 100, 10)]))
 SPELLED = rf"\b(?:({'|'.join(TENS)})[ -]?)?({'|'.join(ONES)})\b|\b({'|'.join(TENS)})\b"
@@ -27,7 +26,8 @@ FILLERS = dict.fromkeys(TALK["fillers"].split(), "")
 CLASSES = {word: kind for kind, words in TALK["classes"].items() for word in words.split()}
 NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+"
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: pow,
-              ast.Div: operator.truediv, ast.USub: operator.neg, ast.UAdd: operator.pos}
+              ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+              ast.USub: operator.neg, ast.UAdd: operator.pos}
 # A claim, in classes of words: Element, aLl, None, Rest, But, X not, V it is so, W it is not
 CLAIM = re.compile(r"(?P<verb>[vw]|X?(?:V+|W+))?(?P<no>X?)(?P<base>[LNR]?)(?P<names>E*)B?"
                    r"(?P<out>E*)(?P<after>X?(?:V+|W+)|X(?![LNRE]))?")   # v, w: "pass: A, B"
@@ -84,7 +84,7 @@ def calculated(text, it):
     """The value of an expression, a sentence if its unit is wrong, None if it has no number."""
     code, units, loose = "", [], False
     more = dict.fromkeys(it.get("fillers", "").split(), "")
-    for digits, word in re.findall(rf"({NUMBER})|([a-z]+(?:-reduces?)?|\*\*|\S)", text):
+    for digits, word in re.findall(rf"({NUMBER})|([a-z]+(?:-reduces?)?|\*\*|//|\S)", text):
         if (unit := unit_of(word)) and word not in TALK["signs"]:
             code = code.removesuffix("/")   # GB/s
             units += [] if loose else [unit]
@@ -96,11 +96,11 @@ def calculated(text, it):
     value = folded(ast.parse(code.strip(), mode="eval").body)
     if not 0 <= value < math.inf:   # a difference below 0 is a range
         raise KeyError
-    wanted = it.get("unit", "number").split()
+    wanted, product = it.get("unit", "number").split(), re.search(r"\*|\b(x|times|by)\b", text)
     sizes = next((each for each in TALK["sizes"] if wanted[0] in each), {})
     units = units or ["b"] * (sizes != {} and value > 1e6)   # 68,719,476,736: nobody means GB
     for i, unit in enumerate(units):
-        if unit not in [*sizes, *wanted, *it.get("per", "").split()[:i]]:   # per: behind another
+        if unit not in [*sizes, *wanted, *it.get("per", "").split()[:i]] and not product:
             return f"The question does not ask for {unit}s."
     return value * next((sizes[unit] / sizes[wanted[0]] for unit in units if unit in sizes), 1)
 
@@ -132,6 +132,8 @@ def names(text, it):
     for pattern in TALK["spans"]:
         text = re.sub(pattern.replace("NAME", rf"\b(?:{'|'.join(order)})\b"), span, text)
     text = text.replace(" = ", " ")   # the last (6)
+    for word, asked in zip(("yes", "no"), TALK["asks"][it["asks"]]):   # A yes, B no
+        text = re.sub(rf"\b{word}\b(?= *(?:[,;.]|$))", asked.split()[0], text)
     kinds = FILLERS | CLASSES | dict.fromkeys(order, "E")
     for words, kind in zip(TALK["asks"][it["asks"]], "VW"):
         kinds |= dict.fromkeys(words.split(), kind)
@@ -148,8 +150,8 @@ def names(text, it):
 
 def claimed(every, classes, said):
     """The names that are so. Where claims say only which are not, those are the others."""
-    is_so, is_not, some = set(), set(), False
-    for claim in CLAIM.finditer(classes):
+    is_so, is_not, some, last = set(), set(), False, False
+    for claim in sorted(CLAIM.finditer(classes), key=lambda claim: claim["base"] == "R"):
         inner, out = ({*said[slice(*claim.span(group))]} for group in ("names", "out"))
         verbs = "".join(filter(None, claim.group("verb", "no", "after"))).lower()
         no = (verbs.count("x") + ("w" in verbs)) % 2
@@ -159,7 +161,11 @@ def claimed(every, classes, said):
             inner = out
         some |= bool(inner or claim["base"]) and not no
         (is_not if no else is_so).update(inner)
-        is_not |= set() if claim["base"] or inner == out else out   # all pass, but B
+        if not claim["base"] and inner != out:   # all pass, but B; all fail, but B
+            (is_so if last else is_not).update(out)
+            (is_not if last else is_so).difference_update(out)
+            some |= bool(last and out)
+        last = no
         if no and not (inner or claim["base"] or out):
             raise ValueError
     if is_so & is_not and "L" not in classes or not (some or is_not or "N" in classes):
@@ -171,11 +177,12 @@ def series(text, it):
     """[[number, ...]] in order."""
     text = re.sub(r"(?:^|(?<=[,;]))\s*(?:[a-z]+ ?)?\d+ *(?:->|:) *(?=\d+[^\d>]*(?:[,;]|$))", " ",
                   text)   # step 0: 3, step 1: 6
-    text = re.sub(r"\b[a-z](?=\d)", "", text)   # C3
+    text = re.sub(r"\b[a-z](?=\d)|\b(in|at) step \d", "", text)   # C3; 3 in step 0
     words = [word for word in re.findall("[a-z-]*[a-z]", text) if word not in FILLERS]
-    if re.search(r"[^\w\s,;/>|.&()-]|(?:^|[,;] *)-\d", text) or not all(map(unit_of, words)):
-        raise ValueError
     found = re.findall(NUMBER, text)
+    if (not found or re.search(r"[^\w\s,;/>|.&()-]|(?:^|[,;] *)-\d", text)
+            or not all(map(unit_of, words))):
+        raise ValueError
     return [[*map(float, text if len(found) == 1 and len(text) > 2 and text.isdigit() else found)]]
 
 

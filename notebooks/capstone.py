@@ -1,8 +1,5 @@
 """
-The judge of the last notebook, and its race. The engine's loop is in lab/checks/engine.py.
-
-    judge(1, admit, share_budget)    runs a step's functions, and says what is wrong, in a sentence
-    race()                           the finished engine beside the stage *prefix*
+The last notebook's judge of steps, and its race. The engine's loop is in lab/checks/engine.py.
 
 A step that is right is kept; the next ones run with it.
 """
@@ -14,12 +11,13 @@ from exercises import blank, said_by
 from lesson import STAGES, model, timelines, tokenizer
 
 from lab.checks.check import Check, summary
-from lab.checks.engine import Memory, memories, prefixes, returning, schedules, serve, streams
+from lab.checks import engine
+from lab.checks.engine import Memory, serve  # noqa: F401 (for the notebook)
 from lab.experiments.ladder import behind_a_beginning, twelve
 from lab.views.report import latencies
 from toolbox.trace import observed
 
-TRIALS = {1: schedules, 2: streams, 3: memories, 4: prefixes}
+TRIALS = {1: engine.schedules, 2: engine.streams, 3: engine.memories, 4: engine.prefixes}
 BUILT = {}   # step -> {name: the reader's function}, once it is right
 
 
@@ -34,11 +32,15 @@ def judge(number, *functions):
     else:
         mine = {function.__name__: function for function in functions}
         parts = {k: f for step in range(1, number) for k, f in BUILT[step].items()} | mine
-        yours = SimpleNamespace(**{name: returning(f) for name, f in parts.items()})
-        fault = said_by(lambda: next(TRIALS[number](yours, model), None), *parts.values())
+        yours = SimpleNamespace(**{name: engine.returning(f) for name, f in parts.items()})
+
+        def trial():
+            with engine.limited(60, "it does not end: 60 seconds of computing are over"):
+                return next(TRIALS[number](yours, model), None)
+        fault = said_by(trial, *parts.values())
         if not fault:
             BUILT[number] = mine
-        said = f"not yet. {fault[0].upper()}{fault[1:]}." if fault else "right."
+        said = f"not yet. {fault.rstrip('.')}." if fault else "right."
         print(f"Step {number}: {said}")
 
 

@@ -7,14 +7,13 @@ code: who makes one of them reads its sentence.
 """
 import copy
 import inspect
-import math  # noqa: F401 (our code below uses it)
+import math  # noqa: F401 (our code uses it)
 import re
 import traceback
-from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
-from lesson import QUESTIONS, STAGES, folded, letters, model, texts  # noqa: F401
+from lesson import QUESTIONS, STAGES, folded, letters, model  # noqa: F401
 
 from lab.checks.judge import faults, operations
 from lab.checks.traps import function_named, swapped
@@ -55,12 +54,12 @@ def said_by(call, *functions):
         return f"{''.join(lines[-1:])}{kind}{error}"
 
 
-def fault_of(function, calls, code, mistakes, run=None, view="lambda result: result"):
+def fault_of(function, calls, code, mistakes, run=None, view="lambda result, *given: result"):
     """None, or what is wrong with a function, in a sentence. For the rest see questions.toml."""
     name, calls, view = function.__name__, eval(calls), eval(view)
 
     def results(function):   # for each call, what it returns, and its arguments afterwards
-        return [[view(function(*given)), *given] for given in copy.deepcopy(calls)]
+        return [[view(function(*given), *given), *given] for given in copy.deepcopy(calls)]
 
     theirs, right = results(function), results(defined(name, code))
     fault, alike = difference(function, calls, theirs, right)
@@ -110,9 +109,9 @@ def same(a, b):
         return shown(a) == shown(b) and torch.allclose(a.double(), b.double(), atol=1e-5)
     if isinstance(b, (list, tuple)):
         return isinstance(a, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(b, float) and hasattr(a, "__float__"):
-        return abs(float(a) - b) < 0.01 * b
-    return type(a).__name__.startswith(type(b).__name__) and bool(a == b)   # int64 does for int
+    if isinstance(b, (int, float)) and hasattr(a, "__float__"):   # numpy's numbers do as well
+        return abs(float(a) - b) <= 0.01 * abs(b) * isinstance(b, float)
+    return type(a) is type(b) and a == b
 
 
 def shown(value):
@@ -124,20 +123,13 @@ def shown(value):
     return f"{value:.4g}" if isinstance(value, float) else f"{value!r:.60}"
 
 
-def fault_in_run(function, stage, requests, knobs, edit=None):
+def fault_in_run(function, stage, requests, knobs, edit):
     """
     The first thing that goes wrong in a run with the reader's function, in a sentence. edit: whose
-    code it takes a place in, the old text, and the new, in which it is `reader`. None: it serves.
+    code it takes a place in, the old text, and the new, in which it is `reader`.
     """
-    def serve(model, requests, **knobs):   # arguments of the reader's model may be named
-        def called(tokens, positions, attend, wanted=None):
-            return model(tokens, positions, attend, wanted)
-        called.config, called.device = model.config, model.device
-        return function(called, requests, **knobs)
-
-    place = swapped(function_named(edit[0]), [edit[1:]], reader=function) if edit else nullcontext()
-    with place:
-        found = faults(STAGES[stage] if edit else serve, model, eval(requests), **knobs)
+    with swapped(function_named(edit[0]), [edit[1:]], reader=function):
+        found = faults(STAGES[stage], model, eval(requests), **knobs)
         return next((f"{sentence}." for _, sentence in found), None)
 
 

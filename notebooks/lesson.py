@@ -10,13 +10,14 @@ What the notebooks share.
 Prompts are words where text helps, and letters where only lengths matter: `letters(A=4, B=2)` are
 two requests with prompts of 4 and 2 arbitrary tokens. A stage is a name, or a function of your own.
 """
+import builtins
 import inspect
 import io
 import math
 import re
 import sys
 import textwrap
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -57,11 +58,6 @@ def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
     shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
     print(f"Is {error.name!r} defined in a cell above? Run that one first, or all of them: "
           "Run > Run All Above Selected Cell.")
-
-
-if shell := get_ipython():
-    shell.set_custom_exc((NameError,), not_yet_defined)
-    InlineBackend.instance().print_figure_kwargs = FIGURES
 
 
 # --- to show -------------------------------------------------------------------------------------
@@ -213,13 +209,14 @@ def as_typed(lines):
     try:
         readings(found[3], QUESTIONS[found[2]])
     except Unreadable:
-        try:
-            compile(found[3].strip(), "", "eval")
-            return lines   # it may be a calculation
-        except SyntaxError:
-            pass
+        with suppress(SyntaxError):   # it may be a calculation
+            used = compile(found[3].strip(), "", "eval").co_names
+            if all(name in get_ipython().user_ns or hasattr(builtins, name) for name in used):
+                return lines
     return f"{found[1]}{found[3].strip()!r}{found[4]}".splitlines(keepends=True)
 
 
 if shell := get_ipython():
+    shell.set_custom_exc((NameError,), not_yet_defined)
     shell.input_transformers_cleanup.append(as_typed)
+    InlineBackend.instance().print_figure_kwargs = FIGURES

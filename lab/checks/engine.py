@@ -136,7 +136,7 @@ def returning(function):
     def called(*arguments):
         result = function(*arguments)
         if result is None and function.__name__ not in ("admit", "grow", "free", "keep"):
-            raise Fault(f"{function.__name__} returns nothing: is a `return` missing?")
+            raise Fault(f"{function.__name__} returns nothing: it lacks a `return`")
         return result
     return called
 
