@@ -1,0 +1,106 @@
+"""Set 3, the scheduler: parameters, points, and the cases of each part. Needs no torch."""
+import random
+from itertools import product
+
+FILES = "request.py cache.py scheduler.py"
+PARTS = {   # points, what it is about, the functions
+    "a": (3, "sharing the budget", "scheduler.py:Scheduler.share_budget"),
+    "b": (3, "admission", "scheduler.py:Scheduler.admit", "scheduler.py:Scheduler.grant_room"),
+    "c": (3, "after a step", "request.py:advance", "scheduler.py:Scheduler.release")}
+WRITTEN = {"1": 2, "2": 2, "3": 2}
+SECONDS, GIGABYTES = 10, 2   # for one part
+
+DECODE, END = {"prompt": 3, "generated": 1, "computed": 3}, {"prompt": 4, "computed": 3}
+TODO = {1: DECODE, 0: {**END}, 2: {"prompt": 5, "computed": 3}, 5: {"prompt": 5}}   # 0: todo is 1
+
+
+def todo(row):
+    return row["prompt"] + row.get("generated", 0) - row.get("computed", 0)
+
+
+def shares(rng):
+    """All that admission can make of up to three requests, and some of many."""
+    states = [(budget, [TODO[each] for each in each_todo]) for budget in range(1, 7)
+              for size in range(4) for each_todo in product(TODO, repeat=size)]
+    for _ in range(12):
+        states.append((rng.randint(9, 40), [rng.choice([DECODE, DECODE, END, {
+            "prompt": rng.randint(2, 30)}]) for _ in range(rng.randint(4, 20))]))
+    for budget, running in sorted(states, key=lambda state: sum(map(todo, state[1]))):
+        if sum(map(todo, running[:-1])) < budget:   # as `admit` leaves it, and every later step
+            yield {"call": "share_budget", "token_budget": budget, "running": running}
+    yield {"call": "share_budget", "token_budget": 8, "running": [
+        DECODE, {"prompt": 5}, DECODE, {"prompt": 4}]}
+
+
+def queue(rng, most):
+    """A random state of a queue."""
+    running = [rng.choice([DECODE, {"prompt": rng.randint(1, most), "new": rng.randint(1, most)}])
+               for _ in range(rng.randint(0, most))]
+    arrivals = sorted(rng.choice([0, 0, 1, 2]) for _ in range(rng.randint(0, most)))
+    waiting = [{"prompt": rng.randint(1, most + 2), "new": rng.randint(1, 4), "arrival": arrival}
+               for arrival in arrivals]
+    return {"step": rng.randint(0, 2), "running": running, "waiting": waiting,
+            "max_batch": max(len(running), rng.randint(1, most + 1)),
+            "token_budget": max(len(running), rng.randint(1, 3 * most)),
+            "max_kv_tokens": rng.choice([None, rng.randint(8, 12 * most)])}
+
+
+def admissions(rng):
+    fixed = random.Random(0)
+    states = [queue(fixed, 3) for _ in range(150)] + [queue(rng, most) for most in (3,) * 20 + (12,) * 8]
+    for state in sorted(states, key=lambda state: len(state["running"]) + len(state["waiting"])):
+        yield {"call": "admit", **state}
+    for most, running, new in product((9, 10, 11, 13), ((), (3,), (2, 2)), (1, 4)):
+        yield {"call": "grant_room", "max_kv_tokens": most, "newcomer": {"prompt": 4, "new": new},
+               "running": [{"prompt": each, "new": 2} for each in running]}
+    b, d = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}, {"prompt": 1, "new": 2}
+    yield {"call": "grant_room", "max_kv_tokens": 16, "running": [b], "newcomer": d}
+    yield {"call": "admit", "step": 2, "running": [b], "waiting": [{"prompt": 4, "new": 4}, d],
+           "max_batch": 3, "token_budget": 6, "max_kv_tokens": 16}
+
+
+def steps(rng):
+    rows = [{**DECODE, "n": 1}, {**DECODE, "n": 0}, {"prompt": 3, "n": 1}, {"prompt": 3, "n": 3},
+            {"prompt": 3, "n": 0}, {**DECODE, "new": 2, "n": 1}]
+    plans = [list(each) for size in range(3) for each in product(rows, repeat=size)]
+    plans += [[rng.choice(rows) for _ in range(size)] for size in (3, 3, 5, 5, 12)]
+    plans.append([{"prompt": 5, "n": 2}, {"prompt": 1, "n": 1}, {"prompt": 3, "n": 3}])
+    ends = [None, "stop", "length", "cancelled"]
+    for size in range(4):
+        for each in product(ends[:3], repeat=size):
+            yield {"call": "release", "running": [{**DECODE, "finish_reason": why} for why in each]}
+    yield {"call": "release", "running": [
+        {**DECODE, "finish_reason": rng.choice(ends)} for _ in range(20)]}
+    for plan in plans:
+        due = sum(each["n"] == todo(each) for each in plan)
+        yield {"call": "advance", "plan": plan, "tokens": [7, 9, 2, 4, 11, 5][:due] + [3] * (due - 6)}
+
+
+def cases(rng):
+    return {"a": [*shares(rng)], "b": [*admissions(rng)], "c": [*steps(rng)]}
+
+
+def parameters(rng):
+    """The numbers of written question 1."""
+    return {"budget": rng.randint(5, 11), "a": rng.randint(2, 9), "b": rng.randint(2, 9),
+            "c": rng.randint(20, 60), "x": rng.randint(9, 25), "y": rng.randint(9, 25)}
+
+
+def values(budget, a, b, c, x, y):
+    todo, left, step = [a, b, c], [x, y, 1], 0   # A, B and C; their tokens still to generate
+    admitted = 3
+    while left[2]:
+        admitted = next(n for n in range(1, 4) if n == 3 or sum(todo[:n]) >= budget)
+        rest = budget - sum(each == 1 for each in todo[:admitted])
+        for i in range(admitted):
+            if todo[i] == 1:
+                left[i] -= 1
+                todo[i] = int(left[i] > 0)
+            elif todo[i]:
+                n = min(todo[i], rest)
+                todo[i], rest = todo[i] - n, rest - n
+                if not todo[i]:
+                    left[i] -= 1
+                    todo[i] = int(left[i] > 0)
+        step += 1
+    return {"step of C's first token": step - 1}

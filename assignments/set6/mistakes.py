@@ -1,0 +1,83 @@
+"""Set 6: mistakes, as edits of our source. Each must fail some case of its part."""
+SLOTS, WRITE = (f"generate_paged.py:Paged.{name}" for name in ("slots", "write"))
+SCHEDULE, PREEMPT = (f"paging.py:PagedScheduler.{name}" for name in ("schedule", "preempt"))
+SHARE, TAKE, FREE, FIND, CACHE = (f"generate_prefix.py:PrefixPages.{name}"
+                                  for name in ("share", "allocate", "free", "find", "cache"))
+HASHES = "generate_prefix.py:PrefixScheduler.hashes"
+MISTAKES = {   # part: [(sentence, function, code as it stands, code of the mistake), ...]
+    "a": [
+        ("as if pages stood in the pool in the order of the table", SLOTS,
+         "torch.tensor(table)[p // size]", "(p // size)"),
+        ("as if all of a request's tokens were in one piece, from its first page on", SLOTS,
+         "torch.tensor(table)[p // size] * size + p % size", "table[0] * size + p"),
+        ("as if a position within its page did not matter", SLOTS, " + p % size", ""),
+        ("as if a page number were a slot", SLOTS, " * size + p % size", " + p % size"),
+        ("as if a page began with its second slot", SLOTS, "p % size", "(p + 1) % size"),
+        ("as if the last position were left out", SLOTS, "torch.arange(end)", "torch.arange(end - 1)"),
+        ("as if keys and values were the same", WRITE, "= k, v", "= k, k"),
+        ("as if only keys were kept", WRITE, "pool_k[:, self.slot_mapping], pool_v[:, self.slot_mapping]"
+         " = k, v", "pool_k[:, self.slot_mapping] = k"),
+        ("as if tokens went into the first slots of the pool", WRITE,
+         "pool_k[:, self.slot_mapping], pool_v[:, self.slot_mapping]",
+         "pool_k[:, :k.size(1)], pool_v[:, :k.size(1)]"),
+        ("as if the slots were sorted", WRITE, "", "k = k[:, self.slot_mapping.argsort()]\n"
+         "v = v[:, self.slot_mapping.argsort()]\n"
+         "self.slot_mapping = self.slot_mapping.sort().values"),
+        ("as if there were one layer", WRITE, "", "layer = 0")],
+    "b": [
+        ("as if nobody needed another page", SCHEDULE, "len(request.block_table) < need", "False"),
+        ("as if the newest token needed no room", SCHEDULE, "request.computed + request.todo",
+         "request.computed + request.todo - 1"),
+        ("as if room for one token more were needed", SCHEDULE, "request.computed + request.todo",
+         "request.computed + request.todo + 1"),
+        ("as if a request that finds no page gave up its own", SCHEDULE, "self.preempt(self.running[-1])",
+         "self.preempt(request)"),
+        ("as if the first to arrive were preempted", SCHEDULE, "self.running[-1]", "self.running[0]"),
+        ("as if a preempted request's computed tokens were still there", PREEMPT,
+         "request.computed = 0", "pass"),
+        ("as if a preempted request went to the end of the queue", PREEMPT, "appendleft", "append"),
+        ("as if a preempted request kept its pages", PREEMPT, "self.free(request)",
+         "request.block_table = None"),
+        ("as if its answer were lost, too", PREEMPT, "request.computed = 0",
+         "request.computed = request.generated.clear() or 0"),
+        ("as if a preempted request still ran", PREEMPT, "self.running.remove(request)", "pass"),
+        ("as if preemptions were not counted", PREEMPT, '["preemptions"] += 1',
+         '["preemptions"] += 0')],
+    "c": [
+        ("as if a shared page stayed in the free queue", SHARE, "self.free_queue.pop(page, None)", "pass"),
+        ("as if a page in two tables were counted once", SHARE, "+= 1", "= 1"),
+        ("as if shared pages went to the front of the table", SHARE, "table += pages",
+         "table[:0] = pages"),
+        ("as if `pages` might be changed", SHARE, "table += pages", "table += pages\n        pages.clear()"),
+        ("as if the page freed last were taken first", TAKE, "last=False", "last=True"),
+        ("as if what a taken page held could still be found", TAKE, "if page in self.hash_of:", "if False:"),
+        ("as if a taken page lost its name in one direction only", TAKE,
+         "del self.cached[self.hash_of.pop(page)]", "del self.cached[self.hash_of[page]]"),
+        ("as if evictions were not counted", TAKE, "+= 1", "+= 0"),
+        ("as if a taken page were in no table", TAKE, "self.share(table, [page])", "table.append(page)"),
+        ("as if the first page of a table were freed first", FREE, "reversed(table)", "table"),
+        ("as if a page that others hold were free", FREE, "if not self.ref_count[page]:", "if True:"),
+        ("as if a page were still counted", FREE, "self.ref_count[page] -= 1", "pass"),
+        ("as if pages got lost", FREE, "self.free_queue[page] = None", "pass"),
+        ("as if free pages could not be found any more", FREE, "self.free_queue[page] = None",
+         "self.free_queue[page] = None\n                self.cached.pop(self.hash_of.pop(page, 0), 0)"),
+        ("as if freed pages went to the front of the queue", FREE, "self.free_queue[page] = None",
+         "self.free_queue[page] = None\n                self.free_queue.move_to_end(page, last=False)")],
+    "d": [
+        ("as if a page were known by its own tokens only", HASHES, 'known[-1] if known else b""', 'b""'),
+        ("as if a page were known by the first page's hash", HASHES, "known[-1] if known", "known[0] if known"),
+        ("as if a page that is not full had a hash", HASHES, "end - size + 1, size", "end, size"),
+        ("as if the page that ends at `end` were not full", HASHES, "end - size + 1, size",
+         "end - size, size"),
+        ("as if all were computed anew at each call", HASHES, "", "request.page_hashes = []"),
+        ("as if a hole in the middle did not end a beginning", FIND, "break", "continue"),
+        ("as if one page were found at most", FIND, "found.append(self.cached[each])",
+         "return [self.cached[each]]"),
+        ("as if nothing were ever found", FIND, "return found", "return []"),
+        ("as if pages that are found were cached no longer", FIND, "self.cached[each])",
+         "self.cached.pop(each))"),
+        ("as if the newest of two equal pages were cached", CACHE, "if name not in self.cached:", "if True:"),
+        ("as if a page needed no way back to its hash", CACHE,
+         "self.cached[name], self.hash_of[page] = page, name", "self.cached[name] = page"),
+        ("as if both of two equal pages were in hash_of", CACHE, "", "self.hash_of[page] = name")],
+}
