@@ -23,7 +23,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from compare import alike, ask, fault
-from source import SETS, edited, files_of, functions_of, module, pasted, write
+from source import (
+    SETS,
+    drawn,
+    edited,
+    files_of,
+    functions_of,
+    limits,
+    mistakes_of,
+    parameters,
+    pasted,
+    write,
+)
 
 IGNORED = shutil.ignore_patterns(".git", ".venv", "venv", "__pycache__", "*.pyc", "*.so", "*.pyd")
 
@@ -39,11 +50,9 @@ def reference(number, rng):
     {part: what compare.fault needs of it}, for cases drawn from rng. Ours and ours with each
     mistake run in one child. KitError if a mistake fails no case.
     """
-    drawn, made = module(number, "cases"), files_of(number)
-    cases, mistakes = drawn.cases(rng), module(number, "mistakes").MISTAKES
-    variants = [(part, *mistake) for part in cases for mistake in mistakes[part]]
+    made, cases, variants = files_of(number), drawn(number).cases(rng), mistakes_of(number)
     light = {part: [case for case in cases[part] if case["call"] not in getattr(
-        drawn, "HEAVY", ())] for part in cases}
+        drawn(number), "HEAVY", ())] for part in cases}
     with tempfile.TemporaryDirectory() as place:
         write(place, made)
         jobs = [(place, [case for part in cases for case in cases[part]], {})]
@@ -58,7 +67,7 @@ def reference(number, rng):
     if len(answers) < sum(len(asked) for _, asked, _ in jobs):
         raise KitError(f"set {number}: the reference {ended}")
     parts, answers = {}, iter(answers)
-    for part, (points, title, *functions) in drawn.PARTS.items():
+    for part, (points, title, *functions) in drawn(number).PARTS.items():
         right = [next(answers) for _ in cases[part]]
         if broken := next((each for each in right if "value" not in each), None):
             raise KitError(f"set {number}, part {part}: the reference raises {broken['error']}")
@@ -127,8 +136,7 @@ def tried(number, part, record, folder, ours_elsewhere=False):
         copy = Path(place, "work")
         shutil.copytree(folder, copy)
         write(copy, made)
-        drawn = module(number, "cases")
-        answers, ended = ask([(copy, record["cases"], {})], drawn.SECONDS, drawn.GIGABYTES)
+        answers, ended = ask([(copy, record["cases"], {})], *limits(number))
     broken = answers and "error" in answers[0] and answers[0]["error"].get("loading")
     if broken and not ours_elsewhere and theirs - asked:
         return tried(number, part, record, folder, ours_elsewhere=True)
@@ -163,10 +171,10 @@ def hours_late(path, due):
 
 def table(number, results, before, late):
     """The rows of the CSV. before: {id: row} of an older one, whose written points stay."""
-    drawn = module(number, "cases")
-    of = sum(points for points, *_ in drawn.PARTS.values()) + sum(drawn.WRITTEN.values())
+    asked = drawn(number).WRITTEN
+    of = sum(points for points, *_ in drawn(number).PARTS.values()) + sum(asked.values())
     for result in results:
-        written = {name: before.get(result["id"], {}).get(name, "") for name in drawn.WRITTEN}
+        written = {name: before.get(result["id"], {}).get(name, "") for name in asked}
         points = sum(result["points"].values()) + sum(float(each) for each in written.values() if each)
         yield {"id": result["id"], **result["points"], **written, "points": f"{points:g}", "of": of,
                "late": late.get(result["id"], ""), "says": "; ".join(
@@ -175,23 +183,21 @@ def table(number, results, before, late):
 
 def feedback(number, result, secret):
     """What a student reads: the points of each part, a sentence, and the numbers of question 1."""
-    drawn = module(number, "cases")
     lines = [f"# Set {number}: {result['id']}", ""]
-    for part, (points, title, *_) in drawn.PARTS.items():
+    for part, (points, title, *_) in drawn(number).PARTS.items():
         lines += [f"- {part}, {title}: {result['points'][part]} of {points}. "
                   f"{result['said'][part] or 'All is right.'}"]
-    own = drawn.parameters(random.Random(f"{secret} {number} {result['id']}"))
+    own = parameters(number, random.Random(f"{secret} {number} {result['id']}"))
     lines += ["", "Written questions are graded by hand. Your numbers: "
               + ", ".join(f"{name} = {value}" for name, value in own.items()) + "."]
     return "\n".join(lines) + "\n"
 
 
 def for_gradescope(number, result):
-    drawn = module(number, "cases")
     return {"tests": [{"name": f"{number}{part} {title}", "score": result["points"][part],
                        "max_score": points, "output": result["said"][part] or "",
                        "status": "failed" if result["said"][part] else "passed"}
-                      for part, (points, title, *_) in drawn.PARTS.items()]}
+                      for part, (points, title, *_) in drawn(number).PARTS.items()]}
 
 
 def for_classroom50(number, result):

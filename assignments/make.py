@@ -16,7 +16,18 @@ import sys
 from pathlib import Path
 
 from grade import KitError, reference
-from source import HERE, SETS, blanked, files_of, functions_of, module, write
+from source import (
+    HERE,
+    SETS,
+    blanked,
+    drawn,
+    files_of,
+    functions_of,
+    limits,
+    parameters,
+    values,
+    write,
+)
 
 PACKAGES = {False: "pytest==9.2.0\n", True: "pytest==9.2.0\nnumpy==2.4.6\ntorch==2.13.0\n"}
 SMALL = 3000   # letters of a case and its answer; larger ones are for grading
@@ -24,11 +35,11 @@ SMALL = 3000   # letters of a case and its answer; larger ones are for grading
 
 def template(number):
     """{file: its text} of a set's template."""
-    drawn, files = module(number, "cases"), files_of(number)
+    files, (seconds, gigabytes) = files_of(number), limits(number)
     for function, part in functions_of(number).items():
         file, name = function.split(":")
         files[file] = blanked(files[file], name, f"{name} is not written yet (part {part})")
-    for function in getattr(drawn, "HIDDEN", ()):
+    for function in getattr(drawn(number), "HIDDEN", ()):
         file, name = function.split(":")
         files[file] = blanked(files[file], name, f"{name} is not part of this set")
     parts = {part: small(record) for part, record in reference(number, random.Random("public")).items()}
@@ -42,12 +53,12 @@ def template(number):
         + texts["run.md"].format(**names),
         "AGENTS.md": texts["AGENTS.md"], "test_parts.py": texts["parts.py"],
         "written.md": f"# Set {number}: written answers\n" + "".join(
-            f"\n## {name}\n" for name in (*drawn.WRITTEN, "AI assistants")),
+            f"\n## {name}\n" for name in (*drawn(number).WRITTEN, "AI assistants")),
         "requirements.txt": PACKAGES[torch],
         ".github/workflows/check.yml": texts["check.yml"].format(**names), "kit/__init__.py": "",
         **{f"kit/{name}": (HERE / name).read_text("utf-8") for name in ("child.py", "compare.py")},
         "kit/cases.json": json.dumps({
-            "set": number, "seconds": drawn.SECONDS, "gigabytes": drawn.GIGABYTES, "parts": parts,
+            "set": number, "seconds": seconds, "gigabytes": gigabytes, "parts": parts,
             "theirs": sorted({function.split(":")[0] for function in functions_of(number)})}) + "\n"}
 
 
@@ -62,10 +73,10 @@ def small(record):
 
 def private(number, secret, ids):
     """{file: its text} of the instructor's folder. Its parameters.csv may be published."""
-    files, drawn = files_of(number), module(number, "cases")
+    files = files_of(number)
     solved = {function.split(":")[0] for function in functions_of(number)}
-    own = {each: drawn.parameters(random.Random(f"{secret} {number} {each}")) for each in ids}
-    tables = {"parameters.csv": own, "values.csv": {each: own[each] | drawn.values(**own[each]) for each in ids}}
+    own = {each: parameters(number, random.Random(f"{secret} {number} {each}")) for each in ids}
+    tables = {"parameters.csv": own, "values.csv": {each: own[each] | values(number, own[each]) for each in ids}}
     return {f"solutions/{file}": files[file] for file in solved} | {
         name: "".join(",".join(map(str, line)) + "\n" for line in (
             ["id", *next(iter(rows.values()), {})], *([each, *row.values()] for each, row in rows.items())))

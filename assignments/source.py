@@ -5,6 +5,7 @@ student's file. A function is named "file.py:Class.method" or "file.py:function"
 import ast
 import importlib.util
 import textwrap
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -15,17 +16,48 @@ SHIPPED = ("toolbox/__init__.py", "toolbox/validate.py", "toolbox/trace.py", "be
            "lab/__init__.py", "lab/checks/__init__.py", "lab/checks/probes.py")
 
 
-def module(number, name):
-    """A set's cases.py or mistakes.py."""
-    spec = importlib.util.spec_from_file_location(f"set{number}_{name}", HERE / f"set{number}/{name}.py")
+@cache
+def drawn(number):
+    """A set's cases.py."""
+    spec = importlib.util.spec_from_file_location(f"set{number}", HERE / f"set{number}/cases.py")
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
 
 
+def mistakes_of(number):
+    """
+    [(part, sentence, function, old, new), ...] of mistakes.txt. A paragraph is a sentence and an edit
+    of our source, as in a diff; without a line that goes, a statement comes first in the function.
+    """
+    found, place = [], None
+    for paragraph in (HERE / f"set{number}/mistakes.txt").read_text("utf-8").split("\n\n"):
+        head, *edit = paragraph.strip("\n").split("\n")
+        if head.startswith("@@ "):
+            place = head.split()[1:]
+        else:
+            texts = ("\n".join(line[1:] for line in edit if line[0] == sign) for sign in "-+")
+            found.append((place[0], head, place[1], *texts))
+    return found
+
+
+def limits(number):
+    """Of a part: seconds of CPU time, and gigabytes. Torch takes two of each."""
+    return (20, 6) if "model.py" in drawn(number).FILES else (10, 2)
+
+
+def parameters(number, rng):
+    """The numbers of written question 1."""
+    return {name: rng.choice(choice) for name, choice in drawn(number).PARAMETERS.items()}
+
+
+def values(number, numbers):
+    return {name: eval(formula, {}, numbers) for name, formula in drawn(number).VALUES.items()}
+
+
 def files_of(number):
     """{file: its text}: all of ours that the set's code needs, with the functions to write."""
-    mine = {name: (HERE / f"set{number}" / name) for name in module(number, "cases").FILES.split()}
+    mine = {name: (HERE / f"set{number}" / name) for name in drawn(number).FILES.split()}
     paths = {name: path if path.is_file() else ROOT / name for name, path in mine.items()}
     paths |= {name: ROOT / name for name in SHIPPED}
     return {name: path.read_text("utf-8") for name, path in paths.items()} | {
@@ -34,7 +66,7 @@ def files_of(number):
 
 def functions_of(number):
     """{function: its part}"""
-    return {function: part for part, (_, _, *functions) in module(number, "cases").PARTS.items()
+    return {function: part for part, (_, _, *functions) in drawn(number).PARTS.items()
             for function in functions}
 
 

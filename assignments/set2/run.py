@@ -1,48 +1,28 @@
 """Set 2: runs one function on a case, and returns what it gives and changes."""
-import torch
-
 import generate_dynamic
 from generate_naive import StaticBatch
-from lab.checks.probes import devices_of, fill, kind_of, requests_of, slots_of
+from lab.checks.probes import cache_of, devices_of, fill, layout_of, requests_of
 
 
 def static_batch(requests, passes, context_length=24):
-    """Of each pass: what lay_out sets. Every token that is generated is 1, 2, 3, ..."""
-    news, requests = [row["new"] for row in requests], requests_of(requests, context_length)
-    batch, seen = StaticBatch(requests, None), {}
+    """What lay_out sets in each pass. The tokens that are generated are 1, 2, 3, ..."""
+    everybody, seen = requests_of(requests, context_length), {}
+    batch = StaticBatch(everybody, None)
     for number in range(passes):
-        seen[f"pass {number}"] = laid_out(batch, context_length)
-        for (request, n), new in zip(batch.plan, news):
+        found = layout_of(batch, "tokens", "positions", "mask", "wanted", context_length=context_length)
+        seen |= {f"pass {number}, {what}": value for what, value in found.items()}
+        for request, n in batch.plan:
             request.computed += n
-            if n:
-                request.generated.append(len(request.generated) + 1)
-            if len(request.generated) == new:
+            request.generated += [len(request.generated) + 1][:n]
+            if len(request.generated) == request.max_new_tokens:
                 request.finish_reason = "length"
         batch.add_columns()
     return seen
 
 
-def laid_out(batch, context_length):
-    found = {"tokens": getattr(batch, "tokens", "not set")}
-    for name in "tokens", "positions", "mask":
-        found[f"shape and dtype of {name}"] = kind_of(getattr(batch, name, None))
-    positions = torch.as_tensor(batch.positions)
-    if positions.dim() == 2:
-        found["all positions are the model's"] = bool(
-            positions.min() >= 0 and positions.max() < context_length)
-    for b, (request, n) in enumerate(batch.plan):
-        if n:   # what stands in the rows of finished requests is not read
-            found[f"positions of {request.name}'s tokens"] = batch.positions[b, -n:]
-            found[f"columns that {request.name} may see"] = torch.as_tensor(
-                batch.mask[b]).flatten().nonzero().flatten()
-    return {**found, "sampled": batch.sampled, "slots that wanted reads": slots_of(
-        batch, batch.wanted)}
-
-
 def static_batch_on_a_device():
     requests = requests_of([{"prompt": 3}, {"prompt": 4}])
-    return devices_of(lambda device: StaticBatch(requests, None, device),
-                      ["tokens", "positions", "mask"])
+    return devices_of(lambda device: StaticBatch(requests, None, device), "tokens", "positions", "mask")
 
 
 def append(prompt, new, context_length, tokens, eos_token=None):
@@ -50,8 +30,8 @@ def append(prompt, new, context_length, tokens, eos_token=None):
     prompt, returned = list(request.prompt), None
     for token in tokens:
         if not request.finished:
-            request.computed = len(request.prompt) + len(request.generated)
-            computed, returned = request.computed, request.append(token) or returned
+            computed = request.computed = len(request.prompt) + len(request.generated)
+            returned = request.append(token) or returned
     return {"generated": request.generated, "finish_reason": request.finish_reason or "none",
             "it returns": returned, "all else is unchanged": (prompt, new, computed) == (
                 request.prompt, request.max_new_tokens, request.computed)}
@@ -59,9 +39,8 @@ def append(prompt, new, context_length, tokens, eos_token=None):
 
 def admit(waiting, running, step, max_batch):
     everybody = requests_of(waiting + running)
-    now, later = everybody[len(waiting):], everybody[:len(waiting)]
-    for request in now:
-        fill(request, 1)
+    later, now = everybody[:len(waiting)], everybody[len(waiting):]
+    fill([(request, 0) for request in now])
     found = generate_dynamic.admit(list(later), list(now), step, max_batch)
     if not isinstance(found, (tuple, list)) or len(found) != 2:
         return found
@@ -71,12 +50,7 @@ def admit(waiting, running, step, max_batch):
 
 def leave(running):
     requests = requests_of(running)
-    for request in requests:
-        fill(request, 1)
+    fill([(request, 0) for request in requests])
     others = generate_dynamic.leave(list(requests))
     return others if others is None else {"the others": others, "caches": {
         request.name: cache_of(request) for request in requests}}
-
-
-def cache_of(request):
-    return getattr(request.kv, "capacity", "none" if request.kv is None else "no KV")

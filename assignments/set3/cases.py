@@ -1,6 +1,8 @@
-"""Set 3, the scheduler: parameters, points, and the cases of each part. Needs no torch."""
+"""Set 3, the scheduler: points, parameters, and the cases of each part. Needs no torch."""
 import random
 from itertools import product
+
+from draw import DECODE, todo
 
 FILES = "request.py cache.py scheduler.py"
 PARTS = {   # points, what it is about, the functions
@@ -8,23 +10,19 @@ PARTS = {   # points, what it is about, the functions
     "b": (3, "admission", "scheduler.py:Scheduler.admit", "scheduler.py:Scheduler.grant_room"),
     "c": (3, "after a step", "request.py:advance", "scheduler.py:Scheduler.release")}
 WRITTEN = {"1": 2, "2": 2, "3": 2}
-SECONDS, GIGABYTES = 10, 2   # for one part
-
-DECODE, END = {"prompt": 3, "generated": 1, "computed": 3}, {"prompt": 4, "computed": 3}
-TODO = {1: DECODE, 0: {**END}, 2: {"prompt": 5, "computed": 3}, 5: {"prompt": 5}}   # 0: todo is 1
-
-
-def todo(row):
-    return row["prompt"] + row.get("generated", 0) - row.get("computed", 0)
+PARAMETERS = {"budget": range(5, 12), "decodes": range(2, 5), "c": range(20, 61), "room": range(30, 60)}
+VALUES = {"steps of C's prompt": "-(-c // (budget - decodes))",
+          "tokens of its last chunk": "c % (budget - decodes) or budget - decodes",
+          "the most decodes beside C in max_kv_tokens 100": "(100 - room) // 12"}
 
 
 def shares(rng):
     """All that admission can make of up to three requests, and some of many."""
-    states = [(budget, [TODO[each] for each in each_todo]) for budget in range(1, 7)
-              for size in range(4) for each_todo in product(TODO, repeat=size)]
-    for _ in range(12):
-        states.append((rng.randint(9, 40), [rng.choice([DECODE, DECODE, END, {
-            "prompt": rng.randint(2, 30)}]) for _ in range(rng.randint(4, 20))]))
+    end, rows = {"prompt": 4, "computed": 3}, ({"prompt": 5, "computed": 3}, {"prompt": 5})
+    states = [(budget, running) for budget in range(1, 7) for size in range(4)
+              for running in product((DECODE, end, *rows), repeat=size)]
+    states += [(rng.randint(9, 40), [rng.choice([DECODE, DECODE, end, {"prompt": rng.randint(2, 30)}])
+                                     for _ in range(rng.randint(4, 20))]) for _ in range(12)]
     for budget, running in sorted(states, key=lambda state: sum(map(todo, state[1]))):
         if sum(map(todo, running[:-1])) < budget:   # as `admit` leaves it, and every later step
             yield {"call": "share_budget", "token_budget": budget, "running": running}
@@ -36,9 +34,8 @@ def queue(rng, most):
     """A random state of a queue."""
     running = [rng.choice([DECODE, {"prompt": rng.randint(1, most), "new": rng.randint(1, most)}])
                for _ in range(rng.randint(0, most))]
-    arrivals = sorted(rng.choice([0, 0, 1, 2]) for _ in range(rng.randint(0, most)))
     waiting = [{"prompt": rng.randint(1, most + 2), "new": rng.randint(1, 4), "arrival": arrival}
-               for arrival in arrivals]
+               for arrival in sorted(rng.choice([0, 0, 1, 2]) for _ in range(rng.randint(0, most)))]
     return {"step": rng.randint(0, 2), "running": running, "waiting": waiting,
             "max_batch": max(len(running), rng.randint(1, most + 1)),
             "token_budget": max(len(running), rng.randint(1, 3 * most)),
@@ -47,7 +44,8 @@ def queue(rng, most):
 
 def admissions(rng):
     fixed = random.Random(0)
-    states = [queue(fixed, 3) for _ in range(150)] + [queue(rng, most) for most in (3,) * 20 + (12,) * 8]
+    states = [queue(fixed, 3) for _ in range(150)]
+    states += [queue(rng, 3) for _ in range(20)] + [queue(rng, 12) for _ in range(8)]
     for state in sorted(states, key=lambda state: len(state["running"]) + len(state["waiting"])):
         yield {"call": "admit", **state}
     for most, running, new in product((9, 10, 11, 13), ((), (3,), (2, 2)), (1, 4)):
@@ -60,47 +58,18 @@ def admissions(rng):
 
 
 def steps(rng):
+    ends = None, "stop", "length"
+    lists = [each for size in range(4) for each in product(ends, repeat=size)]
+    for each in [*lists, [rng.choice([*ends, "cancelled"]) for _ in range(20)]]:
+        yield {"call": "release", "running": [{**DECODE, "finish_reason": why} for why in each]}
     rows = [{**DECODE, "n": 1}, {**DECODE, "n": 0}, {"prompt": 3, "n": 1}, {"prompt": 3, "n": 3},
             {"prompt": 3, "n": 0}, {**DECODE, "new": 2, "n": 1}]
     plans = [list(each) for size in range(3) for each in product(rows, repeat=size)]
     plans += [[rng.choice(rows) for _ in range(size)] for size in (3, 3, 5, 5, 12)]
-    plans.append([{"prompt": 5, "n": 2}, {"prompt": 1, "n": 1}, {"prompt": 3, "n": 3}])
-    ends = [None, "stop", "length", "cancelled"]
-    for size in range(4):
-        for each in product(ends[:3], repeat=size):
-            yield {"call": "release", "running": [{**DECODE, "finish_reason": why} for why in each]}
-    yield {"call": "release", "running": [
-        {**DECODE, "finish_reason": rng.choice(ends)} for _ in range(20)]}
-    for plan in plans:
+    for plan in [*plans, [{"prompt": 5, "n": 2}, {"prompt": 1, "n": 1}, {"prompt": 3, "n": 3}]]:
         due = sum(each["n"] == todo(each) for each in plan)
-        yield {"call": "advance", "plan": plan, "tokens": [7, 9, 2, 4, 11, 5][:due] + [3] * (due - 6)}
+        yield {"call": "advance", "plan": plan, "tokens": ([7, 9, 2, 4, 11, 5] * 2)[:due]}
 
 
 def cases(rng):
     return {"a": [*shares(rng)], "b": [*admissions(rng)], "c": [*steps(rng)]}
-
-
-def parameters(rng):
-    """The numbers of written question 1."""
-    return {"budget": rng.randint(5, 11), "a": rng.randint(2, 9), "b": rng.randint(2, 9),
-            "c": rng.randint(20, 60), "x": rng.randint(9, 25), "y": rng.randint(9, 25)}
-
-
-def values(budget, a, b, c, x, y):
-    todo, left, step = [a, b, c], [x, y, 1], 0   # A, B and C; their tokens still to generate
-    admitted = 3
-    while left[2]:
-        admitted = next(n for n in range(1, 4) if n == 3 or sum(todo[:n]) >= budget)
-        rest = budget - sum(each == 1 for each in todo[:admitted])
-        for i in range(admitted):
-            if todo[i] == 1:
-                left[i] -= 1
-                todo[i] = int(left[i] > 0)
-            elif todo[i]:
-                n = min(todo[i], rest)
-                todo[i], rest = todo[i] - n, rest - n
-                if not todo[i]:
-                    left[i] -= 1
-                    todo[i] = int(left[i] > 0)
-        step += 1
-    return {"step of C's first token": step - 1}

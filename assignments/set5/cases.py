@@ -1,5 +1,7 @@
-"""Set 5, no rows: parameters, points, and the cases of each part."""
-FILES = "model.py request.py cache.py generate_dynamic.py scheduler.py generate_ragged.py beyond/prepacked.py"
+"""Set 5, no rows: points, parameters, and the cases of each part."""
+from draw import plans
+
+FILES = "model.py request.py cache.py scheduler.py generate_dynamic.py generate_ragged.py beyond/prepacked.py"
 PARTS = {   # points, what it is about, the functions
     "a": (2, "bin packing", "beyond/prepacked.py:first_fit_decreasing"),
     "b": (4, "packed rows", "beyond/prepacked.py:Packed.lay_out"),
@@ -7,8 +9,9 @@ PARTS = {   # points, what it is about, the functions
           "generate_ragged.py:Flat.block_diagonal"),
     "d": (3, "the varlen loop", "generate_ragged.py:Flat.attend")}
 WRITTEN = {"1": 3, "2": 3, "3": 2}
-SECONDS, GIGABYTES = 20, 6   # for one part
-
+PARAMETERS = {name: range(5, 20) for name in "abc"}
+VALUES = {"scores of mask": "(a + b + c) ** 2", "scores of varlen": "a * a + b * b + c * c",
+          "scores of a padded rectangle": "3 * max(a, b, c) ** 2"}
 # Each tells first-fit decreasing from another rule: without sorting, without an exact fit, best fit
 # (1, 3, 3, 5), last fit and next fit (1, 2, 3)
 LENGTHS = (([], 5), ([5], 5), ([1, 2, 3], 4), ([2, 3, 6], 8), ([1, 3, 3, 5], 7), ([1, 1, 3, 2, 2], 5),
@@ -25,60 +28,23 @@ def packings(rng):
 
 
 def rows(rng):
-    yield {"call": "packed_on_a_device"}
     lists = [(1,), (3,), (2, 2), (1, 3), (3, 1, 2), (2, 5, 3, 1), (1, 1, 1, 4)]
     lists += [[rng.randint(1, 9) for _ in range(size)] for size in (5, 6, 8, 12)]
-    for lengths in lists:
-        yield {"call": "packed", "prompts": [{"prompt": length} for length in lengths]}
-    yield {"call": "packed", "prompts": [{"prompt": prompt} for prompt in ([5, 7, 2, 9], [4], [1, 6])]}
-
-
-def streams(rng):
-    """Newcomers, chunks, decodes; and some as after a preemption."""
-    new, part, chunk = {"prompt": 3, "n": 3}, {"prompt": 4, "n": 2}, {"prompt": 6, "computed": 2, "n": 3}
-    decode, again = {"prompt": 2, "generated": 2, "computed": 3, "n": 1}, {
-        "prompt": 2, "generated": 2, "n": 4}
-    half, one = {"prompt": 2, "generated": 3, "computed": 1, "n": 2}, {"prompt": 1, "n": 1}
-    yield from ([each] for each in (one, new, part, chunk, decode, again, half))
-    yield from ([one, decode], [decode, part], [part, new], [chunk, decode], [decode, again],
-                [half, new, decode], [part, chunk, half])
-    for size in (4, 7, 9):
-        drawn = []
-        for _ in range(size):
-            prompt, generated = rng.randint(1, 8), rng.choice([0, 0, 1, 4])
-            computed = rng.choice([0, prompt + generated - 1, rng.randint(0, prompt + generated - 1)])
-            todo = prompt + generated - computed
-            drawn.append({"prompt": prompt, "generated": generated, "computed": computed,
-                          "n": rng.choice([todo, rng.randint(1, todo)])})
-        yield drawn
-    yield STREAM
+    yield {"call": "layout_on_a_device", "name": "Packed"}
+    for prompts in *lists, ([5, 7, 2, 9], [4], [1, 6]):
+        yield {"call": "packed", "prompts": [{"prompt": prompt} for prompt in prompts]}
 
 
 def block_diagonal(rows):
-    mask, before = [], 0
     ends = [row.get("computed", 0) + row["n"] for row in rows]
-    for row, end in zip(rows, ends):
-        mask += [[before <= key <= before + own for key in range(sum(ends))]
-                 for own in range(end - row["n"], end)]
-        before += end
-    return mask
+    return [[sum(ends[:i]) <= key <= sum(ends[:i]) + own for key in range(sum(ends))]
+            for i, row in enumerate(rows) for own in range(ends[i] - row["n"], ends[i])]
 
 
 def cases(rng):
-    drawn = [*streams(rng)]
+    drawn, ways = plans(rng, STREAM), ("varlen", "mask")
     return {"a": [*packings(rng)], "b": [*rows(rng)],
-            "c": [{"call": "flat_on_a_device"}, *(
-                {"call": "flat", "rows": each, "attention": way} for each in drawn
-                for way in ("varlen", "mask"))],
+            "c": [{"call": "layout_on_a_device", "name": "Flat"}, *(
+                {"call": "flat", "rows": each, "attention": way} for each in drawn for way in ways)],
             "d": [{"call": "attend", "rows": each, "attention": way, "mask": block_diagonal(each)}
-                  for each in drawn for way in ("mask", "varlen")]}
-
-
-def parameters(rng):
-    """The numbers of written question 1."""
-    return dict(zip("abc", rng.sample(range(5, 20), 3)))
-
-
-def values(a, b, c):
-    return {"scores of mask": (a + b + c) ** 2, "scores of varlen": a * a + b * b + c * c,
-            "scores of a padded rectangle": 3 * max(a, b, c) ** 2}
+                  for each in drawn for way in ways]}

@@ -1,4 +1,4 @@
-"""Set 6, pages and prefixes: parameters, points, and the cases of each part."""
+"""Set 6, pages and prefixes: points, parameters, and the cases of each part."""
 FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py generate_paged.py "
          "generate_prefix.py")
 PREFIX = "generate_prefix.py:Prefix"
@@ -11,7 +11,11 @@ PARTS = {   # points, what it is about, the functions; a and b are the first hal
     "d": (3, "pages that are found", f"{PREFIX}Scheduler.hashes", f"{PREFIX}Pages.find",
           f"{PREFIX}Pages.cache")}
 WRITTEN = {"1": 2, "2": 2, "3": 2}
-SECONDS, GIGABYTES = 20, 6   # for one part
+PARAMETERS = {"size": range(3, 10), "p": range(10, 40), "prompt": range(6, 31), "new": range(6, 31),
+              "common": range(9, 61)}
+VALUES = {"entry of the table of position p": "p // size", "offset in that page": "p % size",
+          "pages by reservation": "-(-(prompt + new - 1) // size)", "pages at admission": "-(-prompt // size)",
+          "tokens that need not be computed": "common // size * size"}
 
 
 def places(rng):
@@ -94,16 +98,3 @@ def finding(rng):
 
 def cases(rng):
     return {"a": [*places(rng)], "b": [*pools(rng)], "c": [*sharing(rng)], "d": [*finding(rng)]}
-
-
-def parameters(rng):
-    """The numbers of written question 1."""
-    size = rng.randint(3, 9)
-    return {"size": size, "p": rng.randint(size + 1, 4 * size), "prompt": rng.randint(6, 30),
-            "new": rng.randint(6, 30), "common": rng.randint(9, 60)}
-
-
-def values(size, p, prompt, new, common):
-    return {"page and offset of position p": f"{p // size} and {p % size}",
-            "pages reserved": -(-(prompt + new - 1) // size), "pages at admission": -(-prompt // size),
-            "tokens saved": common // size * size}

@@ -1,4 +1,4 @@
-"""Set 7, the audit: parameters, points, and the cases of each part. Needs no torch."""
+"""Set 7, the audit: points, parameters, and the cases of each part. Needs no torch."""
 import copy
 
 FILES = "audit.py"
@@ -6,7 +6,8 @@ PARTS = {   # points, what it is about, the function
     "a": (3, "counts and the free queue", "audit.py:audit"),
     "b": (3, "the prefix cache", "audit.py:audit")}
 WRITTEN = {"1": 3, "2": 2}
-SECONDS, GIGABYTES = 10, 2   # for one part
+PARAMETERS = {"pages": [4000, 6000, 9000], "steps": [20, 40, 50], "every": [100, 250, 400]}
+VALUES = {"seconds between two audits": "every / steps", "pages per second": "pages * steps / every"}
 
 
 def pool(rng, number, moves):
@@ -86,13 +87,3 @@ def audits(rng, part):
 
 def cases(rng):
     return {part: [*audits(rng, part)] for part in "ab"}
-
-
-def parameters(rng):
-    """The numbers of written question 1."""
-    return {"pages": rng.choice([4000, 6000, 9000]), "steps": rng.choice([20, 40, 50]),
-            "every": rng.choice([100, 250, 400])}
-
-
-def values(pages, steps, every):
-    return {"seconds between audits": every / steps, "pages looked at per second": pages * steps // every}

@@ -1,4 +1,4 @@
-"""Set 8, guess: parameters, points, and the cases of each part."""
+"""Set 8, guess: points, parameters, and the cases of each part."""
 FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py generate_paged.py "
          "generate_prefix.py beyond/speculative.py")
 PARTS = {   # points, what it is about, the functions
@@ -6,7 +6,8 @@ PARTS = {   # points, what it is about, the functions
     "b": (3, "room for guesses", "beyond/speculative.py:draft"),
     "c": (6, "one pass, several tokens", "beyond/speculative.py:generate")}
 WRITTEN = {"1": 1, "2": 1}
-SECONDS, GIGABYTES = 20, 6   # for one part
+PARAMETERS = {"p": [0.5, 0.6, 0.7, 0.8], "k": range(2, 7)}
+VALUES = {"tokens per pass": "(1 - p ** (k + 1)) / (1 - p)"}
 HEAVY = ("guess_often",)   # calls that are not run with every mistake
 
 DECODE = {"prompt": 4, "generated": 1, "computed": 4, "n": 1}
@@ -69,12 +70,3 @@ def runs(rng):
 
 def cases(rng):
     return {"a": [*lookups(rng)], "b": [*rooms(rng)], "c": [*runs(rng)]}
-
-
-def parameters(rng):
-    """The numbers of written question 1."""
-    return {"p": rng.choice([0.5, 0.6, 0.7, 0.8]), "k": rng.randint(2, 6)}
-
-
-def values(p, k):
-    return {"tokens per pass": round((1 - p ** (k + 1)) / (1 - p), 3)}
