@@ -153,7 +153,8 @@ def fault(part, answers, ended, origin=lambda frame: frame):
     call, *given = part["cases"][i].items()
     name, case = call[1], short(dict(given))
     what = f"{name}, with {case}" if case else name
-    matches = {sentence: sum(str(j) in gives and alike(wrong[j] or GONE, gives[str(j)]) for j in wrong)
+    matches = {sentence: sum(alike(wrong[j] or GONE, gives.get(str(j), GONE)) for j in wrong)
+               - len(gives.keys() - {str(j) for j in wrong})   # what it would break, and is right
                for sentence, gives in part["mistakes"].items()
                if got and str(i) in gives and alike(got, gives[str(i)])}
     because = f", {max(matches, key=matches.get)}" if matches else ""

@@ -24,4 +24,4 @@ def plans(rng, example):
     one, new, part, chunk, end, decode, again, half = kinds
     pairs = [one, new], [decode, one], [decode, part], [new, chunk], [chunk, decode], [again, decode]
     return [*([each] for each in kinds), *pairs, [end, decode, chunk], [half, new, decode],
-            [part, chunk, half], *([row(rng, 9) for _ in range(size)] for size in (4, 7, 9)), example]
+            [part, chunk, half], *([row(rng, 9) for _ in range(size)] for size in (4, 7, 14)), example]

@@ -50,7 +50,8 @@ def reference(number, rng):
     {part: what compare.fault needs of it}, for cases drawn from rng. Ours and ours with each
     mistake run in one child. KitError if a mistake fails no case.
     """
-    made, cases, variants = files_of(number), drawn(number).cases(rng), mistakes_of(number)
+    made, variants = files_of(number), mistakes_of(number)
+    cases = json.loads(json.dumps(drawn(number).cases(rng)))   # as the child reads them
     light = {part: [case for case in cases[part] if case["call"] not in getattr(
         drawn(number), "HEAVY", ())] for part in cases}
     with tempfile.TemporaryDirectory() as place:
@@ -74,12 +75,18 @@ def reference(number, rng):
         parts[part] = {"points": points, "title": title, "functions": functions, "mistakes": {},
                        "cases": cases[part], "right": [each["value"] for each in right]}
     for part, sentence, *_ in variants:
-        gives = {str(i): next(answers) for i, case in enumerate(cases[part]) if case in light[part]}
+        gives = {str(i): without_lines(next(answers)) for i, case in enumerate(cases[part])
+                 if case in light[part]}
         wrong = {i: gives[i] for i in gives if not alike(gives[i], {"value": parts[part]["right"][int(i)]})}
         if not wrong:
             raise KitError(f"set {number}, part {part}: the mistake {sentence!r} fails no case")
         parts[part]["mistakes"][sentence] = wrong
     return parts
+
+
+def without_lines(answer):
+    """An answer for a template: the lines on an error's way are lines of the solution."""
+    return {"error": {**answer["error"], "frames": []}} if "error" in answer else answer
 
 
 # --- one submission -------------------------------------------------------------------------------

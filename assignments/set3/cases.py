@@ -21,8 +21,12 @@ def shares(rng):
     end, rows = {"prompt": 4, "computed": 3}, ({"prompt": 5, "computed": 3}, {"prompt": 5})
     states = [(budget, running) for budget in range(1, 7) for size in range(4)
               for running in product((DECODE, end, *rows), repeat=size)]
-    states += [(rng.randint(9, 40), [rng.choice([DECODE, DECODE, end, {"prompt": rng.randint(2, 30)}])
-                                     for _ in range(rng.randint(4, 20))]) for _ in range(12)]
+    for _ in range(12):
+        many = rng.randint(3, 18)
+        small = [{"prompt": rng.randint(2, 4)} for _ in range(rng.randint(0, 2))]
+        running = [rng.choice([DECODE, end]) for _ in range(many)] + small
+        rng.shuffle(running)
+        states.append((sum(map(todo, running)) + rng.randint(1, 9), [*running, {"prompt": rng.randint(2, 30)}]))
     for budget, running in sorted(states, key=lambda state: sum(map(todo, state[1]))):
         if sum(map(todo, running[:-1])) < budget:   # as `admit` leaves it, and every later step
             yield {"call": "share_budget", "token_budget": budget, "running": running}

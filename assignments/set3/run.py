@@ -50,7 +50,12 @@ def advance(plan, tokens):
 def release(running):
     queue, everybody = queue_of(running, [])
     freed, free = [], queue.free
-    queue.free = lambda each: (freed.append(each.name), free(each))
+
+    def noting(each):
+        freed.append(f"{each.name}, cache {cache_of(each)}")
+        free(each)
+
+    queue.free = noting
     returned = queue.release()
     return {"it returns": returned, "free is called for": sorted(freed),
             **state_of(queue, everybody)}

@@ -45,9 +45,9 @@ def queue_of(pages, page_size, running, waiting, token_budget=64):
 def state_of(queue, everybody):
     tables = [page for each in everybody for page in each.block_table or ()]
     return {"running": queue.running, "waiting": queue.waiting, **{
-        f"{each.name}'s pages, computed and generated": [
-            "none" if each.block_table is None else len(each.block_table), each.computed, each.generated]
-        for each in everybody}, "waiting is a": type(queue.waiting).__name__,
+        f"{each.name}'s pages, computed, generated, arrival": [
+            "none" if each.block_table is None else len(each.block_table), each.computed, each.generated,
+            each.arrival] for each in everybody}, "waiting is a": type(queue.waiting).__name__,
         "each page is free, or in one table": sorted([*queue.pages.free_queue, *tables]) == [
             *range(queue.pages.number)], "preemptions": queue.pages.counts["preemptions"]}
 
@@ -113,11 +113,13 @@ def hashes(tokens, page_size, ends):
 
 def find(cached, asked):
     """cache for each [page, name] in `cached`, then find."""
-    pages, argument = PrefixPages(9, 2), [name.encode() for name in asked]
-    returned = [pages.cache(page, name.encode()) for page, name in cached]
-    found = pages.find(argument)
-    return {"it returns": found, "cache returns": next(filter(None, returned), None), "cached": {
-        name.decode(): page for name, page in pages.cached.items()}, "hash_of": {
-        page: name.decode() for page, name in pages.hash_of.items()},
-        "all else is unchanged": argument == [name.encode() for name in asked]
-        and [*pages.free_queue] == [*range(9)]}
+    def hashes_of(names):
+        return [f"hash {name}".encode() for name in names]
+
+    pages, argument = PrefixPages(9, 2), hashes_of(asked)
+    returned = [pages.cache(page, *hashes_of([name])) for page, name in cached]
+    return {"it returns": pages.find(argument), "cache returns": next(filter(None, returned), None),
+            "cached": {name.decode(): page for name, page in pages.cached.items()},
+            "hash_of": {page: name.decode() for page, name in pages.hash_of.items()},
+            "all else is unchanged": argument == hashes_of(asked)
+            and [*pages.free_queue] == [*range(9)]}
