@@ -4,7 +4,8 @@ Runs somebody's code on cases, in a process of its own, and writes down what it 
     python -E -P -B child.py JOBS OUT SECONDS GIGABYTES
 
 JOBS: [[folder, cases, {file: its text, for this job}], ...]; a case is {"call": a function of the
-folder's kit/run.py, and its arguments}. OUT gets a line of JSON for each: {"value": ...}, or {"error": ...} with the line.
+folder's kit/run.py, and its arguments}. OUT gets a line of JSON for each: {"value": ...}, or
+{"error": ...}, with the lines on its way.
 
 No answer is known here: code that ends the process, patches it, reads its frames or writes into OUT
 gains nothing. What it may touch is limited, too: its own folder, and Python's packages to read.
@@ -17,8 +18,10 @@ import traceback
 
 FORBIDDEN = ("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "os.link",
              "os.symlink", "pty.", "subprocess.", "socket.")
-WRITING = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.truncate",
+READS = "open", "os.listdir", "os.scandir"
+CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.truncate",
            "shutil.")
+WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def limit(seconds, gigabytes):
@@ -34,24 +37,23 @@ def limit(seconds, gigabytes):
             pass
 
 
-def guard(folder, realpath=os.path.realpath, fspath=os.fspath, fsdecode=os.fsdecode):
+def guard(folder, realpath=os.path.realpath, decode=os.fsdecode):
     """Python's audit hook: PermissionError for other files, processes and sockets."""
-    def within(path, roots):
-        return isinstance(path, int) or f"{realpath(fsdecode(fspath(path)))}{os.sep}".startswith(roots)
-
-    mine = f"{realpath(folder)}{os.sep}", f"{realpath(os.devnull)}{os.sep}"
-    readable = *mine, *(f"{realpath(place)}{os.sep}" for place in sys.path)
-    if not hasattr(sys, "getwindowsversion"):   # Python's own files are anywhere there
-        sys.addaudithook(lambda event, args: check(event, args))
+    mine = tuple(f"{realpath(place)}{os.sep}" for place in (folder, os.devnull))
+    readable = mine + tuple(f"{realpath(place)}{os.sep}" for place in sys.path)
+    forbidden, reading, changing, write = FORBIDDEN, READS, CHANGES, WRITE   # nobody exchanges them
 
     def check(event, args):
-        if event in ("open", "os.listdir", "os.scandir") and args[0] is not None:
-            flags = args[2] if event == "open" and isinstance(args[2], int) else 0
-            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            if not within(args[0], mine if writes else readable):
-                raise PermissionError(f"{fsdecode(fspath(args[0]))} is not a file of this folder")
-        elif event.startswith(FORBIDDEN) or event.startswith(WRITING) and not within(args[0], mine):
+        reads, changes = event in reading, event.startswith(changing)
+        if event.startswith(forbidden):
             raise PermissionError(f"{event} is not allowed here")
+        if (reads or changes) and args[0] is not None and not isinstance(args[0], int):
+            changes = changes or event == "open" and (args[2] or 0) & write
+            if not f"{realpath(decode(args[0]))}{os.sep}".startswith(mine if changes else readable):
+                raise PermissionError(f"{decode(args[0])} is not a file of this folder")
+
+    if not hasattr(sys, "getwindowsversion"):   # Python's own files are anywhere there
+        sys.addaudithook(check)
 
 
 def plain(value):

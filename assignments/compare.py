@@ -1,7 +1,7 @@
 """
-What a part's code gives, compared with what is right: in a student's copy, and when a class is graded.
+What a part's code gives, compared with what is right: in a student's copy, and in grading.
 
-    said = fault(part, *ask([(folder, part["cases"], {})], seconds, gigabytes))     None: all is right
+    said = fault(part, *ask([(folder, part["cases"], {})], seconds, gigabytes))     None: right
 
 A part is a dict: points, title, functions, cases, the right value of each case, and mistakes,
 {sentence: {number of a case: what this mistake gives}}.
@@ -25,8 +25,8 @@ GONE = {"value": "nothing"}
 
 def ask(jobs, seconds, gigabytes, quiet=True):
     """
-    Runs child.py on [(folder, cases, {file: text}), ...]. Returns its answers, and how it ended, in words. The
-    clock stops what waits for ever, long after the limit of CPU time.
+    Runs child.py on [(folder, cases, {file: text}), ...]. Returns its answers, and how it ended, in
+    words. The clock stops what waits for ever, long after the limit of CPU time.
     """
     with tempfile.TemporaryDirectory() as place:
         given, out = Path(place, "jobs.json"), Path(place, "out.jsonl")
@@ -151,7 +151,7 @@ def fault(part, answers, ended, origin=lambda frame: frame):
         return None
     i, got = next(iter(wrong.items()))
     call, *given = part["cases"][i].items()
-    name, case = call[1], short(dict(given))
+    name, case = call[1], short({key: value for key, value in given if value is not None})
     what = f"{name}, with {case}" if case else name
     matches = {sentence: sum(alike(wrong[j] or GONE, gives.get(str(j), GONE)) for j in wrong)
                - len(gives.keys() - {str(j) for j in wrong})   # what it would break, and is right

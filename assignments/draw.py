@@ -22,6 +22,7 @@ def plans(rng, example):
              {"prompt": 2, "generated": 2, "n": 4},                     # preempted, computed again
              {"prompt": 2, "generated": 3, "computed": 1, "n": 2}]
     one, new, part, chunk, end, decode, again, half = kinds
-    pairs = [one, new], [decode, one], [decode, part], [new, chunk], [chunk, decode], [again, decode]
-    return [*([each] for each in kinds), *pairs, [end, decode, chunk], [half, new, decode],
-            [part, chunk, half], *([row(rng, 9) for _ in range(size)] for size in (4, 7, 14)), example]
+    few = [[one, new], [decode, one], [decode, part], [new, chunk], [chunk, decode],
+           [again, decode], [end, decode, chunk], [half, new, decode], [part, chunk, half]]
+    drawn = [[row(rng, 9) for _ in range(size)] for size in (4, 7, 14)]
+    return [*([each] for each in kinds), *few, *drawn, example]

@@ -20,23 +20,15 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import source
 from compare import alike, ask, fault
-from source import (
-    SETS,
-    drawn,
-    edited,
-    files_of,
-    functions_of,
-    limits,
-    mistakes_of,
-    parameters,
-    pasted,
-    write,
-)
+from source import drawn
 
 IGNORED = shutil.ignore_patterns(".git", ".venv", "venv", "__pycache__", "*.pyc", "*.so", "*.pyd")
+UNREADABLE = (OSError, ValueError, AttributeError, SyntaxError, RecursionError, MemoryError)
 
 
 class KitError(Exception):
@@ -50,21 +42,21 @@ def reference(number, rng):
     {part: what compare.fault needs of it}, for cases drawn from rng. Ours and ours with each
     mistake run in one child. KitError if a mistake fails no case.
     """
-    made, variants = files_of(number), mistakes_of(number)
+    made, variants = source.files_of(number), source.mistakes_of(number)
     cases = json.loads(json.dumps(drawn(number).cases(rng)))   # as the child reads them
-    light = {part: [case for case in cases[part] if case["call"] not in getattr(
-        drawn(number), "HEAVY", ())] for part in cases}
+    slow = getattr(drawn(number), "SLOW", ())   # calls that do not run with every mistake
+    light = {part: [case for case in cases[part] if case["call"] not in slow] for part in cases}
     with tempfile.TemporaryDirectory() as place:
-        write(place, made)
-        jobs = [(place, [case for part in cases for case in cases[part]], {})]
+        source.write(place, made)
+        jobs = [(place, sum(cases.values(), []), {})]
         for part, sentence, function, old, new in variants:
             try:
-                changed = edited(made, function, old, new)
+                changed = source.edited(made, function, old, new)
             except ValueError as error:
                 raise KitError(f"set {number}, {sentence!r}: {error}") from None
             file = function.split(":")[0]
             jobs.append((place, light[part], {file: changed[file]}))
-        answers, ended = ask(jobs, 60, 16)
+        answers, ended = ask(jobs, 100, 16)
     if len(answers) < sum(len(asked) for _, asked, _ in jobs):
         raise KitError(f"set {number}: the reference {ended}")
     parts, answers = {}, iter(answers)
@@ -75,12 +67,12 @@ def reference(number, rng):
         parts[part] = {"points": points, "title": title, "functions": functions, "mistakes": {},
                        "cases": cases[part], "right": [each["value"] for each in right]}
     for part, sentence, *_ in variants:
-        gives = {str(i): without_lines(next(answers)) for i, case in enumerate(cases[part])
-                 if case in light[part]}
-        wrong = {i: gives[i] for i in gives if not alike(gives[i], {"value": parts[part]["right"][int(i)]})}
+        at = [i for i, case in enumerate(cases[part]) if case in light[part]]
+        gives = {i: without_lines(next(answers)) for i in at}
+        parts[part]["mistakes"][sentence] = wrong = {
+            str(i): gives[i] for i in at if not alike(gives[i], {"value": parts[part]["right"][i]})}
         if not wrong:
             raise KitError(f"set {number}, part {part}: the mistake {sentence!r} fails no case")
-        parts[part]["mistakes"][sentence] = wrong
     return parts
 
 
@@ -99,55 +91,66 @@ def unpacked(path, place, number):
         shutil.copytree(path, place, symlinks=True, ignore=IGNORED)
     for each in [each for each in place.rglob("*") if each.is_symlink()]:
         each.unlink()
-    for file in dict.fromkeys(function.split(":")[0] for function in functions_of(number)):
-        for depth in "", "*/", "*/*/":
-            for found in sorted(place.glob(depth + file)):
-                if "__MACOSX" not in found.parts:
-                    return found.parents[file.count("/")]
+    for file in source.files_to_write(number):
+        for found in sorted(sum(([*place.glob(depth + file)] for depth in ("", "*/", "*/*/")), []),
+                            key=lambda found: len(found.parts)):
+            if "__MACOSX" not in found.parts:
+                return found.parents[file.count("/")]
     raise ValueError("no file of the set is in it")
 
 
-def tried(number, part, record, folder, ours_elsewhere=False):
-    """What is wrong with one part of the student's folder, or None. All other parts are ours."""
-    made, functions, origins = files_of(number), functions_of(number), {}
-    theirs = {function.split(":")[0] for function in functions}
-    asked = {function.split(":")[0] for function in record["functions"]}
-    for file in theirs:
-        names = [function.split(":")[1] for function, of in functions.items()
-                 if function.split(":")[0] == file and of != part
-                 and function not in record["functions"]]
+def joined(number, part, record, folder, ours_elsewhere):
+    """
+    ({file: text} for the child, {file: the student's line of each line}) for one part. The set's
+    files are the student's, with our source of all other parts; a file that is no part of this one
+    is ours if it cannot be read. ValueError, in a sentence, if one of this part's cannot.
+    """
+    made, lines = source.files_of(number), {}
+    for file in source.files_to_write(number):
+        mine = any(each.startswith(f"{file}:") for each in record["functions"])
+        others = [each.split(":")[1] for each in source.functions_of(number)
+                  if each.startswith(f"{file}:") and each not in record["functions"]]
         try:
             text = (folder / file).read_text("utf-8-sig")
-            text, origins[file] = pasted(text, made[file], names)
             compile(text, file, "exec")
-        except (OSError, ValueError, AttributeError, SyntaxError, RecursionError, MemoryError) as error:
-            if file in asked and isinstance(error, OSError):
-                return f"{file} is not there"
-            if file in asked and isinstance(error, (SyntaxError, UnicodeError)):
-                at = f" line {error.lineno}: {error.msg}" if hasattr(error, "lineno") else f" {error}"
-                return f"{file} cannot be read:{at}"
-            if file in asked and not isinstance(error, AttributeError):
-                return f"{file} cannot be read: {error or type(error).__name__}"
-            text = made[file]   # its own part says what is wrong
-        if ours_elsewhere and file not in asked:
-            text = made[file]
-        made[file] = text
+            text, lines[file] = source.pasted(text, made[file], others)
+            compile(text, file, "exec")
+        except UNREADABLE as error:
+            at = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
+            why = getattr(error, "msg", None) or str(error) or type(error).__name__
+            if mine:
+                raise ValueError(f"{file} is not there" if isinstance(error, FileNotFoundError) else
+                                 f"{file} cannot be read: {at}{why}") from None
+            continue
+        if mine or not ours_elsewhere:
+            made[file] = text
+    return made, lines
+
+
+def tried(number, part, record, folder, ours_elsewhere=False):
+    """What is wrong with one part of the student's folder, or None."""
+    try:
+        made, lines = joined(number, part, record, folder, ours_elsewhere)
+    except ValueError as error:
+        return str(error)
 
     def origin(frame):
+        """A line of the student's own, with its number in their file; None for ours."""
         file, line, text = frame
-        if file in origins:
-            line = origins[file][line - 1] if line and line <= len(origins[file]) else None
-        return [file, line, text] if file in origins or file not in made else None
+        if file not in lines:
+            return None if file in made else frame
+        line = lines[file][line - 1] if line and line <= len(lines[file]) else None
+        return line and [file, line, text]
 
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         copy = Path(place, "work")
         shutil.copytree(folder, copy)
-        write(copy, made)
-        answers, ended = ask([(copy, record["cases"], {})], *limits(number))
-    broken = answers and "error" in answers[0] and answers[0]["error"].get("loading")
-    if broken and not ours_elsewhere and theirs - asked:
+        source.write(copy, made)
+        answers, ended = ask([(copy, record["cases"], {})], *source.limits(number))
+    broken = answers and answers[0].get("error", {}).get("loading")
+    if broken and not ours_elsewhere:   # perhaps by a file that another part is about
         return tried(number, part, record, folder, ours_elsewhere=True)
-    return fault(record, answers, ended, lambda frame: (frame := origin(frame)) and frame[1] and frame)
+    return fault(record, answers, ended, origin)
 
 
 def graded(number, path, secret, student=None):
@@ -167,10 +170,10 @@ def graded(number, path, secret, student=None):
 def hours_late(path, due):
     """Of the last commit; without one, of the newest file. Both dates are the student's to set."""
     git = ["git", "-c", "core.fsmonitor=false", "-c", "log.showSignature=false", "-C", str(path)]
-    ran = (Path(path, ".git").exists() and subprocess.run(
-        [*git, "--no-pager", "log", "-1", "--format=%ct"], capture_output=True, text=True).stdout)
-    files = [each for each in [path, *path.rglob("*")] if each.is_file()]
-    when = float(ran) if ran else max((each.stat().st_mtime for each in files), default=0)
+    said = Path(path, ".git").exists() and subprocess.run(
+        [*git, "--no-pager", "log", "-1", "--format=%ct"], capture_output=True, text=True).stdout
+    files = [each for each in (path, *path.rglob("*")) if each.is_file()]
+    when = float(said) if said else max((each.stat().st_mtime for each in files), default=0)
     return max(0, math.ceil((when - due.timestamp()) / 3600))
 
 
@@ -178,61 +181,68 @@ def hours_late(path, due):
 
 def table(number, results, before, late):
     """The rows of the CSV. before: {id: row} of an older one, whose written points stay."""
-    asked = drawn(number).WRITTEN
-    of = sum(points for points, *_ in drawn(number).PARTS.values()) + sum(asked.values())
+    asked, parts = drawn(number).WRITTEN, drawn(number).PARTS
+    of = sum(points for points, *_ in parts.values()) + sum(asked.values())
     for result in results:
-        written = {name: before.get(result["id"], {}).get(name, "") for name in asked}
-        points = sum(result["points"].values()) + sum(float(each) for each in written.values() if each)
-        yield {"id": result["id"], **result["points"], **written, "points": f"{points:g}", "of": of,
-               "late": late.get(result["id"], ""), "says": "; ".join(
-                   f"{part}: {said}" for part, said in result["said"].items() if said)}
+        written = {name: before.get(result["id"], {}).get(name) or "" for name in asked}
+        points = sum(result["points"].values()) + sum(map(float, filter(None, written.values())))
+        says = "; ".join(f"{part}: {said}" for part, said in result["said"].items() if said)
+        yield {"id": result["id"], **result["points"], **written, "points": f"{points:g}",
+               "of": of, "late": late.get(result["id"], ""), "says": says}
 
 
 def feedback(number, result, secret):
     """What a student reads: the points of each part, a sentence, and the numbers of question 1."""
-    lines = [f"# Set {number}: {result['id']}", ""]
-    for part, (points, title, *_) in drawn(number).PARTS.items():
-        lines += [f"- {part}, {title}: {result['points'][part]} of {points}. "
-                  f"{result['said'][part] or 'All is right.'}"]
-    own = parameters(number, random.Random(f"{secret} {number} {result['id']}"))
-    lines += ["", "Written questions are graded by hand. Your numbers: "
-              + ", ".join(f"{name} = {value}" for name, value in own.items()) + "."]
-    return "\n".join(lines) + "\n"
+    own = source.parameters(number, random.Random(f"{secret} {number} {result['id']}"))
+    return "\n".join([
+        f"# Set {number}: {result['id']}", "",
+        *(f"- {part}, {title}: {result['points'][part]} of {points}. "
+          f"{result['said'][part] or 'All is right.'}"
+          for part, (points, title, *_) in drawn(number).PARTS.items()), "",
+        "Written questions are graded by hand. Your numbers: "
+        + ", ".join(f"{name} = {value}" for name, value in own.items()) + ".", ""])
 
 
 def for_gradescope(number, result):
-    return {"tests": [{"name": f"{number}{part} {title}", "score": result["points"][part],
-                       "max_score": points, "output": result["said"][part] or "",
-                       "status": "failed" if result["said"][part] else "passed"}
-                      for part, (points, title, *_) in drawn(number).PARTS.items()]}
+    said = result["said"]
+    return {"tests": [{
+        "name": f"{number}{part} {title}", "score": result["points"][part], "max_score": points,
+        "output": said[part] or "", "status": "failed" if said[part] else "passed"}
+        for part, (points, title, *_) in drawn(number).PARTS.items()]}
 
 
 def for_classroom50(number, result):
-    """result.json of foundation50's Classroom 50, whose runner says in its environment who it is."""
-    tests = [{"test-name": test["name"], "passed": test["status"] == "passed", "score": test["score"],
-              "max-score": test["max_score"]} for test in for_gradescope(number, result)["tests"]]
+    """result.json of foundation50's Classroom 50; its runner's environment says whose it is."""
+    tests = [{"test-name": test["name"], "passed": test["status"] == "passed",
+              "score": test["score"], "max-score": test["max_score"]}
+             for test in for_gradescope(number, result)["tests"]]
     names = {"classroom": "CLASSROOM", "assignment": "ASSIGNMENT", "owner": "USERNAME",
              "assignment_type": "ASSIGNMENT_TYPE", "submission": "SUBMISSION_TAG",
              "commit": "COMMIT_URL", "release": "RELEASE_URL", "review": "REVIEW_URL"}
-    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {"schema": "classroom50/result/v1", **{
-        key: os.environ.get(name, "") for key, name in names.items()}, "datetime": now,
-        "score": sum(test["score"] for test in tests),
-        "max-score": sum(test["max-score"] for test in tests), "tests": tests}
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {"schema": "classroom50/result/v1", "datetime": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            **{key: os.environ.get(name, "") for key, name in names.items()},
+            **{key: sum(test[key] for test in tests) for key in ("score", "max-score")},
+            "tests": tests}
 
 
-def main(argv=None):
+def parser():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[1], allow_abbrev=False)
-    p.add_argument("set", type=int, choices=SETS)
-    p.add_argument("submissions", type=Path, nargs="+", metavar="DIR", help="folders or zip archives")
+    p.add_argument("set", type=int, choices=source.SETS)
+    p.add_argument("submissions", type=Path, nargs="+", metavar="DIR", help="folders, zip archives")
     p.add_argument("--secret", required=True, help="the cases are drawn from it and from the id")
     p.add_argument("--id", help="of one submission, if not its name")
     p.add_argument("--csv", type=Path, metavar="FILE", help="a table; written points in it stay")
-    p.add_argument("--feedback", type=Path, metavar="DIR", help="ID.md for each (default: beside --csv)")
+    p.add_argument("--feedback", type=Path, metavar="DIR", help="ID.md for each; beside --csv")
     p.add_argument("--due", type=datetime.datetime.fromisoformat, metavar="TIME",
                    help="for the column of hours late, e.g. 2026-11-30T23:59")
     p.add_argument("--result", type=Path, metavar="FILE", help="Classroom 50's result.json, of one")
     p.add_argument("--gradescope", type=Path, metavar="FILE", help="results.json, of one")
+    return p
+
+
+def main(argv=None):
+    p = parser()
     args = p.parse_args(argv)
     if missing := [each for each in args.submissions if not each.exists()]:
         p.error(f"{missing[0]} is not there")
@@ -247,26 +257,26 @@ def main(argv=None):
 
 def grade(args):
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = [*pool.map(lambda path: graded(args.set, path, args.secret, args.id), args.submissions)]
-    late = args.due and {result["id"]: hours_late(path, args.due)
-                         for result, path in zip(results, args.submissions)}
+        results = [*pool.map(partial(graded, args.set, secret=args.secret, student=args.id),
+                             args.submissions)]
+    late = {result["id"]: hours_late(path, args.due)
+            for result, path in zip(results, args.submissions) if args.due}
     before = {}
     if args.csv and args.csv.exists():
         with open(args.csv, newline="", encoding="utf-8") as file:
             before = {row["id"]: row for row in csv.DictReader(file)}
-    rows = [*table(args.set, results, before, late or {})]
+    rows = [*table(args.set, results, before, late)]
     if args.csv:
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
     if folder := args.feedback or args.csv and args.csv.parent / "feedback":
-        folder.mkdir(parents=True, exist_ok=True)
-        for result in results:
-            (folder / f"{result['id']}.md").write_text(feedback(args.set, result, args.secret), "utf-8")
-    for flag, shape in (args.result, for_classroom50), (args.gradescope, for_gradescope):
-        if flag:
-            flag.write_text(json.dumps(shape(args.set, results[0]), indent=1) + "\n", "utf-8")
+        source.write(folder, {f"{result['id']}.md": feedback(args.set, result, args.secret)
+                              for result in results})
+    for file, shape in (args.result, for_classroom50), (args.gradescope, for_gradescope):
+        if file:
+            file.write_text(json.dumps(shape(args.set, results[0]), indent=1) + "\n", "utf-8")
     for row in rows:
         print(f"{row['id']:20} {row['points']:>4} of {row['of']}   {row['says']:.300}")
     return 0

@@ -22,6 +22,7 @@ from source import (
     blanked,
     drawn,
     files_of,
+    files_to_write,
     functions_of,
     limits,
     parameters,
@@ -42,7 +43,8 @@ def template(number):
     for function in getattr(drawn(number), "HIDDEN", ()):
         file, name = function.split(":")
         files[file] = blanked(files[file], name, f"{name} is not part of this set")
-    parts = {part: small(record) for part, record in reference(number, random.Random("public")).items()}
+    parts = reference(number, random.Random("public"))
+    parts = {part: small(record) for part, record in parts.items()}
     torch = "model.py" in files
     names = {"number": number, "first": f"{number}{min(parts)}", "packages": (
         "-r requirements.txt" if not torch else
@@ -59,7 +61,7 @@ def template(number):
         **{f"kit/{name}": (HERE / name).read_text("utf-8") for name in ("child.py", "compare.py")},
         "kit/cases.json": json.dumps({
             "set": number, "seconds": seconds, "gigabytes": gigabytes, "parts": parts,
-            "theirs": sorted({function.split(":")[0] for function in functions_of(number)})}) + "\n"}
+            "theirs": files_to_write(number)}) + "\n"}
 
 
 def small(record):
@@ -67,19 +69,21 @@ def small(record):
     kept = [i for i, pair in enumerate(zip(record["cases"], record["right"]))
             if len(json.dumps(pair)) < SMALL]
     return {**record, **{name: [record[name][i] for i in kept] for name in ("cases", "right")},
-            "mistakes": {sentence: {str(at): gives[str(i)] for at, i in enumerate(kept) if str(i) in gives}
-                         for sentence, gives in record["mistakes"].items()}}
+            "mistakes": {sentence: {
+                str(at): gives[str(i)] for at, i in enumerate(kept) if str(i) in gives}
+                for sentence, gives in record["mistakes"].items()}}
 
 
 def private(number, secret, ids):
     """{file: its text} of the instructor's folder. Its parameters.csv may be published."""
     files = files_of(number)
-    solved = {function.split(":")[0] for function in functions_of(number)}
     own = {each: parameters(number, random.Random(f"{secret} {number} {each}")) for each in ids}
-    tables = {"parameters.csv": own, "values.csv": {each: own[each] | values(number, own[each]) for each in ids}}
-    return {f"solutions/{file}": files[file] for file in solved} | {
+    tables = {"parameters.csv": own, "values.csv": {
+        each: mine | values(number, mine) for each, mine in own.items()}}
+    return {f"solutions/{file}": files[file] for file in files_to_write(number)} | {
         name: "".join(",".join(map(str, line)) + "\n" for line in (
-            ["id", *next(iter(rows.values()), {})], *([each, *row.values()] for each, row in rows.items())))
+            ["id", *next(iter(rows.values()), {})],
+            *([each, *row.values()] for each, row in rows.items())))
         for name, rows in tables.items()}
 
 
@@ -93,7 +97,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[1], allow_abbrev=False)
     p.add_argument("set", type=int, choices=SETS)
     p.add_argument("folder", type=Path, help="is made")
-    p.add_argument("--key", action="store_true", help="the instructor's folder, which stays private")
+    p.add_argument("--key", action="store_true", help="the instructor's private folder")
     p.add_argument("--secret", help="the same as for grading")
     p.add_argument("--ids", type=Path, metavar="FILE", help="the class")
     args = p.parse_args(argv)

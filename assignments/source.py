@@ -27,8 +27,8 @@ def drawn(number):
 
 def mistakes_of(number):
     """
-    [(part, sentence, function, old, new), ...] of mistakes.txt. A paragraph is a sentence and an edit
-    of our source, as in a diff; without a line that goes, a statement comes first in the function.
+    [(part, sentence, function, old, new), ...] of mistakes.txt. A paragraph is a sentence and an
+    edit of our source, as in a diff; where no line goes, a statement comes first in the function.
     """
     found, place = [], None
     for paragraph in (HERE / f"set{number}/mistakes.txt").read_text("utf-8").split("\n\n"):
@@ -68,6 +68,11 @@ def functions_of(number):
     """{function: its part}"""
     return {function: part for part, (_, _, *functions) in drawn(number).PARTS.items()
             for function in functions}
+
+
+def files_to_write(number):
+    """The files in which the set's functions are."""
+    return [*dict.fromkeys(function.split(":")[0] for function in functions_of(number))]
 
 
 def write(folder, files):

@@ -33,7 +33,8 @@ def attention(rng):
     yield {"call": "forward", "show": "output", "T": 2, "S": 4, "hs": 3, "dtype": "float32"}
     yield {"call": "head_on_a_device"}
     for past, mask in product((0, 1), (None, [False, True, True], [False, False, True])):
-        yield {"call": "forward", "show": "sees", "T": 2, "S": 3, "hs": 4, "past": past, "mask": mask}
+        yield {"call": "forward", "show": "sees", "T": 2, "S": 3, "hs": 4, "past": past,
+               "mask": mask}
 
 
 def caches(rng):
@@ -48,9 +49,11 @@ def caches(rng):
                 ["read", 0, capacity], ["read", "x", rng.randint(1, capacity)]]
 
     yield {"call": "cache", "capacity": 2, "calls": [["write", 0, 0, 1], ["read", 0, 1]]}
-    yield {"call": "cache", "capacity": 1, "calls": [["write", 0, 0, 1], ["write", 0, 1, 1], ["read", 0, 1]]}
+    yield {"call": "cache", "capacity": 1, "calls": [
+        ["write", 0, 0, 1], ["write", 0, 1, 1], ["read", 0, 1]]}
     for capacity, lead, dtype in ((3, (), "float64"), (5, (2,), "float32"), (8, (2, 3), "float64")):
-        yield {"call": "cache", "capacity": capacity, "calls": calls(capacity), "lead": lead, "dtype": dtype}
+        yield {"call": "cache", "capacity": capacity, "calls": calls(capacity), "lead": lead,
+               "dtype": dtype}
     yield {"call": "cache", "capacity": 4, "calls": [
         ["write", 0, 0, 2], ["write", 0, 2, 1], ["read", 0, 3], ["read", 0, 1], ["write", 0, 1, 2],
         ["read", 0, 3], ["write", 0, 3, 2]]}

@@ -50,10 +50,11 @@ def cache(capacity, calls, lead=(), dtype="float64"):
     """calls: ["write", layer, start, n] or ["read", layer, end]. What each of them gives."""
     kv, other, said, made = KV(capacity), KV(capacity), {}, {}
     for i, (name, layer, *sizes) in enumerate(calls):
-        call = f"call {i}, {name}({layer!r}, {sizes[0]}" + (f", {sizes[-1]} tokens)" * (name == "write") or ")")
+        call = f"call {i}, {name}({layer!r}, {', '.join(map(str, sizes))})"
         if name == "write":
             n = sizes[1]
-            new = (100 * i + torch.arange(2 * n).view(n, 2).expand(*lead, n, 2)).to(getattr(torch, dtype))
+            new = 100 * i + torch.arange(2 * n).view(n, 2).expand(*lead, n, 2)
+            new = new.to(getattr(torch, dtype))
             k, v = new.clone(), -new
             try:
                 said[call] = kv.write(layer, sizes[0], k, v) or "stored"
@@ -61,16 +62,17 @@ def cache(capacity, calls, lead=(), dtype="float64"):
                 said[call] = "raises ValueError"
             if not torch.equal(k, new) or not torch.equal(v, -new):
                 said[call] = "k or v is changed"
-            if layer in kv.k and kv.k[layer].data_ptr() != made.setdefault(layer, kv.k[layer].data_ptr()):
+            if layer in kv.k and kv.k[layer] is not made.setdefault(layer, kv.k[layer]):
                 said[call] = "stored in another buffer than before"
             other.write(layer, 0, new[..., :1, :] * 0 + 9, new[..., :1, :] * 0 + 9)
             continue
         found = kv.read(layer, *sizes)
         said[call] = kind_of(found)
-        if isinstance(found, (tuple, list)) and len(found) == 2 and all(map(torch.is_tensor, found)):
-            said[call] = {"shapes and dtypes": [*map(kind_of, found)], "keys": found[0], "values": found[1],
-                          "views of the buffers": [each.data_ptr() == buffer[layer].data_ptr()
-                                                   for each, buffer in zip(found, (kv.k, kv.v))]}
+        if isinstance(found, (tuple, list)) and [*map(torch.is_tensor, found)] == [True, True]:
+            said[call] = {
+                "shapes and dtypes": [*map(kind_of, found)], "keys": found[0], "values": found[1],
+                "views of the buffers": [each.data_ptr() == buffer[layer].data_ptr()
+                                         for each, buffer in zip(found, (kv.k, kv.v))]}
     return said
 
 
@@ -85,4 +87,5 @@ def alone(requests, caches, show):
 
 
 def alone_on_a_device():
-    return devices_of(lambda device: Alone(requests_of([{"prompt": 3}])[0], device), "tokens", "positions")
+    request, = requests_of([{"prompt": 3}])
+    return devices_of(lambda device: Alone(request, device), "tokens", "positions")

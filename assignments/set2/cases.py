@@ -16,25 +16,27 @@ VALUES = {"pads of the first pass": "3 * max(a, b, c) - a - b - c",
 
 
 def batches(rng):
-    sizes = [(((1, 1),), 1, 24), (((2, 1),), 1, 24), (((2, 1), (1, 2)), 2, 24), (((1, 3), (3, 1)), 3, 24),
-             (((3, 2), (1, 9)), 9, 8)]   # the last goes beyond position 7
+    sizes = [(((1, 1),), 1, 24), (((2, 1),), 1, 24), (((2, 1), (1, 2)), 2, 24),
+             (((1, 3), (3, 1)), 3, 24), (((3, 2), (1, 9)), 9, 8)]   # this goes beyond position 7
     sizes += [([(rng.randint(1, 9), rng.randint(1, 6)) for _ in range(many)], rng.randint(3, 6), 24)
               for many in (3, 4, 5, 8)]
     yield {"call": "static_batch_on_a_device"}
     for requests, passes, room in sizes:
-        yield {"call": "static_batch", "requests": [{"prompt": p, "new": new} for p, new in requests],
-               "passes": passes, "context_length": room}
+        yield {"call": "static_batch", "passes": passes, "context_length": room, "requests": [
+            {"prompt": prompt, "new": new} for prompt, new in requests]}
     yield {"call": "static_batch", "passes": 4, "requests": [
         {"prompt": [5, 6, 7], "new": 2}, {"prompt": [8], "new": 4}]}
 
 
 def appends(rng):
     grid = [*product((1, 2, 4), (1, 2, 3), (4, 5, 9), (None, 7, 8, 9, 3))]
-    grid += [(rng.randint(1, 20), rng.randint(1, 30), 24, rng.choice([None, 30])) for _ in range(15)]
+    grid += [(rng.randint(1, 20), rng.randint(1, 30), 24, rng.choice([None, 30]))
+             for _ in range(15)]
     for prompt, new, room, eos_token in grid:
         yield {"call": "append", "prompt": prompt, "new": new, "context_length": room,
                "eos_token": eos_token, "tokens": [7, 8, 9, *range(10, 35)]}
-    yield {"call": "append", "prompt": 2, "new": 3, "context_length": 9, "eos_token": 0, "tokens": [0, 1]}
+    yield {"call": "append", "prompt": 2, "new": 3, "context_length": 9, "eos_token": 0,
+           "tokens": [0, 1]}
     yield {"call": "append", "prompt": 6, "new": 5, "context_length": 8, "tokens": [1, 1, 1, 1]}
 
 

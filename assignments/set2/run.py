@@ -3,13 +3,15 @@ import generate_dynamic
 from generate_naive import StaticBatch
 from lab.checks.probes import cache_of, devices_of, fill, layout_of, requests_of
 
+TENSORS = "tokens", "positions", "mask"
+
 
 def static_batch(requests, passes, context_length=24):
     """What lay_out sets in each pass. The tokens that are generated are 1, 2, 3, ..."""
     everybody, seen = requests_of(requests, context_length), {}
     batch = StaticBatch(everybody, None)
     for number in range(passes):
-        found = layout_of(batch, "tokens", "positions", "mask", "wanted", context_length=context_length)
+        found = layout_of(batch, *TENSORS, "wanted", context_length=context_length)
         seen |= {f"pass {number}, {what}": value for what, value in found.items()}
         for request, n in batch.plan:
             request.computed += n
@@ -22,7 +24,7 @@ def static_batch(requests, passes, context_length=24):
 
 def static_batch_on_a_device():
     requests = requests_of([{"prompt": 3}, {"prompt": 4}])
-    return devices_of(lambda device: StaticBatch(requests, None, device), "tokens", "positions", "mask")
+    return devices_of(lambda device: StaticBatch(requests, None, device), *TENSORS)
 
 
 def append(prompt, new, context_length, tokens, eos_token=None):

@@ -10,7 +10,8 @@ PARTS = {   # points, what it is about, the functions
     "b": (3, "admission", "scheduler.py:Scheduler.admit", "scheduler.py:Scheduler.grant_room"),
     "c": (3, "after a step", "request.py:advance", "scheduler.py:Scheduler.release")}
 WRITTEN = {"1": 2, "2": 2, "3": 2}
-PARAMETERS = {"budget": range(5, 12), "decodes": range(2, 5), "c": range(20, 61), "room": range(30, 60)}
+PARAMETERS = {"budget": range(5, 12), "decodes": range(2, 5), "c": range(20, 61),
+              "room": range(30, 60)}
 VALUES = {"steps of C's prompt": "-(-c // (budget - decodes))",
           "tokens of its last chunk": "c % (budget - decodes) or budget - decodes",
           "the most decodes beside C in max_kv_tokens 100": "(100 - room) // 12"}
@@ -26,7 +27,8 @@ def shares(rng):
         small = [{"prompt": rng.randint(2, 4)} for _ in range(rng.randint(0, 2))]
         running = [rng.choice([DECODE, end]) for _ in range(many)] + small
         rng.shuffle(running)
-        states.append((sum(map(todo, running)) + rng.randint(1, 9), [*running, {"prompt": rng.randint(2, 30)}]))
+        states.append((sum(map(todo, running)) + rng.randint(1, 9),
+                       [*running, {"prompt": rng.randint(2, 30)}]))
     for budget, running in sorted(states, key=lambda state: sum(map(todo, state[1]))):
         if sum(map(todo, running[:-1])) < budget:   # as `admit` leaves it, and every later step
             yield {"call": "share_budget", "token_budget": budget, "running": running}
@@ -38,8 +40,9 @@ def queue(rng, most):
     """A random state of a queue."""
     running = [rng.choice([DECODE, {"prompt": rng.randint(1, most), "new": rng.randint(1, most)}])
                for _ in range(rng.randint(0, most))]
-    waiting = [{"prompt": rng.randint(1, most + 2), "new": rng.randint(1, 4), "arrival": arrival}
-               for arrival in sorted(rng.choice([0, 0, 1, 2]) for _ in range(rng.randint(0, most)))]
+    arrivals = sorted(rng.choice([0, 0, 1, 2]) for _ in range(rng.randint(0, most)))
+    waiting = [{"prompt": rng.randint(1, most + 2), "new": rng.randint(1, 4),
+                **({"arrival": arrival} if arrival else {})} for arrival in arrivals]
     return {"step": rng.randint(0, 2), "running": running, "waiting": waiting,
             "max_batch": max(len(running), rng.randint(1, most + 1)),
             "token_budget": max(len(running), rng.randint(1, 3 * most)),

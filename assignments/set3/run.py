@@ -8,7 +8,8 @@ from scheduler import Scheduler
 
 
 def queue_of(running, waiting, max_batch=40, token_budget=64, max_kv_tokens=None):
-    queue, everybody = Scheduler(max_batch, token_budget, max_kv_tokens), requests_of(running + waiting)
+    queue = Scheduler(max_batch, token_budget, max_kv_tokens)
+    everybody = requests_of(running + waiting)
     queue.running, queue.waiting = everybody[:len(running)], deque(everybody[len(running):])
     for each in queue.running:
         each.kv = KV(each.kv_tokens)
@@ -42,7 +43,8 @@ def advance(plan, tokens):
     pairs, given = plan_of(plan), list(tokens)
     before = list(pairs)
     returned = request.advance(pairs, given)
-    return {"it returns": returned, "plan and tokens are unchanged": (pairs, given) == (before, tokens),
+    unchanged = (pairs, given) == (before, tokens)
+    return {"it returns": returned, "plan and tokens are unchanged": unchanged,
             **{each.name: {"computed": each.computed, "generated": each.generated,
                            "finish_reason": each.finish_reason or "none"} for each, _ in before}}
 

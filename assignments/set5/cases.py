@@ -1,7 +1,8 @@
 """Set 5, no rows: points, parameters, and the cases of each part."""
 from draw import plans
 
-FILES = "model.py request.py cache.py scheduler.py generate_dynamic.py generate_ragged.py beyond/prepacked.py"
+FILES = ("model.py request.py cache.py scheduler.py generate_dynamic.py generate_ragged.py "
+         "beyond/prepacked.py")
 PARTS = {   # points, what it is about, the functions
     "a": (2, "bin packing", "beyond/prepacked.py:first_fit_decreasing"),
     "b": (4, "packed rows", "beyond/prepacked.py:Packed.lay_out"),
@@ -14,8 +15,8 @@ VALUES = {"scores of mask": "(a + b + c) ** 2", "scores of varlen": "a * a + b *
           "scores of a padded rectangle": "3 * max(a, b, c) ** 2"}
 # Each tells first-fit decreasing from another rule: without sorting, without an exact fit, best fit
 # (1, 3, 3, 5), last fit and next fit (1, 2, 3)
-LENGTHS = (([], 5), ([5], 5), ([1, 2, 3], 4), ([2, 3, 6], 8), ([1, 3, 3, 5], 7), ([1, 1, 3, 2, 2], 5),
-           ([4, 4, 4, 4], 8))
+LENGTHS = (([], 5), ([5], 5), ([1, 2, 3], 4), ([2, 3, 6], 8), ([1, 3, 3, 5], 7),
+           ([1, 1, 3, 2, 2], 5), ([4, 4, 4, 4], 8))
 STREAM = [{"prompt": [5, 7], "generated": [9], "computed": 2, "n": 1},
           {"prompt": [4, 8, 6], "n": 2}, {"prompt": [1, 6, 3], "computed": 1, "n": 2}]
 
@@ -45,6 +46,7 @@ def cases(rng):
     drawn, ways = plans(rng, STREAM), ("varlen", "mask")
     return {"a": [*packings(rng)], "b": [*rows(rng)],
             "c": [{"call": "layout_on_a_device", "name": "Flat"}, *(
-                {"call": "flat", "rows": each, "attention": way} for each in drawn for way in ways)],
+                {"call": "flat", "rows": each, "attention": way}
+                for each in drawn for way in ways)],
             "d": [{"call": "attend", "rows": each, "attention": way, "mask": block_diagonal(each)}
                   for each in drawn for way in ways]}

@@ -34,7 +34,8 @@ def write(slot_mapping, number):
 
 
 def queue_of(pages, page_size, running, waiting, token_budget=64):
-    queue, everybody = PagedScheduler(16, token_budget, pages, page_size), requests_of(running + waiting)
+    queue = PagedScheduler(16, token_budget, pages, page_size)
+    everybody = requests_of(running + waiting)
     queue.running, queue.waiting = everybody[:len(running)], deque(everybody[len(running):])
     for request, row in zip(queue.running, running):
         request.block_table = []
@@ -46,8 +47,9 @@ def state_of(queue, everybody):
     tables = [page for each in everybody for page in each.block_table or ()]
     return {"running": queue.running, "waiting": queue.waiting, **{
         f"{each.name}'s pages, computed, generated, arrival": [
-            "none" if each.block_table is None else len(each.block_table), each.computed, each.generated,
-            each.arrival] for each in everybody}, "waiting is a": type(queue.waiting).__name__,
+            "none" if each.block_table is None else len(each.block_table), each.computed,
+            each.generated, each.arrival] for each in everybody},
+        "waiting is a": type(queue.waiting).__name__,
         "each page is free, or in one table": sorted([*queue.pages.free_queue, *tables]) == [
             *range(queue.pages.number)], "preemptions": queue.pages.counts["preemptions"]}
 
@@ -76,7 +78,8 @@ def pool(number, calls):
             argument = [pages.cached[each] for each in rest if pages.cached.get(each, -1) not in (
                 -1, *table)]
             before = list(argument)
-            returned = pages.share(table, argument) or argument != before and "it changes `pages`" or None
+            returned = pages.share(table, argument)
+            returned = returned if argument == before else "it changes `pages`"
         elif call == "free":
             returned = pages.free(list(tables.pop(name)))
         elif call == "cached" and rest[0] < len(table) and table[rest[0]] not in pages.hash_of:
@@ -104,7 +107,8 @@ def hashes(tokens, page_size, ends):
         for i, end in enumerate(ends):
             said = scheduler.hashes(request, end)
             found[f"call {i}, end {end}, the full pages' hashes"] = said and [
-                each.hex()[:8] if isinstance(each, bytes) else each for each in said][:end // page_size]
+                each.hex()[:8] if isinstance(each, bytes) else each
+                for each in said[:end // page_size]]
             found[f"call {i}, end {end}, how many are kept"] = len(request.page_hashes)
     finally:
         generate_prefix.page_hash = made

@@ -7,7 +7,8 @@ PARTS = {   # points, what it is about, the function
     "b": (3, "the prefix cache", "audit.py:audit")}
 WRITTEN = {"1": 3, "2": 2}
 PARAMETERS = {"pages": [4000, 6000, 9000], "steps": [20, 40, 50], "every": [100, 250, 400]}
-VALUES = {"seconds between two audits": "every / steps", "pages per second": "pages * steps / every"}
+VALUES = {"seconds between two audits": "every / steps",
+          "pages per second": "pages * steps / every"}
 
 
 def pool(rng, number, moves):
@@ -45,7 +46,8 @@ def corrupted(rng, state, part):
     if part == "a":
         for more in (1, -1, 2) if used else (1,):
             page = rng.choice(used) if used else 0
-            yield change(lambda made: made["ref_count"].__setitem__(page, made["ref_count"][page] + more))
+            count = state["ref_count"][page] + more
+            yield change(lambda made: made["ref_count"].__setitem__(page, count))
         if free:
             yield change(lambda made: made["ref_count"].__setitem__(rng.choice(free), 1))
             yield change(lambda made: made["free_queue"].remove(rng.choice(free)))
@@ -54,10 +56,10 @@ def corrupted(rng, state, part):
             yield change(lambda made: made["free_queue"].append(rng.choice(used)))
             yield change(lambda made: made["tables"].remove(rng.choice(made["tables"])))
         return
-    fresh = [page for page in range(len(state["ref_count"])) if page not in [each for _, each in cached]]
+    fresh = {*range(len(state["ref_count"]))} - {page for _, page in cached}
     if fresh:
-        yield change(lambda made: made["cached"].append(["new", fresh[0]]))
-        yield change(lambda made: made["hash_of"].append([fresh[0], "new"]))
+        yield change(lambda made: made["cached"].append(["new", min(fresh)]))
+        yield change(lambda made: made["hash_of"].append([min(fresh), "new"]))
     if cached:
         at = rng.randrange(len(cached))
         yield change(lambda made: made["cached"].pop(at))

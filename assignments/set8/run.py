@@ -49,10 +49,9 @@ def draft(plan, token_budget, most, page_size, has=9):
             asked.append(f"{request.name} at most {most}")
             return list(range(1, min(most, has) + 1))
 
-    tables = [row.get("pages", 9) for row in plan]
-    pairs = plan_of([{name: value for name, value in row.items() if name != "pages"} for row in plan])
-    for (request, _), number in zip(pairs, tables):
-        request.block_table = list(range(number))
+    pairs = plan_of(plan)
+    for (request, _), row in zip(pairs, plan):
+        request.block_table = list(range(row.get("pages", 9)))
     scheduler = SimpleNamespace(token_budget=token_budget, pages=SimpleNamespace(size=page_size))
     lookups, before, speculative.Lookup = {}, speculative.Lookup, Lookup
     try:
@@ -65,11 +64,13 @@ def draft(plan, token_budget, most, page_size, has=9):
 
 
 def model():
-    """A small model, the same on every machine."""
-    made = GPT(GPTConfig(block_size=24, vocab_size=13, n_layer=2, n_head=2, n_embd=8)).double()
+    """A small model, loud as the tests' toy, but the same on every machine."""
+    made = GPT(GPTConfig(block_size=24, vocab_size=13, n_layer=2, n_head=2, n_embd=12)).double()
     with torch.no_grad():
-        for i, weights in enumerate(made.parameters()):
-            weights.copy_(2 * numbers(i, *weights.shape))
+        for i, (name, weights) in enumerate(made.named_parameters()):
+            if weights.dim() == 2:   # norms stay as they are
+                weights.copy_({"wte": 1, "wpe": 3}.get(name[:3], 4) * numbers(i, *weights.shape))
+        made.wte.weight /= made.wte.weight.norm(dim=1, keepdim=True)   # no token is loud itself
     return made.requires_grad_(False)
 
 
@@ -93,14 +94,16 @@ def generate(requests, rights=None, page_size=24, **knobs):
                 number = drafts[request] = drafts.get(request, -1) + 1
                 rest = answers[request.name][len(request.generated):request.max_new_tokens][:-1]
                 right = rights[number % len(rights)]
-                found[request] = rest[:right] + [(token + 1) % 13 for token in rest[right:right + 1]]
+                wrong = [(token + 1) % 13 for token in rest[right:right + 1]]
+                found[request] = rest[:right] + wrong
         return found
 
     if rights is not None:
         speculative.draft = scripted
     try:
-        trace = speculative.generate(made, mine, page_size=page_size, **knobs, on_token=lambda request, token, _:
-                                     told.append([request.name, int(token)]))
+        trace = speculative.generate(
+            made, mine, page_size=page_size, **knobs,
+            on_token=lambda request, token, _: told.append([request.name, int(token)]))
     finally:
         speculative.draft = before
     if trace is None:

@@ -3,7 +3,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from kit.compare import ask, fault
 
 HERE = Path(__file__).resolve().parent
@@ -20,6 +19,6 @@ def theirs(frame):
 @pytest.mark.parametrize("part", [f"{SET['set']}{part}" for part in SET["parts"]])
 def test_part(part):
     record = SET["parts"][part[1:]]
-    answers, ended = ask([(HERE, record["cases"], {})], SET["seconds"], SET["gigabytes"], quiet=False)
-    if said := fault(record, answers, ended, theirs):
+    said = ask([(HERE, record["cases"], {})], SET["seconds"], SET["gigabytes"], quiet=False)
+    if said := fault(record, *said, theirs):
         pytest.fail(said, pytrace=False)

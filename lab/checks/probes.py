@@ -7,7 +7,6 @@ import random
 from cache import KV
 from request import Request
 
-
 # --- what goes in ---------------------------------------------------------------------------------
 
 def requests_of(rows, context_length=24):
@@ -91,7 +90,7 @@ def places_of(batch, index):
 
 
 def seen_of(batch):
-    """(slots, S) boolean: which keys each slot sees by mask and causal rule. None: it has no mask."""
+    """(slots, S) boolean: the keys that each slot sees by mask and causal rule. None: no mask."""
     import torch
     mask = getattr(batch, "mask", None)
     if not torch.is_tensor(mask) or mask.dtype != torch.bool:
@@ -149,7 +148,8 @@ def attended(batch):
     given = numbers(9, 3, *rows, 2, T, 3)
     before = given.clone()
     out = batch.attend("a", *given)
-    found = {"shape and dtype": kind_of(out), "q, k and v are unchanged": torch.equal(given, before)}
+    unchanged = torch.equal(given, before)
+    found = {"shape and dtype": kind_of(out), "q, k and v are unchanged": unchanged}
     if torch.is_tensor(out) and out.shape == given.shape[1:]:
         flat = out.transpose(-3, -2).reshape(-1, 2, 3)
         found |= {f"the output for {request.name}": flat[slots_of(batch, b)]
