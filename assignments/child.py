@@ -121,8 +121,11 @@ def main(jobs, out, seconds, gigabytes):
         except BaseException as error:
             failed = {"error": {**error_of(error), "loading": True}}
         for case in cases:
-            out.write(json.dumps(failed or answer(run, **case)) + "\n")
+            said = failed or answer(run, **case)
+            out.write(json.dumps(said) + "\n")
             out.flush()
+            if said.get("error", {}).get("type") == "MemoryError":   # it would be so in each case
+                break
         for name, text in before.items():
             exchange(os.path.join(folder, name), text)
     sys.__stdout__.flush()

@@ -9,6 +9,7 @@ A part is a dict: points, title, functions, cases, the right value of each case,
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 TOLERANCE = 1e-10
 CHILD = Path(__file__).resolve().with_name("child.py")
 GONE = {"value": "nothing"}
+NAME = re.compile("[A-Z]|r[0-9]+")   # of a request
 
 
 def ask(jobs, seconds, gigabytes, quiet=True):
@@ -39,13 +41,13 @@ def ask(jobs, seconds, gigabytes, quiet=True):
                  str(gigabytes)], cwd=jobs[0][0], stdin=to, stdout=to, stderr=to,
                 env={**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(jobs[0][0])}) as child:
             try:
-                status = child.wait(10 * seconds)
+                status = child.wait(20 * seconds)
                 ended = (f"takes more than {seconds} seconds of CPU time"
                          if status == -getattr(signal, "SIGXCPU", 0) != 0 else
                          f"ends the process (status {status})")
             except subprocess.TimeoutExpired:
                 child.kill()
-                ended = f"waits for more than {10 * seconds} seconds"
+                ended = f"waits for more than {20 * seconds} seconds"
         lines = out.read_text("utf-8", errors="replace").splitlines() if out.exists() else []
     return [*map(read, lines)], ended
 
@@ -111,28 +113,39 @@ def difference(got, right, scale, where=""):
 
 # --- in words -------------------------------------------------------------------------------------
 
+def told(case):
+    """A case as it is read. Requests have their letters through all of it, as in what it gives."""
+    said, letter = [], 65
+    for key, value in case.items():
+        rows = [value] if isinstance(value, dict) else value
+        if rows and isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+            value = ", ".join(f"{chr(letter + i)} ({words(row)})" for i, row in enumerate(rows))
+            letter += len(rows)
+        if value is not None and key != "seed":
+            said.append(f"{key} {value if isinstance(value, str) else words(value)}")
+    return cut(", ".join(said))
+
+
 def words(value):
-    """A value as it is read: a plan as A1 B2, requests as A (prompt 5, computed 2)."""
+    """A value as it is read: a plan as A1 B2."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {words(each)}" for key, each in value.items())
+        return ", ".join(f"{key} {words(each)}" for key, each in value.items()) or "{}"
     if isinstance(value, list):
-        if value and all(isinstance(each, dict) for each in value):
-            return ", ".join(f"{chr(65 + i)} ({words(each)})" for i, each in enumerate(value))
-        if value and all(isinstance(each, list) and len(each) == 2 and isinstance(each[0], str)
-                         and isinstance(each[1], int) for each in value):
+        if value and all(isinstance(each, list) and len(each) == 2 and type(each[1]) is int
+                         and NAME.fullmatch(str(each[0])) for each in value):
             return " ".join(f"{name}{n}" for name, n in value)
         return "[" + ", ".join(map(words, value)) + "]"
-    return f"{value:.10g}" if isinstance(value, float) else str(value)
+    text = f"{value:.10g}" if isinstance(value, float) else str(value)
+    return f"{text}.0" if isinstance(value, float) and text.lstrip("-").isdigit() else text
 
 
-def short(value):
-    text = words(value)
-    return text if len(text) <= 160 else text[:157] + "..."
+def cut(text, most=200):
+    return text if len(text) <= most else text[:most - 3] + "..."
 
 
 def sides(got, right):
     """Both sides in words, and never alike."""
-    pair = [short(got), short(right)]
+    pair = [cut(words(got)), cut(words(right))]
     if pair[0] == pair[1]:
         pair = [f"{each!r:.150} ({type(each).__name__})" for each in (got, right)]
     return pair if pair[0] != pair[1] else [f"{pair[0]}, of another length", pair[1]]
@@ -151,7 +164,7 @@ def fault(part, answers, ended, origin=lambda frame: frame):
         return None
     i, got = next(iter(wrong.items()))
     call, *given = part["cases"][i].items()
-    name, case = call[1], short({key: value for key, value in given if value is not None})
+    name, case = call[1], told(dict(given))
     what = f"{name}, with {case}" if case else name
     matches = {sentence: sum(alike(wrong[j] or GONE, gives.get(str(j), GONE)) for j in wrong)
                - len(gives.keys() - {str(j) for j in wrong})   # what it would break, and is right
@@ -164,11 +177,12 @@ def fault(part, answers, ended, origin=lambda frame: frame):
         return error(name, what, got["error"], origin) + because
     value, right = got["value"], part["right"][i]
     if value is None:
-        return f"{what}: gives None, expected {short(right)}: is a `return` missing?"
+        return f"{what}: gives None, expected {cut(words(right))}: is a `return` missing?"
     scale = max(map(abs, numbers(right)), default=0.0)
     where, value, right = difference(value, right, scale)
+    verb = f"{where}: " if where else "" if isinstance(value, str) else "gives "
     value, right = sides(value, right)
-    return f"{what}: {where + ': ' if where else 'gives '}{value}, expected {right}{because}"
+    return f"{what}: {verb}{value}, expected {right}{because}"
 
 
 def error(name, what, raised, origin):

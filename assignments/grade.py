@@ -144,7 +144,7 @@ def tried(number, part, record, folder, ours_elsewhere=False):
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         copy = Path(place, "work")
-        shutil.copytree(folder, copy)
+        shutil.copytree(folder, copy, ignore=IGNORED)   # of an archive, too
         source.write(copy, made)
         answers, ended = ask([(copy, record["cases"], {})], *source.limits(number))
     broken = answers and answers[0].get("error", {}).get("loading")

@@ -65,8 +65,8 @@ def files_of(number):
 
 
 def functions_of(number):
-    """{function: its part}"""
-    return {function: part for part, (_, _, *functions) in drawn(number).PARTS.items()
+    """{function: the first part that asks for it}"""
+    return {function: part for part, (_, _, *functions) in reversed(drawn(number).PARTS.items())
             for function in functions}
 
 
@@ -153,6 +153,8 @@ def pasted(theirs, ours, names):
         source, at, indent = textwrap.dedent("\n".join(ours_lines[start:end])), len(origin), ""
         if "." in name:
             owner = node_of(theirs, name.split(".")[0])
+            if owner is None:
+                raise ValueError(f"there is no class {name.split('.')[0]}")
             at = owner.end_lineno
             first = owner.body[0]
             indent = lines[first.lineno - 1][:first.col_offset]

@@ -34,7 +34,7 @@ def appends(rng):
              for _ in range(15)]
     for prompt, new, room, eos_token in grid:
         yield {"call": "append", "prompt": prompt, "new": new, "context_length": room,
-               "eos_token": eos_token, "tokens": [7, 8, 9, *range(10, 35)]}
+               "eos_token": eos_token, "tokens": [*range(7, new + 9)]}
     yield {"call": "append", "prompt": 2, "new": 3, "context_length": 9, "eos_token": 0,
            "tokens": [0, 1]}
     yield {"call": "append", "prompt": 6, "new": 5, "context_length": 8, "tokens": [1, 1, 1, 1]}

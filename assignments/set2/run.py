@@ -40,8 +40,8 @@ def append(prompt, new, context_length, tokens, eos_token=None):
 
 
 def admit(waiting, running, step, max_batch):
-    everybody = requests_of(waiting + running)
-    later, now = everybody[:len(waiting)], everybody[len(waiting):]
+    everybody = requests_of(running + waiting)
+    now, later = everybody[:len(running)], everybody[len(running):]
     fill([(request, 0) for request in now])
     found = generate_dynamic.admit(list(later), list(now), step, max_batch)
     if not isinstance(found, (tuple, list)) or len(found) != 2:
