@@ -1,5 +1,5 @@
 """
-The judge of notebooks and assignments: what is wrong with a run, in sentences.
+The judge of the notebooks: what is wrong with a run, in sentences.
 
     for cause, sentence in faults(generate, model, requests, token_budget=8): ...
 
@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lab.checks.check import Check
+from lab.checks.probes import places_of
 from lab.checks.xray import XRay
 from toolbox.trace import observed
 
@@ -47,13 +48,14 @@ def faults(generate, model, requests, **knobs):
 
 def record(batch):
     """What goes into a forward pass."""
-    tokens, positions = batch.tokens, batch.positions
-    slots = torch.arange(tokens.numel()).view(tokens.shape)[batch.wanted]
+    tokens, positions, wanted = batch.tokens, batch.positions, places_of(batch, batch.wanted)
+    if isinstance(wanted, str):
+        raise IndexError(f"wanted is {wanted}")
     plan = [(request, start, n, request.todo)
             for (request, n), start in zip(batch.plan, batch.starts)]
     return {"tokens": tokens, "positions": positions, "mask": getattr(batch, "mask", None),
             "plan": plan, "ids": tokens.flatten().tolist(), "sampled": list(batch.sampled),
-            "wanted": slots.flatten().tolist()}
+            "wanted": wanted}
 
 
 def wrong_types(records):

@@ -6,8 +6,8 @@ program runs, and removes it again.
         generate(model, requests)
 
 A trap changes a few lines of the repository's own code, and nothing around them. So the reader sees
-exactly what is wrong. The tests put in each of them (tests/test_traps.py), notebooks show some, and
-assignments ask students to expose others.
+exactly what is wrong. The tests put in each of them (tests/test_traps.py), and notebooks show some.
+The course kit has mistakes of its own, setN/mistakes.txt.
 """
 import inspect
 import textwrap
