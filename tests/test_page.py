@@ -85,7 +85,7 @@ def test_slots_and_sights_are_those_of_an_undisturbed_run(stage):
     assert take_times(trace, other).passes == plain.passes   # it did something else
     fixed = [replace(r, max_new_tokens=len(r.generated), eos_token=None)
              for r in recorder.requests]
-    timed = simulate(*build.GPU, STAGES[stage], fixed, **knobs)
+    timed = simulate(*page.GPU, STAGES[stage], fixed, **knobs)
     assert build.on_gpu(trace).step_times == timed.step_times
     assert [r.token_times for r in trace.requests] == [r.token_times for r in timed.requests]
 
@@ -115,7 +115,7 @@ def test_each_setting_has_the_run_of_its_knobs():
         knobs, _ = flags.knobs_of(LADDER[stage], knobs)
         generate, requests, meant = build.meaning(stage, map(int, values), answers)
         assert ([r.name for r in requests], meant) == ([r.name for r in some], knobs)
-        run = build.plain(simulate(*build.GPU, generate, some, **knobs), answers)
+        run = build.plain(simulate(*page.GPU, generate, some, **knobs), answers)
         assert json.loads(json.dumps(run)) == grid["runs"][grid["of"][setting]], AGAIN
 
 

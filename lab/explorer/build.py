@@ -25,11 +25,9 @@ from lab.loading.load import load
 from lab.loading.stages import STAGES
 from lab.loading.workload import make_requests, read_prompts
 from lab.simulate.calculated import figures, simulate
-from lab.simulate.hardware import GPUS, MODELS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "explorer.html"
 WORKLOAD = page.FOLDER / "requests.jsonl"
-CLOCK, GPU = "calculated for Llama 2 7B on an A100", (MODELS["llama-2-7b"], GPUS["a100"])
 KNOBS = dict(max_batch=8, token_budget=32, pages=26, page_size=16)
 RUNS = {   # name: (stage, further knobs)
     **{name: (generate, {}) for name, generate in STAGES.items()},
@@ -77,7 +75,7 @@ def runs(model, requests):
 
 def on_gpu(trace):
     """The recorded run with the times of the calculated GPU, from what its passes counted."""
-    (shape, gpu), config = GPU, trace.recording.model.config
+    (shape, gpu), config = page.GPU, trace.recording.model.config
     kv_bytes = 8 * config.n_layer * config.n_embd   # of a token of the model that ran
     trace.started, trace.step_times, now, ends = 0.0, {}, 0.0, {}
     steps = {request.name: request.token_steps for request in trace.requests}
@@ -121,7 +119,7 @@ def grid(model, answers):
         for indices in itertools.product(*(range(len(GRID[name])) for name in APPLIES[stage])):
             setting = ".".join(map(str, (stage, *indices)))
             generate, some, knobs = meaning(stage, indices, answers)
-            run = simulate(*GPU, generate, [*map(replace, some)], **knobs)
+            run = simulate(*page.GPU, generate, [*map(replace, some)], **knobs)
             text = json.dumps(plain(run, answers))
             kinds[setting] = found.setdefault(text, len(found))
             if stage in RECTANGLES:
@@ -166,7 +164,7 @@ def data():
     traces, scores = runs(model, workload(tokenizer))
     answers = [replace(request, max_new_tokens=len(request.generated), eos_token=None)
                for request in traces["unbatched"].recording.requests]
-    return {**page.data_of(traces, tokenizer, CLOCK), "walk": walk(traces, scores),
+    return {**page.data_of(traces, tokenizer, page.CLOCK), "walk": walk(traces, scores),
             "score": scores, "grid": grid(model, answers)}
 
 

@@ -17,9 +17,11 @@ import torch
 
 from lab.checks.check import summary
 from lab.loading.load import word
+from lab.simulate.hardware import BANDWIDTH_SHARE, GPUS, MODELS, TILE
 from lab.views.plots import COLORS, KEYS, NAMES
 
 FOLDER = Path(__file__).parent
+CLOCK, GPU = "calculated for Llama 2 7B on an A100", (MODELS["llama-2-7b"], GPUS["a100"])
 COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "rejected", "padded_keys",
           "score_entries", "useful_scores", "copied_bytes")   # of a ForwardPass
 FRAME = ("owner", "position", "past", "sees", "shift", "guesses", "room", "cached", "columns")
@@ -46,6 +48,14 @@ def filled(data):
     for name, part in parts.items():   # data last: whatever is in it stays as it is
         text = text.replace("{{" + name + "}}", part)
     return text
+
+
+def gpu_data(shape=GPU[0], gpu=GPU[1]):
+    """What schedule.js needs to know of a GPU, and of the model on it, for Shape.seconds."""
+    return {"linears": shape.linears, "vocabulary": shape.vocabulary, "size": shape.size,
+            "width": shape.n_layer * shape.n_head * shape.head_size, "kv_bytes": shape.kv_bytes,
+            "tile": TILE, "peak": gpu.share * gpu.peak, "bandwidth": BANDWIDTH_SHARE * gpu.bandwidth,
+            "overhead": gpu.overhead, "per_request": gpu.per_request}
 
 
 # --- the data -------------------------------------------------------------------------------------
