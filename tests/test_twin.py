@@ -6,8 +6,6 @@ request is its number, or the token that ends it; and a clock moves as lab/simul
 """
 import json
 import random
-import re
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -24,7 +22,7 @@ SHAPE, GPU = MODELS["llama-2-7b"], GPUS["a100"]
 STOP, SHARED, OWN = 99, 100, 3000   # token ids; below 99: numbers of requests
 COUNTS = ("step", "shape", "work", "finished", "useful", "recomputed", "pad_slots",
           "finished_slots", "score_entries", "useful_scores", "padded_keys")   # of a ForwardPass
-TWIN = page.read("schedule.js").replace("export ", "")
+TWIN = page.twin()
 
 
 def load(seed):
@@ -40,7 +38,8 @@ def load(seed):
             "prompt": prompt, "answer": answer, "shared": min(prompt, draw.choice([0, common])),
             "limit": answer + draw.choice([0, 0, draw.randint(1, longest)]),   # else it ends early
             "arrival": 0 if at_once else draw.randint(0, 30) * (7.7 if in_ms else 1)})
-    size, tight = draw.choice([1, 1, 2, 3, 4, 8, 16, 50]), draw.choice([0, 0, 0.3 * draw.random(), 5])
+    size = draw.choice([1, 1, 2, 3, 4, 8, 16, 50])
+    tight = draw.choice([0, 0, 0.3 * draw.random(), 5])
     rooms = [r["prompt"] + r["limit"] - 1 for r in requests]
     pages = [-(-room // size) for room in rooms]
     least = draw.choice([1, 1, 1, 0.7])   # 0.7: some may never fit
@@ -97,7 +96,7 @@ class Numbers:
 
 
 class Arrival:
-    """In milliseconds, where a stage compares with a step or sorts; lab/simulate/ has such a one."""
+    """In milliseconds, where a stage compares with a step or sorts; as lab/simulate/ does."""
 
     def __init__(self, model, ms):
         self.model, self.ms = model, ms

@@ -199,7 +199,9 @@ class PrefixPages extends Pages {
     Object.assign(this, {ref_count: Array(number).fill(0), cached: new Map(), hash_of: new Map()});
   }
 
-  get in_order() { return [...this.free_queue].filter(page => this.hash_of.has(page)); }
+  get in_order() {                       // the cached pages of the free queue
+    return [...this.free_queue].filter(page => this.hash_of.has(page));
+  }
 
   find(request, last) {                  // of its full pages before position `last`
     const found = [];
@@ -398,7 +400,8 @@ export function simulate(stage, load, knobs, gpu) {
 }
 
 function record_pass(batch, clock) {
-  const {step, plan, pages, shape, keys, copied, score_entries, columns = 0, waits_for} = batch;
+  const {step, plan, pages, shape, keys, copied, score_entries, waits_for} = batch;
+  const {columns = 0, capacity} = batch;
   const work = [], finished = [], slots = shape.reduce((a, b) => a * b);
   let useful = 0, useful_scores = 0, planned = 0, own = 0;
   for (const [request, n] of plan) {
@@ -419,8 +422,10 @@ function record_pass(batch, clock) {
   return {step, start: clock.now, shape, slots, work, finished, useful,
           recomputed: planned - useful, pad_slots: slots - planned - finished.length,
           finished_slots: finished.length, score_entries, useful_scores, keys,
-          padded_keys: keys - own, copied, columns, at_once: batch.running.length, waits_for,
-          waiting: waiting.map(({number}) => number), cached: pages?.in_order ?? []};
+          padded_keys: keys - own, copied, columns, at_once: batch.running.length,
+          reserved: pages ? (pages.number - pages.free_queue.size) * pages.size
+            : capacity ? capacity * plan.length : sum(batch.running.map(one => one.kv_tokens)),
+          cached: pages?.in_order ?? [], waits_for, waiting: waiting.map(({number}) => number)};
 }
 
 // As Recorder.caches: a capacity or a block table of each request, where it differs from before.
