@@ -92,14 +92,17 @@ function ownOf(run) {                    // a recorded run's lengths; arrivals o
             common > page_size && shares(requests[r].prompt) ? 1 : 0])};
 }
 
-function ownRun(stage) {
+function ownRun(stage, keep = true) {
   if (!planned.has(stage)) {
     const {requests, memory, longest, common, ...knobs} = state.own;
     const load = requests.map(([prompt, answer, arrival, shares]) => ({
       prompt, answer, arrival, limit: Math.max(answer, longest),
       shared: shares ? Math.min(prompt, common) : 0}));
-    planned.set(stage, computed(stage, load, {
-      ...knobs, in_ms: true, max_kv_tokens: memory, pages: Math.floor(memory / knobs.page_size)}));
+    const run = computed(stage, load, {
+      ...knobs, in_ms: true, max_kv_tokens: memory, pages: Math.floor(memory / knobs.page_size)},
+                         keep);
+    if (!keep) return run;
+    planned.set(stage, run);
   }
   return planned.get(stage);
 }
@@ -162,14 +165,14 @@ function row(r) {                        // a request's controls; r: its number
     })}, "≡");
   const out = element("button", {ariaLabel: `remove ${name}`, title: `remove ${name}`,
                                  onclick: () => edit(own => own.requests.splice(r, 1))}, "×");
-  const input = element("input", {type: "range", min: 0, step: 1, ariaLabel: `${name}: arrival, ms`});
+  const input = element("input", {type: "range", min: 0, ariaLabel: `${name}: arrival, ms`});
   input.oninput = () => {
     state.held ??= views[0].end;         // while it is dragged, the axis stays
     edit(() => { of(state)[2] = Number(input.value); }, false);
   };
   input.onchange = settle;
   const output = element("output");
-  const arrival = element("label", {className: "arrival", title: "arrival: drag it"}, input, output);
+  const arrival = element("label", {className: "arrival"}, input, output);
   const node = element("div", {className: "row", ariaLabel: `request ${name}`}, bold(name),
                        prompt.node, answer.node, shares, out, arrival);
   node.setAttribute("role", "group");
@@ -187,12 +190,12 @@ function row(r) {                        // a request's controls; r: its number
 
 function beginOwn() {
   const preset = name => element("button", {onclick: () => openOwn(PRESETS[name])}, name);
-  const box = element("textarea", {rows: 5, ariaLabel: "requests", placeholder:
-    "500 60\n40 120 25\n{\"prompt\": 300, \"answer\": 80, \"arrival\": 10}\nor texts, a line each"});
+  const box = element("textarea", {rows: 5, ariaLabel: "requests", placeholder: [
+    "500 60", "40 120 25", '{"prompt": 300, "answer": 80, "arrival": 10}', "or a text"].join("\n")});
   const said = element("span", {className: "soft", role: "status"});
   const paste = element("details", {className: "paste"}, element("summary", {}, "paste requests"),
-    soft("A line for each request: “prompt answer arrival”, in tokens and ms, or an object of a .jsonl "
-         + "file. A text counts as a token for four characters."), box,
+    soft("A line for each request: “prompt answer arrival”, in tokens and ms, a line of a .jsonl "
+         + "file, or a text. Four characters of a text count as a token."), box,
     element("button", {onclick: () => {
       try {
         const {requests, common} = parsed(box.value);
@@ -245,7 +248,7 @@ function parsed(text) {
     if (isLength(one[0], 1, 8192) && isLength(one[1], 1, 2048) && isLength(one[2], 0, 1e5)) {
       return one;
     }
-    throw Error(`line ${i + 1}: a prompt of 1 to 8,192 tokens, an answer of 1 to 2,048, an arrival`);
+    throw Error(`line ${i + 1}: 1 to 8,192 tokens of prompt, 1 to 2,048 of answer, then ms`);
   });
   const sharing = shared.filter(n => n >= 16);
   return {requests, common: sharing.length ? Math.min(...sharing) : 0};
@@ -269,29 +272,19 @@ function drawOwn(view) {                 // the controls show the state
 
 function ownScoreboard() {
   const scores = Object.fromEntries(Object.keys(LADDER).map(
-    stage => [stage, figuresOf(ownRun(stage))]));
+    stage => [stage, figuresOf(ownRun(stage, false))]));
   const marks = {[state.beside]: "beside it", [state.run]: "shown"};
   return scoreboard(scores, run => change({run}), marks);
 }
 
-function sayOwn({run, now}) {            // the plan, and what waits for what
-  const p = run.passes, names = list => list.map(r => run.requests[r].name).join(" ");
-  const decodes = [], chunks = [], {waiting = []} = {waiting: p.waiting[now.pass]};
-  for (const pass of now.passes) {
-    for (const [r, first, n] of threes(p.work[pass])) {
-      if (n === 1 && first >= run.requests[r].prompt.length) decodes.push(r);
-      else chunks.push(`${run.requests[r].name} ${n}`);
-    }
-  }
-  const free = run.pool ? plural(run.pool.pages - p.reserved[now.pass] / run.pool.page_size, "page")
-    : plural(run.knobs.max_kv_tokens - p.reserved[now.pass], "token");
-  const why = p.waits_for[now.pass];
-  const wait = now.passes.length && waiting.length
-    ? ` ${names(waiting)} wait${waiting.length > 1 ? "" : "s"} for ${why}`
-      + (why === "memory" ? `; ${free} free.` : ".") : "";
-  const plan = [decodes.length && `decode of ${names(decodes)}`,
-                chunks.length && `prefill of ${chunks.join(", ")}`].filter(Boolean);
-  const text = !now.passes.length ? nothing(now)
-    : `Step ${now.step}: ${plan.join(", then ")}.${wait}`;
+function sayOwn(view) {                  // the plan, and what waits for what
+  const {run, now} = view, {waiting, waits_for, reserved} = run.passes, {pass, passes} = now;
+  const names = (waiting?.[pass] ?? []).map(r => run.requests[r].name);
+  const free = waits_for?.[pass] !== "memory" ? "" : run.pool
+    ? `; ${plural(run.pool.pages - reserved[pass] / run.pool.page_size, "page")} free`
+    : `; ${plural(run.knobs.max_kv_tokens - reserved[pass], "token")} free`;
+  const wait = passes.length && names.length
+    ? ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waits_for[pass]}${free}.` : "";
+  const text = `Step ${now.step}: ${sayPlan(view, partsNow(view))}${wait}`;
   if ($("said").textContent !== text) $("said").textContent = text;
 }

@@ -1,12 +1,12 @@
-// The state of the page, the address that says it, and the controls. runs.js has the data, panels.js
-// draws them, own.js has the visitor's own requests.
+// The state of the page, the address that says it, and the controls. runs.js has the data,
+// panels.js draws them, own.js has the visitor's own requests.
 
 const names = [...RUNS.keys()];
 // stop: of the walk; all: whether all panels are shown, not its scene only; own: see own.js
 const state = {run: names[0], beside: "", clock: "step", tick: 0, slot: null, cells: "token",
                stop: null, all: false, own: null};
 let ticks = [];       // of the clock: the steps of the shown runs, or the ms at which they end
-let pointed = null;   // the slot under the mouse or the keyboard; state.slot is the one that is held
+let pointed = null;   // the slot under the mouse or the keyboard; state.slot is held
 const answered = new Map();   // stop -> the choice that was made there
 let views = [];       // for each run that is shown {run, number, panels, now, states}
 const $ = id => document.getElementById(id);
@@ -112,7 +112,7 @@ function slotNamed(name) {
 
 const PANELS = {timeline: "Timeline", plan: "Plan of this step", tensor: "Tensor",
                 sees: "Who sees whom", bill: "Bill so far", memory: "Memory", requests: "Requests"};
-const ONCE = {score: "Scoreboard", change: "Change of shape: from rows to a stream"};   // of all runs
+const ONCE = {score: "Scoreboard", change: "Change of shape: from rows to a stream"};
 const OWN = ["score", "timeline", "plan", "tensor", "memory", "bill"];
 const DRAW = {timeline: moveCursor, plan: drawPlan, tensor: drawTensor, bill: drawBill,
               requests: drawRequests, memory: drawMemory};
@@ -213,7 +213,8 @@ function scoreboardNow() {
   if (!inScene()) return scoreboard(views[0].run.would ??= wouldHave(views[0].run));
   const ladder = names.filter(name => name !== "two requests");
   const pick = run => { leave(); state.all = true; change({run, beside: "", clock: "ms"}); };
-  return scoreboard(Object.fromEntries(ladder.map(name => [name, figuresOf(RUNS.get(name))])), pick);
+  const scores = ladder.map(name => [name, figuresOf(RUNS.get(name))]);
+  return scoreboard(Object.fromEntries(scores), pick);
 }
 
 let written = -Infinity, later = null;
@@ -388,7 +389,7 @@ function nearest(event) {                // the slot that is meant: between two,
     (a, b) => far(b) < far(a) ? b : a).dataset.slot;
 }
 
-function seek(event) {                   // a press or a drag on the timeline; else says what is there
+function seek(event) {                   // a press or drag on the timeline; else it says what is there
   const view = views.find(view => view.box?.contains(event.target));
   for (const {tip} of views) tip?.remove();
   if (!view) return;

@@ -232,33 +232,39 @@ function moveCursor({run, now, cursor, across}) {
 
 // The plan: the token budget as a bar. Decodes come first, then chunks of prompts.
 
-function drawPlan({run, now, panels: {plan}}) {
-  const budget = run.knobs.token_budget, scale = Math.max(budget ?? 0, run.mostTokens);
-  const bar = element("div", {className: "bar"}), pixels = plan.clientWidth / scale;
-  const names = {decode: [], prefill: [], recomputed: [], accepted: [], rejected: []};
-  let tokens = 0;
-  for (const pass of now.passes) {
-    for (const [r] of threes(run.passes.work[pass])) {
-      const request = run.requests[r], {name} = request;
-      for (const [kind, n] of partsOf(run, r, last(request.work, pass)).filter(([, n]) => n)) {
-        const title = `${name}: ${plural(n, "token")}, ${DATA.names[kind]}`;
-        tokens += n;
-        names[kind].push(`${name} (${n})`);
-        const label = `${name}: ${n}`, textContent = n * pixels > 8 * label.length ? label : "";
-        bar.append(part(kind, n / scale, {title, textContent}));
-      }
-    }
-  }
-  const list = (all, before, after = "") => all.length
-    && before + all.slice(0, 8).join(", ") + (all.length > 8 ? ", …" : "") + after;
-  const items = [names.decode.length && plural(names.decode.length, "decode"),
-                 list(names.prefill, "prefill of "), list(names.recomputed, "", " computed again"),
-                 list(names.accepted, "right guesses of "),
-                 list(names.rejected, "wrong guesses of ")];
+function partsNow({run, now}) {          // [request's name, kind, tokens] of each part of the plan
+  return now.passes.flatMap(pass => threes(run.passes.work[pass]).flatMap(([r]) => {
+    const parts = partsOf(run, r, last(run.requests[r].work, pass)).filter(([, n]) => n);
+    return parts.map(([kind, n]) => [run.requests[r].name, kind, n]);
+  }));
+}
+
+function sayPlan({run, now}, parts) {
+  if (!now.passes.length) return nothing(now);
+  const budget = run.knobs.token_budget, tokens = parts.reduce((sum, [, , n]) => sum + n, 0);
   const of = budget ? `${tokens} of ${plural(budget, "token")}, the token budget`
     : `${plural(tokens, "token")}, without a budget`;
-  plan.replaceChildren(bar, element("p", {}, now.passes.length
-    ? `${of}: ${items.filter(Boolean).join(", then ")}.` : nothing(now)));
+  const list = (which, before, after = "") => {
+    const all = parts.filter(([, kind]) => kind === which).map(([name, , n]) => `${name} (${n})`);
+    const more = all.length > 8 ? ", …" : "";
+    return all.length && before + all.slice(0, 8).join(", ") + more + after;
+  };
+  const decodes = parts.filter(([, kind]) => kind === "decode").length;
+  const items = [decodes && plural(decodes, "decode"), list("prefill", "prefill of "),
+                 list("recomputed", "", " computed again"), list("accepted", "right guesses of "),
+                 list("rejected", "wrong guesses of ")].filter(Boolean);
+  return `${of}: ${items.join(", then ")}.`;
+}
+
+function drawPlan(view) {
+  const {run, panels: {plan}} = view, parts = partsNow(view);
+  const scale = Math.max(run.knobs.token_budget ?? 0, run.mostTokens);
+  const bar = div("bar", ...parts.map(([name, kind, n]) => {
+    const label = `${name}: ${n}`, fits = n * plan.clientWidth / scale > 8 * label.length;
+    const title = `${name}: ${plural(n, "token")}, ${DATA.names[kind]}`;
+    return part(kind, n / scale, {title, textContent: fits ? label : ""});
+  }));
+  plan.replaceChildren(bar, element("p", {}, sayPlan(view, parts)));
 }
 
 const nothing = now => now.over ? "This run is over: all its requests are done."
@@ -701,7 +707,7 @@ const COLUMNS = {
   speed: ["tokens/s", x => number(Math.round(x))], first: ["TTFT", x => number(Math.round(x))],
   next: ["worst gap", x => number(Math.round(x))], at_once: ["at once", number],
   memory: ["memory", ([held, limit]) => [number(held), element(
-    "small", {}, limit ? ` of ${number(limit)}` : ", no limit")]]};
+    "small", {}, limit ? ` of ${number(limit)}` : " (no limit)")]]};
 const MEANING = {
   passes: "forward passes", useful: "share of the slots that hold a token, for the first time",
   speed: "tokens per second", first: "the longest wait for a first token, ms",

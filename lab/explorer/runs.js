@@ -76,35 +76,22 @@ const POOLS = ["max_batch", "token_budget", "pages", "page_size"];
 const LADDER = {   // the stages, and the knobs that they have
   unbatched: [], naive: ["max_batch"], dynamic: ["max_batch"], chunked: RESERVES,
   interleaved: RESERVES, ragged: RESERVES, paged: POOLS, prefix: POOLS};
-const RECORDED = ["ms", "shape", "finished", "useful", "recomputed", "pad_slots", "finished_slots",
-              "score_entries", "useful_scores", "padded_keys", "columns", "room", "at_once",
-              "reserved", "cached", "waits_for", "waiting"];   // as in the data of a recorded run
 
-// A stage's run of a load, in the form of a recorded run. Its tokens have no text.
-function computed(stage, load, knobs) {
-  const {requests, passes, pool} = simulate(stage, load, knobs, DATA.gpu);
-  const p = Object.fromEntries(RECORDED.map(name => [name, passes.map(pass => pass[name])]));
-  p.step = passes.map(({step}) => step);
-  p.start = [];                          // of a pass's step
-  for (const [i, pass] of passes.entries()) {
-    p.start.push(passes[i - 1]?.step === pass.step ? p.start[i - 1] : pass.start);
-  }
-  p.work = passes.map(({work}) => work.flat());
-  p.copied_bytes = passes.map(({copied}) => copied * DATA.gpu.kv_bytes);
-  p.past = passes.map(({shape: [B, T], keys}) => T ? keys / B - T : 0);   // of a row, with pads
-  const stepAt = (time, times) => p.step[Math.min(atMost(times, time - 1e-9), passes.length - 1)];
-  const list = requests.map((request, r) => {
-    const {prompt, answer, limit, arrival, refused, token_steps: steps, token_times: ms} = request;
-    const at = knobs.in_ms ? stepAt(arrival, p.start) ?? 0 : arrival;
-    const arrived = knobs.in_ms ? arrival : arrival ? p.start[p.step.indexOf(
-      stepAt(arrival, p.step))] : 0;
-    return {name: load[r].name ?? nameOf(r), prompt: Array(prompt).fill(0), limit, refused, steps,
-            ms, generated: Array(refused ? 0 : answer).fill(0), arrival: at, arrived,
-            reason: refused ? null : "length"};
-  });
+// A stage's run of a load, in the form of a recorded run; its tokens have no text. keep: false for
+// its figures only.
+function computed(stage, load, knobs, keep = true) {
+  const {requests, passes, totals, pool} = simulate(stage, load, knobs, DATA.gpu, keep);
+  const p = {};
+  for (const name of Object.keys(passes[0] ?? {})) p[name] = passes.map(pass => pass[name]);
+  for (const name of ["step", "start", "shape", "work"]) p[name] ??= [];   // if nothing ran
+  const list = requests.map(({prompt, answer, step, refused, ...request}, r) => ({
+    name: load[r].name ?? nameOf(r), prompt: Array(prompt).fill(0), limit: request.limit, refused,
+    generated: Array(refused ? 0 : answer).fill(0), arrival: step ?? 0,
+    arrived: request.arrived ?? request.arrival, reason: refused ? null : "length",
+    steps: request.token_steps, ms: request.token_times}));
   const has = Object.fromEntries(LADDER[stage].map(name => [name, knobs[name]]));
-  return {name: stage, knobs: has, pool, check: null, requests: list, passes: p, computed: true,
-          xray: {left_out: "it is computed, without a model"}};
+  return {name: stage, knobs: has, pool, check: null, requests: list, passes: p, totals,
+          computed: true, xray: {left_out: "it is computed, without a model"}};
 }
 
 function nameOf(r) {                     // A to Z, AA, AB, ...
@@ -114,19 +101,20 @@ function nameOf(r) {                     // A to Z, AA, AB, ...
 
 // What the scoreboard says of a run; null if nothing ran. Waits in milliseconds; memory: the most
 // tokens that it had room for, and its limit.
-function figuresOf({passes: p, requests, check, knobs, pool}) {
-  const total = values => values.reduce((a, b) => a + b, 0);
+function figuresOf({passes: p, requests, check, knobs, pool, totals}) {
+  const sum = values => values.reduce((a, b) => a + b, 0);
   const ran = requests.filter(({ms}) => ms.length);
   if (!ran.length) return null;
   const gaps = ran.flatMap(({ms}) => ms.slice(1).map((time, i) => time - ms[i]));
-  const slots = total(p.shape.map(shape => shape.reduce((a, b) => a * b)));
   const limit = knobs.pages ? knobs.pages * knobs.page_size
     : pool ? pool.pages * pool.page_size : knobs.max_kv_tokens;
-  return {passes: p.step.length, useful: total(p.useful) / slots,
-          speed: 1e3 * total(ran.map(({ms}) => ms.length)) / largest(ran.map(({ms}) => ms.at(-1))),
-          first: largest(ran.map(({ms, arrived}) => ms[0] - arrived)), next: largest(gaps),
-          at_once: Math.max(1, largest(p.at_once)), memory: [largest(p.reserved), limit ?? null],
-          wrong: Object.keys(check?.wrong ?? {}).length};
+  const {passes, slots, useful, at_once, reserved} = totals ?? {
+    passes: p.step.length, slots: sum(p.slots), useful: sum(p.useful),
+    at_once: Math.max(1, largest(p.at_once)), reserved: largest(p.reserved)};
+  const tokens = sum(ran.map(({ms}) => ms.length)), end = largest(ran.map(({ms}) => ms.at(-1)));
+  return {passes, useful: useful / slots, speed: 1e3 * tokens / end,
+          first: largest(ran.map(({ms, arrived}) => ms[0] - arrived)), next: largest(gaps), at_once,
+          memory: [reserved, limit ?? null], wrong: Object.keys(check?.wrong ?? {}).length};
 }
 
 // What every stage would have done with the lengths of a run, in as much memory if it has a limit.
@@ -140,7 +128,7 @@ function wouldHave({requests, knobs, pool}) {
   const limits = {max_batch, token_budget, page_size, max_kv_tokens: memory,
                   pages: memory ? Math.floor(memory / page_size) : null};
   return Object.fromEntries(Object.keys(LADDER).map(
-    stage => [stage, figuresOf(computed(stage, load, limits))]));
+    stage => [stage, figuresOf(computed(stage, load, limits, false))]));
 }
 
 // --- looking things up ---------------------------------------------------------------------------
