@@ -187,7 +187,7 @@ MUTANTS = [   # (what stands in the twin, a mistake in its place)
     ("this.preempt(this.running.at(-1))", "this.preempt(this.running[0])"),
     ("request.computed = 0;", ""),
     ("todo < this.token_budget", "true"),
-    ("request.todo > 1 && budget > 0", "request.todo > 1 && budget > 1"),
+    ("if (budget > 0) plan", "if (budget > 1) plan"),
     ("reserved + request.kv_tokens <=", "reserved + request.kv_tokens <"),
     ("[...table].reverse()", "table"),
     ("if (!this.ref_count[page]) this", "this"),

@@ -80,7 +80,7 @@ const LADDER = {   // the stages, and the knobs that they have
 // A stage's run of a load, in the form of a recorded run; its tokens have no text. keep: false for
 // its figures only.
 function computed(stage, load, knobs, keep = true) {
-  const {requests, passes, totals, pool} = simulate(stage, load, knobs, DATA.gpu, keep);
+  const {requests, passes, totals: summary, pool} = simulate(stage, load, knobs, DATA.gpu, keep);
   const p = {};
   for (const name of Object.keys(passes[0] ?? {})) p[name] = passes.map(pass => pass[name]);
   for (const name of ["step", "start", "shape", "work"]) p[name] ??= [];   // if nothing ran
@@ -90,7 +90,7 @@ function computed(stage, load, knobs, keep = true) {
     arrived: request.arrived ?? request.arrival, reason: refused ? null : "length",
     steps: request.token_steps, ms: request.token_times}));
   const has = Object.fromEntries(LADDER[stage].map(name => [name, knobs[name]]));
-  return {name: stage, knobs: has, pool, check: null, requests: list, passes: p, totals,
+  return {name: stage, knobs: has, pool, check: null, requests: list, passes: p, summary,
           computed: true, xray: {left_out: "it is computed, without a model"}};
 }
 
@@ -101,14 +101,14 @@ function nameOf(r) {                     // A to Z, AA, AB, ...
 
 // What the scoreboard says of a run; null if nothing ran. Waits in milliseconds; memory: the most
 // tokens that it had room for, and its limit.
-function figuresOf({passes: p, requests, check, knobs, pool, totals}) {
+function figuresOf({passes: p, requests, check, knobs, pool, summary}) {
   const sum = values => values.reduce((a, b) => a + b, 0);
   const ran = requests.filter(({ms}) => ms.length);
   if (!ran.length) return null;
   const gaps = ran.flatMap(({ms}) => ms.slice(1).map((time, i) => time - ms[i]));
   const limit = knobs.pages ? knobs.pages * knobs.page_size
     : pool ? pool.pages * pool.page_size : knobs.max_kv_tokens;
-  const {passes, slots, useful, at_once, reserved} = totals ?? {
+  const {passes, slots, useful, at_once, reserved} = summary ?? {
     passes: p.step.length, slots: sum(p.slots), useful: sum(p.useful),
     at_once: Math.max(1, largest(p.at_once)), reserved: largest(p.reserved)};
   const tokens = sum(ran.map(({ms}) => ms.length)), end = largest(ran.map(({ms}) => ms.at(-1)));
