@@ -29,15 +29,16 @@ const MOST = 40;                         // requests
 
 // --- the state -----------------------------------------------------------------------------------
 
-let planned = new Map();                 // stage -> its run of state.own
-let earlier = [], before = null;         // for undo: states as JSON; that before a drag
-let rows = [];                           // controls of each request
+const planned = new Map();               // stage -> its run of state.own
+const earlier = [], rows = [];           // for undo: states as JSON; controls of each request
+let mine = null, before = null;          // the last state that was shown; that before a drag
 let soon = null;                         // the next frame, if it shall redraw
 
 const isLength = (n, least, most) => Number.isInteger(n) && n >= least && n <= most;
 
 function setOwn(own) {
   state.own = own;
+  mine = own ?? mine;
   planned.clear();
 }
 
@@ -62,7 +63,7 @@ function ownParts() {                    // for an address
     Object.entries(knobs).filter(([name, value]) => value !== KNOBS[name][2]))};
 }
 
-function openOwn(own = state.own) {      // a state, or what an address says; else the first preset
+function openOwn(own = mine) {           // a state, or what an address says; else the first preset
   const parts = new URLSearchParams(typeof own === "string" ? own : Object.values(PRESETS)[0]);
   const runs = {run: parts.get("run") ?? "paged", beside: parts.get("beside") ?? ""};
   if (state.own) keep(JSON.stringify(state.own)); else leave();
@@ -79,17 +80,15 @@ function ownOf(run) {                    // a recorded run's lengths; arrivals o
   const load = requests.map(({prompt, generated, arrival}) => (
     {prompt: prompt.length, answer: Math.max(generated.length, 1), arrival}));
   const when = computed("ragged", load, {max_batch, token_budget}).requests;
-  const alike = (a, b) => a.findIndex((token, i) => token !== b[i]);
-  const [first, common] = requests.map(({prompt}) => [prompt, largest(requests.map(
-    other => other.prompt === prompt ? 0 : Math.max(alike(prompt, other.prompt), 0)))]).reduce(
-    (a, b) => b[1] > a[1] ? b : a);
-  const shares = prompt => prompt === first || alike(first, prompt) >= common;
+  const prompts = requests.map(({prompt}) => prompt), shared = prompts.map(
+    prompt => largest(prompts.map(other => other === prompt ? 0 : alike(prompt, other))));
+  const common = largest(shared);
   const room = run.pool ? run.pool.pages * page_size : run.knobs.max_kv_tokens;
   return {...ownFrom(new URLSearchParams("own=1")), max_batch, token_budget, page_size,
           ...room ? {memory: room} : {}, common: common > page_size ? common : 0,
           requests: load.slice(0, MOST).map(({prompt, answer}, r) => [
             prompt, answer, Math.round(when[r].arrived),
-            common > page_size && shares(requests[r].prompt) ? 1 : 0])};
+            common > page_size && shared[r] === common ? 1 : 0])};
 }
 
 function ownRun(stage, keep = true) {
@@ -125,10 +124,9 @@ function settle() {
 }
 
 function redraw() {                      // at most once in a frame
-  const value = ticks[state.tick] ?? 0;
   soon = null;
   planned.clear();
-  setTicks(value);
+  setTicks(state.value);
   build();
 }
 
@@ -179,7 +177,7 @@ function row(r) {                        // a request's controls; r: its number
   return {node, show([tokens, longest, at, common], end) {
     prompt.show(tokens);
     answer.show(longest);
-    input.max = Math.max(Math.ceil(end), at);
+    input.max = Math.max(end, at);
     input.value = at;
     input.ariaValueText = output.textContent = `${number(at)} ms`;
     input.disabled = state.clock === "step";
@@ -191,7 +189,7 @@ function row(r) {                        // a request's controls; r: its number
 function beginOwn() {
   const preset = name => element("button", {onclick: () => openOwn(PRESETS[name])}, name);
   const box = element("textarea", {rows: 5, ariaLabel: "requests", placeholder: [
-    "500 60", "40 120 25", '{"prompt": 300, "answer": 80, "arrival": 10}', "or a text"].join("\n")});
+    "500 60", "40 120 25", '{"prompt": 300, "answer": 80}', "or a text"].join("\n")});
   const said = element("span", {className: "soft", role: "status"});
   const paste = element("details", {className: "paste"}, element("summary", {}, "paste requests"),
     soft("A line for each request: “prompt answer arrival”, in tokens and ms, a line of a .jsonl "
@@ -222,6 +220,12 @@ function beginOwn() {
   $("more").onclick = () => edit(({requests}) => requests.push([...requests.at(-1)]));
 }
 
+function alike(a, b) {                   // how many tokens or letters they have in common at first
+  const end = Math.min(a.length, b.length);
+  for (let i = 0; i < end; i++) if (a[i] !== b[i]) return i;
+  return end;
+}
+
 // Requests in a text. Error with a line that says what is wrong.
 function parsed(text) {
   const lines = text.split("\n").map(line => line.trim()).filter(Boolean);
@@ -239,9 +243,8 @@ function parsed(text) {
     }
   });
   const texts = entries.map(({prompt}) => typeof prompt === "string" ? prompt : "");
-  const alike = (a, b) => a && b && a !== b ? [...a].findIndex((letter, i) => letter !== b[i]) : 0;
   const shared = entries.map((entry, i) => entry.shared ?? Math.floor(largest(
-    texts.map(text => Math.abs(alike(texts[i], text)))) / 4));
+    texts.map((text, k) => k === i ? 0 : alike(texts[i], text))) / 4));
   const requests = entries.map(({prompt, answer, max_new_tokens, arrival = 0}, i) => {
     const one = [texts[i] ? Math.ceil(prompt.length / 4) : prompt, answer ?? max_new_tokens ?? 64,
                  Math.round(arrival), shared[i] >= 16 ? 1 : 0];
@@ -264,7 +267,8 @@ function drawOwn(view) {                 // the controls show the state
   view.high = phone ? Math.max(4, Math.min(14, Math.floor(130 / requests.length))) : 30;
   $("own").style.setProperty("--wide", $("lines").clientWidth - 2 + "px");
   $("title").textContent = `${view.run.name}, ${DATA.clock}`;
-  requests.forEach((request, r) => rows[r].show(request, state.held ?? endOf(view.run)));
+  const end = state.held ?? largest(shown().map(endOf));
+  requests.forEach((request, r) => rows[r].show(request, end));
   for (const [name, value] of Object.entries(knobs)) KNOBS[name].show(value);
   $("undo").disabled = !earlier.length;
   $("more").disabled = requests.length === MOST;
@@ -274,7 +278,10 @@ function ownScoreboard() {
   const scores = Object.fromEntries(Object.keys(LADDER).map(
     stage => [stage, figuresOf(ownRun(stage, false))]));
   const marks = {[state.beside]: "beside it", [state.run]: "shown"};
-  return scoreboard(scores, run => change({run}), marks);
+  return scoreboard(scores, run => {
+    change({run});
+    $("views").querySelector(".scores [aria-pressed=true]").focus();   // as it was
+  }, marks);
 }
 
 function sayOwn(view) {                  // the plan, and what waits for what

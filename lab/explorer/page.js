@@ -24,7 +24,7 @@ const valueOf = step => state.clock === "step" ? step.step : step.end;
 function setTicks(value) {
   const values = shown().flatMap(run => run.steps.map(valueOf));
   ticks = [...new Set(values)].sort((a, b) => a - b);
-  state.tick = Math.max(0, atMost(ticks, value + 1e-6) - 1);
+  Object.assign(state, {value, tick: Math.max(0, atMost(ticks, value + 1e-6) - 1)});
 }
 
 function address() {
@@ -63,7 +63,7 @@ function readAddress() {                 // whatever it says: what does not exis
 function go(tick) {                      // to another moment
   tick = Math.max(0, Math.min(ticks.length - 1, tick));
   if (tick === state.tick) return;
-  Object.assign(state, {tick, slot: null});
+  Object.assign(state, {tick, value: ticks[tick], slot: null});
   pointed = null;
   render();
 }
@@ -158,7 +158,8 @@ function build() {                       // everything anew: other runs, another
 function framed(name, view, panel) {     // a panel's frame and title
   const title = PANELS[name] ?? ONCE[name], run = view?.run.name ?? "";
   const note = view ? run : name === "change" ? `step ${sceneOf(state.stop).step}`
-    : state.own || inScene() ? DATA.clock : `these lengths on every stage, ${DATA.clock}`;
+    : `${state.own || inScene() ? "" : "these lengths on every stage, "}${DATA.clock}; `
+      + "waits are the longest, in ms";
   return element("section", {className: "panel " + name, style: `--area: ${name}`,
                              ariaLabel: `${title}, ${run}`},
                  element("h2", {}, title, element("small", {}, " · " + note)), panel);
@@ -389,7 +390,7 @@ function nearest(event) {                // the slot that is meant: between two,
     (a, b) => far(b) < far(a) ? b : a).dataset.slot;
 }
 
-function seek(event) {                   // a press or drag on the timeline; else it says what is there
+function seek(event) {                   // a press or drag on the timeline; else it says what it is
   const view = views.find(view => view.box?.contains(event.target));
   for (const {tip} of views) tip?.remove();
   if (!view) return;

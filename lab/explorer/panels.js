@@ -725,7 +725,7 @@ function scoreboard(scores, pick, marked = {}) {
       : [element("td", {colSpan: 7, className: "soft"}, "no request fits into its memory")];
     const label = marked[name] ? element("small", {}, " " + marked[name]) : "";
     const title = pick ? element("button", {
-      onclick: () => pick(name), ariaPressed: String(Boolean(marked[name]))}, name) : name;
+      onclick: () => pick(name), ariaPressed: String(marked[name] === "shown")}, name) : name;
     const wrong = score?.wrong
       ? element("span", {className: "bad"}, ` ${score.wrong} requests WRONG`) : "";
     return element("tr", {}, element("th", {scope: "row"}, title, label, wrong), ...cells);

@@ -182,12 +182,11 @@ def guessing(traces):
 
 
 def scoreboard(traces):
-    def speed(name):
-        return round(totals(traces[name])["tokens_per_second"])
-
-    return dict(step=traces[FLAT].passes[-1].step, flat=most_held(traces[FLAT]),
-                limit=traces[SAME].recording.knobs["max_kv_tokens"], same=speed(SAME),
-                paged=speed("paged"), prefix=speed("prefix"))
+    same, paged, prefix = (round(totals(traces[name])["tokens_per_second"])
+                           for name in (SAME, "paged", "prefix"))
+    return dict(step=traces[FLAT].passes[-1].step, same=same, paged=paged, prefix=prefix,
+                flat=max(frame["reserved"] for frame in traces[FLAT].recording.frames),
+                limit=traces[SAME].recording.knobs["max_kv_tokens"])
 
 
 # --- what the stops count -------------------------------------------------------------------------
@@ -229,8 +228,3 @@ def tables(trace, i):
     recorder = trace.recording
     return {recorder.requests[number].name: table
             for number, table in recorder.frames[i]["held"].items()}
-
-
-def most_held(trace):
-    """The most tokens of memory that a run had reserved at one time, pads included."""
-    return max(frame["reserved"] for frame in trace.recording.frames)
