@@ -204,7 +204,7 @@ MUTANTS = [   # (what stands in the twin, a mistake in its place)
     ("B * P + B * (P + T)", "B * (P + T)"),
     ("Math.max(first, request.reached)", "first"),
     ("this.now = Math.max(this.now, request.arrival)", "this.now = request.arrival"),
-    ("(sampled ? gpu.vocabulary : 0)", "gpu.vocabulary"),
+    ("(sampled ? c.vocabulary : 0)", "c.vocabulary"),
     ("return this.running.length ? step :", "return"),
 ]
 

@@ -15,22 +15,23 @@ const KNOBS = {   // title, values, default, what it means
   memory: ["memory", steps([32, 512, 32], [640, 2048, 128], [2560, 16384, 512]), 2048,
            "tokens whose keys and values fit, for the stages from chunked on"],
   page_size: ["page size", [1, 2, 4, 8, 16, 32, 64], 16, "tokens in a page of paged and prefix"],
-  longest: ["answers may have", [1, ...LENGTHS.slice(1)], 1,
-            "max_new_tokens: so many tokens must have room, whatever the answer turns out to have"],
+  max_new_tokens: ["max_new_tokens", [0, ...LENGTHS], 0,
+                   "the least that a request may ask for; its answer can be shorter"],
   common: ["common beginning", [0, ...LENGTHS], 0, "tokens with which prompts marked ≡ begin"]};
 const PRESETS = {   // as in an address
   "mixed": "own=24-40_60-24_12-60_120-30-40_36-16-80_200-24-120_16-48-160_48-32-200",
   "a long prompt": "own=16-60_24-60_20-60_32-60_1024-20-100_20-30-150&token_budget=128",
   "one system prompt": "own=220-30-0-1_232-24-0-1_212-36-40-1_240-20-80-1_224-28-120-1"
     + "_60-30-160&common=192&memory=1024&run=prefix&beside=paged",
-  "little memory": "own=40-30_60-40_52-36_44-50_60-24_48-44_56-30_40-36&memory=512&longest=128"
-    + "&run=paged&beside=ragged"};
+  "little memory": "own=40-30_60-40_52-36_44-50_60-24_48-44_56-30_40-36&memory=512"
+    + "&max_new_tokens=128&run=paged&beside=ragged"};
 const MOST = 40;                         // requests
 
 // --- the state -----------------------------------------------------------------------------------
 
 const planned = new Map();               // stage -> its run of state.own
-const earlier = [], rows = [];           // for undo: states as JSON; controls of each request
+const earlier = [];                      // for undo: states as JSON
+const rows = [], knobs = {};             // controls of each request; of each knob
 let mine = null, before = null;          // the last state that was shown; that before a drag
 let soon = null;                         // the next frame, if it shall redraw
 
@@ -57,10 +58,10 @@ function ownFrom(parts) {                // of an address; null if it has none t
 }
 
 function ownParts() {                    // for an address
-  const {requests, ...knobs} = state.own;
+  const {requests, ...others} = state.own;
   const list = requests.map(request => request.join("-").replace(/(-0)+$/, "")).join("_");
   return {own: list, ...Object.fromEntries(
-    Object.entries(knobs).filter(([name, value]) => value !== KNOBS[name][2]))};
+    Object.entries(others).filter(([name, value]) => value !== KNOBS[name][2]))};
 }
 
 function openOwn(own = mine) {           // a state, or what an address says; else the first preset
@@ -93,13 +94,13 @@ function ownOf(run) {                    // a recorded run's lengths; arrivals o
 
 function ownRun(stage, keep = true) {
   if (!planned.has(stage)) {
-    const {requests, memory, longest, common, ...knobs} = state.own;
+    const {requests, memory, max_new_tokens, common, ...limits} = state.own;
     const load = requests.map(([prompt, answer, arrival, shares]) => ({
-      prompt, answer, arrival, limit: Math.max(answer, longest),
+      prompt, answer, arrival, limit: Math.max(answer, max_new_tokens),
       shared: shares ? Math.min(prompt, common) : 0}));
-    const run = computed(stage, load, {
-      ...knobs, in_ms: true, max_kv_tokens: memory, pages: Math.floor(memory / knobs.page_size)},
-                         keep);
+    const pages = Math.floor(memory / limits.page_size);
+    const run = computed(
+      stage, load, {...limits, in_ms: true, max_kv_tokens: memory, pages}, keep);
     if (!keep) return run;
     planned.set(stage, run);
   }
@@ -125,6 +126,7 @@ function settle() {
 
 function redraw() {                      // at most once in a frame
   soon = null;
+  if (!state.own) return;
   planned.clear();
   setTicks(state.value);
   build();
@@ -146,7 +148,7 @@ function bar(name, kind, values, set) {
   input.onchange = settle;
   return {input, node: element("label", {className: "length " + kind}, input, output), show(value) {
     input.value = Math.max(0, atMost(values, value) - 1);
-    input.ariaValueText = output.textContent = number(value);
+    input.ariaValueText = output.textContent = value ? number(value) : "–";
     input.style.setProperty("--share", input.value / (values.length - 1));
   }};
 }
@@ -214,7 +216,7 @@ function beginOwn() {
   for (const [name, [title, values, , meaning]] of Object.entries(KNOBS)) {
     const knob = bar(`${title}: ${meaning}`, "knob", values, n => { state.own[name] = n; });
     knob.node.prepend(element("span", {title: meaning}, title));
-    KNOBS[name].show = knob.show;
+    knobs[name] = knob;
     $("knobs").append(knob.node);
   }
   $("more").onclick = () => edit(({requests}) => requests.push([...requests.at(-1)]));
@@ -260,7 +262,7 @@ function parsed(text) {
 // --- drawing -------------------------------------------------------------------------------------
 
 function drawOwn(view) {                 // the controls show the state
-  const {requests, ...knobs} = state.own, phone = innerWidth <= 760;
+  const {requests} = state.own, phone = innerWidth <= 760;
   while (rows.length < requests.length) rows.push(row(rows.length));
   const nodes = rows.slice(0, requests.length).map(({node}) => node);
   if ($("rows").childElementCount !== nodes.length) $("rows").replaceChildren(...nodes);
@@ -269,7 +271,7 @@ function drawOwn(view) {                 // the controls show the state
   $("title").textContent = `${view.run.name}, ${DATA.clock}`;
   const end = state.held ?? largest(shown().map(endOf));
   requests.forEach((request, r) => rows[r].show(request, end));
-  for (const [name, value] of Object.entries(knobs)) KNOBS[name].show(value);
+  for (const name of Object.keys(KNOBS)) knobs[name].show(state.own[name]);
   $("undo").disabled = !earlier.length;
   $("more").disabled = requests.length === MOST;
 }

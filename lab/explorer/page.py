@@ -59,11 +59,14 @@ def filled(data):
 
 
 def gpu_data(shape=GPU[0], gpu=GPU[1]):
-    """What schedule.js needs to know of a GPU, and of the model on it, for Shape.seconds."""
-    return {"linears": shape.linears, "vocabulary": shape.vocabulary, "size": shape.size,
-            "width": shape.n_layer * shape.n_head * shape.head_size, "kv_bytes": shape.kv_bytes,
-            "tile": TILE, "overhead": gpu.overhead, "per_request": gpu.per_request,
-            "peak": gpu.share * gpu.peak, "bandwidth": BANDWIDTH_SHARE * gpu.bandwidth}
+    """Shape.seconds in plain numbers, for schedule.js: all are seconds, but the tile and bytes."""
+    flop, byte = 1 / (gpu.share * gpu.peak), 1 / (BANDWIDTH_SHARE * gpu.bandwidth)
+    return {"tile": TILE, "row": 2 * shape.linears * flop, "sample": 2 * shape.vocabulary * flop,
+            "score": 4 * shape.n_layer * shape.n_head * shape.head_size * flop,
+            "weights": shape.linears * shape.size * byte, "key": shape.kv_bytes * byte,
+            "vocabulary": shape.vocabulary * shape.size * byte, "kv_bytes": shape.kv_bytes,
+            "copy": 2 * shape.kv_bytes * byte, "overhead": gpu.overhead,
+            "per_request": gpu.per_request}
 
 
 # --- the data -------------------------------------------------------------------------------------

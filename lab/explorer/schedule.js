@@ -415,11 +415,9 @@ function room_changes(requests, {running, capacity}) {
   return changes;
 }
 
-function milliseconds(gpu, slots, {scores, keys, copied}, sampled) {   // Shape.seconds
-  const rows = slots + gpu.tile, weights = gpu.linears + (sampled ? gpu.vocabulary : 0);
-  const operations = 2 * rows * gpu.linears + 2 * sampled * gpu.vocabulary
-    + 4 * gpu.width * scores;
-  const moved = weights * gpu.size + (keys + slots + 2 * copied) * gpu.kv_bytes;
-  const computing = Math.hypot(operations / gpu.peak, moved / gpu.bandwidth);
-  return 1e3 * (computing + gpu.overhead + gpu.per_request * sampled);
+function milliseconds(c, slots, {scores, keys, copied}, sampled) {   // Shape.seconds
+  const arithmetic = (slots + c.tile) * c.row + sampled * c.sample + scores * c.score;
+  const reading = c.weights + (sampled ? c.vocabulary : 0) + (keys + slots) * c.key
+    + copied * c.copy;
+  return 1e3 * (Math.hypot(arithmetic, reading) + c.overhead + c.per_request * sampled);
 }
