@@ -363,8 +363,8 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(ladder_page):
         ladder_page.run("go(state.tick - 1); play(true); $('return').click()")   # away, and back
         assert there == ladder_page.run("return address()")
         assert ladder_page.texts("#play") == ["play"]
-        ladder_page.run("if ($('on').offsetParent) $('on').click()")
-    assert not ladder_page.run("return $('on').offsetParent")
+        ladder_page.run("if (DATA.walk[state.stop + 1]) $('on').click()")
+    assert ladder_page.texts("#on") == ["your own requests"]
     ladder_page.click(".scores button", [*RUN_OF].index("speculative"))   # in the fewest steps
     assert ladder_page.run("return views[0].run.name") == "speculative"
 
@@ -377,7 +377,7 @@ def test_the_walk_frames_what_it_speaks_of_on_a_phone(ladder_page):
             assert ladder_page.run(IN_SIGHT), stop
             ladder_page.click(".choices button", stop["ask"]["right"])
         assert ladder_page.run(IN_SIGHT), stop
-        ladder_page.run("if ($('on').offsetParent) $('on').click()")
+        ladder_page.run("if (DATA.walk[state.stop + 1]) $('on').click()")
 
 
 def test_back_goes_back_a_stop(ladder_page):

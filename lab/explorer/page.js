@@ -269,8 +269,8 @@ function drawControls() {
   $("all").textContent = state.all ? "this scene only" : "all panels";
   $("return").hidden = !away;
   $("return").textContent = `back to stop ${stop}`;
-  $("on").hidden = away || Boolean(state.own) || !walk[(stop ?? -1) + 1];
-  $("on").textContent = on ? "next stop" : "guided walk";
+  $("on").hidden = away || Boolean(state.own) || !walk.length;
+  $("on").textContent = !on ? "guided walk" : walk[stop + 1] ? "next stop" : "your own requests";
 }
 
 function drawStop(on) {                  // its question, or its text
@@ -436,8 +436,10 @@ function begin() {
   $("last").onclick = () => go(ticks.length - 1);
   $("play").onclick = () => play(!timer);
   $("on").onclick = () => {
-    visit((state.stop ?? -1) + 1);
-    if ($("on").hidden) $("walk").querySelector("[aria-current]").focus();   // it is the last one
+    const next = (state.stop ?? -1) + 1;
+    if (DATA.walk[next]) return visit(next);
+    openOwn();
+    $("mine").focus();
   };
   $("return").onclick = () => visit(state.stop);
   $("all").onclick = () => { state.all = !state.all; build(); };

@@ -45,11 +45,15 @@ function verdicts({idea, knobs, place, check, xray}) {
 
 const BAND = 36, AXIS = 16;              // pixels: the slots of each step, and the numbers below
 
-function inkOf(name) {                   // a colour of page.css as the theme resolves it
-  const probe = document.body.appendChild(element("span", {style: `color: var(--${name})`}));
-  const {color} = getComputedStyle(probe);
-  probe.remove();
-  return color;
+const INKS = ["prefill", "decode", "recomputed", "accepted", "rejected", "finished", "blank",
+              "stripe", "ink", "soft", "waiting", "alarm"];
+
+function inks() {                        // colours of page.css, as the theme resolves them
+  const probes = INKS.map(name => element("span", {style: `color: var(--${name})`}));
+  document.body.append(...probes);
+  const found = INKS.map((name, i) => [name, getComputedStyle(probes[i]).color]);
+  for (const probe of probes) probe.remove();
+  return Object.fromEntries(found);
 }
 
 function hatching(pen, color, ...directions) {
@@ -65,12 +69,12 @@ function hatching(pen, color, ...directions) {
   return pen.createPattern(tile, "repeat");
 }
 
-function painter(pen) {                  // paint(kind, x, y, width, height)
-  const fills = {prefill: [inkOf("prefill")], decode: [inkOf("decode")],
-                 recomputed: [inkOf("recomputed")], accepted: [inkOf("accepted")],
-                 pad: [inkOf("blank"), hatching(pen, inkOf("stripe"), true)],
-                 rejected: [inkOf("rejected"), hatching(pen, "#ffffff90", false)],
-                 finished: [inkOf("finished"), hatching(pen, "#ffffffb0", true, false)]};
+function painter(pen, ink) {             // paint(kind, x, y, width, height)
+  const fills = {
+    prefill: [ink.prefill], decode: [ink.decode], recomputed: [ink.recomputed],
+    accepted: [ink.accepted], pad: [ink.blank, hatching(pen, ink.stripe, true)],
+    rejected: [ink.rejected, hatching(pen, "#ffffff90", false)],
+    finished: [ink.finished, hatching(pen, "#ffffffb0", true, false)]};
   return (kind, x, y, width, height) => {
     for (const fill of fills[kind]) {
       pen.fillStyle = fill;
@@ -120,11 +124,10 @@ function drawTimeline(view) {
     end, valueAt: pixels => end * (pixels - labels) / (wide - labels - 2),
     rowAt: pixels => requests[Math.floor(pixels / high)],
     across: step => onTime ? span(step.start, step.end) : span(step.step, step.step + 1)});
-  const [ink, waiting, alarm] = ["ink", "waiting", "alarm"].map(inkOf), paint = painter(pen);
-  const place = {pen, paint, ink, waiting, alarm, x, span, high, onTime, shaded};
+  const ink = inks(), place = {pen, paint: painter(pen, ink), ink, x, span, high, onTime, shaded};
   requests.forEach((request, r) => drawRow(view, place, request, r, labels));
   drawBand(view, place, floor);
-  drawAxis(pen, x, end, floor, labels, wide);
+  drawAxis(place, end, floor, labels, wide);
 }
 
 // How far the axis goes: steps, or milliseconds.
@@ -139,16 +142,16 @@ function longWaits(run, timeline) {
 }
 
 function drawRow({run, across}, place, request, r, labels) {
-  const {pen, paint, ink, waiting, alarm, x, span, high, onTime, shaded} = place, {passes} = run;
+  const {pen, paint, ink, x, span, high, onTime, shaded} = place, {passes} = run;
   const thick = high > 4 ? high - 1 : high, middle = (r + 0.5) * high;
   const line = (from, to) => {           // it waits
-    pen.fillStyle = waiting;
+    pen.fillStyle = ink.waiting;
     pen.fillRect(from, middle - 0.5, Math.max(0, to - from), 1);
   };
-  pen.fillStyle = ink;
+  pen.fillStyle = ink.ink;
   if (labels) pen.fillText(request.name.slice(0, 8), 0, middle);
   if (request.refused) {
-    pen.fillStyle = alarm;
+    pen.fillStyle = ink.alarm;
     pen.fillText(`can never run: ${request.refused}`, labels + 4, middle);
     return;
   }
@@ -171,7 +174,7 @@ function drawRow({run, across}, place, request, r, labels) {
   if (!request.reason && run.steps.length) {   // in a live run, it may wait still
     line(since, across(run.steps.at(-1)).reduce((left, width) => left + width));
   }
-  Object.assign(pen, {strokeStyle: alarm, lineWidth: 2});
+  Object.assign(pen, {strokeStyle: ink.alarm, lineWidth: 2});
   for (const [i, time] of onTime ? request.ms.entries() : []) {   // all of a long wait
     if (request.ms[i + 1] - time > shaded) {
       pen.strokeRect(x(time), r * high, x(request.ms[i + 1]) - x(time), Math.max(thick, 3));
@@ -206,8 +209,8 @@ function drawBand(view, {paint, span, high, onTime}, floor) {   // the slots of 
   }
 }
 
-function drawAxis(pen, x, end, floor, labels, wide) {
-  pen.fillStyle = inkOf("soft");
+function drawAxis({pen, x, ink}, end, floor, labels, wide) {
+  pen.fillStyle = ink.soft;
   if (labels) pen.fillText("slots", 0, floor - BAND / 2);
   pen.fillRect(labels, floor, wide - labels, 1);
   const least = 60 * end / (wide - labels);
@@ -707,7 +710,7 @@ const COLUMNS = {
   speed: ["tokens/s", x => number(Math.round(x))], first: ["TTFT", x => number(Math.round(x))],
   next: ["worst gap", x => number(Math.round(x))], at_once: ["at once", number],
   memory: ["memory", ([held, limit]) => [number(held), element(
-    "small", {}, limit ? ` of ${number(limit)}` : " (no limit)")]]};
+    "small", {}, limit ? ` of ${number(limit)}` : " no limit")]]};
 const MEANING = {
   passes: "forward passes", useful: "share of the slots that hold a token, for the first time",
   speed: "tokens per second", first: "the longest wait for a first token, ms",
