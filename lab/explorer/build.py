@@ -22,7 +22,6 @@ from lab.loading.stages import STAGES
 from lab.loading.workload import make_requests, read_prompts
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "explorer.html"
-WORKLOAD = page.FOLDER / "requests.jsonl"
 KNOBS = dict(max_batch=8, token_budget=32, pages=26, page_size=16)
 RUNS = {   # name: (stage, further knobs)
     **{name: (generate, {}) for name, generate in STAGES.items()},
@@ -33,7 +32,8 @@ RUNS = {   # name: (stage, further knobs)
 
 def workload(tokenizer):
     """Eleven requests: two with long prompts; four share their beginning. Few answers end early."""
-    return make_requests(read_prompts(WORKLOAD), tokenizer, temperature=0.7, top_k=None, seed=100)
+    prompts = read_prompts(page.FOLDER / "requests.jsonl")
+    return make_requests(prompts, tokenizer, temperature=0.7, top_k=None, seed=100)
 
 
 def runs(model, requests):
@@ -71,7 +71,7 @@ def on_gpu(trace):
 def data():
     model, tokenizer = load()
     traces = runs(model, workload(tokenizer))
-    return {**page.data_of(traces, tokenizer, page.CLOCK), "walk": walk(traces)}
+    return page.data_of(traces, tokenizer, page.CLOCK) | {"walk": walk(traces)}
 
 
 def main():

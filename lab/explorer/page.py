@@ -25,8 +25,8 @@ CLOCK, GPU = "calculated for Llama 2 7B on an A100", (MODELS["llama-2-7b"], GPUS
 SCRIPTS = "runs.js", "panels.js", "own.js", "page.js"
 COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "rejected", "padded_keys",
           "score_entries", "useful_scores", "copied_bytes")   # of a ForwardPass
-FRAME = ("owner", "position", "past", "sees", "shift", "guesses", "room",
-         "at_once", "reserved", "cached", "columns")
+FRAME = ("owner", "position", "past", "sees", "shift", "guesses", "room", "at_once", "reserved",
+         "cached", "columns")
 GUESSES = {"accepted": "#56B4E9", "rejected": "#8C2D04"}   # colours of guessed tokens
 KINDS = {**NAMES, "accepted": "guess, accepted", "rejected": "guess, rejected"}
 STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS, **GUESSES}.items())
@@ -74,9 +74,7 @@ def gpu_data(shape=GPU[0], gpu=GPU[1]):
 def data_of(traces, tokenizer, calculated=""):
     """
     All that the page knows of recorded runs, {name: trace}. Times are in milliseconds from a run's
-    start.
-
-    calculated: of which GPU, if these times are; they are the same on every machine
+    start. calculated: of which GPU, if they are; then they are the same on every machine
     """
     return {"runs": [run_data(name, trace, calculated) for name, trace in traces.items()],
             "names": KINDS, "calculated": calculated, "walk": [], "clock": CLOCK,
@@ -98,8 +96,7 @@ def run_data(name, trace, calculated):
         "finished": [[number[who] for who in p.finished] for p in trace.passes],
         "start": [ms(trace.step_times[p.step] - trace.started) for p in trace.passes],
         **{count: [getattr(p, count) for p in trace.passes] for count in COUNTS},
-        **{column: [frame[column] for frame in recorder.frames] for column in FRAME},
-    }
+        **{column: [frame[column] for frame in recorder.frames] for column in FRAME}}
     return {
         "name": name, "idea": idea(recorder.generate),
         "place": calculated or place(recorder.model), "knobs": recorder.knobs,
@@ -107,8 +104,7 @@ def run_data(name, trace, calculated):
         "xray": {"left_out": recorder.left_out, "wrong": recorder.wrong,
                  "sentences": recorder.sentences},
         "requests": [request_data(request, trace) for request in recorder.requests],
-        "passes": passes,
-    }
+        "passes": passes}
 
 
 def request_data(request, trace):
@@ -117,8 +113,7 @@ def request_data(request, trace):
         "arrival": request.arrival, "arrived": ms(trace.arrived(request) - trace.started),
         "reason": request.finish_reason, "limit": request.kv_tokens + 1 - len(request.prompt),
         "steps": request.token_steps,
-        "ms": [ms(time - trace.started) for time in request.token_times],
-    }
+        "ms": [ms(time - trace.started) for time in request.token_times]}
 
 
 def check_data(recorder, calculated):
