@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+import regex  # tiktoken's
 import requests
 import safetensors.torch as safetensors
 import tiktoken
@@ -51,6 +52,15 @@ def test_the_built_in_model_is_small_and_its_own():
     first, second = make_requests([{"prompt": "<|endoftext|>"}] * 2, TOKENIZER, seed=5)
     assert first.prompt == [1023] and first.eos_token == 1023
     assert (first.seed, second.seed) == (5, 6)
+    arrivals = [[request.arrival for request in make_requests(
+        [{"prompt": "a"}] * 9, TOKENIZER, 0.2, seed=seed)] for seed in (1, 1, 2)]
+    assert arrivals[0] == arrivals[1] != arrivals[2]
+
+
+def test_text_is_cut_where_gpt2_cuts_it():
+    text = "it's we'll I'd don't they're I've I'm  two  3.5€ x_y\n\n  end "
+    cuts = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    assert regex.findall(tokenizer.PATTERN, text) == [text[a:b] for _, (a, b) in cuts]
 
 
 @settings(max_examples=examples(300))
