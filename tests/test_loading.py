@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+import regex  # tiktoken's
 import requests
 import safetensors.torch as safetensors
 import tiktoken
@@ -51,6 +52,15 @@ def test_the_built_in_model_is_small_and_its_own():
     first, second = make_requests([{"prompt": "<|endoftext|>"}] * 2, TOKENIZER, seed=5)
     assert first.prompt == [1023] and first.eos_token == 1023
     assert (first.seed, second.seed) == (5, 6)
+    arrivals = [[request.arrival for request in make_requests(
+        [{"prompt": "a"}] * 9, TOKENIZER, 0.2, seed=seed)] for seed in (1, 1, 2)]
+    assert arrivals[0] == arrivals[1] != arrivals[2]
+
+
+def test_text_is_cut_where_gpt2_cuts_it():
+    text = "it's we'll I'd don't they're I've I'm  two  3.5€ x_y\n\n  end "
+    cuts = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    assert regex.findall(tokenizer.PATTERN, text) == [text[a:b] for _, (a, b) in cuts]
 
 
 @settings(max_examples=examples(300))
@@ -278,8 +288,7 @@ LLAMA_31 = dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_facto
                 high_freq_factor=4.0, original_max_position_embeddings=16)
 FAMILIES = {
     "Llama 2": ("Llama", dict(num_key_value_heads=6, tie_word_embeddings=False)),
-    "Llama 3.2": ("Llama", dict(head_dim=16, tie_word_embeddings=True, rope_parameters=LLAMA_31,
-                                original_max_position_embeddings=12)),   # this place goes first
+    "Llama 3.2": ("Llama", dict(head_dim=16, tie_word_embeddings=True, rope_parameters=LLAMA_31)),
     "Mistral": ("Mistral", dict(head_dim=8, sliding_window=None, rms_norm_eps=1e-5)),
     "Qwen2.5": ("Qwen2", dict(tie_word_embeddings=True)),
     "Qwen3": ("Qwen3", dict(head_dim=8)),
@@ -363,6 +372,13 @@ def test_scaled_frequencies_have_two_ends():
     for t, before, after in zip(turns, plain, scaled):
         assert after == (before if t >= 4 else before / 8) if not 1 < t < 4 else (
             before / 8 < after < before)
+
+
+def test_a_context_beside_the_scaling_has_no_effect():
+    given = SIZES | dict(rope_scaling=LLAMA_31, original_max_position_embeddings=12)
+    reference = transformers.LlamaConfig(**given | {"rope_scaling": dict(LLAMA_31)})
+    assert load_module.KINDS["llama"](given | dict(model_type="llama", rms_norm_eps=1e-6))[
+        "rope_scaling"][3] == reference.rope_parameters["original_max_position_embeddings"] == 16
 
 
 LLAMA = backend("Llama").model   # that every stage keeps its contract: test_contract.py

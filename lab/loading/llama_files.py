@@ -79,7 +79,6 @@ def rope(theirs, given):
     if kind == "linear":
         found["rope_scaling"] = above_0(given, "factor"),
     if kind == "llama3":
-        given = given | {key: theirs[key] for key in ROPE_SCALING[3:] if key in theirs}
         found["rope_scaling"] = _, low, high, _ = tuple(above_0(given, key) for key in ROPE_SCALING)
         if low >= high:
             raise ValueError(f"high_freq_factor {high} must be above low_freq_factor {low}")
