@@ -353,6 +353,6 @@ def test_the_docstring_s_figures_are_those_that_the_command_prints(module, capsy
     with pytest.raises(SystemExit, match="^0$"):
         getattr(essays, module.__name__.split(".")[1])([])
     printed = {*re.findall(r"[\d.]+%?", capsys.readouterr().out)}
-    rows = re.findall(r"\n    (?:keep|recompute|wait|0|inf|30 s|least|`passed)\S*  .*\d\d.*",
+    rows = re.findall(r"\n    (?:keep|recompute|wait|0|inf|30 s|least|`passed).*\d.*",
                       module.__doc__.replace(",", ""))
     assert len(rows) > 1 and {*re.findall(r"[\d.]+%?", "".join(rows))} <= printed
