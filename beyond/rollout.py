@@ -19,7 +19,7 @@ get wrong tokens, and no error is raised.* (It happened: NeMo-RL #4018, lmdeploy
 modes cost, with three changes while 48 requests get 1,584 tokens:
 
     mode         passes   tokens computed   sampled over old keys
-    keep            131             2,688     49%: KL 0.083, and 16% have another argmax
+    keep            131             2,688     49%: KL 0.079, and 16% have another argmax
     recompute       148             3,664      0%
     wait            175             2,384      0%
 

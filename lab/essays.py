@@ -75,7 +75,7 @@ def rollout(argv=None):
 
 
 def modes(args):
-    model, tokenizer = load()
+    model, tokenizer = load(dtype=torch.float64)   # training magnifies rounding
     set_threads(model)
     prompts = make_requests(read_prompts(PROMPTS)[:6], tokenizer, seed=0)
     models = [model]
