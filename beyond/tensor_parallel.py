@@ -29,6 +29,7 @@ import torch.nn as nn
 from cache import KV
 from generate_ragged import Flat
 from request import Request, prepare
+from toolbox.weights import Uninitialised
 
 
 class RowParallel(nn.Module):
@@ -49,8 +50,8 @@ class RowParallel(nn.Module):
 
 def column_parallel(linear, rank, ranks):
     """A Linear with this rank's rows of the weight, (out/ranks, in): some output features."""
-    # "meta": without memory for the random weights, which are replaced at once
-    part = nn.Linear(linear.in_features, linear.out_features // ranks, device="meta")
+    with torch.device("meta"), Uninitialised():   # its weights are replaced at once
+        part = nn.Linear(linear.in_features, linear.out_features // ranks)
     for name in "weight", "bias":
         whole = getattr(linear, name)   # a Llama has no bias
         mine = None if whole is None else nn.Parameter(whole.chunk(ranks)[rank].clone(), False)

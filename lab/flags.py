@@ -18,18 +18,19 @@ from paging import PagedScheduler
 from toolbox.validate import at_least_1, one_line
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-NUMBERS = {"max_batch": "the most requests that run at the same time (default: 8)",
+NUMBERS = {"max_batch": "the most requests that run at once (default: 8)",
            "token_budget": "the most tokens computed in a step (default: 64)",
-           "max_kv_tokens": "cache entries reserved by all running requests together "
-                            "(default: no limit)",
-           "pages": "pages in the pool of paged and prefix "
-                    "(default: as many as the largest requests can fill)",
+           "max_kv_tokens": "cache entries for all running requests (default: any)",
+           "pages": "pages in the pool (default: enough for all that run)",
            "page_size": "tokens per page (default: 16)"}
 PICTURES = (".png", ".pdf", ".svg")
 KNOBS = (*NUMBERS, "policy", "pack", "attention", "use_cache")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def __init__(self, prog, **settings):
+        super().__init__(prog, max_help_position=26, **settings)
+
     def _get_help_string(self, action):
         return action.help if action.default in (None, False) else super()._get_help_string(action)
 
@@ -94,41 +95,49 @@ def share(text):
     return float(text)
 
 
-def add_knobs(parser, defaults={}):
-    """defaults: those that are not a stage's own, for --help"""
-    knobs = parser.add_argument_group("how to batch (changes when a token comes, never which)")
+def add_knobs(parser, generate=None, defaults={}):
+    """
+    The flags of how to batch. The help shows those that the stage `generate` has; None: all.
+
+    defaults: those that are not a stage's own
+    """
+    group = parser.add_argument_group("how to batch (changes when a token comes, never which)")
+
+    def add(flag, help, **settings):
+        knob = settings.get("dest", flag.removeprefix("--"))
+        shown = generate is None or not knobs_of(generate, {knob: "fcfs"})[1]
+        group.add_argument(flag, help=help if shown else argparse.SUPPRESS, **settings)
+
     for name, text in NUMBERS.items():
         if name in defaults:
             text = f"{text.split(' (default')[0]} (default: {defaults[name]})"
-        knobs.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    knobs.add_argument("--policy", choices=tuple(SCHEDULERS),
-                       help="prefix: which waiting request goes first (default: fcfs)")
-    knobs.add_argument("--pack", choices=("batch", "dataset"),
-                       help="prepacking: pack the prompts that were admitted, or let the packing "
-                            "decide which to admit (default: batch)")
-    knobs.add_argument("--attention", choices=("varlen", "mask"),
-                       help="ragged: how requests are kept apart (default: varlen)")
-    knobs.add_argument("--no_cache", dest="use_cache", action="store_const", const=False,
-                       help="unbatched: compute everything again for each token")
+        add(f"--{name}", text, type=int, metavar="N")
+    add("--policy", "order of the queue: fcfs (default), sjf, priority", metavar="P",
+        choices=tuple(SCHEDULERS))
+    add("--pack", "batch: pack the prompts that were admitted (default); dataset: packing decides "
+        "which to admit", metavar="WHAT", choices=("batch", "dataset"))
+    add("--attention", "varlen (default) or mask: how requests are kept apart", metavar="HOW",
+        choices=("varlen", "mask"))
+    add("--no_cache", "compute everything again for each token", dest="use_cache",
+        action="store_const", const=False)
 
 
 def add_place(group):
     group.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
-                       help="auto takes cuda or mps if available")
-    group.add_argument("--dtype", choices=DTYPES, default="float32",
-                       help="of weights and arithmetic")
+                       metavar="NAME", help="cpu, cuda, mps, or what there is")
+    group.add_argument("--dtype", choices=DTYPES, default="float32", metavar="TYPE",
+                       help="float64, float32, bfloat16, float16")
 
 
 def add_threads(group):
     group.add_argument("--threads", type=threads, metavar="N",
-                       help="threads that compute on a CPU (default: OMP_NUM_THREADS, or one for a "
-                            "model of under 30 million parameters, or as many as torch chooses)")
+                       help="on a CPU (default: 1 for a small model, else torch's)")
 
 
 def add_optimize(group):
     group.add_argument("--optimize", action="store_true",
-                       help="compute in compiled code, on a CPU in float32, what the "
-                            "repository's unedited model computes (docs/kernels.md)")
+                       help="compute what the unedited model computes in compiled code, on a "
+                            "CPU in float32 (docs/kernels.md)")
 
 
 def device_of(args):

@@ -4,6 +4,7 @@ The command line of a stage, with the same flags for every script: `main(generat
 lab/flags.py lists the exit statuses.
 """
 import copy
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,15 +14,17 @@ import torch
 from lab import flags
 from lab.checks.check import Check, summary
 from lab.loading.load import decode, load, set_threads
-from lab.loading.workload import PROMPTS, make_requests, read_prompts
+from lab.loading.workload import KEYS, PROMPTS, make_requests, read_prompts
 from lab.views import plots
 from lab.views.progress import progress
 from lab.views.report import report, write_trace
 
+SHOWN = 3   # texts, unless all are asked for
+
 
 def main(generate, doc, argv=None):
     """Runs a stage on the prompts, prints check, report and texts, and exits."""
-    sys.exit(parser(doc).run(lambda args: run_stage(generate, args), argv))
+    sys.exit(parser(doc, generate).run(lambda args: run_stage(generate, args), argv))
 
 
 def run_stage(generate, args, shard=None):
@@ -52,8 +55,13 @@ def run_stage(generate, args, shard=None):
         print(f"{len(finished)} of {len(requests)} requests were finished")
         raise
     verdicts = check() if check else []
-    if check:
-        print(summary(verdicts))
+    if not args.quiet:
+        shown = requests if args.texts else requests[:SHOWN]
+        if args.model == "builtin":
+            print("The built-in model is a workload; its answers, after the ▸, are fluent nonsense")
+        print_texts(shown, tokenizer)
+        if more := len(requests) - len(shown):
+            print(f"--- and {more} more: --texts prints them\n")
     print(report(trace))
     if hasattr(model, "uses"):   # a snapshot
         print(model.uses())
@@ -71,11 +79,20 @@ def run_stage(generate, args, shard=None):
         if "scheduler" in knobs:   # the page names the policy
             recorded.recording.knobs["policy"] = args.policy
         page.write(args.page, page.data_of({trace.stage: take_times(recorded, trace)}, tokenizer))
+    if check:
+        print(coloured(summary(verdicts)))
     if not args.quiet:
-        print_texts(requests, tokenizer)
-        print("Next: --page run.html, a page in which to step through this run; --plot run.png, a "
-              "picture of it; --help, the knobs, none of which changes a token")
+        print("Next: --page run.html steps through this run, --plot run.png draws it, --help lists "
+              "the knobs: none changes a token")
     return int(any(v.verdict == "WRONG" for v in verdicts))
+
+
+def coloured(text):
+    """On a terminal, WRONG in red and near-ties in yellow. See no-color.org."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return text.replace("WRONG", "\x1b[1;31mWRONG\x1b[0m").replace(
+        "near-tie", "\x1b[33mnear-tie\x1b[0m")
 
 
 def print_texts(requests, tokenizer):
@@ -107,55 +124,53 @@ def load_inputs(args):
     return model, tokenizer, requests
 
 
-def parser(doc):
-    """doc: a script's docstring; the help shows its first paragraph."""
-    p = flags.Parser(
-        description=doc.strip().split("\n\n")[0],
-        epilog="In Python a stage is a function: lab/loading/load.py begins with an example.")
-
+def parser(doc, generate=None):
+    """
+    doc: a script's docstring; the help shows its first paragraph.
+    generate: the help shows the flags of this stage; None: those of all. Others are "ignored".
+    """
+    p = flags.Parser(usage="%(prog)s [flags]", description=doc.strip().split("\n\n")[0],
+                     add_help=False)
     what = p.add_argument_group("what to generate")
-    what.add_argument("--model", default="builtin",
-                      help="builtin, gpt2 (0.5 GB, downloaded once by huggingface_hub), "
-                           "gpt2-medium, gpt2-large, gpt2-xl, a local folder or file, or "
-                           "owner/name on huggingface.co: GPT-2, Llama, Mistral, Qwen")
-    what.add_argument("--chat", action="store_true",
-                      help="put each prompt into the model's own chat template")
-    what.add_argument("--prompt", action="append", help="a prompt; may be repeated")
+    what.add_argument("--prompt", action="append", metavar="TEXT",
+                      help="a prompt; may be repeated (default: 12 built-in ones)")
     what.add_argument("--prompts", metavar="FILE",
-                      help="a text file of prompts separated by blank lines, or a .jsonl file "
-                           "whose lines have a prompt and optionally max_new_tokens, "
-                           "temperature, top_k, top_p, seed, priority, arrival, name "
-                           "(default: twelve built-in prompts)")
+                      help=".txt: prompts with blank lines between them; .jsonl: a line for each, "
+                           f"with {', '.join(KEYS)}")
     what.add_argument("--max_new_tokens", type=int, default=64, metavar="N",
                       help="the most tokens to generate for a prompt")
     what.add_argument("--temperature", type=float, default=0.7, metavar="T",
-                      help="0 takes the most likely token, above 0 samples")
+                      help="0: the most likely token; above: sampled")
+    what.add_argument("--model", default="builtin", metavar="NAME",
+                      help="builtin, gpt2 (0.5 GB to download), a folder or file, or owner/name on "
+                           "huggingface.co: GPT-2, Llama, Mistral, Qwen")
+    what.add_argument("--chat", action="store_true",
+                      help="put each prompt into the model's chat template")
     what.add_argument("--top_k", type=int, metavar="K",
-                      help="sample from the K most likely tokens only (default: from all)")
+                      help="sample from the K most likely tokens (default: all)")
     what.add_argument("--top_p", type=float, default=1.0, metavar="P",
-                      help="of these, sample from the most likely only, until their "
-                           "probabilities add up to P; 1: from all")
+                      help="and from the top P of probability")
     what.add_argument("--seed", type=int, default=0, metavar="N",
-                      help="random seed of the first request; each further one adds 1")
+                      help="of the first request; each further one adds 1")
     what.add_argument("--arrival_rate", type=float, metavar="R",
-                      help="requests arrive at random, R per step (default: all at step 0)")
+                      help="requests that arrive per step (default: all at step 0)")
 
-    flags.add_knobs(p)
+    flags.add_knobs(p, generate)
+
+    out = p.add_argument_group("what to show")
+    out.add_argument("--texts", action="store_true", help=f"all texts, not only {SHOWN}")
+    out.add_argument("--plot", metavar="FILE.png",
+                     help="draw what was computed for each request at each step")
+    out.add_argument("--page", metavar="FILE.html",
+                     help="write a page in which to step through this run")
+    out.add_argument("--trace", metavar="FILE.json", help="write all passes and token times")
+    out.add_argument("--quiet", action="store_true", help="no texts and no progress")
+    out.add_argument("--no_check", action="store_true",
+                     help="do not compare with each request alone")
+    out.add_argument("-h", "--help", action="help", help="show this help and exit")
 
     where = p.add_argument_group("where")
     flags.add_place(where)
     flags.add_threads(where)
     flags.add_optimize(where)
-
-    out = p.add_argument_group("what to show")
-    out.add_argument("--plot", metavar="FILE.png",
-                     help="draw this run: what was computed for each request at each step")
-    out.add_argument("--page", metavar="FILE.html",
-                     help="write a page in which to step through this run in a browser")
-    out.add_argument("--trace", metavar="FILE.json",
-                     help="write all forward passes and the time of every token")
-    out.add_argument("--quiet", action="store_true",
-                     help="no texts and no progress: report and check only")
-    out.add_argument("--no_check", action="store_true",
-                     help="do not check each request against itself alone")
     return p

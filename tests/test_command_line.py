@@ -68,8 +68,10 @@ def test_each_script_with_its_defaults(stage, monkeypatch):
     monkeypatch.setattr(sys, "argv", [stage.__file__, *short])
     code, out, err = captured(lambda: runpy.run_path(stage.__file__, run_name="__main__"))
     assert code == 0, out + err
-    assert out.count("--- r") == 12 and ("<|endoftext|>" in out or short)
-    assert "throughput" in out and "12/12 requests identical to unbatched" in out
+    assert re.findall("^--- (.*?):? ", out, re.M) == ["r0", "r1", "r2", "and"]   # 9 more
+    *_, verdict, further = out.splitlines()
+    assert verdict.startswith("12/12 requests identical to unbatched")
+    assert "throughput" in out and further.startswith("Next: ")
     done = [line.split(":")[0] for line in err.splitlines()]   # plain progress
     assert sorted(done) == sorted(f"r{i}" for i in range(12))
 
@@ -165,7 +167,7 @@ def test_text_files_of_any_kind(tmp_path):
         (tmp_path / "p.txt").write_bytes(text.encode())
         code, out, err = run(generate_ragged, "--prompts", tmp_path / "p.txt",
                              "--max_new_tokens", 2)
-        assert code == 0 and re.findall(r"^(.*)▸", out, re.M) == ["a b", "c"], out
+        assert code == 0 and re.findall(r"^(.+)▸(?!,)", out, re.M) == ["a b", "c"], out
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -191,8 +193,29 @@ def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
     assert first_line in page and f'"name":"{name}"' in page
     assert ('"policy":"sjf"' in page) == (stage is generate_prefix)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_help_is_short_and_shows_this_stages_flags(stage, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, err = run(stage, "--help")
-    assert code == 0 and "None" not in out and "how to batch" in out
+    assert code == 0 and "None" not in out and out.count("\n") <= 45
+    shown = set(re.findall(r"^  --(\w+)", out, re.M))
+    has = {*inspect.signature(stage.generate).parameters} & {*flags.KNOBS}
+    has |= {"policy"} if stage is generate_prefix else set()
+    assert shown & {*flags.KNOBS, "no_cache"} == {
+        "no_cache" if knob == "use_cache" else knob for knob in has}
+    assert {"prompt", "model", "texts", "optimize"} <= shown
+
+
+@pytest.mark.parametrize("terminal, no_color, coloured", [
+    (True, "", True), (True, "1", False), (False, "", False)])
+def test_colour_is_for_terminals(terminal, no_color, coloured, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
+    text = command_line.coloured("1 near-tie\nWRONG: r0")
+    plain = re.sub("\x1b\\[[0-9;]*m", "", text)
+    assert plain == "1 near-tie\nWRONG: r0" and text.count("\x1b[0m") == 2 * coloured
 
 
 # --- what a run takes from the machine ------------------------------------------------------------
@@ -206,7 +229,8 @@ def test_a_stage_imports_what_it_uses():
             lab.run.main(generate_ragged.generate, "", "--prompt a --max_new_tokens 2".split())
         finally:
             print("found:", *sorted({"matplotlib", "transformers", "lab.explorer", "lab.server",
-                  "lab.simulate", "lab.compiled", "lab.experiments"} & {*sys.modules}))
+                  "lab.simulate", "lab.compiled", "lab.experiments", "torch._dynamo"}
+                  & {*sys.modules}))
         """], cwd=ROOT, capture_output=True, text=True)
     assert "1/1 requests identical" in found.stdout, found.stderr
     assert found.stdout.endswith("\nfound:\n")

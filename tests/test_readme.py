@@ -23,7 +23,7 @@ def test_the_ladder_of_counts():
     that rounding flipped. (In the quick size, of some stages.)
     """
     said, (model, tokenizer) = results.load("ladder"), load()
-    some = STAGES if os.environ.get("THOROUGH") else ("naive", "interleaved", "paged", "prefix")
+    some = STAGES if os.environ.get("THOROUGH") else ("naive", "prefix")
     requests = ladder.behind_a_beginning(ladder.twelve(tokenizer), tokenizer)
     for name in some:
         trace = results.run(STAGES[name], model, ladder.twelve(tokenizer))
@@ -35,6 +35,7 @@ def test_the_ladder_of_counts():
     for name, figures in ladder.calculated(trace.requests).items():
         for what in "passes", "useful", "tokens_per_s":
             assert said["calculated"][name][what] == pytest.approx(figures[what]), (name, what)
+    assert said["ruined"] == ladder.ruined(model, tokenizer, ladder.twelve(tokenizer)) != {}
     for name, gap in said["gap_ms"].items():
         assert gap == pytest.approx(motion.figures(motion.run(name))[0]), name
 

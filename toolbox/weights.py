@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from toolbox.validate import one_line, one_of
 
@@ -124,10 +125,18 @@ def read(found, make, names, dtype):
                 tensors |= names(key, tensor.to(dtype))
         if found.config.get("tied", True):   # some files hold the embedding once more
             tensors.pop("lm_head.weight", None)
-        with torch.device("meta"):   # no memory: `assign` puts the tensors that were read in place
+        # no memory and no random numbers: `assign` puts the tensors that were read in place
+        with torch.device("meta"), Uninitialised():
             model = make(found.config)
         model.load_state_dict(tensors, assign=True)
     return model
+
+
+class Uninitialised(TorchFunctionMode):
+    """No random numbers for weights. On "meta" they would import torch's compiler, for seconds."""
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) != "torch.nn.init":
+            return func(*args, **(kwargs or {}))
 
 
 def check_fixed(theirs, fixed):

@@ -115,6 +115,7 @@ def on_post_page(output, page, config):
     if page.file.src_uri.startswith("notebooks/"):
         output = re.sub(r'href="([\w./]+)\.(ipynb|md)([#"])', r'href="\1.html\3', output)
         output = output.replace('href="README.html', 'href="index.html')
+    output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"', 1)   # it has none
     link = rf'<a href="{up}docs/sources.html#\1">\1</a>'
     output = re.sub(r"<strong>Claims.*?</p>|[Cc]laim [HRPI]\d+", lambda said: re.sub(
         r"\b([HRPI]\d+)\b", link, said[0]), output, flags=re.DOTALL)

@@ -28,6 +28,7 @@ from lab.compiled import native
 from lab.loading.llama import Llama
 from model import GPT
 from request import Request
+from toolbox.weights import Uninitialised
 
 
 def optimize(model):
@@ -58,7 +59,7 @@ def refuse_others(model):
     for p in model.parameters():
         if p.dtype != torch.float32 or p.device.type != "cpu":
             raise ValueError(f"it is for float32 on a CPU, not {p.dtype} on {p.device.type}")
-    with torch.device("meta"):
+    with torch.device("meta"), Uninitialised():
         as_made = type(model)(model.config)
     looks = [(str(m), [p.shape for p in m.parameters()]) for m in (model, as_made)]
     if looks[0] != looks[1]:   # a tensor parallel rank's, for instance

@@ -12,12 +12,13 @@ import statistics
 from dataclasses import replace
 
 from lab.checks.check import Check
+from lab.checks.traps import broken
 from lab.checks.xray import sights_at
 from lab.experiments import motion, results
 from lab.experiments.results import Table
 from lab.flags import knobs_of
 from lab.loading.arrivals import workload
-from lab.loading.load import load
+from lab.loading.load import decode, load
 from lab.loading.stages import STAGES
 from lab.loading.workload import PROMPTS, make_requests, read_prompts
 from lab.simulate.calculated import figures, simulate
@@ -98,6 +99,16 @@ def some_prompts(model):
     return sights_at(STAGES["prepacked"], model, requests, step=0)[0]
 
 
+def ruined(model, tokenizer, requests):
+    """{name: [prompt, answer, answer under the published mask]} of requests that get another."""
+    answers = [results.run(STAGES["interleaved"], model, requests).requests]
+    with broken("published mask", show=False):
+        answers += [results.run(STAGES["interleaved"], model, requests).requests]
+    return {right.name: [decode(tokenizer, tokens) for tokens in (
+        right.prompt, right.generated, wrong.generated)]
+        for right, wrong in zip(*answers) if right.generated != wrong.generated}
+
+
 # --- the experiment -------------------------------------------------------------------------------
 
 def measure(args, device, dtype):
@@ -129,7 +140,8 @@ def measure(args, device, dtype):
     return {"repeats": repeats, "stages": stages, "wrong": wrong, "requests": len(requests),
             "calculated": calculated(runs["naive"][0][0].requests),
             "gap_ms": {name: motion.figures(motion.run(name))[0] for name in IDEAS},
-            "common": common, "beginning": COMMON, "room": ROOM,
+            "ruined": ruined(model, tokenizer, requests), "common": common,
+            "beginning": COMMON, "room": ROOM,
             "prompt_tokens": sum(len(request.prompt) for request in requests),
             "generated": stages["naive"]["generated"],
             "useful_scores": stages["naive"]["useful_scores"]}
@@ -176,3 +188,18 @@ def ideas(result):
            "many as fit if each were the longest), and how many tokens are *computed*. Tokens/s "
            "and gap are calculated for Llama 2 7B on an A100.")
     return Table(head, rows, how, words=2, small_print="{how}")
+
+
+def bug(result):
+    """What the published mask does to answers: the README's example."""
+    def line(text, most=72):
+        text = " ".join(text.removesuffix("<|endoftext|>").split())
+        return f"{text[:most]}{'…' * (len(text) > most)}"
+
+    rows = [[f"…{line(prompt)[-29:]}", line(right), line(wrong)] for prompt, right, wrong in (
+        result["ruined"][name] for name in ("r5", "r6"))]
+    how = (f"Two of the {len(result['ruined'])} requests, of {result['requests']}, whose answers "
+           "the mask changes in *interleaved*. The random numbers are the same, and nothing raises "
+           "an error.")
+    return Table(["prompt", "right", "with the published mask"], rows, how, words=3,
+                 small_print="{how}")

@@ -16,6 +16,7 @@ FLAGS = {"--check": dict(action="store_true", help="write nothing; fail if a tab
 
 TABLES = {   # a table's name: the function that makes it, or several; the results that it takes
     "stages": (ladder.ideas, "ladder"),
+    "bug": (ladder.bug, "ladder"),
     "ladder": (ladder.table, "ladder"),
     "rows": (rows.rows_table, "rows_builtin", "rows"),
     "gaps": (rows.gaps_table, "gaps"),

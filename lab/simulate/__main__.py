@@ -36,7 +36,8 @@ def main(argv=None):
     p.add_argument("--plot", metavar="FILE", help="draw waits, requests and memory over time")
     p.add_argument("--real", action="store_true", help="only: real runs, and what this and other "
                    "simulators say of them")
-    flags.add_knobs(p, DEFAULTS)
+    flags.add_knobs(p, defaults={**DEFAULTS, "pages": "all that fit",
+                                 "max_kv_tokens": "all that fit"})
     return p.run(run_stage, argv)
 
 
