@@ -56,6 +56,7 @@ def run_stage(args):
     knobs, ignored = with_memory(shape, gpu, generate, longest, flags.given_knobs(args),
                                  args.memory, args.max_kv)
     flags.say_ignored(args, ignored, "for this stage")
+    flags.say_ignored(args, ["requests"] * bool(args.stages and args.requests), "with --stages")
     run = runner(shape, gpu, generate, ENGINES[args.engine], **knobs)
     log = run(partial(made, number), times, args.clients or 0)
     f = figures(log, args.ttft, args.itl)
