@@ -97,8 +97,9 @@ def share(text):
 
 def add_knobs(parser, generate=None, defaults={}):
     """
-    The flags of how to batch. generate: the help shows those that this stage has; None: all.
-    defaults: those that are not a stage's own, for --help
+    The flags of how to batch. The help shows those that the stage `generate` has; None: all.
+
+    defaults: those that are not a stage's own
     """
     group = parser.add_argument_group("how to batch (changes when a token comes, never which)")
 

@@ -36,7 +36,8 @@ def main(argv=None):
     p.add_argument("--plot", metavar="FILE", help="draw waits, requests and memory over time")
     p.add_argument("--real", action="store_true", help="only: real runs, and what this and other "
                    "simulators say of them")
-    flags.add_knobs(p, defaults=DEFAULTS)
+    flags.add_knobs(p, defaults={**DEFAULTS, "pages": "all that fit",
+                                 "max_kv_tokens": "all that fit"})
     return p.run(run_stage, argv)
 
 
@@ -55,6 +56,7 @@ def run_stage(args):
     knobs, ignored = with_memory(shape, gpu, generate, longest, flags.given_knobs(args),
                                  args.memory, args.max_kv)
     flags.say_ignored(args, ignored, "for this stage")
+    flags.say_ignored(args, ["requests"] * bool(args.stages and args.requests), "with --stages")
     run = runner(shape, gpu, generate, ENGINES[args.engine], **knobs)
     log = run(partial(made, number), times, args.clients or 0)
     f = figures(log, args.ttft, args.itl)
