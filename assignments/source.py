@@ -12,8 +12,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SETS = sorted(int(path.name[3:]) for path in HERE.glob("set?"))
 # what every set's code imports
-SHIPPED = ("toolbox/__init__.py", "toolbox/validate.py", "toolbox/trace.py", "beyond/__init__.py",
-           "lab/__init__.py", "lab/checks/__init__.py", "lab/checks/probes.py")
+SHIPPED = (*(f"toolbox/{path.name}" for path in sorted((ROOT / "toolbox").glob("*.py"))),
+           "beyond/__init__.py", "lab/__init__.py", "lab/checks/__init__.py",
+           "lab/checks/probes.py")
 
 
 @cache

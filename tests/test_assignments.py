@@ -29,18 +29,13 @@ reference = cache(lambda number: grade.reference(number, random.Random("s")))
 
 
 def handed_in(folder, number, edits=()):
-    """Our files of a set. edits: (function, its body), or (file, what becomes of its text)."""
+    """Our files of a set. edits: (function, what it does first), (file, what becomes of it)."""
     files = source.files_of(number)
     for where, new in edits:
-        file, _, name = where.partition(":")
-        if name:
-            lines, start, end = source.source_of(files[file], name)
-            head = next(i for i in range(start, end) if lines[i].rstrip().endswith(":")) + 1
-            indent = " " * (source.node_of(files[file], name).col_offset + 4)
-            lines[head:end] = [indent + line for line in new.strip("\n").split("\n")]
-            files[file] = "\n".join(lines) + "\n"
+        if ":" in where:
+            files = source.edited(files, where, "", new.strip())
         else:
-            files[file] = new(files.get(file, ""))
+            files[where] = new(files.get(where, ""))
     source.write(folder, {name: text for name, text in files.items() if "kit/" not in name})
     return folder
 
@@ -89,54 +84,42 @@ def test_handouts_are_short_and_their_points_add_up(number):
 # --- what is handed in ----------------------------------------------------------------------------
 
 RIGHT = {
-    "recursion, and a print": (3, "a", [(SHARE, """
+    "recursion, and a print": ("a", [(SHARE, """
 def shares(rest, left):
     return [] if not rest or not left else [(rest[0], min(rest[0].todo, left))] + shares(
         rest[1:], left - min(rest[0].todo, left))
 print("a line")
 return shares(sorted(self.running, key=lambda r: r.todo > 1), self.token_budget)""")]),
-    "a helper called queue, and a data file": (3, "a", [
-        (SHARE, "from queue import shares\nreturn shares(self)"), ("one.txt", lambda _: "1"),
-        ("queue.py", lambda _: "ONE = int(open('one.txt').read())\ndef shares(queue):\n"
-         "    plan = [(r, 1) for r in queue.running if r.todo == ONE]\n"
-         "    left = queue.token_budget - len(plan)\n    for r in queue.running:\n"
-         "        if r.todo > 1 and left:\n            plan.append((r, min(r.todo, left)))\n"
-         "            left -= plan[-1][1]\n    return plan\n")]),
-    "tabs": (3, "b", [("scheduler.py", lambda text: text.replace("    ", "\t"))]),
-    "faults in other parts": (3, "a", [("request.py", lambda _: "def broken(:\n"), (
-        "scheduler.py", lambda text: text.replace("def admit(self", "def admits(self"))]),
-    "torch's attention": (1, "a", [("model.py:Head.forward", """
-if past_k is not None:
-    k, v = torch.cat((past_k, k), -2), torch.cat((past_v, v), -2)
-S, T = k.size(-2), q.size(-2)
-see = torch.arange(S, device=q.device) <= torch.arange(S - T, S, device=q.device)[:, None]
-see = see if mask is None else see & mask
-out = F.scaled_dot_product_attention(q, k, v, attn_mask=see)
-return torch.where(see.any(-1, keepdim=True), out, torch.zeros_like(out))""")]),
-}
+    "a helper called queue, a data file": ("a", [
+        ("one.txt", lambda _: "1"), ("queue.py", lambda _: "ONE = int(open('one.txt').read())\n"
+                                     "def rank(request):\n    return request.todo > ONE\n"), (
+            SHARE, """from queue import rank
+left, plan = self.token_budget, []
+for request in sorted(self.running, key=rank):
+    plan += [(request, min(request.todo, left))] * (left > 0)
+    left -= request.todo
+return plan""")]),
+    "tabs": ("b", [("scheduler.py", lambda text: text.replace("    ", "\t"))]),
+    "faults in other parts": ("a", [("request.py", lambda _: "def broken(:\n"), (
+        "scheduler.py", lambda text: text.replace("def admit(self", "def admits(self"))])}
 WRONG = {   # the body of share_budget: what is said
     "import pytest; pytest.skip('later')": "raises Skipped: later",
     "import os; os._exit(0)": "ends the process (status 0)",
     "return open('/proc/self/environ').read()": "is not a file of this folder",
     "return type('L', (list,), {'__eq__': lambda *_: True})()": "gives [], expected A1",
-    "pass": "gives None, expected []: is a `return` missing?",
-    "\nself = self\nreturn 1 / 0": "(scheduler.py, line 69: return 1 / 0)",
-    "import sys; sys.exit(0)": "raises SystemExit: 0",
+    "return": "gives None, expected []: is a `return` missing?",
+    "self = self\nreturn 1 / 0": "(scheduler.py, line 70: return 1 / 0)",
     "while True: pass": "takes more than 10 seconds of CPU time",
     "x = [0] * 10**12": "raises MemoryError",
-    f"exec(open({str(ROOT / 'scheduler.py')!r}).read())": "is not a file of this folder",
     "import os; os.fork(); return []": "os.fork is not allowed here",
     "import os; [os.write(i, b'{\"value\": []}\\n' * 999) for i in range(3, 9)]": ", expected ",
-    "import json; json.dumps = lambda *_: '{\"value\": true}'; return []": ", expected ",
-    "self.share_budget()": "raises RecursionError",
-}
+    "import json; json.dumps = lambda *_: '{\"value\": true}'; return []": ", expected "}
 
 
-@pytest.mark.parametrize("name", RIGHT if THOROUGH else [*RIGHT][:4])
+@pytest.mark.parametrize("name", RIGHT)
 def test_right_code_in_any_style_gets_full_marks(name, tmp_path):
-    number, part, edits = RIGHT[name]
-    folder = handed_in(tmp_path, number, edits)
-    assert grade.tried(number, part, reference(number)[part], folder) is None
+    part, edits = RIGHT[name]
+    assert grade.tried(3, part, reference(3)[part], handed_in(tmp_path, 3, edits)) is None
 
 
 @pytest.mark.parametrize("body", WRONG if THOROUGH else [*WRONG][:6])
@@ -145,6 +128,15 @@ def test_what_is_no_solution_gets_nothing_and_costs_no_other_part(body, tmp_path
     said = grade.tried(3, "a", reference(3)["a"], folder)
     assert said and WRONG[body] in said and "\n" not in said, said
     assert grade.tried(3, "b", reference(3)["b"], folder) is None
+
+
+def test_our_source_of_other_parts_counts_and_their_lines_keep_their_numbers():
+    theirs = "class A:\n\tdef f(self):\n\t\treturn 1\n\n\ndef g():\n    return A().f()\n"
+    ours = "import math\n\n\nclass A:\n    def f(self):\n        return math.pi\n"
+    text, lines = source.pasted(theirs, ours, ["A.f"])
+    exec(text, made := {})
+    assert made["g"]() == 3.141592653589793
+    assert lines[text.splitlines().index("    return A().f()")] == 7
 
 
 # --- a class --------------------------------------------------------------------------------------
@@ -174,7 +166,7 @@ def test_an_instructors_first_ten_minutes(tmp_path):
     rows = [*csv.DictReader(open(tmp_path / "3.csv"))]
     assert [(row["id"], row["points"], row["of"]) for row in rows] == [
         ("ada", "6", "15"), ("bob", "0", "15"), ("eve", "0", "15")]
-    assert len(open(tmp_path / "private/values.csv").readlines()) == 4
+    assert (tmp_path / "private/values.csv").read_text().count("\n") == 4
 
 
 def test_tables_keep_written_points_and_results_have_their_shapes(tmp_path):

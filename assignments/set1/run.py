@@ -70,7 +70,8 @@ def cache(capacity, calls, lead=(), dtype="float64"):
         said[call] = kind_of(found)
         if isinstance(found, (tuple, list)) and [*map(torch.is_tensor, found)] == [True, True]:
             said[call] = {
-                "shapes and dtypes": [*map(kind_of, found)], "keys": found[0], "values": found[1],
+                "shapes and dtypes": [*map(kind_of, found)],
+                "keys": found[0].tolist(), "values": found[1].tolist(),
                 "views of the buffers": [each.data_ptr() == buffer[layer].data_ptr()
                                          for each, buffer in zip(found, (kv.k, kv.v))]}
     return said

@@ -106,7 +106,7 @@ def hashes(tokens, page_size, ends):
     try:
         for i, end in enumerate(ends):
             said = scheduler.hashes(request, end)
-            found[f"call {i}, end {end}, the full pages' hashes"] = said and [
+            found[f"call {i}, end {end}, the full pages' hashes"] = None if said is None else [
                 each.hex()[:8] if isinstance(each, bytes) else each
                 for each in said[:end // page_size]]
             found[f"call {i}, end {end}, how many are kept"] = len(request.page_hashes)

@@ -20,7 +20,9 @@ def guess(prompt, generated, most):
             request.computed = len(request.tokens)
             request.generated.append(token)
         known = list(request.tokens)
-        found[f"the guess after {' '.join(map(str, known[-12:]))}"] = lookup.guess(request, most)
+        said = lookup.guess(request, most)   # a list that it may use again
+        found[f"the guess after {' '.join(map(str, known[-12:]))}"] = (
+            [*said] if isinstance(said, list) else said)
         if request.tokens != known:
             return "it changes the request"
     return found

@@ -131,8 +131,10 @@ def layout_of(batch, *names, context_length=24):
             positions.min() >= 0 and positions.max() < context_length)
     if "wanted" in names:
         reads = places_of(batch, batch.wanted)
-        found |= {"sampled": batch.sampled, "wanted reads": reads if isinstance(reads, str) else [
-            owner.get(place, "a slot without a token") for place in reads]}
+        sampled = getattr(batch, "sampled", "not set")
+        found["sampled"] = [*sampled] if isinstance(sampled, list) else sampled
+        found["wanted reads"] = reads if isinstance(reads, str) else [
+            owner.get(place, "a slot without a token") for place in reads]
     return found | {name: getattr(batch, name, "not set") for name in names if name not in (
         "tokens", "positions", "mask", "wanted")}
 
