@@ -262,7 +262,7 @@ def prefixes(yours, model):
         yield from expect("When A has freed its pages [0, 1, 2], the free queue", [*memory.free],
                           [*range(3, number), 2, 1, 0])
         answer = bool(yours.grant(memory, B))
-        yield from expect(f"B has 16 tokens; A, which begins alike, has computed {n} of 9, and freed"
+        yield from expect(f"B has 16 tokens; A, which begins alike, has computed {n} of 9 and freed"
                           f" its pages. In a pool of {number} pages of 4: what grant returns, B's "
                           "computed tokens, and the free queue",
                           (answer, B.computed, [*memory.free]), right)
