@@ -19,7 +19,9 @@ from pathlib import Path
 
 QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
 TALK = QUESTIONS.pop("talk")   # the words
-UNITS, ONES, TENS = (TALK[name].split() for name in ("units", "ones", "tens"))
+ONES, TENS, UNITS = (TALK[name].split() for name in ("ones", "tens", "units"))
+UNIT_OF = {form: unit for unit in [*UNITS, *TALK["sizes"][0], *TALK["sizes"][1]]
+           for form in (unit, unit + "s", unit + "es", unit[:-1] + "ies")}
 VALUES = dict(zip([None, *ONES, *TENS], [0, *range(20), *range(20, 100, 10)]))
 SPELLED = rf"\b(?:({'|'.join(TENS)})[ -]?)?({'|'.join(ONES)})\b|\b({'|'.join(TENS)})\b"
 FILLERS = dict.fromkeys(TALK["fillers"].split(), "")
@@ -85,7 +87,7 @@ def calculated(text, it):
     code, units, loose = "", [], False
     more = dict.fromkeys(it.get("fillers", "").split(), "")
     for digits, word in re.findall(rf"({NUMBER})|([a-z]+(?:-reduces?)?|\*\*|//|\S)", text):
-        if (unit := unit_of(word)) and word not in TALK["signs"]:
+        if (unit := UNIT_OF.get(word)) and word not in TALK["signs"]:
             code = code.removesuffix("/")   # GB/s
             units += [] if loose else [unit]
         else:
@@ -103,12 +105,6 @@ def calculated(text, it):
         if unit not in [*sizes, *wanted, *it.get("per", "").split()[:i]] and not product:
             return f"The question does not ask for {unit}s."
     return value * next((sizes[unit] / sizes[wanted[0]] for unit in units if unit in sizes), 1)
-
-
-def unit_of(word):
-    """A unit in the singular, or None."""
-    unit = re.sub(r"(?<=ss)es$|(?<=\w[^s])s$", "", re.sub("ies$", "y", word))
-    return unit if unit in UNITS or any(unit in sizes for sizes in TALK["sizes"]) else None
 
 
 def folded(node):
@@ -141,7 +137,7 @@ def names(text, it):
     for word, colon in re.findall(r"(\d+|[a-z]+|[^\w\s,;.:&/+!?()'-])(?: *(:))?", text):
         for each in [word] if word in kinds or not {*word} <= {*order} else word:   # AC
             unknown = "E" if each.isdigit() and order[0].isdigit() else ""
-            known = each in kinds or not each.isdigit() and not unit_of(each)
+            known = each in kinds or not each.isdigit() and each not in UNIT_OF
             kind = kinds[each] if known else unknown
             classes += kind.lower() if colon and kind in "VW" else kind
             said += [each] * len(kind)
@@ -181,7 +177,7 @@ def series(text, it):
     words = [word for word in re.findall("[a-z-]*[a-z]", text) if word not in FILLERS]
     found = re.findall(NUMBER, text)
     if (not found or re.search(r"[^\w\s,;/>|.&()-]|(?:^|[,;] *)-\d", text)
-            or not all(map(unit_of, words))):
+            or not all(word in UNIT_OF for word in words)):
         raise ValueError
     return [[*map(float, text if len(found) == 1 and len(text) > 2 and text.isdigit() else found)]]
 

@@ -277,4 +277,5 @@ WRONG = [   # step, old, new, what the judge says
     (4, "    request.computed = len(found) * size\n", "", "(True, 0, [])"),
     (4, "reversed(request.block_table)", "request.block_table", "[0, 1, 2], expected [2, 1, 0]"),
     (4, "tuple(request.tokens[:(i + 1) * memory.size])", "i", "what grant returns"),
+    (4, "(request.computed + n) // memory.size)", "len(request.block_table))", "computed 5 of 9"),
 ]

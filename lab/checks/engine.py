@@ -252,17 +252,19 @@ def prefixes(yours, model):
     """Step 4: pages that are found again; by hand, then with and without enough memory."""
     A, B = prepare(letters(3, A=9, B=16), model.config)
     B.prompt[:8] = A.prompt[:8]
-    for number, right in (3, (False, 0, [2, 1, 0])), (4, (True, 8, [])):
+    for number, n, right in ((3, 9, (False, 0, [2, 1, 0])), (4, 9, (True, 8, [])),
+                             (5, 5, (True, 4, [1]))):
         memory, A.block_table, A.computed, B.block_table = Memory(number, 4), None, 0, None
         yours.grant(memory, A)
-        yours.keep(memory, [(A, 9)])
-        A.computed = 9
+        yours.keep(memory, [(A, n)])
+        A.computed = n
         yours.free(memory, A)
         yield from expect("When A has freed its pages [0, 1, 2], the free queue", [*memory.free],
                           [*range(3, number), 2, 1, 0])
         answer = bool(yours.grant(memory, B))
-        yield from expect(f"B has 16 tokens, and A filled two of its pages. In a pool of {number}: "
-                          "what grant returns, B's computed tokens, and the free queue",
+        yield from expect(f"B has 16 tokens; A, which begins alike, has computed {n} of 9 and freed"
+                          f" its pages. In a pool of {number} pages of 4: what grant returns, B's "
+                          "computed tokens, and the free queue",
                           (answer, B.computed, [*memory.free]), right)
     for requests, pages in ((letters(3, {"B": 4}, A=8, B=8), 12), (alike(20, 5, 0, 0, 0, 3, 9), 40),
                             (alike(16, 0, 0, 0, 0, 12), 40), (alike(20, 5, *range(7)), 17)):
