@@ -97,23 +97,20 @@ def run_data(name, trace, calculated):
         "start": [ms(trace.step_times[p.step] - trace.started) for p in trace.passes],
         **{count: [getattr(p, count) for p in trace.passes] for count in COUNTS},
         **{column: [frame[column] for frame in recorder.frames] for column in FRAME}}
-    return {
-        "name": name, "idea": idea(recorder.generate),
-        "place": calculated or place(recorder.model), "knobs": recorder.knobs,
-        "pool": recorder.pool, "check": check_data(recorder, calculated),
-        "xray": {"left_out": recorder.left_out, "wrong": recorder.wrong,
-                 "sentences": recorder.sentences},
-        "requests": [request_data(request, trace) for request in recorder.requests],
-        "passes": passes}
+    return {"name": name, "idea": idea(recorder.generate), "knobs": recorder.knobs,
+            "place": calculated or place(recorder.model), "pool": recorder.pool,
+            "check": check_data(recorder, calculated),
+            "xray": {name: getattr(recorder, name) for name in ("left_out", "wrong", "sentences")},
+            "requests": [request_data(request, trace) for request in recorder.requests],
+            "passes": passes}
 
 
 def request_data(request, trace):
-    return {
-        "name": request.name, "prompt": request.prompt, "generated": request.generated,
-        "arrival": request.arrival, "arrived": ms(trace.arrived(request) - trace.started),
-        "reason": request.finish_reason, "limit": request.kv_tokens + 1 - len(request.prompt),
-        "steps": request.token_steps,
-        "ms": [ms(time - trace.started) for time in request.token_times]}
+    return {"name": request.name, "prompt": request.prompt, "generated": request.generated,
+            "arrival": request.arrival, "arrived": ms(trace.arrived(request) - trace.started),
+            "reason": request.finish_reason, "steps": request.token_steps,
+            "limit": request.kv_tokens + 1 - len(request.prompt),
+            "ms": [ms(time - trace.started) for time in request.token_times]}
 
 
 def check_data(recorder, calculated):
