@@ -154,9 +154,9 @@ function bar(name, kind, values, set) {
 }
 
 function row(r) {                        // a request's controls; r: its number
-  const name = nameOf(r), of = state => state.own.requests[r];
-  const prompt = bar(`${name}: prompt`, "prefill", LENGTHS, n => { of(state)[0] = n; });
-  const answer = bar(`${name}: answer`, "decode", LENGTHS, n => { of(state)[1] = n; });
+  const name = nameOf(r), set = (i, value) => { state.own.requests[r][i] = value; };
+  const prompt = bar(`${name}: prompt`, "prefill", LENGTHS, n => set(0, n));
+  const answer = bar(`${name}: answer`, "decode", LENGTHS, n => set(1, n));
   const shares = element("button", {
     title: "begins with the common beginning", ariaLabel: `${name}: begins like the others`,
     onclick: () => edit(own => {
@@ -168,7 +168,7 @@ function row(r) {                        // a request's controls; r: its number
   const input = element("input", {type: "range", min: 0, ariaLabel: `${name}: arrival, ms`});
   input.oninput = () => {
     state.held ??= views[0].end;         // while it is dragged, the axis stays
-    edit(() => { of(state)[2] = Number(input.value); }, false);
+    edit(() => set(2, Number(input.value)), false);
   };
   input.onchange = settle;
   const output = element("output");
