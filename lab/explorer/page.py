@@ -17,7 +17,7 @@ import torch
 
 from lab.checks.check import summary
 from lab.loading.load import word
-from lab.simulate.hardware import BANDWIDTH_SHARE, GPUS, MODELS, TILE
+from lab.simulate.hardware import GPUS, MODELS, TILE, constants
 from lab.views.plots import COLORS, KEYS, NAMES
 
 FOLDER = Path(__file__).parent
@@ -59,14 +59,15 @@ def filled(data):
 
 
 def gpu_data(shape=GPU[0], gpu=GPU[1]):
-    """Shape.seconds in plain numbers, for schedule.js: all are seconds, but the tile and bytes."""
-    flop, byte = 1 / (gpu.share * gpu.peak), 1 / (BANDWIDTH_SHARE * gpu.bandwidth)
-    return {"tile": TILE, "row": 2 * shape.linears * flop, "sample": 2 * shape.vocabulary * flop,
-            "score": 4 * shape.n_layer * shape.n_head * shape.head_size * flop,
-            "weights": shape.linears * shape.size * byte, "key": shape.kv_bytes * byte,
-            "vocabulary": shape.vocabulary * shape.size * byte, "kv_bytes": shape.kv_bytes,
-            "copy": 2 * shape.kv_bytes * byte, "overhead": gpu.overhead,
-            "per_request": gpu.per_request}
+    """
+    The constants of simulate's `seconds` in plain numbers, for schedule.js. For a dense model on
+    one GPU, where all weights are hit: all are seconds, but the tile and bytes.
+    """
+    c = constants(shape, gpu)
+    return {"tile": TILE, "row": c.row + c.expert_row, "sample": c.sample, "score": c.score,
+            "weights": c.weights + c.expert, "key": c.key, "vocabulary": c.vocabulary,
+            "kv_bytes": shape.kv_bytes, "copy": 2 * shape.kv_bytes * c.byte,
+            "overhead": c.overhead, "per_request": c.per_request}
 
 
 # --- the data -------------------------------------------------------------------------------------
