@@ -6,8 +6,6 @@ request is its number, or the token that ends it; and a clock moves as lab/simul
 """
 import json
 import random
-import re
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -23,8 +21,9 @@ from request import Request
 SHAPE, GPU = MODELS["llama-2-7b"], GPUS["a100"]
 STOP, SHARED, OWN = 99, 100, 3000   # token ids; below 99: numbers of requests
 COUNTS = ("step", "shape", "work", "finished", "useful", "recomputed", "pad_slots",
-          "finished_slots", "score_entries", "useful_scores", "padded_keys")   # of a ForwardPass
-TWIN = page.read("schedule.js").replace("export ", "")
+          "finished_slots", "score_entries", "useful_scores", "padded_keys",
+          "copied_bytes", "slots")   # of a ForwardPass
+TWIN = page.twin()
 
 
 def load(seed):
@@ -40,7 +39,8 @@ def load(seed):
             "prompt": prompt, "answer": answer, "shared": min(prompt, draw.choice([0, common])),
             "limit": answer + draw.choice([0, 0, draw.randint(1, longest)]),   # else it ends early
             "arrival": 0 if at_once else draw.randint(0, 30) * (7.7 if in_ms else 1)})
-    size, tight = draw.choice([1, 1, 2, 3, 4, 8, 16, 50]), draw.choice([0, 0, 0.3 * draw.random(), 5])
+    size = draw.choice([1, 1, 2, 3, 4, 8, 16, 50])
+    tight = draw.choice([0, 0, 0.3 * draw.random(), 5])
     rooms = [r["prompt"] + r["limit"] - 1 for r in requests]
     pages = [-(-room // size) for room in rooms]
     least = draw.choice([1, 1, 1, 0.7])   # 0.7: some may never fit
@@ -83,8 +83,7 @@ class Numbers:
             start + n for (_, n), start in zip(batch.plan, batch.starts) if n)
         seconds = SHAPE.seconds(GPU, tokens.numel(), len(batch.sampled), cost["score_entries"],
                                 keys, cost.get("copied_bytes", 0))
-        self.frames[-1] |= {"ms": 1e3 * seconds, "keys": keys,
-                            "copied": cost.get("copied_bytes", 0) / SHAPE.kv_bytes}
+        self.frames[-1]["ms"] = 1e3 * seconds
         self.now += seconds
         logits = torch.zeros(len(batch.sampled), STOP + 1)
         for row, request in zip(logits, batch.sampled):
@@ -97,7 +96,7 @@ class Numbers:
 
 
 class Arrival:
-    """In milliseconds, where a stage compares with a step or sorts; lab/simulate/ has such a one."""
+    """In milliseconds, where a stage compares with a step or sorts; as lab/simulate/ does."""
 
     def __init__(self, model, ms):
         self.model, self.ms = model, ms
@@ -156,10 +155,9 @@ def differences(twin, python):
     for i, (mine, p) in enumerate(zip(twin["passes"], python["passes"])):
         rooms |= mine["room"]
         mine["rooms"] = {name: room for name, room in rooms.items() if room}
-        work = [[int(name), first, n] for name, first, n in p["work"]]
-        want = p | {"work": work, "shape": list(p["shape"]), "ms": pytest.approx(p["ms"], 1e-9),
-                    "finished": [*map(int, p["finished"])]}
-        for name, value in want.items():
+        work = [int(value) for part in p["work"] for value in part]
+        for name, value in (p | {"work": work, "shape": list(p["shape"]), "finished": [
+                *map(int, p["finished"])], "ms": pytest.approx(p["ms"], 1e-9)}).items():
             if mine[name] != value:
                 yield f"pass {i}: {name} {mine[name]}, in Python {value}"
     if {k: n for k, n in twin["counts"].items() if n} != {
@@ -189,7 +187,7 @@ MUTANTS = [   # (what stands in the twin, a mistake in its place)
     ("this.preempt(this.running.at(-1))", "this.preempt(this.running[0])"),
     ("request.computed = 0;", ""),
     ("todo < this.token_budget", "true"),
-    ("request.todo > 1 && budget > 0", "request.todo > 1 && budget > 1"),
+    ("if (budget > 0) plan", "if (budget > 1) plan"),
     ("reserved + request.kv_tokens <=", "reserved + request.kv_tokens <"),
     ("[...table].reverse()", "table"),
     ("if (!this.ref_count[page]) this", "this"),
@@ -206,7 +204,7 @@ MUTANTS = [   # (what stands in the twin, a mistake in its place)
     ("B * P + B * (P + T)", "B * (P + T)"),
     ("Math.max(first, request.reached)", "first"),
     ("this.now = Math.max(this.now, request.arrival)", "this.now = request.arrival"),
-    ("(sampled ? gpu.vocabulary : 0)", "gpu.vocabulary"),
+    ("(sampled ? c.vocabulary : 0)", "c.vocabulary"),
     ("return this.running.length ? step :", "return"),
 ]
 
