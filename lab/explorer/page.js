@@ -50,7 +50,8 @@ function readAddress() {                 // whatever it says: what does not exis
   state.cells = ["position", "wide"].includes(parts.get("cells")) ? parts.get("cells") : "token";
   setOwn(ownFrom(parts));
   const known = state.own ? Object.keys(LADDER) : names;
-  const [run, beside = ""] = parts.has("run") ? [parts.get("run"), parts.get("beside")] : known;
+  const [run, beside = ""] = parts.has("run") || state.own
+    ? [parts.get("run"), parts.get("beside")] : known;
   state.run = known.includes(run) ? run : state.own ? "paged" : names[0];
   state.beside = known.includes(beside) ? beside : "";
   state.clock = parts.has("ms") || (state.own && !parts.has("step")) ? "ms" : "step";

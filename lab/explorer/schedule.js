@@ -20,7 +20,7 @@ class Request {
   constructor({prompt, answer, limit = answer, arrival = 0, shared = 0, tokens = null}, number) {
     Object.assign(this, {number, prompt, answer, limit, arrival, shared, tokens, refused: ""});
     Object.assign(this, {computed: 0, generated: 0, reached: 0, block_table: null});
-    Object.assign(this, {token_steps: [], token_times: [], table: null, room: 0,
+    Object.assign(this, {page_hashes: [], token_steps: [], token_times: [], table: null, room: 0,
                          runs: false});
   }
   get todo() { return this.prompt + this.generated - this.computed; }
@@ -161,9 +161,9 @@ class PagedScheduler extends Scheduler {
 
 // --- generate_prefix.py --------------------------------------------------------------------------
 
-// The name of a full page that ends before position `end`: of its tokens, and all before them.
-function page_hash({number, shared, tokens}, end) {
-  if (tokens) return tokens.slice(0, end).join(" ");
+// What tells a full page's tokens from others: their ids, or their place in a shared beginning.
+function content({number, shared, tokens}, start, end) {
+  if (tokens) return tokens.slice(start, end).join(" ");
   return end <= shared ? `shared ${end}` : `${number}: ${end}`;
 }
 
@@ -171,14 +171,25 @@ class PrefixPages extends Pages {
   constructor(number, size) {
     super(number, size);
     Object.assign(this, {ref_count: Array(number).fill(0), cached: new Map(), hash_of: new Map()});
+    this.names = new Map();              // of what was hashed -> its hash, a number
+  }
+  page_hash(request, i) {                // of its i-th page and all before it, computed once
+    const known = request.page_hashes, {size, names} = this;
+    while (known.length <= i) {
+      const start = known.length * size, tokens = content(request, start, start + size);
+      const chained = `${known.at(-1) ?? ""} / ${tokens}`;
+      if (!names.has(chained)) names.set(chained, names.size);
+      known.push(names.get(chained));
+    }
+    return known[i];
   }
   get in_order() {                       // the cached pages of the free queue
     return [...this.free_queue].filter(page => this.hash_of.has(page));
   }
   find(request, last) {                  // of its full pages before position `last`
     const found = [];
-    for (let end = this.size; end <= last; end += this.size) {
-      const page = this.cached.get(page_hash(request, end));
+    for (let i = 0; (i + 1) * this.size <= last; i++) {
+      const page = this.cached.get(this.page_hash(request, i));
       if (page === undefined) break;
       found.push(page);
     }
@@ -231,7 +242,7 @@ class PrefixScheduler extends PagedScheduler {
     for (const [request, n] of plan) {
       const full = Math.floor((request.computed + n) / size);
       for (let i = Math.floor(request.computed / size); i < full; i++) {
-        this.pages.cache(request.block_table[i], page_hash(request, (i + 1) * size));
+        this.pages.cache(request.block_table[i], this.pages.page_hash(request, i));
       }
     }
     super.update(plan);
