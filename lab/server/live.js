@@ -10,7 +10,7 @@ const state = {clock: "step", cells: "token"};   // what panels.js asks for, as 
 const valueOf = step => step.step, shown = () => [view.run];
 const requests = new Map();              // name -> what is known of it
 let hello = null;                        // the server's first message
-let simulate = null, scored = 0;         // of the module schedule.js; when the stages were compared
+let simulate = null, scored = -Infinity;  // of schedule.js; when the stages were compared
 import("/schedule.js").then(module => { simulate = module.simulate; });
 let moments = [];                        // the last KEPT steps, as the notes have them
 let waiting = [], running = 0, boxes = [], view = null, drawing = false;
@@ -162,7 +162,7 @@ function hear(message) {
     hello = message;
     [DATA.names, DATA.vocabulary, moments, waiting, view] = [message.names, message.words, [], [], null];
     Object.assign(DATA, {gpu: message.gpu, clock: message.clock});
-    scored = 0;
+    scored = -Infinity;
     document.documentElement.style.cssText += message.style;
     requests.clear();
     $("views").replaceChildren();
