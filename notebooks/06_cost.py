@@ -119,9 +119,9 @@ with folded():
 # to the newcomer's TTFT with a budget of 64, and with 512?
 # <details><summary>Answer</summary>
 #
-# With 64 it is 7.8 times as long: 60 decodes leave 4 tokens a step to the prompt, where 32 left 32.
-# With 512 it is 1.2 times as long. A budget must be well above the number of requests that decode.
-# </details>
+# With 64 it is 2.4 times as long: while 60 requests decode, they leave 4 tokens a step to the
+# prompt, where 32 left 32. With 512 it is 1.1 times as long. A budget must be well above the number
+# of requests that decode.</details>
 #
 # ## All stages
 #

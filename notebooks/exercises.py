@@ -2,8 +2,7 @@
 The judge of exercises: what a reader's function gets wrong, in a sentence.
 
 It is called with arguments whose results are known, and takes the place of the repository's own
-code in a run. questions.toml has our code, the arguments, and the usual mistakes as edits of our
-code: who makes one of them reads its sentence.
+code in a run. questions.toml has our code, the arguments, and the usual mistakes as edits of it.
 """
 import copy
 import inspect

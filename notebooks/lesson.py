@@ -216,7 +216,12 @@ def as_typed(lines):
     return f"{found[1]}{found[3].strip()!r}{found[4]}".splitlines(keepends=True)
 
 
-if shell := get_ipython():
+def listen(shell):
+    """Answers may be typed without quotes, and an undefined name is explained."""
     shell.set_custom_exc((NameError,), not_yet_defined)
     shell.input_transformers_cleanup.append(as_typed)
+
+
+if shell := get_ipython():
+    listen(shell)
     InlineBackend.instance().print_figure_kwargs = FIGURES

@@ -136,7 +136,7 @@ def free_shared(memory, request):
 # --- for the tests --------------------------------------------------------------------------------
 
 SCOPE = {"torch": torch, "head": head, "np": np}   # of the cells
-LINES = [line for line in inspect.getsource(sys.modules[__name__]).split("# --- for the")[0]
+LINES = [line.strip() for line in inspect.getsource(sys.modules[__name__]).split("# --- for the")[0]
             .splitlines() if re.match(r"    +\w.{30}", line)]
 
 

@@ -203,8 +203,7 @@ def test_the_reader_of_answers_knows_what_people_write_and_two_hints_come_before
 
 def test_an_answer_needs_no_quotes_and_never_ends_in_a_traceback():
     shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
-    shell.input_transformers_cleanup.append(lesson.as_typed)
-    shell.set_custom_exc((NameError,), lesson.not_yet_defined)
+    lesson.listen(shell)
     shell.user_ns.update(ask=lesson.ask, one=5)
     try:
         for guess, said in (("D and F", "Right"), ("F", "You say F"), ("D or F)  # (", "cannot"),
