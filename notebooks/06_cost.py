@@ -183,7 +183,7 @@ ask("6.4: In float32, how much is 1e8 + (-1e8 + 1)?", guess=...)
 # **Claims** ([docs/sources.md](../docs/sources.md)): R7 (attention's intensity stays), P7 (what
 # predicts the speedup of packing) and P9 (latency grows with k) hold. P6 and P8 (1.6 to 3.5 times
 # as fast, 16 times as many prompts) hold for short, skewed lengths only
-# ([docs/prepacking.md](../docs/prepacking.md)). *Wrong as published:* H10, as one compile serves all
-# numbers of rows; CUDA graphs do want static shapes.
+# ([docs/prepacking.md](../docs/prepacking.md)). *Wrong as published:* H10, as one compile serves
+# all numbers of rows; CUDA graphs do want static shapes.
 #
 # **Next:** [07_how_much_fits](07_how_much_fits.ipynb) asks how many requests fit at once.
