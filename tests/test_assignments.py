@@ -148,7 +148,8 @@ def test_a_template_gives_no_solution_away(number, tmp_path):
         file, name = function.split(":")
         lines = "\n".join(map(ast.unparse, source.body_of(source.node_of(ours[file], name))))
         for line in [line.strip() for line in lines.splitlines() if len(line) > 40]:
-            assert not any(line in text for text in made.values()), line
+            elsewhere = sum(text.count(line) for text in ours.values()) > 1   # in what is given
+            assert elsewhere or not any(line in text for text in made.values()), line
     for files, status in (made, 1), (ours, 0):
         source.write(tmp_path, files)
         ran = run(tmp_path, sys.executable, "-m", "pytest", "-q")

@@ -34,7 +34,7 @@ def guess_often(number, kinds):
     total, last = 0, []
     for i in range(number):
         request.computed = i + 1
-        request.generated.append(i * i % kinds)
+        request.generated.append(1000 + i if i % 40 else i % kinds)   # most are new
         last = lookup.guess(request, 4)
         total += len(last)
     return {"tokens guessed in all": total, "the last guess": last}
