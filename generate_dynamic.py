@@ -67,11 +67,9 @@ class Rectangle:
         self.wanted = (torch.tensor(due, dtype=torch.long, device=device), -1)
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
-        """
-        Gathers the pasts, attends, and puts the new keys and values into their caches. Pads of the
-        past are zeros: their weight is 0, but 0 times an uninitialised NaN is NaN.
-        """
+        """Gathers the pasts, attends, and puts the new keys and values into their caches."""
         T, P = k.size(-2), self.P
+        # Zeros, for pads: their weight is 0, but 0 times an uninitialised NaN is NaN.
         past_k, past_v = (t.new_zeros(*t.shape[:-2], P, t.size(-1)) for t in (k, v))
         for b, ((request, _), start) in enumerate(zip(self.plan, self.starts)):
             if start:                                               # a newcomer has no past

@@ -22,10 +22,9 @@ for 32 times the tokens. On the GPU they take as long as one: reading takes long
 (Speeds of the CPU: measured, on the README's machine; of the GPU: its data sheet.)
 Next: static batching computes a token for many requests from one read of the weights.
 
-Every script's check reruns nothing: it makes one forward pass, without a cache, over each prompt
-and all of its answer (lab/checks/check.py). What must agree: tokens exactly, unless rounding
-decides between two of them (a *near-tie*, counted apart); logits to rounding, 1e-4 of the largest
-in float32. Bit for bit they are equal with the compiled step only, --optimize on a CPU.
+Every script's check makes one forward pass, without a cache, over each prompt and its answer
+(lab/checks/check.py). Tokens must agree exactly, unless rounding decides between two of them (a
+*near-tie*, counted apart); logits to rounding, 1e-4 of the largest in float32.
 """
 import torch
 

@@ -67,9 +67,8 @@ class Head(nn.Module):
         q:              (..., T, hs)  queries of the T new tokens
         k, v:           (..., T, hs)  their keys and values; or (..., S, hs), if the cache has put
                                       the past in front already
-        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, for Head to put in front;
-                                      or None. For a layout whose pasts differ in length, and are
-                                      padded to P columns
+        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, for Head to put in front,
+                                      of a layout that pads pasts to P columns; or None
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
                         over past *and* new keys is (B, 1, 1, S). ANDed with the causal rule.
 
@@ -87,11 +86,10 @@ class Head(nn.Module):
         if mask is not None:
             see = see & mask                                       # (..., T, S)
 
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))   # (..., T, S)
+        # q is divided first: in float16, q k^T may overflow where its quotient would not.
+        scores = q / math.sqrt(q.size(-1)) @ k.transpose(-2, -1)   # (..., T, S)
         weights = scores.masked_fill(~see, -math.inf).softmax(dim=-1)
-        # A row of only -inf (a pad that sees no key) has a softmax of NaN. In the next layer NaN
-        # would be in that pad's value. A token that hides the pad still adds 0 times its value, and
-        # 0 times NaN is NaN. So such a row gets weights of zero.
+        # A row of only -inf (a query that sees no key) has a softmax of NaN: its weights are zeros.
         weights = weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)
         return weights @ v                                         # (..., T, hs)
 
@@ -119,6 +117,10 @@ class MultiHeadAttention(nn.Module):
 
     def forward(self, x, attend):                                  # (..., T, C)
         q, k, v = (self.split_heads(part(x)) for part in (self.query, self.key, self.value))
+        # Hidden keys get weights of 0, but 0 times NaN is NaN. So where a value is not finite (of a
+        # pad, say) it becomes zeros, and its key NaN: that spoils whoever sees it, and nobody else.
+        lost = ~v.isfinite().all(dim=-1, keepdim=True)             # (..., nh, T, 1)
+        k, v = k.masked_fill(lost, math.nan), v.masked_fill(lost, 0.0)
         y = attend(self.layer, q, k, v)                            # tokens meet here, nowhere else
         return self.c_proj(y.transpose(-3, -2).flatten(-2))        # (..., nh, T, hs) -> (..., T, C)
 
@@ -237,12 +239,12 @@ def sample(logits, requests):
         CDF   0 |----- the -----|-- a --|- of -|...| 1
                           ^ u = 0.31  ->  "the"
 
-    Raises ValueError if the largest logit is NaN or infinite.
+    Raises ValueError for a row whose largest logit is NaN or infinite; the error's `request` says
+    whose. No request has drawn then, so the others can be computed again without it.
     """
     tokens = logits.argmax(dim=-1).tolist()
-    largest = logits.amax(dim=-1).tolist()
+    check_finite(requests, logits.amax(dim=-1).tolist())
     for i, request in enumerate(requests):
-        check_finite(request, largest[i])
         if request.temperature > 0:
             # In float64 on the CPU: equal logits, one token. Row by row is slow on a GPU, where
             # engines sample all rows at once, and draws may depend on the batch.

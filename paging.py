@@ -11,13 +11,11 @@ pages in the order of its tokens; all other pages wait in the *free queue*:
     B's table    1                   next: B's next token goes into page 1; its table stays
 
 A request gets pages for all tokens that it has when it is admitted, and one more whenever it has
-filled its last. (vLLM V1 gives them chunk by chunk. Then fewer stand empty, and a prompt may lack
-one half-way.) When no page is left, the running request that arrived last is *preempted*. It loses
-its pages, keeps its tokens, and waits at the front of the queue. Its keys and values are computed
-again; no token is sampled again.
+filled its last. (vLLM V1 gives them chunk by chunk.) When no page is left, the running request that
+arrived last is *preempted*. It loses its pages, keeps its tokens, and waits at the front of the
+queue. Its keys and values are computed again; no token is sampled again.
 
-In vLLM a page is called a block, and this bookkeeping is the block pool. No tensors here: what a
-page number means for keys and values, generate_paged.py says.
+In vLLM a page is a block, and this bookkeeping the block pool. The tensors: generate_paged.py.
 """
 from collections import Counter, deque
 

@@ -16,7 +16,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from toolbox.validate import check_request, check_run
+from toolbox.validate import as_list, check_request, check_run
 
 
 @dataclass(eq=False)   # equal to itself only, so it can be a key
@@ -30,7 +30,8 @@ class Request:
     top_k:          sample from the k largest logits only (more if the k-th is tied); None: from all
     top_p:          of these, from the most likely, until they add up to it (or tie); 1: from all
     seed:           starts this request's own random stream
-    eos_token:      ends the request when generated (it is kept as the last token); None: never
+    eos_token:      ends the request when generated (it is kept as the last token); or several of
+                    which each does; None: never
     name:           for messages and plots; if empty, `prepare` chooses one
     priority:       0 is the most urgent; only a policy of beyond/fairness.py looks at it
     arrival:        the step at which it arrives
@@ -41,7 +42,7 @@ class Request:
     top_k: int | None = None
     top_p: float = field(default=1.0, kw_only=True)
     seed: int = 0
-    eos_token: int | None = None
+    eos_token: int | tuple | None = None
     name: str = ""
     priority: int = 0
     arrival: int = 0
@@ -84,6 +85,12 @@ class Request:
         return min(len(self.prompt) + self.max_new_tokens - 1, self.context_length)
 
     @property
+    def ends(self):
+        """The tokens that end it."""
+        eos = self.eos_token
+        return eos if isinstance(eos, tuple) else () if eos is None else (eos,)
+
+    @property
     def finished(self):
         return self.finish_reason is not None
 
@@ -100,7 +107,7 @@ class Request:
     def append(self, token):
         """Adds the next token. A sequence without a position left ends; it is never cropped."""
         self.generated.append(token)
-        if token == self.eos_token:
+        if token in self.ends:
             self.finish_reason = "stop"
         elif self.is_last(len(self.generated)):
             self.finish_reason = "length"
@@ -122,8 +129,8 @@ def advance(plan, tokens):
 
 def prepare(requests, config):
     """The requests by arrival, with names and the model's context length. ValueError if bad."""
-    requests = [requests] if isinstance(requests, Request) else list(requests)
-    for request, name in zip(requests, check_run(requests, Request, config), strict=True):
+    requests = as_list(requests, Request)
+    for request, name in zip(requests, check_run(requests, config), strict=True):
         request.name, request.context_length = name, config.block_size
         request.kv = request.block_table = None
     return sorted(requests, key=lambda request: request.arrival)

@@ -1,203 +1,117 @@
 """
-Makes student copies of a set, cut from the repository as it stands.
+Makes the template of a set, for the whole class; or, with --key, the instructor's private folder.
 
-    python assignments/make.py 4 out --student ada          out/ada
-    python assignments/make.py 4 out --roster roster.csv    a copy for each id in its first column
+    python assignments/make.py 3 out                                  a template repository
+    python assignments/make.py 3 private --key --secret S --ids ids   solutions, parameters, values
 
-Signature and docstring of each function of the set stay; its body becomes an error that says what
-is missing. What earlier sets asked for is in the copy as we have it. The kit's own files come
-along, with our code in an archive, reference.bin, which the tests run. Same input, same bytes.
+Signature and docstring of each function to write stay; its body becomes an error that says what is
+missing. The template has cases and right answers of small ones, but no solution. --ids: a file with
+an id in each line, or in the first column of a CSV file.
 """
-import ast
+import argparse
 import csv
-import importlib
 import json
+import random
 import sys
-import warnings
-import zipfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-sys.path[:0] = [str(HERE), str(ROOT)]
-import answers  # noqa: E402
-from predict import questions  # noqa: E402
+from grade import KitError, reference
+from source import (
+    HERE,
+    SETS,
+    blanked,
+    drawn,
+    files_of,
+    files_to_write,
+    functions_of,
+    limits,
+    parameters,
+    values,
+    write,
+)
 
-from lab import flags  # noqa: E402
-from toolbox.validate import one_line  # noqa: E402
-
-SETS = sorted(int(path.name[3:]) for path in HERE.glob("set?"))
-KIT = ("conftest.py", "kit.py", "isolate.py", "answers.py")   # what a copy's tests run with
-ROOMS = "", "toolbox", "lab", "lab/checks", "lab/loading", "beyond"   # our code that tests run
-
-
-def tests_of(number):
-    """The set's test module, which says what its parts are."""
-    sys.path.insert(0, str(HERE / f"set{number}"))
-    with warnings.catch_warnings():   # pytest knows its marker only once conftest.py is loaded
-        warnings.simplefilter("ignore")
-        return importlib.import_module(f"test_set{number}")
+PACKAGES = {False: "pytest==9.2.0\n", True: "pytest==9.2.0\nnumpy==2.4.6\ntorch==2.13.0\n"}
+SMALL = 3000   # letters of a case and its answer; larger ones are for grading
 
 
-def parts_of(number):
-    """{"3a": its points marker}, and likewise "3 numbers" and "3 break"."""
-    found = {}
-    for name, value in vars(tests_of(number)).items():
-        for mark in getattr(value, "pytestmark", ()):
-            if mark.name == "points":
-                name = name.removeprefix("Test").removeprefix("test_").replace("_", " ")
-                found[name] = mark
-    return found
-
-
-def functions_of(number):
-    """{function: the first part that asks for it}, and None for what would give others away."""
-    hidden = dict.fromkeys(getattr(tests_of(number), "HIDDEN", ()))
-    return hidden | {function: name for name, mark in reversed(parts_of(number).items())
-                     if not mark.kwargs.get("given") for function in mark.args[1:]}
-
-
-def path_of(name):
-    return ROOT / name if (ROOT / name).is_file() else HERE / name
-
-
-def text_of(name):
-    return path_of(name).read_text("utf-8")
-
-
-def edited(text, edits):
-    """The file with a bug in it. edits: [(function, code as it stands, code of the bug), ...]"""
-    for function, old, new in edits:
-        node, lines = node_of(text, function.split(":")[1]), text.splitlines(keepends=True)
-        source = "".join(lines[node.lineno - 1:node.end_lineno])
-        if source.count(old) != 1:
-            raise ValueError(f"{function}: {old!r} occurs {source.count(old)} times")
-        lines[node.lineno - 1:node.end_lineno] = source.replace(old, new)
-        text = "".join(lines)
-    return text
-
-
-# --- blanking -------------------------------------------------------------------------------------
-
-def node_of(text, name):
-    """The definition of "Class.method" or "function"."""
-    body = ast.parse(text).body
-    for part in name.split("."):
-        node = next(node for node in body if getattr(node, "name", None) == part)
-        body = node.body
-    return node
-
-
-def body_of(node):
-    """The statements of a function without its docstring."""
-    return node.body[1:] if ast.get_docstring(node) is not None else node.body
-
-
-def blanked(text, name, message):
-    """The file with one function blanked: signature and docstring stay."""
-    node = node_of(text, name)
-    lines, body = text.splitlines(), body_of(node)
-    # comments between the docstring or signature and the first statement belong to the body
-    start = node.body[0].end_lineno if body is not node.body else next(
-        number for number in range(node.lineno, node.end_lineno + 1)
-        if lines[number - 1].split("#")[0].rstrip().endswith(":"))
-    indent = " " * (node.col_offset + 4)
-    size = node.end_lineno - body[0].lineno + 1
-    lines[start:node.end_lineno] = [f"{indent}# {size} lines in ours",
-                                    f"{indent}raise NotImplementedError({message!r})"]
-    return "\n".join(lines) + "\n"
-
-
-# --- a copy ---------------------------------------------------------------------------------------
-
-def student_copy(number, student):
-    """{file: its text} of one student's copy, without our code."""
-    folder, tests = HERE / f"set{number}", tests_of(number)
-    files = {name: text_of(name) for name in tests.FILES.split()}
+def template(number):
+    """{file: its text} of a set's template."""
+    files, (seconds, gigabytes) = files_of(number), limits(number)
     for function, part in functions_of(number).items():
         file, name = function.split(":")
-        files[file] = blanked(files[file], name, f"{name} is not written yet (part {part})"
-                              if part else f"{name} is not part of this set")
-    if hasattr(tests, "personal"):   # what differs between students: set 7's bug
-        files |= tests.personal(files, student, edited)
-    files["student.json"] = json.dumps({"student": student, "set": number}) + "\n"
-    title = (folder / "HANDOUT.md").read_text("utf-8").splitlines()[0].removeprefix("# ")
-    files["README.md"] = filled("copy_readme.md", number=number, title=title, install=(
-        "pip install pytest" + " torch numpy" * ("model.py" in files)
-        + " tiktoken safetensors" * (number == 8)))
-    mine = {path.name: path.read_text("utf-8") for path in sorted(folder.glob("*.*"))
-            if path.name != "KEY.md" and f"set{number}/{path.name}" not in files}
-    mine |= {name: (HERE / name).read_text("utf-8") for name in KIT}
-    mine["written.md"] = f"# Set {number}: written answers\n\n## 1\n\n## 2\n\n## AI assistants\n"
-    if asked := questions(number, student):
-        mine["numbers.json"] = json.dumps(dict.fromkeys(asked), indent=1) + "\n"
-        mine["NUMBERS.md"] = (
-            f"# Numbers for {student}\n\nPredict them by hand, before you run anything. The "
-            "answers go into numbers.json.\n\n" + "".join(
-                f"{key}. {question}\n" for key, (question, _) in asked.items()))
-        knobs = "those of `generate`" if "model.py" in files else (
-            "`max_batch` (8 if you give none), `token_budget` (64) and `max_kv_tokens` (no limit)")
-        mine["BREAK.md"] = filled("copy_break.md", number=number, knobs=knobs, bugs="".join(
-            f"{i}. {bug['says']} Runs " + bug["runs"].replace(".", "/") + ".py" + "".join(
-                f" with {name}={value!r}" for name, value in answers.fixed_knobs(bug).items())
-            + ".\n" for i, bug in enumerate(answers.bugs_of(number), 1)))
-        mine["break.json"] = json.dumps(dict.fromkeys("12345"), indent=1) + "\n"
-    return files | {f"set{number}/{name}": text for name, text in mine.items()}
+        files[file] = blanked(files[file], name, f"{name} is not written yet (part {part})")
+    for function in getattr(drawn(number), "HIDDEN", ()):
+        file, name = function.split(":")
+        files[file] = blanked(files[file], name, f"{name} is not part of this set")
+    parts = reference(number, random.Random("public"))
+    parts = {part: small(record) for part, record in parts.items()}
+    torch = "model.py" in files
+    names = {"number": number, "first": f"{number}{min(parts)}", "packages": (
+        "-r requirements.txt" if not torch else
+        "-r requirements.txt --extra-index-url https://download.pytorch.org/whl/cpu")}
+    texts = {path.name: path.read_text("utf-8") for path in (HERE / "template").iterdir()}
+    return files | {
+        "README.md": (HERE / f"set{number}/HANDOUT.md").read_text("utf-8") + "\n"
+        + texts["run.md"].format(**names),
+        "AGENTS.md": texts["AGENTS.md"], "test_parts.py": texts["parts.py"],
+        "written.md": f"# Set {number}: written answers\n" + "".join(
+            f"\n## {name}\n" for name in (*drawn(number).WRITTEN, "AI assistants")),
+        "requirements.txt": PACKAGES[torch],
+        ".github/workflows/check.yml": texts["check.yml"].format(**names), "kit/__init__.py": "",
+        **{f"kit/{name}": (HERE / name).read_text("utf-8") for name in ("child.py", "compare.py")},
+        "kit/cases.json": json.dumps({
+            "set": number, "seconds": seconds, "gigabytes": gigabytes, "parts": parts,
+            "theirs": files_to_write(number)}) + "\n"}
 
 
-def filled(name, **values):
-    return (HERE / name).read_text("utf-8").format(**values)
+def small(record):
+    """A part without its large cases."""
+    kept = [i for i, pair in enumerate(zip(record["cases"], record["right"]))
+            if len(json.dumps(pair)) < SMALL]
+    return {**record, **{name: [record[name][i] for i in kept] for name in ("cases", "right")},
+            "mistakes": {sentence: {
+                str(at): gives[str(i)] for at, i in enumerate(kept) if str(i) in gives}
+                for sentence, gives in record["mistakes"].items()}}
 
 
-def make(number, folder, student):
-    """Writes one copy. ValueError if the folder is not empty."""
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is not an empty folder")
-    for name, text in student_copy(number, student).items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="\n")
-    ours = {str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).iterdir()
-            if path.suffix in (".py", ".json")}
-    packed = {name: text_of(name) for name in sorted({*ours, *tests_of(number).FILES.split()})}
-    packed |= {"bugs.json": json.dumps(answers.bugs_of(number)), f"set{number}/__init__.py": ""}
-    with zipfile.ZipFile(folder / f"set{number}" / "reference.bin", "w") as archive:
-        for name, text in packed.items():   # with no times, so that equal copies have equal bytes
-            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
+def private(number, secret, ids):
+    """{file: its text} of the instructor's folder. Its parameters.csv may be published."""
+    files = files_of(number)
+    own = {each: parameters(number, random.Random(f"{secret} {number} {each}")) for each in ids}
+    tables = {"parameters.csv": own, "values.csv": {
+        each: mine | values(number, mine) for each, mine in own.items()}}
+    return {f"solutions/{file}": files[file] for file in files_to_write(number)} | {
+        name: "".join(",".join(map(str, line)) + "\n" for line in (
+            ["id", *next(iter(rows.values()), {})],
+            *([each, *row.values()] for each, row in rows.items())))
+        for name, rows in tables.items()}
 
 
-def roster(file):
-    """The ids in the first column of a CSV file. ValueError for one that cannot name a folder."""
-    with one_line(f"--roster {file}", csv.Error):
-        with open(file, newline="", encoding="utf-8-sig") as lines:
-            ids = [row[0].strip() for row in csv.reader(lines) if row and row[0].strip()]
-        if ids and ids[0].lower() in ("id", "student", "email", "name"):
-            del ids[0]
-        for student in ids:
-            if ids.count(student) > 1:
-                raise ValueError(f"{student!r} stands there twice")
-            if student.startswith(".") or set(student) & set('/\\:\0'):
-                raise ValueError(f"{student!r} cannot be a folder's name")
-        if not ids:
-            raise ValueError("there is no id in its first column")
-    return ids
+def ids_of(file):
+    with open(file, newline="", encoding="utf-8-sig") as lines:
+        ids = [row[0].strip() for row in csv.reader(lines) if row and row[0].strip()]
+    return ids[1:] if ids and ids[0].lower() in ("id", "student", "name", "username") else ids
 
 
 def main(argv=None):
-    p = flags.Parser(description=__doc__.split("\n")[1])
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[1], allow_abbrev=False)
     p.add_argument("set", type=int, choices=SETS)
-    p.add_argument("folder", type=Path, help="in which each student gets a folder")
-    who = p.add_mutually_exclusive_group(required=True)
-    who.add_argument("--student", help="an id, which decides numbers and hidden workloads")
-    who.add_argument("--roster", help="a CSV file with an id in the first column")
-    return p.run(make_all, argv)
-
-
-def make_all(args):
-    for student in roster(args.roster) if args.roster else [args.student]:
-        make(args.set, args.folder / student, student)
-        print(args.folder / student)
+    p.add_argument("folder", type=Path, help="is made")
+    p.add_argument("--key", action="store_true", help="the instructor's private folder")
+    p.add_argument("--secret", help="the same as for grading")
+    p.add_argument("--ids", type=Path, metavar="FILE", help="the class")
+    args = p.parse_args(argv)
+    if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
+        p.error(f"{args.folder} is not an empty folder")
+    if args.key != bool(args.secret and args.ids):
+        p.error("--key, --secret and --ids go together")
+    try:
+        write(args.folder, private(args.set, args.secret, ids_of(args.ids)) if args.key
+              else template(args.set))
+    except (KitError, OSError, ValueError, csv.Error) as error:
+        print(f"make.py: {error}", file=sys.stderr)
+        return 1
+    print(args.folder)
     return 0
 
 

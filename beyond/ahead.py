@@ -56,7 +56,8 @@ def choose(logits, requests):
     for i, request in enumerate(requests):
         if request.temperature > 0:
             edges = cdf(logits[i].double(), request.temperature, request.top_k, request.top_p)
-            tokens[i] = torch.searchsorted(edges, request.draw(), right=True)
+            # without the last edge: if all are NaN, it is a token nevertheless, until `land` looks
+            tokens[i] = torch.searchsorted(edges[:-1], request.draw(), right=True)
     return tokens
 
 
@@ -111,13 +112,13 @@ def fill_holes(batch, holes, flight):
 def land(flight, scheduler, trace, on_token):
     """The pass is over: what it computed is recorded, and its requests get their tokens."""
     batch, chosen = flight.batch, flight.tokens.tolist()   # waits for the device
-    record(flight, trace)
-    cache_pages(flight, scheduler)
     going = [i for i, request in enumerate(batch.sampled) if not request.finished]
     sampled, tokens = [batch.sampled[i] for i in going], [chosen[i] for i in going]
     logits = flight.logits[going]
-    for request, token, largest in zip(sampled, tokens, logits.amax(dim=-1).tolist()):
-        check_finite(request, largest)
+    check_finite(sampled, logits.amax(dim=-1).tolist())
+    record(flight, trace)
+    cache_pages(flight, scheduler)
+    for request, token in zip(sampled, tokens):
         request.append(token)
         if request.finished and request in scheduler.waiting:   # preempted meanwhile
             scheduler.waiting.remove(request)
@@ -146,12 +147,12 @@ def cache_pages(flight, scheduler):
 
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
-             on_token=None):
+             scheduler=PrefixScheduler, on_token=None):
     """As prefix; but while a pass is computed, the next one is planned. Returns the trace."""
     requests = prepare(requests, model.config)
-    check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
+    check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)
-    scheduler = PrefixScheduler(max_batch, token_budget, number, page_size)
+    scheduler = scheduler(max_batch, token_budget, number, page_size)
     pool = KV(number * page_size)
     trace = Trace("ahead", requests, model, scheduler.pages.counts)
     for request in requests:

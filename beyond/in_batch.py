@@ -21,6 +21,7 @@ too (*head-of-line blocking*). Here the second answer to each prompt holds up th
     python -m beyond.in_batch     both, counted
 """
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 from generate_prefix import PrefixScheduler
 from request import Request, indices_due, prepare
@@ -29,6 +30,10 @@ from request import Request, indices_due, prepare
 class InBatchScheduler(PrefixScheduler):
     """A PrefixScheduler that lets a request wait for a beginning which another one computes."""
 
+    def __init__(self, max_batch, token_budget, pages, page_size):
+        super().__init__(max_batch, token_budget, pages, page_size)
+        self.landed = WeakKeyDictionary()   # request -> of its tokens, those whose pass is recorded
+
     def grant_room(self, request):
         """As PrefixScheduler.grant_room; but not while another computes the next page to share."""
         size, last = self.pages.size, request.todo - 1
@@ -36,11 +41,18 @@ class InBatchScheduler(PrefixScheduler):
         found = len(self.pages.find(names))
         for other in self.running if found < len(names) else ():
             end = (found + 1) * size
-            # its known tokens; not what it will generate: that may differ
-            if other.computed < end <= other.computed + other.todo:
+            # Not from `computed` on, which counts a pass in flight (ahead.py). And no further than
+            # its known tokens: what it will generate may differ.
+            if self.landed[other] < end <= other.computed + other.todo:
                 if self.hashes(other, end)[found] == names[found]:
                     return False
-        return super().grant_room(request)
+        granted = super().grant_room(request)
+        self.landed[request] = request.computed
+        return granted
+
+    def cache_filled(self, request, start, end):
+        super().cache_filled(request, start, end)
+        self.landed[request] = end
 
 
 # --- what it saves, and what it costs -------------------------------------------------------------

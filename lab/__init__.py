@@ -7,7 +7,7 @@ Everything that runs, checks, shows, measures and serves the path. The path know
     views/          what does it look like? Report, plots, progress
     compiled/       the compiled step: optimize(model)
     simulate/       a GPU, calculated
-    explorer/       a page in which to step through a run
+    explorer/       a page in which to step through a run, and to try one's own
     server/         an OpenAI-compatible server of the last stage, with its live page
     experiments/    measurements, benchmark, pictures, training
 """

@@ -1,12 +1,27 @@
-"""What the commands of two essays in beyond/ print: what an idea gains, counted or calculated."""
+"""What the commands of essays in beyond/ print: what an idea gains, counted or calculated."""
+import math
+import random
 import sys
+from copy import deepcopy
+from dataclasses import replace
 from itertools import product
 
+import torch
+
+import generate_unbatched
+from beyond import hybrid as windows
+from beyond import rollout as rollouts
+from beyond import sessions as agents
 from beyond.speculative import generate
 from lab import flags
+from lab.checks.traps import broken
 from lab.loading.load import load, set_threads
 from lab.loading.workload import PROMPTS, make_requests, read_prompts
 from lab.simulate.hardware import Engine, gpu_of, shape_of
+from lab.views.report import aligned, totals
+from model import GPT, GPTConfig
+from request import Request
+from toolbox.trace import observed
 
 
 def ahead(argv=None):
@@ -46,4 +61,174 @@ def passes_saved(args):
         one, five = [shape.seconds(gpu, r, r, 512 * r, 512 * n) - (r - n) * Engine().per_request
                      for r in (n, 5 * n)]
         print(f"Llama 2 7B, A100, calculated: batch {n}, K = 4: a pass x {five / one:.2f}")
+    return 0
+
+
+# --- rollout --------------------------------------------------------------------------------------
+
+CHANGES = [20, 40, 60]   # steps
+
+
+def rollout(argv=None):
+    p = flags.Parser(prog="python -m beyond.rollout", description="What new weights cost.")
+    sys.exit(p.run(modes, argv))
+
+
+def modes(args):
+    model, tokenizer = load(dtype=torch.float64)   # training magnifies rounding
+    set_threads(model)
+    prompts = make_requests(read_prompts(PROMPTS)[:6], tokenizer, seed=0)
+    models = [model]
+    while len(models) <= len(CHANGES):
+        models.append(trained(models[-1], prompts))
+    rows = [("mode", "passes", "tokens computed", "over old keys", "KL", "another argmax")]
+    for mode in "keep", "recompute", "wait":
+        requests, logits = answers(prompts), {}
+        trace = rollouts.generate(
+            models, CHANGES, requests, mode, max_batch=16,
+            on_token=lambda request, _, row: logits.setdefault(request, []).append(row))
+        t = totals(trace)
+        rows.append((mode, t["forward_passes"], t["slots"],
+                     *over_old_keys(models, requests, logits, t["generated"])))
+    print(f"{len(requests)} answers to {len(prompts)} prompts, {t['generated']:,} tokens; new "
+          f"weights at steps {CHANGES}\n{aligned(rows)}")
+    requests = answers(prompts)
+    with broken("the prefix cache outlives the weights"):
+        rollouts.generate(models, CHANGES, requests, "wait", max_batch=16)
+    began = [request for request in requests if request.spans[-1][0] > 0]
+    wrong = sum(request.generated != alone(models, request) for request in began)
+    print(f"{wrong} of {len(began)} requests that began after a change get wrong tokens, and "
+          "nothing raises an error")
+    return 0
+
+
+def trained(model, requests):
+    """The model after one step of AdamW on the prompts: each weight moves by about 1e-3."""
+    model = deepcopy(model).requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for request in requests:
+        tokens = torch.tensor(request.prompt)
+        torch.nn.functional.cross_entropy(model(tokens[:-1]), tokens[1:]).backward()
+    optimizer.step()
+    return model.requires_grad_(False)
+
+
+def answers(prompts):
+    """Eight answers to each prompt, of 12 to 54 tokens."""
+    return [replace(request, temperature=1.0, eos_token=None, seed=100 * i + j,
+                    max_new_tokens=12 + 6 * ((3 * j + i) % 8), name=f"{request.name}.{j}")
+            for j in range(8) for i, request in enumerate(prompts)]
+
+
+def over_old_keys(models, requests, logits, number):
+    """
+    Of `number` tokens, those that were sampled over keys of older weights, in percent; and against
+    the same weights with keys of their own, the KL divergence, and another argmax in percent.
+    """
+    kl, other = [], 0
+    for request in requests:
+        versions, n, fresh = [], len(request.prompt), {}
+        for version, first, end in request.spans:
+            versions[first:] = [version] * (end - first)
+            if end < n:   # of a prompt, or computed again
+                continue
+            if min(versions) < version:
+                if version not in fresh:
+                    fresh[version] = models[version](torch.tensor(request.tokens))
+                p = fresh[version][n - 1].log_softmax(dim=-1)
+                q = logits[request][n - len(request.prompt)].log_softmax(dim=-1)
+                kl.append(float((p.exp() * (p - q)).sum()))
+                other += int(p.argmax() != q.argmax())
+            n += 1
+    stale = max(len(kl), 1)
+    return f"{len(kl) / number:.0%}", f"{sum(kl) / stale:.3f}", f"{other / stale:.0%}"
+
+
+def alone(models, request):
+    """What it would have got alone from the weights that computed its last token."""
+    twin = replace(request)
+    generate_unbatched.generate(models[request.spans[-1][0]], twin)
+    return twin.generated
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+def sessions(argv=None):
+    p = flags.Parser(prog="python -m beyond.sessions", description="What holding pages gains.")
+    sys.exit(p.run(holds, argv))
+
+
+def holds(args):
+    model = GPT(GPTConfig(block_size=512, vocab_size=2, n_layer=1, n_head=1, n_embd=2))
+    torch.set_num_threads(1)
+    rows = [("pages", "keep", "by_session", "steps", "computed again")]
+    for pages, keep, first in (
+            (140, 0, False), (140, 0, True), (140, math.inf, False), (140, math.inf, True),
+            (140, 30, True), (560, 0, False), (560, math.inf, False)):
+        asked = agents_at_work()
+        trace = agents.generate(model, asked, 16, 64, pages, keep=keep, by_session=first)
+        once = sum(len(each.turns[-1].tokens) - 1 for each in asked)   # the last is not computed
+        before = sum(len(turn.tokens) - 1 for each in asked for turn in each.turns[:-1])
+        again = (totals(trace)["slots"] - once) / before
+        rows.append((pages, keep, first, trace.passes[-1].step + 1, f"{again:.0%}"))
+    print(f"{len(asked)} sessions, {len(trace.requests)} turns; computed again: of what earlier "
+          f"turns had computed\n{aligned(rows)}")
+    return 0
+
+
+def agents_at_work():
+    """24 sessions of 6 turns. A new one comes at each step; their first tokens differ."""
+    stream = random.Random(0)
+
+    def tokens(low, high):
+        return [stream.randrange(2) for _ in range(stream.randint(low, high))]
+
+    return [agents.Session(
+        Request([i >> bit & 1 for bit in range(16)] + tokens(134, 234), stream.randint(8, 20),
+                arrival=i),
+        [(stream.randint(4, 20), tokens(5, 30), stream.randint(8, 20)) for _ in range(5)])
+        for i in range(24)]
+
+
+# --- hybrid ---------------------------------------------------------------------------------------
+
+def hybrid(argv=None):
+    p = flags.Parser(prog="python -m beyond.hybrid", description="What windows save, and cost.")
+    sys.exit(p.run(pages_of_windows, argv))
+
+
+def pages_of_windows(args):
+    torch.set_num_threads(1)
+    config = GPTConfig(block_size=512, vocab_size=4, n_layer=4, n_head=1, n_embd=4)
+    stream = random.Random(0)
+
+    def tokens(number):
+        return [stream.randrange(4) for _ in range(number)]
+
+    prompts, held = [tokens(192) for _ in range(8)], []
+    for window in 32, config.block_size:
+        model, most = windows.Hybrid(config, window), []
+        with observed(model, lambda step, batch: most.append(
+                batch.pages.number - len(batch.pages.free_queue))):
+            windows.generate(model, [Request(prompt, 32) for prompt in prompts], pages=500)
+        held.append(max(most))
+    print(f"8 requests of 192 + 32 tokens, 4 layers: with 3 windows of 32, {held[0]} pages held at "
+          f"most; without windows {held[1]}")
+    rows = [("found again, of", "a session's own", "the system prompt")]
+    system, model = tokens(64), windows.Hybrid(config)
+    own = [tokens(128 + 4 * 32) for _ in range(12)]   # of a session: each turn takes 32 more
+    for passed_first in False, True:
+        requests = [Request(system + each[:128 + 32 * turn], 8, name=f"{i}, turn {turn}",
+                            arrival=12 * turn + i)
+                    for turn in range(5) for i, each in enumerate(own)]
+        trace = windows.generate(model, requests, 1, pages=350, passed_first=passed_first)
+        start = {}   # request -> the first token that it computes: those before were found
+        for name, first, _ in (part for each in trace.passes for part in each.work):
+            start.setdefault(name, first)
+        newcomers = [start[each.name] for each in requests[1:12]]
+        mine = [(max(start[each.name] - 64, 0), len(each.prompt) - 96) for each in requests[12:]]
+        rows.append(("passed pages first" if passed_first else "least recently used",
+                     f"{sum(n for n, _ in mine) / sum(n for _, n in mine):.0%}",
+                     f"{sum(newcomers) / (64 * 11):.0%}"))
+    print(f"12 sessions in turn, 5 times, in 350 pages\n{aligned(rows)}")
     return 0

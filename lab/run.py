@@ -116,8 +116,9 @@ def load_inputs(args):
                else read_prompts(PROMPTS if args.prompts is None else args.prompts))
     model, tokenizer = load(args.model, flags.DTYPES[args.dtype])
     requests = make_requests(
-        prompts, tokenizer, args.arrival_rate, args.chat, max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+        prompts, tokenizer, args.arrival_rate, args.chat, model.config,
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
+        top_p=args.top_p, seed=args.seed)
     model.to(device)
     set_threads(model, args.threads)
     model(torch.zeros(1, 1, dtype=torch.long, device=device))   # warm-up: torch's own set-up

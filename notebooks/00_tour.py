@@ -2,16 +2,29 @@
 # # The tour: why batch, and how, in a quarter of an hour
 #
 # An LLM server gets many requests at once. This repository serves them in eight ways, called
-# *stages*. Each removes one fault of an earlier one, in a script that you can read in one sitting.
-# This notebook shows where that leads. Notebooks 1 to 7 take it apart, with questions to answer
-# and code to write.
+# *stages*. Each removes one fault of an earlier one, in a script that you can read in one sitting:
+#
+# | stage | the idea | what it still wastes |
+# |---|---|---|
+# | unbatched | one request at a time, with a KV cache | weights are read for one token |
+# | naive | prompts padded to one length, until the last answer is done | padding, finished rows |
+# | dynamic | finished requests leave at once, waiting ones enter | a long prompt stalls the rest |
+# | chunked | a token budget: decodes first, prompts in chunks | two passes a step |
+# | interleaved | decodes and chunks in one pass | the rectangle is mostly padding |
+# | ragged | no rows: a stream of tokens | memory is reserved for answers that may never come |
+# | paged | memory in pages, as answers grow | equal prompts are computed once for each request |
+# | prefix | equal beginnings are computed and kept once | (`beyond/` goes on) |
+#
+# This notebook shows where that leads. Notebooks 1 to 7 take it apart, with questions to answer and
+# code to write. In the last one you build an engine.
 
 # %%
 from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, model
-from lesson import results, rows, run, run_all, show, sizes, source, texts, timelines, tokenizer
+from lesson import lines, results, run, run_all, show, sizes, source, texts, timelines, tokenizer
+from exercises import BANDWIDTH, PARAMETERS, PEAK
+from lab.experiments.rows import curves, measure_rows
 from argparse import Namespace
 import torch
-from lab.experiments.rows import measure_rows
 from model import MultiHeadAttention
 
 # %% [markdown]
@@ -43,17 +56,21 @@ check("ragged, varlen", requests, token_budget=16)
 #
 # To generate a token, the processor reads all weights of the model from memory, for one row of
 # numbers. If it computes 32 rows, it still reads them once. Our model is tiny, so most of its time
-# for one row is the cost of calling PyTorch, which is shared in the same way. Measured just now, on
-# your machine; and, on another one, a model of GPT-2's size, where it is the weights:
+# for one row is the cost of calling PyTorch, which is shared in the same way. Here is what a row
+# costs in a pass of more and more rows. The small model is measured just now, on your machine;
+# GPT-2, where it is the weights, was measured on two cores; Llama 2 7B is calculated (notebook 6):
 
 # %% tags=["machine"]
 here = measure_rows(Namespace(model="builtin", quick=False), model.device, torch.float32)
-rows(here, results("rows"));
+ms = curves(here, results("rows"))
+ms["Llama 2 7B on an A100, calculated"] = [
+    (n, max(1 / BANDWIDTH, n / PEAK) * 2e3 * PARAMETERS) for n, _ in here["points"]]
+lines({name: [(n, 100 * t / n / points[0][1]) for n, t in points] for name, points in ms.items()},
+      log=True, xlabel="rows in one pass", ylabel="what a row costs; alone: 100");
 
 # %% [markdown]
-# A forward pass over more and more rows. Sixteen take much less than sixteen times as long as one.
-# (The library multiplies in several ways, and changes over between them: one row is a vector, and
-# a matrix of two rows takes about as long as one of eight. Hence GPT-2's bump, and other steps.)
+# A row in a batch of 16 costs a fraction of what it costs alone, and on a GPU, which has far more
+# arithmetic for each byte that it reads, the line goes down much longer. That is why one batches.
 #
 # ## Two questions
 #
@@ -107,8 +124,8 @@ counts(traces, slots="slots", useful="useful", scores="score_entries")
 #
 # ## The second question: which token sees which?
 #
-# One step of two stages: A, B and C decode, and four tokens of D's prompt are computed. A line is
-# a query, a column is a key. On the left, each panel is one request, a row of the rectangle. The
+# One step of two stages: A, B and C decode, and four tokens of D's prompt are computed. A line is a
+# query, a column is a key. On the left, each panel is one request, a row of the rectangle. The
 # picture does not come from a rule: it was measured in a forward pass that really ran. *New* keys
 # are computed in this pass.
 
@@ -151,7 +168,12 @@ show({"the published mask, step 4": published});
 # [README.md](README.md) says what you can do after each of them.
 #
 # **Turn this knob.** Above, `token_budget=16`. Draw the timelines again with 8, and with 64. Which
-# stages change, and when does F get its first token?
+# stages change, and in which step does F get its first token?
+# <details><summary>Answer</summary>
+#
+# Chunked and all stages after it: only these have a budget. F's first token comes in step 9 with 16
+# tokens a step, in step 15 with 8 (its prompt takes more steps), and in step 6 with 64, as with
+# *dynamic*: its prompt is computed in one piece again, and the others wait for it.</details>
 #
 # To see runs move, step by step, open [docs/explorer.html](../docs/explorer.html). Each script
 # makes such a page of its own run: `python generate_interleaved.py --page run.html`.

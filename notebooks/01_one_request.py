@@ -8,7 +8,8 @@
 # - say what that costs in bytes.
 #
 # A cell that begins with `ask` wants a guess from you: replace `...` with your answer and run it
-# again. A cell with `@exercise` wants a few lines of code, and tells you whether they are right.
+# again. A name needs no quotes, and "13", "thirteen" and "8 + 5" are the same number; what cannot
+# be read costs no attempt. A cell with `@exercise` wants a few lines of code, and judges them.
 
 # %%
 from lesson import ask, broken, check, folded, letters, look, model, run, show, source
@@ -20,16 +21,17 @@ from cache import KV
 from generate_unbatched import Alone
 
 request = texts("Return the value of this function if")[0]
-print([word(request, i) for i in range(len(request.prompt))])
+n = len(request.prompt)
+print(n, "tokens:", [word(request, i) for i in range(n)])
 
 # %% [markdown]
-# Seven tokens; `␣` stands for a space. The model is small: 4 layers of 4 heads, 128 wide, trained
-# on Python's documentation. Its texts make little sense.
+# `␣` stands for a space. The model is small: 4 layers of 4 heads, 128 wide, trained on Python's
+# documentation. Its texts make little sense.
 #
-# A *request* is a prompt to continue. *Prefill* computes the tokens of the prompt,
-# many at once. *Decode* computes one token, the one that was generated last. A *step* is one round
-# of this: a *forward pass* through the model, and then a new token. A *stage* is one of the
-# repository's scripts. The first of them, *unbatched*, runs one request at a time.
+# A *request* is a prompt to continue. *Prefill* computes the tokens of the prompt, many at once.
+# *Decode* computes one token, the one that was generated last. A *step* is one round of this: a
+# *forward pass* through the model, and then a new token. A *stage* is one of the repository's
+# scripts. The first of them, *unbatched*, runs one request at a time.
 #
 # ## Where tokens meet
 #
@@ -41,14 +43,14 @@ source(MultiHeadAttention.forward)
 
 # %% [markdown]
 # `x` holds one row for each token. LayerNorm, the projections, the residual adds and the MLP work
-# on each row by itself, as if the others were not there. There is a single exception: the line
-# that calls `attend`.
+# on each row by itself, as if the others were not there. There is a single exception: the line that
+# calls `attend`.
 #
-# Is that so? Here are the steps of the first block on a tensor of 7 rows, and on one of them alone:
+# Is that so? Here are the steps of the first block on a tensor of n rows, and on one of them alone:
 
 # %%
 block = model.h[0]
-x = torch.randn(7, 128, generator=torch.Generator().manual_seed(0))
+x = torch.randn(n, 128, generator=torch.Generator().manual_seed(0))
 for name in "ln_1", "attn.query", "attn.key", "attn.value", "attn.c_proj", "ln_2", "mlp":
     step = block.get_submodule(name)
     print(f"{name:12} row 3 is the same alone:",
@@ -60,7 +62,6 @@ for name in "ln_1", "attn.query", "attn.key", "attn.value", "attn.c_proj", "ln_2
 # Now the whole model. In a GPT, a token sees itself and those before it. Token 3 becomes another
 # one. Which rows change, after which layer?
 
-
 # %%
 def moved_rows(changed_token, attend=None):
     """After each layer, the rows that differ if one token of the prompt is replaced."""
@@ -71,10 +72,8 @@ def moved_rows(changed_token, attend=None):
     model(tokens, attend=attend) if attend else model(tokens)
     for hook in hooks:
         hook.remove()
-    return [[i for i in range(7) if (x[0, i] - x[1, i]).abs().max() > 1e-4] for x in after]
+    return [[i for i in range(n) if (x[0, i] - x[1, i]).abs().max() > 1e-4] for x in after]
 
-
-# %%
 ask("1.1: Token 3 of 7 changes. Which of the rows 0 to 6 differ after the last layer? (a list)",
     guess=...)
 
@@ -96,8 +95,8 @@ print(*moved_rows(3, attend=lambda layer, q, k, v: Head()(q, k, v, mask=nothing)
 #
 # ## Reading a mask
 #
-# `look` runs a stage of the repository and X-rays one of its forward passes: it measures which
-# keys each query really sees. A line is a query, a column is a key. *New* keys are computed in this
+# `look` runs a stage of the repository and X-rays one of its forward passes: it measures which keys
+# each query really sees. A line is a query, a column is a key. *New* keys are computed in this
 # pass.
 
 # %%
@@ -111,29 +110,26 @@ show({"unbatched, the whole prompt": look("unbatched", [request], step=0)}, labe
 # What happens in an orange cell? The query's dot product with the key is a *score*. A softmax over
 # a row's scores gives weights, and the row's output is the weighted sum of the values. In code:
 
-
 # %%
 def attention(q, k, v, see):
     """q (T, hs), k and v (S, hs), see (T, S): True where the query may see the key."""
-    scores = q @ k.T / q.size(-1) ** 0.5                  # (T, S)
+    scores = q / q.size(-1) ** 0.5 @ k.T                  # (T, S)
     weights = scores.masked_fill(~see, -torch.inf).softmax(dim=-1)
     return weights @ v                                    # (T, hs)
 
-
 g = torch.Generator().manual_seed(0)
-q, k, v = (torch.randn(7, 32, generator=g) for _ in "qkv")
-ours = attention(q, k, v, see=torch.ones(7, 7, dtype=torch.bool).tril())
+q, k, v = (torch.randn(n, 32, generator=g) for _ in "qkv")
+ours = attention(q, k, v, see=torch.ones(n, n, dtype=torch.bool).tril())
 print("the same as the model's Head:", torch.allclose(ours, Head()(q, k, v), atol=1e-6))
-
 
 # %%
 ask("1.2: A prompt of 7 tokens has 49 scores (per head and layer). How many has one of 70?",
     guess=...)
 
 # %%
-for n in 7, 14, 28:
-    prefill = run("unbatched", letters(A=n, new=1)).passes[0]
-    print(f"{n:3} tokens: {prefill.score_entries:5,} scores, of which the causal rule uses "
+for length in 7, 14, 28:
+    prefill = run("unbatched", letters(A=length, new=1)).passes[0]
+    print(f"{length:3} tokens: {prefill.score_entries:5,} scores, of which the causal rule uses "
           f"{prefill.useful_scores:,}")
 
 # %% [markdown]
@@ -148,7 +144,7 @@ ask("1.3: The LAST token of 7 changes. Which rows differ after the last layer? (
 
 # %%
 with folded():
-    print("after each layer, these rows differ:", *moved_rows(changed_token=6), sep="\n")
+    print("after each layer, these rows differ:", *moved_rows(changed_token=n - 1), sep="\n")
 
 # %% [markdown]
 # What of the old tokens does a new token need? Its query needs their *keys and values*. Those we
@@ -165,7 +161,7 @@ source(KV.read)
 source(Alone.attend)
 
 # %% [markdown]
-# Without a cache the forward passes for four new tokens compute 7, 8, 9 and 10 rows. With it:
+# Without a cache, the forward pass for each new token computes a row more than the last. With it:
 
 # %%
 without, with_cache = (run(stage, [request]) for stage in ("unbatched, no cache", "unbatched"))
@@ -192,36 +188,34 @@ for stage in "unbatched, no cache", "unbatched":
 # ## What a cache costs
 #
 # One token costs 2 · L · A · H numbers: keys and values, in L layers, of A heads with H features
-# each. For Llama 2 7B (L = 32, A = 32, H = 128) in fp16, two bytes a number, that is 16 KB (of
-# 1,024 bytes) in each layer, and 512 KB in all.
-
+# each. For Llama 2 7B (L = 32, A = 32, H = 128) in fp16, two bytes a number, that is 16 KiB (of
+# 1,024 bytes) in each layer, and 512 KiB in all.
 
 # %%
 def cache_bytes(tokens, layers, heads, head_size, bytes_per_number=2):
     return tokens * 2 * layers * heads * head_size * bytes_per_number
 
-
-ask("1.4: Llama 2 7B in fp16: how many GB (10⁹ bytes) do 32 caches of 4,096 tokens each take?",
-    guess=...)
+ask("1.4: Llama 2 7B in fp16: how many GB (10⁹ bytes) do 32 caches take together, of 4,096 tokens "
+    "each?", guess=...)
 
 # %%
 kv = KV(capacity=1)
 for layer in range(4):
     kv.write(layer, 0, torch.zeros(4, 1, 32), torch.zeros(4, 1, 32))   # 4 heads of 32, float32
-print(f"our model, a token: {kv.bytes_per_token / 1024:.0f} KB,",
+print(f"our model, a token: {kv.bytes_per_token / 1024:.0f} KiB,",
       "calculated" if kv.bytes_per_token == cache_bytes(1, 4, 4, 32, 4) else "NOT", "as above")
 
 # %% [markdown]
 # ## In pieces
 #
-# A prompt's cache can be filled in pieces, too. Seven tokens in chunks of four: first four
-# queries, then three queries that see the first four keys in the cache. (The stage *chunked* does
-# this, so we borrow it.) Three masks side by side:
+# A prompt's cache can be filled in pieces, too. Seven tokens in chunks of four: first four queries,
+# then three queries that see the first four keys in the cache. (The stage *chunked* does this, so
+# we borrow it.) Three masks side by side:
 
 # %%
-show({"a prompt: 7 x 7": look("unbatched", [request], step=0),
-      "one more token: 1 x 8": look("unbatched", [request], step=1),
-      "the second chunk: 3 x 7": look("chunked", [request], step=1, token_budget=4)}, label=word);
+show({f"a prompt: {n} x {n}": look("unbatched", [request], step=0),
+      f"one more token: 1 x {n + 1}": look("unbatched", [request], step=1),
+      "the second chunk": look("chunked", [request], step=1, token_budget=4)}, label=word);
 
 # %% [markdown]
 # The three are one and the same rule: with S keys and T new tokens, the new tokens are the last T
@@ -230,9 +224,9 @@ show({"a prompt: 7 x 7": look("unbatched", [request], step=0),
 # one `Head` serves prefill and decode, and any split into chunks gives the same logits:
 
 # %%
-for budget in 1, 2, 3, 4, 7:
+for budget in 1, 2, 3, 4, n:
     trace = run("chunked", [request], token_budget=budget)
-    chunks = [n for p in trace.passes for _, first, n in p.work if first < 7]
+    chunks = [size for p in trace.passes for _, first, size in p.work if first < n]
     print(f"chunks {chunks}: {tokenizer.decode(trace.requests[0].generated)!r}")
     check("chunked", [request], token_budget=budget)
 
@@ -245,65 +239,46 @@ for budget in 1, 2, 3, 4, 7:
 # Write the mask for T new tokens and S keys, past included. Your function takes the place of the
 # causal rule in `Head`, and *chunked* runs with it.
 
-
 # %% tags=["exercise"]
 @exercise
 def causal_rule(T, S):
     """Returns a boolean tensor (T, S), True where query i may see key j. T <= S."""
     ...
 
-
 # %% [markdown]
 # ## Break it
 #
 # A mistake that is easy to make: let the triangle begin in the top left corner, as PyTorch's
-# `scaled_dot_product_attention(is_causal=True)` does. For a whole prompt there is no difference,
-# so token 0 of the answer will be right. Token 1 comes from the first pass with a past.
+# `scaled_dot_product_attention(is_causal=True)` does. For a whole prompt there is no difference, so
+# token 0 of the answer will be right. Token 1 comes from the first pass with a past.
 
 # %%
 with broken("causal rule from the top left"):
     check("unbatched", [request])
     wrong = look("chunked", [request], step=1, token_budget=4)
-show({"broken: 3 x 7": wrong,
-      "correct: 3 x 7": look("chunked", [request], step=1, token_budget=4)}, label=word);
+show({"broken": wrong,
+      "correct": look("chunked", [request], step=1, token_budget=4)}, label=word);
 
 # %% [markdown]
-# The three queries are at positions 4, 5 and 6, but see only as much as positions 0, 1 and 2
-# would. Keys with a red outline must be seen, and are not.
+# The three queries are at positions 4, 5 and 6, but see only as much as positions 0, 1 and 2 would.
+# Keys with a red outline must be seen, and are not.
 #
 # **Turn this knob.** Above, a chunk has 4 tokens. Draw the correct mask for `token_budget=3` and
 # `step=1`, and before you look, say: how many keys come from the cache, and how many are new?
+# <details><summary>Answer</summary>
 #
-# ## Three questions
+# 3 from the cache, those of the first chunk, and 3 new ones. The seventh token is left for step 2.
+# </details>
 #
-# **1.** A friend wants to cache the attention *outputs* too, so that a new token need not look at
+# ## A question
+#
+# A friend wants to cache the attention *outputs* too, so that a new token need not look at
 # the old keys at all. Why does that not work?
-#
 # <details><summary>Answer</summary>
 #
-# The old tokens' outputs are indeed final, but no later step reads them. The new token's own
-# output is a weighted sum of all values, and its weights depend on its own query, which is new. So
-# it needs every key and every value.
-# </details>
-#
-# **2.** Why must keys and values of one layer be kept, although they can be computed from the row
-# `x` that enters the layer?
-#
-# <details><summary>Answer</summary>
-#
-# One could keep `x` (half as many numbers) and project it again. That trades memory for
-# arithmetic: n projections per layer and step instead of one, which is what the cache was meant
-# to avoid.
-# </details>
-#
-# **3.** Causal attention makes the cache exact. Would a model whose tokens see each other in both
-# directions, like BERT, benefit from a KV cache when a text grows by one word?
-#
-# <details><summary>Answer</summary>
-#
-# No. There the new token changes every earlier row of the first layer's output, hence the keys and
-# values of the second layer, and so on: everything must be computed again.
-# </details>
+# The old tokens' outputs are indeed final, but no later step reads them. The new token's own output
+# is a weighted sum of all values, and its weights depend on its own query, which is new. So it
+# needs every key and every value.</details>
 #
 # **Claims.** The texts behind this course make claims, and [docs/sources.md](../docs/sources.md)
 # says which hold. Here you met R2 and H1 (tokens meet in attention only), H2 (scores grow with the

@@ -7,8 +7,6 @@
 # - put prompts of different lengths into one tensor, and say why the padding goes on the left;
 # - give every token the right position;
 # - name three kinds of waste, and count them.
-#
-# (In a cell with `ask`, replace `...` with your guess. An `@exercise` judges your code.)
 
 # %%
 from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, run
@@ -35,8 +33,8 @@ for row in prefill.batch.tokens.tolist():
     print("".join(f"{word:10}" for word in words))
 
 # %% [markdown]
-# No token may look at a pad. So the causal rule is joined by a padding mask. This is what the
-# X-ray measured in that forward pass. Each panel is one row of the tensor, one request:
+# No token may look at a pad. So the causal rule is joined by a padding mask. This is what the X-ray
+# measured in that forward pass. Each panel is one row of the tensor, one request:
 
 # %%
 show({"naive, step 0": prefill}, label=word);
@@ -56,8 +54,7 @@ show({"naive, step 0": prefill}, label=word);
 # comes from the last column.
 
 # %%
-ask("2.1: With the padding on the right, which of A, B and C still pass the check?",
-    guess=...)
+ask("2.1: With the padding on the right, which of A, B and C still pass the check?", guess=...)
 
 # %%
 with folded(), broken("right padding"):
@@ -70,9 +67,9 @@ show({"padded on the right": right_padded}, label=word);
 
 # %% [markdown]
 # A key that is seen and should not be would be red. There is no red in this picture: every token
-# sees what it should, and yet outputs are wrong, because the wrong column was read. So we keep
-# two witnesses. The X-ray says which token sees which; the check compares logits and tokens with
-# the request run alone.
+# sees what it should, and yet outputs are wrong, because the wrong column was read. So we keep two
+# witnesses. The X-ray says which token sees which; the check compares logits and tokens with the
+# request run alone.
 #
 # ## Which position?
 #
@@ -88,10 +85,9 @@ print(prefill.positions)
 # ### Your turn: positions from pads
 #
 # `columns` are the numbers of the columns that this pass computes: 0 to T − 1 for the prompts,
-# later only the newest one. `pads` says how many pads each row has on its left. Return every
-# slot's position: columns [0, 1, 2] and pads [0, 1] give [[0, 1, 2], [-1, 0, 1]]. A pad's position
-# may be negative; we take care of that.
-
+# later only the newest one. `pads` says how many pads each row has on its left. Return every slot's
+# position: columns [0, 1, 2] and pads [0, 1] give [[0, 1, 2], [-1, 0, 1]]. A pad's position may be
+# negative; we take care of that.
 
 # %% tags=["exercise"]
 @exercise
@@ -99,15 +95,13 @@ def own_positions(columns, pads):
     """columns (T,), pads (B,) -> (B, T): the position of each slot in its own request."""
     ...
 
-
 # %% [markdown]
 # ### Break it
 #
 # Suppose that the position were simply the column.
 
 # %%
-ask("2.2: Positions are columns. Which of A, B and C still pass the check?",
-    guess=...)
+ask("2.2: Positions are columns. Which of A, B and C still pass the check?", guess=...)
 
 # %%
 right = run("naive", requests).requests
@@ -137,8 +131,7 @@ print(f"scores of both rows: {padded.score_entries}, so A's row has {padded.scor
 # %%
 uneven = letters(A=3, B=3, C=3, new={"A": 2, "B": 5, "C": 10})
 ask("2.3: The batch runs until the last request has its 10 tokens. How many slots does it "
-    "compute for rows that are already finished?",
-    guess=...)
+    "compute for rows that are already finished?", guess=...)
 
 # %%
 with folded():
@@ -164,8 +157,6 @@ timelines([run("naive", eight, max_batch=4)], columns=1);
 # %%
 source(leave)
 source(admit)
-
-# %%
 timelines([run("dynamic", eight, max_batch=4)], columns=1);
 
 # %% [markdown]
@@ -208,42 +199,27 @@ counts(run_all(("unbatched", "naive", "dynamic"), eight, max_batch=4), slots="sl
 # %% [markdown]
 # Batching makes far fewer passes, and it pays for that with padding. Dynamic batching has no
 # finished rows, but it copies the pasts. And it has a new problem, which the timeline cannot show,
-# because it draws all steps equally wide. Step 6 computes the 40 tokens of F's prompt in one
-# piece. It takes much longer than the others, and A, C and E wait that long for their next tokens.
+# because it draws all steps equally wide. Step 6 computes the 40 tokens of F's prompt in one piece.
+# It takes much longer than the others, and A, C and E wait that long for their next tokens.
 # Notebook 3 solves this problem.
 #
-# **Turn this knob.** Run the bill again with `max_batch=2`, and with 8. Predict first: which count
-# of *dynamic* grows with the batch, and which one shrinks?
-#
-# ## Three questions
-#
-# **1.** Two requests have the same prompt, and are padded to the same length with a third. Do they
-# get the same logits? Are they still the same if the third one's prompt is replaced?
-#
+# **Turn this knob.** Run the bill again with `max_batch=2`, and with 8. Predict first: which counts
+# of *dynamic* grow with the batch, and which one shrinks?
 # <details><summary>Answer</summary>
 #
-# Yes and yes, up to rounding. Neither sees the third request, nor the pads. (The last bits may
-# change with the shape of the tensor, because sums are taken in a different order.)
+# Passes shrink, from 36 to 17. Padding grows, from 5 slots to 27, since more lengths meet; and so
+# do the copied bytes, from 6,737,920 to 10,539,008, since all pasts are padded to the longest.
 # </details>
 #
-# **2.** Sort the prompts by length before cutting them into static batches. Which of the three
-# kinds of waste does that reduce?
+# ## A question
 #
-# <details><summary>Answer</summary>
-#
-# Padding among prompts. It does nothing about finished rows, because the lengths of the answers
-# are not known in advance. And the requests at the end of the order wait longer.
-# </details>
-#
-# **3.** *Dynamic* copies every past at every step, so a token that stays for 100 steps is copied
+# *Dynamic* copies every past at every step, so a token that stays for 100 steps is copied
 # 100 times. Why not keep the rectangle of pasts and write into it?
-#
 # <details><summary>Answer</summary>
 #
 # One can, as long as no request leaves or arrives. But a newcomer with a longer prompt widens the
 # rectangle for all of them, and a request that leaves makes a hole. *Ragged* drops the rectangle
-# instead, and *paged* shows where the keys can live then.
-# </details>
+# instead, and *paged* shows where the keys can live then.</details>
 #
 # **Claims** ([docs/sources.md](../docs/sources.md)): H7 (pad on the left) and H8 (finished rows)
 # hold. R1, on A and B padded to (2, 30), is *wrong as published* in one place: A's scores are nine

@@ -40,8 +40,10 @@ gaps(results("gaps"));
 # newcomer feels its TTFT.
 #
 # In our Scheduler the budget is shared out in these lines. `todo` is how many of a request's known
-# tokens are not computed yet. A decode has 1. So has a prompt of which only the last token is
-# left, and the Scheduler treats it in the same way.
+# tokens are not computed yet. A decode has 1. So has a prompt of which only the last token is left,
+# and the Scheduler treats it in the same way. (vLLM has no rule "decodes first". Its running
+# requests take from the budget in their order, then waiting ones. As most running requests decode,
+# the effect is the same.)
 
 # %%
 source(Scheduler.share_budget)
@@ -52,16 +54,13 @@ source(Scheduler.share_budget)
 # Three requests, at most 8 tokens a step. A's prompt has 3 tokens, B's 2, C's 12. All are there at
 # step 0, and each wants many tokens.
 
-
 # %%
 def plans(requests, **knobs):
     """What each step computes: ["A3 B2 C3", ...]."""
     passes = run("interleaved", requests, **knobs).passes
     return [" ".join(f"{name}{n}" for name, _, n in p.work) for p in passes]
 
-
-ask("3.1: How many tokens of C do steps 0, 1 and 2 compute? (a list of three numbers)",
-    guess=...)
+ask("3.1: How many tokens of C do steps 0, 1 and 2 compute? (a list of three numbers)", guess=...)
 
 # %%
 ask("3.2: The same with a budget of 4: after which step (0, 1, 2, ...) is C's prompt complete?",
@@ -79,7 +78,7 @@ with folded():
 
 # %%
 three = letters(A=3, B=2, C=30, new=12)
-ask("3.3: Prompts before decodes, C's prompt has 30 tokens. How many of them get wrong tokens?",
+ask("3.3: Prompts before decodes, C's prompt has 30 tokens. Which of A, B and C get wrong tokens?",
     guess=...)
 
 # %%
@@ -97,17 +96,14 @@ timelines([prompts_first], columns=1);
 # Prompts first: A and B wait until C's whole prompt is computed, and the stall is back. With
 # decodes first, somebody else has to wait.
 
-
 # %%
 def waits(trace):
     """{name: the longest that it waits for a token, in steps}"""
     return {r.name: max(b - a for a, b in zip([r.arrival - 1, *r.token_steps], r.token_steps))
             for r in trace.requests}
 
-
 ask("3.4: Who pays for the long prompt now? Which of A, B and C wait longer for a token with "
-    "decodes first than with prompts first?",
-    guess=...)
+    "decodes first than with prompts first?", guess=...)
 
 # %%
 with folded():
@@ -153,8 +149,8 @@ for stage in "chunked", "interleaved":
 #
 # ### The example of the source
 #
-# The tutorial that introduced this fused pass has an example. A, B and C decode at positions 22,
-# 15 and 9. D brings a chunk of 8 tokens. Its shape, with a scheduler's numbers:
+# The tutorial that introduced this fused pass has an example. A, B and C decode at positions 22, 15
+# and 9. D brings a chunk of 8 tokens. Its shape, with a scheduler's numbers:
 
 # %%
 example = letters(A=22, B=15, C=9, D=8, new=3, arrivals={"D": 1})
@@ -176,8 +172,7 @@ show({"interleaved: decodes of A, B, C, and a chunk of D": look("interleaved", s
 
 # %%
 ask("3.5: In the tutorial's example 21 of 32 slots are padding. If D's chunk had 16 tokens "
-    "instead of 8, how many slots would be padding?",
-    guess=...)
+    "instead of 8, how many slots would be padding?", guess=...)
 
 # %% [markdown]
 # ### Your turn: the mask of one row
@@ -186,13 +181,11 @@ ask("3.5: In the tutorial's example 21 of 32 slots are padding. If D's chunk had
 # end, then T slots for new tokens, with its `n` tokens at their right end. Which may be seen?
 # (`Head` adds the causal rule.)
 
-
 # %% tags=["exercise"]
 @exercise
 def row_mask(start, n, P, T):
     """Returns a boolean tensor (P + T,), True where a slot holds a token of this request."""
     ...
-
 
 # %% [markdown]
 # ## The published mask
@@ -228,7 +221,6 @@ with broken("pads written to the cache"):
 #
 # A prompt of n tokens arrives, and B − 1 requests decode. How many pads does the step compute?
 
-
 # %%
 def pads(n, B):
     """Pad slots of the step in which a prompt of n arrives beside B - 1 decodes."""
@@ -237,15 +229,12 @@ def pads(n, B):
     fused = look("interleaved", running + newcomer, step=1, max_batch=B, token_budget=256)
     return fused.record.pad_slots
 
-
-ask("3.6: 693 pads for n = 100 and B = 8. How many for n = 200?",
-    guess=...)
+ask("3.6: 693 pads for n = 100 and B = 8. How many for n = 200?", guess=...)
 
 # %%
 with folded():
     for n, B in (100, 8), (200, 8), (100, 15):
         print(f"n = {n}, B = {B:2}: {pads(n, B):,} pad slots")
-
 
 # %%
 counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batch=4,
@@ -254,40 +243,26 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
 # %% [markdown]
 # The fused pass reads the weights once a step instead of twice, and pays with padding. One pass is
 # right; the rectangle is not. Which of the two wins depends on the machine. On a CPU, where
-# arithmetic is scarce, *interleaved* is often *slower* than the two passes of *chunked*.
-# Notebook 4 keeps the pass and drops the rectangle.
+# arithmetic is scarce, *interleaved* is often *slower* than the two passes of *chunked*. Notebook 4
+# keeps the pass and drops the rectangle.
 #
 # **Turn this knob.** Take a `token_budget` of 4 in the last cell, and then of 64. Predict first:
 # which of the counts of *interleaved* becomes larger, and which smaller?
+# <details><summary>Answer</summary>
 #
-# ## Three questions
+# With 4, chunks are at most 4 wide: only 34 slots and 534 keys are padding, but there are 36
+# passes. With 64 there are 17 passes, with 168 and 759. A narrow rectangle wastes less, and the
+# weights are read more often.</details>
 #
-# **1.** Nine requests may run at a time, and the budget is 8. Eight decode, and a ninth arrives
+# ## A question
+#
+# Nine requests may run at a time, and the budget is 8. Eight decode, and a ninth arrives
 # with a prompt of 100 tokens. When does its prefill begin?
-#
 # <details><summary>Answer</summary>
 #
 # When one of the eight is finished: their decodes fill the budget. Our Scheduler does not even
 # admit it before then, so it holds no memory while it makes no progress. (Engines set the budget
-# well above the number of requests that may run.)
-# </details>
-#
-# **2.** A smaller budget makes the worst time between tokens shorter. What does it make worse?
-#
-# <details><summary>Answer</summary>
-#
-# The time to first token of long prompts, which now take more steps; and the number of passes,
-# each of which reads all weights. In the first picture all of steps 10 to 21 are slower with chunks
-# than *dynamic* is after its stall, because each of them carries a chunk.
-# </details>
-#
-# **3.** Under the published mask, D passes the check in the example. Why does it?
-#
-# <details><summary>Answer</summary>
-#
-# It is as wide as the rectangle, so it has no pads among its new slots. Its past would have
-# been masked correctly. Later, when D itself decodes beside a new chunk, it would be wrong as well.
-# </details>
+# well above the number of requests that may run.)</details>
 #
 # **Claims** ([docs/sources.md](../docs/sources.md)): H12 (a budget, decodes first), I3 and I6 (one
 # call, or a plain prefill or decode), I4 (strip pads) and I5 (never sample from a part) hold.

@@ -121,9 +121,7 @@ ask("4.3: C, a prompt of 20 tokens, joins A and B. How many scores does the mask
     guess=...)
 
 # %%
-ask("4.4: And how many does varlen compute?",
-    guess=...)
-
+ask("4.4: And how many does varlen compute?", guess=...)
 
 # %%
 def scores(*lengths):
@@ -131,9 +129,7 @@ def scores(*lengths):
     prompts = prepare(letters(**{f"r{i}": n for i, n in enumerate(lengths)}), GPTConfig())
     return Flat([(prompt, len(prompt.prompt)) for prompt in prompts]).cost()["score_entries"]
 
-
-ask("4.5: Twenty requests of 50 tokens, 1,000 tokens again: how many scores?",
-    guess=...)
+ask("4.5: Twenty requests of 50 tokens, 1,000 tokens again: how many scores?", guess=...)
 
 # %%
 print(f"one of 1,000: {scores(1000):,}      ten of 100: {scores(*[100] * 10):,}")
@@ -145,13 +141,11 @@ print(f"one of 1,000: {scores(1000):,}      ten of 100: {scores(*[100] * 10):,}"
 # `caches[i]` is `(keys, values)` of request i alone, its new tokens already among them. `head(q, k,
 # v)` returns the output; it adds the causal rule.
 
-
 # %% tags=["exercise"]
 @exercise
 def varlen(q, caches, cu_seqlens, head):
     """Returns the output (heads, N, features), in the order of the queries."""
     ...
-
 
 # %% [markdown]
 # ## The bill
@@ -170,34 +164,20 @@ counts(run_all(("interleaved", "prepacked", "ragged, mask", "ragged, varlen"), e
 #
 # **Turn this knob.** Give `counts` above eight requests of one length: `letters(A=9, B=9, ...)`.
 # Predict first: how much padding is left in *prepacked*, and in *interleaved*?
-#
-# ## Three questions
-#
-# **1.** Prepacking saves padding in the prefill. Why does it do nothing for decode?
-#
 # <details><summary>Answer</summary>
 #
-# In decode each request has one new token, so there is nothing to pack: the padding there is among
-# the past keys, whose lengths differ.
-# </details>
+# None in *prepacked*: there is nothing to pack. *Interleaved* still has 99 pad slots, because the
+# budget of 16 cuts the prompts into chunks of different lengths. With `token_budget=36`, four
+# prompts of 9, it has 0.</details>
 #
-# **2.** A stream has 32 decodes, each with 300 keys (its own new one included), and no chunk. How
+# ## A question
+#
+# A stream has 32 decodes, each with 300 keys (its own new one included), and no chunk. How
 # many scores does the masked way compute, and how many the varlen loop?
-#
 # <details><summary>Answer</summary>
 #
 # 32 × (32 × 300) = 307,200 against 32 × 300 = 9,600: the mask wastes a factor of 32, the number of
-# requests.
-# </details>
-#
-# **3.** In the packed row, E's tokens come before B's. Is it a coincidence that B's logits do not
-# depend on where in the row it stands?
-#
-# <details><summary>Answer</summary>
-#
-# No. The mask hides everything but B, and B's positions count from 0. So nothing that B computes
-# depends on its column.
-# </details>
+# requests.</details>
 #
 # **Claims** ([docs/sources.md](../docs/sources.md)): P1 (first-fit decreasing), P2 and P3 (a
 # triangle and positions for each prompt), P4 (the same caches, to rounding) and P5 (the baselines,

@@ -9,8 +9,6 @@
 # - say what preemption costs when no page is left;
 # - find the pages of a common prompt again, and say which pages must never be shared;
 # - free pages, and say whose contents are lost first.
-#
-# The first half is about the stage *paged*, the second about *prefix*.
 
 # %%
 from lesson import ask, broken, check, filling_pool, folded, letters, model, pool, run, source
@@ -38,8 +36,7 @@ source(Scheduler.grant_room)
 # keys and values of 128 tokens.
 
 # %%
-ask("5.1: How many of the eight can run at the same time?",
-    guess=...)
+ask("5.1: How many of the eight can run at the same time?", guess=...)
 
 # %%
 crowd = letters(A=6, B=6, C=6, D=6, E=6, F=6, G=6, H=6, new=26)
@@ -56,8 +53,8 @@ for p in storm["reserve"].passes[:26:5]:
     print(f"step {p.step:2}: {sum(first + n for _, first, n in p.work):3} of 128 tokens in use")
 
 # %% [markdown]
-# On average 54 of the 128 places stay empty, although every answer here is as long as it may be.
-# If answers end early, as most do, even more stay empty.
+# On average 54 of the 128 places stay empty, although every answer here is as long as it may be. If
+# answers end early, as most do, even more stay empty.
 #
 # ## Pages
 #
@@ -105,8 +102,6 @@ with broken("pages read in one piece"):
 # %%
 source(PagedScheduler.schedule)
 source(PagedScheduler.preempt)
-
-# %%
 timelines([storm["pages"]], columns=1);
 
 # %% [markdown]
@@ -129,38 +124,24 @@ for name, trace in storm.items():
 # never preempted, so it finishes; then the next one is first. With victims chosen at random, two
 # requests could take pages from each other forever.
 #
-# ### How much memory is enough?
-
-
-# %%
-def preemptions(pages):
-    requests = letters(A=6, B=6, C=6, D=6, new=11)
-    return run("paged", requests, pages=pages, page_size=4).counts["preemptions"]
-
-
-ask("5.3: Four requests, prompts of 6 tokens, 11 to generate, 4 tokens to a page. How many "
-    "pages does the smallest pool have in which none is preempted?",
-    guess=...)
-
-# %%
-for pages in 5, 8, 10, 12:
-    print(f"{pages:2} pages: {preemptions(pages)} preemptions")
-
-# %% [markdown]
 # **Turn this knob.** In `storm` above, give the pool 12 pages, and then 24. Predict first: how many
-# preemptions are there, and does it still take fewer steps than reserving?
+# preemptions are there, and does it still take fewer steps than reserving 128 tokens (52)?
+# <details><summary>Answer</summary>
+#
+# With 12 pages there are 6 preemptions, and it takes 62 steps: more than reserving takes with 16
+# pages' memory. With 24 there are 2, and 33 steps. Pages gain from what others do not need; with
+# too little memory they recompute more than they gain.</details>
 #
 # ## Prefix caching
 #
 # Sixteen requests begin with the same 128 tokens, as if they had one system prompt, and go on with
 # 16 tokens of their own. A key depends on its token and on what comes before it, and here both are
-# the same. So the keys and values are the same, and may be computed and kept once. That is
-# *prefix caching*: the stage *prefix*, `generate_prefix.py`. Its layout and its loop are those of
-# *paged*; only the scheduler is another.
+# the same. So the keys and values are the same, and may be computed and kept once. That is *prefix
+# caching*: the stage *prefix*, `generate_prefix.py`. Its layout and its loop are those of *paged*;
+# only the scheduler is another.
 #
 # All sixteen arrive at step 0. But a step computes at most 64 tokens, so the later ones begin when
 # the first has computed the common part.
-
 
 # %%
 def served(stage):
@@ -168,10 +149,8 @@ def served(stage):
     return run(stage, alike(model.config.vocab_size, requests=16, prefix=128, tail=16, new=16),
                max_batch=16, token_budget=64, pages=160)
 
-
-ask("5.4: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
-    "sixteen requests compute?",
-    guess=...)
+ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
+    "sixteen requests compute?", guess=...)
 
 # %%
 for stage in "paged", "prefix":
@@ -208,7 +187,7 @@ with broken("pages known by their own tokens"):
 # these tokens are at other positions, and each layer has mixed in what came before them. So their
 # keys and values are different.
 #
-# ### Who still needs a page?
+# ### Which pages are still needed?
 #
 # Two requests, 4 tokens to a page. B's prompt begins as A's does, so their tables are [0, 1, 2] and
 # [0, 1, 3]: `ref_count` says how many tables each page is in. Then A finishes.
@@ -220,18 +199,17 @@ pages.share(B, A[:2])
 pages.allocate(B, 1)
 print("A:", A, " B:", B, " ref_count:", pages.ref_count, " free queue:", [*pages.free_queue])
 pages.free(A)
-ask("5.5: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
+ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
     guess=...)
 
 # %% [markdown]
 # A free page keeps its contents until it is taken, so the next request with the same beginning may
-# still find it. Whoever needs a page takes the one that has been free the longest. What was in it
-# can no longer be found: it is *evicted*. So the order in which pages come back matters.
+# still find it. A request that needs a page takes the one that has been free the longest. What was
+# in it can no longer be found: it is *evicted*. So the order in which pages come back matters.
 
 # %%
 pages.free(B)
-ask("5.6: Now B finishes, too. In which order will the six pages be taken? (a list)",
-    guess=...)
+ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a list)", guess=...)
 
 # %% [markdown]
 # ### Your turn: freeing pages
@@ -239,60 +217,38 @@ ask("5.6: Now B finishes, too. In which order will the six pages be taken? (a li
 # A request is done with its block table. `ref_count[page]` is the number of tables that a page is
 # in, and `free_queue` lists the free pages, in the order in which they will be taken. Change both.
 
-
 # %% tags=["exercise"]
 @exercise
 def free(table, ref_count, free_queue):
     """Takes the pages of a table out of use; returns nothing."""
     ...
 
-
 # %% [markdown]
 # ### A whole run
 #
-# Here is the pool of a run, step by step, with pages of 4 tokens. One request arrives at each
-# step, at most five run at a time, and all eight prompts begin with the same 20 tokens. A shared
-# page is in several block tables. A page that is kept is in none, but its contents may be needed
-# again:
+# Here is the pool of a run, step by step, with pages of 4 tokens. One request arrives at each step,
+# at most five run at a time, and all eight prompts begin with the same 20 tokens. A shared page is
+# in several block tables. A page that is kept is in none, but its contents may be needed again:
 
 # %%
 pool(filling_pool(model));
 
 # %% [markdown]
-# A preempted request may find its own pages again, too: those that nobody has taken meanwhile. (In
+# A preempted request may find its own pages again, too: those not taken meanwhile. (In
 # `storm` all of them are taken at once, so it would gain nothing.)
 #
-# A *policy* says which of the waiting requests goes first, and who is preempted first: first come
+# A *policy* says which of the waiting requests goes first, and which is preempted first: first come
 # first served, shortest first, or by priority (`beyond/fairness.py`). And a GPU's kernel reads keys
 # through the block table, while our model gathers them into a copy; what that costs is in
 # [docs/memory.md](../docs/memory.md).
 #
-# ## Three questions
+# ## A question
 #
-# **1.** What are the advantages of larger pages, and of smaller ones?
-#
+# What are the advantages of larger pages, and of smaller ones?
 # <details><summary>Answer</summary>
 #
 # Small pages waste less in each request's last page and share more of a common prefix. Large pages
 # mean shorter tables, fewer lookups and longer contiguous reads. 16 tokens is a common choice.
-# </details>
-#
-# **2.** Why is a preempted request recomputed rather than copied to the CPU's memory and back?
-#
-# <details><summary>Answer</summary>
-#
-# Engines do both. Recomputing is a prefill of all tokens at once, which is limited by arithmetic;
-# copying is limited by the link. And recomputing needs no second memory. (Here only recomputing is
-# implemented; vLLM does the same by default.)
-# </details>
-#
-# **3.** A request is preempted when it has generated 10 tokens at temperature 0.7. Do the same 10
-# tokens come out when it is computed again?
-#
-# <details><summary>Answer</summary>
-#
-# They are not drawn again: it returns with the tokens it has, and only their keys and values are
-# computed again. The eleventh is drawn with the next number of its own random stream.
 # </details>
 #
 # **Claims** ([docs/sources.md](../docs/sources.md)): I7 (full pages of a prompt are reused) holds.

@@ -4,8 +4,8 @@ Builds the executed notebooks from their sources: notebooks/NN_name.py -> notebo
     python notebooks/build.py            all of them
     python notebooks/build.py 00_tour    some of them
 
-A source is a Python file in jupytext's percent format. In front of it come a badge that opens it in
-Colab, if the git remote `origin` is on GitHub, and a cell that finds the repository.
+A source is a Python file in jupytext's percent format. In front of it comes a cell that finds the
+repository; if the git remote `origin` is on GitHub, it can fetch it, and Colab gets a badge.
 """
 import re
 import subprocess
@@ -22,22 +22,27 @@ BADGE = """\
 [![Colab](https://colab.research.google.com/assets/colab-badge.svg)]\
 (https://colab.research.google.com/github/{home}/blob/HEAD/notebooks/{name}.ipynb)"""
 FIND = """\
-# Run this first. It finds the repository from wherever you are, or fetches it.
+# Run this first. It finds the repository from wherever you are.
 import subprocess, sys
 from pathlib import Path
 
-near = [Path.cwd(), *Path.cwd().parents, *Path.cwd().glob("*/"), Path("nanoBatch")]
-root = next((path for path in near if (path / "notebooks" / "lesson.py").exists()), near[-1])
-if not root.exists():
-    subprocess.run(["git", "clone", "-q", "https://github.com/{home}", root], check=True)
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "tiktoken"], check=True)
+near = [Path.cwd(), *Path.cwd().parents, *Path.cwd().glob("*/")]
+root = next((path for path in near if (path / "notebooks" / "lesson.py").exists()), None)
+if root is None:
+    {fetch}
 sys.path.insert(0, str(root.resolve() / "notebooks"))"""
+FETCH = """\
+root = Path("nanoBatch")
+    subprocess.run(["git", "clone", "-q", "https://github.com/{home}", root], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "tiktoken"], check=True)"""
+MISSING = 'sys.exit("Open this notebook in a copy of the repository it belongs to.")'
 
 
 def front(name, home):
     """The cells in front of a notebook's own. home: OWNER/NAME on GitHub, or None"""
     badge = [new_markdown_cell(BADGE.format(home=home, name=name))] if home else []
-    return [*badge, new_code_cell(FIND.format(home=home or "OWNER/NAME"))]
+    fetch = FETCH.format(home=home) if home else MISSING
+    return [*badge, new_code_cell(FIND.format(fetch=fetch))]
 
 
 def build(name, home):

@@ -2,21 +2,19 @@
 The judge of exercises: what a reader's function gets wrong, in a sentence.
 
 It is called with arguments whose results are known, and takes the place of the repository's own
-code in a run. questions.toml has our code, the arguments, and the usual mistakes as edits of our
-code: who makes one of them reads its sentence.
+code in a run. questions.toml has our code, the arguments, and the usual mistakes as edits of it.
 """
 import copy
 import inspect
-import math  # noqa: F401 (our code below uses it)
+import math  # noqa: F401 (our code uses it)
 import re
 import traceback
-from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
-from lesson import QUESTIONS, STAGES, folded, letters, model, texts  # noqa: F401
+from lesson import QUESTIONS, STAGES, folded, letters, model  # noqa: F401
 
-from lab.checks.judge import faults
+from lab.checks.judge import faults, operations
 from lab.checks.traps import function_named, swapped
 from model import Head
 
@@ -27,43 +25,54 @@ def exercise(function):
     below, behind a line to click.
     """
     name = function.__name__
-    if re.search(r"^ +(\w+ = )?\.\.\.", inspect.getsource(function), re.MULTILINE):
+    function.__globals__[name] = function   # it may call itself
+    if blank(function):
         print(f"{name}: replace ... by your code, then run the cell.")
     else:
-        print(f"{name}: {verdict(function)}")
+        fault = said_by(lambda: fault_of(function, **QUESTIONS[name]), function)
+        print(f"{name}: " + (f"not yet. {fault}" if fault else "right."))
     with folded():
         print(QUESTIONS[name]["code"].strip())
     return function
 
 
-def verdict(function):
-    """What to say of a function."""
+def blank(function):
+    """Whether a function still has its `...`."""
+    return re.search(r"^ +(\w+ = )?\.\.\.", inspect.getsource(function), re.MULTILINE)
+
+
+def said_by(call, *functions):
+    """What a call returns; or its error, with the line of these functions that raised it."""
     try:
-        fault = fault_of(function, **QUESTIONS[function.__name__])
-    except Exception as error:   # of the reader's function, whatever it is
+        return call()
+    except Exception as error:   # of the reader's code, whatever it is
+        files = {function.__code__.co_filename for function in functions}
         lines = [f"line {frame.lineno}, {frame.line}: "
-                 for frame in traceback.extract_tb(error.__traceback__)
-                 if frame.filename == function.__code__.co_filename]
-        fault = f"{''.join(lines[-1:])}{type(error).__name__}: {error}"
-    return f"not yet. {fault}" if fault else "right."
+                 for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+        kind = "" if type(error).__name__ == "Fault" else f"{type(error).__name__}: "
+        return f"{''.join(lines[-1:])}{kind}{error}"
 
 
-def fault_of(function, calls, code, mistakes, run=None):
+def fault_of(function, calls, code, mistakes, run=None, view="lambda result, *given: result"):
     """None, or what is wrong with a function, in a sentence. For the rest see questions.toml."""
-    name, calls = function.__name__, eval(calls)
-    theirs, right = results(function, calls), results(defined(name, code), calls)
+    name, calls, view = function.__name__, eval(calls), eval(view)
+
+    def results(function):   # for each call, what it returns, and its arguments afterwards
+        return [[view(function(*given), *given), *given] for given in copy.deepcopy(calls)]
+
+    theirs, right = results(function), results(defined(name, code))
     fault, alike = difference(function, calls, theirs, right)
     if run and alike:
         fault = fault_in_run(function, **run) or fault
     for old, new, why in mistakes if fault else ():
-        if same(theirs, results(defined(name, code.replace(old, new)), calls)):
+        if same(theirs, results(defined(name, code.replace(old, new)))):
             return f"{fault} {why}"
+    if not fault and "head" in inspect.signature(function).parameters:
+        mine, ours = (operations(each, *copy.deepcopy(calls[0])) for each in
+                      (function, defined(name, code)))
+        if mine > 1.01 * ours:   # a mask, where there is nothing to hide
+            return f"The result is right, but it takes {mine / ours:.1f} times our multiplications."
     return fault
-
-
-def results(function, calls):
-    """For each call, what the function returns, and its arguments afterwards."""
-    return [[function(*given), *given] for given in copy.deepcopy(calls)]
 
 
 def defined(name, code):
@@ -71,6 +80,11 @@ def defined(name, code):
     scope = dict(globals())
     exec(code, scope)
     return scope[name]
+
+
+def solution(name):
+    """Our function of an exercise, for the cells after it."""
+    return defined(name, QUESTIONS[name]["code"])
 
 
 def difference(function, calls, theirs, right):
@@ -88,13 +102,15 @@ def difference(function, calls, theirs, right):
 
 
 def same(a, b):
-    """Whether two results agree: times to 1%, tensors to rounding."""
-    if isinstance(a, (list, tuple)):
-        return isinstance(b, type(a)) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and shown(a) == shown(b) and torch.allclose(
-            a.double(), b.double(), atol=1e-5)
-    return type(a) is type(b) and (a == b or isinstance(a, float) and abs(a - b) < 0.01 * b)
+    """Whether two results agree: times to 1%, tensors to rounding. Arrays do for tensors."""
+    if isinstance(b, torch.Tensor):
+        a = torch.as_tensor(a) if hasattr(a, "__array__") else a
+        return shown(a) == shown(b) and torch.allclose(a.double(), b.double(), atol=1e-5)
+    if isinstance(b, (list, tuple)):
+        return isinstance(a, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(b, (int, float)) and hasattr(a, "__float__"):   # numpy's numbers do as well
+        return abs(float(a) - b) <= 0.01 * abs(b) * isinstance(b, float)
+    return type(a) is type(b) and a == b
 
 
 def shown(value):
@@ -106,20 +122,13 @@ def shown(value):
     return f"{value:.4g}" if isinstance(value, float) else f"{value!r:.60}"
 
 
-def fault_in_run(function, stage, requests, knobs, edit=None):
+def fault_in_run(function, stage, requests, knobs, edit):
     """
     The first thing that goes wrong in a run with the reader's function, in a sentence. edit: whose
-    code it takes a place in, the old text, and the new, in which it is `reader`. None: it serves.
+    code it takes a place in, the old text, and the new, in which it is `reader`.
     """
-    def serve(model, requests, **knobs):   # arguments of the reader's model may be named
-        def called(tokens, positions, attend, wanted=None):
-            return model(tokens, positions, attend, wanted)
-        called.config, called.device = model.config, model.device
-        return function(called, requests, **knobs)
-
-    place = swapped(function_named(edit[0]), [edit[1:]], reader=function) if edit else nullcontext()
-    with place:
-        found = faults(STAGES[stage] if edit else serve, model, eval(requests), **knobs)
+    with swapped(function_named(edit[0]), [edit[1:]], reader=function):
+        found = faults(STAGES[stage], model, eval(requests), **knobs)
         return next((f"{sentence}." for _, sentence in found), None)
 
 
@@ -132,14 +141,6 @@ def stream(*cu_seqlens):
               for a, b in pairwise(cu_seqlens)]
     q = torch.randn(2, cu_seqlens[-1], 4, generator=g)
     return q, caches, [*cu_seqlens], lambda q, k, v: Head()(q, k, v)
-
-
-class Rows(list):
-    """Of accepted: the tokens of all rows. Each is given once, so what is left was not sampled."""
-
-    def __call__(self, i):
-        token, self[i] = self[i], None
-        return token
 
 
 PEAK, BANDWIDTH = 312e12, 2039e9   # of an A100: operations/s in fp16, bytes/s

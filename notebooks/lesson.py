@@ -10,13 +10,14 @@ What the notebooks share.
 Prompts are words where text helps, and letters where only lengths matter: `letters(A=4, B=2)` are
 two requests with prompts of 4 and 2 arbitrary tokens. A stage is a name, or a function of your own.
 """
+import builtins
 import inspect
 import io
+import math
 import re
 import sys
 import textwrap
-import tomllib
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -27,18 +28,22 @@ import torch
 from IPython import get_ipython
 from IPython.core.pylabtools import print_figure
 from IPython.display import display
+from answers import QUESTIONS, Unreadable, readings
 from matplotlib_inline.config import InlineBackend
 
 from lab.checks.check import Check, summary
+from lab.checks.toy import letters
 from lab.checks.traps import broken  # noqa: F401
 from lab.checks.xray import sights_at
-from lab.experiments.figures import gaps, lines, packing, pool, rows  # noqa: F401 (for notebooks)
+from lab.experiments.figures import gaps, lines, packing, pool  # noqa: F401 (for notebooks)
 from lab.experiments.memory import filling_pool  # noqa: F401
 from lab.experiments.results import load as results  # noqa: F401
 from lab.loading.load import load, set_threads
 from lab.loading.stages import STAGES
 from request import Request
 from lab.flags import knobs_of
+from lab.simulate.calculated import figures, simulate  # noqa: F401
+from lab.simulate.hardware import GPUS, MODELS
 from lab.views.plots import pyplot, timelines  # noqa: F401
 from lab.views.sights import draw as show  # noqa: F401
 
@@ -53,11 +58,6 @@ def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
     shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
     print(f"Is {error.name!r} defined in a cell above? Run that one first, or all of them: "
           "Run > Run All Above Selected Cell.")
-
-
-if shell := get_ipython():
-    shell.set_custom_exc((NameError,), not_yet_defined)
-    InlineBackend.instance().print_figure_kwargs = FIGURES
 
 
 # --- to show -------------------------------------------------------------------------------------
@@ -80,17 +80,6 @@ def folded():
         pyplot().close()
     html = f"<details><summary>Unfold, once you have answered</summary>{html}</details>"
     display({"text/html": html, "text/plain": text}, raw=True)
-
-
-def letters(new=4, arrivals=None, **lengths):
-    """
-    Requests named by letters, with prompts of these lengths. new: tokens to generate, or {name:
-    number}; arrivals: {name: step}, 0 for the others.
-    """
-    new = new if isinstance(new, dict) else dict.fromkeys(lengths, new)
-    return [Request([(7 * i + 3 * j * j + j) % 1000 for j in range(length)], new[name], name=name,
-                    arrival=(arrivals or {}).get(name, 0))
-            for i, (name, length) in enumerate(lengths.items())]
 
 
 def eight_requests():
@@ -136,6 +125,13 @@ def run_all(stages, requests, **knobs):
     return {name: run(name, requests, **knobs_of(generate_of(name), knobs)[0]) for name in stages}
 
 
+def on_a100(stage, requests, **knobs):
+    """A stage's run of Llama 2 7B on an A100, calculated, with those knobs that it has."""
+    return simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES[stage],
+                    [replace(request) for request in requests],
+                    **knobs_of(STAGES[stage], knobs)[0])
+
+
 def counts(traces, **columns):
     """Prints a table of sums over the passes of each trace. columns: {title: name of a count}"""
     print(f"{'':20}  passes" + "".join(f"{title.replace('_', ' '):>13}" for title in columns))
@@ -164,17 +160,11 @@ def check(stage, requests, **knobs):
 
 # --- to predict ----------------------------------------------------------------------------------
 
-QUESTIONS = tomllib.loads((FOLDER / "questions.toml").read_text(encoding="utf-8"))
-WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
-MEANT = [   # 3 x 15 = 45; 4,900; 50k; 0 of 3; none; six
-    (r".*=", ""), (r"(?<=\d)[ ,_'](?=\d{3}\b)", ""), (r"(?<=\d)k\b", "e3"),
-    (r"(?<=\d) (out )?of \d+", ""), (r"\b(none|nothing|nobody|no one)\b", "0"),
-    *((rf"\b{word}\b", str(i)) for i, word in enumerate(WORDS))]
-GUESSES = {}   # number of a question -> the wrong guesses so far, in words
+GUESSES = {}   # number of a question -> the wrong guesses so far
 
 
 def ask(question, guess=...):
-    """Prints a question. Judges a guess: the first miss gets a hint, the second the answer."""
+    """Prints a question. Judges a guess: two misses get a hint each, the third the answer."""
     print(f"Question {question}")
     number = question.partition(":")[0]
     print("Replace ... by your answer, then run the cell." if guess is ... else
@@ -183,47 +173,55 @@ def ask(question, guess=...):
 
 def reply(it, guess, missed):
     """What to say of a guess. missed: the wrong ones before it, to which it is added."""
-    how = it.get("within", 0), it.get("ordered", False)
-    if any(means(guess, right, *how) for right in [it["answer"], *it.get("also", [])]):
+    try:
+        said = readings(guess, it)
+    except Unreadable as error:
+        return f"{error} That was no attempt."
+    if any(same(each, right, it) for each in said for right in [it["answer"], *it.get("also", [])]):
         return f"Right. {it['why']}"
-    missed.add(str(guess))
-    sentence = next((why for wrong, why in it["wrong"] if means(guess, wrong, 0, *how[1:])), None)
-    if len(missed) == 1:
-        return f"You say {guess}. {sentence or it['hint']} Try once more."
-    answer = {"True": "yes", "False": "no"}.get(str(it["answer"]), it["answer"])
-    return f"You say {guess}. {sentence or 'No.'} The answer is {answer}. {it['why']}"
+    missed.add(str([sorted(each) if isinstance(each, set) else each for each in said]))
+    known = [why for wrong, why in it["wrong"] for each in said if same(each, wrong, it)]
+    known += [each for each in said if isinstance(each, str)]   # another unit
+    if len(missed) < 3:
+        hint = it["hints"][len(missed) - 1]
+        said = " ".join(known[:1] + [hint] * (len(missed) == 2 or not known))
+        return f"You say {guess}. {said} Try again."
+    answer = {"True": "yes", "False": "no", "": "none"}.get(str(it["answer"]), it["answer"])
+    return f"You say {guess}. {' '.join(known[:1]) or 'No.'} The answer is {answer}. {it['why']}"
 
 
-def means(guess, answer, within=0, ordered=False):
-    """
-    Whether a guess says what an answer says, as a person would judge. answer: a bool; a number, to
-    which a guess is close `within` this share; names, "A, C"; or a list of numbers.
-    """
-    text = str([*guess] if isinstance(guess, (range, torch.Tensor)) else guess).strip().lower()
-    if isinstance(answer, bool):
-        return re.match(r"y|true" if answer else r"no?\b|false", text) is not None
-    if isinstance(answer, str):
-        return names(text) == names(answer.lower())
-    if answer == []:
-        return text in ("[]", "()", "set()", "none", "nothing", "")
-    found = numbers(text)
-    if isinstance(answer, list):
-        return found == answer or not ordered and sorted(found) == sorted(answer)
-    return len(found) == 1 and abs(found[0] - answer) <= within * abs(answer)
+def same(said, value, it):
+    """Whether a reading is a value of questions.toml, right or wrong: one tolerance for both."""
+    if isinstance(said, set):
+        names = value.lower().split(", ") if isinstance(value, str) else map(str, value)
+        return said == {*names} - {""}
+    if isinstance(said, float):
+        return math.isclose(said, value, rel_tol=it.get("within", 1e-9))
+    return said == value
 
 
-def numbers(text):
-    """The numbers in a text, in order; "3 to 5" are three, and "8 + 5" is one."""
-    for written, meant in MEANT:
-        text = re.sub(written, meant, text)
-    if re.fullmatch(r"[\d.]+( *[+*/] *[\d.]+)+", text):
-        text = str(eval(text))
-    text = re.sub(r"(\d+)\s*(?:-|–|to|through|\.\.+)\s*(\d+)", lambda ends: " ".join(
-        map(str, range(int(ends[1]), int(ends[2]) + 1))) or ends[0], text)
-    return [float(each) for each in re.findall(r"(?<![\w.])-?\d+\.?\d*(?:e[+-]?\d+)?", text)]
+def as_typed(lines):
+    """An answer needs no quotes: guess=A and C), guess=70x70). What can be read becomes text."""
+    found = re.search(r"(?s)^(.*\bask\(\s*\"(\d\.\d): .*\bguess\s*=\s*)(.*?)"
+                      r"(\)\s*;?\s*(?:#[^\n]*)?\s*)$", "".join(lines))
+    if not found or found[3].strip() == "..." or found[2] not in QUESTIONS:
+        return lines
+    try:
+        readings(found[3], QUESTIONS[found[2]])
+    except Unreadable:
+        with suppress(SyntaxError):   # it may be a calculation
+            used = compile(found[3].strip(), "", "eval").co_names
+            if all(name in get_ipython().user_ns or hasattr(builtins, name) for name in used):
+                return lines
+    return f"{found[1]}{found[3].strip()!r}{found[4]}".splitlines(keepends=True)
 
 
-def names(text):
-    """The letters that name requests: "a and c", "ac" and "['c', 'a']" are two."""
-    text = re.sub(r"\b(and|only|just|the|requests?|rows?|none|nobody|no one|one)\b", "", text)
-    return {letter for letter in text if letter.isalpha()}
+def listen(shell):
+    """Answers may be typed without quotes, and an undefined name is explained."""
+    shell.set_custom_exc((NameError,), not_yet_defined)
+    shell.input_transformers_cleanup.append(as_typed)
+
+
+if shell := get_ipython():
+    listen(shell)
+    InlineBackend.instance().print_figure_kwargs = FIGURES

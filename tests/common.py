@@ -2,6 +2,7 @@
 The contract, for all rooms: the oracle `alone`, which shares nothing with the stages; the backends
 that run them; the workloads, and the pressure under which they run.
 """
+import math
 import os
 from collections import Counter
 from dataclasses import replace
@@ -94,7 +95,7 @@ def alone(model, request):
         logits.append(model(torch.tensor([sequence], device=model.device))[0, -1])
         sequence += sample(logits[-1][None], [twin])
         new = sequence[len(request.prompt):]
-        if new[-1] == request.eos_token:
+        if new[-1] in (eos if isinstance(eos := request.eos_token, tuple) else [eos]):
             return new, torch.stack(logits), "stop"
         if len(new) == request.max_new_tokens or len(sequence) > model.config.block_size:
             return new, torch.stack(logits), "length"
@@ -131,6 +132,28 @@ def assert_contract(model, generate, requests, tolerance=1e-10, whole=None, know
         assert all(step >= request.arrival for step in request.token_steps)
     assert_trace(trace, requests, late)
     return trace
+
+
+def looks_up(token, number, model):
+    """The model, but each number of this token's embedding is another. The output head stays."""
+    model.wte.register_forward_hook(
+        lambda wte, ids, x: x.masked_fill((ids[0] == token)[..., None], number))
+    return model
+
+
+def assert_names_the_bad_one(generate, **knobs):
+    """Where one of several prompts gives NaN, the error names it, and no other has lost a token."""
+    model = looks_up(VOCAB - 1, math.nan, toy())
+    good = [Request([i + 1] * (2 + 3 * i), 5, i % 2, seed=i, eos_token=VOCAB - 1, arrival=i % 3)
+            for i in range(6)]
+    bad = Request([3, VOCAB - 1, *range(9)], 5, 1.0, name="bad", arrival=2)
+    with pytest.raises(ValueError, match="request 'bad': the model's logits are not") as error:
+        generate(model, [*good[:3], bad, *good[3:]], **knobs)
+    assert error.value.request is bad and not bad.generated
+    assert sum(len(request.generated) for request in good) > 3
+    for request in good:
+        number = len(request.token_steps)   # of those that on_token was told
+        assert request.generated == alone(model, request)[0][:number]
 
 
 def assert_trace(trace, requests, late=0):

@@ -33,6 +33,7 @@ STAGES = {   # name: (generate, what a run of it may do that others do not)
     **{f"{k} guesses": (partial(speculative.generate, guesses=k), dict(per_pass=1 + k))
        for k in (0, 1, 4, 6)},
     "ahead": (ahead.generate, dict(late=1)),
+    "ahead, in batch": (partial(ahead.generate, scheduler=InBatchScheduler), dict(late=1)),
     "in batch": (partial(generate_prefix.generate, scheduler=InBatchScheduler), {})}
 GUESSES = [stage for stage in STAGES if "guesses" in stage]
 
@@ -58,7 +59,8 @@ def run(stage, requests, model=MODEL, **knobs):
     return trace
 
 
-@pytest.mark.parametrize("stages", [["ahead"], ["in batch"], GUESSES], ids=" or ".join)
+@pytest.mark.parametrize("stages", [["ahead", "ahead, in batch"], ["in batch"], GUESSES],
+                         ids=" or ".join)
 @settings(max_examples=common.examples(200))
 @given(case=common.workloads(), more=st.one_of(st.none(), st.integers(0, 20)),
        model=st.sampled_from([MODEL, QUIET]), twins=st.booleans(), one=st.integers(0, 3))
@@ -114,15 +116,14 @@ TRAPS = {   # name: (stage, function, code as it stands, code of the trap)
     "a preempted request that ended waits on": (
         "ahead", ahead.land, "if request.finished and request in scheduler.waiting", "if False"),
     "a partial page is shared": (
-        "in batch", InBatchScheduler.grant_room, "return super().grant_room(request)",
+        "in batch", InBatchScheduler.grant_room, "granted = super().grant_room(request)",
         '''granted = super().grant_room(request)
         for other in self.running if granted else ():
             i = request.computed // size
             self.pages.free(request.block_table[i:])
             del request.block_table[i:]
             self.pages.share(request.block_table, other.block_table[i:i + 1])
-            break
-        return granted'''),
+            break'''),
 }
 
 
@@ -240,11 +241,9 @@ def test_a_stop_costs_a_row_and_an_end_by_length_none():
         assert trace["useful_scores"] == plain["useful_scores"]
 
 
-def test_logits_that_are_not_finite_are_refused_by_name():
-    model = toy()
-    model.ln_f.weight[0] = float("nan")
-    with pytest.raises(ValueError, match="request 'r3': .* not finite"):
-        ahead.generate(model, Request([1], name="r3"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_bad_request_is_named_and_the_others_keep_what_they_have(stage):
+    common.assert_names_the_bad_one(STAGES[stage][0], token_budget=9)
 
 
 # --- in-batch prefix caching, and the commands ----------------------------------------------------
@@ -258,6 +257,20 @@ def test_equal_prompts_asked_for_together_are_computed_and_kept_once(kind, later
     assert serve(kind(8, 1024, 64, 16), requests) == (computed, held, first)
 
 
+def test_what_is_in_flight_cannot_be_found_yet():
+    """One computes the prompt; the others wait until that has landed, and compute a page each."""
+    requests = [Request([5] * 16, 4, 0.9, seed=i) for i in range(8)]
+    trace = run("ahead, in batch", requests, page_size=4)
+    assert totals(trace)["slots"] == 16 + 7 * 4 + 8 * 3
+    scheduler = InBatchScheduler(8, 64, 12, 4)
+    first, _ = common.queue(scheduler, [Request([5] * 16, 4), Request([5] * 16, 4)])
+    common.finish(scheduler, scheduler.schedule(0))
+    scheduler.preempt(first)
+    scheduler.pages.allocate(all_pages := [], 12)   # what it has left cannot be found any more
+    scheduler.pages.free(all_pages)
+    assert scheduler.schedule(1) == [(first, 17)]   # the other waits for it again
+
+
 def test_who_waits_for_a_beginning_holds_up_all_behind_it():
     """The price of the rule: two answers to each of four prompts, and room for all at once."""
     queue = [([i] * 88, 32, 0) for i in range(4) for _ in range(2)]
@@ -265,17 +278,23 @@ def test_who_waits_for_a_beginning_holds_up_all_behind_it():
     assert first == [0] * 8
     *_, first = serve(InBatchScheduler(8, 1024, 64, 16), queue)
     assert first == [0, 1, 1, 2, 2, 3, 3, 4]
+    *_, first = serve(InBatchScheduler(8, 64, 64, 4), [([0] * 4, 1, 0), ([0] * 8, 1, 0)])
+    assert first == [0, 1]   # also for a page that the other's last token fills
 
 
 def test_nobody_waits_for_what_is_not_being_computed():
     """
-    Other beginnings; one that is cached; tokens that the other may or may not generate; and a copy
-    that cannot be found, because the page of which it is a copy could, and is gone.
+    Other beginnings; one that is cached, and another after it; tokens that the other may or may not
+    generate; and a copy that cannot be found, because the page of which it is a copy could, and is
+    gone.
     """
     *_, first = serve(InBatchScheduler(8, 1024, 64, 16), [([i] * 88, 2, 0) for i in range(4)])
     assert first == [0] * 4
     *_, first = serve(InBatchScheduler(8, 1024, 64, 16), [([0] * 88, 9, i) for i in range(4)])
     assert first == [0, 1, 2, 3]
+    *_, first = serve(InBatchScheduler(8, 64, 64, 4), [
+        ([0] * 4, 1, 0), ([0] * 4 + [1] * 5, 1, 1), ([0] * 4 + [2] * 5, 1, 1)])
+    assert first == [0, 1, 1]
     *_, first = serve(InBatchScheduler(8, 1024, 64, 16), [([0] * 5, 99, 0), ([0] * 40, 1, 0)])
     assert first == [0, 0]
     *_, first = serve(InBatchScheduler(8, 1024, 5, 4), [

@@ -52,7 +52,7 @@ def test_all_is_well(stage, dtype):
 def put(request, told, i, token=None, factor=1.0):
     """Token i becomes another one, and its logits a multiple."""
     (before, logits), = told[i:i + 1] or told[:1]
-    told[i:i + 1] = [(before if token is None else token, logits * factor)]
+    told[i:i + 1] = [(before if token is None else token, logits.double() * factor)]
     request.generated[i:i + 1] = [told[i][0]]
 
 
@@ -90,6 +90,18 @@ FAULTS = {   # name: (what is done to the request, what the check says)
     "lower limit": (lambda r, told: setattr(r, "max_new_tokens", 2), "its max_new_tokens has"),
     "other eos_token": (lambda r, told: setattr(r, "eos_token", 12), "its eos_token has changed"),
 }
+
+
+@pytest.mark.parametrize("dtype, tolerance", [
+    (torch.float64, 1e-10), (torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)])
+def test_how_far_logits_may_be_apart(dtype, tolerance):
+    """Relative to the largest logit, at any token."""
+    for share, verdict in (0.9, "identical"), (1.1, "WRONG"):
+        (request,), check = ran(toy(dtype=dtype, loud=tolerance < 1e-3), "unbatched", five()[:1])
+        put(request, check.told[request], 1, factor=1 + share * tolerance)
+        found, = check()
+        assert found.verdict == verdict
+        assert found.difference == pytest.approx(share * tolerance, rel=0.05)   # the largest
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, None])
@@ -155,7 +167,7 @@ def test_what_moves_each_logit_by_at_most_d_has_a_margin_of_at_most_2_d(
 
 # Relative to the largest logit: a difference that rounding makes, and one that it does not make
 # although TOLERANCE lets it pass
-GAPS = {torch.float64: (2e-14, 5e-11), torch.float32: (2e-7, 5e-5),
+GAPS = {torch.float64: (2e-14, 1e-12), torch.float32: (2e-7, 5e-5),
         torch.float16: (1e-3, 8e-3), torch.bfloat16: (4e-3, 3.5e-2)}
 
 

@@ -136,7 +136,13 @@ def test_a_full_disk_is_one_line_and_costs_no_text():
     ("p.jsonl", '{"prompt": "a", "tempreature": 1}', 'key "tempreature"; allowed: prompt, '),
     ("p.jsonl", '{"prompt": "", "name": "x"}', "line 2: request 'x': the prompt is empty"),
     ("p.jsonl", '{"prompt": "a", "arrival": -1}', "line 2: request 'r1': arrival"),
-    ("p.jsonl", '{"prompt": "a", "name": "r0"}', "request 'r0' appears 2 times"),
+    ("p.jsonl", '{"prompt": "a", "name": "b"}\n{"prompt": "a", "name": "b"}',
+     "line 3: request 'b': another one has this name"),
+    ("p.jsonl", r'{"prompt": "a", "name": "b\n"}', r"line 2: request: name .. not 'b\n'"),
+    ("p.jsonl", '{"prompt": "a", "top_p": 0}', "line 2: request 'r1': top_p .. above 0"),
+    ("p.jsonl", '{"prompt": "a", "temperature": true}', "line 2: request 'r1': temperature"),
+    ("p.jsonl", '{"prompt": "a", "temperature": NaN}', "line 2: request 'r1': temperature"),
+    ("p.jsonl", '{"prompt": "%s"}' % ("word " * 400), "line 2: request 'r1': .. block_size 256"),
     ("p.txt", "\n  \n", "there is no prompt in it"),
 ])
 def test_bad_files(file, line, named, tmp_path):
@@ -151,12 +157,15 @@ def test_json_lines_say_what_each_request_wants(tmp_path):
     lines = [{"prompt": "# json\u2028", "max_new_tokens": 3, "temperature": 0, "name": "first"},
              {"prompt": "# os", "seed": 9, "arrival": 4, "priority": 2, "top_k": 5, "top_p": 0.9}]
     file, trace_file = tmp_path / "p.jsonl", tmp_path / "t.json"
+    lines += [{"prompt": "# json", "name": "r3"}, {"prompt": "# json", **dict.fromkeys(KEYS[1:])}]
     file.write_text("\r\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines), "utf-8")
     code, out, err = run(generate_ragged, "--prompts", file, "--max_new_tokens", 5,
                          "--trace", trace_file)
-    assert code == 0 and "--- first: " in out and "2/2 requests identical" in out
-    first, second = json.loads(trace_file.read_text())["requests"]
-    assert [first["name"], second["name"]] == ["first", "r1"]
+    assert code == 0 and "--- first: " in out and "4/4 requests identical" in out
+    first, second, third, last = sorted(json.loads(trace_file.read_text())["requests"],
+                                        key=lambda request: request["name"])
+    assert [second["name"], third["name"], last["name"]] == ["r1", "r3", "r4"]
+    assert last["arrival"] == 0 and len(last["generated"]) == 5
     assert [first["arrival"], second["arrival"]] == [0, 4]
     assert len(first["generated"]) <= 3 and len(second["generated"]) == 5
     assert second["token_steps"][0] >= 4
@@ -228,7 +237,7 @@ def test_a_stage_imports_what_it_uses():
         try:
             lab.run.main(generate_ragged.generate, "", "--prompt a --max_new_tokens 2".split())
         finally:
-            print("found:", *sorted({"matplotlib", "transformers", "lab.explorer", "lab.server",
+            print("found:", *sorted({"matplotlib", "tokenizers", "lab.explorer", "lab.server",
                   "lab.simulate", "lab.compiled", "lab.experiments", "torch._dynamo"}
                   & {*sys.modules}))
         """], cwd=ROOT, capture_output=True, text=True)

@@ -119,9 +119,14 @@ def test_nan_and_infinity_stay():
     expected = F.gelu(F.linear(x, weight), approximate="tanh")
     found = native.multiply(x, native.pack(weight), 3, gelu=True)
     torch.testing.assert_close(found, expected, equal_nan=True)
-    model.wpe.weight[5] = torch.nan   # every later token sees this one's key
+    model.wpe.weight[5] = torch.nan   # every later token sees this one's key, and no earlier one
+    fast, tokens = optimize(model), torch.arange(1, 8)
+    torch.testing.assert_close(fast(tokens), model(tokens), equal_nan=True)
+    assert fast(tokens)[:5].isfinite().all() and fast.model is model
     with pytest.raises(ValueError, match="not finite"):
-        generate_ragged.generate(optimize(model), [Request([1, 2, 3, 4, 5, 6, 7])])
+        generate_ragged.generate(fast, [Request(tokens)])
+    model.h[0].attn.value.bias[0] = torch.inf
+    assert not Snapshot(model)(tokens).isfinite().any()
 
 
 # --- what is wrong in native.cpp, or compiled in another way --------------------------------------
@@ -152,7 +157,7 @@ def rebuilt(monkeypatch, folder, right="", wrong="", flags=()):
     native.SOURCE.write_text(source.replace(right, wrong) if right else source)
 
 
-SEES = "softmax(scores + r * all, {}, seen, scale)"
+SEES = "softmax(scores + r * all, {}, seen)"
 OWN = "start + 1 + (i + r) * grows"
 WRONG = {   # what stands in native.cpp, and what gives other numbers
     "a query misses its own key": (

@@ -35,6 +35,9 @@ FIVE = asked(("A", 6, 1, 2, 0), ("B", 3, 1, 1, 0), ("C", 5, 3, 0, 0), ("D", 3, 1
     # a grows, and makes room itself
     ((2, 64), (3, 2), "priority", 16, asked(("a", 2, 3, 1, 0), ("b", 3, 3, 0, 0)), [],
      ["b3 a2", "b1", "b1", "a3", "a1"]),
+    # a job's rank does not change: J, by then a short one, makes room for K, and waits behind L
+    ((8, 64), (10, 1), "sjf", 16, asked(("J", 2, 9, 0, 0), ("K", 2, 7, 0, 3), ("L", 4, 6, 0, 5)),
+     [], ["J2", "J1", "J1", "J1 K2", "K1 J1", "K1 L4"]),
     # the example of the docstring
     ((1, 64), (64, 16), "sjf", 3, {"L": (20, 1), **SHORT}, [], ["a1", "b1", "c1", "L20", "d1"]),
     # a request that was cancelled while it waited has overtaken no other, and is never due

@@ -94,6 +94,10 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
             assert script("return document.documentElement.scrollWidth <= innerWidth")
         assert script("return $('now').textContent").endswith("0 running, 0 waiting")
         assert script("return view.run.requests[0].rooms.some(([, table]) => table?.length > 1)")
+        # the same lengths on every stage: one more step is a new drawing of them
+        script("scored = -Infinity; drawSoon()")
+        rows = "return document.querySelectorAll('.scores tr').length"
+        running.until(lambda: script(rows) == 9)
         script("$('one').click()")
         running.until(lambda: script("return $('pause').textContent") == "go on")
         script("""const usual = hear;

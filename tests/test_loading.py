@@ -5,6 +5,7 @@ can be wrong; and Llama's architecture, equal to transformers'.
 import importlib
 import importlib.util
 import json
+import math
 import random
 import shutil
 import sys
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+import regex  # tiktoken's
 import requests
 import safetensors.torch as safetensors
 import tiktoken
@@ -27,7 +29,8 @@ from lab.checks.xray import XRay
 from lab.compiled import optimize
 from lab.loading import load as load_module
 from lab.loading import tokenizer
-from lab.loading.load import decode, load, load_model
+from lab.loading.llama import LlamaConfig, frequencies
+from lab.loading.load import Stream, decode, load, load_model, word
 from lab.loading.workload import make_requests
 from model import GPT, GPTConfig
 from request import Request
@@ -49,6 +52,15 @@ def test_the_built_in_model_is_small_and_its_own():
     first, second = make_requests([{"prompt": "<|endoftext|>"}] * 2, TOKENIZER, seed=5)
     assert first.prompt == [1023] and first.eos_token == 1023
     assert (first.seed, second.seed) == (5, 6)
+    arrivals = [[request.arrival for request in make_requests(
+        [{"prompt": "a"}] * 9, TOKENIZER, 0.2, seed=seed)] for seed in (1, 1, 2)]
+    assert arrivals[0] == arrivals[1] != arrivals[2]
+
+
+def test_text_is_cut_where_gpt2_cuts_it():
+    text = "it's we'll I'd don't they're I've I'm  two  3.5€ x_y\n\n  end "
+    cuts = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    assert regex.findall(tokenizer.PATTERN, text) == [text[a:b] for _, (a, b) in cuts]
 
 
 @settings(max_examples=examples(300))
@@ -68,7 +80,8 @@ def test_a_local_folder_and_a_file_in_it(folder, tmp_path):
     for name in folder, folder / "model.safetensors", str(folder):
         model, tokenizer = load(name)
         assert torch.equal(model.wte.weight, MODEL.wte.weight) and tokenizer.n_vocab == 1024
-        add_weight("lm_head.weight", MODEL.wte.weight.half())(folder)   # once more, as some have it
+        for more in ("lm_head.weight", MODEL.wte.weight.half()), ("h.0.attn.bias", torch.ones(1)):
+            add_weight(*more)(folder)   # the embedding once more, and a mask, as some have it
     write_gpt2(MODEL, tmp_path / "written")
     again = load_model(tmp_path / "written", torch.float64).state_dict()
     assert all(torch.equal(again[key], w.double()) for key, w in MODEL.state_dict().items())
@@ -91,7 +104,8 @@ def add_weight(name, tensor):
 
 
 BROKEN = [   # what is done to a folder, and what is said about it
-    (lambda folder: (folder / "model.safetensors").unlink(), "does not hold model.safetensors"),
+    (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+     "does not hold model.safetensors .. to convert a pytorch_model.bin: .. save_pretrained("),
     (lambda folder: (folder / "config.json").unlink(), "config.json: No such file"),
     *((edit("config.json", lambda old, new=new: new), "config.json: ") for new in (
         b"{", b"[1]", b"[" * 100_000)),
@@ -99,10 +113,14 @@ BROKEN = [   # what is done to a folder, and what is said about it
     (edit("config.json", lambda old: b'{"hidden_size": 8}'), "config.json: KeyError: 'vocab_size'"),
     (edit_config(n_layer=5), 'Missing key(s) in state_dict: "h.4.'),
     (edit_config(n_embd=64), "size mismatch for wte.weight"),
-    (edit_config(n_head=3), "n_head 3"),
+    (edit_config(n_head=3), "config.json: .. n_head 3"),
+    (edit_config(n_positions="256"), "config.json: n_positions .. at least 1, not '256'"),
+    (edit_config(n_inner=256), "n_inner must be None or 512, not 256"),
+    (edit_config(eos_token_id=[5, None]), "model .. config.json: eos_token_id .. not [5, None]"),
     (edit_config(layer_norm_epsilon=1e-2), "layer_norm_epsilon must be 1e-05, not 0.01"),
     (edit_config(tie_word_embeddings=False), "tie_word_embeddings must be True"),
     (add_weight("odd", torch.zeros(1)), '"odd"'),
+    (add_weight("wpe.weight", torch.zeros(1)), "'transformer.wpe.weight' is there twice"),
     (add_weight("h.0.attn.c_attn.weight", torch.zeros(())), "RuntimeError: chunk expects"),
     *((edit("model.safetensors", change), "model.safetensors: SafetensorError") for change in (
         lambda old: old[:1000], lambda old: b"", lambda old: old.replace(b'"F16"', b'"F99"'))),
@@ -126,6 +144,56 @@ def refused(folder, said):
 def test_a_broken_folder_is_refused_in_one_line(folder, break_it, said):
     break_it(folder)
     refused(folder, said)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    theirs("Llama 2").save_pretrained(tmp_path, max_shard_size="10KB")
+    return tmp_path
+
+
+def shard(folder, number):
+    shard_of = json.loads((folder / weights.INDEX).read_text())["weight_map"]
+    return folder / sorted({*shard_of.values()})[number]
+
+
+def edit_index(change):
+    """change: its weight_map -> a new one"""
+    return edit(weights.INDEX, lambda old: json.dumps(
+        {"weight_map": change(json.loads(old)["weight_map"])}).encode())
+
+
+def elsewhere(place):
+    def do(folder):
+        to = folder / place.format(folder)
+        to.mkdir(exist_ok=True)
+        if to.resolve() != folder:
+            shard(folder, 1).rename(to / shard(folder, 1).name)
+        edit_index(lambda shard_of: {key: f"{place.format(folder)}/{file}" if "-00002-" in file
+                                     else file for key, file in shard_of.items()})(folder)
+    return do
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda folder: safetensors.save_file({"lm_head.weight": torch.zeros(1)},   # a stale shard
+                                          folder / "model-00005-of-00005.safetensors"), None),
+    (elsewhere("below"), None),
+    *((elsewhere(place), ", which is no file in this folder")
+      for place in ("{0}", "../{0.name}")),
+    (lambda folder: (folder / weights.INDEX).unlink(), "does not hold model.safetensors, or "),
+    (lambda folder: shard(folder, 1).unlink(), "index.json names 'model-00002-of-0000"),
+    (lambda folder: shutil.copy(shard(folder, 0), shard(folder, 1)), "is there twice"),
+    *((edit_index(lambda _, odd=odd: odd), "index.json: weight_map must be an object")
+      for odd in (None, [], {}, {"x": None}, "model.safetensors")),
+    (edit(weights.INDEX, lambda old: b"[1]"), "index.json: it must be an object, not [1]"),
+])
+def test_a_folder_holds_the_files_that_its_index_names(shards, change, said):
+    before = load_model(shards / ".." / shards.name)
+    change(shards)
+    if said:
+        return refused(shards, said)
+    for key, tensor in load_model(shards).state_dict().items():
+        assert torch.equal(tensor, before.state_dict()[key])
 
 
 @pytest.mark.parametrize("mistake", [AttributeError, NameError, TypeError, AssertionError])
@@ -158,6 +226,18 @@ def test_loading_finds_and_makes_a_model_once(folder, monkeypatch):
         calls.clear()
         read(folder)
         assert calls == ["find", "load_file", "__init__"]
+
+
+def test_loading_takes_the_file_s_own_memory_and_no_random_numbers(folder, monkeypatch):
+    """Where it has the dtype that is asked for."""
+    read, before, original = {}, torch.random.get_rng_state(), weights.load_file
+    monkeypatch.setattr(weights, "load_file", lambda path: (
+        read.update(original(path)), dict(read))[1])
+    for dtype in torch.float16, torch.float32:
+        same = (load_model(folder, dtype).wte.weight.data_ptr() ==
+                read["transformer.wte.weight"].data_ptr())
+        assert same == (dtype == torch.float16)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "README.md", "x" * 300, "a\0b"])
@@ -212,7 +292,12 @@ FAMILIES = {
     "Mistral": ("Mistral", dict(head_dim=8, sliding_window=None, rms_norm_eps=1e-5)),
     "Qwen2.5": ("Qwen2", dict(tie_word_embeddings=True)),
     "Qwen3": ("Qwen3", dict(head_dim=8)),
+    "biases": ("Llama", dict(attention_bias=True, mlp_bias=True, hidden_act="swish",
+                             rope_parameters=dict(rope_type="linear", factor=2.5))),
+    "biases of Qwen3": ("Qwen3", dict(head_dim=8, attention_bias=True)),
+    "no effect": ("Mistral", dict(sliding_window=None, attention_bias=True, mlp_bias=True)),
 }
+GPT2 = dict(vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=4, n_positions=BLOCK_SIZE)
 
 
 FLOAT64 = SimpleNamespace(**vars(torch) | dict(float32=torch.float64, float=torch.float64))
@@ -220,10 +305,11 @@ FLOAT64 = SimpleNamespace(**vars(torch) | dict(float32=torch.float64, float=torc
 
 def theirs(family, **change):
     """transformers' random model, in float64; norms and biases are random too."""
-    name, settings = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**SIZES | settings | change)
+    name, settings = FAMILIES.get(family, (None, GPT2))
+    config = (getattr(transformers, f"{name}Config")(**SIZES | settings | change) if name else
+              transformers.GPT2Config(**GPT2 | change))
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4)
     return model
@@ -244,10 +330,55 @@ def test_logits_are_those_of_transformers(family, monkeypatch, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size=size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == "10KB")
     (tmp_path / "consolidated.safetensors").touch()   # the same once more, as Mistral writes it
+    if size == "5GB":   # an old file holds the angles
+        add_weight("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))(tmp_path)
     ours, tokens = load_model(tmp_path, torch.float64), torch.randint(VOCAB, (3, BLOCK_SIZE))
     with torch.inference_mode():
         expected, logits = model(tokens).logits, ours(tokens)
     assert (logits - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family, tied, served", [   # in the config; heads in a file
+    ("GPT-2", None, ("none", "same")), ("GPT-2", True, ("none", "same")), ("GPT-2", False, ()),
+    ("Llama 2", None, ("same", "other")), ("Llama 2", True, ("none", "same")),
+    ("Llama 2", False, ("same", "other"))])
+def test_an_output_head_in_a_file_is_used_or_refused(family, tied, served, tmp_path):
+    """As transformers does with this config and these weights, where it is served."""
+    made, tokens = theirs(family, tie_word_embeddings=True).float(), torch.arange(9)[None]
+    embedding = made.get_input_embeddings().weight.detach().clone()
+    for name, head in ("none", None), ("same", embedding), ("other", embedding.flip(0)):
+        made.save_pretrained(tmp_path)
+        if head is not None:
+            add_weight("lm_head.weight", head)(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": tied}
+        (tmp_path / "config.json").write_text(json.dumps(
+            {key: value for key, value in config.items() if tied is not None or key[:3] != "tie"}))
+        if name not in served:
+            refused(tmp_path, "lm_head.weight" if tied is not False or family != "GPT-2" else
+                    "tie_word_embeddings must be True, not False")
+            continue
+        reference = type(made).from_pretrained(tmp_path).eval()
+        with torch.inference_mode():
+            difference = load_model(tmp_path)(tokens) - reference(tokens).logits
+        assert difference.abs().max() < 1e-4, name
+
+
+def test_scaled_frequencies_have_two_ends():
+    """Llama 3.1: what turns once in 100 positions is slowed down by 8, what turns 4 times stays."""
+    plain, scaled = (frequencies(LlamaConfig(head_size=64, rope_theta=1e4, rope_scaling=scaling))
+                     for scaling in (None, (8.0, 1.0, 4.0, 100)))
+    turns = [f * 100 / (2 * math.pi) for f in plain]
+    assert max(turns) > 4 and min(turns) < 1 and any(1 < t < 4 for t in turns)
+    for t, before, after in zip(turns, plain, scaled):
+        assert after == (before if t >= 4 else before / 8) if not 1 < t < 4 else (
+            before / 8 < after < before)
+
+
+def test_a_context_beside_the_scaling_has_no_effect():
+    given = SIZES | dict(rope_scaling=LLAMA_31, original_max_position_embeddings=12)
+    reference = transformers.LlamaConfig(**given | {"rope_scaling": dict(LLAMA_31)})
+    assert load_module.KINDS["llama"](given | dict(model_type="llama", rms_norm_eps=1e-6))[
+        "rope_scaling"][3] == reference.rope_parameters["original_max_position_embeddings"] == 16
 
 
 LLAMA = backend("Llama").model   # that every stage keeps its contract: test_contract.py
@@ -278,8 +409,9 @@ def test_the_cache_shrinks_with_the_key_heads():
 
 
 def test_the_compiled_step_serves_what_its_own_check_does_not_have():
-    """Tied, with one key head for all, and with Llama 3.1's longer context."""
-    whole = llama(n_kv_head=1, head_size=20, norm_eps=1e-3, rope_scaling=(8.0, 1.0, 4.0, 16))
+    """Tied, with one key head for all, biases, and Llama 3.1's longer context."""
+    whole = llama(n_kv_head=1, head_size=20, norm_eps=1e-3, rope_scaling=(8.0, 1.0, 4.0, 16),
+                  qkv_bias=True, out_bias=True, mlp_bias=True)
     with torch.no_grad():
         for p in whole.float().parameters():
             p.mul_(0.5)   # float32 has fewer digits to show the differences of a loud model
@@ -289,18 +421,70 @@ def test_the_compiled_step_serves_what_its_own_check_does_not_have():
     assert fast is whole or fast.uses() == "compiled step: yes"
 
 
-# --- folders of Llamas ----------------------------------------------------------------------------
+# --- folders with a tokenizer ---------------------------------------------------------------------
+
+CHATML = """{{ bos_token }}{% for m in messages %}{% if m.role == 'odd' %}{% continue %}{% endif %}
+<|im_start|>{{ m.role }}
+{{ m.content | trim }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}{{ {"é": [strftime_now("%Y")]} | tojson }}"""
+SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
+WORDS = ["the ", "thesis", "été", " ☕", "😀", "日本", "\n", "e\u0301", ".", " ", "Q", "<0x41>",
+         *SPECIAL, "<think>", "<|IM_END|>"]
+
+
+def numbered(*pieces):
+    return {piece: i for i, piece in enumerate([*SPECIAL, *pieces])}
+
+
+def sequence(name, *parts):
+    return {"type": "Sequence", name: parts}
+
+
+BYTE_LEVEL = dict.fromkeys(("pre_tokenizer", "decoder"), dict(
+    type="ByteLevel", add_prefix_space=False, trim_offsets=True)) | dict(model=dict(
+        type="BPE", merges=["t h", "th e"], vocab=numbered(
+            *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "th", "the")))
+PIECES = numbered(*(f"<0x{byte:02X}>" for byte in range(256)), *"▁thes<|im_nd>", "th", "▁th")
+BYTES, METASPACE = dict(type="ByteFallback"), dict(
+    type="Metaspace", replacement="▁", prepend_scheme="always", split=True)
+KINDS = {   # as in a tokenizer.json
+    "byte-level": BYTE_LEVEL, "NFC": BYTE_LEVEL | dict(normalizer=dict(type="NFC")),
+    "WordPiece": dict(
+        model=dict(type="WordPiece", unk_token="<unk>", continuing_subword_prefix="##",
+                   max_input_chars_per_word=99, vocab=numbered(
+                       *"<>|/?_.qs", "the", "##sis", "im", "start", "end", "un", "##k", "ete")),
+        normalizer=dict(type="BertNormalizer", clean_text=True, handle_chinese_chars=True,
+                        strip_accents=None, lowercase=True),
+        pre_tokenizer=dict(type="BertPreTokenizer"),
+        decoder=dict(type="WordPiece", prefix="##", cleanup=True)),
+    "Llama 2, legacy": dict(
+        model=dict(type="BPE", vocab=PIECES, merges=["t h", "▁ th"], byte_fallback=True),
+        normalizer=sequence("normalizers", dict(type="Prepend", prepend="▁"),
+                            dict(type="Replace", pattern={"String": " "}, content="▁")),
+        decoder=sequence("decoders", dict(type="Replace", pattern={"String": "▁"}, content=" "),
+                         BYTES, dict(type="Fuse"),
+                         dict(type="Strip", content=" ", start=1, stop=0))),
+    "Unigram": dict(
+        model=dict(type="Unigram", unk_id=2, byte_fallback=True,
+                   vocab=[(piece, -len(piece)) for piece in PIECES]),
+        pre_tokenizer=METASPACE, decoder=sequence("decoders", BYTES, METASPACE))}
+
+
+def made(kind):
+    """With special tokens, and one that is added and is none."""
+    plan = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder")) | KINDS[kind]
+    inner = tokenizers.Tokenizer.from_str(json.dumps(plan | dict(added_tokens=[])))
+    inner.add_special_tokens(SPECIAL)
+    inner.add_tokens([tokenizers.AddedToken("<think>", special=False)])
+    return inner
+
 
 @pytest.fixture
 def llamas(tmp_path):
     """A Llama with a tokenizer that begins a text with <s> and ends an answer with </s>."""
-    theirs("Llama 3.2", vocab_size=300).bfloat16().save_pretrained(tmp_path)
-    alphabet = ["<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "th"]
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(
-        vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[("t", "h")]))
-    bpe.add_special_tokens(alphabet[:2])
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
+    theirs("Llama 3.2", vocab_size=300, eos_token_id=1).bfloat16().save_pretrained(tmp_path)
+    bpe = made("byte-level")
     bpe.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)])
     bpe.enable_truncation(4)   # a file may ask to cut and to pad every text
@@ -317,10 +501,14 @@ def llamas(tmp_path):
 def test_a_folder_gives_model_tokenizer_and_chat(llamas):
     model, tokenizer = load(llamas)
     assert next(model.parameters()).dtype == torch.float32 and tokenizer.eot_token == 1
-    assert tokenizer.n_vocab == 1 + max(tokenizer.bytes_of)
+    assert tokenizer.n_vocab == 5 + 256 + 3
     text = "the thesis is été ☕\n"
     assert tokenizer.decode(tokenizer.encode_ordinary(text)) == "<s>" + text
-    assert decode(tokenizer, [299]) == "\ufffd"
+    assert decode(tokenizer, [299, 261, 299]) == "\ufffdth\ufffd"
+    assert word(tokenizer, 299) == "\ufffd"
+    euro, the = tokenizer.encode_ordinary("€ the")[1:4], tokenizer.encode_ordinary(" th")[1:]
+    assert [byte for token in euro for byte in word(tokenizer, token)] == [*"€".encode()]
+    assert [word(tokenizer, token) for token in the] == [" ", "th"]
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     assert decode(tokenizer, tokenizer.encode_chat(messages)) == (
         "<s>[system] a\n[user] b\n[assistant]")
@@ -334,8 +522,20 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
 @pytest.mark.parametrize("change, said", [
     (dict(model_type="gemma2"), "'gemma2', not one of gpt2, llama, mistral"),
     (dict(model_type="mistral"), "sliding_window must be None, not 4096"),   # its default
+    (dict(sliding_window=8), "sliding_window must be None, not 8"),
+    (dict(model_type="qwen2", layer_types=["sliding_attention"] * 2), "not 'sliding_attention'"),
     (dict(rope_parameters=dict(rope_type="yarn")), "not 'yarn'"),
-    (dict(rope_scaling=dict(type="linear")), "not 'linear'"),   # by its old name
+    (dict(rope_scaling=dict(type="dynamic", factor=2)), "not 'dynamic'"),   # by its old name
+    (dict(rope_scaling=dict(type="linear", factor="2")), "factor must be .. above 0, not '2'"),
+    (dict(rope_scaling=LLAMA_31 | {"high_freq_factor": 1.0}), "high_freq_factor 1.0 must be above"),
+    (dict(rope_parameters={"full_attention": {"rope_theta": 5.0}}), "rope_parameters must be"),
+    (dict(rope_scaling=[]), "rope_scaling must be .. not []"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0, not 0.5"),
+    (dict(max_position_embeddings="24"), "max_position_embeddings must be .. not '24'"),
+    (dict(max_position_embeddings=None), "max_position_embeddings must be .. not None"),
+    (dict(attention_bias=None), "attention_bias must be False or True, not None"),
+    (dict(hidden_act="gelu"), "hidden_act must be 'silu' or 'swish', not 'gelu'"),
+    (dict(head_dim=0), "head_dim must be"), (dict(num_key_value_heads=False), "not False"),
     (dict(rope_parameters=dict(rope_type="llama3")), "config.json: KeyError: 'factor'"),
     (dict(model_type="qwen2"), "Missing key(s) in state_dict"),
     (dict(quantization_config={"bits": 4}), "quantization_config"),
@@ -371,33 +571,112 @@ def test_a_model_with_any_value_in_its_config_runs_or_is_refused_in_one_line(kin
 
 def test_missing_pieces_are_named(llamas, monkeypatch):
     for change, said in (
-            (lambda: monkeypatch.setitem(sys.modules, "transformers", None),
-             "pip install transformers"),
-            (lambda: (llamas / "tokenizer_config.json").write_text('{"eos_token": 5}'),
-             "tokenizer.json': "),
+            (lambda: monkeypatch.setitem(sys.modules, "tokenizers", None),
+             "tokenizer.json': .. pip install tokenizers"),
+            (lambda: (llamas / "tokenizer_config.json").write_text('{"added_tokens_decoder": '
+                                                                   '{"299": {"content": "x"}}}'),
+             "its added token 'x' cannot have the number 299"),
+            (lambda: (llamas / "tokenizer_config.json").write_text("[]"), "must be an object"),
+            (lambda: (llamas / "tokenizer_config.json").unlink(), None),
             (lambda: (llamas / "tokenizer.json").write_text("{"), "tokenizer.json': "),
             (lambda: (llamas / "tokenizer.json").unlink(), "tokenizer.json': ")):
         monkeypatch.undo()
         change()
-        refused(llamas, said)
+        refused(llamas, said) if said else load(llamas)
 
 
-def test_what_a_tokenizer_cannot_write_or_read_is_named(llamas):
+def test_half_a_character_is_refused_by_name(llamas):
     tokenizer = load(llamas)[1]
     for encode in tokenizer.encode, lambda text: tokenizer.encode_chat([{"content": text}]):
         with pytest.raises(ValueError, match="tokenizer.json' cannot encode .*ud800"):
             encode("half a character: \ud800")
-    file = llamas / "tokenizer.json"
-    content = json.loads(file.read_text())
-    content["model"]["vocab"]["a b"] = 299
-    file.write_text(json.dumps(content))
-    refused(llamas, "a piece is not byte-level: KeyError: ' '")
 
 
 def test_a_template_that_fails_says_so_in_one_line(llamas):
     (llamas / "chat_template.jinja").write_text("{{ raise_exception('no\nway') }}")
     with pytest.raises(ValueError, match="its chat template fails: TemplateError: no way"):
         load(llamas)[1].encode_chat([{"role": "user", "content": "a"}])
+
+
+# --- tokenizers that others have made -------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_tokenizer_reads_and_writes_as_in_transformers(kind, tmp_path):
+    """Texts and chats to tokens, and any tokens to texts; streamed, without special tokens."""
+    made(kind).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
+        "bos_token": "<s>", "eos_token": "</s>", "chat_template":
+        [{"name": "default", "template": CHATML}, {"name": "tools", "template": ""}]}))
+    ours = tokenizer.FromFolder(tmp_path, "llama")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    rng, control = random.Random(0), {theirs.convert_tokens_to_ids(text) for text in SPECIAL[3:]}
+    for _ in range(examples(80)):
+        texts = ["".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(3)]
+        tokens = ours.encode(texts[0])
+        assert tokens == theirs.encode(texts[0])
+        assert decode(ours, tokens) == theirs.decode(tokens, clean_up_tokenization_spaces=False)
+        tokens = rng.choice([tokens, rng.choices(range(ours.n_vocab), k=8)])
+        stream = Stream(ours)
+        assert "".join(map(stream.add, [*tokens, None])) == theirs.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        chat = [{"role": role, "content": text} for role, text in zip(("user", "odd", "x"), texts)]
+        got, rendered = ours.encode_chat(chat), theirs.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True)
+        if not any(text in typed for text in SPECIAL for typed in texts):
+            assert got == theirs.encode(rendered, add_special_tokens=False)
+        # what is typed is text: only the template makes control tokens
+        assert [token for token in got if token in control] == [
+            theirs.convert_tokens_to_ids(f"<|im_{what}|>")
+            for what in ("start", "end", "start", "end", "start")]
+        assert control.isdisjoint(ours.encode_ordinary(texts[0]))
+        if kind in ("Llama 2, legacy", "Unigram"):   # within a text, and in bytes
+            pieces = [word(ours, token) for token in ours.ids(ours.inner, "Q thé")]
+            assert pieces[-4:] == [" th", [0xC3], [0xA9]] or pieces[-3:] == [" th", [0xC3], [0xA9]]
+        assert kind != "byte-level" or decode(ours, got) == rendered
+
+
+def test_the_two_files_of_gpt2_s_tokenizer(folder):
+    """Not GPT-2's own tokens in their place; and what cannot be read is refused."""
+    (folder / "ranks.tiktoken").unlink()
+    made("byte-level").model.save(str(folder))
+    (folder / "added_tokens.json").write_text('{"<|end|>": %d}' % (5 + 256 + 2))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    ours, theirs = load(folder)[1], transformers.GPT2Tokenizer.from_pretrained(folder)
+    assert ours.hidden == {ours.eot_token} == {1} and ours.encode("Q</s>") == theirs.encode("Q</s>")
+    for text in "the thesis ☕ <|end|>", " the\n  été":
+        assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == text
+    (folder / "merges.txt").unlink()
+    refused(folder, "tokenizer.json': tokenizers .. cannot read it")
+    (folder / "vocab.json").rename(folder / "vocab.txt")
+    refused(folder, "tokenizer.json': tokenizers .. cannot read it")
+
+
+@pytest.mark.parametrize("generation, config", [
+    ([7, 5], [2]), ([5], [2]), (None, [6, 2]), (None, [6]), (None, None), ("null", [6])])
+def test_an_answer_ends_where_transformers_ends_it(generation, config, llamas):
+    """
+    The files name some tokens of an answer as its ends: these. But for two cases: transformers has
+    no end if the first file says null, nor one from the tokenizer.
+    """
+    model, _ = load(llamas)
+    STAGES["unbatched"](model, whole := Request([1, 2, 3], 9))
+    for file, ends in (("generation_config.json", generation), ("config.json", config)):
+        said = json.loads((llamas / file).read_text())
+        tokens = [whole.generated[i] for i in ends] if isinstance(ends, list) else [None]
+        said["eos_token_id"] = tokens if len(tokens) > 1 else tokens[0]
+        (llamas / file).write_text(json.dumps(said))
+        if ends is None and file == "generation_config.json":
+            (llamas / file).unlink()
+    ends = make_requests([{"prompt": ""}], load(llamas)[1], seed=0)[0].ends
+    STAGES["paged"](model, request := Request([1, 2, 3], 9, eos_token=ends))
+    reference = transformers.LlamaForCausalLM.from_pretrained(llamas)
+    if generation == "null" or config is None:
+        assert ends == (tokens[0] or 1,)
+        reference.generation_config.eos_token_id = list(ends)
+    answer = reference.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=9, do_sample=False)
+    assert request.generated == answer[0, 3:].tolist()
+    first = 9 if config is None else 1 + min(config if generation in (None, "null") else generation)
+    assert request.generated == whole.generated[:first]
 
 
 @pytest.mark.thorough

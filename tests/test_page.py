@@ -7,7 +7,6 @@ CI they fail.
 """
 import json
 import math
-import random
 import re
 from collections import Counter
 from dataclasses import replace
@@ -21,11 +20,11 @@ from browser import resize
 from common import STAGES, knobs_of, mixed, toy
 
 from beyond import speculative
-from lab import flags
 from lab.checks.traps import broken
 from lab.explorer import build, page
 from lab.explorer.recorder import record, take_times
 from lab.loading.load import decode, load
+from lab.loading.stages import SCRIPTS
 from lab.loading.stages import STAGES as LADDER
 from lab.simulate.calculated import simulate
 from lab.views.report import latencies, mean, totals
@@ -85,7 +84,7 @@ def test_slots_and_sights_are_those_of_an_undisturbed_run(stage):
     assert take_times(trace, other).passes == plain.passes   # it did something else
     fixed = [replace(r, max_new_tokens=len(r.generated), eos_token=None)
              for r in recorder.requests]
-    timed = simulate(*build.GPU, STAGES[stage], fixed, **knobs)
+    timed = simulate(*page.GPU, STAGES[stage], fixed, **knobs)
     assert build.on_gpu(trace).step_times == timed.step_times
     assert [r.token_times for r in trace.requests] == [r.token_times for r in timed.requests]
 
@@ -100,32 +99,15 @@ def test_the_committed_page_is_what_the_command_builds():
     assert json.loads(json.dumps(build.data())) == DATA, AGAIN   # on any machine
 
 
-def test_each_setting_has_the_run_of_its_knobs():
-    """Ten random settings of "Try it" and a static one, read anew and calculated again."""
-    grid, answers = DATA["grid"], build.workload(TOKENIZER)
-    for request, answer in zip(answers, DATA["runs"][0]["requests"], strict=True):
-        request.max_new_tokens, request.eos_token = len(answer["steps"]), None
-    for setting in ["naive.2.1", *random.Random(1).sample([*grid["of"]], 10)]:
-        stage, *values = setting.split(".")
-        knobs = {name: grid["knobs"][name][int(i)]
-                 for name, i in zip(grid["applies"][stage], values, strict=True)}
-        memory = knobs.pop("memory", 10**6)
-        knobs |= {"max_kv_tokens": memory, "pages": memory // knobs.get("page_size", 16)}
-        some = [replace(r) for r in answers if knobs["long"] or len(r.prompt) < 200]
-        knobs, _ = flags.knobs_of(LADDER[stage], knobs)
-        generate, requests, meant = build.meaning(stage, map(int, values), answers)
-        assert ([r.name for r in requests], meant) == ([r.name for r in some], knobs)
-        run = build.plain(simulate(*build.GPU, generate, some, **knobs), answers)
-        assert json.loads(json.dumps(run)) == grid["runs"][grid["of"][setting]], AGAIN
-
-
 def test_the_walk_counts_its_figures_itself():
-    score, (_, stop) = DATA["score"], STOPS["preemption"]
-    assert f"waits {score['prefix']['next']:.0f} ms" in stop["text"]   # the red frame
-    assert score["prefix"]["preemptions"] > 0 and score["ragged, varlen"]["useful"] == 1
-    assert all(score[name]["memory"] <= 26 * 16 for name in ("ragged, 416 tokens", *PAGED))
-    wrong = {name for name, figures in score.items() if figures["wrong"]}
-    assert wrong == {build.MASK} == {name for name, run in RUN_OF.items() if run["check"]["wrong"]}
+    run, (_, stop) = RUN_OF["prefix"], STOPS["preemption"]
+    gaps = [b - a for request in run["requests"] for a, b in zip(request["ms"], request["ms"][1:])]
+    assert f"waits {max(gaps):.0f} ms" in stop["text"]   # the red frame
+    assert any(sum(run["passes"]["recomputed"]) for run in RUN_OF.values())
+    assert all(max(RUN_OF[name]["passes"]["reserved"]) <= 26 * 16
+               for name in ("ragged, 416 tokens", *PAGED))
+    wrong = {name for name, run in RUN_OF.items() if run["check"]["wrong"]}
+    assert wrong == {build.MASK}
     asked = [stop["ask"] for stop in DATA["walk"] if "ask" in stop]
     assert len(asked) >= 3 and all(len({*ask["choices"]}) == 3 for ask in asked)
 
@@ -343,11 +325,11 @@ def test_an_address_leads_back(ladder_page):
     ladder_page.open(address[1:])
     before = ladder_page.texts("body", "innerText")
     assert ladder_page.go_to("run=naive&ms=50").now.endswith(" ms")
-    assert {*ladder_page.texts(".panel h2 small")} == {" · naive"}
+    assert {*ladder_page.texts(".panel:not(.score) h2 small")} == {" · naive"}
     ladder_page.open(address[1:])
     assert ladder_page.hash == address and ladder_page.texts("body", "innerText") == before
     assert ladder_page.open("%%%&run=%3Cb%3E").now.startswith("step ")
-    for nonsense in "run=nothing&step=-5", "step=1e9&slot=9.9.9.9&stop=77", "try=9.9":
+    for nonsense in "run=nothing&step=-5", "step=1e9&slot=9.9.9.9&stop=77", "own=0-x_&memory=-1":
         assert ladder_page.go_to(nonsense).now.startswith("step ")
 
 
@@ -381,8 +363,8 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(ladder_page):
         ladder_page.run("go(state.tick - 1); play(true); $('return').click()")   # away, and back
         assert there == ladder_page.run("return address()")
         assert ladder_page.texts("#play") == ["play"]
-        ladder_page.run("if ($('on').offsetParent) $('on').click()")
-    assert not ladder_page.run("return $('on').offsetParent")
+        ladder_page.run("if (DATA.walk[state.stop + 1]) $('on').click()")
+    assert ladder_page.texts("#on") == ["your own requests"]
     ladder_page.click(".scores button", [*RUN_OF].index("speculative"))   # in the fewest steps
     assert ladder_page.run("return views[0].run.name") == "speculative"
 
@@ -395,7 +377,7 @@ def test_the_walk_frames_what_it_speaks_of_on_a_phone(ladder_page):
             assert ladder_page.run(IN_SIGHT), stop
             ladder_page.click(".choices button", stop["ask"]["right"])
         assert ladder_page.run(IN_SIGHT), stop
-        ladder_page.run("if ($('on').offsetParent) $('on').click()")
+        ladder_page.run("if (DATA.walk[state.stop + 1]) $('on').click()")
 
 
 def test_back_goes_back_a_stop(ladder_page):
@@ -459,59 +441,6 @@ def test_a_phone(ladder_page):
     assert ladder_page.run("return state.stop") == 2
 
 
-def test_try_it(ladder_page):
-    """Each choice shows the runs of its setting: their figures, and times that agree with them."""
-    grid, knobs = DATA["grid"], [*DATA["grid"]["knobs"]]
-    ladder_page.open().click("#tries")
-    for selector, number, value in (("input", 0, 0), ("input", 4, False), ("select", 0, 0),
-                                    ("input", 5, True), ("select", 1, 5), ("input", 2, 2),
-                                    ("select", 0, 3)):
-        ladder_page.run(
-            "const node = document.querySelectorAll('#try ' + arguments[0])[arguments[1]];"
-            "node[node.type === 'checkbox' ? 'checked' : 'value'] = arguments[2];"
-            "(node.oninput ?? node.onchange)({target: node})", selector, number, value)
-        state = ladder_page.run("return state.tried")
-        assert state[number + 2 * (selector == "input")] == value
-        for view, stage in enumerate(grid["stages"][index] for index in state[:2]):
-            setting = ".".join([stage, *(str(state[2 + knobs.index(name)])
-                                         for name in grid["applies"][stage])])
-            figures = grid["runs"][grid["of"][setting]]["figures"]
-            said = ladder_page.texts("[data-score=passes]")[view].split(" was ")[0]
-            assert said == str(figures["passes"])
-            gap = ladder_page.run("return views[arguments[0]].run.gaps.at(-1)[3]", view)
-            assert gap == pytest.approx(figures["next"], abs=0.3), setting
-            assert ladder_page.run("""   // rows of a static batch that go on
-                const {passes: {finished, step}, requests} = views[arguments[0]].run;
-                return finished.every((rows, i) => rows.every(
-                  r => requests[r].steps.at(-1) < step[i]));""", view)
-            wrong = "{} of {} requests WRONG".format(*grid["wrong"].get(setting, ("", "")))
-            assert (f"{stage}: {wrong}" in ladder_page.texts("#try p")[0]) == bool(
-                state[-1] and setting in grid["wrong"])
-    assert len(ladder_page.texts("#points .now")) == 2   # points; those of other choices stay
-    assert len(ladder_page.texts("#points text[class='']")) > 4
-    there = ladder_page.hash
-    assert there.startswith("#try=3.5.0.") and ladder_page.open(there[1:]).hash == there
-
-
-def test_goals_can_be_reached_and_are_not_by_most_settings(ladder_page):
-    grid = DATA["grid"]
-    ladder_page.open()
-    for number, goal in enumerate(grid["goals"]):
-        met = [setting.split(".") for setting, run in grid["of"].items()
-               if setting.endswith(".1") and all(   # with the long prompts
-                   low <= grid["runs"][run]["figures"][name] <= high
-                   for name, (low, high) in ((name, goal[name]) for name in (
-                       "next", "first", "speed") if name in goal))]
-        values = next(values for stage, *values in met if stage == "prefix"
-                      and (values[3] == "0" or "memory" not in goal))
-        assert len(met) < len(grid["of"]) / 4
-        prefix = grid["stages"].index("prefix")
-        for tried, state in (([2, 3, 2, 2, 1, 1, 1, 0], ""),   # no goal at all
-                             ([1, prefix, *map(int, values), 0], "reached")):
-            ladder_page.run("reached.clear(); tryIt(arguments[0])", tried)
-            assert ladder_page.texts("#goals li", "className")[number] == state
-
-
 def test_prompts_neither_break_nor_run(opened):
     requests = [Request(TOKENIZER.encode(text), 3, name=f"<i>{i}") for i, text in enumerate(NASTY)]
     trace = record(LADDER["dynamic"], BUILTIN, requests, BUILTIN)
@@ -523,6 +452,166 @@ def test_prompts_neither_break_nor_run(opened):
                                                for request in trace.requests]
     assert shown.texts(".request b") == [f"<i>{i}" for i in range(len(NASTY))]
     assert not shown.run("return 'hacked' in window") and shown.texts("img, .request i") == []
+
+
+# --- the visitor's own requests ------------------------------------------------------------------
+
+OWN = "own=24-40_60-24-10_120-9-30-1_70-5-0-1&memory=128&page_size=8&common=40&run=paged"
+
+
+def test_the_scoreboard_is_that_of_pythons_stages(ladder_page):
+    """What stands in the address, as requests for `generate`; at once; and for other stages."""
+    from test_twin import python
+    requests = [{"prompt": prompt, "answer": answer, "limit": answer, "arrival": arrival,
+                 "shared": shared} for prompt, answer, arrival, shared in (
+        (24, 40, 0, 0), (60, 24, 10, 0), (119, 9, 30, 40), (70, 5, 0, 40))]
+    ladder_page.open(OWN.replace("120-9", "119-9"))
+    for row, stage in enumerate(SCRIPTS):
+        run = python(stage, requests, {"max_batch": 8, "token_budget": 64, "page_size": 8,
+                                       "pages": 16, "max_kv_tokens": 128, "in_ms": True})
+        cells = ladder_page.run("""return [...document.querySelectorAll(".scores tr")[
+            arguments[0] + 1].querySelectorAll("td")].map(node => node.textContent)""", row)
+        slots = sum(p["slots"] for p in run["passes"])
+        times = [request for request in run["times"]]
+        gap = max(b - a for some in times for a, b in zip(some, some[1:]))
+        first = max(some[0] - r["arrival"] for some, r in zip(times, requests))
+        speed = 1e3 * sum(map(len, times)) / max(some[-1] for some in times)
+        assert cells[:5] == [
+            f"{len(run['passes']):,}", f"{sum(p['useful'] for p in run['passes']) / slots:.0%}",
+            *(f"{value:,.0f}" for value in (speed, first, gap))]
+        assert cells[5] == str(max(len(p["rooms"]) for p in run["passes"]))
+        assert ("no limit" in cells[6]) == (stage in ("unbatched", "naive", "dynamic"))
+    ladder_page.click(".scores button", 5)   # it picks the stage, too
+    assert "run=ragged" in ladder_page.hash
+
+
+def test_a_request_that_can_never_fit_says_so(ladder_page):
+    ladder_page.open(OWN + "&beside=ragged")
+    refused = ladder_page.run("return views.map(({run}) => run.requests.map(r => r.refused))")
+    assert refused == [[""] * 4] * 2
+    ladder_page.run("state.own.memory = 64; redraw()")
+    refused = ladder_page.run("return views.map(({run}) => run.requests.map(r => r.refused))")
+    assert refused == [["", *(f"{n} KV tokens, there are 64" for n in (83, 128, 74))]] * 2
+    assert ladder_page.run("return views[0].run.requests[0].ms.length") == 40   # the others run
+    ladder_page.run("state.own.memory = 16; redraw()")
+    assert ladder_page.texts(".scores .soft") == ["no request fits into its memory"] * 5
+
+
+def test_each_control_changes_the_link_and_undo_takes_it_back(ladder_page):
+    from selenium.webdriver.common.keys import Keys
+    ladder_page.open(OWN)
+    frame = "return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    for number, key, want in ((0, Keys.ARROW_RIGHT, "own=25-40_60"), (1, Keys.ARROW_LEFT, "24-36_"),
+                              (2, Keys.ARROW_RIGHT, "24-40-1_"), (5, Keys.ARROW_RIGHT, "60-24-11_"),
+                              (12, Keys.ARROW_LEFT, "max_batch=7")):
+        ladder_page.run("document.querySelectorAll('#own input')[arguments[0]].focus()", number)
+        ladder_page.press(key)
+        ladder_page.run(frame)
+        assert want in ladder_page.run("return address()")
+        ladder_page.click("#undo")
+        ladder_page.run(frame)
+        assert OWN in ladder_page.run("return address()")
+    for selector, number, want in (
+            ("#more", 0, "70-5-0-1_70-5-0-1&"), (".row button", 0, "24-40-0-1"),
+            (".row button", 1, "own=60-24-10_120"),
+            ("#presets button", 3, "max_new_tokens=128&run=paged&beside=ragged")):
+        ladder_page.click(selector, number)
+        ladder_page.run(frame)
+        assert want in ladder_page.run("return address()")
+    assert OWN in ladder_page.open(OWN).hash and len(ladder_page.texts(".row")) == 4
+
+
+def test_only_the_thumb_takes_the_pointer(ladder_page):
+    for width in 1280, 390:
+        resize(ladder_page.browser, width, 900)
+        hits = ladder_page.open(OWN).run("""
+            return [...document.querySelectorAll(".row .length input")].map(node => {
+              node.scrollIntoView({block: "center"});
+              const {left, top, width, height} = node.getBoundingClientRect();
+              const thumb = parseFloat(getComputedStyle(node).getPropertyValue("--thumb"));
+              const at = left + 1 + thumb / 2 + (width - 2 - thumb) * node.value / node.max;
+              return [at, left + width - 4].map(
+                x => document.elementFromPoint(x, top + height / 2) === node);
+            });""")
+        assert hits == [[True, False]] * 8, width
+
+
+def test_requests_are_pasted_as_numbers_texts_and_jsonl(ladder_page):
+    ladder_page.open()
+    system = "You are a helpful assistant. " * 8
+    for text, want in (
+            ("500 60\n40, 120, 25", "own=500-60_40-120-25"),
+            ('{"prompt": 30, "answer": 8}\n{"prompt": "four", "max_new_tokens": 9}',
+             "own=30-8_1-9"),
+            (f"{system}Why?\n{system}How?\nNo.", "own=59-64-0-1_59-64-0-1_1-64&common=58")):
+        ladder_page.run("""openOwn(); document.querySelector("textarea").value = arguments[0];
+                           document.querySelector(".paste button").click()""", text)
+        assert want in ladder_page.run("return address()")
+    for text, said in (("{", "line 1 is not JSON"), ("0 5", "line 1: 1 to 8,192"), ("", "1 to 40")):
+        ladder_page.run("""document.querySelector("textarea").value = arguments[0];
+                           document.querySelector(".paste button").click()""", text)
+        assert ladder_page.texts(".paste [role=status]")[0].startswith(said)
+
+
+def test_a_line_says_the_plan_and_what_waits_for_what(ladder_page):
+    ladder_page.open("own=40-9_40-9_40-9_9-9&memory=112&max_batch=3&run=paged")
+    assert ladder_page.texts("#said")[0].endswith(
+        "prefill of A (40), B (24). C D wait for the token budget.")
+    ladder_page.run("go(1)")
+    assert ladder_page.texts("#said")[0].endswith(
+        "1 decode, then prefill of B (16). C D wait for memory; 1 page free.")
+    assert ladder_page.run("return $('said').ariaLive") == "polite"
+
+
+def test_the_clock_in_ms_plays_ms(ladder_page):
+    delays, ticks = ladder_page.open(OWN).run("""
+        const delays = [], usual = setTimeout;
+        window.setTimeout = (call, delay) => { delays.push(delay); if (delays.length < 9) call(); };
+        writeAddress = () => {};
+        play(true);
+        window.setTimeout = usual;
+        return [delays, ticks];""")
+    steps = [b - a for a, b in zip(ticks, ticks[1:])]
+    assert [delay / delays[0] for delay in delays] == pytest.approx(
+        [step / steps[0] for step in steps[:len(delays)]])
+
+
+@pytest.mark.parametrize("width", [390, 320])
+def test_nothing_overflows_a_phone(width, ladder_page):
+    resize(ladder_page.browser, width, 844)
+    for address in ("stop=1", "stop=3&all=1&run=chunked&ms=50", "stop=12", OWN + "&beside=ragged"):
+        ladder_page.open(address)
+        for tab in range(len(ladder_page.texts("#tabs button"))):
+            ladder_page.click("#tabs button", tab)
+            assert ladder_page.run("return document.documentElement.scrollWidth") == width, address
+    top = ladder_page.run(
+        "$('more').scrollIntoView(); return $('lines').getBoundingClientRect().top")
+    assert abs(top) < 1   # the timeline stays above the bars
+
+
+def test_recorded_runs_follow_from_their_lengths(ladder_page):
+    """One painter draws both: the twin's columns are those that the recorder saw."""
+    differ = ladder_page.open().run("""return [...RUNS.values()].flatMap(run => {
+        const stage = run.name.split(",")[0], {knobs, requests} = run;
+        if (!LADDER[stage] || /no cache|, mask|published/.test(run.name)) return [];
+        const load = requests.map(({prompt, generated, limit, arrival, tokens}) => (
+          {prompt: prompt.length, answer: generated.length, limit, arrival, tokens}));
+        const {passes} = computed(stage, load, knobs), columns = ["step", "shape", "work", "room",
+          "finished", "useful", "recomputed", "pad_slots", "score_entries", "useful_scores", "past",
+          "padded_keys", "columns", "reserved", "at_once", "cached"];
+        const owner = run.passes.shape.map((_, i) => slotsOf({...run, passes}, i).owner);
+        return [run.name, ...columns.filter(name => JSON.stringify(passes[name])
+          !== JSON.stringify(run.passes[name])), ...JSON.stringify(owner)
+          !== JSON.stringify(run.passes.owner) ? ["owner"] : []];
+      })""")
+    assert sorted(differ) == sorted({*SCRIPTS} - {"ragged"} | {"ragged, varlen", build.SAME})
+
+
+def test_a_runs_lengths_become_own_requests(opened):
+    shown = opened(page_of({stage: recorded(stage) for stage in ("dynamic", "prefix")}))
+    assert len(shown.texts(".scores tr")) == 1 + len(SCRIPTS)   # the same lengths on every stage
+    shown.click("#edit")
+    assert shown.run("return state.own.requests.length") == len(mixed())
 
 
 COLOURS = """
@@ -550,7 +639,7 @@ def test_text_has_contrast_and_kinds_differ_without_colour(ladder_page):
     ladder_page.open()
     for theme in "light", "dark":
         stops = [f"stop={i}&all=1" for i in range(len(DATA["walk"]))]
-        for address in (*stops, "try=1.3.2.1.1.2.1.1"):
+        for address in (*stops, OWN):
             ladder_page.run("history.replaceState(null, '', arguments[0]); readAddress();",
                             f"#{address}&theme={theme}")
             texts, patterns = ladder_page.run(COLOURS)

@@ -10,6 +10,7 @@ from common import (
     POOLED,
     STAGES,
     alone,
+    assert_contract,
     assert_pages,
     cancel_now,
     checked,
@@ -27,6 +28,7 @@ from hypothesis import strategies as st
 
 from cache import KV
 from generate_paged import Paged
+from lab.server.engine import Engine
 from model import causal, sample
 from paging import PagedScheduler, Pages
 from request import Request
@@ -46,6 +48,12 @@ def test_bad_knobs_are_refused_before_anything_ran(stage, knobs, named):
     with pytest.raises(ValueError, match=named):
         STAGES[stage](MODEL, requests, **knobs)
     assert requests[0].generated == []
+
+
+@pytest.mark.parametrize("stage", POOLED)
+def test_a_context_may_be_shorter_than_a_default_page(stage):
+    assert_contract(model := toy(block_size=8), STAGES[stage], [Request([1, 2], 2), Request([3])])
+    assert Engine(model).pages.size == 16
 
 
 @pytest.mark.parametrize("stage", POOLED)

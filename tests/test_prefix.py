@@ -26,6 +26,9 @@ from request import Request, indices_due, prepare
     # all pages of a prompt are cached, and leave a query: two full pages of four hold it
     ((1, 8), (8, 4), {"a": (8, 2), "b": (8, 2)}, ["a8", "a1", "b4", "b1"],
      dict(shared_pages=1, saved_tokens=4)),
+    # what is found is not to be computed: so in step 1 there is budget for c
+    ((3, 8), (9, 4), {"a": (9, 1), "b": (9, 1), "c": ([1] * 3, 1)}, ["a8", "a1 b1 c3"],
+     dict(shared_pages=2, saved_tokens=8)),
     # the page that a request fills with its last pass is found when that request is gone
     ((1, 8), (8, 4), {"a": (4, 1), "b": (6, 1)}, ["a4", "b2"],
      dict(shared_pages=1, saved_tokens=4)),

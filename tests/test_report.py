@@ -2,14 +2,16 @@
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from common import STAGES, toy
 
 from lab.views.report import report, totals, write_trace
 from lab.views.sights import PAD, seen_pads
 from request import Request
-from toolbox.trace import ForwardPass, Trace
+from toolbox.trace import ForwardPass, Trace, observed
 
 
 def golden(**arguments):
@@ -84,3 +86,20 @@ def test_pads_that_are_seen_are_the_new_ones_then_those_of_the_past():
     assert seen_pads(columns, 3, pads=1, blanks=0) == {4}
     assert seen_pads(columns, 3, pads=2, blanks=0) == {4, 2}
     assert seen_pads(columns, 3, pads=1, blanks=2) == {4, 2, 1}
+
+
+def test_a_step_begins_with_its_first_pass_and_observers_leave(monkeypatch):
+    """They are told before the pass, and only within their block. The device is waited for."""
+    model, seen, begun, waits = SimpleNamespace(), [], [], []
+    monkeypatch.setattr("toolbox.trace.synchronize", waits.append)
+    batch = SimpleNamespace(plan=[], starts=[], tokens=torch.zeros(1),
+                            cost=lambda: {"score_entries": 0})
+    with observed(model, lambda step, batch: seen.append((step, len(trace.passes)))):
+        trace = Trace("x", [], model)
+        for _ in range(2):
+            with trace.forward_pass(3, batch):
+                begun.append(trace.step_times[3])
+    with trace.forward_pass(4, batch):
+        pass
+    assert seen == [(3, 0), (3, 1)] and waits == 3 * [batch.tokens.device]
+    assert begun[0] == begun[1] < trace.step_times[4]

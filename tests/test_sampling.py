@@ -59,10 +59,19 @@ def test_any_logits_any_number_give_a_token_of_positive_probability(
 @pytest.mark.parametrize("logits", [[1.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf]])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_refused_by_name(logits, temperature):
-    request = Request([1], temperature=temperature, name="r3")
-    with pytest.raises(ValueError, match="request 'r3': the model's logits are not finite"):
-        sample(torch.tensor([logits]), [request])
+    request, other = (Request([1], temperature=temperature, name=name) for name in ("r3", "r2"))
+    stream = other.random_stream.getstate()
+    with pytest.raises(ValueError, match="request 'r3': the model's logits are not finite") as bad:
+        sample(torch.tensor([[1.0, 2.0], logits]), [other, request])
+    assert bad.value.request is request and other.random_stream.getstate() == stream
     assert sample(torch.tensor([[-math.inf, 0.0]]), [request]) == [1]   # one may be impossible
+
+
+def test_tokens_are_chosen_in_float64_whatever_the_dtype_of_the_logits():
+    x, request = torch.arange(300.0).sin(), Request([1], temperature=1.0)
+    rough, exact = (float(cdf(each, 1.0)[150]) for each in (x, x.double()))
+    u = (rough + exact) / 2
+    assert rough != exact and sample(x[None], [fixed(request, u)]) == [150 + (u >= exact)]
 
 
 def test_requests_with_the_same_seed_draw_the_same_numbers_and_others_do_not():

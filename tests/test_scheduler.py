@@ -5,7 +5,18 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
-from common import BLOCK_SIZE, CONFIG, examples, finish, queue, run, smallest_pool, workloads
+from common import (
+    BLOCK_SIZE,
+    CONFIG,
+    STAGES,
+    examples,
+    finish,
+    queue,
+    run,
+    smallest_pool,
+    toy,
+    workloads,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,6 +97,18 @@ def test_requests_are_added_in_order_of_arrival():
     assert list(scheduler.waiting) == queued   # nothing has come of the one that was refused
 
 
+def test_if_nothing_can_go_on_it_raises_and_names_who_is_stuck():
+    """Whether one of them runs or not; it does not wait for ever."""
+    for method, value, running in (("grant_room", False, 0), ("share_budget", [], 1)):
+        scheduler = Scheduler(2, 8)
+        queue(scheduler, [Request([0] * 3, 2, name="A", arrival=3), Request([0], arrival=3)])
+        setattr(scheduler, method, lambda *_: value)
+        assert scheduler.schedule(2) == []   # nothing has arrived
+        with pytest.raises(RuntimeError, match="'A' has arrived at step 3, but nothing can go on"):
+            scheduler.schedule(3)
+        assert len(scheduler.running) == 2 * running
+
+
 class Watched(Request):
     """Counts how often an attribute of a request is read, or one is compared with another."""
     reads = 0
@@ -131,16 +154,31 @@ def test_a_step_does_not_look_at_every_waiting_request(new, arrivals, more):
 @pytest.mark.parametrize("message, name, values", [
     ("the prompt is empty", "prompt", [[]]), ("token ids", "prompt", [[1.5], None, "a"]),
     ("at least 1", "max_new_tokens", [0, True]), ("at least 1", "top_k", [0]),
-    ("at least 0", "temperature", [-0.1, math.nan, math.inf, "hot"]),
-    ("above 0 and at most 1", "top_p", [0, 1.1, math.nan, True, "x"]),
+    ("at least 0", "temperature", [-0.1, math.nan, math.inf, "hot", True, numpy.True_, None]),
+    ("above 0 and at most 1", "top_p", [0, 1.1, math.nan, True, "x", torch.tensor(0.0)]),
     ("at least 0", "arrival", [-1, 1.5]), ("at least 0", "priority", [-1]),
-    ("at least 0", "seed", [-1]), ("whole number", "eos_token", [1.0])])
+    ("at least 0", "seed", [-1]),
+    ("whole number", "eos_token", [1.0, "ab", True, [1, None], [1, -1]])])
 def test_a_request_refuses_bad_values(message, name, values):
     for value in values:
         with pytest.raises(ValueError, match=message) as error:
             Request(**{"prompt": [1], "name": "r7", name: value})
         said = str(error.value)
         assert "request 'r7'" in said and name in said and "\n" not in said
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\u2028b", "\x1b[31m", "\0", "\ud800", 5, None])
+def test_a_request_has_a_name_that_fits_in_a_line(name):
+    with pytest.raises(ValueError, match="^request: name must be a string of printable") as error:
+        Request([1], name=name)
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("odd", [None, 5, "ab", {"a": 1}, {Request([1]): 1}, [None], [[1, 2]]])
+def test_a_run_is_of_requests(odd):
+    for generate in STAGES.values():
+        with pytest.raises(ValueError, match="^requests must be Requests, not "):
+            generate(toy(), odd)
 
 
 def has_run():
@@ -168,6 +206,13 @@ def test_what_is_taken():
     for prompt in torch.tensor([1, 2]), numpy.array([1, 2]), (1, 2), range(1, 3):
         request = Request(prompt)
         assert request.prompt == [1, 2] and all(type(token) is int for token in request.prompt)
+    for number in numpy.int32(2), torch.tensor(2), numpy.array(2):
+        request = Request([1], number, number, number, seed=number, eos_token=number)
+        assert type(request.seed) is type(request.eos_token) is type(request.top_k) is int
+    assert Request([1], temperature=numpy.float32(0.5), top_p=torch.tensor(0.5)).top_p == 0.5
+    assert type(Request([1], temperature=10**300).temperature) is float   # torch divides by it
+    for ends in ([3, 2], {2, 3}, torch.tensor([3, 2]), numpy.array([3, 2])):
+        assert {*Request([1], eos_token=ends).ends} == {2, 3}
     requests = [Request([1], name="r1"), Request([1]), Request([1]), Request([1], name="r2")]
     prepare(requests, CONFIG)
     assert [request.name for request in requests] == ["r1", "r0", "r3", "r2"]

@@ -2,8 +2,6 @@
 import asyncio
 import json
 import math
-import multiprocessing
-import os
 import random
 import re
 import signal
@@ -12,12 +10,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from threading import Thread
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +28,7 @@ from request import Request
 httpx, _ = map(pytest.importorskip, ("httpx", "fastapi"))
 
 from lab.server import __main__ as program  # noqa: E402  the room needs all of them
-from lab.server import answers  # noqa: E402
+from lab.server import answers, schemas  # noqa: E402
 from lab.server.app import Server  # noqa: E402
 from lab.server.engine import Engine  # noqa: E402
 
@@ -60,6 +57,14 @@ class Running:
 
     def post(self, path="/v1/completions", **body):
         return httpx.post(self.url + path, json=body, timeout=60)
+
+    def half_sent(self, body, more=0):
+        """The connection of a client that says it will send `more` bytes."""
+        connection = socket.create_connection(self.listener.getsockname())
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+                           b"application/json\r\nContent-Length: %d\r\n\r\n%b"
+                           % (len(body) + more, body))
+        return connection
 
     def signal(self, drain):
         self.server.drain = drain
@@ -96,7 +101,8 @@ def serving(model=MODEL, pages=128, settings=None, **knobs):
         if running.thread.is_alive():   # whatever the clients did, nothing of it is left
             running.until(lambda: not (running.engine.busy or running.server.answers))
             assert len(running.engine.pages.free_queue) == pages
-            assert not running.engine.trace.reached and len(running.engine.trace.step_times) < 2
+            trace = running.engine.trace
+            assert not trace.reached and len(trace.step_times) < 2 and len(trace.passes) < 2
     finally:
         if running.thread.is_alive():
             running.signal(0)
@@ -232,6 +238,20 @@ def test_text_of_a_stream_is_the_text_of_the_whole_up_to_a_stop(stops):
         assert got == whole[:min(found)[1] if found else None]
 
 
+def test_special_tokens_are_hidden_and_a_token_that_ends_an_answer_is_too(monkeypatch):
+    """With ignore_eos too; what ends an answer may be a token that is hidden nowhere else."""
+    dot, special = TOKENIZER.encode_single_token(b"."), TOKENIZER.eot_token
+    text = answers.Text(TOKENIZER, [])
+    assert "".join(map(text.add, [special, dot, special, special, dot, None])) == ".."
+    monkeypatch.setattr(TOKENIZER, "eot_token", (dot, special))
+    with serving() as running:
+        ended, whole = (running.post(prompt="# a", max_tokens=200, temperature=0.7, seed=0,
+                                     ignore_eos=ignore_eos).json()["choices"][0]
+                        for ignore_eos in (False, True))
+    assert (ended["finish_reason"], whole["finish_reason"]) == ("stop", "length")
+    assert whole["text"].startswith(ended["text"] + ".") and "<|endoftext|>" not in whole["text"]
+
+
 # --- real clients ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("number", [8, pytest.param(200, marks=pytest.mark.thorough)])
@@ -262,16 +282,20 @@ def test_chats_and_models(monkeypatch):
         client = running.client()
         chat = partial(client.chat.completions.create, model="m",
                        messages=[{"role": "user", "content": "hi"}])
-        parts = [{"type": "text", "text": letter} for letter in "hi"]
-        whole = chat(messages=[{"role": "user", "content": parts}], **ask)
+        hi = [{"role": "user", "content": [{"type": "text", "text": letter} for letter in "hi"]}]
+        whole = chat(messages=hi, **ask)
         message = whole.choices[0].message
         assert (message.role, message.content) == ("assistant", want)
-        deltas = [part.choices[0].delta for part in chat(stream=True, **ask)]
+        parts = [*chat(stream=True, **ask)]
+        assert (whole.object, parts[1].object) == ("chat.completion", "chat.completion.chunk")
+        assert (whole.model, parts[1].model) == ("m", "m") and time.time() - whole.created < 60
+        deltas = [part.choices[0].delta for part in parts]
         assert "".join(delta.content for delta in deltas) == want
         assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
         usage = chat(extra_body={"ignore_eos": True}).usage
         assert usage.total_tokens == 257   # all the room that there is
-        short = chat(max_completion_tokens=1)
+        short = chat(max_completion_tokens=1, messages=[   # as clients send an answer back
+            {"role": "user", "content": "hi"}, message.model_dump() | {"tool_calls": []}])
         assert short.usage.completion_tokens == 1 and short.id != whole.id
         assert [model.id for model in client.models.list()] == ["m"]
         assert client.models.retrieve("m").max_model_len == 256
@@ -280,28 +304,84 @@ def test_chats_and_models(monkeypatch):
         monkeypatch.setattr(TOKENIZER, "chat_template", "of a folder", raising=False)
         monkeypatch.setattr(TOKENIZER, "encode_chat", raising=False, value=lambda messages:
                             TOKENIZER.encode_ordinary(str(messages)))
-        got = chat(messages=[{"role": "user", "content": parts}], **ask).choices[0].message.content
+        got = chat(messages=hi, **ask).choices[0].message.content
         assert got == one(ask | {"seed": 0}, "[{'role': 'user', 'content': 'hi'}]")[0]
-        *_, end, nothing = running.post(prompt="a", stream=True, **ask).text.split("\n\n")
-        assert (end, nothing) == ("data: [DONE]", "")
-        paths = httpx.get(running.url + "/openapi.json").json()["paths"]
-        assert "/v1/completions" in paths and httpx.get(running.url + "/docs").status_code == 200
 
 
-def test_clients_that_disconnect_end_their_requests_alone():
-    with serving(LONG, pages=600, max_batch=4) as running:
+def test_each_token_is_an_event_and_usage_comes_with_it_if_asked_for():
+    with serving() as running:
+        for fields, used in (({}, [None] * 4), ({"include_usage": True}, [None] * 4 + [3]),
+                             ({"continuous_usage_stats": True}, [1, 2, 3, 3])):
+            *events, end, nothing = running.post(
+                prompt="a", max_tokens=3, stream=True, ignore_eos=True,
+                stream_options=fields).text.split("\n\n")
+            assert (end, nothing) == ("data: [DONE]", "")
+            events = [json.loads(event.removeprefix("data: ")) for event in events]
+            assert {event["object"] for event in events} == {"text_completion"}
+            assert [each["usage"] and each["usage"]["completion_tokens"] for each in events] == used
+
+
+def test_answers_draw_from_seeds_of_their_own_unless_a_seed_is_given():
+    with serving() as running:
+        def texts(**seed):
+            choices = running.post(prompt=["a"] * 3, n=2, ignore_eos=True, **seed).json()["choices"]
+            return [choice["text"] for choice in choices]
+        assert len({*texts()}) == 6
+        first, second = [*texts(seed=5)][:2]
+        assert texts(seed=5) == [first, second] * 3 and first != second
+
+
+def test_routes(monkeypatch):
+    with serving(pages=2) as running, httpx.Client(base_url=running.url) as client:
+        assert client.get("/v1/models/m").json()["max_model_len"] == 32
+        for path in "/", "/health", "/v1/models", "/v1/models/m", "/metrics", "/docs":
+            head, whole = client.head(path), client.get(path)
+            assert (head.status_code, head.content) == (whole.status_code, b"") == (200, b"")
+        assert "/v1/completions" in client.get("/openapi.json").json()["paths"]
+        assert client.get("/health/").status_code == 404   # no redirection
+        config = running.server.config   # httpx uses a connection again for 5 seconds
+        assert config.timeout_keep_alive > 5 and config.limit_concurrency == 1000
+        for path in "/v1/completions", "/v1/chat/completions", "/live/ask", "/live/control":
+            for method in "GET", "HEAD", "OPTIONS":
+                got = client.request(method, path)
+                assert (got.status_code, got.headers["allow"]) == (405, "POST")
+        assert running.post(prompt="a", ignore_eos=True).json()["usage"]["total_tokens"] == 17
+        monkeypatch.setattr(schemas.Completion, "prompts", lambda *_: {}["secret"])
+        assert running.post(prompt="a").json() == schemas.error_of(500, "internal error")
+
+
+def test_clients_that_leave_end_all_their_requests_and_no_others():
+    with serving(LONG, pages=600, max_batch=9) as running:
         body = dict(model="m", prompt="a", max_tokens=4000, extra_body={"ignore_eos": True})
         stay = running.client().completions.create(**body | {"max_tokens": 300}, stream=True)
-        for _ in range(3):
-            gone = running.client().completions.create(stream=True, **body)
+        for n in 1, 4:
+            gone = running.client().completions.create(stream=True, n=n, **body)
             next(iter(gone))
             gone.close()
         with pytest.raises(openai.APITimeoutError):   # it waits for a whole answer, and leaves
-            running.client().with_options(timeout=0.3).completions.create(**body)
+            running.client().with_options(timeout=0.3).completions.create(n=4, **body)
+        with running.half_sent(b'{"prompt": "a", "max_tokens": 4000, "ignore_eos": true}') as half:
+            half.shutdown(socket.SHUT_WR)   # it could still read
+            running.until(lambda: running.ends().get("cancelled") == 10)
         assert sum(part.choices[0].text is not None for part in stay) == 301
-        running.until(lambda: running.ends() == {"length": 1, "cancelled": 4})
-        assert running.post(prompt="a", max_tokens=99, stop=["a", "e", "i"]).status_code == 200
-        running.until(lambda: running.ends() == {"length": 1, "cancelled": 4, "stop": 1})
+        running.until(lambda: running.ends() == {"length": 1, "cancelled": 10})
+
+
+def test_metrics_count_while_requests_run_and_a_stop_string_at_the_last_token():
+    with serving() as running:
+        running.engine.hold = lambda: 0.01 * (running.engine.number == 3)
+        ask = partial(running.client().completions.create, model="m", prompt="a", seed=1)
+        stream = ask(max_tokens=5, stream=True)
+        running.until(lambda: running.metrics()["tokens_total"] == 3)
+        metrics = running.metrics()
+        assert (metrics["ttft_seconds_count"], metrics["itl_seconds_count"]) == (1, 2)
+        assert metrics["requests_running"] == 1 and not running.ends()
+        running.engine.hold = lambda: 0
+        text = "".join(part.choices[0].text for part in stream)
+        assert ask(max_tokens=5, stop=text).choices[0].finish_reason == "stop"
+        assert ask(max_tokens=255, stop=text[:1]).usage.completion_tokens == 1
+        running.until(lambda: running.ends() == {"length": 1, "stop": 2})
+        assert running.metrics()["tokens_total"] < 100   # the engine has stopped, too
 
 
 def test_a_slow_reader_is_cut_off_and_holds_up_nobody(monkeypatch):
@@ -311,20 +391,27 @@ def test_a_slow_reader_is_cut_off_and_holds_up_nobody(monkeypatch):
             assert running.listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         running.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)   # soon full
         body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 8}
-        with httpx.stream("POST", running.url + "/v1/completions", json=body, timeout=60):
+        with httpx.stream("POST", running.url + "/v1/completions", json=body, timeout=60) as slow:
             fast = running.post(prompt="b", max_tokens=40, ignore_eos=True, temperature=0)
             assert fast.json()["usage"]["completion_tokens"] == 40
             running.until(lambda: running.ends().get("unread") == 8)   # long before they are done
             assert running.metrics()["tokens_total"] < 7900 and not running.engine.busy
+            assert [line for line in slow.iter_lines() if '"code": 408' in line]
 
 
-def test_a_full_queue_answers_429():
-    with serving(LONG, pages=20, max_batch=1, max_waiting=2) as running:
-        ask = {"prompt": "a", "max_tokens": 120, "extra_body": {"ignore_eos": True}}
-        refused = [answer for answer in ask_all(running, [ask] * 6)
-                   if isinstance(answer, openai.RateLimitError)]
-        assert 3 <= len(refused) <= 4 and "full, with 2 of 2 waiting" in str(refused[0])
-        assert refused[0].response.headers["retry-after"] == "1"
+def test_a_body_is_taken_as_a_whole_or_not_at_all_and_a_full_queue_answers_429():
+    with serving(pages=40, max_batch=2, max_waiting=2) as running:
+        running.hold(4)
+        ask = partial(running.client().completions.create, model="m", prompt="a", stream=True)
+        streams = [ask(n=3)]   # for two there are places: only one waits
+        with pytest.raises(openai.RateLimitError, match="3 are there: the limit is 4") as full:
+            ask(n=2)   # only one could wait
+        assert full.value.response.headers["retry-after"] == "1"
+        with pytest.raises(openai.BadRequestError, match="5 more requests, 3 are there"):
+            ask(n=5)
+        streams.append(ask())
+        assert sum(len(list(stream)) > 1 for stream in streams) == 2
+        running.until(lambda: sum(running.ends().values()) == 4)
 
 
 def test_a_failed_pass_fails_its_requests_and_nothing_else():
@@ -338,92 +425,65 @@ def test_a_failed_pass_fails_its_requests_and_nothing_else():
         got = ask_all(running, [body] * 3)   # two of them as streams
     failed = [answer for answer in got if isinstance(answer, openai.APIError)]
     assert len(failed) == 2 and all("ZeroDivisionError" in str(error) for error in failed)
+    assert {error.code for error in failed} == {"500"}
     (fine, _), = [answer for answer in got if answer not in failed]
     assert fine == expected(body)
 
 
-@pytest.mark.parametrize("drain, signals", [(0.2, 1), (30, 2)])
+def test_a_request_without_finite_logits_ends_alone_and_only_its_client_is_told():
+    bad, = TOKENIZER.encode_ordinary("@")
+    bodies = [{"prompt": [prompt], "max_tokens": 9, "temperature": 0.8, "seed": i}
+              for i, prompt in enumerate(["a", "b@", "# open\n", "@", "é"])]
+
+    def spoil(model, arguments, logits):   # of whoever has just computed this token
+        tokens, _, _, wanted = arguments
+        return logits.masked_fill((tokens[wanted] == bad)[:, None], math.nan)
+
+    with serving() as running, MODEL.register_forward_hook(spoil):
+        running.hold(len(bodies))
+        got = ask_all(running, bodies)
+    assert [choices for choices, _ in got[::2]] == [*map(expected, bodies[::2])]
+    lost = [re.findall(r"request '(\w+)'", str(error)) for error in got[1::2]]
+    assert all("logits are not finite" in str(error) for error in got[1::2])
+    assert [len(names) for names in lost] == [1, 1] and lost[0] != lost[1]   # each hears of its own
+
+
+@pytest.mark.parametrize("drain, signals", [(0.2, 1), (600, 2)])
 def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(drain, signals):
-    with serving(LONG, pages=600) as running:
+    with serving(LONG, pages=600) as running, running.half_sent(b"{", more=9):
         stream = running.client().completions.create(
             model="m", prompt="a", max_tokens=4000, stream=True, extra_body={"ignore_eos": True})
         next(iter(stream))
         for _ in range(signals):
             running.signal(drain)
-        with pytest.raises(openai.APIError, match="the server shuts down"):
+        with pytest.raises(openai.APIError, match="the server shuts down") as cut:
             list(stream)
-        running.thread.join(20)
+        assert cut.value.code == "503"
+        running.thread.join(20)   # and nobody waits for the rest of a body
         assert not running.thread.is_alive() and not running.engine.scheduler.busy
 
 
-def finishes_its_streams(pid, stdout):
-    """Of the program, which gets a SIGTERM at the first token."""
-    url = stdout.readline().split()[-1] + "v1"
-    body = {"prompt": ["# open\n"], "max_tokens": 120, "temperature": 0, "seed": 0}
-    many = body | {"prompt": body["prompt"] * 3}   # they need some tenths of a second
-    stream = openai.OpenAI(base_url=url, api_key="x").completions.create(
-        model="builtin", stream=True, **many)
-    texts = defaultdict(str)
-    for part in stream:
-        if not texts:
-            os.kill(pid, signal.SIGTERM)
-        texts[part.choices[0].index] += part.choices[0].text
-    (text, _), = expected(body)
-    assert texts == dict.fromkeys(range(3), text)
-
-
-PROGRAM = "--port 0 --drain 600".split()
-
-
-def run_program(stdout):
-    os.dup2(stdout, 1)
-    sys.stdout = open(1, "w")
-    program.main(PROGRAM)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
-def test_the_program_finishes_its_streams_after_sigterm():
-    """As a fork of this process, which need not import torch once more."""
-    out, into = os.pipe()
-    process = multiprocessing.get_context("fork").Process(target=run_program, args=(into,))
-    process.start()
-    os.close(into)
-    try:
-        with open(out) as stdout:
-            finishes_its_streams(process.pid, stdout)
-        process.join(60)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-
-
-@pytest.mark.thorough
-def test_the_command_finishes_its_streams_after_sigterm():
+def test_the_program_finishes_its_streams_after_sigterm(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)   # for so small a model it takes one
     process = subprocess.Popen(
-        [sys.executable, "-m", "lab.server", *PROGRAM], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE,
-        env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"})
+        [sys.executable, "-m", "lab.server", "--port", "0", "--drain", "600"], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE)
     try:
-        finishes_its_streams(process.pid, process.stdout)
+        threads, url = re.findall(r"(\d+) threads, at (.*)", process.stdout.readline())[0]
+        assert threads == "1"
+        body = {"prompt": ["# open\n"], "max_tokens": 120, "temperature": 0, "seed": 0}
+        texts = defaultdict(str)
+        for part in openai.OpenAI(base_url=url + "v1", api_key="x").completions.create(
+                model="builtin", stream=True, n=3, **body):   # they need some tenths of a second
+            if not texts:
+                process.send_signal(signal.SIGTERM)
+            texts[part.choices[0].index] += part.choices[0].text
+        (text, _), = expected(body)
+        assert texts == dict.fromkeys(range(3), text)
         assert process.wait(60) == 0
     finally:
         process.kill()
         process.communicate()
-
-
-def test_so_small_a_model_has_one_thread(monkeypatch):
-    """Whatever torch would choose."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)   # which would decide otherwise
-
-    def threads(flags):
-        torch.set_num_threads(2)   # of the thread that calls it
-        program.prepared(SimpleNamespace(**flags))
-        return torch.get_num_threads()
-
-    flags = dict(model="builtin", device="cpu", dtype="float32", optimize=False)
-    for number, said in (None, 1), (3, 3):
-        with ThreadPoolExecutor(1) as once:
-            assert once.submit(threads, {**flags, "threads": number}).result() == said
 
 
 def test_the_server_ends_if_its_engine_does(monkeypatch):
@@ -436,12 +496,50 @@ def test_the_server_ends_if_its_engine_does(monkeypatch):
 
 # --- hostile clients ------------------------------------------------------------------------------
 
+def written(value):
+    """It and its type: 0 is not False, but 0.0 is 0."""
+    return json.dumps(float(value) if type(value) is int else value)
+
+
+VALUES = [None, True, False, 0, 0.0, 1, 1.0, 2, -1, "", "x", [], [[]], ["text"], [0], {}, {"a": 1}]
+
+
+def test_fields_without_effect_are_those_of_the_table_and_the_table_is_in_the_documentation():
+    api, rows = openai.types, {}
+    for kind, body, known in (
+            (schemas.Completion, {"prompt": "a"}, api.completion_create_params),
+            (schemas.Chat, {"messages": [{"role": "user", "content": "a"}]},
+             api.chat.completion_create_params)):
+        assert {*known.CompletionCreateParamsBase.__annotations__} <= {*kind.model_fields}
+        for values, names in schemas.NO_EFFECT:
+            text = "any text" if values is schemas.Text else ", ".join(
+                f"`{json.dumps(value)}`" for value in values) or "*only null*"
+            values = [None, *(["", "x"] if values is schemas.Text else values)]
+            for name, value in product(names.split(), VALUES + values):
+                refused = []
+                try:
+                    kind(**body, **{name: value})
+                except ValueError as error:
+                    refused = [each["loc"] for each in error.errors()]
+                fine = written(value) in map(written, values)
+                assert refused == ([] if fine else [(name,)]), (name, value)
+            rows |= dict.fromkeys(names.split(), text)
+    served = sorted(({*schemas.Completion.model_fields} | {*schemas.Chat.model_fields}) - {*rows})
+    rows |= dict.fromkeys(served, "*served*")
+    lines = [f"| {text} | {', '.join(f'`{name}`' for name in rows if rows[name] == text)} |\n"
+             for text in dict.fromkeys(rows.values())]
+    assert "".join(lines) in (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+
+
 JSON = {"content-type": "application/json"}
 WRONG = [   # a body, or the fields of one beside its prompt; and what the refusal says
     (b"{", "the body is not JSON"), (b"null", "must be a JSON object"), (b"[" * 10**5, "parsing"),
     ({"temperature": math.nan}, "'temperature': "), ({"tools": [], "x": 1}, "'x': "),
-    ({"\ud800": 1}, "the body must"), ({"n": True}, "'n': "),
-    ({"logit_bias": {"7": 1}}, "'logit_bias': "), ({"stream_options": {"x": 1}}, "_options.x."),
+    ({"\ud800": 1}, "the body must"), ({"n": True}, "'n': "), ({"seed": -1}, "'seed': "),
+    ({"logprobs": 0}, "'logprobs': it must be false or null"), ({"top_k": -2}, "'top_k': "),
+    ({"stream_options": {"x": 1}}, "_options.x'"), ({"stop": ""}, "'stop': it must be"),
+    ({"best_of": 1, "n": 2}, "'best_of': it must be n, 2, not 1"), ({"best_of": 2}, "'best_of': "),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "it must be max_tokens, 5, not 6"),
     ({"prompt": "\ud800"}, "'prompt': it must be"), ({"user": "\ud800"}, "'user': Input should"),
     ({"prompt": ["a", 1]}, "'prompt': it must be a text of 1 to 131072 characters, a list of tok"),
     ({"prompt": " " * 2**18}, "'prompt': it must be"), ({"stop": ["a"] * 5}, "'stop': it must be"),
@@ -449,7 +547,7 @@ WRONG = [   # a body, or the fields of one beside its prompt; and what the refus
     ({"prompt": [5000]}, "request 'r0': token id 5000 is not in the vocabulary, 0 to 1023"),
     ({"prompt": [[1] * 9, [1] * 300]}, "prompt 1 has 300 tokens, there is room for 256"),
     ({"max_tokens": 300}, "max_tokens can be at most 256, not 300"), ({"top_p": 0}, "'top_p': "),
-    ({"prompt": ["a"] * 3, "n": 100}, "300 requests at once: at most 256 may wait, max_waiting"),
+    ({"prompt": ["a"] * 3, "n": 100}, "300 more requests, 0 are there: the limit is 264, of "),
     ({"model": "gpt-7"}, "there is no model 'gpt-7'; this is 'm'"), ({"seed": 2**63}, "'seed': ")]
 
 
@@ -471,10 +569,15 @@ def test_what_is_wrong_with_a_body_is_said_in_json():
         got = client.post("/v1/chat/completions", json={"messages": image})
         assert "'messages.0.content': it must be a text" in got.json()["error"]["message"]
         assert client.post("/live/control", json={"pace": -1}).status_code == 400
-        fine = complete(json={
-            "prompt": "a", "max_tokens": 3, "stop": None, "tools": [], "logit_bias": {},
-            "response_format": {"type": "text"}, "presence_penalty": 0.0, "unknown": None})
-        assert fine.status_code == 200 and fine.json()["usage"]["prompt_tokens"] == 1
+        body = {"prompt": ["a"], "max_tokens": 3, "temperature": 1, "seed": 7, "n": 2}
+        table = {name: "x" if values is schemas.Text else [*values, None][0]
+                 for values, names in schemas.NO_EFFECT for name in names.split()}
+        usage = {"include_usage": True, "include_obfuscation": False}
+        for fine in (table, {"best_of": 2}, {"max_completion_tokens": 3}, {"top_k": 0},
+                     {"max_tokens": None, "max_completion_tokens": 3}, {"top_k": -1},
+                     {"unknown": None}, {"stop": []}, {"stop": None}, {"stream_options": usage}):
+            choices = complete(json=body | fine).json()["choices"]
+            assert [(each["text"], each["finish_reason"]) for each in choices] == expected(body)
 
 
 def test_only_this_machine_or_who_has_the_key():
@@ -483,11 +586,14 @@ def test_only_this_machine_or_who_has_the_key():
                              ("evil.example:8000", 400), ("localhost.evil.example", 400)):
             assert httpx.get(running.url + "/health", headers={"Host": host}).status_code == status
     with serving(settings={"key": "secret"}) as running:
+        running.engine.see, steps = lambda batch: steps.append(batch), []
         for path, key, status in (("/v1/models", "", 401), ("/v1/models", "Bearer wrong", 401),
                                   ("/v1/models", "Bearer secret", 200), ("/metrics", "", 401),
                                   ("/live/steps", "", 401), ("/", "", 200), ("/health", "", 200)):
             got = httpx.get(running.url + path, headers={"Authorization": key, "Host": "a.example"})
             assert got.status_code == status, path
+            assert got.headers.get("www-authenticate") == (None if status == 200 else "Bearer")
+        assert not steps   # the engine sleeps
 
 
 @pytest.mark.parametrize("flags, word", [

@@ -3,6 +3,7 @@ Each known bug of lab/checks/traps.py is put in, and then what our code passes m
 contract on some drawn workload, in a stage that has the bug; or, for bugs of the schedulers, what
 holds of their plans and pages. The X-ray names layout bugs, drawn in red.
 """
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import test_scheduler
 import torch
 from common import (
     RAGGED,
+    ROOT,
     SEEN,
     STAGES,
     alone,
@@ -22,8 +24,9 @@ from common import (
 )
 from hypothesis import Phase, given, settings
 from matplotlib.colors import to_hex
+from test_essays import ESSAYS, assert_seen
 
-from lab.checks.traps import TRAPS, broken, swapped
+from lab.checks.traps import BIRTHS, TRAPS, broken, swapped
 from lab.checks.xray import XRay, sights_at
 from lab.views import sights
 from model import Head
@@ -63,8 +66,18 @@ def test_a_known_bug_is_seen(name):
             test_scheduler.plans_are_right(case, cancel)
             test_scheduler.test_what_can_never_fit_is_refused_by_name_with_the_numbers()
 
+    if file in ESSAYS:
+        return assert_seen(file, lambda: broken(name, show=False))
     with pytest.raises(SEEN):
         contract() if file in STAGE else plans_and_pages()
+
+
+def test_births_are_of_traps_and_told_in_the_sources():
+    sources = (ROOT / "docs" / "sources.md").read_text(encoding="utf-8")
+    assert {*BIRTHS} <= {*TRAPS}
+    for name, birth in BIRTHS.items():
+        assert f"| {name} |" in sources
+        assert all(each in sources for each in re.findall(r"#\d+|CVE-[\d-]+", birth))
 
 
 def test_a_trap_is_shown_and_taken_out_even_if_the_block_fails(capsys):
@@ -76,7 +89,7 @@ def test_a_trap_is_shown_and_taken_out_even_if_the_block_fails(capsys):
         "  + mask[b, ..., P:] = True"]
     assert_contract(MODEL, STAGES["interleaved"], mixed())
     seen = []   # a trap may use names of its own
-    with swapped(Head.forward, [("scores = q @", "scores = seen.append(q.shape) or q @")],
+    with swapped(Head.forward, [("scores = q", "scores = seen.append(q.shape) or q")],
                  seen=seen):
         Head()(*torch.zeros(3, 2, 4))
     Head()(*torch.zeros(3, 2, 4))
@@ -112,6 +125,16 @@ def test_a_layout_bug_is_named(name):
         STAGES[stage](model, requests, **knobs)
     assert any(NAMED[name] in sentence for sentence in xray.faults())
     assert not model._forward_pre_hooks   # it leaves nothing behind
+
+
+def test_keys_may_be_shared_only_if_all_tokens_before_are_equal():
+    """The second pages of A and B are equal, but not what is before them. B finds D's, and A's."""
+    requests = [Request([1, 1, 5, 5, 3], 1, name="A"), Request([2, 2, 9, 9, 3], 1, name="D"),
+                Request([2, 2, 5, 5, 3], 1, name="B", arrival=1)]
+    with broken("pages known by their own tokens", show=False), XRay(MODEL, requests) as xray:
+        STAGES["prefix"](MODEL, requests, page_size=2)
+    assert "token 0 = request 'B' (prefill, position 4) sees positions 2, 3 of request 'A'" in str(
+        xray.faults())
 
 
 # --- who sees whom, drawn -------------------------------------------------------------------------

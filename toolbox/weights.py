@@ -1,6 +1,7 @@
 """
-Finds and reads a model's files in Hugging Face's layout: config.json beside model.safetensors or
-its shards. Writes those of a GPT-2. (What is special about Llama's: lab/loading/llama_files.py.)
+Finds and reads a model's files in Hugging Face's layout: config.json beside model.safetensors, or
+beside an index and the shards that it names. Writes those of a GPT-2. (What is special about
+Llama's: lab/loading/llama_files.py.)
 
 GPT-2's layout differs from model.py in two ways:
 
@@ -11,6 +12,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -18,13 +20,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
-from toolbox.validate import one_line, one_of
+from toolbox.validate import at_least_1, check_config, one_line, one_of
 
 BUILTIN = Path(__file__).parent / "builtin"   # the built-in model
 NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-WEIGHTS = ("model.safetensors", "model-*.safetensors")   # in one file, or in shards
-FILES = ("config.json", *WEIGHTS, "tokenizer.json", "tokenizer_config.json",
-         "special_tokens_map.json", "chat_template.jinja")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILES = (WEIGHTS, INDEX, "model-*.safetensors", "config.json", "generation_config.json",
+         "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+         "vocab.json", "merges.txt", "chat_template.jinja")
 
 # Our names for a model's sizes and theirs
 SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {
@@ -40,7 +43,8 @@ CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_
 class Found(NamedTuple):
     """Where a model is, and what its config.json says."""
     name: str
-    files: list    # paths of its weights: one file, or shards
+    folder: Path
+    files: list    # paths of its weights
     kind: str      # model_type
     config: dict   # arguments of GPTConfig or LlamaConfig
 
@@ -56,32 +60,44 @@ def find(name, kinds):
     ValueError with one line that says what is missing or not supported.
     """
     with one_line(f"model '{name}'"):
+        file = None
         if name == "builtin":
-            files = files_in(BUILTIN)
+            folder = BUILTIN
         elif name in NAMES:
-            files = download(f"openai-community/{name}", kinds)
+            folder = download(f"openai-community/{name}", kinds)
         elif os.path.isdir(name):   # unlike Path's, for a name that no file can have, too
-            files = files_in(Path(name))
+            folder = Path(name)
         elif os.path.isfile(name):
-            files = [Path(name)]
+            file, folder = Path(name), Path(name).parent
         elif re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
-            files = download(str(name), kinds)
+            folder = download(str(name), kinds)
         else:
             raise ValueError(f"no such file or folder, and none of the names builtin, "
                              f"{', '.join(NAMES)}, or owner/name on huggingface.co")
-        return Found(name, files, *read_config(files[0].with_name("config.json"), kinds))
+        config = read_config(folder / "config.json", kinds)
+        return Found(name, folder, [file] if file else files_in(folder), *config)
 
 
 def files_in(folder):
-    """The weights files of a folder: one, or its shards."""
-    for pattern in WEIGHTS:
-        if files := sorted(folder.glob(pattern)):
-            return files
-    raise ValueError(f"the folder does not hold {' or '.join(WEIGHTS)}")
+    """The weights files of a folder: those that its index names; without one, WEIGHTS."""
+    if not (folder / INDEX).is_file():
+        if (folder / WEIGHTS).is_file():
+            return [folder / WEIGHTS]
+        raise ValueError(f"the folder does not hold {WEIGHTS}, or {INDEX} with its shards; to "
+                         "convert a pytorch_model.bin: transformers.AutoModelForCausalLM."
+                         "from_pretrained(folder).save_pretrained(folder)")
+    shard_of = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(shard_of, dict) or {*map(type, shard_of.values())} != {str}:
+        raise ValueError(f"{INDEX}: weight_map must be an object, the shard of each weight")
+    files = {shard: folder / shard for shard in sorted({*shard_of.values()})}
+    for shard, file in files.items():
+        if not file.is_file() or Path(shard).is_absolute() or ".." in Path(shard).parts:
+            raise ValueError(f"{INDEX} names {shard!r:.99}, which is no file in this folder")
+    return [*files.values()]
 
 
 def download(repository, kinds):
-    """Downloads owner/name, once, into Hugging Face's cache: its weights and its tokenizer."""
+    """Downloads owner/name, once: its weights and its tokenizer. Returns the folder."""
     failed = ("downloading failed; connect once, with huggingface_hub installed, or use a local "
               "folder or the built-in model")
     with one_line(failed, Exception):   # those of its HTTP client, whichever it is
@@ -89,16 +105,22 @@ def download(repository, kinds):
         config = Path(hf_hub_download(repository, "config.json"))
     read_config(config, kinds)   # refused before its weights are here
     with one_line(failed, Exception):
-        folder = Path(snapshot_download(repository, allow_patterns=[*FILES]))
-    return files_in(folder)
+        return Path(snapshot_download(repository, allow_patterns=[*FILES]))
+
+
+def read_object(path):
+    """The object in a .json file. ValueError with its name if there is none."""
+    with one_line(path.name, RecursionError):   # [[[[[[...
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"it must be an object, not {found!r:.60}")
+        return found
 
 
 def read_config(path, kinds):
     """(model_type, arguments of a config) as a config.json has them."""
-    with one_line("config.json", KeyError, RecursionError):   # without a key; [[[[[[...
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(theirs, dict):
-            raise ValueError(f"it must be an object, not {theirs!r:.60}")
+    theirs = read_object(path)
+    with one_line(path.name, KeyError):   # a key is missing
         kind = theirs.setdefault("model_type", "gpt2")
         if not isinstance(kind, str) or kind not in kinds:
             also = "" if len(kinds) > 1 else " (lab.loading.load.load_model reads others)"
@@ -122,9 +144,15 @@ def read(found, make, names, dtype):
             with one_line(path.name, SafetensorError):
                 theirs = load_file(path)
             for key, tensor in theirs.items():
-                tensors |= names(key, tensor.to(dtype))
+                new = names(key, tensor.to(dtype))
+                if not new.keys().isdisjoint(tensors):
+                    raise ValueError(f"{path.name}: the weight {key!r} is there twice")
+                tensors |= new
         if found.config.get("tied", True):   # some files hold the embedding once more
-            tensors.pop("lm_head.weight", None)
+            head = tensors.pop("lm_head.weight", None)
+            if head is not None and not torch.equal(head, tensors.setdefault("wte.weight", head)):
+                raise ValueError("lm_head.weight is not the embedding, as config.json says by "
+                                 "tie_word_embeddings")
         # no memory and no random numbers: `assign` puts the tensors that were read in place
         with torch.device("meta"), Uninitialised():
             model = make(found.config)
@@ -153,9 +181,12 @@ def read_gpt2(name, make):
 
 
 def gpt2_config(theirs):
-    """GPTConfig's arguments."""
-    check_fixed(theirs, FIXED)
-    return {ours: theirs[key] for ours, key in SIZES.items()}
+    """GPTConfig's arguments. ValueError or KeyError for what is missing or not supported."""
+    at_least_1(**{key: theirs[key] for key in SIZES.values()})
+    check_fixed(theirs, FIXED | {"n_inner": (None, 4 * theirs["n_embd"])})
+    sizes = {ours: theirs[key] for ours, key in SIZES.items()}
+    check_config(SimpleNamespace(**sizes))
+    return sizes
 
 
 def gpt2_names(key, tensor):

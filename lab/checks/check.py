@@ -69,8 +69,8 @@ class Check:
         # The last token is never computed, so it needs no position.
         most = min(asked.max_new_tokens, self.model.config.block_size - len(asked.prompt) + 1)
         due, reason = most, "length"
-        if asked.eos_token in tokens[:most]:
-            due, reason = tokens.index(asked.eos_token) + 1, "stop"
+        if ends := [i for i, token in enumerate(tokens[:most], 1) if token in asked.ends]:
+            due, reason = ends[0], "stop"
         early = request.finish_reason == "cancelled" and len(tokens) < due   # by a server
         if not early and (len(tokens), request.finish_reason) != (due, reason):
             return (f"ends after {len(tokens)} tokens with {request.finish_reason!r}, "

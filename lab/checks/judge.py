@@ -1,16 +1,20 @@
 """
-The judge of notebooks and assignments: what is wrong with a run, in sentences.
+The judge of the notebooks: what is wrong with a run, in sentences.
 
     for cause, sentence in faults(generate, model, requests, token_budget=8): ...
 
 The X-ray says what tokens see, the check compares tokens and logits with the request alone. What
-stands here is the rest: which tokens are in a pass, and which requests it gives a token.
+stands here is the rest: which tokens are in a pass, and which requests it gives a token. And what
+right tokens do not show: whether a scheduler keeps its rules (`plan_faults`), what a run wastes
+(`waste`), and how much is multiplied (`operations`).
 """
 from collections import Counter
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lab.checks.check import Check
+from lab.checks.probes import places_of
 from lab.checks.xray import XRay
 from toolbox.trace import observed
 
@@ -44,13 +48,14 @@ def faults(generate, model, requests, **knobs):
 
 def record(batch):
     """What goes into a forward pass."""
-    tokens, positions = batch.tokens, batch.positions
-    slots = torch.arange(tokens.numel()).view(tokens.shape)[batch.wanted]
+    tokens, positions, wanted = batch.tokens, batch.positions, places_of(batch, batch.wanted)
+    if isinstance(wanted, str):
+        raise IndexError(f"wanted is {wanted}")
     plan = [(request, start, n, request.todo)
             for (request, n), start in zip(batch.plan, batch.starts)]
     return {"tokens": tokens, "positions": positions, "mask": getattr(batch, "mask", None),
             "plan": plan, "ids": tokens.flatten().tolist(), "sampled": list(batch.sampled),
-            "wanted": slots.flatten().tolist()}
+            "wanted": wanted}
 
 
 def wrong_types(records):
@@ -104,3 +109,81 @@ def wrong_samples(records, xray):
             if request in due and xray.token_of[ids[slot]] != (request, due[request]):
                 yield (f"pass {number} reads the logits of {xray.place(sight, slot)} for "
                        f"{request}; its last token is elsewhere")
+
+
+def plan_faults(plan, running, waiting, max_batch, token_budget):
+    """
+    What is wrong with one step of a scheduler: at most `token_budget` tokens, decodes first, then
+    prompts in order of arrival. Sentences. plan: [(request, n), ...]; running: the requests that
+    have been admitted; waiting: those that have arrived, and have not.
+    """
+    entries, left = Counter(request for request, _ in plan), token_budget
+    if len(running) > max_batch:
+        yield f"{len(running)} requests run, at most {max_batch} may"
+    for request, times in entries.items():
+        if request not in running or times > 1:
+            yield f"{request} is in the plan {times} times, and runs {running.count(request)} times"
+    for request, n in plan:
+        if not 1 <= n <= request.todo:
+            yield f"{request} is to compute {n} tokens, and has {request.todo} to do"
+    if (total := sum(n for _, n in plan)) > token_budget:
+        yield f"the plan has {total} tokens, the budget is {token_budget}"
+    given, todo = dict(plan), sum(request.todo for request in running)
+    for request in sorted(running, key=lambda request: request.todo > 1):   # stable: decodes first
+        n = min(request.todo, left)
+        left -= n
+        if given.get(request, 0) != n:
+            kind = "decodes" if request.todo == 1 else f"has {request.todo} tokens to do"
+            yield f"{request} {kind} and gets {given.get(request, 0)} tokens of the budget, not {n}"
+    if waiting and len(running) < max_batch and todo < token_budget:
+        yield (f"{waiting[0]} waits, although {len(running)} of {max_batch} requests run, with "
+               f"{todo} tokens to do and a budget of {token_budget}")
+
+
+def waste(trace, ours):
+    """What a run wastes whose tokens are right, beside ours of the same requests. Sentences."""
+    def longest(trace):
+        return max(b - a for request in trace.requests for a, b in zip(
+            [request.arrival - 1, *request.token_steps], request.token_steps))
+    for what, count in (
+            ("forward passes", lambda trace: len(trace.passes)),
+            ("slots", lambda trace: sum(p.slots for p in trace.passes)),
+            ("scores", lambda trace: sum(p.score_entries for p in trace.passes)),
+            ("preemptions", lambda trace: trace.counts.get("preemptions", 0)),
+            ("steps is the longest wait for a token:", longest)):
+        if count(trace) > count(ours):
+            most = [max(len(p.work) for p in each.passes) for each in (trace, ours)]
+            alone = ": it serves one request at a time" if most[0] == 1 < most[1] else ""
+            yield (f"all tokens are right, but it takes {count(trace):,} {what}, and "
+                   f"{count(ours):,} would do{alone}")
+
+
+def operations(call, *arguments):
+    """How many operations of matrix products a call makes, as torch counts them."""
+    with FlopCounterMode(display=False) as counter:
+        call(*arguments)
+    return counter.get_total_flops()
+
+
+def page_faults(tables, free, number, size, ref_count=None):
+    """
+    What is wrong with a pool of pages before a pass. Sentences. tables: {request: its block table},
+    of those that run; free: the free pages, in order. ref_count: None where no page may be shared.
+    """
+    holders = {page: [r for r, table in tables.items() if page in table] for page in range(number)}
+    for page, names in holders.items():
+        where = " and ".join(map(str, names))
+        if free.count(page) > 1:
+            yield f"page {page} is in the free queue {free.count(page)} times"
+        if page in free and names:
+            yield f"page {page} is free, and in the block table of {where}"
+        if page not in free and not names:
+            yield f"page {page} is lost: it is neither free nor in a block table"
+        if ref_count is None and len(names) > 1:
+            yield f"page {page} is in the block tables of {where}"
+        if ref_count is not None and ref_count[page] != len(names):
+            yield f"ref_count of page {page} is {ref_count[page]}, and {len(names)} tables hold it"
+    for request, table in tables.items():
+        if len(table) != (needed := -(-len(request.tokens) // size)):
+            yield (f"{request} has {len(table)} pages for {len(request.tokens)} tokens, "
+                   f"{size} to a page: not {needed}")

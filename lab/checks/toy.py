@@ -1,7 +1,8 @@
-"""A model that shows bugs: random, small, of odd sizes, and loud."""
+"""Small things to check with: a model that shows bugs, and requests of given lengths."""
 import torch
 
 from model import GPT, GPTConfig
+from request import Request
 
 
 def toy(loud=True, seed=0, dtype=torch.float64, **config):
@@ -21,3 +22,14 @@ def toy(loud=True, seed=0, dtype=torch.float64, **config):
             elif loud and name == "wpe.weight":
                 p.mul_(3)
     return model.requires_grad_(False)
+
+
+def letters(new=4, arrivals=None, **lengths):
+    """
+    Requests named by letters, with prompts of these lengths. new: tokens to generate, or {name:
+    number}; arrivals: {name: step}, 0 for the others.
+    """
+    new = new if isinstance(new, dict) else dict.fromkeys(lengths, new)
+    return [Request([(7 * i + 3 * j * j + j) % 1000 for j in range(length)], new[name], name=name,
+                    arrival=(arrivals or {}).get(name, 0))
+            for i, (name, length) in enumerate(lengths.items())]

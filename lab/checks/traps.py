@@ -6,8 +6,8 @@ program runs, and removes it again.
         generate(model, requests)
 
 A trap changes a few lines of the repository's own code, and nothing around them. So the reader sees
-exactly what is wrong. The tests put in each of them (tests/test_traps.py), notebooks show some, and
-assignments ask students to expose others.
+exactly what is wrong. The tests put in each of them (tests/test_traps.py), and notebooks show some.
+The course kit has mistakes of its own, setN/mistakes.txt.
 """
 import inspect
 import textwrap
@@ -17,7 +17,7 @@ from importlib import import_module
 from operator import attrgetter
 
 # Functions are named, not imported, so that this table depends on none of them.
-HEAD = "model.py:Head.forward"
+HEAD, ATTENTION = "model.py:Head.forward", "model.py:MultiHeadAttention.forward"
 APPEND = "request.py:Request.append"
 STATIC = "generate_naive.py:StaticBatch.lay_out"
 RECTANGLE, GATHER = (f"generate_dynamic.py:Rectangle.{name}" for name in ("lay_out", "attend"))
@@ -28,6 +28,8 @@ PAGED, READ = (f"generate_paged.py:Paged.{name}" for name in ("lay_out", "read")
 FIND = "generate_prefix.py:PrefixPages.find"
 HASHES, ROOM, UPDATE, CACHE = (f"generate_prefix.py:PrefixScheduler.{name}" for name in (
     "hashes", "grant_room", "update", "cache_filled"))
+CHANGE = "beyond/rollout.py:RolloutScheduler.change"
+WINDOWS = "beyond/hybrid.py:HybridPaged.lay_out"
 
 TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     # which keys a token may see
@@ -37,8 +39,9 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "no causal rule in a chunk": [
         (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")],
     "causal rule from the top left": [(HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
-    "NaN for a query without keys": [
-        (HEAD, "weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "weights")],
+    "NaN for a query without keys": [   # a pad's, which is its value in the next layer
+        (HEAD, "weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "weights"),
+        (ATTENTION, "v.masked_fill(lost, 0.0)", "v")],
     "neighbours in a packed row": [
         (PACKED, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
          "owner[:, None, :] >= 0")],
@@ -85,6 +88,12 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "new keys in the last page": [   # as if a pass never filled more than one page of a request
         (PAGED, "slots[start:]",
          "slots[-1] - slots[-1] % self.pages.size + slots[start:] % self.pages.size")],
+    "slot -1 is a slot": [   # padding to a captured size, as engines do it: -1 means nowhere
+        ("generate_paged.py:Paged.write",
+         "pool_k[:, self.slot_mapping], pool_v[:, self.slot_mapping] = k, v",
+         "slots = torch.cat([self.slot_mapping, self.slot_mapping.new_tensor([-1])])\n"
+         "        pool_k[:, slots], pool_v[:, slots] = (\n"
+         "            torch.cat([t, t[:, -1:]], dim=1) for t in (k, v))")],
     # tokens, and when they are sampled
     "samples from a partial prefill": [
         ("request.py:indices_due", "if n == request.todo", "if n > 0")],
@@ -96,8 +105,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "the first token for all": [
         ("model.py:sample", "return tokens", "return tokens[:1] * len(tokens)")],
     "end of text is overlooked": [   # if it is the first token
-        (APPEND, "if token == self.eos_token:",
-         "if token == self.eos_token and len(self.generated) > 1:")],
+        (APPEND, "if token in self.ends:",
+         "if token in self.ends and len(self.generated) > 1:")],
     "one token too many": [
         (APPEND, "self.is_last(len(self.generated))", "self.is_last(len(self.generated) - 1)")],
     "no end at the context limit": [
@@ -127,6 +136,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
          "found = self.pages.find(hashes[:i])\n"
          "            before = (found + request.block_table[len(found):])[i - 1] if i else None\n"
          "            self.pages.cache(request.block_table[i], (before, hashes[i]))")],
+    "page hashes that collide": [   # by chance here; by intent, if the hash can be predicted
+        ("generate_prefix.py:page_hash", ".digest()", ".digest()[:1]")],
     "cached a step late": [   # when they may have been freed, and taken by another
         (UPDATE, "for request, n in plan:",
          "last, self.late = vars(self).get('late', []), []\n"
@@ -146,7 +157,46 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
          "return vars(self).setdefault('found', {}).setdefault(tuple(found), found)"),
         (ROOM, "self.pages.share(request.block_table, found)",
          "self.pages.share([], found)\n        request.block_table = found")],
+    "a duplicate is freed while a table names it": [
+        ("generate_prefix.py:PrefixPages.cache", "if name not in self.cached:",
+         "if self.cached.get(name, page) != page:\n            self.free([page])\n"
+         "        elif name not in self.cached:")],
+    # weights that change, sessions that pause, layers with a window
+    "the prefix cache outlives the weights": [
+        (CHANGE, "self.pages.cached.clear()", "pass"),
+        (CHANGE, "self.pages.hash_of.clear()", "pass")],
+    "pages of old keys are cached": [
+        ("beyond/rollout.py:RolloutScheduler.cache_filled", "if request not in self.stale:",
+         "if True:")],
+    "what is held is not counted": [
+        ("beyond/sessions.py:SessionScheduler.free",
+         "self.pages.share(pages, self.pages.find(self.hashes(request, request.computed)[:full]))",
+         "pages += self.pages.find(self.hashes(request, request.computed)[:full])")],
+    "a page of the window is given back": [
+        ("beyond/hybrid.py:HybridScheduler.first", "- window + 1", "- window + 2")],
+    "a poisoned null page": [   # stands for all passed pages: hidden, but 0 * NaN is NaN
+        (WINDOWS, "page or 0", "self.pages.number if page is None else page"),
+        (WINDOWS, "[max(0, start - window + 1):]", ""),
+        ("beyond/hybrid.py:generate", "KV(pages * page_size)", "KV((pages + 1) * page_size)"),
+        ("beyond/hybrid.py:HybridPaged.attend", "self.write(buffers, k, v)",
+         "self.write(buffers, k, v)\n"
+         "        for t in self.pool.k[buffers], self.pool.v[buffers]:\n"
+         "            t[:, -self.pages.size:] = float('nan')")],
 }
+
+BIRTHS = {   # where some of them were met in the open; docs/sources.md has the links
+    "published mask": "the tutorial of source I: decode rows see their own pads",
+    "a chunk reads pages to the end of its prompt":
+        "nano-vllm #212: a chunk's key length was that of the whole sequence",
+    "slot -1 is a slot": "vLLM #43810: padding wrote into the pool's last slot",
+    "page hashes that collide":
+        "CVE-2025-25183: Python's own hash named vLLM's pages, and collisions could be made",
+    "a duplicate is freed while a table names it":
+        "mini-sglang #142: later steps read pages that had been given to others",
+    "the prefix cache outlives the weights":
+        "NeMo-RL #4018 and lmdeploy #4917: answers from keys of weights that had gone",
+    "a poisoned null page":
+        "vLLM #57156: a NaN in the page that stands for no page passed through the mask"}
 
 
 @contextmanager

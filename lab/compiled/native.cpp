@@ -199,12 +199,12 @@ static void linear(const float* x, Matrix weight, float* y, i64 m, i64 k, i64 n,
 }
 
 // scores (s) -> probabilities, of the first `seen`; zeros up to `all`
-static void softmax(float* scores, i64 seen, i64 all, float scale) {
+static void softmax(float* scores, i64 seen, i64 all) {
     float most = -INFINITY;
     #pragma omp simd reduction(max : most)
     for (i64 s = 0; s < seen; s++) most = scores[s] > most ? scores[s] : most;
     #pragma omp simd
-    for (i64 s = 0; s < seen; s++) scores[s] = exponential((scores[s] - most) * scale);
+    for (i64 s = 0; s < seen; s++) scores[s] = exponential(scores[s] - most);
     float total = sum(scores, seen, [](vec x) { return x; });
     for (i64 s = 0; s < seen; s++) scores[s] /= total;
     std::fill(scores + seen, scores + all, 0.f);
@@ -269,7 +269,7 @@ struct Room {                 // of a thread
 // n queries, `row` numbers apart. The first sees `start` keys and its own, each further one `grows`
 // more: 1 for tokens of one head, 0 for heads of one token. What is read afterwards begins at `next`.
 static void attention(const float* q, float* out, i64 row, Cache keys, Cache values,
-                      uintptr_t next, i64 start, i64 n, i64 grows, float scale, Room& room) {
+                      uintptr_t next, i64 start, i64 n, i64 grows, Room& room) {
     i64 end = start + 1 + (n - 1) * grows, size = keys.size, all = (end + W - 1) / W * W;
     i64 width = n < MANY ? 0 : (size + W - 1) / W * W;
     room.numbers.resize(all * (ROWS + width));
@@ -303,7 +303,7 @@ static void attention(const float* q, float* out, i64 row, Cache keys, Cache val
                 *(vec*)(scores + r * all + s) = dots<1>(a + r * row, row, key + s, size);
         }
         for (i64 r = 0; r < rows; r++) {
-            softmax(scores + r * all, start + 1 + (i + r) * grows, seen, scale);
+            softmax(scores + r * all, start + 1 + (i + r) * grows, seen);
             std::fill_n(o + r * row, size, 0.f);
         }
         // The values one after the other, in each of the two ways
@@ -348,8 +348,13 @@ static void keep(const float* k, const float* v, i64 heads, i64 size, const Piec
         Cache values = cache_of(p, p.values[layer], size, item % heads);
         for (i64 i = 0; i < p.n; i++) {
             i64 from = (p.first + i) * heads * size + item % heads * size;
-            std::copy_n(k + from, size, keys[p.start + i]);
-            std::copy_n(v + from, size, values[p.start + i]);
+            float *key = keys[p.start + i], *value = values[p.start + i];
+            std::copy_n(k + from, size, key);
+            std::copy_n(v + from, size, value);
+            if (sum(value, size, [](vec x) { return x * 0.f; }) != 0) {   // not finite: see model.py
+                std::fill_n(key, size, NAN);
+                std::fill_n(value, size, 0.f);
+            }
         }
     }
 }
@@ -359,7 +364,6 @@ static void keep(const float* k, const float* v, i64 heads, i64 size, const Piec
 static void attend(const float* q, float* out, i64 heads, i64 group, i64 size, const Piece* pieces,
                    i64 requests, i64 layer, bool last) {
     static thread_local Room room;
-    float scale = 1 / std::sqrt(float(size));
     i64 row = heads * size;
     i64 together = std::max<i64>(1, requests * heads / (8 * omp_get_num_threads()));
     // In the order in which keys lie: a cache in one piece has its heads side by side, a pool has
@@ -379,9 +383,9 @@ static void attend(const float* q, float* out, i64 heads, i64 group, i64 size, c
         if (n == 1) {   // one token: a group's heads together, so that its keys are read once
             if (h % group == 0)
                 attention(q + at, out + at, size, keys, values, next, p.start + skip, group, 0,
-                          scale, room);
+                          room);
         } else if (n > 0)
-            attention(q + at, out + at, row, keys, values, next, p.start + skip, n, 1, scale, room);
+            attention(q + at, out + at, row, keys, values, next, p.start + skip, n, 1, room);
     }
 }
 
@@ -464,6 +468,7 @@ i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* 
     float* x = (float*)((uintptr_t(room.data()) + 4 * LINE - 1) / (4 * LINE) * (4 * LINE));
     float *y = x + N * C, *q = y + N * std::max(C, Q), *k = q + N * Q, *v = k + N * K;
     float *h = v + N * K, *gate = h + N * H, *turns = gate + N * H, eps = *M.eps;
+    float scale = 1 / std::sqrt(float(size));
     #pragma omp parallel num_threads(threads) firstprivate(m)
     {
         #pragma omp for schedule(static)
@@ -493,6 +498,8 @@ i64 step(const Model* model, const Layer* layers, const i64* tokens, const i64* 
                 turn(k, layer.k_norm, turns, N, kv_heads, size, eps);
                 #pragma omp barrier
             }
+            #pragma omp for schedule(static) nowait   // `keep` waits
+            for (i64 j = 0; j < N * Q; j++) q[j] *= scale;
             keep(k, v, kv_heads, size, pieces, requests, i);
             attend(q, y, M.heads, M.group, size, pieces, requests, i, last);
             #pragma omp barrier

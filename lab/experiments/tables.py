@@ -6,7 +6,7 @@ A table stands between <!-- table: NAME --> and <!-- end -->. Do not edit it by 
 import re
 from pathlib import Path
 
-from lab.experiments import bench, gpu, ladder, memory, prepacking, results, rows
+from lab.experiments import bench, configs, gpu, ladder, memory, prepacking, results, rows
 from lab.experiments.results import Table
 from lab.views.report import aligned
 
@@ -28,7 +28,8 @@ TABLES = {   # a table's name: the function that makes it, or several; the resul
     "gpu ladder": (gpu.table, "gpu"),
     "gpu real": (gpu.real_table, "gpu"),
     "gpu published": (gpu.published_table, "gpu"),
-    "gpu memory": (gpu.memory_table, "gpu")}
+    "gpu memory": (gpu.memory_table, "gpu"),
+    "configs": (configs.table,)}
 
 
 def pages():
@@ -52,6 +53,8 @@ def text_of(make, *files):
     found = sum((each if isinstance(each, list) else [each] for each in kept), [])
     made = make(*found)
     made = [made] if isinstance(made, Table) else made
+    if not files:   # nothing has been measured
+        return "".join(map(markdown, made))
     commands = dict.fromkeys(f"`{result['measured']['command']}`" for result in found)
     below = made[0].small_print.format(where=found[-1]["where"], how=made[0].how,
                                        commands=", ".join(commands), **found[-1]["measured"])

@@ -1,1 +1,1 @@
-"""Records a run slot by slot, and makes of it one HTML page in which a reader steps through it."""
+"""Records a run slot by slot; one HTML page steps through it, and computes runs of one's own."""

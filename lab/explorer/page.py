@@ -17,12 +17,16 @@ import torch
 
 from lab.checks.check import summary
 from lab.loading.load import word
+from lab.simulate.hardware import GPUS, MODELS, TILE, constants
 from lab.views.plots import COLORS, KEYS, NAMES
 
 FOLDER = Path(__file__).parent
+CLOCK, GPU = "calculated for Llama 2 7B on an A100", (MODELS["llama-2-7b"], GPUS["a100"])
+SCRIPTS = "runs.js", "panels.js", "own.js", "page.js"
 COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "rejected", "padded_keys",
           "score_entries", "useful_scores", "copied_bytes")   # of a ForwardPass
-FRAME = ("owner", "position", "past", "sees", "shift", "guesses", "room", "cached", "columns")
+FRAME = ("owner", "position", "past", "sees", "shift", "guesses", "room", "at_once", "reserved",
+         "cached", "columns")
 GUESSES = {"accepted": "#56B4E9", "rejected": "#8C2D04"}   # colours of guessed tokens
 KINDS = {**NAMES, "accepted": "guess, accepted", "rejected": "guess, rejected"}
 STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS, **GUESSES}.items())
@@ -37,10 +41,16 @@ def read(name):
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
+def twin():
+    """schedule.js, a module, as a script that keeps all names but `simulate` to itself."""
+    text = read("schedule.js").replace("export function", "return function")
+    return f"const simulate = (() => {{\n{text}}})();\n"
+
+
 def filled(data):
     """The page's text, with data in it."""
     parts = {"colors": f":root {{ {STYLE}}}", "css": read("page.css"),
-             "js": "".join(map(read, ("runs.js", "panels.js", "page.js"))),
+             "js": twin() + "".join(map(read, SCRIPTS)),
              "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")}
     text = read("page.html")
     for name, part in parts.items():   # data last: whatever is in it stays as it is
@@ -48,61 +58,60 @@ def filled(data):
     return text
 
 
+def gpu_data(shape=GPU[0], gpu=GPU[1]):
+    """
+    The constants of simulate's `seconds` in plain numbers, for schedule.js. For a dense model on
+    one GPU, where all weights are hit: all are seconds, but the tile and bytes.
+    """
+    c = constants(shape, gpu)
+    return {"tile": TILE, "row": c.row + c.expert_row, "sample": c.sample, "score": c.score,
+            "weights": c.weights + c.expert, "key": c.key, "vocabulary": c.vocabulary,
+            "kv_bytes": shape.kv_bytes, "copy": 2 * shape.kv_bytes * c.byte,
+            "overhead": c.overhead, "per_request": c.per_request}
+
+
 # --- the data -------------------------------------------------------------------------------------
 
 def data_of(traces, tokenizer, calculated=""):
     """
     All that the page knows of recorded runs, {name: trace}. Times are in milliseconds from a run's
-    start.
-
-    calculated: of which GPU, if these times are; they are the same on every machine
+    start. calculated: of which GPU, if they are; then they are the same on every machine
     """
     return {"runs": [run_data(name, trace, calculated) for name, trace in traces.items()],
-            "names": KINDS, "calculated": calculated, "walk": [],
-            "vocabulary": vocabulary(traces, tokenizer)}
+            "names": KINDS, "calculated": calculated, "walk": [], "clock": CLOCK,
+            "gpu": gpu_data(), "vocabulary": vocabulary(traces, tokenizer)}
 
 
 def ms(seconds):
     return round(1e3 * seconds, 2)
 
 
-def passes_data(trace, number):
-    """What a timeline shows of each pass. number: of each request, by its name."""
-    return {"step": [p.step for p in trace.passes], "ms": [ms(p.seconds) for p in trace.passes],
-            "shape": [p.shape for p in trace.passes],
-            "work": [[value for who, *n in p.work for value in (number[who], *n)]   # ..., first, n
-                     for p in trace.passes],
-            "finished": [[number[who] for who in p.finished] for p in trace.passes]}
-
-
 def run_data(name, trace, calculated):
     recorder = trace.recording
     number = {request.name: i for i, request in enumerate(recorder.requests)}
     passes = {
-        **passes_data(trace, number),
+        "step": [p.step for p in trace.passes], "ms": [ms(p.seconds) for p in trace.passes],
+        "shape": [p.shape for p in trace.passes],
+        "work": [[value for who, *n in p.work for value in (number[who], *n)]   # ..., first, n
+                 for p in trace.passes],
+        "finished": [[number[who] for who in p.finished] for p in trace.passes],
         "start": [ms(trace.step_times[p.step] - trace.started) for p in trace.passes],
         **{count: [getattr(p, count) for p in trace.passes] for count in COUNTS},
-        **{column: [frame[column] for frame in recorder.frames] for column in FRAME},
-    }
-    return {
-        "name": name, "idea": idea(recorder.generate),
-        "place": calculated or place(recorder.model), "knobs": recorder.knobs,
-        "pool": recorder.pool, "check": check_data(recorder, calculated),
-        "xray": {"left_out": recorder.left_out, "wrong": recorder.wrong,
-                 "sentences": recorder.sentences},
-        "requests": [request_data(request, trace) for request in recorder.requests],
-        "passes": passes,
-    }
+        **{column: [frame[column] for frame in recorder.frames] for column in FRAME}}
+    return {"name": name, "idea": idea(recorder.generate), "knobs": recorder.knobs,
+            "place": calculated or place(recorder.model), "pool": recorder.pool,
+            "check": check_data(recorder, calculated),
+            "xray": {name: getattr(recorder, name) for name in ("left_out", "wrong", "sentences")},
+            "requests": [request_data(request, trace) for request in recorder.requests],
+            "passes": passes}
 
 
 def request_data(request, trace):
-    return {
-        "name": request.name, "prompt": request.prompt, "generated": request.generated,
-        "arrival": request.arrival, "arrived": ms(trace.arrived(request) - trace.started),
-        "reason": request.finish_reason, "limit": request.max_new_tokens,
-        "steps": request.token_steps,
-        "ms": [ms(time - trace.started) for time in request.token_times],
-    }
+    return {"name": request.name, "prompt": request.prompt, "generated": request.generated,
+            "arrival": request.arrival, "arrived": ms(trace.arrived(request) - trace.started),
+            "reason": request.finish_reason, "steps": request.token_steps,
+            "limit": request.kv_tokens + 1 - len(request.prompt),
+            "ms": [ms(time - trace.started) for time in request.token_times]}
 
 
 def check_data(recorder, calculated):

@@ -1,8 +1,8 @@
-// Draws the panels of one run at one moment: `view` is {run, number, panels: {name: element}, now,
-// states, ...}, see build() in page.js. Whatever comes from a prompt enters the page as textContent,
-// never as HTML.
+// Draws the panels of one run at one moment, recorded or computed: `view` is {run, number, now,
+// panels: {name: element}, states, ...}, see build() in page.js. Whatever comes from a prompt
+// enters the page as textContent, never as HTML.
 
-// --- words and elements ---------------------------------------------------------------------------
+// --- words and elements --------------------------------------------------------------------------
 
 function element(tag, properties = {}, ...children) {
   const node = document.createElement(tag), {style, data, ...others} = properties;
@@ -14,11 +14,11 @@ function element(tag, properties = {}, ...children) {
 }
 
 const number = n => n.toLocaleString("en-US");
-const ms = x => x.toLocaleString("en-US", {minimumFractionDigits: 1, maximumFractionDigits: 1}) + " ms";
+const tenth = new Intl.NumberFormat("en-US", {minimumFractionDigits: 1, maximumFractionDigits: 1});
+const ms = x => tenth.format(x) + " ms";
 const plural = (n, what) => `${number(n)} ${what}${n === 1 ? "" : what.endsWith("s") ? "es" : "s"}`;
 const percent = (n, of, what) => of ? `${Math.round(100 * n / of)}% of ${what}` : "";
 const mean = values => values.reduce((a, b) => a + b, 0) / values.length;
-const largest = values => values.reduce((a, b) => Math.max(a, b), 0);
 const soft = text => element("p", {className: "soft"}, text);
 const bold = text => element("b", {}, text);
 const div = (className, ...children) => element("div", {className}, ...children);
@@ -29,8 +29,10 @@ const part = (kind, share, properties) => element(
 function verdicts({idea, knobs, place, check, xray}) {
   const line = (name, unknown, wrong, ...text) => element(
     "p", {className: unknown ? "soft" : wrong ? "bad" : "fine"}, bold(name + ": "), ...text);
-  const details = Object.entries(check.wrong ?? {}).map(([name, detail]) => ` WRONG: ${name}: ${detail}.`);
-  const set = Object.entries(knobs).filter(([, value]) => value !== null).map(entry => entry.join(" "));
+  const details = Object.entries(check.wrong ?? {}).map(
+    ([name, detail]) => ` WRONG: ${name}: ${detail}.`);
+  const set = Object.entries(knobs).filter(([, value]) => value !== null).map(
+    entry => entry.join(" "));
   return [element("p", {}, idea), soft([...set, place].join(", ")),
           line("Check", !check.wrong, details.length, check.summary, ...details),
           line("X-ray", xray.left_out, xray.wrong, xray.left_out ? `left out: ${xray.left_out}`
@@ -43,11 +45,15 @@ function verdicts({idea, knobs, place, check, xray}) {
 
 const BAND = 36, AXIS = 16;              // pixels: the slots of each step, and the numbers below
 
-function inkOf(name) {                   // a colour of page.css as the theme resolves it
-  const probe = document.body.appendChild(element("span", {style: `color: var(--${name})`}));
-  const {color} = getComputedStyle(probe);
-  probe.remove();
-  return color;
+const INKS = ["prefill", "decode", "recomputed", "accepted", "rejected", "finished", "blank",
+              "stripe", "ink", "soft", "waiting", "alarm"];
+
+function inks() {                        // colours of page.css, as the theme resolves them
+  const probes = INKS.map(name => element("span", {style: `color: var(--${name})`}));
+  document.body.append(...probes);
+  const found = INKS.map((name, i) => [name, getComputedStyle(probes[i]).color]);
+  for (const probe of probes) probe.remove();
+  return Object.fromEntries(found);
 }
 
 function hatching(pen, color, ...directions) {
@@ -63,11 +69,12 @@ function hatching(pen, color, ...directions) {
   return pen.createPattern(tile, "repeat");
 }
 
-function painter(pen) {                  // paint(kind, x, y, width, height)
-  const fills = {prefill: [inkOf("prefill")], decode: [inkOf("decode")], recomputed: [inkOf("recomputed")],
-                 pad: [inkOf("blank"), hatching(pen, inkOf("stripe"), true)],
-                 accepted: [inkOf("accepted")], rejected: [inkOf("rejected"), hatching(pen, "#ffffff90", false)],
-                 finished: [inkOf("finished"), hatching(pen, "#ffffffb0", true, false)]};
+function painter(pen, ink) {             // paint(kind, x, y, width, height)
+  const fills = {
+    prefill: [ink.prefill], decode: [ink.decode], recomputed: [ink.recomputed],
+    accepted: [ink.accepted], pad: [ink.blank, hatching(pen, ink.stripe, true)],
+    rejected: [ink.rejected, hatching(pen, "#ffffff90", false)],
+    finished: [ink.finished, hatching(pen, "#ffffffb0", true, false)]};
   return (kind, x, y, width, height) => {
     for (const fill of fills[kind]) {
       pen.fillStyle = fill;
@@ -81,22 +88,23 @@ function painter(pen) {                  // paint(kind, x, y, width, height)
   };
 }
 
+// view.high: pixels of a row, if something stands beside it; then the names stand there, too.
 function drawTimeline(view) {
-  const {run, panels: {timeline}} = view, {passes, requests} = run;
-  const high = Math.max(1, Math.min(13, Math.floor(240 / requests.length)));
+  const {run, panels: {timeline}} = view, {requests} = run;
+  const high = view.high ?? Math.max(1, Math.min(13, Math.floor(240 / requests.length)));
   const letters = Math.min(8, largest(requests.map(({name}) => name.length)));
-  const labels = high > 9 ? Math.max(36, 8 + 7 * letters) : 0;   // pixels for the names
+  const labels = high > 9 && !view.high ? Math.max(36, 8 + 7 * letters) : 0;   // pixels, for names
   const canvas = element("canvas", {
     ariaLabel: `every request in each of ${plural(run.steps.length, "step")}`});
   canvas.setAttribute("role", "img");
   view.cursor = element("div", {className: "cursor"});
   view.box = element("div", {className: "box"}, canvas, view.cursor);
-  const onTime = state.clock !== "step", longest = run.gaps.at(-1)?.[3] ?? 0;
-  const most = largest(shown().map(other => other.gaps.at(-1)?.[3] ?? 0)), asked = timeline.closest(".asking");
-  const usual = run.gaps.length ? run.gaps.at(-1)[2] / run.gaps.length : 0;
-  const shaded = asked ? Infinity : Math.max(0.9 * most, 1.5 * usual);   // waits as long as this
-  const wait = `Longest wait for a next token: ${ms(longest)}` + (longest > shaded ? " (red frames)." : ".");
-  timeline.replaceChildren(view.box, ...onTime ? [element("p", {className: longest > shaded ? "longest" : ""}, wait)] : [],
+  const onTime = state.clock !== "step", [longest, shaded] = longWaits(run, timeline);
+  const wait = `Longest wait for a next token: ${ms(longest)}`
+    + (longest > shaded ? " (red frames)." : ".");
+  timeline.replaceChildren(
+    view.box,
+    ...onTime ? [element("p", {className: longest > shaded ? "longest" : ""}, wait)] : [],
     ...run.check ? [div("verdicts", ...verdicts(run))] : []);
 
   const floor = requests.length * high + 6 + BAND, wide = view.box.clientWidth || 300;
@@ -104,62 +112,92 @@ function drawTimeline(view) {
   Object.assign(canvas, {width: wide * ratio, height: (floor + AXIS) * ratio});
   canvas.style.height = floor + AXIS + "px";
   pen.scale(ratio, ratio);
-  const end = largest(shown().map(({steps}) => valueOf(steps.at(-1)) + (state.clock === "step")));
+  Object.assign(pen, {font: "11px system-ui, sans-serif", textBaseline: "middle"});
+  const end = state.held ?? largest(shown().map(endOf));
   const x = value => labels + (wide - labels - 2) * value / end;
-  view.valueAt = pixels => end * (pixels - labels) / (wide - labels - 2);
-  view.rowAt = pixels => requests[Math.floor(pixels / high)];
   const span = (from, to) => {           // [left, width]
     if (x(to) - x(from) < 3) return [x(from), Math.max(0.6, x(to) - x(from))];
     const left = Math.round(x(from)), width = Math.round(x(to)) - left;   // sharp edges
     return [left, width > 6 ? width - 1 : width];
   };
-  view.across = step => onTime ? span(step.start, step.end) : span(step.step, step.step + 1);
-  const acrossPass = i => onTime ? span(passes.begin[i], passes.begin[i] + passes.ms[i])
-    : view.across(run.stepOf.get(passes.step[i]));
-  const paint = painter(pen), ink = inkOf("ink"), waiting = inkOf("waiting"), alarm = inkOf("alarm");
-  const thick = high > 4 ? high - 1 : high;
-  Object.assign(pen, {font: "11px system-ui, sans-serif", textBaseline: "middle"});
+  Object.assign(view, {
+    end, valueAt: pixels => end * (pixels - labels) / (wide - labels - 2),
+    rowAt: pixels => requests[Math.floor(pixels / high)],
+    across: step => onTime ? span(step.start, step.end) : span(step.step, step.step + 1)});
+  const ink = inks(), place = {pen, paint: painter(pen, ink), ink, x, span, high, onTime, shaded};
+  requests.forEach((request, r) => drawRow(view, place, request, r, labels));
+  drawBand(view, place, floor);
+  drawAxis(place, end, floor, labels, wide);
+}
 
-  const edge = view.across(run.steps.at(-1)).reduce((left, width) => left + width);
-  requests.forEach((request, r) => {
-    let since = x(onTime ? request.arrived : request.arrival);
-    pen.fillStyle = ink;
-    if (labels) pen.fillText(request.name.slice(0, 8), 0, (r + 0.5) * high);
-    for (const work of request.work) {
-      const [pass, , n] = work, [left, width] = acrossPass(pass), shape = passes.shape[pass];
-      pen.fillStyle = waiting;
-      if (left > since) pen.fillRect(since, (r + 0.5) * high - 0.5, left - since, 1);
-      since = left + width;
-      // Its row in the tensor, if it has one of its own: tokens above, pads below.
-      const inPass = passes.work[pass].length / 3 + (passes.finished[pass]?.length ?? 0);
-      const slots = shape.length === 2 && shape[0] === inPass ? shape[1] : n;
-      let y = r * high;
-      for (const [kind, count] of [...partsOf(run, r, work), ["pad", slots - n]]) {
-        if (count) paint(kind, left, y, width, thick * count / slots);
-        y += thick * count / slots;
-      }
+// How far the axis goes: steps, or milliseconds.
+const endOf = ({steps}) => steps.length ? valueOf(steps.at(-1)) + (state.clock === "step") : 1;
+
+// [the longest wait of a run, how long those are that get a frame]; none while the walk asks
+function longWaits(run, timeline) {
+  const most = largest(shown().map(other => other.gaps.at(-1)?.[3] ?? 0));
+  const [, , total = 0, longest = 0] = run.gaps.at(-1) ?? [];
+  const usual = total / Math.max(run.gaps.length, 1), asked = timeline.closest(".asking");
+  return [longest, asked ? Infinity : Math.max(0.9 * most, 1.5 * usual)];
+}
+
+function drawRow({run, across}, place, request, r, labels) {
+  const {pen, paint, ink, x, span, high, onTime, shaded} = place, {passes} = run;
+  const thick = high > 4 ? high - 1 : high, middle = (r + 0.5) * high;
+  const line = (from, to) => {           // it waits
+    pen.fillStyle = ink.waiting;
+    pen.fillRect(from, middle - 0.5, Math.max(0, to - from), 1);
+  };
+  pen.fillStyle = ink.ink;
+  if (labels) pen.fillText(request.name.slice(0, 8), 0, middle);
+  if (request.refused) {
+    pen.fillStyle = ink.alarm;
+    pen.fillText(`can never run: ${request.refused}`, labels + 4, middle);
+    return;
+  }
+  let since = x(onTime ? request.arrived : request.arrival);
+  for (const work of request.work) {
+    const [pass, , n] = work, shape = passes.shape[pass], step = run.stepOf.get(passes.step[pass]);
+    const [left, width] = onTime ? span(passes.begin[pass], passes.begin[pass] + passes.ms[pass])
+      : across(step);
+    line(since, left);
+    since = left + width;
+    // Its row in the tensor, if it has one of its own: tokens above, pads below.
+    const inPass = passes.work[pass].length / 3 + (passes.finished[pass]?.length ?? 0);
+    const slots = shape.length === 2 && shape[0] === inPass ? shape[1] : n;
+    let y = r * high;
+    for (const [kind, count] of [...partsOf(run, r, work), ["pad", slots - n]]) {
+      if (count) paint(kind, left, y, width, thick * count / slots);
+      y += thick * count / slots;
     }
-    pen.fillStyle = waiting;             // in a live run, it may wait still
-    if (!request.reason) pen.fillRect(since, (r + 0.5) * high - 0.5, Math.max(0, edge - since), 1);
-    Object.assign(pen, {strokeStyle: alarm, lineWidth: 2});
-    for (const [i, time] of onTime ? request.ms.entries() : []) {   // all of a long wait, cells included
-      if (request.ms[i + 1] - time > shaded) {
-        pen.strokeRect(x(time), r * high, x(request.ms[i + 1]) - x(time), Math.max(thick, 3));
-      }
+  }
+  if (!request.reason && run.steps.length) {   // in a live run, it may wait still
+    line(since, across(run.steps.at(-1)).reduce((left, width) => left + width));
+  }
+  Object.assign(pen, {strokeStyle: ink.alarm, lineWidth: 2});
+  for (const [i, time] of onTime ? request.ms.entries() : []) {   // all of a long wait
+    if (request.ms[i + 1] - time > shaded) {
+      pen.strokeRect(x(time), r * high, x(request.ms[i + 1]) - x(time), Math.max(thick, 3));
     }
-  });
-  const tallest = largest(shown().flatMap(other => other.steps.map(step => inStep(other, "slots", step))));
+  }
+}
+
+function drawBand(view, {paint, span, high, onTime}, floor) {   // the slots of each step, by kind
+  const {run} = view, {passes} = run, thick = high > 4 ? high - 1 : high;
+  const tallest = largest(shown().flatMap(
+    other => other.steps.map(step => inStep(other, "slots", step))));
   for (const step of run.steps) {
     const [left, width] = view.across(step);
-    for (const pass of step.passes) {
-      const [from, over] = acrossPass(pass);
-      for (const r of passes.finished[pass] ?? []) paint("finished", from, r * high, over, thick);
-    }
-    const count = {decode: 0, accepted: 0, prefill: 0, recomputed: 0, rejected: 0, pad: inStep(run, "pad_slots", step),
+    const count = {decode: 0, accepted: 0, prefill: 0, recomputed: 0, rejected: 0,
+                   pad: inStep(run, "pad_slots", step),
                    finished: inStep(run, "finished_slots", step)};
     for (const pass of step.passes) {
+      const [from, over] = onTime
+        ? span(passes.begin[pass], passes.begin[pass] + passes.ms[pass]) : [left, width];
+      for (const r of passes.finished[pass] ?? []) paint("finished", from, r * high, over, thick);
       for (const [r] of threes(passes.work[pass])) {
-        for (const [kind, n] of partsOf(run, r, last(requests[r].work, pass))) count[kind] += n;
+        const work = last(run.requests[r].work, pass);
+        for (const [kind, n] of partsOf(run, r, work)) count[kind] += n;
       }
     }
     let y = floor;
@@ -169,10 +207,14 @@ function drawTimeline(view) {
       if (height) paint(kind, left, y, width, height);
     }
   }
-  pen.fillStyle = inkOf("soft");
+}
+
+function drawAxis({pen, x, ink}, end, floor, labels, wide) {
+  pen.fillStyle = ink.soft;
   if (labels) pen.fillText("slots", 0, floor - BAND / 2);
   pen.fillRect(labels, floor, wide - labels, 1);
-  const least = 60 * end / (wide - labels), power = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
+  const least = 60 * end / (wide - labels);
+  const power = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
   const unit = [1, 2, 5, 10].map(factor => factor * power).find(unit => unit >= least);
   for (let value = 0; value < end; value += unit) {
     pen.fillRect(x(value), floor, 1, 4);
@@ -182,6 +224,8 @@ function drawTimeline(view) {
 }
 
 function moveCursor({run, now, cursor, across}) {
+  cursor.hidden = !run.steps.length;
+  if (cursor.hidden) return;
   cursor.dataset.step = `step ${now.step}`;
   const step = run.steps[Math.max(now.k, 0)], [left, width] = across(step);
   cursor.style.left = (now.passes.length ? left : left + width) - 2 + "px";
@@ -191,32 +235,39 @@ function moveCursor({run, now, cursor, across}) {
 
 // The plan: the token budget as a bar. Decodes come first, then chunks of prompts.
 
-function drawPlan({run, now, panels: {plan}}) {
-  const budget = run.knobs.token_budget, scale = Math.max(budget ?? 0, run.mostTokens);
-  const bar = element("div", {className: "bar"}), pixels = plan.clientWidth / scale;
-  const names = {decode: [], prefill: [], recomputed: [], accepted: [], rejected: []};
-  let tokens = 0;
-  for (const pass of now.passes) {
-    for (const [r] of threes(run.passes.work[pass])) {
-      const request = run.requests[r], {name} = request;
-      for (const [kind, n] of partsOf(run, r, last(request.work, pass)).filter(([, n]) => n)) {
-        const title = `${name}: ${plural(n, "token")}, ${DATA.names[kind]}`;
-        tokens += n;
-        names[kind].push(`${name} (${n})`);
-        const label = `${name}: ${n}`, textContent = n * pixels > 8 * label.length ? label : "";
-        bar.append(part(kind, n / scale, {title, textContent}));
-      }
-    }
-  }
-  const list = (all, before, after = "") => all.length
-    && before + all.slice(0, 8).join(", ") + (all.length > 8 ? ", …" : "") + after;
-  const items = [names.decode.length && plural(names.decode.length, "decode"),
-                 list(names.prefill, "prefill of "), list(names.recomputed, "", " computed again"),
-                 list(names.accepted, "right guesses of "), list(names.rejected, "wrong guesses of ")];
+function partsNow({run, now}) {          // [request's name, kind, tokens] of each part of the plan
+  return now.passes.flatMap(pass => threes(run.passes.work[pass]).flatMap(([r]) => {
+    const parts = partsOf(run, r, last(run.requests[r].work, pass)).filter(([, n]) => n);
+    return parts.map(([kind, n]) => [run.requests[r].name, kind, n]);
+  }));
+}
+
+function sayPlan({run, now}, parts) {
+  if (!now.passes.length) return nothing(now);
+  const budget = run.knobs.token_budget, tokens = parts.reduce((sum, [, , n]) => sum + n, 0);
   const of = budget ? `${tokens} of ${plural(budget, "token")}, the token budget`
     : `${plural(tokens, "token")}, without a budget`;
-  plan.replaceChildren(bar, element("p", {}, now.passes.length
-    ? `${of}: ${items.filter(Boolean).join(", then ")}.` : nothing(now)));
+  const list = (which, before, after = "") => {
+    const all = parts.filter(([, kind]) => kind === which).map(([name, , n]) => `${name} (${n})`);
+    const more = all.length > 8 ? ", …" : "";
+    return all.length && before + all.slice(0, 8).join(", ") + more + after;
+  };
+  const decodes = parts.filter(([, kind]) => kind === "decode").length;
+  const items = [decodes && plural(decodes, "decode"), list("prefill", "prefill of "),
+                 list("recomputed", "", " computed again"), list("accepted", "right guesses of "),
+                 list("rejected", "wrong guesses of ")].filter(Boolean);
+  return `${of}: ${items.join(", then ")}.`;
+}
+
+function drawPlan(view) {
+  const {run, panels: {plan}} = view, parts = partsNow(view);
+  const scale = Math.max(run.knobs.token_budget ?? 0, run.mostTokens);
+  const bar = div("bar", ...parts.map(([name, kind, n]) => {
+    const label = `${name}: ${n}`, fits = n * plan.clientWidth / scale > 8 * label.length;
+    const title = `${name}: ${plural(n, "token")}, ${DATA.names[kind]}`;
+    return part(kind, n / scale, {title, textContent: fits ? label : ""});
+  }));
+  plan.replaceChildren(bar, element("p", {}, sayPlan(view, parts)));
 }
 
 const nothing = now => now.over ? "This run is over: all its requests are done."
@@ -229,26 +280,45 @@ function drawTensor(view) {
   view.slots = new Map();                // a slot's name -> its element
   const parts = now.passes.map((pass, k) => {
     const counts = [["useful", "useful"], ["recomputed", "computed again"], ["pad_slots", "pads"],
-                    ["finished_slots", "finished"], ["rejected", "wrong guesses"]].filter(([name]) => p[name] && p[name][pass]);
+                    ["finished_slots", "finished"], ["rejected", "wrong guesses"]].filter(
+      ([name]) => p[name] && p[name][pass]);
     const which = now.passes.length > 1 ? `, pass ${k + 1} of ${now.passes.length}` : "";
+    const clock = DATA.calculated || run.computed ? ", calculated" : "";
     const text = `${which}: ${plural(p.slots[pass], "slot")}, ` + counts.map(
-      ([name, what]) => `${number(p[name][pass])} ${what}`).join(", ") + `; ${ms(p.ms[pass])}${DATA.calculated ? ", calculated" : ""}`;
+      ([name, what]) => `${number(p[name][pass])} ${what}`).join(", ")
+      + `; ${ms(p.ms[pass])}${clock}`;
     const shape = `(${p.shape[pass].join(", ")}${p.shape[pass].length === 1 ? "," : ""})`;
+    const grid = run.computed ? barsOf(run, pass) : div("scroll", gridOf(view, pass));
     return element("div", {className: "pass", data: {pass}},
-                   element("p", {}, bold("shape " + shape), text), div("scroll", gridOf(view, pass)));
+                   element("p", {}, bold("shape " + shape), text), grid);
   });
   // Room for the tallest step, so that the panels below stay where they are.
   run.tallest ??= largest(run.steps.map(step => step.passes.reduce((total, pass) => total + 40
     + (p.shape[pass].length === 1 ? 45 : p.shape[pass][0] * (highOf(p, pass) + 1)), 0)));
   tensor.style.minHeight = Math.min(run.tallest, 420) + "px";
   tensor.replaceChildren(...parts.length ? parts : [soft(nothing(now))]);
-  if (state.cells === "position" && ![...view.slots.values()].some(({textContent}) => textContent)) {
+  const silent = ![...view.slots.values()].some(({textContent}) => textContent);
+  if (state.cells === "position" && silent && !run.computed) {
     tensor.append(soft("Too narrow for text: choose “tokens, wide”, or point at a slot."));
   }
-  for (const box of tensor.querySelectorAll(".scroll")) box.scrollLeft = box.scrollWidth;   // past the pads
+  for (const box of tensor.querySelectorAll(".scroll")) box.scrollLeft = box.scrollWidth;
 }
 
-const highOf = ({shape}, pass) => shape[pass].length > 1 && shape[pass][0] > 16 ? 13 : 22;   // pixels
+// A computed run has no texts and no sights: its rows are bars, to scale. A stream is one row.
+function barsOf(run, pass) {
+  const {shape} = run.passes, [B, T] = shape[pass], wide = T ?? B;
+  const rows = rowsOf(run, pass).map(({owner, n}) => {
+    const {name} = run.requests[owner], work = last(run.requests[owner].work, pass);
+    const kinds = n ? [["pad", T ? T - n : 0], ...partsOf(run, owner, work)] : [["finished", wide]];
+    return [name, kinds.filter(([, count]) => count > 0).map(([kind, count]) => part(
+      kind, count / wide, {title: `${name}: ${count} ${DATA.names[kind]}`,
+                           textContent: T || count / wide < 0.04 ? "" : name}))];
+  });
+  if (!T) return div("bar", ...rows.flatMap(([, parts]) => parts));
+  return div("bars", ...rows.flatMap(([name, parts]) => [bold(name), div("bar", ...parts)]));
+}
+
+const highOf = ({shape}, pass) => shape[pass].length > 1 && shape[pass][0] > 16 ? 13 : 22;
 
 function gridOf({run, number, slots, panels}, pass) {
   const p = run.passes, {owner: rows, position} = slotsOf(run, pass), shape = p.shape[pass];
@@ -257,12 +327,14 @@ function gridOf({run, number, slots, panels}, pass) {
   const labels = flat ? 0 : 4 + 8 * largest(rows.map(row => Math.min(8, nameOf(row).length)));
   // As wide as fits, so that no slot is out of sight; under 5 pixels, without gaps between them.
   const fits = (panels.tensor.clientWidth - 6 - labels) / width, gap = fits < 5 ? 0 : 1;
-  const cell = state.cells === "wide" ? 64 : Math.max(1, Math.min(64, gap ? Math.floor(fits) - 1 : fits));
+  const cell = state.cells === "wide" ? 64
+    : Math.max(1, Math.min(64, gap ? Math.floor(fits) - 1 : fits));
   const grid = element("div", {
     className: "grid", tabIndex: 0, data: {pass, view: number},
     ariaLabel: "Slots; the arrow keys move from one to the next",
-    style: `--high: ${highOf(p, pass)}px; --ring: ${cell < 10 ? "4px 0 0" : "0 0 2px"}; column-gap: ${gap}px;`
-      + `grid-template-columns: ${flat ? "" : labels + "px "} repeat(${width}, ${cell}px)`});
+    style: `--high: ${highOf(p, pass)}px; --ring: ${cell < 10 ? "4px 0 0" : "0 0 2px"};`
+      + `column-gap: ${gap}px; grid-template-columns: ${flat ? "" : labels + "px "}`
+      + `repeat(${width}, ${cell}px)`});
   grid.setAttribute("role", "application");
   for (const owner of flat ? ownersOf(rows[0]) : []) {   // the stream's boundaries
     const n = rows[0].filter(each => each === owner).length;
@@ -273,11 +345,13 @@ function gridOf({run, number, slots, panels}, pass) {
   rows.forEach((row, b) => {
     if (!flat) grid.append(element("span", {className: "name", title: nameOf(row)}, nameOf(row)));
     row.forEach((owner, column) => {
-      const name = [number, pass, b, column].join("."), kind = kindOf(run, pass, owner, position[b][column]);
+      const slot = [number, pass, b, column].join("."), at = position[b][column];
       const edge = owner >= 0 && row[column - 1] >= 0 && owner !== row[column - 1] ? " edge" : "";
-      const textContent = owner >= 0 && cell > 16 ? word(run, owner, position[b][column], state.cells, guessAt(run, pass, column)) : "";
-      slots.set(name, element("i", {className: "slot " + kind + edge, textContent, data: {slot: name}}));
-      grid.append(slots.get(name));
+      const className = "slot " + kindOf(run, pass, owner, at) + edge;
+      const textContent = owner >= 0 && cell > 16
+        ? word(run, owner, at, state.cells, guessAt(run, pass, column)) : "";
+      slots.set(slot, element("i", {className, textContent, data: {slot}}));
+      grid.append(slots.get(slot));
     });
   });
   return grid;
@@ -289,9 +363,11 @@ const SHAPES = ["two passes", "one rectangle", "without the pads", "one stream"]
 
 function drawChange(panel, runs, step, [from, to]) {
   const [passes, rectangle, stream] = runs.map(run => ({run, passes: run.stepOf.get(step).passes}));
-  const width = Math.max(rectangle.run.passes.shape[rectangle.passes[0]][1], stream.run.passes.slots[stream.passes[0]]);
-  const high = 20, cell = Math.min(44, (panel.clientWidth - 8) / width), cells = new Map(), rows = [];
-  const put = (shape, {run, passes}) => {   // where each slot is in a shape: its token's place, or a pad's
+  const width = Math.max(rectangle.run.passes.shape[rectangle.passes[0]][1],
+                         stream.run.passes.slots[stream.passes[0]]);
+  const high = 20, cell = Math.min(44, (panel.clientWidth - 8) / width);
+  const cells = new Map(), rows = [];
+  const put = (shape, {run, passes}) => {   // where each slot is in a shape, by token or pad
     let y = 0;
     for (const pass of passes) {
       const {owner, position} = slotsOf(run, pass);
@@ -299,7 +375,8 @@ function drawChange(panel, runs, step, [from, to]) {
         const key = r < 0 ? `pad ${shape} ${b} ${column}` : r + "." + position[b][column];
         if (!cells.has(key)) {
           const textContent = r < 0 || cell < 20 ? "" : word(run, r, position[b][column]);
-          cells.set(key, {kind: kindOf(run, pass, r, position[b][column]), textContent, places: {}});
+          const kind = kindOf(run, pass, r, position[b][column]);
+          cells.set(key, {kind, textContent, places: {}});
         }
         cells.get(key).places[shape] = [column, y + b];
       }));
@@ -311,27 +388,33 @@ function drawChange(panel, runs, step, [from, to]) {
   put(1, rectangle);
   put(3, stream);
   const nodes = [...cells.values()].map(({kind, textContent, places}) => {
-    const node = element("i", {className: "slot " + kind, textContent, style: `width: ${Math.max(1, cell - 1)}px; height: ${high - 1}px`});
+    const style = `width: ${Math.max(1, cell - 1)}px; height: ${high - 1}px`;
+    const node = element("i", {className: "slot " + kind, textContent, style});
     places[2] = places[3] && places[1];   // a pad is in no stream
     return {node, places, pad: !places[3]};
   });
-  const box = div("change", ...nodes.map(({node}) => node)), said = element("p", {ariaLive: "polite"});
+  const box = div("change", ...nodes.map(({node}) => node));
+  const said = element("p", {ariaLive: "polite"});
   box.style.height = high * Math.max(...rows) + 30 + "px";
   const facts = [passes, rectangle, rectangle, stream].map(({run, passes: list}, shape) => {
-    const sum = name => list.reduce((total, i) => total + run.passes[name][i], 0), slots = sum("slots");
-    const pads = run.passes.pad_slots ? sum("pad_slots") : 0;
+    const sum = name => list.reduce((total, i) => total + run.passes[name][i], 0);
+    const slots = sum("slots"), pads = run.passes.pad_slots ? sum("pad_slots") : 0;
     return shape === 2 ? `${pads} pads fall out: ${slots - pads} tokens remain.`
-      : `${run.name}: ${plural(list.length, "pass")}, ${plural(slots, "slot")}, ${plural(pads, "pad")}, ${ms(sum("ms"))}.`;
+      : `${run.name}: ${plural(list.length, "pass")}, ${plural(slots, "slot")}, `
+        + `${plural(pads, "pad")}, ${ms(sum("ms"))}.`;
   });
   const show = shape => {
     for (const {node, places, pad} of nodes) {
-      const here = places[shape], [x, y] = here ?? places[shape === 0 ? 1 : shape - 1] ?? places[1] ?? places[0];
+      const here = places[shape];
+      const [x, y] = here ?? places[shape === 0 ? 1 : shape - 1] ?? places[1] ?? places[0];
       const fall = !here && shape > 1 ? high * Math.max(...rows) - high * y : 0;
       node.style.transform = `translate(${x * cell}px, ${y * high + fall}px)`;
       node.style.opacity = here ? 1 : 0;
     }
     said.textContent = facts[shape];
-    for (const [i, button] of [...buttons.children].entries()) button.ariaPressed = String(from + i === shape);
+    for (const [i, button] of [...buttons.children].entries()) {
+      button.ariaPressed = String(from + i === shape);
+    }
   };
   const buttons = div("shapes", ...SHAPES.slice(from, to + 1).map((name, i) => element(
     "button", {onclick: () => { clearTimeout(later); show(from + i); }}, name)));
@@ -355,11 +438,14 @@ function drawPointed() {
     view.panels.tensor?.querySelector(".lens")?.remove();
     const {run, number, panels: {sees = div()}} = view, [owner, pass, row] = picked ?? [];
     if (!view.slots) continue;
-    if (run.xray.left_out) sees.replaceChildren(soft(`Not measured in this run: ${run.xray.left_out}.`));
-    else if (owner === number && view.now.passes.includes(pass)) {
+    if (run.xray.left_out) {
+      sees.replaceChildren(soft(`Not measured in this run: ${run.xray.left_out}.`));
+    } else if (owner === number && view.now.passes.includes(pass)) {
       const slot = slotAt(run, ...picked.slice(1)), keys = markedKeys(run, pass, row, slot);
-      sees.replaceChildren(sentence(run, slot, keys, guessAt(run, pass, picked[3])), strip(run, pass, slot, keys));
-      sees.lastChild.scrollTop = (sees.querySelector(".wrong")?.offsetTop ?? 0) - sees.lastChild.offsetTop;
+      const said = sentence(run, slot, keys, guessAt(run, pass, picked[3]));
+      sees.replaceChildren(said, strip(run, pass, slot, keys));
+      const first = sees.querySelector(".wrong")?.offsetTop ?? 0;
+      sees.lastChild.scrollTop = first - sees.lastChild.offsetTop;
       lightUp(view, name, picked, keys);
       if (innerWidth <= 760) magnify(view, picked);
     } else {
@@ -371,15 +457,20 @@ function drawPointed() {
 
 function sentence(run, slot, keys, guess) {
   const {owner, position, kind, shift} = slot;
-  const count = (mark, pad) => keys.filter(key => key.mark === mark && (key.owner < 0) === pad).length;
+  const count = (mark, pad) => keys.filter(
+    key => key.mark === mark && (key.owner < 0) === pad).length;
   if (owner < 0) {
-    const what = owner === -1 ? "A pad" : `A slot of ${run.requests[-2 - owner].name}, which is finished,`;
+    const what = owner === -1 ? "A pad"
+      : `A slot of ${run.requests[-2 - owner].name}, which is finished,`;
     return element("p", {}, bold(what), " sees keys, too, but what it computes is never read.");
   }
-  const who = `${run.requests[owner].name}, position ${position}, “${word(run, owner, position, "token", guess)}” (${DATA.names[kind]})`;
-  const [past, fresh, wrong, missing] = ["past", "new", "wrong", "missing"].map(mark => count(mark, false));
+  const text = word(run, owner, position, "token", guess);
+  const who = `${run.requests[owner].name}, position ${position}, “${text}” (${DATA.names[kind]})`;
+  const [past, fresh, wrong, missing] = ["past", "new", "wrong", "missing"].map(
+    mark => count(mark, false));
   const pads = count("wrong", true), faults = [
-    pads && `it sees ${plural(pads, "pad")}`, wrong && `it sees ${plural(wrong, "key")} that it must not`,
+    pads && `it sees ${plural(pads, "pad")}`,
+    wrong && `it sees ${plural(wrong, "key")} that it must not`,
     missing && `it does not see ${plural(missing, "key")} of its own`,
     shift && `it is computed as if at position ${position + shift}`].filter(Boolean);
   return element("p", {}, bold(who), ` sees ${plural(past + fresh + wrong + pads, "key")}: `
@@ -396,31 +487,38 @@ function strip(run, pass, slot, keys) {  // all keys of its row, in order
     const who = key.owner < 0 ? "pad" : `${run.requests[key.owner].name}, position ${key.position}`;
     if (where !== before) node.append(bold(where));
     before = where;
-    const textContent = key.owner < 0 ? "·" : word(run, key.owner, key.position, state.cells,
-                                                              key.past ? undefined : guessAt(run, pass, key.column));
+    const guess = key.past ? undefined : guessAt(run, pass, key.column);
+    const textContent = key.owner < 0 ? "·"
+      : word(run, key.owner, key.position, state.cells, guess);
     node.append(element("i", {className: key.mark, title: `${who}: ${key.mark}`, textContent}));
   }
   return node;
 }
 
-function magnify({slots, panels: {tensor}}, [number, pass, row, column]) {   // on a phone: a slot and its neighbours
-  const names = [-4, -3, -2, -1, 0, 1, 2, 3, 4].map(k => [number, pass, row, column + k].join("."));
-  const lens = div("lens", ...names.filter(name => slots.has(name)).map(name => {
-    const slot = slotAt(views[number].run, pass, row, Number(name.split(".")[3]));
-    return element("i", {className: "slot " + slot.kind + (name === names[4] ? " picked" : ""), data: {slot: name},
-                         textContent: slot.owner < 0 ? "·" : word(
-                           views[number].run, slot.owner, slot.position, "token", guessAt(views[number].run, pass, Number(name.split(".")[3])))});
-  }));
-  tensor.append(lens);
+// On a phone: a slot and its neighbours, large.
+function magnify({slots, panels: {tensor}}, [number, pass, row, column]) {
+  const {run} = views[number], columns = [-4, -3, -2, -1, 0, 1, 2, 3, 4].map(k => column + k);
+  const nameOf = at => [number, pass, row, at].join(".");
+  tensor.append(div("lens", ...columns.filter(at => slots.has(nameOf(at))).map(at => {
+    const {owner, position, kind} = slotAt(run, pass, row, at);
+    const textContent = owner < 0 ? "·"
+      : word(run, owner, position, "token", guessAt(run, pass, at));
+    const className = `slot ${kind}${at === column ? " picked" : ""}`;
+    return element("i", {className, data: {slot: nameOf(at)}, textContent});
+  })));
 }
 
 function lightUp(view, name, [number, pass, row], keys) {
   const {run, slots, lit, panels: {memory}} = view;
-  const light = (node, ...classes) => { if (node) { node.classList.add(...classes); lit.push(node); } };
+  const light = (node, ...classes) => {
+    node?.classList.add(...classes);
+    if (node) lit.push(node);
+  };
+  const place = column => slots.get([number, pass, row, column].join("."));
   light(slots.get(name), "picked");
   for (const {owner, position, column, past, mark} of keys) {
-    if (mark === "wrong" && !past) light(slots.get([number, pass, row, column].join(".")), "lit", "wrong");
-    if (mark === "new") light(slots.get([number, pass, row, column].join(".")), "lit");
+    if (mark === "wrong" && !past) light(place(column), "lit", "wrong");
+    if (mark === "new") light(place(column), "lit");
     if (mark !== "past") continue;
     light(memory?.querySelector(`[data-holder="${owner}"]`), "lit");
     light(memory?.querySelector(`[data-page="${pageOf(run, pass, {owner, position})}"]`), "lit");
@@ -430,8 +528,9 @@ function lightUp(view, name, [number, pass, row], keys) {
 // Requests: how far each one is, and its text so far. Of many, only those under way are listed.
 
 const MANY = 40;
-const STATES = {absent: "not arrived", waiting: "waiting", prefill: "prefilling", decode: "decoding",
-                recomputed: "computed again", preempted: "preempted", done: "done"};
+const STATES = {absent: "not arrived", waiting: "waiting", prefill: "prefilling",
+                decode: "decoding", recomputed: "computed again", preempted: "preempted",
+                done: "done"};
 
 function drawRequests(view) {
   const {run, states, rows, panels: {requests}} = view, few = run.requests.length <= MANY;
@@ -458,8 +557,9 @@ function drawRequests(view) {
 function requestRow(request) {
   const [state, waits, prompt, answer] = ["state", "waits", "prompt", "answer"].map(
     className => element("span", {className}));
-  const text = element("button", {className: "text", title: "all of the text, or its end", dir: "auto"},
-                       element("span", {className: "lines"}, prompt, answer));
+  const text = element(
+    "button", {className: "text", title: "all of the text, or its end", dir: "auto"},
+    element("span", {className: "lines"}, prompt, answer));
   const node = element("div", {className: "request", data: {request: request.name}},
     element("div", {}, bold(request.name), state, waits), text);
   const row = {node, state, prompt, answer, waits, texts: [textOf(request.prompt), ""]};
@@ -487,7 +587,8 @@ function fillRow(row, request, {words, active, tokens}) {
   row.texts[1] = textOf(request.generated.slice(0, tokens));
   fillTexts(row);
   row.waits.textContent = !tokens ? `prompt of ${plural(request.prompt.length, "token")}`
-    : `${plural(tokens, "token")} · TTFT ${plural(first, "step")}, ${ms(request.ms[0] - request.arrived)}`
+    : `${plural(tokens, "token")} · TTFT ${plural(first, "step")}, `
+      + ms(request.ms[0] - request.arrived)
       + (gaps.length ? `\nITL mean ${ms(mean(gaps))}, longest ${ms(largest(gaps))}` : "");
 }
 
@@ -509,22 +610,25 @@ function drawMemory(view) {
 }
 
 function cachesOf(run, now, holders) {
-  run.largest ??= largest(run.requests.flatMap(request => request.rooms.map(([, room]) => room ?? 0)));
+  run.largest ??= largest(run.requests.flatMap(
+    request => request.rooms.map(([, room]) => room ?? 0)));
   const limit = run.knobs.max_kv_tokens, columns = run.passes.columns[now.pass] ?? 0;
   const rows = holders.map(({r, name, computed, holds}) => {
-    const pads = Math.max(0, columns - computed);      // of a static batch, whose rows share one cache
+    const pads = Math.max(0, columns - computed);   // of a static batch: its rows share a cache
     const bar = element("div", {className: "bar", style: `width: ${100 * holds / run.largest}%`},
                         part("past", computed / holds), ...pads ? [part("pad", pads / holds)] : []);
-    const title = plural(computed, "token") + (pads ? `, ${pads} columns of pads and finished slots` : "");
+    const title = plural(computed, "token")
+      + (pads ? `, ${pads} columns of pads and finished slots` : "");
     return element("div", {className: "holder", title, data: {holder: r}}, bold(name), bar,
                    `${computed} of ${holds}`);
   });
   const used = holders.reduce((sum, {computed}) => sum + computed, 0);
   const room = holders.reduce((sum, {holds}) => sum + holds, 0);
-  const whole = limit ? [div("bar", part("past", used / limit), part("room", (room - used) / limit))] : [];
+  const whole = limit
+    ? [div("bar", part("past", used / limit), part("room", (room - used) / limit))] : [];
   const words = limit ? `; at most ${number(limit)} may be reserved.` : "; no limit was set.";
-  return [element("p", {}, `${plural(used, "token")} in caches with room for ${number(room)}${words}`),
-          ...whole, div("scroll", ...rows)];
+  const said = `${plural(used, "token")} in caches with room for ${number(room)}${words}`;
+  return [element("p", {}, said), ...whole, div("scroll", ...rows)];
 }
 
 function poolOf(view, holders) {
@@ -540,24 +644,29 @@ function poolOf(view, holders) {
   }
   view.pages ??= owners.map((_, page) => element("div", {data: {page}}));
   owners.forEach((by, page) => {
-    const kind = by.length > 1 ? "shared" : by.length ? "held" : cached.has(page) ? "cached" : "free";
-    const refs = by.length ? `in the block tables of ${by.join(", ")} (ref_count ${by.length}), ${filled[page]} of ${size} tokens`
+    const kind = by.length > 1 ? "shared" : by.length ? "held"
+      : cached.has(page) ? "cached" : "free";
+    const refs = by.length ? `in the block tables of ${by.join(", ")} (ref_count ${by.length}), `
+      + `${filled[page]} of ${size} tokens`
       : `in the free queue${kind === "cached" ? ", cached" : ""}`;
     const said = `page ${page}, ${refs}`, cell = view.pages[page];
     counts[kind]++;
     if (cell.title === said) return;     // most pages stay as they are from step to step
-    const who = kind === "shared" ? `${by[0]} +${by.length - 1}` : by[0] ?? (kind === "cached" ? "cached" : "");
+    const who = kind === "shared" ? `${by[0]} +${by.length - 1}`
+      : by[0] ?? (kind === "cached" ? "cached" : "");
     Object.assign(cell, {title: said, className: `page ${kind}${tiny ? " tiny" : ""}`});
     cell.replaceChildren(...tiny ? [] : [element("small", {}, String(page)), who],
                          element("u", {style: `width: ${100 * filled[page] / size}%`}));
   });
   const tables = holders.map(({r, name, holds}) => element(
-    "div", {className: "holder table", data: {holder: r}}, bold(name), element("span", {}, holds.join(" "))));
+    "div", {className: "holder table", data: {holder: r}}, bold(name),
+    element("span", {}, holds.join(" "))));
   view.pool ??= div("pool" + (tiny ? " tiny" : ""), ...view.pages);
-  return [element("p", {}, `${counts.held + counts.shared} of ${plural(pages, "page")} in block tables, `
-      + `${counts.shared} of them in several; ${counts.cached + counts.free} in the free queue, ${counts.cached} of them `
-      + `cached; ${plural(size, "token")} in a page.`),
-    view.pool, element("p", {}, bold("Block tables"), ": a request's pages in the order of its tokens"),
+  const said = `${counts.held + counts.shared} of ${plural(pages, "page")} in block tables, `
+    + `${counts.shared} of them in several; ${counts.cached + counts.free} in the free queue, `
+    + `${counts.cached} of them cached; ${plural(size, "token")} in a page.`;
+  return [element("p", {}, said), view.pool, element(
+    "p", {}, bold("Block tables"), ": a request's pages in the order of its tokens"),
     div("scroll", ...tables)];
 }
 
@@ -565,7 +674,8 @@ function poolOf(view, holders) {
 
 function drawBill({run, now, states, panels: {bill}}) {
   const total = name => now.pass < 0 ? 0 : run.totals[name][now.pass], slots = total("slots");
-  const firsts = run.requests.filter((_, r) => states[r].tokens).map(({ms, arrived}) => ms[0] - arrived);
+  const firsts = run.requests.filter((_, r) => states[r].tokens).map(
+    ({ms, arrived}) => ms[0] - arrived);
   const gaps = atMost(run.gaps, now.step, ([step]) => step);
   const [, , sum, longest] = run.gaps[gaps - 1] ?? [];
   const ofSlots = name => [number(total(name)), percent(total(name), slots, "slots")];
@@ -582,8 +692,9 @@ function drawBill({run, now, states, panels: {bill}}) {
                     percent(total("useful_scores"), total("score_entries"), "scores")],
     padded_keys: ["padded keys", number(total("padded_keys"))],
     copied_bytes: ["copied keys and values", (total("copied_bytes") / 1e6).toFixed(1) + " MB"],
-    ms: ["time in passes", ms(total("ms")), DATA.calculated ? "calculated" : ""],
-    ttft: ["TTFT, mean", firsts.length ? ms(mean(firsts)) : "–", plural(firsts.length, "request")],
+    ms: ["time in passes", ms(total("ms")), DATA.calculated || run.computed ? "calculated" : ""],
+    ttft: ["TTFT, mean", firsts.length ? ms(mean(firsts)) : "–",
+           plural(firsts.length, "request")],
     itl: ["ITL, mean", gaps ? ms(sum / gaps) : "–"],
     stall: ["ITL, longest", gaps ? ms(longest) : "–"]};
   const lines = Object.entries(rows).map(([figure, [name, value, note = ""]]) => element(
@@ -592,28 +703,38 @@ function drawBill({run, now, states, panels: {bill}}) {
   bill.replaceChildren(element("table", {}, ...lines));
 }
 
-// The scoreboard: a line for each run on the calculated GPU. `before`: the same after the last choice.
+// The scoreboard: a line for each stage's figuresOf, calculated. pick(name): shows its run.
 
-const COLUMNS = {passes: ["passes", number], useful: ["useful slots", x => Math.round(100 * x) + "%"],
-                 speed: ["tokens/s", number], first: ["wait, first token", Math.round],
-                 next: ["wait, next token", Math.round], preemptions: ["preempted", number],
-                 memory: ["memory, tokens", n => n ? number(n) : "–"]};
+const COLUMNS = {
+  passes: ["passes", number], useful: ["useful", x => Math.round(100 * x) + "%"],
+  speed: ["tokens/s", x => number(Math.round(x))], first: ["TTFT", x => number(Math.round(x))],
+  next: ["worst gap", x => number(Math.round(x))], at_once: ["at once", number],
+  memory: ["memory", ([held, limit]) => [number(held), element(
+    "small", {}, limit ? ` of ${number(limit)}` : " no limit")]]};
+const MEANING = {
+  passes: "forward passes", useful: "share of the slots that hold a token, for the first time",
+  speed: "tokens per second", first: "the longest wait for a first token, ms",
+  next: "the longest time between two tokens of a request, ms",
+  at_once: "the most requests that run at the same time",
+  memory: "the most tokens of keys and values that have room reserved"};
 
-function scoreboard(scores, before, pick) {
+function scoreboard(scores, pick, marked = {}) {
   const most = Object.fromEntries(["speed", "next"].map(   // these are drawn as bars, too
-    key => [key, largest(Object.values(scores).map(score => score[key]))]));
+    key => [key, largest(Object.values(scores).map(score => score?.[key] ?? 0))]));
   const lines = Object.entries(scores).map(([name, score]) => {
-    const cells = Object.entries(COLUMNS).map(([key, [, text]]) => {
-      const was = before?.[name]?.[key], style = most[key] ? `--share: ${100 * score[key] / most[key]}%` : "";
-      return score[key] === undefined ? "" : element("td", {data: {score: key}, style}, text(score[key]),
-                     was !== undefined && text(was) !== text(score[key]) ? element("small", {}, ` was ${text(was)}`) : "");
-    });
-    const title = pick ? element("button", {onclick: () => pick(name)}, name) : name;
-    const wrong = score.wrong ? element("span", {className: "bad"}, ` ${score.wrong} requests WRONG`) : "";
-    return element("tr", {}, element("th", {scope: "row"}, title, wrong), ...cells);
+    const cells = score ? Object.entries(COLUMNS).map(([key, [, text]]) => element("td", {
+      data: {score: key}, style: most[key] ? `--share: ${100 * score[key] / most[key]}%` : ""},
+      ...[text(score[key])].flat()))
+      : [element("td", {colSpan: 7, className: "soft"}, "no request fits into its memory")];
+    const label = marked[name] ? element("small", {}, " " + marked[name]) : "";
+    const title = pick ? element("button", {
+      onclick: () => pick(name), ariaPressed: String(marked[name] === "shown")}, name) : name;
+    const wrong = score?.wrong
+      ? element("span", {className: "bad"}, ` ${score.wrong} requests WRONG`) : "";
+    return element("tr", {}, element("th", {scope: "row"}, title, label, wrong), ...cells);
   });
+  const heads = Object.entries(COLUMNS).map(([key, [title]]) => element(
+    "th", {scope: "col", title: MEANING[key]}, title));
   return element("table", {className: "scores"},
-    element("tr", {}, ...["stage", ...Object.entries(COLUMNS).filter(
-      ([key]) => Object.values(scores)[0][key] !== undefined).map(([, [title]]) => title)].map(
-      title => element("th", {scope: "col"}, title))), ...lines);
+                 element("tr", {}, element("th", {scope: "col"}, "stage"), ...heads), ...lines);
 }

@@ -1,8 +1,6 @@
 """
 Records a run while it happens, slot by slot, for the explorer (lab/explorer/page.py).
 
-    trace = record(generate, model, requests, max_batch=8)     # trace.recording: a Recorder
-
 The trace knows what a forward pass costs. The recorder is an X-ray, and adds what each pass holds:
 which token is in which slot, which keys that slot really sees, and how much memory every request
 has. All of it is read from the layout and the caches of the running stage.
@@ -129,6 +127,8 @@ class Recorder(XRay):
         held:     {request: capacity in tokens, or block table}
         room:     the same, None for nothing, but only where it differs from the last pass
         cached:   pages in the free queue that can still be found, the next to be taken first
+        at_once:  requests that hold memory
+        reserved: tokens that have room in it; a page in several tables counts once
         columns:  filled columns of a cache that belongs to the whole batch, pads included; else 0
         """
         room = {}
@@ -141,7 +141,9 @@ class Recorder(XRay):
         pages = getattr(batch, "pages", None)
         self.pool = pages and {"pages": pages.number, "page_size": pages.size}
         held = {i: now for i, now in self.memory.items() if now}
-        return {"held": held, "room": room, "columns": batch.end if rows else 0,
+        reserved = pages.size * len(set().union(*held.values())) if pages else sum(held.values())
+        return {"held": held, "room": room, "at_once": len(held), "reserved": reserved,
+                "columns": batch.end if rows else 0,
                 "cached": [page for page in pages.free_queue
                            if page in getattr(pages, "hash_of", ())] if pages else []}
 

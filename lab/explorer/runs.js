@@ -1,19 +1,20 @@
 "use strict";
-// What is known of the recorded runs: no drawing here. lab/explorer/page.py says what the data hold, and
-// lab/explorer/recorder.py what a frame is. `now` is a moment, as momentOf returns it.
+// What is known of runs, recorded or computed by schedule.js: no drawing here. page.py says what
+// the data hold, and recorder.py what a frame is. `now` is a moment, as momentOf returns it.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const SUMS = ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "rejected", "padded_keys",
-              "score_entries", "useful_scores", "copied_bytes", "ms"];
+const SUMS = ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "rejected",
+              "padded_keys", "score_entries", "useful_scores", "copied_bytes", "ms"];
 const RUNS = new Map();
 for (const run of DATA.runs) RUNS.set(run.name, prepare(run));
 
-// Adds what is looked up often: the passes of each step, running totals, each request's events.
+// Adds what is looked up often: the passes of each step, running totals, requests' events. Once.
 function prepare(run) {
   const p = run.passes, requests = run.requests;
+  if (run.steps) return run;
   p.slots = p.shape.map(shape => shape.reduce((a, b) => a * b));
   p.begin = [];                          // of each pass; p.start is that of its step
-  run.steps = [];                        // {step, passes: [...], start, end}: only those with a pass
+  run.steps = [];                        // {step, passes: [...], start, end}, if it has a pass
   for (const i of p.step.keys()) {
     if (run.steps.at(-1)?.step !== p.step[i]) {
       run.steps.push({step: p.step[i], passes: [], start: p.start[i]});
@@ -30,60 +31,109 @@ function prepare(run) {
   for (const i of p.step.keys()) {
     for (const [r, first, n] of threes(p.work[i])) {
       const {work} = requests[r], before = work.at(-1);
-      const reached = before ? Math.max(before[3], before[1] + before[2] - rejectedOf(run, r, before)) : 0;
+      const reached = before
+        ? Math.max(before[3], before[1] + before[2] - rejectedOf(run, r, before)) : 0;
       work.push([i, first, n, reached, p.step[i]]);
     }
     for (const [r, room] of Object.entries(p.room[i] ?? {})) requests[r].rooms.push([i, room]);
   }
   run.stepOf = new Map(run.steps.map(step => [step.step, step]));
   const lastToken = Math.max(0, ...requests.map(request => request.ms.at(-1) ?? 0));
-  run.steps.forEach((step, k) => step.end = run.steps[k + 1]?.start ?? Math.max(step.start, lastToken));
+  run.steps.forEach((step, k) => {
+    const next = run.steps[k + 1]?.start ?? Math.max(step.start, lastToken);
+    // Between two steps of a computed run, nothing may be there to compute.
+    step.end = run.computed ? step.start + inStep(run, "ms", step) : next;
+  });
   run.totals = {};                       // name -> its sums over the passes 0..i
   for (const name of SUMS) {
     let total = 0;
     run.totals[name] = p.step.map((_, i) => total += p[name]?.[i] ?? 0);
   }
-  run.gaps = requests.flatMap(({ms, steps}) => steps.slice(1).map((step, i) => [step, ms[i + 1] - ms[i]]));
-  run.gaps.sort(([a], [b]) => a - b);    // [step, time between two tokens, their sum and maximum so far]
+  run.gaps = requests.flatMap(
+    ({ms, steps}) => steps.slice(1).map((step, i) => [step, ms[i + 1] - ms[i]]));
+  run.gaps.sort(([a], [b]) => a - b);    // [step, time between two tokens, sum, maximum so far]
   let sum = 0, most = 0;
   for (const gap of run.gaps) gap.push(sum += gap[1], most = Math.max(most, gap[1]));
-  run.mostTokens = Math.max(...run.steps.map(step => step.passes.reduce(
+  run.mostTokens = largest(run.steps.map(step => step.passes.reduce(
     (total, i) => total + threes(p.work[i]).reduce((sum, [, , n]) => sum + n, 0), 0)));
   return run;
 }
 
-function guessed({knobs, requests}, r, [, first, n]) {   // whether a request guessed tokens in a pass
+function guessed({knobs, requests}, r, [, first, n]) {   // whether a request guessed in a pass
   return knobs.guesses && n > 1 && first >= requests[r].prompt.length;
 }
 
 // Of the tokens that a request computed in a pass, the guesses that turned out to be wrong.
 function rejectedOf(run, r, work) {
-  return guessed(run, r, work) ? work[2] - run.requests[r].steps.filter(step => step === work[4]).length : 0;
+  if (!guessed(run, r, work)) return 0;
+  return work[2] - run.requests[r].steps.filter(step => step === work[4]).length;
 }
 
-// A run of "Try it", which lab/explorer/build.py has: prepared, but without tensors.
-function expanded({requests, arrived, step, shape, work, finished, ms}, name) {
-  const {requests: all} = RUNS.get("unbatched"), indexOf = new Map(requests.map((r, i) => [r, i]));
-  const list = requests.map((r, i) => ({...all[r], arrived: arrived[i], steps: [], ms: []}));
-  const p = {step, shape, ms, start: [], pad_slots: [], room: {},
-             finished: finished.map(numbers => numbers.map(r => indexOf.get(r))),
-             work: work.map(parts => threes(parts).flatMap(([r, first, n]) => [indexOf.get(r), first, n]))};
-  p.finished_slots = finished.map(numbers => numbers.length);
-  let now = 0;
-  for (const i of step.keys()) {
-    p.start.push(i && step[i - 1] === step[i] ? p.start[i - 1] : now);
-    now += ms[i];
-    let tokens = 0;
-    for (const [r, first, n] of threes(p.work[i])) {   // a token, where all known ones are computed
-      tokens += n;
-      if (first + n !== list[r].prompt.length + list[r].ms.length) continue;
-      list[r].steps.push(step[i]);
-      list[r].ms.push(now);
-    }
-    p.pad_slots.push(shape[i].reduce((a, b) => a * b) - tokens - p.finished_slots[i]);
-  }
-  return prepare({...RUNS.get(name), requests: list, passes: p, pool: null, check: null});
+// --- runs of schedule.js -------------------------------------------------------------------------
+
+const RESERVES = ["max_batch", "token_budget", "max_kv_tokens"];
+const POOLS = ["max_batch", "token_budget", "pages", "page_size"];
+const LADDER = {   // the stages, and the knobs that they have
+  unbatched: [], naive: ["max_batch"], dynamic: ["max_batch"], chunked: RESERVES,
+  interleaved: RESERVES, ragged: RESERVES, paged: POOLS, prefix: POOLS};
+
+// A stage's run of a load, in the form of a recorded run; its tokens have no text. keep: false for
+// its figures only.
+function computed(stage, load, knobs, keep = true) {
+  const {requests, passes, totals: summary, pool} = simulate(stage, load, knobs, DATA.gpu, keep);
+  const p = {};
+  for (const name of Object.keys(passes[0] ?? {})) p[name] = passes.map(pass => pass[name]);
+  for (const name of ["step", "start", "shape", "work"]) p[name] ??= [];   // if nothing ran
+  const list = requests.map(({prompt, answer, step, refused, ...request}, r) => ({
+    name: load[r].name ?? nameOf(r), prompt: Array(prompt).fill(0), limit: request.limit, refused,
+    generated: Array(refused ? 0 : answer).fill(0), arrival: step ?? 0,
+    arrived: request.arrived ?? request.arrival, reason: refused ? null : "length",
+    steps: request.token_steps, ms: request.token_times}));
+  const has = Object.fromEntries(LADDER[stage].map(name => [name, knobs[name]]));
+  return {name: stage, knobs: has, pool, check: null, requests: list, passes: p, summary,
+          computed: true, xray: {left_out: "it is computed, without a model"}};
 }
+
+function nameOf(r) {                     // A to Z, AA, AB, ...
+  const letter = String.fromCharCode(65 + r % 26);
+  return r < 26 ? letter : nameOf(Math.floor(r / 26) - 1) + letter;
+}
+
+// What the scoreboard says of a run; null if nothing ran. Waits in milliseconds; memory: the most
+// tokens that it had room for, and its limit.
+function figuresOf({passes: p, requests, check, knobs, pool, summary}) {
+  const sum = values => values.reduce((a, b) => a + b, 0);
+  const ran = requests.filter(({ms}) => ms.length);
+  if (!ran.length) return null;
+  const gaps = ran.flatMap(({ms}) => ms.slice(1).map((time, i) => time - ms[i]));
+  const limit = knobs.pages ? knobs.pages * knobs.page_size
+    : pool ? pool.pages * pool.page_size : knobs.max_kv_tokens;
+  const {passes, slots, useful, at_once, reserved} = summary ?? {
+    passes: p.step.length, slots: sum(p.slots), useful: sum(p.useful),
+    at_once: Math.max(1, largest(p.at_once)), reserved: largest(p.reserved)};
+  const tokens = sum(ran.map(({ms}) => ms.length)), end = largest(ran.map(({ms}) => ms.at(-1)));
+  return {passes, useful: useful / slots, speed: 1e3 * tokens / end,
+          first: largest(ran.map(({ms, arrived}) => ms[0] - arrived)), next: largest(gaps), at_once,
+          memory: [reserved, limit ?? null], wrong: Object.keys(check?.wrong ?? {}).length};
+}
+
+// What every stage would have done with the lengths of a run, in as much memory if it has a limit.
+function wouldHave({requests, knobs, pool}) {
+  const {max_batch = 8, token_budget = 64, page_size = 16} = knobs;
+  const memory = pool ? pool.pages * pool.page_size : knobs.max_kv_tokens;
+  const load = requests.filter(({generated}) => generated.length).map(
+    ({name, prompt, generated, limit, arrival}) => (
+      {name, prompt: prompt.length, answer: generated.length, arrival: Math.max(arrival, 0),
+       limit: Math.max(limit, generated.length), tokens: [...prompt, ...generated]}));
+  const limits = {max_batch, token_budget, page_size, max_kv_tokens: memory,
+                  pages: memory ? Math.floor(memory / page_size) : null};
+  return Object.fromEntries(Object.keys(LADDER).map(
+    stage => [stage, figuresOf(computed(stage, load, limits, false))]));
+}
+
+// --- looking things up ---------------------------------------------------------------------------
+
+function largest(values) { return values.reduce((a, b) => Math.max(a, b), 0); }
 
 function threes(values) {                // [a, b, c, d, e, f] -> [[a, b, c], [d, e, f]]
   return Array.from({length: values.length / 3}, (_, i) => values.slice(3 * i, 3 * i + 3));
@@ -102,19 +152,21 @@ function last(events, pass) {            // the last of [pass, ...] at or before
   return events[atMost(events, pass, event => event[0]) - 1];
 }
 
-const inStep = (run, name, step) => step.passes.reduce((total, i) => total + (run.passes[name]?.[i] ?? 0), 0);
+const inStep = (run, name, step) => step.passes.reduce(
+  (total, i) => total + (run.passes[name]?.[i] ?? 0), 0);
 
-// --- text -----------------------------------------------------------------------------------------
+// --- text ----------------------------------------------------------------------------------------
 
 function textOf(tokens) {
-  const bytes = tokens.map(id => DATA.vocabulary[id]).flatMap(   // a character may need several tokens
+  const pieces = tokens.map(id => DATA.vocabulary[id]);   // a character may need several tokens
+  const bytes = pieces.flatMap(
     piece => typeof piece === "string" ? [...new TextEncoder().encode(piece)] : piece);
   return new TextDecoder().decode(Uint8Array.from(bytes));
 }
 
 // A token, in a word. guess: the token that was guessed for this position
 function word(run, owner, position, what = "token", guess = undefined) {
-  if (what === "position") return String(position);
+  if (what === "position" || run.computed) return String(position);
   const piece = DATA.vocabulary[guess ?? run.requests[owner].tokens[position]];
   if (typeof piece !== "string") return piece.map(byte => byte.toString(16)).join(" ");
   return piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ /, "␣");
@@ -122,48 +174,53 @@ function word(run, owner, position, what = "token", guess = undefined) {
 
 const guessAt = (run, pass, column) => run.passes.guesses?.[pass]?.[column];   // in a stream
 
-// --- a moment -------------------------------------------------------------------------------------
+// --- a moment ------------------------------------------------------------------------------------
 
 // The state of a run at a value of the clock, "step" or "ms": `passes` run then, `pass` is the last
 // one so far, `step` its step, `over` says that nothing follows.
 function momentOf(run, clock, value) {
   const byStep = clock === "step";
-  const k = byStep ? atMost(run.steps, value, step => step.step) - 1
-    : Math.min(atMost(run.steps, value - 1e-6, step => step.end), run.steps.length - 1);
-  const step = run.steps[k], busy = step && (byStep ? step.step === value : value <= step.end + 1e-6);
-  return {k, step: byStep ? value : step.step, passes: busy ? step.passes : [],
+  const k = (byStep ? atMost(run.steps, value, step => step.step)
+    : atMost(run.steps, value - 1e-6, step => step.start)) - 1;
+  const step = run.steps[k];
+  const busy = step && (byStep ? step.step === value : value <= step.end + 1e-6);
+  return {k, step: byStep ? value : step?.step ?? 0, passes: busy ? step.passes : [],
           pass: step ? step.passes.at(-1) : -1, over: !busy && k === run.steps.length - 1};
 }
 
-// {kind, words, tokens, computed, holds, active} of a request: tokens generated so far, tokens in its
-// cache, and what it holds: a capacity, a block table, or null.
+// {kind, words, tokens, computed, holds, active} of a request: tokens generated so far, tokens in
+// its cache, and what it holds: a capacity, a block table, or null.
 function stateOf(run, request, now) {
   const r = run.requests.indexOf(request), work = last(request.work, now.pass);
   const holds = last(request.rooms, now.pass)?.[1] ?? null;
   const end = work ? work[1] + work[2] : 0, tokens = atMost(request.steps, now.step);
   const computed = work ? end - rejectedOf(run, r, work) : 0;
   const active = Boolean(work) && now.passes.includes(work[0]), prompt = request.prompt.length;
-  const over = request.reason && tokens === request.generated.length && work === request.work.at(-1);
-  const [kind, words] = request.arrival > now.step ? ["absent", `– arrives at step ${request.arrival}`]
+  const over = request.reason && tokens === request.generated.length
+    && work === request.work.at(-1);
+  const [kind, words] = request.refused ? ["absent", request.refused]
+    : request.arrival > now.step ? ["absent", `– arrives at step ${request.arrival}`]
     : over ? ["done", `■ done (${request.reason})`]
     : !work ? ["waiting", "○ waiting"]
     : run.pool && !active && holds === null ? ["preempted", "↺ preempted"]
-    : active && work[1] < work[3] ? ["recomputed", `↻ computed again, ${Math.min(end, work[3])} of ${work[3]}`]
+    : active && work[1] < work[3]
+    ? ["recomputed", `↻ computed again, ${Math.min(end, work[3])} of ${work[3]}`]
     : work[1] >= prompt ? ["decode", "● decoding"]
     : ["prefill", `◐ prefilling ${Math.min(computed, prompt)}/${prompt}`];
   return {kind, words, tokens, computed, holds, active};
 }
 
-// --- slots and what they see ----------------------------------------------------------------------
+// --- slots and what they see ---------------------------------------------------------------------
 
 // The tokens of a request in a pass: [[kind, how many], ...].
 function partsOf(run, r, work) {
-  const [, first, n, reached] = work, {prompt} = run.requests[r], rejected = rejectedOf(run, r, work);
+  const [, first, n, reached] = work, {prompt} = run.requests[r];
+  const rejected = rejectedOf(run, r, work);
   const again = Math.max(0, Math.min(reached, first + n) - first);
   const prefill = Math.max(0, Math.min(prompt.length, first + n) - first - again);
   const rest = n - again - prefill - rejected, accepted = guessed(run, r, work) ? rest - 1 : 0;
-  return [["recomputed", again], ["prefill", prefill], ["decode", rest - accepted], ["accepted", accepted],
-          ["rejected", rejected]];
+  return [["recomputed", again], ["prefill", prefill], ["decode", rest - accepted],
+          ["accepted", accepted], ["rejected", rejected]];
 }
 
 function kindOf(run, pass, owner, position) {
@@ -175,38 +232,61 @@ function kindOf(run, pass, owner, position) {
   return position < first + n - rejectedOf(run, owner, work) ? "accepted" : "rejected";
 }
 
-// Owner and position of each slot of a pass, row by row. A stream without a record follows its work.
-function slotsOf({passes: {owner, position, work}}, pass) {
-  if (owner) return {owner: owner[pass] ?? [], position: position[pass]};
-  const parts = threes(work[pass] ?? []);
-  return {owner: [parts.flatMap(([r, , n]) => Array(n).fill(r))],
-          position: [parts.flatMap(([, first, n]) => Array.from({length: n}, (_, k) => first + k))]};
+// The tensor's rows [{owner, first, n}, ...]: of a request, or of a finished one (n is 0). A stream
+// has one for each request, too.
+function rowsOf(run, pass) {
+  const {work, finished} = run.passes, came = ({owner}) => run.requests[owner].arrived;
+  const rows = threes(work[pass]).map(([owner, first, n]) => ({owner, first, n}));
+  const done = finished[pass] ?? [];     // a static batch keeps its rows in order of arrival
+  if (!done.length) return rows;
+  return [...rows, ...done.map(owner => ({owner, first: 0, n: 0}))].sort(
+    (a, b) => came(a) - came(b) || a.owner - b.owner);
 }
 
-// {owner, position, seen, pads, blanks, shift, kind} of a slot, or null. seen: the keys that it sees, by
-// their names, "request.position". Where nothing else is recorded, these are its request's up to it.
+// Owner and position of each slot of a pass, row by row. Without a record they follow from its
+// work: a stream has its tokens one after another, a rectangle its pads on the left.
+function slotsOf(run, pass) {
+  const {owner, position, shape} = run.passes, [, T] = shape[pass] ?? [];
+  if (owner) return {owner: owner[pass] ?? [], position: position[pass]};
+  const parts = rowsOf(run, pass).map(({owner, first, n}) => {
+    const pads = T ? T - n : 0, filler = n ? -1 : -2 - owner;
+    return {owner: [...Array(pads).fill(filler), ...Array(n).fill(owner)],
+            position: [...Array(pads).fill(0), ...Array.from({length: n}, (_, k) => first + k)]};
+  });
+  const rows = name => T ? parts.map(part => part[name]) : [parts.flatMap(part => part[name])];
+  return {owner: rows("owner"), position: rows("position")};
+}
+
+// {owner, position, seen, pads, blanks, shift, kind} of a slot, or null. seen: names of the keys
+// that it sees, "request.position". If nothing else is recorded: its request's, up to itself.
 function slotAt(run, pass, row, column) {
-  const slots = slotsOf(run, pass), owner = slots.owner[row]?.[column], name = row * slots.owner[0]?.length + column;
+  const slots = slotsOf(run, pass), owner = slots.owner[row]?.[column];
+  const name = row * slots.owner[0]?.length + column;
   if (owner === undefined) return null;
   const position = slots.position[row][column], {sees = {}, shift = {}} = run.passes;
   const [keys, pads, blanks] = sees[pass]?.[name] ?? [[], 0, 0], seen = new Set();
   for (let i = 0; i < keys.length; i += 2) seen.add(keys[i] + "." + keys[i + 1]);
-  if (owner >= 0 && !sees[pass]?.[name]) for (let i = 0; i <= position; i++) seen.add(owner + "." + i);
-  return {owner, position, seen, pads, blanks, shift: shift[pass]?.[name] ?? 0, kind: kindOf(run, pass, owner, position)};
+  if (owner >= 0 && !sees[pass]?.[name]) {
+    for (let i = 0; i <= position; i++) seen.add(owner + "." + i);
+  }
+  return {owner, position, seen, pads, blanks, shift: shift[pass]?.[name] ?? 0,
+          kind: kindOf(run, pass, owner, position)};
 }
 
 function ownersOf(row) {                 // the requests whose slots, finished or not, are in a row
-  return [...new Set(row.map(owner => owner < -1 ? -2 - owner : owner))].filter(owner => owner >= 0);
+  const owners = row.map(owner => owner < -1 ? -2 - owner : owner);
+  return [...new Set(owners)].filter(owner => owner >= 0);
 }
 
-function pageOf(run, pass, {owner, position}) {   // that holds a key, if memory has pages; else null
+function pageOf(run, pass, {owner, position}) {   // that holds a key; null without pages
   const table = last(run.requests[owner]?.rooms ?? [], pass)?.[1];
   return Array.isArray(table) ? table[Math.floor(position / run.pool.page_size)] ?? null : null;
 }
 
-// The keys of a slot's row in their order, [{owner, position, column, past}, ...]; owner < 0: a pad.
+// The keys of a slot's row in order, [{owner, position, column, past}, ...]; owner < 0: a pad.
 function keysOf(run, pass, row, slot) {
-  const p = run.passes, {owner: owners, position} = slotsOf(run, pass), flat = p.shape[pass].length === 1;
+  const p = run.passes, {owner: owners, position} = slotsOf(run, pass);
+  const flat = p.shape[pass].length === 1;
   const past = (flat ? [slot.owner] : ownersOf(owners[row])).flatMap(owner => {
     const [i, first, n] = last(run.requests[owner].work, pass);
     const length = i === pass ? first : first + n;
@@ -216,17 +296,19 @@ function keysOf(run, pass, row, slot) {
   for (let i = 0; i < pads; i++) keys.push({owner: -1, past: true});
   keys.push(...past);
   owners[row].forEach((owner, column) => {
-    if (!flat || owner === slot.owner) keys.push({owner, position: position[row][column], column, past: false});
+    if (flat && owner !== slot.owner) return;
+    keys.push({owner, position: position[row][column], column, past: false});
   });
   return keys;
 }
 
-// The same keys, each with a mark: "past" or "new" if it is seen, "pad", "unseen", or, if that is not
-// as it should be, "wrong" (seen) or "missing" (not seen).
+// The same keys, each with a mark: "past" or "new" if it is seen, "pad", "unseen", or, if that is
+// not as it should be, "wrong" (seen) or "missing" (not seen).
 function markedKeys(run, pass, row, slot) {
   const keys = keysOf(run, pass, row, slot), inRow = new Set();
   for (const key of keys) {
-    const mine = key.owner === slot.owner && key.position <= slot.position, name = key.owner + "." + key.position;
+    const mine = key.owner === slot.owner && key.position <= slot.position;
+    const name = key.owner + "." + key.position;
     if (key.owner < 0) key.mark = "pad";
     else if (slot.seen.has(name)) key.mark = !mine ? "wrong" : key.past ? "past" : "new";
     else key.mark = mine ? "missing" : "unseen";

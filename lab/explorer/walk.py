@@ -10,19 +10,20 @@ import statistics
 import tomllib
 from pathlib import Path
 
+from lab.views.report import totals
+
 WORDS = Path(__file__).with_suffix(".toml")
 MASK = "interleaved, published mask"   # a run of interleaved under the trap of that name
 FLAT, SAME = "ragged, varlen", "ragged, 416 tokens"   # SAME: in as much memory as paged has
 GUESS, TWO = "speculative", "two requests"
 
 
-def walk(traces, scores):
-    """The stops for runs {name: trace}, as the page takes them. scores: of build.runs"""
+def walk(traces):
+    """The stops for runs {name: trace}, as the page takes them."""
     words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
     scenes = one_request, padding, finished_rows, stall, chunk, fused_rectangle, published_mask, \
-        flat_stream, pages, sharing, preemption, guessing
+        flat_stream, pages, sharing, preemption, guessing, scoreboard
     found = {scene.__name__: scene(traces) for scene in scenes}
-    found["scoreboard"] = scoreboard(traces, scores)
     return [stop(name.replace("_", " "), figures, **words[name]) for name, figures in found.items()]
 
 
@@ -180,10 +181,12 @@ def guessing(traces):
                 without=len(traces[FLAT].passes))
 
 
-def scoreboard(traces, scores):
-    return dict(step=traces[FLAT].passes[-1].step, flat=scores[FLAT], same=scores[SAME],
-                limit=traces[SAME].recording.knobs["max_kv_tokens"], paged=scores["paged"],
-                prefix=scores["prefix"])
+def scoreboard(traces):
+    same, paged, prefix = (round(totals(traces[name])["tokens_per_second"])
+                           for name in (SAME, "paged", "prefix"))
+    return dict(step=traces[FLAT].passes[-1].step, same=same, paged=paged, prefix=prefix,
+                flat=max(frame["reserved"] for frame in traces[FLAT].recording.frames),
+                limit=traces[SAME].recording.knobs["max_kv_tokens"])
 
 
 # --- what the stops count -------------------------------------------------------------------------
@@ -225,12 +228,3 @@ def tables(trace, i):
     recorder = trace.recording
     return {recorder.requests[number].name: table
             for number, table in recorder.frames[i]["held"].items()}
-
-
-def most_held(trace):
-    """The most tokens of memory that a run had reserved at one time, pads included."""
-    largest, size = 0, (trace.recording.pool or {}).get("page_size")
-    for frame in trace.recording.frames:
-        held = frame["held"].values()
-        largest = max(largest, size * len(set().union(*held)) if size else sum(held))
-    return largest

@@ -23,7 +23,7 @@ one more leading axis of q, over which keys and values are broadcast:
 
     q (g, ..., n_kv_head, T, hs)      k, v (..., n_kv_head, T, hs)
 
-    pip install transformers
+    pip install tokenizers
     python generate_paged.py --model HuggingFaceTB/SmolLM2-135M-Instruct --chat --prompt "Hello"
 
 What that saves is measured in docs/llama.md.
@@ -51,8 +51,10 @@ class LlamaConfig:   # the values are those of SmolLM2-135M
     ffn: int = 1536                      # width of the feed-forward network
     norm_eps: float = 1e-5
     rope_theta: float = 1e5
-    rope_scaling: tuple | None = None    # of Llama 3.1: see frequencies()
+    rope_scaling: tuple | None = None    # see frequencies()
     qkv_bias: bool = False               # Qwen2
+    out_bias: bool = False               # of the heads' projection
+    mlp_bias: bool = False
     qk_norm: bool = False                # Qwen3
     tied: bool = True
 
@@ -61,14 +63,18 @@ def frequencies(config):
     """
     By how much each pair of features turns from one position to the next: hs / 2 numbers, radians.
 
-    rope_scaling (factor, low, high, context) is how Llama 3.1 reaches a longer context than it was
-    first trained with: pairs that turn fewer than `low` times in `context` positions turn slower by
-    `factor`, those that turn more than `high` times stay, and those in between change gradually.
+    rope_scaling reaches a longer context than the model was first trained with. With (factor,)
+    all pairs turn slower by `factor`. With Llama 3.1's (factor, low, high, context) those do that
+    turn fewer than `low` times in `context` positions; those that turn more than `high` times stay,
+    and those in between change gradually.
     """
     plain = [config.rope_theta ** (-2 * i / config.head_size) for i in range(config.head_size // 2)]
     if config.rope_scaling is None:
         return plain
-    factor, low, high, context = config.rope_scaling
+    factor, *bands = config.rope_scaling
+    if not bands:
+        return [f / factor for f in plain]
+    low, high, context = bands
     kept = [(f * context / (2 * math.pi) - low) / (high - low) for f in plain]
     kept = [min(max(share, 0.0), 1.0) for share in kept]
     return [f * (share + (1 - share) / factor) for f, share in zip(plain, kept)]
@@ -90,7 +96,7 @@ class GroupedAttention(nn.Module):
         self.query = nn.Linear(config.n_embd, features, bias=config.qkv_bias)
         self.key = nn.Linear(config.n_embd, kv_features, bias=config.qkv_bias)
         self.value = nn.Linear(config.n_embd, kv_features, bias=config.qkv_bias)
-        self.c_proj = nn.Linear(features, config.n_embd, bias=False)
+        self.c_proj = nn.Linear(features, config.n_embd, bias=config.out_bias)
         norm = nn.RMSNorm if config.qk_norm else nn.Identity       # of each head
         self.q_norm, self.k_norm = (norm(self.head_size, eps=config.norm_eps) for _ in "qk")
 
@@ -98,9 +104,9 @@ class GroupedAttention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_gate = nn.Linear(config.n_embd, config.ffn, bias=False)
-        self.c_fc = nn.Linear(config.n_embd, config.ffn, bias=False)
-        self.c_proj = nn.Linear(config.ffn, config.n_embd, bias=False)
+        self.c_gate = nn.Linear(config.n_embd, config.ffn, bias=config.mlp_bias)
+        self.c_fc = nn.Linear(config.n_embd, config.ffn, bias=config.mlp_bias)
+        self.c_proj = nn.Linear(config.ffn, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x):
         return self.c_proj(F.silu(self.c_gate(x)) * self.c_fc(x))

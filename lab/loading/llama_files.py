@@ -1,7 +1,7 @@
 """Llama, Mistral and Qwen in Hugging Face's layout: what toolbox/weights.py must know of them."""
 import math
 
-from toolbox.validate import at_least_1, one_of
+from toolbox.validate import at_least_1, is_number, one_of
 from toolbox.weights import check_fixed
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")   # model_type in config.json
@@ -9,8 +9,10 @@ KINDS = ("llama", "mistral", "qwen2", "qwen3")   # model_type in config.json
 SIZES = {"block_size": "max_position_embeddings", "vocab_size": "vocab_size",
          "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size",
          "ffn": "intermediate_size"}
-FIXED = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
-         "use_sliding_window": (False,), "quantization_config": (None,)}
+FIXED = {"hidden_act": ("silu", "swish"), "attention_bias": (False, True),   # swish: SiLU's name
+         "mlp_bias": (False, True), "tie_word_embeddings": (False, True),    # before it had one
+         "partial_rotary_factor": (1.0,), "use_sliding_window": (False,),
+         "quantization_config": (None,)}
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor",
                 "original_max_position_embeddings")
 NAMES = {
@@ -32,41 +34,59 @@ def llama_names(key, tensor):
 
 def llama_config(theirs):
     """LlamaConfig's arguments. ValueError or KeyError for what is missing or not supported."""
-    kind, tied = theirs["model_type"], theirs.get("tie_word_embeddings", False)
-    check_fixed(theirs, FIXED)
-    one_of("tie_word_embeddings", tied, True, False)
-    if kind == "mistral":
-        one_of("sliding_window", theirs.get("sliding_window", 4096), None)
+    kind, given = theirs["model_type"], rope_given(theirs)
     at_least_1(**{key: theirs[key] for key in SIZES.values()})
-    heads = theirs["num_attention_heads"]
-    size = theirs.get("head_dim") or theirs["hidden_size"] // heads
-    groups = theirs.get("num_key_value_heads") or heads
+    check_fixed(theirs | given, FIXED)
+    layers = theirs.get("layer_types")
+    for each in layers if isinstance(layers, list) else [layers]:
+        one_of("layer_types", each, None, "full_attention")
+    if kind in ("llama", "mistral"):
+        default = 4096 if kind == "mistral" else None
+        one_of("sliding_window", theirs.get("sliding_window", default), None)
+    heads, size, groups = (theirs.get(key) for key in (
+        "num_attention_heads", "head_dim", "num_key_value_heads"))
+    size = theirs["hidden_size"] // heads if size is None else size
+    groups = heads if groups is None else groups
     at_least_1(head_dim=size, num_key_value_heads=groups)
     if size % 2:   # features turn in pairs
         raise ValueError(f"head_dim {size} must be even; by default it is "
                          "hidden_size / num_attention_heads")
     if heads % groups:
         raise ValueError(f"num_key_value_heads {groups} must divide num_attention_heads {heads}")
-    return {ours: theirs[key] for ours, key in SIZES.items()} | rope(theirs) | {
+    biased = kind in ("llama", "qwen3") and theirs.get("attention_bias", False)
+    return {ours: theirs[key] for ours, key in SIZES.items()} | rope(theirs, given) | {
         "norm_eps": above_0(theirs, "rms_norm_eps"), "n_kv_head": groups, "head_size": size,
-        "qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3", "tied": tied}
+        "qkv_bias": biased or kind == "qwen2", "out_bias": biased,
+        "mlp_bias": kind == "llama" and theirs.get("mlp_bias", False),
+        "qk_norm": kind == "qwen3", "tied": theirs.get("tie_word_embeddings", False)}
 
 
-def rope(theirs):
-    """rope_theta, and rope_scaling if there is one. It may stand in either of two places."""
-    given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"rope_scaling must be an object, not {given!r:.60}")
+def rope_given(theirs):
+    """What is given about rotary positions. It may stand in either of two places."""
+    for key in "rope_scaling", "rope_parameters":   # the old name goes first, as in transformers
+        given = theirs.get(key)
+        if not isinstance(given, dict | None) or any(
+                isinstance(value, dict) for value in (given or {}).values()):   # for each layer
+            raise ValueError(f"{key} must be an object of settings, not {given!r:.60}")
+    return theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+
+
+def rope(theirs, given):
+    """rope_theta, and rope_scaling if there is one."""
     kind = given.get("rope_type", given.get("type", "default"))   # "type": its old name
-    one_of("rope_type", kind, "default", "llama3")
+    one_of("rope_type", kind, "default", "linear", "llama3")
     found = {"rope_theta": above_0({"rope_theta": 10000.0} | theirs | given, "rope_theta")}
+    if kind == "linear":
+        found["rope_scaling"] = above_0(given, "factor"),
     if kind == "llama3":
-        found["rope_scaling"] = tuple(above_0(given, key) for key in ROPE_SCALING)
+        found["rope_scaling"] = _, low, high, _ = tuple(above_0(given, key) for key in ROPE_SCALING)
+        if low >= high:
+            raise ValueError(f"high_freq_factor {high} must be above low_freq_factor {low}")
     return found
 
 
 def above_0(theirs, key):
     value = theirs[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"{key} must be a number above 0, not {value!r:.60}")
     return value

@@ -15,14 +15,16 @@ A model and its tokenizer, by name. In Python a stage is a function:
 trace.passes has what each forward pass computed (toolbox/trace.py).
 """
 import os
+from itertools import groupby
 
 import torch
 
 from lab.loading import llama_files
 from lab.loading.llama import Llama, LlamaConfig
-from lab.loading.tokenizer import FromJson, from_ranks_file, gpt2
+from lab.loading.tokenizer import FILES, FromFolder, end_of, from_ranks_file, gpt2
 from model import GPT, GPTConfig
 from toolbox import weights
+from toolbox.validate import one_line
 
 KINDS = {"gpt2": weights.gpt2_config, **dict.fromkeys(llama_files.KINDS, llama_files.llama_config)}
 SMALL = 30_000_000   # parameters; below that, threads wait for each other longer than they compute
@@ -39,22 +41,25 @@ def load_model(name="builtin", dtype=torch.float32):
 
 def load(name="builtin", dtype=torch.float32):
     """
-    (model, tokenizer) as load_model; the tokenizer is a tiktoken.Encoding or has its methods.
+    (model, tokenizer) as load_model; the tokenizer has the methods of a tiktoken.Encoding.
 
-    A folder's tokenizer is its ranks.tiktoken or tokenizer.json; a GPT-2 without has GPT-2's.
+    A folder's tokenizer is its ranks.tiktoken, or what the package tokenizers makes of its files.
+    A GPT-2 without has GPT-2's. Its `eot_token`, one or several, is what ends an answer.
     """
     found = weights.find(name, KINDS)
-    model, folder = read(found, dtype), found.files[0].parent
+    model, folder = read(found, dtype), found.folder
     if (folder / "ranks.tiktoken").is_file():
         tokenizer = from_ranks_file(folder / "ranks.tiktoken")
-    elif found.kind != "gpt2" or (
-            name not in weights.NAMES and (folder / "tokenizer.json").is_file()):
-        tokenizer = FromJson(folder)
-    else:
+    elif name in weights.NAMES or found.kind == "gpt2" and not any(
+            (folder / file).is_file() for file in FILES):
         tokenizer = gpt2()
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise ValueError(f"model '{name}': its vocabulary of {model.config.vocab_size} is smaller "
-                         f"than its tokenizer's {tokenizer.n_vocab}")
+    else:
+        tokenizer = FromFolder(folder, found.kind)
+    with one_line(f"model '{name}'"):
+        tokenizer.eot_token = end_of(folder, tokenizer.eot_token)
+        if tokenizer.n_vocab > model.config.vocab_size:
+            raise ValueError(f"its vocabulary of {model.config.vocab_size} is smaller than its "
+                             f"tokenizer's {tokenizer.n_vocab}")
     return model, tokenizer
 
 
@@ -79,23 +84,40 @@ def set_threads(model, threads=None):
         torch.set_num_threads(threads)
 
 
-def bytes_of(tokenizer, token):
-    """A token's bytes. A model's vocabulary may be padded beyond its tokenizer's: then U+FFFD."""
-    try:
-        return tokenizer.decode_single_token_bytes(token)
-    except KeyError:
-        return "\ufffd".encode()
-
-
 def decode(tokenizer, tokens):
-    """Tokens as text; an id that the tokenizer does not have becomes U+FFFD."""
-    return b"".join(bytes_of(tokenizer, token) for token in tokens).decode("utf-8", "replace")
+    """
+    Tokens as text. A model's vocabulary may be padded beyond its tokenizer's: an id that the
+    tokenizer does not have becomes U+FFFD.
+    """
+    return "".join(tokenizer.decode([*some]) if there else "\ufffd" * len([*some])
+                   for there, some in groupby(tokens, tokenizer.has))
 
 
 def word(tokenizer, token):
     """A token's text; or the list of its bytes, if these are not whole characters."""
-    piece = bytes_of(tokenizer, token)
+    if not tokenizer.has(token):
+        return "\ufffd"
+    piece = tokenizer.decode_single_token_bytes(token)
     try:
         return piece.decode()
     except UnicodeDecodeError:
         return list(piece)
+
+
+class Stream:
+    """Tokens become text one after another: whole characters, and no special tokens."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.shown, self.new = tokenizer, [], []
+
+    def add(self, token):
+        """The text that is certain now. token None: the end, so all is."""
+        if token is not None and token not in self.tokenizer.hidden:
+            self.new.append(token)
+        before = decode(self.tokenizer, self.shown)   # a piece's text depends on those before it
+        text = decode(self.tokenizer, self.shown + self.new)[len(before):]
+        unsure = not text or text.endswith("\ufffd") or self.new[-1] in self.tokenizer.unsure
+        if unsure and token is not None:
+            return ""
+        self.shown, self.new = self.new, []
+        return text

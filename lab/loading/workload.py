@@ -3,10 +3,11 @@ import json
 import math
 import random
 import re
+from itertools import count
 from pathlib import Path
 
 from request import Request
-from toolbox.validate import one_line
+from toolbox.validate import check_run, one_line
 from toolbox.weights import BUILTIN
 
 PROMPTS = BUILTIN / "prompts.txt"
@@ -44,14 +45,15 @@ def parse_line(line, where):
     return entry | {"where": where}
 
 
-def make_requests(prompts, tokenizer, arrival_rate=None, chat=False, **defaults):
+def make_requests(prompts, tokenizer, arrival_rate=None, chat=False, config=None, **defaults):
     """
-    One Request per prompt. What an entry does not specify comes from `defaults`; the default seed
-    goes up by one from request to request.
+    One Request per prompt. What an entry does not specify, or as null, comes from `defaults`; the
+    default seed goes up by one from request to request.
 
     arrival_rate: requests per step, a Poisson process that depends on the seed alone. Arrivals are
                   steps, so they are the same on every machine.
     chat:         puts each prompt into the tokenizer's chat template, as a user's message
+    config:       of the model that they must fit
     """
     if arrival_rate is not None and not 0 < arrival_rate < math.inf:
         raise ValueError(f"--arrival_rate must be above 0, not {arrival_rate}")
@@ -62,14 +64,23 @@ def make_requests(prompts, tokenizer, arrival_rate=None, chat=False, **defaults)
     except ValueError as error:   # of a flag, not of one request
         raise ValueError(str(error).replace("request: ", "--", 1)) from None
     stream, time, requests = random.Random(f"arrivals {defaults['seed']}"), 0.0, []
+    names = {str(entry.get("name")): False for entry in prompts}   # whether it has come
     for i, entry in enumerate(prompts):
-        entry = {"where": "--prompt", **defaults, "seed": defaults["seed"] + i, "name": f"r{i}",
-                 "arrival": int(min(time, 1e9)), **entry}
+        name = next(name for n in count(i) if (name := f"r{n}") not in names)
+        entry = {"where": "--prompt", **defaults, "seed": defaults["seed"] + i, "name": name,
+                 "arrival": int(min(time, 1e9)),
+                 **{key: value for key, value in entry.items() if value is not None}}
         if arrival_rate:
             time += stream.expovariate(arrival_rate)
         with one_line(entry.pop("where")):
             text = entry.pop("prompt")
             tokens = (tokenizer.encode_chat([{"role": "user", "content": text}]) if chat
                       else tokenizer.encode(text, allowed_special="all"))
-            requests.append(Request(tokens, eos_token=tokenizer.eot_token, **entry))
+            request = Request(tokens, eos_token=tokenizer.eot_token, **entry)
+            if names.get(request.name):
+                raise ValueError(f"{request}: another one has this name")
+            names[request.name] = True
+            if config:
+                check_run([request], config)
+            requests.append(request)
     return requests

@@ -8,10 +8,11 @@ from lab import flags
 from lab.loading.load import load, set_threads
 from lab.server.app import LOCAL, Server
 from lab.server.engine import Engine
-from toolbox.validate import at_least_1
+from toolbox.validate import at_least_1, one_line
 
 NUMBERS = {"max_batch": (8, "requests that run at the same time"),
-           "token_budget": (64, "tokens computed in a step"), "page_size": (16, "tokens in a page"),
+           "token_budget": (64, "tokens computed in a step"),
+           "page_size": (16, "tokens in a page"),
            "pages": (None, "pages in the pool (default: for max_batch of the longest requests, "
                            "but at most 16,384 tokens)"),
            "max_waiting": (256, "requests that may wait; the next one gets 429"),
@@ -70,10 +71,8 @@ def prepared(args):
 def listen(host, port):
     """A listening socket. ValueError if there is none to have."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
+    with one_line(f"--host {host} --port {port}", OverflowError):
         listener = socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"--host {host} --port {port}: {error}") from None
     # What a client leaves unread waits here, too. Who reads nothing for 30 s loses the connection.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
     if hasattr(socket, "TCP_USER_TIMEOUT"):   # Linux

@@ -6,14 +6,13 @@ From the events of a body's requests to an answer in OpenAI's form: whole, or a 
     client <- HTTP <- Answer <--'                                  make the others wait
 """
 import asyncio
-import codecs
 import json
 import time
 from uuid import uuid4
 
 from starlette.exceptions import HTTPException
 
-from lab.loading.load import bytes_of
+from lab.loading.load import Stream
 from lab.server.schemas import error_of
 
 UNREAD = 512   # tokens of each request that a client may leave unread
@@ -27,15 +26,12 @@ class Text:
     """Tokens become text: whole characters only, and nothing that may yet be a stop string."""
 
     def __init__(self, tokenizer, stops):
-        self.tokenizer, self.stops = tokenizer, [stops] if isinstance(stops, str) else stops
-        self.decoder, self.held = codecs.getincrementaldecoder("utf-8")("replace"), ""
-        self.stopped = False
+        self.stream, self.stops = Stream(tokenizer), [stops] if isinstance(stops, str) else stops
+        self.held, self.stopped = "", False
 
     def add(self, token):
         """The text that is certain now. token None: the end, so what was held is, too."""
-        hidden = token in (None, self.tokenizer.eot_token)
-        new = b"" if hidden else bytes_of(self.tokenizer, token)
-        text = self.held + self.decoder.decode(new, token is None)
+        text = self.held + self.stream.add(token)
         found = [text.index(stop) for stop in self.stops if stop in text]
         self.stopped = bool(found)
         # how many characters at the end may be the beginning of a stop string
@@ -52,7 +48,7 @@ class Answer:
     def __init__(self, engine, tokenizer, model, body, requests, http):
         self.engine, self.body, self.requests = engine, body, requests
         self.texts = {request: Text(tokenizer, body.stop) for request in requests}
-        self.queue, self.tokens = asyncio.Queue(), 0   # events; how many tokens the client has got
+        self.queue, self.tokens = asyncio.Queue(), 0   # what `put` puts; tokens that have been sent
         self.over = asyncio.create_task(self.until_over(http))
         self.place, form = body.forms[body.stream]   # see schemas
         self.same = {"id": f"cmpl-{uuid4().hex}", "object": form, "model": model,
@@ -64,28 +60,30 @@ class Answer:
         self.engine.cancel(*self.requests)
 
     def put(self, event):
-        self.queue.put_nowait(event)
+        request, token, reason, error = event
+        text = self.texts[request]
+        if text.stopped:   # nothing after a stop string counts
+            return
+        hidden = reason in FAILED or token in request.ends
+        new = "" if hidden else text.add(token)
+        if text.stopped:
+            reason = "stop"
+            self.engine.cancel(request, reason=reason)
+        self.queue.put_nowait((self.requests.index(request), new, token, reason, error))
         if self.queue.qsize() > UNREAD * len(self.requests):
-            self.engine.cancel(event.request, reason="unread")
+            self.engine.cancel(request, reason="unread")
 
     async def pieces(self):
         """(index of a request, text, finish reason or None), as they come. Or HTTPException."""
-        left = {*self.requests}
+        left = len(self.requests)
         while left:
-            request, token, reason, error = await self.queue.get()
-            if request not in left:   # it has met a stop string
-                continue
+            i, text, token, reason, error = await self.queue.get()
             if reason in FAILED:
                 status, why = FAILED[reason]
                 raise HTTPException(status, error or why)
-            text = self.texts[request].add(token)
-            if self.texts[request].stopped:
-                reason = "stop"
-                self.engine.cancel(request, reason=reason)
-            if reason:
-                left.remove(request)
+            left -= reason is not None
             self.tokens += token is not None
-            yield self.requests.index(request), text, reason
+            yield i, text, reason
 
     async def whole(self):
         choices = [[i, "", None] for i in range(len(self.requests))]
@@ -95,16 +93,18 @@ class Answer:
 
     async def lines(self):
         """The data of server-sent events, one for each token."""
+        options = self.body.stream_options
         try:
             if self.place == "delta":
                 start = [(i, "", None) for i in range(len(self.requests))]
                 yield json.dumps(self.fill(start, role="assistant"))
             async for piece in self.pieces():
-                yield json.dumps(self.fill([piece]))
+                so_far = self.usage() if options.continuous_usage_stats else None
+                yield json.dumps(self.fill([piece], usage=so_far))
         except HTTPException as error:
             yield json.dumps(error_of(error.status_code, error.detail))
             return
-        if self.body.stream_options.get("include_usage"):
+        if options.include_usage:
             yield json.dumps(self.fill([], usage=self.usage()))
         yield "[DONE]"
 

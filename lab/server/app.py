@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import hmac
 import time
-from functools import partial
-from itertools import pairwise
 
 import prometheus_client as prometheus
 import uvicorn
@@ -46,15 +44,15 @@ class Server(uvicorn.Server):
                                 Exception: refuse})
         if key is None:   # else a page elsewhere could make its own name point here: DNS rebinding
             app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL, www_redirect=False)
-        for path in FILES:
-            app.get(path, include_in_schema=False)(self.file)
-        app.get("/health")(self.health)
         api = APIRouter(dependencies=[] if key is None else [Depends(self.check_key)])
+        for router, path, answer in (
+                *((app, path, self.file) for path in FILES), (app, "/health", self.health),
+                (api, "/v1/models", self.models), (api, "/v1/models/{name:path}", self.model),
+                (api, "/metrics", self.metrics)):
+            router.get(path, include_in_schema=path not in FILES)(answer)
+            router.head(path, include_in_schema=False)(answer)
         api.post("/v1/completions")(self.complete)
         api.post("/v1/chat/completions")(self.chat)
-        api.get("/v1/models")(self.models)
-        api.get("/v1/models/{name:path}")(self.model)
-        api.get("/metrics", response_class=PlainTextResponse)(self.metrics)
         api.get("/live/steps", response_class=EventSourceResponse)(self.live.steps)
         api.post("/live/ask")(self.ask)
         api.post("/live/control")(self.live.control)
@@ -70,8 +68,7 @@ class Server(uvicorn.Server):
     @contextlib.asynccontextmanager
     async def lifespan(self, app):
         self.loop = asyncio.get_running_loop()
-        deliver = partial(self.loop.call_soon_threadsafe, self.hand_out)
-        engine = asyncio.create_task(asyncio.to_thread(self.engine.run, deliver))
+        engine = asyncio.create_task(asyncio.to_thread(self.engine.run, self.deliver))
         engine.add_done_callback(self.engine_ended)
         yield
         self.engine.stop()
@@ -83,20 +80,24 @@ class Server(uvicorn.Server):
             self.should_exit = True
             self.cut_all(f"the engine has stopped: {self.died}")
 
+    def deliver(self, events):   # in the engine's thread, which owns the requests' times
+        for request, token, *_ in events:
+            if token is not None:
+                self.tokens.inc()
+                times, first = request.token_times, len(request.token_times) == 1
+                wait, since = (self.ttft, request.asked) if first else (self.itl, times[-2])
+                wait.observe(times[-1] - since)
+        self.loop.call_soon_threadsafe(self.hand_out, events)
+
     def hand_out(self, events):
         for event in events:
-            if answer := self.answers.get(event.request):   # None: the live page's
+            request, token, reason, _ = event
+            if answer := self.answers.get(request):   # None: the live page's
                 answer.put(event)
-            if event.token is None:
-                self.answers.pop(event.request, None)
-                self.ends.labels(event.reason).inc()
-                times = event.request.token_times
-                if times:
-                    self.ttft.observe(times[0] - event.request.asked)
-                for before, after in pairwise(times):
-                    self.itl.observe(after - before)
-            else:
-                self.tokens.inc()
+            if token is None:
+                self.answers.pop(request, None)
+                stopped = answer and answer.texts[request].stopped   # perhaps at its last token
+                self.ends.labels("stop" if stopped else reason).inc()
 
     def handle_exit(self, sig, frame):
         """SIGTERM or Ctrl+C: running requests get `drain` seconds; on a second one, none."""
@@ -107,6 +108,9 @@ class Server(uvicorn.Server):
     def cut_all(self, why="the server shuts down"):
         for request, answer in self.answers.items():
             answer.put(Event(request, None, "shutdown", why))
+        for connection in self.server_state.connections:   # a second for these last words; but
+            half_sent = connection.cycle and connection.cycle.more_body   # nobody waits for a body
+            self.loop.call_later(0 if half_sent else 1, connection.transport.abort)
 
     # --- completions ---
 

@@ -11,8 +11,8 @@ stay as they are. What changes is how requests get in and how tokens get out:
 
 One thread owns scheduler, pages, pool and model, and all requests that it has taken in. The others
 change the inbox only, and set `stopping`; so only the inbox has a lock. They learn what became of a
-request from its events. What they read besides are counts, which may be one step old, a request's
-name, and the times of one that has ended.
+request from its events. What they read besides are counts, which may be one step old, and a
+request's name.
 
 The scheduler is that of beyond/in_batch.py: several answers to one prompt are asked for together,
 and share its pages from the first step on. `while engine.busy: engine.step()` makes the same passes
@@ -50,7 +50,7 @@ class Event(NamedTuple):
 class Engine:
     """
     pages, page_size, max_batch, token_budget: as in the prefix stage
-    max_waiting: requests that may wait; the next one is refused
+    max_waiting: requests that may wait, beyond those that fill max_batch; the next one is refused
     """
 
     def __init__(self, model, pages=256, page_size=16, max_batch=8, token_budget=64,
@@ -86,12 +86,13 @@ class Engine:
         trial = InBatchScheduler(len(requests), 1, self.pages.number, self.pages.size)
         for request in requests:
             trial.add(request)   # refuses what never fits
-        if len(requests) > self.max_waiting:
-            raise ValueError(f"{len(requests)} requests at once: at most {self.max_waiting} may "
-                             "wait, max_waiting")
         with self.changed:
-            if self.waiting + len(requests) > self.max_waiting:
-                raise Full(f"the queue is full, with {self.waiting} of {self.max_waiting} waiting")
+            there = len(self.scheduler.running) + self.waiting
+            places = self.scheduler.max_batch + self.max_waiting
+            if there + len(requests) > places:
+                kind = Full if len(requests) <= places else ValueError   # it never fits
+                raise kind(f"{len(requests)} more requests, {there} are there: the limit is "
+                           f"{places}, of which {self.max_waiting} wait (max_waiting)")
             for request in requests:
                 request.name, request.asked = f"r{next(self.names)}", time.perf_counter()
             self.tell(requests)
@@ -127,9 +128,11 @@ class Engine:
                     logits = self.model(batch.tokens, batch.positions, batch.attend, batch.wanted)
                 # 3. one token for each request that has nothing more to compute
                 tokens = sample(logits, batch.sampled)
-            except Exception as failure:   # its requests end, and all others go on
+            except Exception as failure:   # it has changed nothing: others are computed again
                 batch, error = None, f"{type(failure).__name__}: {failure}"
-                events += self.end([request for request, _ in plan], "error", error)
+                named = getattr(failure, "request", None)   # whose fault it is, if that is known
+                lost = [request for request, _ in plan if named in (None, request)]
+                events += self.end(lost, "error", error)
             else:
                 self.scheduler.update(plan, tokens)
                 self.trace.record_tokens(self.number, batch.sampled, tokens, logits)

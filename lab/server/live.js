@@ -10,6 +10,8 @@ const state = {clock: "step", cells: "token"};   // what panels.js asks for, as 
 const valueOf = step => step.step, shown = () => [view.run];
 const requests = new Map();              // name -> what is known of it
 let hello = null;                        // the server's first message
+let simulate = null, scored = -Infinity;  // of schedule.js; when the stages were compared
+import("/schedule.js").then(module => { simulate = module.simulate; });
 let moments = [];                        // the last KEPT steps, as the notes have them
 let waiting = [], running = 0, boxes = [], view = null, drawing = false;
 
@@ -75,7 +77,8 @@ function recent() {
 // --- drawing --------------------------------------------------------------------------------------
 
 const PANELS = {timeline: `The last ${KEPT} steps`, plan: "Plan of the last step", tensor: "Its tensor",
-                requests: "Requests", bill: `Bill of the last ${KEPT} steps`, memory: "Memory"};
+                requests: "Requests", bill: `Bill of the last ${KEPT} steps`, memory: "Memory",
+                score: "These requests, so far, on every stage"};
 
 function layOut() {
   view = {number: 0, panels: {}, rows: new Map(), rowOf: new Map()};
@@ -98,6 +101,10 @@ function draw() {
   // A request's row stays the same element, wherever it stands now.
   view.rows = new Map(run.requests.map(({name}, r) => [r, view.rowOf.get(name)]).filter(([, row]) => row));
   for (const panel of [drawTimeline, moveCursor, drawPlan, drawTensor, drawBill, drawRequests, drawMemory]) panel(view);
+  if (simulate && performance.now() > scored + 2000) {
+    view.panels.score.replaceChildren(scoreboard(wouldHave(run)), soft(`In steps as here, ${DATA.clock}.`));
+    scored = performance.now();
+  }
   view.rowOf = new Map([...view.rows].map(([r, row]) => [run.requests[r].name, row]));
   $("now").textContent = `step ${number(step)}: ${running} running, ${waiting.length} waiting`;
 }
@@ -154,6 +161,8 @@ function hear(message) {
     if (hello && hello.started !== message.started) for (const box of boxes) box.name = null;
     hello = message;
     [DATA.names, DATA.vocabulary, moments, waiting, view] = [message.names, message.words, [], [], null];
+    Object.assign(DATA, {gpu: message.gpu, clock: message.clock});
+    scored = -Infinity;
     document.documentElement.style.cssText += message.style;
     requests.clear();
     $("views").replaceChildren();

@@ -3,7 +3,8 @@ The live page: the batch of a running engine (engine.py), as it happens, in a br
 
 The page observes the engine. After each step the engine's thread notes what is new to each open
 page; ten times a second, asyncio's thread sends these notes. The page keeps the last steps, and
-draws them with the explorer's own functions (runs.js, panels.js).
+draws them with the explorer's own functions (runs.js, panels.js). What other stages would have done
+with these requests, schedule.js computes in the browser.
 """
 import asyncio
 import json
@@ -24,7 +25,8 @@ from lab.views.plots import NAMES
 FOLDER = Path(__file__).parent
 FILES = {"/": FOLDER / "live.html",
          **{f"/{name}": FOLDER / name for name in ("live.js", "live.css")},
-         **{f"/{name}": page.FOLDER / name for name in ("page.css", "runs.js", "panels.js")}}
+         **{f"/{name}": page.FOLDER / name for name in ("page.css", "schedule.js", "runs.js",
+                                                "panels.js")}}
 SHOWN = ("name", "prompt", "generated", "arrival", "max_new_tokens", "asked", "token_steps",
          "token_times")   # of a request
 INTERVAL, UNREAD = 0.1, 2048   # seconds between two messages; notes that a page may leave unread
@@ -40,7 +42,7 @@ class Live:
         self.asked = WeakSet()   # requests that end with the last page
         self.hello = {
             "model": server.name, "names": NAMES, "style": page.STYLE,
-            "started": engine.trace.started,
+            "started": engine.trace.started, "gpu": page.gpu_data(), "clock": page.CLOCK,
             "words": [word(server.tokenizer, token)
                       for token in range(engine.model.config.vocab_size)],
             "knobs": {"max_batch": engine.scheduler.max_batch,

@@ -2,20 +2,51 @@
 What a body may hold, in OpenAI's names, and which requests it asks for. FastAPI checks each body,
 and makes /docs from this.
 """
+import json
 import random
 from math import inf
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import BaseModel, Field
 
 from request import Request
 
-# They ask for what is done anyway. Any other value is refused.
-NO_EFFECT = {"presence_penalty": [0], "frequency_penalty": [0], "repetition_penalty": [1],
-             "best_of": [1], "echo": [False], "suffix": [""], "logit_bias": [{}], "tools": [[]],
-             "tool_choice": ["none", "auto"], "response_format": [{"type": "text"}],
-             "logprobs": [False]}
+# With a limit pydantic looks at the characters: JSON can say half of one, a lone surrogate. And
+# tiktoken's stack overflows at a million spaces.
+Text = Annotated[str, Field(max_length=2**17)]
+
+# Fields of OpenAI's and vLLM's bodies that are not served, and values that ask for what is done in
+# any case: with these they have no effect. Any other value is refused. (Text: any.)
+NO_EFFECT = [
+    ([False], "echo logprobs store use_beam_search include_stop_str_in_output return_token_ids "
+              "return_tokens_as_token_ids continue_final_message"),
+    ([True], "skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
+    ([False, True], "parallel_tool_calls include_reasoning"),
+    ([0], "presence_penalty frequency_penalty top_logprobs min_p min_tokens priority"),
+    ([1], "repetition_penalty length_penalty"), ([""], "suffix"),
+    ([[]], "tools functions stop_token_ids bad_words"),
+    ([{}], "logit_bias metadata prompt_cache_options chat_template_kwargs"),
+    (["none", "auto"], "tool_choice function_call"), (["auto", "default"], "service_tier"),
+    (["none"], "reasoning_effort"), (["medium"], "verbosity"), ([["text"]], "modalities"),
+    (["in_memory"], "prompt_cache_retention"), ([{"type": "text"}], "response_format"),
+    (Text, "user safety_identifier prompt_cache_key"),
+    ([], "audio moderation prediction web_search_options")]
+
+
+def unserved(rows):
+    """The class of a body in which these fields may have these values, or null."""
+    return pydantic.create_model("Unserved", __base__=Strict, **{
+        name: (Text | None if values is Text else only(values), None)
+        for values, names in rows for name in names.split()})
+
+
+def only(values):
+    def check(value):   # by value and type: True is not 1
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool)
+                   for each in values):
+            raise ValueError(f"it must be {' or '.join(map(json.dumps, [*values, None]))}")
+    return Annotated[Any, pydantic.BeforeValidator(check), Field(examples=values)]
 
 
 def must_be(forms):
@@ -28,9 +59,6 @@ def must_be(forms):
     return pydantic.WrapValidator(check)
 
 
-# With a limit pydantic looks at the characters: JSON can say half of one, a lone surrogate. And
-# tiktoken's stack overflows at a million spaces.
-Text = Annotated[str, Field(max_length=2**17)]
 Words = Annotated[str, Field(min_length=1, max_length=2**17)]
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -41,41 +69,52 @@ class Strict(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def without_effect(cls, fields):
+    def without_null(cls, fields):
         if not isinstance(fields, dict):
             return fields   # pydantic refuses it
-        return {name: value for name, value in fields.items()
-                if value is not None and value not in NO_EFFECT.get(name, ())}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
-class Sampling(Strict):
+class StreamOptions(unserved([([False], "include_obfuscation")])):
+    include_usage: bool = False            # a whole answer always has it
+    continuous_usage_stats: bool = False   # so far, in each piece
+
+
+class Sampling(unserved(NO_EFFECT)):
     """Of completions and chats."""
     model: Text | None = None
     max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, description="the newer max_tokens")
     temperature: float = Field(1.0, ge=0, le=2)
-    top_k: int | None = Field(None, ge=1)
+    top_k: int = Field(-1, ge=-1, description="0, -1: of all tokens")
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=128, description="answers to each prompt; the i-th has seed + i")
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    best_of: int | None = Field(None, description="as many as n")
+    seed: int | None = Field(None, ge=0, lt=2**63, description="null: each answer has its own")
     stop: Annotated[Stop | Annotated[list[Stop], Field(max_length=4)],
                     must_be("a text or at most 4 texts, of 1 to 200 characters")] = []
     ignore_eos: bool = False
     stream: bool = False
-    stream_options: dict[Literal["include_usage"], bool] = {}
-    user: Text = ""
+    stream_options: StreamOptions = StreamOptions()
 
     def requests(self, tokenizer, room):
-        """n for each prompt. ValueError for a prompt without room for so many tokens."""
-        seed, requests = random.getrandbits(32) if self.seed is None else self.seed, []
+        """n for each prompt. ValueError for fields that contradict each other, or lack of room."""
+        for one, other in ("best_of", "n"), ("max_completion_tokens", "max_tokens"):
+            found = getattr(self, one), getattr(self, other)
+            if None not in found and found[0] != found[1]:
+                raise ValueError(f"'{one}': it must be {other}, {found[1]}, not {found[0]}")
+        limit, requests = self.max_tokens or self.max_completion_tokens, []
         for i, tokens in enumerate(self.prompts(tokenizer)):
             most = room + 1 - len(tokens)   # the last token is never computed, and needs no room
-            asked = self.max_tokens or max(1, min(self.usual, most))
+            asked = limit or max(1, min(self.usual, most))
             if asked > most:
                 raise ValueError(f"prompt {i} has {len(tokens)} tokens, there is room for {room}: "
                                  f"max_tokens can be at most {max(most, 0)}, not {asked}")
             eos_token = None if self.ignore_eos else tokenizer.eot_token
-            requests += [Request(tokens, asked, self.temperature, self.top_k, top_p=self.top_p,
-                                 seed=seed + j, eos_token=eos_token) for j in range(self.n)]
+            for j in range(self.n):
+                seed = random.getrandbits(63) if self.seed is None else self.seed + j
+                requests.append(Request(tokens, asked, self.temperature, max(self.top_k, 0) or None,
+                                        top_p=self.top_p, seed=seed, eos_token=eos_token))
         return requests
 
 
@@ -90,9 +129,9 @@ class Completion(Sampling):
     def prompts(self, tokenizer):
         """The tokens of each."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        # not tiktoken's `encode`: it refuses texts that contain the name of a special token
-        return [tokenizer.encode_ordinary(prompt) if isinstance(prompt, str) else prompt
-                for prompt in ([self.prompt] if one else self.prompt)]
+        # as the tokenizer's own `encode`: special tokens in it are text to tiktoken, not to others
+        return [tokenizer.encode(prompt, disallowed_special=()) if isinstance(prompt, str)
+                else prompt for prompt in ([self.prompt] if one else self.prompt)]
 
 
 class Part(Strict):
@@ -100,7 +139,8 @@ class Part(Strict):
     text: Text
 
 
-class Message(Strict):
+class Message(unserved([([[]], "tool_calls annotations"),
+                        ([], "audio function_call refusal reasoning reasoning_content")])):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[Text | list[Part], must_be('a text, or [{"type": "text", ...}]')]
     name: Text | None = None
@@ -110,8 +150,6 @@ class Chat(Sampling):
     usual: ClassVar = inf
     forms: ClassVar = ("message", "chat.completion"), ("delta", "chat.completion.chunk")
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(
-        None, ge=1, validation_alias=pydantic.AliasChoices("max_completion_tokens", "max_tokens"))
 
     def prompts(self, tokenizer):
         """One, as the tokenizer's chat template has it; without one, a line a message."""

@@ -62,6 +62,7 @@ def timeline(ax, trace, last_step):
     prompt = {request.name: len(request.prompt) for request in trace.requests}
     next_step = {request.name: request.arrival for request in trace.requests}
     reached = dict.fromkeys(prompt, 0)   # tokens computed so far
+    wide = 0.92 if last_step <= 45 else 1   # gaps of a pixel or none would look like a pattern
     for p in trace.passes:
         own_row = len(p.shape) == 2 and p.shape[0] == len(p.work) + len(p.finished)
         for name, first, n in p.work:
@@ -71,13 +72,13 @@ def timeline(ax, trace, last_step):
             width = p.shape[1] if own_row else n
             cell(ax, p.step, row_of[name], {"recomputed": again / width, "prefill": prefill / width,
                                             "decode": (n - again - prefill) / width,
-                                            "pad": (width - n) / width})
+                                            "pad": (width - n) / width}, wide)
             if p.step > next_step[name]:   # it had come, and was in no pass
                 ax.plot([next_step[name] - 0.5, p.step - 0.5], [row_of[name]] * 2,
                         color=COLORS["waiting"], linewidth=1, label=NAMES["waiting"])
             next_step[name] = p.step + 1
         for name in p.finished:
-            cell(ax, p.step, row_of[name], {"finished": 1})
+            cell(ax, p.step, row_of[name], {"finished": 1}, wide)
     ax.set_ylim(len(row_of) - 0.4, -0.6)
     ax.set_yticks(range(len(row_of)), row_of, fontsize=9)
     ax.set_xlim(-0.5, last_step - 0.5)
@@ -89,12 +90,12 @@ def timeline(ax, trace, last_step):
                  "slots useful", fontsize=9)
 
 
-def cell(ax, step, row, shares):
+def cell(ax, step, row, shares, wide):
     """A request in a step, its parts one above the other."""
     top = row - 0.42
     for kind, share in shares.items():
         if share:
-            ax.bar(step, 0.84 * share, 0.92, top, label=NAMES[kind], **style(kind))
+            ax.bar(step, 0.84 * share, wide, top, label=NAMES[kind], **style(kind))
             top += 0.84 * share
 
 

@@ -1,0 +1,58 @@
+"""Set 2: runs one function on a case, and returns what it gives and changes."""
+import generate_dynamic
+from generate_naive import StaticBatch
+from lab.checks.probes import cache_of, devices_of, fill, layout_of, requests_of
+
+TENSORS = "tokens", "positions", "mask"
+
+
+def static_batch(requests, passes, context_length=24):
+    """What lay_out sets in each pass. The tokens that are generated are 1, 2, 3, ..."""
+    everybody, seen = requests_of(requests, context_length), {}
+    batch = StaticBatch(everybody, None)
+    for number in range(passes):
+        found = layout_of(batch, *TENSORS, "wanted", context_length=context_length)
+        seen |= {f"pass {number}, {what}": value for what, value in found.items()}
+        for request, n in batch.plan:
+            request.computed += n
+            request.generated += [len(request.generated) + 1][:n]
+            if len(request.generated) == request.max_new_tokens:
+                request.finish_reason = "length"
+        batch.add_columns()
+    return seen
+
+
+def static_batch_on_a_device():
+    requests = requests_of([{"prompt": 3}, {"prompt": 4}])
+    return devices_of(lambda device: StaticBatch(requests, None, device), *TENSORS)
+
+
+def append(prompt, new, context_length, tokens, eos_token=None):
+    request, = requests_of([{"prompt": prompt, "new": new, "eos_token": eos_token}], context_length)
+    prompt, returned = list(request.prompt), None
+    for token in tokens:
+        if not request.finished:
+            computed = request.computed = len(request.prompt) + len(request.generated)
+            returned = request.append(token) or returned
+    return {"generated": request.generated, "finish_reason": request.finish_reason or "none",
+            "it returns": returned, "all else is unchanged": (prompt, new, computed) == (
+                request.prompt, request.max_new_tokens, request.computed)}
+
+
+def admit(waiting, running, step, max_batch):
+    everybody = requests_of(running + waiting)
+    now, later = everybody[:len(running)], everybody[len(running):]
+    fill([(request, 0) for request in now])
+    found = generate_dynamic.admit(list(later), list(now), step, max_batch)
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        return found
+    return {"waiting": found[0], "running": found[1],
+            "caches": {request.name: cache_of(request) for request in everybody}}
+
+
+def leave(running):
+    requests = requests_of(running)
+    fill([(request, 0) for request in requests])
+    others = generate_dynamic.leave(list(requests))
+    return others if others is None else {"the others": others, "caches": {
+        request.name: cache_of(request) for request in requests}}

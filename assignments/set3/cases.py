@@ -1,0 +1,82 @@
+"""Set 3, the scheduler: points, parameters, and the cases of each part. Needs no torch."""
+import random
+from itertools import product
+
+from draw import DECODE, todo
+
+FILES = "request.py cache.py scheduler.py"
+PARTS = {   # points, what it is about, the functions
+    "a": (3, "sharing the budget", "scheduler.py:Scheduler.share_budget"),
+    "b": (3, "admission", "scheduler.py:Scheduler.admit", "scheduler.py:Scheduler.grant_room"),
+    "c": (3, "after a step", "request.py:advance", "scheduler.py:Scheduler.release")}
+WRITTEN = {"1": 2, "2": 2, "3": 2}
+PARAMETERS = {"budget": range(5, 12), "decodes": range(2, 5), "c": range(20, 61),
+              "room": range(30, 60)}
+VALUES = {"steps of C's prompt": "-(-c // (budget - decodes))",
+          "tokens of its last chunk": "c % (budget - decodes) or budget - decodes",
+          "the most decodes beside C in max_kv_tokens 100": "(100 - room) // 12"}
+
+
+def shares(rng):
+    """All that admission can make of up to three requests, and some of many."""
+    end, rows = {"prompt": 4, "computed": 3}, ({"prompt": 5, "computed": 3}, {"prompt": 5})
+    states = [(budget, running) for budget in range(1, 7) for size in range(4)
+              for running in product((DECODE, end, *rows), repeat=size)]
+    for _ in range(12):
+        many = rng.randint(3, 18)
+        small = [{"prompt": rng.randint(2, 4)} for _ in range(rng.randint(0, 2))]
+        running = [rng.choice([DECODE, end]) for _ in range(many)] + small
+        rng.shuffle(running)
+        states.append((sum(map(todo, running)) + rng.randint(1, 9),
+                       [*running, {"prompt": rng.randint(2, 30)}]))
+    for budget, running in sorted(states, key=lambda state: sum(map(todo, state[1]))):
+        if sum(map(todo, running[:-1])) < budget:   # as `admit` leaves it, and every later step
+            yield {"call": "share_budget", "token_budget": budget, "running": running}
+    yield {"call": "share_budget", "token_budget": 8, "running": [
+        DECODE, {"prompt": 5}, DECODE, {"prompt": 4}]}
+
+
+def queue(rng, most):
+    """A random state of a queue."""
+    running = [rng.choice([DECODE, {"prompt": rng.randint(1, most), "new": rng.randint(1, most)}])
+               for _ in range(rng.randint(0, most))]
+    arrivals = sorted(rng.choice([0, 0, 1, 2]) for _ in range(rng.randint(0, most)))
+    waiting = [{"prompt": rng.randint(1, most + 2), "new": rng.randint(1, 4),
+                **({"arrival": arrival} if arrival else {})} for arrival in arrivals]
+    return {"step": rng.randint(0, 2), "running": running, "waiting": waiting,
+            "max_batch": max(len(running), rng.randint(1, most + 1)),
+            "token_budget": max(len(running), rng.randint(1, 3 * most)),
+            "max_kv_tokens": rng.choice([None, rng.randint(8, 12 * most)])}
+
+
+def admissions(rng):
+    fixed = random.Random(0)
+    states = [queue(fixed, 3) for _ in range(150)]
+    states += [queue(rng, 3) for _ in range(20)] + [queue(rng, 12) for _ in range(8)]
+    for state in sorted(states, key=lambda state: len(state["running"]) + len(state["waiting"])):
+        yield {"call": "admit", **state}
+    for most, running, new in product((9, 10, 11, 13), ((), (3,), (2, 2)), (1, 4)):
+        yield {"call": "grant_room", "max_kv_tokens": most, "newcomer": {"prompt": 4, "new": new},
+               "running": [{"prompt": each, "new": 2} for each in running]}
+    b, d = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}, {"prompt": 1, "new": 2}
+    yield {"call": "grant_room", "max_kv_tokens": 16, "running": [b], "newcomer": d}
+    yield {"call": "admit", "step": 2, "running": [b], "waiting": [{"prompt": 4, "new": 4}, d],
+           "max_batch": 3, "token_budget": 6, "max_kv_tokens": 16}
+
+
+def steps(rng):
+    ends = None, "stop", "length"
+    lists = [each for size in range(4) for each in product(ends, repeat=size)]
+    for each in [*lists, [rng.choice([*ends, "cancelled"]) for _ in range(20)]]:
+        yield {"call": "release", "running": [{**DECODE, "finish_reason": why} for why in each]}
+    rows = [{**DECODE, "n": 1}, {**DECODE, "n": 0}, {"prompt": 3, "n": 1}, {"prompt": 3, "n": 3},
+            {"prompt": 3, "n": 0}, {**DECODE, "new": 2, "n": 1}]
+    plans = [list(each) for size in range(3) for each in product(rows, repeat=size)]
+    plans += [[rng.choice(rows) for _ in range(size)] for size in (3, 3, 5, 5, 12)]
+    for plan in [*plans, [{"prompt": 5, "n": 2}, {"prompt": 1, "n": 1}, {"prompt": 3, "n": 3}]]:
+        due = sum(each["n"] == todo(each) for each in plan)
+        yield {"call": "advance", "plan": plan, "tokens": ([7, 9, 2, 4, 11, 5] * 2)[:due]}
+
+
+def cases(rng):
+    return {"a": [*shares(rng)], "b": [*admissions(rng)], "c": [*steps(rng)]}

@@ -1,0 +1,40 @@
+"""Set 4: runs one function on a case, and returns what it gives and changes."""
+import torch
+
+import request
+from generate_dynamic import Rectangle
+from lab.checks.probes import attended, devices_of, fill, layout_of, plan_of
+
+
+def lay_out(show, rows):
+    """show: "tokens" and positions, the "mask", or which logits are "wanted"."""
+    plan = plan_of(rows)
+    before = [(dict(vars(each)), n) for each, n in plan]
+    batch = Rectangle(plan)
+    unchanged = before == [(vars(each), n) for each, n in plan]
+    names = ("tokens", "positions", "P") if show == "tokens" else (show,)
+    return layout_of(batch, *names) if unchanged else "it changes the plan or its requests"
+
+
+def layout_on_a_device(names):
+    plan = plan_of([{"prompt": 3}, {"prompt": 4}])
+    return devices_of(lambda device: Rectangle(plan, device), *names)
+
+
+def attend(rows, P, T, mask):
+    class LaidOut(Rectangle):   # as parts a, b and d have to set it
+        def lay_out(self, device):
+            self.tokens = self.positions = torch.zeros(len(rows), T, dtype=torch.long)
+            self.P, self.mask = P, torch.tensor(mask)[:, None, None]
+
+    plan = plan_of(rows)
+    fill(plan)
+    return attended(LaidOut(plan))
+
+
+def indices_due(plan):
+    pairs = plan_of(plan)
+    before = [(each, each.computed, list(each.generated), n) for each, n in pairs]
+    due = request.indices_due(pairs)
+    unchanged = before == [(each, each.computed, each.generated, n) for each, n in pairs]
+    return due if unchanged else "it changes the plan or its requests"

@@ -1,0 +1,64 @@
+"""Set 5: runs one function on a case, and returns what it gives and changes."""
+import copy
+
+import torch
+
+import generate_ragged
+from beyond import prepacked
+from beyond.prepacked import Packed
+from generate_ragged import Flat
+from lab.checks.probes import attended, devices_of, fill, layout_of, plan_of
+
+
+def first_fit_decreasing(lengths, size):
+    argument = list(lengths)
+    rows = prepacked.first_fit_decreasing(argument, size)
+    if rows is None or argument != lengths:
+        return rows if rows is None else "it changes `lengths`"
+    numbers = sorted(int(i) for row in rows for i in row)   # of equal lengths, any may come first
+    return {"indices in rows": numbers, "lengths in rows": [
+        [lengths[i] for i in row] for row in rows] if numbers == [*range(len(lengths))] else rows}
+
+
+def packed(prompts):
+    return layout_of(Packed(plan_of(prompts)), "tokens", "positions", "mask", "wanted")
+
+
+def flat(rows, attention="mask"):
+    return layout_of(Flat(plan_of(rows), None, attention), "tokens", "positions", "wanted", *(
+        ["mask"] if attention == "mask" else []))
+
+
+def layout_on_a_device(name):
+    plan = plan_of([{"prompt": 3}, {"prompt": 4}])
+    return devices_of((lambda device: Packed(plan, device)) if name == "Packed" else (
+        lambda device: Flat(plan, device, "mask")), "tokens", "positions", "mask", "wanted")
+
+
+def attend(rows, attention, mask):
+    """How many scores `head` computes, too. The caches are reached through write and read only."""
+    class LaidOut(Flat):   # as part c has to set it
+        def lay_out(self, device):
+            self.tokens = self.positions = torch.zeros(self.cu_seqlens[-1], dtype=torch.long)
+            self.mask = torch.tensor(mask)
+
+    plan, scores, head = plan_of(rows), [], generate_ragged.head
+    fill(plan)
+    batch, twin = LaidOut(plan, None, attention), LaidOut(plan, None, attention)
+    twin.plan = [(copy.copy(each), n) for each, n in plan]
+    batch.write, batch.read = twin.write, twin.read
+    for each, _ in plan:
+        each.kv = None
+
+    def counting(q, k, v, *arguments, **named):
+        scores.append(q.size(-2) * k.size(-2))
+        return head(q, k, v, *arguments, **named)
+
+    generate_ragged.head = counting
+    try:
+        found = attended(batch)
+    finally:
+        generate_ragged.head = head
+    caches = [[each.tolist() for each in request.kv.read("a", end)] for (request, _), end in zip(
+        twin.plan, twin.ends)]
+    return {**found, "the caches": caches, "scores that head computes": sum(scores)}

@@ -1,0 +1,77 @@
+"""Set 8, guess: points, parameters, and the cases of each part."""
+FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py generate_paged.py "
+         "generate_prefix.py beyond/speculative.py")
+PARTS = {   # points, what it is about, the functions
+    "a": (4, "prompt lookup", "beyond/speculative.py:Lookup.guess"),
+    "b": (3, "room for guesses", "beyond/speculative.py:draft"),
+    "c": (6, "one pass, several tokens", "beyond/speculative.py:generate")}
+WRITTEN = {"1": 1, "2": 1}
+SLOW = ("guess_often",)   # calls that do not run with every mistake
+PARAMETERS = {"p": [0.5, 0.6, 0.7, 0.8], "k": range(2, 7)}
+VALUES = {"tokens per pass": "(1 - p ** (k + 1)) / (1 - p)"}
+
+DECODE = {"prompt": 4, "generated": 1, "computed": 4, "n": 1}
+
+
+def lookups(rng):
+    for prompt, generated, most in (
+            ([5], [], 2), ([5, 5], [5], 2), ([5], [5, 5, 5], 2), ([1, 2], [3, 4], 4),
+            ([1, 2, 3, 1, 2], [3, 1, 2, 9, 1, 2], 3), ([1, 2, 9, 1, 2, 8, 1], [2, 9], 1)):
+        yield {"call": "guess", "prompt": prompt, "generated": generated, "most": most}
+    for kinds in 2, 2, 3, 4, 6, 9:
+        yield {"call": "guess", "prompt": [rng.randrange(kinds) for _ in range(rng.randint(1, 20))],
+               "generated": [rng.randrange(kinds) for _ in range(30)], "most": rng.randint(1, 6)}
+    yield {"call": "guess_often", "number": 20_000, "kinds": rng.choice([89, 97, 101])}
+    yield {"call": "guess", "prompt": [5, 7, 2, 9, 5, 7], "generated": [2, 4, 7], "most": 3}
+
+
+def rooms(rng):
+    chunk = {"prompt": 6, "computed": 1, "n": 3}
+    for budget in range(1, 9):
+        for most, new, pages in ((0, 9, 9), (1, 9, 9), (4, 9, 9), (4, 1, 9), (4, 2, 9), (4, 3, 9),
+                                 (4, 9, 2), (4, 9, 3)):
+            row = {**DECODE, "new": new, "pages": pages}
+            for plan in [row], [row, row], [row, chunk, row]:
+                if sum(each["n"] for each in plan) <= budget:
+                    yield {"call": "draft", "plan": plan, "token_budget": budget, "most": most,
+                           "page_size": 3, "has": 9}
+    for _ in range(10):
+        plan = [rng.choice([{**DECODE, "new": rng.randint(2, 9), "pages": rng.randint(2, 4)}, chunk,
+                            {"prompt": 20, "generated": 3, "computed": 22, "n": 1, "new": 9}])
+                for _ in range(rng.randint(2, 9))]
+        budget = sum(each["n"] for each in plan) + rng.randint(0, 12)
+        yield {"call": "draft", "plan": plan, "token_budget": budget, "most": rng.randint(1, 6),
+               "page_size": 3, "has": rng.choice([1, 2, 9])}
+    ac = {"prompt": [1, 2, 3, 1, 2], "computed": 4, "n": 1}
+    yield {"call": "draft", "plan": [ac, ac, {"prompt": 5, "n": 2}], "token_budget": 8, "most": 3,
+           "page_size": 8, "has": 3}
+
+
+def runs(rng):
+    def request(prompt, new, **more):
+        return {"prompt": [rng.randrange(13) for _ in range(prompt)], "new": new, **more}
+
+    for new, rights in (1, [1]), (2, [0]), (3, [0]), (3, [1]), (4, [2]), (6, [2, 0, 1]):
+        yield {"call": "generate", "requests": [request(2, new)], "rights": rights}
+    # a long prompt alone; and one to the model's last position
+    yield {"call": "generate", "requests": [request(11, 3)], "rights": [1], "token_budget": 4}
+    yield {"call": "generate", "requests": [request(20, 30)], "rights": [2, 1]}
+    for eos_token in (8, 6, 9, 5, 2, 12):   # accepted ends of text, and guesses beyond them
+        yield {"call": "generate", "rights": [4], "requests": [
+            {"prompt": [1, 2], "new": 12, "eos_token": eos_token}]}
+    for many, budget in (2, 64), (3, 12), (5, 9):
+        rows = [request(rng.randint(1, 9), rng.randint(1, 9), arrival=i // 2,
+                        temperature=0.9 * (i % 2)) for i in range(many)]
+        yield {"call": "generate", "rights": [rng.randint(0, 3) for _ in range(4)],
+               "token_budget": budget, "max_batch": 3, "requests": rows}
+    for page_size in 2, 4:   # with the lookup, and pages that are found again
+        stem = [rng.randrange(3) for _ in range(8)]
+        rows = [{"prompt": stem + [i], "new": 10, "arrival": 4 * i} for i in range(3)]
+        yield {"call": "generate", "page_size": page_size, "guesses": 3, "max_batch": 2,
+               "requests": rows}
+    yield {"call": "generate", "requests": [{"prompt": [1, 2, 3, 1, 2, 3], "new": 9}], "guesses": 0}
+    yield {"call": "generate", "requests": [{"prompt": [1, 2, 3, 1, 2, 3], "new": 9}], "guesses": 4}
+
+
+def cases(rng):
+    return {"a": [*lookups(rng)], "b": [*rooms(rng)], "c": [*runs(rng)]}

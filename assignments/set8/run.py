@@ -1,0 +1,118 @@
+"""Set 8: runs one function on a case, and returns what it gives and changes."""
+from types import SimpleNamespace
+
+import torch
+
+import generate_paged
+from beyond import speculative
+from lab.checks.probes import numbers, plan_of, requests_of
+from model import GPT, GPTConfig
+
+ROOM = 10**6   # no model's limit
+
+
+def guess(prompt, generated, most):
+    """After each token."""
+    (request,), lookup = requests_of([{"prompt": prompt, "new": 99}], ROOM), speculative.Lookup()
+    found = {}
+    for token in [None, *generated]:
+        if token is not None:
+            request.computed = len(request.tokens)
+            request.generated.append(token)
+        known = list(request.tokens)
+        said = lookup.guess(request, most)   # a list that it may use again
+        found[f"the guess after {' '.join(map(str, known[-12:]))}"] = (
+            [*said] if isinstance(said, list) else said)
+        if request.tokens != known:
+            return "it changes the request"
+    return found
+
+
+def guess_often(number, kinds):
+    """After each of many tokens: the sum of the guesses' lengths, and the last guess."""
+    (request,), lookup = requests_of([{"prompt": 1, "new": number + 9}], ROOM), speculative.Lookup()
+    total, last = 0, []
+    for i in range(number):
+        request.computed = i + 1
+        request.generated.append(i * i % kinds)
+        last = lookup.guess(request, 4)
+        total += len(last)
+    return {"tokens guessed in all": total, "the last guess": last}
+
+
+def draft(plan, token_budget, most, page_size, has=9):
+    """Twice, as in two steps. A stand-in for Lookup always has `has` tokens."""
+    lookups_of, asked = {}, []
+
+    class Lookup:
+        def guess(self, request, most):
+            mine = lookups_of.setdefault(request.name, [])
+            mine += [] if self in mine else [self]
+            asked.append(f"{request.name} at most {most}")
+            return list(range(1, min(most, has) + 1))
+
+    pairs = plan_of(plan)
+    for (request, _), row in zip(pairs, plan):
+        request.block_table = list(range(row.get("pages", 9)))
+    scheduler = SimpleNamespace(token_budget=token_budget, pages=SimpleNamespace(size=page_size))
+    lookups, before, speculative.Lookup = {}, speculative.Lookup, Lookup
+    try:
+        found = speculative.draft(pairs, scheduler, lookups, most)
+        again = speculative.draft(pairs, scheduler, lookups, most)
+    finally:
+        speculative.Lookup = before
+    return {"it returns": found, "it returns, called again": again, "a guess is asked of": asked,
+            "lookups of each request": {name: len(mine) for name, mine in lookups_of.items()}}
+
+
+def model():
+    """A small model, loud as the tests' toy, but the same on every machine."""
+    made = GPT(GPTConfig(block_size=24, vocab_size=13, n_layer=2, n_head=2, n_embd=12)).double()
+    with torch.no_grad():
+        for i, (name, weights) in enumerate(made.named_parameters()):
+            if weights.dim() == 2:   # norms stay as they are
+                weights.copy_({"wte": 1, "wpe": 3}.get(name[:3], 4) * numbers(i, *weights.shape))
+        made.wte.weight /= made.wte.weight.norm(dim=1, keepdim=True)   # no token is loud itself
+    return made.requires_grad_(False)
+
+
+def generate(requests, rights=None, page_size=24, **knobs):
+    """
+    rights: how many right guesses the first, second, ... draft of each request has, with a wrong
+    one behind them; a stand-in for `draft` knows them from a run without guesses. None: the
+    student's own draft and lookup.
+    """
+    made, before = model(), speculative.draft
+    mine, alone = requests_of(requests), requests_of([
+        {**row, "eos_token": None, "new": 99, "arrival": 0} for row in requests])
+    generate_paged.generate(made, alone, max_batch=len(alone), page_size=24)
+    answers, drafts, told = {each.name: each.generated for each in alone}, {}, []
+
+    def scripted(plan, scheduler, lookups, most):
+        found = {}
+        for request, _ in plan:
+            found[request] = []
+            if request.todo == 1:
+                number = drafts[request] = drafts.get(request, -1) + 1
+                rest = answers[request.name][len(request.generated):request.max_new_tokens][:-1]
+                right = rights[number % len(rights)]
+                wrong = [(token + 1) % 13 for token in rest[right:right + 1]]
+                found[request] = rest[:right] + wrong
+        return found
+
+    if rights is not None:
+        speculative.draft = scripted
+    try:
+        trace = speculative.generate(
+            made, mine, page_size=page_size, **knobs,
+            on_token=lambda request, token, _: told.append([request.name, int(token)]))
+    finally:
+        speculative.draft = before
+    if trace is None:
+        return None
+    return {**{f"tokens and finish_reason of {each.name}": [each.generated, each.finish_reason]
+               for each in mine}, "on_token is told": told,
+            "tokens of each pass": [each.slots for each in trace.passes],
+            "rejected in each pass": [each.rejected for each in trace.passes],
+            **{f"steps of {each.name}'s tokens": each.token_steps for each in mine},
+            "guesses left behind": [each.assumed for each in mine]}

@@ -1,0 +1,170 @@
+"""
+A set's source code, by the names of functions: blanked, with a mistake in it, or pasted into a
+student's file. A function is named "file.py:Class.method" or "file.py:function".
+"""
+import ast
+import importlib.util
+import textwrap
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+SETS = sorted(int(path.name[3:]) for path in HERE.glob("set?"))
+# what every set's code imports
+SHIPPED = (*(f"toolbox/{path.name}" for path in sorted((ROOT / "toolbox").glob("*.py"))),
+           "beyond/__init__.py", "lab/__init__.py", "lab/checks/__init__.py",
+           "lab/checks/probes.py")
+
+
+@cache
+def drawn(number):
+    """A set's cases.py."""
+    spec = importlib.util.spec_from_file_location(f"set{number}", HERE / f"set{number}/cases.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def mistakes_of(number):
+    """
+    [(part, sentence, function, old, new), ...] of mistakes.txt. A paragraph is a sentence and an
+    edit of our source, as in a diff; where no line goes, a statement comes first in the function.
+    """
+    found, place = [], None
+    for paragraph in (HERE / f"set{number}/mistakes.txt").read_text("utf-8").split("\n\n"):
+        head, *edit = paragraph.strip("\n").split("\n")
+        if head.startswith("@@ "):
+            place = head.split()[1:]
+        else:
+            texts = ("\n".join(line[1:] for line in edit if line[0] == sign) for sign in "-+")
+            found.append((place[0], head, place[1], *texts))
+    return found
+
+
+def limits(number):
+    """Of a part: seconds of CPU time, and gigabytes. Torch takes two of each."""
+    return (20, 6) if "model.py" in drawn(number).FILES else (10, 2)
+
+
+def parameters(number, rng):
+    """The numbers of written question 1."""
+    return {name: rng.choice(choice) for name, choice in drawn(number).PARAMETERS.items()}
+
+
+def values(number, numbers):
+    return {name: eval(formula, {}, numbers) for name, formula in drawn(number).VALUES.items()}
+
+
+def files_of(number):
+    """{file: its text}: all of ours that the set's code needs, with the functions to write."""
+    mine = {name: (HERE / f"set{number}" / name) for name in drawn(number).FILES.split()}
+    paths = {name: path if path.is_file() else ROOT / name for name, path in mine.items()}
+    paths |= {name: ROOT / name for name in SHIPPED}
+    return {name: path.read_text("utf-8") for name, path in paths.items()} | {
+        "kit/run.py": (HERE / f"set{number}" / "run.py").read_text("utf-8")}
+
+
+def functions_of(number):
+    """{function: the first part that asks for it}"""
+    return {function: part for part, (_, _, *functions) in reversed(drawn(number).PARTS.items())
+            for function in functions}
+
+
+def files_to_write(number):
+    """The files in which the set's functions are."""
+    return [*dict.fromkeys(function.split(":")[0] for function in functions_of(number))]
+
+
+def write(folder, files):
+    for name, text in files.items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def node_of(text, name):
+    """The definition of "Class.method" or "function"; None if there is none."""
+    node = ast.parse(text)
+    for part in name.split("."):
+        node = next((each for each in reversed(getattr(node, "body", []))
+                     if getattr(each, "name", None) == part), None)
+    return node
+
+
+def source_of(text, name):
+    """(lines of the file, where the definition starts, where it ends)"""
+    node = node_of(text, name)
+    start = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return text.splitlines(), start - 1, node.end_lineno
+
+
+def edited(files, function, old, new):
+    """
+    The files with a mistake: `old`, which must occur once in the function, becomes `new`; or where
+    `old` is empty, `new` comes before the function's first statement.
+    """
+    file, name = function.split(":")
+    lines, start, end = source_of(files[file], name)
+    if not old:
+        first = body_of(node_of(files[file], name))[0]
+        lines[first.lineno - 1:first.lineno - 1] = textwrap.indent(
+            new, " " * first.col_offset).splitlines()
+    else:
+        source = "\n".join(lines[start:end])
+        if source.count(old) != 1:
+            raise ValueError(f"{function}: {old!r} occurs {source.count(old)} times")
+        lines[start:end] = source.replace(old, new).splitlines()
+    return {**files, file: "\n".join(lines) + "\n"}
+
+
+def body_of(node):
+    """The statements of a function without its docstring."""
+    return node.body[1:] if ast.get_docstring(node) is not None else node.body
+
+
+def blanked(text, name, message):
+    """The file with one function blanked: signature and docstring stay."""
+    node, (lines, _, end) = node_of(text, name), source_of(text, name)
+    body = body_of(node)
+    # comments between the docstring or signature and the first statement belong to the body
+    start = node.body[0].end_lineno if body is not node.body else next(
+        number for number in range(node.lineno, node.end_lineno + 1)
+        if lines[number - 1].split("#")[0].rstrip().endswith(":"))
+    lines[start:end] = [f"{' ' * (node.col_offset + 4)}raise NotImplementedError({message!r})"]
+    return "\n".join(lines) + "\n"
+
+
+def pasted(theirs, ours, names):
+    """
+    A student's file, in which our source of some functions comes after theirs and so counts; and
+    the number of their line for each line, None for ours.
+    """
+    lines = theirs.splitlines()
+    origin = [*range(1, len(lines) + 1)]
+    top = ast.parse(theirs).body
+    known = {bound for node in ast.walk(ast.Module(top, [])) for bound in (
+        [getattr(node, "name", None)] if not isinstance(node, (ast.Import, ast.ImportFrom)) else
+        [alias.asname or alias.name.split(".")[0] for alias in node.names])}
+    imports = [ast.unparse(node) for node in ast.parse(ours).body
+               if isinstance(node, (ast.Import, ast.ImportFrom)) and not known.issuperset(
+                   alias.asname or alias.name.split(".")[0] for alias in node.names)]
+    for name in sorted(names, key=lambda name: -ends(theirs, name)):   # from the end: lines stay
+        ours_lines, start, end = source_of(ours, name)
+        source, at, indent = textwrap.dedent("\n".join(ours_lines[start:end])), len(origin), ""
+        if "." in name:
+            owner = node_of(theirs, name.split(".")[0])
+            if owner is None:
+                raise ValueError(f"there is no class {name.split('.')[0]}")
+            at = owner.end_lineno
+            first = owner.body[0]
+            indent = lines[first.lineno - 1][:first.col_offset]
+        new = ["", *textwrap.indent(source, indent).splitlines()]
+        lines[at:at], origin[at:at] = new, [None] * len(new)
+    return "\n".join([*lines, *imports]) + "\n", origin + [None] * len(imports)
+
+
+def ends(text, name):
+    """Where our source goes: behind the class, or behind everything."""
+    owner = node_of(text, name.split(".")[0]) if "." in name else None
+    return owner.end_lineno if owner else float("inf")

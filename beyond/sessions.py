@@ -1,0 +1,184 @@
+"""
+Sessions: an agent's request pauses while a tool runs, and comes back with a longer prompt.
+
+To the scheduler each *turn* is a request of its own. It begins with all tokens of the turn before,
+which can be found again if their pages are still there:
+
+    turn 1    prompt answer   (a tool runs)
+    turn 2    prompt answer result answer   (a tool runs)
+    turn 3    prompt answer result answer result answer
+
+What becomes of a turn's pages during the pause is one number, `keep`. 0: they are free, and the
+least recently used is taken first. A number: they are *held* for so many steps. Infinity: until the
+session comes back. Held pages make newcomers wait, but nothing that runs: before a running request
+is preempted, the oldest hold ends. So it does when a request finds no room though nothing runs.
+
+Holding alone makes it worse. The session comes back, and waits behind a newcomer. The newcomer
+waits for room, which that session holds. So whose pages are held must also go first: `by_session`
+queues turns in the order in which their sessions arrived. 24 sessions of 6 turns, in pages for six:
+
+    keep                   steps   computed again     of what earlier turns had computed
+    0 (LRU)                  677             100%
+    0, by_session            563              56%
+    infinity               2,229              95%     three times slower
+    infinity, by_session     612               8%
+    30 steps, by_session     541               9%
+
+With pages for all of them nothing is computed again, and `keep` changes nothing: find out first in
+which regime you are. (Proposed for vLLM: #57103 and #52113. Continuum: arXiv 2511.02230. InferCept
+found that recomputing takes 37 to 40% of the forward time. Copies in host memory: docs/memory.md.)
+
+    python -m beyond.sessions     the table, counted
+"""
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from cache import KV
+from generate_paged import Paged
+from generate_prefix import PrefixScheduler
+from model import sample
+from request import Request, prepare
+from toolbox.trace import Trace
+from toolbox.validate import check_pool
+
+
+@dataclass(eq=False)
+class Session:
+    """
+    first: the Request of its first turn
+    then:  for each further turn, (pause in steps, tokens of the tool's result, max_new_tokens)
+    turns: its Requests so far
+    """
+    first: Request
+    then: list = field(default_factory=list)
+    turns: list = field(default_factory=list, init=False)
+
+    def __post_init__(self):
+        self.turns.append(self.first)
+        self.first.session = self
+
+    @property
+    def over(self):   # this is its last turn
+        return len(self.turns) > len(self.then)
+
+    def next(self, step):
+        """The next turn's Request. It arrives after the pause, which begins at `step`."""
+        last, (pause, result, new) = self.turns[-1], self.then[len(self.turns) - 1]
+        turn = replace(last, prompt=last.tokens + result, max_new_tokens=new, seed=last.seed + 1,
+                       arrival=step + pause, name=f"{self.first.name}, turn {len(self.turns) + 1}")
+        turn.session = self
+        self.turns.append(turn)
+        return turn
+
+    def longest(self):
+        """The Request of its last turn, if all answers are as long as they may be."""
+        prompt, new = self.first.prompt, self.first.max_new_tokens
+        for _, result, following in self.then:
+            prompt, new = prompt + [0] * new + result, following
+        return Request(prompt, new, name=f"{self.first.name}, turn {len(self.then) + 1}")
+
+
+class SessionScheduler(PrefixScheduler):
+    """
+    A PrefixScheduler whose requests have a `session`. keep, by_session: see `generate`
+
+    held: session -> (pages, the last step for which they are held), the oldest first
+    """
+
+    def __init__(self, max_batch, token_budget, pages, page_size, keep=0, by_session=False):
+        super().__init__(max_batch, token_budget, pages, page_size)
+        self.keep, self.by_session, self.held, self.step = keep, by_session, {}, 0
+
+    def add(self, request):
+        super().add(request)
+        if self.by_session:   # a stable sort
+            by_arrival = sorted(self.waiting, key=lambda each: each.session.first.arrival)
+            self.waiting = deque(by_arrival)
+
+    def schedule(self, step):
+        """As PrefixScheduler.schedule; but first, holds end that are over or in the way."""
+        self.step = step
+        grow = sum(self.pages.needed(request.computed + request.todo) - len(request.block_table)
+                   for request in self.running)
+        while self.held and (self.held[self.oldest][1] < step
+                             or len(self.pages.free_queue) < grow):
+            self.let_go(self.oldest)
+        return super().schedule(step)
+
+    def grant_room(self, request):
+        """As PrefixScheduler.grant_room; but if nothing runs, holds end until there is room."""
+        while not super().grant_room(request):
+            if self.running or not self.held:
+                return False
+            self.let_go(self.oldest)
+        if request.session in self.held:   # now the turn itself has what was held for it
+            self.let_go(request.session)
+        return True
+
+    def free(self, request):
+        """As PrefixScheduler.free; but when a turn ends, its pages that can be found are held."""
+        if self.keep and request.finished and not request.session.over:
+            full, pages = request.computed // self.pages.size, []
+            self.pages.share(pages, self.pages.find(self.hashes(request, request.computed)[:full]))
+            self.held[request.session] = pages, self.step + self.keep
+        super().free(request)
+
+    @property
+    def oldest(self):
+        return next(iter(self.held))
+
+    def let_go(self, session):
+        """Ends a hold. The pages can be found until they are taken."""
+        pages, _ = self.held.pop(session)
+        self.pages.free(pages)
+
+
+@torch.inference_mode()
+def generate(model, sessions, max_batch=8, token_budget=64, pages=64, page_size=16, keep=0,
+             by_session=False, on_token=None):
+    """
+    Runs all turns of `sessions` as prefix does. Returns the trace; each session has its `turns`.
+    ValueError, before anything runs, for a session whose last turn might find too little room.
+
+    keep:       for how many steps a turn's pages are held after its end; math.inf: until the next
+    by_session: the queue is in the order of the sessions' arrivals, not of their turns'
+    """
+    check_pool(max_batch, pages, page_size, SessionScheduler, model.config.block_size)
+    coming = prepare([session.first for session in sessions], model.config)   # by arrival
+    for session in sessions:
+        PrefixScheduler(1, 1, pages, page_size).add(*prepare(session.longest(), model.config))
+    scheduler = SessionScheduler(max_batch, token_budget, pages, page_size, keep, by_session)
+    pool = KV(pages * page_size)
+    trace = Trace("sessions", list(coming), model, scheduler.pages.counts)
+    step = 0
+    while scheduler.busy or coming:
+        # 0. turns that have arrived join the queue
+        step = step if scheduler.busy else max(step, coming[0].arrival)
+        while coming and coming[0].arrival <= step:
+            scheduler.add(coming.pop(0))
+        # 1. which requests compute how many tokens in this step
+        plan = scheduler.schedule(step)
+        # 2. one forward pass for decodes and chunks together
+        batch = Paged(plan, pool, scheduler.pages, model.device)
+        with trace.forward_pass(step, batch):
+            logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
+        # 3. one token for each request that has nothing more to compute
+        tokens = sample(logits, batch.sampled)
+        scheduler.update(plan, tokens)
+        trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
+        step += 1
+        # 4. a session whose turn has ended pauses; its next turn will come
+        for request in batch.sampled:
+            if request.finished and not request.session.over:
+                turn, = prepare(request.session.next(step), model.config)
+                insort(coming, turn, key=lambda each: each.arrival)
+                trace.requests.append(turn)
+    return trace
+
+
+if __name__ == "__main__":
+    from lab.essays import sessions
+    sessions()

@@ -1,0 +1,185 @@
+"""
+What can be seen of requests and layouts, as plain values. The judge of the notebooks (judge.py) and
+the course kit look at the same. Torch is imported where it is needed: the scheduler needs none.
+"""
+import random
+
+from cache import KV
+from request import Request
+
+# --- what goes in ---------------------------------------------------------------------------------
+
+def requests_of(rows, context_length=24):
+    """
+    Requests A, B, ... in the middle of a run. Each row is a dict: prompt and generated, a number
+    of tokens or their ids, and whatever else a Request knows: new (max_new_tokens), computed, ...
+    """
+    requests = []
+    for i, row in enumerate(rows):
+        row = {name: value for name, value in row.items() if name not in ("n", "pages")}
+        prompt, generated = (tokens_of(row.pop(name, 0), i + 3 * (name == "generated"))
+                             for name in ("prompt", "generated"))
+        request = Request(prompt, row.pop("new", len(generated) + 8), seed=i,
+                          name=chr(65 + i) if i < 26 else f"r{i}")
+        request.generated, request.context_length = generated, context_length
+        vars(request).update(row)
+        requests.append(request)
+    return requests
+
+
+def tokens_of(tokens, i):
+    """So many token ids from 1 to 12, or those that are given."""
+    return list(tokens) if isinstance(tokens, list) else [
+        (7 * i + 3 * j * j + j) % 12 + 1 for j in range(tokens)]
+
+
+def plan_of(rows, context_length=24):
+    """[(request, n), ...] of such rows; n is theirs, or all that is to do."""
+    requests = requests_of(rows, context_length)
+    return [(request, row.get("n", request.todo)) for request, row in zip(requests, rows)]
+
+
+def numbers(seed, *shape):
+    """A float64 tensor of numbers from -1 to 1, the same on every machine."""
+    import torch
+    rng = random.Random(seed)
+    size = torch.Size(shape).numel()
+    return torch.tensor([rng.uniform(-1, 1) for _ in range(size)], dtype=torch.float64).view(shape)
+
+
+def fill(plan, *lead):
+    """Gives each request a cache, with made-up keys and values of what it has computed."""
+    for i, (request, _) in enumerate(plan):
+        request.kv = KV(request.kv_tokens)
+        if request.computed:
+            request.kv.write("a", 0, *numbers(i, 2, *lead, 2, request.computed, 3))
+
+
+# --- what comes out -------------------------------------------------------------------------------
+
+def kind_of(value):
+    """Shape and dtype of a tensor, in words; or what else it is."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(kind_of, value))})"
+    if not hasattr(value, "dtype"):
+        return f"a {type(value).__name__}"
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+def cache_of(request):
+    return getattr(request.kv, "capacity", "none" if request.kv is None else "no KV")
+
+
+def slots_of(batch, b):
+    """The places in the flattened batch.tokens that hold the tokens of the plan's b-th request."""
+    n, T = batch.plan[b][1], batch.tokens.size(-1)
+    if hasattr(batch, "cu_seqlens"):
+        return [*range(batch.cu_seqlens[b], batch.cu_seqlens[b + 1])]
+    row, end = (batch.places[b][0], batch.places[b][2]) if hasattr(batch, "places") else (b, T)
+    return [*range(row * T + end - n, row * T + end)]
+
+
+def places_of(batch, index):
+    """The places in the flattened batch.tokens that an index like batch.wanted points to."""
+    import torch
+    shape = batch.tokens.shape
+    try:
+        return torch.arange(shape.numel()).view(shape)[index].flatten().tolist()
+    except (IndexError, TypeError, RuntimeError):
+        return f"{kind_of(index)}, which is no index of tokens of shape {tuple(shape)}"
+
+
+def seen_of(batch):
+    """(slots, S) boolean: the keys that each slot sees by mask and causal rule. None: no mask."""
+    import torch
+    mask = getattr(batch, "mask", None)
+    if not torch.is_tensor(mask) or mask.dtype != torch.bool:
+        return None
+    *rows, T = batch.tokens.shape
+    see = torch.ones(T, mask.size(-1), dtype=torch.bool).tril(mask.size(-1) - T) & mask
+    shape = (*rows, *[1] * len(rows), T, mask.size(-1))
+    return see.expand(shape).flatten(0, -2) if see.dim() == len(shape) else None
+
+
+def layout_of(batch, *names, context_length=24):
+    """
+    What lay_out has set, token by token. names: which of "tokens", "positions", "mask", "wanted"
+    and of further attributes. The slots of pads: tokens 0; positions that the model has.
+    """
+    found = {f"shape and dtype of {name}": kind_of(getattr(batch, name, None))
+             for name in names if name in ("tokens", "positions")}
+    tokens, positions = batch.tokens.flatten(), batch.positions.flatten()
+    if "mask" in names and (see := seen_of(batch)) is None:
+        return {**found, "the mask": kind_of(getattr(batch, "mask", None))}
+    pads, owner = {*range(len(tokens))}, {}
+    for b, (request, n) in enumerate(batch.plan):
+        slots = slots_of(batch, b)
+        pads -= {*slots}
+        owner |= {slot: f"token {t} of {request.name}" for t, slot in enumerate(slots)}
+        if n and "tokens" in names:
+            found[f"tokens of {request.name}"] = tokens[slots]
+        if n and "positions" in names:
+            found[f"positions of {request.name}"] = positions[slots]
+        first = batch.places[b][1] if hasattr(batch, "places") else 0
+        for t, slot in enumerate(slots if "mask" in names else ()):
+            found[f"{request.name}'s new token {t} sees the keys"] = [
+                int(key) - first for key in see[slot].nonzero().flatten()]
+    if "tokens" in names:
+        found["tokens in other slots"] = sorted({*tokens[sorted(pads)].tolist()})
+    if "positions" in names:
+        found["all positions are the model's"] = bool(
+            positions.min() >= 0 and positions.max() < context_length)
+    if "wanted" in names:
+        reads = places_of(batch, batch.wanted)
+        sampled = getattr(batch, "sampled", "not set")
+        found["sampled"] = [*sampled] if isinstance(sampled, list) else sampled
+        found["wanted reads"] = reads if isinstance(reads, str) else [
+            owner.get(place, "a slot without a token") for place in reads]
+    return found | {name: getattr(batch, name, "not set") for name in names if name not in (
+        "tokens", "positions", "mask", "wanted")}
+
+
+def attended(batch):
+    """
+    What `attend` gives for made-up queries, keys and values of two heads, and what is in the caches
+    then. Empty memory is NaN, which nothing may read.
+    """
+    import torch
+    torch.use_deterministic_algorithms(True, warn_only=True)   # fills empty tensors with NaN
+    *rows, T = batch.tokens.shape
+    given = numbers(9, 3, *rows, 2, T, 3)
+    before = given.clone()
+    out = batch.attend("a", *given)
+    unchanged = torch.equal(given, before)
+    found = {"shape and dtype": kind_of(out), "q, k and v are unchanged": unchanged}
+    if torch.is_tensor(out) and out.shape == given.shape[1:]:
+        flat = out.transpose(-3, -2).reshape(-1, 2, 3)
+        found |= {f"the output for {request.name}": flat[slots_of(batch, b)]
+                  for b, (request, _) in enumerate(batch.plan)}
+    for request, _ in batch.plan:
+        buffers = request.kv and (request.kv.k.get("a"), request.kv.v.get("a"))
+        found[f"the cache of {request.name}"] = buffers and [
+            "nothing is written" if each is None else each.tolist() for each in buffers]
+    return found
+
+
+def devices_of(make, *names):
+    """
+    Where the tensors are that a layout makes on the device "meta", which has no data: only their
+    creation is tried. An error that names meta tensors is excused, since other devices have data.
+    """
+    import torch
+    try:
+        batch = make(torch.device("meta"))
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        excused = "meta tensor", "meta device type", "register_meta", "no data"
+        if not any(words in str(error) for words in excused):
+            raise
+        return dict.fromkeys(names, "meta")
+    found = {}
+    for name in names:
+        value = getattr(batch, name, None)
+        parts = [each for each in (value if isinstance(value, tuple) else (value,))
+                 if torch.is_tensor(each)]
+        found[name] = " ".join(sorted({each.device.type for each in parts})) or "no tensor"
+    return found

@@ -1,0 +1,299 @@
+// The visitor's own requests: what stands in the address, the controls, and the stages' runs of
+// them, which schedule.js computes anew after each change. The one state is `state.own`:
+//
+//     {requests: [[prompt, answer, arrival in ms, 1 if it begins like the others], ...], knobs}
+//
+// In an address, "24-40_180-12-50" are two requests; what is 0 at the end, or default, is left out.
+
+const steps = (...parts) => parts.flatMap(
+  ([from, to, by]) => Array.from({length: (to - from) / by + 1}, (_, i) => from + i * by));
+const LENGTHS = steps([1, 32, 1], [36, 128, 4], [144, 512, 16], [576, 2048, 64]);
+const KNOBS = {   // title, values, default, what it means
+  max_batch: ["max_batch", steps([1, 16, 1], [20, 40, 4]), 8, "requests that run at once"],
+  token_budget: ["token budget", [8, 16, 32, 64, 128, 256, 512, 1024, 2048], 64,
+                 "tokens in a step, for the stages from chunked on"],
+  memory: ["memory", steps([32, 512, 32], [640, 2048, 128], [2560, 16384, 512]), 2048,
+           "tokens whose keys and values fit, for the stages from chunked on"],
+  page_size: ["page size", [1, 2, 4, 8, 16, 32, 64], 16, "tokens in a page of paged and prefix"],
+  max_new_tokens: ["max_new_tokens", [0, ...LENGTHS], 0,
+                   "the least that a request may ask for; its answer can be shorter"],
+  common: ["common beginning", [0, ...LENGTHS], 0, "tokens with which prompts marked ≡ begin"]};
+const PRESETS = {   // as in an address
+  "mixed": "own=24-40_60-24_12-60_120-30-40_36-16-80_200-24-120_16-48-160_48-32-200",
+  "a long prompt": "own=16-60_24-60_20-60_32-60_1024-20-100_20-30-150&token_budget=128",
+  "one system prompt": "own=220-30-0-1_232-24-0-1_212-36-40-1_240-20-80-1_224-28-120-1"
+    + "_60-30-160&common=192&memory=1024&run=prefix&beside=paged",
+  "little memory": "own=40-30_60-40_52-36_44-50_60-24_48-44_56-30_40-36&memory=512"
+    + "&max_new_tokens=128&run=paged&beside=ragged"};
+const MOST = 40;                         // requests
+
+// --- the state -----------------------------------------------------------------------------------
+
+const planned = new Map();               // stage -> its run of state.own
+const earlier = [];                      // for undo: states as JSON
+const rows = [], knobs = {};             // controls of each request; of each knob
+let mine = null, before = null;          // the last state that was shown; that before a drag
+let soon = null;                         // the next frame, if it shall redraw
+
+const isLength = (n, least, most) => Number.isInteger(n) && n >= least && n <= most;
+
+function setOwn(own) {
+  state.own = own;
+  mine = own ?? mine;
+  planned.clear();
+}
+
+function ownFrom(parts) {                // of an address; null if it has none that make sense
+  if (!parts.has("own")) return null;
+  const own = {requests: parts.get("own").split("_").slice(0, MOST).map(text => {
+    const [prompt, answer = 16, arrival = 0, shares = 0] = text.split("-").map(Number);
+    return [prompt, answer, arrival, shares ? 1 : 0];
+  }).filter(([prompt, answer, arrival]) => isLength(prompt, 1, 8192)
+            && isLength(answer, 1, 2048) && isLength(arrival, 0, 1e5))};
+  for (const [name, [, values, usual]] of Object.entries(KNOBS)) {
+    const value = Number(parts.get(name) ?? usual);
+    own[name] = isLength(value, values[0], values.at(-1)) ? value : usual;
+  }
+  return own.requests.length ? own : null;
+}
+
+function ownParts() {                    // for an address
+  const {requests, ...others} = state.own;
+  const list = requests.map(request => request.join("-").replace(/(-0)+$/, "")).join("_");
+  return {own: list, ...Object.fromEntries(
+    Object.entries(others).filter(([name, value]) => value !== KNOBS[name][2]))};
+}
+
+function openOwn(own = mine) {           // a state, or what an address says; else the first preset
+  const parts = new URLSearchParams(typeof own === "string" ? own : Object.values(PRESETS)[0]);
+  const runs = {run: parts.get("run") ?? "paged", beside: parts.get("beside") ?? ""};
+  if (state.own) keep(JSON.stringify(state.own)); else leave();
+  setOwn(own?.requests ? own : ownFrom(parts));
+  Object.assign(state, typeof own === "string" || !LADDER[state.run] ? runs : {},
+                {clock: "ms", slot: null, tab: 0});
+  if (!LADDER[state.beside]) state.beside = "";
+  setTicks(0);
+  build();
+}
+
+function ownOf(run) {                    // a recorded run's lengths; arrivals on the GPU's clock
+  const {max_batch = 8, token_budget = 64, page_size = 16} = run.knobs, {requests} = run;
+  const load = requests.map(({prompt, generated, arrival}) => (
+    {prompt: prompt.length, answer: Math.max(generated.length, 1), arrival}));
+  const when = computed("ragged", load, {max_batch, token_budget}).requests;
+  const prompts = requests.map(({prompt}) => prompt), shared = prompts.map(
+    prompt => largest(prompts.map(other => other === prompt ? 0 : alike(prompt, other))));
+  const common = largest(shared);
+  const room = run.pool ? run.pool.pages * page_size : run.knobs.max_kv_tokens;
+  return {...ownFrom(new URLSearchParams("own=1")), max_batch, token_budget, page_size,
+          ...room ? {memory: room} : {}, common: common > page_size ? common : 0,
+          requests: load.slice(0, MOST).map(({prompt, answer}, r) => [
+            prompt, answer, Math.round(when[r].arrived),
+            common > page_size && shared[r] === common ? 1 : 0])};
+}
+
+function ownRun(stage, keep = true) {
+  if (!planned.has(stage)) {
+    const {requests, memory, max_new_tokens, common, ...limits} = state.own;
+    const load = requests.map(([prompt, answer, arrival, shares]) => ({
+      prompt, answer, arrival, limit: Math.max(answer, max_new_tokens),
+      shared: shares ? Math.min(prompt, common) : 0}));
+    const pages = Math.floor(memory / limits.page_size);
+    const run = computed(
+      stage, load, {...limits, in_ms: true, max_kv_tokens: memory, pages}, keep);
+    if (!keep) return run;
+    planned.set(stage, run);
+  }
+  return planned.get(stage);
+}
+
+// --- changes -------------------------------------------------------------------------------------
+
+const keep = was => { if (was !== JSON.stringify(state.own)) earlier.push(was); };
+
+function edit(what, settled = true) {    // not settled: more will come from the same drag
+  before ??= JSON.stringify(state.own);
+  what(state.own);
+  soon ??= requestAnimationFrame(redraw);
+  if (settled) settle();
+}
+
+function settle() {
+  if (before !== null) keep(before);
+  before = state.held = null;
+  soon ??= requestAnimationFrame(redraw);
+}
+
+function redraw() {                      // at most once in a frame
+  soon = null;
+  if (!state.own) return;
+  planned.clear();
+  setTicks(state.value);
+  build();
+}
+
+function undo() {
+  if (!earlier.length) return;
+  setOwn(JSON.parse(earlier.pop()));
+  redraw();
+}
+
+// --- controls ------------------------------------------------------------------------------------
+
+// A native range input: its positions are indices of a table of values, its face is a bar.
+function bar(name, kind, values, set) {
+  const input = element("input", {type: "range", min: 0, max: values.length - 1, ariaLabel: name});
+  const output = element("output");
+  input.oninput = () => edit(() => set(values[input.value]), false);
+  input.onchange = settle;
+  return {input, node: element("label", {className: "length " + kind}, input, output), show(value) {
+    input.value = Math.max(0, atMost(values, value) - 1);
+    input.ariaValueText = output.textContent = value ? number(value) : "–";
+    input.style.setProperty("--share", input.value / (values.length - 1));
+  }};
+}
+
+function row(r) {                        // a request's controls; r: its number
+  const name = nameOf(r), set = (i, value) => { state.own.requests[r][i] = value; };
+  const prompt = bar(`${name}: prompt`, "prefill", LENGTHS, n => set(0, n));
+  const answer = bar(`${name}: answer`, "decode", LENGTHS, n => set(1, n));
+  const shares = element("button", {
+    title: "begins with the common beginning", ariaLabel: `${name}: begins like the others`,
+    onclick: () => edit(own => {
+      own.requests[r][3] ^= 1;
+      own.common ||= 64;
+    })}, "≡");
+  const out = element("button", {ariaLabel: `remove ${name}`, title: `remove ${name}`,
+                                 onclick: () => edit(own => own.requests.splice(r, 1))}, "×");
+  const input = element("input", {type: "range", min: 0, ariaLabel: `${name}: arrival, ms`});
+  input.oninput = () => {
+    state.held ??= views[0].end;         // while it is dragged, the axis stays
+    edit(() => set(2, Number(input.value)), false);
+  };
+  input.onchange = settle;
+  const output = element("output");
+  const arrival = element("label", {className: "arrival"}, input, output);
+  const node = element("div", {className: "row", ariaLabel: `request ${name}`}, bold(name),
+                       prompt.node, answer.node, shares, out, arrival);
+  node.setAttribute("role", "group");
+  return {node, show([tokens, longest, at, common], end) {
+    prompt.show(tokens);
+    answer.show(longest);
+    input.max = Math.max(end, at);
+    input.value = at;
+    input.ariaValueText = output.textContent = `${number(at)} ms`;
+    input.disabled = state.clock === "step";
+    shares.ariaPressed = String(Boolean(common));
+    out.disabled = state.own.requests.length === 1;
+  }};
+}
+
+function beginOwn() {
+  const preset = name => element("button", {onclick: () => openOwn(PRESETS[name])}, name);
+  const box = element("textarea", {rows: 5, ariaLabel: "requests", placeholder: [
+    "500 60", "40 120 25", '{"prompt": 300, "answer": 80}', "or a text"].join("\n")});
+  const said = element("span", {className: "soft", role: "status"});
+  const paste = element("details", {className: "paste"}, element("summary", {}, "paste requests"),
+    soft("A line for each request: “prompt answer arrival”, in tokens and ms, a line of a .jsonl "
+         + "file, or a text. Four characters of a text count as a token."), box,
+    element("button", {onclick: () => {
+      try {
+        const {requests, common} = parsed(box.value);
+        edit(own => Object.assign(own, {requests, common: common || own.common}));
+        said.textContent = plural(requests.length, "request");
+      } catch (error) {
+        said.textContent = error.message;
+      }
+    }}, "use these"), said);
+  const copy = element("button", {id: "copy", onclick: async () => {
+    const link = location.href.split("#")[0] + address();
+    await navigator.clipboard?.writeText(link).catch(() => {});
+    copy.textContent = "copied";
+    setTimeout(() => { copy.textContent = "copy link"; }, 1500);
+  }}, "copy link");
+  $("presets").append("Begin with: ", ...Object.keys(PRESETS).map(preset),
+                      element("button", {id: "undo", onclick: undo}, "undo"), copy, paste);
+  for (const [name, [title, values, , meaning]] of Object.entries(KNOBS)) {
+    const knob = bar(`${title}: ${meaning}`, "knob", values, n => { state.own[name] = n; });
+    knob.node.prepend(element("span", {title: meaning}, title));
+    knobs[name] = knob;
+    $("knobs").append(knob.node);
+  }
+  $("more").onclick = () => edit(({requests}) => requests.push([...requests.at(-1)]));
+}
+
+function alike(a, b) {                   // how many tokens or letters they have in common at first
+  const end = Math.min(a.length, b.length);
+  for (let i = 0; i < end; i++) if (a[i] !== b[i]) return i;
+  return end;
+}
+
+// Requests in a text. Error with a line that says what is wrong.
+function parsed(text) {
+  const lines = text.split("\n").map(line => line.trim()).filter(Boolean);
+  if (!lines.length || lines.length > MOST) throw Error(`1 to ${MOST} requests, please`);
+  const entries = lines.map((line, i) => {
+    if (/^[\d\s,;.]+$/.test(line)) {
+      const [prompt, answer, arrival, shared] = line.split(/[\s,;]+/).map(Number);
+      return {prompt, answer, arrival, shared};
+    }
+    if (!line.startsWith("{")) return {prompt: line};
+    try {
+      return JSON.parse(line);
+    } catch {
+      throw Error(`line ${i + 1} is not JSON`);
+    }
+  });
+  const texts = entries.map(({prompt}) => typeof prompt === "string" ? prompt : "");
+  const shared = entries.map((entry, i) => entry.shared ?? Math.floor(largest(
+    texts.map((text, k) => k === i ? 0 : alike(texts[i], text))) / 4));
+  const requests = entries.map(({prompt, answer, max_new_tokens, arrival = 0}, i) => {
+    const one = [texts[i] ? Math.ceil(prompt.length / 4) : prompt, answer ?? max_new_tokens ?? 64,
+                 Math.round(arrival), shared[i] >= 16 ? 1 : 0];
+    if (isLength(one[0], 1, 8192) && isLength(one[1], 1, 2048) && isLength(one[2], 0, 1e5)) {
+      return one;
+    }
+    throw Error(`line ${i + 1}: 1 to 8,192 tokens of prompt, 1 to 2,048 of answer, then ms`);
+  });
+  const sharing = shared.filter(n => n >= 16);
+  return {requests, common: sharing.length ? Math.min(...sharing) : 0};
+}
+
+// --- drawing -------------------------------------------------------------------------------------
+
+function drawOwn(view) {                 // the controls show the state
+  const {requests} = state.own, phone = innerWidth <= 760;
+  while (rows.length < requests.length) rows.push(row(rows.length));
+  const nodes = rows.slice(0, requests.length).map(({node}) => node);
+  if ($("rows").childElementCount !== nodes.length) $("rows").replaceChildren(...nodes);
+  view.high = phone ? Math.max(4, Math.min(14, Math.floor(130 / requests.length))) : 30;
+  $("own").style.setProperty("--wide", $("lines").clientWidth - 2 + "px");
+  $("title").textContent = `${view.run.name}, ${DATA.clock}`;
+  const end = state.held ?? largest(shown().map(endOf));
+  requests.forEach((request, r) => rows[r].show(request, end));
+  for (const name of Object.keys(KNOBS)) knobs[name].show(state.own[name]);
+  $("undo").disabled = !earlier.length;
+  $("more").disabled = requests.length === MOST;
+}
+
+function ownScoreboard() {
+  const scores = Object.fromEntries(Object.keys(LADDER).map(
+    stage => [stage, figuresOf(ownRun(stage, false))]));
+  const marks = {[state.beside]: "beside it", [state.run]: "shown"};
+  return scoreboard(scores, run => {
+    change({run});
+    $("views").querySelector(".scores [aria-pressed=true]").focus();   // as it was
+  }, marks);
+}
+
+function sayOwn(view) {                  // the plan, and what waits for what
+  const {run, now} = view, {waiting, waits_for, reserved} = run.passes, {pass, passes} = now;
+  const names = (waiting?.[pass] ?? []).map(r => run.requests[r].name);
+  const free = waits_for?.[pass] !== "memory" ? "" : run.pool
+    ? `; ${plural(run.pool.pages - reserved[pass] / run.pool.page_size, "page")} free`
+    : `; ${plural(run.knobs.max_kv_tokens - reserved[pass], "token")} free`;
+  const wait = passes.length && names.length
+    ? ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waits_for[pass]}${free}.` : "";
+  const text = `Step ${now.step}: ${sayPlan(view, partsNow(view))}${wait}`;
+  if ($("said").textContent !== text) $("said").textContent = text;
+}

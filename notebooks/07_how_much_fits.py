@@ -1,0 +1,155 @@
+# %% [markdown]
+# # 7. How much fits
+#
+# A batch makes tokens cheaper (notebook 6), and memory limits the batch. So how many requests fit
+# into a GPU? Afterwards you can
+#
+# - say how much room a model leaves for keys and values, and what a token of it costs;
+# - say what pages, grouped heads and common prefixes are worth, in requests;
+# - say what changes if the model itself is spread over several GPUs, and what does not.
+#
+# Three models, in fp16, two bytes a number. Llama 3.1 8B and Qwen2 7B share each head of keys and
+# values among several query heads: *grouped-query attention*, GQA.
+
+# %%
+from lesson import ask, folded, model, source
+from exercises import exercise, solution
+from copy import deepcopy
+import math
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from beyond.tensor_parallel import all_reduces, column_parallel, shard
+
+GiB = 2 ** 30
+MODELS = {   # parameters, layers, heads of keys and values, their size; the query heads
+    "Llama 2 7B": (6.74e9, 32, 32, 128, 32),
+    "Llama 3.1 8B": (8.03e9, 32, 8, 128, 32),
+    "Qwen2 7B": (7.62e9, 28, 4, 128, 28)}
+for name, (parameters, layers, kv_heads, size, query_heads) in MODELS.items():
+    print(f"{name:13} weights {2 * parameters / 1e9:4.1f} GB, {layers} layers, {query_heads} query "
+          f"heads, {kv_heads:2} heads of keys and values, of {size} features")
+
+# %% [markdown]
+# ## What a token costs
+#
+# Keys and values, in each layer, for each head of them, 2 bytes a number: 2 · layers · heads · size
+# · 2 bytes. For Llama 2 7B that is 512 KiB (notebook 1).
+
+# %%
+ask("7.1: How many KiB (of 1,024 bytes) does a token of Llama 3.1 8B cost?", guess=...)
+
+# %% [markdown]
+# ## What is left for them
+#
+# An engine uses about 0.9 of a GPU's memory: the rest is for the driver, and for what is not
+# foreseen. From that it takes the weights, and half a GB for the intermediate results of a pass. An
+# A100 has 40 or 80 GiB, which data sheets call GB.
+
+# %%
+ask("7.2: How many tokens of Llama 2 7B fit into an A100 of 40 GiB, beside the weights?",
+    guess=...)
+
+# %%
+with folded():
+    for memory in 40, 80:
+        for name, (parameters, layers, kv_heads, size, _) in MODELS.items():
+            room = 0.9 * memory * GiB - 2 * parameters - 0.5e9
+            print(f"{memory} GiB, {name:13} {room / 1e9:4.1f} GB left: room for "
+                  f"{room // (4 * layers * kv_heads * size):10,.0f} tokens")
+
+# %% [markdown]
+# Twice the memory is more than twice the room, because the weights are stored once.
+#
+# ## How many requests?
+#
+# Let a request have a prompt of 700 tokens and an answer of 300, which may be as long as 3,300. A
+# request that *reserves* holds 700 + 3,300 - 1 tokens for it from the beginning. With *pages* it
+# holds what it has, at the end 1,000 tokens, and less before (notebook 5).
+
+# %%
+ask("7.3: A100 of 40 GiB, Llama 2 7B. How many requests run at once if each reserves 3,999 tokens?",
+    guess=...)
+
+# %%
+ask("7.4: And how many with pages of 16 tokens, if each holds 1,000?", guess=...)
+
+# %% [markdown]
+# ### Your turn
+#
+# Write it down for any model. The first `shared` tokens of all prompts may be the same, such as a
+# system prompt. With a prefix cache their *full* pages are kept once.
+
+# %% tags=["exercise"]
+@exercise
+def requests_that_fit(memory, parameters, layers, kv_heads, head_size, tokens, shared):
+    """How many requests of so many tokens fit into so many bytes, in fp16, in pages of 16."""
+    ...
+
+# %%
+fit = solution("requests_that_fit")
+with folded():
+    print(" " * 30 + "reserving 3,999   1,000 in pages   500 of them shared")
+    for memory in 40, 80:
+        for name, (*shape, _) in MODELS.items():
+            numbers = [fit(memory * GiB, *shape, *how)
+                       for how in ((3999, 0), (1000, 0), (1000, 500))]
+            print(f"A100, {memory} GiB, {name:13}" + "".join(f"{n:17,}" for n in numbers))
+
+# %% [markdown]
+# Pages are worth a factor of four here, shared prefixes almost two, and GQA four to nine: a model's
+# heads decide more than the engine does. (The batch also limits itself: from some size on a step is
+# limited by arithmetic, notebook 6, and more requests only make it longer.)
+#
+# **Turn this knob.** Give `fit` pages half used on average: requests that hold 500 tokens, since
+# most are in the middle of their answer. How many of Llama 2 7B fit into 40 GiB then? And why would
+# an engine that admits so many have to preempt?
+# <details><summary>Answer</summary>
+#
+# 91 instead of 46. They all go on growing: if none ends soon, the pages run out, and the last ones
+# are preempted and computed again. An average is what fits on average.</details>
+#
+# ## More than one device
+#
+# If the weights do not fit, every weight matrix can be split over several devices, *ranks*. The
+# first layer of each pair is split by its outputs, the second by its inputs: there each rank has
+# only a part of every sum, and an *all-reduce* adds the parts up. Heads are split too, so each rank
+# keeps the keys and values of its own.
+
+# %%
+source(column_parallel)
+
+# %% [markdown]
+# Here is the share of rank 0 of 2. The other rank is not there: torch's *fake* group sends nothing,
+# but counting needs no more. (`torchrun --nproc_per_node 2 -m beyond.tensor_parallel` runs both.)
+
+# %%
+if not dist.is_initialized():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+half = shard(deepcopy(model))
+ask("7.5: Our model has 4 layers. How many all-reduces does a forward pass make on 2 ranks, "
+    "for 10 tokens of 1 request and for 5,120 tokens of 50 requests? (two numbers: [.., ..])",
+    guess=...)
+
+# %%
+with folded():
+    for tokens, n in (10, 1), (10, 5), (5120, 50):
+        print(f"tokens: {tokens:5,}  requests: {n:2}  all-reduces: {all_reduces(half, tokens, n)}")
+
+# %% [markdown]
+# So schedulers and layouts stay as they are; only the weights are split.
+#
+# ## A question
+#
+# Two GPUs of 40 GiB. Llama 2 7B split over both, or a whole copy on each: which of the two
+# has room for more requests?
+# <details><summary>Answer</summary>
+#
+# Split: the weights are stored once, not twice, so 13.5 GB more are left for keys and values. But
+# every pass waits for all-reduces, twice a layer. Copies need no communication at all; if the link
+# is slow, they win.</details>
+#
+# **Claims** ([docs/sources.md](../docs/sources.md)): H5 (the size of a cache) holds. *Wrong as
+# published:* R5, two all-reduces per block, not 16.
+#
+# **Next:** in [08_your_engine](08_your_engine.ipynb) you build an engine.

@@ -1,0 +1,244 @@
+# %% [markdown]
+# # 8. Your engine
+#
+# Now you build one: a scheduler, a layout, memory in pages, and a prefix cache. Four steps of 10 to
+# 30 lines each, about two hours in all. After each step a judge runs your functions and says in a
+# sentence what is wrong, if anything is; you may try as often as you like. At the end your engine
+# serves twelve prompts, beside ours. Afterwards you can
+#
+# - write the parts of a continuous batching engine from an empty cell;
+# - say where a wrong engine still gives right tokens, and what it wastes.
+
+# %%
+from lesson import source
+from capstone import Memory, judge, race, serve
+import torch
+from model import head
+
+# %% [markdown]
+# The judge is made of tests. It mixes long and short prompts, greedy and sampled, so that few bugs
+# hide. It compares logits and tokens with each request alone, measures what every token sees, and
+# counts passes, slots, pages and operations: an engine that serves one request at a time gives the
+# right tokens, too.
+#
+# ## The loop
+#
+# This is all that is given. Everything called `yours.` is for you to write, step by step. Until
+# step 3 there is no `memory`: each request has a KV cache of its own.
+
+# %%
+source(serve)
+
+# %% [markdown]
+# What a request offers:
+#
+# | | |
+# |---|---|
+# | `request.tokens` | prompt and generated tokens, a list |
+# | `request.computed` | how many of them are computed: their keys are in the cache |
+# | `request.todo` | how many are not; 1 in a decode |
+# | `request.arrival` | the step in which it arrives |
+# | `request.append(token)` | adds a generated token; afterwards `request.finished` may be True |
+# | `request.kv.write(layer, start, k, v)` | stores `(heads, n, features)` from a position on |
+# | `request.kv.read(layer, end)` | returns keys and values `(heads, end, features)` |
+# | `request.block_table` | from step 3 on: its pages, a list of numbers |
+#
+# ## Step 1: which request computes how much?
+#
+# `waiting` is a deque of requests, the next one on the left; `running` is a list. Both are in order
+# of arrival. `admit` moves requests from one to the other, and `share_budget` makes the plan.
+#
+# Admit the first of the queue as long as it has arrived, fewer than `max_batch` run, those that run
+# have less to do than the budget, and `grant(request)` returns True. It gives the request memory,
+# so ask it last, and admit a request that has got some. None overtakes the first in the queue.
+#
+# With a budget of 8, A and B decoding, and a prompt of 12 tokens, C: the plan is `[(A, 1), (B, 1),
+# (C, 6)]`. A request that gets nothing is not in it.
+
+# %% tags=["exercise"]
+def admit(waiting, running, step, max_batch, token_budget, grant):
+    """Moves requests that may start from `waiting` to `running`; returns nothing."""
+    ...
+
+def share_budget(running, token_budget):
+    """Returns the plan, [(request, n), ...]: each decode its token, then chunks, in order."""
+    ...
+
+judge(1, admit, share_budget)
+
+# %% [markdown]
+# <details><summary>A hint</summary>
+#
+# Admission: a `while` with four conditions, and a `break` or a last condition for `grant`. The sum
+# of `todo` over `running` grows with each request that you admit. Plan: two loops over `running`,
+# one for `todo == 1`, one for the others, and what is left of the budget between them.</details>
+#
+# ## Step 2: one stream
+#
+# A plan becomes a stream `(N,)`: the tokens of its requests one after another, those from
+# `computed` on. `cu_seqlens` says where each begins, and ends with N. `due` lists which entries of
+# the plan get a next token: those whose `n` is all that they have to do. For a decode of A at
+# position 3, and 3 of 5 prompt tokens of B after 2: positions `[3, 2, 3, 4]`, cu_seqlens `[0, 1,
+# 4]`, due `[0]`.
+#
+# `attend` is called once in each layer, with queries, keys and values `(heads, N, features)` of the
+# stream. Store the new keys and values, and let each request's queries see that request's cache.
+# `head(q, k, v)` computes attention; if k is longer than q, the queries belong to the last keys.
+#
+# After the pass: count what was computed, hand out the tokens (one for each entry of `due`), and
+# take finished requests out of `running`.
+
+# %% tags=["exercise"]
+def lay_out(plan):
+    """Returns four lists: tokens, positions, cu_seqlens, due."""
+    ...
+
+def attend(plan, cu_seqlens, layer, q, k, v):
+    """Returns the output (heads, N, features), in the order of the stream."""
+    ...
+
+def after_pass(plan, due, tokens, running):
+    """Returns the requests that have finished, a list. They are no longer in `running`."""
+    ...
+
+judge(2, lay_out, attend, after_pass)
+
+# %% [markdown]
+# <details><summary>A hint</summary>
+#
+# Notebook 4 has the loop. During a pass `request.computed` is still what it was before: a request's
+# new keys start there, and its cache ends at `request.computed + n`. `torch.cat(..., dim=1)` joins
+# the parts. In `after_pass`, first add n to `computed` for every entry of the plan.</details>
+#
+# Your engine serves. It reserves memory for the longest answer, as *ragged* does.
+#
+# ## Step 3: pages
+#
+# `memory` is a pool of pages:
+
+# %%
+source(Memory)
+
+# %% [markdown]
+# - `slots` translates positions into slots of the pool; page p has the slots from `p * memory.size`
+#   on. `[3, 0, 5]` with 4 tokens to a page: position 10 is in slot 22.
+# - `grant` gives a request that is admitted pages for all tokens it has. If there are too few free
+#   pages it returns False, and takes none.
+# - `grow` is called before each step: each request that runs needs room for all its tokens, so for
+#   the newest one, too. When no page is free, the *last* request in `running` is preempted, perhaps
+#   the one that needs the page: it gives back its pages and goes to the front of `waiting`; its
+#   `computed` becomes 0, and its tokens stay.
+# - `free` puts a request's pages back, at the end of `memory.free`; its `block_table` becomes None.
+
+# %% tags=["exercise"]
+def slots(memory, request, start, end):
+    """Returns the slots of positions start to end - 1, a list."""
+    ...
+
+def grant(memory, request):
+    """Sets request.block_table, and returns True; or False."""
+    ...
+
+def grow(memory, running, waiting):
+    """Gives each request in `running` the pages that its tokens need; returns nothing."""
+    ...
+
+def free(memory, request):
+    """Puts its pages back; returns nothing."""
+    ...
+
+judge(3, slots, grant, grow, free)
+
+# %% [markdown]
+# <details><summary>A hint</summary>
+#
+# `-(-a // b)` rounds up. In `grow`, go over a copy of `running`, since preemption changes it; while
+# a request is still running and has fewer pages than it needs, take a page, or preempt
+# `running.pop()`. It may be the request itself.</details>
+#
+# ## Step 4: prefixes
+#
+# New versions of `grant` and `free`, and one new function; `slots` and `grow` stay.
+#
+# - `keep` is called after each pass, before `after_pass`: the plan's tokens are computed now, and
+#   `request.computed` is still as it was before. Every page that they have filled goes into
+#   `memory.cached`, under a key of your choice, unless that key is there already.
+# - `grant` first looks for the request's full pages from the beginning on, until one is not found.
+#   The last token is always computed, so its page is never taken from the cache. Found pages go
+#   into the table: their `ref_count` grows by 1, and those that were free leave `memory.free`. The
+#   other pages come from `memory.take()`, and `computed` says how many tokens were found. If there
+#   are not enough free pages, it returns False and changes nothing; a found page that is free
+#   cannot be taken for anything else.
+# - `free` counts down, the last page first; a page whose `ref_count` is 0 goes to the end of
+#   `memory.free`. It stays in `cached` until it is taken.
+#
+# What must a key say, so that a page is never found after the wrong beginning? (Notebook 5.) It can
+# be anything that a dict accepts, also a long tuple.
+
+# %% tags=["exercise"]
+def grant(memory, request):
+    """As before; but pages that are found need not be computed."""
+    ...
+
+def keep(memory, plan):
+    """From now on the pages that this pass has filled can be found; returns nothing."""
+    ...
+
+def free(memory, request):
+    """As before; but a page may be in another block table."""
+    ...
+
+judge(4, grant, keep, free)
+
+# %% [markdown]
+# <details><summary>A hint</summary>
+#
+# Key of page i: `tuple(request.tokens[:(i + 1) * memory.size])`, all tokens up to its end. (Engines
+# hash them.) A pass that computes tokens `c` to `c + n - 1` has filled the pages in
+# `range(c // size, (c + n) // size)`. In `grant`, page i may be found only if `(i + 1) * size` is
+# less than the number of tokens.</details>
+#
+# ## The race
+#
+# Twelve prompts behind a common beginning of 96 tokens, 64 tokens a step, and a pool of 40 pages:
+# too few, so both engines preempt. *Worst gap* is the longest wait between two tokens of a request.
+
+# %%
+race()
+
+# %% [markdown]
+# If your line equals ours, you have written nanoBatch's last stage, which is the loop of vLLM, but
+# for its speed. **Turn this knob:** `race(pages=64)`, and `race(token_budget=16)`. Predict first:
+# which columns change?
+# <details><summary>Answer</summary>
+#
+# With 64 pages no request is preempted: 1,079 tokens are computed instead of 1,250, in 73 passes
+# instead of 98, and no request waits longer than a step. With 16 tokens a step, prompts take more
+# passes; the tokens that a request gets stay the same.</details>
+#
+# ## Where to go from here
+#
+# - [The course kit](../assignments/README.md) asks for many of these functions with more rules and
+#   more tests. Its sets on the scheduler, on streams and on pages are the steps above, in full; its
+#   sets on the fused rectangle, on auditing a pool and on guessing tokens are new.
+# - [`beyond/`](../beyond) goes on where the stages end: `speculative.py` (a request guesses its
+#   next tokens, and a pass checks them), `ahead.py` (a step is planned while the last one is
+#   computed), `in_batch.py`, `fairness.py`, `tensor_parallel.py`.
+# - [docs/next.md](../docs/next.md) says what vLLM has besides, and under which name. Pages are
+#   *blocks* there, `token_budget` is `max_num_batched_tokens`, `max_batch` is `max_num_seqs`. Its
+#   scheduler has no rule "decodes first": running requests take from the budget in their order,
+#   then waiting ones; a running request is a decode in most steps, so the effect is the same.
+#
+# ## Two questions
+#
+# **1.** Your engine's user closes the window while request B runs. What has to happen, and when?
+# <details><summary>Answer</summary>
+#
+# Between two steps: B leaves the list of running requests and gives back its cache or its pages.
+# Not during a step, whose plan still names it.</details>
+#
+# **2.** Two requests with the same prompt arrive in the same step. What does your prefix cache do?
+# <details><summary>Answer</summary>
+#
+# Nothing: when the second one is admitted, no page of the first has been computed. Both compute
+# everything. `beyond/in_batch.py` lets the second wait for the first.</details>

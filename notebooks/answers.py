@@ -1,0 +1,192 @@
+"""
+The reader of answers: what a person has typed, as a value. A question says which kind it wants:
+
+    number   13    thirteen    8 + 5 = 13    13 of 30    70x70    70²    1/2    68,7    64 GiB
+    names    A and C    AC    all but B    only A passes    B and D fail    none    from 3 on
+    series   [3, 6, 3]    3, then 6, then 3    step 0: 3, step 1: 6, step 2: 3
+    truth    yes    No, longer    not shorter
+
+Every word must be understood: "not 13" and "13 or 14" are Unreadable, not 13.
+"""
+import ast
+import math
+import operator
+import re
+import tomllib
+import unicodedata
+from contextlib import suppress
+from pathlib import Path
+
+QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
+TALK = QUESTIONS.pop("talk")   # the words
+ONES, TENS, UNITS = (TALK[name].split() for name in ("ones", "tens", "units"))
+UNIT_OF = {form: unit for unit in [*UNITS, *TALK["sizes"][0], *TALK["sizes"][1]]
+           for form in (unit, unit + "s", unit + "es", unit[:-1] + "ies")}
+VALUES = dict(zip([None, *ONES, *TENS], [0, *range(20), *range(20, 100, 10)]))
+SPELLED = rf"\b(?:({'|'.join(TENS)})[ -]?)?({'|'.join(ONES)})\b|\b({'|'.join(TENS)})\b"
+FILLERS = dict.fromkeys(TALK["fillers"].split(), "")
+CLASSES = {word: kind for kind, words in TALK["classes"].items() for word in words.split()}
+NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+"
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: pow,
+              ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+              ast.USub: operator.neg, ast.UAdd: operator.pos}
+# A claim, in classes of words: Element, aLl, None, Rest, But, X not, V it is so, W it is not
+CLAIM = re.compile(r"(?P<verb>[vw]|X?(?:V+|W+))?(?P<no>X?)(?P<base>[LNR]?)(?P<names>E*)B?"
+                   r"(?P<out>E*)(?P<after>X?(?:V+|W+)|X(?![LNRE]))?")   # v, w: "pass: A, B"
+
+
+class Unreadable(ValueError):
+    """It costs no attempt. The message says what to write."""
+
+
+def readings(guess, it):
+    """[value, ...]: what a guess may mean. A string among them is never right, and says why."""
+    reader = {bool: truth, str: names, list: series if it.get("ordered") else names}.get(
+        type(it["answer"]), number)
+    try:
+        return reader(plain(guess), it)
+    except Exception:   # whatever it is, it is no answer
+        form = TALK["forms"][reader.__name__].format(*it.get("of", ""))
+        raise Unreadable(f"I cannot read {str(guess)[:60]!r} as an answer. Write {form}.") from None
+
+
+def plain(guess):
+    """A guess as text: small letters, plain signs, digits for numbers in words."""
+    guess = guess.tolist() if hasattr(guess, "tolist") else guess
+    if isinstance(guess, dict):   # {"A": True, "B": False}, or {step: number}
+        guess = [key if of is True else of for key, of in guess.items() if of is not False]
+    if isinstance(guess, (list, tuple, set, frozenset, range)):
+        return ", ".join(map(plain, guess)) or "none"
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", r"**\g<0>", str(guess)[:200])
+    text = unicodedata.normalize("NFKC", text).lower()
+    text = re.sub(SPELLED, lambda found: str(sum(map(VALUES.get, found.groups()))), text)
+    for word, times in ("hundred", 100), ("thousand", 1000):   # two hundred and five, 50 thousand
+        text = re.sub(rf"\b(\d[\d.]*) {word}\b(?: (?:and )?(\d+)\b)?", lambda found: "%.0f" % (
+            float(found[1]) * times + float(found[2] or 0)), text)
+    for old, new in TALK["plain"]:
+        text = re.sub(old, new, text)
+    return text.strip()
+
+
+def number(text, it):
+    """In the question's unit, in each reading: "4,900" and "4.900" have two."""
+    found = []
+    for mark in ",_' ", ".":   # between thousands
+        way = re.sub(rf"(?<=\d)[{mark}](?=\d{{3}}(?!\d))", "", text)
+        parts = re.split("[=:;]|->", re.sub(r"(?<=\d),(?=\d)", ".", way))
+        with suppress(KeyError, SyntaxError):   # it cannot be read in this way
+            sides = [side for part in parts if (side := calculated(part, it)) is not None]
+            if all(each == sides[0] or math.isclose(each, sides[0], rel_tol=0.05)
+                   for each in sides):   # of 3 x 15 = 45
+                found += sides[-1:]
+    return found or 1 / 0
+
+
+def calculated(text, it):
+    """The value of an expression, a sentence if its unit is wrong, None if it has no number."""
+    code, units, loose = "", [], False
+    more = dict.fromkeys(it.get("fillers", "").split(), "")
+    for digits, word in re.findall(rf"({NUMBER})|([a-z]+(?:-reduces?)?|\*\*|//|\S)", text):
+        if (unit := UNIT_OF.get(word)) and word not in TALK["signs"]:
+            code = code.removesuffix("/")   # GB/s
+            units += [] if loose else [unit]
+        else:
+            code += f" {float(digits)} " if digits else (FILLERS | more | TALK["signs"])[word]
+        loose |= code != "" and word in ("of", "for", "in")   # slots of finished rows
+    if not code:
+        return None
+    value = folded(ast.parse(code.strip(), mode="eval").body)
+    if not 0 <= value < math.inf:   # a difference below 0 is a range
+        raise KeyError
+    wanted, product = it.get("unit", "number").split(), re.search(r"\*|\b(x|times|by)\b", text)
+    sizes = next((each for each in TALK["sizes"] if wanted[0] in each), {})
+    units = units or ["b"] * (sizes != {} and value > 1e6)   # 68,719,476,736: nobody means GB
+    for i, unit in enumerate(units):
+        if unit not in [*sizes, *wanted, *it.get("per", "").split()[:i]] and not product:
+            return f"The question does not ask for {unit}s."
+    return value * next((sizes[unit] / sizes[wanted[0]] for unit in units if unit in sizes), 1)
+
+
+def folded(node):
+    """The value of arithmetic with numbers, and of nothing else."""
+    if isinstance(node, ast.Constant):
+        return float(node.value)
+    parts = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+    return OPERATIONS[type(node.op)](*map(folded, parts))
+
+
+def names(text, it):
+    """{names}: what all claims say together. "A passes, B fails" are two claims."""
+    order = [str(each).lower() for each in it["of"]]
+
+    def span(found):   # from 3 on
+        at = {group: order.index(name) for group, name in found.groupdict().items() if name}
+        end = at.get("high", at.get("below", len(order)) - 1) + 1
+        return " ".join(order[at.get("low", at.get("after", -1) + 1):end])
+    text = re.sub(r"\b(?:first|last)(?: (\d+))?\b", lambda found: " ".join(
+        order[:int(found[1] or 1)] if found[0][0] == "f" else order[-int(found[1] or 1):]), text)
+    for pattern in TALK["spans"]:
+        text = re.sub(pattern.replace("NAME", rf"\b(?:{'|'.join(order)})\b"), span, text)
+    text = text.replace(" = ", " ")   # the last (6)
+    for word, asked in zip(("yes", "no"), TALK["asks"][it["asks"]]):   # A yes, B no
+        text = re.sub(rf"\b{word}\b(?= *(?:[,;.]|$))", asked.split()[0], text)
+    kinds = FILLERS | CLASSES | dict.fromkeys(order, "E")
+    for words, kind in zip(TALK["asks"][it["asks"]], "VW"):
+        kinds |= dict.fromkeys(words.split(), kind)
+    classes, said = "", []
+    for word, colon in re.findall(r"(\d+|[a-z]+|[^\w\s,;.:&/+!?()'-])(?: *(:))?", text):
+        for each in [word] if word in kinds or not {*word} <= {*order} else word:   # AC
+            unknown = "E" if each.isdigit() and order[0].isdigit() else ""
+            known = each in kinds or not each.isdigit() and each not in UNIT_OF
+            kind = kinds[each] if known else unknown
+            classes += kind.lower() if colon and kind in "VW" else kind
+            said += [each] * len(kind)
+    return [claimed({*order}, classes, said)]
+
+
+def claimed(every, classes, said):
+    """The names that are so. Where claims say only which are not, those are the others."""
+    is_so, is_not, some, last = set(), set(), False, False
+    for claim in sorted(CLAIM.finditer(classes), key=lambda claim: claim["base"] == "R"):
+        inner, out = ({*said[slice(*claim.span(group))]} for group in ("names", "out"))
+        verbs = "".join(filter(None, claim.group("verb", "no", "after"))).lower()
+        no = (verbs.count("x") + ("w" in verbs)) % 2
+        if claim["base"]:
+            inner = {"L": every - out, "N": out, "R": every - is_so - is_not}[claim["base"]]
+        elif not inner and claim["after"]:   # A passes, but B fails
+            inner = out
+        some |= bool(inner or claim["base"]) and not no
+        (is_not if no else is_so).update(inner)
+        if not claim["base"] and inner != out:   # all pass, but B; all fail, but B
+            (is_so if last else is_not).update(out)
+            (is_not if last else is_so).difference_update(out)
+            some |= bool(last and out)
+        last = no
+        if no and not (inner or claim["base"] or out):
+            raise ValueError
+    if is_so & is_not and "L" not in classes or not (some or is_not or "N" in classes):
+        raise ValueError
+    return is_so - is_not if some else every - is_not
+
+
+def series(text, it):
+    """[[number, ...]] in order."""
+    text = re.sub(r"(?:^|(?<=[,;]))\s*(?:[a-z]+ ?)?\d+ *(?:->|:) *(?=\d+[^\d>]*(?:[,;]|$))", " ",
+                  text)   # step 0: 3, step 1: 6
+    text = re.sub(r"\b[a-z](?=\d)|\b(in|at) step \d", "", text)   # C3; 3 in step 0
+    words = [word for word in re.findall("[a-z-]*[a-z]", text) if word not in FILLERS]
+    found = re.findall(NUMBER, text)
+    if (not found or re.search(r"[^\w\s,;/>|.&()-]|(?:^|[,;] *)-\d", text)
+            or not all(word in UNIT_OF for word in words)):
+        raise ValueError
+    return [[*map(float, text if len(found) == 1 and len(text) > 2 and text.isdigit() else found)]]
+
+
+def truth(text, it):
+    """Yes or no; all words that say so must agree."""
+    kinds = FILLERS | {"not": "X"} | {
+        word: kind for name, words, kind in zip(("yes", "no"), it["asks"], "VW")
+        for word in (TALK[name] + " " + words).split()}
+    classes = "".join(kinds[word] for word in re.findall(r"[a-z]+|\d", text))
+    [value] = {("X" in each) == ("W" in each) for each in re.findall("X?[VW]|X", classes)}
+    return [value]

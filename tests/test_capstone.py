@@ -1,0 +1,87 @@
+"""
+The engine of the last notebook: its judge accepts what is right in several styles, names what is
+wrong, and the notebook gives no solution away.
+"""
+import linecache
+import re
+import sys
+from unittest.mock import patch
+
+import pytest
+import solution
+from common import ROOT
+
+pytest.importorskip("IPython")
+FOLDER = ROOT / "notebooks"
+sys.path.insert(0, str(FOLDER))
+import capstone  # noqa: E402 (it lies beside the notebooks)
+
+
+def handed_in(step, old="", new=""):
+    """Runs a step's cell with the solution, edited."""
+    text = solution.cell(step)
+    assert old in text
+    run(step, text.replace(old, new) if old else text)
+
+
+def run(step, text):
+    name = f"<step {step}>"
+    linecache.cache[name] = len(text), None, text.splitlines(True), name
+    exec(compile(text, name, "exec"), solution.SCOPE)
+
+
+@pytest.fixture
+def built(capsys):
+    """The steps, as far as a test needs them."""
+    solution.SCOPE.update(judge=capstone.judge)
+
+    def up_to(last):
+        for step in range(1, last + 1):
+            if step not in capstone.BUILT:
+                handed_in(step)
+        return capsys.readouterr().out
+    return up_to
+
+
+@pytest.mark.parametrize("step, old, new, sentence", [
+    case if i % 10 == 0 else pytest.param(*case, marks=pytest.mark.thorough)
+    for i, case in enumerate(solution.WRONG)])
+def test_the_judge_names_what_is_wrong(step, old, new, sentence, built, capsys):
+    built(step - 1)
+    handed_in(step, old, new)
+    said = capsys.readouterr().out
+    assert said.startswith(f"Step {step}: not yet. ") and sentence in said, said
+
+
+@pytest.mark.parametrize("step, text", [
+    pytest.param(step, text, marks=() if step < 3 else pytest.mark.thorough)
+    for step, texts in solution.OTHERS.items() for text in texts])
+def test_the_judge_accepts_another_style(step, text, built, capsys):
+    built(step - 1)
+    run(step, text)
+    assert capsys.readouterr().out == f"Step {step}: right.\n"
+    capstone.BUILT.pop(step)
+
+
+def test_a_step_waits_for_the_one_before_it_and_for_code(built, capsys):
+    built(0)
+    capstone.BUILT.clear()
+    handed_in(2)
+    run(1, re.sub(r"    todo = .*?(?=\ndef)", "    ...\n", solution.cell(1), flags=re.DOTALL))
+    capstone.race()
+    assert capsys.readouterr().out == (
+        "Step 2 needs step 1: get that one right first, or run its cell.\n"
+        "Step 1: replace ... by your code, then run the cell.\nThe race needs step 1.\n")
+
+
+def test_the_notebook_shows_no_solution_and_the_race_is_a_tie(built, capsys):
+    text = (FOLDER / "08_your_engine.ipynb").read_text(encoding="utf-8")
+    assert solution.LINES and not [line for line in solution.LINES if line in text]
+    built(4)
+    with patch.object(capstone, "timelines"):
+        for pages in 40, 64:   # the figures of the knob
+            capstone.race(pages=pages)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "12/12" in line]
+    assert rows[0][1:] == rows[1][1:] and rows[2][1:] == rows[3][1:]
+    for figure in rows[0][1:3] + rows[2][1:3]:
+        assert figure in text

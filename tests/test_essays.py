@@ -1,0 +1,358 @@
+"""
+Weights that change, sessions that pause, layers with a window: each request gets what it would have
+got alone, and known bugs are seen (more of them: test_traps.py).
+"""
+import math
+import re
+from bisect import bisect_right
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from common import (
+    BLOCK_SIZE,
+    SEEN,
+    THOROUGH,
+    alone,
+    assert_contract,
+    assert_trace,
+    quick,
+    smallest_pool,
+    toy,
+    workloads,
+)
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from beyond import hybrid, rollout, sessions
+from beyond.hybrid import Hybrid, HybridScheduler
+from beyond.rollout import RolloutScheduler
+from beyond.sessions import Session, SessionScheduler
+from cache import KV
+from lab import essays
+from lab.checks.traps import swapped
+from model import head, sample
+from request import Request, prepare
+
+MODELS = [toy(seed=i, n_layer=1) for i in range(3)]   # the versions of a model
+
+
+@contextmanager
+def books(kind):
+    """Within it, the books of each scheduler of this class are checked after each step."""
+    update = kind.update
+
+    def update_and_check(self, plan, tokens):
+        update(self, plan, tokens)
+        assert_books(self)
+
+    with patch.object(kind, "update", update_and_check):
+        yield
+
+
+def assert_books(scheduler):
+    """Each page is free, or in as many tables as its ref_count says. A cached page has one name."""
+    pages, running = scheduler.pages, {*scheduler.running}
+    assert getattr(scheduler, "stale", set()) <= running
+    for session, (_, last) in getattr(scheduler, "held", {}).items():
+        assert last >= scheduler.step and session.turns[-1] not in running
+    tables = [pages for pages, _ in getattr(scheduler, "held", {}).values()]
+    for request in running:
+        tables += getattr(scheduler, "tables", {}).get(request, [request.block_table])
+    held = Counter(page for table in tables for page in table if page is not None)
+    assert [held[page] for page in range(pages.number)] == pages.ref_count
+    assert sorted([*pages.free_queue, *held]) == list(range(pages.number))
+    assert {page: name for name, page in pages.cached.items()} == pages.hash_of
+    assert all(request.block_table is None for request in scheduler.waiting)
+
+
+def knobs_of(pressure, **more):
+    return {name: pressure[name] for name in ("max_batch", "token_budget", "page_size")} | more
+
+
+def logits_of(generate, *arguments, **knobs):
+    """(trace, {request: its logits (n, V)})"""
+    rows = {}
+    trace = generate(*arguments, **knobs, on_token=lambda request, _, row: rows.setdefault(
+        request, []).append(row))
+    return trace, {request: torch.stack(found) for request, found in rows.items()}
+
+
+def assert_close(logits, reference):
+    assert (logits - reference).abs().max() <= 1e-10 * reference.abs().max()
+
+
+# --- rollout --------------------------------------------------------------------------------------
+
+@torch.inference_mode()
+def replayed(request):
+    """
+    The reference: the request alone, computed span by span over a plain KV, with the weights that
+    its spans name. Returns (tokens, logits, the versions of the keys below each token).
+    """
+    twin, kv, tokens = replace(request), KV(BLOCK_SIZE), list(request.prompt)
+    versions, below, logits = [None] * BLOCK_SIZE, [], []
+    for version, first, end in request.spans:
+        def attend(layer, q, k, v):
+            kv.write(layer, first, k, v)
+            return head(q, *kv.read(layer, end))
+
+        rows = MODELS[version](torch.tensor(tokens[first:end]), torch.arange(first, end), attend)
+        versions[first:end] = [version] * (end - first)
+        if end == len(tokens):
+            below.append(versions[:end])
+            logits.append(rows[-1])
+            tokens += sample(rows[-1:], [twin])
+    return tokens[len(request.prompt):], torch.stack(logits), below
+
+
+@st.composite
+def rollouts(draw):
+    """Several answers to each prompt. Some come after a change, and find what is cached."""
+    changes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=2, unique=True).map(sorted))
+    requests, size = [], draw(st.integers(1, 4))
+    for i in range(draw(st.integers(1, 2))):
+        least, later = draw(st.sampled_from([1, 12])), draw(st.integers(3, 9))
+        prompt = draw(st.lists(st.integers(0, 1), min_size=least, max_size=20))
+        requests += [Request(prompt, draw(st.integers(1, 9)), draw(st.sampled_from([0.0, 0.9])),
+                             seed=j, eos_token=draw(st.sampled_from([None, 0])), name=f"r{i}.{j}",
+                             arrival=draw(st.integers(0, 2)) + j * later)
+                     for j in range(draw(st.integers(1, 4)))]
+    pages, budget = smallest_pool(requests, size), st.sampled_from([1, 3, 5, 20])
+    knobs = dict(max_batch=draw(st.integers(1, 4)), token_budget=draw(budget), page_size=size,
+                 pages=pages + draw(st.integers(0, 12)))
+    return requests, knobs, changes, draw(st.sampled_from(["keep", "recompute", "wait"]))
+
+
+def check_rollout(requests, knobs, changes, mode):
+    requests = [*map(replace, requests)]
+    with books(RolloutScheduler):
+        trace, logits = logits_of(
+            rollout.generate, MODELS[:len(changes) + 1], changes, requests, mode, **knobs)
+    assert_trace(trace, requests)
+    begun = {}   # request -> its first step
+    for p in trace.passes:
+        for name, _, _ in p.work:
+            begun.setdefault(name, p.step)
+    for request in requests:
+        tokens, reference, below = replayed(request)
+        assert request.generated == tokens and request.block_table is None
+        assert_close(logits[request], reference)
+        due = [bisect_right(changes, step) for step in request.token_steps]
+        if mode == "wait":   # one version for all, which was the newest when it began
+            assert {*sum(below, [])} == {below[0][0]}
+            assert below[0][0] >= bisect_right(changes, begun[request.name])
+        else:
+            assert [each[-1] for each in below] == due
+        if mode == "recompute":   # no key is of other weights than those that sample
+            assert all({*each} == {version} for each, version in zip(below, due))
+        if len({version for version, _, _ in request.spans}) == 1:   # then it is the old contract
+            tokens, reference, reason = alone(MODELS[request.spans[0][0]], request)
+            assert (request.generated, request.finish_reason) == (tokens, reason)
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+KNOWN = {}   # what requests get alone
+
+
+@st.composite
+def agents(draw):
+    requests, pressure = draw(workloads())
+    token = st.integers(0, 1)
+    asked = [(replace(request, prompt=request.prompt[:draw(st.integers(1, 10))],
+                      max_new_tokens=draw(st.integers(1, 4)), arrival=draw(st.integers(0, 4))),
+              draw(st.lists(st.tuples(st.integers(0, 9), st.lists(token, max_size=3),
+                                      st.integers(1, 3)), max_size=2))) for request in requests[:4]]
+    longest, more = [Session(*each).longest() for each in asked], st.sampled_from([0, 0, 1, 3, 9])
+    pages = smallest_pool(longest, pressure["page_size"]) + draw(more)
+    keep = draw(st.sampled_from([0, 1, 3, 6, math.inf]))
+    return asked, knobs_of(pressure, pages=pages, keep=keep, by_session=draw(st.booleans()))
+
+
+def check_sessions(asked, knobs):
+    asked = [Session(replace(first), then) for first, then in asked]
+
+    def preempt(scheduler, request, preempt=SessionScheduler.preempt):
+        assert not scheduler.held   # each hold ends before anything that runs must go
+        preempt(scheduler, request)
+
+    with books(SessionScheduler), patch.object(SessionScheduler, "preempt", preempt):
+        trace, logits = logits_of(sessions.generate, MODELS[0], asked, **knobs)
+    assert_trace(trace, trace.requests)
+    assert {*trace.requests} == {turn for session in asked for turn in session.turns}
+    for session in asked:
+        assert session.over and len(session.turns) == len(session.then) + 1
+        for one, two, (pause, result, _) in zip(session.turns, session.turns[1:], session.then):
+            assert two.prompt == one.tokens + result
+            assert two.arrival == one.token_steps[-1] + 1 + pause
+        for turn in session.turns:
+            key = repr(replace(turn, name="", priority=0, arrival=0))
+            tokens, reference, reason = KNOWN[key] = KNOWN.get(key) or alone(MODELS[0], turn)
+            assert (turn.generated, turn.finish_reason) == (tokens, reason)
+            assert_close(logits[turn], reference)
+            assert turn.block_table is None
+
+
+# --- hybrid ---------------------------------------------------------------------------------------
+
+def with_windows(window, period):
+    model = Hybrid(toy(n_layer=4).config, window, period).double()
+    model.load_state_dict(toy(n_layer=4).state_dict())
+    return model.requires_grad_(False)
+
+
+HYBRIDS = {(window, period): with_windows(window, period)
+           for window in (1, 2, 3, 5, 8, BLOCK_SIZE) for period in (2, 4)}
+KNOWN_OF = {key: {} for key in HYBRIDS}
+
+
+@st.composite
+def hybrids(draw):
+    requests, pressure = draw(workloads())
+    requests = [replace(each, max_new_tokens=min(each.max_new_tokens, 9)) for each in requests[:4]]
+    window, period = draw(st.sampled_from(list(HYBRIDS)))
+    size, step = pressure["page_size"], pressure["token_budget"] - 1
+    all_pages = smallest_pool(requests, size)   # a window and a step may begin within a page
+    near = min(all_pages, 1 + -(-(window + step - 1) // size))
+    pages = all_pages + (period - 1) * near + draw(st.integers(0, 12))
+    return requests, (window, period), knobs_of(pressure, pages=pages,
+                                                passed_first=draw(st.booleans()))
+
+
+def check_hybrid(requests, key, knobs):
+    window, size = key[0], knobs["page_size"]
+
+    def windows(scheduler, step, schedule=HybridScheduler.schedule):
+        plan = schedule(scheduler, step)
+        for request in scheduler.running:   # each window table has what the next pass may touch
+            known, start = len(request.tokens), request.computed
+            end = -(-min(known, start + scheduler.token_budget) // size)
+            first = max(0, start - window + 1) // size
+            for table in scheduler.tables[request][1:]:
+                assert len(table) == end
+                assert [i for i, page in enumerate(table) if page is None] == [*range(first)]
+            assert len(request.block_table) == -(-known // size)
+        return plan
+
+    with books(HybridScheduler), patch.object(HybridScheduler, "schedule", windows):
+        assert_contract(HYBRIDS[key], hybrid.generate, [*map(replace, requests)],
+                        known=KNOWN_OF[key], **knobs)
+
+
+ESSAYS = {"beyond/rollout.py": (rollouts(), check_rollout),   # also for test_traps.py
+          "beyond/sessions.py": (agents(), check_sessions),
+          "beyond/hybrid.py": (hybrids(), check_hybrid)}
+
+
+@pytest.mark.parametrize("file", ESSAYS)
+@settings(max_examples=300 if THOROUGH else 60)
+@given(data=st.data())
+def test_contract(file, data):
+    cases, check = ESSAYS[file]
+    check(*data.draw(cases))
+
+
+# --- known bugs -----------------------------------------------------------------------------------
+
+def assert_seen(file, fault):
+    """Some workload of this essay fails while the context manager `fault()` is on."""
+    cases, check = ESSAYS[file]
+
+    @settings(max_examples=1000, phases=[Phase.generate], report_multiple_bugs=False)
+    @given(cases)
+    def hunt(case):
+        with fault():
+            check(*case)
+
+    with pytest.raises(SEEN):
+        hunt()
+
+
+R, S, H, HP = RolloutScheduler, SessionScheduler, HybridScheduler, hybrid.HybridPaged
+FAULTS = {   # name: (function, code as it stands, code with the fault); more in lab/checks/traps.py
+    "recompute preempts nothing": (R.change, '== "recompute"', '== ""'),
+    "wait admits newcomers": (R.grant_room, "self.closed and", "False and"),
+    "wait forgets who is preempted": (R.schedule, "self.running or any(", "self.running and any("),
+    "a preempted request stays stale": (R.free, "self.stale.discard(request)", "pass"),
+    "what is found has no span": (R.grant_room, "if request.computed:", "if False:"),
+    "a turn without the answer before": (Session.next, "last.tokens", "last.prompt"),
+    "a hold never ends": (S.schedule, "self.held[self.oldest][1] < step", "False"),
+    "running requests go before holds": (S.schedule, "len(self.pages.free_queue) < grow", "False"),
+    "holds stay though nothing runs": (S.grant_room, "self.running or not self.held", "True"),
+    "a hold outlives the return": (S.grant_room, "if request.session in self.held:", "if False:"),
+    "window pages are kept too long": (H.first, "window + 1", "window"),
+    "window tables for all tokens": (H.lengths, "computed + self.token_budget", "known"),
+    "found without its window": (H.find, "all(len(table) == n for table in tables)", "True"),
+    "a chunk sees beyond its window": (HP.attend, "self.model.attend(layer, ", "head("),
+    "one buffer for all layers of a group": (HP.attend, "layer // len(self.of_group)", "0")}
+
+
+@pytest.mark.parametrize("name", quick(FAULTS, ["recompute preempts nothing", "a hold never ends",
+                                                "found without its window"]))
+def test_a_fault_is_seen(name):
+    function, *change = FAULTS[name]
+    file = function.__module__.replace(".", "/") + ".py"
+    assert_seen(file, lambda: swapped(function, [change]))
+
+
+# --- what chance may not show ---------------------------------------------------------------------
+
+FIRST, TIGHT = Request([1], 9, name="A"), dict(token_budget=2, page_size=2)
+
+
+@pytest.mark.parametrize("run, message", [
+    (lambda: rollout.generate(MODELS, [3, 4], FIRST, "abort"), "mode must be 'keep' or .*'abort'"),
+    (lambda: rollout.generate(MODELS, [3, 3], FIRST), r"each later than .*, not \[3, 3\]"),
+    (lambda: rollout.generate(MODELS[:2], [3, 4], FIRST), "2 changes need 3 models, not 2"),
+    (lambda: rollout.generate([toy(), MODELS[0]], [3], FIRST), r"models\[1\] has another config"),
+    (lambda: sessions.generate(MODELS[0], [Session(FIRST, [(1, [1] * 15, 1)])]),
+     "request 'A, turn 2': prompt of 25 tokens does not fit block_size 24"),
+    (lambda: sessions.generate(MODELS[0], [Session(FIRST, [(1, [1], 9)])], pages=9, **TIGHT),
+     r"'A, turn 2': prompt of 11 \+ max_new_tokens 9 needs 19 KV tokens, there are 18"),
+    (lambda: hybrid.generate(HYBRIDS[3, 4], Request([1] * 9, 9), pages=17, **TIGHT),
+     "'r0': .* needs 18 pages in all groups, there are 17"),
+    (lambda: hybrid.generate(toy(), FIRST), "model must be a Hybrid, not GPT"),
+    (lambda: Hybrid(toy().config, 8, period=2), "period must be at least 2 and divide n_layer 3"),
+    (lambda: Hybrid(toy().config, 8, period=1), "not 1"),
+    (lambda: Hybrid(toy().config, 0, period=3), "window must be a whole number of at least 1")])
+def test_bad_input_is_refused_before_anything_runs(run, message):
+    with pytest.raises(ValueError, match=message):
+        run()
+
+
+def test_a_missing_window_page_shortens_what_is_found():
+    """Its full pages can be found, but of the last window a page is gone: one page less will do."""
+    scheduler = HybridScheduler(1, 64, 40, 2, [24, 4], passed_first=False)
+    one, two = prepare([Request([1] * 13, 1), Request([1] * 13, 1)], HYBRIDS[3, 4].config)
+    for request in one, two:
+        scheduler.add(request)
+    scheduler.update(scheduler.schedule(0), [1])
+    pages = scheduler.pages
+    del pages.hash_of[pages.cached.pop((1, one.page_hashes[5]))]
+    assert scheduler.schedule(1) == [(two, 3)]   # of 12 tokens that could be found, 10 are
+    assert [page is None for page in scheduler.tables[two][1]] == [True] * 3 + [False] * 4
+
+
+@pytest.mark.parametrize("by_session, order", [(False, "A B C A2"), (True, "A B A2 C")])
+def test_a_returning_turn_goes_before_newcomers(by_session, order):
+    """B runs until step 3. C is in the queue from step 1 on, and A comes back at step 2."""
+    asked = [Session(Request([1], 1, name="A"), [(1, [2], 1)]), Session(Request([2], 3, name="B")),
+             Session(Request([3], 1, name="C", arrival=1))]
+    trace = sessions.generate(MODELS[0], asked, max_batch=1, by_session=by_session)
+    ran = dict.fromkeys(name.replace(", turn ", "") for p in trace.passes for name, _, _ in p.work)
+    assert " ".join(ran) == order
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("module", [rollout, sessions, hybrid], ids=lambda module: module.__name__)
+def test_the_docstring_s_figures_are_those_that_the_command_prints(module, capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        getattr(essays, module.__name__.split(".")[1])([])
+    printed = {*re.findall(r"[\d.]+%?", capsys.readouterr().out)}
+    rows = re.findall(r"\n    (?:keep|recompute|wait|0|inf|30 s|least|`passed).*\d.*",
+                      module.__doc__.replace(",", ""))
+    assert len(rows) > 1 and {*re.findall(r"[\d.]+%?", "".join(rows))} <= printed
