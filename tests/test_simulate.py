@@ -120,11 +120,13 @@ def test_the_loop_gives_tokens_when_the_stages_own_loop_does(stage, lengths, loa
 def test_counted_plans_are_the_schedulers_pass_by_pass(seed, kind, size, spare, prompts, clients,
                                                        engine):
     draw = random.Random(seed)
-    limits, pages = (draw.randint(1, 5), draw.randint(1, 20)), -(-40 // size) + spare
+    limits, pages = (draw.randint(1, 5), draw.randint(1, 20)), -(-48 // size) + spare
+    prefix = draw.choice([0, 0, 8])   # with it, prompts begin alike
     times = [*poisson(30, draw.choice([2, 20, 200]), seed)]
 
     def run(planner):
-        return looped(planner, drawn(30, seed, (1, 30), (1, 11), prompts), times, clients, engine)
+        requests = drawn(30, seed, (1, 30), (1, 11), prompts, prefix, 2)
+        return looped(planner, requests, times, clients, engine)
 
     made = {"ragged, varlen": lambda: Scheduler(*limits, pages * size), "paged": lambda:
             PagedScheduler(*limits, pages, size), "prefix": lambda:
@@ -142,6 +144,11 @@ def test_counted_plans_are_the_schedulers_pass_by_pass(seed, kind, size, spare, 
     assert found.planner.counts["saved_tokens"] == planned.planner.counts.get("saved_tokens", 0)
 
 
+def test_prompts_that_only_begin_alike_are_planned():
+    with pytest.raises(Short):
+        looped(Counted(1, 99, 50, 4, True), drawn(2, 0, (20, 20), (2, 2), prefix=8), [0, 0])
+
+
 def test_short_memory_is_planned():
     knobs = dict(max_batch=12, token_budget=64, pages=17, page_size=16)
     run = s.runner(TINY, SLOW, STAGES["paged"], **knobs)
@@ -155,10 +162,17 @@ def test_ahead_a_newcomer_waits_for_the_pass_after_the_next():
     for ahead, first in (False, 3), (True, 4):
         price = constants(TINY, gpu, Engine(1, 0, 0))
         server = Server(Planned(Scheduler(4, 64)), price, TINY, ahead)
-        serve(Source(workload([(2, 9), (2, 2), (2, 1)]), [0, 1.5, 50]), [server])
+        serve(Source(workload([(2, 9), (2, 2), (2, 1)]), [0, 1.5, 50.25]), [server])
         times = {r.name: r.token_times for r in server.requests}
         assert times["r1"] == pytest.approx([first, first + 1])
-        assert times["r2"] == pytest.approx([51])   # it was idle
+        assert times["r2"] == pytest.approx([51.25])   # it was idle
+
+
+def test_a_client_waits_for_its_answer_and_the_front_end_for_each_request():
+    log = looped(Planned(Scheduler(4, 64)), workload([(2, 2)] * 3), clients=1)
+    (_, first, *a), (_, second, *b), (_, third, *_) = came(log)
+    assert (first, second, third) == pytest.approx((0, a[-1], b[-1])) and a[0] > AHEAD.front_end
+    assert b[0] - second == pytest.approx(a[0])
 
 
 # --- the clock ------------------------------------------------------------------------------------
@@ -255,7 +269,7 @@ def planned(line, folder=None):
 
 
 def test_a_router_by_prefix_finds_more_in_pages(tmp_path):
-    rows = planned("--rate 40 --input 50:400 --output 10:100 --requests 150 --groups 8 "
+    rows = planned("--rate 40 --input 50:400 --output 10:100 --requests 100 --groups 8 "
                    "--prefix 512 --replicas 4", tmp_path)
     found = {row["router"]: row["saved_tokens"] for row in rows}
     assert [*found] == [*ROUTERS] and found["prefix"] > 1.02 * found["round-robin"] > 0
@@ -301,6 +315,15 @@ def test_the_verdict_is_right_for_random_loads():
         else:
             assert said == ("overloaded" if times > 1 else "keeps up"), (seed, times)
     assert undecided <= max(1, 0.2 * len(seeds))
+
+
+def test_equal_requests_do_not_stay_in_step():
+    run = s.runner(MODELS["llama-2-7b"], GPUS["a100"], STAGES["prefix"], max_batch=32,
+                   token_budget=512, pages=9999)
+    served = most_served(run, lambda number: workload([(16, 64)] * number), 1000, 32)
+    log = run(lambda: workload([(16, 64)] * 6000), [0.0] * 6000)
+    ends = sorted(request.token_times[-1] for request in log.requests)
+    assert served == pytest.approx(4000 / (ends[5000] - ends[1000]), rel=0.015)
 
 
 @pytest.mark.parametrize("line, said", [
@@ -365,7 +388,7 @@ def test_simulate_prints_figures_and_writes_and_draws_them(tmp_path, capsys):
     assert found["calculated"] and {"tokens_per_s", "passes", "e2e_ms"} <= set(found)
     assert found["itl_ms"]["p50"] is None and found["goodput"] == 0   # none within 1 ms
     assert "ragged, vllm, calculated: " in printed and (tmp_path / "a.png").stat().st_size > 9000
-    assert run(f"--stage naive --input 8 --output 3 --requests 2 --plot {tmp_path}/b.svg") == 0
+    assert run("--stage naive --input 8:9 --output 3 --requests 2") == 0
     assert "useful" in capsys.readouterr().out
 
 

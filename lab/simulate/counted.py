@@ -87,6 +87,8 @@ class Counted:
         """As Planned.run."""
         self.take(self.fills[len(self.times) % self.size])
         self.admit()
+        if not self.running:   # the first in the queue never fits
+            raise Short
         slots, scores, keys, first = self.decodes, self.keys, self.keys, []
         budget = self.budget - slots - sum(request.todo == 1 for request in self.prefills)
         for request in self.prefills:

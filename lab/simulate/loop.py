@@ -71,7 +71,7 @@ class Server:
 
     def deliver(self, time, request):
         request.context_length = self.shape.block_size
-        self.now = self.now if self.load else max(self.now, time)   # it was idle
+        self.now = max(self.now, time)   # it was idle, or is there already
         self.inbox.append((time, request))
         self.load += 1
 
