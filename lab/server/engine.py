@@ -179,3 +179,4 @@ class Engine:
             with self.changed:
                 if not self.inbox and (hold or not self.scheduler.busy):
                     self.changed.wait(hold or None)
+        self.take_in()   # what was cancelled before the stop frees its pages
