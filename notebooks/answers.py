@@ -72,7 +72,7 @@ def number(text, it):
     """In the question's unit, in each reading: "4,900" and "4.900" have two."""
     found = []
     for mark in ",_' ", ".":   # between thousands
-        way = re.sub(rf"(?<=\d)[{mark}](?=\d{{3}}(?!\d))", "", text)
+        way = re.sub(rf"(?<=\d)(?<!\b0)[{mark}](?=\d{{3}}(?!\d))", "", text)
         parts = re.split("[=:;]|->", re.sub(r"(?<=\d),(?=\d)", ".", way))
         with suppress(KeyError, SyntaxError):   # it cannot be read in this way
             sides = [side for part in parts if (side := calculated(part, it)) is not None]
