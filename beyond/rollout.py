@@ -119,8 +119,8 @@ def generate(models, changes, requests, mode="keep", **knobs):
     models:  of one config; the first computes until the first change, and so on
     changes: the steps from which on the next model computes, ascending
     mode:    "keep": requests go on over the keys they have. "recompute": all that run are preempted
-             at the change. "wait": until all that have begun have ended, nobody new is admitted;
-             then the weights change
+             at the change. "wait": no new request is admitted until all that have begun have
+             ended; then the weights change
     """
     one_of("mode", mode, "keep", "recompute", "wait")
     if any(not earlier < later for earlier, later in pairwise(changes)):

@@ -18,13 +18,13 @@ from lab.checks.probes import places_of
 from lab.checks.xray import XRay
 from toolbox.trace import observed
 
-# In this order: a wrong token makes everything after it wrong, too.
-CAUSES = ("tokens", "positions", "sees", "sampled", "contract")
-
 
 def faults(generate, model, requests, **knobs):
     """
-    Runs a stage on these very requests. Yields (one of CAUSES, a sentence) for all that is wrong.
+    Runs a stage on these very requests. Yields (cause, sentence) for all that is wrong. Causes come
+    in this order, for a wrong token makes everything after it wrong, too: "tokens", "positions",
+    "sees", "sampled", "contract".
+
     If the run raises an error, so does this, after what was seen before it. The error then has an
     attribute `moment`, " in pass 3".
     """
