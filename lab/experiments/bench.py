@@ -29,7 +29,7 @@ from toolbox.weights import write_gpt2
 
 KNOBS = dict(max_batch=32, token_budget=512)
 COMPILED = ", compiled"
-OURS = {   # a system's name: (stage, is it the compiled step?); prefix is paged where nothing is shared
+OURS = {   # a system's name: (stage, compiled?). Where nothing is shared, prefix is paged
     **{name: (name, False) for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved",
                                         "ragged, mask", "ragged, varlen", "paged")},
     **{name + COMPILED: (name, True) for name in ("unbatched", "ragged, varlen", "paged")}}
