@@ -1,4 +1,5 @@
 """The figures, pictures and links of README and docs are those that the code gives today."""
+import ast
 import inspect
 import os
 import re
@@ -56,6 +57,37 @@ def test_tables_are_new_links_lead_somewhere(path):
     assert tables.renewed(text) == text
     for name in re.findall(r"\]\(((?!http)[^)#]+)\)|src(?:set)?=\"([^\"]+)\"", text):
         assert (path.parent / "".join(name)).exists(), name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_a_document_says_for_whom_it_is_and_what_one_can_do_after_it(path):
+    text = path.read_text(encoding="utf-8")
+    assert re.match(r"For .+\.\sAfterwards you can ", text.split("\n\n")[1], re.DOTALL)
+    places = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+              for title in re.findall(r"^##+ (.+)$", text, re.M)}
+    assert {*re.findall(r"\]\(#([^)]+)\)", text)} <= places
+
+
+# Italics that stress a word, or name a case of its own file, and are no terms.
+STRESSED = {"and", "ahead", "both", "continuous batching", "hash", "identical", "is", "new", "own",
+            "steps", "unedited", "up to the end of that page", "Which keys may each of them see?",
+            "Which tokens are in this forward pass?"}
+
+
+def test_the_glossary_has_each_term_that_a_docstring_introduces():
+    """It stands there in italics."""
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
+    files = [path for folder in ("", "toolbox", "beyond", "lab/**")
+             for path in (ROOT / folder).glob("*.py")]
+    said = [ast.get_docstring(node) or "" for path in files
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    terms = {" ".join(term.split()).rstrip(".") for text in said
+             for term in re.findall(r"(?<![*\w])\*([a-zA-Z][^*]{0,40})\*(?![*\w])", text)}
+    assert len(terms) > 30
+    assert {term for term in terms - STRESSED
+            if term.lower().rstrip("s") not in words.lower()} == set()
 
 
 def test_the_python_example_runs():
