@@ -79,11 +79,22 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
     with serving() as running:
         chrome.get(running.url)
         running.until(lambda: script("return hello !== null"))
+        running.until(lambda: script("return requests.size") == 12)   # a first visit sends a dozen
+        running.until(lambda: script("return $('said').textContent").startswith("A dozen"))
+        script("$('speed').value = 0; $('speed').onchange()")
+        running.until(lambda: script("return [...requests.values()].every(({reason}) => reason)"))
+        works = script("return moments.map(({work}) => work)")
+        assert max(len(work) for work in works) > 2   # a batch,
+        prefills = [name for work in works for name, _, n in work if n > 1]
+        assert len(prefills) > len({*prefills})   # chunks,
+        assert script("""return moments.some(({tables}) => {
+            const pages = Object.values(tables).flat(); return new Set(pages).size < pages.length;
+        })""")   # and shared pages
         script("""const [box] = document.querySelectorAll('.box.prompt');
                   $('temperature').value = 0; $('tokens').value = 20;
                   box.querySelector('textarea').value = arguments[0];
                   box.querySelector('button').click();""", hostile)
-        running.until(lambda: script("return requests.get('r0')?.reason"))
+        running.until(lambda: script("return requests.get('r12')?.reason"))
         output = "return document.querySelector('.prompt output').textContent"
         running.until(lambda: script(output) == want)
         running.until(lambda: hostile in script("return $('views').textContent"))
@@ -93,7 +104,8 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
             resize(chrome, width, 900)
             assert script("return document.documentElement.scrollWidth <= innerWidth")
         assert script("return $('now').textContent").endswith("0 running, 0 waiting")
-        assert script("return view.run.requests[0].rooms.some(([, table]) => table?.length > 1)")
+        rooms = script("return view.run.requests.at(-1).rooms")
+        assert any(len(table or []) > 1 for _, table, *_ in rooms)
         # the same lengths on every stage: one more step is a new drawing of them
         script("scored = -Infinity; drawSoon()")
         rows = "return document.querySelectorAll('.scores tr').length"
@@ -107,6 +119,6 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
         running.until(lambda: script("return hello !== window.before"))   # it connects again,
         running.until(lambda: len(running.server.live.pages) == 1)   # and has let go of the old one
         assert not running.server.live.pace
-        script("hear({...hello, started: 0})")   # another server, whose r0 is another one
+        script("hear({...hello, started: 0})")   # another server, whose r12 is another one
         assert script("return boxes[0].name") is None
         assert not [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]

@@ -64,7 +64,7 @@ def test_a_document_says_for_whom_it_is_and_what_one_can_do_after_it(path):
     text = path.read_text(encoding="utf-8")
     assert re.match(r"For .+\.\sAfterwards you can ", text.split("\n\n")[1], re.DOTALL)
     places = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-              for title in re.findall(r"^##+ (.+)$", text, re.M)}
+              for title in re.findall(r"^#+ (.+)$", text, re.M)}
     assert {*re.findall(r"\]\(#([^)]+)\)", text)} <= places
 
 

@@ -5,6 +5,13 @@
 
 const KEPT = 120;                        // steps
 const PAUSED = 1e6;                      // seconds from one step to the next
+const LONG = "You write the documentation of a library. Say in one or two sentences what each function returns, "
+  + "which arguments it takes, and which exceptions it raises. Do not repeat the name of the function. If a value is "
+  + "optional, say what happens without it. Use the words of the standard library. Write plain text.\n# ";
+const DOZEN = [                          // short ones, and some behind one long beginning: chunks, shared pages
+  ...["list.append", "str.split", "open", "os.path.join", "dict.get", "json.loads", "random.choice", "math.gcd"]
+    .map(name => `# ${name}\n`),
+  ...["re.sub", "set.union", "time.sleep", "bytes.decode"].map(name => `${LONG}${name}\n`)];
 const $ = id => document.getElementById(id);
 const state = {clock: "step", cells: "token"};   // what panels.js asks for, as of page.js
 const valueOf = step => step.step, shown = () => [view.run];
@@ -169,6 +176,7 @@ function hear(message) {
     const {model, knobs, pool, place} = message;
     $("about").textContent = `${model}: at most ${knobs.max_batch} requests run, ${knobs.token_budget} tokens a step, `
       + `${plural(pool.pages, "page")} of ${knobs.page_size}; ${place}`;
+    greet();
   }
   if ("pace" in message) {
     const paused = message.pace === PAUSED;
@@ -197,6 +205,24 @@ async function ask(prompt) {             // the name of the new request
     prompt, max_tokens: Number($("tokens").value), temperature: Number($("temperature").value),
     seed: Math.floor(Math.random() * 2 ** 32)});
   return answer && (await answer.json()).name;
+}
+
+async function sendDozen() {             // slowly, if nobody else would have to wait
+  if (!running && !waiting.length && !chosen() && !isPaused()) await control({pace: 0.1});
+  await Promise.all(DOZEN.map(ask));
+}
+
+async function greet() {                 // a first visit to a server that has nothing to do
+  try {
+    if (localStorage.visited) return;
+    localStorage.visited = "yes";
+  } catch {
+    return;                              // this browser keeps nothing, so every visit would be the first
+  }
+  await new Promise(resolve => setTimeout(resolve, 500));   // until it has told of what runs
+  if (requests.size) return;
+  await sendDozen();
+  say("A dozen prompts were sent, as on a first visit. Send yours beside them.");
 }
 
 function addBox(text) {
@@ -233,7 +259,8 @@ const chosen = () => Number($("speed").value);
 $("pause").onclick = () => control({pace: isPaused() ? chosen() : PAUSED});
 $("one").onclick = () => control({pace: PAUSED, step: true});
 $("speed").onchange = () => isPaused() || control({pace: chosen()});
-$("box").onclick = () => addBox("");
+$("dozen").onclick = sendDozen;
+$("box").onclick = () => addBox(DOZEN[boxes.length % 8]);
 $("theme").onclick = () => {
   const {style} = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
   style.colorScheme = (style.colorScheme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
@@ -243,7 +270,7 @@ $("unlock").onsubmit = event => {
   event.preventDefault();
   $("unlock").hidden = true;
 };
-for (const text of ["# list.append\n", "# str.split\n", "# open\n"]) addBox(text);
+addBox(DOZEN[0]);
 addEventListener("resize", drawSoon);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
 connect();
