@@ -42,9 +42,10 @@ def lines(curves, path=None, log=False, **labels):
 
 
 def rows(*results, path=None):
-    """Forward time against the number of rows. results: of `rows`, of one model or several"""
-    return lines(measured.curves(*results), path, log=True, ylabel="one forward pass, ms",
-                 xlabel="rows (tokens of different requests)")
+    """What a batch gains, against its number of rows. results: of `rows`, of one or several"""
+    return lines(measured.gains(*results), path, log=True,
+                 ylabel="tokens a second, × those of one row",
+                 xlabel="rows in one forward pass (tokens of different requests)")
 
 
 def gaps(result, path=None):

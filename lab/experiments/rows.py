@@ -69,12 +69,19 @@ def curves(*found):
             [(n, 1e3 * seconds) for n, seconds in result["points"]] for result in found}
 
 
+def gains(*found):
+    """{name of a model: [(rows, tokens a second as a multiple of one row's), ...]}"""
+    return {name: [(n, n * points[0][1] / ms) for n, ms in points]
+            for name, points in curves(*found).items()}
+
+
 def rows_table(*found):
     """Of one model or several."""
-    columns = curves(*found)
-    rows = [[points[0][0], *(f"{ms:,.2f} ms" for _, ms in points)]
-            for points in zip(*columns.values())]
-    return Table(["rows", *columns], rows, "one forward pass, medians of 7")
+    columns, times = curves(*found), gains(*found)
+    rows = [[n, *(f"{columns[name][i][1]:,.2f} ms, ×{times[name][i][1]:.1f}" for name in columns)]
+            for i, (n, _) in enumerate(next(iter(columns.values())))]
+    return Table(["rows", *columns], rows, "one forward pass, medians of 7; ×: tokens a second, "
+                                           "as a multiple of one row's")
 
 
 def gaps_table(result):
