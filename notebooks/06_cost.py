@@ -46,7 +46,7 @@ with folded():
 # ## What does not get cheaper
 #
 # Weights serve all rows. Keys and values do not: each request has its own, and reads all of them
-# for one new token, 512 KiB for each cached token (notebook 1).
+# for one new token. A cached token has 512 KiB of them (notebook 1).
 
 # %%
 ask("6.2: 32 requests decode, each with 1,000 cached tokens. How many GB (10⁹ bytes) of keys and "
@@ -68,15 +68,21 @@ for requests in 1, 8, 32:
 #
 # `lab/simulate/` runs the stages' own schedulers on a model that computes nothing, and moves a
 # clock on by what the layouts count. [docs/gpu.md](../docs/gpu.md) compares it with published
-# measurements. What it knows of an A100:
+# measurements. What it knows of an A100, in the order in which you need it:
 #
-# - It reaches 0.85 of its bandwidth, and 0.71 of its peak. A matrix is computed in tiles of many
-#   rows, some of them in vain: as if a pass had 85 rows more.
-# - Reading and arithmetic overlap, but not perfectly: they take √(arithmetic² + reading²).
-# - Between two passes 0.75 ms go by, and 25 µs for each token that is sampled.
+# 1. *Reading.* A GPU reaches 0.85 of the bandwidth in its data sheet. So the weights alone take
+#    2 · 6.6 · 10⁹ bytes / (0.85 · 2,039 · 10⁹ bytes a second) = 7.6 ms.
+# 2. *Arithmetic.* It reaches 0.71 of its peak, and that with full *tiles* only: a GPU multiplies
+#    blocks of many rows, 128 for instance. One row costs as much as a full tile, 130 rows cost two.
+#    Over all sizes that is as if each pass had 85 rows more (a number fitted to measurements).
+#    So one row takes 2 · (1 + 85) · 6.6 · 10⁹ operations / (0.71 · 312 · 10¹² a second) = 5.1 ms.
+# 3. *Both at once.* If they overlapped perfectly, the step would take the longer of the two, 7.6
+#    ms; one after the other, their sum, 12.7 ms. What is measured lies between, near √(arithmetic²
+#    + reading²): √(5.1² + 7.6²) = 9.2 ms. Where one is much longer, it is nearly that one alone.
+# 4. *The engine.* Between two passes 0.75 ms go by, and 25 µs for each token that is sampled.
 #
-# Write the same for decode steps: `rows` requests of one new token each, and `kv_tokens` cached
-# tokens in all. (The operations of attention are few. Leave them out.)
+# Write this for decode steps: `rows` requests of one new token each, which read `kv_tokens` cached
+# tokens in all, 512 KiB for each. (The operations of attention are few. Leave them out.)
 
 # %% tags=["exercise"]
 @exercise
@@ -148,10 +154,11 @@ with folded():
 # raise its p99: all requests come at once, and *dynamic* computes all prompts before any request
 # waits for a second token. If a figure contradicts the purpose of a method, ask what was measured.
 #
-# ## The last bits
+# ## A price of speed: the last bits
 #
-# `check` says "identical", and means: up to rounding. Why not exactly? A float32
-# has 24 binary digits, and every addition rounds to them. So the order of additions shows:
+# What is fastest for one shape is not fastest for another. `check` says "identical", and means: up
+# to rounding. Why not exactly? A float32 has 24 binary digits, and every addition rounds to them.
+# So the order of additions shows:
 
 # %%
 print("(1e8 + -1e8) + 1 =", ((torch.tensor(1e8) + -1e8) + 1).item())

@@ -43,8 +43,11 @@ ask("7.1: How many KiB (of 1,024 bytes) does a token of Llama 3.1 8B cost?", gue
 # ## What is left for them
 #
 # An engine uses about 0.9 of a GPU's memory: the rest is for the driver, and for what is not
-# foreseen. From that it takes the weights, and half a GB for the intermediate results of a pass. An
-# A100 has 40 or 80 GiB, which data sheets call GB.
+# foreseen. From that it takes the weights, and half a GB for the intermediate results of a pass:
+#
+# > 0.9 · memory − 2 bytes · parameters − 0.5 · 10⁹ bytes
+#
+# An A100 has 40 or 80 GiB (of 2³⁰ bytes), which data sheets call GB.
 
 # %%
 ask("7.2: How many tokens of Llama 2 7B fit into an A100 of 40 GiB, beside the weights?",
@@ -101,13 +104,14 @@ with folded():
 # heads decide more than the engine does. (The batch also limits itself: from some size on a step is
 # limited by arithmetic, notebook 6, and more requests only make it longer.)
 #
-# **Turn this knob.** Give `fit` pages half used on average: requests that hold 500 tokens, since
-# most are in the middle of their answer. How many of Llama 2 7B fit into 40 GiB then? And why would
-# an engine that admits so many have to preempt?
+# **Turn this knob.** Most requests are in the middle of their answer. Let each hold 500 tokens
+# instead of 1,000, with nothing shared. How many of Llama 2 7B does `fit` say for 40 GiB? And why
+# would an engine that admits so many have to preempt?
 # <details><summary>Answer</summary>
 #
 # 91 instead of 46. They all go on growing: if none ends soon, the pages run out, and the last ones
-# are preempted and computed again. An average is what fits on average.</details>
+# are preempted and computed again. The average holds over time; the pages must suffice at each
+# moment.</details>
 #
 # ## More than one device
 #
