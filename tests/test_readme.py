@@ -1,8 +1,10 @@
 """The figures, pictures and links of README and docs are those that the code gives today."""
 import ast
+import contextlib
 import inspect
 import os
 import re
+import runpy
 import textwrap
 from xml.etree import ElementTree
 
@@ -66,6 +68,22 @@ def test_a_document_says_for_whom_it_is_and_what_one_can_do_after_it(path):
     places = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
               for title in re.findall(r"^#+ (.+)$", text, re.M)}
     assert {*re.findall(r"\]\(#([^)]+)\)", text)} <= places
+
+
+def test_a_figure_of_the_readme_is_that_of_what_it_links_to(capsys, monkeypatch):
+    """It stands in the file's text, or its command prints it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("- **Go on**")[1]
+    links = re.findall(r"\]\((beyond/\w+\.py|docs/\w+\.md)\), ([^;\n]+?)(?:;|\. )", text)
+    for path, phrase in links:
+        said = (ROOT / path).read_text(encoding="utf-8")
+        if path in ("beyond/ahead.py", "beyond/in_batch.py"):
+            monkeypatch.setattr("sys.argv", [path])
+            with contextlib.suppress(SystemExit):
+                runpy.run_module(path.removesuffix(".py").replace("/", "."), run_name="__main__")
+            said = capsys.readouterr().out
+        for figure in re.findall(r"\d[\d,]*%?", phrase):
+            assert figure in said, (path, figure)
+    assert len(links) == 8, links
 
 
 # Italics that stress a word, or name a case of its own file, and are no terms.
