@@ -44,18 +44,20 @@ def lines(curves, path=None, log=False, **labels):
 def rows(*results, path=None):
     """What a batch gains, against its number of rows. results: of `rows`, of one or several"""
     return lines(measured.gains(*results), path, log=True,
+                 title="Why one batches: the weights are read once for all rows of a pass",
                  ylabel="tokens a second, × those of one row",
                  xlabel="rows in one forward pass (tokens of different requests)")
 
 
 def gaps(result, path=None):
     """Time between tokens while a long prompt arrives. result: of `gaps`"""
-    curves = {f"{name}: worst {max(1e3 * gap for _, gap in points):.1f} ms":
+    curves = {f"{name}: worst {max(1e3 * gap for _, gap in points):,.0f} ms":
               [(step, 1e3 * gap) for step, gap in points]
               for name, points in result["points"].items()}
-    return lines(curves, path, ylabel="time since the last token, ms",
-                 xlabel=f"step; at step {measured.ARRIVAL} a prompt of {result['prompt_tokens']} "
-                        "tokens arrives")
+    return lines(curves, path, ylabel="ms since their last token",
+                 title=f"Four requests decode. At step {measured.ARRIVAL} a prompt of "
+                       f"{result['prompt_tokens']} tokens arrives: how long do they wait?",
+                 xlabel="step")
 
 
 def curve(result, path=None):
