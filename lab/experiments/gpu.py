@@ -32,12 +32,8 @@ def ladder(stage, gpu, requests):
     """Figures of Llama 2 7B; `requests` makes them."""
     some = requests()
     longest = max(len(r.prompt) for r in some) + max(r.max_new_tokens for r in some) - 1
-    return figures(at_once(server(stage, "llama-2-7b", gpu, longest, **KNOBS)[0], requests))
-
-
-def at_once(run, requests):
-    """`requests` makes them."""
-    return run(requests, [0.0] * len(requests()))
+    run, _ = server(stage, "llama-2-7b", gpu, longest, **KNOBS)
+    return figures(run(requests))
 
 
 def mixed(number):
@@ -66,7 +62,7 @@ def fitting(model, number):
     found = {"the longest answer for each": MODELS[model].room(GPUS["a100-40gb"]) // 1536}
     for how, stage in (("own answer reserved", "ragged, varlen"), ("pages", "paged")):
         run, _ = server(stage, model, "a100-40gb", 1535, max_batch=400, token_budget=8192)
-        found[how] = max(p[3] for p in at_once(run, partial(mixed, number)).passes)
+        found[how] = max(p[3] for p in run(partial(mixed, number)).passes)
     return found
 
 

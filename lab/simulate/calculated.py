@@ -18,7 +18,7 @@ is `python -m lab.simulate`, and docs/gpu.md says how far to trust it.
 """
 import math
 from collections import Counter
-from itertools import chain
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import torch
@@ -136,15 +136,16 @@ def simulate(shape, gpu, generate, requests, times=None, clients=0, engine=Engin
 
 def runner(shape, gpu, generate, engine=Engine(), servers=1, route=None, **knobs):
     """
-    A function: run(requests, times, clients) serves what the function `requests` makes. It returns
-    what Servers record: requests, passes and counts.
+    A function: run(requests, times, clients) serves what the function `requests` makes; without
+    times or clients, all at once. It returns what Servers record: requests, passes and counts.
     """
     def run(requests, times=None, clients=0):
+        times = times or repeat(0.0)
         for make in planners(generate, **knobs):   # the fastest first
             here = [Server(make(), constants(shape, gpu, engine), shape, engine.ahead)
                     for _ in range(servers)]
             try:
-                serve(Source(requests(), times or (), clients, engine.front_end), here, route)
+                serve(Source(requests(), times, clients, engine.front_end), here, route)
             except Short:
                 continue
             return SimpleNamespace(

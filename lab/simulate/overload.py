@@ -34,7 +34,7 @@ def most_served(run, made, number, many=1, least=1):
                 request.max_new_tokens = stream.randint(1, request.max_new_tokens)
             yield request
 
-    log = run(shortened, [0.0] * tried)
+    log = run(shortened)
     first = sorted(request.token_times[0] for request in log.requests)
     return (tried - 2 * many) / (first[-1] - first[2 * many - 1]), tried
 

@@ -66,7 +66,7 @@ def calculate(run):
     many = {"clients": 3 * number, "rate": 120}.get(kind, number)
     lengths = ([(prompt, answer or 1)] * many if isinstance(prompt, int) else
                {"nano_vllm": nano_vllm, "rahman": rahman}[prompt]())
-    times = [*poisson(many, number, 0)] if kind == "rate" else [0.0] * len(lengths)
+    times = [*poisson(many, number, 0)] if kind == "rate" else None
     room = shape.room(gpu)
     if clients or kind == "rate" or not answer:
         stage, make, knobs = "prefix", workload, dict(
