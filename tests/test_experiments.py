@@ -22,6 +22,7 @@ from lab.experiments import bench, gpu, ladder, prepacking, results, rows, table
 from lab.experiments.roofline import roofline
 from lab.loading.load import load
 from lab.loading.stages import STAGES
+from lab.simulate import published
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.weights import write_gpt2
@@ -203,6 +204,9 @@ def smaller(monkeypatch):
         for request in workload(*arguments)[:4]])
     monkeypatch.setattr(gpu, "MACHINES", {"a100": "W1", "a100, W3": "W3"})
     monkeypatch.setattr(gpu, "CURVES", ("unbatched", "ragged, varlen"))
+    monkeypatch.setattr(published, "PREDICTED", [
+        {**run, "stages": [(5, 20)]} for run in published.PREDICTED])
+    monkeypatch.setattr(published, "RUNS", published.RUNS[:4])
     monkeypatch.setattr(results, "in_turn", partial(results.in_turn, warm_up=0))
     monkeypatch.setattr(bench, "machine_peaks", lambda model: {"peak": 1e11, "bandwidth": 1e10})
 
@@ -311,11 +315,9 @@ def test_a_command_that_a_document_names_can_be_run(module, flags, monkeypatch):
             runpy.run_module(module, run_name="__main__")
 
 
-@pytest.mark.parametrize("name", sorted(
-    path.stem for path in Path(rows.__file__).parent.glob("[a-z]*.py")))
-def test_a_part_of_the_experiments_is_no_command(name):
-    done = subprocess.run([sys.executable, "-m", f"lab.experiments.{name}", "--quick"], cwd=ROOT,
+def test_a_part_of_the_experiments_is_no_command():
+    done = subprocess.run([sys.executable, "-m", "lab.experiments.rows", "--quick"], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == f"lab.experiments.{name} is not a command; python -m lab.experiments " \
+    assert done.stderr == "lab.experiments.rows is not a command; python -m lab.experiments " \
                           "lists what is\n"

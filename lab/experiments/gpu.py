@@ -9,7 +9,7 @@ from lab.experiments.results import Table
 from lab.loading.arrivals import poisson
 from lab.loading.arrivals import workload as requests_from
 from lab.loading.stages import STAGES
-from lab.simulate import published, real
+from lab.simulate import published
 from lab.simulate.calculated import runner, with_memory
 from lab.simulate.hardware import GPUS, MODELS
 from lab.simulate.overload import most_served
@@ -32,12 +32,8 @@ def ladder(stage, gpu, requests):
     """Figures of Llama 2 7B; `requests` makes them."""
     some = requests()
     longest = max(len(r.prompt) for r in some) + max(r.max_new_tokens for r in some) - 1
-    return figures(at_once(server(stage, "llama-2-7b", gpu, longest, **KNOBS)[0], requests))
-
-
-def at_once(run, requests):
-    """`requests` makes them."""
-    return run(requests, [0.0] * len(requests()))
+    run, _ = server(stage, "llama-2-7b", gpu, longest, **KNOBS)
+    return figures(run(requests))
 
 
 def mixed(number):
@@ -53,7 +49,7 @@ def curve(stage, number, rates):
     to NEAR of what the stage can serve.
     """
     run, many = server(stage, "llama-2-7b", "a100-40gb", 1535)
-    served, points = most_served(run, mixed, max(number, 4 * many), many), []
+    (served, _), points = most_served(run, mixed, number, many), []
     for rate in [*(rate for rate in rates if rate < NEAR * served), NEAR * served]:
         log = run(partial(mixed, number), [*poisson(number, rate, seed=0)])
         points.append((rate, 1e3 * statistics.mean(
@@ -66,7 +62,7 @@ def fitting(model, number):
     found = {"the longest answer for each": MODELS[model].room(GPUS["a100-40gb"]) // 1536}
     for how, stage in (("own answer reserved", "ragged, varlen"), ("pages", "paged")):
         run, _ = server(stage, model, "a100-40gb", 1535, max_batch=400, token_budget=8192)
-        found[how] = max(p[3] for p in at_once(run, partial(mixed, number)).passes)
+        found[how] = max(p[3] for p in run(partial(mixed, number)).passes)
     return found
 
 
@@ -81,8 +77,9 @@ def measure(args, device, dtype):
                   for stage in CURVES},
         "fitting": {model: fitting(model, 12 if quick else 400)
                     for model in ("llama-2-7b", "mistral-7b", "llama-3.1-8b")},
-        "real": [*real.table(real.compare(real.RUNS[5:7] if quick else real.PREDICTED))],
-        "published": published.compare(published.SOURCES if not quick else ["ANL"])}
+        "real": [*published.real_table(published.compare_real(
+            published.PREDICTED[5:7] if quick else published.PREDICTED))],
+        "published": published.compare(["ANL"] if quick else published.ABOUT["sources"])}
 
 
 # --- the tables of docs/gpu.md --------------------------------------------------------------------

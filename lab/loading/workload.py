@@ -1,11 +1,11 @@
 """Requests from prompts on the command line or in a file. Errors name the flag, file and line."""
 import json
 import math
-import random
 import re
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 
+from lab.loading.arrivals import poisson
 from request import Request
 from toolbox.validate import check_run, one_line
 from toolbox.weights import BUILTIN
@@ -63,15 +63,14 @@ def make_requests(prompts, tokenizer, arrival_rate=None, chat=False, config=None
         Request([0], **defaults)
     except ValueError as error:   # of a flag, not of one request
         raise ValueError(str(error).replace("request: ", "--", 1)) from None
-    stream, time, requests = random.Random(f"arrivals {defaults['seed']}"), 0.0, []
+    times = poisson(len(prompts), arrival_rate, defaults["seed"]) if arrival_rate else repeat(0)
+    requests = []
     names = {str(entry.get("name")): False for entry in prompts}   # whether it has come
-    for i, entry in enumerate(prompts):
+    for i, (entry, time) in enumerate(zip(prompts, times)):
         name = next(name for n in count(i) if (name := f"r{n}") not in names)
         entry = {"where": "--prompt", **defaults, "seed": defaults["seed"] + i, "name": name,
                  "arrival": int(min(time, 1e9)),
                  **{key: value for key, value in entry.items() if value is not None}}
-        if arrival_rate:
-            time += stream.expovariate(arrival_rate)
         with one_line(entry.pop("where")):
             text = entry.pop("prompt")
             tokens = (tokenizer.encode_chat([{"role": "user", "content": text}]) if chat

@@ -14,10 +14,10 @@ from lab.flags import above_0, whole
 from lab.loading.arrivals import check_lengths, drawn, poisson, staged, traced
 from lab.loading.stages import SCRIPTS
 from lab.loading.traces import read_trace
-from lab.simulate import real
 from lab.simulate.calculated import DEFAULTS, FLAT, runner, with_memory
 from lab.simulate.hardware import BYTES, ENGINES, gpu_of, shape_of
-from lab.simulate.overload import MOST_TRIED, most_served, verdict
+from lab.simulate.overload import most_served, verdict
+from lab.simulate.published import show_real
 from lab.views import plots
 from lab.views.report import aligned, figures
 
@@ -46,7 +46,7 @@ def run_stage(args):
     flags.check_path(args.json, "--json")
     flags.check_path(args.plot, "--plot", flags.PICTURES)
     if args.real:
-        return real.show()
+        return show_real()
     loads = [f"--{name}" for name in ("rate", "clients", "stages", "trace") if getattr(args, name)]
     if len(loads) > 1:
         raise ValueError(f"{' and '.join(loads)} exclude each other")
@@ -64,9 +64,9 @@ def run_stage(args):
     print(f"{title}: {f['tokens_per_s']:,.0f} tokens/s, {f['requests_per_s']:,.2f} requests/s"
           + (f", {f['goodput']:,.2f} of them within the limits" if args.ttft or args.itl else ""))
     if rates := load_rates(args, times):
-        many = knobs.get("max_batch", 1)
-        tried = max(min(number, MOST_TRIED), 4 * many, 1000 if generate in FLAT else 250)
-        most = f["served_at_most"] = most_served(run, made, tried, many)
+        most, tried = most_served(run, made, number, knobs.get("max_batch", 1),
+                                  least=1000 if generate in FLAT else 250)
+        f["served_at_most"] = most
         f["load"] = [{"rate": rate, "verdict": verdict(rate / most, tried)} for rate in rates]
         for load in f["load"]:
             print(f"{load['verdict']}; {load['rate']:g} requests/s are {load['rate'] / most:.2f} "

@@ -18,8 +18,7 @@ is `python -m lab.simulate`, and docs/gpu.md says how far to trust it.
 """
 import math
 from collections import Counter
-from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import torch
@@ -37,7 +36,6 @@ from lab.views.report import figures as figures  # others import it from here
 from lab.views.report import useful
 from paging import PagedScheduler
 from scheduler import Scheduler
-from toolbox.trace import Trace
 
 LATE = 10**12   # a step that no run reaches
 DEFAULTS = {"max_batch": 256, "token_budget": 2048}   # as engines have them
@@ -107,18 +105,10 @@ def counted(batch):
             keys + cost.get("padded_keys", 0), copied)
 
 
-@dataclass
-class CalculatedTrace(Trace):
-    """A Trace whose times are seconds from 0, on the clock of a CalculatedModel."""
-    clock: CalculatedModel = None
-
-    def arrived(self, request):   # its own time, not that of the step which saw it
-        return request.arrived
-
-
 def simulate(shape, gpu, generate, requests, times=None, clients=0, engine=Engine(), **knobs):
     """
-    Runs a stage's `generate` on a calculated GPU. Returns a CalculatedTrace.
+    Runs a stage's `generate` on a calculated GPU. Returns its trace, whose times are seconds from 0
+    on the clock of its `clock`, a CalculatedModel.
 
     Without `times` (in seconds, ascending) and `clients`, requests arrive in steps, as they say.
     Afterwards `arrival` is the step that saw a request: given that, the real `generate` makes the
@@ -132,14 +122,13 @@ def simulate(shape, gpu, generate, requests, times=None, clients=0, engine=Engin
             request.arrival = LATE
         model.wait()
     trace = generate(model, requests, on_token=model.on_token, **knobs)
-    begin = {}   # step -> seconds
+    trace.stage, trace.clock = f"{trace.stage}, calculated", model
+    trace.started, trace.step_times = 0.0, {}
     for record, (start, took, _) in zip(trace.passes, model.passes):
         record.seconds = took   # not this machine's
-        begin.setdefault(record.step, start)
-    trace = CalculatedTrace(**vars(trace), clock=model)
-    trace.stage, trace.started, trace.step_times = f"{trace.stage}, calculated", 0.0, begin
+        trace.step_times.setdefault(record.step, start)
     for request in trace.requests if in_steps else ():
-        request.arrived = Trace.arrived(trace, request)   # when that step began
+        request.arrived = trace.arrived(request)   # when that step began
     return trace
 
 
@@ -147,15 +136,16 @@ def simulate(shape, gpu, generate, requests, times=None, clients=0, engine=Engin
 
 def runner(shape, gpu, generate, engine=Engine(), servers=1, route=None, **knobs):
     """
-    A function: run(requests, times, clients) serves what the function `requests` makes. It returns
-    what Servers record: requests, passes and counts.
+    A function: run(requests, times, clients) serves what the function `requests` makes; without
+    times or clients, all at once. It returns what Servers record: requests, passes and counts.
     """
     def run(requests, times=None, clients=0):
+        times = times or repeat(0.0)
         for make in planners(generate, **knobs):   # the fastest first
             here = [Server(make(), constants(shape, gpu, engine), shape, engine.ahead)
                     for _ in range(servers)]
             try:
-                serve(Source(requests(), times or (), clients, engine.front_end), here, route)
+                serve(Source(requests(), times, clients, engine.front_end), here, route)
             except Short:
                 continue
             return SimpleNamespace(

@@ -24,7 +24,7 @@ from lab.flags import whole
 from lab.simulate.__main__ import load_of, parser, write
 from lab.simulate.calculated import runner, with_memory
 from lab.simulate.hardware import ENGINES, gpu_of, shape_of
-from lab.simulate.overload import MOST_TRIED, most_served, verdict
+from lab.simulate.overload import most_served, verdict
 from lab.views.report import aligned, figures
 
 PAGE_SIZE, MANY = 16, 1.25   # MANY times the mean number of requests, and 8 more, is too many
@@ -53,8 +53,7 @@ def measuring(args, shape, gpu):
     made, times, longest = load_of(args, shape)
     knobs, _ = with_memory(shape, gpu, generate, longest, {}, args.memory, args.max_kv)
     server = partial(runner, shape, gpu, generate, ENGINES[args.engine], **knobs)
-    tried = max(min(len(times), MOST_TRIED), 4 * knobs["max_batch"], 1000)
-    served = most_served(server(), made, tried, knobs["max_batch"])   # by one replica
+    served, tried = most_served(server(), made, len(times), knobs["max_batch"], least=1000)
 
     def row(number, router):
         f = figures(server(number, ROUTERS[router])(partial(made, len(times)), times))

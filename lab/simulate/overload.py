@@ -14,16 +14,19 @@ import random
 MOST_TRIED = 5000
 
 
-def most_served(run, made, tried, many=1):
+def most_served(run, made, number, many=1, least=1):
     """
-    Requests/s that are served while others always wait, tried on so many.
+    (requests/s that are served while others always wait, the number of requests that showed it)
 
-    run: see `runner`; made(n) makes n requests of the load; many: that run at the same time
+    run: see `runner`; made(n) makes n requests of the load, which has `number`; many: that run at
+    the same time; least: requests to try
 
     All come at once. A full batch admits one for each that leaves, so first tokens are counted,
     after twice as many as may run. The first answers are shortened at random: else requests of one
     length would stay in step.
     """
+    tried = max(min(number, MOST_TRIED), 4 * many, least)
+
     def shortened():
         stream = random.Random(0)
         for i, request in enumerate(made(tried)):
@@ -31,9 +34,9 @@ def most_served(run, made, tried, many=1):
                 request.max_new_tokens = stream.randint(1, request.max_new_tokens)
             yield request
 
-    log = run(shortened, [0.0] * tried)
+    log = run(shortened)
     first = sorted(request.token_times[0] for request in log.requests)
-    return (tried - 2 * many) / (first[-1] - first[2 * many - 1])
+    return (tried - 2 * many) / (first[-1] - first[2 * many - 1]), tried
 
 
 def verdict(times, tried):

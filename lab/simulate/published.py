@@ -1,27 +1,44 @@
 """
-What others measured, beside what is calculated: `python -m lab.simulate.published`.
+What others measured, beside what is calculated.
 
-published.json has the runs, with their sources, and why others were left out. A run is there if its
-source says which model and GPU, in 16 bits, and how requests come. The constants of
-lab/simulate/hardware.py were chosen on the runs marked "chosen"; all others test them.
+    python -m lab.simulate.published    published.json: figures from papers, blogs and repositories
+    python -m lab.simulate --real       real_runs.json: runs of vLLM under random arrivals, and what
+                                        other simulators say of them
+
+The files say where the runs come from, and why others were left out. A published run is there if
+its source says which model and GPU, in 16 bits, and how requests come. The constants of hardware.py
+were chosen on the runs marked "chosen"; all others test them. Of those of --engine vllm, three were
+fitted on the real runs (docs/gpu.md): on either half, and judged on the other.
 """
 import json
 import random
+import statistics
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
-from lab.loading.arrivals import poisson, workload
+from generate_prefix import generate
+from lab.loading.arrivals import drawn, poisson, staged, workload
 from lab.loading.stages import STAGES
 from lab.simulate.calculated import runner
 from lab.simulate.hardware import ENGINES, GPUS, MODELS
 from lab.views.report import aligned, figures
 
-DATA = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
-SOURCES = DATA["sources"]
+
+def read(name):
+    """What a file says of its runs, and the runs: [{column: value}, ...]"""
+    data = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return data, [dict(zip(data["columns"], run)) for run in data["runs"]]
+
+
+(ABOUT, RUNS), (ABOUT_REAL, REAL) = read("published.json"), read("real_runs.json")
+PREDICTED = [run for run in REAL if run["others"]]
 FRONT_END = 3e-3   # of vLLM 0.8.5 and a Triton server; today's vLLM: sheets.json
 OVER_HTTP = ("rahman", "IOG", "TensorRT-LLM 0.14")
 BUDGETS = {"LMDeploy": 8192, "nano-vllm": 16384}
 
+
+# --- published figures ----------------------------------------------------------------------------
 
 def nano_vllm():
     """The lengths that nano-vllm's bench.py draws with seed 0: 133,966 tokens of answers."""
@@ -38,19 +55,18 @@ def rahman():
 
 
 def calculate(run):
-    """{figure: value} of a run, a dict."""
+    """{figure: value} of a published run."""
     # some ran beyond the context that the model was trained on
     shape = replace(MODELS[run["model"]], tp=run["tp"], block_size=10**6)
-    gpu = GPUS[run["gpu"]]
+    gpu, engine = GPUS[run["gpu"]], ENGINES[run["engine"]]
     kind, number, prompt, answer = (run[name] for name in ("kind", "requests", "input", "output"))
-    engine = ENGINES[run["engine"]]
     if run["source"] in OVER_HTTP:
         engine = replace(engine, front_end=FRONT_END)
     clients = number if kind == "clients" else 0
     many = {"clients": 3 * number, "rate": 120}.get(kind, number)
     lengths = ([(prompt, answer or 1)] * many if isinstance(prompt, int) else
                {"nano_vllm": nano_vllm, "rahman": rahman}[prompt]())
-    times = [*poisson(many, number, 0)] if kind == "rate" else [0.0] * len(lengths)
+    times = [*poisson(many, number, 0)] if kind == "rate" else None
     room = shape.room(gpu)
     if clients or kind == "rate" or not answer:
         stage, make, knobs = "prefix", workload, dict(
@@ -73,14 +89,11 @@ def by_length(lengths):
         yield request
 
 
-def compare(sources=SOURCES):
-    """[{"source", ..., "figure", "published", "half", "calculated", "error"}, ...]"""
-    rows = [dict(zip(DATA["columns"], run)) for run in DATA["runs"]]
-    rows = [row for row in rows if row["source"] in sources]
-    for row in rows:
-        row["calculated"] = calculate(row)[row["figure"]]
-        row["error"] = row["calculated"] / row["published"] - 1
-    return rows
+def compare(sources):
+    """The runs of these sources, each with what is "calculated", and the "error"."""
+    rows = [{**run, "calculated": calculate(run)[run["figure"]]}
+            for run in RUNS if run["source"] in sources]
+    return [{**row, "error": row["calculated"] / row["published"] - 1} for row in rows]
 
 
 def cells(rows):
@@ -94,5 +107,55 @@ def cells(rows):
                f"{r['calculated']:,.1f}", f"{r['error']:+.0%}".replace("-0%", "+0%")]
 
 
+# --- real runs, and other simulators --------------------------------------------------------------
+
+FIGURES, HERE = ("ttft_ms", "e2e_ms", "between_ms"), "lab.simulate"
+
+
+def calculate_real(run):
+    """[mean TTFT, E2E, time between tokens] of a real run, in ms."""
+    shape, gpu = replace(MODELS[run["model"]], tp=run["tp"]), GPUS[run["gpu"]]
+    times = [*staged(run["stages"], seed=0)]
+    log = runner(shape, gpu, generate, ENGINES["vllm"], max_batch=ABOUT_REAL["max_batch"],
+                 token_budget=run["token_budget"], pages=shape.room(gpu, run["memory"]) // 16)(
+        lambda: drawn(len(times), 0, [run["prompt"]] * 2, [run["output"]] * 2, 100), times)
+    f = figures(log)
+    return [f[name]["mean"] for name in ("ttft_ms", "e2e_ms", "tpot_ms")]
+
+
+def compare_real(runs):
+    """[(run, {simulator: [error of each of FIGURES]}), ...]"""
+    return [(run, {who: [value / run[name] - 1 for name, value in zip(FIGURES, values)]
+                   for who, values in {HERE: calculate_real(run), **run["others"]}.items()})
+            for run in runs]
+
+
+def real_table(rows):
+    """A head, and a line for each simulator: median errors by GPU and tensor parallel ranks."""
+    found = defaultdict(lambda: defaultdict(list))
+    for run, errors in rows:
+        for who, values in errors.items():
+            for group in "all", f"{run['gpu']} x {run['tp']}":
+                found[who][group].append([*map(abs, values)])
+    groups = sorted(found[HERE])
+    yield ["median errors of TTFT, E2E, between tokens"] + [
+        f"{group} ({len(found[HERE][group])} runs)" for group in groups]
+    for who, of in found.items():
+        yield [who, *(" ".join(f"{statistics.median(column):.0%}" for column in zip(*of[group]))
+                      if of[group] else "–" for group in groups)]
+
+
+def show_real():
+    """Prints every real run that was not overloaded, and the table."""
+    rows = compare_real([run for run in REAL if run["half"] != "overloaded"])
+    print(aligned([["run", "", "", "requests/s", *FIGURES], *(
+        [f"{run['model']}, {run['prompt']} + {run['output']}", f"{run['tp']} x {run['gpu']}",
+         run["half"], "/".join(f"{rate:g}" for rate, _ in run["stages"]),
+         *(f"{run[name]:,.1f} {error:+.0%}" for name, error in zip(FIGURES, errors[HERE]))]
+        for run, errors in rows)]), "", aligned([*real_table(rows)]), sep="\n")
+    return 0
+
+
 if __name__ == "__main__":
-    print(aligned([*cells(compare())]), "* the constants were chosen on these", sep="\n\n")
+    print(aligned([*cells(compare(ABOUT["sources"]))]), "* the constants were chosen on these",
+          sep="\n\n")

@@ -50,8 +50,7 @@ def figures(log, ttft=None, itl=None):
     goodput: requests/s within both limits, in ms, on TTFT and on a request's mean time per token.
     """
     times = [request.token_times for request in log.requests]
-    arrived = np.array([log.arrived(r) if isinstance(log, Trace) else r.arrived
-                        for r in log.requests])
+    arrived = np.array([request.arrived for request in log.requests])
     first, last, tokens = (np.array([of(each) for each in times]) for of in (
         lambda each: each[0], lambda each: each[-1], len))
     between = (last - first) / np.maximum(tokens - 1, 1)
