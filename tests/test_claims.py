@@ -284,30 +284,23 @@ def test_R5_16_all_reduces_for_8_layers_whatever_is_in_the_batch():
         dist.destroy_process_group()
 
 
-def matrices(model):   # those that a decode step reads
-    return [p for name, p in model.named_parameters() if p.dim() == 2 and name != "wpe.weight"]
-
-
 def test_R7_batching_helps_the_weights_not_the_cache():
     """Operations for each byte read, in a decode step of B requests with S tokens each."""
     config = GPTConfig(block_size=512, vocab_size=128, n_layer=2, n_head=2, n_embd=16)
-    for dtype, size in (torch.float16, 2), (torch.float32, 4):
-        model = GPT(config).requires_grad_(False).to(dtype)
-        for B, S in (1, 10), (1, 300), (8, 300), (32, 300):
-            requests = admitted([Request([0] * S, 1) for _ in range(B)], config)
-            for request in requests:
-                request.computed = S - 1
-            with FlopCounterMode(display=False) as counter:
-                run(Flat([(request, 1) for request in requests]), model)
-            operations = counter.get_flop_counts()["Global"]
-            attention = operations.pop(torch.ops.aten.bmm)
-            cache = sum(S * request.kv.bytes_per_token for request in requests)
-            assert attention / cache == 2 / size         # whatever B and S
-            weights = sum(p.nbytes for p in matrices(model))
-            assert sum(operations.values()) / weights == 2 * B / size   # rises with the rows
-    with torch.device("meta"):                           # GPT-2's sizes, without its memory
-        weights = sum(p.nbytes for p in matrices(GPT(GPTConfig())))
-    assert (round(32 * 300 * 2 * 12 * 768 * 4 / 1e6), round(weights / 1e6)) == (708, 494)
+    model = GPT(config).requires_grad_(False)
+    weights = sum(p.nbytes for name, p in model.named_parameters()   # that the step reads
+                  if p.dim() == 2 and name != "wpe.weight")
+    for B, S in (1, 10), (1, 300), (8, 300), (32, 300):
+        requests = admitted([Request([0] * S, 1) for _ in range(B)], config)
+        for request in requests:
+            request.computed = S - 1
+        with FlopCounterMode(display=False) as counter:
+            run(Flat([(request, 1) for request in requests]), model)
+        operations = counter.get_flop_counts()["Global"]
+        attention = operations.pop(torch.ops.aten.bmm)
+        cache = sum(S * request.kv.bytes_per_token for request in requests)
+        assert attention / cache == 0.5                         # in float32, whatever B and S
+        assert sum(operations.values()) / weights == B / 2      # rises with the rows
 
 
 # --- P: prepacking --------------------------------------------------------------------------------
@@ -485,16 +478,14 @@ def test_I3_a_fused_step_is_one_model_call_where_chunked_prefill_makes_two():
 
 def test_I4_padding_is_stripped_per_row_when_the_cache_is_written_back():
     plan = fused()
-    before = [request.computed for request, _ in plan]
+    starts = [request.computed for request, _ in plan]
     run(Rectangle(plan))
-    for (request, n), start in zip(plan, before):
-        end = request.computed
-        assert end == start + n          # each row added a different number
-        twin, = ready(len(request.prompt))
-        twin.prompt = request.prompt
-        run(Flat([(twin, end)]))         # the same tokens, alone
-        assert same_cache(request, twin, end)
-        assert all((k[:, end:] == 0).all() for k in request.kv.k.values())   # and nothing beyond
+    for (request, n), start in zip(plan, starts):   # each row has added a different number
+        alone_again, = ready(len(request.prompt))
+        alone_again.prompt = request.prompt
+        run(Flat([(alone_again, start + n)]))
+        assert same_cache(request, alone_again, start + n)
+        assert all((k[:, start + n:] == 0).all() for k in request.kv.k.values())   # nothing beyond
 
 
 def test_I5_a_partial_prefill_is_never_sampled_from():
