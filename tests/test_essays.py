@@ -303,21 +303,14 @@ def test_contract(file, data):
 
 # --- known bugs -----------------------------------------------------------------------------------
 
-G = speculative.generate.__wrapped__   # without its decorator
+G, D = speculative.generate.__wrapped__, speculative.draft   # G: without its decorator
 R, S, H, HP = RolloutScheduler, SessionScheduler, HybridScheduler, hybrid.HybridPaged
 FAULTS = {   # name: (function, code as it stands, code with the fault); more in lab/checks/traps.py
     "a guess accepted after a stop token": (G, "if not request.finished and", "if"),
     "a wrong guess is accepted": (G, "== [token]]", "!= []]"),
-    "guesses are left assumed": (G, "            request.assumed = []", "            pass"),
-    "a guess past the length limit": (
-        speculative.draft, "min(request.kv_tokens, ", "min(request.kv_tokens + 9, "),
-    "a guess beyond the pages held": (speculative.draft, "scheduler.pages.size)", "99)"),
-    "a guess takes a prompt's share": (
-        speculative.draft, "scheduler.token_budget - sum(n for _, n in plan)", "64"),
+    "a guess beyond the pages held": (D, "scheduler.pages.size)", "99)"),
     "a stale hole": (ahead.fill_holes, "= flight.tokens[places]",
                      "= flight.batch.tokens[flight.batch.wanted[places]]"),
-    "a hole for a token after the last": (
-        ahead.leave_holes, " and not request.is_last(len(request.generated) + 1)", ""),
     "pages freed under a queued pass are cached": (
         ahead.cache_pages, "table is request.block_table", "request.block_table"),
     "a token for a request that has ended": (
@@ -326,13 +319,9 @@ FAULTS = {   # name: (function, code as it stands, code with the fault); more in
         ahead.land, "if request.finished and request in scheduler.waiting", "if False"),
     "recompute preempts nothing": (R.change, '== "recompute"', '== ""'),
     "wait admits newcomers": (R.grant_room, "self.closed and", "False and"),
-    "wait forgets who is preempted": (R.schedule, "self.running or any(", "self.running and any("),
-    "what is found has no span": (R.grant_room, "if request.computed:", "if False:"),
     "a turn without the answer before": (Session.next, "last.tokens", "last.prompt"),
     "a hold never ends": (S.schedule, "self.held[self.oldest][1] < step", "False"),
     "running requests go before holds": (S.schedule, "len(self.pages.free_queue) < grow", "False"),
-    "holds stay though nothing runs": (S.grant_room, "self.running or not self.held", "True"),
-    "window pages are kept too long": (H.first, "window + 1", "window"),
     "found without its window": (H.find, "all(len(table) == n for table in tables)", "True"),
     "a chunk sees beyond its window": (HP.attend, "self.model.attend(layer, ", "head(")}
 

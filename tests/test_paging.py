@@ -37,7 +37,6 @@ MODEL = toy()
 
 @pytest.mark.parametrize("stage", POOLED)
 @pytest.mark.parametrize("knobs, named", [
-    (dict(pages=2.5), "pages .* at least 1"), (dict(page_size="4"), "page_size .* at least 1"),
     (dict(page_size=25), "page_size 25 exceeds block_size 24"),
     (dict(scheduler="lifo"), "a class like PagedScheduler, .* 'lifo'"),
     (dict(pages=1, page_size=16), "request 'large': .* KV tokens, there are 16"),
