@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from beyond.fairness import SCHEDULERS, FairScheduler
@@ -43,12 +43,6 @@ def examples(number):
     seen by one of the first eight (test_traps.py).
     """
     return number if THOROUGH else max(number // 20, 5)
-
-
-def quick(names, chosen):
-    """Parameters: the chosen ones, and the others with --thorough."""
-    return [name if name in chosen else pytest.param(name, marks=pytest.mark.thorough)
-            for name in names]
 
 
 def fixed(request, u):
@@ -223,35 +217,23 @@ def finish(scheduler, plan, step=0, token=lambda request: 0):
 
 
 def update(scheduler, plan, tokens):
-    """scheduler.update, after a pass; asserts that the pages which it has filled can be found."""
-    if not isinstance(scheduler, PagedScheduler):
+    """scheduler.update; asserts that the pages which the pass has filled can be found."""
+    if not isinstance(scheduler, PrefixScheduler):
         return scheduler.update(plan, tokens)
-    size, (held, hash_of), written = scheduler.pages.size, seen(scheduler.pages), []
+    size, filled = scheduler.pages.size, []
     for request, n in plan:
-        end = request.computed + n
-        for i in range(request.computed // size, scheduler.pages.needed(end)):
-            written.append(tuple(request.slice(0, min(end, (i + 1) * size))))
-            held[request.block_table[i]] = written[-1]
+        filled += page_names(request, request.computed + n, size)[request.computed // size:]
     scheduler.update(plan, tokens)
-    if isinstance(scheduler, PrefixScheduler):
-        assert all(hash_of(tokens) in scheduler.pages.cached for tokens in written
-                   if len(tokens) % size == 0)
+    assert {*filled} <= {*scheduler.pages.cached}
 
 
-def seen(pages):
-    """
-    What the tests keep beside a pool's own bookkeeping: {page: the tokens whose keys and values it
-    has got, and all before them}, and a function: the hash of a page that ends with these tokens.
-    """
-    if not hasattr(pages, "seen"):
-        @lru_cache(maxsize=None)
-        def hash_of(tokens):
-            last = len(tokens) - pages.size
-            before = hash_of(tokens[:last]) if last else b""
-            return page_hash(before, list(tokens[last:]))
-
-        pages.seen = {}, hash_of
-    return pages.seen
+def page_names(request, end, size):
+    """The hashes of its full pages up to the token `end`: of their tokens, and all before them."""
+    names = []
+    for i in range(end // size):
+        tokens = request.slice(i * size, (i + 1) * size)
+        names.append(page_hash(names[-1] if names else b"", tokens))
+    return names
 
 
 def cancel_now(scheduler, request):
@@ -311,36 +293,39 @@ def checked(scheduler, step):
     return plan
 
 
+def assert_books(scheduler):
+    """Each page is free, or in as many tables as its ref_count says. A cached page has one name."""
+    pages = scheduler.pages
+    tables = [pages for pages, _ in getattr(scheduler, "held", {}).values()]   # of sessions
+    for request in scheduler.running:   # of layers with a window, several for each request
+        tables += getattr(scheduler, "tables", {}).get(request, [request.block_table])
+    held = Counter(page for table in tables for page in table if page is not None)
+    assert sorted([*pages.free_queue, *held]) == list(range(pages.number))
+    assert all(request.block_table is None and request.computed == 0
+               for request in scheduler.waiting)
+    if not isinstance(scheduler, PrefixScheduler):   # nothing is shared
+        assert max(held.values(), default=1) == 1
+        return
+    assert [held[page] for page in range(pages.number)] == pages.ref_count
+    assert {page: name for name, page in pages.cached.items()} == pages.hash_of
+
+
 def assert_pages(scheduler):
-    """What holds of block tables, free queue and prefix cache at every moment."""
+    """What holds of block tables, free queue, prefix cache and queue at every moment."""
+    assert_books(scheduler)
     pages, running, waiting = scheduler.pages, scheduler.running, scheduler.waiting
-    size, (held, hash_of) = pages.size, seen(pages)
-    tables = Counter(page for request in running for page in request.block_table)
-    assert sorted([*pages.free_queue, *tables]) == list(range(pages.number))   # in one of the two
     assert len({id(request.block_table) for request in running}) == len(running)   # none is shared
-    assert all(request.block_table is None and request.computed == 0 for request in waiting)
     if isinstance(scheduler, FairScheduler):
         assert list(waiting) == sorted(waiting, key=scheduler.rank.get)
         assert {*running, *waiting} <= {*scheduler.rank}
     else:
         arrivals = [request.arrival for request in [*running, *waiting]]
         assert arrivals == sorted(arrivals)
-    for request in running:   # what is computed is in its pages
-        computed = tuple(request.slice(0, request.computed))
-        for i in range(pages.needed(request.computed)):
-            assert held[request.block_table[i]] == computed[:(i + 1) * size]
-    if not isinstance(scheduler, PrefixScheduler):   # nothing is shared
-        assert max(tables.values(), default=1) == 1
-        return
-    assert [tables[page] for page in range(pages.number)] == pages.ref_count
-    assert all(len({*request.block_table}) == len(request.block_table) for request in running)
-    assert {page: name for name, page in pages.cached.items()} == pages.hash_of
-    assert len(pages.cached) == len(pages.hash_of)
-    for page, name in pages.hash_of.items():   # its own tokens, and all before them
-        assert len(held[page]) % size == 0 and name == hash_of(held[page])
-    for request in [*running, *waiting]:
-        for i, name in enumerate(request.page_hashes):
-            assert name == hash_of(tuple(request.tokens[:(i + 1) * size]))
+    for request in running if isinstance(scheduler, PrefixScheduler) else ():
+        names = page_names(request, len(request.tokens), pages.size)
+        assert request.page_hashes == names[:len(request.page_hashes)]
+        for page, name in zip(request.block_table, names[:request.computed // pages.size]):
+            assert pages.hash_of.get(page, name) == name   # a copy of another page has none
 
 
 # --- workloads ------------------------------------------------------------------------------------
@@ -352,8 +337,16 @@ def mixed():
             for n in range(1, 12)]
 
 
-# what a run with a bug may raise
-SEEN = (AssertionError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+def assert_seen(check, *drawn):
+    """With a bug that `check` puts in, it fails for some drawn workload."""
+    @settings(max_examples=1000, phases=[Phase.generate], report_multiple_bugs=False)
+    @given(st.tuples(*drawn))
+    def hunt(case):
+        check(*case)
+
+    with pytest.raises((AssertionError, ValueError, LookupError, TypeError, AttributeError,
+                        RuntimeError)):
+        hunt()
 
 
 def smallest_pool(requests, page_size, block_size=BLOCK_SIZE):

@@ -245,37 +245,23 @@ def test_a_stage_imports_what_it_uses():
     assert found.stdout.endswith("\nfound:\n")
 
 
-@pytest.mark.parametrize("environment, argv, expected", [
-    ("", [], [1]), ("2", [], []), ("", ["--threads", 3], [3]), ("2", ["--threads", 3], [3])])
-def test_a_small_model_runs_on_one_thread(environment, argv, expected, monkeypatch):
-    """Unless told otherwise; decided before the check and the run."""
-    events = []
-    monkeypatch.setenv("OMP_NUM_THREADS", environment)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(torch, "set_num_threads", events.append)
-    monkeypatch.setattr(command_line, "Check", lambda *_, **__: events.append("check"))
-
-    def generate(*args, **knobs):
-        events.append("run")
-        return generate_ragged.generate(*args, **knobs)
-
-    stage = SimpleNamespace(generate=generate, __doc__="")
-    code, out, err = run(stage, "--prompt", "a", "--max_new_tokens", 1, *argv)
-    assert code == 0 and events == [*expected, "check", "run"]
-
-
-def test_a_large_model_keeps_the_threads_that_torch_chooses(monkeypatch):
+def test_a_small_model_runs_on_one_thread(monkeypatch):
+    """Unless told otherwise; a large one keeps the threads that torch chooses."""
     asked = []
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    for parameters, device, threads, expected in (
-            (SMALL, "cpu", None, []), (SMALL - 1, "cpu", None, [1]), (SMALL - 1, "cuda", None, []),
-            (SMALL, "cpu", 2, [2])):
+    for environment, parameters, device, threads, expected in (
+            ("", SMALL - 1, "cpu", None, [1]), ("2", SMALL - 1, "cpu", None, []),
+            ("", SMALL, "cpu", None, []), ("", SMALL - 1, "cuda", None, []),
+            ("", SMALL, "cpu", 2, [2]), ("2", SMALL - 1, "cpu", 3, [3])):
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
         model = SimpleNamespace(device=torch.device(device),
                                 parameters=lambda: [torch.empty(parameters, device="meta")])
         set_threads(model, threads)
         assert asked == expected
         asked.clear()
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    run(generate_ragged, "--prompt", "a", "--max_new_tokens", 1, "--threads", 3)
+    assert asked == [3]
 
 
 # --- too little memory, by flags: the outputs are the same, the report says what it took ----------

@@ -1,41 +1,97 @@
 """
-Weights that change, sessions that pause, layers with a window: each request gets what it would have
-got alone, and known bugs are seen (more of them: test_traps.py).
+The contract of beyond/: guesses, passes queued ahead, weights that change, sessions that pause,
+layers with a window. Each request gets what it would have got alone, and known bugs are seen (more
+of them: test_traps.py; fairness: test_fairness.py; what each of them gains: test_beyond.py).
 """
 import math
 import re
 from bisect import bisect_right
-from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
+import common
 import pytest
 import torch
 from common import (
     BLOCK_SIZE,
-    SEEN,
-    THOROUGH,
     alone,
+    assert_books,
     assert_contract,
+    assert_seen,
     assert_trace,
-    quick,
     smallest_pool,
     toy,
     workloads,
 )
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beyond import hybrid, rollout, sessions
+import generate_prefix
+from beyond import ahead, hybrid, rollout, sessions, speculative
 from beyond.hybrid import Hybrid, HybridScheduler
+from beyond.in_batch import InBatchScheduler
 from beyond.rollout import RolloutScheduler
 from beyond.sessions import Session, SessionScheduler
 from cache import KV
 from lab import essays
 from lab.checks.traps import swapped
+from lab.views.report import totals
 from model import head, sample
 from request import Request, prepare
+
+# --- guesses, passes queued ahead, beginnings that are waited for ---------------------------------
+
+MODEL, QUIET = toy(), toy(loud=False)   # which repeats itself: most guesses are right
+KNOWN = {MODEL: {}, QUIET: {}}   # what requests get alone
+STAGES = {   # name: (generate, what a run of it may do that others do not)
+    **{f"{k} guesses": (partial(speculative.generate, guesses=k), dict(per_pass=1 + k))
+       for k in (0, 1, 4, 6)},
+    "ahead": (ahead.generate, dict(late=1)),
+    "ahead, in batch": (partial(ahead.generate, scheduler=InBatchScheduler), dict(late=1)),
+    "in batch": (partial(generate_prefix.generate, scheduler=InBatchScheduler), {})}
+GUESSES = [stage for stage in STAGES if "guesses" in stage]
+
+
+def run(stage, requests, model=MODEL, **knobs):
+    """The contract, for copies of these requests."""
+    generate, more = STAGES[stage]
+    requests = [*map(replace, requests)]
+
+    def nothing_is_assumed(*_):   # but while a batch is laid out
+        assert not any(request.assumed for request in requests)
+
+    handle = model.register_forward_pre_hook(nothing_is_assumed)
+    try:
+        trace = assert_contract(model, generate, requests, known=KNOWN[model], **more, **knobs)
+    finally:
+        handle.remove()
+    nothing_is_assumed()
+    for p in trace.passes:
+        assert p.slots <= knobs.get("token_budget", 64) and p.pad_slots == p.finished_slots == 0
+    if stage not in GUESSES and not any(request.finish_reason == "stop" for request in requests):
+        assert totals(trace)["rejected"] == 0   # an end by length costs no row
+    return trace
+
+
+@st.composite
+def crowds(draw, stages):
+    """(stage, requests, model, knobs). Requests may be twins, and the pool small."""
+    requests, pressure = draw(workloads())
+    if draw(st.booleans()):   # several answers to each prompt
+        requests += [replace(r, seed=r.seed + 1, name=f"{r.name} again") for r in requests]
+    more = draw(st.one_of(st.none(), st.integers(0, 20)))
+    pages = None if more is None else smallest_pool(requests, pressure["page_size"]) + more
+    return (draw(st.sampled_from(stages)), requests, draw(st.sampled_from([MODEL, QUIET])),
+            knobs_of(pressure, pages=pages))
+
+
+def check_run(stage, requests, model, knobs):
+    run(stage, requests, model, **knobs)
+
+
+# --- rollout --------------------------------------------------------------------------------------
 
 MODELS = [toy(seed=i, n_layer=1) for i in range(3)]   # the versions of a model
 
@@ -48,25 +104,12 @@ def books(kind):
     def update_and_check(self, plan, tokens):
         update(self, plan, tokens)
         assert_books(self)
+        assert getattr(self, "stale", set()) <= {*self.running}
+        for session, (_, last) in getattr(self, "held", {}).items():
+            assert last >= self.step and session.turns[-1] not in self.running
 
     with patch.object(kind, "update", update_and_check):
         yield
-
-
-def assert_books(scheduler):
-    """Each page is free, or in as many tables as its ref_count says. A cached page has one name."""
-    pages, running = scheduler.pages, {*scheduler.running}
-    assert getattr(scheduler, "stale", set()) <= running
-    for session, (_, last) in getattr(scheduler, "held", {}).items():
-        assert last >= scheduler.step and session.turns[-1] not in running
-    tables = [pages for pages, _ in getattr(scheduler, "held", {}).values()]
-    for request in running:
-        tables += getattr(scheduler, "tables", {}).get(request, [request.block_table])
-    held = Counter(page for table in tables for page in table if page is not None)
-    assert [held[page] for page in range(pages.number)] == pages.ref_count
-    assert sorted([*pages.free_queue, *held]) == list(range(pages.number))
-    assert {page: name for name, page in pages.cached.items()} == pages.hash_of
-    assert all(request.block_table is None for request in scheduler.waiting)
 
 
 def knobs_of(pressure, **more):
@@ -84,8 +127,6 @@ def logits_of(generate, *arguments, **knobs):
 def assert_close(logits, reference):
     assert (logits - reference).abs().max() <= 1e-10 * reference.abs().max()
 
-
-# --- rollout --------------------------------------------------------------------------------------
 
 @torch.inference_mode()
 def replayed(request):
@@ -156,7 +197,7 @@ def check_rollout(requests, knobs, changes, mode):
 
 # --- sessions -------------------------------------------------------------------------------------
 
-KNOWN = {}   # what requests get alone
+TURNS = {}   # what each gets alone
 
 
 @st.composite
@@ -191,7 +232,7 @@ def check_sessions(asked, knobs):
             assert two.arrival == one.token_steps[-1] + 1 + pause
         for turn in session.turns:
             key = repr(replace(turn, name="", priority=0, arrival=0))
-            tokens, reference, reason = KNOWN[key] = KNOWN.get(key) or alone(MODELS[0], turn)
+            tokens, reference, reason = TURNS[key] = TURNS.get(key) or alone(MODELS[0], turn)
             assert (turn.generated, turn.finish_reason) == (tokens, reason)
             assert_close(logits[turn], reference)
             assert turn.block_table is None
@@ -243,13 +284,17 @@ def check_hybrid(requests, key, knobs):
                         known=KNOWN_OF[key], **knobs)
 
 
-ESSAYS = {"beyond/rollout.py": (rollouts(), check_rollout),   # also for test_traps.py
-          "beyond/sessions.py": (agents(), check_sessions),
-          "beyond/hybrid.py": (hybrids(), check_hybrid)}
+ESSAYS = {   # also for test_traps.py
+    "beyond/speculative.py": (crowds(GUESSES), check_run),
+    "beyond/ahead.py": (crowds(["ahead", "ahead, in batch"]), check_run),
+    "beyond/in_batch.py": (crowds(["in batch"]), check_run),
+    "beyond/rollout.py": (rollouts(), check_rollout),
+    "beyond/sessions.py": (agents(), check_sessions),
+    "beyond/hybrid.py": (hybrids(), check_hybrid)}
 
 
 @pytest.mark.parametrize("file", ESSAYS)
-@settings(max_examples=300 if THOROUGH else 60)
+@settings(max_examples=common.examples(400))
 @given(data=st.data())
 def test_contract(file, data):
     cases, check = ESSAYS[file]
@@ -258,45 +303,40 @@ def test_contract(file, data):
 
 # --- known bugs -----------------------------------------------------------------------------------
 
-def assert_seen(file, fault):
-    """Some workload of this essay fails while the context manager `fault()` is on."""
-    cases, check = ESSAYS[file]
-
-    @settings(max_examples=1000, phases=[Phase.generate], report_multiple_bugs=False)
-    @given(cases)
-    def hunt(case):
-        with fault():
-            check(*case)
-
-    with pytest.raises(SEEN):
-        hunt()
-
-
+G, D = speculative.generate.__wrapped__, speculative.draft   # G: without its decorator
 R, S, H, HP = RolloutScheduler, SessionScheduler, HybridScheduler, hybrid.HybridPaged
 FAULTS = {   # name: (function, code as it stands, code with the fault); more in lab/checks/traps.py
+    "a guess accepted after a stop token": (G, "if not request.finished and", "if"),
+    "a wrong guess is accepted": (G, "== [token]]", "!= []]"),
+    "a guess beyond the pages held": (D, "scheduler.pages.size)", "99)"),
+    "a stale hole": (ahead.fill_holes, "= flight.tokens[places]",
+                     "= flight.batch.tokens[flight.batch.wanted[places]]"),
+    "pages freed under a queued pass are cached": (
+        ahead.cache_pages, "table is request.block_table", "request.block_table"),
+    "a token for a request that has ended": (
+        ahead.land, "enumerate(batch.sampled) if not request.finished", "enumerate(batch.sampled)"),
+    "a preempted request that ended waits on": (
+        ahead.land, "if request.finished and request in scheduler.waiting", "if False"),
     "recompute preempts nothing": (R.change, '== "recompute"', '== ""'),
     "wait admits newcomers": (R.grant_room, "self.closed and", "False and"),
-    "wait forgets who is preempted": (R.schedule, "self.running or any(", "self.running and any("),
-    "a preempted request stays stale": (R.free, "self.stale.discard(request)", "pass"),
-    "what is found has no span": (R.grant_room, "if request.computed:", "if False:"),
     "a turn without the answer before": (Session.next, "last.tokens", "last.prompt"),
     "a hold never ends": (S.schedule, "self.held[self.oldest][1] < step", "False"),
     "running requests go before holds": (S.schedule, "len(self.pages.free_queue) < grow", "False"),
-    "holds stay though nothing runs": (S.grant_room, "self.running or not self.held", "True"),
-    "a hold outlives the return": (S.grant_room, "if request.session in self.held:", "if False:"),
-    "window pages are kept too long": (H.first, "window + 1", "window"),
-    "window tables for all tokens": (H.lengths, "computed + self.token_budget", "known"),
     "found without its window": (H.find, "all(len(table) == n for table in tables)", "True"),
-    "a chunk sees beyond its window": (HP.attend, "self.model.attend(layer, ", "head("),
-    "one buffer for all layers of a group": (HP.attend, "layer // len(self.of_group)", "0")}
+    "a chunk sees beyond its window": (HP.attend, "self.model.attend(layer, ", "head(")}
 
 
-@pytest.mark.parametrize("name", quick(FAULTS, ["recompute preempts nothing", "a hold never ends",
-                                                "found without its window"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_seen(name):
     function, *change = FAULTS[name]
-    file = function.__module__.replace(".", "/") + ".py"
-    assert_seen(file, lambda: swapped(function, [change]))
+    cases, check = ESSAYS[function.__module__.replace(".", "/") + ".py"]
+
+    def broken(case):
+        with swapped(function, [change]):
+            check(*case)
+
+    assert_seen(broken, cases)
 
 
 # --- what chance may not show ---------------------------------------------------------------------

@@ -96,14 +96,3 @@ def test_no_request_starves(case, bound, policy, more, cancel):
     assert len(scheduler.pages.free_queue) == pages
     left = {*scheduler.rank, *scheduler.times_preempted, *scheduler.new}
     assert all(r.finish_reason == "cancelled" and r in scheduler.new for r in left)
-
-
-@pytest.mark.parametrize("bound, most", [(10**9, 5), (2, 2), (1, 1), (0, 0)])
-def test_no_request_is_preempted_without_end(bound, most):
-    """All arrive together, so that none is overtaken: what counts here is preemption alone."""
-    sizes = [(3, 20), (3, 3), (4, 5), (3, 9), (4, 20), (2, 12), (5, 19)]
-    scheduler, times = FairScheduler(8, 64, 30, 1, "fcfs", bound), Counter()
-    scheduler.preempt = lambda request: (times.update([request.name]),
-                                         FairScheduler.preempt(scheduler, request))
-    run(scheduler, asked(*((name, *size, 0, 0) for name, size in zip("ABCDEFG", sizes))))
-    assert max(times.values(), default=0) == most

@@ -87,7 +87,9 @@ def test_a_run_stays_on_its_device_and_in_its_dtype(stage, monkeypatch):
 
     def look(model, arguments, logits):
         batch = batches[-1]
-        caches = [request.kv for request, _ in batch.plan]
+        caches = [request.kv for request, _ in batch.plan if request.kv]
+        assert [kv.capacity for kv in caches] == [request.kv_tokens for request, _ in batch.plan
+                                                  if request.kv]
         for tensor in tensors([*vars(batch).values(), *caches, logits]):
             assert tensor.device.type == "meta"
             assert tensor.dtype in (torch.long, torch.bool, torch.float16)

@@ -73,6 +73,15 @@ def test_a_report_of_next_to_nothing():
     assert "throughput      1 tokens" in one and "nan" not in one + nothing
 
 
+@pytest.mark.parametrize("stage, tokens", [
+    # 2 rows of 4; then 2 pasts of 4 are gathered, and once more with the new keys
+    ("interleaved", [2 * 4, 2 * 4 + 2 * 5]), ("dynamic", [8, 18]), ("naive", [0, 0]),
+    ("ragged_mask", [2 + 4, 3 + 5]), ("ragged_varlen", [0, 0]), ("paged", [6, 8])])
+def test_copies_are_counted(stage, tokens):
+    trace = STAGES[stage](toy(), [Request([1] * 2, 2), Request([1] * 4, 2)])
+    assert [p.copied_bytes for p in trace.passes] == [2 * 3 * 15 * 8 * n for n in tokens]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_seconds_are_measured(stage):
     model = toy()

@@ -13,7 +13,6 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from threading import Thread
 
 import pytest
@@ -203,20 +202,11 @@ def test_who_leaves_frees_its_pages_before_the_next_pass():
     assert second.generated == alone(engine.model, second)[0]
 
 
-def test_several_are_taken_all_or_none_and_answers_to_one_prompt_share_its_pages():
+def test_several_are_taken_all_or_none():
     engine = Engine(toy(), pages=11, page_size=2)
     with pytest.raises(ValueError, match="needs 24 KV tokens, there are 22"):
         engine.add(Request([1]), Request([1], 24))
     assert not engine.busy
-    engine = Engine(toy(), pages=40, page_size=2)
-    requests = [Request([1, 2] * 4, 6, temperature=1.0, seed=i) for i in range(5)]
-    engine.add(*requests)
-    computed = []
-    engine.see = lambda batch: computed.extend(n for _, n in batch.plan)
-    while engine.busy:
-        engine.step()
-    assert sum(computed) == 8 + 4 * 2 + 5 * 5   # the prompt once, and the others' last page
-    assert [r.generated for r in requests] == [alone(engine.model, r)[0] for r in requests]
 
 
 @pytest.mark.parametrize("stops", [[], ["b"], ["ab", "aab"], ["aba", "bb"]])
@@ -288,7 +278,7 @@ def test_chats_and_models(monkeypatch):
         assert (message.role, message.content) == ("assistant", want)
         parts = [*chat(stream=True, **ask)]
         assert (whole.object, parts[1].object) == ("chat.completion", "chat.completion.chunk")
-        assert (whole.model, parts[1].model) == ("m", "m") and time.time() - whole.created < 60
+        assert whole.model == parts[1].model == "m" and time.time() - whole.created < 60
         deltas = [part.choices[0].delta for part in parts]
         assert "".join(delta.content for delta in deltas) == want
         assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
@@ -463,6 +453,7 @@ def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(dr
         assert not running.thread.is_alive() and not running.engine.scheduler.busy
 
 
+@pytest.mark.thorough
 def test_the_program_finishes_its_streams_after_sigterm(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)   # for so small a model it takes one
     process = subprocess.Popen(
@@ -496,14 +487,6 @@ def test_the_server_ends_if_its_engine_does(monkeypatch):
 
 # --- hostile clients ------------------------------------------------------------------------------
 
-def written(value):
-    """It and its type: 0 is not False, but 0.0 is 0."""
-    return json.dumps(float(value) if type(value) is int else value)
-
-
-VALUES = [None, True, False, 0, 0.0, 1, 1.0, 2, -1, "", "x", [], [[]], ["text"], [0], {}, {"a": 1}]
-
-
 def test_fields_without_effect_are_those_of_the_table_and_the_table_is_in_the_documentation():
     api, rows = openai.types, {}
     for kind, body, known in (
@@ -514,16 +497,12 @@ def test_fields_without_effect_are_those_of_the_table_and_the_table_is_in_the_do
         for values, names in schemas.NO_EFFECT:
             text = "any text" if values is schemas.Text else ", ".join(
                 f"`{json.dumps(value)}`" for value in values) or "*only null*"
-            values = [None, *(["", "x"] if values is schemas.Text else values)]
-            for name, value in product(names.split(), VALUES + values):
-                refused = []
-                try:
+            for name in names.split():
+                for value in [None, *(["", "x"] if values is schemas.Text else values)]:
                     kind(**body, **{name: value})
-                except ValueError as error:
-                    refused = [each["loc"] for each in error.errors()]
-                fine = written(value) in map(written, values)
-                assert refused == ([] if fine else [(name,)]), (name, value)
-            rows |= dict.fromkeys(names.split(), text)
+                with pytest.raises(ValueError, match=name):
+                    kind(**body, **{name: 7})
+                rows[name] = text
     served = sorted(({*schemas.Completion.model_fields} | {*schemas.Chat.model_fields}) - {*rows})
     rows |= dict.fromkeys(served, "*served*")
     lines = [f"| {text} | {', '.join(f'`{name}`' for name in rows if rows[name] == text)} |\n"

@@ -12,19 +12,17 @@ import torch
 from common import (
     RAGGED,
     ROOT,
-    SEEN,
     STAGES,
-    alone,
     assert_contract,
+    assert_seen,
     backend,
     knobs_of,
     mixed,
     toy,
     workloads,
 )
-from hypothesis import Phase, given, settings
 from matplotlib.colors import to_hex
-from test_essays import ESSAYS, assert_seen
+from test_essays import ESSAYS
 
 from lab.checks.traps import BIRTHS, TRAPS, broken, swapped
 from lab.checks.xray import XRay, sights_at
@@ -33,43 +31,44 @@ from model import Head
 from request import Request
 
 MODEL, KNOWN = backend("float64").model, backend("float64").known
-STAGE = {   # a file: the stages in which its bugs are looked for
+STAGE = {   # a file, or a function: the stages in which its bugs are looked for
     "model.py": ("interleaved",), "request.py": ("interleaved",), "generate_naive.py": ("naive",),
     "generate_dynamic.py": ("dynamic", "chunked", "interleaved"),
     "beyond/prepacked.py": ("prepacked",), "generate_ragged.py": RAGGED,
-    "generate_paged.py": ("paged",)}
-
-
-HUNT = settings(max_examples=1000, phases=[Phase.generate], report_multiple_bugs=False)
+    "generate_paged.py": ("paged",), "generate_prefix.py:page_hash": ("prefix",)}
 
 
 @pytest.mark.parametrize("name", TRAPS)
 def test_a_known_bug_is_seen(name):
-    file = TRAPS[name][0][0].split(":")[0]
+    function = TRAPS[name][0][0]
+    file = function.split(":")[0]
+    stages = STAGE.get(function) or STAGE.get(file)
 
-    @HUNT
-    @given(workloads())
     def contract(case):
-        for stage in STAGE[file]:
+        requests, pressure = case
+        for stage in stages:
             def generate(*arguments, **knobs):   # the oracle runs without the bug
                 with broken(name, show=False):
                     return STAGES[stage](*arguments, **knobs)
 
-            requests, pressure = case
             assert_contract(MODEL, generate, [*map(replace, requests)], known=KNOWN,
                             **knobs_of(stage, **pressure))
 
-    @HUNT
-    @given(workloads(), test_scheduler.CANCELS)
     def plans_and_pages(case, cancel):
         with broken(name, show=False):
             test_scheduler.plans_are_right(case, cancel)
             test_scheduler.test_what_can_never_fit_is_refused_by_name_with_the_numbers()
 
+    def essay(case):
+        with broken(name, show=False):
+            ESSAYS[file][1](*case)
+
     if file in ESSAYS:
-        return assert_seen(file, lambda: broken(name, show=False))
-    with pytest.raises(SEEN):
-        contract() if file in STAGE else plans_and_pages()
+        assert_seen(essay, ESSAYS[file][0])
+    elif stages:
+        assert_seen(contract, workloads())
+    else:
+        assert_seen(plans_and_pages, workloads(), test_scheduler.CANCELS)
 
 
 def test_births_are_of_traps_and_told_in_the_sources():
@@ -185,16 +184,3 @@ def test_seen_pads_are_red_and_unseen_keys_are_marked():
         panels, _ = drawn("prepacked", step=0, requests=[
             Request([1] * n, 1, name=name) for n, name in ((5, "A"), (3, "B"), (2, "C"))])
     assert panels[1].cells[3] == ["wrong"] * 3 + ["new", ""]
-
-
-# --- the test model -------------------------------------------------------------------------------
-
-def test_a_quiet_test_model_hides_the_bugs():
-    """Plain weights repeat one token for ever, so the published mask changes none. The toy's do."""
-    greedy = [replace(r, temperature=0.0, max_new_tokens=12) for r in mixed()]
-    for model, hides in (toy(loud=False), True), (MODEL, False):
-        requests = [replace(request) for request in greedy]
-        with broken("published mask", show=False):
-            STAGES["interleaved"](model, requests, max_batch=4, token_budget=8)
-        right = [alone(model, request)[0] for request in greedy]
-        assert ([request.generated for request in requests] == right) == hides
