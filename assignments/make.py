@@ -66,12 +66,12 @@ def template(number):
 
 def small(record):
     """A part without its large cases."""
-    kept = [i for i, pair in enumerate(zip(record["cases"], record["right"]))
-            if len(json.dumps(pair)) < SMALL]
-    return {**record, **{name: [record[name][i] for i in kept] for name in ("cases", "right")},
-            "mistakes": {sentence: {
-                str(at): gives[str(i)] for at, i in enumerate(kept) if str(i) in gives}
-                for sentence, gives in record["mistakes"].items()}}
+    def kept(each):
+        return [it for it, *pair in zip(each, record["cases"], record["right"])
+                if len(json.dumps(pair)) < SMALL]
+
+    return {**record, "cases": kept(record["cases"]), "right": kept(record["right"]),
+            "mistakes": {name: kept(gives) for name, gives in record["mistakes"].items()}}
 
 
 def private(number, secret, ids):
