@@ -165,10 +165,10 @@ def fault(part, answers, ended, origin=lambda frame: frame):
     if "error" in got:
         return error(name, what, got["error"], origin) + because
     value, right = got["value"], right["value"]
-    if value is None:
-        return f"{what}: gives None, expected {cut(words(right))}: is a `return` missing?"
     where, value, right = difference(value, right, size_of(right))
     verb = f"{where}: " if where else "" if isinstance(value, str) else "gives "
+    if value is None and where in ("", "it returns"):
+        because = ": is a `return` missing?"
     said, expected = cut(words(value)), cut(words(right))
     if said == expected:   # 1 and "1"
         said, expected = (f"{each!r:.150} ({type(each).__name__})" for each in (value, right))

@@ -57,19 +57,6 @@ def fill(plan, *lead):
             request.kv.write("a", 0, *numbers(i, 2, *lead, 2, request.computed, 3))
 
 
-def queue_in(scheduler, running, waiting=()):
-    """Puts requests of such rows into a scheduler, with the memory that they hold. Returns them."""
-    requests = requests_of([*running, *waiting])
-    scheduler.running, scheduler.waiting = requests[:len(running)], deque(requests[len(running):])
-    for request, row in zip(scheduler.running, running):
-        if hasattr(scheduler, "pages"):
-            request.block_table = []
-            scheduler.pages.allocate(request.block_table, row["pages"])
-        else:
-            request.kv = KV(request.kv_tokens)
-    return requests
-
-
 # --- what becomes of requests and pools -----------------------------------------------------------
 
 def facts_of(requests):
@@ -87,6 +74,30 @@ def changes_of(requests, before):
     return {f"{request.name}'s {name} becomes": new[name]
             for request, old, new in zip(requests, before, facts_of(requests))
             for name in old if new[name] != old[name]}
+
+
+def in_queue(queue, running, waiting, call):
+    """
+    What a call returns and changes in the middle of a scheduler's run. It gets all requests, which
+    are made of such rows and hold their memory.
+    """
+    requests = requests_of([*running, *waiting])
+    queue.running, queue.waiting = requests[:len(running)], deque(requests[len(running):])
+    for request, row in zip(queue.running, running):
+        if hasattr(queue, "pages"):
+            request.block_table = []
+            queue.pages.allocate(request.block_table, row["pages"])
+        else:
+            request.kv = KV(request.kv_tokens)
+    before = facts_of(requests)
+    found = {"it returns": call(requests), "running": queue.running, "waiting": queue.waiting,
+             "waiting is a": type(queue.waiting).__name__, **changes_of(requests, before)}
+    if hasattr(queue, "pages"):
+        tables = {each: each.block_table for each in requests if each.block_table is not None}
+        found["preemptions"] = queue.pages.counts["preemptions"]
+        found["the pool"] = [*page_faults(tables, [*queue.pages.free_queue], queue.pages.number,
+                                          queue.pages.size)]
+    return found
 
 
 def cache_of(request):
@@ -238,7 +249,7 @@ def spent(trace):
     return {"forward passes": len(trace.passes), "slots": sum(p.slots for p in trace.passes),
             "scores": sum(p.score_entries for p in trace.passes),
             "preemptions": trace.counts.get("preemptions", 0),
-            "steps is the longest wait for a token:": max(waits)}
+            "steps is the longest wait for a token:": max(waits, default=0)}
 
 
 def devices_of(make, *names):
