@@ -6,6 +6,12 @@ def todo(row):
     return row["prompt"] + row.get("generated", 0) - row.get("computed", 0)
 
 
+def lists(rng, kinds):
+    """Lists of such things, the shortest first."""
+    sizes = [0, *[1] * 8, *[2] * 24, *[3] * 40, 5, 5, 8, 8, 12, 20]
+    return [[rng.choice(kinds) for _ in range(size)] for size in sizes]
+
+
 def row(rng, most):
     """Of a plan: a newcomer, a chunk, a decode, or a request that was preempted."""
     made = {"prompt": rng.randint(1, most), "generated": rng.choice([0, 0, 1, 4])}

@@ -14,7 +14,6 @@ import datetime
 import json
 import math
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -137,7 +136,7 @@ def tried(number, record, folder, theirs_elsewhere=True):
 def graded(number, path, secret, student=None):
     """What is wrong with each part of one submission (None: nothing), and its points."""
     student = student or path.resolve().name.removesuffix(".zip")
-    parts = reference(number, random.Random(f"{secret} {number} {student}"))
+    parts = reference(number, source.drawn_for(number, secret, student))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         try:
             folder = unpacked(path, Path(place, "in"), number)
@@ -174,7 +173,7 @@ def table(number, results, before, late):
 
 def feedback(number, result, secret):
     """What a student reads: the points of each part, a sentence, and the numbers of question 1."""
-    own = source.parameters(number, random.Random(f"{secret} {number} {result['id']}"))
+    own = source.parameters(number, secret, result["id"])
     return "\n".join([
         f"# Set {number}: {result['id']}", "",
         *(f"- {part}, {title}: {result['points'][part]} of {points}. "

@@ -4,6 +4,7 @@ student's. A function is named "file.py:Class.method" or "file.py:function".
 """
 import ast
 import importlib.util
+import random
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -51,8 +52,14 @@ def limits(number):
     return (20, 6) if "model.py" in drawn(number).FILES else (10, 2)
 
 
-def parameters(number, rng):
+def drawn_for(number, secret, student):
+    """What a student's cases and numbers are drawn from."""
+    return random.Random(f"{secret} {number} {student}")
+
+
+def parameters(number, secret, student):
     """The numbers of written question 1."""
+    rng = drawn_for(number, secret, student)
     return {name: rng.choice(choice) for name, choice in drawn(number).PARAMETERS.items()}
 
 
