@@ -81,34 +81,40 @@ def unpacked(path, place, number):
     raise ValueError("no file of the set is in it")
 
 
+def text_of(folder, file):
+    """A file that Python can read; ValueError, in a sentence, if it cannot."""
+    if not (folder / file).exists():
+        raise ValueError(f"{file} is not there")
+    try:
+        text = (folder / file).read_text("utf-8-sig")
+        compile(text, file, "exec")
+        return text
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        said = str(error) or type(error).__name__
+        raise ValueError(f"{file} cannot be read: {said}") from None
+
+
 def joined(number, record, folder, theirs_elsewhere):
     """
     ({file: text} for the child, {file of the student's: its lines}) for one part. The set's files
-    are the student's, with our source of all other parts. A file that no function of this part is
-    in is ours if it cannot be read, or without `theirs_elsewhere`. ValueError, in a sentence, if
-    one of this part's cannot be read.
+    are the student's, with our source of all other parts. Files without a function of this part are
+    ours if Python cannot read them, or without `theirs_elsewhere`. ValueError if it cannot read one
+    of this part's.
     """
     made, lines = source.files_of(number), {}
     for file in source.files_to_write(number):
         mine = any(each.startswith(f"{file}:") for each in record["functions"])
         if not mine and not theirs_elsewhere:
             continue
+        try:
+            text = text_of(folder, file)
+        except ValueError:
+            if mine:
+                raise
+            continue
         others = [each.split(":")[1] for each in source.functions_of(number)
                   if each.startswith(f"{file}:") and each not in record["functions"]]
-        try:
-            text = (folder / file).read_text("utf-8-sig")
-            compile(text, file, "exec")
-        except FileNotFoundError:
-            said = f"{file} is not there"
-        except SyntaxError as error:
-            said = f"{file} cannot be read: line {error.lineno}: {error.msg}"
-        except (OSError, ValueError, RecursionError, MemoryError) as error:
-            said = f"{file} cannot be read: {error or type(error).__name__}"
-        else:
-            made[file], lines[file] = source.pasted(text, made[file], others), text.count("\n") + 1
-            continue
-        if mine:
-            raise ValueError(said)
+        made[file], lines[file] = source.pasted(text, made[file], others), text.count("\n") + 1
     return made, lines
 
 
