@@ -155,7 +155,7 @@ RIGHT = [   # step, old, new: the same in other styles
     (2, "head(q[:, a:b], keys, values)", """torch.nn.functional.scaled_dot_product_attention(
             q[:, a:b], keys, values,
             attn_mask=torch.ones(n, keys.size(1)).bool().tril(request.computed))"""),
-    (3, "return [request.block_table", "return torch.tensor([request.block_table"),
+    (3, "range(start, end)", "torch.arange(start, end)"),
     (4, "tuple(", "str("),
 ]
 

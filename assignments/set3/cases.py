@@ -17,7 +17,7 @@ VALUES = {"steps of C's prompt": "-(-c // (budget - decodes))",
 def shares(rng):
     """As `admit` leaves it, and every later step: all but the last have less to do than fits."""
     kinds = DECODE, {"prompt": 4, "computed": 3}, {"prompt": 5, "computed": 3}, {"prompt": 5}
-    for running in lists(rng, kinds):
+    for running in sorted(lists(rng, kinds), key=lambda rows: sum(map(todo, rows))):
         budget = sum(map(todo, running[:-1])) + rng.randint(1, 6)
         yield {"call": "share_budget", "token_budget": budget, "running": running}
     yield {"call": "share_budget", "token_budget": 8, "running": [
