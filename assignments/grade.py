@@ -59,8 +59,9 @@ def reference(number, rng):
                  for right in parts[part]["right"]]
         if not any(gives):
             raise KitError(f"set {number}, part {part}: the mistake {sentence!r} fails no case")
-        for each in filter(None, gives):   # lines on an error's way are lines of the solution
-            each.get("error", {}).pop("frames", None)
+        for each in gives:
+            if each and "error" in each:   # the lines on its way are lines of the solution
+                each["error"]["frames"] = []
         parts[part]["mistakes"][sentence] = gives
     return parts
 

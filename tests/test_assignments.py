@@ -112,7 +112,7 @@ WRONG = {   # the body of share_budget: what is said
     "while True: pass": "takes more than 10 seconds of CPU time",
     "x = [0] * 10**12": "raises MemoryError",
     "import os; os.fork(); return []": "os.fork is not allowed here",
-    "import os; [os.write(i, b'{\"value\": []}\\n{\"error\": 3}\\n' * 999) for i in range(3, 9)]":
+    "import os; [os.write(i, b'{\"error\": 3}\\n{\"value\": []}\\n' * 999) for i in range(3, 9)]":
         ", expected ",
     "import json; json.dumps = lambda *_: '{\"value\": true}'; return []": ", expected "}
 
