@@ -100,8 +100,10 @@ for request in sorted(self.running, key=rank):
     left -= request.todo
 return plan""")]),
     "tabs": ("b", [("scheduler.py", lambda text: text.replace("    ", "\t"))]),
-    "faults in other parts": ("a", [("request.py", lambda _: "def broken(:\n"), (
-        "scheduler.py", lambda text: text.replace("def admit(self", "def admits(self"))])}
+    "another file that cannot be read": ("a", [("request.py", lambda _: "def broken(:\n")]),
+    "another file that raises, and another part": ("a", [
+        ("request.py", lambda text: text + "broken()\n"),
+        ("scheduler.py", lambda text: text.replace("def admit(self", "def admits(self"))])}
 WRONG = {   # the body of share_budget: what is said
     "import pytest; pytest.skip('later')": "raises Skipped: later",
     "import os; os._exit(0)": "ends the process (status 0)",
