@@ -3,9 +3,9 @@ Runs somebody's code on cases, in a process of its own, and writes down what it 
 
     python -E -P -B child.py JOBS OUT SECONDS GIGABYTES
 
-JOBS: [[folder, cases, {file: its text, for this job}], ...]; a case is {"call": a function of the
-folder's kit/run.py, and its arguments}. OUT gets a line of JSON for each: {"value": ...}, or
-{"error": ...}, with the lines on its way.
+JOBS: [[folder, cases], ...]; a case is {"call": a function of the folder's kit/run.py, and its
+arguments}. OUT gets a line of JSON for each: {"value": ...}, or {"error": ...}, with the lines on
+its way.
 
 No answer is known here: code that ends the process, patches it, reads its frames or writes into OUT
 gains nothing. What it may touch is limited, too: its own folder, and Python's packages to read.
@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Collection, Set
 
 FORBIDDEN = ("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "os.link",
              "os.symlink", "pty.", "subprocess.", "socket.")
@@ -62,14 +63,14 @@ def plain(value):
         return value
     if hasattr(value, "tolist"):   # numbers, arrays and tensors of NumPy and PyTorch
         return plain(value.tolist())
+    for kind in int, float, str:
+        if isinstance(value, kind):
+            return kind(value)
     if isinstance(value, dict):
         return {str(plain(key)): plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple, range)) or type(value).__name__ in ("deque", "dict_keys"):
-        return [plain(each) for each in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(plain(each) for each in value)
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, Collection):
+        each = [plain(each) for each in value]
+        return sorted(each) if isinstance(value, Set) else each
     return str(getattr(value, "name", f"a {type(value).__name__}"))   # a request is its name
 
 
@@ -92,30 +93,36 @@ def load(folder):
             del sys.modules[name]
     os.chdir(folder)
     sys.path[0] = folder
-    importlib.invalidate_caches()
     spec = importlib.util.spec_from_file_location("run", os.path.join(folder, "kit", "run.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+def answer(run, call, **arguments):
+    try:
+        value = plain(getattr(run, call)(**arguments))
+        json.dumps(value)
+        return {"value": value}
+    except BaseException as error:   # SystemExit and pytest's Skipped, too
+        return {"error": error_of(error)}
+
+
 def main(jobs, out, seconds, gigabytes):
     with open(jobs, encoding="utf-8") as file:
-        jobs = [(os.path.realpath(folder), *job) for folder, *job in json.load(file)]
+        jobs = [(os.path.realpath(folder), cases) for folder, cases in json.load(file)]
     out = open(out, "w", encoding="utf-8")
     ours = tuple(os.path.realpath(place) + os.sep for place in (sys.prefix, sys.base_prefix))
     sys.path[:] = [place for place in sys.path   # and no folder that a .pth file has added
                    if os.path.realpath(place).startswith(ours)
                    or place.endswith(("site-packages", "dist-packages"))]
-    with open(os.path.join(jobs[0][0], "kit", "run.py"), encoding="utf-8") as file:
-        if "import torch" in file.read():   # it looks around on the machine, so it comes first
-            importlib.import_module("torch")
+    if os.path.exists(os.path.join(jobs[0][0], "model.py")):
+        importlib.import_module("torch")   # it looks around on the machine, so it comes first
     sys.path.insert(0, jobs[0][0])
     limit(int(seconds), int(gigabytes))
     if len(jobs) == 1:   # somebody's own; several are ours
         guard(jobs[0][0])
-    for folder, cases, texts in jobs:
-        before = {name: exchange(os.path.join(folder, name), text) for name, text in texts.items()}
+    for folder, cases in jobs:
         try:
             run, failed = load(folder), None
         except BaseException as error:
@@ -126,29 +133,8 @@ def main(jobs, out, seconds, gigabytes):
             out.flush()
             if said.get("error", {}).get("type") == "MemoryError":   # it would be so in each case
                 break
-        for name, text in before.items():
-            exchange(os.path.join(folder, name), text)
     sys.__stdout__.flush()
     os._exit(0)   # whatever threads it has left behind
-
-
-def exchange(path, text):
-    """Writes a file, and returns what stood in it."""
-    with open(path, "r+", encoding="utf-8") as file:
-        before = file.read()
-        file.seek(0)
-        file.truncate()
-        file.write(text)
-    return before
-
-
-def answer(run, call, **arguments):
-    try:
-        value = plain(getattr(run, call)(**arguments))
-        json.dumps(value)
-        return {"value": value}
-    except BaseException as error:   # SystemExit and pytest's Skipped, too
-        return {"error": error_of(error)}
 
 
 if __name__ == "__main__":

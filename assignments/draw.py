@@ -1,9 +1,15 @@
-"""What the sets' cases are drawn from: rows that lab/checks/probes.py turns into requests."""
+"""What cases are drawn from: rows that lab/checks/probes.py makes requests of, and pools."""
 DECODE = {"prompt": 3, "generated": 1, "computed": 3}
 
 
 def todo(row):
     return row["prompt"] + row.get("generated", 0) - row.get("computed", 0)
+
+
+def lists(rng, kinds):
+    """Lists of such things, the shortest first."""
+    sizes = [0, *[1] * 8, *[2] * 24, *[3] * 40, 5, 5, 8, 8, 12, 20]
+    return [[rng.choice(kinds) for _ in range(size)] for size in sizes]
 
 
 def row(rng, most):
@@ -26,3 +32,31 @@ def plans(rng, example):
            [again, decode], [end, decode, chunk], [half, new, decode], [part, chunk, half]]
     drawn = [[row(rng, 9) for _ in range(size)] for size in (4, 7, 14)]
     return [*([each] for each in kinds), *few, *drawn, example]
+
+
+def pool_of_pages(rng, number, moves):
+    """After random moves: block tables come and go, full pages are cached."""
+    tables, free, names = [], list(range(number)), {}
+    for move in range(moves):
+        if tables and rng.random() < 0.4:
+            table = tables.pop(rng.randrange(len(tables)))
+            free += [page for page in reversed(table) if not any(page in each for each in tables)]
+            continue
+        shared = [page for page in names if rng.random() < 0.4][:2]
+        free = [page for page in free if page not in shared]
+        many = rng.randint(0, 2)
+        taken, free = free[:many], free[many:]
+        names = {page: name for page, name in names.items() if page not in taken}
+        tables.append(shared + taken)
+        names |= {page: f"h{move}.{page}" for page in taken if rng.random() < 0.7}
+    tables = [table for table in tables if table]
+    return {"tables": tables, "free_queue": free, "ref_count": [
+        sum(page in table for table in tables) for page in range(number)],
+        "cached": [[name, page] for page, name in names.items()],
+        "hash_of": [[page, name] for page, name in names.items()]}
+
+
+def pools_of_pages(rng):
+    sizes = ((1, 0), (2, 1), (2, 2), (3, 2), (3, 4), (4, 4), (5, 6), (6, 8), (8, 12), (12, 20),
+             (30, 40))
+    return [pool_of_pages(rng, *size) for size in sizes for _ in range(3)]

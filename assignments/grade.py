@@ -14,7 +14,6 @@ import datetime
 import json
 import math
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -25,14 +24,9 @@ from pathlib import Path
 
 import source
 from compare import alike, ask, fault
-from source import drawn
+from source import KitError, drawn
 
 IGNORED = shutil.ignore_patterns(".git", ".venv", "venv", "__pycache__", "*.pyc", "*.so", "*.pyd")
-UNREADABLE = (OSError, ValueError, AttributeError, SyntaxError, RecursionError, MemoryError)
-
-
-class KitError(Exception):
-    """The kit itself is wrong: an edit that does not apply, a mistake that no case shows."""
 
 
 # --- what is right --------------------------------------------------------------------------------
@@ -44,41 +38,32 @@ def reference(number, rng):
     """
     made, variants = source.files_of(number), source.mistakes_of(number)
     cases = json.loads(json.dumps(drawn(number).cases(rng)))   # as the child reads them
-    slow = getattr(drawn(number), "SLOW", ())   # calls that do not run with every mistake
-    light = {part: [case for case in cases[part] if case["call"] not in slow] for part in cases}
     with tempfile.TemporaryDirectory() as place:
-        source.write(place, made)
-        jobs = [(place, sum(cases.values(), []), {})]
-        for part, sentence, function, old, new in variants:
-            try:
-                changed = source.edited(made, function, old, new)
-            except ValueError as error:
-                raise KitError(f"set {number}, {sentence!r}: {error}") from None
-            file = function.split(":")[0]
-            jobs.append((place, light[part], {file: changed[file]}))
+        folder = source.write(Path(place, "ours"), made)
+        jobs = [(folder, cases[part]) for part in drawn(number).PARTS]
+        for i, (part, _, function, old, new) in enumerate(variants):
+            changed = source.edited(made, function, old, new)
+            jobs.append((source.write(Path(place, str(i)), changed), cases[part]))
         answers, ended = ask(jobs, 100, 16)
-    if len(answers) < sum(len(asked) for _, asked, _ in jobs):
+    if len(answers) < sum(len(asked) for _, asked in jobs):
         raise KitError(f"set {number}: the reference {ended}")
-    parts, answers = {}, iter(answers)
-    for part, (points, title, *functions) in drawn(number).PARTS.items():
-        right = [next(answers) for _ in cases[part]]
-        if broken := next((each for each in right if "value" not in each), None):
-            raise KitError(f"set {number}, part {part}: the reference raises {broken['error']}")
-        parts[part] = {"points": points, "title": title, "functions": functions, "mistakes": {},
-                       "cases": cases[part], "right": [each["value"] for each in right]}
+    answers = iter(answers)
+    parts = {part: {"points": points, "title": title, "functions": functions, "cases": cases[part],
+                    "right": [next(answers) for _ in cases[part]], "mistakes": {}}
+             for part, (points, title, *functions) in drawn(number).PARTS.items()}
+    for part, record in parts.items():
+        if broken := [each["error"] for each in record["right"] if "error" in each]:
+            raise KitError(f"set {number}, part {part}: the reference raises {broken[0]}")
     for part, sentence, *_ in variants:
-        at = [i for i, case in enumerate(cases[part]) if case in light[part]]
-        gives = {i: without_lines(next(answers)) for i in at}
-        parts[part]["mistakes"][sentence] = wrong = {
-            str(i): gives[i] for i in at if not alike(gives[i], {"value": parts[part]["right"][i]})}
-        if not wrong:
+        gives = [None if alike(mine := next(answers), right) else mine
+                 for right in parts[part]["right"]]
+        if not any(gives):
             raise KitError(f"set {number}, part {part}: the mistake {sentence!r} fails no case")
+        for each in gives:
+            if each and "error" in each:   # the lines on its way are lines of the solution
+                each["error"]["frames"] = []
+        parts[part]["mistakes"][sentence] = gives
     return parts
-
-
-def without_lines(answer):
-    """An answer for a template: the lines on an error's way are lines of the solution."""
-    return {"error": {**answer["error"], "frames": []}} if "error" in answer else answer
 
 
 # --- one submission -------------------------------------------------------------------------------
@@ -92,75 +77,77 @@ def unpacked(path, place, number):
     for each in [each for each in place.rglob("*") if each.is_symlink()]:
         each.unlink()
     for file in source.files_to_write(number):
-        for found in sorted(sum(([*place.glob(depth + file)] for depth in ("", "*/", "*/*/")), []),
-                            key=lambda found: len(found.parts)):
-            if "__MACOSX" not in found.parts:
-                return found.parents[file.count("/")]
+        if found := [*place.rglob(file)]:
+            return min(found, key=lambda path: len(path.parts)).parents[file.count("/")]
     raise ValueError("no file of the set is in it")
 
 
-def joined(number, part, record, folder, ours_elsewhere):
+def text_of(folder, file):
+    """A file that Python can read; ValueError, in a sentence, if it cannot."""
+    if not (folder / file).exists():
+        raise ValueError(f"{file} is not there")
+    try:
+        text = (folder / file).read_text("utf-8-sig")
+        compile(text, file, "exec")
+        return text
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        said = str(error) or type(error).__name__
+        raise ValueError(f"{file} cannot be read: {said}") from None
+
+
+def joined(number, record, folder, theirs_elsewhere):
     """
-    ({file: text} for the child, {file: the student's line of each line}) for one part. The set's
-    files are the student's, with our source of all other parts; a file that is no part of this one
-    is ours if it cannot be read. ValueError, in a sentence, if one of this part's cannot.
+    ({file: text} for the child, {file of the student's: its lines}) for one part. The set's files
+    are the student's, with our source of all other parts. Files without a function of this part are
+    ours if Python cannot read them, or without `theirs_elsewhere`. ValueError if it cannot read one
+    of this part's.
     """
     made, lines = source.files_of(number), {}
     for file in source.files_to_write(number):
         mine = any(each.startswith(f"{file}:") for each in record["functions"])
+        if not mine and not theirs_elsewhere:
+            continue
+        try:
+            text = text_of(folder, file)
+        except ValueError:
+            if mine:
+                raise
+            continue
         others = [each.split(":")[1] for each in source.functions_of(number)
                   if each.startswith(f"{file}:") and each not in record["functions"]]
-        try:
-            text = (folder / file).read_text("utf-8-sig")
-            compile(text, file, "exec")
-            text, lines[file] = source.pasted(text, made[file], others)
-            compile(text, file, "exec")
-        except UNREADABLE as error:
-            at = f"line {error.lineno}: " if isinstance(error, SyntaxError) else ""
-            why = getattr(error, "msg", None) or str(error) or type(error).__name__
-            if mine:
-                raise ValueError(f"{file} is not there" if isinstance(error, FileNotFoundError) else
-                                 f"{file} cannot be read: {at}{why}") from None
-            continue
-        if mine or not ours_elsewhere:
-            made[file] = text
+        made[file], lines[file] = source.pasted(text, made[file], others), text.count("\n") + 1
     return made, lines
 
 
-def tried(number, part, record, folder, ours_elsewhere=False):
+def tried(number, record, folder, theirs_elsewhere=True):
     """What is wrong with one part of the student's folder, or None."""
     try:
-        made, lines = joined(number, part, record, folder, ours_elsewhere)
+        made, lines = joined(number, record, folder, theirs_elsewhere)
     except ValueError as error:
         return str(error)
 
-    def origin(frame):
-        """A line of the student's own, with its number in their file; None for ours."""
-        file, line, text = frame
-        if file not in lines:
-            return None if file in made else frame
-        line = lines[file][line - 1] if line and line <= len(lines[file]) else None
-        return line and [file, line, text]
+    def of_student(frame):
+        file, line, _ = frame
+        return line <= lines[file] if file in lines else file not in made
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         copy = Path(place, "work")
         shutil.copytree(folder, copy, ignore=IGNORED)   # of an archive, too
         source.write(copy, made)
-        answers, ended = ask([(copy, record["cases"], {})], *source.limits(number))
-    broken = answers and answers[0].get("error", {}).get("loading")
-    if broken and not ours_elsewhere:   # perhaps by a file that another part is about
-        return tried(number, part, record, folder, ours_elsewhere=True)
-    return fault(record, answers, ended, origin)
+        answers, ended = ask([(copy, record["cases"])], *source.limits(number))
+    if answers and answers[0].get("error", {}).get("loading") and theirs_elsewhere:
+        return tried(number, record, folder, False)   # perhaps by a file that another part is about
+    return fault(record, answers, ended, of_student)
 
 
 def graded(number, path, secret, student=None):
     """What is wrong with each part of one submission (None: nothing), and its points."""
     student = student or path.resolve().name.removesuffix(".zip")
-    parts = reference(number, random.Random(f"{secret} {number} {student}"))
+    parts = reference(number, source.drawn_for(number, secret, student))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         try:
             folder = unpacked(path, Path(place, "in"), number)
-            said = {part: tried(number, part, record, folder) for part, record in parts.items()}
+            said = {part: tried(number, record, folder) for part, record in parts.items()}
         except (OSError, ValueError, shutil.ReadError) as error:
             said = dict.fromkeys(parts, f"cannot be read: {error}")
     return {"id": student, "said": said, "points": {
@@ -193,7 +180,7 @@ def table(number, results, before, late):
 
 def feedback(number, result, secret):
     """What a student reads: the points of each part, a sentence, and the numbers of question 1."""
-    own = source.parameters(number, random.Random(f"{secret} {number} {result['id']}"))
+    own = source.parameters(number, secret, result["id"])
     return "\n".join([
         f"# Set {number}: {result['id']}", "",
         *(f"- {part}, {title}: {result['points'][part]} of {points}. "

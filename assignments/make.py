@@ -15,20 +15,9 @@ import random
 import sys
 from pathlib import Path
 
+import source
 from grade import KitError, reference
-from source import (
-    HERE,
-    SETS,
-    blanked,
-    drawn,
-    files_of,
-    files_to_write,
-    functions_of,
-    limits,
-    parameters,
-    values,
-    write,
-)
+from source import HERE, drawn
 
 PACKAGES = {False: "pytest==9.2.0\n", True: "pytest==9.2.0\nnumpy==2.4.6\ntorch==2.13.0\n"}
 SMALL = 3000   # letters of a case and its answer; larger ones are for grading
@@ -36,13 +25,13 @@ SMALL = 3000   # letters of a case and its answer; larger ones are for grading
 
 def template(number):
     """{file: its text} of a set's template."""
-    files, (seconds, gigabytes) = files_of(number), limits(number)
-    for function, part in functions_of(number).items():
+    files, (seconds, gigabytes) = source.files_of(number), source.limits(number)
+    for function, part in source.functions_of(number).items():
         file, name = function.split(":")
-        files[file] = blanked(files[file], name, f"{name} is not written yet (part {part})")
+        files[file] = source.blanked(files[file], name, f"{name} is not written yet (part {part})")
     for function in getattr(drawn(number), "HIDDEN", ()):
         file, name = function.split(":")
-        files[file] = blanked(files[file], name, f"{name} is not part of this set")
+        files[file] = source.blanked(files[file], name, f"{name} is not part of this set")
     parts = reference(number, random.Random("public"))
     parts = {part: small(record) for part, record in parts.items()}
     torch = "model.py" in files
@@ -61,30 +50,33 @@ def template(number):
         **{f"kit/{name}": (HERE / name).read_text("utf-8") for name in ("child.py", "compare.py")},
         "kit/cases.json": json.dumps({
             "set": number, "seconds": seconds, "gigabytes": gigabytes, "parts": parts,
-            "theirs": files_to_write(number)}) + "\n"}
+            "theirs": source.files_to_write(number)}) + "\n"}
 
 
 def small(record):
     """A part without its large cases."""
-    kept = [i for i, pair in enumerate(zip(record["cases"], record["right"]))
-            if len(json.dumps(pair)) < SMALL]
-    return {**record, **{name: [record[name][i] for i in kept] for name in ("cases", "right")},
-            "mistakes": {sentence: {
-                str(at): gives[str(i)] for at, i in enumerate(kept) if str(i) in gives}
-                for sentence, gives in record["mistakes"].items()}}
+    def kept(each):
+        return [it for it, *pair in zip(each, record["cases"], record["right"])
+                if len(json.dumps(pair)) < SMALL]
+
+    return {**record, "cases": kept(record["cases"]), "right": kept(record["right"]),
+            "mistakes": {name: kept(gives) for name, gives in record["mistakes"].items()}}
 
 
 def private(number, secret, ids):
     """{file: its text} of the instructor's folder. Its parameters.csv may be published."""
-    files = files_of(number)
-    own = {each: parameters(number, random.Random(f"{secret} {number} {each}")) for each in ids}
-    tables = {"parameters.csv": own, "values.csv": {
-        each: mine | values(number, mine) for each, mine in own.items()}}
-    return {f"solutions/{file}": files[file] for file in files_to_write(number)} | {
-        name: "".join(",".join(map(str, line)) + "\n" for line in (
-            ["id", *next(iter(rows.values()), {})],
-            *([each, *row.values()] for each, row in rows.items())))
-        for name, rows in tables.items()}
+    files = source.files_of(number)
+    own = {each: source.parameters(number, secret, each) for each in ids}
+    values = {each: {**mine, **source.values(number, mine)} for each, mine in own.items()}
+    return {"parameters.csv": table(own), "values.csv": table(values), **{
+        f"solutions/{file}": files[file] for file in source.files_to_write(number)}}
+
+
+def table(rows):
+    """{id: {column: value}} as CSV."""
+    lines = [["id", *next(iter(rows.values()), {})]]
+    lines += [[each, *row.values()] for each, row in rows.items()]
+    return "".join(",".join(map(str, line)) + "\n" for line in lines)
 
 
 def ids_of(file):
@@ -95,7 +87,7 @@ def ids_of(file):
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[1], allow_abbrev=False)
-    p.add_argument("set", type=int, choices=SETS)
+    p.add_argument("set", type=int, choices=source.SETS)
     p.add_argument("folder", type=Path, help="is made")
     p.add_argument("--key", action="store_true", help="the instructor's private folder")
     p.add_argument("--secret", help="the same as for grading")
@@ -106,8 +98,9 @@ def main(argv=None):
     if args.key != bool(args.secret and args.ids):
         p.error("--key, --secret and --ids go together")
     try:
-        write(args.folder, private(args.set, args.secret, ids_of(args.ids)) if args.key
-              else template(args.set))
+        made = (private(args.set, args.secret, ids_of(args.ids)) if args.key
+                else template(args.set))
+        source.write(args.folder, made)
     except (KitError, OSError, ValueError, csv.Error) as error:
         print(f"make.py: {error}", file=sys.stderr)
         return 1

@@ -1,9 +1,10 @@
 """
-A set's source code, by the names of functions: blanked, with a mistake in it, or pasted into a
-student's file. A function is named "file.py:Class.method" or "file.py:function".
+A set's source code, by the names of functions: blanked, with a mistake in it, or pasted behind a
+student's. A function is named "file.py:Class.method" or "file.py:function".
 """
 import ast
 import importlib.util
+import random
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,10 @@ SETS = sorted(int(path.name[3:]) for path in HERE.glob("set?"))
 SHIPPED = (*(f"toolbox/{path.name}" for path in sorted((ROOT / "toolbox").glob("*.py"))),
            "beyond/__init__.py", "lab/__init__.py", "lab/checks/__init__.py",
            "lab/checks/probes.py")
+
+
+class KitError(Exception):
+    """The kit itself is wrong: an edit that does not apply, a mistake that no case shows."""
 
 
 @cache
@@ -47,8 +52,14 @@ def limits(number):
     return (20, 6) if "model.py" in drawn(number).FILES else (10, 2)
 
 
-def parameters(number, rng):
+def drawn_for(number, secret, student):
+    """What a student's cases and numbers are drawn from."""
+    return random.Random(f"{secret} {number} {student}")
+
+
+def parameters(number, secret, student):
     """The numbers of written question 1."""
+    rng = drawn_for(number, secret, student)
     return {name: rng.choice(choice) for name, choice in drawn(number).PARAMETERS.items()}
 
 
@@ -77,10 +88,12 @@ def files_to_write(number):
 
 
 def write(folder, files):
+    """Writes {name: text}; returns the folder."""
     for name, text in files.items():
         path = Path(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", newline="\n")
+    return folder
 
 
 def node_of(text, name):
@@ -113,7 +126,7 @@ def edited(files, function, old, new):
     else:
         source = "\n".join(lines[start:end])
         if source.count(old) != 1:
-            raise ValueError(f"{function}: {old!r} occurs {source.count(old)} times")
+            raise KitError(f"{function}: {old!r} occurs {source.count(old)} times")
         lines[start:end] = source.replace(old, new).splitlines()
     return {**files, file: "\n".join(lines) + "\n"}
 
@@ -126,45 +139,29 @@ def body_of(node):
 def blanked(text, name, message):
     """The file with one function blanked: signature and docstring stay."""
     node, (lines, _, end) = node_of(text, name), source_of(text, name)
-    body = body_of(node)
-    # comments between the docstring or signature and the first statement belong to the body
-    start = node.body[0].end_lineno if body is not node.body else next(
-        number for number in range(node.lineno, node.end_lineno + 1)
-        if lines[number - 1].split("#")[0].rstrip().endswith(":"))
+    first = node.body[0]   # comments behind a docstring belong to the body
+    start = first.end_lineno if ast.get_docstring(node) is not None else first.lineno - 1
     lines[start:end] = [f"{' ' * (node.col_offset + 4)}raise NotImplementedError({message!r})"]
     return "\n".join(lines) + "\n"
 
 
 def pasted(theirs, ours, names):
     """
-    A student's file, in which our source of some functions comes after theirs and so counts; and
-    the number of their line for each line, None for ours.
+    A student's file with our source of some functions behind it, so that ours counts. Lines of
+    theirs keep their numbers, and names of theirs their meaning.
     """
-    lines = theirs.splitlines()
-    origin = [*range(1, len(lines) + 1)]
-    top = ast.parse(theirs).body
-    known = {bound for node in ast.walk(ast.Module(top, [])) for bound in (
-        [getattr(node, "name", None)] if not isinstance(node, (ast.Import, ast.ImportFrom)) else
-        [alias.asname or alias.name.split(".")[0] for alias in node.names])}
-    imports = [ast.unparse(node) for node in ast.parse(ours).body
-               if isinstance(node, (ast.Import, ast.ImportFrom)) and not known.issuperset(
-                   alias.asname or alias.name.split(".")[0] for alias in node.names)]
-    for name in sorted(names, key=lambda name: -ends(theirs, name)):   # from the end: lines stay
-        ours_lines, start, end = source_of(ours, name)
-        source, at, indent = textwrap.dedent("\n".join(ours_lines[start:end])), len(origin), ""
-        if "." in name:
-            owner = node_of(theirs, name.split(".")[0])
-            if owner is None:
-                raise ValueError(f"there is no class {name.split('.')[0]}")
-            at = owner.end_lineno
-            first = owner.body[0]
-            indent = lines[first.lineno - 1][:first.col_offset]
-        new = ["", *textwrap.indent(source, indent).splitlines()]
-        lines[at:at], origin[at:at] = new, [None] * len(new)
-    return "\n".join([*lines, *imports]) + "\n", origin + [None] * len(imports)
-
-
-def ends(text, name):
-    """Where our source goes: behind the class, or behind everything."""
-    owner = node_of(text, name.split(".")[0]) if "." in name else None
-    return owner.end_lineno if owner else float("inf")
+    text = [theirs]
+    for node in ast.parse(ours).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound = {alias.asname or alias.name.split(".")[0] for alias in node.names}
+            text.append(f"if not globals().keys() >= {bound}:\n    {ast.unparse(node)}")
+    for name in names:
+        lines, start, end = source_of(ours, name)
+        source = textwrap.dedent("\n".join(lines[start:end]))
+        owner, _, method = name.rpartition(".")
+        if owner:   # a function `method` may be the student's
+            source = source.replace(f"def {method}(", f"def _our_{method}(", 1)
+            source = source.replace("super()", f"super({owner}, self)")
+            source += f"\n{owner}.{method} = _our_{method}"
+        text.append(source)
+    return "\n".join(text) + "\n"

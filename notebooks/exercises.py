@@ -14,7 +14,8 @@ from itertools import pairwise
 import torch
 from lesson import QUESTIONS, STAGES, folded, letters, model  # noqa: F401
 
-from lab.checks.judge import faults, operations
+from lab.checks.judge import faults
+from lab.checks.probes import operations
 from lab.checks.traps import function_named, swapped
 from model import Head
 

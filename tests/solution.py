@@ -1,6 +1,6 @@
 """
 An engine for the last notebook, one of many that are right, for tests/test_capstone.py. The
-notebook shows none of it. OTHERS are right in another style, WRONG are mistakes, as edits.
+notebook shows none of it. RIGHT are other styles and WRONG mistakes, as edits.
 """
 import inspect
 import re
@@ -147,98 +147,17 @@ def cell(step):
     return f"{code}\njudge({step}, {names})\n".replace("_shared", "")
 
 
-OTHERS = {   # the same in other styles
-    1: ['''
-def admit(waiting, running, step, max_batch, token_budget, grant):
-    if waiting and waiting[0].arrival <= step and len(running) < max_batch:
-        if sum(r.todo for r in running) < token_budget and grant(waiting[0]):
-            running += [waiting.popleft()]
-            admit(waiting, running, step, max_batch, token_budget, grant)
-
-
-def share_budget(running, token_budget):
-    order = sorted(running, key=lambda r: r.todo != 1)
-    todo = np.array([r.todo for r in order])
-    ns = np.clip(token_budget - np.cumsum(todo) + todo, 0, todo)
-    return tuple((r, n) for r, n in zip(order, ns) if n > 0)[::-1]
-
-
-judge(1, admit, share_budget)'''],
-    2: ['''
-def lay_out(plan):
-    if not plan:
-        return [], [], [0], []
-    t, p, c, d = lay_out(plan[:-1])
-    r, n = plan[-1]
-    new = range(r.computed, r.computed + n)
-    t, p, c = t + r.tokens[r.computed:][:n], p + [*new], c + [c[-1] + n]
-    return t, p, c, d + [len(plan) - 1] * (n == r.todo)
-
-
-def attend(plan, cu_seqlens, layer, q, k, v):
-    def one(i):
-        (r, n), s = plan[i], slice(*cu_seqlens[i:i + 2])
-        r.kv.write(layer, r.computed, k[:, s, :], v[:, s, :])
-        see = torch.ones(n, r.computed + n).bool().tril(r.computed)
-        return torch.nn.functional.scaled_dot_product_attention(
-            q[:, s], *r.kv.read(layer, r.computed + n), attn_mask=see)
-    return torch.cat([one(i) for i in range(len(plan))], 1)
-
-
-def after_pass(plan, due, tokens, running):
-    for r, n in plan:
-        r.computed += n
-    [plan[i][0].append(t) for i, t in zip(due, tokens)]
-    gone = {r for r in running if r.finished}
-    running[:] = [r for r in running if r not in gone]
-    return gone
-
-
-judge(2, lay_out, attend, after_pass)'''],
-    4: ['''
-def hashes(memory, request, number):
-    h, out, size = b"", [], memory.size
-    for i in range(number):
-        h = hash((h, *request.tokens[i * size:(i + 1) * size]))
-        out.append(h)
-    return out
-
-
-def grant(memory, request):
-    n, table = len(request.tokens), []
-    for name in hashes(memory, request, (n - 1) // memory.size):
-        if name not in memory.cached:
-            break
-        table.append(memory.cached[name])
-    need = -(-n // memory.size) - len(table)
-    if len([p for p in memory.free if p not in table]) < need:
-        return False
-    for p in table:
-        memory.ref_count[p] += 1
-        if p in memory.free:
-            memory.free.remove(p)
-    request.computed = memory.size * len(table)
-    request.block_table = table
-    for _ in range(need):
-        table.append(memory.take())
-    return True
-
-
-def keep(memory, plan):
-    for r, n in plan:
-        for page, name in zip(r.block_table, hashes(memory, r, (r.computed + n) // memory.size)):
-            if name not in memory.cached and page not in memory.cached.values():
-                memory.cached[name] = page
-
-
-def free(memory, request):
-    while request.block_table:
-        page = request.block_table.pop()
-        memory.ref_count[page] -= 1
-        memory.free += [page] * (memory.ref_count[page] == 0)
-
-
-judge(4, grant, keep, free)''']}
+RIGHT = [   # step, old, new: the same in other styles
+    (1, "return plan", "return tuple(plan[::-1])"),
+    (1, "min(request.todo, left)", "np.int64(min(request.todo, left))"),
+    (2, "return tokens,", "tokens = torch.tensor(tokens)\n    return tokens,"),
+    (2, "return finished", "return {*finished}"),
+    (2, "head(q[:, a:b], keys, values)", """torch.nn.functional.scaled_dot_product_attention(
+            q[:, a:b], keys, values,
+            attn_mask=torch.ones(n, keys.size(1)).bool().tril(request.computed))"""),
+    (3, "range(start, end)", "torch.arange(start, end)"),
+    (4, "tuple(", "str("),
+]
 
 WRONG = [   # step, old, new, what the judge says
     (1, "len(running) < max_batch", "len(running) < 1", "waits, although 1 of 8 requests run"),
@@ -246,16 +165,13 @@ WRONG = [   # step, old, new, what the judge says
     (1, "todo >= token_budget or ", "", "is admitted, although those before it have 18"),
     (1, " or not grant(waiting[0])", "", "grant has not returned True"),
     (1, "waiting.popleft()", "waiting[0]", "request 'A' is 4 times in waiting and running"),
-    (1, "running.append(waiting.popleft())", "continue", "admit does not end"),
+    (1, "running.append(waiting.popleft())", "continue", "it does not end"),
     (1, "request.todo == 1]", "request.todo == 1][:1]", "'B' decodes and gets 0 tokens"),
     (1, "token_budget - len(plan)", "token_budget", "the plan has 9 tokens, the budget is 8"),
-    (1, "min(request.todo, left)", "1", "gets 1 tokens of the budget, not 7"),
     (1, "left > 0", "left >= request.todo", "gets 0 tokens of the budget, not 7"),
-    (2, "range(start, end)", "range(len(tokens) - n, len(tokens))", "positions is"),
     (2, "cu_seqlens.append(len(tokens))", "cu_seqlens.append(n)", "cu_seqlens is [0, 1, 3, 5]"),
     (2, "if n == request.todo", "if n > 0", "due is [0, 1, 2], expected [0, 2]"),
     (2, "layer, request.computed, k", "layer, 0, k", "sees 1 empty key slot"),
-    (2, "head(q[:, a:b], keys, values)", "head(q, keys, values)[:, a:b]", "not see"),
     (2, "request.computed += n", "request.computed += 1", "is [4, 3, 1], expected [4, 5, 5]"),
     (2, "return finished", "return []", "the result is [], expected ['A']"),
     (2, "    return torch.cat(out, dim=1)", """\
@@ -266,16 +182,12 @@ WRONG = [   # step, old, new, what the judge says
     (3, "request.block_table[p // size] * size + p % size", "p", "is [2, 3, 4, 5, 6, 7, 8, 9]"),
     (3, "-(-request.todo //", "-(-request.kv_tokens //", "has 5 pages for 6 tokens"),
     (3, "need > len(", "need >= len(", "(False, None, 3), expected (True, [0, 1, 2], 0)"),
-    (3, "last.computed = 0", "pass", "request 'D' has 1 pages for 9 tokens"),
     (3, "waiting.appendleft(last)", "waiting.append(last)", "105 slots, and 96 would do"),
-    (3, "running.pop()", "running.pop(0)", "101 slots, and 96 would do"),
     (3, "                free(memory, last)\n", "", "page 6 is lost"),
     (3, "while request in running and", "if", "line 16, if len(request.block_table)"),
     (4, "request.tokens[:(i", "request.tokens[i * memory.size:(i", "what grant returns"),
     (4, "size < len(request", "size <= len(request", "nothing goes on: the plan is []"),
-    (4, "- sum(page in memory.free for page in found)", "", "pop from an empty deque"),
     (4, "    request.computed = len(found) * size\n", "", "(True, 0, [])"),
     (4, "reversed(request.block_table)", "request.block_table", "[0, 1, 2], expected [2, 1, 0]"),
-    (4, "tuple(request.tokens[:(i + 1) * memory.size])", "i", "what grant returns"),
     (4, "(request.computed + n) // memory.size)", "len(request.block_table))", "computed 5 of 9"),
 ]

@@ -20,25 +20,27 @@ from model import Head
 
 def forward(show, T, S, hs, lead=(), past=0, mask=None, seed=0, scale=1, dtype="float64"):
     """show: "sees", by scores of 0 and one-hot values; or "output", of made-up numbers."""
-    mask = mask if mask is None else torch.tensor(mask, dtype=torch.bool)
     q, k, v = (scale * numbers(seed + i, *lead, n, hs).to(getattr(torch, dtype))
                for i, n in enumerate((T, S, S)))
     if show == "sees":
         q, k, v = 0 * q, 0 * k, torch.eye(S).double().expand(*lead, S, S)
-    arguments = [q, k[..., past:, :], v[..., past:, :], *(
-        (k[..., :past, :], v[..., :past, :]) if past else (None, None)), mask]
-    before = [each if each is None else each.clone() for each in arguments]
-    out = Head()(*arguments)
-    found = {"shape and dtype": kind_of(out)}
-    if torch.is_tensor(out) and dtype == "float64":
-        Head()(*[each if each is None else torch.ones_like(each) for each in arguments])
-        rows = out.reshape(-1, S).tolist() if show == "sees" else ()
-        found |= {f"row {i // T}, new token {i % T} sees the keys": [
-            j for j, weight in enumerate(row) if weight] for i, row in enumerate(rows)}
-        found |= {} if show == "sees" else {"the output": out}
-    return {**found, "arguments that it changes": [
-        name for name, a, b in zip(("q", "k", "v", "past_k", "past_v", "mask"), before, arguments)
-        if a is not None and not torch.equal(a, b)]}
+    given = {"q": q, "k": k[..., past:, :], "v": v[..., past:, :]}
+    if past:
+        given |= {"past_k": k[..., :past, :], "past_v": v[..., :past, :]}
+    if mask is not None:
+        given["mask"] = torch.tensor(mask)
+    before = {name: each.clone() for name, each in given.items()}
+    out = Head()(**given)
+    found = {"shape and dtype": kind_of(out), "arguments that it changes": [
+        name for name in given if not torch.equal(given[name], before[name])]}
+    if not torch.is_tensor(out) or dtype == "float32":   # which is no matter of 1e-10
+        return found
+    Head()(**{name: torch.ones_like(each) for name, each in given.items()})   # it leaves `out`
+    if show == "output":
+        return {**found, "the output": out}
+    return found | {f"row {i // T}, new token {i % T} sees the keys": [
+        j for j, weight in enumerate(row) if weight]
+        for i, row in enumerate(out.reshape(-1, S).tolist())}
 
 
 def head_on_a_device():
@@ -48,32 +50,28 @@ def head_on_a_device():
 
 def cache(capacity, calls, lead=(), dtype="float64"):
     """calls: ["write", layer, start, n] or ["read", layer, end]. What each of them gives."""
-    kv, other, said, made = KV(capacity), KV(capacity), {}, {}
+    kv, other, said = KV(capacity), KV(capacity), {}
     for i, (name, layer, *sizes) in enumerate(calls):
         call = f"call {i}, {name}({layer!r}, {', '.join(map(str, sizes))})"
-        if name == "write":
-            n = sizes[1]
-            new = 100 * i + torch.arange(2 * n).view(n, 2).expand(*lead, n, 2)
-            new = new.to(getattr(torch, dtype))
-            k, v = new.clone(), new + 0.5
-            try:
-                said[call] = kv.write(layer, sizes[0], k, v) or "stored"
-            except ValueError:
-                said[call] = "raises ValueError"
-            if not torch.equal(k, new) or not torch.equal(v, new + 0.5):
-                said[call] = "k or v is changed"
-            if layer in kv.k and kv.k[layer] is not made.setdefault(layer, kv.k[layer]):
-                said[call] = "stored in another buffer than before"
-            other.write(layer, 0, new[..., :1, :] * 0 + 9, new[..., :1, :] * 0 + 9)
+        if name == "read":
+            found = kv.read(layer, *sizes)
+            said[call] = {"shapes and dtypes": kind_of(found)}
+            if isinstance(found, tuple) and all(map(torch.is_tensor, found)):
+                said[call] |= {"keys and values": found, "views of the buffers": [
+                    each.data_ptr() == buffer[layer].data_ptr()
+                    for each, buffer in zip(found, (kv.k, kv.v))]}
             continue
-        found = kv.read(layer, *sizes)
-        said[call] = kind_of(found)
-        if isinstance(found, (tuple, list)) and [*map(torch.is_tensor, found)] == [True, True]:
-            said[call] = {
-                "shapes and dtypes": [*map(kind_of, found)],
-                "keys": found[0].tolist(), "values": found[1].tolist(),
-                "views of the buffers": [each.data_ptr() == buffer[layer].data_ptr()
-                                         for each, buffer in zip(found, (kv.k, kv.v))]}
+        start, n = sizes
+        new = (100 * i + torch.arange(2 * n).view(n, 2)).to(getattr(torch, dtype))
+        k, v = (each.expand(*lead, n, 2).clone() for each in (new, new + 0.5))
+        buffer = kv.k.get(layer)
+        try:
+            returned = kv.write(layer, start, k, v)
+        except ValueError:
+            returned = "ValueError"
+        other.write(layer, 0, 0 * k[..., :1, :], 0 * v[..., :1, :])   # which changes nothing in kv
+        said[call] = {"it returns": returned, "it changes k or v": bool((k != new).any()) or bool(
+            (v != new + 0.5).any()), "new buffer": buffer is not None and buffer is not kv.k[layer]}
     return said
 
 

@@ -1,5 +1,5 @@
 """Set 2, rectangles: points, parameters, and the cases of each part."""
-from itertools import product
+from draw import lists
 
 FILES = "model.py request.py cache.py generate_naive.py generate_dynamic.py"
 PARTS = {   # points, what it is about, the functions
@@ -29,30 +29,25 @@ def batches(rng):
 
 
 def appends(rng):
-    grid = [*product((1, 2, 4), (1, 2, 3), (4, 5, 9), (None, 7, 8, 9, 3))]
-    grid += [(rng.randint(1, 20), rng.randint(1, 30), 24, rng.choice([None, 30]))
-             for _ in range(15)]
-    for prompt, new, room, eos_token in grid:
+    drawn = sorted((rng.choice((1, 2, 4)), rng.randint(1, 3), rng.choice((4, 5, 9)))
+                   for _ in range(120))
+    drawn += [(rng.randint(1, 20), rng.randint(1, 30), 24) for _ in range(15)]
+    for prompt, new, room in drawn:
         yield {"call": "append", "prompt": prompt, "new": new, "context_length": room,
-               "eos_token": eos_token, "tokens": [*range(7, new + 9)]}
+               "eos_token": rng.choice((None, 3, 7, 8, 9)), "tokens": [*range(7, new + 9)]}
     yield {"call": "append", "prompt": 2, "new": 3, "context_length": 9, "eos_token": 0,
            "tokens": [0, 1]}
     yield {"call": "append", "prompt": 6, "new": 5, "context_length": 8, "tokens": [1, 1, 1, 1]}
 
 
 def queues(rng):
-    lists = (), (0,), (1,), (0, 0), (0, 1), (1, 1, 2), (0, 0, 0, 1)
-    states = [*product(lists, range(3), range(3), (2, 3))]
-    states += [(sorted(rng.randint(0, 6) for _ in range(rng.randint(5, 30))), rng.randint(0, 8),
-                rng.randint(0, 6), rng.choice([8, 13, 40])) for _ in range(10)]
-    for arrivals, running, step, most in states:
-        yield {"call": "admit", "step": step, "max_batch": most, "running": [
-            {"prompt": 2, "generated": 1, "computed": 2}] * running, "waiting": [
-            {"prompt": 1 + i % 3, "arrival": arrival} for i, arrival in enumerate(arrivals)]}
-    ends = None, "stop", "length", "cancelled"
-    lists = [each for size in range(4) for each in product(ends, repeat=size)]
-    for each in [*lists, [rng.choice(ends) for _ in range(30)]]:
-        yield {"call": "leave", "running": [{"prompt": 2, "finish_reason": why} for why in each]}
+    for arrivals in lists(rng, range(4)):
+        yield {"call": "admit", "step": rng.randint(0, 3), "max_batch": rng.randint(2, 6),
+               "running": [{"prompt": 2, "generated": 1, "computed": 2}] * rng.randint(0, 2),
+               "waiting": [{"prompt": 1 + i % 3, "arrival": arrival}
+                           for i, arrival in enumerate(sorted(arrivals))]}
+    for ends in lists(rng, (None, None, "stop", "length", "cancelled")):
+        yield {"call": "leave", "running": [{"prompt": 2, "finish_reason": why} for why in ends]}
     yield {"call": "admit", "step": 2, "max_batch": 3, "running": [{"prompt": 1, "computed": 1}],
            "waiting": [{"prompt": 1, "arrival": arrival} for arrival in (0, 1, 1, 4)]}
 

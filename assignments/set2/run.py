@@ -1,7 +1,7 @@
 """Set 2: runs one function on a case, and returns what it gives and changes."""
 import generate_dynamic
 from generate_naive import StaticBatch
-from lab.checks.probes import cache_of, devices_of, fill, layout_of, requests_of
+from lab.checks.probes import changes_of, devices_of, facts_of, fill, layout_of, requests_of
 
 TENSORS = "tokens", "positions", "mask"
 
@@ -28,31 +28,30 @@ def static_batch_on_a_device():
 
 
 def append(prompt, new, context_length, tokens, eos_token=None):
+    """With one token after the other, until it is finished."""
     request, = requests_of([{"prompt": prompt, "new": new, "eos_token": eos_token}], context_length)
-    prompt, returned = list(request.prompt), None
+    before, returned = facts_of([request]), None
     for token in tokens:
         if not request.finished:
-            computed = request.computed = len(request.prompt) + len(request.generated)
+            request.computed = len(request.tokens)
             returned = request.append(token) or returned
-    return {"generated": request.generated, "finish_reason": request.finish_reason or "none",
-            "it returns": returned, "all else is unchanged": (prompt, new, computed) == (
-                request.prompt, request.max_new_tokens, request.computed)}
+    return {"it returns": returned, **changes_of([request], before)}
 
 
 def admit(waiting, running, step, max_batch):
     everybody = requests_of(running + waiting)
     now, later = everybody[:len(running)], everybody[len(running):]
     fill([(request, 0) for request in now])
+    before = facts_of(everybody)
     found = generate_dynamic.admit(list(later), list(now), step, max_batch)
     if not isinstance(found, (tuple, list)) or len(found) != 2:
         return found
-    return {"waiting": found[0], "running": found[1],
-            "caches": {request.name: cache_of(request) for request in everybody}}
+    return {"waiting": found[0], "running": found[1], **changes_of(everybody, before)}
 
 
 def leave(running):
     requests = requests_of(running)
     fill([(request, 0) for request in requests])
+    before = facts_of(requests)
     others = generate_dynamic.leave(list(requests))
-    return others if others is None else {"the others": others, "caches": {
-        request.name: cache_of(request) for request in requests}}
+    return others if others is None else {"the others": others, **changes_of(requests, before)}

@@ -1,8 +1,5 @@
 """Set 3, the scheduler: points, parameters, and the cases of each part. Needs no torch."""
-import random
-from itertools import product
-
-from draw import DECODE, todo
+from draw import DECODE, lists, todo
 
 FILES = "request.py cache.py scheduler.py"
 PARTS = {   # points, what it is about, the functions
@@ -18,20 +15,11 @@ VALUES = {"steps of C's prompt": "-(-c // (budget - decodes))",
 
 
 def shares(rng):
-    """All that admission can make of up to three requests, and some of many."""
-    end, rows = {"prompt": 4, "computed": 3}, ({"prompt": 5, "computed": 3}, {"prompt": 5})
-    states = [(budget, running) for budget in range(1, 7) for size in range(4)
-              for running in product((DECODE, end, *rows), repeat=size)]
-    for _ in range(12):
-        many = rng.randint(3, 18)
-        small = [{"prompt": rng.randint(2, 4)} for _ in range(rng.randint(0, 2))]
-        running = [rng.choice([DECODE, end]) for _ in range(many)] + small
-        rng.shuffle(running)
-        states.append((sum(map(todo, running)) + rng.randint(1, 9),
-                       [*running, {"prompt": rng.randint(2, 30)}]))
-    for budget, running in sorted(states, key=lambda state: sum(map(todo, state[1]))):
-        if sum(map(todo, running[:-1])) < budget:   # as `admit` leaves it, and every later step
-            yield {"call": "share_budget", "token_budget": budget, "running": running}
+    """As `admit` leaves it, and every later step: all but the last have less to do than fits."""
+    kinds = DECODE, {"prompt": 4, "computed": 3}, {"prompt": 5, "computed": 3}, {"prompt": 5}
+    for running in sorted(lists(rng, kinds), key=lambda rows: sum(map(todo, rows))):
+        budget = sum(map(todo, running[:-1])) + rng.randint(1, 6)
+        yield {"call": "share_budget", "token_budget": budget, "running": running}
     yield {"call": "share_budget", "token_budget": 8, "running": [
         DECODE, {"prompt": 5}, DECODE, {"prompt": 4}]}
 
@@ -50,14 +38,13 @@ def queue(rng, most):
 
 
 def admissions(rng):
-    fixed = random.Random(0)
-    states = [queue(fixed, 3) for _ in range(150)]
-    states += [queue(rng, 3) for _ in range(20)] + [queue(rng, 12) for _ in range(8)]
+    for prompts in lists(rng, (2, 3)):
+        most = sum(prompt + 1 for prompt in prompts) + 7 + rng.randint(-1, 1)
+        yield {"call": "grant_room", "max_kv_tokens": most, "newcomer": {"prompt": 4, "new": 4},
+               "running": [{"prompt": prompt, "new": 2} for prompt in prompts]}
+    states = [queue(rng, 3) for _ in range(170)] + [queue(rng, 12) for _ in range(8)]
     for state in sorted(states, key=lambda state: len(state["running"]) + len(state["waiting"])):
         yield {"call": "admit", **state}
-    for most, running, new in product((9, 10, 11, 13), ((), (3,), (2, 2)), (1, 4)):
-        yield {"call": "grant_room", "max_kv_tokens": most, "newcomer": {"prompt": 4, "new": new},
-               "running": [{"prompt": each, "new": 2} for each in running]}
     b, d = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}, {"prompt": 1, "new": 2}
     yield {"call": "grant_room", "max_kv_tokens": 16, "running": [b], "newcomer": d}
     yield {"call": "admit", "step": 2, "running": [b], "waiting": [{"prompt": 4, "new": 4}, d],
@@ -65,17 +52,14 @@ def admissions(rng):
 
 
 def steps(rng):
-    ends = None, "stop", "length"
-    lists = [each for size in range(4) for each in product(ends, repeat=size)]
-    for each in [*lists, [rng.choice([*ends, "cancelled"]) for _ in range(20)]]:
-        yield {"call": "release", "running": [{**DECODE, "finish_reason": why} for why in each]}
+    for ends in lists(rng, (None, None, "stop", "length", "cancelled")):
+        yield {"call": "release", "running": [{**DECODE, "finish_reason": why} for why in ends]}
     rows = [{**DECODE, "n": 1}, {**DECODE, "n": 0}, {"prompt": 3, "n": 1}, {"prompt": 3, "n": 3},
             {"prompt": 3, "n": 0}, {**DECODE, "new": 2, "n": 1}]
-    plans = [list(each) for size in range(3) for each in product(rows, repeat=size)]
-    plans += [[rng.choice(rows) for _ in range(size)] for size in (3, 3, 5, 5, 12)]
-    for plan in [*plans, [{"prompt": 5, "n": 2}, {"prompt": 1, "n": 1}, {"prompt": 3, "n": 3}]]:
+    example = [{"prompt": 5, "n": 2}, {"prompt": 1, "n": 1}, {"prompt": 3, "n": 3}]
+    for plan in [*lists(rng, rows), example]:
         due = sum(each["n"] == todo(each) for each in plan)
-        yield {"call": "advance", "plan": plan, "tokens": ([7, 9, 2, 4, 11, 5] * 2)[:due]}
+        yield {"call": "advance", "plan": plan, "tokens": [7, 9, *range(due)][:due]}
 
 
 def cases(rng):

@@ -1,63 +1,35 @@
 """Set 3: runs one function on a case, and returns what it gives and changes."""
-from collections import deque
-
 import request
-from cache import KV
-from lab.checks.probes import cache_of, plan_of, requests_of
+from lab.checks.probes import changes_of, facts_of, in_queue, plan_of
 from scheduler import Scheduler
 
 
-def queue_of(running, waiting, max_batch=40, token_budget=64, max_kv_tokens=None):
-    queue = Scheduler(max_batch, token_budget, max_kv_tokens)
-    everybody = requests_of(running + waiting)
-    queue.running, queue.waiting = everybody[:len(running)], deque(everybody[len(running):])
-    for each in queue.running:
-        each.kv = KV(each.kv_tokens)
-    return queue, everybody
-
-
-def state_of(queue, everybody):
-    return {"running": queue.running, "waiting": queue.waiting,
-            "caches": {each.name: cache_of(each) for each in everybody}}
-
-
 def share_budget(token_budget, running):
-    queue, everybody = queue_of(running, [], token_budget=token_budget)
-    todo = [each.todo for each in everybody]
-    plan = queue.share_budget()
-    unchanged = queue.running == everybody and todo == [each.todo for each in everybody]
-    return plan if unchanged else "it changes `running` or a request"
+    queue = Scheduler(40, token_budget)
+    return in_queue(queue, running, [], lambda _: queue.share_budget())
 
 
 def admit(step, running, waiting, **limits):
-    queue, everybody = queue_of(running, waiting, **limits)
-    return {"it returns": queue.admit(step), **state_of(queue, everybody)}
+    queue = Scheduler(**limits)
+    return in_queue(queue, running, waiting, lambda _: queue.admit(step))
 
 
 def grant_room(max_kv_tokens, running, newcomer):
-    queue, everybody = queue_of(running, [newcomer], max_kv_tokens=max_kv_tokens)
-    return {"it returns": queue.grant_room(everybody[-1]), **state_of(queue, everybody)}
+    queue = Scheduler(40, 64, max_kv_tokens)
+    return in_queue(queue, running, [newcomer], lambda all: queue.grant_room(all[-1]))
+
+
+def release(running):
+    queue, freed = Scheduler(40, 64), []
+    free = queue.free
+    queue.free = lambda each: freed.append(each.name) or free(each)
+    found = in_queue(queue, running, [], lambda _: queue.release())
+    return {**found, "free is called for": sorted(freed)}
 
 
 def advance(plan, tokens):
     pairs, given = plan_of(plan), list(tokens)
-    before = list(pairs)
-    returned = request.advance(pairs, given)
-    unchanged = (pairs, given) == (before, tokens)
-    return {"it returns": returned, "plan and tokens are unchanged": unchanged,
-            **{each.name: {"computed": each.computed, "generated": each.generated,
-                           "finish_reason": each.finish_reason or "none"} for each, _ in before}}
-
-
-def release(running):
-    queue, everybody = queue_of(running, [])
-    freed, free = [], queue.free
-
-    def noting(each):
-        freed.append(f"{each.name}, cache {cache_of(each)}")
-        free(each)
-
-    queue.free = noting
-    returned = queue.release()
-    return {"it returns": returned, "free is called for": sorted(freed),
-            **state_of(queue, everybody)}
+    requests, copy = [each for each, _ in pairs], list(pairs)
+    before = facts_of(requests)
+    return {"it returns": request.advance(pairs, given), **changes_of(requests, before),
+            "plan and tokens are unchanged": (pairs, given) == (copy, tokens)}

@@ -1,7 +1,5 @@
 """Set 4, the fused rectangle: points, parameters, and the cases of each part."""
-from itertools import product
-
-from draw import plans
+from draw import lists, plans
 
 FILES = "model.py request.py cache.py generate_dynamic.py"
 LAY_OUT = "generate_dynamic.py:Rectangle.lay_out"
@@ -26,17 +24,12 @@ def layout(rows):
          for column in range(P + T)] for row in rows]}
 
 
-def complete(rng):
+def cases(rng):
     decode = {"prompt": 2, "generated": 1, "computed": 2}
     rows = [{**decode, "n": n} for n in (0, 1)] + [{"prompt": 3, "n": n} for n in (0, 1, 3)]
     rows += [{"prompt": 2, "generated": 2, "n": n} for n in (2, 4)]
-    lists = [list(each) for size in range(3) for each in product(rows, repeat=size)]
-    return [*lists, [rng.choice(rows) for _ in range(25)], EXAMPLE]
-
-
-def cases(rng):
     made = {"c": [{"call": "attend", "rows": rows, **layout(rows)} for rows in plans(rng, EXAMPLE)],
-            "d": [{"call": "indices_due", "plan": plan} for plan in complete(rng)]}
+            "d": [{"call": "indices_due", "plan": plan} for plan in [*lists(rng, rows), EXAMPLE]]}
     for part, show, names in (("a", "tokens", ["tokens", "positions"]), ("b", "mask", ["mask"]),
                               ("d", "wanted", ["wanted"])):
         made[part] = [*made.get(part, []), {"call": "layout_on_a_device", "names": names}, *(

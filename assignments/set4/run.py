@@ -3,17 +3,24 @@ import torch
 
 import request
 from generate_dynamic import Rectangle
-from lab.checks.probes import attended, devices_of, fill, layout_of, plan_of
+from lab.checks.probes import (
+    attended,
+    changes_of,
+    devices_of,
+    facts_of,
+    fill,
+    layout_of,
+    plan_of,
+)
 
 
 def lay_out(show, rows):
     """show: "tokens" and positions, the "mask", or which logits are "wanted"."""
     plan = plan_of(rows)
-    before = [(dict(vars(each)), n) for each, n in plan]
-    batch = Rectangle(plan)
-    unchanged = before == [(vars(each), n) for each, n in plan]
+    requests = [each for each, _ in plan]
+    before = facts_of(requests)
     names = ("tokens", "positions", "P") if show == "tokens" else (show,)
-    return layout_of(batch, *names) if unchanged else "it changes the plan or its requests"
+    return {**layout_of(Rectangle(plan), *names), **changes_of(requests, before)}
 
 
 def layout_on_a_device(names):
@@ -34,7 +41,6 @@ def attend(rows, P, T, mask):
 
 def indices_due(plan):
     pairs = plan_of(plan)
-    before = [(each, each.computed, list(each.generated), n) for each, n in pairs]
-    due = request.indices_due(pairs)
-    unchanged = before == [(each, each.computed, each.generated, n) for each, n in pairs]
-    return due if unchanged else "it changes the plan or its requests"
+    requests = [each for each, _ in pairs]
+    before = facts_of(requests)
+    return {"it returns": request.indices_due(pairs), **changes_of(requests, before)}

@@ -3,11 +3,10 @@ import copy
 
 import torch
 
-import generate_ragged
 from beyond import prepacked
 from beyond.prepacked import Packed
 from generate_ragged import Flat
-from lab.checks.probes import attended, devices_of, fill, layout_of, plan_of
+from lab.checks.probes import attended, devices_of, fill, layout_of, operations, plan_of
 
 
 def first_fit_decreasing(lengths, size):
@@ -25,8 +24,9 @@ def packed(prompts):
 
 
 def flat(rows, attention="mask"):
-    return layout_of(Flat(plan_of(rows), None, attention), "tokens", "positions", "wanted", *(
-        ["mask"] if attention == "mask" else []))
+    mask = ["mask"] if attention == "mask" else []
+    batch = Flat(plan_of(rows), None, attention)
+    return layout_of(batch, "tokens", "positions", "wanted", *mask)
 
 
 def layout_on_a_device(name):
@@ -36,29 +36,19 @@ def layout_on_a_device(name):
 
 
 def attend(rows, attention, mask):
-    """How many scores `head` computes, too. The caches are reached through write and read only."""
+    """Also how many operations it takes. The caches are reached through write and read only."""
     class LaidOut(Flat):   # as part c has to set it
         def lay_out(self, device):
             self.tokens = self.positions = torch.zeros(self.cu_seqlens[-1], dtype=torch.long)
             self.mask = torch.tensor(mask)
 
-    plan, scores, head = plan_of(rows), [], generate_ragged.head
+    plan, found = plan_of(rows), {}
     fill(plan)
     batch, twin = LaidOut(plan, None, attention), LaidOut(plan, None, attention)
     twin.plan = [(copy.copy(each), n) for each, n in plan]
     batch.write, batch.read = twin.write, twin.read
     for each, _ in plan:
         each.kv = None
-
-    def counting(q, k, v, *arguments, **named):
-        scores.append(q.size(-2) * k.size(-2))
-        return head(q, k, v, *arguments, **named)
-
-    generate_ragged.head = counting
-    try:
-        found = attended(batch)
-    finally:
-        generate_ragged.head = head
-    caches = [[each.tolist() for each in request.kv.read("a", end)] for (request, _), end in zip(
-        twin.plan, twin.ends)]
-    return {**found, "the caches": caches, "scores that head computes": sum(scores)}
+    number = operations(lambda: found.update(attended(batch)))
+    caches = [each.kv.read("a", end) for (each, _), end in zip(twin.plan, twin.ends)]
+    return {**found, "the caches": caches, "operations": number}

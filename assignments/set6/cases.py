@@ -1,6 +1,8 @@
 """Set 6, pages and prefixes: points, parameters, and the cases of each part."""
 from itertools import product
 
+from draw import pools_of_pages
+
 FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py generate_paged.py "
          "generate_prefix.py")
 PREFIX = "generate_prefix.py:Prefix"
@@ -26,83 +28,72 @@ def places(rng):
     drawn = rng.sample(range(30), 14)
     for slot_mapping, number in ([2], 4), ([3, 0], 4), ([8, 1, 5], 12), (drawn, 30):
         yield {"call": "write", "slot_mapping": slot_mapping, "number": number}
+    yield {"call": "slots", "table": [3, 1, 4], "end": 8, "page_size": 3}
     for size, table in (1, [0]), (2, [1]), (2, [2, 0]), (3, [4, 0, 1]), (16, [1, 0]):
-        for end in sorted({1, size, size + 1, len(table) * size}):
-            if end <= len(table) * size:
-                yield {"call": "slots", "table": table, "end": end, "page_size": size}
+        for end in 1, size, len(table) * size:
+            yield {"call": "slots", "table": table, "end": end, "page_size": size}
     for size in 2, 3, 7:
         yield {"call": "slots", "table": rng.sample(range(40), 9), "page_size": size,
                "end": rng.randint(5 * size, 9 * size)}
-    yield {"call": "slots", "table": [3, 1, 4], "end": 8, "page_size": 3}
 
 
-def pools(rng):
-    """States between two steps: a request has pages for all its tokens, or for all but the last."""
-    states = []
+def between_steps(rng, size):
+    """A request that runs, with pages for all its tokens, or for all but the last."""
+    prompt, generated = rng.randint(1, 2 * size + 1), rng.choice([0, 1, 1, 2, size])
+    known = prompt + generated
+    computed = known - 1 if generated else rng.choice([0, rng.randint(0, prompt - 1)])
+    return {"prompt": prompt, "generated": generated, "computed": computed,
+            "pages": -(-(known - (generated > 0)) // size)}
+
+
+def states(rng):
+    made = []
     for many, size in [*product((1, 1, 2, 2, 2, 3, 3, 3), (1, 2, 3)), (9, 2), (12, 4)]:
-        running = []
-        for _ in range(many):
-            prompt, generated = rng.randint(1, 2 * size + 1), rng.choice([0, 1, 1, 2, size])
-            known = prompt + generated
-            computed = known - 1 if generated else rng.choice([0, rng.randint(0, prompt - 1)])
-            running.append({"prompt": prompt, "generated": generated, "computed": computed,
-                            "pages": -(-(known - (generated > 0)) // size)})
-        held, longest = sum(row["pages"] for row in running), max(
-            -(-(row["prompt"] + row["generated"]) // size) for row in running)
+        running = [between_steps(rng, size) for _ in range(many)]
         waiting = [{"prompt": rng.randint(1, 4)} for _ in range(rng.randint(0, 2))]
-        states += [{"pages": max(held, longest) + spare, "page_size": size, "running": running,
-                    "waiting": waiting, "token_budget": many + 5 * size}
-                   for spare in (0, rng.choice([1, 2, many]))]
-    states.sort(key=lambda state: (len(state["running"]), state["pages"]))
-    for state in states:
-        yield {"call": "schedule", **state}
-    for state in states[::3]:
-        yield {"call": "preempt", "victim": rng.randrange(len(state["running"])), **state}
+        held = sum(row["pages"] for row in running)
+        longest = max(-(-(row["prompt"] + row["generated"]) // size) for row in running)
+        made += [{"pages": max(held, longest) + spare, "page_size": size, "running": running,
+                  "waiting": waiting, "token_budget": many + 5 * size}
+                 for spare in (0, rng.choice([1, 2, many]))]
+    made.sort(key=lambda state: (len(state["running"]), state["pages"]))
     abc = {"prompt": 3, "generated": 2, "computed": 4, "pages": 2}
-    yield {"call": "preempt", "victim": 2, "pages": 7, "page_size": 2, "running": [abc, abc, abc],
-           "waiting": [{"prompt": 3}]}
-    yield {"call": "schedule", "pages": 6, "page_size": 2, "running": [abc, abc, abc],
-           "waiting": [{"prompt": 3}]}
+    made.append({"pages": 6, "page_size": 2, "running": [abc] * 3, "waiting": [{"prompt": 3}]})
+    for state in made:
+        yield {"call": "schedule", **state}
+    for state in made[::3]:
+        yield {"call": "preempt", "victim": rng.randrange(len(state["running"])), **state}
 
 
 def sharing(rng):
-    yield {"call": "pool", "number": 2, "calls": [["allocate", "A", 1], ["free", "A"]]}
-    yield {"call": "pool", "number": 3, "calls": [
-        ["allocate", "A", 2], ["free", "A"], ["allocate", "B", 3]]}
-    yield {"call": "pool", "number": 2, "calls": [
-        ["allocate", "A", 1], ["cached", "A", 0, "x"], ["share", "B", "x"], ["free", "A"],
-        ["free", "B"], ["share", "C", "x"], ["free", "C"], ["allocate", "D", 2]]}
-    for number in 3, 4, 5, 6, 8, 12:
-        calls = []
-        for _ in range(3 * number):
-            table = rng.choice("ABCDE")
-            calls.append(rng.choice([
-                ["allocate", table, rng.randint(1, 3)], ["share", table, *rng.sample("vwxyz", 2)],
-                ["free", table], ["cached", table, rng.randint(0, 2), rng.choice("vwxyz")]]))
-        yield {"call": "pool", "number": number, "calls": calls}
-    yield {"call": "pool", "number": 6, "calls": [
-        ["allocate", "A", 3], ["cached", "A", 0, "x"], ["cached", "A", 1, "y"],
-        ["share", "B", "x", "y"], ["allocate", "B", 1], ["cached", "B", 2, "z"], ["free", "A"],
-        ["free", "B"], ["allocate", "C", 5]]}
+    yield {"call": "free", "table": 0, "free_queue": [4, 5], "tables": [[0, 1, 2], [0, 1, 3]],
+           "ref_count": [2, 2, 1, 1, 0, 0], "cached": [["x", 0], ["y", 1], ["z", 3]],
+           "hash_of": [[0, "x"], [1, "y"], [3, "z"]]}
+    for state in pools_of_pages(rng):
+        tables, free = [*state["tables"], []], len(state["free_queue"])
+        state = {**state, "tables": tables, "table": rng.randrange(len(tables))}
+        others = [page for _, page in state["cached"] if page not in tables[state["table"]]]
+        yield {"call": "free", **state}
+        yield {"call": "allocate", "number": rng.randint(min(1, free), free), **state}
+        yield {"call": "share", "found": rng.sample(others, min(2, len(others))), **state}
 
 
 def finding(rng):
-    for cached, asked in ([], []), ([], ["x"]), ([[3, "x"]], ["x"]), ([[3, "x"]], ["y", "x"]), (
-            [[4, "x"], [2, "y"]], ["x", "y"]), ([[0, "x"], [1, "z"]], ["x", "y", "z"]), (
-            [[0, "x"], [1, "x"], [2, "y"]], ["x", "y"]):
-        yield {"call": "find", "cached": cached, "asked": asked}
-    for _ in range(4):
-        pages = rng.sample(range(9), 6)
-        yield {"call": "find", "cached": [[page, rng.choice("uvwxyz")] for page in pages],
-               "asked": rng.sample("uvwxyz", 5)}
+    for state in pools_of_pages(rng):
+        names = [name for name, _ in state["cached"]]
+        asked = [["x"], names, [*names, "x", *names], rng.sample(names, len(names))]
+        for hashes in asked:
+            yield {"call": "find", "hashes": hashes, **state}
+        for page in {*range(len(state["ref_count"]))} - {page for page, _ in state["hash_of"]}:
+            yield {"call": "cache", "page": page, "name": rng.choice([*names, "x"]), **state}
+    yield {"call": "hashes", "tokens": [5, 7, 2, 9, 6, 1], "page_size": 2, "ends": [0, 1, 2, 5]}
     for tokens, size, ends in ([5, 5], 1, [1]), ([5, 5], 1, [2, 2]), (
             [5, 7, 5, 7, 2], 2, [0, 1, 2, 3, 5, 4]):
         yield {"call": "hashes", "tokens": tokens, "page_size": size, "ends": ends}
     for size in 1, 2, 3, 5:
         yield {"call": "hashes", "tokens": [rng.randrange(3) for _ in range(15)], "page_size": size,
                "ends": sorted(rng.randint(0, 15) for _ in range(5))}
-    yield {"call": "hashes", "tokens": [5, 7, 2, 9, 6, 1], "page_size": 2, "ends": [0, 1, 2, 5]}
 
 
 def cases(rng):
-    return {"a": [*places(rng)], "b": [*pools(rng)], "c": [*sharing(rng)], "d": [*finding(rng)]}
+    return {"a": [*places(rng)], "b": [*states(rng)], "c": [*sharing(rng)], "d": [*finding(rng)]}

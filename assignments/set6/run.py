@@ -1,6 +1,7 @@
 """Set 6: runs one function on a case, and returns what it gives and changes."""
-from collections import Counter, deque
+from collections import OrderedDict
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 
@@ -8,7 +9,7 @@ import generate_prefix
 from cache import KV
 from generate_paged import Paged
 from generate_prefix import PrefixPages, PrefixScheduler
-from lab.checks.probes import kind_of, numbers, requests_of
+from lab.checks.probes import in_queue, kind_of, numbers, requests_of
 from paging import PagedScheduler
 
 
@@ -33,97 +34,60 @@ def write(slot_mapping, number):
     return found
 
 
-def queue_of(pages, page_size, running, waiting, token_budget=64):
+def schedule(pages, page_size, running, waiting, token_budget=64):
     queue = PagedScheduler(16, token_budget, pages, page_size)
-    everybody = requests_of(running + waiting)
-    queue.running, queue.waiting = everybody[:len(running)], deque(everybody[len(running):])
-    for request, row in zip(queue.running, running):
-        request.block_table = []
-        queue.pages.allocate(request.block_table, row["pages"])
-    return queue, everybody
+    return in_queue(queue, running, waiting, lambda _: queue.schedule(0))
 
 
-def state_of(queue, everybody):
-    tables = [page for each in everybody for page in each.block_table or ()]
-    return {"running": queue.running, "waiting": queue.waiting, **{
-        f"{each.name}'s pages, computed, generated, arrival": [
-            "none" if each.block_table is None else len(each.block_table), each.computed,
-            each.generated, each.arrival] for each in everybody},
-        "waiting is a": type(queue.waiting).__name__,
-        "each page is free, or in one table": sorted([*queue.pages.free_queue, *tables]) == [
-            *range(queue.pages.number)], "preemptions": queue.pages.counts["preemptions"]}
+def preempt(victim, pages, page_size, running, waiting, token_budget=64):
+    queue = PagedScheduler(16, token_budget, pages, page_size)
+    return in_queue(queue, running, waiting, lambda all: queue.preempt(all[victim]))
 
 
-def schedule(**state):
-    queue, everybody = queue_of(**state)
-    return {"the plan": queue.schedule(0), **state_of(queue, everybody)}
-
-
-def preempt(victim, **state):
-    queue, everybody = queue_of(**state)
-    return {"it returns": queue.preempt(queue.running[victim]), **state_of(queue, everybody)}
-
-
-def pool(number, calls):
-    """
-    allocate, share and free, of block tables with names. "cached" puts the i-th page of a table
-    under a name; share takes the cached pages of such names. What cannot be is left out.
-    """
-    pages, tables, found = PrefixPages(number, 4), {}, {}
-    for i, (call, name, *rest) in enumerate(calls, 1):
-        table, returned = tables.setdefault(name, []), None
-        if call == "allocate" and rest[0] <= len(pages.free_queue):
-            returned = pages.allocate(table, rest[0])
-        elif call == "share":
-            argument = [pages.cached[each] for each in rest if pages.cached.get(each, -1) not in (
-                -1, *table)]
-            before = list(argument)
-            returned = pages.share(table, argument)
-            returned = returned if argument == before else "it changes `pages`"
-        elif call == "free":
-            returned = pages.free(list(tables.pop(name)))
-        elif call == "cached" and rest[0] < len(table) and table[rest[0]] not in pages.hash_of:
-            if rest[1] not in pages.cached:
-                pages.cached[rest[1]], pages.hash_of[table[rest[0]]] = table[rest[0]], rest[1]
-        found[f"after call {i}, {call} {name} {' '.join(map(str, rest))}".strip()] = {
-            "it returns": returned, "tables": {each: list(tables[each]) for each in tables},
-            "free_queue": list(pages.free_queue), "ref_count": list(pages.ref_count),
-            "cached": dict(pages.cached), "hash_of": dict(pages.hash_of),
+def in_pool(call, free_queue, ref_count, cached, hash_of, tables):
+    """What a call gives and changes. It gets a pool in the middle of a run."""
+    pages = PrefixPages(len(ref_count), 4)
+    pages.free_queue, pages.ref_count = OrderedDict.fromkeys(free_queue), ref_count
+    pages.cached, pages.hash_of = dict(cached), dict(hash_of)
+    return {"it returns": call(pages), "tables": tables, "free_queue": [*pages.free_queue],
+            "ref_count": pages.ref_count, "cached": pages.cached, "hash_of": pages.hash_of,
             "evicted_pages": pages.counts["evicted_pages"]}
-    return found
+
+
+def share(table, found, tables, **pool):
+    given = list(found)
+    said = in_pool(lambda pages: pages.share(tables[table], given), tables=tables, **pool)
+    return {**said, "the argument `pages`": given}
+
+
+def allocate(table, number, tables, **pool):
+    return in_pool(lambda pages: pages.allocate(tables[table], number), tables=tables, **pool)
+
+
+def free(table, tables, **pool):
+    freed = tables.pop(table)
+    return in_pool(lambda pages: pages.free(freed), tables=tables, **pool)
+
+
+def find(hashes, **pool):
+    given = list(hashes)
+    said = in_pool(lambda pages: pages.find(given), **pool)
+    return {**said, "the argument `hashes`": given}
+
+
+def cache(page, name, **pool):
+    return in_pool(lambda pages: pages.cache(page, name), **pool)
 
 
 def hashes(tokens, page_size, ends):
     """Called for one end after the other."""
     scheduler, (request,) = PrefixScheduler(1, 1, 40, page_size), requests_of([{"prompt": tokens}])
-    made, found, computed = generate_prefix.page_hash, {}, Counter()
-
-    def counting(before, page):
-        computed[before, *page] += 1
-        return made(before, page)
-
-    generate_prefix.page_hash = counting
-    try:
+    found = {}
+    with patch.object(generate_prefix, "page_hash", wraps=generate_prefix.page_hash) as page_hash:
         for i, end in enumerate(ends):
             said = scheduler.hashes(request, end)
-            found[f"call {i}, end {end}, the full pages' hashes"] = None if said is None else [
-                each.hex()[:8] if isinstance(each, bytes) else each
-                for each in said[:end // page_size]]
+            found[f"call {i}, end {end}, the full pages' hashes"] = said and [
+                each.hex()[:8] for each in said[:end // page_size]]
             found[f"call {i}, end {end}, how many are kept"] = len(request.page_hashes)
-    finally:
-        generate_prefix.page_hash = made
-    return {**found, "each hash is computed once": max(computed.values(), default=1) == 1}
-
-
-def find(cached, asked):
-    """cache for each [page, name] in `cached`, then find."""
-    def hashes_of(names):
-        return [f"hash {name}".encode() for name in names]
-
-    pages, argument = PrefixPages(9, 2), hashes_of(asked)
-    returned = [pages.cache(page, *hashes_of([name])) for page, name in cached]
-    return {"it returns": pages.find(argument), "cache returns": next(filter(None, returned), None),
-            "cached": {name.decode(): page for name, page in pages.cached.items()},
-            "hash_of": {page: name.decode() for page, name in pages.hash_of.items()},
-            "all else is unchanged": argument == hashes_of(asked)
-            and [*pages.free_queue] == [*range(9)]}
+            found[f"call {i}, end {end}, calls of page_hash so far"] = page_hash.call_count
+    return found

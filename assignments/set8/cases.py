@@ -1,4 +1,6 @@
 """Set 8, guess: points, parameters, and the cases of each part."""
+from draw import lists
+
 FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py generate_paged.py "
          "generate_prefix.py beyond/speculative.py")
 PARTS = {   # points, what it is about, the functions
@@ -6,7 +8,6 @@ PARTS = {   # points, what it is about, the functions
     "b": (3, "room for guesses", "beyond/speculative.py:draft"),
     "c": (6, "one pass, several tokens", "beyond/speculative.py:generate")}
 WRITTEN = {"1": 1, "2": 1}
-SLOW = ("guess_often",)   # calls that do not run with every mistake
 PARAMETERS = {"p": [0.5, 0.6, 0.7, 0.8], "k": range(2, 7)}
 VALUES = {"tokens per pass": "(1 - p ** (k + 1)) / (1 - p)"}
 
@@ -26,22 +27,14 @@ def lookups(rng):
 
 
 def rooms(rng):
-    chunk = {"prompt": 6, "computed": 1, "n": 3}
-    for budget in range(1, 9):
-        for most, new, pages in ((0, 9, 9), (1, 9, 9), (4, 9, 9), (4, 1, 9), (4, 2, 9), (4, 3, 9),
-                                 (4, 9, 2), (4, 9, 3)):
-            row = {**DECODE, "new": new, "pages": pages}
-            for plan in [row], [row, row], [row, chunk, row]:
-                if sum(each["n"] for each in plan) <= budget:
-                    yield {"call": "draft", "plan": plan, "token_budget": budget, "most": most,
-                           "page_size": 3, "has": 9}
-    for _ in range(10):
-        plan = [rng.choice([{**DECODE, "new": rng.randint(2, 9), "pages": rng.randint(2, 4)}, chunk,
-                            {"prompt": 20, "generated": 3, "computed": 22, "n": 1, "new": 9}])
-                for _ in range(rng.randint(2, 9))]
-        budget = sum(each["n"] for each in plan) + rng.randint(0, 12)
-        yield {"call": "draft", "plan": plan, "token_budget": budget, "most": rng.randint(1, 6),
-               "page_size": 3, "has": rng.choice([1, 2, 9])}
+    kinds = [{**DECODE, "new": new, "pages": pages} for new, pages in (
+        (9, 9), (1, 9), (2, 9), (3, 9), (9, 2), (9, 3))]
+    kinds += [{"prompt": 6, "computed": 1, "n": 3},
+              {"prompt": 20, "generated": 3, "computed": 22, "n": 1, "new": 9}]
+    for plan in lists(rng, kinds)[1:]:
+        yield {"call": "draft", "plan": plan, "most": rng.randint(0, 6), "page_size": 3,
+               "token_budget": sum(each["n"] for each in plan) + rng.randint(0, 12),
+               "has": rng.choice([1, 2, 9, 9])}
     ac = {"prompt": [1, 2, 3, 1, 2], "computed": 4, "n": 1}
     yield {"call": "draft", "plan": [ac, ac, {"prompt": 5, "n": 2}], "token_budget": 8, "most": 3,
            "page_size": 8, "has": 3}

@@ -1,11 +1,13 @@
 """Set 8: runs one function on a case, and returns what it gives and changes."""
+from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 
 import generate_paged
 from beyond import speculative
-from lab.checks.probes import numbers, plan_of, requests_of
+from lab.checks.probes import numbers, plan_of, requests_of, spent
 from model import GPT, GPTConfig
 
 ROOM = 10**6   # no model's limit
@@ -42,27 +44,22 @@ def guess_often(number, kinds):
 
 def draft(plan, token_budget, most, page_size, has=9):
     """Twice, as in two steps. A stand-in for Lookup always has `has` tokens."""
-    lookups_of, asked = {}, []
+    asked, lookups = [], {}
 
     class Lookup:
         def guess(self, request, most):
-            mine = lookups_of.setdefault(request.name, [])
-            mine += [] if self in mine else [self]
-            asked.append(f"{request.name} at most {most}")
+            asked.append((self, request.name, most))
             return list(range(1, min(most, has) + 1))
 
     pairs = plan_of(plan)
     for (request, _), row in zip(pairs, plan):
         request.block_table = list(range(row.get("pages", 9)))
     scheduler = SimpleNamespace(token_budget=token_budget, pages=SimpleNamespace(size=page_size))
-    lookups, before, speculative.Lookup = {}, speculative.Lookup, Lookup
-    try:
-        found = speculative.draft(pairs, scheduler, lookups, most)
-        again = speculative.draft(pairs, scheduler, lookups, most)
-    finally:
-        speculative.Lookup = before
-    return {"it returns": found, "it returns, called again": again, "a guess is asked of": asked,
-            "lookups of each request": {name: len(mine) for name, mine in lookups_of.items()}}
+    with patch.object(speculative, "Lookup", Lookup):
+        found = [speculative.draft(pairs, scheduler, lookups, most) for _ in range(2)]
+    return {"it returns": found[0], "it returns, called again": found[1],
+            "a guess is asked of": [f"{name} at most {most}" for _, name, most in asked],
+            "lookups that are asked": len({(lookup, name) for lookup, name, _ in asked})}
 
 
 def model():
@@ -82,37 +79,30 @@ def generate(requests, rights=None, page_size=24, **knobs):
     one behind them; a stand-in for `draft` knows them from a run without guesses. None: the
     student's own draft and lookup.
     """
-    made, before = model(), speculative.draft
     mine, alone = requests_of(requests), requests_of([
         {**row, "eos_token": None, "new": 99, "arrival": 0} for row in requests])
-    generate_paged.generate(made, alone, max_batch=len(alone), page_size=24)
-    answers, drafts, told = {each.name: each.generated for each in alone}, {}, []
+    generate_paged.generate(model(), alone, max_batch=len(alone), page_size=24)
+    answers, drafts, told = {each.name: each.generated for each in alone}, Counter(), []
 
     def scripted(plan, scheduler, lookups, most):
-        found = {}
-        for request, _ in plan:
-            found[request] = []
+        found = {request: [] for request, _ in plan}
+        for request in found:
             if request.todo == 1:
-                number = drafts[request] = drafts.get(request, -1) + 1
+                right = rights[drafts[request] % len(rights)]
+                drafts[request] += 1
                 rest = answers[request.name][len(request.generated):request.max_new_tokens][:-1]
-                right = rights[number % len(rights)]
                 wrong = [(token + 1) % 13 for token in rest[right:right + 1]]
                 found[request] = rest[:right] + wrong
         return found
 
-    if rights is not None:
-        speculative.draft = scripted
-    try:
+    with patch.object(speculative, "draft", speculative.draft if rights is None else scripted):
         trace = speculative.generate(
-            made, mine, page_size=page_size, **knobs,
+            model(), mine, page_size=page_size, **knobs,
             on_token=lambda request, token, _: told.append([request.name, int(token)]))
-    finally:
-        speculative.draft = before
     if trace is None:
         return None
     return {**{f"tokens and finish_reason of {each.name}": [each.generated, each.finish_reason]
-               for each in mine}, "on_token is told": told,
-            "tokens of each pass": [each.slots for each in trace.passes],
-            "rejected in each pass": [each.rejected for each in trace.passes],
+               for each in mine}, "on_token is told": told, **spent(trace),
+            "rejected tokens of each pass": [each.rejected for each in trace.passes],
             **{f"steps of {each.name}'s tokens": each.token_steps for each in mine},
             "guesses left behind": [each.assumed for each in mine]}

@@ -20,7 +20,8 @@ import generate_paged
 import generate_prefix
 import generate_ragged
 from cache import KV
-from lab.checks.judge import faults, operations, page_faults, plan_faults, waste
+from lab.checks.judge import faults, plan_faults, waste
+from lab.checks.probes import operations, page_faults
 from lab.checks.toy import letters
 from model import sample
 from request import advance, indices_due, prepare
@@ -165,11 +166,11 @@ def schedules(yours, model):
                 granted.append(request)
             return request in granted
 
-        for step in range(MANY):
+        step = 0
+        while waiting or running:
             before, where = [*running], "In step {}, with max_batch {} and a budget of {}: ".format(
                 step, *limits)
-            with limited(5, f"{where}admit does not end"):
-                yours.admit(waiting, running, step, *limits, grant)
+            yours.admit(waiting, running, step, *limits, grant)
             yield from map(where.__add__, admission_faults(
                 [r for r in everyone if not r.finished], waiting, running, before, granted, step,
                 limits[1]))
@@ -178,6 +179,7 @@ def schedules(yours, model):
             yield from map(where.__add__, plan_faults(plan, running, arrived, *limits))
             advance(plan, [0] * len(indices_due(plan)))
             running[:] = [r for r in running if not r.finished]
+            step += 1
 
 
 def admission_faults(everyone, waiting, running, before, granted, step, token_budget):
@@ -309,10 +311,10 @@ def runs(yours, model, requests, ours, **knobs):
 
 
 @contextmanager
-def limited(seconds, sentence):
+def limited(seconds):
     """Raises Fault after so many seconds of computing, where the system has such an alarm."""
     def stop(*_):
-        raise Fault(sentence)
+        raise Fault(f"it does not end: {seconds} seconds of computing are over")
     if not hasattr(signal, "setitimer"):
         yield
         return

@@ -5,16 +5,15 @@ The judge of the notebooks: what is wrong with a run, in sentences.
 
 The X-ray says what tokens see, the check compares tokens and logits with the request alone. What
 stands here is the rest: which tokens are in a pass, and which requests it gives a token. And what
-right tokens do not show: whether a scheduler keeps its rules (`plan_faults`), what a run wastes
-(`waste`), and how much is multiplied (`operations`).
+right tokens do not show: whether a scheduler keeps its rules (`plan_faults`), and what a run wastes
+(`waste`).
 """
 from collections import Counter
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from lab.checks.check import Check
-from lab.checks.probes import places_of
+from lab.checks.probes import kind_of, places_of, spent
 from lab.checks.xray import XRay
 from toolbox.trace import observed
 
@@ -60,15 +59,13 @@ def record(batch):
 
 def wrong_types(records):
     for number, seen in enumerate(records):
-        for cause, name, dtype in (("tokens", "tokens", torch.long),
-                                   ("positions", "positions", torch.long),
-                                   ("sees", "mask", torch.bool)):
-            tensor = seen[name]
-            if isinstance(tensor, torch.Tensor) and tensor.dtype != dtype:
-                yield cause, f"pass {number}: {name} has dtype {tensor.dtype}, expected {dtype}"
-        shape, tokens = (tuple(seen[name].shape) for name in ("positions", "tokens"))
-        if shape != tokens:
-            yield "positions", f"pass {number}: positions has shape {shape}, tokens {tokens}"
+        right = f"{tuple(seen['tokens'].shape)} int64"
+        for name in "tokens", "positions":
+            if (kind := kind_of(seen[name])) != right:
+                yield name, f"pass {number}: {name} is {kind}, expected {right}"
+        kind = kind_of(seen["mask"])
+        if isinstance(seen["mask"], torch.Tensor) and not kind.endswith(" bool"):
+            yield "sees", f"pass {number}: mask is {kind}, expected bool"
 
 
 def wrong_tokens(records, xray):
@@ -142,48 +139,9 @@ def plan_faults(plan, running, waiting, max_batch, token_budget):
 
 def waste(trace, ours):
     """What a run wastes whose tokens are right, beside ours of the same requests. Sentences."""
-    def longest(trace):
-        return max(b - a for request in trace.requests for a, b in zip(
-            [request.arrival - 1, *request.token_steps], request.token_steps))
-    for what, count in (
-            ("forward passes", lambda trace: len(trace.passes)),
-            ("slots", lambda trace: sum(p.slots for p in trace.passes)),
-            ("scores", lambda trace: sum(p.score_entries for p in trace.passes)),
-            ("preemptions", lambda trace: trace.counts.get("preemptions", 0)),
-            ("steps is the longest wait for a token:", longest)):
-        if count(trace) > count(ours):
+    for (what, mine), needed in zip(spent(trace).items(), spent(ours).values()):
+        if mine > needed:
             most = [max(len(p.work) for p in each.passes) for each in (trace, ours)]
             alone = ": it serves one request at a time" if most[0] == 1 < most[1] else ""
-            yield (f"all tokens are right, but it takes {count(trace):,} {what}, and "
-                   f"{count(ours):,} would do{alone}")
-
-
-def operations(call, *arguments):
-    """How many operations of matrix products a call makes, as torch counts them."""
-    with FlopCounterMode(display=False) as counter:
-        call(*arguments)
-    return counter.get_total_flops()
-
-
-def page_faults(tables, free, number, size, ref_count=None):
-    """
-    What is wrong with a pool of pages before a pass. Sentences. tables: {request: its block table},
-    of those that run; free: the free pages, in order. ref_count: None where no page may be shared.
-    """
-    holders = {page: [r for r, table in tables.items() if page in table] for page in range(number)}
-    for page, names in holders.items():
-        where = " and ".join(map(str, names))
-        if free.count(page) > 1:
-            yield f"page {page} is in the free queue {free.count(page)} times"
-        if page in free and names:
-            yield f"page {page} is free, and in the block table of {where}"
-        if page not in free and not names:
-            yield f"page {page} is lost: it is neither free nor in a block table"
-        if ref_count is None and len(names) > 1:
-            yield f"page {page} is in the block tables of {where}"
-        if ref_count is not None and ref_count[page] != len(names):
-            yield f"ref_count of page {page} is {ref_count[page]}, and {len(names)} tables hold it"
-    for request, table in tables.items():
-        if len(table) != (needed := -(-len(request.tokens) // size)):
-            yield (f"{request} has {len(table)} pages for {len(request.tokens)} tokens, "
-                   f"{size} to a page: not {needed}")
+            yield (f"all tokens are right, but it takes {mine:,} {what}, and {needed:,} would "
+                   f"do{alone}")

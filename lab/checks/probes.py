@@ -1,8 +1,10 @@
 """
-What can be seen of requests and layouts, as plain values. The judge of the notebooks (judge.py) and
-the course kit look at the same. Torch is imported where it is needed: the scheduler needs none.
+What can be seen of requests, pools, layouts and runs, as plain values. The judges of the notebooks
+(judge.py, engine.py) and the course kit look at the same. Torch is imported where it is needed: the
+scheduler needs none.
 """
 import random
+from collections import deque
 
 from cache import KV
 from request import Request
@@ -55,7 +57,78 @@ def fill(plan, *lead):
             request.kv.write("a", 0, *numbers(i, 2, *lead, 2, request.computed, 3))
 
 
-# --- what comes out -------------------------------------------------------------------------------
+# --- what becomes of requests and pools -----------------------------------------------------------
+
+def facts_of(requests):
+    """What is known of requests, [{name: value}, ...]; of a cache its size, of pages how many."""
+    return [{"prompt": [*request.prompt], "generated": [*request.generated],
+             "computed": request.computed, "max_new_tokens": request.max_new_tokens,
+             "finish_reason": request.finish_reason, "arrival": request.arrival,
+             "cache": cache_of(request), "page_hashes": len(request.page_hashes),
+             "pages": "none" if request.block_table is None else len(request.block_table)}
+            for request in requests]
+
+
+def changes_of(requests, before):
+    """What is no longer as it was when facts_of gave `before`."""
+    return {f"{request.name}'s {name} becomes": new[name]
+            for request, old, new in zip(requests, before, facts_of(requests))
+            for name in old if new[name] != old[name]}
+
+
+def in_queue(queue, running, waiting, call):
+    """
+    What a call returns and changes in the middle of a scheduler's run. It gets all requests, which
+    are made of such rows and hold their memory.
+    """
+    requests = requests_of([*running, *waiting])
+    queue.running, queue.waiting = requests[:len(running)], deque(requests[len(running):])
+    for request, row in zip(queue.running, running):
+        if hasattr(queue, "pages"):
+            request.block_table = []
+            queue.pages.allocate(request.block_table, row["pages"])
+        else:
+            request.kv = KV(request.kv_tokens)
+    before = facts_of(requests)
+    found = {"it returns": call(requests), "running": queue.running, "waiting": queue.waiting,
+             "waiting is a": type(queue.waiting).__name__, **changes_of(requests, before)}
+    if hasattr(queue, "pages"):
+        tables = {each: each.block_table for each in requests if each.block_table is not None}
+        found["preemptions"] = queue.pages.counts["preemptions"]
+        found["the pool"] = [*page_faults(tables, [*queue.pages.free_queue], queue.pages.number,
+                                          queue.pages.size)]
+    return found
+
+
+def cache_of(request):
+    return getattr(request.kv, "capacity", "none" if request.kv is None else "no KV")
+
+
+def page_faults(tables, free, number, size, ref_count=None):
+    """
+    What is wrong with a pool of pages before a pass. Sentences. tables: {request: its block table},
+    of those that run; free: the free pages, in order. ref_count: None where no page may be shared.
+    """
+    holders = {page: [r for r, table in tables.items() if page in table] for page in range(number)}
+    for page, names in holders.items():
+        where = " and ".join(map(str, names))
+        if free.count(page) > 1:
+            yield f"page {page} is in the free queue {free.count(page)} times"
+        if page in free and names:
+            yield f"page {page} is free, and in the block table of {where}"
+        if page not in free and not names:
+            yield f"page {page} is lost: it is neither free nor in a block table"
+        if ref_count is None and len(names) > 1:
+            yield f"page {page} is in the block tables of {where}"
+        if ref_count is not None and ref_count[page] != len(names):
+            yield f"ref_count of page {page} is {ref_count[page]}, and {len(names)} tables hold it"
+    for request, table in tables.items():
+        if len(table) != (needed := -(-len(request.tokens) // size)):
+            yield (f"{request} has {len(table)} pages for {len(request.tokens)} tokens, "
+                   f"{size} to a page: not {needed}")
+
+
+# --- layouts --------------------------------------------------------------------------------------
 
 def kind_of(value):
     """Shape and dtype of a tensor, in words; or what else it is."""
@@ -64,10 +137,6 @@ def kind_of(value):
     if not hasattr(value, "dtype"):
         return f"a {type(value).__name__}"
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-
-
-def cache_of(request):
-    return getattr(request.kv, "capacity", "none" if request.kv is None else "no KV")
 
 
 def slots_of(batch, b):
@@ -161,6 +230,26 @@ def attended(batch):
         found[f"the cache of {request.name}"] = buffers and [
             "nothing is written" if each is None else each.tolist() for each in buffers]
     return found
+
+
+# --- what it takes --------------------------------------------------------------------------------
+
+def operations(call, *arguments):
+    """How many operations of matrix products a call makes, as torch counts them."""
+    from torch.utils.flop_counter import FlopCounterMode
+    with FlopCounterMode(display=False) as counter:
+        call(*arguments)
+    return counter.get_total_flops()
+
+
+def spent(trace):
+    """What a run takes, {what: number}."""
+    waits = [b - a for request in trace.requests for a, b in zip(
+        [request.arrival - 1, *request.token_steps], request.token_steps)]
+    return {"forward passes": len(trace.passes), "slots": sum(p.slots for p in trace.passes),
+            "scores": sum(p.score_entries for p in trace.passes),
+            "preemptions": trace.counts.get("preemptions", 0),
+            "steps is the longest wait for a token:": max(waits, default=0)}
 
 
 def devices_of(make, *names):
