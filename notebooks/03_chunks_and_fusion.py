@@ -63,8 +63,8 @@ def plans(requests, **knobs):
 ask("3.1: How many tokens of C do steps 0, 1 and 2 compute? (a list of three numbers)", guess=...)
 
 # %%
-ask("3.2: The same with a budget of 4: in which step (0, 1, 2, ...) is the last token of C's prompt "
-    "computed?", guess=...)
+ask("3.2: The same with a budget of 4: in which step (0, 1, 2, ...) is the last token of C's "
+    "prompt computed?", guess=...)
 
 # %%
 with folded():
