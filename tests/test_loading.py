@@ -611,11 +611,10 @@ def test_an_answer_ends_where_the_files_say(generation, config, ends, llamas):
 
 
 def test_an_answer_ends_at_the_first_of_several():
-    STAGES["unbatched"](LLAMA, whole := Request([1, 2, 3], 9))
-    ends = tuple(whole.generated[i] for i in (7, 5))
-    STAGES["paged"](LLAMA, request := Request([1, 2, 3], 9, eos_token=ends))
-    first = min(map(whole.generated.index, ends))
-    assert request.generated == whole.generated[:first + 1]
+    STAGES["unbatched"](LLAMA, whole := Request([1, 2, 3], 9, 1.0))
+    _, early, late, *_ = dict.fromkeys(whole.generated)   # in the order of their first places
+    STAGES["paged"](LLAMA, request := Request([1, 2, 3], 9, 1.0, eos_token=(late, early)))
+    assert request.generated == whole.generated[:whole.generated.index(early) + 1]
 
 
 @pytest.mark.thorough
