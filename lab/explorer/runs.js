@@ -26,7 +26,7 @@ function prepare(run) {
     const tokens = [...request.prompt, ...request.generated];
     Object.assign(request, {tokens, work: [], rooms: []});
   }
-  run.work = p.work.map((works, pass) => threes(works).map(([owner, first, n]) => {
+  run.work = p.work.map((works, pass) => groups(works, 3).map(([owner, first, n]) => {
     const work = workOf(run, pass, owner, first, n);
     requests[owner].work.push(work);
     return work;
@@ -148,8 +148,9 @@ function wouldHave({requests, knobs, pool}) {
 
 function largest(values) { return values.reduce((a, b) => Math.max(a, b), 0); }
 
-function threes(values) {                // [a, b, c, d, e, f] -> [[a, b, c], [d, e, f]]
-  return Array.from({length: values.length / 3}, (_, i) => values.slice(3 * i, 3 * i + 3));
+function groups(values, size) {          // [a, b, c, d, e, f], 3 -> [[a, b, c], [d, e, f]]
+  return Array.from(
+    {length: values.length / size}, (_, i) => values.slice(size * i, size * (i + 1)));
 }
 
 function atMost(sorted, value, key = x => x) {   // how many of them are <= value
@@ -257,18 +258,15 @@ function slotsOf(run, pass) {
 }
 
 // {owner, position, seen, pads, blanks, shift, kind} of a slot, or null. seen: names of the keys
-// that it sees, "request.position". If nothing else is recorded: its request's, up to itself.
+// that it sees, "request.position"; undefined: its request's, up to itself, as it should be.
 function slotAt(run, pass, row, column) {
   const slots = slotsOf(run, pass), owner = slots.owner[row]?.[column];
-  const name = row * slots.owner[0]?.length + column;
   if (owner === undefined) return null;
   const position = slots.position[row][column], {sees = {}, shift = {}} = run.passes;
-  const [keys, pads, blanks] = sees[pass]?.[name] ?? [[], 0, 0], seen = new Set();
-  for (let i = 0; i < keys.length; i += 2) seen.add(keys[i] + "." + keys[i + 1]);
-  if (owner >= 0 && !sees[pass]?.[name]) {
-    for (let i = 0; i <= position; i++) seen.add(owner + "." + i);
-  }
-  return {owner, position, seen, pads, blanks, shift: shift[pass]?.[name] ?? 0,
+  const name = row * slots.owner[0].length + column;
+  const [keys, pads = 0, blanks = 0] = sees[pass]?.[name] ?? [];
+  return {owner, position, pads, blanks, shift: shift[pass]?.[name] ?? 0,
+          seen: keys && new Set(groups(keys, 2).map(key => key.join("."))),
           kind: kindOf(run, pass, owner, position)};
 }
 
@@ -309,11 +307,11 @@ function markedKeys(run, pass, row, slot) {
     const mine = key.owner === slot.owner && key.position <= slot.position;
     const name = key.owner + "." + key.position;
     if (key.owner < 0) key.mark = "pad";
-    else if (slot.seen.has(name)) key.mark = !mine ? "wrong" : key.past ? "past" : "new";
+    else if (slot.seen?.has(name) ?? mine) key.mark = !mine ? "wrong" : key.past ? "past" : "new";
     else key.mark = mine ? "missing" : "unseen";
     inRow.add(name);
   }
-  for (const name of slot.seen) {         // although it is not in its row at all
+  for (const name of slot.seen ?? []) {         // although it is not in its row at all
     const [owner, position] = name.split(".").map(Number);
     if (!inRow.has(name)) keys.push({owner, position, past: true, mark: "wrong"});
   }
