@@ -289,12 +289,12 @@ function sayOwn(view) {                  // the plan, and what waits for what
 
 const FIRST = {unbatched: "its turn", naive: "the batch", dynamic: "a place"};
 
-function waitsFor({name, knobs, passes, pool, work}, now) {   // the first in the queue
+function waitsFor(run, now) {            // the first in the queue
+  const {name, knobs, passes, pool} = run;
   if (FIRST[name]) return FIRST[name];
   const [first] = now.passes, reserved = passes.reserved[first];
-  const tokens = now.passes.flatMap(pass => work[pass]).reduce((sum, {n}) => sum + n, 0);
   if (passes.at_once[first] === knobs.max_batch) return "a place";
-  if (tokens === knobs.token_budget) return "the token budget";
+  if (tokensIn(run, now) === knobs.token_budget) return "the token budget";
   const free = pool ? plural(pool.pages - reserved / pool.page_size, "page")
     : plural(knobs.max_kv_tokens - reserved, "token");
   return `memory; ${free} free`;

@@ -168,8 +168,9 @@ function last(events, pass) {            // the last of {pass, ...} at or before
 
 const inStep = (run, name, step) => step.passes.reduce(
   (total, i) => total + (run.passes[name]?.[i] ?? 0), 0);
-const tokensIn = (run, {passes}) => passes.reduce(
-  (total, i) => total + run.work[i].reduce((sum, {n}) => sum + n, 0), 0);
+function tokensIn(run, {passes}) {       // of a step
+  return passes.flatMap(pass => run.work[pass]).reduce((sum, {n}) => sum + n, 0);
+}
 
 // --- text ----------------------------------------------------------------------------------------
 

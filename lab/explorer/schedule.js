@@ -176,6 +176,7 @@ class PrefixPages extends Pages {
     super(number, size);
     Object.assign(this, {ref_count: Array(number).fill(0), cached: new Map(), hash_of: new Map()});
   }
+  get cached_and_free() { return [...this.free_queue].filter(page => this.hash_of.has(page)); }
   find(hashes) {
     const missing = hashes.findIndex(hash => !this.cached.has(hash));
     return hashes.slice(0, missing < 0 ? hashes.length : missing).map(
@@ -356,26 +357,27 @@ export function simulate(stage, load, knobs, gpu) {
 
 function record_pass(batch, gpu, sampled) {   // as Trace and Recorder
   const {step, plan, running, pages, columns = 0, capacity, cost} = batch, {shape} = cost;
-  const finished = plan.filter(part => !n_of(part)).map(([request]) => request.number);
-  const slots = shape.reduce((a, b) => a * b), work = plan.filter(n_of);
-  const planned = sum(work.map(n_of));
-  let useful = 0, useful_scores = 0;
-  for (const part of work) {
-    const [request] = part, end = end_of(part);
-    const fresh = Math.max(0, end - Math.max(start_of(part), request.reached));
+  const work = [], finished = [], slots = shape.reduce((a, b) => a * b);
+  let planned = 0, own = 0, useful = 0, useful_scores = 0;
+  for (const [request, n] of plan) {
+    if (!n) finished.push(request.number);
+    if (!n) continue;
+    const first = request.computed, end = first + n;
+    const fresh = Math.max(0, end - Math.max(first, request.reached));
+    work.push(request.number, first, n);
+    planned += n;
+    own += end;
     useful += fresh;
     useful_scores += fresh * (2 * end - fresh + 1) / 2;   // the sum of end - fresh + 1 .. end
     request.reached = Math.max(request.reached, end);
   }
   const reserved = pages ? (pages.number - pages.free_queue.size) * pages.size
     : capacity ? capacity * plan.length : sum(running.map(request => request.kv_tokens));
-  return {step, ms: milliseconds(gpu, slots, cost, sampled), shape, slots,
-          work: work.flatMap(([request, n]) => [request.number, request.computed, n]), finished,
-          useful, recomputed: planned - useful, finished_slots: finished.length,
-          pad_slots: slots - planned - finished.length, score_entries: cost.scores, useful_scores,
-          padded_keys: cost.keys - sum(work.map(end_of)), copied_bytes: cost.copied * gpu.kv_bytes,
-          columns, at_once: running.length, reserved,
-          cached: [...pages?.free_queue ?? []].filter(page => pages.hash_of?.has(page))};
+  return {step, ms: milliseconds(gpu, slots, cost, sampled), shape, slots, work, finished, useful,
+          recomputed: planned - useful, pad_slots: slots - planned - finished.length,
+          finished_slots: finished.length, score_entries: cost.scores, useful_scores,
+          padded_keys: cost.keys - own, copied_bytes: cost.copied * gpu.kv_bytes, columns,
+          at_once: running.length, reserved, cached: pages?.cached_and_free ?? []};
 }
 
 // {request: its capacity, block table or null}, where it differs from the last pass.
