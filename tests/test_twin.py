@@ -17,7 +17,7 @@ from lab.loading.stages import SCRIPTS
 from lab.simulate.calculated import simulate
 from request import Request
 
-SHARED, OWN = 1000, 10_000   # token ids; below: numbers of requests
+SHARED, OWN = 1000, 3000   # token ids; below: numbers of requests
 TWIN = page.twin()
 
 
@@ -67,7 +67,7 @@ def python(stage, requests, knobs):
     """What `generate` does with a load, in the twin's form; None if it refuses a request."""
     generate, mine, frames, in_ms = SCRIPTS[stage], [], [], knobs["in_ms"]
     for i, r in enumerate(requests):
-        prompt = [SHARED + k if k < r["shared"] else OWN + 1000 * i + k for k in range(r["prompt"])]
+        prompt = [SHARED + k if k < r["shared"] else OWN + 200 * i + k for k in range(r["prompt"])]
         arrival = 0 if in_ms else r["arrival"]
         mine.append(Known(prompt, r["limit"], name=str(i), arrival=arrival))
         mine[-1].answer = r["answer"]
