@@ -93,7 +93,7 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
             resize(chrome, width, 900)
             assert script("return document.documentElement.scrollWidth <= innerWidth")
         assert script("return $('now').textContent").endswith("0 running, 0 waiting")
-        assert script("return view.run.requests[0].rooms.some(([, table]) => table?.length > 1)")
+        assert script("return view.run.requests[0].rooms.some(({room}) => room?.length > 1)")
         # the same lengths on every stage: one more step is a new drawing of them
         script("scored = -Infinity; drawSoon()")
         rows = "return document.querySelectorAll('.scores tr').length"

@@ -252,14 +252,18 @@ function parsed(text) {
 
 // --- drawing -------------------------------------------------------------------------------------
 
-function drawOwn(view) {                 // the controls show the state
-  const {requests} = state.own, phone = innerWidth <= 760;
+function rowHigh() {                     // of the timeline, in pixels: as the controls' rows
+  const rows = state.own.requests.length;
+  return innerWidth <= 760 ? Math.max(4, Math.min(14, Math.floor(130 / rows))) : 30;
+}
+
+function drawOwn({run, wide}) {          // the controls show the state
+  const {requests} = state.own;
   while (rows.length < requests.length) rows.push(row(rows.length));
   const nodes = rows.slice(0, requests.length).map(({node}) => node);
   if ($("rows").childElementCount !== nodes.length) $("rows").replaceChildren(...nodes);
-  view.high = phone ? Math.max(4, Math.min(14, Math.floor(130 / requests.length))) : 30;
-  $("own").style.setProperty("--wide", $("lines").clientWidth - 2 + "px");
-  $("title").textContent = `${view.run.name}, ${DATA.clock}`;
+  $("own").style.setProperty("--wide", wide - 2 + "px");
+  $("title").textContent = `${run.name}, ${DATA.clock}`;
   const end = state.held ?? largest(shown().map(endOf));
   requests.forEach((request, r) => rows[r].show(request, end));
   for (const name of Object.keys(KNOBS)) knobs[name].show(state.own[name]);

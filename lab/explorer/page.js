@@ -182,10 +182,11 @@ function fill() {                        // the frames that are there, with the 
   views = shown().map((run, number) => (
     {run, number, panels: views[number].panels, rows: new Map()}));
   const {score, change} = views[0].panels;
+  if (state.own) views[0].high = rowHigh();
+  for (const view of views) if (view.panels.timeline) drawTimeline(view);
+  if (state.own) drawOwn(views[0]);
   score?.replaceChildren(scoreboardNow());
   if (change) drawChange(change, DATA.walk[state.stop]);
-  if (state.own) drawOwn(views[0]);
-  for (const view of views) if (view.panels.timeline) drawTimeline(view);
   drawLegend(views[0].panels);
   render();
 }

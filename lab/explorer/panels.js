@@ -13,7 +13,7 @@ function element(tag, properties = {}, ...children) {
   return node;
 }
 
-const number = n => n.toLocaleString("en-US");
+const whole = new Intl.NumberFormat("en-US"), number = n => whole.format(n);
 const tenth = new Intl.NumberFormat("en-US", {minimumFractionDigits: 1, maximumFractionDigits: 1});
 const ms = x => tenth.format(x) + " ms";
 const plural = (n, what) => `${number(n)} ${what}${n === 1 ? "" : what.endsWith("s") ? "es" : "s"}`;
@@ -90,6 +90,7 @@ function painter(pen, ink) {             // paint(kind, x, y, width, height)
 // view.high: pixels of a row, if something stands beside it; then the names stand there, too.
 function drawTimeline(view) {
   const {run, panels: {timeline}} = view, {requests} = run;
+  const wide = timeline.clientWidth || 300;   // asked before anything changes: else it takes long
   const high = view.high ?? Math.max(1, Math.min(13, Math.floor(240 / requests.length)));
   const letters = Math.min(8, largest(requests.map(({name}) => name.length)));
   const labels = high > 9 && !view.high ? Math.max(36, 8 + 7 * letters) : 0;   // pixels, for names
@@ -106,7 +107,7 @@ function drawTimeline(view) {
     ...onTime ? [element("p", {className: longest > shaded ? "longest" : ""}, wait)] : [],
     ...run.check ? [div("verdicts", ...verdicts(run))] : []);
 
-  const floor = requests.length * high + 6 + BAND, wide = view.box.clientWidth || 300;
+  const floor = requests.length * high + 6 + BAND;
   const ratio = window.devicePixelRatio || 1, pen = canvas.getContext("2d");
   Object.assign(canvas, {width: wide * ratio, height: (floor + AXIS) * ratio});
   canvas.style.height = floor + AXIS + "px";
@@ -121,7 +122,7 @@ function drawTimeline(view) {
   };
   const ink = inks(canvas), {passes} = run;
   Object.assign(view, {
-    end, valueAt: pixels => end * (pixels - labels) / (wide - labels - 2),
+    end, wide, valueAt: pixels => end * (pixels - labels) / (wide - labels - 2),
     rowAt: pixels => requests[Math.floor(pixels / high)],
     across: step => onTime ? span(step.start, step.end) : span(step.step, step.step + 1)});
   const place = {
@@ -222,13 +223,13 @@ function drawAxis({pen, x, ink, floor, labels}, end, wide) {
   }
 }
 
-function moveCursor({run, now, cursor, across}) {
+function moveCursor({run, now, cursor, across, wide}) {
   cursor.hidden = !run.steps.length;
   if (cursor.hidden) return;
   cursor.dataset.step = `step ${now.step}`;
   const step = run.steps[Math.max(now.k, 0)], [left, width] = across(step);
   cursor.style.left = (now.passes.length ? left : left + width) - 2 + "px";
-  cursor.classList.toggle("late", left > cursor.parentNode.clientWidth / 2);
+  cursor.classList.toggle("late", left > wide / 2);
   cursor.style.width = (now.passes.length ? width : 0) + 4 + "px";
 }
 
@@ -696,14 +697,14 @@ function drawBill({run, now, states, panels: {bill}}) {
 
 // The scoreboard: a line for each stage's figuresOf, calculated. pick(name): shows its run.
 
-const whole = x => number(Math.round(x));
+const rounded = x => number(Math.round(x));
 const SCORES = {   // figure: title, its text, what it means
   passes: ["passes", number, "forward passes"],
   useful: ["useful", x => Math.round(100 * x) + "%",
            "share of the slots that hold a token, for the first time"],
-  speed: ["tokens/s", whole, "tokens per second"],
-  first: ["TTFT", whole, "the longest wait for a first token, ms"],
-  next: ["worst gap", whole, "the longest time between two tokens of a request, ms"],
+  speed: ["tokens/s", rounded, "tokens per second"],
+  first: ["TTFT", rounded, "the longest wait for a first token, ms"],
+  next: ["worst gap", rounded, "the longest time between two tokens of a request, ms"],
   at_once: ["at once", number, "the most requests that run at the same time"],
   memory: ["memory", ([held, limit]) => [number(held), element(
     "small", {}, limit ? ` of ${number(limit)}` : " no limit")],
