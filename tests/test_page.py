@@ -380,6 +380,8 @@ def test_a_phone(show):
         shown.click("#tabs button", tab)
         assert shown.run("""return [...document.querySelectorAll('.panel')].filter(
             node => node.offsetParent).map(node => node.classList[1])""") == panels
+        assert shown.run("""return [...document.querySelectorAll("canvas")].every(
+            ({width, clientWidth}) => !clientWidth || width === clientWidth)""")   # not stretched
     shown.run("""
         const {left, top} = document.querySelectorAll(".slot")[300].getBoundingClientRect();
         document.querySelector(".grid").dispatchEvent(new MouseEvent("click", {
@@ -524,7 +526,8 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
     own = "own=40-9_40-9_40-9_9-9&memory=112"
     for stage, step, said in (
             ("paged", 0, "prefill of A (40), B (24). C D wait for the token budget."),
-            ("paged", 1, "1 decode, then prefill of B (16). C D wait for memory; 1 page free."),
+            ("paged", 1, "Step 1: 17 of 64 tokens, the token budget: 1 decode, then "
+             "prefill of B (16). C D wait for memory; 1 page free."),
             ("ragged", 1, "prefill of B (16). C D wait for memory; 16 tokens free."),
             ("chunked&max_batch=2", 1, "prefill of B (16). C D wait for a place."),
             ("dynamic&max_batch=3", 1, "3 decodes. D waits for a place."),
@@ -571,8 +574,10 @@ def test_recorded_runs_follow_from_their_lengths(show):
         const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
         const names = Object.keys(passes).filter(name => recorded[name]
           && !["start", "begin", "ms", "copied_bytes"].includes(name));
+        const arrived = run.requests.every(
+          ({arrived}, r) => Math.abs(arrived - twin.requests[r].arrived) < 0.02);   // rounded
         return [run.name, ...names.filter(name => !same(passes[name], recorded[name])),
-                ...same(owner, recorded.owner) ? [] : ["owner"]];
+                ...same(owner, recorded.owner) ? [] : ["owner"], ...arrived ? [] : ["arrived"]];
       })""")
     assert sorted(differ) == sorted({*SCRIPTS} - {"ragged"} | {"ragged, varlen", build.SAME})
 
