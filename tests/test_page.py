@@ -10,7 +10,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
@@ -25,31 +24,24 @@ from lab.explorer import build, page
 from lab.explorer.recorder import record, take_times
 from lab.loading.load import decode, load
 from lab.loading.stages import SCRIPTS
-from lab.loading.stages import STAGES as LADDER
 from lab.simulate.calculated import simulate
 from lab.views.report import latencies, mean, totals
 from request import Request
 
 MODEL = toy(dtype=torch.float32)
 PAGED = "paged", "prefix"
+GUESSING = "speculative, 4 guesses"
 BUILTIN, TOKENIZER = load()
-NASTY = ["</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>",
-         "\"quotes\" 'and' `ticks` \\ & &lt; ${1}",
-         "\U0001f600 \U0001f469\u200d\U0001f469\u200d\U0001f467 na\u00efve \u2028 \u2029 {{js}}",
-         "\u05e9\u05dc\u05d5\u05dd \u202e right to left"]
 COMMITTED = build.PAGE.read_text(encoding="utf-8")
 DATA = json.loads(re.search(r'id="data">(.*?)</script>', COMMITTED, re.DOTALL)[1])
 RUN_OF = {run["name"]: run for run in DATA["runs"]}
 STOPS = {stop["title"]: (i, stop) for i, stop in enumerate(DATA["walk"])}
 AGAIN = "python -m lab.explorer.build"
+SIZES = [(1400, 900), (390, 844)]
 
 
 def recorded(stage="interleaved", requests=None, **knobs):
     return record(STAGES[stage], MODEL, requests or mixed(), MODEL, **knobs)
-
-
-def page_of(traces):
-    return page.filled(page.data_of(traces, TOKENIZER))
 
 
 # --- the data -------------------------------------------------------------------------------------
@@ -64,14 +56,8 @@ def test_slots_and_sights_are_those_of_an_undisturbed_run(stage):
     assert take_times(trace, plain).passes == plain.passes   # with their times
     assert [r.token_times for r in trace.requests] == [r.token_times for r in plain.requests]
     recorder = trace.recording
-    assert recorder.wrong == 0 and len(recorder.frames) == len(trace.passes)
-    number, held = {request.name: i for i, request in enumerate(recorder.requests)}, {}
-    for p, frame in zip(trace.passes, recorder.frames):
-        held |= frame["room"]
-        assert frame["held"] == {i: room for i, room in held.items() if room}
-        for name, first, n in p.work if stage in PAGED else []:   # a prompt has pages at once
-            tokens = max(first + n, len(recorder.requests[number[name]].prompt))
-            assert len(held[number[name]]) == math.ceil(tokens / 4)
+    assert recorder.wrong == 0
+    for p, frame in zip(trace.passes, recorder.frames, strict=True):
         assert not frame["sees"] and not frame["shift"]
         owners, positions = sum(frame["owner"], []), sum(frame["position"], [])
         assert len(owners) == p.slots and len(frame["owner"]) == (1, *p.shape)[-2]
@@ -104,10 +90,8 @@ def test_the_walk_counts_its_figures_itself():
     gaps = [b - a for request in run["requests"] for a, b in zip(request["ms"], request["ms"][1:])]
     assert f"waits {max(gaps):.0f} ms" in stop["text"]   # the red frame
     assert any(sum(run["passes"]["recomputed"]) for run in RUN_OF.values())
-    assert all(max(RUN_OF[name]["passes"]["reserved"]) <= 26 * 16
-               for name in ("ragged, 416 tokens", *PAGED))
-    wrong = {name for name, run in RUN_OF.items() if run["check"]["wrong"]}
-    assert wrong == {build.MASK}
+    assert all(max(RUN_OF[name]["passes"]["reserved"]) <= 26 * 16 for name in (build.SAME, *PAGED))
+    assert [name for name, run in RUN_OF.items() if run["check"]["wrong"]] == [build.MASK]
     asked = [stop["ask"] for stop in DATA["walk"] if "ask" in stop]
     assert len(asked) >= 3 and all(len({*ask["choices"]}) == 3 for ask in asked)
 
@@ -120,23 +104,8 @@ LOADS = count()
 class Page:
     """A page in the browser. Loading the ladder's takes it half a second of CPU time."""
 
-    def __init__(self, browser, path):
-        self.browser, self.path = browser, path
-
-    def open(self, address=""):
-        self.browser.execute_cdp_cmd("Page.resetNavigationHistory", {})   # it holds 50 entries
-        # by another name: else only the fragment would change
-        self.browser.get(f"{self.path.as_uri()}?{next(LOADS)}#{address}")
-        return self
-
-    def go_to(self, address):
-        """Without loading it anew."""
-        self.run("location.hash = arguments[0]", address)
-        self.run("return new Promise(done => setTimeout(done, 50))")
-        return self
-
-    def run(self, script, *arguments):
-        return self.browser.execute_script(script, *arguments)
+    def __init__(self, browser):
+        self.browser, self.run = browser, browser.execute_script
 
     def texts(self, selector, what="textContent"):
         return self.run("return [...document.querySelectorAll(arguments[0])]"
@@ -144,43 +113,48 @@ class Page:
 
     def click(self, selector, number=0):
         self.run("document.querySelectorAll(arguments[0])[arguments[1]].click()", selector, number)
+        self.run("return new Promise(done => requestAnimationFrame("
+                 "() => requestAnimationFrame(done)))")   # a change of requests is drawn
 
     def press(self, *keys):
         from selenium.webdriver.common.action_chains import ActionChains
         ActionChains(self.browser, duration=0).send_keys(*keys).perform()
+
+    def go_to(self, address):
+        """Without loading it anew."""
+        self.run("location.hash = arguments[0]; return new Promise(done => setTimeout(done, 50))",
+                 address)
+        return self
 
     @property
     def now(self):
         return self.texts("#now")[0]
 
     @property
-    def hash(self):
-        """The address's fragment, which is written at most every 0.4 seconds."""
-        return self.run("return new Promise(done => setTimeout(() => done(location.hash), 450))")
+    def address(self):
+        return self.run("return address()")
 
 
 @pytest.fixture
-def opened(chrome, tmp_path):
+def show(chrome, tmp_path):
     """
-    opened(text, address) -> Page. An error in it fails the test, and so does a request out of it,
-    which the page's own policy refuses.
+    show(address, traces) -> Page: the committed one, or one of these runs. An error in it fails the
+    test, and so does a request out of it, which the page's own policy refuses.
     """
-    def open(text, address=""):
-        path = tmp_path / "page.html"
-        path.write_text(text, encoding="utf-8")
-        return Page(chrome, path).open(address)
+    def show(address="", traces=None):
+        path = tmp_path / "page.html" if traces else build.PAGE
+        if traces:
+            page.write(path, page.data_of(traces, TOKENIZER))
+        chrome.execute_cdp_cmd("Page.resetNavigationHistory", {})   # it holds 50 entries
+        # by another name: else only the fragment would change
+        chrome.get(f"{path.as_uri()}?{next(LOADS)}#{address}")
+        return Page(chrome)
 
     chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     chrome.get("about:blank")
     chrome.get_log("browser")   # what came before
-    yield open
+    yield show
     assert chrome.get_log("browser") == []
-
-
-@pytest.fixture
-def ladder_page(opened, chrome):
-    """The committed page, which a test opens."""
-    return Page(chrome, build.PAGE)
 
 
 def bill(trace, step):
@@ -199,11 +173,8 @@ def bill(trace, step):
             *(1e3 * each for each in seconds)]
 
 
-GUESSING = "speculative, 4 guesses"
-
-
 @pytest.mark.parametrize("stage", ["no_cache", "naive", "chunked", "prepacked", *PAGED, GUESSING])
-def test_every_number_is_the_traces(stage, opened):
+def test_every_number_is_the_traces(stage, show):
     """Of each stage, at every fifth step: the bill, the plan, the tensor, and requests."""
     if stage == GUESSING:   # of prompts that repeat themselves
         again = [Request([1, 2, 3, 1, 2, 3, i], 9, arrival=i) for i in range(5)]
@@ -211,38 +182,29 @@ def test_every_number_is_the_traces(stage, opened):
         assert sum(p.rejected for p in trace.passes) > 0
     else:
         trace = recorded(stage, **({"pages": 8, "page_size": 4} if stage in PAGED else {}))
-    shown = opened(page_of({stage: trace}))
-    steps = sorted({p.step for p in trace.passes})
+    shown, steps = show(traces={stage: trace}), sorted({p.step for p in trace.passes})
     for tick, step in [*enumerate(steps)][::5]:
         shown.run("go(arguments[0])", tick)
         assert shown.now == f"step {step} of {steps[-1]}"
         said = [float(re.sub(r"[^\d.]", "", text) or "nan")
-                for text in shown.texts("[data-figure]")]
+                for text in shown.texts(".bill td:not(.soft)")]
         assert said == pytest.approx(bill(trace, step), abs=0.3, nan_ok=True)   # rounded twice
-        passes = [(i, p) for i, p in enumerate(trace.passes) if p.step == step]
-        tensor, bar, planned = Counter(), Counter(), Counter()
+        passes, planned = [(i, p) for i, p in enumerate(trace.passes) if p.step == step], Counter()
         for (i, p), caption in zip(passes, shown.texts(".pass p"), strict=True):
             assert f"shape ({p.shape[0]}, " in caption or f"shape ({p.slots},)" in caption
             assert f"{p.slots:,} slot" in caption and f"{p.useful:,} useful" in caption
-            names = shown.texts(f'[data-pass="{i}"] .slot', "className")
-            kinds = Counter(name.split()[1] for name in names)
-            kept = [r.token_steps.count(step) - 1 for r in trace.requests if r.name in {
-                who for who, _, n in p.work if n > 1}]
+            kinds = Counter(name.split()[1]
+                            for name in shown.texts(f'[data-pass="{i}"] .slot', "className"))
+            accepted = sum(max(r.token_steps.count(step) - 1, 0) for r in trace.requests)
             assert (kinds.total(), kinds["pad"], kinds["finished"], kinds["recomputed"],
                     kinds["rejected"], kinds["accepted"]) == (
-                p.slots, p.pad_slots, p.finished_slots, p.recomputed, p.rejected,
-                sum(max(n, 0) for n in kept))
-            tensor += kinds
+                p.slots, p.pad_slots, p.finished_slots, p.recomputed, p.rejected, accepted)
             for column, token in trace.recording.frames[i]["guesses"].items():
                 assert shown.run("return guessAt(views[0].run, ...arguments)", i, column) == token
-        for kind, title in shown.run("""return [...document.querySelectorAll(".plan .bar span")]
-                .map(({className, title}) => [className, title])"""):
+        for title in shown.texts(".plan .bar span", "title"):
             who, n = title.split(" token")[0].split(": ")
             planned[who] += int(n)   # a request may have two kinds
-            bar[kind] += int(n)
         assert planned == Counter({who: n for _, p in passes for who, _, n in p.work})
-        assert bar == tensor - Counter(pad=tensor["pad"], finished=tensor["finished"])
-        assert shown.texts(".plan p")[0].startswith(f"{bar.total()} ")
         for request, waits in zip(trace.requests, shown.texts(".request .waits"), strict=True):
             n = sum(at <= step for at in request.token_steps)
             first = request.token_steps[0] - request.arrival + 1
@@ -260,7 +222,7 @@ def test_every_number_is_the_traces(stage, opened):
     ("causal rule from the top left", "chunked", r"it does not see \d keys of its own"),
     ("a stream without boundaries", "ragged_mask", r"it sees \d keys that it must not"),
     ("column positions", "dynamic", "it is computed as if at position 2")])
-def test_what_a_bug_does_to_slots_is_recorded_and_said(bug, stage, said, opened):
+def test_what_a_bug_does_to_slots_is_recorded_and_said(bug, stage, said, show):
     with broken(bug, show=False):
         trace = recorded(stage)
     frames = trace.recording.frames
@@ -268,23 +230,21 @@ def test_what_a_bug_does_to_slots_is_recorded_and_said(bug, stage, said, opened)
     i, slot = next((i, slot) for i, frame in enumerate(frames)
                    for slot in (*frame["sees"], *frame["shift"]))
     row, column = divmod(slot, len(frames[i]["owner"][0]))
-    shown = opened(page_of({stage: trace}),
-                   f"run={stage}&step={trace.passes[i].step}&slot=0.{i}.{row}.{column}")
+    address = f"run={stage}&step={trace.passes[i].step}&slot=0.{i}.{row}.{column}"
+    shown = show(address, {stage: trace})
     assert re.search(f"Wrong: {said}", shown.texts(".sees .bad")[0])
     assert any("Check: " in text for text in shown.texts(".verdicts .bad"))
     pads = frames[i]["sees"].get(slot, [[], 0, 0])[1]   # those of the past are in no slot
-    assert len(shown.texts(".slot.pad.wrong")) <= pads and (
-        bug != "published mask" or len(shown.texts(".slot.pad.wrong")) > 0)
-    trace = recorded(stage)   # without the bug
-    shown = opened(page_of({stage: trace}), shown.run("return address()")[1:])
+    assert (bug == "published mask") <= len(shown.texts(".slot.pad.wrong")) <= pads
+    shown = show(address, {stage: recorded(stage)})   # without the bug
     assert shown.texts(".slot.wrong, .keys .wrong, .bad b") == []
 
 
-def test_a_run_of_300_requests_stays_usable(opened):
+def test_a_run_of_300_requests_stays_usable(show):
     """Its sights are left out, and no step draws more than those that run."""
     small = toy(loud=False, n_layer=1, n_head=1, n_embd=1, dtype=torch.float32)
     requests = [Request([i % 13] * 12, 4, arrival=i // 3) for i in range(300)]
-    shown = opened(page_of({"paged": record(LADDER["paged"], small, requests)}))
+    shown = show(traces={"paged": record(STAGES["paged"], small, requests)})
     drawn = shown.run("""return ticks.map((_, tick) => tick).filter(tick => tick % 5 === 0).map(
       tick => {
         go(tick);
@@ -294,43 +254,44 @@ def test_a_run_of_300_requests_stays_usable(opened):
     assert "Not measured in this run: prompts and longest answers have 4,800 tokens, more than " \
         "4,000" in shown.texts(".sees p")[0]
     with broken("column positions", show=False):   # which can be told without them
-        assert record(LADDER["dynamic"], small, requests).recording.wrong > 0
+        assert record(STAGES["dynamic"], small, requests).recording.wrong > 0
 
 
-def test_keys(ladder_page):
+def test_keys(show):
     from selenium.webdriver.common.keys import Keys
-    ladder_page.open("run=interleaved&beside=ragged%2C+varlen&step=4")
+    shown = show("run=interleaved&beside=ragged%2C+varlen&step=4")
     for keys, step in (([Keys.ARROW_RIGHT], 5), ([Keys.ARROW_LEFT] * 2, 3), ([Keys.END], 49),
                        ([Keys.HOME], 0), ([Keys.END, " ", " "], 0)):   # play begins anew
-        ladder_page.press(*keys)
-        assert ladder_page.now == f"step {step} of 49"
+        shown.press(*keys)
+        assert shown.now == f"step {step} of 49"
     for key, word in ((" ", "pause"), (" ", "play")):
-        ladder_page.press(key)
-        assert ladder_page.texts("#play") == [word]
-    ladder_page.press("+")
-    assert ladder_page.texts("#speed", "value") == ["5"]
+        shown.press(key)
+        assert shown.texts("#play") == [word]
+    shown.press("+")
+    assert shown.texts("#speed", "value") == ["5"]
     for _ in range(40):   # to the tensor by Tab alone, and from slot to slot
-        ladder_page.press(Keys.TAB)
-        if ladder_page.run("return document.activeElement.className") == "grid":
+        shown.press(Keys.TAB)
+        if shown.run("return document.activeElement.className") == "grid":
             break
-    ladder_page.press(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ENTER)
-    assert re.search(r"slot=0\.0\.\d\.1", ladder_page.hash)
-    assert len(ladder_page.texts(".slot.picked")) == 1
-    ladder_page.press(Keys.ESCAPE)
-    assert "slot" not in ladder_page.hash
+    shown.press(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ENTER)
+    assert re.search(r"slot=0\.0\.\d\.1", shown.address)
+    assert len(shown.texts(".slot.picked")) == 1
+    shown.press(Keys.ESCAPE)
+    assert "slot" not in shown.address
 
 
-def test_an_address_leads_back(ladder_page):
+def test_an_address_leads_back(show):
     address = "#run=chunked&beside=paged&step=7&slot=0.7.0.0&cells=position&theme=dark"
-    ladder_page.open(address[1:])
-    before = ladder_page.texts("body", "innerText")
-    assert ladder_page.go_to("run=naive&ms=50").now.endswith(" ms")
-    assert {*ladder_page.texts(".panel:not(.score) h2 small")} == {" · naive"}
-    ladder_page.open(address[1:])
-    assert ladder_page.hash == address and ladder_page.texts("body", "innerText") == before
-    assert ladder_page.open("%%%&run=%3Cb%3E").now.startswith("step ")
+    shown = show(address[1:])
+    before = shown.texts("body", "innerText")
+    assert shown.go_to("run=naive&ms=50").now.endswith(" ms")
+    assert {*shown.texts(".panel:not(.score) h2 small")} == {" · naive"}
+    assert show(address[1:]).texts("body", "innerText") == before
+    assert shown.run("""return new Promise(
+        done => setTimeout(() => done(location.hash), 450))""") == address   # written after 0.4 s
+    assert show("%%%&run=%3Cb%3E").now.startswith("step ")
     for nonsense in "run=nothing&step=-5", "step=1e9&slot=9.9.9.9&stop=77", "own=0-x_&memory=-1":
-        assert ladder_page.go_to(nonsense).now.startswith("step ")
+        assert shown.go_to(nonsense).now.startswith("step ")
 
 
 IN_SIGHT = """
@@ -343,188 +304,194 @@ IN_SIGHT = """
       && document.documentElement.scrollWidth <= innerWidth"""
 
 
-def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(ladder_page):
-    ladder_page.open()
-    resize(ladder_page.browser, 1400, 900)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(size, show):
+    shown = show()
+    resize(shown.browser, *size)
     for i, stop in enumerate(DATA["walk"]):   # the first screen is the first stop
         if "ask" in stop:
-            question = ladder_page.run("return $('stop').firstChild.textContent")
-            assert question == stop["ask"]["question"] and ladder_page.run(IN_SIGHT), stop
-            assert stop["text"] not in ladder_page.texts("body", "innerText")[0]
-            shown = ladder_page.texts("main", "innerText")[0]
-            assert not re.search("longest wait| useful", shown, re.IGNORECASE)
-            ladder_page.click(".choices button", stop["ask"]["right"])
+            question = shown.run("return $('stop').firstChild.textContent")
+            assert question == stop["ask"]["question"] and shown.run(IN_SIGHT), stop
+            assert stop["text"] not in shown.texts("body", "innerText")[0]
+            main = shown.texts("main", "innerText")[0]
+            assert not re.search("longest wait| useful", main, re.IGNORECASE)
+            shown.click(".choices button", stop["ask"]["right"])
         before = "Right. " if "ask" in stop else ""
-        assert ladder_page.texts("#stop") == [before + stop["text"]]
-        assert ladder_page.run(IN_SIGHT), stop
-        assert ladder_page.run("return views[0].now.step") == stop["show"]["step"]
-        there = ladder_page.run("go(state.tick); return address()")
-        assert f"stop={i}" in there and not ladder_page.run("return $('return').offsetParent")
-        ladder_page.run("go(state.tick - 1); play(true); $('return').click()")   # away, and back
-        assert there == ladder_page.run("return address()")
-        assert ladder_page.texts("#play") == ["play"]
-        ladder_page.run("if (DATA.walk[state.stop + 1]) $('on').click()")
-    assert ladder_page.texts("#on") == ["your own requests"]
-    ladder_page.click(".scores button", [*RUN_OF].index("speculative"))   # in the fewest steps
-    assert ladder_page.run("return views[0].run.name") == "speculative"
+        assert shown.texts("#stop") == [before + stop["text"]]
+        assert shown.run(IN_SIGHT), stop
+        assert shown.run("return views[0].now.step") == stop["show"]["step"]
+        there = shown.address
+        assert f"stop={i}" in there and not shown.run("return $('return').offsetParent")
+        shown.run("go(state.tick - 1); play(true); $('return').click()")   # away, and back
+        assert shown.address == there and shown.texts("#play") == ["play"]
+        shown.run("if (DATA.walk[state.stop + 1]) $('on').click()")
+    assert shown.texts("#on") == ["your own requests"]
+    shown.click(".scores button", [*RUN_OF].index("speculative"))   # in the fewest steps
+    assert shown.run("return views[0].run.name") == "speculative"
 
 
-def test_the_walk_frames_what_it_speaks_of_on_a_phone(ladder_page):
-    ladder_page.open()
-    resize(ladder_page.browser, 390, 844)
-    for stop in DATA["walk"]:
-        if "ask" in stop:
-            assert ladder_page.run(IN_SIGHT), stop
-            ladder_page.click(".choices button", stop["ask"]["right"])
-        assert ladder_page.run(IN_SIGHT), stop
-        ladder_page.run("if (DATA.walk[state.stop + 1]) $('on').click()")
-
-
-def test_back_goes_back_a_stop(ladder_page):
+def test_back_goes_back_a_stop(show):
     from selenium.webdriver.support.wait import WebDriverWait
-    wait = WebDriverWait(ladder_page.open().browser, 30)
+    shown = show()
     for i in (2, 4):
-        ladder_page.run("visit(arguments[0])", i)
+        shown.run("visit(arguments[0])", i)
     for i in (2, 0):
-        ladder_page.run("play(true); history.back()")
-        wait.until(lambda _: ladder_page.run("return state.stop") == i)
-        assert ladder_page.texts("#play") == ["play"]
+        shown.run("play(true); history.back()")
+        WebDriverWait(shown.browser, 30).until(lambda _: shown.run("return state.stop") == i)
+        assert shown.texts("#play") == ["play"]
 
 
-@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
-def test_pads_fall_out_and_rows_join(motion, ladder_page):
+@pytest.mark.parametrize("motion, seconds", [("no-preference", "0.9s"), ("reduce", "0s")])
+def test_pads_fall_out_and_rows_join(motion, seconds, show):
     """In the end the stream has each token of the rectangle, and no pad; without motion at once."""
     number, stop = STOPS["flat stream"]
     passes = RUN_OF["interleaved"]["passes"]
     i = passes["step"].index(stop["show"]["step"])
     tokens = sum(passes["work"][i][2::3])
-    set_media = partial(ladder_page.browser.execute_cdp_cmd, "Emulation.setEmulatedMedia")
-    set_media({"features": [{"name": "prefers-reduced-motion", "value": motion}]})
-    ladder_page.open(f"stop={number}").run("answer(0)")
+    shown = show(f"stop={number}")
+    features = [{"name": "prefers-reduced-motion", "value": motion}]
+    shown.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    shown.run("answer(0)")
+    assert len(shown.texts(".change .slot")) == math.prod(passes["shape"][i])
     if motion == "no-preference":   # it begins with the rectangle
-        assert len(ladder_page.texts(".change .slot")) == math.prod(passes["shape"][i])
-        ladder_page.click(".shapes button", 2)
-    seconds, nodes = ladder_page.run("""
+        shown.click(".shapes button", 2)
+    duration, nodes = shown.run("""
         const nodes = [...document.querySelectorAll(".change .slot")];
         return [getComputedStyle(nodes[0]).transitionDuration, nodes.map(
           node => [node.classList[1], node.style.opacity, node.style.transform])]""")
-    set_media({"features": []})
-    assert seconds.startswith("0.9s" if motion == "no-preference" else "0s")
+    shown.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert duration.startswith(seconds)
     assert [kind for kind, seen, _ in nodes if seen == "0"] == ["pad"] * (len(nodes) - tokens)
     stream = [where for _, seen, where in nodes if seen == "1"]
     assert len({*stream}) == tokens and all(", 0px)" in where for where in stream)
 
 
-def test_a_phone(ladder_page):
+def test_a_phone(show):
     """One panel at a time, targets for a thumb, a swipe, and a tap that magnifies a narrow slot."""
-    resize(ladder_page.browser, 390, 844)
-    ladder_page.open("stop=1").run("answer(1)")
-    assert ladder_page.run("""return [...document.querySelectorAll("button, select")].filter(
+    shown = show("stop=1")
+    resize(shown.browser, 390, 844)
+    shown.run("answer(1)")
+    assert shown.run("""return [...document.querySelectorAll("button, select")].filter(
         node => node.offsetParent).map(node => node.getBoundingClientRect()).every(
         ({width, height}) => width >= 40 && height >= 40)""")
-    bottom = ladder_page.run("return innerHeight - $('on').getBoundingClientRect().bottom")
+    bottom = shown.run("return innerHeight - $('on').getBoundingClientRect().bottom")
     assert 0 <= bottom < 150   # "next" is at the thumb
     for tab, panels in (1, ["timeline"]), (0, ["tensor", "sees"]):
-        ladder_page.click("#tabs button", tab)
-        assert ladder_page.run("""return [...document.querySelectorAll('.panel')].filter(
+        shown.click("#tabs button", tab)
+        assert shown.run("""return [...document.querySelectorAll('.panel')].filter(
             node => node.offsetParent).map(node => node.classList[1])""") == panels
-    ladder_page.run("""
+        assert shown.run("""return [...document.querySelectorAll("canvas")].every(
+            ({width, clientWidth}) => !clientWidth || width === clientWidth)""")   # not stretched
+    shown.run("""
         const {left, top} = document.querySelectorAll(".slot")[300].getBoundingClientRect();
         document.querySelector(".grid").dispatchEvent(new MouseEvent("click", {
           bubbles: true, clientX: left + 0.5, clientY: top + 3}));""")
-    assert ladder_page.run("return state.slot").endswith(".1.81")   # 300 = 219 + 81
-    assert len(ladder_page.texts(".lens .slot")) == 9
-    ladder_page.run("""for (const [type, x] of [["touchstart", 300], ["touchend", 100]]) {
+    assert shown.run("return state.slot").endswith(".1.81")   # 300 = 219 + 81
+    assert len(shown.texts(".lens .slot")) == 9
+    shown.run("""for (const [type, x] of [["touchstart", 300], ["touchend", 100]]) {
           const touch = new Touch({identifier: 1, target: $("stop"), clientX: x, clientY: 200});
           $("stop").dispatchEvent(new TouchEvent(type, {bubbles: true, changedTouches: [touch]}));
         }""")
-    assert ladder_page.run("return state.stop") == 2
+    assert shown.run("return state.stop") == 2
 
 
-def test_prompts_neither_break_nor_run(opened):
-    requests = [Request(TOKENIZER.encode(text), 3, name=f"<i>{i}") for i, text in enumerate(NASTY)]
-    trace = record(LADDER["dynamic"], BUILTIN, requests, BUILTIN)
-    shown = opened(page_of({"</script>&": trace}))
+def test_prompts_neither_break_nor_run(show):
+    nasty = [
+        "</script><script>window.hacked = 1</script>", "<img src=x onerror='window.hacked = 1'>",
+        "\"quotes\" 'and' `ticks` \\ & &lt; ${1}", "\u05e9\u05dc\u05d5\u05dd \u202e right to left",
+        "\U0001f600 \U0001f469\u200d\U0001f469\u200d\U0001f467 na\u00efve \u2028 \u2029 {{js}}"]
+    requests = [Request(TOKENIZER.encode(text), 3, name=f"<i>{i}") for i, text in enumerate(nasty)]
+    trace = record(STAGES["dynamic"], BUILTIN, requests, BUILTIN)
+    shown = show(traces={"</script>&": trace})
     shown.run("go(ticks.length - 1)")
     shown.run("document.querySelectorAll('.request .text').forEach(text => text.click())")
-    assert [text.removesuffix(" ▸ ") for text in shown.texts(".request .prompt")] == NASTY
+    assert [text.removesuffix(" ▸ ") for text in shown.texts(".request .prompt")] == nasty
     assert shown.texts(".request .answer") == [decode(TOKENIZER, request.generated)
                                                for request in trace.requests]
-    assert shown.texts(".request b") == [f"<i>{i}" for i in range(len(NASTY))]
+    assert shown.texts(".request b") == [f"<i>{i}" for i in range(len(nasty))]
     assert not shown.run("return 'hacked' in window") and shown.texts("img, .request i") == []
 
 
-# --- the visitor's own requests ------------------------------------------------------------------
+# --- the visitor's own requests -------------------------------------------------------------------
 
 OWN = "own=24-40_60-24-10_120-9-30-1_70-5-0-1&memory=128&page_size=8&common=40&run=paged"
 
 
-def test_the_scoreboard_is_that_of_pythons_stages(ladder_page):
-    """What stands in the address, as requests for `generate`; at once; and for other stages."""
+def test_the_scoreboard_is_that_of_pythons_stages(show):
+    """What stands in the address, as requests for `generate`; and it picks the stage."""
     from test_twin import python
     requests = [{"prompt": prompt, "answer": answer, "limit": answer, "arrival": arrival,
                  "shared": shared} for prompt, answer, arrival, shared in (
-        (24, 40, 0, 0), (60, 24, 10, 0), (119, 9, 30, 40), (70, 5, 0, 40))]
-    ladder_page.open(OWN.replace("120-9", "119-9"))
-    for row, stage in enumerate(SCRIPTS):
+        (24, 40, 0, 0), (70, 5, 0, 40), (60, 24, 10, 0), (119, 9, 30, 40))]
+    shown = show(OWN.replace("120-9", "119-9"))
+    for stage, row in zip(SCRIPTS, shown.run(
+            "return [...$('views').querySelectorAll('.scores tr')].slice(1).map("
+            "row => [...row.querySelectorAll('td')].map(cell => cell.textContent))"), strict=True):
         run = python(stage, requests, {"max_batch": 8, "token_budget": 64, "page_size": 8,
                                        "pages": 16, "max_kv_tokens": 128, "in_ms": True})
-        cells = ladder_page.run("""return [...document.querySelectorAll(".scores tr")[
-            arguments[0] + 1].querySelectorAll("td")].map(node => node.textContent)""", row)
-        slots = sum(p["slots"] for p in run["passes"])
-        times = [request for request in run["times"]]
+        passes, times = run["passes"], run["token_times"]
+        useful = sum(p["useful"] for p in passes) / sum(p["slots"] for p in passes)
         gap = max(b - a for some in times for a, b in zip(some, some[1:]))
         first = max(some[0] - r["arrival"] for some, r in zip(times, requests))
         speed = 1e3 * sum(map(len, times)) / max(some[-1] for some in times)
-        assert cells[:5] == [
-            f"{len(run['passes']):,}", f"{sum(p['useful'] for p in run['passes']) / slots:.0%}",
-            *(f"{value:,.0f}" for value in (speed, first, gap))]
-        assert cells[5] == str(max(len(p["rooms"]) for p in run["passes"]))
-        assert ("no limit" in cells[6]) == (stage in ("unbatched", "naive", "dynamic"))
-    ladder_page.click(".scores button", 5)   # it picks the stage, too
-    assert "run=ragged" in ladder_page.hash
+        held, at_once = (max(p[name] for p in passes) for name in ("reserved", "at_once"))
+        limit = "no limit" if stage in ("unbatched", "naive", "dynamic") else "of 128"
+        assert row == [f"{len(passes):,}", f"{useful:.0%}", f"{speed:,.0f}", f"{first:,.0f}",
+                       f"{gap:,.0f}", f"{at_once}", f"{held} {limit}"]
+    shown.click(".scores button", 5)
+    assert "run=ragged" in shown.address
 
 
-def test_a_request_that_can_never_fit_says_so(ladder_page):
-    ladder_page.open(OWN + "&beside=ragged")
-    refused = ladder_page.run("return views.map(({run}) => run.requests.map(r => r.refused))")
-    assert refused == [[""] * 4] * 2
-    ladder_page.run("state.own.memory = 64; redraw()")
-    refused = ladder_page.run("return views.map(({run}) => run.requests.map(r => r.refused))")
-    assert refused == [["", *(f"{n} KV tokens, there are 64" for n in (83, 128, 74))]] * 2
-    assert ladder_page.run("return views[0].run.requests[0].ms.length") == 40   # the others run
-    ladder_page.run("state.own.memory = 16; redraw()")
-    assert ladder_page.texts(".scores .soft") == ["no request fits into its memory"] * 5
+def test_a_request_that_can_never_fit_says_so(show):
+    shown = show(OWN + "&beside=ragged")
+    for memory, refused in (128, [""] * 4), (
+            64, ["", *(f"{n} KV tokens, there are 64" for n in (83, 128, 74))]):
+        shown.run("state.own.memory = arguments[0]; redraw()", memory)
+        assert shown.run("return views.map(({run}) => run.requests.map(r => r.refused))") == (
+            [refused] * 2)
+    assert shown.run("return views[0].run.requests[0].ms.length") == 40   # the others run
+    shown.run("state.own.memory = 16; redraw()")
+    assert shown.texts(".scores .soft") == ["no request fits into its memory"] * 5
 
 
-def test_each_control_changes_the_link_and_undo_takes_it_back(ladder_page):
+def test_each_control_changes_the_link_and_undo_takes_it_back(show):
     from selenium.webdriver.common.keys import Keys
-    ladder_page.open(OWN)
-    frame = "return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    shown = show(OWN)
     for number, key, want in ((0, Keys.ARROW_RIGHT, "own=25-40_60"), (1, Keys.ARROW_LEFT, "24-36_"),
                               (2, Keys.ARROW_RIGHT, "24-40-1_"), (5, Keys.ARROW_RIGHT, "60-24-11_"),
                               (12, Keys.ARROW_LEFT, "max_batch=7")):
-        ladder_page.run("document.querySelectorAll('#own input')[arguments[0]].focus()", number)
-        ladder_page.press(key)
-        ladder_page.run(frame)
-        assert want in ladder_page.run("return address()")
-        ladder_page.click("#undo")
-        ladder_page.run(frame)
-        assert OWN in ladder_page.run("return address()")
+        shown.run("document.querySelectorAll('#own input')[arguments[0]].focus()", number)
+        shown.press(key)
+        assert want in shown.address
+        shown.click("#undo")
+        assert OWN in shown.address
     for selector, number, want in (
             ("#more", 0, "70-5-0-1_70-5-0-1&"), (".row button", 0, "24-40-0-1"),
             (".row button", 1, "own=60-24-10_120"),
             ("#presets button", 3, "max_new_tokens=128&run=paged&beside=ragged")):
-        ladder_page.click(selector, number)
-        ladder_page.run(frame)
-        assert want in ladder_page.run("return address()")
-    assert OWN in ladder_page.open(OWN).hash and len(ladder_page.texts(".row")) == 4
+        shown.click(selector, number)
+        assert want in shown.address
+    assert len(show(OWN).texts(".row")) == 4
 
 
-def test_only_the_thumb_takes_the_pointer(ladder_page):
-    for width in 1280, 390:
-        resize(ladder_page.browser, width, 900)
-        hits = ladder_page.open(OWN).run("""
+def test_what_is_drawn_after_a_change_is_what_its_address_draws(show):
+    """A change fills the frames that are there; a page that is opened makes them anew."""
+    shown = show(OWN + "&beside=naive&ms=40")
+    shown.click("#more")
+    shown.run("go(3)")
+    drawn = [shown.texts("body", "innerText"), shown.run(PIXELS)]
+    again = show(shown.address[1:])
+    assert [again.texts("body", "innerText"), again.run(PIXELS)] == drawn
+
+
+PIXELS = "return [...document.querySelectorAll('canvas')].map(canvas => canvas.toDataURL())"
+
+
+def test_only_the_thumb_takes_the_pointer(show):
+    shown = show(OWN)
+    for size in SIZES:
+        resize(shown.browser, *size)
+        hits = shown.run("""
             return [...document.querySelectorAll(".row .length input")].map(node => {
               node.scrollIntoView({block: "center"});
               const {left, top, width, height} = node.getBoundingClientRect();
@@ -533,38 +500,47 @@ def test_only_the_thumb_takes_the_pointer(ladder_page):
               return [at, left + width - 4].map(
                 x => document.elementFromPoint(x, top + height / 2) === node);
             });""")
-        assert hits == [[True, False]] * 8, width
+        assert hits == [[True, False]] * 8, size
 
 
-def test_requests_are_pasted_as_numbers_texts_and_jsonl(ladder_page):
-    ladder_page.open()
-    system = "You are a helpful assistant. " * 8
+def test_requests_are_pasted_as_numbers_texts_and_jsonl(show):
+    shown, system = show(), "You are a helpful assistant. " * 8
+
+    def paste(text):
+        shown.run("""openOwn(); document.querySelector("textarea").value = arguments[0];
+                     document.querySelector(".paste button").click()""", text)
+
     for text, want in (
             ("500 60\n40, 120, 25", "own=500-60_40-120-25"),
             ('{"prompt": 30, "answer": 8}\n{"prompt": "four", "max_new_tokens": 9}',
              "own=30-8_1-9"),
             (f"{system}Why?\n{system}How?\nNo.", "own=59-64-0-1_59-64-0-1_1-64&common=58")):
-        ladder_page.run("""openOwn(); document.querySelector("textarea").value = arguments[0];
-                           document.querySelector(".paste button").click()""", text)
-        assert want in ladder_page.run("return address()")
+        paste(text)
+        assert want in shown.address
     for text, said in (("{", "line 1 is not JSON"), ("0 5", "line 1: 1 to 8,192"), ("", "1 to 40")):
-        ladder_page.run("""document.querySelector("textarea").value = arguments[0];
-                           document.querySelector(".paste button").click()""", text)
-        assert ladder_page.texts(".paste [role=status]")[0].startswith(said)
+        paste(text)
+        assert shown.texts(".paste [role=status]")[0].startswith(said)
 
 
-def test_a_line_says_the_plan_and_what_waits_for_what(ladder_page):
-    ladder_page.open("own=40-9_40-9_40-9_9-9&memory=112&max_batch=3&run=paged")
-    assert ladder_page.texts("#said")[0].endswith(
-        "prefill of A (40), B (24). C D wait for the token budget.")
-    ladder_page.run("go(1)")
-    assert ladder_page.texts("#said")[0].endswith(
-        "1 decode, then prefill of B (16). C D wait for memory; 1 page free.")
-    assert ladder_page.run("return $('said').ariaLive") == "polite"
+def test_a_line_says_the_plan_and_what_waits_for_what(show):
+    own = "own=40-9_40-9_40-9_9-9&memory=112"
+    for stage, step, said in (
+            ("paged", 0, "prefill of A (40), B (24). C D wait for the token budget."),
+            ("paged", 1, "Step 1: 17 of 64 tokens, the token budget: 1 decode, then "
+             "prefill of B (16). C D wait for memory; 1 page free."),
+            ("ragged", 1, "prefill of B (16). C D wait for memory; 16 tokens free."),
+            ("chunked&max_batch=2", 1, "prefill of B (16). C D wait for a place."),
+            ("dynamic&max_batch=3", 1, "3 decodes. D waits for a place."),
+            ("naive&max_batch=3", 1, "3 decodes. D waits for the batch."),
+            ("unbatched", 1, "1 decode. B C D wait for its turn.")):
+        shown = show(f"{own}&run={stage}")
+        shown.run("go(arguments[0])", step)
+        assert shown.texts("#said")[0].endswith(said)
+    assert shown.run("return $('said').ariaLive") == "polite"
 
 
-def test_the_clock_in_ms_plays_ms(ladder_page):
-    delays, ticks = ladder_page.open(OWN).run("""
+def test_the_clock_in_ms_plays_ms(show):
+    delays, ticks = show(OWN).run("""
         const delays = [], usual = setTimeout;
         window.setTimeout = (call, delay) => { delays.push(delay); if (delays.length < 9) call(); };
         writeAddress = () => {};
@@ -577,38 +553,37 @@ def test_the_clock_in_ms_plays_ms(ladder_page):
 
 
 @pytest.mark.parametrize("width", [390, 320])
-def test_nothing_overflows_a_phone(width, ladder_page):
-    resize(ladder_page.browser, width, 844)
+def test_nothing_overflows_a_phone(width, show):
     for address in ("stop=1", "stop=3&all=1&run=chunked&ms=50", "stop=12", OWN + "&beside=ragged"):
-        ladder_page.open(address)
-        for tab in range(len(ladder_page.texts("#tabs button"))):
-            ladder_page.click("#tabs button", tab)
-            assert ladder_page.run("return document.documentElement.scrollWidth") == width, address
-    top = ladder_page.run(
-        "$('more').scrollIntoView(); return $('lines').getBoundingClientRect().top")
+        shown = show(address)
+        resize(shown.browser, width, 844)
+        for tab in range(len(shown.texts("#tabs button"))):
+            shown.click("#tabs button", tab)
+            assert shown.run("return document.documentElement.scrollWidth") == width, address
+    top = shown.run("$('more').scrollIntoView(); return $('lines').getBoundingClientRect().top")
     assert abs(top) < 1   # the timeline stays above the bars
 
 
-def test_recorded_runs_follow_from_their_lengths(ladder_page):
+def test_recorded_runs_follow_from_their_lengths(show):
     """One painter draws both: the twin's columns are those that the recorder saw."""
-    differ = ladder_page.open().run("""return [...RUNS.values()].flatMap(run => {
-        const stage = run.name.split(",")[0], {knobs, requests} = run;
+    differ = show().run("""return [...RUNS.values()].flatMap(run => {
+        const stage = run.name.split(",")[0], recorded = run.passes;
         if (!LADDER[stage] || /no cache|, mask|published/.test(run.name)) return [];
-        const load = requests.map(({prompt, generated, limit, arrival, tokens}) => (
-          {prompt: prompt.length, answer: generated.length, limit, arrival, tokens}));
-        const {passes} = computed(stage, load, knobs), columns = ["step", "shape", "work", "room",
-          "finished", "useful", "recomputed", "pad_slots", "score_entries", "useful_scores", "past",
-          "padded_keys", "columns", "reserved", "at_once", "cached"];
-        const owner = run.passes.shape.map((_, i) => slotsOf({...run, passes}, i).owner);
-        return [run.name, ...columns.filter(name => JSON.stringify(passes[name])
-          !== JSON.stringify(run.passes[name])), ...JSON.stringify(owner)
-          !== JSON.stringify(run.passes.owner) ? ["owner"] : []];
+        const twin = prepare(computed(stage, lengthsOf(run.requests), run.knobs)), {passes} = twin;
+        const owner = passes.shape.map((_, pass) => slotsOf(twin, pass).owner);
+        const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+        const names = Object.keys(passes).filter(name => recorded[name]
+          && !["start", "begin", "ms", "copied_bytes"].includes(name));
+        const arrived = run.requests.every(
+          ({arrived}, r) => Math.abs(arrived - twin.requests[r].arrived) < 0.02);   // rounded
+        return [run.name, ...names.filter(name => !same(passes[name], recorded[name])),
+                ...same(owner, recorded.owner) ? [] : ["owner"], ...arrived ? [] : ["arrived"]];
       })""")
     assert sorted(differ) == sorted({*SCRIPTS} - {"ragged"} | {"ragged, varlen", build.SAME})
 
 
-def test_a_runs_lengths_become_own_requests(opened):
-    shown = opened(page_of({stage: recorded(stage) for stage in ("dynamic", "prefix")}))
+def test_a_runs_lengths_become_own_requests(show):
+    shown = show(traces={stage: recorded(stage) for stage in ("dynamic", "prefix")})
     assert len(shown.texts(".scores tr")) == 1 + len(SCRIPTS)   # the same lengths on every stage
     shown.click("#edit")
     assert shown.run("return state.own.requests.length") == len(mixed())
@@ -634,15 +609,14 @@ def luminance(color):
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
-def test_text_has_contrast_and_kinds_differ_without_colour(ladder_page):
+def test_text_has_contrast_and_kinds_differ_without_colour(show):
     """WCAG AA asks 4.5 : 1 of a text and its background."""
-    ladder_page.open()
+    shown = show()
     for theme in "light", "dark":
-        stops = [f"stop={i}&all=1" for i in range(len(DATA["walk"]))]
-        for address in (*stops, OWN):
-            ladder_page.run("history.replaceState(null, '', arguments[0]); readAddress();",
-                            f"#{address}&theme={theme}")
-            texts, patterns = ladder_page.run(COLOURS)
+        for address in (*(f"stop={i}&all=1" for i in range(len(DATA["walk"]))), OWN):
+            shown.run("history.replaceState(null, '', arguments[0]); readAddress();",
+                      f"#{address}&theme={theme}")
+            texts, patterns = shown.run(COLOURS)
             for pair in {*map(tuple, texts)}:
                 low, high = sorted(map(luminance, pair))
                 assert (high + 0.05) / (low + 0.05) >= 4.5, (theme, address, pair)

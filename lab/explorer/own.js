@@ -78,31 +78,28 @@ function openOwn(own = mine) {           // a state, or what an address says; el
 
 function ownOf(run) {                    // a recorded run's lengths; arrivals on the GPU's clock
   const {max_batch = 8, token_budget = 64, page_size = 16} = run.knobs, {requests} = run;
-  const load = requests.map(({prompt, generated, arrival}) => (
-    {prompt: prompt.length, answer: Math.max(generated.length, 1), arrival}));
-  const when = computed("ragged", load, {max_batch, token_budget}).requests;
+  const when = computed("ragged", lengthsOf(requests), {max_batch, token_budget}).requests;
   const prompts = requests.map(({prompt}) => prompt), shared = prompts.map(
     prompt => largest(prompts.map(other => other === prompt ? 0 : alike(prompt, other))));
-  const common = largest(shared);
-  const room = run.pool ? run.pool.pages * page_size : run.knobs.max_kv_tokens;
-  return {...ownFrom(new URLSearchParams("own=1")), max_batch, token_budget, page_size,
-          ...room ? {memory: room} : {}, common: common > page_size ? common : 0,
-          requests: load.slice(0, MOST).map(({prompt, answer}, r) => [
-            prompt, answer, Math.round(when[r].arrived),
-            common > page_size && shared[r] === common ? 1 : 0])};
+  const common = largest(shared) > page_size ? largest(shared) : 0;
+  const memory = run.pool ? run.pool.pages * page_size : run.knobs.max_kv_tokens;
+  const list = requests.map(({prompt, generated}, r) => [
+    prompt.length, generated.length, Math.round(when[r].arrived),
+    common && shared[r] === common ? 1 : 0]);
+  return {...ownFrom(new URLSearchParams("own=1")), max_batch, token_budget, page_size, common,
+          ...memory ? {memory} : {}, requests: list.slice(0, MOST)};
 }
 
-function ownRun(stage, keep = true) {
+function ownRun(stage) {
   if (!planned.has(stage)) {
     const {requests, memory, max_new_tokens, common, ...limits} = state.own;
-    const load = requests.map(([prompt, answer, arrival, shares]) => ({
+    const load = requests.map(([prompt, answer, arrival, shares], r) => ({
       prompt, answer, arrival, limit: Math.max(answer, max_new_tokens),
-      shared: shares ? Math.min(prompt, common) : 0}));
+      equal: requests.slice(0, r).map(
+        other => shares && other[3] ? Math.min(common, prompt, other[0]) : 0)}));
     const pages = Math.floor(memory / limits.page_size);
-    const run = computed(
-      stage, load, {...limits, in_ms: true, max_kv_tokens: memory, pages}, keep);
-    if (!keep) return run;
-    planned.set(stage, run);
+    planned.set(stage, computed(
+      stage, load, {...limits, in_ms: true, max_kv_tokens: memory, pages}));
   }
   return planned.get(stage);
 }
@@ -129,7 +126,7 @@ function redraw() {                      // at most once in a frame
   if (!state.own) return;
   planned.clear();
   setTicks(state.value);
-  build();
+  fill();
 }
 
 function undo() {
@@ -222,12 +219,6 @@ function beginOwn() {
   $("more").onclick = () => edit(({requests}) => requests.push([...requests.at(-1)]));
 }
 
-function alike(a, b) {                   // how many tokens or letters they have in common at first
-  const end = Math.min(a.length, b.length);
-  for (let i = 0; i < end; i++) if (a[i] !== b[i]) return i;
-  return end;
-}
-
 // Requests in a text. Error with a line that says what is wrong.
 function parsed(text) {
   const lines = text.split("\n").map(line => line.trim()).filter(Boolean);
@@ -261,14 +252,18 @@ function parsed(text) {
 
 // --- drawing -------------------------------------------------------------------------------------
 
-function drawOwn(view) {                 // the controls show the state
-  const {requests} = state.own, phone = innerWidth <= 760;
+function rowHigh() {                     // of the timeline, in pixels: as the controls' rows
+  const rows = state.own.requests.length;
+  return innerWidth <= 760 ? Math.max(4, Math.min(14, Math.floor(130 / rows))) : 30;
+}
+
+function drawOwn({run, wide}) {          // the controls show the state
+  const {requests} = state.own;
   while (rows.length < requests.length) rows.push(row(rows.length));
   const nodes = rows.slice(0, requests.length).map(({node}) => node);
   if ($("rows").childElementCount !== nodes.length) $("rows").replaceChildren(...nodes);
-  view.high = phone ? Math.max(4, Math.min(14, Math.floor(130 / requests.length))) : 30;
-  $("own").style.setProperty("--wide", $("lines").clientWidth - 2 + "px");
-  $("title").textContent = `${view.run.name}, ${DATA.clock}`;
+  $("own").style.setProperty("--wide", wide - 2 + "px");
+  $("title").textContent = `${run.name}, ${DATA.clock}`;
   const end = state.held ?? largest(shown().map(endOf));
   requests.forEach((request, r) => rows[r].show(request, end));
   for (const name of Object.keys(KNOBS)) knobs[name].show(state.own[name]);
@@ -278,7 +273,7 @@ function drawOwn(view) {                 // the controls show the state
 
 function ownScoreboard() {
   const scores = Object.fromEntries(Object.keys(LADDER).map(
-    stage => [stage, figuresOf(ownRun(stage, false))]));
+    stage => [stage, figuresOf(ownRun(stage))]));
   const marks = {[state.beside]: "beside it", [state.run]: "shown"};
   return scoreboard(scores, run => {
     change({run});
@@ -287,13 +282,24 @@ function ownScoreboard() {
 }
 
 function sayOwn(view) {                  // the plan, and what waits for what
-  const {run, now} = view, {waiting, waits_for, reserved} = run.passes, {pass, passes} = now;
-  const names = (waiting?.[pass] ?? []).map(r => run.requests[r].name);
-  const free = waits_for?.[pass] !== "memory" ? "" : run.pool
-    ? `; ${plural(run.pool.pages - reserved[pass] / run.pool.page_size, "page")} free`
-    : `; ${plural(run.knobs.max_kv_tokens - reserved[pass], "token")} free`;
-  const wait = passes.length && names.length
-    ? ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waits_for[pass]}${free}.` : "";
+  const {run, now, states} = view;
+  const queue = run.requests.filter((_, r) => ["waiting", "preempted"].includes(states[r].kind));
+  const names = queue.sort((a, b) => a.arrived - b.arrived).map(({name}) => name);
+  const wait = !names.length || !now.passes.length ? ""
+    : ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waitsFor(run, now)}.`;
   const text = `Step ${now.step}: ${sayPlan(view, partsNow(view))}${wait}`;
   if ($("said").textContent !== text) $("said").textContent = text;
+}
+
+const FIRST = {unbatched: "its turn", naive: "the batch", dynamic: "a place"};
+
+function waitsFor(run, now) {            // the first in the queue
+  const {name, knobs, passes, pool} = run;
+  if (FIRST[name]) return FIRST[name];
+  const [first] = now.passes, reserved = passes.reserved[first];
+  if (passes.at_once[first] === knobs.max_batch) return "a place";
+  if (tokensIn(run, now) === knobs.token_budget) return "the token budget";
+  const free = pool ? plural(pool.pages - reserved / pool.page_size, "page")
+    : plural(knobs.max_kv_tokens - reserved, "token");
+  return `memory; ${free} free`;
 }

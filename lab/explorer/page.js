@@ -8,7 +8,7 @@ const state = {run: names[0], beside: "", clock: "step", tick: 0, slot: null, ce
 let ticks = [];       // of the clock: the steps of the shown runs, or the ms at which they end
 let pointed = null;   // the slot under the mouse or the keyboard; state.slot is held
 const answered = new Map();   // stop -> the choice that was made there
-let views = [];       // for each run that is shown {run, number, panels, now, states}
+let views = [];       // for each run that is shown {run, number, panels, now, states}; see fill
 const $ = id => document.getElementById(id);
 
 // --- the state, and the address ------------------------------------------------------------------
@@ -112,72 +112,53 @@ function slotNamed(name) {
 // --- the panels ----------------------------------------------------------------------------------
 
 const PANELS = {timeline: "Timeline", plan: "Plan of this step", tensor: "Tensor",
-                sees: "Who sees whom", bill: "Bill so far", memory: "Memory", requests: "Requests"};
-const ONCE = {score: "Scoreboard", change: "Change of shape: from rows to a stream"};
+                sees: "Who sees whom", bill: "Bill so far", memory: "Memory", requests: "Requests",
+                score: "Scoreboard", change: "Change of shape: from rows to a stream"};
+const ONCE = ["score", "change"];        // for all runs together
 const OWN = ["score", "timeline", "plan", "tensor", "memory", "bill"];
+const ALL = ["timeline", "plan", "tensor", "sees", "bill", "memory", "requests", "score"];
 const DRAW = {timeline: moveCursor, plan: drawPlan, tensor: drawTensor, bill: drawBill,
               requests: drawRequests, memory: drawMemory};
 
-function build() {                       // everything anew: other runs, another width or theme
+function build() {                       // everything anew: other panels, another width or theme
   const main = $("views"), stop = inScene() ? DATA.walk[state.stop] : null;
-  const scene = (state.own ? OWN : stop?.panels ?? [...Object.keys(PANELS), "score"]).filter(
+  const scene = (state.own ? OWN : stop?.panels ?? ALL).filter(
     name => name !== "change" || !asking());
-  views = shown().map((run, number) => ({run, number, panels: {}, rows: new Map()}));
+  views = shown().map((run, number) => ({run, number, panels: {}}));
   $("own").hidden = !state.own;          // first: hidden, it has no width
   main.className = [views.length === 2 ? "two" : "one", stop || state.own ? "scene" : "",
                     state.own ? "mine" : "", asking() ? "asking" : ""].join(" ");
   main.replaceChildren();
   for (const name of scene) {
-    for (const view of ONCE[name] ? [null] : views) {
-      const panel = element("div");
-      if (view) view.panels[name] = panel;
+    for (const view of ONCE.includes(name) ? [views[0]] : views) {
+      const panel = view.panels[name] = element("div");
+      if (name === "sees") panel.ariaLive = "polite";
       if (state.own && name === "timeline" && view === views[0]) $("lines").replaceChildren(panel);
-      else main.append(framed(name, view, panel));
-      if (name === "score") panel.append(scoreboardNow());
-      if (name === "change") {
-        const {runs, shapes} = stop.change;
-        drawChange(panel, runs.map(name => RUNS.get(name)), stop.show.step, shapes);
-      }
+      else main.append(framed(name, view.run, panel));
     }
   }
   if (stop) {
-    const look = (views[stop.look] ?? views[0]).panels[scene[0]]?.parentNode ?? main.firstChild;
-    look.classList.add("look");
+    const look = (views[stop.look] ?? views[0]).panels[scene[0]] ?? main.firstChild.lastChild;
+    look.parentNode.classList.add("look");
   }
-  if (state.own) drawOwn(views[0]);
-  for (const view of views) {
-    if (view.panels.sees) view.panels.sees.ariaLive = "polite";
-    if (view.panels.timeline) drawTimeline(view);
+  for (const [id, none] of [["run", []], ["beside", [""]]]) {
+    $(id).replaceChildren(...[...none, ...state.own ? Object.keys(LADDER) : names].map(
+      value => element("option", {value}, value || "nothing")));
   }
-  drawLegend(scene);
   drawTabs(scene);
-  render();
+  fill();
   const list = $("walk").firstChild, marked = list.querySelector("[aria-current]");
   if (marked) list.scrollLeft = marked.offsetLeft - 60;   // on a phone it scrolls sideways
 }
 
-function framed(name, view, panel) {     // a panel's frame and title
-  const title = PANELS[name] ?? ONCE[name], run = view?.run.name ?? "";
-  const note = view ? run : name === "change" ? `step ${sceneOf(state.stop).step}`
+function framed(name, run, panel) {      // a panel's frame and title
+  const title = PANELS[name], once = ONCE.includes(name), who = once ? "" : run.name;
+  const note = !once ? who : name === "change" ? `step ${sceneOf(state.stop).step}`
     : `${state.own || inScene() ? "" : "these lengths on every stage, "}${DATA.clock}; `
       + "waits are the longest, in ms";
   return element("section", {className: "panel " + name, style: `--area: ${name}`,
-                             ariaLabel: `${title}, ${run}`},
+                             ariaLabel: `${title}, ${who}`},
                  element("h2", {}, title, element("small", {}, " · " + note)), panel);
-}
-
-function drawLegend(scene) {             // of what can be seen now
-  const has = name => shown().some(run => run.totals[name].at(-1) > 0);
-  const sees = scene.includes("sees"), guesses = shown().some(({knobs}) => knobs.guesses);
-  const kinds = {
-    prefill: true, decode: true, recomputed: has("recomputed"),
-    pad: has("pad_slots") || scene.includes("change"), finished: has("finished_slots"),
-    accepted: guesses, rejected: guesses, waiting: scene.includes("timeline"), past: sees,
-    new: sees, wrong: shown().some(({xray}) => sees && xray?.wrong)};
-  const words = {...DATA.names, past: "seen: key in the cache", new: "seen: key of this pass",
-                 wrong: "seen, and must not be"};
-  $("legend").replaceChildren(...Object.keys(kinds).filter(kind => kinds[kind]).map(
-    kind => element("span", {}, element("i", {className: kind}), words[kind])));
 }
 
 function drawTabs(scene) {               // a phone shows one panel at a time, a slot with its keys
@@ -192,10 +173,35 @@ function drawTabs(scene) {               // a phone shows one panel at a time, a
       button.ariaPressed = String(i === tab);
     }
   };
-  const title = name => (PANELS[name] ?? ONCE[name]).split(" ")[0];
   $("tabs").replaceChildren(...tabs.map((name, i) => element(
-    "button", {onclick: () => { open(i); render(); }}, title(name))));
+    "button", {onclick: () => { open(i); fill(); }}, PANELS[name].split(" ")[0])));
   open(Math.min(state.tab ?? 0, tabs.length - 1));
+}
+
+function fill() {                        // the frames that are there, with the runs as they are now
+  views = shown().map((run, number) => (
+    {run, number, panels: views[number].panels, rows: new Map()}));
+  const {score, change} = views[0].panels;
+  if (state.own) views[0].high = rowHigh();
+  for (const view of views) if (view.panels.timeline) drawTimeline(view);
+  if (state.own) drawOwn(views[0]);
+  score?.replaceChildren(scoreboardNow());
+  if (change) drawChange(change, DATA.walk[state.stop]);
+  drawLegend(views[0].panels);
+  render();
+}
+
+function drawLegend({sees, timeline, change}) {   // of what can be seen now
+  const has = name => shown().some(run => run.totals[name].at(-1) > 0);
+  const guesses = shown().some(({knobs}) => knobs.guesses);
+  const kinds = {
+    prefill: true, decode: true, recomputed: has("recomputed"), pad: has("pad_slots") || change,
+    finished: has("finished_slots"), accepted: guesses, rejected: guesses, waiting: timeline,
+    past: sees, new: sees, wrong: sees && shown().some(({xray}) => xray.wrong)};
+  const words = {...DATA.names, past: "seen: key in the cache", new: "seen: key of this pass",
+                 wrong: "seen, and must not be"};
+  $("legend").replaceChildren(...Object.keys(kinds).filter(kind => kinds[kind]).map(
+    kind => element("span", {}, element("i", {className: kind}), words[kind])));
 }
 
 function render() {                      // what depends on the moment
@@ -219,16 +225,11 @@ function scoreboardNow() {
   return scoreboard(Object.fromEntries(scores), pick);
 }
 
-let written = -Infinity, later = null;
+let later = null;
 
 function writeAddress() {                // not at every step: browsers refuse 100 in 30 seconds
   clearTimeout(later);
-  const wait = written + 400 - performance.now();
-  if (wait > 0) later = setTimeout(writeAddress, wait);
-  else {
-    written = performance.now();
-    history.replaceState(null, "", address());
-  }
+  later = setTimeout(() => history.replaceState(null, "", address()), 400);
 }
 
 function leave() {                       // what is shown keeps its place in the browser's history
@@ -237,7 +238,6 @@ function leave() {                       // what is shown keeps its place in the
   if (!views.length) return;
   history.replaceState(null, "", address());
   history.pushState(null, "", address());
-  written = -Infinity;
 }
 
 // --- controls ------------------------------------------------------------------------------------
@@ -246,12 +246,6 @@ let timer = null;                        // while it plays
 
 function drawControls() {
   const value = ticks[state.tick] ?? 0, end = ticks.at(-1) ?? 0, {stop} = state, {walk} = DATA;
-  const options = ["", ...state.own ? Object.keys(LADDER) : names];
-  for (const id of ["run", "beside"]) {
-    if ($(id).length === options.length - (id === "run")) continue;
-    $(id).replaceChildren(...options.slice(id === "run" ? 1 : 0).map(
-      value => element("option", {value}, value || "nothing")));
-  }
   for (const id of ["run", "beside", "clock", "cells"]) $(id).value = state[id];
   $("now").textContent = state.clock === "step" ? `step ${value} of ${end}`
     : `step ${views[0].now.step}: ${ms(value).slice(0, -3)} of ${ms(end)}`;
@@ -431,11 +425,8 @@ function begin() {
   $("cells").onchange = () => { state.cells = $("cells").value; render(); };
   $("speed").onchange = () => timer && play(true);
   $("theme").onclick = turnTheme;
-  $("first").onclick = () => go(0);
-  $("back").onclick = () => go(state.tick - 1);
-  $("next").onclick = () => go(state.tick + 1);
-  $("last").onclick = () => go(ticks.length - 1);
-  $("play").onclick = () => play(!timer);
+  const keys = {first: "Home", back: "ArrowLeft", play: " ", next: "ArrowRight", last: "End"};
+  for (const [id, key] of Object.entries(keys)) $(id).onclick = () => KEYS[key](1);
   $("on").onclick = () => {
     const next = (state.stop ?? -1) + 1;
     if (DATA.walk[next]) return visit(next);

@@ -13,7 +13,7 @@ function element(tag, properties = {}, ...children) {
   return node;
 }
 
-const number = n => n.toLocaleString("en-US");
+const whole = new Intl.NumberFormat("en-US"), number = n => whole.format(n);
 const tenth = new Intl.NumberFormat("en-US", {minimumFractionDigits: 1, maximumFractionDigits: 1});
 const ms = x => tenth.format(x) + " ms";
 const plural = (n, what) => `${number(n)} ${what}${n === 1 ? "" : what.endsWith("s") ? "es" : "s"}`;
@@ -48,12 +48,11 @@ const BAND = 36, AXIS = 16;              // pixels: the slots of each step, and 
 const INKS = ["prefill", "decode", "recomputed", "accepted", "rejected", "finished", "blank",
               "stripe", "ink", "soft", "waiting", "alarm"];
 
-function inks() {                        // colours of page.css, as the theme resolves them
-  const probes = INKS.map(name => element("span", {style: `color: var(--${name})`}));
-  document.body.append(...probes);
-  const found = INKS.map((name, i) => [name, getComputedStyle(probes[i]).color]);
-  for (const probe of probes) probe.remove();
-  return Object.fromEntries(found);
+function inks(canvas) {                  // colours of page.css, as the theme resolves them
+  return Object.fromEntries(INKS.map(name => {
+    canvas.style.color = `var(--${name})`;
+    return [name, getComputedStyle(canvas).color];
+  }));
 }
 
 function hatching(pen, color, ...directions) {
@@ -91,6 +90,7 @@ function painter(pen, ink) {             // paint(kind, x, y, width, height)
 // view.high: pixels of a row, if something stands beside it; then the names stand there, too.
 function drawTimeline(view) {
   const {run, panels: {timeline}} = view, {requests} = run;
+  const wide = timeline.clientWidth || 300;   // asked before anything changes: else it takes long
   const high = view.high ?? Math.max(1, Math.min(13, Math.floor(240 / requests.length)));
   const letters = Math.min(8, largest(requests.map(({name}) => name.length)));
   const labels = high > 9 && !view.high ? Math.max(36, 8 + 7 * letters) : 0;   // pixels, for names
@@ -99,7 +99,7 @@ function drawTimeline(view) {
   canvas.setAttribute("role", "img");
   view.cursor = element("div", {className: "cursor"});
   view.box = element("div", {className: "box"}, canvas, view.cursor);
-  const onTime = state.clock !== "step", [longest, shaded] = longWaits(run, timeline);
+  const onTime = state.clock === "ms", [longest, shaded] = longWaits(run, timeline);
   const wait = `Longest wait for a next token: ${ms(longest)}`
     + (longest > shaded ? " (red frames)." : ".");
   timeline.replaceChildren(
@@ -107,7 +107,7 @@ function drawTimeline(view) {
     ...onTime ? [element("p", {className: longest > shaded ? "longest" : ""}, wait)] : [],
     ...run.check ? [div("verdicts", ...verdicts(run))] : []);
 
-  const floor = requests.length * high + 6 + BAND, wide = view.box.clientWidth || 300;
+  const floor = requests.length * high + 6 + BAND;
   const ratio = window.devicePixelRatio || 1, pen = canvas.getContext("2d");
   Object.assign(canvas, {width: wide * ratio, height: (floor + AXIS) * ratio});
   canvas.style.height = floor + AXIS + "px";
@@ -120,14 +120,19 @@ function drawTimeline(view) {
     const left = Math.round(x(from)), width = Math.round(x(to)) - left;   // sharp edges
     return [left, width > 6 ? width - 1 : width];
   };
+  const ink = inks(canvas), {passes} = run;
   Object.assign(view, {
-    end, valueAt: pixels => end * (pixels - labels) / (wide - labels - 2),
+    end, wide, valueAt: pixels => end * (pixels - labels) / (wide - labels - 2),
     rowAt: pixels => requests[Math.floor(pixels / high)],
     across: step => onTime ? span(step.start, step.end) : span(step.step, step.step + 1)});
-  const ink = inks(), place = {pen, paint: painter(pen, ink), ink, x, span, high, onTime, shaded};
-  requests.forEach((request, r) => drawRow(view, place, request, r, labels));
-  drawBand(view, place, floor);
-  drawAxis(place, end, floor, labels, wide);
+  const place = {
+    pen, paint: painter(pen, ink), ink, x, high, thick: high > 4 ? high - 1 : high, labels, floor,
+    onTime, shaded, acrossPass: pass => onTime
+      ? span(passes.begin[pass], passes.begin[pass] + passes.ms[pass])
+      : span(passes.step[pass], passes.step[pass] + 1)};
+  requests.forEach((request, r) => drawRow(view, place, request, r));
+  drawBand(view, place);
+  drawAxis(place, end, wide);
 }
 
 // How far the axis goes: steps, or milliseconds.
@@ -141,9 +146,9 @@ function longWaits(run, timeline) {
   return [longest, asked ? Infinity : Math.max(0.9 * most, 1.5 * usual)];
 }
 
-function drawRow({run, across}, place, request, r, labels) {
-  const {pen, paint, ink, x, span, high, onTime, shaded} = place, {passes} = run;
-  const thick = high > 4 ? high - 1 : high, middle = (r + 0.5) * high;
+function drawRow({run, across}, place, request, r) {
+  const {pen, paint, ink, x, high, thick, labels, onTime, shaded, acrossPass} = place;
+  const {shape, finished} = run.passes, middle = (r + 0.5) * high;
   const line = (from, to) => {           // it waits
     pen.fillStyle = ink.waiting;
     pen.fillRect(from, middle - 0.5, Math.max(0, to - from), 1);
@@ -156,17 +161,15 @@ function drawRow({run, across}, place, request, r, labels) {
     return;
   }
   let since = x(onTime ? request.arrived : request.arrival);
-  for (const work of request.work) {
-    const [pass, , n] = work, shape = passes.shape[pass], step = run.stepOf.get(passes.step[pass]);
-    const [left, width] = onTime ? span(passes.begin[pass], passes.begin[pass] + passes.ms[pass])
-      : across(step);
+  for (const {pass, n, parts} of request.work) {
+    const [left, width] = acrossPass(pass), [B, T] = shape[pass];
     line(since, left);
     since = left + width;
     // Its row in the tensor, if it has one of its own: tokens above, pads below.
-    const inPass = passes.work[pass].length / 3 + (passes.finished[pass]?.length ?? 0);
-    const slots = shape.length === 2 && shape[0] === inPass ? shape[1] : n;
+    const rows = run.work[pass].length + (finished[pass]?.length ?? 0);
+    const slots = T && B === rows ? T : n;
     let y = r * high;
-    for (const [kind, count] of [...partsOf(run, r, work), ["pad", slots - n]]) {
+    for (const [kind, count] of [...parts, ["pad", slots - n]]) {
       if (count) paint(kind, left, y, width, thick * count / slots);
       y += thick * count / slots;
     }
@@ -182,23 +185,20 @@ function drawRow({run, across}, place, request, r, labels) {
   }
 }
 
-function drawBand(view, {paint, span, high, onTime}, floor) {   // the slots of each step, by kind
-  const {run} = view, {passes} = run, thick = high > 4 ? high - 1 : high;
+function drawBand({run, across}, {paint, high, thick, floor, acrossPass}) {   // each step's slots
   const tallest = largest(shown().flatMap(
     other => other.steps.map(step => inStep(other, "slots", step))));
   for (const step of run.steps) {
-    const [left, width] = view.across(step);
+    const [left, width] = across(step);
     const count = {decode: 0, accepted: 0, prefill: 0, recomputed: 0, rejected: 0,
                    pad: inStep(run, "pad_slots", step),
                    finished: inStep(run, "finished_slots", step)};
     for (const pass of step.passes) {
-      const [from, over] = onTime
-        ? span(passes.begin[pass], passes.begin[pass] + passes.ms[pass]) : [left, width];
-      for (const r of passes.finished[pass] ?? []) paint("finished", from, r * high, over, thick);
-      for (const [r] of threes(passes.work[pass])) {
-        const work = last(run.requests[r].work, pass);
-        for (const [kind, n] of partsOf(run, r, work)) count[kind] += n;
+      const [from, over] = acrossPass(pass);
+      for (const r of run.passes.finished[pass] ?? []) {
+        paint("finished", from, r * high, over, thick);
       }
+      for (const [kind, n] of run.work[pass].flatMap(({parts}) => parts)) count[kind] += n;
     }
     let y = floor;
     for (const [kind, slots] of Object.entries(count)) {
@@ -209,7 +209,7 @@ function drawBand(view, {paint, span, high, onTime}, floor) {   // the slots of 
   }
 }
 
-function drawAxis({pen, x, ink}, end, floor, labels, wide) {
+function drawAxis({pen, x, ink, floor, labels}, end, wide) {
   pen.fillStyle = ink.soft;
   if (labels) pen.fillText("slots", 0, floor - BAND / 2);
   pen.fillRect(labels, floor, wide - labels, 1);
@@ -223,23 +223,21 @@ function drawAxis({pen, x, ink}, end, floor, labels, wide) {
   }
 }
 
-function moveCursor({run, now, cursor, across}) {
+function moveCursor({run, now, cursor, across, wide}) {
   cursor.hidden = !run.steps.length;
   if (cursor.hidden) return;
   cursor.dataset.step = `step ${now.step}`;
   const step = run.steps[Math.max(now.k, 0)], [left, width] = across(step);
   cursor.style.left = (now.passes.length ? left : left + width) - 2 + "px";
-  cursor.classList.toggle("late", left > cursor.parentNode.clientWidth / 2);
+  cursor.classList.toggle("late", left > wide / 2);
   cursor.style.width = (now.passes.length ? width : 0) + 4 + "px";
 }
 
 // The plan: the token budget as a bar. Decodes come first, then chunks of prompts.
 
 function partsNow({run, now}) {          // [request's name, kind, tokens] of each part of the plan
-  return now.passes.flatMap(pass => threes(run.passes.work[pass]).flatMap(([r]) => {
-    const parts = partsOf(run, r, last(run.requests[r].work, pass)).filter(([, n]) => n);
-    return parts.map(([kind, n]) => [run.requests[r].name, kind, n]);
-  }));
+  return now.passes.flatMap(pass => run.work[pass]).flatMap(
+    ({owner, parts}) => parts.map(([kind, n]) => [run.requests[owner].name, kind, n]));
 }
 
 function sayPlan({run, now}, parts) {
@@ -307,9 +305,9 @@ function drawTensor(view) {
 // A computed run has no texts and no sights: its rows are bars, to scale. A stream is one row.
 function barsOf(run, pass) {
   const {shape} = run.passes, [B, T] = shape[pass], wide = T ?? B;
-  const rows = rowsOf(run, pass).map(({owner, n}) => {
-    const {name} = run.requests[owner], work = last(run.requests[owner].work, pass);
-    const kinds = n ? [["pad", T ? T - n : 0], ...partsOf(run, owner, work)] : [["finished", wide]];
+  const rows = rowsOf(run, pass).map(({owner, n, parts}) => {
+    const {name} = run.requests[owner];
+    const kinds = n ? [["pad", T ? T - n : 0], ...parts] : [["finished", wide]];
     return [name, kinds.filter(([, count]) => count > 0).map(([kind, count]) => part(
       kind, count / wide, {title: `${name}: ${count} ${DATA.names[kind]}`,
                            textContent: T || count / wide < 0.04 ? "" : name}))];
@@ -361,8 +359,9 @@ function gridOf({run, number, slots, panels}, pass) {
 
 const SHAPES = ["two passes", "one rectangle", "without the pads", "one stream"];
 
-function drawChange(panel, runs, step, [from, to]) {
-  const [passes, rectangle, stream] = runs.map(run => ({run, passes: run.stepOf.get(step).passes}));
+function drawChange(panel, {show: {step}, change: {runs, shapes: [from, to]}}) {
+  const [passes, rectangle, stream] = runs.map(name => RUNS.get(name)).map(
+    run => ({run, passes: run.stepOf.get(step).passes}));
   const width = Math.max(rectangle.run.passes.shape[rectangle.passes[0]][1],
                          stream.run.passes.slots[stream.passes[0]]);
   const high = 20, cell = Math.min(44, (panel.clientWidth - 8) / width);
@@ -389,26 +388,24 @@ function drawChange(panel, runs, step, [from, to]) {
   put(3, stream);
   const nodes = [...cells.values()].map(({kind, textContent, places}) => {
     const style = `width: ${Math.max(1, cell - 1)}px; height: ${high - 1}px`;
-    const node = element("i", {className: "slot " + kind, textContent, style});
     places[2] = places[3] && places[1];   // a pad is in no stream
-    return {node, places, pad: !places[3]};
+    return {node: element("i", {className: "slot " + kind, textContent, style}), places};
   });
-  const box = div("change", ...nodes.map(({node}) => node));
+  const box = div("change", ...nodes.map(({node}) => node)), bottom = high * Math.max(...rows);
   const said = element("p", {ariaLive: "polite"});
-  box.style.height = high * Math.max(...rows) + 30 + "px";
+  box.style.height = bottom + 30 + "px";
   const facts = [passes, rectangle, rectangle, stream].map(({run, passes: list}, shape) => {
     const sum = name => list.reduce((total, i) => total + run.passes[name][i], 0);
-    const slots = sum("slots"), pads = run.passes.pad_slots ? sum("pad_slots") : 0;
+    const slots = sum("slots"), pads = sum("pad_slots");
     return shape === 2 ? `${pads} pads fall out: ${slots - pads} tokens remain.`
       : `${run.name}: ${plural(list.length, "pass")}, ${plural(slots, "slot")}, `
         + `${plural(pads, "pad")}, ${ms(sum("ms"))}.`;
   });
   const show = shape => {
-    for (const {node, places, pad} of nodes) {
-      const here = places[shape];
-      const [x, y] = here ?? places[shape === 0 ? 1 : shape - 1] ?? places[1] ?? places[0];
-      const fall = !here && shape > 1 ? high * Math.max(...rows) - high * y : 0;
-      node.style.transform = `translate(${x * cell}px, ${y * high + fall}px)`;
+    for (const {node, places} of nodes) {
+      const here = places[shape], [x, y] = here ?? places[1] ?? places[0];
+      const top = !here && shape > 1 ? bottom : y * high;
+      node.style.transform = `translate(${x * cell}px, ${top}px)`;
       node.style.opacity = here ? 1 : 0;
     }
     said.textContent = facts[shape];
@@ -419,13 +416,12 @@ function drawChange(panel, runs, step, [from, to]) {
   const buttons = div("shapes", ...SHAPES.slice(from, to + 1).map((name, i) => element(
     "button", {onclick: () => { clearTimeout(later); show(from + i); }}, name)));
   let later = null;
-  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
   const on = shape => {
     show(shape);
     if (shape < to) later = setTimeout(() => box.isConnected && on(shape + 1), 1400);
   };
   panel.replaceChildren(buttons, box, said);
-  if (still) show(to); else on(from);
+  on(matchMedia("(prefers-reduced-motion: reduce)").matches ? to : from);
 }
 
 // Who sees whom: the keys of the slot that is pointed at, or held, and where they are.
@@ -545,7 +541,7 @@ function drawRequests(view) {
   });
   if (!view.list) {
     view.list = element("div", {className: "scroll", tabIndex: 0});
-    requests.append(element("p"), view.list);
+    requests.replaceChildren(element("p"), view.list);
   }
   requests.firstChild.textContent = line + (few ? "." : ". Only those under way are listed.");
   const {children} = view.list;
@@ -581,7 +577,7 @@ function fillRow(row, request, {words, active, tokens}) {
   const said = [words, active, tokens].join();
   if (said === row.said) return;
   row.said = said;
-  const gaps = gapsOf(request, tokens), first = request.steps[0] - request.arrival + 1;
+  const gaps = gapsOf(request.ms.slice(0, tokens)), first = request.steps[0] - request.arrival + 1;
   row.node.classList.toggle("running", active);
   row.state.textContent = words;
   row.texts[1] = textOf(request.generated.slice(0, tokens));
@@ -590,10 +586,6 @@ function fillRow(row, request, {words, active, tokens}) {
     : `${plural(tokens, "token")} · TTFT ${plural(first, "step")}, `
       + ms(request.ms[0] - request.arrived)
       + (gaps.length ? `\nITL mean ${ms(mean(gaps))}, longest ${ms(largest(gaps))}` : "");
-}
-
-function gapsOf({ms}, tokens) {          // milliseconds between a request's tokens so far
-  return ms.slice(1, Math.max(tokens, 1)).map((time, i) => time - ms[i]);
 }
 
 // Memory: each request's cache within its room; in paged and prefix the pool and the block tables.
@@ -611,7 +603,7 @@ function drawMemory(view) {
 
 function cachesOf(run, now, holders) {
   run.largest ??= largest(run.requests.flatMap(
-    request => request.rooms.map(([, room]) => room ?? 0)));
+    request => request.rooms.map(({room}) => room ?? 0)));
   const limit = run.knobs.max_kv_tokens, columns = run.passes.columns[now.pass] ?? 0;
   const rows = holders.map(({r, name, computed, holds}) => {
     const pads = Math.max(0, columns - computed);   // of a static batch: its rows share a cache
@@ -679,50 +671,50 @@ function drawBill({run, now, states, panels: {bill}}) {
   const gaps = atMost(run.gaps, now.step, ([step]) => step);
   const [, , sum, longest] = run.gaps[gaps - 1] ?? [];
   const ofSlots = name => [number(total(name)), percent(total(name), slots, "slots")];
-  const rows = {
-    passes: ["forward passes", number(now.pass + 1)],
-    generated: ["generated tokens", number(states.reduce((sum, is) => sum + is.tokens, 0))],
-    slots: ["slots", number(slots)], useful: ["useful tokens", ...ofSlots("useful")],
-    pad_slots: ["pads", ...ofSlots("pad_slots")],
-    finished_slots: ["finished", ...ofSlots("finished_slots")],
-    recomputed: ["computed again", ...ofSlots("recomputed")],
-    ...run.knobs.guesses ? {rejected: ["wrong guesses", ...ofSlots("rejected")]} : {},
-    score_entries: ["scores, a head and layer", number(total("score_entries"))],
-    useful_scores: ["useful scores", number(total("useful_scores")),
-                    percent(total("useful_scores"), total("score_entries"), "scores")],
-    padded_keys: ["padded keys", number(total("padded_keys"))],
-    copied_bytes: ["copied keys and values", (total("copied_bytes") / 1e6).toFixed(1) + " MB"],
-    ms: ["time in passes", ms(total("ms")), DATA.calculated || run.computed ? "calculated" : ""],
-    ttft: ["TTFT, mean", firsts.length ? ms(mean(firsts)) : "–",
-           plural(firsts.length, "request")],
-    itl: ["ITL, mean", gaps ? ms(sum / gaps) : "–"],
-    stall: ["ITL, longest", gaps ? ms(longest) : "–"]};
-  const lines = Object.entries(rows).map(([figure, [name, value, note = ""]]) => element(
-    "tr", {}, element("th", {scope: "row"}, name), element("td", {data: {figure}}, value),
+  const rows = [
+    ["forward passes", number(now.pass + 1)],
+    ["generated tokens", number(states.reduce((sum, is) => sum + is.tokens, 0))],
+    ["slots", number(slots)],
+    ["useful tokens", ...ofSlots("useful")],
+    ["pads", ...ofSlots("pad_slots")],
+    ["finished", ...ofSlots("finished_slots")],
+    ["computed again", ...ofSlots("recomputed")],
+    ...run.knobs.guesses ? [["wrong guesses", ...ofSlots("rejected")]] : [],
+    ["scores, a head and layer", number(total("score_entries"))],
+    ["useful scores", number(total("useful_scores")),
+     percent(total("useful_scores"), total("score_entries"), "scores")],
+    ["padded keys", number(total("padded_keys"))],
+    ["copied keys and values", (total("copied_bytes") / 1e6).toFixed(1) + " MB"],
+    ["time in passes", ms(total("ms")), DATA.calculated || run.computed ? "calculated" : ""],
+    ["TTFT, mean", firsts.length ? ms(mean(firsts)) : "–", plural(firsts.length, "request")],
+    ["ITL, mean", gaps ? ms(sum / gaps) : "–"],
+    ["ITL, longest", gaps ? ms(longest) : "–"]];
+  const lines = rows.map(([name, value, note = ""]) => element(
+    "tr", {}, element("th", {scope: "row"}, name), element("td", {}, value),
     element("td", {className: "soft"}, note)));
   bill.replaceChildren(element("table", {}, ...lines));
 }
 
 // The scoreboard: a line for each stage's figuresOf, calculated. pick(name): shows its run.
 
-const COLUMNS = {
-  passes: ["passes", number], useful: ["useful", x => Math.round(100 * x) + "%"],
-  speed: ["tokens/s", x => number(Math.round(x))], first: ["TTFT", x => number(Math.round(x))],
-  next: ["worst gap", x => number(Math.round(x))], at_once: ["at once", number],
+const rounded = x => number(Math.round(x));
+const SCORES = {   // figure: title, its text, what it means
+  passes: ["passes", number, "forward passes"],
+  useful: ["useful", x => Math.round(100 * x) + "%",
+           "share of the slots that hold a token, for the first time"],
+  speed: ["tokens/s", rounded, "tokens per second"],
+  first: ["TTFT", rounded, "the longest wait for a first token, ms"],
+  next: ["worst gap", rounded, "the longest time between two tokens of a request, ms"],
+  at_once: ["at once", number, "the most requests that run at the same time"],
   memory: ["memory", ([held, limit]) => [number(held), element(
-    "small", {}, limit ? ` of ${number(limit)}` : " no limit")]]};
-const MEANING = {
-  passes: "forward passes", useful: "share of the slots that hold a token, for the first time",
-  speed: "tokens per second", first: "the longest wait for a first token, ms",
-  next: "the longest time between two tokens of a request, ms",
-  at_once: "the most requests that run at the same time",
-  memory: "the most tokens of keys and values that have room reserved"};
+    "small", {}, limit ? ` of ${number(limit)}` : " no limit")],
+           "the most tokens of keys and values that have room reserved"]};
 
 function scoreboard(scores, pick, marked = {}) {
   const most = Object.fromEntries(["speed", "next"].map(   // these are drawn as bars, too
     key => [key, largest(Object.values(scores).map(score => score?.[key] ?? 0))]));
   const lines = Object.entries(scores).map(([name, score]) => {
-    const cells = score ? Object.entries(COLUMNS).map(([key, [, text]]) => element("td", {
+    const cells = score ? Object.entries(SCORES).map(([key, [, text]]) => element("td", {
       data: {score: key}, style: most[key] ? `--share: ${100 * score[key] / most[key]}%` : ""},
       ...[text(score[key])].flat()))
       : [element("td", {colSpan: 7, className: "soft"}, "no request fits into its memory")];
@@ -733,8 +725,8 @@ function scoreboard(scores, pick, marked = {}) {
       ? element("span", {className: "bad"}, ` ${score.wrong} requests WRONG`) : "";
     return element("tr", {}, element("th", {scope: "row"}, title, label, wrong), ...cells);
   });
-  const heads = Object.entries(COLUMNS).map(([key, [title]]) => element(
-    "th", {scope: "col", title: MEANING[key]}, title));
+  const heads = Object.values(SCORES).map(
+    ([text, , title]) => element("th", {scope: "col", title}, text));
   return element("table", {className: "scores"},
                  element("tr", {}, element("th", {scope: "col"}, "stage"), ...heads), ...lines);
 }

@@ -124,8 +124,8 @@ class Recorder(XRay):
         """
         What the caches look like before this pass.
 
-        held:     {request: capacity in tokens, or block table}
-        room:     the same, None for nothing, but only where it differs from the last pass
+        room:     {request: capacity in tokens, block table, or None}, where it differs from the
+                  last pass
         cached:   pages in the free queue that can still be found, the next to be taken first
         at_once:  requests that hold memory
         reserved: tokens that have room in it; a page in several tables counts once
@@ -140,9 +140,9 @@ class Recorder(XRay):
                 room[i] = self.memory[i] = now
         pages = getattr(batch, "pages", None)
         self.pool = pages and {"pages": pages.number, "page_size": pages.size}
-        held = {i: now for i, now in self.memory.items() if now}
-        reserved = pages.size * len(set().union(*held.values())) if pages else sum(held.values())
-        return {"held": held, "room": room, "at_once": len(held), "reserved": reserved,
+        held = [now for now in self.memory.values() if now]
+        reserved = pages.size * len(set().union(*held)) if pages else sum(held)
+        return {"room": room, "at_once": len(held), "reserved": reserved,
                 "columns": batch.end if rows else 0,
                 "cached": [page for page in pages.free_queue
                            if page in getattr(pages, "hash_of", ())] if pages else []}

@@ -10,35 +10,31 @@ for (const run of DATA.runs) RUNS.set(run.name, prepare(run));
 
 // Adds what is looked up often: the passes of each step, running totals, requests' events. Once.
 function prepare(run) {
-  const p = run.passes, requests = run.requests;
+  const p = run.passes, {requests} = run;
   if (run.steps) return run;
   p.slots = p.shape.map(shape => shape.reduce((a, b) => a * b));
   p.begin = [];                          // of each pass; p.start is that of its step
   run.steps = [];                        // {step, passes: [...], start, end}, if it has a pass
-  for (const i of p.step.keys()) {
-    if (run.steps.at(-1)?.step !== p.step[i]) {
-      run.steps.push({step: p.step[i], passes: [], start: p.start[i]});
-    }
+  for (const [i, step] of p.step.entries()) {
+    if (run.steps.at(-1)?.step !== step) run.steps.push({step, passes: [], start: p.start[i]});
     const {passes} = run.steps.at(-1);
     p.begin.push(passes.length ? p.begin[i - 1] + p.ms[i - 1] : p.start[i]);
     passes.push(i);
   }
-  for (const request of requests) {
-    request.tokens = [...request.prompt, ...request.generated];
-    request.work = [];                   // [pass, first, n, tokens reached before, step]
-    request.rooms = [];                  // [pass, capacity, or block table, or null]
-  }
-  for (const i of p.step.keys()) {
-    for (const [r, first, n] of threes(p.work[i])) {
-      const {work} = requests[r], before = work.at(-1);
-      const reached = before
-        ? Math.max(before[3], before[1] + before[2] - rejectedOf(run, r, before)) : 0;
-      work.push([i, first, n, reached, p.step[i]]);
-    }
-    for (const [r, room] of Object.entries(p.room[i] ?? {})) requests[r].rooms.push([i, room]);
-  }
   run.stepOf = new Map(run.steps.map(step => [step.step, step]));
-  const lastToken = Math.max(0, ...requests.map(request => request.ms.at(-1) ?? 0));
+  for (const request of requests) {      // work, rooms: what it computes, and holds, from a pass on
+    const tokens = [...request.prompt, ...request.generated];
+    Object.assign(request, {tokens, work: [], rooms: []});
+  }
+  run.work = p.work.map((works, pass) => groups(works, 3).map(([owner, first, n]) => {
+    const work = workOf(run, pass, owner, first, n);
+    requests[owner].work.push(work);
+    return work;
+  }));
+  for (const [pass, rooms] of p.room.entries()) {
+    for (const [r, room] of Object.entries(rooms)) requests[r].rooms.push({pass, room});
+  }
+  const lastToken = largest(requests.map(request => request.ms.at(-1) ?? 0));
   run.steps.forEach((step, k) => {
     const next = run.steps[k + 1]?.start ?? Math.max(step.start, lastToken);
     // Between two steps of a computed run, nothing may be there to compute.
@@ -49,24 +45,28 @@ function prepare(run) {
     let total = 0;
     run.totals[name] = p.step.map((_, i) => total += p[name]?.[i] ?? 0);
   }
-  run.gaps = requests.flatMap(
-    ({ms, steps}) => steps.slice(1).map((step, i) => [step, ms[i + 1] - ms[i]]));
+  run.gaps = requests.flatMap(({ms, steps}) => gapsOf(ms).map((gap, i) => [steps[i + 1], gap]));
   run.gaps.sort(([a], [b]) => a - b);    // [step, time between two tokens, sum, maximum so far]
   let sum = 0, most = 0;
   for (const gap of run.gaps) gap.push(sum += gap[1], most = Math.max(most, gap[1]));
-  run.mostTokens = largest(run.steps.map(step => step.passes.reduce(
-    (total, i) => total + threes(p.work[i]).reduce((sum, [, , n]) => sum + n, 0), 0)));
+  run.mostTokens = largest(run.steps.map(step => tokensIn(run, step)));
   return run;
 }
 
-function guessed({knobs, requests}, r, [, first, n]) {   // whether a request guessed in a pass
-  return knobs.guesses && n > 1 && first >= requests[r].prompt.length;
-}
-
-// Of the tokens that a request computed in a pass, the guesses that turned out to be wrong.
-function rejectedOf(run, r, work) {
-  if (!guessed(run, r, work)) return 0;
-  return work[2] - run.requests[r].steps.filter(step => step === work[4]).length;
+// What a request computes in a pass: tokens `first` to first + n. Those before `end` are right, and
+// no wrong guesses; those before `reached` had been computed before. parts: [[kind, n], ...] of
+// them, in order.
+function workOf({requests, knobs, passes}, pass, owner, first, n) {
+  const {prompt, steps, work} = requests[owner], before = work.at(-1);
+  const reached = before ? Math.max(before.reached, before.end) : 0;
+  const guessed = knobs.guesses && n > 1 && first >= prompt.length;
+  const rejected = guessed ? n - steps.filter(step => step === passes.step[pass]).length : 0;
+  const recomputed = Math.max(0, Math.min(reached, first + n) - first);
+  const prefill = Math.max(0, Math.min(prompt.length, first + n) - first - recomputed);
+  const rest = n - recomputed - prefill - rejected, accepted = guessed ? rest - 1 : 0;
+  const counts = {recomputed, prefill, decode: rest - accepted, accepted, rejected};
+  return {pass, owner, first, n, reached, end: first + n - rejected,
+          parts: Object.entries(counts).filter(([, count]) => count)};
 }
 
 // --- runs of schedule.js -------------------------------------------------------------------------
@@ -77,21 +77,35 @@ const LADDER = {   // the stages, and the knobs that they have
   unbatched: [], naive: ["max_batch"], dynamic: ["max_batch"], chunked: RESERVES,
   interleaved: RESERVES, ragged: RESERVES, paged: POOLS, prefix: POOLS};
 
-// A stage's run of a load, in the form of a recorded run; its tokens have no text. keep: false for
-// its figures only.
-function computed(stage, load, knobs, keep = true) {
-  const {requests, passes, totals: summary, pool} = simulate(stage, load, knobs, DATA.gpu, keep);
-  const p = {};
-  for (const name of Object.keys(passes[0] ?? {})) p[name] = passes.map(pass => pass[name]);
-  for (const name of ["step", "start", "shape", "work"]) p[name] ??= [];   // if nothing ran
-  const list = requests.map(({prompt, answer, step, refused, ...request}, r) => ({
-    name: load[r].name ?? nameOf(r), prompt: Array(prompt).fill(0), limit: request.limit, refused,
-    generated: Array(refused ? 0 : answer).fill(0), arrival: step ?? 0,
-    arrived: request.arrived ?? request.arrival, reason: refused ? null : "length",
-    steps: request.token_steps, ms: request.token_times}));
+// A stage's run of a load, in the form of a recorded run; its tokens have no text.
+function computed(stage, load, knobs) {
+  const {requests, passes, pool} = simulate(stage, load, knobs, DATA.gpu), p = {};
+  const columns = ["step", "start", "shape", "work", "room", ...Object.keys(passes[0] ?? {})];
+  for (const name of columns) p[name] = passes.map(pass => pass[name]);
+  const list = requests.map(({prompt, answer, limit, arrival, refused, ...request}, r) => {
+    const seen = passes.find(({step, start}) => arrival <= (knobs.in_ms ? start : step));
+    return {name: load[r].name ?? nameOf(r), prompt: Array(prompt).fill(0), limit, refused,
+            generated: Array(refused ? 0 : answer).fill(0), arrival: seen?.step ?? 0,
+            arrived: knobs.in_ms ? arrival : seen?.start ?? 0, reason: refused ? null : "length",
+            steps: request.token_steps, ms: request.token_times};
+  });
   const has = Object.fromEntries(LADDER[stage].map(name => [name, knobs[name]]));
-  return {name: stage, knobs: has, pool, check: null, requests: list, passes: p, summary,
+  return {name: stage, knobs: has, pool, check: null, requests: list, passes: p,
           computed: true, xray: {left_out: "it is computed, without a model"}};
+}
+
+// Recorded requests' lengths, as schedule.js takes them.
+function lengthsOf(requests) {
+  return requests.map(({name, prompt, generated, limit, arrival, tokens}, r) => (
+    {name, prompt: prompt.length, answer: generated.length, arrival: Math.max(arrival, 0),
+     limit: Math.max(limit, generated.length),
+     equal: requests.slice(0, r).map(other => alike(tokens, other.tokens))}));
+}
+
+function alike(a, b) {                   // how many tokens or letters they have in common at first
+  const end = Math.min(a.length, b.length);
+  for (let i = 0; i < end; i++) if (a[i] !== b[i]) return i;
+  return end;
 }
 
 function nameOf(r) {                     // A to Z, AA, AB, ...
@@ -101,42 +115,42 @@ function nameOf(r) {                     // A to Z, AA, AB, ...
 
 // What the scoreboard says of a run; null if nothing ran. Waits in milliseconds; memory: the most
 // tokens that it had room for, and its limit.
-function figuresOf({passes: p, requests, check, knobs, pool, summary}) {
+function figuresOf({passes: p, requests, check, knobs, pool}) {
   const sum = values => values.reduce((a, b) => a + b, 0);
   const ran = requests.filter(({ms}) => ms.length);
   if (!ran.length) return null;
-  const gaps = ran.flatMap(({ms}) => ms.slice(1).map((time, i) => time - ms[i]));
   const limit = knobs.pages ? knobs.pages * knobs.page_size
     : pool ? pool.pages * pool.page_size : knobs.max_kv_tokens;
-  const {passes, slots, useful, at_once, reserved} = summary ?? {
-    passes: p.step.length, slots: sum(p.slots), useful: sum(p.useful),
-    at_once: Math.max(1, largest(p.at_once)), reserved: largest(p.reserved)};
   const tokens = sum(ran.map(({ms}) => ms.length)), end = largest(ran.map(({ms}) => ms.at(-1)));
-  return {passes, useful: useful / slots, speed: 1e3 * tokens / end,
-          first: largest(ran.map(({ms, arrived}) => ms[0] - arrived)), next: largest(gaps), at_once,
-          memory: [reserved, limit ?? null], wrong: Object.keys(check?.wrong ?? {}).length};
+  return {passes: p.step.length, useful: sum(p.useful) / sum(p.slots), speed: 1e3 * tokens / end,
+          first: largest(ran.map(({ms, arrived}) => ms[0] - arrived)),
+          next: largest(ran.flatMap(({ms}) => gapsOf(ms))),
+          at_once: Math.max(1, largest(p.at_once)), memory: [largest(p.reserved), limit ?? null],
+          wrong: Object.keys(check?.wrong ?? {}).length};
+}
+
+function gapsOf(ms) {                    // milliseconds between a request's tokens
+  return ms.slice(1).map((time, i) => time - ms[i]);
 }
 
 // What every stage would have done with the lengths of a run, in as much memory if it has a limit.
 function wouldHave({requests, knobs, pool}) {
   const {max_batch = 8, token_budget = 64, page_size = 16} = knobs;
   const memory = pool ? pool.pages * pool.page_size : knobs.max_kv_tokens;
-  const load = requests.filter(({generated}) => generated.length).map(
-    ({name, prompt, generated, limit, arrival}) => (
-      {name, prompt: prompt.length, answer: generated.length, arrival: Math.max(arrival, 0),
-       limit: Math.max(limit, generated.length), tokens: [...prompt, ...generated]}));
+  const load = lengthsOf(requests.filter(({generated}) => generated.length));
   const limits = {max_batch, token_budget, page_size, max_kv_tokens: memory,
                   pages: memory ? Math.floor(memory / page_size) : null};
   return Object.fromEntries(Object.keys(LADDER).map(
-    stage => [stage, figuresOf(computed(stage, load, limits, false))]));
+    stage => [stage, figuresOf(computed(stage, load, limits))]));
 }
 
 // --- looking things up ---------------------------------------------------------------------------
 
 function largest(values) { return values.reduce((a, b) => Math.max(a, b), 0); }
 
-function threes(values) {                // [a, b, c, d, e, f] -> [[a, b, c], [d, e, f]]
-  return Array.from({length: values.length / 3}, (_, i) => values.slice(3 * i, 3 * i + 3));
+function groups(values, size) {          // [a, b, c, d, e, f], 3 -> [[a, b, c], [d, e, f]]
+  return Array.from(
+    {length: values.length / size}, (_, i) => values.slice(size * i, size * (i + 1)));
 }
 
 function atMost(sorted, value, key = x => x) {   // how many of them are <= value
@@ -148,12 +162,15 @@ function atMost(sorted, value, key = x => x) {   // how many of them are <= valu
   return low;
 }
 
-function last(events, pass) {            // the last of [pass, ...] at or before a pass
-  return events[atMost(events, pass, event => event[0]) - 1];
+function last(events, pass) {            // the last of {pass, ...} at or before a pass
+  return events[atMost(events, pass, event => event.pass) - 1];
 }
 
 const inStep = (run, name, step) => step.passes.reduce(
   (total, i) => total + (run.passes[name]?.[i] ?? 0), 0);
+function tokensIn(run, {passes}) {       // of a step
+  return passes.flatMap(pass => run.work[pass]).reduce((sum, {n}) => sum + n, 0);
+}
 
 // --- text ----------------------------------------------------------------------------------------
 
@@ -191,11 +208,9 @@ function momentOf(run, clock, value) {
 // {kind, words, tokens, computed, holds, active} of a request: tokens generated so far, tokens in
 // its cache, and what it holds: a capacity, a block table, or null.
 function stateOf(run, request, now) {
-  const r = run.requests.indexOf(request), work = last(request.work, now.pass);
-  const holds = last(request.rooms, now.pass)?.[1] ?? null;
-  const end = work ? work[1] + work[2] : 0, tokens = atMost(request.steps, now.step);
-  const computed = work ? end - rejectedOf(run, r, work) : 0;
-  const active = Boolean(work) && now.passes.includes(work[0]), prompt = request.prompt.length;
+  const work = last(request.work, now.pass), holds = last(request.rooms, now.pass)?.room ?? null;
+  const tokens = atMost(request.steps, now.step), computed = work?.end ?? 0;
+  const active = Boolean(work) && now.passes.includes(work.pass), prompt = request.prompt.length;
   const over = request.reason && tokens === request.generated.length
     && work === request.work.at(-1);
   const [kind, words] = request.refused ? ["absent", request.refused]
@@ -203,43 +218,29 @@ function stateOf(run, request, now) {
     : over ? ["done", `■ done (${request.reason})`]
     : !work ? ["waiting", "○ waiting"]
     : run.pool && !active && holds === null ? ["preempted", "↺ preempted"]
-    : active && work[1] < work[3]
-    ? ["recomputed", `↻ computed again, ${Math.min(end, work[3])} of ${work[3]}`]
-    : work[1] >= prompt ? ["decode", "● decoding"]
+    : active && work.first < work.reached ? ["recomputed", "↻ computed again, "
+      + `${Math.min(work.first + work.n, work.reached)} of ${work.reached}`]
+    : work.first >= prompt ? ["decode", "● decoding"]
     : ["prefill", `◐ prefilling ${Math.min(computed, prompt)}/${prompt}`];
   return {kind, words, tokens, computed, holds, active};
 }
 
 // --- slots and what they see ---------------------------------------------------------------------
 
-// The tokens of a request in a pass: [[kind, how many], ...].
-function partsOf(run, r, work) {
-  const [, first, n, reached] = work, {prompt} = run.requests[r];
-  const rejected = rejectedOf(run, r, work);
-  const again = Math.max(0, Math.min(reached, first + n) - first);
-  const prefill = Math.max(0, Math.min(prompt.length, first + n) - first - again);
-  const rest = n - again - prefill - rejected, accepted = guessed(run, r, work) ? rest - 1 : 0;
-  return [["recomputed", again], ["prefill", prefill], ["decode", rest - accepted],
-          ["accepted", accepted], ["rejected", rejected]];
-}
-
 function kindOf(run, pass, owner, position) {
   if (owner < 0) return owner === -1 ? "pad" : "finished";
-  const work = last(run.requests[owner].work, pass), [, first, n, reached] = work;
-  if (position < reached) return "recomputed";
-  if (position < run.requests[owner].prompt.length) return "prefill";
-  if (position === first || !guessed(run, owner, work)) return "decode";
-  return position < first + n - rejectedOf(run, owner, work) ? "accepted" : "rejected";
+  const {first, parts} = last(run.requests[owner].work, pass);
+  let end = first;
+  return parts.find(([, n]) => position < (end += n))?.[0] ?? "decode";
 }
 
 // The tensor's rows [{owner, first, n}, ...]: of a request, or of a finished one (n is 0). A stream
 // has one for each request, too.
 function rowsOf(run, pass) {
-  const {work, finished} = run.passes, came = ({owner}) => run.requests[owner].arrived;
-  const rows = threes(work[pass]).map(([owner, first, n]) => ({owner, first, n}));
-  const done = finished[pass] ?? [];     // a static batch keeps its rows in order of arrival
-  if (!done.length) return rows;
-  return [...rows, ...done.map(owner => ({owner, first: 0, n: 0}))].sort(
+  const came = ({owner}) => run.requests[owner].arrived, work = run.work[pass];
+  const done = run.passes.finished[pass] ?? [];   // a static batch keeps its rows in order
+  if (!done.length) return work;
+  return [...work, ...done.map(owner => ({owner, first: 0, n: 0}))].sort(
     (a, b) => came(a) - came(b) || a.owner - b.owner);
 }
 
@@ -258,18 +259,15 @@ function slotsOf(run, pass) {
 }
 
 // {owner, position, seen, pads, blanks, shift, kind} of a slot, or null. seen: names of the keys
-// that it sees, "request.position". If nothing else is recorded: its request's, up to itself.
+// that it sees, "request.position"; undefined: its request's, up to itself, as it should be.
 function slotAt(run, pass, row, column) {
   const slots = slotsOf(run, pass), owner = slots.owner[row]?.[column];
-  const name = row * slots.owner[0]?.length + column;
   if (owner === undefined) return null;
   const position = slots.position[row][column], {sees = {}, shift = {}} = run.passes;
-  const [keys, pads, blanks] = sees[pass]?.[name] ?? [[], 0, 0], seen = new Set();
-  for (let i = 0; i < keys.length; i += 2) seen.add(keys[i] + "." + keys[i + 1]);
-  if (owner >= 0 && !sees[pass]?.[name]) {
-    for (let i = 0; i <= position; i++) seen.add(owner + "." + i);
-  }
-  return {owner, position, seen, pads, blanks, shift: shift[pass]?.[name] ?? 0,
+  const name = row * slots.owner[0].length + column;
+  const [keys, pads = 0, blanks = 0] = sees[pass]?.[name] ?? [];
+  return {owner, position, pads, blanks, shift: shift[pass]?.[name] ?? 0,
+          seen: keys && new Set(groups(keys, 2).map(key => key.join("."))),
           kind: kindOf(run, pass, owner, position)};
 }
 
@@ -279,7 +277,7 @@ function ownersOf(row) {                 // the requests whose slots, finished o
 }
 
 function pageOf(run, pass, {owner, position}) {   // that holds a key; null without pages
-  const table = last(run.requests[owner]?.rooms ?? [], pass)?.[1];
+  const table = last(run.requests[owner]?.rooms ?? [], pass)?.room;
   return Array.isArray(table) ? table[Math.floor(position / run.pool.page_size)] ?? null : null;
 }
 
@@ -288,8 +286,8 @@ function keysOf(run, pass, row, slot) {
   const p = run.passes, {owner: owners, position} = slotsOf(run, pass);
   const flat = p.shape[pass].length === 1;
   const past = (flat ? [slot.owner] : ownersOf(owners[row])).flatMap(owner => {
-    const [i, first, n] = last(run.requests[owner].work, pass);
-    const length = i === pass ? first : first + n;
+    const work = last(run.requests[owner].work, pass);
+    const length = work.pass === pass ? work.first : work.end;
     return Array.from({length}, (_, position) => ({owner, position, past: true}));
   });
   const pads = Math.max(0, p.past[pass] - past.length), keys = [];
@@ -310,11 +308,11 @@ function markedKeys(run, pass, row, slot) {
     const mine = key.owner === slot.owner && key.position <= slot.position;
     const name = key.owner + "." + key.position;
     if (key.owner < 0) key.mark = "pad";
-    else if (slot.seen.has(name)) key.mark = !mine ? "wrong" : key.past ? "past" : "new";
+    else if (slot.seen?.has(name) ?? mine) key.mark = !mine ? "wrong" : key.past ? "past" : "new";
     else key.mark = mine ? "missing" : "unseen";
     inRow.add(name);
   }
-  for (const name of slot.seen) {         // although it is not in its row at all
+  for (const name of slot.seen ?? []) {         // although it is not in its row at all
     const [owner, position] = name.split(".").map(Number);
     if (!inRow.has(name)) keys.push({owner, position, past: true, mark: "wrong"});
   }

@@ -14,26 +14,27 @@ const largest = values => values.reduce((a, b) => Math.max(a, b), 0);
 // --- request.py ----------------------------------------------------------------------------------
 
 class Request {
-  // prompt, answer, limit: numbers of tokens; limit: of the longest answer that it may get
-  // shared: so many of its first tokens are those with which the other requests begin
-  // tokens: ids of prompt and answer, if they are known; then these say what is shared
-  constructor({prompt, answer, limit = answer, arrival = 0, shared = 0, tokens = null}, number) {
-    Object.assign(this, {number, prompt, answer, limit, arrival, shared, tokens, refused: ""});
-    Object.assign(this, {computed: 0, generated: 0, reached: 0, block_table: null});
-    Object.assign(this, {page_hashes: [], token_steps: [], token_times: [], table: null, room: 0,
-                         runs: false});
+  // prompt, answer: numbers of tokens; limit: of the longest answer that it may get
+  // equal: for each request before it, with how many of that one's tokens it begins
+  constructor({prompt, answer, limit = answer, arrival = 0, equal = []}, number) {
+    Object.assign(this, {number, prompt, answer, limit, arrival, equal, refused: ""});
+    Object.assign(this, {computed: 0, generated: 0, block_table: null, page_hashes: []});
+    Object.assign(this, {token_steps: [], token_times: []});
+    Object.assign(this, {reached: 0, room: null, room_pages: undefined});   // for the record
   }
   get todo() { return this.prompt + this.generated - this.computed; }
   get kv_tokens() { return this.prompt + this.limit - 1; }
   get finished() { return this.generated === this.answer; }
 }
 
-const requests_due = plan => plan.filter(([request, n]) => n === request.todo).map(part => part[0]);
+function requests_due(plan) {
+  return plan.filter(([request, n]) => n === request.todo).map(([request]) => request);
+}
 
 function advance(plan) {
-  const sampled = requests_due(plan);
+  const due = requests_due(plan);
   for (const [request, n] of plan) request.computed += n;
-  for (const request of sampled) request.generated += 1;
+  for (const request of due) request.generated += 1;
 }
 
 class Clock {   // arrivals are steps, or with `in_ms` milliseconds of this clock
@@ -51,7 +52,7 @@ class Clock {   // arrivals are steps, or with `in_ms` milliseconds of this cloc
 class Scheduler {
   constructor(requests, {max_batch, token_budget, max_kv_tokens}, clock) {
     Object.assign(this, {max_batch, token_budget, max_kv_tokens: max_kv_tokens ?? Infinity, clock});
-    Object.assign(this, {waiting: [], running: [], waits_for: ""});
+    Object.assign(this, {waiting: [], running: []});
     for (const request of requests) this.add(request);
   }
   add(request) {                         // Python refuses the whole run
@@ -64,22 +65,23 @@ class Scheduler {
     if (!plan.length) throw Error(`step ${step}: nothing can go on`);
     return plan;
   }
-  admit(step) {                          // waits_for: what keeps the first in the queue out
+  admit(step) {
     let todo = sum(this.running.map(request => request.todo));
     while (this.running.length < this.max_batch && todo < this.token_budget) {
-      this.waits_for = "memory";
-      if (!this.arrived(step) || !this.grant_room(this.waiting[0])) return;
+      if (!this.arrived(step) || !this.grant_room(this.waiting[0])) break;
       this.running.push(this.waiting.shift());
       todo += this.running.at(-1).todo;
     }
-    this.waits_for = this.running.length < this.max_batch ? "the token budget" : "a place";
   }
   share_budget() {
     const plan = this.running.filter(request => request.todo === 1).map(request => [request, 1]);
     let budget = this.token_budget - plan.length;
-    for (const request of this.running.filter(request => request.todo > 1)) {
-      if (budget > 0) plan.push([request, Math.min(request.todo, budget)]);
-      budget -= request.todo;
+    for (const request of this.running) {
+      if (request.todo > 1 && budget > 0) {
+        const n = Math.min(request.todo, budget);
+        plan.push([request, n]);
+        budget -= n;
+      }
     }
     return plan;
   }
@@ -89,10 +91,10 @@ class Scheduler {
     this.running = this.running.filter(request => !request.finished);
   }
   get busy() { return this.waiting.length + this.running.length > 0; }
-  arrived(step) { return this.waiting.length > 0 && this.clock.arrived(this.waiting[0], step); }
   next_step(step) {
     return this.running.length ? step : this.clock.next_step(step, this.waiting[0]);
   }
+  arrived(step) { return this.waiting.length > 0 && this.clock.arrived(this.waiting[0], step); }
   grant_room(request) {
     const reserved = sum(this.running.map(other => other.kv_tokens));
     return reserved + request.kv_tokens <= this.max_kv_tokens;
@@ -100,12 +102,11 @@ class Scheduler {
   free() {}
 }
 
-// --- paging.py -----------------------------------------------------------------------------------
+// --- paging.py, generate_paged.py ----------------------------------------------------------------
 
 class Pages {
   constructor(number, size) {            // a Set keeps the order
     Object.assign(this, {number, size, free_queue: new Set(Array(number).keys())});
-    this.counts = {preemptions: 0, shared_pages: 0, saved_tokens: 0, evicted_pages: 0};
   }
   needed(tokens) { return Math.ceil(tokens / this.size); }
   take() {                               // Python: popleft, popitem
@@ -113,8 +114,12 @@ class Pages {
     this.free_queue.delete(page);
     return page;
   }
-  allocate(table, number) { for (let i = 0; i < number; i++) table.push(this.take()); }
-  free(table) { for (const page of table) this.free_queue.add(page); }
+  allocate(table, number) {
+    for (let i = 0; i < number; i++) table.push(this.take());
+  }
+  free(table) {
+    for (const page of table) this.free_queue.add(page);
+  }
 }
 
 function pool_size(requests, {max_batch, page_size, pages = null}) {
@@ -124,10 +129,10 @@ function pool_size(requests, {max_batch, page_size, pages = null}) {
 }
 
 class PagedScheduler extends Scheduler {
-  constructor(requests, knobs, clock, Kind = Pages) {
-    const number = pool_size(requests, knobs), max_kv_tokens = number * knobs.page_size;
-    super(requests, {...knobs, max_kv_tokens}, clock);
-    this.pages = new Kind(number, knobs.page_size);
+  constructor(requests, knobs, clock) {
+    const number = pool_size(requests, knobs), {page_size} = knobs;
+    super(requests, {...knobs, max_kv_tokens: number * page_size}, clock);
+    this.pages = new Pages(number, page_size);
   }
   schedule(step) {
     for (const request of [...this.running]) {
@@ -144,7 +149,6 @@ class PagedScheduler extends Scheduler {
     this.free(request);
     request.computed = 0;
     this.waiting.unshift(request);
-    this.pages.counts.preemptions += 1;
   }
   grant_room(request) {
     const need = this.pages.needed(request.todo);
@@ -161,39 +165,22 @@ class PagedScheduler extends Scheduler {
 
 // --- generate_prefix.py --------------------------------------------------------------------------
 
-// What tells a full page's tokens from others: their ids, or their place in a shared beginning.
-function content({number, shared, tokens}, start, end) {
-  if (tokens) return tokens.slice(start, end).join(" ");
-  return end <= shared ? `shared ${end}` : `${number}: ${end}`;
+// What tells a page's tokens, and all before them, from others: who has them first, and their end.
+function page_hash({number, equal}, end) {
+  const first = equal.findIndex(tokens => tokens >= end);
+  return `${first < 0 ? number : first} ${end}`;
 }
 
 class PrefixPages extends Pages {
   constructor(number, size) {
     super(number, size);
     Object.assign(this, {ref_count: Array(number).fill(0), cached: new Map(), hash_of: new Map()});
-    this.names = new Map();              // of what was hashed -> its hash, a number
   }
-  page_hash(request, i) {                // of its i-th page and all before it, computed once
-    const known = request.page_hashes, {size, names} = this;
-    while (known.length <= i) {
-      const start = known.length * size, tokens = content(request, start, start + size);
-      const chained = `${known.at(-1) ?? ""} / ${tokens}`;
-      if (!names.has(chained)) names.set(chained, names.size);
-      known.push(names.get(chained));
-    }
-    return known[i];
-  }
-  get in_order() {                       // the cached pages of the free queue
-    return [...this.free_queue].filter(page => this.hash_of.has(page));
-  }
-  find(request, last) {                  // of its full pages before position `last`
-    const found = [];
-    for (let i = 0; (i + 1) * this.size <= last; i++) {
-      const page = this.cached.get(this.page_hash(request, i));
-      if (page === undefined) break;
-      found.push(page);
-    }
-    return found;
+  get cached_and_free() { return [...this.free_queue].filter(page => this.hash_of.has(page)); }
+  find(hashes) {
+    const missing = hashes.findIndex(hash => !this.cached.has(hash));
+    return hashes.slice(0, missing < 0 ? hashes.length : missing).map(
+      hash => this.cached.get(hash));
   }
   share(table, pages) {
     for (const page of pages) {
@@ -205,7 +192,7 @@ class PrefixPages extends Pages {
   allocate(table, number) {
     for (let i = 0; i < number; i++) {
       const page = this.take();
-      if (this.cached.delete(this.hash_of.get(page))) this.counts.evicted_pages += 1;
+      this.cached.delete(this.hash_of.get(page));
       this.hash_of.delete(page);
       this.share(table, [page]);
     }
@@ -224,74 +211,66 @@ class PrefixPages extends Pages {
 }
 
 class PrefixScheduler extends PagedScheduler {
-  constructor(...load) { super(...load, PrefixPages); }
+  constructor(...load) {
+    super(...load);
+    this.pages = new PrefixPages(this.pages.number, this.pages.size);
+  }
+  hashes(request, end) {
+    const known = request.page_hashes, {size} = this.pages;
+    while ((known.length + 1) * size <= end) {
+      known.push(page_hash(request, (known.length + 1) * size));
+    }
+    return known;
+  }
   grant_room(request) {
-    const {pages} = this, found = pages.find(request, request.todo - 1);
+    const {pages} = this, last = request.todo - 1;
+    const found = pages.find(this.hashes(request, last).slice(0, Math.floor(last / pages.size)));
     const more = pages.needed(request.todo) - found.length;
     const free = found.filter(page => pages.free_queue.has(page)).length;
     if (more + free > pages.free_queue.size) return false;
     Object.assign(request, {block_table: [], computed: found.length * pages.size});
     pages.share(request.block_table, found);
     pages.allocate(request.block_table, more);
-    pages.counts.shared_pages += found.length;
-    pages.counts.saved_tokens += request.computed;
     return true;
   }
   update(plan) {
-    const {size} = this.pages;
     for (const [request, n] of plan) {
-      const full = Math.floor((request.computed + n) / size);
-      for (let i = Math.floor(request.computed / size); i < full; i++) {
-        this.pages.cache(request.block_table[i], this.pages.page_hash(request, i));
-      }
+      this.cache_filled(request, request.computed, request.computed + n);
     }
     super.update(plan);
+  }
+  cache_filled(request, start, end) {
+    const {size} = this.pages, hashes = this.hashes(request, end);
+    for (let i = Math.floor(start / size); i < Math.floor(end / size); i++) {
+      this.pages.cache(request.block_table[i], hashes[i]);
+    }
   }
 }
 
 // --- layouts: the tensor's shape; the scores that attention computes, the keys that it reads, and
 // --- those that it copies, of all rows. (A GPU reads pages through the table, and copies none.)
 
-const n_of = ([, n]) => n, first_of = ([{computed}]) => computed;
+const n_of = ([, n]) => n, start_of = ([{computed}]) => computed;
 const end_of = ([{computed}, n]) => computed + n;
-
-function alone([part]) {
-  return {shape: [1, n_of(part)], scores: n_of(part) * end_of(part), keys: end_of(part), copied: 0};
-}
 
 function static_batch({length: B}, start, end) {
   return {shape: [B, end - start], scores: B * (end - start) * end, keys: B * end, copied: 0};
 }
 
 function rectangle(plan) {
-  const B = plan.length, T = largest(plan.map(n_of)), P = largest(plan.map(first_of));
+  const B = plan.length, T = largest(plan.map(n_of)), P = largest(plan.map(start_of));
   return {shape: [B, T], scores: B * T * (P + T), keys: B * (P + T), copied: B * P + B * (P + T)};
 }
 
 function flat(plan) {
-  let N = 0, scores = 0, keys = 0;
-  for (const part of plan) {
-    N += n_of(part);
-    keys += end_of(part);
-    scores += n_of(part) * end_of(part);
-  }
-  return {shape: [N], scores, keys, copied: 0};
+  return {shape: [sum(plan.map(n_of))], scores: sum(plan.map(part => n_of(part) * end_of(part))),
+          keys: sum(plan.map(end_of)), copied: 0};
 }
+
+// One request: its cache is written in place.
+const alone = plan => ({...rectangle(plan), copied: 0});
 
 // --- generate_*.py -------------------------------------------------------------------------------
-
-function* unbatched(waiting, knobs, clock) {
-  let step = 0;
-  for (const request of [...waiting]) {
-    step = clock.next_step(step, request);
-    waiting = waiting.slice(1);
-    for (; !request.finished; step++) {
-      const plan = [[request, request.todo]];
-      yield {step, plan, running: [request], waiting, waits_for: "its turn", cost: alone(plan)};
-      advance(plan);
-    }
-  }
-}
 
 function* naive(waiting, {max_batch}, clock) {
   let step = 0;
@@ -300,17 +279,16 @@ function* naive(waiting, {max_batch}, clock) {
     const running = waiting.filter(one => clock.arrived(one, step)).slice(0, max_batch);
     waiting = waiting.slice(running.length);
     let start = 0, end = largest(running.map(({prompt}) => prompt));
-    const capacity = end + largest(running.map(({limit}) => limit - 1)), waits_for = "the batch";
+    const capacity = end + largest(running.map(({limit}) => limit - 1));
     for (; !running.every(({finished}) => finished); start = end++, step++) {
       const plan = running.map(request => [request, request.finished ? 0 : request.todo]);
-      yield {step, plan, running, waiting, waits_for, columns: end, capacity,
-             cost: static_batch(plan, start, end)};
+      yield {step, plan, running, columns: end, capacity, cost: static_batch(plan, start, end)};
       advance(plan);
     }
   }
 }
 
-function* dynamic(waiting, {max_batch}, clock) {
+function* dynamic(waiting, {max_batch}, clock, layout = rectangle) {
   let running = [];
   for (let step = 0; waiting.length || running.length; step++) {
     if (!running.length) step = clock.next_step(step, waiting[0]);
@@ -321,7 +299,7 @@ function* dynamic(waiting, {max_batch}, clock) {
     const decodes = running.filter(one => one.generated).map(one => [one, 1]);
     const prompts = running.filter(one => !one.generated).map(one => [one, one.todo]);
     for (const plan of [decodes, prompts].filter(part => part.length)) {
-      yield {step, plan, running, waiting, waits_for: "a place", cost: rectangle(plan)};
+      yield {step, plan, running, cost: layout(plan)};
       advance(plan);
     }
     running = running.filter(request => !request.finished);
@@ -332,17 +310,20 @@ function* scheduled(scheduler, layout, passes_of = plan => [plan]) {
   for (let step = 0; scheduler.busy; step++) {
     step = scheduler.next_step(step);
     for (const plan of passes_of(scheduler.schedule(step)).filter(part => part.length)) {
-      const {running, waiting, waits_for, pages} = scheduler;
-      yield {step, plan, running, waiting, waits_for, pages, cost: layout(plan)};
+      yield {step, plan, running: scheduler.running, pages: scheduler.pages, cost: layout(plan)};
       scheduler.update(plan);
     }
   }
 }
 
-const two_passes = plan => [1, 0].map(is => plan.filter(([{todo}]) => (todo === 1) == is));
-const STAGES = {
-  unbatched, naive, dynamic,
-  chunked: (...load) => scheduled(new Scheduler(...load), rectangle, two_passes),
+function decodes_and_chunks(plan) {
+  return [plan.filter(([{todo}]) => todo === 1), plan.filter(([{todo}]) => todo > 1)];
+}
+
+const STAGES = {   // unbatched is dynamic with one request at a time
+  unbatched: (requests, knobs, clock) => dynamic(requests, {max_batch: 1}, clock, alone),
+  naive, dynamic,
+  chunked: (...load) => scheduled(new Scheduler(...load), rectangle, decodes_and_chunks),
   interleaved: (...load) => scheduled(new Scheduler(...load), rectangle),
   ragged: (...load) => scheduled(new Scheduler(...load), flat),
   paged: (...load) => scheduled(new PagedScheduler(...load), flat),
@@ -350,45 +331,34 @@ const STAGES = {
 
 // --- toolbox/trace.py, lab/simulate: what happened, and when -------------------------------------
 
-// Returns {requests, passes, totals, counts, pool}. A pass has what page.run_data has as columns,
-// and waits_for, waiting. gpu: of page.gpu_data; knobs: Python's, and `in_ms`: arrivals are ms on
-// the calculated clock, not steps; keep: false for totals only, since a long run has many passes.
+// Returns {requests, passes, pool}. A pass has what page.run_data has as columns. gpu: of
+// page.gpu_data; knobs: Python's, and `in_ms`: arrivals are ms on the calculated clock, not steps.
 // Requests that could never run have a reason in `refused`.
-export function simulate(stage, load, knobs, gpu, keep = true) {
+export function simulate(stage, load, knobs, gpu) {
   const requests = load.map((lengths, number) => new Request(lengths, number));
   const queue = [...requests].sort((a, b) => a.arrival - b.arrival), clock = new Clock(knobs.in_ms);
-  const passes = [], totals = {passes: 0, slots: 0, useful: 0, at_once: 0, reserved: 0};
-  let pages = null, before = null, seen = 0;
+  const passes = [];
+  let pool = null;
   for (const batch of STAGES[stage](queue, knobs, clock)) {
-    const sampled = requests_due(batch.plan), pass = record_pass(batch, gpu, sampled.length);
-    const {step} = batch, {now} = clock, begins = before?.step !== step;
-    for (; begins && seen < queue.length && clock.arrived(queue[seen], step); seen++) {
-      const {arrival} = queue[seen];
-      Object.assign(queue[seen], {step, arrived: knobs.in_ms || !arrival ? arrival : now});
-    }
-    for (const name of ["passes", "slots", "useful"]) totals[name] += pass[name] ?? 1;
-    for (const name of ["at_once", "reserved"]) totals[name] = Math.max(totals[name], pass[name]);
-    if (keep) {
-      pass.start = begins ? now : before.start;   // of its step
-      pass.room = room_changes(requests, batch);
-      pass.waiting = batch.waiting.filter(one => clock.arrived(one, step)).map(one => one.number);
-      passes.push(pass);
-    }
+    const {step, plan, pages} = batch, due = requests_due(plan), before = passes.at(-1);
+    const pass = record_pass(batch, gpu, due.length);
+    pass.start = before?.step === step ? before.start : clock.now;   // of the step
+    pass.room = room_changes(requests, batch);
+    passes.push(pass);
     clock.now += pass.ms;
-    for (const request of sampled) {
+    for (const request of due) {
       request.token_steps.push(step);
       request.token_times.push(clock.now);
     }
-    [pages, before] = [batch.pages, pass];
+    pool = pages ? {pages: pages.number, page_size: pages.size} : null;
   }
-  return {requests, passes, totals, counts: pages?.counts ?? {},
-          pool: pages ? {pages: pages.number, page_size: pages.size} : null};
+  return {requests, passes, pool};
 }
 
 function record_pass(batch, gpu, sampled) {   // as Trace and Recorder
-  const {step, plan, running, pages, columns = 0, capacity, cost, waits_for} = batch;
-  const work = [], finished = [], [B, T] = cost.shape, slots = B * (T ?? 1);
-  let planned = 0, useful = 0, useful_scores = 0, own = 0;
+  const {step, plan, running, pages, columns = 0, capacity, cost} = batch, {shape} = cost;
+  const work = [], finished = [], slots = shape.reduce((a, b) => a * b);
+  let planned = 0, own = 0, useful = 0, useful_scores = 0;
   for (const [request, n] of plan) {
     if (!n) finished.push(request.number);
     if (!n) continue;
@@ -403,25 +373,22 @@ function record_pass(batch, gpu, sampled) {   // as Trace and Recorder
   }
   const reserved = pages ? (pages.number - pages.free_queue.size) * pages.size
     : capacity ? capacity * plan.length : sum(running.map(request => request.kv_tokens));
-  return {step, start: 0, ms: milliseconds(gpu, slots, cost, sampled), shape: cost.shape, slots,
-          work, finished, useful, recomputed: planned - useful, finished_slots: finished.length,
-          pad_slots: slots - planned - finished.length, score_entries: cost.scores, useful_scores,
+  return {step, ms: milliseconds(gpu, slots, cost, sampled), shape, slots, work, finished, useful,
+          recomputed: planned - useful, pad_slots: slots - planned - finished.length,
+          finished_slots: finished.length, score_entries: cost.scores, useful_scores,
           padded_keys: cost.keys - own, copied_bytes: cost.copied * gpu.kv_bytes, columns,
-          past: T ? cost.keys / B - T : 0, at_once: running.length, reserved, room: null,
-          cached: pages?.in_order ?? [], waits_for, waiting: null};
+          at_once: running.length, reserved, cached: pages?.cached_and_free ?? []};
 }
 
 // {request: its capacity, block table or null}, where it differs from the last pass.
 function room_changes(requests, {running, capacity}) {
   const changes = {};
-  for (const request of running) request.runs = true;
   for (const request of requests) {
-    const {runs, block_table: table} = request;
-    const room = !runs ? 0 : table?.length ?? capacity ?? request.kv_tokens;
-    request.runs = false;
-    if (room === request.room && table === request.table) continue;
-    Object.assign(request, {room, table});
-    changes[request.number] = runs ? table?.slice() ?? room : null;
+    const holds = running.includes(request), table = holds ? request.block_table : null;
+    const room = holds ? table ?? capacity ?? request.kv_tokens : null;
+    if (room === request.room && table?.length === request.room_pages) continue;
+    Object.assign(request, {room, room_pages: table?.length});
+    changes[request.number] = table ? [...table] : room;
   }
   return changes;
 }

@@ -225,6 +225,8 @@ def milliseconds(trace, step):
 
 def tables(trace, i):
     """{request: its block table} in pass i of a run with pages."""
-    recorder = trace.recording
-    return {recorder.requests[number].name: table
-            for number, table in recorder.frames[i]["held"].items()}
+    held = {}
+    for frame in trace.recording.frames[:i + 1]:
+        held |= frame["room"]
+    return {trace.recording.requests[number].name: table
+            for number, table in held.items() if table}
