@@ -597,24 +597,32 @@ def test_the_two_files_of_gpt2_s_tokenizer(folder):
     refused(folder, "tokenizer.json': tokenizers .. cannot read it")
 
 
-@pytest.mark.parametrize("generation, config, ends", [   # None: no such file; or no such key
-    ([7, 5], 2, (7, 5)), (5, 2, (5,)), ("null", 6, (6,)), (None, [6, 2], (6, 2)), (None, 6, (6,)),
-    (None, None, (1,))])   # the tokenizer's
-def test_an_answer_ends_where_the_files_say(generation, config, ends, llamas):
-    edit_config(eos_token_id=config)(llamas)
-    (llamas / "generation_config.json").write_text(json.dumps(
-        {"eos_token_id": None if generation == "null" else generation}))
-    if generation is None:
-        (llamas / "generation_config.json").unlink()
-    request, = make_requests([{"prompt": ""}], load(llamas)[1], seed=0)
-    assert request.ends == ends
-
-
-def test_an_answer_ends_at_the_first_of_several():
-    STAGES["unbatched"](LLAMA, whole := Request([1, 2, 3], 9, 1.0))
-    _, early, late, *_ = dict.fromkeys(whole.generated)   # in the order of their first places
-    STAGES["paged"](LLAMA, request := Request([1, 2, 3], 9, 1.0, eos_token=(late, early)))
-    assert request.generated == whole.generated[:whole.generated.index(early) + 1]
+@pytest.mark.parametrize("generation, config", [
+    ([7, 5], [2]), ([5], [2]), (None, [6, 2]), (None, [6]), (None, None), ("null", [6])])
+def test_an_answer_ends_where_transformers_ends_it(generation, config, llamas):
+    """
+    The files name some tokens of an answer as its ends: these. But for two cases: transformers has
+    no end if the first file says null, nor one from the tokenizer.
+    """
+    model, _ = load(llamas)
+    STAGES["unbatched"](model, whole := Request([1, 2, 3], 9))
+    for file, ends in (("generation_config.json", generation), ("config.json", config)):
+        said = json.loads((llamas / file).read_text())
+        tokens = [whole.generated[i] for i in ends] if isinstance(ends, list) else [None]
+        said["eos_token_id"] = tokens if len(tokens) > 1 else tokens[0]
+        (llamas / file).write_text(json.dumps(said))
+        if ends is None and file == "generation_config.json":
+            (llamas / file).unlink()
+    ends = make_requests([{"prompt": ""}], load(llamas)[1], seed=0)[0].ends
+    STAGES["paged"](model, request := Request([1, 2, 3], 9, eos_token=ends))
+    reference = transformers.LlamaForCausalLM.from_pretrained(llamas)
+    if generation == "null" or config is None:
+        assert ends == (tokens[0] or 1,)
+        reference.generation_config.eos_token_id = list(ends)
+    answer = reference.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=9, do_sample=False)
+    assert request.generated == answer[0, 3:].tolist()
+    first = 9 if config is None else 1 + min(config if generation in (None, "null") else generation)
+    assert request.generated == whole.generated[:first]
 
 
 @pytest.mark.thorough
