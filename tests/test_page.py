@@ -440,6 +440,9 @@ def test_the_scoreboard_is_that_of_pythons_stages(show):
                        f"{gap:,.0f}", f"{at_once}", f"{held} {limit}"]
     shown.click(".scores button", 5)
     assert "run=ragged" in shown.address
+    shown = show(OWN + "&run=paged&beside=ragged")
+    shown.click(".scores button", 5)   # the two change places
+    assert "run=ragged&beside=paged" in shown.address
 
 
 def test_a_request_that_can_never_fit_says_so(show):
@@ -452,6 +455,7 @@ def test_a_request_that_can_never_fit_says_so(show):
     assert shown.run("return views[0].run.requests[0].ms.length") == 40   # the others run
     shown.run("state.own.memory = 16; redraw()")
     assert shown.texts(".scores .soft") == ["no request fits into its memory"] * 5
+    assert shown.texts("#said")[0].startswith("Step 0: nothing runs. A B C D can never run: 63 KV")
 
 
 def test_each_control_changes_the_link_and_undo_takes_it_back(show):
@@ -469,8 +473,11 @@ def test_each_control_changes_the_link_and_undo_takes_it_back(show):
             ("#more", 0, "70-5-0-1_70-5-0-1&"), (".row button", 0, "24-40-0-1"),
             (".row button", 1, "own=60-24-10_120"),
             ("#presets button", 3, "max_new_tokens=128&run=paged&beside=ragged")):
+        was = shown.address
         shown.click(selector, number)
         assert want in shown.address
+    shown.click("#undo")   # also a preset
+    assert shown.address.split("&run")[0] == was.split("&run")[0]
     assert len(show(OWN).texts(".row")) == 4
 
 
@@ -512,12 +519,13 @@ def test_requests_are_pasted_as_numbers_texts_and_jsonl(show):
 
     for text, want in (
             ("500 60\n40, 120, 25", "own=500-60_40-120-25"),
-            ('{"prompt": 30, "answer": 8}\n{"prompt": "four", "max_new_tokens": 9}',
-             "own=30-8_1-9"),
+            ('{"prompt": 30, "answer": 8}\n{"prompt": "four", "max_tokens": 9}\n12',
+             "own=30-8_1-9_12-64"),
             (f"{system}Why?\n{system}How?\nNo.", "own=59-64-0-1_59-64-0-1_1-64&common=58")):
         paste(text)
         assert want in shown.address
-    for text, said in (("{", "line 1 is not JSON"), ("0 5", "line 1: 1 to 8,192"), ("", "1 to 40")):
+    for text, said in (("{", "line 1 is not JSON"), ("0 5", "line 1: a prompt"), ("", "1 to 40"),
+                       ("-4 5", "line 1: a prompt"), ("40 30 -5", "line 1: a prompt")):
         paste(text)
         assert shown.texts(".paste [role=status]")[0].startswith(said)
 

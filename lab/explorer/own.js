@@ -67,7 +67,7 @@ function ownParts() {                    // for an address
 function openOwn(own = mine) {           // a state, or what an address says; else the first preset
   const parts = new URLSearchParams(typeof own === "string" ? own : Object.values(PRESETS)[0]);
   const runs = {run: parts.get("run") ?? "paged", beside: parts.get("beside") ?? ""};
-  if (state.own) keep(JSON.stringify(state.own)); else leave();
+  if (state.own) earlier.push(JSON.stringify(state.own)); else leave();
   setOwn(own?.requests ? own : ownFrom(parts));
   Object.assign(state, typeof own === "string" || !LADDER[state.run] ? runs : {},
                 {clock: "ms", slot: null, tab: 0});
@@ -191,8 +191,9 @@ function beginOwn() {
     "500 60", "40 120 25", '{"prompt": 300, "answer": 80}', "or a text"].join("\n")});
   const said = element("span", {className: "soft", role: "status"});
   const paste = element("details", {className: "paste"}, element("summary", {}, "paste requests"),
-    soft("A line for each request: “prompt answer arrival”, in tokens and ms, a line of a .jsonl "
-         + "file, or a text. Four characters of a text count as a token."), box,
+    soft("A line for each request: “prompt answer arrival”, in tokens and ms, a line of .jsonl, "
+         + "or a text. Four characters of a text count as a token; no answer: 64."),
+    box,
     element("button", {onclick: () => {
       try {
         const {requests, common} = parsed(box.value);
@@ -222,9 +223,11 @@ function beginOwn() {
 // Requests in a text. Error with a line that says what is wrong.
 function parsed(text) {
   const lines = text.split("\n").map(line => line.trim()).filter(Boolean);
-  if (!lines.length || lines.length > MOST) throw Error(`1 to ${MOST} requests, please`);
+  if (!lines.length || lines.length > MOST) {
+    throw Error(`1 to ${MOST} requests, please; there are ${lines.length} lines`);
+  }
   const entries = lines.map((line, i) => {
-    if (/^[\d\s,;.]+$/.test(line)) {
+    if (/^[-\d\s,;.]+$/.test(line)) {
       const [prompt, answer, arrival, shared] = line.split(/[\s,;]+/).map(Number);
       return {prompt, answer, arrival, shared};
     }
@@ -238,13 +241,15 @@ function parsed(text) {
   const texts = entries.map(({prompt}) => typeof prompt === "string" ? prompt : "");
   const shared = entries.map((entry, i) => entry.shared ?? Math.floor(largest(
     texts.map((text, k) => k === i ? 0 : alike(texts[i], text))) / 4));
-  const requests = entries.map(({prompt, answer, max_new_tokens, arrival = 0}, i) => {
-    const one = [texts[i] ? Math.ceil(prompt.length / 4) : prompt, answer ?? max_new_tokens ?? 64,
+  const requests = entries.map(({prompt, answer, arrival = 0, ...other}, i) => {
+    answer ??= other.max_new_tokens ?? other.max_tokens ?? 64;
+    const one = [texts[i] ? Math.ceil(prompt.length / 4) : prompt, answer,
                  Math.round(arrival), shared[i] >= 16 ? 1 : 0];
     if (isLength(one[0], 1, 8192) && isLength(one[1], 1, 2048) && isLength(one[2], 0, 1e5)) {
       return one;
     }
-    throw Error(`line ${i + 1}: 1 to 8,192 tokens of prompt, 1 to 2,048 of answer, then ms`);
+    throw Error(`line ${i + 1}: a prompt (a text, or 1 to 8,192 tokens), an answer (1 to 2,048; `
+                + "64 if none is given), an arrival in ms");
   });
   const sharing = shared.filter(n => n >= 16);
   return {requests, common: sharing.length ? Math.min(...sharing) : 0};
@@ -276,7 +281,7 @@ function ownScoreboard() {
     stage => [stage, figuresOf(ownRun(stage))]));
   const marks = {[state.beside]: "beside it", [state.run]: "shown"};
   return scoreboard(scores, run => {
-    change({run});
+    change(run === state.beside ? {run, beside: state.run} : {run});   // or twice the same
     $("views").querySelector(".scores [aria-pressed=true]").focus();   // as it was
   }, marks);
 }
@@ -287,7 +292,12 @@ function sayOwn(view) {                  // the plan, and what waits for what
   const names = queue.sort((a, b) => a.arrived - b.arrived).map(({name}) => name);
   const wait = !names.length || !now.passes.length ? ""
     : ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waitsFor(run, now)}.`;
-  const text = `Step ${now.step}: ${sayPlan(view, partsNow(view))}${wait}`;
+  const never = run.requests.filter(({refused}) => refused);
+  const misfits = never.length
+    ? ` ${never.map(({name}) => name).join(" ")} can never run: ${never[0].refused}.` : "";
+  const plan = never.length === run.requests.length ? "nothing runs."
+    : sayPlan(view, partsNow(view));
+  const text = `Step ${now.step}: ${plan}${wait}${misfits}`;
   if ($("said").textContent !== text) $("said").textContent = text;
 }
 
