@@ -146,8 +146,8 @@ def test_who_waits_for_a_beginning(pool, requests, first):
                  marks=pytest.mark.thorough),
     ("beyond.ahead", ["in turns 5.02 s, busy 80%; ahead 3.99 s, busy 100%"]),
     ("beyond.prepacked", ["12/12 requests identical to unbatched", "stage: prepacked, batch"]),
-    ("beyond.in_batch", ["asked together          952 tokens computed, 64 pages held",
-                         "steps later  392 tokens computed, 29 pages held",
+    ("beyond.in_batch", ["asked together            952 tokens computed, 64 pages held",
+                         "2 steps later  392 tokens computed, 29 pages held",
                          "the rule, asked together                  392 tokens computed, 29 pages",
                          "632 tokens computed, first tokens in steps [0, 1, 1, 2, 2, 3, 3, 4]"])])
 def test_the_commands_print_what_they_gain(module, said, capsys, monkeypatch):

@@ -104,7 +104,8 @@ def books(kind):
     def update_and_check(self, plan, tokens):
         update(self, plan, tokens)
         assert_books(self)
-        assert getattr(self, "stale", set()) <= {*self.running}
+        for request in getattr(self, "stale", ()):   # its pages cannot be found
+            assert request in self.running and not {*request.block_table} & {*self.pages.hash_of}
         for session, (_, last) in getattr(self, "held", {}).items():
             assert last >= self.step and session.turns[-1] not in self.running
 
