@@ -20,7 +20,7 @@ from lab.flags import knobs_of
 from lab.loading.arrivals import workload
 from lab.loading.load import decode, load
 from lab.loading.stages import STAGES
-from lab.loading.workload import PROMPTS, make_requests, read_prompts
+from lab.loading.workload import BEGINNING, PROMPTS, make_requests, read_prompts
 from lab.simulate.calculated import figures, simulate
 from lab.simulate.hardware import GPUS, MODELS
 from request import Request
@@ -34,10 +34,6 @@ IDEAS = {   # of the README's table
     "ragged, varlen": "no rows: a stream of tokens",
     "paged": "memory in pages, as answers grow",
     "prefix": "equal beginnings are computed and kept once"}
-BEGINNING = """You write the documentation of a library. Say in one or two sentences what each
-function returns, which arguments it takes, and which exceptions it raises. Do not repeat the name
-of the function. If a value is optional, say what happens without it. Use the words of the standard
-library. Write plain text. """
 COMMON, ROOM = 96, 1024   # tokens of it that are used; and in the memory of all keys and values
 
 

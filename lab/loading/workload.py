@@ -11,6 +11,11 @@ from toolbox.validate import check_run, one_line
 from toolbox.weights import BUILTIN
 
 PROMPTS = BUILTIN / "prompts.txt"
+# what may stand before each of them, as a system prompt does
+BEGINNING = """You write the documentation of a library. Say in one or two sentences what each
+function returns, which arguments it takes, and which exceptions it raises. Do not repeat the name
+of the function. If a value is optional, say what happens without it. Use the words of the standard
+library. Write plain text. """
 # the keys that a line of a .jsonl file may have
 KEYS = ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "priority", "arrival",
         "name")

@@ -5,13 +5,6 @@
 
 const KEPT = 120;                        // steps
 const PAUSED = 1e6;                      // seconds from one step to the next
-const LONG = "You write the documentation of a library. Say in one or two sentences what each function returns, "
-  + "which arguments it takes, and which exceptions it raises. Do not repeat the name of the function. If a value is "
-  + "optional, say what happens without it. Use the words of the standard library. Write plain text.\n# ";
-const DOZEN = [                          // short ones, and some behind one long beginning: chunks, shared pages
-  ...["list.append", "str.split", "open", "os.path.join", "dict.get", "json.loads", "random.choice", "math.gcd"]
-    .map(name => `# ${name}\n`),
-  ...["re.sub", "set.union", "time.sleep", "bytes.decode"].map(name => `${LONG}${name}\n`)];
 const $ = id => document.getElementById(id);
 const state = {clock: "step", cells: "token"};   // what panels.js asks for, as of page.js
 const valueOf = step => step.step, shown = () => [view.run];
@@ -209,7 +202,7 @@ async function ask(prompt) {             // the name of the new request
 
 async function sendDozen() {             // slowly, if nobody else would have to wait
   if (!running && !waiting.length && !chosen() && !isPaused()) await control({pace: 0.1});
-  await Promise.all(DOZEN.map(ask));
+  await Promise.all(hello.prompts.map(ask));
 }
 
 async function greet() {                 // a first visit to a server that has nothing to do
@@ -260,7 +253,7 @@ $("pause").onclick = () => control({pace: isPaused() ? chosen() : PAUSED});
 $("one").onclick = () => control({pace: PAUSED, step: true});
 $("speed").onchange = () => isPaused() || control({pace: chosen()});
 $("dozen").onclick = sendDozen;
-$("box").onclick = () => addBox(DOZEN[boxes.length % 8]);
+$("box").onclick = () => addBox("");
 $("theme").onclick = () => {
   const {style} = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
   style.colorScheme = (style.colorScheme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
@@ -270,7 +263,7 @@ $("unlock").onsubmit = event => {
   event.preventDefault();
   $("unlock").hidden = true;
 };
-addBox(DOZEN[0]);
+addBox("# list.append\n");
 addEventListener("resize", drawSoon);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
 connect();

@@ -20,6 +20,7 @@ from sse_starlette.sse import EventSourceResponse
 
 from lab.explorer import page
 from lab.loading.load import word
+from lab.loading.workload import BEGINNING, PROMPTS, read_prompts
 from lab.views.plots import NAMES
 
 FOLDER = Path(__file__).parent
@@ -49,7 +50,9 @@ class Live:
                       "token_budget": engine.scheduler.token_budget,
                       "page_size": engine.pages.size},
             "pool": {"pages": engine.pages.number, "page_size": engine.pages.size},
-            "place": page.place(engine.model)}
+            "place": page.place(engine.model),
+            "prompts": [entry["prompt"] if i % 3 else BEGINNING + entry["prompt"]
+                        for i, entry in enumerate(read_prompts(PROMPTS))]}
         engine.hold, engine.see = self.hold, self.see
 
     # --- in the engine's thread ---
