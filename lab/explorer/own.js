@@ -192,8 +192,7 @@ function beginOwn() {
   const said = element("span", {className: "soft", role: "status"});
   const paste = element("details", {className: "paste"}, element("summary", {}, "paste requests"),
     soft("A line for each request: “prompt answer arrival”, in tokens and ms, a line of .jsonl, "
-         + "or a text. Four characters of a text count as a token; no answer: 64."),
-    box,
+         + "or a text. Four characters of a text count as a token; no answer: 64."), box,
     element("button", {onclick: () => {
       try {
         const {requests, common} = parsed(box.value);
