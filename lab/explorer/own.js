@@ -34,6 +34,8 @@ const earlier = [];                      // for undo: states as JSON
 const rows = [], knobs = {};             // controls of each request; of each knob
 let mine = null, before = null;          // the last state that was shown; that before a drag
 let soon = null;                         // the next frame, if it shall redraw
+let chosen = {run: "paged", beside: ""}; // the stages that were shown last
+let damage = "";                         // what is said of an address, once
 
 const isLength = (n, least, most) => Number.isInteger(n) && n >= least && n <= most;
 
@@ -45,15 +47,20 @@ function setOwn(own) {
 
 function ownFrom(parts) {                // of an address; null if it has none that make sense
   if (!parts.has("own")) return null;
-  const own = {requests: parts.get("own").split("_").slice(0, MOST).map(text => {
+  const texts = parts.get("own").split("_"), lost = [];
+  const own = {requests: texts.slice(0, MOST).map(text => {
     const [prompt, answer = 16, arrival = 0, shares = 0] = text.split("-").map(Number);
     return [prompt, answer, arrival, shares ? 1 : 0];
   }).filter(([prompt, answer, arrival]) => isLength(prompt, 1, 8192)
             && isLength(answer, 1, 2048) && isLength(arrival, 0, 1e5))};
-  for (const [name, [, values, usual]] of Object.entries(KNOBS)) {
+  const missing = texts.length - own.requests.length;
+  if (missing) lost.push(`${missing} of its ${plural(texts.length, "request")}`);
+  for (const [name, [title, values, usual]] of Object.entries(KNOBS)) {
     const value = Number(parts.get(name) ?? usual);
     own[name] = isLength(value, values[0], values.at(-1)) ? value : usual;
+    if (own[name] !== value) lost.push(title);
   }
+  damage = lost.length ? `In this link, ${lost.join(" and ")} could not be read.` : "";
   return own.requests.length ? own : null;
 }
 
@@ -66,10 +73,11 @@ function ownParts() {                    // for an address
 
 function openOwn(own = mine) {           // a state, or what an address says; else the first preset
   const parts = new URLSearchParams(typeof own === "string" ? own : Object.values(PRESETS)[0]);
-  const runs = {run: parts.get("run") ?? "paged", beside: parts.get("beside") ?? ""};
+  const runs = typeof own !== "string" ? chosen
+    : {run: parts.get("run") ?? "paged", beside: parts.get("beside") ?? ""};
   if (state.own) earlier.push(JSON.stringify(state.own)); else leave();
   setOwn(own?.requests ? own : ownFrom(parts));
-  Object.assign(state, typeof own === "string" || !LADDER[state.run] ? runs : {},
+  Object.assign(state, typeof own === "string" || own === mine || !LADDER[state.run] ? runs : {},
                 {clock: "ms", slot: null, tab: 0});
   if (!LADDER[state.beside]) state.beside = "";
   setTicks(0);
@@ -110,6 +118,7 @@ const keep = was => { if (was !== JSON.stringify(state.own)) earlier.push(was); 
 
 function edit(what, settled = true) {    // not settled: more will come from the same drag
   before ??= JSON.stringify(state.own);
+  damage = "";
   what(state.own);
   soon ??= requestAnimationFrame(redraw);
   if (settled) settle();
@@ -160,8 +169,11 @@ function row(r) {                        // a request's controls; r: its number
       own.requests[r][3] ^= 1;
       own.common ||= 64;
     })}, "≡");
-  const out = element("button", {ariaLabel: `remove ${name}`, title: `remove ${name}`,
-                                 onclick: () => edit(own => own.requests.splice(r, 1))}, "×");
+  const out = element("button", {
+    className: "out", ariaLabel: `remove ${name}`, title: `remove ${name}`, onclick: () => {
+      edit(own => own.requests.splice(r, 1));
+      if (!state.own.requests[r]) $("rows").querySelectorAll(".out")[r - 1].focus();
+    }}, "×");
   const input = element("input", {type: "range", min: 0, ariaLabel: `${name}: arrival, ms`});
   input.oninput = () => {
     state.held ??= views[0].end;         // while it is dragged, the axis stays
@@ -190,6 +202,7 @@ function beginOwn() {
   const box = element("textarea", {rows: 5, ariaLabel: "requests", placeholder: [
     "500 60", "40 120 25", '{"prompt": 300, "answer": 80}', "or a text"].join("\n")});
   const said = element("span", {className: "soft", role: "status"});
+  const note = element("span", {id: "note", className: "bad", role: "status"});
   const paste = element("details", {className: "paste"}, element("summary", {}, "paste requests"),
     soft("A line for each request: “prompt answer arrival”, in tokens and ms, a line of .jsonl, "
          + "or a text. Four characters of a text count as a token; no answer: 64."), box,
@@ -209,7 +222,7 @@ function beginOwn() {
     setTimeout(() => { copy.textContent = "copy link"; }, 1500);
   }}, "copy link");
   $("presets").append("Begin with: ", ...Object.keys(PRESETS).map(preset),
-                      element("button", {id: "undo", onclick: undo}, "undo"), copy, paste);
+                      element("button", {id: "undo", onclick: undo}, "undo"), copy, paste, note);
   for (const [name, [title, values, , meaning]] of Object.entries(KNOBS)) {
     const knob = bar(`${title}: ${meaning}`, "knob", values, n => { state.own[name] = n; });
     knob.node.prepend(element("span", {title: meaning}, title));
@@ -263,6 +276,8 @@ function rowHigh() {                     // of the timeline, in pixels: as the c
 
 function drawOwn({run, wide}) {          // the controls show the state
   const {requests} = state.own;
+  chosen = {run: state.run, beside: state.beside};
+  $("note").textContent = damage;
   while (rows.length < requests.length) rows.push(row(rows.length));
   const nodes = rows.slice(0, requests.length).map(({node}) => node);
   if ($("rows").childElementCount !== nodes.length) $("rows").replaceChildren(...nodes);
@@ -286,29 +301,34 @@ function ownScoreboard() {
 }
 
 function sayOwn(view) {                  // the plan, and what waits for what
-  const {run, now, states} = view;
-  const queue = run.requests.filter((_, r) => ["waiting", "preempted"].includes(states[r].kind));
-  const names = queue.sort((a, b) => a.arrived - b.arrived).map(({name}) => name);
+  const {run, now, states, number} = view;
+  const queue = run.requests.map((request, r) => ({...request, kind: states[r].kind})).filter(
+    ({kind}) => ["waiting", "preempted"].includes(kind)).sort((a, b) => a.arrived - b.arrived);
+  const names = queue.map(({name, kind}) => name + (kind === "preempted" ? " (preempted)" : ""));
   const wait = !names.length || !now.passes.length ? ""
-    : ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waitsFor(run, now)}.`;
+    : ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waitsFor(run, now, queue[0])}.`;
   const never = run.requests.filter(({refused}) => refused);
   const misfits = never.length
     ? ` ${never.map(({name}) => name).join(" ")} can never run: ${never[0].refused}.` : "";
   const plan = never.length === run.requests.length ? "nothing runs."
     : sayPlan(view, partsNow(view));
-  const text = `Step ${now.step}: ${plan}${wait}${misfits}`;
-  if ($("said").textContent !== text) $("said").textContent = text;
+  const who = state.beside ? `${run.name}, step` : "Step";
+  const text = `${who} ${now.step}: ${plan}${wait}${misfits}`;
+  const node = number ? $("other").firstElementChild : $("said");
+  if (node.textContent !== text) node.textContent = text;
 }
 
 const FIRST = {unbatched: "its turn", naive: "the batch", dynamic: "a place"};
 
-function waitsFor(run, now) {            // the first in the queue
-  const {name, knobs, passes, pool} = run;
-  if (FIRST[name]) return FIRST[name];
-  const [first] = now.passes, reserved = passes.reserved[first];
+function waitsFor(run, now, {name, prompt, limit, steps}) {   // the first in the queue
+  const {knobs, passes, pool} = run, [first] = now.passes, reserved = passes.reserved[first];
+  if (FIRST[run.name]) return FIRST[run.name];
   if (passes.at_once[first] === knobs.max_batch) return "a place";
   if (tokensIn(run, now) === knobs.token_budget) return "the token budget";
-  const free = pool ? plural(pool.pages - reserved / pool.page_size, "page")
-    : plural(knobs.max_kv_tokens - reserved, "token");
-  return `memory; ${free} free`;
+  const known = prompt.length + atMost(steps, now.step);   // when it is admitted, and preempted
+  const [need, free, unit] = pool
+    ? [Math.ceil(known / pool.page_size), pool.pages - reserved / pool.page_size, "page"]
+    : [prompt.length + limit - 1, knobs.max_kv_tokens - reserved, "token"];
+  const does = run.name === "prefix" ? "needs at most" : pool ? "needs" : "would reserve";
+  return `memory: ${name} ${does} ${plural(need, unit)}, ${number(free)} free`;
 }

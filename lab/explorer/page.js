@@ -24,7 +24,8 @@ const valueOf = step => state.clock === "step" ? step.step : step.end;
 function setTicks(value) {
   const values = shown().flatMap(run => run.steps.map(valueOf));
   ticks = [...new Set(values)].sort((a, b) => a - b);
-  Object.assign(state, {value, tick: Math.max(0, atMost(ticks, value + 1e-6) - 1)});
+  // An address has them rounded to a thousandth.
+  Object.assign(state, {value, tick: Math.max(0, atMost(ticks, value + 6e-4) - 1)});
 }
 
 function address() {
@@ -126,6 +127,7 @@ function build() {                       // everything anew: other panels, anoth
     name => name !== "change" || !asking());
   views = shown().map((run, number) => ({run, number, panels: {}}));
   $("own").hidden = !state.own;          // first: hidden, it has no width
+  $("other").hidden = views.length < 2;
   main.className = [views.length === 2 ? "two" : "one", stop || state.own ? "scene" : "",
                     state.own ? "mine" : "", asking() ? "asking" : ""].join(" ");
   main.replaceChildren();
@@ -133,8 +135,9 @@ function build() {                       // everything anew: other panels, anoth
     for (const view of ONCE.includes(name) ? [views[0]] : views) {
       const panel = view.panels[name] = element("div");
       if (name === "sees") panel.ariaLive = "polite";
-      if (state.own && name === "timeline" && view === views[0]) $("lines").replaceChildren(panel);
-      else main.append(framed(name, view.run, panel));
+      if (state.own && name === "timeline") {
+        (view.number ? $("other").lastElementChild : $("lines")).replaceChildren(panel);
+      } else main.append(framed(name, view.run, panel));
     }
   }
   if (stop) {
@@ -182,7 +185,7 @@ function fill() {                        // the frames that are there, with the 
   views = shown().map((run, number) => (
     {run, number, panels: views[number].panels, rows: new Map()}));
   const {score, change} = views[0].panels;
-  if (state.own) views[0].high = rowHigh();
+  if (state.own) Object.assign(views[0], {high: rowHigh(), bare: innerWidth > 760});
   for (const view of views) if (view.panels.timeline) drawTimeline(view);
   if (state.own) drawOwn(views[0]);
   score?.replaceChildren(scoreboardNow());
@@ -212,7 +215,7 @@ function render() {                      // what depends on the moment
   }
   drawPointed();
   drawControls();
-  if (state.own) sayOwn(views[0]);
+  if (state.own) views.forEach(sayOwn);
   writeAddress();
 }
 
@@ -250,7 +253,7 @@ function drawControls() {
   $("now").textContent = state.clock === "step" ? `step ${value} of ${end}`
     : `step ${views[0].now.step}: ${ms(value).slice(0, -3)} of ${ms(end)}`;
   for (const [i, button] of $("walk").querySelectorAll("button").entries()) {
-    const here = button.id === "mine" ? state.own : !state.own && i === stop;
+    const here = button.id === "mine" ? state.own : !state.own && i - 1 === stop;
     button.ariaCurrent = here ? "step" : null;
   }
   const on = state.own ? null : walk[stop], away = Boolean(on && strayed());
@@ -417,9 +420,10 @@ function begin() {
     + plural(tokens, "prompt token");
   const clock = DATA.calculated ? "ms, calculated for an A100" : "ms, measured";
   $("clock").options[1].textContent = clock;
-  $("walk").querySelector("ol").append(...DATA.walk.map(({title}, i) => element(
-    "li", {}, element("button", {onclick: () => visit(i)}, `${i} ${title}`))), element(
-    "li", {}, element("button", {id: "mine", onclick: () => openOwn()}, "your own requests")));
+  $("walk").querySelector("ol").append(element("li", {}, element(
+    "button", {id: "mine", onclick: () => openOwn()}, "try your own requests")),
+    ...DATA.walk.map(({title}, i) => element(
+      "li", {}, element("button", {onclick: () => visit(i)}, `${i} ${title}`))));
   beginOwn();
   for (const id of ["run", "beside", "clock"]) $(id).onchange = () => change({[id]: $(id).value});
   $("cells").onchange = () => { state.cells = $("cells").value; render(); };

@@ -87,24 +87,26 @@ function painter(pen, ink) {             // paint(kind, x, y, width, height)
   };
 }
 
-// view.high: pixels of a row, if something stands beside it; then the names stand there, too.
+// view.high: pixels of a row, if it is given; view.bare: the names stand beside it.
 function drawTimeline(view) {
   const {run, panels: {timeline}} = view, {requests} = run;
   const wide = timeline.clientWidth || 300;   // asked before anything changes: else it takes long
   const high = view.high ?? Math.max(1, Math.min(13, Math.floor(240 / requests.length)));
   const letters = Math.min(8, largest(requests.map(({name}) => name.length)));
-  const labels = high > 9 && !view.high ? Math.max(36, 8 + 7 * letters) : 0;   // pixels, for names
+  const named = high > 8 && !view.bare;
+  const labels = named || (state.own && !view.bare) ? Math.max(36, 8 + 7 * letters) : 0;   // pixels
   const canvas = element("canvas", {
     ariaLabel: `every request in each of ${plural(run.steps.length, "step")}`});
   canvas.setAttribute("role", "img");
   view.cursor = element("div", {className: "cursor"});
   view.box = element("div", {className: "box"}, canvas, view.cursor);
-  const onTime = state.clock === "ms", [longest, shaded] = longWaits(run, timeline);
-  const wait = `Longest wait for a next token: ${ms(longest)}`
-    + (longest > shaded ? " (red frames)." : ".");
+  const onTime = state.clock === "ms", [first, next] = longWaits(run, timeline);
+  const say = ({longest, shaded}, text, mark) => element("span", {
+    className: longest > shaded ? "longest" : ""}, text, ms(longest), longest > shaded ? mark : "");
   timeline.replaceChildren(
     view.box,
-    ...onTime ? [element("p", {className: longest > shaded ? "longest" : ""}, wait)] : [],
+    ...onTime ? [element("p", {}, say(first, "Longest wait for a first token: ", " (red line)"),
+                         say(next, "; for a next one: ", " (red frames)"), ".")] : [],
     ...run.check ? [div("verdicts", ...verdicts(run))] : []);
 
   const floor = requests.length * high + 6 + BAND;
@@ -127,7 +129,7 @@ function drawTimeline(view) {
     across: step => onTime ? span(step.start, step.end) : span(step.step, step.step + 1)});
   const place = {
     pen, paint: painter(pen, ink), ink, x, high, thick: high > 4 ? high - 1 : high, labels, floor,
-    onTime, shaded, acrossPass: pass => onTime
+    named, onTime, first, next, acrossPass: pass => onTime
       ? span(passes.begin[pass], passes.begin[pass] + passes.ms[pass])
       : span(passes.step[pass], passes.step[pass] + 1)};
   requests.forEach((request, r) => drawRow(view, place, request, r));
@@ -138,23 +140,25 @@ function drawTimeline(view) {
 // How far the axis goes: steps, or milliseconds.
 const endOf = ({steps}) => steps.length ? valueOf(steps.at(-1)) + (state.clock === "step") : 1;
 
-// [the longest wait of a run, how long those are that get a frame]; none while the walk asks
+// Of waits for a first token, and between two, {longest, shaded: how long those are that are red};
+// none is while the walk asks. Red is what is long beside the other run, too.
 function longWaits(run, timeline) {
-  const most = largest(shown().map(other => other.gaps.at(-1)?.[3] ?? 0));
-  const [, , total = 0, longest = 0] = run.gaps.at(-1) ?? [];
-  const usual = total / Math.max(run.gaps.length, 1), asked = timeline.closest(".asking");
-  return [longest, asked ? Infinity : Math.max(0.9 * most, 1.5 * usual)];
+  return [({waits}) => waits, ({gaps}) => gaps.map(([, gap]) => gap)].map(waits => {
+    const mine = waits(run), longest = largest(mine), most = largest(shown().flatMap(waits));
+    const usual = mine.length ? mean(mine) : 0, asked = timeline.closest(".asking");
+    return {longest, shaded: asked ? Infinity : Math.max(0.9 * most, 1.5 * usual)};
+  });
 }
 
 function drawRow({run, across}, place, request, r) {
-  const {pen, paint, ink, x, high, thick, labels, onTime, shaded, acrossPass} = place;
+  const {pen, paint, ink, x, high, thick, labels, named, onTime, first, next, acrossPass} = place;
   const {shape, finished} = run.passes, middle = (r + 0.5) * high;
   const line = (from, to) => {           // it waits
     pen.fillStyle = ink.waiting;
     pen.fillRect(from, middle - 0.5, Math.max(0, to - from), 1);
   };
   pen.fillStyle = ink.ink;
-  if (labels) pen.fillText(request.name.slice(0, 8), 0, middle);
+  if (named) pen.fillText(request.name.slice(0, 8), 0, middle);
   if (request.refused) {
     pen.fillStyle = ink.alarm;
     pen.fillText(`can never run: ${request.refused}`, labels + 4, middle);
@@ -179,9 +183,14 @@ function drawRow({run, across}, place, request, r) {
   }
   Object.assign(pen, {strokeStyle: ink.alarm, lineWidth: 2});
   for (const [i, time] of onTime ? request.ms.entries() : []) {   // all of a long wait
-    if (request.ms[i + 1] - time > shaded) {
+    if (request.ms[i + 1] - time > next.shaded) {
       pen.strokeRect(x(time), r * high, x(request.ms[i + 1]) - x(time), Math.max(thick, 3));
     }
+  }
+  if (onTime && request.ms[0] - request.arrived > first.shaded) {
+    const from = x(request.arrived);
+    pen.fillStyle = ink.alarm;
+    pen.fillRect(from, r * high + thick - 2, x(request.ms[0]) - from, 2);
   }
 }
 
@@ -711,7 +720,7 @@ const SCORES = {   // figure: title, its text, what it means
            "the most tokens of keys and values that have room reserved"]};
 
 function scoreboard(scores, pick, marked = {}) {
-  const most = Object.fromEntries(["speed", "next"].map(   // these are drawn as bars, too
+  const most = Object.fromEntries(["speed", "first", "next"].map(   // these are drawn as bars, too
     key => [key, largest(Object.values(scores).map(score => score?.[key] ?? 0))]));
   const lines = Object.entries(scores).map(([name, score]) => {
     const cells = score ? Object.entries(SCORES).map(([key, [, text]]) => element("td", {

@@ -45,6 +45,7 @@ function prepare(run) {
     let total = 0;
     run.totals[name] = p.step.map((_, i) => total += p[name]?.[i] ?? 0);
   }
+  run.waits = requests.filter(({ms}) => ms.length).map(({ms, arrived}) => ms[0] - arrived);
   run.gaps = requests.flatMap(({ms, steps}) => gapsOf(ms).map((gap, i) => [steps[i + 1], gap]));
   run.gaps.sort(([a], [b]) => a - b);    // [step, time between two tokens, sum, maximum so far]
   let sum = 0, most = 0;
