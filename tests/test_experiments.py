@@ -184,7 +184,7 @@ def test_like_is_compared_with_like():
     rest = {"spread": 0.5, "rounds": [1, 2], "ttft_mean": 1.2, "itl_p99": 0.5, "equal": 1}
     result = {"model": "x", "workload": "W2", "tokens": 12, "roofline": 0.5, "peak": 1e9,
               "bandwidth": 1e9, "systems": {n: {**rest, "seconds": s} for n, s in seconds.items()},
-              "peers": {"vLLM": "vLLM 9.9, compiled", "OpenVINO GenAI": "OpenVINO 1.2-3-4, float32"}}
+              "peers": {"vLLM": "vLLM 9.9, compiled", "OpenVINO GenAI": "OpenVINO 1.2-3-4, f32"}}
     step = re.compile(r"compiled step: \d+ lines of C\+\+").fullmatch
     rows = bench.table(result).rows
     assert step(rows[2].pop(1)) and [row[1:] for row in (rows[0], rows[1], rows[3], rows[4])] == [
