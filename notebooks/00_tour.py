@@ -58,7 +58,8 @@ check("ragged, varlen", requests, token_budget=16)
 # numbers. If it computes 32 rows, it still reads them once. Our model is tiny, so most of its time
 # for one row is the cost of calling PyTorch, which is shared in the same way. Here is what a row
 # costs in a pass of more and more rows. The small model is measured just now, on your machine;
-# GPT-2, where it is the weights, was measured on two cores; Llama 2 7B is calculated (notebook 6):
+# GPT-2, whose time does go into reading weights, was measured on two cores; Llama 2 7B is
+# calculated (notebook 6):
 
 # %% tags=["machine"]
 here = measure_rows(Namespace(model="builtin", quick=False), model.device, torch.float32)
@@ -75,7 +76,8 @@ lines({name: [(n, 100 * t / n / points[0][1]) for n, t in points] for name, poin
 # ## Two questions
 #
 # How do requests of different lengths fit into one forward pass? A model looks at each token by
-# itself almost everywhere. Tokens meet in one line, the one that calls `attend`:
+# itself almost everywhere. Tokens meet in one line, the one that calls `attend`
+# (what is said of NaN you can skip now):
 
 # %%
 source(MultiHeadAttention.forward)
@@ -93,7 +95,9 @@ source(MultiHeadAttention.forward)
 # forward pass: it holds a token, or it is padding.
 #
 # Eight requests, at most four at a time; `F` brings a long prompt, and arrives when others are
-# already running. A cell is one request's row in one step, whether it is 1 slot or 40 slots wide:
+# already running. A cell is one request's row in one step, whether it is 1 slot or 40 slots wide;
+# so the picture counts steps, and does not say how long one takes. (*Varlen* is a way to compute
+# attention: notebook 4.)
 
 # %%
 eight = eight_requests()
@@ -118,9 +122,9 @@ counts(traces, slots="slots", useful="useful", scores="score_entries")
 
 # %% [markdown]
 # *Useful* slots hold a token that is computed for the first time. *Scores* are products of a query
-# and a key, in one head of one layer. The last two lines are as *ragged*: they are about memory,
-# and here is enough of it. *Paged* keeps keys and values in pages. *Prefix* finds them again, where
-# a prompt begins like an earlier one.
+# and a key, in one head of one layer. The last two lines equal *ragged*'s: they save memory, and
+# here there is enough of it. *Paged* keeps keys and values in pages. *Prefix* finds them again,
+# where a prompt begins like an earlier one.
 #
 # ## The second question: which token sees which?
 #
@@ -141,8 +145,10 @@ show({name: look(name, four, step=1, token_budget=7)
 # ## Break it
 #
 # A published tutorial on the fused rectangle, our *interleaved*, hides the padding of the past and
-# marks *all new slots* as valid. No error is raised. To answer the question, replace `...` with
-# `"A"` or another name, and run the cell. (The timeline of *interleaved* holds the answer.)
+# marks *all new slots* as valid. No error is raised. A request passes if, in each
+# of its steps, no other row of the rectangle has more new tokens: then its own row has no new pads.
+# The timeline of *interleaved* holds the answer. Replace `...` with `"A"` or another name, and run
+# the cell.
 
 # %%
 ask("0.1: Under that mask, exactly one of the eight requests still passes the check. Which?",

@@ -221,8 +221,11 @@ counts(run_all(("unbatched", "naive", "dynamic"), eight, max_batch=4), slots="sl
 # rectangle for all of them, and a request that leaves makes a hole. *Ragged* drops the rectangle
 # instead, and *paged* shows where the keys can live then.</details>
 #
-# **Claims** ([docs/sources.md](../docs/sources.md)): H7 (pad on the left) and H8 (finished rows)
-# hold. R1, on A and B padded to (2, 30), is *wrong as published* in one place: A's scores are nine
-# times as many, but the linear layers compute 60 slots for 40 tokens, 1.5 times, not "2×".
+# <details><summary>Claims of published texts that were met here</summary>
+#
+# By their names in [docs/sources.md](../docs/sources.md): H7 (pad on the left) and H8 (finished
+# rows) hold. R1, on A and B padded to (2, 30), is *wrong as published* in one place: A's scores are
+# nine times as many, but the linear layers compute 60 slots for 40 tokens, 1.5 times, not
+# "2×".</details>
 #
 # **Next:** [03_chunks_and_fusion](03_chunks_and_fusion.ipynb) cuts the long prompts into pieces.

@@ -31,7 +31,8 @@ gaps(results("gaps"));
 
 # %% [markdown]
 # With *dynamic*, all of them stand still until the whole prompt is computed. (*Dynamic* and
-# *chunked* compute the decodes of a step first, so there the delay shows in the token of step 9.)
+# *chunked* compute the decodes of a step first. So in step 8, the prompt's, the four still get
+# their tokens in time; what is late is the next one, of step 9.)
 # But a prompt's cache can be filled in pieces, with the same result (notebook 1). So let a step
 # compute a limited number of tokens, the *token budget*.
 #
@@ -74,12 +75,12 @@ with folded():
 # %% [markdown]
 # ### What if prompts go first?
 #
-# It is only a matter of order. What does it change?
+# Decodes then wait until no prompt is left to compute. What does that change?
 
 # %%
 three = letters(A=3, B=2, C=30, new=12)
-ask("3.3: Prompts before decodes, C's prompt has 30 tokens. Which of A, B and C get wrong tokens?",
-    guess=...)
+ask("3.3: Prompts before decodes, 5 tokens a step, and C's prompt has 30. Which of A, B and C get "
+    "wrong tokens? (letters, or none)", guess=...)
 
 # %%
 with folded(), broken("prompts before decodes"):
@@ -149,8 +150,9 @@ for stage in "chunked", "interleaved":
 #
 # ### The example of the source
 #
-# The tutorial that introduced this fused pass has an example. A, B and C decode at positions 22, 15
-# and 9. D brings a chunk of 8 tokens. Its shape, with a scheduler's numbers:
+# The tutorial that introduced this fused pass has an example. A, B and C have prompts of 22, 15 and
+# 9 tokens, and compute the token behind it, at positions 22, 15 and 9 (the first token is at 0). D
+# brings a chunk of 8 tokens. Our scheduler makes it:
 
 # %%
 example = letters(A=22, B=15, C=9, D=8, new=3, arrivals={"D": 1})
@@ -264,9 +266,11 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
 # admit it before then, so it holds no memory while it makes no progress. (Engines set the budget
 # well above the number of requests that may run.)</details>
 #
-# **Claims** ([docs/sources.md](../docs/sources.md)): H12 (a budget, decodes first), I3 and I6 (one
-# call, or a plain prefill or decode), I4 (strip pads) and I5 (never sample from a part) hold.
+# <details><summary>Claims of published texts that were met here</summary>
+#
+# By their names in [docs/sources.md](../docs/sources.md): H12 (a budget, decodes first), I3 and I6
+# (one call, or a plain prefill or decode), I4 (strip pads) and I5 (never sample from a part) hold.
 # *Wrong as published:* I8, all new slots are marked valid; H9, whose pads are linear in n and in B,
-# not quadratic; and I1, where the newest of 22 tokens is at position 21, not 22.
+# not quadratic; and I1, which puts the newest of 22 tokens at position 22: it is at 21.</details>
 #
 # **Next:** [04_no_rows](04_no_rows.ipynb).

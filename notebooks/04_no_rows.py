@@ -43,9 +43,10 @@ packed = look("prepacked", five, step=0)
 packing(packed);
 
 # %% [markdown]
-# On the right is the mask of the row that E and B share, as the X-ray measured it. E comes before B
-# in the same row, and the causal rule alone would let B see all of E. So the mask has a triangle
-# for each prompt, and each prompt counts its positions from 0:
+# The rows are A, then E and B, then C and D. On the right is the mask of the row that E and B
+# share, as the X-ray measured it. E comes before B in the same row, and the causal rule alone would
+# let B see all of E. So the mask has a triangle for each prompt, and each prompt counts its
+# positions from 0:
 
 # %%
 print(packed.positions)
@@ -55,7 +56,7 @@ print(packed.positions)
 # each prompt's next token is read where its own last token is. The pads may be on the right now.
 
 # %%
-ask("4.2: Without the independent mask, the causal rule alone: which of A to E pass the check?",
+ask("4.2: Without these triangles, with the causal rule alone: which of A to E pass the check?",
     guess=...)
 
 # %%
@@ -102,7 +103,7 @@ with broken("a stream without boundaries"):
 
 # %% [markdown]
 # Nothing else separates the requests. In the pass over the prompts, B sees A. When both decode, A
-# sees B, because the causal rule alone compares places in the stream.
+# sees B, because the causal rule alone compares places among all queries and all keys.
 #
 # ## Masking is not skipping
 #
@@ -129,16 +130,17 @@ def scores(*lengths):
     prompts = prepare(letters(**{f"r{i}": n for i, n in enumerate(lengths)}), GPTConfig())
     return Flat([(prompt, len(prompt.prompt)) for prompt in prompts]).cost()["score_entries"]
 
-ask("4.5: Twenty requests of 50 tokens, 1,000 tokens again: how many scores?", guess=...)
-
-# %%
-print(f"one of 1,000: {scores(1000):,}      ten of 100: {scores(*[100] * 10):,}")
+print(f"varlen, one request of 1,000 tokens: {scores(1000):,}; ten of 100: "
+      f"{scores(*[100] * 10):,}")
+ask("4.5: Twenty requests of 50, so 1,000 tokens again: how many scores does varlen compute?",
+    guess=...)
 
 # %% [markdown]
 # ### Your turn: the varlen loop
 #
 # Write the attention that skips. `q` holds the queries of all requests, `(heads, N, features)`.
-# `caches[i]` is `(keys, values)` of request i alone, its new tokens already among them. `head(q, k,
+# `caches[i]` is `(keys, values)` of request i alone, each `(heads, S_i, features)`, its new
+# tokens already among them. `head(q, k,
 # v)` returns the output; it adds the causal rule.
 
 # %% tags=["exercise"]
@@ -179,10 +181,12 @@ counts(run_all(("interleaved", "prepacked", "ragged, mask", "ragged, varlen"), e
 # 32 × (32 × 300) = 307,200 against 32 × 300 = 9,600: the mask wastes a factor of 32, the number of
 # requests.</details>
 #
-# **Claims** ([docs/sources.md](../docs/sources.md)): P1 (first-fit decreasing), P2 and P3 (a
+# <details><summary>Claims of published texts that were met here</summary>
+#
+# By their names in [docs/sources.md](../docs/sources.md): P1 (first-fit decreasing), P2 and P3 (a
 # triangle and positions for each prompt), P4 (the same caches, to rounding) and P5 (the baselines,
 # [docs/prepacking.md](../docs/prepacking.md)) hold. P10, that packing a dataset beats sorting it,
 # does *not always*. H11 (ragged: no padding), R3, R4 and R6 (what masks compute and varlen skips)
-# hold.
+# hold.</details>
 #
 # **Next:** [05_memory](05_memory.ipynb).

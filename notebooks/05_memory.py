@@ -205,7 +205,9 @@ ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become fre
 # %% [markdown]
 # A free page keeps its contents until it is taken, so the next request with the same beginning may
 # still find it. A request that needs a page takes the one that has been free the longest. What was
-# in it can no longer be found: it is *evicted*. So the order in which pages come back matters.
+# in it can no longer be found: it is *evicted*. So the order in which pages come back matters. A
+# second page is found only after the first, whose hash is part of its own: without the first it is
+# worth nothing. Hence `free` gives back a table's *last* page first.
 
 # %%
 pages.free(B)
@@ -215,7 +217,8 @@ ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a li
 # ### Your turn: freeing pages
 #
 # A request is done with its block table. `ref_count[page]` is the number of tables that a page is
-# in, and `free_queue` lists the free pages, in the order in which they will be taken. Change both.
+# in, and `free_queue` lists the free pages, in the order in which they will be taken. Change both,
+# and leave `table` as it is.
 
 # %% tags=["exercise"]
 @exercise
@@ -228,14 +231,14 @@ def free(table, ref_count, free_queue):
 #
 # Here is the pool of a run, step by step, with pages of 4 tokens. One request arrives at each step,
 # at most five run at a time, and all eight prompts begin with the same 20 tokens. A shared page is
-# in several block tables. A page that is kept is in none, but its contents may be needed again:
+# in several block tables. A free page that is still cached is in none, and can be found:
 
 # %%
 pool(filling_pool(model));
 
 # %% [markdown]
 # A preempted request may find its own pages again, too: those not taken meanwhile. (In
-# `storm` all of them are taken at once, so it would gain nothing.)
+# `storm` others take them all at once, so it would gain nothing.)
 #
 # A *policy* says which of the waiting requests goes first, and which is preempted first: first come
 # first served, shortest first, or by priority (`beyond/fairness.py`). And a GPU's kernel reads keys
@@ -251,7 +254,9 @@ pool(filling_pool(model));
 # mean shorter tables, fewer lookups and longer contiguous reads. 16 tokens is a common choice.
 # </details>
 #
-# **Claims** ([docs/sources.md](../docs/sources.md)): I7 (full pages of a prompt are reused) holds.
-# We cache pages of generated tokens, too.
+# <details><summary>Claims of published texts that were met here</summary>
+#
+# By their names in [docs/sources.md](../docs/sources.md): I7 (full pages of a prompt are reused)
+# holds. We cache pages of generated tokens, too.</details>
 #
 # **Next:** [06_cost](06_cost.ipynb) turns the counts into time.

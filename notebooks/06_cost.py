@@ -39,9 +39,9 @@ with folded():
           xlabel="rows in the pass", ylabel="ms at least, calculated")
 
 # %% [markdown]
-# By this estimate, more rows are free up to that number. This is why one batches: 64 requests that
-# decode together take the time of one. A CPU has less arithmetic for each byte that it reads, so
-# there rows are free for a shorter while.
+# By this estimate, more rows are free up to that number. This is why one batches: as far as weights
+# go, 64 requests that decode together take the time of one. A CPU has less arithmetic for each byte
+# that it reads, so there rows are free for a shorter while.
 #
 # ## What does not get cheaper
 #
@@ -74,7 +74,8 @@ for requests in 1, 8, 32:
 #    2 · 6.6 · 10⁹ bytes / (0.85 · 2,039 · 10⁹ bytes a second) = 7.6 ms.
 # 2. *Arithmetic.* It reaches 0.71 of its peak, and that with full *tiles* only: a GPU multiplies
 #    blocks of many rows, 128 for instance. One row costs as much as a full tile, 130 rows cost two.
-#    Over all sizes that is as if each pass had 85 rows more (a number fitted to measurements).
+#    On average over sizes that is as if each pass had 85 rows more (a number fitted to
+#    measurements). So do not round up: add 85.
 #    So one row takes 2 · (1 + 85) · 6.6 · 10⁹ operations / (0.71 · 312 · 10¹² a second) = 5.1 ms.
 # 3. *Both at once.* If they overlapped perfectly, the step would take the longer of the two, 7.6
 #    ms; one after the other, their sum, 12.7 ms. What is measured lies between, near √(arithmetic²
@@ -151,8 +152,10 @@ with folded():
 # Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
 # the one request that runs; but a request waits until all before it are done. More rows are nearly
 # free here, so even a padded batch makes more tokens. And chunks, which are there to lower the ITL,
-# raise its p99: all requests come at once, and *dynamic* computes all prompts before any request
-# waits for a second token. If a figure contradicts the purpose of a method, ask what was measured.
+# raise its p99. Here all requests come at once. *Dynamic* computes all prompts in its first step,
+# before anybody has a first token, so no gap between two tokens contains a prompt; in *chunked* the
+# first ones decode while the last prompts are computed. If a figure contradicts the purpose of a
+# method, ask what was measured.
 #
 # ## A price of speed: the last bits
 #
@@ -187,10 +190,12 @@ ask("6.4: In float32, how much is 1e8 + (-1e8 + 1)?", guess=...)
 # ([docs/guessing.md](../docs/guessing.md)). Batching uses up the idle arithmetic that guessing
 # lives on.</details>
 #
-# **Claims** ([docs/sources.md](../docs/sources.md)): R7 (attention's intensity stays), P7 (what
-# predicts the speedup of packing) and P9 (latency grows with k) hold. P6 and P8 (1.6 to 3.5 times
-# as fast, 16 times as many prompts) hold for short, skewed lengths only
+# <details><summary>Claims of published texts that were met here</summary>
+#
+# By their names in [docs/sources.md](../docs/sources.md): R7 (attention's intensity stays), P7
+# (what predicts the speedup of packing) and P9 (latency grows with k) hold. P6 and P8 (1.6 to 3.5
+# times as fast, 16 times as many prompts) hold for short, skewed lengths only
 # ([docs/prepacking.md](../docs/prepacking.md)). *Wrong as published:* H10, as one compile serves
-# all numbers of rows; CUDA graphs do want static shapes.
+# all numbers of rows; CUDA graphs do want static shapes.</details>
 #
 # **Next:** [07_how_much_fits](07_how_much_fits.ipynb) asks how many requests fit at once.

@@ -50,7 +50,7 @@ ask("7.1: How many KiB (of 1,024 bytes) does a token of Llama 3.1 8B cost?", gue
 # An A100 has 40 or 80 GiB (of 2³⁰ bytes), which data sheets call GB.
 
 # %%
-ask("7.2: How many tokens of Llama 2 7B fit into an A100 of 40 GiB, beside the weights?",
+ask("7.2: How many tokens of Llama 2 7B fit into an A100 of 40 GiB, beside the weights? (to 1%)",
     guess=...)
 
 # %%
@@ -67,7 +67,8 @@ with folded():
 # ## How many requests?
 #
 # Let a request have a prompt of 700 tokens and an answer of 300, which may be as long as 3,300. A
-# request that *reserves* holds 700 + 3,300 - 1 tokens for it from the beginning. With *pages* it
+# request that *reserves* holds 700 + 3,300 - 1 tokens for it from the beginning (the last token is
+# given out, and never computed). With *pages* it
 # holds what it has, at the end 1,000 tokens, and less before (notebook 5).
 
 # %%
@@ -81,7 +82,8 @@ ask("7.4: And how many with pages of 16 tokens, if each holds 1,000?", guess=...
 # ### Your turn
 #
 # Write it down for any model. The first `shared` tokens of all prompts may be the same, such as a
-# system prompt. With a prefix cache their *full* pages are kept once.
+# system prompt. With a prefix cache their *full* pages are kept once. (`shared` is less than
+# `tokens`, and the weights fit.)
 
 # %% tags=["exercise"]
 @exercise
@@ -115,9 +117,10 @@ with folded():
 #
 # ## More than one device
 #
-# If the weights do not fit, every weight matrix can be split over several devices, *ranks*. The
-# first layer of each pair is split by its outputs, the second by its inputs: there each rank has
-# only a part of every sum, and an *all-reduce* adds the parts up. Heads are split too, so each rank
+# If the weights do not fit, every weight matrix can be split over several devices, *ranks*. A
+# block has two pairs of them, those of attention and those of the MLP. The first matrices of a pair
+# are split by their outputs, the last one by its inputs: there each rank has only a part of every
+# sum, and an *all-reduce* adds the parts up. Heads are split too, so each rank
 # keeps the keys and values of its own.
 
 # %%
@@ -153,7 +156,9 @@ with folded():
 # every pass waits for all-reduces, twice a layer. Copies need no communication at all; if the link
 # is slow, they win.</details>
 #
-# **Claims** ([docs/sources.md](../docs/sources.md)): H5 (the size of a cache) holds. *Wrong as
-# published:* R5, two all-reduces per block, not 16.
+# <details><summary>Claims of published texts that were met here</summary>
+#
+# By their names in [docs/sources.md](../docs/sources.md): H5 (the size of a cache) holds. *Wrong as
+# published:* R5, two all-reduces per block, not 16.</details>
 #
 # **Next:** in [08_your_engine](08_your_engine.ipynb) you build an engine.

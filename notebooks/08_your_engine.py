@@ -49,8 +49,9 @@ source(serve)
 # of arrival. `admit` moves requests from one to the other, and `share_budget` makes the plan.
 #
 # Admit the first of the queue as long as it has arrived, fewer than `max_batch` run, those that run
-# have less to do than the budget, and `grant(request)` returns True. It gives the request memory,
-# so ask it last, and admit a request that has got some. None overtakes the first in the queue.
+# have less to do than the budget (the sum of their `todo` is below `token_budget`), and
+# `grant(request)` returns True. It gives the request memory: so ask it last, and if it returns
+# True, admit. None overtakes the first in the queue.
 #
 # With a budget of 8, A and B decoding, and a prompt of 12 tokens, C: the plan is `[(A, 1), (B, 1),
 # (C, 6)]`. A request that gets nothing is not in it.
@@ -77,16 +78,16 @@ judge(1, admit, share_budget)
 #
 # A plan becomes a stream `(N,)`: the tokens of its requests one after another, those from
 # `computed` on. `cu_seqlens` says where each begins, and ends with N. `due` lists which entries of
-# the plan get a next token: those whose `n` is all that they have to do. For a decode of A at
-# position 3, and 3 of 5 prompt tokens of B after 2: positions `[3, 2, 3, 4]`, cu_seqlens `[0, 1,
-# 4]`, due `[0]`.
+# the plan get a next token: those whose `n` is all that they have to do. Say A decodes at position
+# 3; B's prompt has 7 tokens, 2 are computed, and this step computes 3 more. Then positions are `[3,
+# 2, 3, 4]`, cu_seqlens `[0, 1, 4]`, due `[0]`.
 #
 # `attend` is called once in each layer, with queries, keys and values `(heads, N, features)` of the
 # stream. Store the new keys and values, and let each request's queries see that request's cache.
 # `head(q, k, v)` computes attention; if k is longer than q, the queries belong to the last keys.
 #
-# After the pass: count what was computed, hand out the tokens (one for each entry of `due`), and
-# take finished requests out of `running`.
+# After the pass: count what was computed, hand out the tokens (a list, one for each entry of
+# `due`), and take finished requests out of `running` itself: it is the loop's list.
 
 # %% tags=["exercise"]
 def lay_out(plan):
@@ -126,8 +127,8 @@ source(Memory)
 #   pages it returns False, and takes none.
 # - `grow` is called before each step: each request that runs needs room for all its tokens, so for
 #   the newest one, too. When no page is free, the *last* request in `running` is preempted, perhaps
-#   the one that needs the page: it gives back its pages and goes to the front of `waiting`; its
-#   `computed` becomes 0, and its tokens stay.
+#   the one that needs the page: it gives back its pages (let `grow` call your `free`: step 4 writes
+#   it anew) and goes to the front of `waiting`; its `computed` becomes 0, and its tokens stay.
 # - `free` puts a request's pages back, at the end of `memory.free`; its `block_table` becomes None.
 
 # %% tags=["exercise"]
@@ -207,9 +208,9 @@ judge(4, grant, keep, free)
 race()
 
 # %% [markdown]
-# If your line equals ours, you have written nanoBatch's last stage, which is the loop of vLLM, but
-# for its speed. **Turn this knob:** `race(pages=64)`, and `race(token_budget=16)`. Predict first:
-# which columns change?
+# If your line equals ours, you have written nanoBatch's last stage: the core of vLLM's loop, as
+# plain as it can be. **Turn this knob:** `race(pages=64)`, and `race(token_budget=16)`. Predict
+# first: which columns change?
 # <details><summary>Answer</summary>
 #
 # With 64 pages no request is preempted: 1,079 tokens are computed instead of 1,250, in 73 passes

@@ -73,7 +73,7 @@ def test_a_document_says_for_whom_it_is_and_what_one_can_do_after_it(path):
 def test_a_figure_of_the_readme_is_that_of_what_it_links_to(capsys, monkeypatch):
     """It stands in the file's text, or its command prints it."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").split("- **Go on**")[1]
-    links = re.findall(r"\]\((beyond/\w+\.py|docs/\w+\.md)\), ([^;\n]+?)(?:;|\. )", text)
+    links = re.findall(r"\]\((beyond/\w+\.py|docs/\w+\.md)\): ([^;\n]+)[;.]", text)
     for path, phrase in links:
         said = (ROOT / path).read_text(encoding="utf-8")
         if path in ("beyond/ahead.py", "beyond/in_batch.py"):

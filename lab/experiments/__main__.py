@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 from lab import flags
+from lab.compiled import native
 from lab.experiments import (
     bench,
     figures,
@@ -62,6 +63,7 @@ def measure(experiment, args):
     device = flags.device_of(args)
     origin, taken = results.origin(device, args.dtype, args.command), []
     print(origin["where"], flush=True)
+    native.keep_memory()   # else what the system clears for each temporary is in every figure
     found = experiment.measure(args, device, flags.DTYPES[args.dtype])
     several = not isinstance(found, dict)
     for each in found if several else [found]:

@@ -114,7 +114,6 @@ def measure(args, device, dtype):
     if others and (sys.platform == "win32" or (device.type, dtype) != ("cpu", torch.float32)):
         print("other engines are left out: compared only on a CPU, in float32, not on Windows")
         others = []
-    native.keep_memory()
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
             write_gpt2(random_model(args.quick), folder, dtype=torch.float32)

@@ -64,8 +64,8 @@ def gaps(result, path=None):
 
 def curve(result, path=None):
     """
-    Latency against the rate of arrivals, calculated; a cross where a stage keeps up no longer.
-    result: of `gpu`
+    Latency against the rate of arrivals, calculated; a cross at the top, where latency has no end,
+    marks the rate with which a stage keeps up no longer. result: of `gpu`
     """
     figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
     for i, (stage, found) in enumerate(result["curve"].items()):
@@ -73,16 +73,17 @@ def curve(result, path=None):
         ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], markersize=9 - i,
                 label=f"{stage}: {served:.1f}")
         rate, ms = points[-1]
-        ax.annotate("", (served, 1.6 * ms), (rate, ms), arrowprops={
+        ax.annotate("", (served, 1), (rate, ms), ("data", "axes fraction"), "data", arrowprops={
             "arrowstyle": "-", "linestyle": ":", "color": CYCLE[i]})
-        ax.plot(served, 1.6 * ms, "x", color=CYCLE[i], markersize=9, markeredgewidth=2)
+        ax.plot(served, 1, "x", color=CYCLE[i], markersize=9, markeredgewidth=2, clip_on=False,
+                transform=ax.get_xaxis_transform())
     ax.loglog(base=2)
     for axis in ax.xaxis, ax.yaxis:
         axis.set_major_formatter("{x:g}")
     ax.set(xlabel="requests a second", ylabel="ms a token, arrival to end",
            title="Llama 2 7B on an A100 40 GB, calculated: requests of mixed lengths")
     ax.grid(True)
-    ax.legend(fontsize=9, title="keeps up with, requests/s (✕)")
+    ax.legend(fontsize=9, title="keeps up with (✕), requests/s", loc="center left")
     return finished(figure, path)
 
 
@@ -127,8 +128,8 @@ def kinds(result, path=None):
     """Speedups by kind of prompts: a panel for each. result: of `prepacking`"""
     panels = {kind: (times, 1) for kind, times in prepacking.speedups(result).items()}
     looks = dict.fromkeys(prepacking.METHODS, "plain PyTorch")
-    return bars(panels, looks, "prefill, k = 16: times as fast as full batching", 1.9, "{:.1f}",
-                path, sharex=True)
+    return bars(panels, looks, "16 prompts at a time: how many times as fast as padding them to the "
+                "longest (dashed: 1)", 1.9, "{:.2f}", path, sharex=True)
 
 
 def slots(result, path=None):
@@ -146,7 +147,8 @@ def slots(result, path=None):
         ax.text(total, i, f"  {row['useful'] / total:.0%} useful, {row['forward_passes']} passes",
                 va="center", fontsize=9)
     ax.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, left.max() * 1.32),
-           xlabel="slots computed for the same workload")
+           title="What each stage computes for the same requests (slots, not seconds)",
+           xlabel="slots computed: places in all tensors")
     ax.legend(loc="lower right")
     return finished(figure, path)
 

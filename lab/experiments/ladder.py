@@ -84,7 +84,7 @@ def one_step(model):
     """Three decodes and a prefill chunk, as a rectangle and as a flat stream: {title: Sight}."""
     requests = [Request([(5 * i + 3 * j) % 64 for j in range(n)], 4, name=name)
                 for i, (name, n) in enumerate(zip("ABCD", (4, 2, 1, 6)))]
-    stages = {"interleaved: rectangle": "interleaved", "ragged: flat stream": "ragged, mask"}
+    stages = {"interleaved: rectangle": "interleaved", "ragged, mask: flat stream": "ragged, mask"}
     return {title: sights_at(STAGES[stage], model, requests, step=1, token_budget=7)[0]
             for title, stage in stages.items()}
 
@@ -173,16 +173,15 @@ def ideas(result):
                      f"{result['calculated'][name]['tokens_per_s']:,.0f}",
                      f"{result['gap_ms'][name]:,.0f} ms", f"{common['at_once']}",
                      f"{common['computed']:,}"])
-    head = ["stage", "the idea", "passes", "useful slots", "tokens/s", "worst gap", "at once",
-            "computed"]
+    head = ["stage", "the idea", "passes ¹", "useful slots ¹", "tokens/s ¹, calculated",
+            "worst gap ², calculated", "at once ³", "computed ³"]
     prompts = f"{result['requests']} prompts"
-    how = (f"{prompts}, eight at a time: *passes*, *useful slots*, *tokens/s*. A prompt of "
-           f"{motion.PROMPT:,} tokens arrives while six requests decode: the *worst gap* between "
-           f"two of their tokens. The {prompts} behind a common beginning of "
-           f"{result['beginning']} tokens, in memory for the keys and values of {result['room']:,} "
-           "tokens: how many requests run *at once* (naive and dynamic limit the batch only: as "
-           "many as fit if each were the longest), and how many tokens are *computed*. Tokens/s "
-           "and gap are calculated for Llama 2 7B on an A100.")
+    how = (f"¹ {prompts}, eight at a time. ² A prompt of {motion.PROMPT:,} tokens arrives while "
+           "six requests decode: the longest time between two of their tokens. ³ The "
+           f"{prompts} behind a common beginning of {result['beginning']} tokens, in memory for "
+           f"{result['room']:,}: how many requests run at once (in naive and dynamic, as many as "
+           "fit if each were the longest), and how many tokens are computed. Calculated: for "
+           "Llama 2 7B on an A100, where reading weights takes the time.")
     return Table(head, rows, how, words=2, small_print="{how}")
 
 
@@ -194,8 +193,7 @@ def bug(result):
 
     rows = [[f"…{line(prompt)[-29:]}", line(right), line(wrong)] for prompt, right, wrong in (
         result["ruined"][name] for name in ("r5", "r6"))]
-    how = (f"Two of the {len(result['ruined'])} requests, of {result['requests']}, whose answers "
-           "the mask changes in *interleaved*. The random numbers are the same, and nothing raises "
-           "an error.")
+    how = (f"In *interleaved* the mask changes {len(result['ruined'])} of {result['requests']} "
+           "answers. Here are two, from the same random numbers.")
     return Table(["prompt", "right", "with the published mask"], rows, how, words=3,
                  small_print="{how}")
