@@ -16,8 +16,8 @@ an error; only the check against the request alone reveals it.
 
 Better than chunked: one forward pass where a step with decodes and chunks took two.
 Wasted: copies, as before; and many more pads. One chunk of n among B rows makes (B - 1)(n - 1) pad
-slots: 3 x 7 = 21 above. It is the right pass in the wrong shape: pads are computed, too, and on a
-CPU that makes it slower than chunked and dynamic.
+slots: 3 x 7 = 21 above. It is the right pass in the wrong shape: pads are computed, too. On a CPU,
+and with long chunks on a GPU, that makes it slower than chunked and dynamic.
 Next: ragged keeps the one pass and drops the rows. (Sarathi calls this piggybacking. The tutorial
 is source I of docs/sources.md.)
 """

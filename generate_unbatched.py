@@ -19,7 +19,7 @@ of GPT-2 reads 124 million weights once. Each row (a token) takes one multiply-a
 
 A pass takes at least the longer of the two. So on the CPU 32 rows take 3.6 times as long as one,
 for 32 times the tokens. On the GPU they take as long as one: reading takes longer up to 150 rows.
-(Speeds of the CPU: measured, on the README's machine; of the GPU: its data sheet.)
+(A bound, from speeds measured on one CPU and a GPU's data sheet. Passes: docs/measurements.md.)
 Next: static batching computes a token for many requests from one read of the weights.
 
 Every script's check makes one forward pass, without a cache, over each prompt and its answer

@@ -11,6 +11,7 @@ An experiment is a function of the flags that returns its figures as plain data;
 functions that make a table and a picture of them. results/ holds the committed figures.
 """
 import json
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -103,7 +104,7 @@ def main(argv=None):
     if args.name is None:
         parser().print_help()
         return 0
-    args.command = " ".join([PROG, *argv])
+    args.command = f"{PROG} {shlex.join(argv)}"
     return flags.guarded(f"{PROG} {args.name}", lambda: args.run(args))
 
 

@@ -15,8 +15,9 @@ from lab.views.plots import COLORS, COUNTED, NAMES, WIDTH, box, pyplot, save, st
 # None of these means anything in a timeline or a mask.
 CYCLE = "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2"
 LOOKS = {   # of a bar: what computes a system's passes is told apart without colour, too
-    "plain PyTorch": dict(color="#56B4E9"), "compiled step": dict(color="#8C6239", hatch="////"),
-    "another engine": dict(color="#999999", hatch="....")}
+    "plain PyTorch": dict(facecolor="#56B4E9"),
+    "compiled step": dict(facecolor="#8C6239", hatch="////"),
+    "another engine": dict(facecolor="#999999", hatch="....")}
 PAGES = {"held by one request": "#CCBB44", "shared by several": "#444444",
          "free, but cached": "#F0EBCF", "free": "white"}
 
@@ -80,10 +81,11 @@ def curve(result, path=None):
     ax.loglog(base=2)
     for axis in ax.xaxis, ax.yaxis:
         axis.set_major_formatter("{x:g}")
-    ax.set(xlabel="requests a second", ylabel="ms a token, arrival to end",
-           title="Llama 2 7B on an A100 40 GB, calculated: requests of mixed lengths")
+    ax.set(xlabel="requests a second", ylabel="ms a token, arrival to end")
+    ax.set_title("Llama 2 7B on an A100 40 GB, calculated: requests of mixed lengths", pad=12)
     ax.grid(True)
-    ax.legend(fontsize=9, title="keeps up with (✕), requests/s", loc="center left")
+    ax.legend(fontsize=9, title="keeps up with (✕), requests/s",
+              loc="center", bbox_to_anchor=(0.73, 0.55))
     return finished(figure, path)
 
 
