@@ -36,7 +36,7 @@ from lab.simulate.hardware import (
 )
 from lab.simulate.loop import Planned, Server, serve
 from lab.simulate.overload import most_served, verdict
-from lab.views.report import figures, totals
+from lab.views.report import totals
 from model import GPT, GPTConfig
 from request import prepare
 from scheduler import Scheduler
@@ -128,13 +128,6 @@ def test_counted_plans_are_the_schedulers_pass_by_pass(seed, kind, size, spare, 
     counts = expected.planner.counts
     assert counts.get("preemptions", 0) == 0
     assert found.planner.counts["saved_tokens"] == counts.get("saved_tokens", 0)
-
-
-def test_short_memory_is_planned():
-    knobs = dict(max_batch=12, token_budget=64, pages=17, page_size=16)
-    run = s.runner(TINY, SLOW, STAGES["paged"], **knobs)
-    log = run(lambda: workload([(30, 30)] * 12), [0] * 12)
-    assert figures(log)["preemptions"] > 0 and len(log.requests) == 12
 
 
 def test_ahead_a_newcomer_waits_for_the_pass_after_the_next():
