@@ -7,6 +7,7 @@ import math
 import random
 import re
 import statistics
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -31,10 +32,15 @@ CONFIG = MODEL.config
 head = Head()
 
 
+def asked(*sizes):
+    """Requests for (tokens of the prompt, of the answer); all prompts are different."""
+    return [Request([(7 * i + 3 * j + j * j) % VOCAB for j in range(n)], new, name=f"r{i}")
+            for i, (n, new) in enumerate(sizes)]
+
+
 def ready(*lengths, new=8):
-    """Prepared requests with caches, and prompts of these lengths, all different."""
-    return admitted([Request([(7 * i + 3 * j + j * j) % VOCAB for j in range(n)], new,
-                             name=f"r{i}") for i, n in enumerate(lengths)]) if lengths else []
+    """The same, prepared, with caches."""
+    return admitted(asked(*((n, new) for n in lengths))) if lengths else []
 
 
 def admitted(requests, config=CONFIG):
@@ -147,14 +153,15 @@ RUNS = [   # claim, stage, prompt and answer of each request, knobs; a count, it
     ("H8", "naive", [(3, 2), (3, 5), (3, 10)], {}, "finished_slots", [0] * 2 + [1] * 3 + [2] * 5),
     ("H8", "dynamic", [(3, 2), (3, 5), (3, 10)], {}, "finished_slots", [0] * 10),
     ("R3", "ragged_mask", [(10, 1), (30, 1)], {}, "score_entries", [1600]),
-    ("R3", "ragged_mask", [(10, 1), (30, 1)], {}, "useful_scores", [520])]
+    ("R3", "ragged_mask", [(10, 1), (30, 1)], {}, "useful_scores", [520]),
+    # a fused step is one model call where chunked prefill makes two
+    ("I3", "chunked", [(3, 4), (10, 1)], {"token_budget": 6}, "step", [0, 1, 1, 2, 2, 3]),
+    ("I3", "interleaved", [(3, 4), (10, 1)], {"token_budget": 6}, "step", [0, 1, 2, 3])]
 
 
 @pytest.mark.parametrize("claim, stage, sizes, knobs, count, expected", RUNS)
 def test_runs(claim, stage, sizes, knobs, count, expected):
-    requests = [Request([(7 * i + j) % VOCAB for j in range(n)], new, name=f"r{i}")
-                for i, (n, new) in enumerate(sizes)]
-    passes = STAGES[stage](MODEL, requests, **knobs).passes
+    passes = STAGES[stage](MODEL, asked(*sizes), **knobs).passes
     assert [getattr(p, count) for p in passes] == expected
 
 
@@ -465,26 +472,14 @@ def test_I2_one_head_for_prefill_and_decode(T, padding, visible):
     assert (out > 0).int().tolist() == visible
 
 
-def test_I3_a_fused_step_is_one_model_call_where_chunked_prefill_makes_two():
-    calls = {}
-    for stage in "chunked", "interleaved":
-        trace = STAGES[stage](MODEL, ready(3, 40, 20, new=10), token_budget=8)
-        steps = [p.step for p in trace.passes]
-        calls[stage] = [steps.count(step) for step in range(steps[-1] + 1)]
-    assert len(calls["chunked"]) == len(calls["interleaved"])        # the same steps
-    assert set(calls["interleaved"]) == {1}
-    assert max(calls["chunked"]) == 2 and sum(calls["chunked"]) > sum(calls["interleaved"])
-
-
 def test_I4_padding_is_stripped_per_row_when_the_cache_is_written_back():
     plan = fused()
     starts = [request.computed for request, _ in plan]
     run(Rectangle(plan))
     for (request, n), start in zip(plan, starts):   # each row has added a different number
-        alone_again, = ready(len(request.prompt))
-        alone_again.prompt = request.prompt
-        run(Flat([(alone_again, start + n)]))
-        assert same_cache(request, alone_again, start + n)
+        again, = admitted([replace(request)])
+        run(Flat([(again, start + n)]))
+        assert same_cache(request, again, start + n)
         assert all((k[:, start + n:] == 0).all() for k in request.kv.k.values())   # nothing beyond
 
 

@@ -31,7 +31,7 @@ from lab.compiled import native
 from lab.flags import NUMBERS as KNOB_NUMBERS
 from lab.loading.load import SMALL, load, set_threads
 from lab.loading.stages import SCRIPTS
-from lab.loading.workload import KEYS
+from lab.loading.workload import KEYS, read_prompts
 from lab.views.progress import progress
 from request import Request
 
@@ -174,27 +174,28 @@ def test_json_lines_say_what_each_request_wants(tmp_path):
 def test_text_files_of_any_kind(tmp_path):
     for text in "a b\n\nc", "a b\r\n\r\n\r\nc\r\n", "\ufeffa b\n \t \nc\n\n":
         (tmp_path / "p.txt").write_bytes(text.encode())
-        code, out, err = run(generate_ragged, "--prompts", tmp_path / "p.txt",
-                             "--max_new_tokens", 2)
-        assert code == 0 and re.findall(r"^(.+)▸(?!,)", out, re.M) == ["a b", "c"], out
+        prompts = read_prompts(tmp_path / "p.txt")
+        assert [each["prompt"] for each in prompts] == ["a b", "c"]
+
+
+def flags_of(stage):
+    """Those of how to batch that mean something to it."""
+    has = {*inspect.signature(stage.generate).parameters}
+    has |= {"policy"} if stage is generate_prefix else set()   # whose schedulers share prefixes
+    return {"no_cache" if knob == "use_cache" else knob for knob in flags.KNOBS if knob in has}
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
     knobs = {"max_batch": 2, "token_budget": 9, "max_kv_tokens": 200, "pages": 30, "page_size": 4,
              "policy": "sjf", "pack": "dataset", "attention": "mask"}
-    flag_of = {**{knob: f"--{knob}={value}" for knob, value in knobs.items()},
-               "use_cache": "--no_cache"}
     code, out, err = run(
         stage, "--prompt", "# a", "--prompt", "# json\nLoad a file", "--max_new_tokens", 4,
-        *flag_of.values(), "--plot", tmp_path / "x.png", "--trace", tmp_path / "x.json",
-        "--page", tmp_path / "x.html", "--quiet")
+        *(f"--{knob}={value}" for knob, value in knobs.items()), "--no_cache", "--quiet",
+        "--plot", tmp_path / "x.png", "--trace", tmp_path / "x.json", "--page", tmp_path / "x.html")
     assert code == 0 and "▸" not in out and err == ""
-    for knob, flag in flag_of.items():
-        line = f"{flag.split('=')[0]} has no meaning for this stage: ignored\n"
-        has = (stage is generate_prefix if knob == "policy" else   # those share prefixes
-               knob in inspect.signature(stage.generate).parameters)
-        assert (line in out) != has, line
+    ignored = re.findall(r"^--(\w+) has no meaning for this stage: ignored$", out, re.M)
+    assert {*ignored} == {*knobs, "no_cache"} - flags_of(stage)
     pixels = matplotlib.image.imread(tmp_path / "x.png")
     assert pixels.shape[0] > 200 and pixels[..., :3].std() > 0.05
     name = json.loads((tmp_path / "x.json").read_text())["stage"]
@@ -210,10 +211,7 @@ def test_the_help_is_short_and_shows_this_stages_flags(stage, monkeypatch):
     code, out, err = run(stage, "--help")
     assert code == 0 and "None" not in out and out.count("\n") <= 45
     shown = set(re.findall(r"^  --(\w+)", out, re.M))
-    has = {*inspect.signature(stage.generate).parameters} & {*flags.KNOBS}
-    has |= {"policy"} if stage is generate_prefix else set()
-    assert shown & {*flags.KNOBS, "no_cache"} == {
-        "no_cache" if knob == "use_cache" else knob for knob in has}
+    assert shown & {*flags.KNOBS, "no_cache"} == flags_of(stage)
     assert {"prompt", "model", "texts", "optimize"} <= shown
 
 

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generate_naive import cache_for
-from generate_prefix import PrefixScheduler
 from lab.experiments.gpu import summary as gpu_summary
 from lab.flags import knobs_of
 from lab.loading.arrivals import Source, drawn, poisson, staged, workload
@@ -22,7 +21,7 @@ from lab.simulate import __main__ as simulate
 from lab.simulate import calculated as s
 from lab.simulate import capacity, published
 from lab.simulate.capacity import MOST, ROUTERS
-from lab.simulate.counted import Counted, Short
+from lab.simulate.counted import Short
 from lab.simulate.hardware import (
     ENGINES,
     GPU,
@@ -37,9 +36,8 @@ from lab.simulate.hardware import (
 )
 from lab.simulate.loop import Planned, Server, serve
 from lab.simulate.overload import most_served, verdict
-from lab.views.report import figures, totals
+from lab.views.report import totals
 from model import GPT, GPTConfig
-from paging import PagedScheduler
 from request import prepare
 from scheduler import Scheduler
 
@@ -50,46 +48,9 @@ SLOW = GPU(1e9, 1e9, 1e6, 1e6)
 AHEAD = Engine(front_end=0.01, ahead=True)
 KNOBS = dict(max_batch=3, token_budget=8, max_kv_tokens=90, pages=24, page_size=4)
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=8)
-LOADS = st.sampled_from([{}, {"clients": 1}, {"clients": 3}, {"rate": 20.0}, {"rate": 200.0}])
-SOME = [(9, 5), (3, 8), (20, 4), (30, 9), (1, 1)]
+LOADS = st.sampled_from([(None, 0), (None, 1), (None, 3), (20.0, 0), (200.0, 0)])
 FLAT = "ragged, varlen", "paged", "prefix"
 
-
-def simulated(stage, lengths=SOME, rate=None, clients=0, engine=AHEAD, **knobs):
-    mine, _ = knobs_of(STAGES[stage], {**KNOBS, **knobs})
-    times = [*poisson(len(lengths), rate, 0)] if rate else None
-    return s.simulate(TINY, SLOW, STAGES[stage], workload(lengths), times, clients, engine, **mine)
-
-
-def passes_of(trace):
-    return [replace(p, seconds=0) for p in trace.passes]
-
-
-# --- the stages' own loops ------------------------------------------------------------------------
-
-@pytest.mark.parametrize("stage", STAGES)
-@settings(max_examples=examples(100), deadline=None)
-@given(lengths=LENGTHS, load=LOADS, engine=st.sampled_from([AHEAD, Engine()]))
-def test_plans_and_counts_are_those_of_the_real_generate(stage, lengths, load, engine):
-    """
-    The real model, given the steps at which requests were seen to arrive, makes the same run. All
-    that its passes count is priced, but for copies where a kernel reads pages.
-    """
-    calculated = simulated(stage, lengths, engine=engine, **load)
-    seen = {request.name: request.arrival for request in calculated.requests}
-    requests = [replace(request, arrival=seen[request.name]) for request in workload(lengths)]
-    real_run = STAGES[stage](MODEL, requests, **knobs_of(STAGES[stage], KNOBS)[0])
-    pages = stage in FLAT[1:]
-    assert [replace(p, copied_bytes=0) if pages else p for p in passes_of(real_run)] == \
-        [replace(p, copied_bytes=0) if pages else p for p in passes_of(calculated)]
-    for p, (*_, counts) in zip(calculated.passes, calculated.clock.passes):
-        keys = sum(first + n for _, first, n in p.work) + p.padded_keys
-        copied = 0 if pages else p.copied_bytes
-        assert counts == (p.slots, counts[1], p.score_entries, keys, copied)
-    assert totals(real_run)["generated"] == sum(c[1] for *_, c in calculated.clock.passes)
-
-
-# --- the loop -------------------------------------------------------------------------------------
 
 def looped(planner, requests, times=(), clients=0, engine=AHEAD):
     server = Server(planner, constants(TINY, SLOW, engine), TINY, engine.ahead)
@@ -101,20 +62,47 @@ def came(log):
     return sorted((r.name, r.arrived, *r.token_times) for r in log.requests)
 
 
-@settings(max_examples=examples(200), deadline=None)
-@given(stage=st.sampled_from(FLAT), lengths=LENGTHS, load=LOADS.filter(bool),
-       engine=st.sampled_from([AHEAD, Engine()]))
-def test_the_loop_gives_tokens_when_the_stages_own_loop_does(stage, lengths, load, engine):
-    trace = simulated(stage, lengths, engine=engine, **load)
+# --- the stages' own loops ------------------------------------------------------------------------
+
+@pytest.mark.parametrize("stage", STAGES)
+@settings(max_examples=examples(100))
+@given(lengths=LENGTHS, rate_and_clients=LOADS, engine=st.sampled_from([AHEAD, Engine()]))
+def test_plans_and_counts_are_those_of_the_real_generate(stage, lengths, rate_and_clients, engine):
+    """
+    The real model, given the steps at which requests were seen to arrive, makes the same run. All
+    that its passes count is priced, but for copies where a kernel reads pages. And for stages
+    without pads the loop of loop.py gives the same tokens at the same time.
+    """
+    rate, clients = rate_and_clients
+    times = rate and [*poisson(len(lengths), rate, 0)]
     mine, _ = knobs_of(STAGES[stage], KNOBS)
-    times = [*poisson(len(lengths), load["rate"], 0)] if "rate" in load else None
-    *_, make = s.planners(STAGES[stage], **mine)
-    log = looped(make(), workload(lengths), times or (), load.get("clients", 0), engine)
-    assert [(r[0], *map(float, r[1:])) for r in came(log)] == \
-        [(r[0], *map(pytest.approx, r[1:])) for r in came(trace)]
+    calculated = s.simulate(TINY, SLOW, STAGES[stage], workload(lengths), times, clients, engine,
+                            **mine)
+    seen = {request.name: request.arrival for request in calculated.requests}
+    requests = [replace(request, arrival=seen[request.name]) for request in workload(lengths)]
+    real_run = STAGES[stage](MODEL, requests, **mine)
+    reads_pages = stage in FLAT[1:]
+
+    def counts_of(trace):
+        return [replace(p, seconds=0, copied_bytes=0 if reads_pages else p.copied_bytes)
+                for p in trace.passes]
+
+    assert counts_of(real_run) == counts_of(calculated)
+    for p, (*_, counts) in zip(calculated.passes, calculated.clock.passes):
+        keys = sum(first + n for _, first, n in p.work) + p.padded_keys
+        copied = 0 if reads_pages else p.copied_bytes
+        assert counts == (p.slots, counts[1], p.score_entries, keys, copied)
+    assert totals(real_run)["generated"] == sum(c[1] for *_, c in calculated.clock.passes)
+    if stage in FLAT and (rate or clients):
+        *_, make = s.planners(STAGES[stage], **mine)
+        log = looped(make(), workload(lengths), times or (), clients, engine)
+        assert [(r[0], *map(float, r[1:])) for r in came(log)] == \
+            [(r[0], *map(pytest.approx, r[1:])) for r in came(calculated)]
 
 
-@settings(max_examples=examples(600), deadline=None)
+# --- the loop -------------------------------------------------------------------------------------
+
+@settings(max_examples=examples(600))
 @given(seed=st.integers(0, 10**6), kind=st.sampled_from(FLAT), size=st.sampled_from([1, 2, 4, 8]),
        spare=st.sampled_from([0, 10, 100]), prompts=st.sampled_from([2, 7, 30]),
        clients=st.sampled_from([0, 3]), engine=st.sampled_from([AHEAD, Engine()]))
@@ -129,27 +117,17 @@ def test_counted_plans_are_the_schedulers_pass_by_pass(seed, kind, size, spare, 
         requests = drawn(30, seed, (1, 30), (1, 11), prompts, prefix, 2)
         return looped(planner, requests, times, clients, engine)
 
-    made = {"ragged, varlen": lambda: Scheduler(*limits, pages * size), "paged": lambda:
-            PagedScheduler(*limits, pages, size), "prefix": lambda:
-            PrefixScheduler(*limits, pages, size)}[kind]
-    counted = (Counted(*limits, pages * size) if kind == FLAT[0] else
-               Counted(*limits, pages, size, kind == "prefix"))
-    planned = run(Planned(made()))
+    counted, planned = s.planners(STAGES[kind], *limits, pages * size, pages, size)
+    expected = run(planned())
     try:
-        found = run(counted)
+        found = run(counted())
     except Short:
         assert kind != FLAT[0]
         return
-    assert found.passes == planned.passes and came(found) == came(planned)
-    assert planned.planner.counts.get("preemptions", 0) == 0
-    assert found.planner.counts["saved_tokens"] == planned.planner.counts.get("saved_tokens", 0)
-
-
-def test_short_memory_is_planned():
-    knobs = dict(max_batch=12, token_budget=64, pages=17, page_size=16)
-    run = s.runner(TINY, SLOW, STAGES["paged"], **knobs)
-    log = run(lambda: workload([(30, 30)] * 12), [0] * 12)
-    assert figures(log)["preemptions"] > 0 and len(log.requests) == 12
+    assert found.passes == expected.passes and came(found) == came(expected)
+    counts = expected.planner.counts
+    assert counts.get("preemptions", 0) == 0
+    assert found.planner.counts["saved_tokens"] == counts.get("saved_tokens", 0)
 
 
 def test_ahead_a_newcomer_waits_for_the_pass_after_the_next():
