@@ -164,6 +164,8 @@ WRONG = [   # step, old, new, what the judge says
     (1, " and len(running) < max_batch", "", "3 requests run, at most 2 may"),
     (1, "todo >= token_budget or ", "", "is admitted, although those before it have 18"),
     (1, " or not grant(waiting[0])", "", "grant has not returned True"),
+    (1, "todo >= token_budget or not grant(waiting[0])",
+     "not grant(waiting[0]) or todo >= token_budget", "waits, though grant has returned True"),
     (1, "waiting.popleft()", "waiting[0]", "request 'A' is 4 times in waiting and running"),
     (1, "running.append(waiting.popleft())", "continue", "it does not end"),
     (1, "request.todo == 1]", "request.todo == 1][:1]", "'B' decodes and gets 0 tokens"),

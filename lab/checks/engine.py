@@ -191,6 +191,9 @@ def admission_faults(everyone, waiting, running, before, granted, step, token_bu
             yield f"{request} runs, and grant has not returned True for it"
         if request is running[-1] and request not in before and todo >= token_budget:
             yield f"{request} is admitted, although those before it have {todo} tokens to do"
+    for request in waiting:
+        if request in granted:
+            yield f"{request} waits, though grant has returned True for it: it has its memory"
     for request in everyone:
         if (times := [*waiting, *running].count(request)) != 1:
             yield f"{request} is {times} times in waiting and running"

@@ -207,7 +207,7 @@ def speed_table(*found):
                      f"{f['ttft_mean']:.1f} s", f"{f['itl_p99'] * 1e3:,.0f} ms"])
     peaks, bandwidths = ([result[name] / 1e9 for result in found] for name in ("peak", "bandwidth"))
     how = (f"measured peak {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
-           f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; medians of three runs")
+           f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; {HOW}")
     return Table(["tokens per second", "what runs", *workloads, "TTFT mean, W1", "ITL p99, W1"],
                  rows, how, words=2, small_print="{machine}; {where}; {date}; {how}")
 

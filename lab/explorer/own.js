@@ -279,8 +279,9 @@ function drawOwn({run, wide}) {          // the controls show the state
   chosen = {run: state.run, beside: state.beside};
   $("note").textContent = damage;
   while (rows.length < requests.length) rows.push(row(rows.length));
-  const nodes = rows.slice(0, requests.length).map(({node}) => node);
-  if ($("rows").childElementCount !== nodes.length) $("rows").replaceChildren(...nodes);
+  const there = $("rows").children;      // the others stay where they are: one may have the focus
+  while (there.length > requests.length) there[there.length - 1].remove();
+  while (there.length < requests.length) $("rows").append(rows[there.length].node);
   $("own").style.setProperty("--wide", wide - 2 + "px");
   $("title").textContent = `${run.name}, ${DATA.clock}`;
   const end = state.held ?? largest(shown().map(endOf));
