@@ -130,8 +130,8 @@ def kinds(result, path=None):
     """Speedups by kind of prompts: a panel for each. result: of `prepacking`"""
     panels = {kind: (times, 1) for kind, times in prepacking.speedups(result).items()}
     looks = dict.fromkeys(prepacking.METHODS, "plain PyTorch")
-    return bars(panels, looks, "16 prompts at a time: how many times as fast as padding them to the "
-                "longest (dashed: 1)", 1.9, "{:.2f}", path, sharex=True)
+    return bars(panels, looks, "16 prompts at a time: how many times as fast as padding them to "
+                "the longest (dashed: 1)", 1.9, "{:.2f}", path, sharex=True)
 
 
 def slots(result, path=None):
