@@ -47,7 +47,6 @@ class Flight:
     batch: object          # the layout
     logits: torch.Tensor   # (R, V)
     tokens: torch.Tensor   # (R,), on the device
-    tables: list           # of the plan's requests: their block tables when it was queued
 
 
 def choose(logits, requests):
@@ -85,8 +84,7 @@ def launch(model, scheduler, pool, trace, step, flight):
     fill_holes(batch, holes, flight)
     trace.announce(step, batch)
     logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)          # (R, V)
-    return Flight(step, batch, logits, choose(logits, batch.sampled),
-                  [request.block_table for request, _ in batch.plan])
+    return Flight(step, batch, logits, choose(logits, batch.sampled))
 
 
 def leave_holes(flight):
@@ -139,9 +137,12 @@ def record(flight, trace):
 
 
 def cache_pages(flight, scheduler):
-    """Pages that the pass has filled can be found, if the request still holds that block table."""
-    for (request, n), start, table in zip(flight.batch.plan, flight.batch.starts, flight.tables):
-        if table is request.block_table:
+    """
+    Pages that the pass has filled can be found, if the request still holds them. (One that has been
+    preempted since holds none: the step that frees its pages gives one away, so it is not back.)
+    """
+    for (request, n), start in zip(flight.batch.plan, flight.batch.starts):
+        if request.block_table:
             scheduler.cache_filled(request, start, start + n)
 
 

@@ -307,13 +307,12 @@ def test_contract(file, data):
 G, D = speculative.generate.__wrapped__, speculative.draft   # G: without its decorator
 R, S, H, HP = RolloutScheduler, SessionScheduler, HybridScheduler, hybrid.HybridPaged
 FAULTS = {   # name: (function, code as it stands, code with the fault); more in lab/checks/traps.py
-    "a guess accepted after a stop token": (G, "if not request.finished and", "if"),
     "a wrong guess is accepted": (G, "== [token]]", "!= []]"),
     "a guess beyond the pages held": (D, "scheduler.pages.size)", "99)"),
     "a stale hole": (ahead.fill_holes, "= flight.tokens[places]",
                      "= flight.batch.tokens[flight.batch.wanted[places]]"),
     "pages freed under a queued pass are cached": (
-        ahead.cache_pages, "table is request.block_table", "request.block_table"),
+        ahead.cache_pages, "if request.block_table", "if True"),
     "a token for a request that has ended": (
         ahead.land, "enumerate(batch.sampled) if not request.finished", "enumerate(batch.sampled)"),
     "a preempted request that ended waits on": (
@@ -341,6 +340,14 @@ def test_a_fault_is_seen(name):
 
 
 # --- what chance may not show ---------------------------------------------------------------------
+
+@pytest.mark.parametrize("prompt, stop", [([2, 4, 2, 6, 9], 9), ([2, 4, 2, 6, 9, 2, 10], 9)])
+def test_nothing_is_accepted_after_a_stop_token_that_was_guessed(prompt, stop):
+    request = Request(prompt, 8, eos_token=stop)
+    run("4 guesses", [request])
+    with pytest.raises(AssertionError), swapped(G, [["if not request.finished and", "if"]]):
+        run("4 guesses", [request])
+
 
 FIRST, TIGHT = Request([1], 9, name="A"), dict(token_budget=2, page_size=2)
 
