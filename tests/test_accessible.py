@@ -25,6 +25,8 @@ def faults(chrome):
         chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {
             "features": [{"name": "prefers-color-scheme", "value": theme}]})
         resize(chrome, width, 900)
+        chrome.execute_script("""return Promise.allSettled(
+            document.getAnimations().map(({finished}) => finished))""")   # colours on their way
         for each in Axe().run(chrome)["violations"]:
             if each["impact"] in ("serious", "critical"):
                 found[each["id"], theme, width] = [node["html"][:90] for node in each["nodes"]]
