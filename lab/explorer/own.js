@@ -73,12 +73,12 @@ function ownParts() {                    // for an address
 
 function openOwn(own = mine) {           // a state, or what an address says; else the first preset
   const parts = new URLSearchParams(typeof own === "string" ? own : Object.values(PRESETS)[0]);
-  const runs = typeof own !== "string" ? chosen
-    : {run: parts.get("run") ?? "paged", beside: parts.get("beside") ?? ""};
+  const runs = typeof own === "string"
+    ? {run: parts.get("run") ?? "paged", beside: parts.get("beside") ?? ""}
+    : own === mine || !LADDER[state.run] ? chosen : {};   // a recorded run's stage stays
   if (state.own) earlier.push(JSON.stringify(state.own)); else leave();
   setOwn(own?.requests ? own : ownFrom(parts));
-  Object.assign(state, typeof own === "string" || own === mine || !LADDER[state.run] ? runs : {},
-                {clock: "ms", slot: null, tab: 0});
+  Object.assign(state, runs, {clock: "ms", slot: null, tab: 0});
   if (!LADDER[state.beside]) state.beside = "";
   setTicks(0);
   build();

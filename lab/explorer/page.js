@@ -252,10 +252,9 @@ function drawControls() {
   for (const id of ["run", "beside", "clock", "cells"]) $(id).value = state[id];
   $("now").textContent = state.clock === "step" ? `step ${value} of ${end}`
     : `step ${views[0].now.step}: ${ms(value).slice(0, -3)} of ${ms(end)}`;
-  for (const [i, button] of $("walk").querySelectorAll("button").entries()) {
-    const here = button.id === "mine" ? state.own : !state.own && i - 1 === stop;
-    button.ariaCurrent = here ? "step" : null;
-  }
+  const [own, ...stops] = $("walk").querySelectorAll("button");
+  const here = state.own ? own : stops[stop];
+  for (const button of [own, ...stops]) button.ariaCurrent = button === here ? "step" : null;
   const on = state.own ? null : walk[stop], away = Boolean(on && strayed());
   $("stop").hidden = !walk.length || Boolean(state.own);
   drawStop(on);
