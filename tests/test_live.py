@@ -90,6 +90,17 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
         assert script("""return moments.some(({tables}) => {
             const pages = Object.values(tables).flat(); return new Set(pages).size < pages.length;
         })""")   # and shared pages
+        slowed = "draw(); return $('views').textContent.split('slowed').length - 1"
+        assert script(slowed) == 3   # waits, of which some were longer on purpose
+        bill = script("""moments = moments.slice(-9);   // older tokens are not in its passes
+            draw();
+            return [...document.querySelectorAll(".bill td:nth-child(2)")].slice(0, 4).map(
+              ({textContent}) => Number(textContent));""")
+        made = script("""return [...requests.values()].flatMap(({steps}) => steps).filter(
+            step => step >= moments[0].step).length""")
+        assert bill[:2] == [9, made] and made <= bill[2] == bill[3]
+        assert script(slowed) == 0
+        assert "step " + str(running.engine.number - 1) in script("return view.cursor.dataset.step")
         script("""const [box] = document.querySelectorAll('.box.prompt');
                   $('temperature').value = 0; $('tokens').value = 20;
                   box.querySelector('textarea').value = arguments[0];
@@ -121,4 +132,5 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
         assert not running.server.live.pace
         script("hear({...hello, started: 0})")   # another server, whose r12 is another one
         assert script("return boxes[0].name") is None
+        running.until(lambda: "Nothing has run since" in script("return $('views').textContent"))
         assert not [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]

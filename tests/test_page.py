@@ -477,6 +477,11 @@ def test_each_control_changes_the_link_and_undo_takes_it_back(show):
         assert want in shown.address
         shown.click("#undo")
         assert OWN in shown.address
+    shown.run("document.querySelector('#own input').focus()")
+    shown.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)   # one change
+    assert "own=27-40_" in shown.address
+    shown.click("#undo")
+    assert OWN in shown.address and shown.run("return $('undo').disabled")
     for selector, number, want in (
             ("#more", 0, "70-5-0-1_70-5-0-1&"), (".row button", 0, "24-40-0-1"),
             (".row button", 1, "own=60-24-10_120"),
@@ -493,18 +498,22 @@ def test_one_returns_to_what_one_has_left(show):
     """To the stages of one's own requests, and to the step that an address names."""
     shown = show(OWN.replace("run=paged", "run=chunked&beside=ragged"))
     shown.run("go(7)")
-    step, address = shown.now, shown.run("return address()")
-    assert show(address[1:]).now == step
-    for button in "#walk li:nth-child(3) button", "#mine":
-        shown.click(button)
-    assert shown.run("return [state.run, state.beside]") == ["chunked", "ragged"]
+    step, address = shown.now, shown.address
+    assert (shown := show(address[1:])).now == step
+    shown.click("#walk li:nth-child(3) button")
+    shown.click("#mine")
+    assert [shown.now, shown.address] == [step, address]
+    shown.click("#walk li:nth-child(3) button")
+    shown.run("history.back(); return new Promise(done => addEventListener('popstate', () => done()))")
+    assert [shown.now, shown.address] == [step, address]
 
 
 def test_a_damaged_link_says_what_is_lost(show):
     for address, said in (
-            ("own=24-40_x_12-60&page_size=0", "In this link, 1 of its 3 requests and page size "
-             "could not be read."), ("own=24-40", "")):
-        assert show(address).texts("#note") == [said]
+            ("own=24-40_x_12-60&page_size=0", "1 request (“x”), page size"), ("own=24-40", ""),
+            ("own=24-40&run=pagged&memry=9", "run=pagged, memry"), ("own=", "1 request (“”)")):
+        assert show(address).texts("#note") == [
+            said and f"In this link, {said} could not be read."]
 
 
 def test_the_focus_stays_where_a_request_is_removed(show):
@@ -554,6 +563,7 @@ def test_requests_are_pasted_as_numbers_texts_and_jsonl(show):
 
     for text, want in (
             ("500 60\n40, 120, 25", "own=500-60_40-120-25"),
+            ("arrival,prompt_tokens,completion_tokens\n25,40,120", "own=40-120-25"),
             ('{"prompt": 30, "answer": 8}\n{"prompt": "four", "max_tokens": 9}\n12',
              "own=30-8_1-9_12-64"),
             (f"{system}Why?\n{system}How?\nNo.", "own=59-64-0-1_59-64-0-1_1-64&common=58")):
@@ -581,11 +591,18 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
         shown = show(f"{own}&run={stage}")
         shown.run("go(arguments[0])", step)
         assert shown.texts("#said")[0].endswith(said)
+    sentences = """return ticks.map((_, i) => { go(i); return [
+        $("said").textContent, $("other").firstElementChild.textContent]; })"""
+    shown = show("own=40-2-0-1_40-9-500-1&common=36&run=prefix&beside=paged")
+    found = [[text for text in said if "found" in text] for said in zip(*shown.run(sentences))]
+    assert found == [["prefix, step 2: 8 of 64 tokens, the token budget: prefill of B (8). 32 "
+                      "tokens of B were found in the cache."], []]
     shown = show("own=30-40_30-40_30-40&memory=128&run=paged&beside=ragged")
-    first, second = zip(*shown.run("""return ticks.map((_, i) => { go(i); return [
-        $("said").textContent, $("other").firstElementChild.textContent]; })"""))
+    first, second = zip(*shown.run(sentences))
     for said, sentence in (
             (first, "paged, step .* C .preempted. waits for memory: C needs 3 pages, [02] free"),
+            (first, ".* C needed a page, and none was free: it gave back 2. C .preempted. waits"),
+            (first, ".* No page was free for A: B, the last to come, gave back 4. B .preempted. "),
             (second, "ragged, step .* B C wait for memory: B would reserve 69 tokens, 59 free")):
         assert any(re.match(sentence, text) for text in said), "\n".join(said)
     assert shown.run("return $('said').ariaLive") == "polite"

@@ -34,12 +34,19 @@ const earlier = [];                      // for undo: states as JSON
 const rows = [], knobs = {};             // controls of each request; of each knob
 let mine = null, before = null;          // the last state that was shown; that before a drag
 let soon = null;                         // the next frame, if it shall redraw
-let chosen = {run: "paged", beside: ""}; // the stages that were shown last
+let chosen = {run: "paged", beside: "", value: 0};   // the stages and the ms that were shown last
 let damage = "";                         // what is said of an address, once
 
 const isLength = (n, least, most) => Number.isInteger(n) && n >= least && n <= most;
+const areLengths = (prompt, answer, arrival) => isLength(prompt, 1, 8192)
+  && isLength(answer, 1, 2048) && isLength(arrival, 0, 1e5);
+
+function remember() {                    // what is shown, to come back to it
+  if (state.own) chosen = {run: state.run, beside: state.beside, value: state.value};
+}
 
 function setOwn(own) {
+  remember();
   state.own = own;
   mine = own ?? mine;
   planned.clear();
@@ -47,21 +54,26 @@ function setOwn(own) {
 
 function ownFrom(parts) {                // of an address; null if it has none that make sense
   if (!parts.has("own")) return null;
-  const texts = parts.get("own").split("_"), lost = [];
-  const own = {requests: texts.slice(0, MOST).map(text => {
+  const texts = parts.get("own").split("_"), lost = [], left = [];
+  const own = {requests: texts.map((text, r) => {
     const [prompt, answer = 16, arrival = 0, shares = 0] = text.split("-").map(Number);
-    return [prompt, answer, arrival, shares ? 1 : 0];
-  }).filter(([prompt, answer, arrival]) => isLength(prompt, 1, 8192)
-            && isLength(answer, 1, 2048) && isLength(arrival, 0, 1e5))};
-  const missing = texts.length - own.requests.length;
-  if (missing) lost.push(`${missing} of its ${plural(texts.length, "request")}`);
+    const right = r < MOST && areLengths(prompt, answer, arrival);
+    if (!right) left.push(`“${text}”`);
+    return right && [prompt, answer, arrival, shares ? 1 : 0];
+  }).filter(Boolean)};
+  if (left.length) lost.push(`${plural(left.length, "request")} (${left.slice(0, 3).join(", ")})`);
+  for (const name of ["run", "beside"]) {
+    if (parts.get(name) && !LADDER[parts.get(name)]) lost.push(`${name}=${parts.get(name)}`);
+  }
+  const known = ["own", "run", "beside", "ms", "step", "theme", ...Object.keys(KNOBS)];
+  lost.push(...[...parts.keys()].filter(name => !known.includes(name)));
   for (const [name, [title, values, usual]] of Object.entries(KNOBS)) {
     const value = Number(parts.get(name) ?? usual);
     own[name] = isLength(value, values[0], values.at(-1)) ? value : usual;
     if (own[name] !== value) lost.push(title);
   }
-  damage = lost.length ? `In this link, ${lost.join(" and ")} could not be read.` : "";
-  return own.requests.length ? own : null;
+  damage = lost.length ? `In this link, ${lost.join(", ")} could not be read.` : "";
+  return own.requests.length ? own : {...own, requests: [[24, 40, 0, 0]]};
 }
 
 function ownParts() {                    // for an address
@@ -72,15 +84,18 @@ function ownParts() {                    // for an address
 }
 
 function openOwn(own = mine) {           // a state, or what an address says; else the first preset
+  remember();
   const parts = new URLSearchParams(typeof own === "string" ? own : Object.values(PRESETS)[0]);
   const runs = typeof own === "string"
     ? {run: parts.get("run") ?? "paged", beside: parts.get("beside") ?? ""}
     : own === mine || !LADDER[state.run] ? chosen : {};   // a recorded run's stage stays
-  if (state.own) earlier.push(JSON.stringify(state.own)); else leave();
+  const was = JSON.stringify(state.own), back = own === mine;
+  if (!state.own) leave();
   setOwn(own?.requests ? own : ownFrom(parts));
+  if (state.own && was !== "null") keep(was, null);
   Object.assign(state, runs, {clock: "ms", slot: null, tab: 0});
   if (!LADDER[state.beside]) state.beside = "";
-  setTicks(0);
+  setTicks(back ? chosen.value : 0);
   build();
 }
 
@@ -114,7 +129,12 @@ function ownRun(stage) {
 
 // --- changes -------------------------------------------------------------------------------------
 
-const keep = was => { if (was !== JSON.stringify(state.own)) earlier.push(was); };
+let by = null;                           // the bar that the last change came from
+
+function keep(was, from) {               // keys pressed on one bar are one change
+  if (was !== JSON.stringify(state.own) && !(from && from === by)) earlier.push(was);
+  by = from;
+}
 
 function edit(what, settled = true) {    // not settled: more will come from the same drag
   before ??= JSON.stringify(state.own);
@@ -124,8 +144,8 @@ function edit(what, settled = true) {    // not settled: more will come from the
   if (settled) settle();
 }
 
-function settle() {
-  if (before !== null) keep(before);
+function settle(from = null) {
+  if (before !== null) keep(before, from);
   before = state.held = null;
   soon ??= requestAnimationFrame(redraw);
 }
@@ -140,6 +160,7 @@ function redraw() {                      // at most once in a frame
 
 function undo() {
   if (!earlier.length) return;
+  by = null;
   setOwn(JSON.parse(earlier.pop()));
   redraw();
 }
@@ -151,7 +172,8 @@ function bar(name, kind, values, set) {
   const input = element("input", {type: "range", min: 0, max: values.length - 1, ariaLabel: name});
   const output = element("output");
   input.oninput = () => edit(() => set(values[input.value]), false);
-  input.onchange = settle;
+  input.onchange = () => settle(input);
+  input.onpointerdown = () => { by = null; };
   return {input, node: element("label", {className: "length " + kind}, input, output), show(value) {
     input.value = Math.max(0, atMost(values, value) - 1);
     input.ariaValueText = output.textContent = value ? number(value) : "–";
@@ -179,7 +201,8 @@ function row(r) {                        // a request's controls; r: its number
     state.held ??= views[0].end;         // while it is dragged, the axis stays
     edit(() => set(2, Number(input.value)), false);
   };
-  input.onchange = settle;
+  input.onchange = () => settle(input);
+  input.onpointerdown = () => { by = null; };
   const output = element("output");
   const arrival = element("label", {className: "arrival"}, input, output);
   const node = element("div", {className: "row", ariaLabel: `request ${name}`}, bold(name),
@@ -205,7 +228,8 @@ function beginOwn() {
   const note = element("span", {id: "note", className: "bad", role: "status"});
   const paste = element("details", {className: "paste"}, element("summary", {}, "paste requests"),
     soft("A line for each request: “prompt answer arrival”, in tokens and ms, a line of .jsonl, "
-         + "or a text. Four characters of a text count as a token; no answer: 64."), box,
+         + "or a text. Four characters of a text count as a token; no answer: 64. "
+         + "The knobs stay as they are."), box,
     element("button", {onclick: () => {
       try {
         const {requests, common} = parsed(box.value);
@@ -222,7 +246,8 @@ function beginOwn() {
     setTimeout(() => { copy.textContent = "copy link"; }, 1500);
   }}, "copy link");
   $("presets").append("Begin with: ", ...Object.keys(PRESETS).map(preset),
-                      element("button", {id: "undo", onclick: undo}, "undo"), copy, paste, note);
+                      element("button", {id: "undo", onclick: undo}, "undo"), copy);
+  $("pasting").append(paste, note);
   for (const [name, [title, values, , meaning]] of Object.entries(KNOBS)) {
     const knob = bar(`${title}: ${meaning}`, "knob", values, n => { state.own[name] = n; });
     knob.node.prepend(element("span", {title: meaning}, title));
@@ -232,34 +257,44 @@ function beginOwn() {
   $("more").onclick = () => edit(({requests}) => requests.push([...requests.at(-1)]));
 }
 
-// Requests in a text. Error with a line that says what is wrong.
-function parsed(text) {
-  const lines = text.split("\n").map(line => line.trim()).filter(Boolean);
-  if (!lines.length || lines.length > MOST) {
-    throw Error(`1 to ${MOST} requests, please; there are ${lines.length} lines`);
-  }
-  const entries = lines.map((line, i) => {
-    if (/^[-\d\s,;.]+$/.test(line)) {
-      const [prompt, answer, arrival, shared] = line.split(/[\s,;]+/).map(Number);
-      return {prompt, answer, arrival, shared};
-    }
-    if (!line.startsWith("{")) return {prompt: line};
+const COLUMNS = {   // of pasted lines: the names that they may have
+  prompt: ["prompt", "prompt_tokens", "contexttokens", "input_length"],
+  answer: ["answer", "max_new_tokens", "max_tokens", "completion_tokens", "generatedtokens",
+           "output_length"],
+  arrival: ["arrival"], shared: ["shared"]};
+const numbers = line => /^[-\d\s,;.]+$/.test(line) && line.split(/[\s,;]+/).map(Number);
+
+// {prompt, answer, ...} of each line. Error with a line that says what is wrong.
+function entriesIn(lines) {
+  const heads = /^(?=.*[,;])[^{\d]+$/.test(lines[0]) && numbers(lines[1] ?? "")
+    ? lines.shift().toLowerCase().split(/[,;]/).map(head => head.trim()) : Object.keys(COLUMNS);
+  return lines.map((line, i) => {
+    if (!numbers(line) && !line.startsWith("{")) return {prompt: line};
+    let given = Object.fromEntries((numbers(line) || []).map((n, k) => [heads[k], n]));
     try {
-      return JSON.parse(line);
+      if (line.startsWith("{")) given = JSON.parse(line);
     } catch {
       throw Error(`line ${i + 1} is not JSON`);
     }
+    return Object.fromEntries(Object.entries(COLUMNS).map(
+      ([column, names]) => [column, names.map(name => given[name]).find(it => it != null)]));
   });
+}
+
+// Requests in a text. Error with a line that says what is wrong.
+function parsed(text) {
+  const lines = text.split("\n").map(line => line.trim()).filter(Boolean);
+  const entries = entriesIn(lines);
+  if (!entries.length || entries.length > MOST) {
+    throw Error(`1 to ${MOST} requests, please; there are ${entries.length} lines`);
+  }
   const texts = entries.map(({prompt}) => typeof prompt === "string" ? prompt : "");
   const shared = entries.map((entry, i) => entry.shared ?? Math.floor(largest(
     texts.map((text, k) => k === i ? 0 : alike(texts[i], text))) / 4));
-  const requests = entries.map(({prompt, answer, arrival = 0, ...other}, i) => {
-    answer ??= other.max_new_tokens ?? other.max_tokens ?? 64;
+  const requests = entries.map(({prompt, answer = 64, arrival = 0}, i) => {
     const one = [texts[i] ? Math.ceil(prompt.length / 4) : prompt, answer,
                  Math.round(arrival), shared[i] >= 16 ? 1 : 0];
-    if (isLength(one[0], 1, 8192) && isLength(one[1], 1, 2048) && isLength(one[2], 0, 1e5)) {
-      return one;
-    }
+    if (areLengths(...one)) return one;
     throw Error(`line ${i + 1}: a prompt (a text, or 1 to 8,192 tokens), an answer (1 to 2,048; `
                 + "64 if none is given), an arrival in ms");
   });
@@ -276,14 +311,13 @@ function rowHigh() {                     // of the timeline, in pixels: as the c
 
 function drawOwn({run, wide}) {          // the controls show the state
   const {requests} = state.own;
-  chosen = {run: state.run, beside: state.beside};
   $("note").textContent = damage;
   while (rows.length < requests.length) rows.push(row(rows.length));
   const there = $("rows").children;      // the others stay where they are: one may have the focus
   while (there.length > requests.length) there[there.length - 1].remove();
   while (there.length < requests.length) $("rows").append(rows[there.length].node);
   $("own").style.setProperty("--wide", wide - 2 + "px");
-  $("title").textContent = `${run.name}, ${DATA.clock}`;
+  $("title").textContent = `${run.name}, ms ${DATA.clock}`;
   const end = state.held ?? largest(shown().map(endOf));
   requests.forEach((request, r) => rows[r].show(request, end));
   for (const name of Object.keys(KNOBS)) knobs[name].show(state.own[name]);
@@ -306,17 +340,37 @@ function sayOwn(view) {                  // the plan, and what waits for what
   const queue = run.requests.map((request, r) => ({...request, kind: states[r].kind})).filter(
     ({kind}) => ["waiting", "preempted"].includes(kind)).sort((a, b) => a.arrived - b.arrived);
   const names = queue.map(({name, kind}) => name + (kind === "preempted" ? " (preempted)" : ""));
+  if (names.length > 8) names.splice(8, Infinity, `and ${names.length - 8} more`);
   const wait = !names.length || !now.passes.length ? ""
     : ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waitsFor(run, now, queue[0])}.`;
   const never = run.requests.filter(({refused}) => refused);
   const misfits = never.length
     ? ` ${never.map(({name}) => name).join(" ")} can never run: ${never[0].refused}.` : "";
   const plan = never.length === run.requests.length ? "nothing runs."
-    : sayPlan(view, partsNow(view));
+    : sayPlan(view, partsNow(view)) + pagesSay(run, now);
   const who = state.beside ? `${run.name}, step` : "Step";
   const text = `${who} ${now.step}: ${plan}${wait}${misfits}`;
   const node = number ? $("other").firstElementChild : $("said");
   if (node.textContent !== text) node.textContent = text;
+}
+
+// Who found its first tokens in pages, and who lost its pages in this step.
+function pagesSay(run, now) {
+  const here = ({pass}) => now.passes.includes(pass);
+  const changes = (run.pool ? run.requests : []).flatMap(({name, rooms, work, ...request}) => {
+    const at = rooms.findIndex(here), [before, after] = [rooms[at - 1]?.room, rooms[at]?.room];
+    const over = atMost(request.steps, now.step) === request.generated.length;
+    return at < 0 ? [] : [{name, before, after, over, found: work.find(here)?.first}];
+  });
+  const grown = changes.filter(({before, after}) => before && after?.length > before.length);
+  const takers = grown.map(({name}) => name).join(" and ");
+  return changes.flatMap(({name, before, after, over, found}) => {
+    if (!before && after && found) return ` ${found} tokens of ${name} were found in the cache.`;
+    if (!before || after || over) return [];
+    return takers ? ` No page was free for ${takers}: ${name}, the last to come, gave back `
+        + `${before.length}.`
+      : ` ${name} needed a page, and none was free: it gave back ${before.length}.`;
+  }).join("");
 }
 
 const FIRST = {unbatched: "its turn", naive: "the batch", dynamic: "a place"};

@@ -50,7 +50,7 @@ function readAddress() {                 // whatever it says: what does not exis
   Object.assign(state, {stop: DATA.walk[stop] ? stop : null, all: parts.has("all"), slot: null});
   state.cells = ["position", "wide"].includes(parts.get("cells")) ? parts.get("cells") : "token";
   setOwn(ownFrom(parts));
-  const known = state.own ? Object.keys(LADDER) : names;
+  const known = state.own ? Object.keys(LADDER) : names;   // ownFrom says what it does not know
   const [run, beside = ""] = parts.has("run") || state.own
     ? [parts.get("run"), parts.get("beside")] : known;
   state.run = known.includes(run) ? run : state.own ? "paged" : names[0];
@@ -415,10 +415,9 @@ function seek(event) {                   // a press or drag on the timeline; els
 function begin() {
   const {requests} = RUNS.get(names[0]);
   const tokens = requests.reduce((sum, {prompt}) => sum + prompt.length, 0);
-  $("about").textContent = `${plural(requests.length, "recorded request")}, `
-    + plural(tokens, "prompt token");
-  const clock = DATA.calculated ? "ms, calculated for an A100" : "ms, measured";
-  $("clock").options[1].textContent = clock;
+  const clock = DATA.calculated ? "calculated for an A100" : "measured";
+  $("about").textContent = "how an LLM server batches requests, step by step: "
+    + `${plural(requests.length, "recorded request")}, ${plural(tokens, "prompt token")}; ms are ${clock}`;
   $("walk").querySelector("ol").append(element("li", {}, element(
     "button", {id: "mine", onclick: () => openOwn()}, "try your own requests")),
     ...DATA.walk.map(({title}, i) => element(

@@ -105,7 +105,7 @@ function drawTimeline(view) {
     className: longest > shaded ? "longest" : ""}, text, ms(longest), longest > shaded ? mark : "");
   timeline.replaceChildren(
     view.box,
-    ...onTime ? [element("p", {}, say(first, "Longest wait for a first token: ", " (red line)"),
+    ...onTime ? [element("p", {}, ...inShort(run), say(first, "Longest wait for a first token: ", " (red line)"),
                          say(next, "; for a next one: ", " (red frames)"), ".")] : [],
     ...run.check ? [div("verdicts", ...verdicts(run))] : []);
 
@@ -116,7 +116,7 @@ function drawTimeline(view) {
   pen.scale(ratio, ratio);
   Object.assign(pen, {font: "11px system-ui, sans-serif", textBaseline: "middle"});
   const end = state.held ?? largest(shown().map(endOf));
-  const x = value => labels + (wide - labels - 2) * value / end;
+  const x = value => labels + (wide - labels - 2) * Math.max(0, value) / end;
   const span = (from, to) => {           // [left, width]
     if (x(to) - x(from) < 3) return [x(from), Math.max(0.6, x(to) - x(from))];
     const left = Math.round(x(from)), width = Math.round(x(to)) - left;   // sharp edges
@@ -134,7 +134,13 @@ function drawTimeline(view) {
       : span(passes.step[pass], passes.step[pass] + 1)};
   requests.forEach((request, r) => drawRow(view, place, request, r));
   drawBand(view, place);
-  drawAxis(place, end, wide);
+  drawAxis(place, end, wide, run.base);
+}
+
+function inShort(run) {                  // of one's own requests: where the scoreboard is far away
+  const score = state.own && figuresOf(run);
+  return score ? [bold(run.name), `: ${rounded(score.speed)} tokens/s, ${score.at_once} at once. `]
+    : [];
 }
 
 // How far the axis goes: steps, or milliseconds.
@@ -218,16 +224,16 @@ function drawBand({run, across}, {paint, high, thick, floor, acrossPass}) {   //
   }
 }
 
-function drawAxis({pen, x, ink, floor, labels}, end, wide) {
+function drawAxis({pen, x, ink, floor, labels}, end, wide, base = 0) {
   pen.fillStyle = ink.soft;
   if (labels) pen.fillText("slots", 0, floor - BAND / 2);
   pen.fillRect(labels, floor, wide - labels, 1);
   const least = 60 * end / (wide - labels);
   const power = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
   const unit = [1, 2, 5, 10].map(factor => factor * power).find(unit => unit >= least);
-  for (let value = 0; value < end; value += unit) {
+  for (let value = Math.ceil(base / unit) * unit - base, i = 0; value < end; value += unit, i++) {
     pen.fillRect(x(value), floor, 1, 4);
-    const text = value ? number(value) : state.clock === "step" ? "0 steps" : "0 ms";
+    const text = number(base + value) + (i ? "" : state.clock === "step" ? " steps" : " ms");
     if (x(value) + 40 < wide) pen.fillText(text, x(value) + 3, floor + 10);
   }
 }
@@ -235,7 +241,7 @@ function drawAxis({pen, x, ink, floor, labels}, end, wide) {
 function moveCursor({run, now, cursor, across, wide}) {
   cursor.hidden = !run.steps.length;
   if (cursor.hidden) return;
-  cursor.dataset.step = `step ${now.step}`;
+  cursor.dataset.step = `step ${now.step + (run.base ?? 0)}`;
   const step = run.steps[Math.max(now.k, 0)], [left, width] = across(step);
   cursor.style.left = (now.passes.length ? left : left + width) - 2 + "px";
   cursor.classList.toggle("late", left > wide / 2);
@@ -545,7 +551,7 @@ function drawRequests(view) {
   const listed = run.requests.flatMap((request, r) => {
     if (!few && ["absent", "waiting", "done"].includes(states[r].kind)) return [];
     if (!rows.has(r)) rows.set(r, requestRow(request));
-    fillRow(rows.get(r), request, states[r]);
+    fillRow(rows.get(r), request, states[r], run.slowed);
     return [rows.get(r).node];
   });
   if (!view.list) {
@@ -582,19 +588,19 @@ function fillTexts({node, prompt, answer, texts}) {   // all of it, or its end
   answer.textContent = end;
 }
 
-function fillRow(row, request, {words, active, tokens}) {
+function fillRow(row, request, {words, active, tokens}, slowed) {
   const said = [words, active, tokens].join();
   if (said === row.said) return;
   row.said = said;
   const gaps = gapsOf(request.ms.slice(0, tokens)), first = request.steps[0] - request.arrival + 1;
+  const wait = slowed ? "" : ", " + ms(request.ms[0] - request.arrived);
   row.node.classList.toggle("running", active);
   row.state.textContent = words;
   row.texts[1] = textOf(request.generated.slice(0, tokens));
   fillTexts(row);
   row.waits.textContent = !tokens ? `prompt of ${plural(request.prompt.length, "token")}`
-    : `${plural(tokens, "token")} · TTFT ${plural(first, "step")}, `
-      + ms(request.ms[0] - request.arrived)
-      + (gaps.length ? `\nITL mean ${ms(mean(gaps))}, longest ${ms(largest(gaps))}` : "");
+    : `${plural(tokens, "token")} · TTFT ${plural(first, "step")}${wait}`
+      + (gaps.length && !slowed ? `\nITL mean ${ms(mean(gaps))}, longest ${ms(largest(gaps))}` : "");
 }
 
 // Memory: each request's cache within its room; in paged and prefix the pool and the block tables.
@@ -633,7 +639,7 @@ function cachesOf(run, now, holders) {
 }
 
 function poolOf(view, holders) {
-  const {run, now} = view, {pages, page_size: size} = run.pool, tiny = pages > 160;
+  const {run, now} = view, {pages, page_size: size} = run.pool, tiny = pages > (innerWidth <= 760 ? 64 : 160);
   const owners = Array.from({length: pages}, () => []), filled = Array(pages).fill(0);
   const cached = new Set(run.passes.cached[now.pass] ?? []);
   const counts = {held: 0, shared: 0, cached: 0, free: 0};
@@ -675,14 +681,15 @@ function poolOf(view, holders) {
 
 function drawBill({run, now, states, panels: {bill}}) {
   const total = name => now.pass < 0 ? 0 : run.totals[name][now.pass], slots = total("slots");
-  const firsts = run.requests.filter((_, r) => states[r].tokens).map(
+  const {step} = now, before = run.requests.map(({steps}) => atMost(steps, -1));   // a live run's
+  const firsts = run.requests.filter((_, r) => states[r].tokens && !before[r]).map(
     ({ms, arrived}) => ms[0] - arrived);
-  const gaps = atMost(run.gaps, now.step, ([step]) => step);
+  const gaps = atMost(run.gaps, step, ([step]) => step), slowed = run.slowed ? "slowed" : "";
   const [, , sum, longest] = run.gaps[gaps - 1] ?? [];
   const ofSlots = name => [number(total(name)), percent(total(name), slots, "slots")];
   const rows = [
     ["forward passes", number(now.pass + 1)],
-    ["generated tokens", number(states.reduce((sum, is) => sum + is.tokens, 0))],
+    ["generated tokens", number(states.reduce((sum, is, r) => sum + is.tokens - before[r], 0))],
     ["slots", number(slots)],
     ["useful tokens", ...ofSlots("useful")],
     ["pads", ...ofSlots("pad_slots")],
@@ -695,9 +702,10 @@ function drawBill({run, now, states, panels: {bill}}) {
     ["padded keys", number(total("padded_keys"))],
     ["copied keys and values", (total("copied_bytes") / 1e6).toFixed(1) + " MB"],
     ["time in passes", ms(total("ms")), DATA.calculated || run.computed ? "calculated" : ""],
-    ["TTFT, mean", firsts.length ? ms(mean(firsts)) : "–", plural(firsts.length, "request")],
-    ["ITL, mean", gaps ? ms(sum / gaps) : "–"],
-    ["ITL, longest", gaps ? ms(longest) : "–"]];
+    ["TTFT, mean", firsts.length ? ms(mean(firsts)) : "–",
+     slowed || plural(firsts.length, "request")],
+    ["ITL, mean", gaps ? ms(sum / gaps) : "–", slowed],
+    ["ITL, longest", gaps ? ms(longest) : "–", slowed]];
   const lines = rows.map(([name, value, note = ""]) => element(
     "tr", {}, element("th", {scope: "row"}, name), element("td", {}, value),
     element("td", {className: "soft"}, note)));
@@ -712,16 +720,18 @@ const SCORES = {   // figure: title, its text, what it means
   useful: ["useful", x => Math.round(100 * x) + "%",
            "share of the slots that hold a token, for the first time"],
   speed: ["tokens/s", rounded, "tokens per second"],
-  first: ["TTFT", rounded, "the longest wait for a first token, ms"],
-  next: ["worst gap", rounded, "the longest time between two tokens of a request, ms"],
+  first: ["TTFT, ms", rounded, "the longest wait for a first token"],
+  next: ["worst gap, ms", rounded, "the longest time between two tokens of a request"],
   at_once: ["at once", number, "the most requests that run at the same time"],
-  memory: ["memory", ([held, limit]) => [number(held), element(
+  memory: ["memory, tokens", ([held, limit]) => [number(held), element(
     "small", {}, limit ? ` of ${number(limit)}` : " no limit")],
-           "the most tokens of keys and values that have room reserved"]};
+           "the most keys and values that have room reserved"]};
 
 function scoreboard(scores, pick, marked = {}) {
-  const most = Object.fromEntries(["speed", "first", "next"].map(   // these are drawn as bars, too
-    key => [key, largest(Object.values(scores).map(score => score?.[key] ?? 0))]));
+  const ran = Object.values(scores).filter(Boolean), limited = ran.some(({memory}) => memory[1]);
+  const most = Object.fromEntries(["speed", "first", "next"].map(   // bars, too, if they differ
+    key => [key, ran.map(score => score[key]).sort((a, b) => b - a)]).map(
+    ([key, values]) => [key, values[0] > 1.05 * values.at(-1) ? values[0] : 0]));
   const lines = Object.entries(scores).map(([name, score]) => {
     const cells = score ? Object.entries(SCORES).map(([key, [, text]]) => element("td", {
       data: {score: key}, style: most[key] ? `--share: ${100 * score[key] / most[key]}%` : ""},
@@ -732,7 +742,8 @@ function scoreboard(scores, pick, marked = {}) {
       onclick: () => pick(name), ariaPressed: String(marked[name] === "shown")}, name) : name;
     const wrong = score?.wrong
       ? element("span", {className: "bad"}, ` ${score.wrong} requests WRONG`) : "";
-    return element("tr", {}, element("th", {scope: "row"}, title, label, wrong), ...cells);
+    const className = limited && score && !score.memory[1] ? "unlimited" : "";
+    return element("tr", {className}, element("th", {scope: "row"}, title, label, wrong), ...cells);
   });
   const heads = Object.values(SCORES).map(
     ([text, , title]) => element("th", {scope: "col", title}, text));

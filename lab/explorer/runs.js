@@ -45,8 +45,10 @@ function prepare(run) {
     let total = 0;
     run.totals[name] = p.step.map((_, i) => total += p[name]?.[i] ?? 0);
   }
-  run.waits = requests.filter(({ms}) => ms.length).map(({ms, arrived}) => ms[0] - arrived);
-  run.gaps = requests.flatMap(({ms, steps}) => gapsOf(ms).map((gap, i) => [steps[i + 1], gap]));
+  // A live run keeps its last steps, from 0 on; its requests may be older.
+  run.waits = requests.filter(({steps}) => steps[0] >= 0).map(({ms, arrived}) => ms[0] - arrived);
+  run.gaps = requests.flatMap(({ms, steps}) => gapsOf(ms).map((gap, i) => [steps[i + 1], gap]))
+    .filter(([step]) => step >= 0);
   run.gaps.sort(([a], [b]) => a - b);    // [step, time between two tokens, sum, maximum so far]
   let sum = 0, most = 0;
   for (const gap of run.gaps) gap.push(sum += gap[1], most = Math.max(most, gap[1]));

@@ -13,7 +13,7 @@ let hello = null;                        // the server's first message
 let simulate = null, scored = -Infinity;  // of schedule.js; when the stages were compared
 import("/schedule.js").then(module => { simulate = module.simulate; });
 let moments = [];                        // the last KEPT steps, as the notes have them
-let waiting = [], running = 0, boxes = [], view = null, drawing = false;
+let waiting = [], running = 0, pace = 0, boxes = [], view = null, drawing = false;
 
 // --- what the server tells ------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ function take({new: arrived, tokens, tables, ended, pass, cached, waiting: queue
   waiting = queue;
   running = Object.keys(tables).length;
   if (!pass) return;
-  moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, tables, cached});
+  moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, slowed: pace > 0, tables, cached});
   moments = moments.slice(-KEPT);
   const first = moments[0].step;
   for (const [name, {reason, steps}] of requests) {
@@ -70,7 +70,7 @@ function recent() {
     steps: steps.map(step => step - first), ms: ms.map(time => time - start)}));
   const {model, knobs, place, pool} = hello;
   return {name: model, idea: `The prefix stage as a server: the steps from ${first} on.`, knobs, place, pool, passes,
-          requests: list, check: {summary: "outputs were not checked", wrong: null},
+          base: first, slowed: moments.some(({slowed}) => slowed), requests: list, check: {summary: "outputs were not checked", wrong: null},
           xray: {left_out: "this run was watched while it served", wrong: 0, sentences: []}};
 }
 
@@ -93,7 +93,10 @@ function layOut() {
 function draw() {
   drawing = false;
   for (const box of boxes) box.draw();
-  if (!moments.length) return;
+  if (!moments.length) {
+    $("views").replaceChildren(soft("Nothing has run since this page was opened. Send a prompt, or a dozen."));
+    return;
+  }
   if (!view) layOut();
   const {step} = moments.at(-1), run = view.run = prepare(recent());
   view.now = momentOf(run, "step", run.steps.at(-1).step);
@@ -102,7 +105,8 @@ function draw() {
   view.rows = new Map(run.requests.map(({name}, r) => [r, view.rowOf.get(name)]).filter(([, row]) => row));
   for (const panel of [drawTimeline, moveCursor, drawPlan, drawTensor, drawBill, drawRequests, drawMemory]) panel(view);
   if (simulate && performance.now() > scored + 2000) {
-    view.panels.score.replaceChildren(scoreboard(wouldHave(run)), soft(`In steps as here, ${DATA.clock}.`));
+    view.panels.score.replaceChildren(scoreboard(wouldHave(run)), soft(
+      `What each stage would take if they arrived at the same steps as here; ${DATA.clock}.`));
     scored = performance.now();
   }
   view.rowOf = new Map([...view.rows].map(([r, row]) => [run.requests[r].name, row]));
@@ -165,17 +169,17 @@ function hear(message) {
     scored = -Infinity;
     document.documentElement.style.cssText += message.style;
     requests.clear();
-    $("views").replaceChildren();
     const {model, knobs, pool, place} = message;
     $("about").textContent = `${model}: at most ${knobs.max_batch} requests run, ${knobs.token_budget} tokens a step, `
       + `${plural(pool.pages, "page")} of ${knobs.page_size}; ${place}`;
     greet();
   }
   if ("pace" in message) {
-    const paused = message.pace === PAUSED;
+    pace = message.pace;
+    const paused = pace === PAUSED;
     $("pause").ariaPressed = paused;
     $("pause").textContent = paused ? "go on" : "pause";
-    if (!paused) $("speed").value = message.pace;
+    if (!paused) $("speed").value = pace;
   }
   for (const note of message.notes ?? []) take(note);
   drawSoon();
@@ -218,8 +222,9 @@ async function greet() {                 // a first visit to a server that has n
   say("A dozen prompts were sent, as on a first visit. Send yours beside them.");
 }
 
-function addBox(text) {
-  const prompt = element("textarea", {rows: 2, value: text, ariaLabel: "prompt"});
+function addBox() {
+  const prompt = element("textarea", {rows: 2, ariaLabel: "prompt", placeholder: "A prompt, such as: # list.append\n"
+    + "Enter sends it; Shift and Enter begin a line."});
   const go = element("button", {}, "send");
   const who = element("span", {className: "soft"}), output = element("output");
   const box = {name: null, draw() {
@@ -233,8 +238,9 @@ function addBox(text) {
   }};
   go.onclick = async () => {
     box.name = await ask(prompt.value);
-    output.textContent = "";
-    if (box.name) who.textContent = box.name;
+    if (!box.name) return;
+    prompt.value = output.textContent = "";
+    who.textContent = box.name;
     drawSoon();
   };
   prompt.onkeydown = event => {
@@ -253,7 +259,7 @@ $("pause").onclick = () => control({pace: isPaused() ? chosen() : PAUSED});
 $("one").onclick = () => control({pace: PAUSED, step: true});
 $("speed").onchange = () => isPaused() || control({pace: chosen()});
 $("dozen").onclick = sendDozen;
-$("box").onclick = () => addBox("");
+$("box").onclick = addBox;
 $("theme").onclick = () => {
   const {style} = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
   style.colorScheme = (style.colorScheme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
@@ -263,7 +269,7 @@ $("unlock").onsubmit = event => {
   event.preventDefault();
   $("unlock").hidden = true;
 };
-addBox("# list.append\n");
+addBox();
 addEventListener("resize", drawSoon);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
 connect();
