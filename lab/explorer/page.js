@@ -417,7 +417,8 @@ function begin() {
   const tokens = requests.reduce((sum, {prompt}) => sum + prompt.length, 0);
   const clock = DATA.calculated ? "calculated for an A100" : "measured";
   $("about").textContent = "how an LLM server batches requests, step by step: "
-    + `${plural(requests.length, "recorded request")}, ${plural(tokens, "prompt token")}; ms are ${clock}`;
+    + `${plural(requests.length, "recorded request")}, ${plural(tokens, "prompt token")}; `
+    + `ms are ${clock}`;
   $("walk").querySelector("ol").append(element("li", {}, element(
     "button", {id: "mine", onclick: () => openOwn()}, "try your own requests")),
     ...DATA.walk.map(({title}, i) => element(

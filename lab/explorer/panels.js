@@ -105,7 +105,8 @@ function drawTimeline(view) {
     className: longest > shaded ? "longest" : ""}, text, ms(longest), longest > shaded ? mark : "");
   timeline.replaceChildren(
     view.box,
-    ...onTime ? [element("p", {}, ...inShort(run), say(first, "Longest wait for a first token: ", " (red line)"),
+    ...onTime ? [element("p", {}, ...inShort(run),
+                         say(first, "Longest wait for a first token: ", " (red line)"),
                          say(next, "; for a next one: ", " (red frames)"), ".")] : [],
     ...run.check ? [div("verdicts", ...verdicts(run))] : []);
 
@@ -639,7 +640,8 @@ function cachesOf(run, now, holders) {
 }
 
 function poolOf(view, holders) {
-  const {run, now} = view, {pages, page_size: size} = run.pool, tiny = pages > (innerWidth <= 760 ? 64 : 160);
+  const {run, now} = view, {pages, page_size: size} = run.pool;
+  const tiny = pages > (innerWidth <= 760 ? 64 : 160);
   const owners = Array.from({length: pages}, () => []), filled = Array(pages).fill(0);
   const cached = new Set(run.passes.cached[now.pass] ?? []);
   const counts = {held: 0, shared: 0, cached: 0, free: 0};
