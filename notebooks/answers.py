@@ -8,11 +8,12 @@ The reader of answers: what a person has typed, as a value. A question says whic
 
 Every word must be understood: "not 13" and "13 or 14" are Unreadable, not 13.
 """
+import ast
 import math
+import operator
 import re
 import tomllib
 import unicodedata
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,9 @@ SPELLED = rf"\b(?:({'|'.join(TENS)})[ -]?)?({'|'.join(ONES)})\b|\b({'|'.join(TEN
 FILLERS = dict.fromkeys(TALK["fillers"].split(), "")
 CLASSES = {word: kind for kind, words in TALK["classes"].items() for word in words.split()}
 NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+"
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: pow,
+              ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+              ast.USub: operator.neg, ast.UAdd: operator.pos}
 # A claim, in classes of words: Element, aLl, None, Rest, But, X not, V it is so, W it is not
 CLAIM = re.compile(r"(?P<verb>[vw]|X?(?:V+|W+))?(?P<no>X?)(?P<base>[LNR]?)(?P<names>E*)B?"
                    r"(?P<out>E*)(?P<after>X?(?:V+|W+)|X(?![LNRE]))?")   # v, w: "pass: A, B"
@@ -48,6 +52,9 @@ def readings(guess, it):
 
 def plain(guess):
     """A guess as text: small letters, plain signs, digits for numbers in words."""
+    guess = guess.tolist() if hasattr(guess, "tolist") else guess
+    if isinstance(guess, dict):   # {"A": True, "B": False}, or {step: number}
+        guess = [key if of is True else of for key, of in guess.items() if of is not False]
     if isinstance(guess, (list, tuple, set, frozenset, range)):
         return ", ".join(map(plain, guess)) or "none"
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", r"**\g<0>", str(guess)[:200])
@@ -67,7 +74,7 @@ def number(text, it):
     for mark in ",_' ", ".":   # between thousands
         way = re.sub(rf"(?<=\d)(?<!\b0)[{mark}](?=\d{{3}}(?!\d))", "", text)
         parts = re.split("[=:;]|->", re.sub(r"(?<=\d),(?=\d)", ".", way))
-        with suppress(KeyError, SyntaxError), warnings.catch_warnings(action="ignore"):
+        with suppress(KeyError, SyntaxError):   # it cannot be read in this way
             sides = [side for part in parts if (side := calculated(part, it)) is not None]
             if all(each == sides[0] or math.isclose(each, sides[0], rel_tol=0.05)
                    for each in sides):   # of 3 x 15 = 45
@@ -88,7 +95,7 @@ def calculated(text, it):
         loose |= code != "" and word in ("of", "for", "in")   # slots of finished rows
     if not code:
         return None
-    value = eval(code, {"__builtins__": {}})   # floats, signs and parentheses, nothing else
+    value = folded(ast.parse(code.strip(), mode="eval").body)
     if not 0 <= value < math.inf:   # a difference below 0 is a range
         raise KeyError
     wanted, product = it.get("unit", "number").split(), re.search(r"\*|\b(x|times|by)\b", text)
@@ -98,6 +105,14 @@ def calculated(text, it):
         if unit not in [*sizes, *wanted, *it.get("per", "").split()[:i]] and not product:
             return f"The question does not ask for {unit}s."
     return value * next((sizes[unit] / sizes[wanted[0]] for unit in units if unit in sizes), 1)
+
+
+def folded(node):
+    """The value of arithmetic with numbers, and of nothing else."""
+    if isinstance(node, ast.Constant):
+        return float(node.value)
+    parts = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
+    return OPERATIONS[type(node.op)](*map(folded, parts))
 
 
 def names(text, it):
@@ -112,16 +127,18 @@ def names(text, it):
         order[:int(found[1] or 1)] if found[0][0] == "f" else order[-int(found[1] or 1):]), text)
     for pattern in TALK["spans"]:
         text = re.sub(pattern.replace("NAME", rf"\b(?:{'|'.join(order)})\b"), span, text)
+    text = text.replace(" = ", " ")   # the last (6)
     for word, asked in zip(("yes", "no"), TALK["asks"][it["asks"]]):   # A yes, B no
         text = re.sub(rf"\b{word}\b(?= *(?:[,;.]|$))", asked.split()[0], text)
-    kinds = dict.fromkeys(UNIT_OF, "") | FILLERS | CLASSES | dict.fromkeys(order, "E")
-    other = "E" if order[0].isdigit() else ""   # what a number is that is no name
+    kinds = FILLERS | CLASSES | dict.fromkeys(order, "E")
     for words, kind in zip(TALK["asks"][it["asks"]], "VW"):
         kinds |= dict.fromkeys(words.split(), kind)
     classes, said = "", []
     for word, colon in re.findall(r"(\d+|[a-z]+|[^\w\s,;.:&/+!?()'-])(?: *(:))?", text):
         for each in [word] if word in kinds or not {*word} <= {*order} else word:   # AC
-            kind = kinds.get(each, other) if each.isdigit() else kinds[each]
+            unknown = "E" if each.isdigit() and order[0].isdigit() else ""
+            known = each in kinds or not each.isdigit() and each not in UNIT_OF
+            kind = kinds[each] if known else unknown
             classes += kind.lower() if colon and kind in "VW" else kind
             said += [each] * len(kind)
     return [claimed({*order}, classes, said)]
@@ -145,6 +162,8 @@ def claimed(every, classes, said):
             (is_not if last else is_so).difference_update(out)
             some |= bool(last and out)
         last = no
+        if no and not (inner or claim["base"] or out):
+            raise ValueError
     if is_so & is_not and "L" not in classes or not (some or is_not or "N" in classes):
         raise ValueError
     return is_so - is_not if some else every - is_not
