@@ -5,9 +5,11 @@ lab/flags.py lists the exit statuses.
 """
 import copy
 import os
+import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
 
 import torch
 
@@ -20,6 +22,19 @@ from lab.views.progress import progress
 from lab.views.report import report, write_trace
 
 SHOWN = 3   # texts, unless all are asked for
+
+
+class Parser(flags.Parser):
+    """Says of a value what is allowed, and of an unknown flag which one is spelt like it."""
+
+    def error(self, message):
+        message = re.sub(r"invalid (\w+) value: (.*)", lambda found: "must be a "
+                         f"{'' if found[1] == 'float' else 'whole '}number, not {found[2]}",
+                         message)
+        if unknown := re.match(r"unrecognized arguments: ([^\s=]+)", message):
+            for like in get_close_matches(unknown[1], self._option_string_actions, 1):
+                message += f"; did you mean {like}?"
+        super().error(message)
 
 
 def main(generate, doc, argv=None):
@@ -61,7 +76,8 @@ def run_stage(generate, args, shard=None):
             print("The built-in model is a workload; its answers, after the ▸, are fluent nonsense")
         print_texts(shown, tokenizer)
         if more := len(requests) - len(shown):
-            print(f"--- and {more} more: --texts prints them\n")
+            print(f"--- and {more} more: --texts prints them")
+        print()
     print(report(trace))
     if hasattr(model, "uses"):   # a snapshot
         print(model.uses())
@@ -83,7 +99,7 @@ def run_stage(generate, args, shard=None):
         print(coloured(summary(verdicts)))
     if not args.quiet:
         print("Next: --page run.html steps through this run, --plot run.png draws it, --help lists "
-              "the knobs: none changes a token")
+              "the rest; no batching knob changes a token")
     return int(any(v.verdict == "WRONG" for v in verdicts))
 
 
@@ -130,8 +146,8 @@ def parser(doc, generate=None):
     doc: a script's docstring; the help shows its first paragraph.
     generate: the help shows the flags of this stage; None: those of all. Others are "ignored".
     """
-    p = flags.Parser(usage="%(prog)s [flags]", description=doc.strip().split("\n\n")[0],
-                     add_help=False)
+    p = Parser(usage="%(prog)s [flags]", description=doc.strip().split("\n\n")[0],
+               add_help=False)
     what = p.add_argument_group("what to generate")
     what.add_argument("--prompt", action="append", metavar="TEXT",
                       help="a prompt; may be repeated (default: 12 built-in ones)")

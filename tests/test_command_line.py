@@ -71,7 +71,7 @@ def test_each_script_with_its_defaults(stage, monkeypatch):
     assert re.findall("^--- (.*?):? ", out, re.M) == ["r0", "r1", "r2", "and"]   # 9 more
     *_, verdict, further = out.splitlines()
     assert verdict.startswith("12/12 requests identical to unbatched")
-    assert "throughput" in out and further.startswith("Next: ")
+    assert "throughput" in out and further.startswith("Next: ") and "no batching knob" in further
     done = [line.split(":")[0] for line in err.splitlines()]   # plain progress
     assert sorted(done) == sorted(f"r{i}" for i in range(12))
 
@@ -98,7 +98,11 @@ def test_each_script_with_its_defaults(stage, monkeypatch):
     ("--trace tests", "--trace tests: Is a directory"),
     ("--trace no/such/x.json", "--trace no/such/x.json: No such file"),
     ("--max_bat 3", "unrecognized arguments: --max_bat 3"),
-    ("--threads 0", "--threads: .. at least 1, not 0"), ("--threads two", "--threads: .. 'two'"),
+    ("--max_bach 3", "unrecognized arguments: --max_bach 3; did you mean --max_batch?"),
+    ("--max_batch x", "--max_batch: must be a whole number, not 'x'"),
+    ("--top_p x", "--top_p: must be a number, not 'x'"),
+    ("--threads 0", "--threads: .. at least 1, not 0"),
+    ("--threads two", "--threads: must be a whole number, not 'two'"),
     (f"--threads {10**20}", "--threads: must be at most .. this machine's cores"),
 ])
 def test_bad_flags(argv, named, monkeypatch):
@@ -176,6 +180,12 @@ def test_text_files_of_any_kind(tmp_path):
         (tmp_path / "p.txt").write_bytes(text.encode())
         prompts = read_prompts(tmp_path / "p.txt")
         assert [each["prompt"] for each in prompts] == ["a b", "c"]
+
+
+@pytest.mark.parametrize("texts", [[], ["--texts"]])
+def test_a_blank_line_divides_texts_from_figures(texts):
+    out = run(generate_ragged, "--max_new_tokens", 1, "--no_check", *texts)[1]
+    assert out.count("\n\nstage: ragged") == 1
 
 
 def flags_of(stage):

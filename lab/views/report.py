@@ -103,9 +103,11 @@ def report(trace):
         ("pad slots", share("pad_slots", "slots", "slots")),
         ("finished slots", share("finished_slots", "slots", "slots")),
         ("recomputed", share("recomputed", "slots", "slots")),
-        ("padded keys", share("padded_keys", "key_slots", "key slots")),
-        ("useful scores", share("useful_scores", "score_entries", "per head and layer")),
-        ("copied K/V", f"{t['copied_bytes'] / 1e6:,.1f} MB"),
+        ("padded keys", share("padded_keys", "key_slots", "keys that attention reads")),
+        ("useful scores", share("useful_scores", "score_entries",
+                                "query-key pairs, per head and layer")),
+        ("copied K/V", f"{t['copied_bytes'] / 1e6:,.1f} MB of keys and values, gathered for "
+                       "attention"),
         ("throughput", f"{t['generated']:,} tokens in {t['seconds']:.2f} s"
                        f" = {t['tokens_per_second']:,.0f} tokens/s"),
         ("TTFT", f"mean {mean(ttft):.1f}, p95 {percentile(ttft, 95):.1f} steps; "
