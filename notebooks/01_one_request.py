@@ -1,15 +1,13 @@
 # %% [markdown]
 # # 1. One request
 #
-# Before we batch requests, we look at a single one. After this notebook you can
+# Before we batch requests, we look at a single one: which token may see which, why keys and values
+# are kept and nothing else is needed, and what that costs in bytes.
 #
-# - read an attention mask, and say which token may see which;
-# - explain why keys and values are kept, and why nothing else is needed;
-# - say what that costs in bytes.
-#
-# A cell that begins with `ask` wants a guess from you: replace `...` with your answer and run it
-# again. A name needs no quotes, and "13", "thirteen" and "8 + 5" are the same number; what cannot
-# be read costs no attempt. A cell with `@exercise` wants a few lines of code, and judges them.
+# A cell with `ask` wants a guess from you: replace `...` with your answer and run it again. A name
+# needs no quotes, and "13", "thirteen" and "8 + 5" are the same number. The first two wrong guesses
+# get a hint each, the third the answer; what cannot be read is not counted. A cell with `@exercise`
+# wants a few lines of code, and judges them as often as you like.
 
 # %%
 from lesson import ask, broken, check, folded, letters, look, model, run, show, source
@@ -35,7 +33,8 @@ print(n, "tokens:", [word(request, i) for i in range(n)])
 #
 # ## Where tokens meet
 #
-# A model's layers are the same code four times. This is one of them:
+# A model's layers are the same code four times. This is one of them. (Skip the four lines above the
+# one that calls `attend`: they guard against values that are not finite.)
 
 # %%
 source(Block.forward)
@@ -46,7 +45,7 @@ source(MultiHeadAttention.forward)
 # on each row by itself, as if the others were not there. There is a single exception: the line that
 # calls `attend`.
 #
-# Is that so? Here are the steps of the first block on a tensor of n rows, and on one of them alone:
+# Is that so? The steps of the first block on a tensor of n rows, and on one of them alone:
 
 # %%
 block = model.h[0]
@@ -60,7 +59,8 @@ for name in "ln_1", "attn.query", "attn.key", "attn.value", "attn.c_proj", "ln_2
 # ## Change one token
 #
 # Now the whole model. In a GPT, a token sees itself and those before it. Token 3 becomes another
-# one. Which rows change, after which layer?
+# one. Which rows change, after which layer? (`moved_rows` runs both prompts and compares. You need
+# not read how.)
 
 # %%
 def moved_rows(changed_token, attend=None):
@@ -82,16 +82,15 @@ with folded():
     print("after each layer, these rows differ:", *moved_rows(changed_token=3), sep="\n")
 
 # %% [markdown]
-# What happens if no token may see any other? (`Head` is the repository's attention. For a query
-# that sees no key it returns zeros.)
+# What happens if no token may see any? `Head`, the repository's attention, gets a mask that is
+# False everywhere. (A softmax over no key would be NaN; `Head` returns zeros there.)
 
 # %%
-nothing = torch.tensor([[False]])   # a mask: False everywhere
+nothing = torch.tensor([[False]])
 print(*moved_rows(3, attend=lambda layer, q, k, v: Head()(q, k, v, mask=nothing)), sep="\n")
 
 # %% [markdown]
-# This is what makes batching easy. You may put any tokens into one tensor, from any number of
-# requests, as long as you get attention right.
+# This makes batching easy: any tokens, of any requests, may share a tensor if attention is right.
 #
 # ## Reading a mask
 #
@@ -148,16 +147,12 @@ with folded():
 
 # %% [markdown]
 # What of the old tokens does a new token need? Its query needs their *keys and values*. Those we
-# keep: that is the KV cache. Old queries, outputs and logits are not needed again.
+# keep: that is the KV cache. Old queries, outputs and logits are not needed again. *Unbatched*
+# writes the new tokens' keys and values at `start`, and then reads all of them:
 
 # %%
 source(KV.write)
 source(KV.read)
-
-# %% [markdown]
-# *Unbatched* writes the new tokens' keys and values at `start`, and then reads all of them:
-
-# %%
 source(Alone.attend)
 
 # %% [markdown]
@@ -196,14 +191,7 @@ def cache_bytes(tokens, layers, heads, head_size, bytes_per_number=2):
     return tokens * 2 * layers * heads * head_size * bytes_per_number
 
 ask("1.4: Llama 2 7B in fp16: how many GB (10⁹ bytes) do 32 caches take together, of 4,096 tokens "
-    "each?", guess=...)
-
-# %%
-kv = KV(capacity=1)
-for layer in range(4):
-    kv.write(layer, 0, torch.zeros(4, 1, 32), torch.zeros(4, 1, 32))   # 4 heads of 32, float32
-print(f"our model, a token: {kv.bytes_per_token / 1024:.0f} KiB,",
-      "calculated" if kv.bytes_per_token == cache_bytes(1, 4, 4, 32, 4) else "NOT", "as above")
+    "each? (to 1%)", guess=...)
 
 # %% [markdown]
 # ## In pieces
@@ -280,8 +268,8 @@ show({"broken": wrong,
 # is a weighted sum of all values, and its weights depend on its own query, which is new. So it
 # needs every key and every value.</details>
 #
-# **Claims.** The texts behind this course make claims, and [docs/sources.md](../docs/sources.md)
-# says which hold. Here you met R2 and H1 (tokens meet in attention only), H2 (scores grow with the
-# square), H3 and H4 (a cache is exact, and O(n)), H5 (its size), H6 and I2 (chunks; one Head).
+# <details><summary>Claims of published texts that were met here</summary>
+#
+# [docs/sources.md](../docs/sources.md) lists them. H1 to H6, R2 and I2 hold.</details>
 #
 # **Next:** [02_rectangles](02_rectangles.ipynb) puts several requests into one tensor.

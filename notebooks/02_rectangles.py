@@ -2,11 +2,9 @@
 # # 2. Rectangles
 #
 # One request alone leaves the machine idle: a forward pass reads all weights, whether it computes
-# one row or thirty. So let us compute several requests at once. After this notebook you can
-#
-# - put prompts of different lengths into one tensor, and say why the padding goes on the left;
-# - give every token the right position;
-# - name three kinds of waste, and count them.
+# one row or thirty. So let us compute several requests at once: prompts of different lengths in one
+# tensor, with the padding on the left, and the right position for every token. Then we count three
+# kinds of waste.
 
 # %%
 from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, run
@@ -40,9 +38,8 @@ for row in prefill.batch.tokens.tolist():
 show({"naive, step 0": prefill}, label=word);
 
 # %% [markdown]
-# What does a pad's own query see? Its row is hatched, because it does not matter: a pad computes
-# something, but no token ever looks at its key or value, and its logits are not used. The garbage
-# stays in its own slot.
+# What does a pad's own query see? It does not matter, so its row is hatched: no token ever looks at
+# a pad's key or value, and its logits are not used.
 #
 # ## Why on the left?
 #
@@ -50,8 +47,9 @@ show({"naive, step 0": prefill}, label=word);
 # these tokens are all in the last column.
 #
 # Here is the same batch padded on the right. The mask hides the pads there, the positions are
-# right, and every later token goes where it belongs. Only one thing has not changed: the next token
-# comes from the last column.
+# right, and every later token goes where it belongs. Only one thing is as before: the next token
+# comes from the last column. (Behind the line to click stand the lines of code that change. You
+# need not read them: the mistake is in the line that does not.)
 
 # %%
 ask("2.1: With the padding on the right, which of A, B and C still pass the check?", guess=...)
@@ -86,8 +84,8 @@ print(prefill.positions)
 #
 # `columns` are the numbers of the columns that this pass computes: 0 to T − 1 for the prompts,
 # later only the newest one. `pads` says how many pads each row has on its left. Return every slot's
-# position: columns [0, 1, 2] and pads [0, 1] give [[0, 1, 2], [-1, 0, 1]]. A pad's position may be
-# negative; we take care of that.
+# position: columns [0, 1, 2] and pads [0, 1] give [[0, 1, 2], [-1, 0, 1]]. Leave a pad's position
+# negative: our code sets it to 0 afterwards.
 
 # %% tags=["exercise"]
 @exercise
@@ -119,14 +117,16 @@ with folded(), broken("static column positions"):
 # A prompt of 10 tokens beside one of 30: what does its row cost?
 
 # %%
+alone = run("naive", letters(A=10)).passes[0]
 padded = run("naive", letters(A=10, B=30)).passes[0]
-print(f"slots: {padded.shape} = {padded.slots} for 40 tokens: {padded.slots / 40}")
-print(f"scores of both rows: {padded.score_entries}, so A's row has {padded.score_entries // 2}")
+print(f"slots: {padded.shape} = {padded.slots}, for 40 tokens: {padded.slots / 40} times as many")
+print(f"scores of A's row: {padded.score_entries // 2}; alone: {alone.score_entries}")
 
 # %% [markdown]
 # ## Waste, second kind: finished rows
 #
-# A static batch starts together and ends together. Three requests want 2, 5 and 10 tokens:
+# A static batch starts together and ends together. Three requests want 2, 5 and 10 tokens. (The
+# prefill gives each its first one, so 10 tokens take 10 steps.)
 
 # %%
 uneven = letters(A=3, B=3, C=3, new={"A": 2, "B": 5, "C": 10})
@@ -152,7 +152,9 @@ timelines([run("naive", eight, max_batch=4)], columns=1);
 # ## Dynamic batching: a new batch at every step
 #
 # The way out is to ask at every step which requests are finished and which may start. The stage
-# *dynamic* does so. These two functions are all of its scheduling:
+# *dynamic* does so. These two functions are all of its scheduling. (`kv_tokens` is the room that a
+# request needs at most: its prompt and its longest answer, less 1, as the last token is never
+# computed.)
 
 # %%
 source(leave)
@@ -160,9 +162,8 @@ source(admit)
 timelines([run("dynamic", eight, max_batch=4)], columns=1);
 
 # %% [markdown]
-# The rectangle is a new one in every step, so the cache can no longer belong to the batch. Each
-# request carries its own, of its own length, and they are gathered: the pasts are copied into a
-# rectangle, left-padded as well, and the new tokens come after them.
+# The rectangle is a new one in every step, so each request has a cache of its own. The pasts are
+# copied from there into a rectangle, left-padded as well, and the new tokens come after them.
 
 # %%
 source(Rectangle.attend)
@@ -179,11 +180,15 @@ show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
 # %% [markdown]
 # There is padding among the cached keys now, because B has computed fewer tokens than C. These
 # slots are masked like all other pads.
+#
+# Now the bug of question 2.2 in *dynamic*: a token's position is its column, counted through past
+# and new slots. The longest row of a rectangle has no pads, and so the right positions. These are
+# all rectangles, a line each. A4 says that A's row has 4 tokens, its past included:
 
 # %%
-ask("2.4: The same bug in *dynamic*: positions are columns, counted through past and new slots. "
-    "Which of the eight requests pass the check? (Look for the longest row of each rectangle.)",
-    guess=...)
+for p in run("dynamic", eight, max_batch=4).passes:
+    print(f"step {p.step:2}:", *(f"{name}{first + n}" for name, first, n in p.work))
+ask("2.4: Which of the eight requests pass the check with this bug?", guess=...)
 
 # %%
 with folded(), broken("column positions"):
@@ -199,9 +204,8 @@ counts(run_all(("unbatched", "naive", "dynamic"), eight, max_batch=4), slots="sl
 # %% [markdown]
 # Batching makes far fewer passes, and it pays for that with padding. Dynamic batching has no
 # finished rows, but it copies the pasts. And it has a new problem, which the timeline cannot show,
-# because it draws all steps equally wide. Step 6 computes the 40 tokens of F's prompt in one piece.
-# It takes much longer than the others, and A, C and E wait that long for their next tokens.
-# Notebook 3 solves this problem.
+# because it draws all steps equally wide: step 6 computes F's prompt of 40 tokens in one piece, and
+# A, C and E wait that long for their next tokens. Notebook 3 solves it.
 #
 # **Turn this knob.** Run the bill again with `max_batch=2`, and with 8. Predict first: which counts
 # of *dynamic* grow with the batch, and which one shrinks?
@@ -223,9 +227,7 @@ counts(run_all(("unbatched", "naive", "dynamic"), eight, max_batch=4), slots="sl
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# By their names in [docs/sources.md](../docs/sources.md): H7 (pad on the left) and H8 (finished
-# rows) hold. R1, on A and B padded to (2, 30), is *wrong as published* in one place: A's scores are
-# nine times as many, but the linear layers compute 60 slots for 40 tokens, 1.5 times, not
-# "2×".</details>
+# [docs/sources.md](../docs/sources.md) lists them. H7 and H8 hold. R1 is *wrong as published* in
+# one place: linear layers compute 60 slots for 40 tokens, 1.5 times as many, not "2×".</details>
 #
 # **Next:** [03_chunks_and_fusion](03_chunks_and_fusion.ipynb) cuts the long prompts into pieces.

@@ -1,13 +1,9 @@
 # %% [markdown]
 # # 3. Chunks and fusion
 #
-# Dynamic batching computes a prompt in one piece, while all others wait. After this notebook you
-# can
-#
-# - write down what a scheduler with a token budget does, step by step;
-# - say which rows of a batch get a next token, and which must not;
-# - put decodes and prompts into one forward pass, and build its mask;
-# - find the bug in a published tutorial's mask.
+# Dynamic batching computes a prompt in one piece, while all others wait. This notebook gives each
+# step a budget of tokens, says which rows get a next token, puts decodes and prompts into one
+# forward pass, and finds the bug in a published mask.
 
 # %%
 from lesson import ask, broken, check, counts, eight_requests, folded, gaps, letters, look
@@ -21,18 +17,19 @@ from scheduler import Scheduler
 # ## The stall
 #
 # Four requests decode. At step 8 a prompt of 768 tokens arrives. The picture shows, for each step,
-# how long the four waited for their next token. (A model of GPT-2's size with random weights, 64
-# tokens a step, measured beforehand. *Interleaved* is the subject of this notebook, *ragged* of the
-# next.)
+# how long the four waited for their next token. (A model of GPT-2's size with random weights,
+# measured beforehand; all but *dynamic* compute at most 64 tokens a step. *Interleaved* is the
+# subject of this notebook, *ragged* of the next.)
 
 # %%
 print(results("gaps")["where"])
 gaps(results("gaps"));
 
 # %% [markdown]
-# With *dynamic*, all of them stand still until the whole prompt is computed. (*Dynamic* and
-# *chunked* compute the decodes of a step first. So in step 8, the prompt's, the four still get
-# their tokens in time; what is late is the next one, of step 9.)
+# With *dynamic*, all of them stand still until the whole prompt is computed. (Why is the peak at
+# step 9? Step 8 computes the four decodes first, then the prompt. So the four get the tokens of
+# step 8 in time, and those of step 9 late.)
+#
 # But a prompt's cache can be filled in pieces, with the same result (notebook 1). So let a step
 # compute a limited number of tokens, the *token budget*.
 #
@@ -42,9 +39,7 @@ gaps(results("gaps"));
 #
 # In our Scheduler the budget is shared out in these lines. `todo` is how many of a request's known
 # tokens are not computed yet. A decode has 1. So has a prompt of which only the last token is left,
-# and the Scheduler treats it in the same way. (vLLM has no rule "decodes first". Its running
-# requests take from the budget in their order, then waiting ones. As most running requests decode,
-# the effect is the same.)
+# and the Scheduler treats it in the same way.
 
 # %%
 source(Scheduler.share_budget)
@@ -122,8 +117,8 @@ with folded():
 source(indices_due)
 
 # %% [markdown]
-# No: C's next token is known already, because it is the next token of the prompt. The logits of a
-# last token say something new only when the plan covers all that the request has to do.
+# No: C's next token is known already, it stands in the prompt. Only when the plan covers all that a
+# request has to do, do its last logits give a new token.
 
 # %%
 with broken("samples from a partial prefill"):
@@ -151,8 +146,8 @@ for stage in "chunked", "interleaved":
 # ### The example of the source
 #
 # The tutorial that introduced this fused pass has an example. A, B and C have prompts of 22, 15 and
-# 9 tokens, and compute the token behind it, at positions 22, 15 and 9 (the first token is at 0). D
-# brings a chunk of 8 tokens. Our scheduler makes it:
+# 9 tokens, and each computes the token after its prompt, at position 22, 15 and 9 (the first token
+# is at 0). D brings a chunk of 8 tokens. Our scheduler makes the same step:
 
 # %%
 example = letters(A=22, B=15, C=9, D=8, new=3, arrivals={"D": 1})
@@ -243,10 +238,9 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
                token_budget=16), slots="slots", padding="pad_slots", padded_keys="padded_keys")
 
 # %% [markdown]
-# The fused pass reads the weights once a step instead of twice, and pays with padding. One pass is
-# right; the rectangle is not. Which of the two wins depends on the machine. On a CPU, where
-# arithmetic is scarce, *interleaved* is often *slower* than the two passes of *chunked*. Notebook 4
-# keeps the pass and drops the rectangle.
+# The fused pass reads the weights once a step instead of twice, and pays with padding. On a CPU,
+# where arithmetic is scarce, it is often *slower* than the two passes of *chunked*. One pass is
+# right; the rectangle is not. Notebook 4 keeps the pass and drops the rectangle.
 #
 # **Turn this knob.** Take a `token_budget` of 4 in the last cell, and then of 64. Predict first:
 # which of the counts of *interleaved* becomes larger, and which smaller?
@@ -268,9 +262,8 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# By their names in [docs/sources.md](../docs/sources.md): H12 (a budget, decodes first), I3 and I6
-# (one call, or a plain prefill or decode), I4 (strip pads) and I5 (never sample from a part) hold.
-# *Wrong as published:* I8, all new slots are marked valid; H9, whose pads are linear in n and in B,
-# not quadratic; and I1, which puts the newest of 22 tokens at position 22: it is at 21.</details>
+# [docs/sources.md](../docs/sources.md) lists them. H12 and I3 to I6 hold. *Wrong as published:* I8
+# (all new slots are marked valid), H9 (pads are linear in n and in B, not quadratic) and I1 (the
+# newest of 22 tokens is at position 21, not 22).</details>
 #
 # **Next:** [04_no_rows](04_no_rows.ipynb).

@@ -2,14 +2,11 @@
 # # 4. No rows
 #
 # All padding comes from one decision: a row of the tensor is a request. This notebook drops it, in
-# two steps. Afterwards you can
-#
-# - pack several prompts into one row, and say what keeps them apart;
-# - lay a whole batch out as one stream of tokens, without a batch axis;
-# - write the loop over `cu_seqlens` that skips what a mask only hides.
+# two steps: first several prompts share a row, then a whole batch is one stream of tokens. At the
+# end you write the loop that skips what a mask only hides.
 
 # %%
-from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, model
+from lesson import ask, broken, check, counts, eight_requests, folded, letters, look
 from lesson import packing, run_all, show, source
 from exercises import exercise
 import torch
@@ -23,12 +20,11 @@ from request import prepare
 #
 # Here are five prompts of 9, 3, 5, 1 and 6 tokens. Padded to the longest they fill 5 rows of 9, and
 # 21 of the 45 slots are pads. Now put several prompts into one row, as long as there is room. This
-# is called *prepacking*, `beyond/prepacked.py`. (Engines do not do it today: the second half of
-# this notebook is better. It shows how little the model cares about rows.)
+# is called *prepacking*, `beyond/prepacked.py`. (Engines use what the second half of this notebook
+# shows. But prepacking tells how little the model cares about rows.)
 #
-# Which prompt goes into which row is a problem known as *bin packing*; a row is a bin. *First-fit
-# decreasing* takes the prompts from the longest to the shortest, and puts each into the first bin
-# that has room:
+# Which prompt goes into which row? *First-fit decreasing* takes the prompts from the longest to the
+# shortest, and puts each into the first row, called a *bin*, that has room:
 
 # %%
 source(first_fit_decreasing)
@@ -89,7 +85,7 @@ print("tokens:", tuple(stream.ids.shape), " cu_seqlens:", stream.batch.cu_seqlen
 
 # %% [markdown]
 # `starts` says how many tokens of each request are cached, `ends` how many it has with the new
-# ones:
+# ones. Below, the check runs with this mask, and then with the causal rule alone over the stream:
 
 # %%
 source(Flat.block_diagonal)
@@ -102,8 +98,9 @@ with broken("a stream without boundaries"):
     check("ragged, mask", requests)
 
 # %% [markdown]
-# Nothing else separates the requests. In the pass over the prompts, B sees A. When both decode, A
-# sees B, because the causal rule alone compares places among all queries and all keys.
+# Nothing but the mask separates the requests. In the pass over the prompts, B sees A, which comes
+# before it. When both decode, A sees B as well: two queries face A's 11 keys and then B's 31, and
+# the causal rule alone takes the queries for the last two of these 42 places.
 #
 # ## Masking is not skipping
 #
@@ -183,10 +180,7 @@ counts(run_all(("interleaved", "prepacked", "ragged, mask", "ragged, varlen"), e
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# By their names in [docs/sources.md](../docs/sources.md): P1 (first-fit decreasing), P2 and P3 (a
-# triangle and positions for each prompt), P4 (the same caches, to rounding) and P5 (the baselines,
-# [docs/prepacking.md](../docs/prepacking.md)) hold. P10, that packing a dataset beats sorting it,
-# does *not always*. H11 (ragged: no padding), R3, R4 and R6 (what masks compute and varlen skips)
-# hold.</details>
+# [docs/sources.md](../docs/sources.md) lists them. P1 to P5, H11, R3, R4 and R6 hold; P10 (packing
+# a dataset beats sorting it) does *not always*.</details>
 #
 # **Next:** [05_memory](05_memory.ipynb).

@@ -1,20 +1,15 @@
 # %% [markdown]
 # # 5. Memory
 #
-# A request's cache grows with every token, and the length of its answer is not known in advance.
-# After this notebook you can
-#
-# - say what reserving memory wastes, and what pages do about it;
-# - translate a token's position into a slot of the pool, by its block table;
-# - say what preemption costs when no page is left;
-# - find the pages of a common prompt again, and say which pages must never be shared;
-# - free pages, and say whose contents are lost first.
+# A request's cache grows with every token, and the length of its answer is not known in advance. So
+# how much memory does one give it? First we reserve, then we hand out pages: how a token's place is
+# found, what happens when no page is left, how the pages of a common prompt are found again, and in
+# which order pages are freed.
 
 # %%
 from lesson import ask, broken, check, filling_pool, folded, letters, model, pool, run, source
 from lesson import texts, timelines, word
 from exercises import exercise
-import torch
 from lab.experiments.memory import alike
 from generate_paged import Paged
 from generate_prefix import PrefixPages, page_hash
@@ -26,7 +21,8 @@ from lab.views.report import latencies, mean
 # ## Reserving
 #
 # *Chunked*, *interleaved* and *ragged* admit a request when its prompt *and its longest answer* fit
-# beside what the others have reserved:
+# beside what the others have reserved. (`kv_tokens` is both, less 1: the last token of an answer is
+# given out and never computed, so it needs no room.)
 
 # %%
 source(Scheduler.grant_room)
@@ -46,7 +42,7 @@ with folded():
     timelines([storm["reserve"]], columns=1)
 
 # %% [markdown]
-# The others wait until the first ones are done. How much of the memory was in use meanwhile?
+# The others wait until the first ones are done. How much of the memory is in use meanwhile?
 
 # %%
 for p in storm["reserve"].passes[:26:5]:
@@ -67,9 +63,8 @@ for p in storm["reserve"].passes[:26:5]:
 #
 #     A's table    [0, 2, 1]
 #
-# Pages of one request need not be neighbours. (vLLM calls a page a *block*, hence the name of the
-# table.) The pool's slots are numbered from page to page: slots 0 to 3 are page 0, slots 4 to 7
-# page 1, and so on. Which slot is a position's?
+# (vLLM calls a page a *block*, hence the name of the table.) The pool's slots are numbered from
+# page to page: slots 0 to 3 are page 0, slots 4 to 7 page 1, and so on. Which slot is a position's?
 
 # %%
 source(Paged.slots)
@@ -79,8 +74,8 @@ ask("5.2: B's block table is [3, 0, 5], 4 tokens to a page. Which slot of the po
     guess=...)
 
 # %% [markdown]
-# Reading is where pages can go wrong. Our layout looks up the slot of every key in the block table.
-# Suppose that it read on from the first page, as if all pages were neighbours:
+# Our layout looks up the slot of every key in the block table. Suppose that it read on from the
+# first page, as if a request's pages were always neighbours:
 
 # %%
 eight = letters(A=9, B=5, C=7, D=3, E=6, F=8, G=4, H=5, new=12)
@@ -90,7 +85,7 @@ with broken("pages read in one piece"):
 # %% [markdown]
 # All are wrong, but not from the start: the pages that a prompt gets at once are often neighbours,
 # and those added later are not. A test with short answers would have passed. Such a bug shows only
-# when memory is fragmented, so a test must fragment it.
+# when a request's pages are scattered, so a test must scatter them.
 #
 # ## Preemption
 #
@@ -119,10 +114,9 @@ for name, trace in storm.items():
           f"{sum(p.recomputed for p in trace.passes) / slots:15.0%}")
 
 # %% [markdown]
-# Which request is preempted? The one that arrived last; with priorities, the last of the least
-# urgent. Any order would do, as long as it is the same at every step. The first request in it is
-# never preempted, so it finishes; then the next one is first. With victims chosen at random, two
-# requests could take pages from each other forever.
+# Which request is preempted? The one that arrived last. Any order would do, as long as it is the
+# same at every step. The first request in it is never preempted, so it finishes; then the next one
+# is first. With victims chosen at random, two requests could take pages from each other forever.
 #
 # **Turn this knob.** In `storm` above, give the pool 12 pages, and then 24. Predict first: how many
 # preemptions are there, and does it still take fewer steps than reserving 128 tokens (52)?
@@ -137,8 +131,7 @@ for name, trace in storm.items():
 # Sixteen requests begin with the same 128 tokens, as if they had one system prompt, and go on with
 # 16 tokens of their own. A key depends on its token and on what comes before it, and here both are
 # the same. So the keys and values are the same, and may be computed and kept once. That is *prefix
-# caching*: the stage *prefix*, `generate_prefix.py`. Its layout and its loop are those of *paged*;
-# only the scheduler is another.
+# caching*: the stage *prefix*, `generate_prefix.py`, which is *paged* with another scheduler.
 #
 # All sixteen arrive at step 0. But a step computes at most 64 tokens, so the later ones begin when
 # the first has computed the common part.
@@ -163,8 +156,9 @@ for stage in "paged", "prefix":
 # logits are needed. So no request ever writes into a page that another one reads, and nothing is
 # copied.
 #
-# How is a page found again? Each full page has a *hash*: of its own tokens, and of the hash of the
-# page before it. So the hash says which tokens the page holds, and all that come before them.
+# How is a page found again? By a *hash*, a short number that is calculated from contents: the same
+# for the same, another for others. A full page's hash is made of its own tokens and of the hash of
+# the page before it. So it stands for the tokens in the page, and all that come before them.
 
 # %%
 source(page_hash)
@@ -237,13 +231,9 @@ def free(table, ref_count, free_queue):
 pool(filling_pool(model));
 
 # %% [markdown]
-# A preempted request may find its own pages again, too: those not taken meanwhile. (In
-# `storm` others take them all at once, so it would gain nothing.)
+# A preempted request may find its own pages again, too, if no other request has taken them.
 #
-# A *policy* says which of the waiting requests goes first, and which is preempted first: first come
-# first served, shortest first, or by priority (`beyond/fairness.py`). And a GPU's kernel reads keys
-# through the block table, while our model gathers them into a copy; what that costs is in
-# [docs/memory.md](../docs/memory.md).
+# What it costs to read through a block table is in [docs/memory.md](../docs/memory.md).
 #
 # ## A question
 #
@@ -256,7 +246,7 @@ pool(filling_pool(model));
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# By their names in [docs/sources.md](../docs/sources.md): I7 (full pages of a prompt are reused)
-# holds. We cache pages of generated tokens, too.</details>
+# [docs/sources.md](../docs/sources.md) lists them. I7 holds: full pages of a prompt are reused. We
+# cache pages of generated tokens, too.</details>
 #
 # **Next:** [06_cost](06_cost.ipynb) turns the counts into time.

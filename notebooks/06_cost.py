@@ -2,18 +2,16 @@
 # # 6. What a token costs
 #
 # The other notebooks count slots, scores and pages. This one asks a single question: how long does
-# a step take? Afterwards you can
+# a step take? You say what limits it, arithmetic or memory, calculate its time, and choose a token
+# budget by it.
 #
-# - say whether a step is limited by arithmetic or by memory, with a calculator;
-# - say what a batch makes cheaper, and what it does not;
-# - calculate the time of a step, and choose a token budget by it.
-#
-# All with one machine and one model: an A100 (`PEAK` is 312 · 10¹² operations a second and
-# `BANDWIDTH` 2,039 · 10⁹ bytes, by its data sheet), and Llama 2 7B in fp16, which reads and
-# multiplies by 6.6 · 10⁹ `PARAMETERS`. No GPU is needed: its times are calculated.
+# All with one machine and one model, and no GPU is needed: its times are calculated. The machine is
+# an A100: by its data sheet, `PEAK` is 312 · 10¹² operations a second, and `BANDWIDTH` 2,039 · 10⁹
+# bytes a second. The model is Llama 2 7B in fp16, two bytes a number. A pass multiplies by 6.6 ·
+# 10⁹ `PARAMETERS`, all but the table of embeddings, of which it reads a row for each token.
 
 # %%
-from lesson import ask, figures, folded, letters, lines, model, on_a100
+from lesson import ask, figures, folded, letters, lines, on_a100
 from exercises import BANDWIDTH, PARAMETERS, PEAK, exercise
 import math
 import random
@@ -23,25 +21,25 @@ from lab.views.report import latencies
 # %% [markdown]
 # ## Two limits
 #
-# A forward pass reads every weight once, and multiplies it with every row: two operations, a
-# multiplication and an addition. So a pass over M rows needs at least the larger of two times: all
-# bytes divided by the bandwidth, and all operations divided by the peak. That is a *roofline*.
+# A forward pass reads every weight once, and uses it for every row in two operations, a
+# multiplication and an addition. So a pass needs at least the larger of two times: all bytes
+# divided by the bandwidth, and all operations divided by the peak. This estimate is called a
+# *roofline*.
 
 # %%
-ask("6.1: From how many rows on does multiplying take longer than reading the weights?", guess=...)
+ask("6.1: From how many rows on does multiplying take longer than reading the weights? (to 5%)",
+    guess=...)
 
 # %%
-ROWS = [2 ** i for i in range(11)]
-reading = [(rows, 1e3 * 2 * PARAMETERS / BANDWIDTH) for rows in ROWS]
-multiplying = [(rows, 1e3 * 2 * rows * PARAMETERS / PEAK) for rows in ROWS]
 with folded():
-    lines({"reading the weights": reading, "multiplying": multiplying}, log=True,
-          xlabel="rows in the pass", ylabel="ms at least, calculated")
+    for rows in 1, 64, 153, 512:
+        print(f"{rows:3} rows: reading {2e3 * PARAMETERS / BANDWIDTH:4.1f} ms, multiplying "
+              f"{2e3 * rows * PARAMETERS / PEAK:4.1f} ms")
 
 # %% [markdown]
-# By this estimate, more rows are free up to that number. This is why one batches: as far as weights
-# go, 64 requests that decode together take the time of one. A CPU has less arithmetic for each byte
-# that it reads, so there rows are free for a shorter while.
+# Up to that number, more rows are free: if there were only weights to read, 64 requests that decode
+# together would take the time of one. This is why one batches. (A CPU can do less arithmetic for
+# each byte that it reads, so there fewer rows are free.)
 #
 # ## What does not get cheaper
 #
@@ -52,35 +50,29 @@ with folded():
 ask("6.2: 32 requests decode, each with 1,000 cached tokens. How many GB (10⁹ bytes) of keys and "
     "values does the step read?", guess=...)
 
-# %%
-print("requests   operations per byte: linears   attention")
-for requests in 1, 8, 32:
-    keys = requests * 1000 * 2 * 32 * 32 * 128 * 2        # bytes of keys and values
-    attention = requests * 1000 * 2 * 2 * 32 * 32 * 128   # q k, and weights v
-    print(f"{requests:8} {2 * requests * PARAMETERS / (2 * PARAMETERS):30.1f} "
-          f"{attention / keys:11.1f}")
-
 # %% [markdown]
-# Operations per byte are called *arithmetic intensity*. Each further request raises that of the
-# linear layers. That of attention stays where it is: batching helps the weights, not the cache.
+# Operations per byte are called *arithmetic intensity*. A weight takes two bytes, and two
+# operations in each row: with 32 rows that is 32 operations per byte. A key's or value's number
+# takes two bytes, too, but two operations in one row only, that of its own request: 1 operation per
+# byte, however many requests there are. Batching helps the weights, not the cache.
 #
 # ## Your turn: the time of a step
 #
-# `lab/simulate/` runs the stages' own schedulers on a model that computes nothing, and moves a
-# clock on by what the layouts count. [docs/gpu.md](../docs/gpu.md) compares it with published
-# measurements. What it knows of an A100, in the order in which you need it:
+# The repository's simulator runs the stages' own schedulers, and calculates the time of each step
+# instead of computing it. ([docs/gpu.md](../docs/gpu.md) compares it with published measurements.)
+# What it knows of an A100, in the order in which you need it:
 #
 # 1. *Reading.* A GPU reaches 0.85 of the bandwidth in its data sheet. So the weights alone take
 #    2 · 6.6 · 10⁹ bytes / (0.85 · 2,039 · 10⁹ bytes a second) = 7.6 ms.
-# 2. *Arithmetic.* It reaches 0.71 of its peak, and that with full *tiles* only: a GPU multiplies
-#    blocks of many rows, 128 for instance. One row costs as much as a full tile, 130 rows cost two.
-#    On average over sizes that is as if each pass had 85 rows more (a number fitted to
-#    measurements). So do not round up: add 85.
-#    So one row takes 2 · (1 + 85) · 6.6 · 10⁹ operations / (0.71 · 312 · 10¹² a second) = 5.1 ms.
+# 2. *Arithmetic.* It reaches 0.71 of its peak. And it multiplies whole blocks of rows, so a few
+#    rows cost as much as a full block. On average a pass costs as if it had 85 rows more than it
+#    has (a number fitted to measurements). So one row takes 2 · (1 + 85) · 6.6 · 10⁹ operations /
+#    (0.71 · 312 · 10¹² a second) = 5.1 ms.
 # 3. *Both at once.* If they overlapped perfectly, the step would take the longer of the two, 7.6
 #    ms; one after the other, their sum, 12.7 ms. What is measured lies between, near √(arithmetic²
 #    + reading²): √(5.1² + 7.6²) = 9.2 ms. Where one is much longer, it is nearly that one alone.
-# 4. *The engine.* Between two passes 0.75 ms go by, and 25 µs for each token that is sampled.
+# 4. *The engine.* Between two passes 0.75 ms go by, and 25 µs for each token that is sampled: in a
+#    decode step, one for each row.
 #
 # Write this for decode steps: `rows` requests of one new token each, which read `kv_tokens` cached
 # tokens in all, 512 KiB for each. (The operations of attention are few. Leave them out.)
@@ -114,13 +106,16 @@ ask("6.3: From 2,048 tokens a step to 256: is the newcomer's TTFT shorter as wel
 
 # %%
 with folded():
+    for budget in BUDGETS:
+        print(f"{budget:5} tokens: TTFT {TTFT[budget]:3.0f} ms, longest ITL {ITL[budget]:3.0f} ms")
     lines({"TTFT of the newcomer": TTFT.items(), "longest ITL of the others": ITL.items()},
           log=True, xlabel="token budget", ylabel="ms, calculated")
 
 # %% [markdown]
-# Down to about 512 tokens, the ITL falls almost with the budget, and the TTFT grows little: such a
-# step still has far more than 153 rows, so its arithmetic is busy. Below that a step is limited
-# more and more by reading: it takes nearly the same time for fewer tokens, and only the TTFT pays.
+# From 2,048 tokens down to 512, the ITL falls almost with the budget, and the TTFT grows by a
+# quarter. Such a step has far more than 153 rows, so arithmetic limits it: half the rows take
+# nearly half the time. Further down reading limits it, more and more. From 128 to 64, a step
+# becomes hardly shorter, and the TTFT more than doubles.
 #
 # **Turn this knob.** Let 60 requests decode instead of 32: `waits(64, decoding=60)`. What happens
 # to the newcomer's TTFT with a budget of 64, and with 512?
@@ -133,8 +128,9 @@ with folded():
 # ## All stages
 #
 # p50 is the median, p99 the value that 99% do not exceed. 32 requests come at step 0; prompts of 8
-# to 512 tokens, answers of 8 to 128, at most 512 tokens a step. Before you unfold it: on a CPU,
-# padding costs so much that naive batching makes fewer tokens than one request at a time. Here?
+# to 512 tokens, answers of 8 to 128, at most 512 tokens a step. On a CPU, naive batching makes less
+# than twice as many tokens a second as one request at a time, because padding costs so much
+# ([measured](../docs/measurements.md)). Before you unfold it: how many times as many here?
 
 # %%
 dice = random.Random(0)
@@ -149,19 +145,23 @@ with folded():
               f"{f['itl_ms']['p50']:6.0f} ms {f['itl_ms']['p99']:6.0f} ms")
 
 # %% [markdown]
-# Later stages are not better in every column. Unbatched has the best ITL, because nothing delays
-# the one request that runs; but a request waits until all before it are done. More rows are nearly
-# free here, so even a padded batch makes more tokens. And chunks, which are there to lower the ITL,
-# raise its p99. Here all requests come at once. *Dynamic* computes all prompts in its first step,
-# before anybody has a first token, so no gap between two tokens contains a prompt; in *chunked* the
-# first ones decode while the last prompts are computed. If a figure contradicts the purpose of a
-# method, ask what was measured.
+# Here, rows are nearly free: even naive batching makes six times as many. But later stages are not
+# better in every column.
+#
+# - *Unbatched* has the best ITL, because nothing delays the one request that runs; but a request
+#   waits until all before it are done.
+# - *Interleaved* is slower than *chunked*: beside a chunk of hundreds of tokens, each decode's row
+#   is padded to that width.
+# - Chunks are there to lower the ITL, and here they raise its p99. All requests come at once.
+#   *Dynamic* computes all prompts in its first step, before any request has a first token. So no
+#   gap between two tokens contains a prompt. With *chunked*, the first requests already decode
+#   while the last prompts are computed. If a figure contradicts the purpose of a method, ask what
+#   was measured.
 #
 # ## A price of speed: the last bits
 #
-# What is fastest for one shape is not fastest for another. `check` says "identical", and means: up
-# to rounding. Why not exactly? A float32 has 24 binary digits, and every addition rounds to them.
-# So the order of additions shows:
+# `check` says "identical", and means: up to rounding. Why not exactly? A float32 has 24 binary
+# digits, and every addition rounds to them. So the order of additions shows:
 
 # %%
 print("(1e8 + -1e8) + 1 =", ((torch.tensor(1e8) + -1e8) + 1).item())
@@ -169,8 +169,8 @@ ask("6.4: In float32, how much is 1e8 + (-1e8 + 1)?", guess=...)
 
 # %% [markdown]
 # A kernel takes the order that is fastest for the shape it is given, and a batch changes the shape.
-# So the last digits of a request's logits depend on which others happen to run. `optimize(model)`
-# of `lab.compiled` computes in one order ([docs/kernels.md](../docs/kernels.md)).
+# So the last digits of a request's logits depend on which others happen to run. (One can write
+# kernels that add in the same order for every shape: [docs/kernels.md](../docs/kernels.md).)
 #
 # ## Two questions
 #
@@ -192,10 +192,9 @@ ask("6.4: In float32, how much is 1e8 + (-1e8 + 1)?", guess=...)
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# By their names in [docs/sources.md](../docs/sources.md): R7 (attention's intensity stays), P7
-# (what predicts the speedup of packing) and P9 (latency grows with k) hold. P6 and P8 (1.6 to 3.5
-# times as fast, 16 times as many prompts) hold for short, skewed lengths only
-# ([docs/prepacking.md](../docs/prepacking.md)). *Wrong as published:* H10, as one compile serves
-# all numbers of rows; CUDA graphs do want static shapes.</details>
+# [docs/sources.md](../docs/sources.md) lists them. R7 holds. P6 to P9 speak of costs that this
+# notebook does not show, those of packing ([docs/prepacking.md](../docs/prepacking.md)). H10, that
+# `torch.compile` wants static shapes, is *wrong as published*: one compile serves all numbers of
+# rows.</details>
 #
 # **Next:** [07_how_much_fits](07_how_much_fits.ipynb) asks how many requests fit at once.

@@ -2,11 +2,7 @@
 # # 7. How much fits
 #
 # A batch makes tokens cheaper (notebook 6), and memory limits the batch. So how many requests fit
-# into a GPU? Afterwards you can
-#
-# - say how much room a model leaves for keys and values, and what a token of it costs;
-# - say what pages, grouped heads and common prefixes are worth, in requests;
-# - say what changes if the model itself is spread over several GPUs, and what does not.
+# into a GPU? And what are pages, grouped heads, common prefixes and more GPUs worth, in requests?
 #
 # Three models, in fp16, two bytes a number. Llama 3.1 8B and Qwen2 7B share each head of keys and
 # values among several query heads: *grouped-query attention*, GQA.
@@ -16,7 +12,6 @@ from lesson import ask, folded, model, source
 from exercises import exercise, solution
 from copy import deepcopy
 import math
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from beyond.tensor_parallel import all_reduces, column_parallel, shard
@@ -47,7 +42,7 @@ ask("7.1: How many KiB (of 1,024 bytes) does a token of Llama 3.1 8B cost?", gue
 #
 # > 0.9 · memory − 2 bytes · parameters − 0.5 · 10⁹ bytes
 #
-# An A100 has 40 or 80 GiB (of 2³⁰ bytes), which data sheets call GB.
+# An A100 has 40 or 80 GiB (of 2³⁰ bytes); data sheets call them GB.
 
 # %%
 ask("7.2: How many tokens of Llama 2 7B fit into an A100 of 40 GiB, beside the weights? (to 1%)",
@@ -66,10 +61,10 @@ with folded():
 #
 # ## How many requests?
 #
-# Let a request have a prompt of 700 tokens and an answer of 300, which may be as long as 3,300. A
-# request that *reserves* holds 700 + 3,300 - 1 tokens for it from the beginning (the last token is
-# given out, and never computed). With *pages* it
-# holds what it has, at the end 1,000 tokens, and less before (notebook 5).
+# Let a request have a prompt of 700 tokens and an answer of 300, which may be as long as 3,300. If
+# it *reserves*, it holds 700 + 3,300 - 1 tokens from the beginning. (The last token of an answer is
+# given out, and never computed.) With *pages* it holds what it has: 1,000 tokens at the end, and
+# less before (notebook 5).
 
 # %%
 ask("7.3: A100 of 40 GiB, Llama 2 7B. How many requests run at once if each reserves 3,999 tokens?",
@@ -92,7 +87,7 @@ def requests_that_fit(memory, parameters, layers, kv_heads, head_size, tokens, s
     ...
 
 # %%
-fit = solution("requests_that_fit")
+fit = solution("requests_that_fit")   # ours
 with folded():
     print(" " * 30 + "reserving 3,999   1,000 in pages   500 of them shared")
     for memory in 40, 80:
@@ -103,8 +98,7 @@ with folded():
 
 # %% [markdown]
 # Pages are worth a factor of four here, shared prefixes almost two, and GQA four to nine: a model's
-# heads decide more than the engine does. (The batch also limits itself: from some size on a step is
-# limited by arithmetic, notebook 6, and more requests only make it longer.)
+# heads decide more than the engine does.
 #
 # **Turn this knob.** Most requests are in the middle of their answer. Let each hold 500 tokens
 # instead of 1,000, with nothing shared. How many of Llama 2 7B does `fit` say for 40 GiB? And why
@@ -117,18 +111,22 @@ with folded():
 #
 # ## More than one device
 #
-# If the weights do not fit, every weight matrix can be split over several devices, *ranks*. A
-# block has two pairs of them, those of attention and those of the MLP. The first matrices of a pair
-# are split by their outputs, the last one by its inputs: there each rank has only a part of every
-# sum, and an *all-reduce* adds the parts up. Heads are split too, so each rank
-# keeps the keys and values of its own.
+# If the weights do not fit into one device, each weight matrix is split over several, called
+# *ranks*. A block's matrices come in two groups, attention's and the MLP's, each with first
+# matrices and a last one. The first are split by their outputs: a rank computes some of the
+# features (in attention, some heads, whose keys and values only it keeps). The last is split by its
+# inputs, so each rank has only a part of every sum, and an *all-reduce* adds the parts up over all
+# ranks.
+#
+# Here is the split by outputs. (`meta` and `Uninitialised` only avoid filling weights that are
+# replaced at once.)
 
 # %%
 source(column_parallel)
 
 # %% [markdown]
-# Here is the share of rank 0 of 2. The other rank is not there: torch's *fake* group sends nothing,
-# but counting needs no more. (`torchrun --nproc_per_node 2 -m beyond.tensor_parallel` runs both.)
+# Here is the share of rank 0 of 2. There is no other rank: torch's *fake* group sends nothing,
+# which is enough for counting. (With both, it runs in `beyond/tensor_parallel.py`.)
 
 # %%
 if not dist.is_initialized():
@@ -158,7 +156,7 @@ with folded():
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# By their names in [docs/sources.md](../docs/sources.md): H5 (the size of a cache) holds. *Wrong as
-# published:* R5, two all-reduces per block, not 16.</details>
+# [docs/sources.md](../docs/sources.md) lists them. H5 holds. R5 is *wrong as published*: two
+# all-reduces per block, not 16.</details>
 #
 # **Next:** in [08_your_engine](08_your_engine.ipynb) you build an engine.

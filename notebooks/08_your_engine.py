@@ -4,10 +4,7 @@
 # Now you build one: a scheduler, a layout, memory in pages, and a prefix cache. Four steps of 10 to
 # 30 lines each, about two hours in all. After each step a judge runs your functions and says in a
 # sentence what is wrong, if anything is; you may try as often as you like. At the end your engine
-# serves twelve prompts, beside ours. Afterwards you can
-#
-# - write the parts of a continuous batching engine from an empty cell;
-# - say where a wrong engine still gives right tokens, and what it wastes.
+# serves twelve prompts, beside ours.
 
 # %%
 from lesson import source
@@ -17,14 +14,16 @@ from model import head
 
 # %% [markdown]
 # The judge is made of tests. It mixes long and short prompts, greedy and sampled, so that few bugs
-# hide. It compares logits and tokens with each request alone, measures what every token sees, and
-# counts passes, slots, pages and operations: an engine that serves one request at a time gives the
-# right tokens, too.
+# hide. It compares logits and tokens with each request alone, and measures what every token sees.
+# It also counts passes, slots, pages and attention's multiplications, because waste does not change
+# tokens: an engine that serves one request at a time gives the right ones, too.
 #
 # ## The loop
 #
-# This is all that is given. Everything called `yours.` is for you to write, step by step. Until
-# step 3 there is no `memory`: each request has a KV cache of its own.
+# This is given. Everything called `yours.` is for you to write, step by step. Until step 3 there is
+# no `memory`: each request has a KV cache of its own. The rest you need not see: `Batch` makes
+# tensors of what your `lay_out` returns; its `sampled` are the requests of `due`, and `wanted` says
+# which tokens' logits they need. `InPages` is a request's cache in the pool, by your `slots`.
 
 # %%
 source(serve)
@@ -48,13 +47,15 @@ source(serve)
 # `waiting` is a deque of requests, the next one on the left; `running` is a list. Both are in order
 # of arrival. `admit` moves requests from one to the other, and `share_budget` makes the plan.
 #
-# Admit the first of the queue as long as it has arrived, fewer than `max_batch` run, those that run
-# have less to do than the budget (the sum of their `todo` is below `token_budget`), and
-# `grant(request)` returns True. It gives the request memory: so ask it last, and if it returns
-# True, admit. None overtakes the first in the queue.
+# Admit the first of the queue as long as
 #
-# With a budget of 8, A and B decoding, and a prompt of 12 tokens, C: the plan is `[(A, 1), (B, 1),
-# (C, 6)]`. A request that gets nothing is not in it.
+# - it has arrived, and fewer than `max_batch` requests run;
+# - those that run have less to do than the budget: the sum of their `todo` is below `token_budget`;
+# - `grant(request)` returns True. That gives it memory: ask last, and then you must admit it.
+#
+# None overtakes the first in the queue. The plan: say that A and B decode, C's prompt has 12
+# tokens, and the budget is 8. Then it is `[(A, 1), (B, 1), (C, 6)]`. A request that gets nothing is
+# not in it.
 
 # %% tags=["exercise"]
 def admit(waiting, running, step, max_batch, token_budget, grant):
@@ -168,8 +169,8 @@ judge(3, slots, grant, grow, free)
 #   The last token is always computed, so its page is never taken from the cache. Found pages go
 #   into the table: their `ref_count` grows by 1, and those that were free leave `memory.free`. The
 #   other pages come from `memory.take()`, and `computed` says how many tokens were found. If there
-#   are not enough free pages, it returns False and changes nothing; a found page that is free
-#   cannot be taken for anything else.
+#   are not enough free pages, it returns False and changes nothing. A found page that is free
+#   counts as used: with 3 free pages, 2 of them found, and 2 more needed, it returns False.
 # - `free` counts down, the last page first; a page whose `ref_count` is 0 goes to the end of
 #   `memory.free`. It stays in `cached` until it is taken.
 #
@@ -220,15 +221,13 @@ race()
 # ## Where to go from here
 #
 # - [The course kit](../assignments/README.md) asks for many of these functions with more rules and
-#   more tests. Its sets on the scheduler, on streams and on pages are the steps above, in full; its
-#   sets on the fused rectangle, on auditing a pool and on guessing tokens are new.
-# - [`beyond/`](../beyond) goes on where the stages end: `speculative.py` (a request guesses its
-#   next tokens, and a pass checks them), `ahead.py` (a step is planned while the last one is
-#   computed), `in_batch.py`, `fairness.py`, `tensor_parallel.py`.
+#   more tests, and for new ones: on the fused rectangle, on auditing a pool, on guessing tokens.
+# - [`beyond/`](../beyond) goes on where the stages end: a request guesses its next tokens
+#   (`speculative.py`), a step is planned while the last one is computed (`ahead.py`), and more.
 # - [docs/next.md](../docs/next.md) says what vLLM has besides, and under which name. Pages are
 #   *blocks* there, `token_budget` is `max_num_batched_tokens`, `max_batch` is `max_num_seqs`. Its
-#   scheduler has no rule "decodes first": running requests take from the budget in their order,
-#   then waiting ones; a running request is a decode in most steps, so the effect is the same.
+#   scheduler has no rule "decodes first": running requests take from the budget in their order. As
+#   most of them decode, the effect is the same.
 #
 # ## Two questions
 #

@@ -130,15 +130,14 @@ def names(text, it):
     text = text.replace(" = ", " ")   # the last (6)
     for word, asked in zip(("yes", "no"), TALK["asks"][it["asks"]]):   # A yes, B no
         text = re.sub(rf"\b{word}\b(?= *(?:[,;.]|$))", asked.split()[0], text)
-    kinds = FILLERS | CLASSES | dict.fromkeys(order, "E")
+    kinds = dict.fromkeys(UNIT_OF, "") | FILLERS | CLASSES | dict.fromkeys(order, "E")
+    other = "E" if order[0].isdigit() else ""   # what a number is that is no name
     for words, kind in zip(TALK["asks"][it["asks"]], "VW"):
         kinds |= dict.fromkeys(words.split(), kind)
     classes, said = "", []
     for word, colon in re.findall(r"(\d+|[a-z]+|[^\w\s,;.:&/+!?()'-])(?: *(:))?", text):
         for each in [word] if word in kinds or not {*word} <= {*order} else word:   # AC
-            unknown = "E" if each.isdigit() and order[0].isdigit() else ""
-            known = each in kinds or not each.isdigit() and each not in UNIT_OF
-            kind = kinds[each] if known else unknown
+            kind = kinds.get(each, other) if each.isdigit() else kinds[each]
             classes += kind.lower() if colon and kind in "VW" else kind
             said += [each] * len(kind)
     return [claimed({*order}, classes, said)]

@@ -1,7 +1,9 @@
 """What proves the answers of the notebooks' questions and knobs, in a notebook (questions.toml)."""
 import io
+import re
 from contextlib import redirect_stdout
 
+import capstone
 import lesson
 
 
@@ -28,3 +30,13 @@ def steps(trace):
 
 def preempted(trace):
     return trace.counts["preemptions"]
+
+
+def raced(**knobs):
+    """[tokens computed, passes, ...], which the last notebook's race prints of both engines."""
+    with redirect_stdout(io.StringIO()) as said:
+        capstone.race(**knobs)
+    yours, prefix = ([int(n.replace(",", "")) for n in re.findall(r"[\d,]+", line)]
+                     for line in said.getvalue().splitlines()[1:3])
+    assert yours == prefix
+    return prefix
