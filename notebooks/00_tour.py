@@ -123,8 +123,7 @@ counts(traces, slots="slots", useful="useful", scores="score_entries")
 # One step of two stages: A, B and C decode, and four tokens of D's prompt are computed. A line is a
 # query, a column is a key. *New* keys are computed in this pass; those of earlier tokens, their
 # past, are *cached*: kept since they were computed. On the left, each panel is one request, a row
-# of the rectangle. The picture does not come from a rule: it was measured in a forward pass that
-# really ran.
+# of the rectangle. The picture follows no rule: it was measured in a forward pass that really ran.
 
 # %%
 four = letters(A=4, B=2, C=1, D=6, arrivals={"D": 1})

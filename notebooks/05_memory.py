@@ -10,6 +10,7 @@
 from lesson import ask, broken, check, filling_pool, folded, letters, model, pool, run, source
 from lesson import texts, timelines, word
 from exercises import exercise
+import torch
 from lab.experiments.memory import alike
 from generate_paged import Paged
 from generate_prefix import PrefixPages, page_hash

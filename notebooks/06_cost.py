@@ -23,8 +23,7 @@ from lab.views.report import latencies
 #
 # A forward pass reads every weight once, and uses it for every row in two operations, a
 # multiplication and an addition. So a pass needs at least the larger of two times: all bytes
-# divided by the bandwidth, and all operations divided by the peak. This estimate is called a
-# *roofline*.
+# divided by the bandwidth, and all operations divided by the peak: the *roofline* estimate.
 
 # %%
 ask("6.1: From how many rows on does multiplying take longer than reading the weights? (to 5%)",

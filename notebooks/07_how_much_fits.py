@@ -12,6 +12,7 @@ from lesson import ask, folded, model, source
 from exercises import exercise, solution
 from copy import deepcopy
 import math
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from beyond.tensor_parallel import all_reduces, column_parallel, shard
@@ -115,8 +116,7 @@ with folded():
 # *ranks*. A block's matrices come in two groups, attention's and the MLP's, each with first
 # matrices and a last one. The first are split by their outputs: a rank computes some of the
 # features (in attention, some heads, whose keys and values only it keeps). The last is split by its
-# inputs, so each rank has only a part of every sum, and an *all-reduce* adds the parts up over all
-# ranks.
+# inputs: each rank has only a part of every sum, and an *all-reduce* adds the parts up.
 #
 # Here is the split by outputs. (`meta` and `Uninitialised` only avoid filling weights that are
 # replaced at once.)

@@ -36,7 +36,7 @@ import exercises  # noqa: E402
 import lesson  # noqa: E402
 
 ASKED = {number: it for number, it in lesson.QUESTIONS.items() if "answer" in it}
-KNOBS = lesson.QUESTIONS["knobs"]
+KNOBS, HOLDS = lesson.QUESTIONS["knobs"], lesson.QUESTIONS["holds"]
 TAUGHT = {name: it for name, it in lesson.QUESTIONS.items() if "code" in it}
 NUMBER = re.compile(r'ask\(\s*"(\d\.\d): ')
 SOURCES = {name: jupytext.read(FOLDER / f"{name}.py").cells for name in NAMES}
@@ -62,7 +62,8 @@ def text_of(cell):
 def with_proofs(name):
     """
     The code of a committed notebook; behind each question, its answer is computed by `proof`, and
-    at the end the figures that the answer to its knob names. Exercises of 08 are handed in.
+    at the end the figures that its text and the answer to its knob name. Exercises of 08 are handed
+    in.
     """
     cells = [nbformat.v4.new_code_cell(
         f"import sys\nsys.path += [{str(ROOT / 'tests')!r}]\nfrom proofs import *")]
@@ -79,6 +80,8 @@ def with_proofs(name):
     if name in KNOBS:
         knob, figures = KNOBS[name]
         cells.append(nbformat.v4.new_code_cell(f"shown = {knob}\nassert shown == {figures}, shown"))
+    if name in HOLDS:
+        cells.append(nbformat.v4.new_code_cell(f"assert {HOLDS[name]}"))
     return nbformat.v4.new_notebook(cells=cells)
 
 
