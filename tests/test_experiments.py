@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from common import ROOT, mixed
+from matplotlib.text import Text
 
 from lab.checks.traps import broken
 from lab.experiments import __main__ as runner
-from lab.experiments import bench, gpu, ladder, prepacking, results, rows, tables, train
+from lab.experiments import bench, figures, gpu, ladder, prepacking, results, rows, tables, train
 from lab.experiments.roofline import roofline
 from lab.loading.load import load
 from lab.loading.stages import STAGES
@@ -268,6 +269,16 @@ def test_quick_runs(command, tmp_path, monkeypatch):
         assert each["measured"]["command"].startswith(f"python -m lab.experiments {command} ")
         assert each["measured"]["machine"] and "torch" in each["where"]
     assert SAID[command](found) and Path("f.png").stat().st_size > 10_000
+
+
+def test_a_picture_says_what_was_measured_and_where():
+    loaded = {name: results.load(name) for name in ("gaps", "rows", "prepacking", "bench")}
+    for drawn, model in ((figures.gaps(loaded["gaps"]), "GPT-2, 124M"),
+                         (figures.rows(loaded["rows"]), "GPT-2, 124M"),
+                         (figures.kinds(loaded["prepacking"]), "2 layers, 384 wide"),
+                         (figures.bench(*loaded["bench"]), "GPT-2, W1")):
+        said = " ".join(text.get_text() for text in drawn.findobj(Text))
+        assert model in said and loaded["gaps"]["measured"]["machine"] in said
 
 
 def test_what_is_wrong_is_said(capsys, monkeypatch):

@@ -131,6 +131,7 @@ def test_the_committed_picture_has_every_token_and_is_what_the_command_draws():
     for name, text in motion.pictures(traces).items():
         assert text == (pictures.FOLDER / name).read_text(encoding="utf-8")
         ElementTree.fromstring(text)   # well-formed
+        assert all(len(line) < 60 for line in re.findall('<text x="4".*?>(.+?)<', text))   # fits
         ticks = len(re.findall(r"M[\d.]+ \d+v8", text))
         assert ticks == sum(len(r.generated) for trace in shown for r in trace.requests)
     for trace in shown:   # the prompt comes at the same time everywhere

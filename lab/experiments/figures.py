@@ -23,15 +23,28 @@ PAGES = {"held by one request": "#CCBB44", "shared by several": "#444444",
          "free, but cached": "#F0EBCF", "free": "white"}
 
 
-def finished(figure, path, **layout):
-    figure.tight_layout(**layout)
+def finished(figure, path, below="", rect=(0, 0, 1, 1), **layout):
+    """below: what was measured, and where, as small print"""
+    low = rect[1] + 0.16 / figure.get_figheight() * bool(below)
+    figure.tight_layout(rect=(rect[0], low, *rect[2:]), **layout)
+    figure.text(0.01, 0.06 / figure.get_figheight(), below, fontsize=8, color="#555555")
     return save(figure, path)
+
+
+def origin(model, result):
+    """The small print of a measured result."""
+    machine = result.get("measured", {}).get("machine")
+    return "; ".join(filter(None, (model, machine, result.get("where"))))
 
 
 # --- curves and bars ------------------------------------------------------------------------------
 
-def lines(curves, path=None, log=False, **labels):
-    """A curve with markers for each {label: [(x, y), ...]}; the first has the largest markers."""
+def lines(curves, path=None, log=False, below="", notes=(), **labels):
+    """
+    A curve with markers for each {label: [(x, y), ...]}; the first has the largest markers.
+
+    notes: (text, the point it speaks of, dx and dy of the text in font points)
+    """
     figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
     for i, (label, points) in enumerate(curves.items()):
         ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], markersize=10 - i, label=label)
@@ -39,15 +52,22 @@ def lines(curves, path=None, log=False, **labels):
         ax.loglog(base=2)
         for axis in ax.xaxis, ax.yaxis:
             axis.set_major_formatter("{x:g}")
+    for text, point, offset in notes:
+        ax.annotate(text, point, offset, textcoords="offset points", fontsize=9, va="center",
+                    arrowprops={"arrowstyle": "-", "color": "#777777"})
     ax.set(**labels)
     ax.grid(True)
     ax.legend(fontsize=9)
-    return finished(figure, path)
+    return finished(figure, path, below)
 
 
 def rows(*results, path=None):
     """What a batch gains, against its number of rows. results: of `rows`, of one or several"""
-    return lines(measured.gains(*results), path, log=True,
+    gains = measured.gains(*results)
+    notes = [("two rows take twice as long as one: for a single row\nthere is another, quicker "
+              "kernel", points[1], (72, 3))
+             for points in gains.values() if points[1][1] < 1]
+    return lines(gains, path, log=True, below=origin("", results[-1]), notes=notes,
                  title="Why one batches: the weights are read once for all rows of a pass",
                  ylabel="tokens a second, × those of one row",
                  xlabel="rows in one forward pass (tokens of different requests)")
@@ -58,7 +78,19 @@ def gaps(result, path=None):
     curves = {f"{name}: worst {max(1e3 * gap for _, gap in points):,.0f} ms":
               [(step, 1e3 * gap) for step, gap in points]
               for name, points in result["points"].items()}
-    return lines(curves, path, ylabel="ms since their last token",
+    at = {name: {step: 1e3 * gap for step, gap in points}
+          for name, points in result["points"].items()}
+    chunked = measured.ARRIVAL + -(-result["prompt_tokens"] // (measured.BUDGET - 4))
+    spoken = {"dynamic": (measured.ARRIVAL + 1, "the whole prompt in one pass", (14, -8)),
+              "interleaved": (measured.ARRIVAL + 6, "each decode padded to the chunk beside it",
+                              (-60, 34)),
+              "chunked": (chunked, "the last chunk, then the first\ndecode beside the long row",
+                          (18, 30))}
+    notes = [(text, (step, at[name][step]), offset)
+             for name, (step, text, offset) in spoken.items() if step in at.get(name, {})]
+    model = measured.NAMES.get(result.get("model"), result.get("model"))
+    return lines(curves, path, below=origin(model, result), notes=notes,
+                 ylabel="ms since their last token",
                  title=f"Four requests decode. At step {measured.ARRIVAL} a prompt of "
                        f"{result['prompt_tokens']} tokens arrives: how long do they wait?",
                  xlabel="step")
@@ -69,11 +101,12 @@ def curve(result, path=None):
     Latency against the rate of arrivals, calculated; a cross at the top, where latency has no end,
     marks the rate with which a stage keeps up no longer. result: of `gpu`
     """
-    figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
+    figure, ax = pyplot().subplots(figsize=(WIDTH, 4))
     for i, (stage, found) in enumerate(result["curve"].items()):
         points, served = found["points"], found["served"]
         ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], markersize=9 - i,
-                label=f"{stage}: {served:.1f}")
+                linestyle="--" if stage == "paged" else "-",
+                label=f"{stage}: {served:.1f}" + " (dashed, on ragged's)" * (stage == "paged"))
         rate, ms = points[-1]
         ax.annotate("", (served, 1), (rate, ms), ("data", "axes fraction"), "data", arrowprops={
             "arrowstyle": "-", "linestyle": ":", "color": CYCLE[i]})
@@ -86,14 +119,16 @@ def curve(result, path=None):
     ax.set_title("Llama 2 7B on an A100 40 GB, calculated: requests of mixed lengths", pad=12)
     ax.grid(True)
     ax.legend(fontsize=9, title="keeps up with (✕), requests/s",
-              loc="center", bbox_to_anchor=(0.73, 0.55))
+              loc="center", bbox_to_anchor=(0.74, 0.65))
+    ax.text(0.5, 0.18, "ragged, paged: no padding,\nand no copy of the cache", fontsize=9,
+            transform=ax.transAxes)
     return finished(figure, path)
 
 
-def bars(panels, looks, label, height, form, path, sharex=False):
+def bars(panels, looks, label, height, form, path, dashed="", below="", sharex=False):
     """
     A panel for each {title: ({name: value}, where a dashed line stands)}, side by side. looks: for
-    each name one of LOOKS; a legend names those that differ.
+    each name one of LOOKS; a legend names those that differ, and the dashed line.
     """
     figure, axes = pyplot().subplots(1, len(panels), figsize=(WIDTH, height), sharex=sharex,
                                      sharey=True, squeeze=False)
@@ -101,18 +136,18 @@ def bars(panels, looks, label, height, form, path, sharex=False):
         drawn = ax.barh([*values], [*values.values()], height=0.75)
         for bar, name in zip(drawn, values):
             bar.set(**LOOKS[looks[name]])
-        ax.bar_label(drawn, fmt=form, padding=3, fontsize=9,
+        ax.bar_label(drawn, fmt=form, padding=2, fontsize=8,
                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})
-        ax.axvline(mark, color="black", linestyle="--", linewidth=1)
+        limit = ax.axvline(mark, color="black", linestyle="--", linewidth=1, label=dashed)
         ax.set(title=title)
-        ax.margins(x=0.25)
+        ax.margins(x=0.25 if sharex else 0.1)
         ax.locator_params(axis="x", nbins=3)
         ax.tick_params("y", labelsize=9)
     axes.flat[0].invert_yaxis()
-    figure.supxlabel(label, fontsize=9)
+    figure.supxlabel(f"{label}\n{below}", fontsize=9)
     named = [Patch(label=look, **LOOKS[look]) for look in dict.fromkeys(looks.values())]
     if len(named) > 1:
-        figure.legend(handles=named, loc="upper center", ncols=len(named), fontsize=9)
+        figure.legend(handles=[*named, limit], loc="upper center", ncols=4, fontsize=9)
     return finished(figure, path, rect=(0, 0, 1, 1 - 0.3 / height * (len(named) > 1)))
 
 
@@ -122,8 +157,9 @@ def bench(*results, path=None):
         {name: benchmark.speed(r, name) for name in r["systems"]}, r["tokens"] / r["roofline"])
         for r in results}
     looks = {name: benchmark.kind_of(name) for name in results[0]["systems"]}
-    return bars(panels, looks, "tokens/s; the dashed line is the roofline",
-                0.25 * len(results[0]["systems"]) + 1.1, "{:,.0f}", path)
+    return bars(panels, looks, "tokens/s", 0.25 * len(results[0]["systems"]) + 1.3, "{:,.0f}", path,
+                "roofline: all that memory and arithmetic allow",
+                origin("random weights" * (results[0]["model"] == "GPT-2"), results[0]))
 
 
 def kinds(result, path=None):
@@ -131,7 +167,8 @@ def kinds(result, path=None):
     panels = {kind: (times, 1) for kind, times in prepacking.speedups(result).items()}
     looks = dict.fromkeys(prepacking.METHODS, "plain PyTorch")
     return bars(panels, looks, "16 prompts at a time: how many times as fast as padding them to "
-                "the longest (dashed: 1)", 1.9, "{:.2f}", path, sharex=True)
+                "the longest (dashed: 1)", 2.1, "{:.2f}", path, sharex=True,
+                below=origin(prepacking.MODEL, result))
 
 
 def slots(result, path=None):
@@ -149,7 +186,8 @@ def slots(result, path=None):
         ax.text(total, i, f"  {row['useful'] / total:.0%} useful, {row['forward_passes']} passes",
                 va="center", fontsize=9)
     ax.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, left.max() * 1.32),
-           title="What each stage computes for the same requests (slots, not seconds)",
+           title=f"What each stage computes for the same {result['requests']} requests "
+                 "(slots, not seconds)",
            xlabel="slots computed: places in all tensors")
     ax.legend(loc="lower right")
     return finished(figure, path)

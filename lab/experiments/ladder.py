@@ -169,19 +169,22 @@ def ideas(result):
         here, common = result["stages"][name], result["common"][name]
         script = name.split(",")[0]
         rows.append([f"{number} [{script}](generate_{script}.py)", idea,
-                     f"{here['forward_passes']}", f"{here['useful'] / here['slots']:.0%}",
+                     f"{here['useful'] / here['slots']:.0%}",
                      f"{result['calculated'][name]['tokens_per_s']:,.0f}",
                      f"{result['gap_ms'][name]:,.0f} ms", f"{common['at_once']}",
                      f"{common['computed']:,}"])
-    head = ["stage", "the idea", "passes ¹", "useful slots ¹", "tokens/s ¹, calculated",
-            "worst gap ², calculated", "at once ³", "computed ³"]
-    prompts = f"{result['requests']} prompts"
-    how = (f"¹ {prompts}, eight at a time. ² A prompt of {motion.PROMPT:,} tokens arrives while "
-           "six requests decode: the longest time between two of their tokens. ³ The "
-           f"{prompts} behind a common beginning of {result['beginning']} tokens, in memory for "
-           f"{result['room']:,}: how many requests run at once (in naive and dynamic, as many as "
-           "fit if each were the longest), and how many tokens are computed. Calculated: for "
-           "Llama 2 7B on an A100, where reading weights takes the time.")
+    n, begun, prompts = result["requests"], result["beginning"], result["prompt_tokens"]
+    computed = result["common"]["unbatched"]["computed"]
+    head = ["stage", "the idea", f"{n} prompts: useful slots", f"{n} prompts: tokens/s *",
+            "a long prompt arrives: worst gap *", "a common beginning: requests at once",
+            "a common beginning: tokens computed"]
+    how = (f"{n} prompts: eight at a time. A long prompt: {motion.PROMPT:,} tokens arrive while "
+           "six requests decode; the gap is the longest time between two of their tokens. A common "
+           f"beginning: {begun} tokens before each of the {n} prompts, and memory for "
+           f"{result['room']:,}. Naive and dynamic then run as many as fit if each were the "
+           f"longest. {computed:,} is {n} × {begun} and {prompts} of the prompts and "
+           f"{computed - n * begun - prompts} of the answers. * Calculated for Llama 2 7B on an "
+           "A100, where reading weights takes the time.")
     return Table(head, rows, how, words=2, small_print="{how}")
 
 
@@ -194,6 +197,7 @@ def bug(result):
     rows = [[f"…{line(prompt)[-29:]}", line(right), line(wrong)] for prompt, right, wrong in (
         result["ruined"][name] for name in ("r5", "r6"))]
     how = (f"In *interleaved* the mask changes {len(result['ruined'])} of {result['requests']} "
-           "answers. Here are two, from the same random numbers.")
+           "answers. Here are two, from the same random numbers. Right is what the request gets "
+           "alone, character by character: that it is nonsense, too, does not matter.")
     return Table(["prompt", "right", "with the published mask"], rows, how, words=3,
                  small_print="{how}")

@@ -26,7 +26,7 @@ PANELS = {   # title; why a token takes so long afterwards
     "dynamic": ("dynamic: the prompt in one piece", "padded to 3,500 keys"),
     "chunked": (f"chunked: {BUDGET} tokens a step", "padded to 3,500 keys"),
     "ragged, varlen": ("ragged: and no padding", "its own keys alone")}
-BETWEEN = "interleaved"           # its figures are told, too
+UNDRAWN = "interleaved"           # its figures are told, too
 THEMES = {   # the colours of lab/views/plots.py, lighter on a dark page
     "light": {"paper": "#ffffff", "ink": "#1f2328", "soft": "#59636e", "line": "#d0d7de",
               **{kind: COLORS[kind] for kind in ("prefill", "decode", "finished")}},
@@ -110,7 +110,7 @@ def panel(trace, title, why, x_of, right, top):
 
 
 def picture(traces, theme, width):
-    """The SVG text for {stage: trace} and BETWEEN's, all on one axis of seconds."""
+    """The SVG text for {stage: trace} and UNDRAWN's, all on one axis of seconds."""
     last = max(figures(traces[stage])[1] for stage in PANELS)
     right, total = width - 12, last * SLOWER + HOLD
 
@@ -121,16 +121,16 @@ def picture(traces, theme, width):
               for i, stage in enumerate(PANELS)]
     panels += [text(x_of(tick / 5), 540, f"{tick / 5:.1f} s", "soft", "middle")
                for tick in range(int(last * 5) + 1)]
-    worst, done, _ = figures(traces[BETWEEN])
+    worst, done, _ = figures(traces[UNDRAWN])
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         theme, width=width, height=590, away=width - LEFT, prompt=f"{PROMPT:,}", slower=SLOWER,
-        panels="\n".join(panels), between=f"{worst:.0f} ms, {done:.2f} s",
+        panels="\n".join(panels), undrawn=f"{worst:.0f} ms, done after {done:.2f} s",
         seconds=f"{total:.1f}s", done=f"{100 * last * SLOWER / total:.1f}%")
 
 
 def traces():
     """{stage: trace}, of all whose figures are told."""
-    return {stage: run(stage) for stage in (*PANELS, BETWEEN)}
+    return {stage: run(stage) for stage in (*PANELS, UNDRAWN)}
 
 
 def pictures(traces):

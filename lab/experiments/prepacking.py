@@ -23,6 +23,8 @@ from request import Request, prepare
 from toolbox.trace import Trace
 
 CONTEXT = 512
+CONFIG = GPTConfig(block_size=CONTEXT, n_layer=2, n_head=6, n_embd=384)
+MODEL = f"{CONFIG.n_layer} layers, {CONFIG.n_embd} wide, random weights"
 SHOTS = (120, 150, 190, 230, 280, 330, 390, 450)   # lengths of a few-shot question's examples
 KINDS = {   # the paper's kinds of prompts, as distributions of lengths
     "dialogue": lambda rng: rng.lognormvariate(math.log(25), 0.7),
@@ -97,7 +99,7 @@ def prefill(model, method, lengths, k):
 def measure(args, device, dtype):
     """The prepacking paper's experiments (source P), and ragged batching beside its methods."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=CONTEXT, n_layer=2, n_head=6, n_embd=384)).to(device, dtype)
+    model = GPT(CONFIG).to(device, dtype)
     kinds = {kind: lengths_of(kind, 32 if args.quick else 64) for kind in KINDS}
     found = {}
     for kind, lengths in kinds.items():

@@ -16,6 +16,7 @@ from request import Request
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GAP_STAGES = "dynamic", "chunked", "interleaved", "ragged, varlen"
+BUDGET = 64   # tokens a step
 ARRIVAL = 8   # the step at which the long prompt arrives
 NAMES = {"builtin": "built-in model", "random": "GPT-2, 124M"}
 FLAGS = {"--model": dict(
@@ -51,7 +52,7 @@ def measure_gaps(args, device, dtype):
     long = Request([11 * j % vocab for j in range(prompt_tokens)], 8, name="long", arrival=ARRIVAL)
 
     def run(name):
-        knobs = {"max_batch": 5, "token_budget": 64}
+        knobs = {"max_batch": 5, "token_budget": BUDGET}
         return results.run(STAGES[name], model, [*short, long], knobs).requests[:-1]
 
     gaps = {}   # of the short ones: [(step, median of seconds), ...]
@@ -60,7 +61,7 @@ def measure_gaps(args, device, dtype):
         times = np.array([request.token_times for request in requests])
         gaps[name] = [*zip(requests[0].token_steps[1:],
                            np.median(np.diff(times), axis=0).tolist())]
-    return {"repeats": repeats, "prompt_tokens": prompt_tokens, "points": gaps}
+    return {"model": args.model, "repeats": repeats, "prompt_tokens": prompt_tokens, "points": gaps}
 
 
 def curves(*found):

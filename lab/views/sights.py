@@ -133,7 +133,7 @@ def draw(sights, path=None, label=None):
                for kind, (looks, name) in LOOKS.items() if kind in kinds]
     width = max(6.4, left)
     in_a_line = int(width / 1.65)
-    height = bottom + 0.25 + 0.2 * -(-len(handles) // in_a_line)
+    height = bottom + 0.45 + 0.2 * -(-len(handles) // in_a_line)
     figure = pyplot().figure(figsize=(width, height))
     for (title, sight), left in zip(sights.items(), lefts):
         for down, text, weight in (0.08, title, "bold"), (0.3, bill(sight), "normal"):
@@ -145,7 +145,8 @@ def draw(sights, path=None, label=None):
         if label:   # else each token carries its request's name
             ax.text(-0.3, -0.4, part.name, ha="right", va="bottom", weight="bold")
     figure.legend(handles=handles, loc="lower center", ncols=in_a_line, fontsize=9,
-                  handlelength=1.2, columnspacing=1.2)
+                  handlelength=1.2, columnspacing=1.2, title_fontsize=9,
+                  title="down: the pass's tokens, as queries; across: the keys that each may see")
     return save(figure, path)
 
 
