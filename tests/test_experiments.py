@@ -271,6 +271,12 @@ def test_quick_runs(command, tmp_path, monkeypatch):
     assert SAID[command](found) and Path("f.png").stat().st_size > 10_000
 
 
+def test_real_runs_are_shown_by_groups_of_several_the_largest_first():
+    head = ["errors", "a (1 runs)", "b (2 runs)", "all (25 runs)"]
+    made = gpu.real_table({"real": [head, ["x", 1, 2, 3]]})
+    assert made[:2] == (["errors", "all (25 runs)", "b (2 runs)"], [["x", 3, 2]])
+
+
 def test_a_picture_says_what_was_measured_and_where():
     loaded = {name: results.load(name) for name in ("gaps", "rows", "prepacking", "bench")}
     for drawn, model in ((figures.gaps(loaded["gaps"]), "GPT-2, 124M"),
