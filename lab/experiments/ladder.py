@@ -175,13 +175,13 @@ def ideas(result):
                      f"{common['computed']:,}"])
     n, begun, prompts = result["requests"], result["beginning"], result["prompt_tokens"]
     computed = result["common"]["unbatched"]["computed"]
-    head = ["stage", "the idea", f"{n} prompts: useful slots", f"{n} prompts: tokens/s *",
-            "a long prompt arrives: worst gap *", "a common beginning: requests at once",
-            "a common beginning: tokens computed"]
-    how = (f"{n} prompts: eight at a time. A long prompt: {motion.PROMPT:,} tokens arrive while "
-           "six requests decode; the gap is the longest time between two of their tokens. A common "
-           f"beginning: {begun} tokens before each of the {n} prompts, and memory for "
-           f"{result['room']:,}. Naive and dynamic then run as many as fit if each were the "
+    head = ["stage", "the idea", f"{n} prompts: useful", f"{n} prompts: tokens/s *",
+            "long prompt: gap *", "same start: at once", "same start: tokens"]
+    how = (f"{n} prompts: eight at a time. Long prompt: {motion.PROMPT:,} tokens arrive while "
+           "six requests decode; the gap is the longest time between two of their tokens. Same "
+           f"start: {begun} common tokens before each of the {n} prompts, and memory for "
+           f"{result['room']:,}: requests that run at once, and tokens computed. "
+           "Naive and dynamic then run as many as fit if each were the "
            f"longest. {computed:,} is {n} × {begun} and {prompts} of the prompts and "
            f"{computed - n * begun - prompts} of the answers. * Calculated for Llama 2 7B on an "
            "A100, where reading weights takes the time.")
