@@ -5,7 +5,7 @@
 # a step take? You say what limits it, arithmetic or memory, calculate its time, and choose a token
 # budget by it.
 #
-# All with one machine and one model, and no GPU is needed: its times are calculated. The machine is
+# It is about one machine and one model. You need no GPU, as all times are calculated. The machine is
 # an A100: by its data sheet, `PEAK` is 312 · 10¹² operations a second, and `BANDWIDTH` 2,039 · 10⁹
 # bytes a second. The model is Llama 2 7B in fp16, two bytes a number. A pass multiplies by 6.6 ·
 # 10⁹ `PARAMETERS`, all but the table of embeddings, of which it reads a row for each token.
@@ -23,7 +23,7 @@ from lab.views.report import latencies
 #
 # A forward pass reads every weight once, and uses it for every row in two operations, a
 # multiplication and an addition. So a pass needs at least the larger of two times: all bytes
-# divided by the bandwidth, and all operations divided by the peak: the *roofline* estimate.
+# divided by the bandwidth, and all operations divided by the peak. That is a *roofline*.
 
 # %%
 ask("6.1: From how many rows on does multiplying take longer than reading the weights? (to 5%)",
