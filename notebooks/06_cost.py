@@ -5,10 +5,10 @@
 # a step take? You say what limits it, arithmetic or memory, calculate its time, and choose a token
 # budget by it.
 #
-# It is about one machine and one model. You need no GPU, as all times are calculated. The machine is
-# an A100: by its data sheet, `PEAK` is 312 · 10¹² operations a second, and `BANDWIDTH` 2,039 · 10⁹
-# bytes a second. The model is Llama 2 7B in fp16, two bytes a number. A pass multiplies by 6.6 ·
-# 10⁹ `PARAMETERS`, all but the table of embeddings, of which it reads a row for each token.
+# It is about one machine and one model. You need no GPU, as all times are calculated. The machine
+# is an A100: by its data sheet, `PEAK` is 312 · 10¹² operations a second, and `BANDWIDTH` 2,039 ·
+# 10⁹ bytes a second. The model is Llama 2 7B in fp16, two bytes a number. A pass multiplies by 6.6
+# · 10⁹ `PARAMETERS`, all but the table of embeddings, of which it reads a row for each token.
 
 # %%
 from lesson import ask, figures, folded, letters, lines, on_a100
