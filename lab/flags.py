@@ -8,7 +8,9 @@ import argparse
 import inspect
 import math
 import os
+import re
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -40,6 +42,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
 
     def error(self, message):
+        """Says of a value what is allowed, and of an unknown flag which one is spelt like it."""
+        message = re.sub(r"invalid (\w+) value: (.*)", lambda found: "must be a "
+                         f"{'' if found[1] == 'float' else 'whole '}number, not {found[2]}",
+                         message)
+        if unknown := re.match(r"unrecognized arguments: ([^\s=]+)", message):
+            for like in get_close_matches(unknown[1], self._option_string_actions, 1):
+                message += f"; did you mean {like}?"
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
     def run(self, command, argv=None):

@@ -5,11 +5,9 @@ lab/flags.py lists the exit statuses.
 """
 import copy
 import os
-import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from difflib import get_close_matches
 
 import torch
 
@@ -22,19 +20,6 @@ from lab.views.progress import progress
 from lab.views.report import report, write_trace
 
 SHOWN = 3   # texts, unless all are asked for
-
-
-class Parser(flags.Parser):
-    """Says of a value what is allowed, and of an unknown flag which one is spelt like it."""
-
-    def error(self, message):
-        message = re.sub(r"invalid (\w+) value: (.*)", lambda found: "must be a "
-                         f"{'' if found[1] == 'float' else 'whole '}number, not {found[2]}",
-                         message)
-        if unknown := re.match(r"unrecognized arguments: ([^\s=]+)", message):
-            for like in get_close_matches(unknown[1], self._option_string_actions, 1):
-                message += f"; did you mean {like}?"
-        super().error(message)
 
 
 def main(generate, doc, argv=None):
@@ -146,8 +131,8 @@ def parser(doc, generate=None):
     doc: a script's docstring; the help shows its first paragraph.
     generate: the help shows the flags of this stage; None: those of all. Others are "ignored".
     """
-    p = Parser(usage="%(prog)s [flags]", description=doc.strip().split("\n\n")[0],
-               add_help=False)
+    p = flags.Parser(usage="%(prog)s [flags]", description=doc.strip().split("\n\n")[0],
+                     add_help=False)
     what = p.add_argument_group("what to generate")
     what.add_argument("--prompt", action="append", metavar="TEXT",
                       help="a prompt; may be repeated (default: 12 built-in ones)")

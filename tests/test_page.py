@@ -504,7 +504,7 @@ def test_one_returns_to_what_one_has_left(show):
     shown.click("#mine")
     assert [shown.now, shown.address] == [step, address]
     shown.click("#walk li:nth-child(3) button")
-    shown.run("history.back(); return new Promise(done => addEventListener('popstate', () => done()))")
+    shown.run("return new Promise(done => { onpopstate = () => done(); history.back(); })")
     assert [shown.now, shown.address] == [step, address]
 
 
