@@ -166,6 +166,13 @@ WRONG = [   # step, old, new, what the judge says
     (1, " or not grant(waiting[0])", "", "grant has not returned True"),
     (1, "todo >= token_budget or not grant(waiting[0])",
      "not grant(waiting[0]) or todo >= token_budget", "waits, though grant has returned True"),
+    (1, "            break\n        running.append(waiting.popleft())", """\
+            for late in [r for r in list(waiting)[1:2] if todo < token_budget
+                         and r.arrival <= step and grant(r)]:
+                waiting.remove(late)
+                running.append(late)
+            break
+        running.append(waiting.popleft())""", "not in order of arrival"),
     (1, "waiting.popleft()", "waiting[0]", "request 'A' is 4 times in waiting and running"),
     (1, "running.append(waiting.popleft())", "continue", "it does not end"),
     (1, "request.todo == 1]", "request.todo == 1][:1]", "'B' decodes and gets 0 tokens"),
@@ -184,6 +191,7 @@ WRONG = [   # step, old, new, what the judge says
     (3, "request.block_table[p // size] * size + p % size", "p", "is [2, 3, 4, 5, 6, 7, 8, 9]"),
     (3, "-(-request.todo //", "-(-request.kv_tokens //", "has 5 pages for 6 tokens"),
     (3, "need > len(", "need >= len(", "(False, None, 3), expected (True, [0, 1, 2], 0)"),
+    (3, "running.pop()", "running.pop(running.index(request))", "and B's computed tokens are"),
     (3, "waiting.appendleft(last)", "waiting.append(last)", "105 slots, and 96 would do"),
     (3, "                free(memory, last)\n", "", "page 6 is lost"),
     (3, "while request in running and", "if", "line 16, if len(request.block_table)"),

@@ -162,7 +162,7 @@ def schedules(yours, model):
         waiting, running, granted = deque(everyone), [], []
 
         def grant(request):
-            if step >= refused or not granted:
+            if step >= refused or request is not everyone[1]:   # those behind it must wait, too
                 granted.append(request)
             return request in granted
 
@@ -191,12 +191,12 @@ def admission_faults(everyone, waiting, running, before, granted, step, token_bu
             yield f"{request} runs, and grant has not returned True for it"
         if request is running[-1] and request not in before and todo >= token_budget:
             yield f"{request} is admitted, although those before it have {todo} tokens to do"
-    for request in waiting:
-        if request in granted:
-            yield f"{request} waits, though grant has returned True for it: it has its memory"
     for request in everyone:
         if (times := [*waiting, *running].count(request)) != 1:
             yield f"{request} is {times} times in waiting and running"
+    for request in waiting:
+        if request in granted:
+            yield f"{request} waits, though grant has returned True for it: it has its memory"
     if [*running, *waiting] != everyone:
         yield "running and waiting are not in order of arrival"
 
@@ -251,6 +251,14 @@ def memories(yours, model):
     for requests, pages in ((letters(14, A=6, B=6, C=6, D=6), 11),
                             (letters(9, {"C": 4}, A=9, B=5, C=7, D=3, E=6), 7)):
         yield from runs(yours, model, requests, generate_paged.generate, pages=pages, page_size=4)
+    memory, running, waiting = Memory(2, 4), prepare(letters(3, A=5, B=3), model.config), deque()
+    for request in running:
+        request.block_table, request.computed = [memory.take()], 3
+    yours.grow(memory, running, waiting)
+    yield from expect("A needs a second page, B came after it, and none is free: after grow, those "
+                      "that run, those that wait, and B's computed tokens are",
+                      ([*map(str, running)], [*map(str, waiting)], waiting and waiting[0].computed),
+                      (["request 'A'"], ["request 'B'"], 0))
 
 
 def prefixes(yours, model):
