@@ -323,7 +323,7 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(size, show):
             assert not re.search("longest wait| useful", main, re.IGNORECASE)
             shown.click(".choices button", stop["ask"]["right"])
         before = "Right. " if "ask" in stop else ""
-        assert shown.texts("#stop") == [before + stop["text"]]
+        assert shown.texts("#stop") == [before + stop["text"] + "ask again" * ("ask" in stop)]
         assert shown.run(IN_SIGHT), stop
         assert shown.run("return views[0].now.step") == stop["show"]["step"]
         there = shown.address
@@ -463,7 +463,8 @@ def test_a_request_that_can_never_fit_says_so(show):
     assert shown.run("return views[0].run.requests[0].ms.length") == 40   # the others run
     shown.run("state.own.memory = 16; redraw()")
     assert shown.texts(".scores .soft") == ["no request fits into its memory"] * 5
-    assert "step 0: nothing runs. A B C D can never run: 63 KV" in shown.texts("#said")[0]
+    assert re.search("step 0: nothing runs. A can never run: 63 KV .*; nor can B C D",
+                     shown.texts("#said")[0])
 
 
 def test_each_control_changes_the_link_and_undo_takes_it_back(show):
@@ -482,6 +483,9 @@ def test_each_control_changes_the_link_and_undo_takes_it_back(show):
     assert "own=27-40_" in shown.address
     shown.click("#undo")
     assert OWN in shown.address and shown.run("return $('undo').disabled")
+    shown.press("1", "5", "7")
+    assert "own=157-40_" in shown.address   # not only what a bar has a position for
+    shown.click("#undo")
     for selector, number, want in (
             ("#more", 0, "70-5-0-1_70-5-0-1&"), (".row button", 0, "24-40-0-1"),
             (".row button", 1, "own=60-24-10_120"),
@@ -510,7 +514,8 @@ def test_one_returns_to_what_one_has_left(show):
 
 def test_a_damaged_link_says_what_is_lost(show):
     for address, said in (
-            ("own=24-40_x_12-60&page_size=0", "1 request (“x”), page size"), ("own=24-40", ""),
+            ("own=24-40_x_12-60&page_size=0", "1 request (“x”), page size=0 (now 16)"),
+            ("own=24-40", ""),
             ("own=24-40&run=pagged&memry=9", "run=pagged, memry"), ("own=", "1 request (“”)")):
         assert show(address).texts("#note") == [
             said and f"In this link, {said} could not be read."]
@@ -551,7 +556,7 @@ def test_only_the_thumb_takes_the_pointer(show):
               return [at, left + width - 4].map(
                 x => document.elementFromPoint(x, top + height / 2) === node);
             });""")
-        assert hits == [[True, False]] * 8, size
+        assert hits == [[True, size[0] > 760]] * 8, size   # a mouse may press anywhere
 
 
 def test_requests_are_pasted_as_numbers_texts_and_jsonl(show):
@@ -564,13 +569,19 @@ def test_requests_are_pasted_as_numbers_texts_and_jsonl(show):
     for text, want in (
             ("500 60\n40, 120, 25", "own=500-60_40-120-25"),
             ("arrival,prompt_tokens,completion_tokens\n25,40,120", "own=40-120-25"),
+            ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97996,4808,10\n"
+             "2023-11-16 18:17:04.03166,3180,8", "own=4808-10_3180-8-52"),
+            ("seconds,prompt,answer\n7,30,8\n7.5,20,9", "own=30-8_20-9-500"),
             ('{"prompt": 30, "answer": 8}\n{"prompt": "four", "max_tokens": 9}\n12',
              "own=30-8_1-9_12-64"),
             (f"{system}Why?\n{system}How?\nNo.", "own=59-64-0-1_59-64-0-1_1-64&common=58")):
         paste(text)
         assert want in shown.address
-    for text, said in (("{", "line 1 is not JSON"), ("0 5", "line 1: a prompt"), ("", "1 to 40"),
-                       ("-4 5", "line 1: a prompt"), ("40 30 -5", "line 1: a prompt")):
+    for text, said in (
+            ("{", "line 1 is not JSON"), ("", "1 to 40"), ("lengths,n\n4,5", "line 1: no column"),
+            ("8 9\n0 5", "line 2: a prompt's tokens must be a whole number from 1 to 8,192, not 0"),
+            ("-4 5", "line 1: a prompt"), ("40 30 -5", "line 1: an arrival in ms"),
+            ("4 x,prompt\n4,x", "line 2: a prompt"), ("4 5", "1 request: 4 and 5 tokens at 0 ms.")):
         paste(text)
         assert shown.texts(".paste [role=status]")[0].startswith(said)
 
@@ -606,6 +617,12 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
             (second, "ragged, step .* B C wait for memory: B would reserve 69 tokens, 59 free")):
         assert any(re.match(sentence, text) for text in said), "\n".join(said)
     assert shown.run("return $('said').ariaLive") == "polite"
+    shown = show("own=40-9_40-9_40-9&max_batch=2&run=ragged")
+    events = []
+    while not events or shown.now != events[-1]:   # admitted, decoding, over: nothing else is new
+        events.append(shown.now)
+        shown.press("n")
+    assert [int(text.split(":")[0][5:]) for text in events] == [0, 1, 2, 8, 9, 10, 17]
 
 
 def test_the_clock_in_ms_plays_ms(show):

@@ -37,9 +37,9 @@ let soon = null;                         // the next frame, if it shall redraw
 let chosen = {run: "paged", beside: "", value: 0};   // the stages and the ms that were shown last
 let damage = "";                         // what is said of an address, once
 
+const LIMITS = [["a prompt's tokens", 1, 8192], ["an answer's tokens", 1, 2048],
+                ["an arrival in ms", 0, 1e5]];
 const isLength = (n, least, most) => Number.isInteger(n) && n >= least && n <= most;
-const areLengths = (prompt, answer, arrival) => isLength(prompt, 1, 8192)
-  && isLength(answer, 1, 2048) && isLength(arrival, 0, 1e5);
 
 function remember() {                    // what is shown, to come back to it
   if (state.own) chosen = {run: state.run, beside: state.beside, value: state.value};
@@ -57,9 +57,10 @@ function ownFrom(parts) {                // of an address; null if it has none t
   const texts = parts.get("own").split("_"), lost = [], left = [];
   const own = {requests: texts.map((text, r) => {
     const [prompt, answer = 16, arrival = 0, shares = 0] = text.split("-").map(Number);
-    const right = r < MOST && areLengths(prompt, answer, arrival);
+    const one = [prompt, answer, arrival, shares ? 1 : 0];
+    const right = r < MOST && LIMITS.every(([, ...limits], k) => isLength(one[k], ...limits));
     if (!right) left.push(`“${text}”`);
-    return right && [prompt, answer, arrival, shares ? 1 : 0];
+    return right && one;
   }).filter(Boolean)};
   if (left.length) lost.push(`${plural(left.length, "request")} (${left.slice(0, 3).join(", ")})`);
   for (const name of ["run", "beside"]) {
@@ -70,7 +71,7 @@ function ownFrom(parts) {                // of an address; null if it has none t
   for (const [name, [title, values, usual]] of Object.entries(KNOBS)) {
     const value = Number(parts.get(name) ?? usual);
     own[name] = isLength(value, values[0], values.at(-1)) ? value : usual;
-    if (own[name] !== value) lost.push(title);
+    if (own[name] !== value) lost.push(`${title}=${parts.get(name)} (now ${usual})`);
   }
   damage = lost.length ? `In this link, ${lost.join(", ")} could not be read.` : "";
   return own.requests.length ? own : {...own, requests: [[24, 40, 0, 0]]};
@@ -129,7 +130,7 @@ function ownRun(stage) {
 
 // --- changes -------------------------------------------------------------------------------------
 
-let by = null;                           // the bar that the last change came from
+let by = null;                           // the bar on which keys were pressed last
 
 function keep(was, from) {               // keys pressed on one bar are one change
   if (was !== JSON.stringify(state.own) && !(from && from === by)) earlier.push(was);
@@ -171,10 +172,20 @@ function undo() {
 function bar(name, kind, values, set) {
   const input = element("input", {type: "range", min: 0, max: values.length - 1, ariaLabel: name});
   const output = element("output");
+  let key = false, typed = "", when = 0; // whether a key was the last to change it; digits; ms
   input.oninput = () => edit(() => set(values[input.value]), false);
-  input.onchange = () => settle(input);
-  input.onpointerdown = () => { by = null; };
-  return {input, node: element("label", {className: "length " + kind}, input, output), show(value) {
+  input.onchange = () => settle(key ? input : null);
+  input.onpointerdown = input.onblur = () => { key = false; };
+  input.onkeydown = event => {           // digits: exactly that many
+    key = true;
+    if (!/^\d$/.test(event.key)) return;
+    typed = (event.timeStamp - when < 1500 ? typed : "") + event.key;
+    when = event.timeStamp;
+    if (!isLength(Number(typed), values[0], values.at(-1))) return;
+    edit(() => set(Number(typed)), false);
+    settle(input);
+  };
+  return {node: element("label", {className: "length " + kind}, input, output), show(value) {
     input.value = Math.max(0, atMost(values, value) - 1);
     input.ariaValueText = output.textContent = value ? number(value) : "–";
     input.style.setProperty("--share", input.value / (values.length - 1));
@@ -202,7 +213,6 @@ function row(r) {                        // a request's controls; r: its number
     edit(() => set(2, Number(input.value)), false);
   };
   input.onchange = () => settle(input);
-  input.onpointerdown = () => { by = null; };
   const output = element("output");
   const arrival = element("label", {className: "arrival"}, input, output);
   const node = element("div", {className: "row", ariaLabel: `request ${name}`}, bold(name),
@@ -227,14 +237,16 @@ function beginOwn() {
   const said = element("span", {className: "soft", role: "status"});
   const note = element("span", {id: "note", className: "bad", role: "status"});
   const paste = element("details", {className: "paste"}, element("summary", {}, "paste requests"),
-    soft("A line for each request: “prompt answer arrival”, in tokens and ms, a line of .jsonl, "
-         + "or a text. Four characters of a text count as a token; no answer: 64. "
-         + "The knobs stay as they are."), box,
+    soft("A line for each request: “prompt answer arrival”, in tokens and ms, a line of .csv with "
+         + "a header, of .jsonl, or a text. Four characters of a text count as a token; no answer: "
+         + "64. The knobs stay as they are."), box,
     element("button", {onclick: () => {
       try {
         const {requests, common} = parsed(box.value);
         edit(own => Object.assign(own, {requests, common: common || own.common}));
-        said.textContent = plural(requests.length, "request");
+        said.textContent = `${plural(requests.length, "request")}: ` + requests.slice(0, 3).map(
+          ([prompt, answer, at]) => `${prompt} and ${answer} tokens at ${at} ms`).join("; ")
+          + (requests[3] ? "; …" : ".");
       } catch (error) {
         said.textContent = error.message;
       }
@@ -257,46 +269,60 @@ function beginOwn() {
   $("more").onclick = () => edit(({requests}) => requests.push([...requests.at(-1)]));
 }
 
-const COLUMNS = {   // of pasted lines: the names that they may have
-  prompt: ["prompt", "prompt_tokens", "contexttokens", "input_length"],
-  answer: ["answer", "max_new_tokens", "max_tokens", "completion_tokens", "generatedtokens",
-           "output_length"],
-  arrival: ["arrival"], shared: ["shared"]};
+const COLUMNS = {   // of pasted lines: the names that they may have, here and in public traces
+  prompt: ["prompt", "prompt_tokens", "input_tokens", "contexttokens", "input_length"],
+  answer: ["answer", "max_new_tokens", "max_tokens", "completion_tokens", "output_tokens",
+           "generatedtokens", "output_length"],
+  arrival: ["arrival", "arrival_ms"], shared: ["shared"], timestamp: ["timestamp", "seconds"]};
 const numbers = line => /^[-\d\s,;.]+$/.test(line) && line.split(/[\s,;]+/).map(Number);
+const cells = line => line.split(/[,;]/).map(cell => cell.trim());
 
-// {prompt, answer, ...} of each line. Error with a line that says what is wrong.
-function entriesIn(lines) {
-  const heads = /^(?=.*[,;])[^{\d]+$/.test(lines[0]) && numbers(lines[1] ?? "")
-    ? lines.shift().toLowerCase().split(/[,;]/).map(head => head.trim()) : Object.keys(COLUMNS);
-  return lines.map((line, i) => {
-    if (!numbers(line) && !line.startsWith("{")) return {prompt: line};
-    let given = Object.fromEntries((numbers(line) || []).map((n, k) => [heads[k], n]));
-    try {
-      if (line.startsWith("{")) given = JSON.parse(line);
-    } catch {
-      throw Error(`line ${i + 1} is not JSON`);
-    }
-    return Object.fromEntries(Object.entries(COLUMNS).map(
-      ([column, names]) => [column, names.map(name => given[name]).find(it => it != null)]));
-  });
+// What a line says: {prompt, answer, ...}. heads: the names of its columns, if the first line has.
+function entryOf(line, heads) {
+  let given = {prompt: line};
+  if (line.startsWith("{")) given = JSON.parse(line);
+  else if (heads) given = Object.fromEntries(cells(line).map((cell, k) => [heads[k], cell]));
+  else if (numbers(line)) {
+    given = Object.fromEntries(numbers(line).map((n, k) => [Object.keys(COLUMNS)[k], n]));
+  }
+  const entry = Object.fromEntries(Object.entries(COLUMNS).map(
+    ([column, names]) => [column, names.map(name => given[name]).find(it => it != null)]));
+  return heads ? {...entry, prompt: Number(entry.prompt)} : entry;
 }
 
 // Requests in a text. Error with a line that says what is wrong.
 function parsed(text) {
   const lines = text.split("\n").map(line => line.trim()).filter(Boolean);
-  const entries = entriesIn(lines);
-  if (!entries.length || entries.length > MOST) {
-    throw Error(`1 to ${MOST} requests, please; there are ${entries.length} lines`);
+  const head = cells((lines[0] ?? "").toLowerCase());
+  const heads = head.some(name => COLUMNS.prompt.includes(name)) && head.length > 1 ? head : null;
+  if (heads) lines.shift();
+  else if (head.length > 1 && !/[{\d]/.test(lines[0]) && numbers(lines[1] ?? "")) {
+    throw Error(`line 1: no column of prompts; it may be called ${COLUMNS.prompt.join(", ")}`);
   }
+  if (!lines.length || lines.length > MOST) {
+    throw Error(`1 to ${MOST} requests, please; there are ${lines.length} lines`);
+  }
+  const entries = lines.map((line, i) => {
+    try {
+      return entryOf(line, heads);
+    } catch {
+      throw Error(`line ${i + 1} is not JSON`);
+    }
+  });
   const texts = entries.map(({prompt}) => typeof prompt === "string" ? prompt : "");
   const shared = entries.map((entry, i) => entry.shared ?? Math.floor(largest(
     texts.map((text, k) => k === i ? 0 : alike(texts[i], text))) / 4));
-  const requests = entries.map(({prompt, answer = 64, arrival = 0}, i) => {
-    const one = [texts[i] ? Math.ceil(prompt.length / 4) : prompt, answer,
+  const ms = time => time == null ? 0 : isNaN(time) ? Date.parse(time) : 1e3 * time;
+  const requests = entries.map(({prompt, answer = 64, arrival, timestamp}, i) => {
+    arrival ??= ms(timestamp) - ms(entries[0].timestamp);
+    const one = [texts[i] ? Math.ceil(prompt.length / 4) : prompt, Number(answer),
                  Math.round(arrival), shared[i] >= 16 ? 1 : 0];
-    if (areLengths(...one)) return one;
-    throw Error(`line ${i + 1}: a prompt (a text, or 1 to 8,192 tokens), an answer (1 to 2,048; `
-                + "64 if none is given), an arrival in ms");
+    for (const [k, [what, least, most]] of LIMITS.entries()) {
+      if (isLength(one[k], least, most)) continue;
+      throw Error(`line ${i + 1 + Boolean(heads)}: ${what} must be a whole number from ${least} to `
+                  + `${number(most)}, not ${[prompt, answer, arrival][k]}`);
+    }
+    return one;
   });
   const sharing = shared.filter(n => n >= 16);
   return {requests, common: sharing.length ? Math.min(...sharing) : 0};
@@ -321,6 +347,9 @@ function drawOwn({run, wide}) {          // the controls show the state
   const end = state.held ?? largest(shown().map(endOf));
   requests.forEach((request, r) => rows[r].show(request, end));
   for (const name of Object.keys(KNOBS)) knobs[name].show(state.own[name]);
+  const speeds = Object.keys(LADDER).map(stage => [stage, figuresOf(ownRun(stage))]);
+  $("brief").textContent = "tokens/s: " + speeds.map(
+    ([stage, score]) => `${stage} ${score ? rounded(score.speed) : "–"}`).join(" · ");
   $("undo").disabled = !earlier.length;
   $("more").disabled = requests.length === MOST;
 }
@@ -344,8 +373,9 @@ function sayOwn(view) {                  // the plan, and what waits for what
   const wait = !names.length || !now.passes.length ? ""
     : ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waitsFor(run, now, queue[0])}.`;
   const never = run.requests.filter(({refused}) => refused);
-  const misfits = never.length
-    ? ` ${never.map(({name}) => name).join(" ")} can never run: ${never[0].refused}.` : "";
+  const others = never.slice(1).map(({name}) => name).join(" ");
+  const misfits = never.length ? ` ${never[0].name} can never run: ${never[0].refused}`
+    + `${others && `; nor can ${others}`}.` : "";
   const plan = never.length === run.requests.length ? "nothing runs."
     : sayPlan(view, partsNow(view)) + pagesSay(run, now);
   const who = state.beside ? `${run.name}, step` : "Step";

@@ -70,6 +70,17 @@ function go(tick) {                      // to another moment
   render();
 }
 
+function nextEvent() {                   // to where a request of a shown run gets another state
+  const states = tick => views.flatMap(({run}) => {
+    const now = momentOf(run, state.clock, ticks[tick]);
+    return run.requests.map(request => stateOf(run, request, now).kind);
+  }).join();
+  const here = states(state.tick);
+  let tick = state.tick + 1;
+  while (tick < ticks.length && states(tick) === here) tick++;
+  go(tick);
+}
+
 function change(what) {                  // other runs, or another clock, at the same moment
   const {k} = views[0].now, value = ticks[state.tick];
   Object.assign(state, what, {slot: null});
@@ -278,10 +289,15 @@ function drawStop(on) {                  // its question, or its text
   const {question, choices, right} = on?.ask ?? {}, choice = answered.get(state.stop);
   const before = choice === undefined || choice === null ? ""
     : choice === right ? "Right. " : `Not ${choices[choice]}. `;
+  const again = element("button", {className: "again", onclick: () => {
+    answered.delete(state.stop);
+    visit(state.stop, false);
+  }}, "ask again");
   const buttons = (choices ?? []).map((text, i) => element(
     "button", {onclick: () => answer(i)}, text));
   $("stop").replaceChildren(...!on ? ["New to batching? Take the guided walk."]
-    : !asking() ? [before, on.text] : [question, div("choices", ...buttons, element(
+    : !asking() ? [before, on.text, ...question ? [again] : []]
+    : [question, div("choices", ...buttons, element(
       "button", {onclick: () => answer(null)}, "show me"))]);
 }
 
@@ -324,7 +340,8 @@ function faster(by) {
 const hold = name => { state.slot = name && state.slot !== name ? name : null; render(); };
 const KEYS = {
   ArrowLeft: far => go(state.tick - far), ArrowRight: far => go(state.tick + far),
-  Home: () => go(0), End: () => go(ticks.length - 1), "+": () => faster(1), "-": () => faster(-1),
+  Home: () => go(0), End: () => go(ticks.length - 1), n: nextEvent,
+  "+": () => faster(1), "-": () => faster(-1),
   " ": () => play(!timer), Escape: () => { pointed = null; hold(null); }};
 const MOVES = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]};
 
@@ -416,8 +433,9 @@ function begin() {
   const {requests} = RUNS.get(names[0]);
   const tokens = requests.reduce((sum, {prompt}) => sum + prompt.length, 0);
   const clock = DATA.calculated ? "calculated for an A100" : "measured";
-  $("about").textContent = "how an LLM server batches requests, step by step: "
-    + `${plural(requests.length, "recorded request")}, ${plural(tokens, "prompt token")}; `
+  const what = DATA.walk.length ? `a walk of ${DATA.walk.length} stops, then your own requests`
+    : `${plural(requests.length, "request")}, ${plural(tokens, "prompt token")}`;
+  $("about").textContent = `how an LLM server batches requests, step by step: ${what}; `
     + `ms are ${clock}`;
   $("walk").querySelector("ol").append(element("li", {}, element(
     "button", {id: "mine", onclick: () => openOwn()}, "try your own requests")),
@@ -428,7 +446,8 @@ function begin() {
   $("cells").onchange = () => { state.cells = $("cells").value; render(); };
   $("speed").onchange = () => timer && play(true);
   $("theme").onclick = turnTheme;
-  const keys = {first: "Home", back: "ArrowLeft", play: " ", next: "ArrowRight", last: "End"};
+  const keys = {first: "Home", back: "ArrowLeft", play: " ", next: "ArrowRight", last: "End",
+                event: "n"};
   for (const [id, key] of Object.entries(keys)) $(id).onclick = () => KEYS[key](1);
   $("on").onclick = () => {
     const next = (state.stop ?? -1) + 1;

@@ -105,7 +105,7 @@ function drawTimeline(view) {
     className: longest > shaded ? "longest" : ""}, text, ms(longest), longest > shaded ? mark : "");
   timeline.replaceChildren(
     view.box,
-    ...onTime ? [element("p", {}, ...inShort(run),
+    ...onTime && run.waits.length ? [element("p", {}, ...inShort(run),
                          say(first, "Longest wait for a first token: ", " (red line)"),
                          say(next, "; for a next one: ", " (red frames)"), ".")] : [],
     ...run.check ? [div("verdicts", ...verdicts(run))] : []);
@@ -459,7 +459,7 @@ function drawPointed() {
       const first = sees.querySelector(".wrong")?.offsetTop ?? 0;
       sees.lastChild.scrollTop = first - sees.lastChild.offsetTop;
       lightUp(view, name, picked, keys);
-      if (innerWidth <= 760) magnify(view, picked);
+      if (innerWidth <= 760 && view.slots.get(name).clientWidth < 30) magnify(view, picked);
     } else {
       sees.replaceChildren(soft("Point at a slot of the tensor to see which keys it sees. "
                                 + "A click or a tap holds it."));
@@ -601,7 +601,8 @@ function fillRow(row, request, {words, active, tokens}, slowed) {
   fillTexts(row);
   row.waits.textContent = !tokens ? `prompt of ${plural(request.prompt.length, "token")}`
     : `${plural(tokens, "token")} · TTFT ${plural(first, "step")}${wait}`
-      + (gaps.length && !slowed ? `\nITL mean ${ms(mean(gaps))}, longest ${ms(largest(gaps))}` : "");
+      + (gaps.length && !slowed ? `\nITL mean ${ms(mean(gaps))}, longest ${ms(largest(gaps))}`
+        : "");
 }
 
 // Memory: each request's cache within its room; in paged and prefix the pool and the block tables.
@@ -673,7 +674,8 @@ function poolOf(view, holders) {
   view.pool ??= div("pool" + (tiny ? " tiny" : ""), ...view.pages);
   const said = `${counts.held + counts.shared} of ${plural(pages, "page")} in block tables, `
     + `${counts.shared} of them in several; ${counts.cached + counts.free} in the free queue, `
-    + `${counts.cached} of them cached; ${plural(size, "token")} in a page.`;
+    + `${counts.cached} of them cached; ${plural(size, "token")} in a page.`
+    + (run.computed && run.knobs.pages > pages ? " More these requests could never fill." : "");
   return [element("p", {}, said), view.pool, element(
     "p", {}, bold("Block tables"), ": a request's pages in the order of its tokens"),
     div("scroll", ...tables)];
@@ -749,6 +751,8 @@ function scoreboard(scores, pick, marked = {}) {
   });
   const heads = Object.values(SCORES).map(
     ([text, , title]) => element("th", {scope: "col", title}, text));
-  return element("table", {className: "scores"},
-                 element("tr", {}, element("th", {scope: "col"}, "stage"), ...heads), ...lines);
+  const table = element("table", {className: "scores"}, element(
+    "tr", {}, element("th", {scope: "col"}, "stage"), ...heads), ...lines);
+  return div("", table, soft(["useful", "at_once", "memory"].map(
+    key => `${SCORES[key][0]}: ${SCORES[key][2]}`).join("; ") + "."));
 }
