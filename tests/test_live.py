@@ -81,6 +81,7 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
         running.until(lambda: script("return hello !== null"))
         running.until(lambda: script("return requests.size") == 12)   # a first visit sends a dozen
         running.until(lambda: script("return $('said').textContent").startswith("A dozen"))
+        assert script("return $('speed').value") == "0.1"
         script("$('speed').value = 0; $('speed').onchange()")
         running.until(lambda: script("return [...requests.values()].every(({reason}) => reason)"))
         works = script("return moments.map(({work}) => work)")
@@ -130,6 +131,19 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
         running.until(lambda: script("return hello !== window.before"))   # it connects again,
         running.until(lambda: len(running.server.live.pages) == 1)   # and has let go of the old one
         assert not running.server.live.pace
+        script("$('speed').onchange(); $('pause').click()")
+        running.until(lambda: script("return isPaused()"))
+        script("""$('box').click();   // two boxes are sent together
+                  for (const box of document.querySelectorAll('textarea')) box.value = 'Two';
+                  $('all').click()""")
+        running.until(lambda: script("return waiting.length") == 2)
+        script("hear({...hello})")   # a page that is opened now, and has seen no step
+        script("hear({pace: 1e6, notes: [{new: [], tokens: [], tables: {}, ended: {}, pass: null, "
+               "cached: [], waiting: ['r13', 'r14']}]})")
+        text = "return $('views').textContent"
+        running.until(lambda: script(text).startswith("0 running, 2 waiting: they are drawn from"))
+        script("control({pace: 0})")
+        running.until(lambda: not running.engine.busy)
         script("hear({...hello, started: 0})")   # another server, whose r12 is another one
         assert script("return boxes[0].name") is None
         running.until(lambda: "Nothing has run since" in script("return $('views').textContent"))

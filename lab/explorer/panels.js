@@ -683,6 +683,16 @@ function poolOf(view, holders) {
 
 // The bill: sums over all passes so far.
 
+const BILL = {   // what a line means
+  "useful tokens": "tokens that are computed for the first time",
+  finished: "slots of requests that are done, in a batch that is not",
+  "computed again": "tokens of requests that were preempted",
+  "scores, a head and layer": "products of a query and a key",
+  "useful scores": "those that the causal rule uses",
+  "padded keys": "keys that attention reads beside the requests' own",
+  "copied keys and values": "gathered into a rectangle, or from pages",
+  "TTFT, mean": "time to a request's first token", "ITL, mean": "time between two of its tokens"};
+
 function drawBill({run, now, states, panels: {bill}}) {
   const total = name => now.pass < 0 ? 0 : run.totals[name][now.pass], slots = total("slots");
   const {step} = now, before = run.requests.map(({steps}) => atMost(steps, -1));   // a live run's
@@ -711,7 +721,7 @@ function drawBill({run, now, states, panels: {bill}}) {
     ["ITL, mean", gaps ? ms(sum / gaps) : "–", slowed],
     ["ITL, longest", gaps ? ms(longest) : "–", slowed]];
   const lines = rows.map(([name, value, note = ""]) => element(
-    "tr", {}, element("th", {scope: "row"}, name), element("td", {}, value),
+    "tr", {}, element("th", {scope: "row", title: BILL[name] ?? ""}, name), element("td", {}, value),
     element("td", {className: "soft"}, note)));
   bill.replaceChildren(element("table", {}, ...lines));
 }
@@ -753,6 +763,6 @@ function scoreboard(scores, pick, marked = {}) {
     ([text, , title]) => element("th", {scope: "col", title}, text));
   const table = element("table", {className: "scores"}, element(
     "tr", {}, element("th", {scope: "col"}, "stage"), ...heads), ...lines);
-  return div("", table, soft(["useful", "at_once", "memory"].map(
+  return div("", table, soft(["useful", "next", "at_once", "memory"].map(
     key => `${SCORES[key][0]}: ${SCORES[key][2]}`).join("; ") + "."));
 }

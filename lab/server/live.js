@@ -94,7 +94,10 @@ function draw() {
   drawing = false;
   for (const box of boxes) box.draw();
   if (!moments.length) {
-    $("views").replaceChildren(soft("Nothing has run since this page was opened. Send a prompt, or a dozen."));
+    const there = running + waiting.length;
+    $("views").replaceChildren(soft(there ? `${number(running)} running, ${number(waiting.length)} waiting: they are drawn `
+      + `from their next step on${isPaused() ? ", when you go on" : ""}.`
+      : "Nothing has run since this page was opened. Send a prompt, or a dozen."));
     return;
   }
   if (!view) layOut();
@@ -106,7 +109,7 @@ function draw() {
   for (const panel of [drawTimeline, moveCursor, drawPlan, drawTensor, drawBill, drawRequests, drawMemory]) panel(view);
   if (simulate && performance.now() > scored + 2000) {
     view.panels.score.replaceChildren(scoreboard(wouldHave(run)), soft(
-      `What each stage would take if they arrived at the same steps as here; ${DATA.clock}.`));
+      `What each stage would take if they arrived at the same steps as here and found an empty cache; ${DATA.clock}.`));
     scored = performance.now();
   }
   view.rowOf = new Map([...view.rows].map(([r, row]) => [run.requests[r].name, row]));
@@ -133,7 +136,7 @@ async function send(path, body) {        // the answer; null if it was refused
       return answer;
     }
     $("unlock").hidden = answer.status !== 401;
-    say((await answer.json()).error.message);
+    say((await answer.json()).error.message.replaceAll("max_tokens", "tokens"));
   } catch {
     say("The server does not answer.");
   }
@@ -204,9 +207,13 @@ async function ask(prompt) {             // the name of the new request
   return answer && (await answer.json()).name;
 }
 
+let touched = false;                     // whether the speed is a person's choice
+
 async function sendDozen() {             // slowly, if nobody else would have to wait
-  if (!running && !waiting.length && !chosen() && !isPaused()) await control({pace: 0.1});
-  await Promise.all(hello.prompts.map(ask));
+  if (!running && !waiting.length && !touched && !isPaused()) await control({pace: 0.1});
+  await Promise.all(hello.prompts.slice(0, -1).map(ask));
+  await new Promise(resolve => setTimeout(resolve, 1500));   // the long one comes while they decode
+  await ask(hello.prompts.at(-1));
 }
 
 async function greet() {                 // a first visit to a server that has nothing to do
@@ -219,7 +226,7 @@ async function greet() {                 // a first visit to a server that has n
   await new Promise(resolve => setTimeout(resolve, 500));   // until it has told of what runs
   if (requests.size) return;
   await sendDozen();
-  say("A dozen prompts were sent, as on a first visit. Send yours beside them.");
+  say("A dozen prompts were sent, a long one last. Send yours beside them.");
 }
 
 function addBox() {
@@ -227,7 +234,7 @@ function addBox() {
     + "Enter sends it; Shift and Enter begin a line."});
   const go = element("button", {}, "send");
   const who = element("span", {className: "soft"}), output = element("output");
-  const box = {name: null, draw() {
+  const box = {name: null, send: () => prompt.value && go.click(), draw() {
     const request = requests.get(box.name);
     if (!request) return;
     const row = waiting.indexOf(box.name);
@@ -249,6 +256,7 @@ function addBox() {
     go.click();
   };
   boxes.push(box);
+  $("all").hidden = boxes.length < 2;
   $("boxes").append(element("div", {className: "box prompt"}, prompt, element("div", {}, go, who), output));
 }
 
@@ -257,9 +265,13 @@ const isPaused = () => $("pause").ariaPressed === "true";
 const chosen = () => Number($("speed").value);
 $("pause").onclick = () => control({pace: isPaused() ? chosen() : PAUSED});
 $("one").onclick = () => control({pace: PAUSED, step: true});
-$("speed").onchange = () => isPaused() || control({pace: chosen()});
+$("speed").onchange = () => {
+  touched = true;
+  if (!isPaused()) control({pace: chosen()});
+};
 $("dozen").onclick = sendDozen;
 $("box").onclick = addBox;
+$("all").onclick = () => { for (const {send} of boxes) send(); };
 $("theme").onclick = () => {
   const {style} = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
   style.colorScheme = (style.colorScheme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";

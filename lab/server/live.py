@@ -33,6 +33,13 @@ SHOWN = ("name", "prompt", "generated", "arrival", "max_new_tokens", "asked", "t
 INTERVAL, UNREAD = 0.1, 2048   # seconds between two messages; notes that a page may leave unread
 
 
+def dozen():
+    """Prompts for a first visit: some begin alike, and the last one is long."""
+    prompts = [entry["prompt"] for entry in read_prompts(PROMPTS)]
+    return [prompt if i % 3 else BEGINNING + prompt for i, prompt in enumerate(prompts[:-1])] + [
+        "\n".join(prompts[:2] + prompts[-1:])]
+
+
 class Live:
     """Of an app.Server, which it observes."""
 
@@ -51,8 +58,7 @@ class Live:
                       "page_size": engine.pages.size},
             "pool": {"pages": engine.pages.number, "page_size": engine.pages.size},
             "place": page.place(engine.model),
-            "prompts": [entry["prompt"] if i % 3 else BEGINNING + entry["prompt"]
-                        for i, entry in enumerate(read_prompts(PROMPTS))]}
+            "prompts": dozen()}
         engine.hold, engine.see = self.hold, self.see
 
     # --- in the engine's thread ---

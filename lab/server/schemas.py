@@ -108,8 +108,9 @@ class Sampling(unserved(NO_EFFECT)):
             most = room + 1 - len(tokens)   # the last token is never computed, and needs no room
             asked = limit or max(1, min(self.usual, most))
             if asked > most:
-                raise ValueError(f"prompt {i} has {len(tokens)} tokens, there is room for {room}: "
-                                 f"max_tokens can be at most {max(most, 0)}, not {asked}")
+                limits = f": max_tokens can be at most {most}, not {asked}" if most > 0 else ""
+                raise ValueError(f"prompt {i} has {len(tokens)} tokens, there is room for {room}"
+                                 f"{limits}")
             eos_token = None if self.ignore_eos else tokenizer.eot_token
             for j in range(self.n):
                 seed = random.getrandbits(63) if self.seed is None else self.seed + j
