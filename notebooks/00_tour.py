@@ -48,14 +48,17 @@ check("ragged, varlen", requests, token_budget=16)
 # numbers. If it computes 32 rows, it still reads them once. So what does a row cost in a pass of
 # more and more rows? The picture has three lines: our small model, measured just now on your
 # machine (it is so small that calling PyTorch takes most of its time, which is shared in the same
-# way); GPT-2, whose time does go into reading weights, measured on two cores; and Llama 2 7B,
-# calculated (notebook 6).
+# way); GPT-2, whose time does go into reading weights, measured on two cores (two rows take another
+# path through the library than one, hence the first bend); and Llama 2 7B, calculated by the
+# `roofline` of notebook 6.
 
 # %% tags=["machine"]
 here = measure_rows(Namespace(model="builtin", quick=False), model.device, torch.float32)
 ms = curves(here, results("rows"))
-ms["Llama 2 7B on an A100, calculated"] = [
-    (n, max(1 / BANDWIDTH, n / PEAK) * 2e3 * PARAMETERS) for n, _ in here["points"]]
+def roofline(n):   # ms
+    return max(1 / BANDWIDTH, n / PEAK) * 2e3 * PARAMETERS
+
+ms["Llama 2 7B on an A100, calculated"] = [(n, roofline(n)) for n, _ in here["points"]]
 lines({name: [(n, 100 * t / n / points[0][1]) for n, t in points] for name, points in ms.items()},
       log=True, xlabel="rows in one pass", ylabel="what a row costs; alone: 100");
 
@@ -136,9 +139,9 @@ show({name: look(name, four, step=1, token_budget=7)
 #
 # ## Break it
 #
-# A published tutorial builds the mask of this rectangle, our *interleaved*, with a mistake: it
-# hides the padding of the past, but takes *all new slots* for tokens, pads too. The same step under
-# that mask; red keys are seen, and should not be:
+# A published [tutorial](../docs/sources.md) builds the mask of this rectangle, our *interleaved*,
+# with a mistake: it hides the padding of the past, but takes *all new slots* for tokens, pads too.
+# The same step under that mask; red keys are seen, and should not be:
 
 # %%
 with broken("published mask", show=False):
@@ -150,7 +153,8 @@ show({"the published mask": published});
 # weight, so their next tokens may be wrong. D's row is the widest: it has no new pads, and is
 # right. No error is raised. Only the comparison with each request alone reveals the bug.
 #
-# Now the eight requests again. One passes the check if it has no new pads in any of its steps.
+# Now the eight requests again. A request passes the check if it has no new pads in any of its
+# steps.
 # New pads are grey in the timeline of *interleaved* above. Replace `...` with a name, such as A (it
 # needs no quotes), and run the cell.
 

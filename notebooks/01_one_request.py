@@ -33,8 +33,9 @@ print(n, "tokens:", [word(request, i) for i in range(n)])
 #
 # ## Where tokens meet
 #
-# A model's layers are the same code four times. This is one of them. (Skip the four lines above the
-# one that calls `attend`: they guard against values that are not finite.)
+# A model's layers are the same code four times. This is one of them. (In the comments B is a batch,
+# here of 1, T the tokens, C the 128 features, nh the heads, and hs the features of each. Skip the
+# four lines above the one that calls `attend`: they guard against values that are not finite.)
 
 # %%
 source(Block.forward)
@@ -112,7 +113,7 @@ show({"unbatched, the whole prompt": look("unbatched", [request], step=0)}, labe
 # %%
 def attention(q, k, v, see):
     """q (T, hs), k and v (S, hs), see (T, S): True where the query may see the key."""
-    scores = q / q.size(-1) ** 0.5 @ k.T                  # (T, S)
+    scores = (q @ k.T) / q.size(-1) ** 0.5                # (T, S)
     weights = scores.masked_fill(~see, -torch.inf).softmax(dim=-1)
     return weights @ v                                    # (T, hs)
 

@@ -64,7 +64,7 @@ ask("3.2: The same with a budget of 4: in which step (0, 1, 2, ...) is the last 
 
 # %%
 with folded():
-    for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=4)[:8]):
+    for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=4)[:7]):
         print(f"step {step}: {plan}")   # A3: three tokens of A
 
 # %% [markdown]
@@ -216,7 +216,8 @@ with broken("pads written to the cache"):
 #
 # ## What the fused rectangle wastes
 #
-# A prompt of n tokens arrives, and B − 1 requests decode. How many pads does the step compute?
+# A prompt of n tokens arrives, and B − 1 requests decode. How many pads does the step compute? (In
+# the table below, *padded keys* are those that attention reads beside the requests' own.)
 
 # %%
 def pads(n, B):
@@ -252,8 +253,9 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
 #
 # ## A question
 #
-# Nine requests may run at a time, and the budget is 8. Eight decode, and a ninth arrives
-# with a prompt of 100 tokens. When does its prefill begin?
+# Nine requests may run at a time, the budget is 8, and `admit` takes nobody in whose first token
+# would not fit into it. Eight decode, and a ninth arrives with a prompt of 100 tokens. When does
+# its prefill begin?
 # <details><summary>Answer</summary>
 #
 # When one of the eight is finished: their decodes fill the budget. Our Scheduler does not even

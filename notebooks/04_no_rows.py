@@ -85,12 +85,15 @@ print("tokens:", tuple(stream.ids.shape), " cu_seqlens:", stream.batch.cu_seqlen
 
 # %% [markdown]
 # `starts` says how many tokens of each request are cached, `ends` how many it has with the new
-# ones. Below, the check runs with this mask, and then with the causal rule alone over the stream:
+# ones. This is the mask's code, and what a step sees with it:
 
 # %%
 source(Flat.block_diagonal)
 show({"ragged: three decodes and a chunk of D's prompt": look(
     "ragged, mask", letters(A=4, B=2, C=1, D=6, arrivals={"D": 1}), step=1, token_budget=7)});
+
+# %% [markdown]
+# Is that enough? A check with this mask, and one with the causal rule alone over the stream:
 
 # %%
 check("ragged, mask", requests)
@@ -136,9 +139,8 @@ ask("4.5: Twenty requests of 50, so 1,000 tokens again: how many scores does var
 # ### Your turn: the varlen loop
 #
 # Write the attention that skips. `q` holds the queries of all requests, `(heads, N, features)`.
-# `caches[i]` is `(keys, values)` of request i alone, each `(heads, S_i, features)`, its new
-# tokens already among them. `head(q, k,
-# v)` returns the output; it adds the causal rule.
+# `caches[i]` is `(keys, values)` of request i alone, each `(heads, S_i, features)`, its new tokens
+# already among them. `head(q, k, v)` returns the output; it adds the causal rule.
 
 # %% tags=["exercise"]
 @exercise

@@ -84,9 +84,9 @@ with broken("pages read in one piece"):
     check("paged", eight, max_batch=4, pages=24, page_size=4)
 
 # %% [markdown]
-# All are wrong, but not from the start: the pages that a prompt gets at once are often neighbours,
-# and those added later are not. A test with short answers would have passed. Such a bug shows only
-# when a request's pages are scattered, so a test must scatter them.
+# All are wrong, but not at their first token: the pages that a prompt gets at once are often
+# neighbours, and those added later are not. A test of one token each would have passed. Such a bug
+# shows only when a request's pages are scattered, so a test must scatter them.
 #
 # ## Preemption
 #
@@ -101,10 +101,11 @@ source(PagedScheduler.preempt)
 timelines([storm["pages"]], columns=1);
 
 # %% [markdown]
-# Pink tokens are computed again. The pool has 16 pages of 8 tokens, and all eight begin at once. At
-# step 11 all pages are full, and each request needs another one: F, G and H are preempted, and E
-# follows at step 19. They return when pages are free; *computed again* is what it costs. TTFT, the
-# time to the first token, is counted in steps here; a token of step 0 takes one step.
+# Pink tokens are computed again (where a cell is half green, with a new one behind them). The pool
+# has 16 pages of 8 tokens, and all eight begin at once. At step 11 each has 17 tokens, and its two
+# pages hold 16: F, G and H are preempted, so that the others get a third, and E follows at step 19.
+# They return when pages are free; *computed again* is what it costs. TTFT, the time to the first
+# token, is counted in steps here; a token of step 0 takes one step.
 
 # %%
 print("                preemptions  steps  mean TTFT (steps)  computed again")
@@ -116,8 +117,9 @@ for name, trace in storm.items():
 
 # %% [markdown]
 # Which request is preempted? The one that arrived last. Any order would do, as long as it is the
-# same at every step. The first request in it is never preempted, so it finishes; then the next one
-# is first. With victims chosen at random, two requests could take pages from each other forever.
+# same at every step: the first request in it is never preempted, so it finishes; then the next one
+# is first. (One that is larger than the whole pool is refused when it comes.) With victims chosen
+# at random, two requests could take pages from each other forever.
 #
 # **Turn this knob.** In `storm` above, give the pool 12 pages, and then 24. Predict first: how many
 # preemptions are there, and does it still take fewer steps than reserving 128 tokens (52)?
@@ -135,7 +137,8 @@ for name, trace in storm.items():
 # caching*: the stage *prefix*, `generate_prefix.py`, which is *paged* with another scheduler.
 #
 # All sixteen arrive at step 0. But a step computes at most 64 tokens, so the later ones begin when
-# the first has computed the common part.
+# the first has computed the common part. Only *full* pages are shared, and the last token of a
+# prompt is always computed, because its logits are needed.
 
 # %%
 def served(stage):
@@ -147,19 +150,18 @@ ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the 
     "sixteen requests compute?", guess=...)
 
 # %%
-for stage in "paged", "prefix":
-    trace = served(stage)
-    print(f"{stage}: {sum(p.slots for p in trace.passes):,} tokens computed in "
-          f"{len(trace.passes)} passes, {trace.counts['shared_pages']} pages found")
+with folded():
+    for stage in "paged", "prefix":
+        trace = served(stage)
+        print(f"{stage}: {sum(p.slots for p in trace.passes):,} tokens computed in "
+              f"{len(trace.passes)} passes, {trace.counts['shared_pages']} pages found")
 
 # %% [markdown]
-# Only *full* pages are shared, and the last token of a prompt is always computed, because its
-# logits are needed. So no request ever writes into a page that another one reads, and nothing is
-# copied.
+# No request ever writes into a page that another one reads, so nothing is copied.
 #
 # How is a page found again? By a *hash*, a short number that is calculated from contents: the same
-# for the same, another for others. A full page's hash is made of its own tokens and of the hash of
-# the page before it. So it stands for the tokens in the page, and all that come before them.
+# for the same, and (of sha256, in practice) another for others. A full page's hash is made of its
+# tokens and of the hash of the page before it, so it stands for these and all that come before.
 
 # %%
 source(page_hash)
@@ -188,7 +190,7 @@ with broken("pages known by their own tokens"):
 # [0, 1, 3]: `ref_count` says how many tables each page is in. Then A finishes.
 
 # %%
-pages, A, B = PrefixPages(6, 4), [], []
+pages, A, B = PrefixPages(6, 4), [], []   # six pages of 4 tokens
 pages.allocate(A, 3)
 pages.share(B, A[:2])
 pages.allocate(B, 1)
@@ -212,8 +214,8 @@ ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a li
 # ### Your turn: freeing pages
 #
 # A request is done with its block table. `ref_count[page]` is the number of tables that a page is
-# in, and `free_queue` lists the free pages, in the order in which they will be taken. Change both,
-# and leave `table` as it is.
+# in, and `free_queue`, a deque, has the free pages in the order in which they will be taken. Change
+# both, and leave `table` as it is.
 
 # %% tags=["exercise"]
 @exercise
@@ -225,8 +227,9 @@ def free(table, ref_count, free_queue):
 # ### A whole run
 #
 # Here is the pool of a run, step by step, with pages of 4 tokens. One request arrives at each step,
-# at most five run at a time, and all eight prompts begin with the same 20 tokens. A shared page is
-# in several block tables. A free page that is still cached is in none, and can be found:
+# at most five run at a time, and all eight prompts begin with the same 20 tokens: the five dark
+# pages. A letter says who takes a page. Where a row has a second one, it is taken again, and what
+# was cached in it is evicted:
 
 # %%
 pool(filling_pool(model));

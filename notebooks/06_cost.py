@@ -7,8 +7,9 @@
 #
 # It is about one machine and one model. You need no GPU, as all times are calculated. The machine
 # is an A100: by its data sheet, `PEAK` is 312 · 10¹² operations a second, and `BANDWIDTH` 2,039 ·
-# 10⁹ bytes a second. The model is Llama 2 7B in fp16, two bytes a number. A pass multiplies by 6.6
-# · 10⁹ `PARAMETERS`, all but the table of embeddings, of which it reads a row for each token.
+# 10⁹ bytes a second. The model is Llama 2 7B in fp16, two bytes a number. Of its 6.74 · 10⁹
+# parameters a pass multiplies by 6.6 · 10⁹, called `PARAMETERS`. (The others are the table of
+# embeddings, of which it reads a row for each token.)
 
 # %%
 from lesson import ask, figures, folded, letters, lines, on_a100
@@ -47,7 +48,7 @@ with folded():
 
 # %%
 ask("6.2: 32 requests decode, each with 1,000 cached tokens. How many GB (10⁹ bytes) of keys and "
-    "values does the step read?", guess=...)
+    "values does the step read? (to 5%)", guess=...)
 
 # %% [markdown]
 # Operations per byte are called *arithmetic intensity*. A weight takes two bytes, and two
@@ -63,15 +64,14 @@ ask("6.2: 32 requests decode, each with 1,000 cached tokens. How many GB (10⁹ 
 #
 # 1. *Reading.* A GPU reaches 0.85 of the bandwidth in its data sheet. So the weights alone take
 #    2 · 6.6 · 10⁹ bytes / (0.85 · 2,039 · 10⁹ bytes a second) = 7.6 ms.
-# 2. *Arithmetic.* It reaches 0.71 of its peak. And it multiplies whole blocks of rows, so a few
-#    rows cost as much as a full block. On average a pass costs as if it had 85 rows more than it
-#    has (a number fitted to measurements). So one row takes 2 · (1 + 85) · 6.6 · 10⁹ operations /
-#    (0.71 · 312 · 10¹² a second) = 5.1 ms.
+# 2. *Arithmetic.* It reaches 0.71 of its peak. And it multiplies whole blocks of rows, of which the
+#    last is rarely full: a pass costs as if it had 85 rows more (fitted). So one row takes
+#    2 · (1 + 85) · 6.6 · 10⁹ operations / (0.71 · 312 · 10¹² a second) = 5.1 ms.
 # 3. *Both at once.* If they overlapped perfectly, the step would take the longer of the two, 7.6
 #    ms; one after the other, their sum, 12.7 ms. What is measured lies between, near √(arithmetic²
 #    + reading²): √(5.1² + 7.6²) = 9.2 ms. Where one is much longer, it is nearly that one alone.
 # 4. *The engine.* Between two passes 0.75 ms go by, and 25 µs for each token that is sampled: in a
-#    decode step, one for each row.
+#    decode step, one for each row. So one row, with nothing cached, takes 9.955 ms.
 #
 # Write this for decode steps: `rows` requests of one new token each, which read `kv_tokens` cached
 # tokens in all, 512 KiB for each. (The operations of attention are few. Leave them out.)
@@ -86,12 +86,13 @@ def step_time(rows, kv_tokens):
 # ## Which budget?
 #
 # 32 requests decode. At step 40 a prompt of 2,000 tokens arrives, and is cut into chunks by the
-# token budget. A small budget keeps each step short, so the ITL of the 32 is good. What does the
-# newcomer's TTFT do?
+# token budget, beside the 32. A small budget keeps each step short, so their ITL is good. What does
+# the newcomer's TTFT do?
 
 # %%
 def waits(budget, decoding=32):
     """(ms to the newcomer's first token, the longest ms between two tokens)"""
+    # letters(new tokens, {name: arrival}, name=tokens of its prompt)
     requests = [*letters(150, **{f"r{i}": 8 for i in range(decoding)}),
                 *letters(8, {"N": 40}, N=2000)]
     times = latencies(on_a100("ragged, varlen", requests, max_batch=decoding + 1,
@@ -111,10 +112,11 @@ with folded():
           log=True, xlabel="token budget", ylabel="ms, calculated")
 
 # %% [markdown]
-# From 2,048 tokens down to 512, the ITL falls almost with the budget, and the TTFT grows by a
-# quarter. Such a step has far more than 153 rows, so arithmetic limits it: half the rows take
-# nearly half the time. Further down reading limits it, more and more. From 128 to 64, a step
-# becomes hardly shorter, and the TTFT more than doubles.
+# What the 32 gain, the newcomer pays. From 2,048 tokens down to 512, the ITL falls almost with the
+# budget, and the TTFT grows by a quarter: such a step is long by its arithmetic, so half the rows
+# take nearly half the time. From 128 to 64 a step is hardly shorter: as long as it computes 43
+# rows, it reads the weights. And the prompt gets 32 tokens of a step instead of 96, as the decodes
+# come first. So the TTFT more than doubles.
 #
 # **Turn this knob.** Let 60 requests decode instead of 32: `waits(64, decoding=60)`. What happens
 # to the newcomer's TTFT with a budget of 64, and with 512?
@@ -129,7 +131,7 @@ with folded():
 # p50 is the median, p99 the value that 99% do not exceed. 32 requests come at step 0; prompts of 8
 # to 512 tokens, answers of 8 to 128, at most 512 tokens a step. On a CPU, naive batching makes less
 # than twice as many tokens a second as one request at a time, because padding costs so much
-# ([measured](../docs/measurements.md)). Before you unfold it: how many times as many here?
+# ([measured](../docs/measurements.md)). How many times as many here? Guess, then unfold.
 
 # %%
 dice = random.Random(0)

@@ -15,7 +15,7 @@ import math
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from beyond.tensor_parallel import all_reduces, column_parallel, shard
+from beyond.tensor_parallel import RowParallel, all_reduces, shard
 
 GiB = 2 ** 30
 MODELS = {   # parameters, layers, heads of keys and values, their size; the query heads
@@ -78,19 +78,19 @@ ask("7.4: And how many with pages of 16 tokens, if each holds 1,000?", guess=...
 # ### Your turn
 #
 # Write it down for any model. The first `shared` tokens of all prompts may be the same, such as a
-# system prompt. With a prefix cache their *full* pages are kept once. (`shared` is less than
-# `tokens`, and the weights fit.)
+# system prompt. With a prefix cache their *full* pages are kept once. (`memory` is the whole GPU's,
+# of which not all is left. `shared` is less than `tokens`, and the weights fit.)
 
 # %% tags=["exercise"]
 @exercise
 def requests_that_fit(memory, parameters, layers, kv_heads, head_size, tokens, shared):
-    """How many requests of so many tokens fit into so many bytes, in fp16, in pages of 16."""
+    """How many requests of so many tokens fit into a GPU of so many bytes, in pages of 16."""
     ...
 
 # %%
 fit = solution("requests_that_fit")   # ours
 with folded():
-    print(" " * 30 + "reserving 3,999   1,000 in pages   500 of them shared")
+    print(" " * 30 + "reserving 3,999   1,000 in pages   500 of them shared")   # all of whole pages
     for memory in 40, 80:
         for name, (*shape, _) in MODELS.items():
             numbers = [fit(memory * GiB, *shape, *how)
@@ -98,8 +98,9 @@ with folded():
             print(f"A100, {memory} GiB, {name:13}" + "".join(f"{n:17,}" for n in numbers))
 
 # %% [markdown]
-# Pages are worth a factor of four here, shared prefixes almost two, and GQA four to nine: a model's
-# heads decide more than the engine does.
+# Pages are worth a factor of four here, shared prefixes almost two, and GQA four (nine in Qwen2,
+# which has fewer layers, too). They multiply: an engine and a model that have all three serve
+# thirty times as many as Llama 2 7B that reserves.
 #
 # **Turn this knob.** Most requests are in the middle of their answer. Let each hold 500 tokens
 # instead of 1,000, with nothing shared. How many of Llama 2 7B does `fit` say for 40 GiB? And why
@@ -116,13 +117,11 @@ with folded():
 # *ranks*. A block's matrices come in two groups, attention's and the MLP's, each with first
 # matrices and a last one. The first are split by their outputs: a rank computes some of the
 # features (in attention, some heads, whose keys and values only it keeps). The last is split by its
-# inputs: each rank has only a part of every sum, and an *all-reduce* adds the parts up.
-#
-# Here is the split by outputs. (`meta` and `Uninitialised` only avoid filling weights that are
-# replaced at once.)
+# inputs: each rank has only a part of every sum, and an *all-reduce* adds the parts up. The
+# embeddings and the output layer are whole on every rank. Here is the split by inputs:
 
 # %%
-source(column_parallel)
+source(RowParallel)
 
 # %% [markdown]
 # Here is the share of rank 0 of 2. There is no other rank: torch's *fake* group sends nothing,

@@ -7,7 +7,7 @@
 # serves twelve prompts, beside ours.
 
 # %%
-from lesson import source
+from lesson import letters, source
 from capstone import Memory, judge, race, serve
 import torch
 from model import head
@@ -24,6 +24,7 @@ from model import head
 # no `memory`: each request has a KV cache of its own. The rest you need not see: `Batch` makes
 # tensors of what your `lay_out` returns; its `sampled` are the requests of `due`, and `wanted` says
 # which tokens' logits they need. `InPages` is a request's cache in the pool, by your `slots`.
+# `trace`, `watch` and `on_token` are the judge's.
 
 # %%
 source(serve)
@@ -50,7 +51,7 @@ source(serve)
 # Admit the first of the queue as long as
 #
 # - it has arrived, and fewer than `max_batch` requests run;
-# - those that run have less to do than the budget: the sum of their `todo` is below `token_budget`;
+# - those that run leave it some of the budget: the sum of their `todo` is below `token_budget`;
 # - `grant(request)` returns True. That gives it memory: ask last, and then you must admit it.
 #
 # None overtakes the first in the queue. The plan: say that A and B decode, C's prompt has 12
@@ -66,6 +67,7 @@ def share_budget(running, token_budget):
     """Returns the plan, [(request, n), ...]: each decode its token, then chunks, in order."""
     ...
 
+# To try it: print([(r.name, n) for r, n in share_budget(letters(3, A=1, C=12), 8)])
 judge(1, admit, share_budget)
 
 # %% [markdown]
@@ -87,8 +89,8 @@ judge(1, admit, share_budget)
 # stream. Store the new keys and values, and let each request's queries see that request's cache.
 # `head(q, k, v)` computes attention; if k is longer than q, the queries belong to the last keys.
 #
-# After the pass: count what was computed, hand out the tokens (a list, one for each entry of
-# `due`), and take finished requests out of `running` itself: it is the loop's list.
+# After the pass: add n to each entry's `computed`, hand out the tokens (a list, one for each entry
+# of `due`), and take finished requests out of `running` itself: it is the loop's list.
 
 # %% tags=["exercise"]
 def lay_out(plan):
@@ -124,12 +126,12 @@ source(Memory)
 # %% [markdown]
 # - `slots` translates positions into slots of the pool; page p has the slots from `p * memory.size`
 #   on. `[3, 0, 5]` with 4 tokens to a page: position 10 is in slot 22.
-# - `grant` gives a request that is admitted pages for all tokens it has. If there are too few free
-#   pages it returns False, and takes none.
+# - `grant` gives a request that is admitted pages for all tokens it has, by `memory.take()`. If
+#   there are too few it returns False, and takes none. (`cached`, `ref_count` are for step 4.)
 # - `grow` is called before each step: each request that runs needs room for all its tokens, so for
 #   the newest one, too. When no page is free, the *last* request in `running` is preempted, perhaps
-#   the one that needs the page: it gives back its pages (let `grow` call your `free`: step 4 writes
-#   it anew) and goes to the front of `waiting`; its `computed` becomes 0, and its tokens stay.
+#   the one that needs the page: it gives back its pages (by your `free`) and goes to the front of
+#   `waiting`; its `computed` becomes 0, and its tokens stay.
 # - `free` puts a request's pages back, at the end of `memory.free`; its `block_table` becomes None.
 
 # %% tags=["exercise"]
@@ -163,7 +165,7 @@ judge(3, slots, grant, grow, free)
 # New versions of `grant` and `free`, and one new function; `slots` and `grow` stay.
 #
 # - `keep` is called after each pass, before `after_pass`: the plan's tokens are computed now, and
-#   `request.computed` is still as it was before. Every page that they have filled goes into
+#   `request.computed` is still as it was before. Every page that became full by them goes into
 #   `memory.cached`, under a key of your choice, unless that key is there already.
 # - `grant` first looks for the request's full pages from the beginning on, until one is not found.
 #   The last token is always computed, so its page is never taken from the cache. Found pages go
@@ -209,9 +211,10 @@ judge(4, grant, keep, free)
 race()
 
 # %% [markdown]
-# If your line equals ours, you have written nanoBatch's last stage: the core of vLLM's loop, as
-# plain as it can be. **Turn this knob:** `race(pages=64)`, and `race(token_budget=16)`. Predict
-# first: which columns change?
+# If your line equals ours, you have written the stage *prefix*, the last of this repository: the
+# core of vLLM's loop, as plain as it can be.
+#
+# **Turn this knob:** `race(pages=64)`, and `race(token_budget=16)`. Which columns change?
 # <details><summary>Answer</summary>
 #
 # With 64 pages no request is preempted: 1,079 tokens are computed instead of 1,250, in 73 passes

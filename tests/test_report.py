@@ -40,13 +40,13 @@ GOLDEN_REPORT = [
     "  useful tokens   10  (77% of 13 slots)",
     "  pad slots       2  (15% of 13 slots)",
     "  finished slots  0  (0% of 13 slots)",
-    "  recomputed      1  (8% of 13 slots)",
+    "  recomputed      1  (8% of 13 slots, after preemptions)",
     "  padded keys     10  (38% of 26 keys that attention reads)",
     "  useful scores   22  (37% of 60 query-key pairs, per head and layer)",
     "  copied K/V      2.0 MB of keys and values, gathered for attention",
     "  throughput      5 tokens in 7.00 s = 1 tokens/s",
-    "  TTFT            mean 2.5, p95 3.0 steps; mean 1750, p95 2425 ms",
-    "  ITL             p50 2.0, p99 3.0 steps; p50 2000.0, p99 3960.0 ms",
+    "  TTFT            mean 2.5, p95 3.0 steps; mean 1750, p95 2425 ms to a first token",
+    "  ITL             p50 2.0, p99 3.0 steps; p50 2000.0, p99 3960.0 ms between two",
 ]
 
 

@@ -60,7 +60,7 @@ def run_stage(args):
     run = runner(shape, gpu, generate, ENGINES[args.engine], **knobs)
     log = run(partial(made, number), times, args.clients or 0)
     f = figures(log, args.ttft, args.itl)
-    title = f"{args.model} on {args.tp} x {args.gpu}, {args.stage}, {args.engine}, calculated"
+    title = f"{args.model} on {args.tp} x {args.gpu}, {args.stage}, {args.engine}'s overhead, calculated"
     print(f"{title}: {f['tokens_per_s']:,.0f} tokens/s, {f['requests_per_s']:,.2f} requests/s"
           + (f", {f['goodput']:,.2f} of them within the limits" if args.ttft or args.itl else ""))
     if rates := load_rates(args, times):
@@ -74,6 +74,7 @@ def run_stage(args):
     print(aligned([["ms", *f["ttft_ms"]], *([name, *(f"{value:,.1f}" for value in f[key].values())]
                                             for name, key in WAITS.items())]))
     print(", ".join(f"{f[name]:,} {name.replace('_', ' ')}" for name in COUNTS if f[name])
+          + ("" if times[-1] or args.clients else ", all at once")
           + (f", {f['useful']:.0%} of the slots useful" if f["useful"] else ""))
     write(args.json, f)
     if args.plot:

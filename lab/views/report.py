@@ -102,7 +102,7 @@ def report(trace):
         ("useful tokens", share("useful", "slots", "slots")),
         ("pad slots", share("pad_slots", "slots", "slots")),
         ("finished slots", share("finished_slots", "slots", "slots")),
-        ("recomputed", share("recomputed", "slots", "slots")),
+        ("recomputed", share("recomputed", "slots", "slots, after preemptions")),
         ("padded keys", share("padded_keys", "key_slots", "keys that attention reads")),
         ("useful scores", share("useful_scores", "score_entries",
                                 "query-key pairs, per head and layer")),
@@ -111,10 +111,10 @@ def report(trace):
         ("throughput", f"{t['generated']:,} tokens in {t['seconds']:.2f} s"
                        f" = {t['tokens_per_second']:,.0f} tokens/s"),
         ("TTFT", f"mean {mean(ttft):.1f}, p95 {percentile(ttft, 95):.1f} steps; "
-                 f"mean {mean(ttft_ms):.0f}, p95 {percentile(ttft_ms, 95):.0f} ms"
+                 f"mean {mean(ttft_ms):.0f}, p95 {percentile(ttft_ms, 95):.0f} ms to a first token"
                  if ttft else "none: no request has a token"),
         ("ITL", f"p50 {percentile(itl, 50):.1f}, p99 {percentile(itl, 99):.1f} steps; "
-                f"p50 {percentile(itl_ms, 50):.1f}, p99 {percentile(itl_ms, 99):.1f} ms"
+                f"p50 {percentile(itl_ms, 50):.1f}, p99 {percentile(itl_ms, 99):.1f} ms between two"
                 if itl else "none: no request has two tokens"),
     ]
     accepted = sum(len(r.token_steps) - len(set(r.token_steps)) for r in trace.requests)
