@@ -14,6 +14,7 @@ from lab.views.plots import COLORS, COUNTED, NAMES, WIDTH, box, pyplot, save, st
 
 # None of these means anything in a timeline or a mask.
 CYCLE = "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2"
+STAGES = "unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen", "paged"
 LOOKS = {   # of a bar: what computes a system's passes is told apart without colour, too
     look: dict(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
     for look, color, hatch in (
@@ -41,12 +42,14 @@ def origin(model, result):
 
 def lines(curves, path=None, log=False, below="", notes=(), **labels):
     """
-    A curve with markers for each {label: [(x, y), ...]}; the first has the largest markers.
+    A curve with markers for each {label: [(x, y), ...]}; a stage looks the same in all pictures.
 
     notes: (text, the point it speaks of, dx and dy of the text in font points)
     """
     figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
     for i, (label, points) in enumerate(curves.items()):
+        name = label.split(":")[0]
+        i = STAGES.index(name) if name in STAGES else i
         ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], markersize=10 - i, label=label)
     if log:
         ax.loglog(base=2)
@@ -102,7 +105,8 @@ def curve(result, path=None):
     marks the rate with which a stage keeps up no longer. result: of `gpu`
     """
     figure, ax = pyplot().subplots(figsize=(WIDTH, 4))
-    for i, (stage, found) in enumerate(result["curve"].items()):
+    for stage, found in result["curve"].items():
+        i = STAGES.index(stage)
         points, served = found["points"], found["served"]
         ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], markersize=9 - i,
                 linestyle="--" if stage == "paged" else "-",
@@ -125,7 +129,7 @@ def curve(result, path=None):
     return finished(figure, path)
 
 
-def bars(panels, looks, label, height, form, path, dashed="", below="", sharex=False):
+def bars(panels, looks, label, height, form, path, dashed="", below="", above="", sharex=False):
     """
     A panel for each {title: ({name: value}, where a dashed line stands)}, side by side. looks: for
     each name one of LOOKS; a legend names those that differ, and the dashed line.
@@ -148,6 +152,7 @@ def bars(panels, looks, label, height, form, path, dashed="", below="", sharex=F
     named = [Patch(label=look, **LOOKS[look]) for look in dict.fromkeys(looks.values())]
     if len(named) > 1:
         figure.legend(handles=[*named, limit], loc="upper center", ncols=4, fontsize=9)
+    figure.suptitle(above, fontsize=10)
     return finished(figure, path, rect=(0, 0, 1, 1 - 0.3 / height * (len(named) > 1)))
 
 
@@ -166,9 +171,9 @@ def kinds(result, path=None):
     """Speedups by kind of prompts: a panel for each. result: of `prepacking`"""
     panels = {kind: (times, 1) for kind, times in prepacking.speedups(result).items()}
     looks = dict.fromkeys(prepacking.METHODS, "plain PyTorch")
-    return bars(panels, looks, "16 prompts at a time: how many times as fast as padding them to "
-                "the longest (dashed: 1)", 2.1, "{:.2f}", path, sharex=True,
-                below=origin(prepacking.MODEL, result))
+    return bars(panels, looks, "times as fast as padding (dashed: 1)", 2.4, "{:.2f}", path,
+                below=origin(prepacking.MODEL, result), sharex=True,
+                above="16 prompts at a time, of five kinds: beside padding them to the longest")
 
 
 def slots(result, path=None):
