@@ -166,6 +166,8 @@ WRONG = [   # step, old, new, what the judge says
     (1, " or not grant(waiting[0])", "", "grant has not returned True"),
     (1, "todo >= token_budget or not grant(waiting[0])",
      "not grant(waiting[0]) or todo >= token_budget", "waits, though grant has returned True"),
+    (1, "waiting.popleft()", "waiting[0]", "request 'A' is 4 times in waiting and running"),
+    (1, "running.append(waiting.popleft())", "continue", "it does not end"),
     (1, "            break\n        running.append(waiting.popleft())", """\
             for late in [r for r in list(waiting)[1:2] if todo < token_budget
                          and r.arrival <= step and grant(r)]:
@@ -173,8 +175,6 @@ WRONG = [   # step, old, new, what the judge says
                 running.append(late)
             break
         running.append(waiting.popleft())""", "not in order of arrival"),
-    (1, "waiting.popleft()", "waiting[0]", "request 'A' is 4 times in waiting and running"),
-    (1, "running.append(waiting.popleft())", "continue", "it does not end"),
     (1, "request.todo == 1]", "request.todo == 1][:1]", "'B' decodes and gets 0 tokens"),
     (1, "token_budget - len(plan)", "token_budget", "the plan has 9 tokens, the budget is 8"),
     (1, "left > 0", "left >= request.todo", "gets 0 tokens of the budget, not 7"),

@@ -513,11 +513,12 @@ def test_one_returns_to_what_one_has_left(show):
 
 
 def test_a_damaged_link_says_what_is_lost(show):
+    shown = show()
     for address, said in (
             ("own=24-40_x_12-60&page_size=0", "1 request (“x”), page size=0 (now 16)"),
             ("own=24-40", ""),
             ("own=24-40&run=pagged&memry=9", "run=pagged, memry"), ("own=", "1 request (“”)")):
-        assert show(address).texts("#note") == [
+        assert shown.go_to(address).texts("#note") == [
             said and f"In this link, {said} could not be read."]
 
 
@@ -587,7 +588,7 @@ def test_requests_are_pasted_as_numbers_texts_and_jsonl(show):
 
 
 def test_a_line_says_the_plan_and_what_waits_for_what(show):
-    own = "own=40-9_40-9_40-9_9-9&memory=112"
+    own, shown = "own=40-9_40-9_40-9_9-9&memory=112", show()
     for stage, step, said in (
             ("paged", 0, "prefill of A (40), B (24). C D wait for the token budget."),
             ("paged", 1, "Step 1: 17 of 64 tokens, the token budget: 1 decode, then "
@@ -599,16 +600,15 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
             ("dynamic&max_batch=3", 1, "3 decodes. D waits for a place."),
             ("naive&max_batch=3", 1, "3 decodes. D waits for the batch."),
             ("unbatched", 1, "1 decode. B C D wait for its turn.")):
-        shown = show(f"{own}&run={stage}")
-        shown.run("go(arguments[0])", step)
+        shown.go_to(f"{own}&run={stage}").run("go(arguments[0])", step)
         assert shown.texts("#said")[0].endswith(said)
     sentences = """return ticks.map((_, i) => { go(i); return [
         $("said").textContent, $("other").firstElementChild.textContent]; })"""
-    shown = show("own=40-2-0-1_40-9-500-1&common=36&run=prefix&beside=paged")
+    shown.go_to("own=40-2-0-1_40-9-500-1&common=36&run=prefix&beside=paged")
     found = [[text for text in said if "found" in text] for said in zip(*shown.run(sentences))]
     assert found == [["prefix, step 2: 8 of 64 tokens, the token budget: prefill of B (8). 32 "
                       "tokens of B were found in the cache."], []]
-    shown = show("own=30-40_30-40_30-40&memory=128&run=paged&beside=ragged")
+    shown.go_to("own=30-40_30-40_30-40&memory=128&run=paged&beside=ragged")
     first, second = zip(*shown.run(sentences))
     for said, sentence in (
             (first, "paged, step .* C .preempted. waits for memory: C needs 3 pages, [02] free"),
@@ -617,7 +617,7 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
             (second, "ragged, step .* B C wait for memory: B would reserve 69 tokens, 59 free")):
         assert any(re.match(sentence, text) for text in said), "\n".join(said)
     assert shown.run("return $('said').ariaLive") == "polite"
-    shown = show("own=40-9_40-9_40-9&max_batch=2&run=ragged")
+    shown.go_to("own=40-9_40-9_40-9&max_batch=2&run=ragged")
     events = []
     while not events or shown.now != events[-1]:   # admitted, decoding, over: nothing else is new
         events.append(shown.now)
@@ -640,9 +640,10 @@ def test_the_clock_in_ms_plays_ms(show):
 
 @pytest.mark.parametrize("width", [390, 320])
 def test_nothing_overflows_a_phone(width, show):
+    shown = show()
+    resize(shown.browser, width, 844)
     for address in ("stop=1", "stop=3&all=1&run=chunked&ms=50", "stop=12", OWN + "&beside=ragged"):
-        shown = show(address)
-        resize(shown.browser, width, 844)
+        shown.go_to(address)
         for tab in range(len(shown.texts("#tabs button"))):
             shown.click("#tabs button", tab)
             assert shown.run("return document.documentElement.scrollWidth") == width, address
