@@ -151,7 +151,7 @@ def test_a_template_gives_no_solution_away(number, tmp_path):
         for line in [line.strip() for line in lines.splitlines() if len(line) > 40]:
             elsewhere = sum(text.count(line) for text in ours.values()) > 1   # in what is given
             assert elsewhere or not any(line in text for text in made.values()), line
-    for files, status in (made, 1), (ours, 0):
+    for files, status in [(made, 1), (ours, 0)][:2 if THOROUGH else 1]:   # ours: they are graded
         source.write(tmp_path, files)
         ran = run(tmp_path, sys.executable, "-m", "pytest", "-q")
         assert ran.returncode == status, ran.stdout
@@ -171,7 +171,8 @@ def test_an_instructors_first_ten_minutes(tmp_path):
     assert (tmp_path / "private/values.csv").read_text().count("\n") == 4
 
 
-def test_tables_keep_written_points_and_results_have_their_shapes(tmp_path):
+def test_tables_keep_written_points_and_results_have_their_shapes(tmp_path, monkeypatch):
+    monkeypatch.setattr(grade, "reference", lambda number, secret: reference(number))
     with zipfile.ZipFile(tmp_path / "ada.zip", "w") as archive:
         for path in handed_in(tmp_path / "in", 3).glob("*.py"):
             archive.write(path, f"a/b/{path.name}")
