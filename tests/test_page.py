@@ -504,10 +504,10 @@ def test_one_returns_to_what_one_has_left(show):
     shown.run("go(7)")
     step, address = shown.now, shown.address
     assert (shown := show(address[1:])).now == step
-    shown.click("#walk li:nth-child(3) button")
+    shown.click("#walk li:nth-child(4) button")
     shown.click("#mine")
     assert [shown.now, shown.address] == [step, address]
-    shown.click("#walk li:nth-child(3) button")
+    shown.click("#walk li:nth-child(4) button")
     shown.run("return new Promise(done => { onpopstate = () => done(); history.back(); })")
     assert [shown.now, shown.address] == [step, address]
 

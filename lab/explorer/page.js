@@ -439,6 +439,7 @@ function begin() {
     + `ms are ${clock}`;
   $("walk").querySelector("ol").append(element("li", {}, element(
     "button", {id: "mine", onclick: () => openOwn()}, "try your own requests")),
+    ...DATA.walk.length ? [element("li", {className: "soft"}, "or begin with the walk:")] : [],
     ...DATA.walk.map(({title}, i) => element(
       "li", {}, element("button", {onclick: () => visit(i)}, `${i} ${title}`))));
   beginOwn();
