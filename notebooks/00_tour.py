@@ -47,10 +47,9 @@ check("ragged, varlen", requests, token_budget=16)
 # To generate a token, the processor reads all weights of the model from memory, for one row of
 # numbers. If it computes 32 rows, it still reads them once. So what does a row cost in a pass of
 # more and more rows? The picture has three lines: our small model, measured just now on your
-# machine (it is so small that calling PyTorch takes most of its time, which is shared in the same
-# way); GPT-2, whose time does go into reading weights, measured on two cores (two rows take another
-# path through the library than one, hence the first bend); and Llama 2 7B, calculated by the
-# `roofline` of notebook 6.
+# machine (so small that calling PyTorch takes most of its time, which is shared in the same way);
+# GPT-2, whose time does go into reading weights, measured on two cores (the library has a quicker
+# path for one row, hence the first bend); and Llama 2 7B, calculated by notebook 6's `roofline`.
 
 # %% tags=["machine"]
 here = measure_rows(Namespace(model="builtin", quick=False), model.device, torch.float32)

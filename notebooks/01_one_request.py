@@ -1,8 +1,7 @@
 # %% [markdown]
 # # 1. One request
 #
-# Before we batch requests, we look at a single one: which token may see which, why keys and values
-# are kept and nothing else is needed, and what that costs in bytes.
+# Which token may see which, why keys and values are kept and nothing else, and what that costs.
 #
 # A cell with `ask` wants a guess from you: replace `...` with your answer and run it again. A name
 # needs no quotes, and "13", "thirteen" and "8 + 5" are the same number. The first two wrong guesses

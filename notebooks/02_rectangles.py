@@ -164,8 +164,7 @@ timelines([run("dynamic", eight, max_batch=4)], columns=1);
 # %% [markdown]
 # The rectangle is a new one in every step, so each request has a cache of its own. The pasts are
 # copied from there into a rectangle, left-padded as well, and the new tokens come after them.
-# (`plan` lists requests and how many tokens of each are new, `starts` how many are cached, and P is
-# the longest of these.)
+# (`starts` says how many tokens of each are cached, and P is the longest of these.)
 
 # %%
 source(Rectangle.attend)

@@ -198,8 +198,7 @@ show({"the published mask": published});
 # %% [markdown]
 # Red keys are pads with arbitrary contents, and each takes part of the softmax's weight. B and C
 # are wrong from their first token on: their prompts are shorter than A's, so their rows had new
-# pads in step 0, too. A look at the output does not reveal the bug; only the comparison with the
-# unbatched run does.
+# pads in step 0, too. Only the comparison with the unbatched run reveals the bug.
 #
 # ## Writing back
 #
@@ -250,17 +249,6 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
 # With 4, chunks are at most 4 wide: only 34 slots and 534 keys are padding, but there are 36
 # passes. With 64 there are 17 passes, with 168 and 759. A narrow rectangle wastes less, and the
 # weights are read more often.</details>
-#
-# ## A question
-#
-# Nine requests may run at a time, the budget is 8, and `admit` takes nobody in whose first token
-# would not fit into it. Eight decode, and a ninth arrives with a prompt of 100 tokens. When does
-# its prefill begin?
-# <details><summary>Answer</summary>
-#
-# When one of the eight is finished: their decodes fill the budget. Our Scheduler does not even
-# admit it before then, so it holds no memory while it makes no progress. (Engines set the budget
-# well above the number of requests that may run.)</details>
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #

@@ -99,8 +99,7 @@ with folded():
 
 # %% [markdown]
 # Pages are worth a factor of four here, shared prefixes almost two, and GQA four (nine in Qwen2,
-# which has fewer layers, too). They multiply: an engine and a model that have all three serve
-# thirty times as many as Llama 2 7B that reserves.
+# which has fewer layers, too). They multiply: all three together serve thirty times as many.
 #
 # **Turn this knob.** Most requests are in the middle of their answer. Let each hold 500 tokens
 # instead of 1,000, with nothing shared. How many of Llama 2 7B does `fit` say for 40 GiB? And why

@@ -23,8 +23,8 @@ from model import head
 # This is given. Everything called `yours.` is for you to write, step by step. Until step 3 there is
 # no `memory`: each request has a KV cache of its own. The rest you need not see: `Batch` makes
 # tensors of what your `lay_out` returns; its `sampled` are the requests of `due`, and `wanted` says
-# which tokens' logits they need. `InPages` is a request's cache in the pool, by your `slots`.
-# `trace`, `watch` and `on_token` are the judge's.
+# which tokens' logits they need. `InPages` is a request's cache in the pool, by your `slots`. The
+# judge has `trace`, `watch` and `on_token`.
 
 # %%
 source(serve)
