@@ -116,9 +116,9 @@ for name, trace in storm.items():
           f"{sum(p.recomputed for p in trace.passes) / slots:15.0%}")
 
 # %% [markdown]
-# Which request is preempted? The one that arrived last. Any order would do that is the same at every
-# step: its first request is never preempted, so it finishes, and the next one is first. (One larger
-# than the pool is refused.) Victims at random could take pages from each other forever.
+# Which request is preempted? The one that arrived last. Any order would do that stays the same: its
+# first request is never preempted, so it finishes, and the next one is first. (One larger than the
+# pool is refused.) Victims at random could take pages from each other forever.
 #
 # **Turn this knob.** In `storm` above, give the pool 12 pages, and then 24. Predict first: how many
 # preemptions are there, and does it still take fewer steps than reserving 128 tokens (52)?

@@ -60,7 +60,8 @@ def run_stage(args):
     run = runner(shape, gpu, generate, ENGINES[args.engine], **knobs)
     log = run(partial(made, number), times, args.clients or 0)
     f = figures(log, args.ttft, args.itl)
-    title = f"{args.model} on {args.tp} x {args.gpu}, {args.stage}, {args.engine}'s overhead, calculated"
+    title = (f"{args.model} on {args.tp} x {args.gpu}, {args.stage}, {args.engine}'s overhead, "
+             "calculated")
     print(f"{title}: {f['tokens_per_s']:,.0f} tokens/s, {f['requests_per_s']:,.2f} requests/s"
           + (f", {f['goodput']:,.2f} of them within the limits" if args.ttft or args.itl else ""))
     if rates := load_rates(args, times):
