@@ -58,8 +58,8 @@ def run_stage(generate, args, shard=None):
     if not args.quiet:
         shown = requests if args.texts else requests[:SHOWN]
         if args.model == "builtin":
-            print("The built-in model is a workload: its answers, after the ▸, are fluent nonsense, and"
-                  "\nits seconds go into calls. Compare stages by passes and slots.")
+            print("The built-in model is a workload: its answers, after the ▸, are fluent\n"
+                  "nonsense, and its seconds go into calls. Compare stages by passes and slots.")
         print_texts(shown, tokenizer)
         if more := len(requests) - len(shown):
             print(f"--- and {more} more: --texts prints them")
