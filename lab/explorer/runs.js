@@ -118,7 +118,9 @@ function nameOf(r) {                     // A to Z, AA, AB, ...
 
 // What the scoreboard says of a run; null if nothing ran. Waits in milliseconds; memory: the most
 // tokens that it had room for, and its limit.
-function figuresOf({passes: p, requests, check, knobs, pool}) {
+const figuresOf = run => run.figures ??= countFigures(run);
+
+function countFigures({passes: p, requests, check, knobs, pool}) {
   const sum = values => values.reduce((a, b) => a + b, 0);
   const ran = requests.filter(({ms}) => ms.length);
   if (!ran.length) return null;
