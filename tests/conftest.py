@@ -1,5 +1,7 @@
 """Two sizes: `pytest` is quick, `pytest --thorough` runs everything, with more examples."""
+import functools
 import os
+import ssl
 import sys
 from pathlib import Path
 
@@ -10,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))   # the modules lie at the
 # One thread for the tests and for all that they start. The models are tiny, and the threads of two
 # programs that wait for each other spin on the same cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Each client of a server reads all certificates of the machine, for a tenth of a second.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 def pytest_addoption(parser):

@@ -19,7 +19,18 @@ from matplotlib.text import Text
 
 from lab.checks.traps import broken
 from lab.experiments import __main__ as runner
-from lab.experiments import bench, figures, gpu, ladder, prepacking, results, rows, tables, train
+from lab.experiments import (
+    bench,
+    figures,
+    gpu,
+    ladder,
+    memory,
+    prepacking,
+    results,
+    rows,
+    tables,
+    train,
+)
 from lab.experiments.roofline import roofline
 from lab.loading.load import load
 from lab.loading.stages import STAGES
@@ -222,15 +233,17 @@ def smaller(monkeypatch):
     """What quick runs measure, smaller still."""
     monkeypatch.setattr(ladder, "twelve", lambda tokenizer: [
         Request([5] * n, 4, name=f"r{n}") for n in (9, 1, 3)])
-    monkeypatch.setattr(prepacking, "GPTConfig", lambda **sizes: GPTConfig(
-        **{**sizes, "vocab_size": 97, "n_head": 2, "n_embd": 32}))
+    monkeypatch.setattr(ladder, "IDEAS", {name: "" for name in ("naive", "ragged, varlen")})
+    monkeypatch.setattr(prepacking, "CONFIG", GPTConfig(24, 97, n_layer=2, n_head=2, n_embd=32))
     monkeypatch.setattr(prepacking, "CONTEXT", 24)
+    steps = memory.filling_pool
+    monkeypatch.setattr(memory, "filling_pool", lambda model: steps(model)[:5])
     workload = bench.workload
     monkeypatch.setattr(bench, "workload", lambda *arguments: [
         replace(request, max_new_tokens=min(request.max_new_tokens, 9))
         for request in workload(*arguments)[:4]])
     monkeypatch.setattr(gpu, "MACHINES", {"a100": "W1", "a100, W3": "W3"})
-    monkeypatch.setattr(gpu, "CURVES", ("unbatched", "ragged, varlen"))
+    monkeypatch.setattr(gpu, "CURVES", ("ragged, varlen", "paged"))
     monkeypatch.setattr(published, "PREDICTED", [
         {**run, "stages": [(5, 20)]} for run in published.PREDICTED])
     monkeypatch.setattr(published, "RUNS", published.RUNS[:4])
@@ -289,6 +302,8 @@ def test_a_picture_says_what_was_measured_and_where():
 
 def test_what_is_wrong_is_said(capsys, monkeypatch):
     smaller(monkeypatch)
+    monkeypatch.setattr(ladder, "STAGES", {name: STAGES[name] for name in (
+        "naive", "dynamic", "interleaved", "ragged, varlen")})
     with broken("published mask", show=False):
         assert runner.main(["ladder", "--quick"]) == 1
     said = capsys.readouterr().out

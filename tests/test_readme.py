@@ -2,14 +2,13 @@
 import ast
 import contextlib
 import inspect
-import os
 import re
 import runpy
 import textwrap
 from xml.etree import ElementTree
 
 import pytest
-from common import ROOT
+from common import ROOT, THOROUGH
 
 from lab.experiments import ladder, motion, pictures, results, tables
 from lab.experiments.memory import storm
@@ -26,7 +25,7 @@ def test_the_ladder_of_counts():
     that rounding flipped. (In the quick size, of some stages.)
     """
     said, (model, tokenizer) = results.load("ladder"), load()
-    some = STAGES if os.environ.get("THOROUGH") else ("naive", "prefix")
+    some = STAGES if THOROUGH else ("ragged, varlen", "prefix")
     requests = ladder.behind_a_beginning(ladder.twelve(tokenizer), tokenizer)
     for name in some:
         trace = results.run(STAGES[name], model, ladder.twelve(tokenizer))
