@@ -485,6 +485,14 @@ def test_each_control_changes_the_link_and_undo_takes_it_back(show):
     assert OWN in shown.address and shown.run("return $('undo').disabled")
     shown.press("1", "5", "7")
     assert "own=157-40_" in shown.address   # not only what a bar has a position for
+    shown.press(Keys.ENTER, "9", "9", "9", "9")
+    assert "own=999-40_" in shown.address and shown.texts("#note") == ["A: 1 to 8,192, not 9999."]
+    shown.click("#undo")
+    assert "own=157-40_" in shown.address
+    shown.click("#undo")
+    shown.run("document.querySelectorAll('#own input')[2].focus()")
+    shown.press("3", "6")
+    assert "own=24-40-36_" in shown.address
     shown.click("#undo")
     for selector, number, want in (
             ("#more", 0, "70-5-0-1_70-5-0-1&"), (".row button", 0, "24-40-0-1"),
@@ -516,8 +524,9 @@ def test_a_damaged_link_says_what_is_lost(show):
     shown = show()
     for address, said in (
             ("own=24-40_x_12-60&page_size=0", "1 request (“x”), page size=0 (now 16)"),
-            ("own=24-40", ""),
-            ("own=24-40&run=pagged&memry=9", "run=pagged, memry"), ("own=", "1 request (“”)")):
+            ("own=24-40&cells=wide", ""),
+            ("own=24-40_11", "1 request (“11”)"), ("own=", "1 request (“”)"),
+            ("own=24-40&run=pagged&memry=9", "run=pagged, memry")):
         assert shown.go_to(address).texts("#note") == [
             said and f"In this link, {said} could not be read."]
 
@@ -582,7 +591,8 @@ def test_requests_are_pasted_as_numbers_texts_and_jsonl(show):
             ("{", "line 1 is not JSON"), ("", "1 to 40"), ("lengths,n\n4,5", "line 1: no column"),
             ("8 9\n0 5", "line 2: a prompt's tokens must be a whole number from 1 to 8,192, not 0"),
             ("-4 5", "line 1: a prompt"), ("40 30 -5", "line 1: an arrival in ms"),
-            ("4 x,prompt\n4,x", "line 2: a prompt"), ("4 5", "1 request: 4 and 5 tokens at 0 ms.")):
+            ("answer,prompt\n4,x", "line 2: a prompt's tokens must be a whole number from 1 to "
+             "8,192, not x"), ("4 5", "1 request: 4 and 5 tokens at 0 ms.")):
         paste(text)
         assert shown.texts(".paste [role=status]")[0].startswith(said)
 
@@ -590,7 +600,7 @@ def test_requests_are_pasted_as_numbers_texts_and_jsonl(show):
 def test_a_line_says_the_plan_and_what_waits_for_what(show):
     own, shown = "own=40-9_40-9_40-9_9-9&memory=112", show()
     for stage, step, said in (
-            ("paged", 0, "prefill of A (40), B (24). C D wait for the token budget."),
+            ("paged", 0, "prefill of A (40), B (24). A B begin. C D wait for the token budget."),
             ("paged", 1, "Step 1: 17 of 64 tokens, the token budget: 1 decode, then "
              "prefill of B (16). C D wait for memory: C needs 3 pages, 1 free."),
             ("ragged", 1, "prefill of B (16). C D wait for memory: C would reserve 48 tokens, "
@@ -606,14 +616,14 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
         $("said").textContent, $("other").firstElementChild.textContent]; })"""
     shown.go_to("own=40-2-0-1_40-9-500-1&common=36&run=prefix&beside=paged")
     found = [[text for text in said if "found" in text] for said in zip(*shown.run(sentences))]
-    assert found == [["prefix, step 2: 8 of 64 tokens, the token budget: prefill of B (8). 32 "
-                      "tokens of B were found in the cache."], []]
+    assert found == [["prefix, step 2: 8 of 64 tokens, the token budget: prefill of B (8). B "
+                      "begins. 32 tokens of B were found in the cache."], []]
     shown.go_to("own=30-40_30-40_30-40&memory=128&run=paged&beside=ragged")
     first, second = zip(*shown.run(sentences))
     for said, sentence in (
             (first, "paged, step .* C .preempted. waits for memory: C needs 3 pages, [02] free"),
             (first, ".* C needed a page, and none was free: it gave back 2. C .preempted. waits"),
-            (first, ".* No page was free for A: B, the last to come, gave back 4. B .preempted. "),
+            (first, ".* Pages ran out: B, the last to come, gave back 4; A took 1. B .preempted. "),
             (second, "ragged, step .* B C wait for memory: B would reserve 69 tokens, 59 free")):
         assert any(re.match(sentence, text) for text in said), "\n".join(said)
     assert shown.run("return $('said').ariaLive") == "polite"

@@ -56,7 +56,7 @@ function ownFrom(parts) {                // of an address; null if it has none t
   if (!parts.has("own")) return null;
   const texts = parts.get("own").split("_"), lost = [], left = [];
   const own = {requests: texts.map((text, r) => {
-    const [prompt, answer = 16, arrival = 0, shares = 0] = text.split("-").map(Number);
+    const [prompt, answer, arrival = 0, shares = 0] = text.split("-").map(Number);
     const one = [prompt, answer, arrival, shares ? 1 : 0];
     const right = r < MOST && LIMITS.every(([, ...limits], k) => isLength(one[k], ...limits));
     if (!right) left.push(`“${text}”`);
@@ -66,7 +66,7 @@ function ownFrom(parts) {                // of an address; null if it has none t
   for (const name of ["run", "beside"]) {
     if (parts.get(name) && !LADDER[parts.get(name)]) lost.push(`${name}=${parts.get(name)}`);
   }
-  const known = ["own", "run", "beside", "ms", "step", "theme", ...Object.keys(KNOBS)];
+  const known = ["own", "run", "beside", "ms", "step", "theme", "cells", ...Object.keys(KNOBS)];
   lost.push(...[...parts.keys()].filter(name => !known.includes(name)));
   for (const [name, [title, values, usual]] of Object.entries(KNOBS)) {
     const value = Number(parts.get(name) ?? usual);
@@ -110,7 +110,7 @@ function ownOf(run) {                    // a recorded run's lengths; arrivals o
   const list = requests.map(({prompt, generated}, r) => [
     prompt.length, generated.length, Math.round(when[r].arrived),
     common && shared[r] === common ? 1 : 0]);
-  return {...ownFrom(new URLSearchParams("own=1")), max_batch, token_budget, page_size, common,
+  return {...ownFrom(new URLSearchParams("own=1-1")), max_batch, token_budget, page_size, common,
           ...memory ? {memory} : {}, requests: list.slice(0, MOST)};
 }
 
@@ -168,23 +168,31 @@ function undo() {
 
 // --- controls ------------------------------------------------------------------------------------
 
-// A native range input: its positions are indices of a table of values, its face is a bar.
-function bar(name, kind, values, set) {
-  const input = element("input", {type: "range", min: 0, max: values.length - 1, ariaLabel: name});
-  const output = element("output");
-  let key = false, typed = "", when = 0; // whether a key was the last to change it; digits; ms
-  input.oninput = () => edit(() => set(values[input.value]), false);
-  input.onchange = () => settle(key ? input : null);
-  input.onpointerdown = input.onblur = () => { key = false; };
-  input.onkeydown = event => {           // digits: exactly that many
-    key = true;
-    if (!/^\d$/.test(event.key)) return;
-    typed = (event.timeStamp - when < 1500 ? typed : "") + event.key;
-    when = event.timeStamp;
-    if (!isLength(Number(typed), values[0], values.at(-1))) return;
-    edit(() => set(Number(typed)), false);
+// Digits that are pressed on a range input are a number of their own; keys in quick succession are
+// one change, and each drag is one.
+function typing(input, [least, most], set) {
+  let typed = "", when = 0;              // the digits so far; ms
+  input.onchange = () => settle(input);
+  input.onpointerdown = () => { by = null; };
+  input.onkeydown = ({key, timeStamp}) => {
+    const digit = /^\d$/.test(key), late = timeStamp - when > 1500;
+    if (late || (digit && !typed)) by = null;
+    when = timeStamp;
+    typed = digit ? (late ? "" : typed) + key : key === "Backspace" ? typed.slice(0, -1) : "";
+    if (!typed) return;
+    const fits = isLength(Number(typed), least, most), [who] = input.ariaLabel.split(":");
+    edit(() => fits && set(Number(typed)), false);
+    if (!fits) damage = `${who}: ${number(least)} to ${number(most)}, not ${typed}.`;
     settle(input);
   };
+}
+
+// A native range input: its positions are indices of a table of values, its face is a bar.
+function bar(name, kind, values, set, most = values.at(-1)) {
+  const input = element("input", {type: "range", min: 0, max: values.length - 1, ariaLabel: name});
+  const output = element("output");
+  input.oninput = () => edit(() => set(values[input.value]), false);
+  typing(input, [values[0], most], set);
   return {node: element("label", {className: "length " + kind}, input, output), show(value) {
     input.value = Math.max(0, atMost(values, value) - 1);
     input.ariaValueText = output.textContent = value ? number(value) : "–";
@@ -194,7 +202,7 @@ function bar(name, kind, values, set) {
 
 function row(r) {                        // a request's controls; r: its number
   const name = nameOf(r), set = (i, value) => { state.own.requests[r][i] = value; };
-  const prompt = bar(`${name}: prompt`, "prefill", LENGTHS, n => set(0, n));
+  const prompt = bar(`${name}: prompt`, "prefill", LENGTHS, n => set(0, n), LIMITS[0][2]);
   const answer = bar(`${name}: answer`, "decode", LENGTHS, n => set(1, n));
   const shares = element("button", {
     title: "begins with the common beginning", ariaLabel: `${name}: begins like the others`,
@@ -212,7 +220,7 @@ function row(r) {                        // a request's controls; r: its number
     state.held ??= views[0].end;         // while it is dragged, the axis stays
     edit(() => set(2, Number(input.value)), false);
   };
-  input.onchange = () => settle(input);
+  typing(input, LIMITS[2].slice(1), n => set(2, n));
   const output = element("output");
   const arrival = element("label", {className: "arrival"}, input, output);
   const node = element("div", {className: "row", ariaLabel: `request ${name}`}, bold(name),
@@ -287,7 +295,7 @@ function entryOf(line, heads) {
   }
   const entry = Object.fromEntries(Object.entries(COLUMNS).map(
     ([column, names]) => [column, names.map(name => given[name]).find(it => it != null)]));
-  return heads ? {...entry, prompt: Number(entry.prompt)} : entry;
+  return entry;
 }
 
 // Requests in a text. Error with a line that says what is wrong.
@@ -309,14 +317,14 @@ function parsed(text) {
       throw Error(`line ${i + 1} is not JSON`);
     }
   });
-  const texts = entries.map(({prompt}) => typeof prompt === "string" ? prompt : "");
+  const texts = entries.map(({prompt}) => !heads && typeof prompt === "string" ? prompt : "");
   const shared = entries.map((entry, i) => entry.shared ?? Math.floor(largest(
     texts.map((text, k) => k === i ? 0 : alike(texts[i], text))) / 4));
   const ms = time => time == null ? 0 : isNaN(time) ? Date.parse(time) : 1e3 * time;
   const requests = entries.map(({prompt, answer = 64, arrival, timestamp}, i) => {
     arrival ??= ms(timestamp) - ms(entries[0].timestamp);
-    const one = [texts[i] ? Math.ceil(prompt.length / 4) : prompt, Number(answer),
-                 Math.round(arrival), shared[i] >= 16 ? 1 : 0];
+    const one = [texts[i] ? Math.ceil(prompt.length / 4) : heads ? Number(prompt) : prompt,
+                 Number(answer), Math.round(arrival), shared[i] >= 16 ? 1 : 0];
     for (const [k, [what, least, most]] of LIMITS.entries()) {
       if (isLength(one[k], least, most)) continue;
       throw Error(`line ${i + 1 + Boolean(heads)}: ${what} must be a whole number from ${least} to `
@@ -377,11 +385,24 @@ function sayOwn(view) {                  // the plan, and what waits for what
   const misfits = never.length ? ` ${never[0].name} can never run: ${never[0].refused}`
     + `${others && `; nor can ${others}`}.` : "";
   const plan = never.length === run.requests.length ? "nothing runs."
-    : sayPlan(view, partsNow(view)) + pagesSay(run, now);
+    : sayPlan(view, partsNow(view)) + eventsSay(view) + pagesSay(run, now);
   const who = state.beside ? `${run.name}, step` : "Step";
   const text = `${who} ${now.step}: ${plan}${wait}${misfits}`;
   const node = number ? $("other").firstElementChild : $("said");
   if (node.textContent !== text) node.textContent = text;
+}
+
+const EVENTS = {waiting: ["arrives", "arrive"], prefill: ["begins", "begin"],
+                recomputed: ["begins again", "begin again"], done: ["ends", "end"]};
+
+function eventsSay({run, states}) {      // who has another state than a tick ago
+  const before = momentOf(run, state.clock, ticks[state.tick - 1] ?? -1);
+  const was = run.requests.map(request => stateOf(run, request, before).kind);
+  const said = Object.entries(EVENTS).flatMap(([kind, [one, many]]) => {
+    const names = run.requests.filter((_, r) => states[r].kind === kind && was[r] !== kind);
+    return names.length ? `${names.map(({name}) => name).join(" ")} ${names[1] ? many : one}` : [];
+  });
+  return said.length ? ` ${said.join(", ")}.` : "";
 }
 
 // Who found its first tokens in pages, and who lost its pages in this step.
@@ -394,11 +415,12 @@ function pagesSay(run, now) {
   });
   const grown = changes.filter(({before, after}) => before && after?.length > before.length);
   const takers = grown.map(({name}) => name).join(" and ");
+  const taken = grown.reduce((sum, {before, after}) => sum + after.length - before.length, 0);
   return changes.flatMap(({name, before, after, over, found}) => {
     if (!before && after && found) return ` ${found} tokens of ${name} were found in the cache.`;
     if (!before || after || over) return [];
-    return takers ? ` No page was free for ${takers}: ${name}, the last to come, gave back `
-        + `${before.length}.`
+    return takers ? ` Pages ran out: ${name}, the last to come, gave back ${before.length}; `
+        + `${takers} took ${taken}.`
       : ` ${name} needed a page, and none was free: it gave back ${before.length}.`;
   }).join("");
 }
