@@ -1,5 +1,6 @@
 """Two sizes: `pytest` is quick, `pytest --thorough` runs everything, with more examples."""
 import functools
+import gc
 import os
 import ssl
 import sys
@@ -34,6 +35,10 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("thorough"):
                 item.add_marker(pytest.mark.skip(reason="runs with --thorough"))
+
+
+def pytest_collection_finish():
+    gc.freeze()   # what has been imported stays: no collection of garbage looks at it again
 
 
 @pytest.fixture(scope="session")

@@ -101,7 +101,7 @@ def test_torchrun_starts_it():
 
 
 def test_the_script():
-    flags = "--stage prefix --pages 13 --policy sjf --max_new_tokens 12"
+    flags = "--stage prefix --pages 13 --policy sjf --max_new_tokens 6"
     (status, out, _), (other, said, _) = script(*flags.split())
     assert status == other == 0 and "12/12 requests identical to unbatched" in out
     assert out.count("--- r0:") == 1 and said == ""   # rank 0 speaks
