@@ -2,13 +2,19 @@
 The contract, for all rooms: the oracle `alone`, which shares nothing with the stages; the backends
 that run them; the workloads, and the pressure under which they run.
 """
+import contextlib
+import io
 import math
 import os
+import re
+import runpy
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -51,6 +57,41 @@ def fixed(request, u):
     twin.draw = lambda: u
     return twin
 
+
+# --- programs -------------------------------------------------------------------------------------
+
+def captured(main, *arguments):
+    """(what main(*arguments) returns or exits with, stdout, stderr)"""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(*arguments)
+        except SystemExit as stop:
+            code = stop.code
+    return code, out.getvalue(), err.getvalue()
+
+
+def as_program(name, *argv):
+    """Runs a file, or a module, as a program with these flags."""
+    run = runpy.run_path if name.endswith(".py") else runpy.run_module
+    imported = sys.modules.pop(name, None)   # it runs anew
+    try:
+        with patch.object(sys, "argv", [name, *argv]):
+            run(name, run_name="__main__")
+    finally:
+        if imported:
+            sys.modules[name] = imported
+
+
+def refused(said, main, *arguments):
+    """Asserts that it ends with status 2 and one line, which says this (.. is any text)."""
+    code, out, err = captured(main, *arguments)
+    assert code == 2 and err.count("\n") == 1, (code, err)
+    assert re.search(".*".join(map(re.escape, said.split(" .. "))), err), err
+    return out
+
+
+# --- stages ---------------------------------------------------------------------------------------
 
 STAGES = {name.replace("unbatched, no cache", "no_cache").replace(", ", "_"): generate
           for name, generate in ALL.items()}

@@ -2,16 +2,13 @@
 Speculative decoding, planning ahead, in-batch prefix caching: what each of them gains, and costs,
 is counted. (That they keep the contract: test_essays.py)
 """
-import contextlib
 import random
-import runpy
-import sys
 from dataclasses import replace
 from unittest.mock import patch
 
 import common
 import pytest
-from common import alone, cancel_now, smallest_pool, toy
+from common import alone, as_program, cancel_now, captured, refused, smallest_pool, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_essays import MODEL, STAGES, run
@@ -150,25 +147,16 @@ def test_who_waits_for_a_beginning(pool, requests, first):
                          "2 steps later  392 tokens computed, 29 pages held",
                          "the rule, asked together                  392 tokens computed, 29 pages",
                          "632 tokens computed, first tokens in steps [0, 1, 1, 2, 2, 3, 3, 4]"])])
-def test_the_commands_print_what_they_gain(module, said, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", [module])
-    monkeypatch.delitem(sys.modules, module)   # it runs anew, as __main__
-    with contextlib.suppress(SystemExit):
-        runpy.run_module(module, run_name="__main__")
-    out = capsys.readouterr().out
+def test_the_commands_print_what_they_gain(module, said):
+    _, out, _ = captured(as_program, module)
     assert all(line in out for line in said)
 
 
 @pytest.mark.parametrize("module, word, said", [
     ("beyond.ahead", "0", "host_ms: must be above 0, not 0"),
     ("beyond.speculative", "nowhere", "model 'nowhere': no such file")])
-def test_bad_input_gets_one_line(module, word, said, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", [module, word])
-    monkeypatch.delitem(sys.modules, module)
-    with pytest.raises(SystemExit, match="^2$"):
-        runpy.run_module(module, run_name="__main__")
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+def test_bad_input_gets_one_line(module, word, said):
+    refused(said, as_program, module, word)
 
 
 def test_observers_see_each_pass_before_it_is_computed():

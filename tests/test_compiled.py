@@ -6,7 +6,6 @@ Mistakes put into native.cpp show that these tests would find them.
 import copy
 import os
 import platform
-import runpy
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from weakref import ref
 import common
 import pytest
 import torch
-from common import ROOT, STAGES, alone, assert_contract, examples, mixed, toy
+from common import ROOT, STAGES, alone, as_program, assert_contract, captured, examples, mixed, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
@@ -370,13 +369,11 @@ def test_observers_and_hooks_see_compiled_passes():
 
 
 @pytest.mark.parametrize("script", ["unbatched", "ragged", "paged"])
-def test_it_serves_a_script_that_is_run(script, monkeypatch, capsys):
+def test_it_serves_a_script_that_is_run(script):
     """Run as a program, a stage has a layout of its own: that of __main__."""
-    monkeypatch.setattr(sys, "argv", ["", *"--optimize --quiet --max_new_tokens 3".split()])
-    with pytest.raises(SystemExit, match="^0$"):
-        runpy.run_path(str(ROOT / f"generate_{script}.py"), run_name="__main__")
-    out = capsys.readouterr().out
-    assert "12/12 requests identical to unbatched, bit for bit" in out
+    flags = "--optimize --quiet --max_new_tokens 3".split()
+    code, out, _ = captured(as_program, str(ROOT / f"generate_{script}.py"), *flags)
+    assert code == 0 and "12/12 requests identical to unbatched, bit for bit" in out
     assert "\ncompiled step: yes\n" in out
 
 

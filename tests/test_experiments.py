@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import ROOT, mixed
+from common import ROOT, mixed, refused
 from matplotlib.text import Text
 
 from lab.checks.traps import broken
@@ -219,14 +219,9 @@ def test_like_is_compared_with_like():
     ("rows --json no/x.json", "--json no/x.json"), ("rows --jso", "--jso"),
     ("gaps --model nix", "nix"), ("bench --model nix", "nix"), ("train --steps 0", "--steps"),
     ("train --out README.md", "--out")])
-def test_a_bad_flag_is_one_line(flags, word, capsys, monkeypatch):
+def test_a_bad_flag_is_one_line(flags, word, monkeypatch):
     monkeypatch.chdir(ROOT)
-    try:
-        code = runner.main(flags.split())
-    except SystemExit as error:
-        code = error.code
-    said = capsys.readouterr().err
-    assert code == 2 and said.count("\n") == 1 and word in said
+    refused(word, runner.main, flags.split())
 
 
 def smaller(monkeypatch):

@@ -1,8 +1,8 @@
 """Traces of services as loads: lab/loading/traces.py, and lab/simulate on them."""
 import json
-import re
 
 import pytest
+from common import refused
 
 from lab.loading.arrivals import traced
 from lab.loading.traces import read_trace
@@ -50,18 +50,16 @@ def test_traces_are_read_and_served(name, tmp_path, capsys):
     ("a.txt", "seconds,prompt,answer\n0,1,1", "must end in .csv or .jsonl"),
     ("a.csv", "seconds,prompt\n0,1", "line 2: no answer; its column is one of answer, generated"),
     ("a.csv", "seconds,prompt,answer\n0,1", "line 2: no answer"),
-    ("a.csv", "seconds,prompt,answer\n0,8,0", "line 2: .* at least 1 token, not 8 and 0"),
-    ("a.csv", "seconds,prompt,answer\n0,8,2\n1,x,3", "line 3: .* not x and 3"),
-    ("a.csv", "seconds,prompt,answer\nnoon,8,2", "line 2: .*noon"),
+    ("a.csv", "seconds,prompt,answer\n0,8,0", "line 2: .. at least 1 token, not 8 and 0"),
+    ("a.csv", "seconds,prompt,answer\n0,8,2\n1,x,3", "line 3: .. not x and 3"),
+    ("a.csv", "seconds,prompt,answer\nnoon,8,2", "line 2: .. noon"),
     ("a.csv", "seconds,prompt,answer\nnan,8,2", "line 2: seconds must be a finite number, not nan"),
     ("a.csv", "seconds,prompt,answer\n5,8,2\n4,8,2", "line 3: comes 1 s before the line above it"),
-    ("a.csv", "seconds,prompt,answer\n0,4000,500", "line 2: .* need 4499 positions, block_size is"),
+    ("a.csv", "seconds,prompt,answer\n0,4000,500", "line 2: .. need 4499 positions, block_size is"),
     ("a.jsonl", "[1]", "line 1: not an object"), ("a.jsonl", "{", "line 1: Expecting property"),
-    ("a.csv", "a\0b,\xff\n", "--trace .*a.csv: "), (None, None, "--trace .*: No such file")])
-def test_a_bad_trace_gets_one_line(name, text, said, tmp_path, capsys):
+    ("a.csv", "a\0b,\xff\n", "--trace .. a.csv: "), (None, None, "--trace .. : No such file")])
+def test_a_bad_trace_gets_one_line(name, text, said, tmp_path):
     path = tmp_path / (name or "none.csv")
     if name:
         path.write_bytes(text.encode("latin-1"))
-    assert run(f"--trace {path}") == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and re.search(said, error), error
+    refused(said, run, f"--trace {path}")

@@ -3,12 +3,11 @@ import json
 import math
 import random
 import re
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from common import THOROUGH, examples
+from common import THOROUGH, examples, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -398,34 +397,30 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
         ("--gpu b7", "not PEAK_TFLOPS,GB_PER_S,GiB and none of t4"),
         ("--gpu 1,0,3", "must be above 0"),
         ("--gpu 1,2,3", "take 12.6 GiB of each GPU's memory, which has 3.0"),
-        ("--model bert", "--model bert: none of gpt2, .*; for another one, add a line"),
+        ("--model bert", "--model bert: none of gpt2, .. ; for another one, add a line"),
         ("--tp 3", "--tp 3 does not divide n_head 32"),
         ("--json no/where.json", "--json no/where.json: No such file"),
         ("--plot a.txt", "--plot a.txt: the name must end in .png"),
         ("--rate 1 --clients 2", "--rate and --clients exclude each other"),
         ("--memory 2", "--memory: must be above 0 and at most 1, not 2"),
-        ("--max_kv 999999", "--max_kv must be at most .*, not 999,999"),
-        *((f"--stages {bad}", "--stages: .* use RATE:SECONDS,RATE:SECONDS")
+        ("--max_kv 999999", "--max_kv must be at most .. , not 999,999"),
+        *((f"--stages {bad}", "--stages: .. use RATE:SECONDS,RATE:SECONDS")
           for bad in ("8:0", "8:60,", "1:2:3")),
         ("--stages 1e-9:1e-9", "no request comes in so short a time"),
         *((f"--input {bad}", f"--input: {bad}: use N or LOW:HIGH")
           for bad in ("5:2", "5:", "1:2:3")),
-        ("--input 4000 --output 500", "--output: .* 4499 positions, block_size is 4096"),
-        (f"{SMALL} --pages 100000", "room for 6,519 .*--pages must be at most 407, not 100,000"),
+        ("--input 4000 --output 500", "--output: .. 4499 positions, block_size is 4096"),
+        (f"{SMALL} --pages 100000", "room for 6,519 .. --pages must be at most 407, not 100,000"),
         (f"{SMALL} --page_size 4000 --gpu 312,2039,14.5", "--pages must be at most 0"),
-        (f"{SMALL} --stage ragged --max_kv_tokens 9999", "--max_kv_tokens .* at most 6,519, not 9"),
+        (f"{SMALL} --stage ragged --max_kv_tokens 9999", "--max_kv_tokens .. at most 6,519, not 9"),
         (f"{SMALL} --stage dynamic --max_batch 12", "--max_batch must be at most 3, not 12"))),
     (planned, "", "--rate is missing"),
     (planned, "--rate 9 --ttft 50", "--ttft and --itl belong together"),
     (planned, "--rate nan", "--rate: must be above 0, not nan"),
     (planned, "--rate 9 --prefix -5", "--prefix: must be a whole number of at least 0, not -5"),
     (planned, "--rate 9 --prefix 100000000000", "block_size is 131072")])
-def test_bad_input_gets_one_line(command, line, said, capsys):
-    with pytest.raises(SystemExit, match="^2$"):
-        sys.exit(command(line))
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert re.search(said, error.strip()), error
+def test_bad_input_gets_one_line(command, line, said):
+    refused(said, command, line)
 
 
 def test_a_rectangle_is_as_large_as_its_longest_prompt_and_answer():
