@@ -135,7 +135,7 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
         running.until(lambda: script("return isPaused()"))
         script("""$('box').click();   // two boxes are sent together
                   for (const box of document.querySelectorAll('textarea')) box.value = 'Two';
-                  $('all').click()""")
+                  $('together').click()""")
         running.until(lambda: script("return waiting.length") == 2)
         script("hear({...hello})")   # a page that is opened now, and has seen no step
         script("hear({pace: 1e6, notes: [{new: [], tokens: [], tables: {}, ended: {}, pass: null, "

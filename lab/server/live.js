@@ -200,9 +200,9 @@ async function connect() {
 
 // --- prompts --------------------------------------------------------------------------------------
 
-async function ask(prompt) {             // the name of the new request
+async function ask(prompt, most = Infinity) {   // the name of the new request
   const answer = await send("/live/ask", {
-    prompt, max_tokens: Number($("tokens").value), temperature: Number($("temperature").value),
+    prompt, max_tokens: Math.min(Number($("tokens").value), most), temperature: Number($("temperature").value),
     seed: Math.floor(Math.random() * 2 ** 32)});
   return answer && (await answer.json()).name;
 }
@@ -211,9 +211,9 @@ let touched = false;                     // whether the speed is a person's choi
 
 async function sendDozen() {             // slowly, if nobody else would have to wait
   if (!running && !waiting.length && !touched && !isPaused()) await control({pace: 0.1});
-  await Promise.all(hello.prompts.slice(0, -1).map(ask));
+  await Promise.all(hello.prompts.slice(0, -1).map(prompt => ask(prompt)));
   await new Promise(resolve => setTimeout(resolve, 1500));   // the long one comes while they decode
-  await ask(hello.prompts.at(-1));
+  await ask(hello.prompts.at(-1), 64);   // which leaves room for so much
 }
 
 async function greet() {                 // a first visit to a server that has nothing to do
@@ -256,7 +256,7 @@ function addBox() {
     go.click();
   };
   boxes.push(box);
-  $("all").hidden = boxes.length < 2;
+  $("together").hidden = boxes.length < 2;
   $("boxes").append(element("div", {className: "box prompt"}, prompt, element("div", {}, go, who), output));
 }
 
@@ -271,7 +271,7 @@ $("speed").onchange = () => {
 };
 $("dozen").onclick = sendDozen;
 $("box").onclick = addBox;
-$("all").onclick = () => { for (const {send} of boxes) send(); };
+$("together").onclick = () => { for (const {send} of boxes) send(); };
 $("theme").onclick = () => {
   const {style} = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
   style.colorScheme = (style.colorScheme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
