@@ -10,6 +10,7 @@ import pytest
 from browser import open_browser
 
 sys.path.insert(0, str(Path(__file__).parent.parent))   # the modules lie at the top level
+gc.disable()   # while all is imported, which is no garbage: a third of that time
 # One thread for the tests and for all that they start. The models are tiny, and the threads of two
 # programs that wait for each other spin on the same cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -38,7 +39,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    gc.freeze()   # what has been imported stays: no collection of garbage looks at it again
+    gc.freeze()   # nor later on: no collection of garbage looks at it again
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
