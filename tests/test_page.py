@@ -553,7 +553,7 @@ def test_what_is_drawn_after_a_change_is_what_its_address_draws(show):
 PIXELS = "return [...document.querySelectorAll('canvas')].map(canvas => canvas.toDataURL())"
 
 
-def test_only_the_thumb_takes_the_pointer(show):
+def test_a_mouse_may_press_anywhere_on_a_bar_and_a_finger_on_its_thumb(show):
     shown = show(OWN)
     for size in SIZES:
         resize(shown.browser, *size)

@@ -40,7 +40,7 @@ GOLDEN_REPORT = [
     "  useful tokens   10  (77% of 13 slots)",
     "  pad slots       2  (15% of 13 slots)",
     "  finished slots  0  (0% of 13 slots)",
-    "  recomputed      1  (8% of 13 slots, after preemptions)",
+    "  recomputed      1  (8% of 13 slots: computed before)",
     "  padded keys     10  (38% of 26 keys that attention reads)",
     "  useful scores   22  (37% of 60 query-key pairs, per head and layer)",
     "  copied K/V      2.0 MB of keys and values, gathered for attention",

@@ -52,7 +52,7 @@ function setOwn(own) {
   planned.clear();
 }
 
-function ownFrom(parts) {                // of an address; null if it has none that make sense
+function ownFrom(parts) {                // of an address; null if it has none; one, if none is right
   if (!parts.has("own")) return null;
   const texts = parts.get("own").split("_"), lost = [], left = [];
   const own = {requests: texts.map((text, r) => {
@@ -87,13 +87,13 @@ function ownParts() {                    // for an address
 function openOwn(own = mine) {           // a state, or what an address says; else the first preset
   remember();
   const parts = new URLSearchParams(typeof own === "string" ? own : Object.values(PRESETS)[0]);
+  const was = state.own && JSON.stringify(state.own), back = own === mine;
   const runs = typeof own === "string"
     ? {run: parts.get("run") ?? "paged", beside: parts.get("beside") ?? ""}
-    : own === mine || !LADDER[state.run] ? chosen : {};   // a recorded run's stage stays
-  const was = JSON.stringify(state.own), back = own === mine;
-  if (!state.own) leave();
+    : back || !LADDER[state.run] ? chosen : {};   // a recorded run's stage stays
+  if (!was) leave();
   setOwn(own?.requests ? own : ownFrom(parts));
-  if (state.own && was !== "null") keep(was, null);
+  if (was) keep(was, null);
   Object.assign(state, runs, {clock: "ms", slot: null, tab: 0});
   if (!LADDER[state.beside]) state.beside = "";
   setTicks(back ? chosen.value : 0);
@@ -355,18 +355,19 @@ function drawOwn({run, wide}) {          // the controls show the state
   const end = state.held ?? largest(shown().map(endOf));
   requests.forEach((request, r) => rows[r].show(request, end));
   for (const name of Object.keys(KNOBS)) knobs[name].show(state.own[name]);
-  const speeds = Object.keys(LADDER).map(stage => [stage, figuresOf(ownRun(stage))]);
-  $("brief").textContent = "tokens/s: " + speeds.map(
+  $("brief").textContent = "tokens/s: " + Object.entries(ownScores()).map(
     ([stage, score]) => `${stage} ${score ? rounded(score.speed) : "–"}`).join(" · ");
   $("undo").disabled = !earlier.length;
   $("more").disabled = requests.length === MOST;
 }
 
+function ownScores() {                   // {stage: its figures}
+  return Object.fromEntries(Object.keys(LADDER).map(stage => [stage, figuresOf(ownRun(stage))]));
+}
+
 function ownScoreboard() {
-  const scores = Object.fromEntries(Object.keys(LADDER).map(
-    stage => [stage, figuresOf(ownRun(stage))]));
   const marks = {[state.beside]: "beside it", [state.run]: "shown"};
-  return scoreboard(scores, run => {
+  return scoreboard(ownScores(), run => {
     change(run === state.beside ? {run, beside: state.run} : {run});   // or twice the same
     $("views").querySelector(".scores [aria-pressed=true]").focus();   // as it was
   }, marks);
@@ -396,8 +397,7 @@ const EVENTS = {waiting: ["arrives", "arrive"], prefill: ["begins", "begin"],
                 recomputed: ["begins again", "begin again"], done: ["ends", "end"]};
 
 function eventsSay({run, states}) {      // who has another state than a tick ago
-  const before = momentOf(run, state.clock, ticks[state.tick - 1] ?? -1);
-  const was = run.requests.map(request => stateOf(run, request, before).kind);
+  const was = kindsAt(run, state.tick - 1);
   const said = Object.entries(EVENTS).flatMap(([kind, [one, many]]) => {
     const names = run.requests.filter((_, r) => states[r].kind === kind && was[r] !== kind);
     return names.length ? `${names.map(({name}) => name).join(" ")} ${names[1] ? many : one}` : [];

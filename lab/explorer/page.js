@@ -70,11 +70,13 @@ function go(tick) {                      // to another moment
   render();
 }
 
+function kindsAt(run, tick) {            // of its requests' states; before the first tick: -1
+  const now = momentOf(run, state.clock, ticks[tick] ?? -1);
+  return run.requests.map(request => stateOf(run, request, now).kind);
+}
+
 function nextEvent() {                   // to where a request of a shown run gets another state
-  const states = tick => views.flatMap(({run}) => {
-    const now = momentOf(run, state.clock, ticks[tick]);
-    return run.requests.map(request => stateOf(run, request, now).kind);
-  }).join();
+  const states = tick => views.map(({run}) => kindsAt(run, tick)).join();
   const here = states(state.tick);
   let tick = state.tick + 1;
   while (tick < ticks.length && states(tick) === here) tick++;

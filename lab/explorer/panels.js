@@ -686,7 +686,7 @@ function poolOf(view, holders) {
 const BILL = {   // what a line means
   "useful tokens": "tokens that are computed for the first time",
   finished: "slots of requests that are done, in a batch that is not",
-  "computed again": "tokens of requests that were preempted",
+  "computed again": "tokens that had been computed before",
   "scores, a head and layer": "products of a query and a key",
   "useful scores": "those that the causal rule uses",
   "padded keys": "keys that attention reads beside the requests' own",

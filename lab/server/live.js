@@ -70,7 +70,8 @@ function recent() {
     steps: steps.map(step => step - first), ms: ms.map(time => time - start)}));
   const {model, knobs, place, pool} = hello;
   return {name: model, idea: `The prefix stage as a server: the steps from ${first} on.`, knobs, place, pool, passes,
-          base: first, slowed: moments.some(({slowed}) => slowed), requests: list, check: {summary: "outputs were not checked", wrong: null},
+          base: first, slowed: moments.some(({slowed}) => slowed), requests: list,
+          check: {summary: "outputs were not checked", wrong: null},
           xray: {left_out: "this run was watched while it served", wrong: 0, sentences: []}};
 }
 

@@ -102,7 +102,7 @@ def report(trace):
         ("useful tokens", share("useful", "slots", "slots")),
         ("pad slots", share("pad_slots", "slots", "slots")),
         ("finished slots", share("finished_slots", "slots", "slots")),
-        ("recomputed", share("recomputed", "slots", "slots, after preemptions")),
+        ("recomputed", share("recomputed", "slots", "slots: computed before")),
         ("padded keys", share("padded_keys", "key_slots", "keys that attention reads")),
         ("useful scores", share("useful_scores", "score_entries",
                                 "query-key pairs, per head and layer")),
