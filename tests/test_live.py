@@ -11,7 +11,6 @@ pytest.importorskip("fastapi")
 from test_server import TOKENIZER, one, serving  # noqa: E402
 
 ASK = {"max_tokens": 12, "temperature": 0, "seed": 0}
-PAUSED = 1e6
 
 
 @contextmanager
@@ -35,22 +34,22 @@ def test_pages_are_told_of_every_step_and_can_hold_them():
     prompts = ["# a\n" * 30, "b", "c"]
     with serving(max_batch=3, token_budget=16) as running, page(running) as notes:
         def ask(prompt):
-            return running.post("/live/ask", prompt=prompt, **ASK).json()["name"]
+            return running.post("/live/ask", prompt=prompt, **ASK).json()["names"][0]
 
         def over(seen):
             return len({name for note in seen for name in note["ended"]}) == 3
 
-        running.post("/live/control", pace=PAUSED)
+        running.post("/live/control", paused=True)
         names = [*map(ask, prompts[:2])]
         told = until(notes, lambda seen: len(seen[-1]["waiting"]) == 2)
         assert not any(note["pass"] for note in told) and running.engine.number == 0
         for number in range(2):
-            running.post("/live/control", pace=PAUSED, step=True)
+            running.post("/live/control", paused=True, step=True)
             told += until(notes, lambda seen: seen[-1]["pass"])
             assert told[-1]["pass"]["work"] == [[names[0], 16 * number, 16]]
         assert running.engine.number == 2
         with page(running) as others:   # opened late: it is told of all that is under way
-            running.post("/live/control", pace=0.05)   # slow motion goes on by itself
+            running.post("/live/control", pace=0.05, paused=False)   # slow motion goes on by itself
             names.append(ask("c"))   # told with its first token, in one note
             for seen in told + until(notes, over), until(others, over):
                 tokens = {new["name"]: new["generated"] for note in seen for new in note["new"]}
@@ -65,10 +64,10 @@ def test_pages_are_told_of_every_step_and_can_hold_them():
 def test_requests_end_and_the_server_goes_on_when_the_last_page_is_closed():
     with serving() as running:
         with page(running):
-            running.post("/live/control", pace=PAUSED)
+            running.post("/live/control", paused=True)
             running.post("/live/ask", prompt="a", max_tokens=200)
         running.until(lambda: running.ends() == {"cancelled": 1})
-        running.post("/live/control", pace=PAUSED)   # no page is open: nobody could go on
+        running.post("/live/control", paused=True)   # no page is open: nobody could go on
         assert running.post(prompt="b", max_tokens=3).status_code == 200
 
 
@@ -87,7 +86,10 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
         works = script("return moments.map(({work}) => work)")
         assert max(len(work) for work in works) > 2   # a batch,
         prefills = [name for work in works for name, _, n in work if n > 1]
-        assert len(prefills) > len({*prefills})   # chunks,
+        assert len(prefills) > len({*prefills})   # chunks, while others decode,
+        long = script("return [...requests.keys()][6]")
+        assert sum(any(name == long and n > 1 for name, _, n in work) and
+                   sum(n == 1 for *_, n in work) >= 6 for work in works) > 2
         assert script("""return moments.some(({tables}) => {
             const pages = Object.values(tables).flat(); return new Set(pages).size < pages.length;
         })""")   # and shared pages
@@ -108,7 +110,7 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
                   box.querySelector('button').click();""", hostile)
         running.until(lambda: script("return requests.get('r12')?.reason"))
         output = "return document.querySelector('.prompt output').textContent"
-        running.until(lambda: script(output) == want)
+        running.until(lambda: script(output) == hostile + want)
         running.until(lambda: hostile in script("return $('views').textContent"))
         assert chrome.title == "nanoBatch: live"
         assert not script("return document.images.length")
@@ -130,21 +132,45 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
                   $('pause').click();""")   # the page is told, and fails:
         running.until(lambda: script("return hello !== window.before"))   # it connects again,
         running.until(lambda: len(running.server.live.pages) == 1)   # and has let go of the old one
-        assert not running.server.live.pace
-        script("$('speed').onchange(); $('pause').click()")
-        running.until(lambda: script("return isPaused()"))
+        assert not running.server.live.paused
+        script("$('speed').value = 0.25; $('speed').onchange(); $('pause').click()")
+        running.until(lambda: script("return paused"))
         script("""$('box').click();   // two boxes are sent together
                   for (const box of document.querySelectorAll('textarea')) box.value = 'Two';
                   $('together').click()""")
         running.until(lambda: script("return waiting.length") == 2)
-        script("hear({...hello})")   # a page that is opened now, and has seen no step
-        script("hear({pace: 1e6, notes: [{new: [], tokens: [], tables: {}, ended: {}, pass: null, "
-               "cached: [], waiting: ['r13', 'r14']}]})")
-        text = "return $('views').textContent"
-        running.until(lambda: script(text).startswith("0 running, 2 waiting: they are drawn from"))
-        script("control({pace: 0})")
+        assert len({*script("return boxes.map(({name}) => requests.get(name).arrival)")}) == 1
+        # what is wrong is said where it is; the browser itself says what a field lacks
+        for wrong in ("tokens", ""), ("tokens", "0"), ("temperature", ""), ("temperature", "3"):
+            assert script('''$(arguments[0]).value = arguments[1];
+                             boxes[0].prompt.value = 'Three';
+                             $('together').click();
+                             const wrong = document.querySelectorAll('#controls :invalid').length;
+                             $('tokens').value = 20; $('temperature').value = 0.75;
+                             return wrong;''', *wrong)
+        script('''boxes[1].prompt.value = 'much '.repeat(4000);
+                  boxes[1].prompt.nextSibling.firstChild.click();''')
+        said = "return boxes[1].prompt.parentNode.textContent"
+        running.until(lambda: "the prompt has" in script(said) and "room for" in script(said))
+        script("document.querySelectorAll('[title^=remove]')[1].click()")
+        assert script("return requests.size") == 2   # nothing of this was sent
+        assert script("return [boxes.length, $('together').hidden]") == [1, True]
+        script("control({pace: 0, paused: false})")
         running.until(lambda: not running.engine.busy)
         script("hear({...hello, started: 0})")   # another server, whose r12 is another one
         assert script("return boxes[0].name") is None
-        running.until(lambda: "Nothing has run since" in script("return $('views').textContent"))
-        assert not [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
+        text = "return $('views').textContent"
+        running.until(lambda: script(text).startswith("Nothing has run since"))
+        with page(running):   # another page
+            script("control({pace: 0.25, paused: true})")
+            running.until(lambda: script("return paused"))
+            script("return ask(['Two', 'more'])")
+            chrome.refresh()   # has seen no step, and knows how fast they were
+            running.until(lambda: script(text).startswith("0 running, 2 waiting: they are drawn"))
+            assert script("return $('speed').value") == "0.25"
+            script("$('pause').click()")
+            running.until(lambda: script("return moments.length") > 2)
+            assert running.server.live.pace == 0.25
+            assert script("return moments.every(({slowed}) => slowed)")
+        log = [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
+        assert len(log) == 1 and "/live/ask" in log[0]["message"]   # the one that has no room

@@ -37,6 +37,8 @@ def serve(args):
     """Until SIGTERM. Returns the exit status."""
     at_least_1(**{f"--{name}": getattr(args, name) for name in NUMBERS
                   if getattr(args, name) is not None})
+    if not 0 <= args.port < 2**16:
+        raise ValueError(f"--port must be 0 to 65535, not {args.port}")
     host = f"[{args.host}]" if ":" in args.host else args.host
     if host not in LOCAL and not args.api_key:
         raise ValueError(f"--host {args.host} lets others in: it needs --api-key")
@@ -49,7 +51,8 @@ def serve(args):
                     args.max_batch, args.token_budget, args.max_waiting)
     server = Server(engine, tokenizer, args.model, args.api_key or None, args.drain)
     listener = listen(args.host, args.port)
-    print(f"{args.model}, {torch.get_num_threads()} threads, at "
+    threads = torch.get_num_threads()
+    print(f"{args.model}, {threads} thread{'s' * (threads > 1)}, at "
           f"http://{host}:{listener.getsockname()[1]}/", flush=True)
     server.run([listener])
     if server.died:
@@ -71,7 +74,7 @@ def prepared(args):
 def listen(host, port):
     """A listening socket. ValueError if there is none to have."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with one_line(f"--host {host} --port {port}", OverflowError):
+    with one_line(f"--host {host} --port {port}"):
         listener = socket.create_server((host, port), family=family, backlog=2048)
     # What a client leaves unread waits here, too. Who reads nothing for 30 s loses the connection.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)

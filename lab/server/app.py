@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
     async def ask(self, body: Completion):   # from the live page, which sees its tokens anyway
         requests = await self.taken(body)
         self.live.asked.update(requests)
-        return {"name": requests[0].name}
+        return {"names": [request.name for request in requests]}
 
     async def taken(self, body):
         """The requests that a body asks for, in the engine's queue. Or HTTPException."""

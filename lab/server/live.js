@@ -4,7 +4,6 @@
 // note holds. Whatever comes from a prompt enters the page as textContent.
 
 const KEPT = 120;                        // steps
-const PAUSED = 1e6;                      // seconds from one step to the next
 const $ = id => document.getElementById(id);
 const state = {clock: "step", cells: "token"};   // what panels.js asks for, as of page.js
 const valueOf = step => step.step, shown = () => [view.run];
@@ -13,7 +12,7 @@ let hello = null;                        // the server's first message
 let simulate = null, scored = -Infinity;  // of schedule.js; when the stages were compared
 import("/schedule.js").then(module => { simulate = module.simulate; });
 let moments = [];                        // the last KEPT steps, as the notes have them
-let waiting = [], running = 0, pace = 0, boxes = [], view = null, drawing = false;
+let waiting = [], running = 0, pace = 0, paused = false, held = false, boxes = [], view = null, drawing = false;
 
 // --- what the server tells ------------------------------------------------------------------------
 
@@ -34,7 +33,8 @@ function take({new: arrived, tokens, tables, ended, pass, cached, waiting: queue
   waiting = queue;
   running = Object.keys(tables).length;
   if (!pass) return;
-  moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, slowed: pace > 0, tables, cached});
+  moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, slowed: held, tables, cached});
+  held = paused || pace > 0;
   moments = moments.slice(-KEPT);
   const first = moments[0].step;
   for (const [name, {reason, steps}] of requests) {
@@ -97,8 +97,9 @@ function draw() {
   if (!moments.length) {
     const there = running + waiting.length;
     $("views").replaceChildren(soft(there ? `${number(running)} running, ${number(waiting.length)} waiting: they are drawn `
-      + `from their next step on${isPaused() ? ", when you go on" : ""}.`
-      : "Nothing has run since this page was opened. Send a prompt, or a dozen."));
+      + `from their next step on${paused ? ", when you go on" : ""}.`
+      : "Nothing has run since this page was opened (what ran before ended with the last page). "
+        + "Send a prompt, or a dozen."));
     return;
   }
   if (!view) layOut();
@@ -126,20 +127,20 @@ function drawSoon() {
 
 const say = text => { $("said").textContent = text; };
 
-async function send(path, body) {        // the answer; null if it was refused
+async function send(path, body, tell = say) {   // the answer; null if it was refused
   const headers = {"Content-Type": "application/json"};
   if ($("key").value) headers.Authorization = `Bearer ${$("key").value}`;
   const init = body ? {method: "POST", headers, body: JSON.stringify(body)} : {headers};
   try {
     const answer = await fetch(path, init);
     if (answer.ok) {
-      say("");
+      tell("");
       return answer;
     }
     $("unlock").hidden = answer.status !== 401;
-    say((await answer.json()).error.message.replaceAll("max_tokens", "tokens"));
+    tell((await answer.json()).error.message.replaceAll("max_tokens", "tokens"));
   } catch {
-    say("The server does not answer.");
+    tell("The server does not answer.");
   }
   return null;
 }
@@ -168,7 +169,8 @@ function hear(message) {
   if (message.names) {                   // a stream begins: the server may be another one
     if (hello && hello.started !== message.started) for (const box of boxes) box.name = null;
     hello = message;
-    [DATA.names, DATA.vocabulary, moments, waiting, view] = [message.names, message.words, [], [], null];
+    [DATA.names, DATA.vocabulary] = [message.names, message.words];
+    [moments, waiting, running, view] = [[], [], 0, null];
     Object.assign(DATA, {gpu: message.gpu, clock: message.clock});
     scored = -Infinity;
     document.documentElement.style.cssText += message.style;
@@ -179,11 +181,11 @@ function hear(message) {
     greet();
   }
   if ("pace" in message) {
-    pace = message.pace;
-    const paused = pace === PAUSED;
+    ({pace, paused} = message);
+    held ||= paused || pace > 0;         // the next step was waited for, even if nobody waits now
     $("pause").ariaPressed = paused;
     $("pause").textContent = paused ? "go on" : "pause";
-    if (!paused) $("speed").value = pace;
+    $("speed").value = pace;
   }
   for (const note of message.notes ?? []) take(note);
   drawSoon();
@@ -201,20 +203,20 @@ async function connect() {
 
 // --- prompts --------------------------------------------------------------------------------------
 
-async function ask(prompt, most = Infinity) {   // the name of the new request
+// prompt: one text or several. The names of the new requests; null if there are none.
+async function ask(prompt, tell, most = Infinity) {
+  const [tokens, temperature] = [$("tokens"), $("temperature")];
+  if (![tokens, temperature].every(input => input.reportValidity())) return null;
   const answer = await send("/live/ask", {
-    prompt, max_tokens: Math.min(Number($("tokens").value), most), temperature: Number($("temperature").value),
-    seed: Math.floor(Math.random() * 2 ** 32)});
-  return answer && (await answer.json()).name;
+    prompt, max_tokens: Math.min(tokens.value, most), temperature: Number(temperature.value)}, tell);
+  return answer && (await answer.json()).names;
 }
 
 let touched = false;                     // whether the speed is a person's choice
 
 async function sendDozen() {             // slowly, if nobody else would have to wait
-  if (!running && !waiting.length && !touched && !isPaused()) await control({pace: 0.1});
-  await Promise.all(hello.prompts.slice(0, -1).map(prompt => ask(prompt)));
-  await new Promise(resolve => setTimeout(resolve, 1500));   // the long one comes while they decode
-  await ask(hello.prompts.at(-1), 64);   // which leaves room for so much
+  if (!running && !waiting.length && !touched && !paused) await control({pace: 0.1});
+  return ask(hello.dozen.prompt, say, hello.dozen.most);
 }
 
 async function greet() {                 // a first visit to a server that has nothing to do
@@ -226,30 +228,42 @@ async function greet() {                 // a first visit to a server that has n
   }
   await new Promise(resolve => setTimeout(resolve, 500));   // until it has told of what runs
   if (requests.size) return;
-  await sendDozen();
-  say("A dozen prompts were sent, a long one last. Send yours beside them.");
+  if (await sendDozen()) say("A dozen prompts were sent, a long one among them. Send yours beside them.");
 }
 
+const ENDS = {stop: "done: the model ended it", length: "done: it has as many tokens as were asked for",
+              cancelled: "ended with its page"};
+
 function addBox() {
-  const prompt = element("textarea", {rows: 2, ariaLabel: "prompt", placeholder: "A prompt, such as: # list.append\n"
+  const prompt = element("textarea", {rows: 2, required: true, maxLength: 2 ** 17, ariaLabel: "prompt", placeholder: "A prompt, such as: # list.append\n"
     + "Enter sends it; Shift and Enter begin a line."});
   const go = element("button", {}, "send");
-  const who = element("span", {className: "soft"}), output = element("output");
-  const box = {name: null, send: () => prompt.value && go.click(), draw() {
+  const remove = element("button", {ariaLabel: "remove this box", title: "remove this box"}, "×");
+  const who = element("span", {className: "soft"}), wrong = element("span", {role: "alert"});
+  const output = element("output"), tell = text => { wrong.textContent = text; };
+  const node = element("div", {className: "box prompt"},
+                       prompt, element("div", {}, go, remove, who, wrong), output);
+  const box = {name: null, prompt, tell, take(name) {
+    [box.name, box.asked, prompt.value, who.textContent] = [name, prompt.value, "", name];
+    drawSoon();
+  }, draw() {
     const request = requests.get(box.name);
     if (!request) return;
     const row = waiting.indexOf(box.name);
-    who.textContent = `${box.name}: ${request.reason ?? (row >= 0 ? `waiting, number ${row + 1}` : "running")}`;
+    const {reason, generated} = request;
+    const now = reason ? ENDS[reason] ?? reason : row >= 0 ? `waiting, number ${row + 1}` : "running";
+    who.textContent = `${box.name}: ${now}`;
     const end = output.scrollHeight - output.scrollTop < output.clientHeight + 30;
-    output.textContent = textOf(request.reason === "stop" ? request.generated.slice(0, -1) : request.generated);
+    output.replaceChildren(soft(box.asked), textOf(reason === "stop" ? generated.slice(0, -1) : generated));
     if (end) output.scrollTop = output.scrollHeight;
   }};
-  go.onclick = async () => {
-    box.name = await ask(prompt.value);
-    if (!box.name) return;
-    prompt.value = output.textContent = "";
-    who.textContent = box.name;
-    drawSoon();
+  go.onclick = () => {
+    if (prompt.reportValidity()) sendBoxes([box]);
+  };
+  remove.onclick = () => {
+    boxes = boxes.filter(other => other !== box);
+    node.remove();
+    count();
   };
   prompt.onkeydown = event => {
     if (event.key !== "Enter" || event.shiftKey) return;
@@ -257,22 +271,34 @@ function addBox() {
     go.click();
   };
   boxes.push(box);
+  $("boxes").append(node);
+  count();
+}
+
+function count() {                       // of the boxes; the last one stays
   $("together").hidden = boxes.length < 2;
-  $("boxes").append(element("div", {className: "box prompt"}, prompt, element("div", {}, go, who), output));
+  $("boxes").classList.toggle("single", boxes.length < 2);
+}
+
+async function sendBoxes(chosen) {       // they arrive in the same step
+  const prompts = chosen.map(({prompt}) => prompt.value);
+  const names = await ask(prompts, chosen.length > 1 ? say : chosen[0].tell);
+  names?.forEach((name, i) => chosen[i].take(name));
 }
 
 const control = body => send("/live/control", body);
-const isPaused = () => $("pause").ariaPressed === "true";
-const chosen = () => Number($("speed").value);
-$("pause").onclick = () => control({pace: isPaused() ? chosen() : PAUSED});
-$("one").onclick = () => control({pace: PAUSED, step: true});
+$("pause").onclick = () => control({paused: !paused});
+$("one").onclick = () => control({paused: true, step: true});
 $("speed").onchange = () => {
   touched = true;
-  if (!isPaused()) control({pace: chosen()});
+  control({pace: Number($("speed").value)});
 };
 $("dozen").onclick = sendDozen;
 $("box").onclick = addBox;
-$("together").onclick = () => { for (const {send} of boxes) send(); };
+$("together").onclick = () => {
+  const filled = boxes.filter(({prompt}) => prompt.value);
+  if (filled.length) sendBoxes(filled);
+};
 $("theme").onclick = () => {
   const {style} = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
   style.colorScheme = (style.colorScheme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";

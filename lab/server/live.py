@@ -31,13 +31,17 @@ FILES = {"/": FOLDER / "live.html",
 SHOWN = ("name", "prompt", "generated", "arrival", "max_new_tokens", "asked", "token_steps",
          "token_times")   # of a request
 INTERVAL, UNREAD = 0.1, 2048   # seconds between two messages; notes that a page may leave unread
+PAUSE = 1e6   # seconds
 
 
 def dozen():
-    """Prompts for a first visit: some begin alike, and the last one is long."""
-    prompts = [entry["prompt"] for entry in read_prompts(PROMPTS)]
-    return [prompt if i % 3 else BEGINNING + prompt for i, prompt in enumerate(prompts[:-1])] + [
-        "\n".join(prompts[:2] + prompts[-1:])]
+    """
+    Prompts for a first visit: some begin alike. The seventh is long: its chunks are computed while
+    the six before it decode.
+    """
+    *short, last = [entry["prompt"] for entry in read_prompts(PROMPTS)]
+    prompts = [prompt if i % 3 else BEGINNING + prompt for i, prompt in enumerate(short)]
+    return prompts[:6] + ["\n".join([*short[:2], last])] + prompts[6:]
 
 
 class Live:
@@ -46,8 +50,11 @@ class Live:
     def __init__(self, server):
         self.server, self.engine = server, (engine := server.engine)
         self.pace, self.last = 0.0, 0.0   # seconds from step to step; when the last one began
+        self.paused = False
         self.pages = {}   # of each open page: (notes to send, the requests that it knows)
         self.asked = WeakSet()   # requests that end with the last page
+        longest = max(len(server.tokenizer.encode(prompt, disallowed_special=()))
+                      for prompt in dozen())
         self.hello = {
             "model": server.name, "names": NAMES, "style": page.STYLE,
             "started": engine.trace.started, "gpu": page.gpu_data(), "clock": page.CLOCK,
@@ -58,15 +65,16 @@ class Live:
                       "page_size": engine.pages.size},
             "pool": {"pages": engine.pages.number, "page_size": engine.pages.size},
             "place": page.place(engine.model),
-            "prompts": dozen()}
+            "dozen": {"prompt": dozen(), "most": server.room + 1 - longest}}
         engine.hold, engine.see = self.hold, self.see
 
     # --- in the engine's thread ---
 
     def hold(self):
         now = time.perf_counter()
-        if now < self.last + self.pace:
-            return self.last + self.pace - now
+        wait = self.last + (PAUSE if self.paused else self.pace) - now
+        if wait > 0:
+            return wait
         if self.engine.busy:
             self.last = now
         return 0
@@ -113,7 +121,8 @@ class Live:
             # A page that has missed notes opens the stream again, and is told everything.
             while not self.server.should_exit and len(notes) < UNREAD:
                 new = ", ".join(notes.popleft() for _ in range(len(notes)))
-                message = f'{{"pace": {self.pace}, "notes": [{new}]}}'
+                message = (f'{{"pace": {self.pace}, "paused": {json.dumps(self.paused)}, '
+                           f'"notes": [{new}]}}')
                 if message != sent:
                     yield message
                 sent = message
@@ -121,12 +130,15 @@ class Live:
         finally:   # also if the connection ends
             del self.pages[id(notes)]
             if not self.pages:   # nobody is there who could go on
-                self.pace = 0.0
+                self.pace, self.paused = 0.0, False
                 self.engine.cancel(*self.asked)
 
-    async def control(self, pace: Annotated[float, Body(ge=0, le=1e6)],
+    async def control(self, pace: Annotated[float | None, Body(ge=0, le=10)] = None,
+                      paused: Annotated[bool | None, Body()] = None,
                       step: Annotated[bool, Body()] = False):
         """Sets what the page's buttons set, and all pages show. step: the next need not wait."""
         if self.pages:   # or nobody would see it, and go on
-            self.pace, self.last = pace, -math.inf if step else time.perf_counter()
+            self.pace = self.pace if pace is None else pace
+            self.paused = self.paused if paused is None else paused
+            self.last = -math.inf if step else time.perf_counter()
         self.engine.tell()

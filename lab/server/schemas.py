@@ -104,12 +104,14 @@ class Sampling(unserved(NO_EFFECT)):
             if None not in found and found[0] != found[1]:
                 raise ValueError(f"'{one}': it must be {other}, {found[1]}, not {found[0]}")
         limit, requests = self.max_tokens or self.max_completion_tokens, []
-        for i, tokens in enumerate(self.prompts(tokenizer)):
+        prompts = self.prompts(tokenizer)
+        for i, tokens in enumerate(prompts):
             most = room + 1 - len(tokens)   # the last token is never computed, and needs no room
             asked = limit or max(1, min(self.usual, most))
             if asked > most:
                 limits = f": max_tokens can be at most {most}, not {asked}" if most > 0 else ""
-                raise ValueError(f"prompt {i} has {len(tokens)} tokens, there is room for {room}"
+                which = f"prompt {i}" if len(prompts) > 1 else "the prompt"
+                raise ValueError(f"{which} has {len(tokens)} tokens, there is room for {room}"
                                  f"{limits}")
             eos_token = None if self.ignore_eos else tokenizer.eot_token
             for j in range(self.n):
