@@ -71,7 +71,7 @@ def rows(*results, path=None):
               "kernel", points[1], (72, 3))
              for points in gains.values() if points[1][1] < 1]
     return lines(gains, path, log=True, below=origin("", results[-1]), notes=notes,
-                 title="Why one batches: the weights are read once for all rows of a pass",
+                 title="Why one batches: reading the weights and calling the kernels costs once a pass",
                  ylabel="tokens a second, × those of one row",
                  xlabel="rows in one forward pass (tokens of different requests)")
 
@@ -87,8 +87,8 @@ def gaps(result, path=None):
     spoken = {"dynamic": (measured.ARRIVAL + 1, "the whole prompt in one pass", (14, -8)),
               "interleaved": (measured.ARRIVAL + 6, "each decode padded to the chunk beside it",
                               (-60, 34)),
-              "chunked": (chunked, "the last chunk, then the first\ndecode beside the long row",
-                          (18, 30))}
+              "chunked": (chunked, "the last chunk, then the\nfirst decode beside\nthe long row",
+                          (18, 40))}
     notes = [(text, (step, at[name][step]), offset)
              for name, (step, text, offset) in spoken.items() if step in at.get(name, {})]
     model = measured.NAMES.get(result.get("model"), result.get("model"))
@@ -104,13 +104,14 @@ def curve(result, path=None):
     Latency against the rate of arrivals, calculated; a cross at the top, where latency has no end,
     marks the rate with which a stage keeps up no longer. result: of `gpu`
     """
+    under = {"paged": "ragged", "chunked": "dynamic"}   # nearly the same curve
     figure, ax = pyplot().subplots(figsize=(WIDTH, 4))
     for stage, found in result["curve"].items():
         i = STAGES.index(stage)
         points, served = found["points"], found["served"]
         ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], markersize=9 - i,
-                linestyle="--" if stage == "paged" else "-",
-                label=f"{stage}: {served:.1f}" + " (dashed, on ragged's)" * (stage == "paged"))
+                linestyle="--" if stage in under else "-", label=f"{stage}: {served:.1f}"
+                + (f" (dashed, on {under[stage]}'s)" if stage in under else ""))
         rate, ms = points[-1]
         ax.annotate("", (served, 1), (rate, ms), ("data", "axes fraction"), "data", arrowprops={
             "arrowstyle": "-", "linestyle": ":", "color": CYCLE[i]})
@@ -143,6 +144,9 @@ def bars(panels, looks, label, height, form, path, dashed="", below="", above=""
         ax.bar_label(drawn, fmt=form, padding=2, fontsize=8,
                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})
         limit = ax.axvline(mark, color="black", linestyle="--", linewidth=1, label=dashed)
+        if dashed:
+            ax.text(mark, 1, f"{mark:,.0f}", fontsize=8, ha="center", va="bottom",
+                    transform=ax.get_xaxis_transform())
         ax.set(title=title)
         ax.margins(x=0.25 if sharex else 0.1)
         ax.locator_params(axis="x", nbins=3)
@@ -169,11 +173,14 @@ def bench(*results, path=None):
 
 def kinds(result, path=None):
     """Speedups by kind of prompts: a panel for each. result: of `prepacking`"""
-    panels = {kind: (times, 1) for kind, times in prepacking.speedups(result).items()}
-    looks = dict.fromkeys(prepacking.METHODS, "plain PyTorch")
-    return bars(panels, looks, "times as fast as padding (dashed: 1)", 2.4, "{:.2f}", path,
-                below=origin(prepacking.MODEL, result), sharex=True,
-                above="16 prompts at a time, of five kinds: beside padding them to the longest")
+    how = {"length-ordered": "padded, sorted first", "prepacking, batch": "packed, 16 at a time",
+           "prepacking, dataset": "packed, all at once", "ragged": "ragged: no rows"}
+    panels = {kind: ({how[method]: times for method, times in found.items()}, 1)
+              for kind, found in prepacking.speedups(result).items()}
+    return bars(panels, dict.fromkeys(how.values(), "plain PyTorch"),
+                "times as fast as padding 16 prompts to the longest of them (dashed: 1)", 2.4,
+                "{:.2f}", path, below=origin(prepacking.MODEL, result), sharex=True,
+                above="Prefill without pads: how much faster, for five kinds of prompts")
 
 
 def slots(result, path=None):
