@@ -89,6 +89,12 @@ def test_the_walk_counts_its_figures_itself():
     run, (_, stop) = RUN_OF["prefix"], STOPS["preemption"]
     gaps = [b - a for request in run["requests"] for a, b in zip(request["ms"], request["ms"][1:])]
     assert f"waits {max(gaps):.0f} ms" in stop["text"]   # the red frame
+    point = STOPS["the point"][1]
+    for name in point["show"]["run"], point["show"]["beside"]:   # the stall, and its price
+        times = [[request["arrived"], *request["ms"]] for request in RUN_OF[name]["requests"]]
+        gaps = [max(b - a for a, b in zip(ms[1:], ms[2:])) for ms in times]
+        for wait in max(gaps), max(ms[1] - ms[0] for ms in times):
+            assert re.search(rf" {wait:.0f}( ms|\. How)", point["text"])
     assert any(sum(run["passes"]["recomputed"]) for run in RUN_OF.values())
     assert all(max(RUN_OF[name]["passes"]["reserved"]) <= 26 * 16 for name in (build.SAME, *PAGED))
     assert [name for name, run in RUN_OF.items() if run["check"]["wrong"]] == [build.MASK]
@@ -332,8 +338,9 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(size, show):
         assert shown.address == there and shown.texts("#play") == ["play"]
         shown.run("if (DATA.walk[state.stop + 1]) $('on').click()")
     assert shown.texts("#on") == ["your own requests"]
-    shown.click(".scores button", [*RUN_OF].index("speculative"))   # in the fewest steps
-    assert shown.run("return views[0].run.name") == "speculative"
+    assert shown.texts(".scores button") == stop["rows"] and stop["rows"][-1] == "prefix"
+    shown.click(".scores button", len(stop["rows"]) - 1)   # in the fewest steps
+    assert shown.run("return views[0].run.name") == "prefix"
 
 
 def test_back_goes_back_a_stop(show):
@@ -376,7 +383,8 @@ def test_pads_fall_out_and_rows_join(motion, seconds, show):
 
 def test_a_phone(show):
     """One panel at a time, targets for a thumb, a swipe, and a tap that magnifies a narrow slot."""
-    shown = show("stop=1")
+    number, _ = STOPS["padding"]
+    shown = show(f"stop={number}")
     resize(shown.browser, 390, 844)
     shown.run("answer(1)")
     assert shown.run("""return [...document.querySelectorAll("button, select")].filter(
@@ -400,7 +408,7 @@ def test_a_phone(show):
           const touch = new Touch({identifier: 1, target: $("stop"), clientX: x, clientY: 200});
           $("stop").dispatchEvent(new TouchEvent(type, {bubbles: true, changedTouches: [touch]}));
         }""")
-    assert shown.run("return state.stop") == 2
+    assert shown.run("return state.stop") == number + 1
 
 
 def test_prompts_neither_break_nor_run(show):
@@ -652,7 +660,7 @@ def test_the_clock_in_ms_plays_ms(show):
 def test_nothing_overflows_a_phone(width, show):
     shown = show()
     resize(shown.browser, width, 844)
-    for address in ("stop=1", "stop=3&all=1&run=chunked&ms=50", "stop=12", OWN + "&beside=ragged"):
+    for address in ("stop=2", "stop=4&all=1&run=chunked&ms=50", "stop=13", OWN + "&beside=ragged"):
         shown.go_to(address)
         for tab in range(len(shown.texts("#tabs button"))):
             shown.click("#tabs button", tab)

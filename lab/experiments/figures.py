@@ -71,7 +71,7 @@ def rows(*results, path=None):
               "kernel", points[1], (72, 3))
              for points in gains.values() if points[1][1] < 1]
     return lines(gains, path, log=True, below=origin("", results[-1]), notes=notes,
-                 title="Why one batches: reading the weights and calling the kernels costs once a pass",
+                 title="Why one batches: reading weights and calling kernels costs once a pass",
                  ylabel="tokens a second, × those of one row",
                  xlabel="rows in one forward pass (tokens of different requests)")
 

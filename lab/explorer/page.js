@@ -235,9 +235,8 @@ function render() {                      // what depends on the moment
 function scoreboardNow() {
   if (state.own) return ownScoreboard();
   if (!inScene()) return scoreboard(views[0].run.would ??= wouldHave(views[0].run));
-  const ladder = names.filter(name => name !== "two requests");
   const pick = run => { leave(); state.all = true; change({run, beside: "", clock: "ms"}); };
-  const scores = ladder.map(name => [name, figuresOf(RUNS.get(name))]);
+  const scores = DATA.walk[state.stop].rows.map(name => [name, figuresOf(RUNS.get(name))]);
   return scoreboard(Object.fromEntries(scores), pick);
 }
 
@@ -278,7 +277,7 @@ function drawControls() {
   $("all").hidden = !on;
   $("all").textContent = state.all ? "this scene only" : "all panels";
   $("return").hidden = !away;
-  $("return").textContent = `back to stop ${stop}`;
+  $("return").textContent = `back to ${on?.title}`;
   $("on").hidden = away || Boolean(state.own) || !walk.length;
   $("on").textContent = !on ? "guided walk" : walk[stop + 1] ? "next stop" : "your own requests";
 }
@@ -443,7 +442,7 @@ function begin() {
     "button", {id: "mine", onclick: () => openOwn()}, "try your own requests")),
     ...DATA.walk.length ? [element("li", {className: "soft"}, "or begin with the walk:")] : [],
     ...DATA.walk.map(({title}, i) => element(
-      "li", {}, element("button", {onclick: () => visit(i)}, `${i} ${title}`))));
+      "li", {}, element("button", {onclick: () => visit(i)}, title))));
   beginOwn();
   for (const id of ["run", "beside", "clock"]) $(id).onchange = () => change({[id]: $(id).value});
   $("cells").onchange = () => { state.cells = $("cells").value; render(); };

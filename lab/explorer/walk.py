@@ -21,14 +21,14 @@ GUESS, TWO = "speculative", "two requests"
 def walk(traces):
     """The stops for runs {name: trace}, as the page takes them."""
     words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
-    scenes = one_request, padding, finished_rows, stall, chunk, fused_rectangle, published_mask, \
-        flat_stream, pages, sharing, preemption, guessing, scoreboard
+    scenes = the_point, one_request, padding, finished_rows, stall, chunk, fused_rectangle, \
+        published_mask, flat_stream, pages, sharing, preemption, guessing, scoreboard
     found = {scene.__name__: scene(traces) for scene in scenes}
     return [stop(name.replace("_", " "), figures, **words[name]) for name, figures in found.items()]
 
 
 def stop(title, figures, text, panels, runs, clock="step", look=0, change=None, question=None,
-         choices=(), right=None):
+         choices=(), right=None, rows=None, asks=0):
     """
     figures: what the words count; and of the scene its step, the slot to point at in the run to
     look at, (pass, row, column), and (step, slot) while it asks, if they differ. The rest is said
@@ -43,11 +43,22 @@ def stop(title, figures, text, panels, runs, clock="step", look=0, change=None, 
              "show": scene(runs, step, slot)}
     if question:   # nothing that is shown then gives the answer away
         asked = figures.get("before") or (step, None if change else slot)
-        found["ask"] = {"question": question.format(**figures), "show": scene(runs[:1], *asked),
+        found["ask"] = {"question": question.format(**figures), "show": scene([runs[asks]], *asked),
                         "choices": [text.format(**figures) for text in choices], "right": right}
+    if rows:
+        found["rows"] = rows
     if change:
         found["change"] = {"runs": ["chunked", "interleaved", FLAT], "shapes": change}
     return found
+
+
+def the_point(traces):
+    found, both = stall(traces), [traces[run] for run in ("dynamic", FLAT)]
+    return dict(step=found["step"], tokens=found["tokens"], number=len(both[0].requests),
+                waits=[worst_wait(trace)[0] for trace in both],
+                ends=[ends_at(trace) for trace in both],
+                first=[max(1e3 * (request.token_times[0] - trace.arrived(request))
+                           for request in trace.requests) for trace in both])
 
 
 def one_request(traces):
@@ -88,7 +99,7 @@ def chunk(traces):
     both = [traces[run] for run in ("dynamic", "chunked")]
     late = [1e3 * (request.token_times[0] - trace.arrived(request))
             for trace, request in ((trace, request_of(trace, name)) for trace in both)]
-    ends = [1e3 * max(request.token_times[-1] for request in trace.requests) for trace in both]
+    ends = [ends_at(trace) for trace in both]
     return dict(step=step, budget=both[1].recording.knobs["token_budget"], n=n, name=name,
                 late=late, whole=len(request_of(both[1], name).prompt), ends=ends,
                 waits=[worst_wait(trace)[0] for trace in both])
@@ -131,8 +142,9 @@ def pages(traces):
     running = [{p.step: len(p.work) for p in trace.passes} for trace in (paged, same)]
     many, step = max((many, -step) for step, many in running[0].items()
                      if many > running[1].get(step, 0))
-    return dict(step=-step, size=paged.recording.pool["page_size"], many=many,
-                few=running[1].get(-step, 0), limit=same.recording.knobs["max_kv_tokens"])
+    few = running[1].get(-step, 0)
+    return dict(step=-step, size=paged.recording.pool["page_size"], many=many, few=few,
+                twice=2 * few, limit=same.recording.knobs["max_kv_tokens"])
 
 
 def sharing(traces):
@@ -217,6 +229,10 @@ def worst_wait(trace):
     """
     longest, end, _ = max(waits(trace))
     return longest, max(p.step for p in trace.passes if p.step < end)
+
+
+def ends_at(trace):
+    return 1e3 * max(request.token_times[-1] for request in trace.requests)
 
 
 def milliseconds(trace, step):
