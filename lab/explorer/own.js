@@ -30,7 +30,7 @@ const MOST = 40;                         // requests
 // --- the state -----------------------------------------------------------------------------------
 
 const planned = new Map();               // stage -> its run of state.own
-const earlier = [];                      // for undo: states as JSON
+const earlier = [], undone = [];         // for undo and redo: states as JSON
 const rows = [], knobs = {};             // controls of each request; of each knob
 let mine = null, before = null;          // the last state that was shown; that before a drag
 let soon = null;                         // the next frame, if it shall redraw
@@ -133,7 +133,10 @@ function ownRun(stage) {
 let by = null;                           // the bar on which keys were pressed last
 
 function keep(was, from) {               // keys pressed on one bar are one change
-  if (was !== JSON.stringify(state.own) && !(from && from === by)) earlier.push(was);
+  if (was !== JSON.stringify(state.own)) {
+    if (!from || from !== by) earlier.push(was);
+    undone.length = 0;
+  }
   by = from;
 }
 
@@ -159,10 +162,13 @@ function redraw() {                      // at most once in a frame
   fill();
 }
 
-function undo() {
-  if (!earlier.length) return;
+const undo = () => restore(earlier, undone), redo = () => restore(undone, earlier);
+
+function restore(from, to) {
+  if (!from.length) return;
   by = null;
-  setOwn(JSON.parse(earlier.pop()));
+  to.push(JSON.stringify(state.own));
+  setOwn(JSON.parse(from.pop()));
   redraw();
 }
 
@@ -266,7 +272,8 @@ function beginOwn() {
     setTimeout(() => { copy.textContent = "copy link"; }, 1500);
   }}, "copy link");
   $("presets").append("Begin with: ", ...Object.keys(PRESETS).map(preset),
-                      element("button", {id: "undo", onclick: undo}, "undo"), copy);
+                      element("button", {id: "undo", onclick: undo}, "undo"),
+                      element("button", {id: "redo", onclick: redo}, "redo"), copy);
   $("pasting").append(paste, note);
   for (const [name, [title, values, , meaning]] of Object.entries(KNOBS)) {
     const knob = bar(`${title}: ${meaning}`, "knob", values, n => { state.own[name] = n; });
@@ -358,6 +365,7 @@ function drawOwn({run, wide}) {          // the controls show the state
   $("brief").textContent = "tokens/s: " + Object.entries(ownScores()).map(
     ([stage, score]) => `${stage} ${score ? rounded(score.speed) : "–"}`).join(" · ");
   $("undo").disabled = !earlier.length;
+  $("redo").disabled = !undone.length;
   $("more").disabled = requests.length === MOST;
 }
 
@@ -437,5 +445,6 @@ function waitsFor(run, now, {name, prompt, limit, steps}) {   // the first in th
     ? [Math.ceil(known / pool.page_size), pool.pages - reserved / pool.page_size, "page"]
     : [prompt.length + limit - 1, knobs.max_kv_tokens - reserved, "token"];
   const does = run.name === "prefix" ? "needs at most" : pool ? "needs" : "would reserve";
-  return `memory: ${name} ${does} ${plural(need, unit)}, ${number(free)} free`;
+  const less = pool ? "" : " (the last one of its answer needs none)";
+  return `memory: ${name} ${does} ${plural(need, unit)}${less}, ${number(free)} free`;
 }

@@ -348,11 +348,12 @@ const MOVES = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDo
 
 function onKey(event) {
   const {target, key} = event, grid = target.closest(".grid"), {activeElement} = document;
-  if (state.own && key === "z" && (event.ctrlKey || event.metaKey) && !target.closest("textarea")) {
+  const held = event.ctrlKey || event.metaKey;
+  if (state.own && held && ["z", "Z", "y"].includes(key) && !target.closest("textarea")) {
     event.preventDefault();
-    return undo();
+    return key === "z" ? undo() : redo();
   }
-  if (target.closest("select, input, textarea") || event.ctrlKey || event.metaKey || event.altKey) {
+  if (target.closest("select, input, textarea") || held || event.altKey) {
     return;
   }
   if (key === " " && target.closest("button, summary")) return;
