@@ -241,11 +241,15 @@ def causal_rule(T, S):
 # token 0 of the answer will be right. Token 1 comes from the first pass with a past.
 
 # %%
-with broken("causal rule from the top left"):
+with broken("causal rule from the top left", show=False):
     check("unbatched", [request])
     wrong = look("chunked", [request], step=1, token_budget=4)
 show({"broken": wrong,
       "correct": look("chunked", [request], step=1, token_budget=4)}, label=word);
+
+# %%
+with folded(), broken("causal rule from the top left"):
+    print("The line that changes is the one that you have written.")
 
 # %% [markdown]
 # The three queries are at positions 4, 5 and 6, but see only as much as positions 0, 1 and 2 would.

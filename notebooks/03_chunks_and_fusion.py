@@ -37,11 +37,13 @@ gaps(results("gaps"));
 # *ITL* is the time between one token and the next. The picture shows the ITL of the four; the
 # newcomer feels its TTFT.
 #
-# In our Scheduler the budget is shared out in these lines. `todo` is how many of a request's known
-# tokens are not computed yet. A decode has 1. So has a prompt of which only the last token is left,
-# and the Scheduler treats it in the same way.
+# In our Scheduler this takes two functions. `admit` lets requests in while there is a place, and
+# while those that run leave something of the budget. `share_budget` makes the plan of the step.
+# `todo` is how many of a request's known tokens are not computed yet. A decode has 1. So has a
+# prompt of which only the last token is left, and the Scheduler treats it in the same way.
 
 # %%
+source(Scheduler.admit)
 source(Scheduler.share_budget)
 
 # %% [markdown]
@@ -190,10 +192,14 @@ def row_mask(start, n, P, T):
 # The tutorial builds a mask for the padding of the past, and marks *all* T new slots as valid:
 
 # %%
-with broken("published mask"):
+with broken("published mask", show=False):
     check("interleaved", example)
     published = look("interleaved", small, step=1)
 show({"the published mask": published});
+
+# %%
+with folded(), broken("published mask"):
+    print("The line that changes is the one that you have written.")
 
 # %% [markdown]
 # Red keys are pads with arbitrary contents, and each takes part of the softmax's weight. B and C

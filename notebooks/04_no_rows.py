@@ -61,13 +61,6 @@ with folded(), broken("neighbours in a packed row"):
     show({"the causal rule alone": look("prepacked", five, step=0)})
 
 # %% [markdown]
-# Now the mask is right again, but the positions run on from one prompt to the next:
-
-# %%
-with broken("positions that run on in a packed row"):
-    check("prepacked", five)
-
-# %% [markdown]
 # After the pass each prompt's keys and values go into its own cache: they are *unpacked*. From then
 # on nothing tells that the prompts shared rows.
 #

@@ -8,7 +8,7 @@
 # values among several query heads: *grouped-query attention*, GQA.
 
 # %%
-from lesson import ask, folded, model, source
+from lesson import ask, bars, folded, model, source
 from exercises import exercise, solution
 from copy import deepcopy
 import math
@@ -46,16 +46,22 @@ ask("7.1: How many KiB (of 1,024 bytes) does a token of Llama 3.1 8B cost?", gue
 # An A100 has 40 or 80 GiB (of 2³⁰ bytes); data sheets call them GB.
 
 # %%
+cases = {f"{memory} GiB, {name}": (memory * GiB, *shape)
+         for memory in (40, 80) for name, shape in MODELS.items()}
+left = [0.9 * memory - 2 * parameters - 0.5e9 for memory, parameters, *_ in cases.values()]
+bars(cases, {"weights": [2 * parameters / 1e9 for _, parameters, *_ in cases.values()],
+             "a pass": [0.5] * len(cases), "keys and values": [room / 1e9 for room in left],
+             "not used": [0.1 * memory / 1e9 for memory, *_ in cases.values()]}, "GB of an A100")
+
+# %%
 ask("7.2: How many tokens of Llama 2 7B fit into an A100 of 40 GiB, beside the weights? (to 1%)",
     guess=...)
 
 # %%
 with folded():
-    for memory in 40, 80:
-        for name, (parameters, layers, kv_heads, size, _) in MODELS.items():
-            room = 0.9 * memory * GiB - 2 * parameters - 0.5e9
-            print(f"{memory} GiB, {name:13} {room / 1e9:4.1f} GB left: room for "
-                  f"{room // (4 * layers * kv_heads * size):10,.0f} tokens")
+    for room, (name, (_, _, layers, kv_heads, size, _)) in zip(left, cases.items()):
+        print(f"{name:21} {room / 1e9:4.1f} GB left: room for "
+              f"{room // (4 * layers * kv_heads * size):10,.0f} tokens")
 
 # %% [markdown]
 # Twice the memory is more than twice the room, because the weights are stored once.
@@ -89,13 +95,11 @@ def requests_that_fit(memory, parameters, layers, kv_heads, head_size, tokens, s
 
 # %%
 fit = solution("requests_that_fit")   # ours
-with folded():
-    print(" " * 30 + "reserving 3,999   1,000 in pages   500 of them shared")   # all of whole pages
-    for memory in 40, 80:
-        for name, (*shape, _) in MODELS.items():
-            numbers = [fit(memory * GiB, *shape, *how)
-                       for how in ((3999, 0), (1000, 0), (1000, 500))]
-            print(f"A100, {memory} GiB, {name:13}" + "".join(f"{n:17,}" for n in numbers))
+hows = {"reserving 3,999": (3999, 0), "1,000 in pages": (1000, 0), "500 shared": (1000, 500)}
+with folded():   # all of whole pages
+    numbers = {how: [fit(*shape, *tokens) for *shape, _ in cases.values()]
+               for how, tokens in hows.items()}
+    bars(cases, numbers, "requests at once", beside=True)
 
 # %% [markdown]
 # Pages are worth a factor of four here, shared prefixes almost two, and GQA four (nine in Qwen2,

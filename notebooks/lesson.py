@@ -35,7 +35,7 @@ from lab.checks.check import Check, summary
 from lab.checks.toy import letters
 from lab.checks.traps import broken  # noqa: F401
 from lab.checks.xray import sights_at
-from lab.experiments.figures import gaps, lines, packing, pool  # noqa: F401 (for notebooks)
+from lab.experiments.figures import CYCLE, gaps, lines, packing, pool  # noqa: F401 (to notebooks)
 from lab.experiments.memory import filling_pool  # noqa: F401
 from lab.experiments.results import load as results  # noqa: F401
 from lab.loading.load import load, set_threads
@@ -80,6 +80,22 @@ def folded():
         pyplot().close()
     html = f"<details><summary>Unfold, once you have answered</summary>{html}</details>"
     display({"text/html": html, "text/plain": text}, raw=True)
+
+
+def bars(names, parts, label, beside=False):
+    """A bar for each name. parts: {what: a value for each name}, in one bar or `beside` another."""
+    high = 0.8 / len(parts) if beside else 0.8
+    figure, ax = pyplot().subplots(figsize=(8, 0.8 + 0.4 * len(names) * (1 + beside)))
+    before = [0] * len(names)
+    for i, (what, values) in enumerate(parts.items()):
+        places = [row + beside * (i - (len(parts) - 1) / 2) * high for row in range(len(names))]
+        drawn = ax.barh(places, values, high, before, color=CYCLE[i], label=what)
+        if beside:
+            ax.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize=9)
+        else:
+            before = [sum(both) for both in zip(before, values)]
+    ax.set(xlabel=label, yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
+    figure.legend(loc="upper center", ncols=len(parts), fontsize=9)
 
 
 def eight_requests():
