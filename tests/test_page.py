@@ -364,7 +364,8 @@ def test_pads_fall_out_and_rows_join(motion, seconds, show):
     shown = show(f"stop={number}")
     features = [{"name": "prefers-reduced-motion", "value": motion}]
     shown.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    shown.run("answer(0)")
+    shown.run("answer(1)")
+    assert shown.texts("#stop")[0].startswith(f"No, not “{stop['ask']['choices'][1]}”. ")
     assert len(shown.texts(".change .slot")) == math.prod(passes["shape"][i])
     if motion == "no-preference":   # it begins with the rectangle
         shown.click(".shapes button", 1)   # without the pads
@@ -387,6 +388,7 @@ def test_a_phone(show):
     shown = show(f"stop={number}")
     resize(shown.browser, 390, 844)
     shown.run("answer(1)")
+    assert shown.texts(".sees p")[0].startswith("A pad here sees no key.")   # left of all tokens
     assert shown.run("""return [...document.querySelectorAll("button, select")].filter(
         node => node.offsetParent).map(node => node.getBoundingClientRect()).every(
         ({width, height}) => width >= 40 && height >= 40)""")
@@ -606,6 +608,7 @@ def test_requests_are_pasted_as_numbers_texts_and_jsonl(show):
             ("{", "line 1 is not JSON"), ("", "1 to 40"), ("lengths,n\n4,5", "line 1: no column"),
             ("8 9\n0 5", "line 2: a prompt's tokens must be a whole number from 1 to 8,192, not 0"),
             ("-4 5", "line 1: a prompt"), ("40 30 -5", "line 1: an arrival in ms"),
+            ('{"messages": []}', "line 1: no prompt; it may be called prompt, prompt_tokens"),
             ("answer,prompt\n4,x", "line 2: a prompt's tokens must be a whole number from 1 to "
              "8,192, not x"), ("4 5", "1 request: 4 and 5 tokens at 0 ms.")):
         paste(text)
@@ -623,8 +626,10 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
             ("prefix", 1, "C D wait for memory: C needs at most 3 pages, 1 free."),
             ("chunked&max_batch=2", 1, "prefill of B (16). C D wait for a place."),
             ("dynamic&max_batch=3", 1, "3 decodes. D waits for a place."),
+            ("dynamic", 0, "prefill of A (40), B (40), C (40), D (9). 31 of its 160 slots are "
+             "pads. A B C D begin."),
             ("naive&max_batch=3", 1, "3 decodes. D waits for the batch."),
-            ("unbatched", 1, "1 decode. B C D wait for its turn.")):
+            ("unbatched", 1, "1 decode. B C D wait for a turn.")):
         shown.go_to(f"{own}&run={stage}").run("go(arguments[0])", step)
         assert shown.texts("#said")[0].endswith(said)
     sentences = """return ticks.map((_, i) => { go(i); return [

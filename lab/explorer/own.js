@@ -16,7 +16,8 @@ const KNOBS = {   // title, values, default, what it means
            "tokens whose keys and values fit, for the stages from chunked on"],
   page_size: ["page size", [1, 2, 4, 8, 16, 32, 64], 16, "tokens in a page of paged and prefix"],
   max_new_tokens: ["max_new_tokens", [0, ...LENGTHS], 0,
-                   "the least that a request may ask for; its answer can be shorter"],
+                   "the answer's limit that each request declares, if longer than its answer; "
+                   + "stages that reserve, reserve for it"],
   common: ["common beginning", [0, ...LENGTHS], 0, "tokens with which prompts marked ≡ begin"]};
 const PRESETS = {   // as in an address
   "mixed": "own=24-40_60-24_12-60_120-30-40_36-16-80_200-24-120_16-48-160_48-32-200",
@@ -300,9 +301,8 @@ function entryOf(line, heads) {
   else if (numbers(line)) {
     given = Object.fromEntries(numbers(line).map((n, k) => [Object.keys(COLUMNS)[k], n]));
   }
-  const entry = Object.fromEntries(Object.entries(COLUMNS).map(
+  return Object.fromEntries(Object.entries(COLUMNS).map(
     ([column, names]) => [column, names.map(name => given[name]).find(it => it != null)]));
-  return entry;
 }
 
 // Requests in a text. Error with a line that says what is wrong.
@@ -324,6 +324,11 @@ function parsed(text) {
       throw Error(`line ${i + 1} is not JSON`);
     }
   });
+  const without = entries.findIndex(({prompt}) => prompt === undefined);
+  if (without >= 0) {
+    throw Error(`line ${without + 1 + Boolean(heads)}: no prompt; it may be called `
+                + COLUMNS.prompt.join(", "));
+  }
   const texts = entries.map(({prompt}) => !heads && typeof prompt === "string" ? prompt : "");
   const shared = entries.map((entry, i) => entry.shared ?? Math.floor(largest(
     texts.map((text, k) => k === i ? 0 : alike(texts[i], text))) / 4));
@@ -362,8 +367,11 @@ function drawOwn({run, wide}) {          // the controls show the state
   const end = state.held ?? largest(shown().map(endOf));
   requests.forEach((request, r) => rows[r].show(request, end));
   for (const name of Object.keys(KNOBS)) knobs[name].show(state.own[name]);
-  $("brief").textContent = "tokens/s: " + Object.entries(ownScores()).map(
+  const speeds = stages => stages.map(
     ([stage, score]) => `${stage} ${score ? rounded(score.speed) : "–"}`).join(" · ");
+  const scores = Object.entries(ownScores());
+  $("brief").textContent = `tokens/s, without a limit of memory: ${speeds(scores.slice(0, 3))}; `
+    + `in ${number(state.own.memory)} tokens: ${speeds(scores.slice(3))}`;
   $("undo").disabled = !earlier.length;
   $("redo").disabled = !undone.length;
   $("more").disabled = requests.length === MOST;
@@ -388,7 +396,7 @@ function sayOwn(view) {                  // the plan, and what waits for what
   const names = queue.map(({name, kind}) => name + (kind === "preempted" ? " (preempted)" : ""));
   if (names.length > 8) names.splice(8, Infinity, `and ${names.length - 8} more`);
   const wait = !names.length || !now.passes.length ? ""
-    : ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waitsFor(run, now, queue[0])}.`;
+    : ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waitsFor(run, now, queue)}.`;
   const never = run.requests.filter(({refused}) => refused);
   const others = never.slice(1).map(({name}) => name).join(" ");
   const misfits = never.length ? ` ${never[0].name} can never run: ${never[0].refused}`
@@ -433,9 +441,9 @@ function pagesSay(run, now) {
   }).join("");
 }
 
-const FIRST = {unbatched: "its turn", naive: "the batch", dynamic: "a place"};
+const FIRST = {unbatched: "a turn", naive: "the batch", dynamic: "a place"};
 
-function waitsFor(run, now, {name, prompt, limit, steps}) {   // the first in the queue
+function waitsFor(run, now, [{name, prompt, limit, steps}]) {   // the first in the queue
   const {knobs, passes, pool} = run, [first] = now.passes, reserved = passes.reserved[first];
   if (FIRST[run.name]) return FIRST[run.name];
   if (passes.at_once[first] === knobs.max_batch) return "a place";

@@ -289,7 +289,7 @@ function drawStop(on) {                  // its question, or its text
   $("stop").className = on ? "on" : "";
   const {question, choices, right} = on?.ask ?? {}, choice = answered.get(state.stop);
   const before = choice === undefined || choice === null ? ""
-    : choice === right ? "Right. " : `Not ${choices[choice]}. `;
+    : choice === right ? "Right. " : `No, not “${choices[choice]}”. `;
   const again = element("button", {className: "again", onclick: () => {
     answered.delete(state.stop);
     visit(state.stop, false);
@@ -437,6 +437,10 @@ function begin() {
   const clock = DATA.calculated ? "calculated for an A100" : "measured";
   const what = DATA.walk.length ? `a walk of ${DATA.walk.length} stops, then your own requests`
     : `${plural(requests.length, "request")}, ${plural(tokens, "prompt token")}`;
+  const {weights, vocabulary, key, row, tile, overhead} = DATA.gpu;
+  $("formula").textContent = `It reads the weights, ${ms(1e3 * (weights + vocabulary))}, and the keys and values `
+    + `in sight, ${ms(1e6 * key)} for 1,000 tokens; its arithmetic takes ${ms(1e3 * tile * row)}, and ${ms(1e5 * row)} for 100 slots. `
+    + `The time is the root of the sum of both squares, and ${ms(1e3 * overhead)} of overhead.`;
   $("about").textContent = `how an LLM server batches requests, step by step: ${what}; `
     + `ms are ${clock}`;
   $("walk").querySelector("ol").append(element("li", {}, element(

@@ -270,7 +270,14 @@ function sayPlan({run, now}, parts) {
   const items = [decodes && plural(decodes, "decode"), list("prefill", "prefill of "),
                  list("recomputed", "", " computed again"), list("accepted", "right guesses of "),
                  list("rejected", "wrong guesses of ")].filter(Boolean);
-  return `${of}: ${items.join(", then ")}.`;
+  return `${of}: ${items.join(", then ")}.${padsSay(run, now)}`;
+}
+
+function padsSay({passes}, {passes: those}) {   // where slots are computed for nothing
+  const sum = name => those.reduce((all, i) => all + passes[name][i], 0);
+  const empty = sum("pad_slots") + sum("finished_slots");
+  return empty ? ` ${number(empty)} of its ${plural(sum("slots"), "slot")} ${
+    sum("finished_slots") ? "are pads or finished" : "are pads"}.` : "";
 }
 
 function drawPlan(view) {
@@ -474,7 +481,10 @@ function sentence(run, slot, keys, guess) {
   if (owner < 0) {
     const what = owner === -1 ? "A pad"
       : `A slot of ${run.requests[-2 - owner].name}, which is finished,`;
-    return element("p", {}, bold(what), " sees keys, too, but what it computes is never read.");
+    const sees = keys.some(({mark}) => ["past", "new", "wrong"].includes(mark))
+      ? " sees keys, too, but what it computes is never read."
+      : " here sees no key. It is computed all the same, and never read.";
+    return element("p", {}, bold(what), sees);
   }
   const text = word(run, owner, position, "token", guess);
   const who = `${run.requests[owner].name}, position ${position}, “${text}” (${DATA.names[kind]})`;
@@ -739,7 +749,7 @@ const SCORES = {   // figure: title, its text, what it means
   at_once: ["at once", number, "the most requests that run at the same time"],
   memory: ["memory, tokens", ([held, limit]) => [number(held), element(
     "small", {}, limit ? ` of ${number(limit)}` : " no limit")],
-           "the most keys and values that have room reserved"]};
+           "the most keys and values that have room reserved in a pass"]};
 
 function scoreboard(scores, pick, marked = {}) {
   const ran = Object.values(scores).filter(Boolean), limited = ran.some(({memory}) => memory[1]);

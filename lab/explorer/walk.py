@@ -56,7 +56,6 @@ def the_point(traces):
     found, both = stall(traces), [traces[run] for run in ("dynamic", FLAT)]
     return dict(step=found["step"], tokens=found["tokens"], number=len(both[0].requests),
                 waits=[worst_wait(trace)[0] for trace in both],
-                ends=[ends_at(trace) for trace in both],
                 first=[max(1e3 * (request.token_times[0] - trace.arrived(request))
                            for request in trace.requests) for trace in both])
 
@@ -99,9 +98,9 @@ def chunk(traces):
     both = [traces[run] for run in ("dynamic", "chunked")]
     late = [1e3 * (request.token_times[0] - trace.arrived(request))
             for trace, request in ((trace, request_of(trace, name)) for trace in both)]
-    ends = [ends_at(trace) for trace in both]
     return dict(step=step, budget=both[1].recording.knobs["token_budget"], n=n, name=name,
-                late=late, whole=len(request_of(both[1], name).prompt), ends=ends,
+                late=late, whole=len(request_of(both[1], name).prompt),
+                passes=[len(trace.passes) for trace in both],
                 waits=[worst_wait(trace)[0] for trace in both])
 
 
@@ -229,10 +228,6 @@ def worst_wait(trace):
     """
     longest, end, _ = max(waits(trace))
     return longest, max(p.step for p in trace.passes if p.step < end)
-
-
-def ends_at(trace):
-    return 1e3 * max(request.token_times[-1] for request in trace.requests)
 
 
 def milliseconds(trace, step):
