@@ -272,7 +272,7 @@ function beginOwn() {
     copy.textContent = "copied";
     setTimeout(() => { copy.textContent = "copy link"; }, 1500);
   }}, "copy link");
-  $("presets").append("Begin with: ", ...Object.keys(PRESETS).map(preset),
+  $("presets").append(element("span", {}, "Begin with:"), ...Object.keys(PRESETS).map(preset),
                       element("button", {id: "undo", onclick: undo}, "undo"),
                       element("button", {id: "redo", onclick: redo}, "redo"), copy);
   $("pasting").append(paste, note);
