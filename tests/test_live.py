@@ -168,9 +168,13 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
             chrome.refresh()   # has seen no step, and knows how fast they were
             running.until(lambda: script(text).startswith("0 running, 2 waiting: they are drawn"))
             assert script("return $('speed').value") == "0.25"
-            script("$('pause').click()")
-            running.until(lambda: script("return moments.length") > 2)
-            assert running.server.live.pace == 0.25
-            assert script("return moments.every(({slowed}) => slowed)")
+            script("$('speed').value = 0; $('speed').onchange()")
+            running.until(lambda: script("return paused && pace === 0"))
+            chrome.refresh()
+            running.until(lambda: script("return paused"))
+            script("$('pause').click()")   # only the first step has waited for it
+            running.until(lambda: script("return moments.length") > 5)
+            slowed = script("return moments.map(({slowed}) => slowed)")
+            assert slowed[0] and not slowed[-1]
         log = [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
         assert len(log) == 1 and "/live/ask" in log[0]["message"]   # the one that has no room
