@@ -1,5 +1,4 @@
 """Every page that is made here, as axe-core sees it: contrast, names, roles, light and dark."""
-import os
 import subprocess
 import sys
 
@@ -15,13 +14,14 @@ from lab.loading.load import load
 EXPLORER = (ROOT / "docs" / "explorer.html").as_uri()
 SITE = ("index.html", "ladder/generate_ragged.html", "docs/measurements.html",
         "notebooks/01_one_request.html")
+pytestmark = pytest.mark.thorough   # as the gate runs it
 LOOKS = [(theme, width) for theme in ("light", "dark") for width in (1280, 390, 320)]
 
 
 def faults(chrome):
-    """What axe-core calls serious or critical. (In the quick size, of two looks of six.)"""
+    """What axe-core calls serious or critical."""
     found = {}
-    for theme, width in LOOKS if os.environ.get("THOROUGH") else (LOOKS[0], LOOKS[-1]):
+    for theme, width in LOOKS:
         chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {
             "features": [{"name": "prefers-color-scheme", "value": theme}]})
         resize(chrome, width, 900)
@@ -50,7 +50,6 @@ def test_the_page_of_a_run(chrome, tmp_path):
     assert faults(chrome) == {}
 
 
-@pytest.mark.thorough
 def test_the_site(chrome, tmp_path):
     """An overview, a chapter with code, a document with tables, and a notebook."""
     pytest.importorskip("mkdocs", reason="pip install -r docs/site/requirements.txt")
