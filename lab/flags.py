@@ -25,6 +25,8 @@ NUMBERS = {"max_batch": "the most requests that run at once (default: 8)",
            "max_kv_tokens": "cache entries for all running requests (default: any)",
            "pages": "pages in the pool (default: enough for all that run)",
            "page_size": "tokens per page (default: 16)"}
+VLLM = {"max_num_seqs": "max_batch", "max_num_batched_tokens": "token_budget",
+        "block_size": "page_size", "max_tokens": "max_new_tokens"}   # its names for these
 PICTURES = (".png", ".pdf", ".svg")
 KNOBS = (*NUMBERS, "policy", "pack", "attention", "use_cache")
 
@@ -46,8 +48,11 @@ class Parser(argparse.ArgumentParser):
         message = re.sub(r"invalid (\w+) value: (.*)", lambda found: "must be a "
                          f"{'' if found[1] == 'float' else 'whole '}number, not {found[2]}",
                          message)
-        if unknown := re.match(r"unrecognized arguments: ([^\s=]+)", message):
-            for like in get_close_matches(unknown[1], self._option_string_actions, 1):
+        if unknown := re.match(r"unrecognized arguments: -*([^\s=]+)", message):
+            name = unknown[1].replace("-", "_")
+            known = [flag for flag, action in self._option_string_actions.items()
+                     if action.help is not argparse.SUPPRESS]   # those that --help lists
+            for like in get_close_matches("--" + VLLM.get(name, name), known, 1):
                 message += f"; did you mean {like}?"
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 

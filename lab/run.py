@@ -34,7 +34,6 @@ def run_stage(generate, args, shard=None):
     shard: called with the model before it runs; the check still uses the whole model
     """
     knobs, ignored = flags.knobs_of(generate, flags.given_knobs(args))
-    flags.say_ignored(args, ignored, "for this stage")
     plain, tokenizer, requests = load_inputs(args)
     model = plain
     if shard:
@@ -81,6 +80,7 @@ def run_stage(generate, args, shard=None):
         if "scheduler" in knobs:   # the page names the policy
             recorded.recording.knobs["policy"] = args.policy
         page.write(args.page, page.data_of({trace.stage: take_times(recorded, trace)}, tokenizer))
+    flags.say_ignored(args, ignored, "for this stage")   # where it is seen
     if check:
         print(coloured(summary(verdicts)))
     if not args.quiet:

@@ -85,6 +85,8 @@ def test_each_script_with_its_defaults(stage):
     ("--trace tests", "--trace tests: Is a directory"),
     ("--trace no/such/x.json", "--trace no/such/x.json: No such file"),
     ("--max_bat 3", "unrecognized arguments: --max_bat 3"),
+    ("--max-tokens 3", "unrecognized arguments: --max-tokens 3; did you mean --max_new_tokens?"),
+    ("--max_num_seqs 4", "did you mean --max_batch?"),
     ("--max_bach 3", "unrecognized arguments: --max_bach 3; did you mean --max_batch?"),
     ("--max_batch x", "--max_batch: must be a whole number, not 'x'"),
     ("--top_p x", "--top_p: must be a number, not 'x'"),

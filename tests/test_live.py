@@ -149,7 +149,7 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
                              $('tokens').value = 20; $('temperature').value = 0.75;
                              return wrong;''', *wrong)
         script('''boxes[1].prompt.value = 'much '.repeat(4000);
-                  boxes[1].prompt.nextSibling.firstChild.click();''')
+                  boxes[1].prompt.parentNode.querySelector('button').click();''')
         said = "return boxes[1].prompt.parentNode.textContent"
         running.until(lambda: "the prompt has" in script(said) and "room for" in script(said))
         script("document.querySelectorAll('[title^=remove]')[1].click()")

@@ -158,4 +158,4 @@ def check_pool(max_batch, pages, page_size, scheduler, context_length):
 def refuse(request, need):
     """ValueError for a request that could never run. need: what it needs, and what there is."""
     raise ValueError(f"{request}: prompt of {len(request.prompt)} + max_new_tokens "
-                     f"{request.max_new_tokens} needs {need}")
+                     f"{request.max_new_tokens}, less the last token, needs {need}")

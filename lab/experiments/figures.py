@@ -2,6 +2,8 @@
 The pictures of the docs, drawn from traces, X-rays and measured results, in the visual language
 of lab/views/plots.py. Without a path, a function returns its figure for a notebook to show.
 """
+import statistics
+
 import numpy as np
 from matplotlib.patches import Patch
 
@@ -125,8 +127,8 @@ def curve(result, path=None):
     ax.grid(True)
     ax.legend(fontsize=9, title="keeps up with (✕), requests/s",
               loc="center", bbox_to_anchor=(0.74, 0.65))
-    ax.text(0.5, 0.18, "ragged, paged: no padding,\nand no copy of the cache", fontsize=9,
-            transform=ax.transAxes)
+    ax.text(0.5, 0.18, "ragged, paged: no padding, and kernels\nthat read the cache in place",
+            fontsize=9, transform=ax.transAxes)
     return finished(figure, path)
 
 
@@ -162,11 +164,13 @@ def bars(panels, looks, label, height, form, path, dashed="", below="", above=""
 
 def bench(*results, path=None):
     """Useful tokens per second of all systems, and the roofline: a panel for each result."""
-    panels = {f"{r['model']}, {r['workload']} {WORKLOADS[r['workload']]}": (
+    what = {"W1": "prompts 8 to 512,\nanswers 8 to 128", "W2": "prompts of 1 to 512,\nno answers",
+            "W3": "prompts of 16,\nanswers 32 to 256"}   # tokens
+    panels = {f"{r['model']}, {r['workload']} {WORKLOADS[r['workload']]}\n{what[r['workload']]}": (
         {name: benchmark.speed(r, name) for name in r["systems"]}, r["tokens"] / r["roofline"])
         for r in results}
     looks = {name: benchmark.kind_of(name) for name in results[0]["systems"]}
-    return bars(panels, looks, "tokens/s", 0.25 * len(results[0]["systems"]) + 1.3, "{:,.0f}", path,
+    return bars(panels, looks, "tokens/s", 0.25 * len(results[0]["systems"]) + 1.7, "{:,.0f}", path,
                 "roofline: all that memory and arithmetic allow",
                 origin("random weights" * (results[0]["model"] == "GPT-2"), results[0]))
 
@@ -175,12 +179,18 @@ def kinds(result, path=None):
     """Speedups by kind of prompts: a panel for each. result: of `prepacking`"""
     how = {"length-ordered": "padded, sorted first", "prepacking, batch": "packed, 16 at a time",
            "prepacking, dataset": "packed, all at once", "ragged": "ragged: no rows"}
-    panels = {kind: ({how[method]: times for method, times in found.items()}, 1)
+
+    def title(kind):
+        lengths = result["lengths"][kind]
+        return f"{kind}\nmean {statistics.mean(lengths):.0f}\nlongest {max(lengths)}"
+
+    panels = {title(kind): ({how[method]: times for method, times in found.items()}, 1)
               for kind, found in prepacking.speedups(result).items()}
     return bars(panels, dict.fromkeys(how.values(), "plain PyTorch"),
-                "times as fast as padding 16 prompts to the longest of them (dashed: 1)", 2.4,
+                "times as fast as padding 16 prompts to the longest of them (dashed: 1)", 2.7,
                 "{:.2f}", path, below=origin(prepacking.MODEL, result), sharex=True,
-                above="Prefill without pads: how much faster, for five kinds of prompts")
+                above="Prefill without pads: how much faster, for five kinds of prompts "
+                      "(lengths in tokens)")
 
 
 def slots(result, path=None):

@@ -77,8 +77,8 @@ function recent() {
 
 // --- drawing --------------------------------------------------------------------------------------
 
-const PANELS = {timeline: `The last ${KEPT} steps`, plan: "Plan of the last step", tensor: "Its tensor",
-                requests: "Requests", bill: `Bill of the last ${KEPT} steps`, memory: "Memory",
+const PANELS = {timeline: `The last steps, at most ${KEPT}`, plan: "Plan of the last step", tensor: "Its tensor",
+                requests: "Requests", bill: "Bill of these steps", memory: "Memory",
                 score: "These requests, so far, on every stage"};
 
 function layOut() {
@@ -216,7 +216,8 @@ let touched = false;                     // whether the speed is a person's choi
 
 async function sendDozen() {             // slowly, if nobody else would have to wait
   if (!running && !waiting.length && !touched && !paused) await control({pace: 0.1});
-  return ask(hello.dozen.prompt, say, hello.dozen.most);
+  const line = `# ${1000 + Math.floor(9000 * Math.random())}\n`;   // or all is in the cache
+  return ask(hello.dozen.prompt.map(prompt => line + prompt), say, hello.dozen.most);
 }
 
 async function greet() {                 // a first visit to a server that has nothing to do
@@ -239,10 +240,12 @@ function addBox() {
     + "Enter sends it; Shift and Enter begin a line."});
   const go = element("button", {}, "send");
   const remove = element("button", {ariaLabel: "remove this box", title: "remove this box"}, "×");
-  const who = element("span", {className: "soft"}), wrong = element("span", {role: "alert"});
-  const output = element("output"), tell = text => { wrong.textContent = text; };
+  const who = element("span", {className: "soft"}), output = element("output");
+  const wrong = element("p", {className: "bad"}), tell = text => { wrong.textContent = text; };
+  wrong.role = "alert";
   const node = element("div", {className: "box prompt"},
-                       prompt, element("div", {}, go, remove, who, wrong), output);
+                       prompt, wrong, element("div", {}, go, remove, who), output);
+  prompt.oninput = () => tell("");
   const box = {name: null, prompt, tell, take(name) {
     [box.name, box.asked, prompt.value, who.textContent] = [name, prompt.value, "", name];
     drawSoon();
@@ -258,6 +261,7 @@ function addBox() {
     if (end) output.scrollTop = output.scrollHeight;
   }};
   go.onclick = () => {
+    tell("");
     if (prompt.reportValidity()) sendBoxes([box]);
   };
   remove.onclick = () => {

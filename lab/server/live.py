@@ -53,8 +53,8 @@ class Live:
         self.paused = False
         self.pages = {}   # of each open page: (notes to send, the requests that it knows)
         self.asked = WeakSet()   # requests that end with the last page
-        longest = max(len(server.tokenizer.encode(prompt, disallowed_special=()))
-                      for prompt in dozen())
+        longest = 10 + max(len(server.tokenizer.encode(prompt, disallowed_special=()))
+                           for prompt in dozen())   # 10: a line that the page puts in front
         self.hello = {
             "model": server.name, "names": NAMES, "style": page.STYLE,
             "started": engine.trace.started, "gpu": page.gpu_data(), "clock": page.CLOCK,
