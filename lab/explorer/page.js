@@ -17,7 +17,7 @@ const inScene = () => !state.own && state.stop !== null && !state.all;
 const asking = () => inScene() && Boolean(DATA.walk[state.stop].ask) && !answered.has(state.stop);
 const sceneOf = i => DATA.walk[i].ask && !answered.has(i) ? DATA.walk[i].ask.show
   : DATA.walk[i].show;
-const runNamed = name => state.own ? ownRun(name) : RUNS.get(name);
+const runNamed = name => state.own ? ownRun(name) : recorded(name);
 const shown = () => [state.run, state.beside].filter(Boolean).map(runNamed).map(prepare);
 const valueOf = step => state.clock === "step" ? step.step : step.end;
 
@@ -236,7 +236,7 @@ function scoreboardNow() {
   if (state.own) return ownScoreboard();
   if (!inScene()) return scoreboard(views[0].run.would ??= wouldHave(views[0].run));
   const pick = run => { leave(); state.all = true; change({run, beside: "", clock: "ms"}); };
-  const scores = DATA.walk[state.stop].rows.map(name => [name, figuresOf(RUNS.get(name))]);
+  const scores = DATA.walk[state.stop].rows.map(name => [name, figuresOf(recorded(name))]);
   return scoreboard(Object.fromEntries(scores), pick);
 }
 

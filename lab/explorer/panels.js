@@ -383,7 +383,7 @@ function gridOf({run, number, slots, panels}, pass) {
 const SHAPES = ["two passes", "one rectangle", "without the pads", "one stream"];
 
 function drawChange(panel, {show: {step}, change: {runs, shapes: [from, to]}}) {
-  const [passes, rectangle, stream] = runs.map(name => RUNS.get(name)).map(
+  const [passes, rectangle, stream] = runs.map(recorded).map(
     run => ({run, passes: run.stepOf.get(step).passes}));
   const width = Math.max(rectangle.run.passes.shape[rectangle.passes[0]][1],
                          stream.run.passes.slots[stream.passes[0]]);

@@ -5,8 +5,8 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SUMS = ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "rejected",
               "padded_keys", "score_entries", "useful_scores", "copied_bytes", "ms"];
-const RUNS = new Map();
-for (const run of DATA.runs) RUNS.set(run.name, prepare(run));
+const RUNS = new Map(DATA.runs.map(run => [run.name, run]));
+const recorded = name => prepare(RUNS.get(name));
 
 // Adds what is looked up often: the passes of each step, running totals, requests' events. Once.
 function prepare(run) {
