@@ -140,6 +140,7 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
                   $('together').click()""")
         running.until(lambda: script("return waiting.length") == 2)
         assert len({*script("return boxes.map(({name}) => requests.get(name).arrival)")}) == 1
+        there = script("return requests.size")
         # what is wrong is said where it is; the browser itself says what a field lacks
         for wrong in ("tokens", ""), ("tokens", "0"), ("temperature", ""), ("temperature", "3"):
             assert script('''$(arguments[0]).value = arguments[1];
@@ -153,28 +154,33 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
         said = "return boxes[1].prompt.parentNode.textContent"
         running.until(lambda: "the prompt has" in script(said) and "room for" in script(said))
         script("document.querySelectorAll('[title^=remove]')[1].click()")
-        assert script("return requests.size") == 2   # nothing of this was sent
+        assert script("return requests.size") == there   # nothing of this was sent
         assert script("return [boxes.length, $('together').hidden]") == [1, True]
         script("control({pace: 0, paused: false})")
         running.until(lambda: not running.engine.busy)
         script("hear({...hello, started: 0})")   # another server, whose r12 is another one
         assert script("return boxes[0].name") is None
         text = "return $('views').textContent"
-        running.until(lambda: script(text).startswith("Nothing has run since"))
+        running.until(lambda: script(text).startswith("Nothing has run while"))
         with page(running):   # another page
             script("control({pace: 0.25, paused: true})")
             running.until(lambda: script("return paused"))
             script("return ask(['Two', 'more'])")
-            chrome.refresh()   # has seen no step, and knows how fast they were
-            running.until(lambda: script(text).startswith("0 running, 2 waiting: they are drawn"))
+            chrome.refresh()   # it is told of the last steps, and how fast they were
+            running.until(lambda: script("return waiting.length") == 2)
+            steps = script("return moments.map(({step}) => step)")
+            assert steps == [*range(running.engine.number)][-120:] and len(steps) > 20
+            assert script("return [...requests.values()].filter(({reason}) => reason).length") > 1
+            running.until(lambda: "decode" in script(text))   # and draws them
             assert script("return $('speed').value") == "0.25"
             script("$('speed').value = 0; $('speed').onchange()")
             running.until(lambda: script("return paused && pace === 0"))
             chrome.refresh()
             running.until(lambda: script("return paused"))
             script("$('pause').click()")   # only the first step has waited for it
-            running.until(lambda: script("return moments.length") > 5)
-            slowed = script("return moments.map(({slowed}) => slowed)")
+            running.until(lambda: script("return moments.at(-1).step") > steps[-1] + 5)
+            slowed = script("return moments.filter(({step}) => step > arguments[0]).map("
+                            "({slowed}) => slowed)", steps[-1])
             assert slowed[0] and not slowed[-1]
         log = [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
         assert len(log) == 1 and "/live/ask" in log[0]["message"]   # the one that has no room

@@ -12,7 +12,7 @@ let hello = null;                        // the server's first message
 let simulate = null, scored = -Infinity;  // of schedule.js; when the stages were compared
 import("/schedule.js").then(module => { simulate = module.simulate; });
 let moments = [];                        // the last KEPT steps, as the notes have them
-let waiting = [], running = 0, pace = 0, paused = false, held = false, boxes = [], view = null, drawing = false;
+let waiting = [], running = 0, pace = 0, paused = false, boxes = [], view = null, drawing = false;
 
 // --- what the server tells ------------------------------------------------------------------------
 
@@ -33,8 +33,7 @@ function take({new: arrived, tokens, tables, ended, pass, cached, waiting: queue
   waiting = queue;
   running = Object.keys(tables).length;
   if (!pass) return;
-  moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, slowed: held, tables, cached});
-  held = paused || pace > 0;
+  moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, tables, cached});
   moments = moments.slice(-KEPT);
   const first = moments[0].step;
   for (const [name, {reason, steps}] of requests) {
@@ -98,8 +97,7 @@ function draw() {
     const there = running + waiting.length;
     $("views").replaceChildren(soft(there ? `${number(running)} running, ${number(waiting.length)} waiting: they are drawn `
       + `from their next step on${paused ? ", when you go on" : ""}.`
-      : "Nothing has run since this page was opened (what ran before ended with the last page). "
-        + "Send a prompt, or a dozen."));
+      : "Nothing has run while this page was open. Send a prompt, or a dozen."));
     return;
   }
   if (!view) layOut();
@@ -182,7 +180,6 @@ function hear(message) {
   }
   if ("pace" in message) {
     ({pace, paused} = message);
-    held ||= paused || pace > 0;         // the next step was waited for, even if nobody waits now
     $("pause").ariaPressed = paused;
     $("pause").textContent = paused ? "go on" : "pause";
     $("speed").value = pace;

@@ -2,9 +2,10 @@
 The live page: the batch of a running engine (engine.py), as it happens, in a browser.
 
 The page observes the engine. After each step the engine's thread notes what is new to each open
-page; ten times a second, asyncio's thread sends these notes. The page keeps the last steps, and
-draws them with the explorer's own functions (runs.js, panels.js). What other stages would have done
-with these requests, schedule.js computes in the browser.
+page; ten times a second, asyncio's thread sends these notes. A page that is opened now is told of
+the last steps, too. It keeps as many, and draws them with the explorer's own functions (runs.js,
+panels.js). What other stages would have done with these requests, schedule.js computes in the
+browser.
 """
 import asyncio
 import json
@@ -31,7 +32,7 @@ FILES = {"/": FOLDER / "live.html",
 SHOWN = ("name", "prompt", "generated", "arrival", "max_new_tokens", "asked", "token_steps",
          "token_times")   # of a request
 INTERVAL, UNREAD = 0.1, 2048   # seconds between two messages; notes that a page may leave unread
-PAUSE = 1e6   # seconds
+PAUSE, KEPT = 1e6, 120   # seconds; steps
 
 
 def dozen():
@@ -44,14 +45,23 @@ def dozen():
     return prompts[:6] + ["\n".join([*short[:2], last])] + prompts[6:]
 
 
+def shown(requests):
+    return [{name: getattr(request, name) for name in SHOWN} for request in requests]
+
+
+def reasons(requests):
+    return {request.name: request.finish_reason for request in requests}
+
+
 class Live:
     """Of an app.Server, which it observes."""
 
     def __init__(self, server):
         self.server, self.engine = server, (engine := server.engine)
         self.pace, self.last = 0.0, 0.0   # seconds from step to step; when the last one began
-        self.paused = False
+        self.paused = self.slowed = False   # slowed: whether the next step has had to wait
         self.pages = {}   # of each open page: (notes to send, the requests that it knows)
+        self.past = deque(maxlen=KEPT)   # the last steps while pages were open: (note, requests)
         self.asked = WeakSet()   # requests that end with the last page
         longest = 10 + max(len(server.tokenizer.encode(prompt, disallowed_special=()))
                            for prompt in dozen())   # 10: a line that the page puts in front
@@ -74,37 +84,63 @@ class Live:
         now = time.perf_counter()
         wait = self.last + (PAUSE if self.paused else self.pace) - now
         if wait > 0:
+            self.slowed = True
             return wait
         if self.engine.busy:
             self.last = now
         return 0
 
     def see(self, batch):
+        if not self.pages:
+            return
+        now = self.note(batch)
         for notes, known in list(self.pages.values()):
-            note = self.note(batch, known)
+            if None in known:   # it is new
+                known.clear()
+                notes.extend(map(json.dumps, self.recall()))
+            note = now | self.news(batch, known)
             if note["pass"] or note["new"] or note["ended"]:
                 notes.append(json.dumps(note))
+        if batch:
+            if self.past and self.past[-1][0]["pass"]["step"] != now["pass"]["step"] - 1:
+                self.past.clear()   # others were served while no page was open
+            self.past.append((now, [request for request, _ in batch.plan]))
 
-    def note(self, batch, known):
-        """What a step has changed of what a page knows. batch: its Paged; None: no pass."""
+    def note(self, batch):
+        """What is told of a step to all pages. batch: its Paged; None: no pass."""
         scheduler, trace, pool = self.engine.scheduler, self.engine.trace, self.engine.pages
-        there = [*scheduler.running, *scheduler.waiting, *(batch.sampled if batch else ())]
-        new = [request for request in dict.fromkeys(there) if request not in known]
-        note = {"new": [{name: getattr(request, name) for name in SHOWN} for request in new],
-                "tokens": [], "pass": None,
+        note = {"new": [], "tokens": [], "ended": {}, "pass": None,
                 "cached": [page for page in pool.free_queue if page in pool.hash_of],
-                "waiting": [request.name for request in scheduler.waiting]}
+                "waiting": [request.name for request in scheduler.waiting],
+                "tables": {r.name: [*r.block_table] for r in scheduler.running}}
         if batch:
             done = trace.passes[-1]
-            note["pass"] = {**vars(done), "start": trace.step_times[done.step]}
-            note["tokens"] = [(request.name, request.generated[-1]) for request in batch.sampled
-                              if request in known]   # of the others, all tokens are in "new"
+            note["pass"] = {**vars(done), "start": trace.step_times[done.step],
+                            "slowed": self.slowed}
+            self.slowed = False
+        return note
+
+    def news(self, batch, known):
+        """What else a step has changed of what a page knows."""
+        scheduler, sampled = self.engine.scheduler, batch.sampled if batch else ()
+        there = dict.fromkeys([*scheduler.running, *scheduler.waiting, *sampled])
+        new = [request for request in there if request not in known]
+        tokens = [(request.name, request.generated[-1]) for request in sampled
+                  if request in known]   # of the others, all tokens are in "new"
         known.update(new)
         ended = [request for request in known if request.finished]
         known.difference_update(ended)
-        note["tables"] = {request.name: request.block_table for request in scheduler.running}
-        note["ended"] = {request.name: request.finish_reason for request in ended}
-        return note
+        return {"new": shown(new), "tokens": tokens, "ended": reasons(ended)}
+
+    def recall(self):
+        """The notes of the past steps: first of all requests, last of those that have ended."""
+        if not self.past:
+            return []
+        requests = dict.fromkeys(each for _, some in self.past for each in some)
+        notes = [note for note, _ in self.past]
+        notes[0] = notes[0] | {"new": shown(requests)}
+        notes[-1] = notes[-1] | {"ended": reasons(each for each in requests if each.finished)}
+        return notes
 
     # --- in the thread of asyncio ---
 
@@ -114,7 +150,7 @@ class Live:
     async def messages(self):
         """For one page, until it leaves."""
         notes, sent = deque(maxlen=UNREAD), None
-        self.pages[id(notes)] = notes, set()
+        self.pages[id(notes)] = notes, {None}   # it knows nothing yet, nor the past
         self.engine.tell()   # it wakes up, and notes what is there
         try:
             yield json.dumps(self.hello)
