@@ -4,7 +4,7 @@
 # Which token may see which, why keys and values are kept and nothing else, and what that costs.
 #
 # A cell with `ask` wants a guess from you: replace `...` with your answer and run it again. A name
-# needs no quotes, and "13", "thirteen" and "8 + 5" are the same number. The first two wrong guesses
+# needs no quotes, and "12", "twelve" and "9 + 3" are the same number. The first two wrong guesses
 # get a hint each, the third the answer; what cannot be read is not counted. A cell with `@exercise`
 # wants a few lines of code, and judges them as often as you like.
 

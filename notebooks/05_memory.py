@@ -101,7 +101,7 @@ source(PagedScheduler.preempt)
 timelines([storm["pages"]], columns=1);
 
 # %% [markdown]
-# Pink tokens are computed again (where a cell is half green, with a new one behind them). The pool
+# Pink tokens are computed again (where a cell has some green, with a new one). The pool
 # has 16 pages of 8 tokens, and all eight begin at once. At step 11 each has 17 tokens, and its two
 # pages hold 16: F, G and H are preempted, so that the others get a third, and E follows at step 19.
 # They return when pages are free; *computed again* is what it costs. TTFT, the time to the first
@@ -227,8 +227,8 @@ def free(table, ref_count, free_queue):
 #
 # Here is the pool of a run, step by step, with pages of 4 tokens. One request arrives at each step,
 # at most five run at a time, and all eight prompts begin with the same 20 tokens: the five dark
-# pages. A letter says who takes a page. Where a row has a second one, it is taken again, and what
-# was cached in it is evicted:
+# pages. A letter says who alone holds a page from then on. If it was free before, it is taken, and
+# what was cached in it is evicted; if it was dark, the others have ended:
 
 # %%
 pool(filling_pool(model));

@@ -114,9 +114,10 @@ with folded():
 # %% [markdown]
 # What the 32 gain, the newcomer pays. From 2,048 tokens down to 512, the ITL falls almost with the
 # budget, and the TTFT grows by a quarter: such a step is long by its arithmetic, so half the rows
-# take nearly half the time. From 128 to 64 a step is hardly shorter: as long as it computes 43
-# rows, it reads the weights. And the prompt gets 32 tokens of a step instead of 96, as the decodes
-# come first. So the TTFT more than doubles.
+# take nearly half the time. From 128 to 64 a step is little shorter: arithmetic for 43 rows (and
+# the 85) takes as long as reading the weights, 7.6 ms, and with fewer rows reading takes longer.
+# (The 153 above is the data sheet's: without the 85, and at full speed.) And the prompt gets 32
+# tokens of a step instead of 96, as the decodes come first. So the TTFT more than doubles.
 #
 # **Turn this knob.** Let 60 requests decode instead of 32: `waits(64, decoding=60)`. What happens
 # to the newcomer's TTFT with a budget of 64, and with 512?

@@ -85,7 +85,8 @@ ask("7.4: And how many with pages of 16 tokens, if each holds 1,000?", guess=...
 #
 # Write it down for any model. The first `shared` tokens of all prompts may be the same, such as a
 # system prompt. With a prefix cache their *full* pages are kept once. (`memory` is the whole GPU's,
-# of which not all is left. `shared` is less than `tokens`, and the weights fit.)
+# of which not all is left. `shared` is less than `tokens`. If the weights do not fit, no request
+# does: 0.)
 
 # %% tags=["exercise"]
 @exercise
@@ -102,7 +103,7 @@ with folded():   # all of whole pages
     bars(cases, numbers, "requests at once", beside=True)
 
 # %% [markdown]
-# Pages are worth a factor of four here, shared prefixes almost two, and GQA four (nine in Qwen2,
+# Pages are worth a factor of four here, shared prefixes almost two, GQA almost four (nine in Qwen2,
 # which has fewer layers, too). They multiply: all three together serve thirty times as many.
 #
 # **Turn this knob.** Most requests are in the middle of their answer. Let each hold 500 tokens
