@@ -35,7 +35,7 @@ from lab.checks.check import Check, summary
 from lab.checks.toy import letters
 from lab.checks.traps import broken  # noqa: F401
 from lab.checks.xray import sights_at
-from lab.experiments.figures import CYCLE, gaps, lines, packing, pool  # noqa: F401 (to notebooks)
+from lab.experiments.figures import CYCLE, gaps, lines, packing, pool  # noqa: F401 (notebooks)
 from lab.experiments.memory import filling_pool  # noqa: F401
 from lab.experiments.results import load as results  # noqa: F401
 from lab.loading.load import load, set_threads

@@ -162,6 +162,9 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
         assert script("return boxes[0].name") is None
         text = "return $('views').textContent"
         running.until(lambda: script(text).startswith("Nothing has run while"))
+        script("hear({pace: 0, paused: true, notes: [{new: [], tokens: [], tables: {}, ended: {}, "
+               "pass: null, cached: [], waiting: ['r13', 'r14']}]})")   # it has seen no step
+        running.until(lambda: script(text).startswith("0 running, 2 waiting: they are drawn from"))
         with page(running):   # another page
             script("control({pace: 0.25, paused: true})")
             running.until(lambda: script("return paused"))

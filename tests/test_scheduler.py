@@ -82,7 +82,8 @@ def test_what_can_never_fit_is_refused_by_name_with_the_numbers():
             *((lambda n, kind=kind, size=size: kind(4, 8, n, size), need, size)
               for kind in (PagedScheduler, PrefixScheduler)
               for size, need in ((1, 16), (5, 4), (2, 8)))]:
-        there = f"'B'.* 9 .* 8, .* needs 16 KV tokens, there are {(need - 1) * size}"
+        there = (f"'B'.* 9 .* 8, less the last token, needs 16 KV tokens, "
+                 f"there are {(need - 1) * size}")
         with pytest.raises(ValueError, match=there):
             run(new(need - 1), requests)
         run(new(need), requests)

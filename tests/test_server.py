@@ -460,7 +460,7 @@ def test_the_program_finishes_its_streams_after_sigterm(monkeypatch):
         [sys.executable, "-m", "lab.server", "--port", "0", "--drain", "600"], cwd=ROOT, text=True,
         stdout=subprocess.PIPE)
     try:
-        threads, url = re.findall(r"(\d+) threads?, at (.*)", process.stdout.readline())[0]
+        threads, url = re.findall(r"(\d+) thread, at (.*)", process.stdout.readline())[0]
         assert threads == "1"
         body = {"prompt": ["# open\n"], "max_tokens": 120, "temperature": 0, "seed": 0}
         texts = defaultdict(str)

@@ -44,6 +44,11 @@ FLAGS = {
        for name, engine in PEERS.items()}}
 
 
+SIZES = {   # in tokens, as `workload` draws them
+    "W1": ("prompts 8 to 512,", "answers 8 to 128"), "W2": ("prompts 1 to 512,", "no answers"),
+    "W3": ("prompts of 16,", "answers 32 to 256")}
+
+
 def workload(name, vocab_size, quick=False):
     """The requests of W1, W2 or W3, always the same. quick: a quarter, also of W3's answers."""
     rng = random.Random(name)   # 2 ** uniform: as many short ones as long ones

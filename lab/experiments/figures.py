@@ -164,11 +164,12 @@ def bars(panels, looks, label, height, form, path, dashed="", below="", above=""
 
 def bench(*results, path=None):
     """Useful tokens per second of all systems, and the roofline: a panel for each result."""
-    what = {"W1": "prompts 8 to 512,\nanswers 8 to 128", "W2": "prompts of 1 to 512,\nno answers",
-            "W3": "prompts of 16,\nanswers 32 to 256"}   # tokens
-    panels = {f"{r['model']}, {r['workload']} {WORKLOADS[r['workload']]}\n{what[r['workload']]}": (
-        {name: benchmark.speed(r, name) for name in r["systems"]}, r["tokens"] / r["roofline"])
-        for r in results}
+    def title(result):
+        name = result["workload"]
+        return f"{result['model']}, {name} {WORKLOADS[name]}\n" + "\n".join(benchmark.SIZES[name])
+
+    panels = {title(r): ({name: benchmark.speed(r, name) for name in r["systems"]},
+                         r["tokens"] / r["roofline"]) for r in results}
     looks = {name: benchmark.kind_of(name) for name in results[0]["systems"]}
     return bars(panels, looks, "tokens/s", 0.25 * len(results[0]["systems"]) + 1.7, "{:,.0f}", path,
                 "roofline: all that memory and arithmetic allow",

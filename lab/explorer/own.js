@@ -16,8 +16,8 @@ const KNOBS = {   // title, values, default, what it means
            "tokens whose keys and values fit, for the stages from chunked on"],
   page_size: ["page size", [1, 2, 4, 8, 16, 32, 64], 16, "tokens in a page of paged and prefix"],
   max_new_tokens: ["max_new_tokens", [0, ...LENGTHS], 0,
-                   "the answer's limit that each request declares, if longer than its answer; "
-                   + "stages that reserve, reserve for it"],
+                   "the limit that each request declares for its answer, or the answer's length if "
+                   + "that is longer; chunked, interleaved and ragged reserve as much"],
   common: ["common beginning", [0, ...LENGTHS], 0, "tokens with which prompts marked ≡ begin"]};
 const PRESETS = {   // as in an address
   "mixed": "own=24-40_60-24_12-60_120-30-40_36-16-80_200-24-120_16-48-160_48-32-200",
@@ -396,7 +396,7 @@ function sayOwn(view) {                  // the plan, and what waits for what
   const names = queue.map(({name, kind}) => name + (kind === "preempted" ? " (preempted)" : ""));
   if (names.length > 8) names.splice(8, Infinity, `and ${names.length - 8} more`);
   const wait = !names.length || !now.passes.length ? ""
-    : ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waitsFor(run, now, queue)}.`;
+    : ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waitsFor(run, now, queue[0])}.`;
   const never = run.requests.filter(({refused}) => refused);
   const others = never.slice(1).map(({name}) => name).join(" ");
   const misfits = never.length ? ` ${never[0].name} can never run: ${never[0].refused}`
@@ -443,7 +443,7 @@ function pagesSay(run, now) {
 
 const FIRST = {unbatched: "a turn", naive: "the batch", dynamic: "a place"};
 
-function waitsFor(run, now, [{name, prompt, limit, steps}]) {   // the first in the queue
+function waitsFor(run, now, {name, prompt, limit, steps}) {   // the first in the queue
   const {knobs, passes, pool} = run, [first] = now.passes, reserved = passes.reserved[first];
   if (FIRST[run.name]) return FIRST[run.name];
   if (passes.at_once[first] === knobs.max_batch) return "a place";

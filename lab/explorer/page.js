@@ -348,14 +348,12 @@ const MOVES = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDo
 
 function onKey(event) {
   const {target, key} = event, grid = target.closest(".grid"), {activeElement} = document;
-  const held = event.ctrlKey || event.metaKey;
-  if (state.own && held && ["z", "Z", "y"].includes(key) && !target.closest("textarea")) {
+  const control = event.ctrlKey || event.metaKey;
+  if (state.own && control && ["z", "Z", "y"].includes(key) && !target.closest("textarea")) {
     event.preventDefault();
     return key === "z" ? undo() : redo();
   }
-  if (target.closest("select, input, textarea") || held || event.altKey) {
-    return;
-  }
+  if (target.closest("select, input, textarea") || control || event.altKey) return;
   if (key === " " && target.closest("button, summary")) return;
   if (grid && MOVES[key]) {
     const here = slotNamed(pointed ?? state.slot);
@@ -438,9 +436,10 @@ function begin() {
   const what = DATA.walk.length ? `a walk of ${DATA.walk.length} stops, then your own requests`
     : `${plural(requests.length, "request")}, ${plural(tokens, "prompt token")}`;
   const {weights, vocabulary, key, row, tile, overhead} = DATA.gpu;
-  $("formula").textContent = `It reads the weights, ${ms(1e3 * (weights + vocabulary))}, and the keys and values `
-    + `in sight, ${ms(1e6 * key)} for 1,000 tokens; its arithmetic takes ${ms(1e3 * tile * row)}, and ${ms(1e5 * row)} for 100 slots. `
-    + `The time is the root of the sum of both squares, and ${ms(1e3 * overhead)} of overhead.`;
+  $("formula").textContent = `A pass reads the weights, ${ms(1e3 * (weights + vocabulary))}, and `
+    + `the keys and values in sight, ${ms(1e6 * key)} for 1,000 tokens. Its arithmetic takes `
+    + `${ms(1e3 * tile * row)}, and ${ms(1e5 * row)} for 100 slots. The time is the root of the `
+    + `sum of both squares, and ${ms(1e3 * overhead)} of overhead.`;
   $("about").textContent = `how an LLM server batches requests, step by step: ${what}; `
     + `ms are ${clock}`;
   $("walk").querySelector("ol").append(element("li", {}, element(

@@ -3,7 +3,6 @@
 // recorded run, with the explorer's functions in runs.js and panels.js. live.py says what a
 // note holds. Whatever comes from a prompt enters the page as textContent.
 
-const KEPT = 120;                        // steps
 const $ = id => document.getElementById(id);
 const state = {clock: "step", cells: "token"};   // what panels.js asks for, as of page.js
 const valueOf = step => step.step, shown = () => [view.run];
@@ -11,7 +10,7 @@ const requests = new Map();              // name -> what is known of it
 let hello = null;                        // the server's first message
 let simulate = null, scored = -Infinity;  // of schedule.js; when the stages were compared
 import("/schedule.js").then(module => { simulate = module.simulate; });
-let moments = [];                        // the last KEPT steps, as the notes have them
+let moments = [];                        // the last hello.kept steps, as the notes have them
 let waiting = [], running = 0, pace = 0, paused = false, boxes = [], view = null, drawing = false;
 
 // --- what the server tells ------------------------------------------------------------------------
@@ -34,7 +33,7 @@ function take({new: arrived, tokens, tables, ended, pass, cached, waiting: queue
   running = Object.keys(tables).length;
   if (!pass) return;
   moments.push({...pass, start: sinceStart(pass.start), ms: 1e3 * pass.seconds, tables, cached});
-  moments = moments.slice(-KEPT);
+  moments = moments.slice(-hello.kept);
   const first = moments[0].step;
   for (const [name, {reason, steps}] of requests) {
     const asked = boxes.some(box => box.name === name);
@@ -76,7 +75,7 @@ function recent() {
 
 // --- drawing --------------------------------------------------------------------------------------
 
-const PANELS = {timeline: `The last steps, at most ${KEPT}`, plan: "Plan of the last step", tensor: "Its tensor",
+const PANELS = {timeline: "The last steps", plan: "Plan of the last step", tensor: "Its tensor",
                 requests: "Requests", bill: "Bill of these steps", memory: "Memory",
                 score: "These requests, so far, on every stage"};
 
@@ -233,13 +232,14 @@ const ENDS = {stop: "done: the model ended it", length: "done: it has as many to
               cancelled: "ended with its page"};
 
 function addBox() {
-  const prompt = element("textarea", {rows: 2, required: true, maxLength: 2 ** 17, ariaLabel: "prompt", placeholder: "A prompt, such as: # list.append\n"
-    + "Enter sends it; Shift and Enter begin a line."});
+  const prompt = element("textarea", {
+    rows: 2, required: true, maxLength: 2 ** 17, ariaLabel: "prompt",
+    placeholder: "A prompt, such as: # list.append\nEnter sends it; Shift and Enter begin a line."});
   const go = element("button", {}, "send");
   const remove = element("button", {ariaLabel: "remove this box", title: "remove this box"}, "×");
   const who = element("span", {className: "soft"}), output = element("output");
-  const wrong = element("p", {className: "bad"}), tell = text => { wrong.textContent = text; };
-  wrong.role = "alert";
+  const wrong = element("p", {className: "bad", role: "alert"});
+  const tell = text => { wrong.textContent = text; };
   const node = element("div", {className: "box prompt"},
                        prompt, wrong, element("div", {}, go, remove, who), output);
   prompt.oninput = () => tell("");

@@ -53,6 +53,13 @@ def reasons(requests):
     return {request.name: request.finish_reason for request in requests}
 
 
+class Reader:
+    """An open page: notes to send, requests that it knows, whether the past is still to be told."""
+
+    def __init__(self):
+        self.notes, self.known, self.new = deque(maxlen=UNREAD), set(), True
+
+
 class Live:
     """Of an app.Server, which it observes."""
 
@@ -60,7 +67,7 @@ class Live:
         self.server, self.engine = server, (engine := server.engine)
         self.pace, self.last = 0.0, 0.0   # seconds from step to step; when the last one began
         self.paused = self.slowed = False   # slowed: whether the next step has had to wait
-        self.pages = {}   # of each open page: (notes to send, the requests that it knows)
+        self.pages = []   # a Reader for each that is open
         self.past = deque(maxlen=KEPT)   # the last steps while pages were open: (note, requests)
         self.asked = WeakSet()   # requests that end with the last page
         longest = 10 + max(len(server.tokenizer.encode(prompt, disallowed_special=()))
@@ -75,7 +82,7 @@ class Live:
                       "page_size": engine.pages.size},
             "pool": {"pages": engine.pages.number, "page_size": engine.pages.size},
             "place": page.place(engine.model),
-            "dozen": {"prompt": dozen(), "most": server.room + 1 - longest}}
+            "kept": KEPT, "dozen": {"prompt": dozen(), "most": server.room + 1 - longest}}
         engine.hold, engine.see = self.hold, self.see
 
     # --- in the engine's thread ---
@@ -94,13 +101,13 @@ class Live:
         if not self.pages:
             return
         now = self.note(batch)
-        for notes, known in list(self.pages.values()):
-            if None in known:   # it is new
-                known.clear()
-                notes.extend(map(json.dumps, self.recall()))
-            note = now | self.news(batch, known)
+        for reader in list(self.pages):
+            if reader.new:
+                reader.notes.extend(map(json.dumps, self.recall()))
+            reader.new = False
+            note = now | self.news(batch, reader.known)
             if note["pass"] or note["new"] or note["ended"]:
-                notes.append(json.dumps(note))
+                reader.notes.append(json.dumps(note))
         if batch:
             if self.past and self.past[-1][0]["pass"]["step"] != now["pass"]["step"] - 1:
                 self.past.clear()   # others were served while no page was open
@@ -149,8 +156,9 @@ class Live:
 
     async def messages(self):
         """For one page, until it leaves."""
-        notes, sent = deque(maxlen=UNREAD), None
-        self.pages[id(notes)] = notes, {None}   # it knows nothing yet, nor the past
+        reader, sent = Reader(), None
+        notes = reader.notes
+        self.pages.append(reader)
         self.engine.tell()   # it wakes up, and notes what is there
         try:
             yield json.dumps(self.hello)
@@ -164,7 +172,7 @@ class Live:
                 sent = message
                 await asyncio.sleep(INTERVAL)
         finally:   # also if the connection ends
-            del self.pages[id(notes)]
+            self.pages.remove(reader)
             if not self.pages:   # nobody is there who could go on
                 self.pace, self.paused = 0.0, False
                 self.engine.cancel(*self.asked)
