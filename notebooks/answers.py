@@ -6,7 +6,8 @@ The reader of answers: what a person has typed, as a value. A question says whic
     series   [3, 6, 3]    3, then 6, then 3    step 0: 3, step 1: 6, step 2: 3
     truth    yes    No, longer    not shorter
 
-Every word must be understood: "not 13" and "13 or 14" are Unreadable, not 13.
+A word that may turn what is meant makes it Unreadable: "not 13" and "13 or 14" are not 13. Among
+names, and behind a number, every word must be understood.
 """
 import ast
 import math
@@ -14,6 +15,7 @@ import operator
 import re
 import tomllib
 import unicodedata
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +26,7 @@ UNIT_OF = {form: unit for unit in [*UNITS, *TALK["sizes"][0], *TALK["sizes"][1]]
            for form in (unit, unit + "s", unit + "es", unit[:-1] + "ies")}
 VALUES = dict(zip([None, *ONES, *TENS], [0, *range(20), *range(20, 100, 10)]))
 SPELLED = rf"\b(?:({'|'.join(TENS)})[ -]?)?({'|'.join(ONES)})\b|\b({'|'.join(TENS)})\b"
-FILLERS = dict.fromkeys(TALK["fillers"].split(), "")
+FILLERS, TURNS = (dict.fromkeys(TALK[name].split(), "") for name in ("fillers", "turns"))
 CLASSES = {word: kind for kind, words in TALK["classes"].items() for word in words.split()}
 NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+"
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: pow,
@@ -55,7 +57,7 @@ def plain(guess):
     guess = guess.tolist() if hasattr(guess, "tolist") else guess
     if isinstance(guess, dict):   # {"A": True, "B": False}, or {step: number}
         guess = [key if of is True else of for key, of in guess.items() if of is not False]
-    if isinstance(guess, (list, tuple, set, frozenset, range)):
+    if isinstance(guess, Collection) and not isinstance(guess, (str, bytes)):
         return ", ".join(map(plain, guess)) or "none"
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", r"**\g<0>", str(guess)[:200])
     text = unicodedata.normalize("NFKC", text).lower()
@@ -69,42 +71,55 @@ def plain(guess):
 
 
 def number(text, it):
-    """In the question's unit, in each reading: "4,900" and "4.900" have two."""
-    found = []
+    """
+    In the question's unit, in each reading: "4,900" and "4.900" have two. Where another unit is
+    converted, a sentence says so.
+    """
+    found, text = [], re.split(r"->|\bso\b|\brounded (?:up|down)?\b.*?(?=\d)", text)[-1]
     for mark in ",_' ", ".":   # between thousands
         way = re.sub(rf"(?<=\d)(?<!\b0)[{mark}](?=\d{{3}}(?!\d))", "", text)
-        parts = re.split("[=:;]|->", re.sub(r"(?<=\d),(?=\d)", ".", way))
+        parts = re.split("[=:;]", re.sub(r"(?<=\d),(?=\d)", ".", way))
         with suppress(KeyError, SyntaxError):   # it cannot be read in this way
             sides = [side for part in parts if (side := calculated(part, it)) is not None]
             if all(each == sides[0] or math.isclose(each, sides[0], rel_tol=0.05)
                    for each in sides):   # of 3 x 15 = 45
                 found += sides[-1:]
+    unit = it.get("unit", "")
+    if unit in TALK["sizes"][0] and re.search(rf"\d *(?!{unit})[kmgt]?i?b\b", text):
+        found += [f"That is {each:.4g} {unit.upper().replace('I', 'i')}." for each in found
+                  if isinstance(each, float)]
     return found or 1 / 0
 
 
 def calculated(text, it):
     """The value of an expression, a sentence if its unit is wrong, None if it has no number."""
-    code, units, loose = "", [], False
-    more = dict.fromkeys(it.get("fillers", "").split(), "")
-    for digits, word in re.findall(rf"({NUMBER})|([a-z]+(?:-reduces?)?|\*\*|//|\S)", text):
-        if (unit := UNIT_OF.get(word)) and word not in TALK["signs"]:
+    wanted, product = it.get("unit", "number").split(), re.search(r"\*|\b(x|times|by)\b", text)
+    sizes = next((each for each in TALK["sizes"] if wanted[0] in each), {})
+    known = FILLERS | TALK["signs"] | dict.fromkeys(it.get("fillers", "").split(), "")
+    code, units, loose, digits = "", [], False, ""
+    for number, word in re.findall(
+            rf"({NUMBER})|([a-z]{{2,}}\(|[a-z]+(?:-reduces?)?|\*\*|//|\S)", text):
+        if (unit := UNIT_OF.get(word)) and word not in TALK["signs"] and (sizes or word[1:]):
             code = code.removesuffix("/")   # GB/s
-            units += [] if loose else [unit]
+            units += [] if loose else [(unit, word)]
+        elif number or word in known or word[1:].isalpha() and word not in TURNS and not digits:
+            code += f" {float(number)} " if number else known.get(word, "")
         else:
-            code += f" {float(digits)} " if digits else (FILLERS | more | TALK["signs"])[word]
-        loose |= code != "" and word in ("of", "for", "in")   # slots of finished rows
+            raise KeyError   # 13 bananas, n - 1, f(13)
+        digits = number
+        if code and word in ("of", "for", "in", "per")[:3 if sizes else 4]:
+            loose = True   # slots of finished rows, scores per head: not asked for, but no fault
     if not code:
         return None
     value = folded(ast.parse(code.strip(), mode="eval").body)
     if not 0 <= value < math.inf:   # a difference below 0 is a range
         raise KeyError
-    wanted, product = it.get("unit", "number").split(), re.search(r"\*|\b(x|times|by)\b", text)
-    sizes = next((each for each in TALK["sizes"] if wanted[0] in each), {})
-    units = units or ["b"] * (sizes != {} and value > 1e6)   # 68,719,476,736: nobody means GB
-    for i, unit in enumerate(units):
+    if sizes and not units and value > 500 * it["answer"]:   # 68,719,476,736: nobody means GB
+        units = [("b", "")]
+    for i, (unit, word) in enumerate(units):
         if unit not in [*sizes, *wanted, *it.get("per", "").split()[:i]] and not product:
-            return f"The question does not ask for {unit}s."
-    return value * next((sizes[unit] / sizes[wanted[0]] for unit in units if unit in sizes), 1)
+            return f"The question does not ask for {word}."
+    return value * next((sizes[unit] / sizes[wanted[0]] for unit, _ in units if unit in sizes), 1)
 
 
 def folded(node):
@@ -127,9 +142,9 @@ def names(text, it):
         order[:int(found[1] or 1)] if found[0][0] == "f" else order[-int(found[1] or 1):]), text)
     for pattern in TALK["spans"]:
         text = re.sub(pattern.replace("NAME", rf"\b(?:{'|'.join(order)})\b"), span, text)
-    text = text.replace(" = ", " ")   # the last (6)
-    for word, asked in zip(("yes", "no"), TALK["asks"][it["asks"]]):   # A yes, B no
-        text = re.sub(rf"\b{word}\b(?= *(?:[,;.]|$))", asked.split()[0], text)
+    text = re.sub(TALK["nobody"], "none ", text.replace("=", " "))   # the last (6)
+    for words, asked in zip(("yes|true|do|does", "no|false"), TALK["asks"][it["asks"]]):
+        text = re.sub(rf"\b(?:{words})\b(?= *(?:[,;.]|and\b|but\b|$))", asked.split()[0], text)
     kinds = dict.fromkeys(UNIT_OF, "") | FILLERS | CLASSES | dict.fromkeys(order, "E")
     other = "E" if order[0].isdigit() else ""   # what a number is that is no name
     for words, kind in zip(TALK["asks"][it["asks"]], "VW"):
@@ -170,22 +185,26 @@ def claimed(every, classes, said):
 
 def series(text, it):
     """[[number, ...]] in order."""
-    text = re.sub(r"(?:^|(?<=[,;]))\s*(?:[a-z]+ ?)?\d+ *(?:->|:) *(?=\d+[^\d>]*(?:[,;]|$))", " ",
-                  text)   # step 0: 3, step 1: 6
-    text = re.sub(r"\b[a-z](?=\d)|\b(in|at) step \d", "", text)   # C3; 3 in step 0
-    words = [word for word in re.findall("[a-z-]*[a-z]", text) if word not in FILLERS]
-    found = re.findall(NUMBER, text)
-    if (not found or re.search(r"[^\w\s,;/>|.&()-]|(?:^|[,;] *)-\d", text)
-            or not all(word in UNIT_OF for word in words)):
+    text = re.sub(r"\b(?:(?:in|at) )?step \d\b *:?|(?:^|(?<=[,;]))\s*\d+ *(?:->|:) *"
+                  r"(?=\d+[^\d>]*(?:[,;]|$))", " ", text)   # step 0: 3, step 1: 6
+    text = re.sub(r"\b[a-z](?=\d)", "", text)   # C3
+    found, unit = re.findall(NUMBER, text), it["unit"].split()
+    if (not 0 < len(found) <= len(it["answer"]) or {*TURNS, "to"} & {*re.findall("[a-z]+", text)}
+            or any(UNIT_OF.get(word, "each") not in [*unit, "each"]
+                   for word in re.findall(r"\d *([a-z-]+)", text))
+            or re.search(r"[^\w\s,;:/<>|.&()=+-]|(?:^|[,;] *)-\d|\d-\d[^-]*,", text)):
         raise ValueError
     return [[*map(float, text if len(found) == 1 and len(text) > 2 and text.isdigit() else found)]]
 
 
 def truth(text, it):
     """Yes or no; all words that say so must agree."""
-    kinds = FILLERS | {"not": "X"} | {
+    kinds = {"not": "X"} | {
         word: kind for name, words, kind in zip(("yes", "no"), it["asks"], "VW")
         for word in (TALK[name] + " " + words).split()}
-    classes = "".join(kinds[word] for word in re.findall(r"[a-z]+|\d", text))
+    words = re.findall("[a-z]+", text)
+    if {*words} & {*TALK["doubts"].split()}:
+        raise ValueError
+    classes = "".join(kinds.get(word, "") for word in words)
     [value] = {("X" in each) == ("W" in each) for each in re.findall("X?[VW]|X", classes)}
     return [value]

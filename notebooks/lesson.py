@@ -10,6 +10,7 @@ What the notebooks share.
 Prompts are words where text helps, and letters where only lengths matter: `letters(A=4, B=2)` are
 two requests with prompts of 4 and 2 arbitrary tokens. A stage is a name, or a function of your own.
 """
+import ast
 import builtins
 import inspect
 import io
@@ -198,6 +199,8 @@ def reply(it, guess, missed):
     missed.add(str([sorted(each) if isinstance(each, set) else each for each in said]))
     known = [why for wrong, why in it["wrong"] for each in said if same(each, wrong, it)]
     known += [each for each in said if isinstance(each, str)]   # another unit
+    known += ["That is no whole number. Is it rounded up, or down?" for each in said if isinstance(
+        each, float) and each % 1 and it["answer"] in (math.floor(each), math.ceil(each))]
     if len(missed) < 3:
         hint = it["hints"][len(missed) - 1]
         said = " ".join(known[:1] + [hint] * (len(missed) == 2 or not known))
@@ -225,15 +228,25 @@ def as_typed(lines):
     try:
         readings(found[3], QUESTIONS[found[2]])
     except Unreadable:
-        with suppress(SyntaxError):   # it may be a calculation
-            used = compile(found[3].strip(), "", "eval").co_names
-            if all(name in get_ipython().user_ns or hasattr(builtins, name) for name in used):
+        with suppress(SyntaxError):
+            if calculates(ast.parse(f"_(guess={found[3]}\n)", mode="eval").body.keywords[0].value):
                 return lines
     return f"{found[1]}{found[3].strip()!r}{found[4]}".splitlines(keepends=True)
 
 
+def calculates(expression):
+    """Whether Python should compute it: not mere arithmetic, nor `or`, which keeps one of two."""
+    parts = [*ast.walk(expression)]
+    names = [part.id for part in parts if isinstance(part, ast.Name)]
+    known = all(name in get_ipython().user_ns or hasattr(builtins, name) for name in names)
+    return known and not any(isinstance(part, ast.BoolOp) for part in parts) and (names or any(
+        isinstance(part, (ast.List, ast.Tuple, ast.Set, ast.Dict)) or
+        isinstance(part, ast.Constant) and isinstance(part.value, str) for part in parts))
+
+
 def listen(shell):
     """Answers may be typed without quotes, and an undefined name is explained."""
+    shell.user_ns.setdefault("math", math)   # math.ceil(30 / 9)
     shell.set_custom_exc((NameError,), not_yet_defined)
     shell.input_transformers_cleanup.append(as_typed)
 
