@@ -9,6 +9,7 @@ import inspect
 import math  # noqa: F401 (our code uses it)
 import re
 import traceback
+from collections import deque
 from itertools import pairwise
 
 import torch
@@ -51,7 +52,8 @@ def said_by(call, *functions):
         lines = [f"line {frame.lineno}, {frame.line}: "
                  for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
         kind = "" if type(error).__name__ == "Fault" else f"{type(error).__name__}: "
-        return f"{''.join(lines[-1:])}{kind}{error}"
+        said = f"{''.join(lines[-1:])}{kind}{error}".rstrip(".")
+        return ". ".join([said, *getattr(error, "__notes__", ())])
 
 
 def fault_of(function, calls, code, mistakes, run=None, view="lambda result, *given: result"):
@@ -61,19 +63,31 @@ def fault_of(function, calls, code, mistakes, run=None, view="lambda result, *gi
     def results(function):   # for each call, what it returns, and its arguments afterwards
         return [[view(function(*given), *given), *given] for given in copy.deepcopy(calls)]
 
-    theirs, right = results(function), results(defined(name, code))
-    fault, alike = difference(function, calls, theirs, right)
+    def known(theirs):   # what to say of a usual mistake, [sentence] or []
+        for old, new, why in mistakes:
+            try:
+                other = results(defined(name, code.replace(old, new)))
+            except Exception as error:
+                other = str(error)
+            if same(theirs, other):
+                return [why]
+        return []
+
+    try:
+        theirs = results(function)
+    except Exception as error:
+        error.__notes__ = known(str(error))
+        raise
+    fault, alike = difference(function, calls, theirs, results(defined(name, code)))
     if run and alike:
         fault = fault_in_run(function, **run) or fault
-    for old, new, why in mistakes if fault else ():
-        if same(theirs, results(defined(name, code.replace(old, new)))):
-            return f"{fault} {why}"
-    if not fault and "head" in inspect.signature(function).parameters:
+    if fault:
+        return " ".join([fault, *known(theirs)])
+    if "head" in inspect.signature(function).parameters:
         mine, ours = (operations(each, *copy.deepcopy(calls[0])) for each in
                       (function, defined(name, code)))
         if mine > 1.01 * ours:   # a mask, where there is nothing to hide
             return f"The result is right, but it takes {mine / ours:.1f} times our multiplications."
-    return fault
 
 
 def defined(name, code):
@@ -93,12 +107,14 @@ def difference(function, calls, theirs, right):
     names = [*inspect.signature(function).parameters]
     for call, *both in zip(calls, theirs, right):
         for what, before, mine, our in zip(["returns", *names], [None, *call], *both):
-            if not same(mine, our) and not same(our, before):   # what we leave as it was may change
+            if not same(mine, our):
                 given = ", ".join(f"{n} = {shown(v)}" for n, v in zip(names, call)
                                   if not inspect.isfunction(v))
                 what = "it returns" if what == "returns" else f"{what} becomes"
                 got, expected = shown(mine), shown(our)
-                return f"For {given}: {what} {got}, expected {expected}.", got == expected
+                if alike := got == expected:   # so what is in them differs
+                    got, expected = f"{mine}".replace("\n", ""), f"{our}".replace("\n", "")
+                return f"For {given}: {what} {got}, expected {expected}.", alike
     return None, True
 
 
@@ -107,8 +123,8 @@ def same(a, b):
     if isinstance(b, torch.Tensor):
         a = torch.as_tensor(a) if hasattr(a, "__array__") else a
         return shown(a) == shown(b) and torch.allclose(a.double(), b.double(), atol=1e-5)
-    if isinstance(b, (list, tuple)):
-        return isinstance(a, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(b, (list, tuple, deque)):
+        return isinstance(a, (list, tuple, deque)) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(b, (int, float)) and hasattr(a, "__float__"):   # numpy's numbers do as well
         return abs(float(a) - b) <= 0.01 * abs(b) * isinstance(b, float)
     return type(a) is type(b) and a == b
@@ -118,7 +134,7 @@ def shown(value):
     """A value in a sentence."""
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype)[6:]} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return f"[{', '.join(map(shown, value))}]"
     return f"{value:.4g}" if isinstance(value, float) else f"{value!r:.60}"
 

@@ -188,9 +188,16 @@ WRONG = [   # step, old, new, what the judge says
     keys, values = (torch.cat(t, dim=1) for t in zip(*read))
     see = torch.block_diag(*(torch.ones(n, r.computed + n).tril(r.computed) for r, n in plan))
     return head(q, keys, values, mask=see.bool())""", "so do not hide, skip"),
+    (2, "head(q[:, a:b], keys, values)", "head(torch.cat((keys[:, n:], q[:, a:b]), 1), keys, "
+     "values)[:, -n:]", "so do not hide, skip"),
     (3, "request.block_table[p // size] * size + p % size", "p", "is [2, 3, 4, 5, 6, 7, 8, 9]"),
-    (3, "-(-request.todo //", "-(-request.kv_tokens //", "has 5 pages for 6 tokens"),
+    (3, "-(-request.todo //", "-(-request.kv_tokens //", "expected (True, [0, 1], 1)"),
+    (3, "-(-request.todo // memory.size)", "request.todo // memory.size + 1",
+     "for a prompt of 8 tokens, 4 to a page"),
+    (3, "memory.free.extend(", "memory.free.extendleft(", "memory.free is 1, expected 2"),
     (3, "need > len(", "need >= len(", "(False, None, 3), expected (True, [0, 1, 2], 0)"),
+    (3, "* memory.size < len(request.tokens)", "* memory.size <= len(request.tokens)",
+     "has 3 pages for 8 tokens, 4 to a page: not 2"),
     (3, "running.pop()", "running.pop(running.index(request))", "and B's computed tokens are"),
     (3, "waiting.appendleft(last)", "waiting.append(last)", "105 slots, and 96 would do"),
     (3, "                free(memory, last)\n", "", "page 6 is lost"),
@@ -199,5 +206,7 @@ WRONG = [   # step, old, new, what the judge says
     (4, "size < len(request", "size <= len(request", "nothing goes on: the plan is []"),
     (4, "    request.computed = len(found) * size\n", "", "(True, 0, [])"),
     (4, "reversed(request.block_table)", "request.block_table", "[0, 1, 2], expected [2, 1, 0]"),
+    (4, "memory.cached.setdefault(key, request.block_table[i])",
+     "memory.cached[key] = request.block_table[i]", "the pages in memory.cached is [3, 4, 5, 6]"),
     (4, "(request.computed + n) // memory.size)", "len(request.block_table))", "computed 5 of 9"),
 ]
