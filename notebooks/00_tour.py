@@ -107,7 +107,7 @@ timelines([traces[name] for name in shown[:-2]]);
 # | interleaved | both in one pass: a *rectangle*, a row for each request | grey: mostly padding |
 # | ragged | no rows: all tokens in one stream | memory is kept for answers that may never come |
 # | paged | memory in pages, as answers grow | equal prompts are computed once for each request |
-# | prefix | equal beginnings are computed and kept once | (`beyond/` goes on) |
+# | prefix | equal beginnings are computed and kept once | equal prompts that arrive in one step |
 #
 # The limit of 16 is the *token budget*. (The eighth stage, *unbatched*, runs one request at a
 # time.) The same in numbers:
@@ -153,9 +153,9 @@ show({"the published mask": published});
 # right. No error is raised. Only the comparison with each request alone reveals the bug.
 #
 # Now the eight requests again. A request passes the check if it has no new pads in any of its
-# steps.
-# New pads are grey in the timeline of *interleaved* above. Replace `...` with a name, such as A (it
-# needs no quotes), and run the cell.
+# steps. New pads are grey in the timeline of *interleaved* above. Replace `...` with a name, such
+# as A (it needs no quotes), and run the cell. The first two misses get a hint each, the third the
+# answer. What cannot be read is no attempt.
 
 # %%
 ask("0.1: Under that mask, exactly one of the eight requests still passes the check. Which?",

@@ -96,16 +96,18 @@ def own_positions(columns, pads):
 # %% [markdown]
 # ### Break it
 #
-# Suppose that the position were simply the column.
+# Suppose that the position were simply the column. Four prompts of 2, 7, 4 and 7 tokens:
 
 # %%
-ask("2.2: Positions are columns. Which of A, B and C still pass the check?", guess=...)
+four = texts("The class", "If this function is called without", "Return True if the",
+             "Return a list of the names in")
+ask("2.2: Positions are columns. Which of A, B, C and D still pass the check?", guess=...)
 
 # %%
-right = run("naive", requests).requests
+right = run("naive", four).requests
 with folded(), broken("static column positions"):
-    check("naive", requests)
-    for instead, of in zip(run("naive", requests).requests, right):
+    check("naive", four)
+    for instead, of in zip(run("naive", four).requests, right):
         print(f"{tokenizer.decode(instead.tokens)!r}\n    instead of "
               f"{tokenizer.decode(of.tokens)!r}")
 

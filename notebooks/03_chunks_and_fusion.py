@@ -91,8 +91,7 @@ prompts_first.stage, decodes_first.stage = "prompts first", "decodes first"
 timelines([prompts_first], columns=1);
 
 # %% [markdown]
-# Prompts first: A and B wait until C's whole prompt is computed, and the stall is back. With
-# decodes first, somebody else has to wait.
+# Prompts first: A and B wait until C's whole prompt is computed, and the stall is back.
 
 # %%
 def waits(trace):
@@ -232,12 +231,12 @@ def pads(n, B):
     fused = look("interleaved", running + newcomer, step=1, max_batch=B, token_budget=256)
     return fused.record.pad_slots
 
-ask("3.6: 693 pads for n = 100 and B = 8. How many for n = 200?", guess=...)
+ask("3.6: 693 pads for n = 100 and B = 8. How many for n = 200 and B = 16?", guess=...)
 
 # %%
 with folded():
-    for n, B in (100, 8), (200, 8), (100, 15):
-        print(f"n = {n}, B = {B:2}: {pads(n, B):,} pad slots")
+    for n, B in (100, 8), (200, 8), (100, 16), (200, 16):
+        print(f"n = {n}, B = {B:2}: {pads(n, B):5,} pad slots")
 
 # %%
 counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batch=4,

@@ -30,7 +30,7 @@ source(Scheduler.grant_room)
 
 # %% [markdown]
 # Eight requests with prompts of 6 tokens may generate up to 26 tokens each. There is memory for the
-# keys and values of 128 tokens.
+# keys and values of 128 tokens, and a budget of 64 tokens a step.
 
 # %%
 ask("5.1: How many of the eight can run at the same time?", guess=...)
@@ -130,8 +130,8 @@ for name, trace in storm.items():
 #
 # ## Prefix caching
 #
-# Sixteen requests begin with the same 128 tokens, as if they had one system prompt, and go on with
-# 16 tokens of their own. A key depends on its token and on what comes before it, and here both are
+# Sixteen requests begin with the same 120 tokens, as if they had one system prompt, and go on with
+# 24 tokens of their own. A key depends on its token and on what comes before it, and here both are
 # the same. So the keys and values are the same, and may be computed and kept once. That is *prefix
 # caching*: the stage *prefix*, `generate_prefix.py`, which is *paged* with another scheduler.
 #
@@ -141,11 +141,11 @@ for name, trace in storm.items():
 
 # %%
 def served(stage):
-    """Sixteen requests with 128 tokens in common, and 16 of their own."""
-    return run(stage, alike(model.config.vocab_size, requests=16, prefix=128, tail=16, new=16),
+    """Sixteen requests with 120 tokens in common, and 24 of their own."""
+    return run(stage, alike(model.config.vocab_size, requests=16, prefix=120, tail=24, new=16),
                max_batch=16, token_budget=64, pages=160)
 
-ask("5.3: Pages of 16 tokens. How many tokens of its prompt (128 + 16) does the last of the "
+ask("5.3: Pages of 16 tokens. How many tokens of its prompt (120 + 24) does the last of the "
     "sixteen requests compute?", guess=...)
 
 # %%

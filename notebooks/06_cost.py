@@ -152,6 +152,8 @@ with folded():
 #
 # - *Unbatched* has the best ITL, because nothing delays the one request that runs; but a request
 #   waits until all before it are done.
+# - *Dynamic* computes fewer slots than *naive*, and is slower: in each step it copies all pasts
+#   into a new rectangle, as do *chunked* and *interleaved*. *Ragged* reads caches in place.
 # - *Interleaved* is slower than *chunked*: beside a chunk of hundreds of tokens, each decode's row
 #   is padded to that width.
 # - Chunks are there to lower the ITL, and here they raise its p99. All requests come at once.

@@ -125,7 +125,7 @@ source(Memory)
 
 # %% [markdown]
 # - `slots` translates positions into slots of the pool; page p has the slots from `p * memory.size`
-#   on. `[3, 0, 5]` with 4 tokens to a page: position 10 is in slot 22.
+#   on. `[7, 2]` with 4 tokens to a page: position 5 is in slot 9.
 # - `grant` gives a request that is admitted pages for all tokens it has, by `memory.take()`. If
 #   there are too few it returns False, and takes none. (`cached`, `ref_count` are for step 4.)
 # - `grow` is called before each step: each request that runs needs room for all its tokens, so for
