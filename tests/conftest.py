@@ -1,4 +1,7 @@
-"""Two sizes: `pytest` is quick, `pytest --thorough` runs everything, with more examples."""
+"""
+Two sizes: `pytest` is quick, `pytest --thorough` runs everything, with more examples, and looks at
+pages in a browser.
+"""
 import functools
 import gc
 import os
@@ -34,7 +37,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--thorough"):
         for item in items:
-            if item.get_closest_marker("thorough"):
+            looks = "chrome" in item.fixturenames and item.path.name != "test_twin.py"
+            if looks or item.get_closest_marker("thorough"):
                 item.add_marker(pytest.mark.skip(reason="runs with --thorough"))
 
 

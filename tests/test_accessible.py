@@ -14,7 +14,6 @@ from lab.loading.load import load
 EXPLORER = (ROOT / "docs" / "explorer.html").as_uri()
 SITE = ("index.html", "ladder/generate_ragged.html", "docs/measurements.html",
         "notebooks/01_one_request.html")
-pytestmark = pytest.mark.thorough   # as the gate runs it
 LOOKS = [(theme, width) for theme in ("light", "dark") for width in (1280, 390, 320)]
 
 
