@@ -26,6 +26,7 @@ UNIT_OF = {form: unit for unit in [*UNITS, *TALK["sizes"][0], *TALK["sizes"][1]]
            for form in (unit, unit + "s", unit + "es", unit[:-1] + "ies")}
 VALUES = dict(zip([None, *ONES, *TENS], [0, *range(20), *range(20, 100, 10)]))
 SPELLED = rf"\b(?:({'|'.join(TENS)})[ -]?)?({'|'.join(ONES)})\b|\b({'|'.join(TENS)})\b"
+DOUBTS = {*TALK["doubts"].split()}
 FILLERS, TURNS = (dict.fromkeys(TALK[name].split(), "") for name in ("fillers", "turns"))
 CLASSES = {word: kind for kind, words in TALK["classes"].items() for word in words.split()}
 NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+"
@@ -45,11 +46,30 @@ def readings(guess, it):
     """[value, ...]: what a guess may mean. A string among them is never right, and says why."""
     reader = {bool: truth, str: names, list: series if it.get("ordered") else names}.get(
         type(it["answer"]), number)
-    try:
-        return reader(plain(guess), it)
-    except Exception:   # whatever it is, it is no answer
-        form = TALK["forms"][reader.__name__].format(*it.get("of", ""))
-        raise Unreadable(f"I cannot read {str(guess)[:60]!r} as an answer. Write {form}.") from None
+    text, said = plain(guess), []
+    for claim in text, *without_reason(text, reader):
+        with suppress(Exception):   # whatever it is, it is no answer
+            found = reader(claim, it)
+            said = said or found if claim == text else said
+            if not isinstance(found[0], str):
+                return found
+    if said:   # another unit
+        return said
+    form = TALK["forms"][reader.__name__].format(*it.get("of", ""))
+    raise Unreadable(f"I cannot read {str(guess)[:60]!r} as an answer. Write {form}.")
+
+
+def without_reason(text, reader):
+    """What stands before a reason, the longest first: 13 (8 for A, 5 for B); H: no grey."""
+    for at in reversed([*re.finditer(" *[:;(=] *| - |, ", text)] if reader is not truth else []):
+        claim, reason = text[:at.start()], text[at.end():]
+        part = reason[:1].isdigit() and re.search(r"\b(for|in|at|per|from)\b", claim)   # 8 for A, 5
+        said = re.search("[a-z]{2}", reason) or (   # not one more number
+            reader is number and at[0] != ", " and re.search(r"\d *[x*+/-] *\d", reason))
+        if said and not part and not DOUBTS & {*re.findall("[a-z]+", reason)}:
+            yield claim
+    if reader is number and text.count(":") == 1:
+        yield text.partition(":")[2]   # A 8, B 5: 13
 
 
 def plain(guess):
@@ -75,26 +95,48 @@ def number(text, it):
     In the question's unit, in each reading: "4,900" and "4.900" have two. Where another unit is
     converted, a sentence says so.
     """
-    found, text = [], re.split(r"->|\bso\b|\brounded (?:up|down)?\b.*?(?=\d)", text)[-1]
+    found, text = [], re.split(
+        r"->|\bso\b|\b(?:rounded|total)\b(?!.* (?:up|down)$).*?(?=\d)", text)[-1]
+    text = re.sub(r"(?<!/)\b(\d+)(?: ([a-z]+))? (?:out )?of (?:the |all |its )*(\d+)(?: [a-z]+)?",
+                  lambda of: share(*of.groups(), it), text)
+    whole = re.search(r"\b(?:rounded |math\.)?(floor|ceil|down|up)\b *(?=[\d(]|$)", text)
+    text = text.replace(whole[0], "") if whole else text
     for mark in ",_' ", ".":   # between thousands
         way = re.sub(rf"(?<=\d)(?<!\b0)[{mark}](?=\d{{3}}(?!\d))", "", text)
         parts = re.split("[=:;]", re.sub(r"(?<=\d),(?=\d)", ".", way))
         with suppress(KeyError, SyntaxError):   # it cannot be read in this way
             sides = [side for part in parts if (side := calculated(part, it)) is not None]
-            if all(each == sides[0] or math.isclose(each, sides[0], rel_tol=0.05)
-                   for each in sides):   # of 3 x 15 = 45
-                found += sides[-1:]
+            sides = [side for side in sides if not isinstance(side, str)] or sides   # page 5: 22
+            if all(each == sides[-1] or math.isclose(each, sides[-1], rel_tol=0.05) or
+                   sides[-1] in (math.floor(each), math.ceil(each)) for each in sides):
+                found += [sides[-1], sides[0]]
+    if whole:
+        found = [math.floor(each) if whole[1] in ("floor", "down") else math.ceil(each)
+                 for each in found]
     unit = it.get("unit", "")
     if unit in TALK["sizes"][0] and re.search(rf"\d *(?!{unit})[kmgt]?i?b\b", text):
-        found += [f"That is {each:.4g} {unit.upper().replace('I', 'i')}." for each in found
-                  if isinstance(each, float)]
-    return found or 1 / 0
+        found += [f"That is {each:,.3g} {unit.upper().replace('I', 'i')}." if each < 1000 else
+                  f"That is {each:,.0f} {unit.upper().replace('I', 'i')}."
+                  for each in found[:1] if isinstance(each, float)]
+    return [float(each) if isinstance(each, int) else each for each in found] or 1 / 0
+
+
+def share(part, unit, all, it):
+    """4 of 8 requests are 4, 3 rows of 15 slots are 45."""
+    if unit and UNIT_OF.get(unit) not in (None, *it.get("unit", "").split()):
+        return f"{part} * {all}"
+    return f"{part} {unit or ''}" if int(part) < int(all) else "?"
 
 
 def calculated(text, it):
     """The value of an expression, a sentence if its unit is wrong, None if it has no number."""
-    wanted, product = it.get("unit", "number").split(), re.search(r"\*|\b(x|times|by)\b", text)
+    wanted = it.get("unit", "number").split()
+    product = re.search(r"\*| [-+] |\b(x|times|by)\b", text)   # or a sum
     sizes = next((each for each in TALK["sizes"] if wanted[0] in each), {})
+    if not sizes and "/" in text and len(re.findall(r"\b[kmgt]?i?b\b", text)) > 1:   # GB / KiB
+        text = re.sub(rf"(?:({NUMBER})|(?<=\))) *([kmgt]?i?b)\b", lambda found: "{}*{:.0f}".format(
+            f"({found[1]}" if found[1] else "", TALK["sizes"][0][found[2]])
+            + ")" * bool(found[1]), text)
     known = FILLERS | TALK["signs"] | dict.fromkeys(it.get("fillers", "").split(), "")
     code, units, loose, digits = "", [], False, ""
     for number, word in re.findall(
@@ -109,16 +151,16 @@ def calculated(text, it):
         digits = number
         if code and word in ("of", "for", "in", "per")[:3 if sizes else 4]:
             loose = True   # slots of finished rows, scores per head: not asked for, but no fault
-    if not code:
+    if not re.search(r"\d", code):
         return None
     value = folded(ast.parse(code.strip(), mode="eval").body)
-    if not 0 <= value < math.inf:   # a difference below 0 is a range
+    if not 0 <= value < math.inf and not re.fullmatch(r" *-[\d.]+ *", text):   # a range
         raise KeyError
     if sizes and not units and value > 500 * it["answer"]:   # 68,719,476,736: nobody means GB
         units = [("b", "")]
     for i, (unit, word) in enumerate(units):
-        if unit not in [*sizes, *wanted, *it.get("per", "").split()[:i]] and not product:
-            return f"The question does not ask for {word}."
+        if unit not in [*sizes, *wanted, *it.get("per", "").split() * (i > 0)] and not product:
+            return f'Another unit is asked for, not "{word}".'
     return value * next((sizes[unit] / sizes[wanted[0]] for unit, _ in units if unit in sizes), 1)
 
 
@@ -138,11 +180,15 @@ def names(text, it):
         at = {group: order.index(name) for group, name in found.groupdict().items() if name}
         end = at.get("high", at.get("below", len(order)) - 1) + 1
         return " ".join(order[at.get("low", at.get("after", -1) + 1):end])
+    text = re.sub(r"\bnot? 1\b", "none", text) if order[0].isalpha() else re.sub(
+        "^-1$", "last", text)
     text = re.sub(r"\b(?:first|last)(?: (\d+))?\b", lambda found: " ".join(
         order[:int(found[1] or 1)] if found[0][0] == "f" else order[-int(found[1] or 1):]), text)
     for pattern in TALK["spans"]:
         text = re.sub(pattern.replace("NAME", rf"\b(?:{'|'.join(order)})\b"), span, text)
-    text = re.sub(TALK["nobody"], "none ", text.replace("=", " "))   # the last (6)
+    text = re.sub(TALK["nobody"], "none ", re.sub(" = ", " ; ", text).replace("=", " "))
+    if re.match(r"(?:[a-z]+ )?\d (?:rows|pages|of)\b", text):
+        raise ValueError   # how many, not which
     for words, asked in zip(("yes|true|do|does", "no|false"), TALK["asks"][it["asks"]]):
         text = re.sub(rf"\b(?:{words})\b(?= *(?:[,;.]|and\b|but\b|$))", asked.split()[0], text)
     kinds = dict.fromkeys(UNIT_OF, "") | FILLERS | CLASSES | dict.fromkeys(order, "E")
@@ -150,7 +196,8 @@ def names(text, it):
     for words, kind in zip(TALK["asks"][it["asks"]], "VW"):
         kinds |= dict.fromkeys(words.split(), kind)
     classes, said = "", []
-    for word, colon in re.findall(r"(\d+|[a-z]+|[^\w\s,;.:&/+!?()'-])(?: *(:))?", text):
+    kinds |= {";": ";"}   # ends a claim
+    for word, colon in re.findall(r"(\d+|[a-z]+|[^\w\s,.:&/+!?()'-])(?: *(:))?", text):
         for each in [word] if word in kinds or not {*word} <= {*order} else word:   # AC
             kind = kinds.get(each, other) if each.isdigit() else kinds[each]
             classes += kind.lower() if colon and kind in "VW" else kind
@@ -185,11 +232,13 @@ def claimed(every, classes, said):
 
 def series(text, it):
     """[[number, ...]] in order."""
+    text = text.partition(" = ")[0]   # behind it is a sum, or a reason
     text = re.sub(r"\b(?:(?:in|at) )?step \d\b *:?|(?:^|(?<=[,;]))\s*\d+ *(?:->|:) *"
                   r"(?=\d+[^\d>]*(?:[,;]|$))", " ", text)   # step 0: 3, step 1: 6
     text = re.sub(r"\b[a-z](?=\d)", "", text)   # C3
     found, unit = re.findall(NUMBER, text), it["unit"].split()
-    if (not 0 < len(found) <= len(it["answer"]) or {*TURNS, "to"} & {*re.findall("[a-z]+", text)}
+    turns = {*TURNS, "to", "per", "x", "total"} & {*re.findall("[a-z]+", text)}
+    if (turns or not 0 < len(found) <= len(it["answer"])
             or any(UNIT_OF.get(word, "each") not in [*unit, "each"]
                    for word in re.findall(r"\d *([a-z-]+)", text))
             or re.search(r"[^\w\s,;:/<>|.&()=+-]|(?:^|[,;] *)-\d|\d-\d[^-]*,", text)):
@@ -203,7 +252,7 @@ def truth(text, it):
         word: kind for name, words, kind in zip(("yes", "no"), it["asks"], "VW")
         for word in (TALK[name] + " " + words).split()}
     words = re.findall("[a-z]+", text)
-    if {*words} & {*TALK["doubts"].split()}:
+    if (DOUBTS - {"but"} | {*TALK["changes"].split()}) & {*words}:
         raise ValueError
     classes = "".join(kinds.get(word, "") for word in words)
     [value] = {("X" in each) == ("W" in each) for each in re.findall("X?[VW]|X", classes)}

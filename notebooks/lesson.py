@@ -182,6 +182,10 @@ GUESSES = {}   # number of a question -> the wrong guesses so far
 
 def ask(question, guess=...):
     """Prints a question. Judges a guess: two misses get a hint each, the third the answer."""
+    if isinstance(guess, tuple) and callable(guess[0]):   # to compute, and how it was typed
+        compute, guess = guess
+        with suppress(Exception):   # then it is no calculation
+            guess = compute()
     print(f"Question {question}")
     number = question.partition(":")[0]
     print("Replace ... by your answer, then run the cell." if guess is ... else
@@ -225,23 +229,33 @@ def as_typed(lines):
                       r"(\)\s*;?\s*(?:#[^\n]*)?\s*)$", "".join(lines))
     if not found or found[3].strip() == "..." or found[2] not in QUESTIONS:
         return lines
-    try:
-        readings(found[3], QUESTIONS[found[2]])
-    except Unreadable:
-        with suppress(SyntaxError):
-            if calculates(ast.parse(f"_(guess={found[3]}\n)", mode="eval").body.keywords[0].value):
-                return lines
+    with suppress(SyntaxError):
+        expression = ast.parse(f"({found[3]}\n)", mode="eval").body
+        if calculates(expression, found[3], QUESTIONS[found[2]]):
+            return f"{found[1]}(lambda: ({found[3]}), {found[3].strip()!r}){found[4]}".splitlines(
+                keepends=True)
     return f"{found[1]}{found[3].strip()!r}{found[4]}".splitlines(keepends=True)
 
 
-def calculates(expression):
-    """Whether Python should compute it: not mere arithmetic, nor `or`, which keeps one of two."""
+def calculates(expression, text, it):
+    """Whether Python should compute an answer: it calls what is known, or is no readable text."""
     parts = [*ast.walk(expression)]
-    names = [part.id for part in parts if isinstance(part, ast.Name)]
-    known = all(name in get_ipython().user_ns or hasattr(builtins, name) for name in names)
-    return known and not any(isinstance(part, ast.BoolOp) for part in parts) and (names or any(
-        isinstance(part, (ast.List, ast.Tuple, ast.Set, ast.Dict)) or
-        isinstance(part, ast.Constant) and isinstance(part.value, str) for part in parts))
+    known = {**vars(builtins), **get_ipython().user_ns, **{
+        part.id: None for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)}}
+    for part in parts:   # Python's `or` keeps one of two; 4 (rows) calls a number
+        if isinstance(part, (ast.BoolOp, ast.Not)) or (isinstance(part, ast.Name) and
+                part.id not in known) or isinstance(part, ast.Call) and not (isinstance(
+                part.func, ast.Attribute) or callable(known.get(getattr(part.func, "id", None)))):
+            return False
+    kinds = {type(part) for part in parts}
+    if kinds & {ast.Call, ast.Subscript, ast.Mod}:
+        return True
+    try:
+        readings(text, it)
+        return False
+    except Unreadable:
+        return bool(kinds & {ast.Name, ast.List, ast.Tuple, ast.Set, ast.Dict}) or any(
+            isinstance(getattr(part, "value", None), str) for part in parts)
 
 
 def listen(shell):

@@ -213,10 +213,11 @@ def test_an_answer_needs_no_quotes_and_never_ends_in_a_traceback():
                 ("2.4", "D and F", "Right"), ("2.4", "F", "You say F"), ("2.4", "X", "cannot read"),
                 ("2.4", "D or F)  # (", "cannot"), ("2.4", "'D' + 'F'", "Right"),
                 ("2.4", "[*'FD']", "Right"), ("5.2", "22 or 20", "cannot"), ("5.2", "one", "You"),
-                ("5.2", "9**9**9", "cannot"), ("5.2", "22, not 20", "cannot"),
+                ("5.2", "9**9**9", "cannot"), ("5.2", "22, not 20", "Right"),
                 ("4.1", "math.ceil(30 / 9)", "Right"), ("4.1", "30 / 9", "Is it rounded up, or"),
                 ("7.5", "[2] or [8, 8]", "cannot"), ("7.5", "[4 * 2] * 2", "Right"),
-                ("3.6", "(200 - 1)(8 - 1)", "cannot"), ("1.4", "68.7 GiB", "That is 73.77 GB.")):
+                ("3.6", "(200 - 1)(16 - 1)", "Right"), ("2.3", "8 and 5", "cannot"),
+                ("3.1", "one or two", "cannot"), ("1.4", "68.7 GiB", "That is 73.8 GB.")):
             with capture_output() as seen:
                 shell.run_cell(f'one = 1\nask("{number}: The same "\n    "bug?", guess={guess})')
             assert said in seen.stdout, seen.stdout
