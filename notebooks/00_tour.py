@@ -8,12 +8,8 @@
 # build an engine.
 
 # %%
-from lesson import ask, broken, check, counts, eight_requests, folded, letters, look, model
-from lesson import lines, results, run, run_all, show, sizes, source, texts, timelines, tokenizer
-from exercises import BANDWIDTH, PARAMETERS, PEAK
-from lab.experiments.rows import curves, measure_rows
-from argparse import Namespace
-import torch
+from lesson import ask, broken, check, cost_of_rows, counts, eight_requests, folded, letters, lines
+from lesson import look, run, run_all, show, sizes, source, texts, timelines, tokenizer
 from model import MultiHeadAttention
 
 # %% [markdown]
@@ -47,23 +43,18 @@ check("ragged, varlen", requests, token_budget=16)
 # To generate a token, the processor reads all weights of the model from memory, for one row of
 # numbers. If it computes 32 rows, it still reads them once. So what does a row cost in a pass of
 # more and more rows? The picture has three lines: our small model, measured just now on your
-# machine (so small that calling PyTorch takes most of its time, which is shared in the same way);
-# GPT-2, whose time does go into reading weights, measured on two cores (the library has a quicker
-# path for one row, hence the first bend); and Llama 2 7B, calculated by notebook 6's `roofline`.
+# machine; GPT-2, measured on two cores; and Llama 2 7B on a GPU, calculated as in notebook 6.
 
 # %% tags=["machine"]
-here = measure_rows(Namespace(model="builtin", quick=False), model.device, torch.float32)
-ms = curves(here, results("rows"))
-def roofline(n):   # ms
-    return max(1 / BANDWIDTH, n / PEAK) * 2e3 * PARAMETERS
-
-ms["Llama 2 7B on an A100, calculated"] = [(n, roofline(n)) for n, _ in here["points"]]
-lines({name: [(n, 100 * t / n / points[0][1]) for n, t in points] for name, points in ms.items()},
+lines({name: [(rows, 100 * ms / rows / points[0][1]) for rows, ms in points]
+       for name, points in cost_of_rows().items()},
       log=True, xlabel="rows in one pass", ylabel="what a row costs; alone: 100");
 
 # %% [markdown]
 # A row in a batch of 16 costs a fraction of what it costs alone. On a GPU, which can do far more
-# arithmetic for each byte that it reads, the line falls further. That is why one batches.
+# arithmetic for each byte that it reads, the line falls further. That is why one batches. (Our
+# model is so small that calling PyTorch takes most of its time, which is shared in the same way.
+# GPT-2's line bends at first because the library has a quicker path for one row.)
 #
 # ## Two questions
 #
@@ -153,9 +144,8 @@ show({"the published mask": published});
 # right. No error is raised. Only the comparison with each request alone reveals the bug.
 #
 # Now the eight requests again. A request passes the check if it has no new pads in any of its
-# steps. New pads are grey in the timeline of *interleaved* above. Replace `...` with a name, such
-# as A (it needs no quotes), and run the cell. The first two misses get a hint each, the third the
-# answer. What cannot be read is no attempt.
+# steps. Replace `...` with a name, such as A (it needs no quotes), and run the cell. The first two
+# misses get a hint each, the third the answer. What cannot be read is no attempt.
 
 # %%
 ask("0.1: Under that mask, exactly one of the eight requests still passes the check. Which?",

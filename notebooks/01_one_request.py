@@ -25,10 +25,9 @@ print(n, "tokens:", [word(request, i) for i in range(n)])
 # `␣` stands for a space. The model is small: 4 layers of 4 heads, 128 wide, trained on Python's
 # documentation. Its texts make little sense.
 #
-# A *request* is a prompt to continue. *Prefill* computes the tokens of the prompt, many at once.
-# *Decode* computes one token, the one that was generated last. A *step* is one round of this: a
-# *forward pass* through the model, and then a new token. A *stage* is one of the repository's
-# scripts. The first of them, *unbatched*, runs one request at a time.
+# Words as in [the tour](00_tour.ipynb): *prefill* computes the tokens of a prompt, *decode* the one
+# that was generated last; a *step* is a *forward pass* and then a new token; a *stage* is one of
+# the repository's scripts. The first of them, *unbatched*, runs one request at a time.
 #
 # ## Where tokens meet
 #
@@ -134,16 +133,19 @@ for length in 7, 14, 28:
 # %% [markdown]
 # ## Why a cache is exact
 #
-# To generate, we append the new token and run the model again. Then the last token is new and
-# everything before it is old. What does the last token change in the rows before it?
+# To generate, we append the new token and run the model again, over eight rows now. Seven of them
+# have been computed before.
 
 # %%
-ask("1.3: The LAST token of 7 changes. Which rows differ after the last layer? (a list)",
-    guess=...)
+ask("1.3: An eighth token is appended. Which of the rows 0 to 6 change, in any layer? (a list, or "
+    "none)", guess=...)
 
 # %%
 with folded():
-    print("after each layer, these rows differ:", *moved_rows(changed_token=n - 1), sep="\n")
+    before, after = (model(torch.tensor([tokens]))[0] for tokens in (
+        request.prompt, [*request.prompt, 5]))
+    print("rows whose logits differ:", [i for i in range(n) if not torch.allclose(
+        before[i], after[i], atol=1e-4)])
 
 # %% [markdown]
 # What of the old tokens does a new token need? Its query needs their *keys and values*. Those we

@@ -48,8 +48,8 @@ show({"naive, step 0": prefill}, label=word);
 #
 # Here is the same batch padded on the right. The mask hides the pads there, the positions are
 # right, and every later token goes where it belongs. Only one thing is as before: the next token
-# comes from the last column. (Behind the line to click stand the lines of code that change. You
-# need not read them: the mistake is in the line that does not.)
+# comes from the last column. (Unfolded, the cell below the question also shows the lines of code
+# that change. You need not read them.)
 
 # %%
 ask("2.1: With the padding on the right, which of A, B and C still pass the check?", guess=...)
@@ -166,13 +166,15 @@ timelines([run("dynamic", eight, max_batch=4)], columns=1);
 # %% [markdown]
 # The rectangle is a new one in every step, so each request has a cache of its own. The pasts are
 # copied from there into a rectangle, left-padded as well, and the new tokens come after them.
-# (`starts` says how many tokens of each are cached, and P is the longest of these.)
+# (`plan` lists each request with the number of its new tokens. `starts` says how many of its tokens
+# are cached, and P is the longest of these.)
 
 # %%
 source(Rectangle.attend)
 
 # %% [markdown]
 # A step in which B and C decode with pasts of different lengths, and D's whole prompt is computed.
+# (D takes the place of A, which has finished.)
 # Prompts and decodes differ in width, so there are two forward passes:
 
 # %%

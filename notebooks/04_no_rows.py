@@ -102,6 +102,7 @@ with broken("a stream without boundaries"):
 #
 # In the picture, the white cells are computed, too, and then hidden. The alternative, called
 # *varlen* for variable lengths, goes from request to request and computes only the diagonal blocks.
+# (Here by a loop in Python; on a GPU one kernel does it, such as FlashAttention's `varlen`.)
 
 # %%
 masked, skipped = (look(stage, requests, step=0).record
@@ -119,16 +120,19 @@ ask("4.4: And how many does varlen compute?", guess=...)
 
 # %%
 def scores(*lengths, cached=0):
-    """Score entries of *ragged* for requests of these lengths, of which so much is cached."""
+    """(masked, skipped): scores for requests of these lengths, of which so much is cached."""
     requests = prepare(letters(**{f"r{i}": n for i, n in enumerate(lengths)}), GPTConfig())
     for request in requests:
         request.computed = cached
-    return Flat([(request, request.todo) for request in requests]).cost()["score_entries"]
+    flat = Flat([(request, request.todo) for request in requests], attention="mask")
+    return flat.mask.numel(), sum(n * end for (_, n), end in zip(flat.plan, flat.ends))
 
-print(f"varlen, prompts: one of 1,000 tokens {scores(1000):,}, ten of 100 {scores(*[100] * 10):,}, "
-      f"twenty of 50 {scores(*[50] * 20):,}")
 ask("4.5: Thirty-two requests decode, each with 299 cached tokens and its new one. How many scores "
-    "does varlen compute? (The mask computes 307,200.)", guess=...)
+    "does varlen compute?", guess=...)
+
+# %%
+with folded():
+    print("masked {:,}, skipped {:,}".format(*scores(*[300] * 32, cached=299)))
 
 # %% [markdown]
 # ### Your turn: the varlen loop
@@ -154,9 +158,10 @@ counts(run_all(("interleaved", "prepacked", "ragged, mask", "ragged, varlen"), e
        slots="slots", padding="pad_slots", scores="score_entries")
 
 # %% [markdown]
-# *Ragged* makes as many passes as *interleaved*, and has not one pad. Two wastes are left, and both
-# are about memory: room is reserved for answers that may never come, and equal prompts are computed
-# and kept once per request. Notebook 5 is about both.
+# *Prepacked* packs prompts only; otherwise it is *dynamic*, with a pass for prompts and one for
+# decodes. *Ragged* makes as many passes as *interleaved*, and has not one pad. Two wastes are left,
+# and both are about memory: room is reserved for answers that may never come, and equal prompts are
+# computed and kept once per request. Notebook 5 is about both.
 #
 # **Turn this knob.** Give `counts` above eight requests of one length: `letters(A=9, B=9, ...)`.
 # Predict first: how much padding is left in *prepacked*, and in *interleaved*?

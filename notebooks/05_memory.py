@@ -37,8 +37,7 @@ ask("5.1: How many of the eight can run at the same time?", guess=...)
 
 # %%
 crowd = letters(A=6, B=6, C=6, D=6, E=6, F=6, G=6, H=6, new=26)
-storm = {"reserve": run("ragged, varlen", crowd, max_kv_tokens=128),
-         "pages": run("paged", crowd, pages=16, page_size=8)}
+storm = {"reserve": run("ragged, varlen", crowd, max_kv_tokens=128)}
 with folded():
     timelines([storm["reserve"]], columns=1)
 
@@ -98,10 +97,11 @@ with broken("pages read in one piece"):
 # %%
 source(PagedScheduler.schedule)
 source(PagedScheduler.preempt)
+storm["pages"] = run("paged", crowd, pages=16, page_size=8)
 timelines([storm["pages"]], columns=1);
 
 # %% [markdown]
-# Pink tokens are computed again (where a cell has some green, with a new one). The pool
+# Pink tokens are computed again; a cell that is partly green computes a new one as well. The pool
 # has 16 pages of 8 tokens, and all eight begin at once. At step 11 each has 17 tokens, and its two
 # pages hold 16: F, G and H are preempted, so that the others get a third, and E follows at step 19.
 # They return when pages are free; *computed again* is what it costs. TTFT, the time to the first
@@ -120,7 +120,7 @@ for name, trace in storm.items():
 # first request is never preempted, so it finishes, and the next one is first. (One larger than the
 # pool is refused.) Victims at random could take pages from each other forever.
 #
-# **Turn this knob.** In `storm` above, give the pool 12 pages, and then 24. Predict first: how many
+# **Turn this knob.** In the run above, give the pool 12 pages, and then 24. Predict first: how many
 # preemptions are there, and does it still take fewer steps than reserving 128 tokens (52)?
 # <details><summary>Answer</summary>
 #
@@ -227,8 +227,8 @@ def free(table, ref_count, free_queue):
 #
 # Here is the pool of a run, step by step, with pages of 4 tokens. One request arrives at each step,
 # at most five run at a time, and all eight prompts begin with the same 20 tokens: the five dark
-# pages. A letter says who alone holds a page from then on. If it was free before, it is taken, and
-# what was cached in it is evicted; if it was dark, the others have ended:
+# pages. A letter in a page says who alone holds it from this step on: either it has just taken the
+# page, and what was cached in it is evicted, or all others that shared the page have ended.
 
 # %%
 pool(filling_pool(model));

@@ -32,7 +32,7 @@ ask("6.1: From how many rows on does multiplying take longer than reading the we
 
 # %%
 with folded():
-    for rows in 1, 64, 153, 512:
+    for rows in 1, 64, 128, 256, 512:
         print(f"{rows:3} rows: reading {2e3 * PARAMETERS / BANDWIDTH:4.1f} ms, multiplying "
               f"{2e3 * rows * PARAMETERS / PEAK:4.1f} ms")
 
@@ -112,12 +112,16 @@ with folded():
           log=True, xlabel="token budget", ylabel="ms, calculated")
 
 # %% [markdown]
-# What the 32 gain, the newcomer pays. From 2,048 tokens down to 512, the ITL falls almost with the
-# budget, and the TTFT grows by a quarter: such a step is long by its arithmetic, so half the rows
-# take nearly half the time. From 128 to 64 a step is little shorter: arithmetic for 43 rows (and
-# the 85) takes as long as reading the weights, 7.6 ms, and with fewer rows reading takes longer.
-# (The 153 above is the data sheet's: without the 85, and at full speed.) And the prompt gets 32
-# tokens of a step instead of 96, as the decodes come first. So the TTFT more than doubles.
+# What the 32 gain, the newcomer pays.
+#
+# - From 2,048 tokens down to 512, the ITL falls almost with the budget, and the TTFT grows by a
+#   quarter: such a step is long by its arithmetic, so half the rows take nearly half the time.
+# - From 128 to 64 a step is little shorter: now reading the weights takes most of it, which is the
+#   same for all rows. And the prompt gets 32 tokens of a step instead of 96, as the decodes come
+#   first. So the TTFT more than doubles.
+#
+# (The 153 of question 6.1 is the data sheet's. With 85 rows more, at 0.71 of the peak and 0.85 of
+# the bandwidth, some 43 rows take as long to multiply as the weights to read.)
 #
 # **Turn this knob.** Let 60 requests decode instead of 32: `waits(64, decoding=60)`. What happens
 # to the newcomer's TTFT with a budget of 64, and with 512?
@@ -164,8 +168,9 @@ with folded():
 #
 # ## A price of speed: the last bits
 #
-# `check` says "identical", and means: up to rounding. Why not exactly? A float32 has 24 binary
-# digits, and every addition rounds to them. So the order of additions shows:
+# Speed has a price of another kind. `check` says "identical", and means: up to rounding. Why not
+# exactly? A float32 has 24 binary digits, and every addition rounds to them. So the order of
+# additions shows:
 
 # %%
 print("(1e8 + -1e8) + 1 =", ((torch.tensor(1e8) + -1e8) + 1).item())

@@ -10,12 +10,8 @@
 # %%
 from lesson import ask, bars, folded, model, source
 from exercises import exercise, solution
-from copy import deepcopy
 import math
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from beyond.tensor_parallel import RowParallel, all_reduces, shard
 
 GiB = 2 ** 30
 MODELS = {   # parameters, layers, heads of keys and values, their size; the query heads
@@ -69,9 +65,8 @@ with folded():
 # ## How many requests?
 #
 # Let a request have a prompt of 700 tokens and an answer of 300, which may be as long as 3,300. If
-# it *reserves*, it holds 700 + 3,300 - 1 tokens from the beginning. (The last token of an answer is
-# given out, and never computed.) With *pages* it holds what it has: 1,000 tokens at the end, and
-# less before (notebook 5).
+# it *reserves*, it holds 700 + 3,300 - 1 tokens from the beginning. With *pages* it holds what it
+# has: at most 1,000 tokens, and less before its end (notebook 5).
 
 # %%
 ask("7.3: A100 of 40 GiB, Llama 2 7B. How many requests run at once if each reserves 3,999 tokens?",
@@ -104,7 +99,8 @@ with folded():   # all of whole pages
 
 # %% [markdown]
 # Pages are worth a factor of four here, shared prefixes almost two, GQA almost four (nine in Qwen2,
-# which has fewer layers, too). They multiply: all three together serve thirty times as many.
+# which has fewer layers, too). They multiply: with all three, Llama 3.1 8B serves thirty times as
+# many as Llama 2 7B with none.
 #
 # **Turn this knob.** Most requests are in the middle of their answer. Let each hold 500 tokens
 # instead of 1,000, with nothing shared. How many of Llama 2 7B does `fit` say for 40 GiB? And why
@@ -125,6 +121,10 @@ with folded():   # all of whole pages
 # embeddings and the output layer are whole on every rank. Here is the split by inputs:
 
 # %%
+from copy import deepcopy
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from beyond.tensor_parallel import RowParallel, all_reduces, shard
 source(RowParallel)
 
 # %% [markdown]

@@ -34,10 +34,10 @@ source(serve)
 #
 # | | |
 # |---|---|
-# | `request.tokens` | prompt and generated tokens, a list |
+# | `request.tokens` | prompt and generated tokens, a list; `request.prompt` is the first part |
 # | `request.computed` | how many of them are computed: their keys are in the cache |
 # | `request.todo` | how many are not; 1 in a decode |
-# | `request.arrival` | the step in which it arrives |
+# | `request.arrival`, `request.name` | the step in which it arrives; a letter |
 # | `request.append(token)` | adds a generated token; afterwards `request.finished` may be True |
 # | `request.kv.write(layer, start, k, v)` | stores `(heads, n, features)` from a position on |
 # | `request.kv.read(layer, end)` | returns keys and values `(heads, end, features)` |
@@ -67,7 +67,8 @@ def share_budget(running, token_budget):
     """Returns the plan, [(request, n), ...]: each decode its token, then chunks, in order."""
     ...
 
-# To try it: print([(r.name, n) for r, n in share_budget(letters(3, A=1, C=12), 8)])
+# To try it, with prompts of 1 and 12 tokens, and 3 to generate:
+# print([(r.name, n) for r, n in share_budget(letters(3, A=1, C=12), 8)])
 judge(1, admit, share_budget)
 
 # %% [markdown]
@@ -167,12 +168,15 @@ judge(3, slots, grant, grow, free)
 # - `keep` is called after each pass, before `after_pass`: the plan's tokens are computed now, and
 #   `request.computed` is still as it was before. Every page that became full by them goes into
 #   `memory.cached`, under a key of your choice, unless that key is there already.
-# - `grant` first looks for the request's full pages from the beginning on, until one is not found.
-#   The last token is always computed, so its page is never taken from the cache. Found pages go
-#   into the table: their `ref_count` grows by 1, and those that were free leave `memory.free`. The
-#   other pages come from `memory.take()`, and `computed` says how many tokens were found. If there
-#   are not enough free pages, it returns False and changes nothing. A found page that is free
-#   counts as used: with 3 free pages, 2 of them found, and 2 more needed, it returns False.
+# - `grant`, in this order:
+#   1. It looks for the request's full pages from the beginning on, until one is not found. The last
+#      token is always computed, so its page is never taken from the cache.
+#   2. If there are not enough free pages for the rest, it returns False and changes nothing. A
+#      found page that is free is no longer free: with 3 free pages, 2 of them found, and 2 more
+#      needed, it returns False.
+#   3. Found pages go into the table: their `ref_count` grows by 1, and those that were free leave
+#      `memory.free`. The other pages then come from `memory.take()`.
+#   4. `computed` says how many tokens were found.
 # - `free` counts down, the last page first; a page whose `ref_count` is 0 goes to the end of
 #   `memory.free`. It stays in `cached` until it is taken.
 #

@@ -60,7 +60,11 @@ def race(max_batch=12, token_budget=64, pages=40, page_size=16):
                 {page for request, _ in batch.plan for page in request.block_table}))):
             trace = generate(model, copies, on_token=check.on_token, **knobs)
         traces.append(trace)
+        verdicts = check()
         print(f"{name:8}{sum(p.slots for p in trace.passes):16,}{len(trace.passes):9}"
               f"{max(latencies(trace)['itl_steps']):19}{max(held):13}"
-              f"{trace.counts['preemptions']:14}   {summary(check()).split(',')[0]}")
+              f"{trace.counts['preemptions']:14}   {summary(verdicts).split(',')[0]}")
+        if wrong := [verdict.name for verdict in verdicts if verdict.verdict == "WRONG"]:
+            print(f"{', '.join(wrong)} got wrong tokens, and no judge of a step has seen why. "
+                  "Which rule of a step does your code break?")
     timelines(traces, columns=1)

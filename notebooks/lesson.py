@@ -18,6 +18,7 @@ import math
 import re
 import sys
 import textwrap
+from argparse import Namespace
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from html import escape
@@ -38,6 +39,7 @@ from lab.checks.traps import broken  # noqa: F401
 from lab.checks.xray import sights_at
 from lab.experiments.figures import CYCLE, gaps, lines, packing, pool  # noqa: F401 (notebooks)
 from lab.experiments.memory import filling_pool  # noqa: F401
+from lab.experiments.rows import curves, measure_rows
 from lab.experiments.results import load as results  # noqa: F401
 from lab.loading.load import load, set_threads
 from lab.loading.stages import STAGES
@@ -48,6 +50,8 @@ from lab.simulate.hardware import GPUS, MODELS
 from lab.views.plots import pyplot, timelines  # noqa: F401
 from lab.views.sights import draw as show  # noqa: F401
 
+PEAK, BANDWIDTH = 312e12, 2039e9   # of an A100: operations/s in fp16, bytes/s
+PARAMETERS = 6.6e9                 # of Llama 2 7B: those that a pass reads and multiplies by
 model, tokenizer = load("builtin")
 set_threads(model)
 FIGURES = {"bbox_inches": "tight", "dpi": 88}   # 770 pixels fit beside a cell's number
@@ -65,7 +69,8 @@ def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
 
 def source(function):
     """Prints a function as it stands in its file."""
-    print(f"# {function.__module__}.py\n{textwrap.dedent(inspect.getsource(function)).rstrip()}")
+    file = function.__module__.replace(".", "/")
+    print(f"# {file}.py\n{textwrap.dedent(inspect.getsource(function)).rstrip()}")
 
 
 @contextmanager
@@ -140,6 +145,16 @@ def run(stage, requests, **knobs):
 def run_all(stages, requests, **knobs):
     """{stage: its trace}; each takes those of the knobs that it has."""
     return {name: run(name, requests, **knobs_of(generate_of(name), knobs)[0]) for name in stages}
+
+
+def cost_of_rows():
+    """
+    {who: [(rows, ms), ...]} of a forward pass: ours on this machine now, GPT-2 as measured on two
+    cores, and Llama 2 7B on an A100 as notebook 6 calculates it.
+    """
+    here = measure_rows(Namespace(model="builtin", quick=False), model.device, torch.float32)
+    return curves(here, results("rows")) | {"Llama 2 7B on an A100, calculated": [
+        (n, 2e3 * PARAMETERS * max(1 / BANDWIDTH, n / PEAK)) for n, _ in here["points"]]}
 
 
 def on_a100(stage, requests, **knobs):

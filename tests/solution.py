@@ -178,11 +178,15 @@ WRONG = [   # step, old, new, what the judge says
     (1, "request.todo == 1]", "request.todo == 1][:1]", "'B' decodes and gets 0 tokens"),
     (1, "token_budget - len(plan)", "token_budget", "the plan has 9 tokens, the budget is 8"),
     (1, "left > 0", "left >= request.todo", "gets 0 tokens of the budget, not 7"),
-    (2, "cu_seqlens.append(len(tokens))", "cu_seqlens.append(n)", "cu_seqlens is [0, 1, 3, 5]"),
-    (2, "if n == request.todo", "if n > 0", "due is [0, 1, 2], expected [0, 2]"),
-    (2, "layer, request.computed, k", "layer, 0, k", "sees 1 empty key slot"),
-    (2, "request.computed += n", "request.computed += 1", "is [4, 3, 1], expected [4, 5, 5]"),
-    (2, "return finished", "return []", "the result is [], expected ['A']"),
+    (2, "cu_seqlens.append(len(tokens))", "cu_seqlens.append(n)", "cu_seqlens: [0, 1, 3, 5]"),
+    (2, "if n == request.todo", "if n > 0", "due: [0, 1, 2], expected [0, 2]"),
+    (2, "layer, request.computed, k", "layer, 0, k", "does not hold the keys and values"),
+    (2, "request.kv.write(layer, request.computed, k[:, a:b], v[:, a:b])", "request.kv.write("
+     "layer, request.computed, k[:, a:b], v[:, a:b]) if layer == 0 or a == 0 else "
+     "request.kv.write(layer, 0, k[:, a:b], v[:, a:b])", "empty key slot"),
+    (2, "due.append(i)", "due.append(request)", "due: [Request("),
+    (2, "request.computed += n", "request.computed += 1", ": [4, 3, 1], expected [4, 5, 5]"),
+    (2, "return finished", "return []", "the result: [], expected ['A']"),
     (2, "    return torch.cat(out, dim=1)", """\
     read = (r.kv.read(layer, r.computed + n) for r, n in plan)
     keys, values = (torch.cat(t, dim=1) for t in zip(*read))
@@ -190,23 +194,62 @@ WRONG = [   # step, old, new, what the judge says
     return head(q, keys, values, mask=see.bool())""", "so do not hide, skip"),
     (2, "head(q[:, a:b], keys, values)", "head(torch.cat((keys[:, n:], q[:, a:b]), 1), keys, "
      "values)[:, -n:]", "so do not hide, skip"),
-    (3, "request.block_table[p // size] * size + p % size", "p", "is [2, 3, 4, 5, 6, 7, 8, 9]"),
+    (3, "request.block_table[p // size] * size + p % size", "p", ": [2, 3, 4, 5, 6, 7, 8, 9]"),
     (3, "-(-request.todo //", "-(-request.kv_tokens //", "expected (True, [0, 1], 1)"),
     (3, "-(-request.todo // memory.size)", "request.todo // memory.size + 1",
      "for a prompt of 8 tokens, 4 to a page"),
-    (3, "memory.free.extend(", "memory.free.extendleft(", "memory.free is 1, expected 2"),
+    (3, "memory.free.extend(", "memory.free.extendleft(", "B's block table: (1, None), expected"),
     (3, "need > len(", "need >= len(", "(False, None, 3), expected (True, [0, 1, 2], 0)"),
     (3, "* memory.size < len(request.tokens)", "* memory.size <= len(request.tokens)",
      "has 3 pages for 8 tokens, 4 to a page: not 2"),
-    (3, "running.pop()", "running.pop(running.index(request))", "and B's computed tokens are"),
-    (3, "waiting.appendleft(last)", "waiting.append(last)", "105 slots, and 96 would do"),
-    (3, "                free(memory, last)\n", "", "page 6 is lost"),
+    (3, "running.pop()", "running.pop(running.index(request))", "those that run, those that wait"),
+    (3, "waiting.appendleft(last)", "waiting.append(last)", "\"request 'C'\", \"request 'B'\""),
+    (3, "                last.computed = 0\n", "", "3, 1), expected"),
+    (3, "                free(memory, last)\n", "",
+     "([], [\"request 'A'\", \"request 'B'\", \"request 'C'\"], 0, 1)"),
+    (3, "    memory.free.extend(request.block_table)",
+     "    memory.free.extend(request.block_table[:2])", "is lost: it is neither free nor in"),
+    (3, "                last = running.pop()\n", """\
+                while len(running) > 2:
+                    free(memory, running[-1])
+                    running[-1].computed = 0
+                    waiting.appendleft(running.pop())
+                last = running.pop()\n""", "forward passes, and 27 would do"),
+    (3, "    request.block_table = None", "    pass", "[0, 1]), expected (2, None)"),
     (3, "while request in running and", "if", "line 16, if len(request.block_table)"),
     (4, "request.tokens[:(i", "request.tokens[i * memory.size:(i", "what grant returns"),
-    (4, "size < len(request", "size <= len(request", "nothing goes on: the plan is []"),
+    (4, "size < len(request", "size <= len(request", "its last one has to be computed"),
+    (4, "if need > len(", "if len(request.tokens) > 20 or need > len(", "nothing goes on"),
+    (4, """\
+    for page in found:
+        if memory.ref_count[page] == 0:
+            memory.free.remove(page)
+        memory.ref_count[page] += 1
+    request.block_table = found + [memory.take() for _ in range(need)]
+""", """\
+    request.block_table = found + [memory.take() for _ in range(need)]
+    for page in found:
+        if page in memory.free:
+            memory.free.remove(page)
+        memory.ref_count[page] += 1
+""", "must not be taken for its other tokens"),
+    (4, "tuple(", "(lambda t: (len(t), *t[-4:]))(", "after another beginning"),
+    (4, """\
+    while (len(found) + 1) * size < len(request.tokens):
+        page = memory.cached.get(tuple(request.tokens[:(len(found) + 1) * size]))
+        if page is None:
+            break
+        found.append(page)
+""", """\
+    pages = (memory.cached.get(tuple(request.tokens[:end]))
+             for end in range(size, len(request.tokens), size))
+    found = [page for page in pages if page is not None]
+""", "the first and the second can no longer be found"),
+    (4, "(request.computed + n) // memory.size):",
+     "min(request.computed + n, len(request.prompt)) // memory.size):", "fills page 1: whether"),
     (4, "    request.computed = len(found) * size\n", "", "(True, 0, [])"),
     (4, "reversed(request.block_table)", "request.block_table", "[0, 1, 2], expected [2, 1, 0]"),
     (4, "memory.cached.setdefault(key, request.block_table[i])",
-     "memory.cached[key] = request.block_table[i]", "the pages in memory.cached is [3, 4, 5, 6]"),
+     "memory.cached[key] = request.block_table[i]", "the pages in memory.cached: [2, 3, 4, 5]"),
     (4, "(request.computed + n) // memory.size)", "len(request.block_table))", "computed 5 of 9"),
 ]

@@ -81,6 +81,15 @@ def test_the_notebook_shows_no_solution():
     assert solution.LINES and not [line for line in solution.LINES if line in TEXT]
 
 
+@pytest.mark.thorough
+def test_the_race_says_whose_tokens_are_wrong(built, capsys):
+    built(4)
+    with patch.object(capstone, "timelines"), patch.dict(
+            capstone.BUILT[2], attend=lambda plan, cu_seqlens, layer, q, k, v: v):
+        capstone.race(pages=64)
+    assert " got wrong tokens, and no judge of a step has seen why" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("pages", [64, pytest.param(40, marks=pytest.mark.thorough)])
 def test_the_race_is_a_tie_and_the_notebook_has_its_figures(pages, built, capsys):
     built(4)

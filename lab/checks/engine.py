@@ -10,7 +10,7 @@ tokens and wastes passes, slots, pages or operations does not.
 """
 import signal
 from collections import Counter, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -144,15 +144,16 @@ def returning(function):
 
 def expect(what, got, right):
     if got != right:
-        yield f"{what} is {got}, expected {right}"
+        yield f"{what}: {got}, expected {right}"
 
 
 def schedules(yours, model):
     """Step 1, its functions without a model: by hand, then runs of six workloads."""
-    old, young = prepare(letters(3, A=20, B=4), model.config)
+    old, young, last = prepare(letters(3, A=20, B=4, C=12), model.config)
     young.computed = 3
-    for fault in plan_faults(yours.share_budget([old, young], 8), [old, young], [], 8, 8):
-        yield f"If A runs with 20 tokens to do, and B decodes, with a budget of 8: {fault}"
+    for more, running in (("B decodes", [old, young]), ("C with 12", [old, last])):
+        for fault in plan_faults(yours.share_budget(running, 8), running, [], 8, 8):
+            yield f"If A runs with 20 tokens to do, and {more}, with a budget of 8: {fault}"
     mixed = letters(6, A=3, B=2, C=12, D=1, E=9)
     late = letters(5, {"C": 2, "D": 2, "E": 40}, A=3, B=20, C=6, D=4, E=2)
     many = letters(3, **dict.fromkeys("ABCDEFGH", 2))
@@ -209,8 +210,10 @@ def streams(yours, model):
     yield from expect("The number of things that lay_out returns", len(got), 4)
     for what, mine, right in zip(("tokens", "positions", "cu_seqlens", "due"), got, (
             [8, *B.prompt[2:5], *C.prompt], [3, 2, 3, 4, 0, 1, 2, 3, 4], [0, 1, 4, 9], [0, 2])):
+        with suppress(TypeError, RuntimeError):   # numbers, in whatever holds them
+            mine = torch.as_tensor(mine).tolist()
         yield from expect("For a decode of A, 3 of 5 tokens of B, and the prompt of C, lay_out's "
-                          + what, torch.as_tensor(mine).tolist(), right)
+                          + what, mine, right)
     running = [A, B, C]
     left = yours.after_pass(plan, [0, 2], [6, 7], running)
     for what, mine, right in (
@@ -220,14 +223,23 @@ def streams(yours, model):
             ("the result", [r.name for r in left], ["A"])):
         yield from expect(f"After a pass in which A gets its last token, and C its first, {what}",
                           mine, right)
-    mixed = letters(6, A=4, B=2, C=1, D=11, E=3)
-    mixed[1:3] = [replace(request, temperature=0.7) for request in mixed[1:3]]
-    yield from runs(yours, model, mixed, generate_ragged.generate)
     A.computed, B.computed = 9, 4
     q, k, v = (torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
     plan = [(A, 3), (B, 6)]
     for request, _ in plan:
         request.kv = KV(20)
+        request.kv.write(0, 0, *torch.zeros(2, 4, request.computed, 32))
+    yours.attend(plan, [0, 3, 9], 0, q, k, v)
+    for request, a, b in (A, 0, 3), (B, 3, 9):
+        keys, values = request.kv.read(0, request.computed + b - a)
+        if not torch.equal(torch.stack([keys, values])[:, :, request.computed:],
+                           torch.stack([k, v])[:, :, a:b]):
+            yield (f"after attend with cu_seqlens [0, 3, 9], the cache of {request}, of which "
+                   f"{request.computed} tokens were computed, does not hold the keys and values of "
+                   f"tokens {a} to {b - 1} of the stream from position {request.computed} on")
+    mixed = letters(6, A=4, B=2, C=1, D=11, E=3)
+    mixed[1:3] = [replace(request, temperature=0.7) for request in mixed[1:3]]
+    yield from runs(yours, model, mixed, generate_ragged.generate)
     mine = operations(yours.attend, plan, [0, 3, 9], 0, q, k, v)
     least = 2 * 2 * 4 * 32 * (3 * 12 + 6 * 10)   # q k, and weights v, in 4 heads of 32
     if mine > 1.01 * least:
@@ -250,19 +262,21 @@ def memories(yours, model):
                           "page: what grant returns, the block table, and the number of pages left",
                           (answer, request.block_table, len(memory.free)), right)
     yours.free(memory, B)
-    yield from expect("When B frees 2 pages while page 2 is free, the first of memory.free",
-                      memory.free[0], 2)
-    for requests, pages in ((letters(14, A=6, B=6, C=6, D=6), 11),
-                            (letters(9, {"C": 4}, A=9, B=5, C=7, D=3, E=6), 7)):
-        yield from runs(yours, model, requests, generate_paged.generate, pages=pages, page_size=4)
-    memory, running, waiting = Memory(2, 4), prepare(letters(3, A=5, B=3), model.config), deque()
+    yield from expect("When B frees 2 pages while page 2 is free, the first of memory.free, and "
+                      "B's block table", (memory.free[0], B.block_table), (2, None))
+    memory, running = Memory(2, 4), prepare(letters(3, A=5, B=3), model.config)
+    waiting, [A, B], B.generated = deque(prepare(letters(3, C=2), model.config)), running, [7]
     for request in running:
         request.block_table, request.computed = [memory.take()], 3
     yours.grow(memory, running, waiting)
-    yield from expect("A needs a second page, B came after it, and none is free: after grow, those "
-                      "that run, those that wait, and B's computed tokens are",
-                      ([*map(str, running)], [*map(str, waiting)], waiting and waiting[0].computed),
-                      (["request 'A'"], ["request 'B'"], 0))
+    yield from expect("A needs a second page, B came after it, C waits, and none is free. After "
+                      "grow, those that run, those that wait, and how many tokens of B are "
+                      "computed, and generated", ([*map(str, running)], [*map(str, waiting)],
+                                                  B.computed, len(B.generated)),
+                      (["request 'A'"], ["request 'B'", "request 'C'"], 0, 1))
+    for requests, pages in ((letters(14, A=6, B=6, C=6, D=6), 11),
+                            (letters(9, {"C": 4}, A=9, B=5, C=7, D=3, E=6), 7)):
+        yield from runs(yours, model, requests, generate_paged.generate, pages=pages, page_size=4)
 
 
 def prefixes(yours, model):
@@ -283,16 +297,69 @@ def prefixes(yours, model):
                           f" its pages. In a pool of {number} pages of 4: what grant returns, B's "
                           "computed tokens, and the free queue",
                           (answer, B.computed, [*memory.free]), right)
-    memory, A.computed, B.computed = Memory(8, 4), 0, 0
-    for request in (A, B):
-        yours.grant(memory, request)
-    yours.keep(memory, [(A, 9), (B, 16)])
-    yield from expect("A and B begin alike, and compute their prompts in the same pass. With pages "
-                      f"{A.block_table} and {B.block_table}: the pages in memory.cached",
-                      sorted({*memory.cached.values()}), [0, 1, 5, 6])
+    for what, fault in by_hand(yours, model):
+        yield f"{what}: {fault}"
     for requests, pages in ((letters(3, {"B": 4}, A=8, B=8), 12), (alike(20, 5, 0, 0, 0, 3, 9), 40),
                             (alike(16, 0, 0, 0, 0, 12), 40), (alike(20, 5, *range(7)), 17)):
         yield from runs(yours, model, requests, generate_prefix.generate, pages=pages, page_size=4)
+
+
+def by_hand(yours, model):
+    """What a cache of pages does in rare cases. (what happens, what is wrong then)."""
+    def pool(number, *tokens):
+        requests = prepare(letters(3, **dict(zip("ABCD", map(len, tokens)))), model.config)
+        for request, prompt in zip(requests, tokens):
+            request.prompt = prompt
+        return Memory(number, 4), *requests
+
+    def compute(memory, *requests):   # in one pass
+        for request in requests:
+            yours.grant(memory, request)
+        yours.keep(memory, [(request, request.todo) for request in requests])
+        for request in requests:
+            request.computed = len(request.tokens)
+
+    def granted(memory, request, pages, computed):
+        yours.grant(memory, request)
+        got, right = (request.block_table, request.computed), (pages, computed)
+        yield from expect("the block table and the computed tokens of " + str(request), got, right)
+
+    P, Q, R, S = ([n] * 4 for n in (1, 2, 3, 4))
+    memory, A, B = pool(9, P + Q, P + Q)
+    compute(memory, A)
+    for fault in granted(memory, B, [0, 2], 4):
+        yield "B has A's 8 tokens, in pages of 4, and its last one has to be computed", fault
+    memory, A, B, C = pool(12, P + Q + R, P + Q + S, P + Q + S + [9])
+    compute(memory, A, B)
+    cached = sorted({*memory.cached.values()})
+    for fault in expect("the pages in memory.cached", cached, [0, 1, 2, 5]):
+        yield ("A and B compute 12 tokens in the same pass, of which the first 8 are alike. With "
+               f"pages {A.block_table} and {B.block_table}"), fault
+    yours.free(memory, A)
+    others = [memory.take() for _ in range(9)]   # A's are taken
+    memory.free.extend(sorted(others)[3:])
+    for fault in granted(memory, C, [6, 7, 8, 9], 0):
+        yield ("C begins as B does. B's page 5 is still known, as the third of such a beginning, "
+               "but the first and the second can no longer be found"), fault
+    memory, A, B, C = pool(12, P + Q + [9], R + [9], R + Q + [9])
+    compute(memory, A)
+    compute(memory, B)
+    for fault in granted(memory, C, [3, 5, 6], 4):
+        yield ("C's first page has the tokens of B's first, its second those of A's second, which "
+               "come after another beginning"), fault
+    memory, A, B = pool(5, P + Q + [9], P + Q + R + S)
+    compute(memory, A)
+    yours.free(memory, A)
+    memory.free.reverse()
+    for fault in granted(memory, B, [0, 1, 2, 4], 8):
+        yield ("B finds pages 0 and 1, which are free, and at the front of the queue [0, 1, 2, 4, "
+               "3]. They must not be taken for its other tokens"), fault
+    memory, [A] = pool(3, P + Q[:3])[0], prepare(letters(3, A=7), model.config)
+    compute(memory, A)
+    A.generated, A.computed = [5], 7
+    yours.keep(memory, [(A, 1)])
+    for fault in expect("whether it can be found", 1 in memory.cached.values(), True):
+        yield "A's first generated token is computed, and fills page 1", fault
 
 
 def alike(common, own, *arrivals):
