@@ -118,6 +118,8 @@ def number(text, it):
         found += [f"That is {each:,.3g} {unit.upper().replace('I', 'i')}." if each < 1000 else
                   f"That is {each:,.0f} {unit.upper().replace('I', 'i')}."
                   for each in found[:1] if isinstance(each, float)]
+    if re.search("%(?! [*])|percent", text):
+        found.append("No percentage is asked for.")
     return [float(each) if isinstance(each, int) else each for each in found] or 1 / 0
 
 
@@ -154,7 +156,7 @@ def calculated(text, it):
     if not re.search(r"\d", code):
         return None
     value = folded(ast.parse(code.strip(), mode="eval").body)
-    if not 0 <= value < math.inf and not re.fullmatch(r" *-[\d.]+ *", text):   # a range
+    if not 0 <= value < math.inf and not re.fullmatch(rf" *- *(?:{NUMBER}) *", text):   # a range
         raise KeyError
     if sizes and not units and value > 500 * it["answer"]:   # 68,719,476,736: nobody means GB
         units = [("b", "")]
@@ -182,11 +184,15 @@ def names(text, it):
         return " ".join(order[at.get("low", at.get("after", -1) + 1):end])
     text = re.sub(r"\bnot? 1\b", "none", text) if order[0].isalpha() else re.sub(
         "^-1$", "last", text)
-    text = re.sub(r"\b(?:first|last)(?: (\d+))?\b", lambda found: " ".join(
-        order[:int(found[1] or 1)] if found[0][0] == "f" else order[-int(found[1] or 1):]), text)
+    text = re.sub(r" = (?!but|except|not\b).*[a-z]{2}.*", "", text)   # a reason
+    text = re.sub(r"(?<=\w),? (?:for|its|whose|which|it|they)\b.*", "", text)
+    text = re.sub(r"\b(first|last)(?: (\d+))?\b(?! in (?:each|every|its|their))",
+                  lambda found: " ".join(order[:int(found[2] or 1)] if found[1] == "first" else
+                                         order[-int(found[2] or 1):]), text)
     for pattern in TALK["spans"]:
         text = re.sub(pattern.replace("NAME", rf"\b(?:{'|'.join(order)})\b"), span, text)
-    text = re.sub(TALK["nobody"], "none ", re.sub(" = ", " ; ", text).replace("=", " "))
+    text = re.sub(" = |, ?(?=(?:only|just)\\b)", " ; ", text).replace("=", " ")
+    text = re.sub(TALK["nobody"], "none ", text)
     if re.match(r"(?:[a-z]+ )?\d (?:rows|pages|of)\b", text):
         raise ValueError   # how many, not which
     for words, asked in zip(("yes|true|do|does", "no|false"), TALK["asks"][it["asks"]]):
@@ -219,9 +225,9 @@ def claimed(every, classes, said):
         some |= bool(inner or claim["base"]) and not no
         (is_not if no else is_so).update(inner)
         if not claim["base"] and inner != out:   # all pass, but B; all fail, but B
-            (is_so if last else is_not).update(out)
-            (is_not if last else is_so).difference_update(out)
-            some |= bool(last and out)
+            (is_so if last or no else is_not).update(out)
+            (is_not if last or no else is_so).difference_update(out)
+            some |= bool((last or no) and out)
         last = no
         if no and not (inner or claim["base"] or out):
             raise ValueError

@@ -216,16 +216,18 @@ def reply(it, guess, missed):
     if any(same(each, right, it) for each in said for right in [it["answer"], *it.get("also", [])]):
         return f"Right. {it['why']}"
     missed.add(str([sorted(each) if isinstance(each, set) else each for each in said]))
+    heard = str(guess).rstrip(". ")
     known = [why for wrong, why in it["wrong"] for each in said if same(each, wrong, it)]
     known += [each for each in said if isinstance(each, str)]   # another unit
     known += ["That is no whole number. Is it rounded up, or down?" for each in said if isinstance(
-        each, float) and each % 1 and it["answer"] in (math.floor(each), math.ceil(each))]
+        each, float) and each % 1 and it["answer"] in (math.floor(each), math.ceil(each))
+        and it.get("unit", "").startswith(("row", "request"))]
     if len(missed) < 3:
         hint = it["hints"][len(missed) - 1]
         said = " ".join(known[:1] + [hint] * (len(missed) == 2 or not known))
-        return f"You say {guess}. {said} Try again."
+        return f"You say {heard}. {said} Try again."
     answer = {"True": "yes", "False": "no", "": "none"}.get(str(it["answer"]), it["answer"])
-    return f"You say {guess}. {' '.join(known[:1]) or 'No.'} The answer is {answer}. {it['why']}"
+    return f"You say {heard}. {' '.join(known[:1]) or 'No.'} The answer is {answer}. {it['why']}"
 
 
 def same(said, value, it):
