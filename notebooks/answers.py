@@ -118,7 +118,7 @@ def number(text, it):
         found += [f"That is {each:,.3g} {unit.upper().replace('I', 'i')}." if each < 1000 else
                   f"That is {each:,.0f} {unit.upper().replace('I', 'i')}."
                   for each in found[:1] if isinstance(each, float)]
-    if re.search("%(?! [*])|percent", text):
+    if found and re.search("%(?! [*])|percent", text):
         found.append("No percentage is asked for.")
     return [float(each) if isinstance(each, int) else each for each in found] or 1 / 0
 
