@@ -10,7 +10,6 @@
 # %%
 from lesson import ask, broken, check, cost_of_rows, counts, eight_requests, folded, letters, lines
 from lesson import look, run, run_all, show, sizes, source, texts, timelines, tokenizer
-from model import MultiHeadAttention
 
 # %% [markdown]
 # ## Six requests, one batch
@@ -54,18 +53,16 @@ lines({name: [(rows, 100 * ms / rows / points[0][1]) for rows, ms in points]
 # A row in a batch of 16 costs a fraction of what it costs alone. On a GPU, which can do far more
 # arithmetic for each byte that it reads, the line falls further. That is why one batches. (Our
 # model is so small that calling PyTorch takes most of its time, which is shared in the same way.
-# GPT-2's line bends at first because the library has a quicker path for one row.)
+# GPT-2's line does not fall at first because the library has a quicker path for one row.)
 #
 # ## Two questions
 #
 # How do requests of different lengths fit into one forward pass? A model looks at each token by
-# itself almost everywhere. Tokens meet in a single line, the one that calls `attend`. (Skip the
-# four lines above it: they guard against values that are not finite.)
-
-# %%
-source(MultiHeadAttention.forward)
-
-# %% [markdown]
+# itself almost everywhere: in the embeddings, the norms, the projections and the MLP. Tokens meet
+# in a single line of `model.py`:
+#
+#     y = attend(self.layer, q, k, v)                            # tokens meet here, nowhere else
+#
 # So every way of batching is an answer to two questions:
 #
 # 1. *Which tokens are in this forward pass?* The scheduler decides.
@@ -141,11 +138,12 @@ show({"the published mask": published});
 # %% [markdown]
 # A, B and C each see three pads. A pad's contents are arbitrary, and it takes part of the softmax's
 # weight, so their next tokens may be wrong. D's row is the widest: it has no new pads, and is
-# right. No error is raised. Only the comparison with each request alone reveals the bug.
+# right. No error is raised: one has to look at what is seen, or compare with each request alone.
 #
 # Now the eight requests again. A request passes the check if it has no new pads in any of its
-# steps. Replace `...` with a name, such as A (it needs no quotes), and run the cell. The first two
-# misses get a hint each, the third the answer. What cannot be read is no attempt.
+# steps: look at *interleaved*, in the timelines above. Replace `...` with a name, such as A (it
+# needs no quotes), and run the cell. The first two misses get a hint each, the third the answer.
+# What cannot be read is no attempt.
 
 # %%
 ask("0.1: Under that mask, exactly one of the eight requests still passes the check. Which?",

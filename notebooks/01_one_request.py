@@ -26,8 +26,8 @@ print(n, "tokens:", [word(request, i) for i in range(n)])
 # documentation. Its texts make little sense.
 #
 # Words as in [the tour](00_tour.ipynb): *prefill* computes the tokens of a prompt, *decode* the one
-# that was generated last; a *step* is a *forward pass* and then a new token; a *stage* is one of
-# the repository's scripts. The first of them, *unbatched*, runs one request at a time.
+# that was generated last; a *step* is one round of the loop that serves, here one *forward pass*;
+# a *stage* is one of the repository's scripts. The first, *unbatched*, runs one request at a time.
 #
 # ## Where tokens meet
 #
@@ -131,10 +131,9 @@ for length in 7, 14, 28:
           f"{prefill.useful_scores:,}")
 
 # %% [markdown]
-# ## Why a cache is exact
+# ## One token more
 #
-# To generate, we append the new token and run the model again, over eight rows now. Seven of them
-# have been computed before.
+# To generate, we append the new token and run the model again, over eight rows now.
 
 # %%
 ask("1.3: An eighth token is appended. Which of the rows 0 to 6 change, in any layer? (a list, or "
@@ -148,9 +147,10 @@ with folded():
         before[i], after[i], atol=1e-4)])
 
 # %% [markdown]
-# What of the old tokens does a new token need? Its query needs their *keys and values*. Those we
-# keep: that is the KV cache. Old queries, outputs and logits are not needed again. *Unbatched*
-# writes the new tokens' keys and values at `start`, and then reads all of them:
+# So a cache is exact: what has been computed for a token stays as it is. What of the old tokens
+# does a new token need? Its query needs their *keys and values*. Those we keep: that is the KV
+# cache. Old queries, outputs and logits are not needed again. *Unbatched* writes the new tokens'
+# keys and values at `start`, and then reads all of them:
 
 # %%
 source(KV.write)
@@ -184,9 +184,9 @@ for stage in "unbatched, no cache", "unbatched":
 #
 # ## What a cache costs
 #
-# One token costs 2 · L · A · H numbers: keys and values, in L layers, of A heads with H features
-# each. For Llama 2 7B (L = 32, A = 32, H = 128) in fp16, two bytes a number, that is 16 KiB (of
-# 1,024 bytes) in each layer, and 512 KiB in all.
+# One token costs 2 · layers · heads · features numbers: a key and a value, in each layer, for each
+# head. For Llama 2 7B (32 layers, 32 heads of 128 features) in fp16, two bytes a number, that is 16
+# KiB (of 1,024 bytes) in each layer, and 512 KiB in all.
 
 # %%
 def cache_bytes(tokens, layers, heads, head_size, bytes_per_number=2):
@@ -251,7 +251,7 @@ show({"broken": wrong,
 
 # %%
 with folded(), broken("causal rule from the top left"):
-    print("The line that changes is the one that you have written.")
+    print("The rule that changes is the one that you have written.")
 
 # %% [markdown]
 # The three queries are at positions 4, 5 and 6, but see only as much as positions 0, 1 and 2 would.
@@ -276,6 +276,6 @@ with folded(), broken("causal rule from the top left"):
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# [docs/sources.md](../docs/sources.md) lists them. H1 to H6, R2 and I2 hold.</details>
+# All of them hold: H1 to H6, R2 and I2 of [docs/sources.md](../docs/sources.md).</details>
 #
 # **Next:** [02_rectangles](02_rectangles.ipynb) puts several requests into one tensor.

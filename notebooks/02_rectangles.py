@@ -84,8 +84,8 @@ print(prefill.positions)
 #
 # `columns` are the numbers of the columns that this pass computes: 0 to T − 1 for the prompts,
 # later only the newest one. `pads` says how many pads each row has on its left. Return every slot's
-# position: columns [0, 1, 2] and pads [0, 1] give [[0, 1, 2], [-1, 0, 1]]. Leave a pad's position
-# negative: our code sets it to 0 afterwards.
+# position: columns [0, 1, 2] and pads [0, 1] give [[0, 1, 2], [-1, 0, 1]]. A pad's position may
+# stay negative: our code sets it to 0 afterwards.
 
 # %% tags=["exercise"]
 @exercise
@@ -167,15 +167,15 @@ timelines([run("dynamic", eight, max_batch=4)], columns=1);
 # The rectangle is a new one in every step, so each request has a cache of its own. The pasts are
 # copied from there into a rectangle, left-padded as well, and the new tokens come after them.
 # (`plan` lists each request with the number of its new tokens. `starts` says how many of its tokens
-# are cached, and P is the longest of these.)
+# are cached, and P is the longest of these. `head` puts the past before the new keys.)
 
 # %%
 source(Rectangle.attend)
 
 # %% [markdown]
-# A step in which B and C decode with pasts of different lengths, and D's whole prompt is computed.
-# (D takes the place of A, which has finished.)
-# Prompts and decodes differ in width, so there are two forward passes:
+# Here is a step in which B and C decode with pasts of different lengths, and D, which has taken the
+# place of A, computes its prompt. Prompts and decodes differ in width, so there are two forward
+# passes:
 
 # %%
 newcomer = letters(A=5, B=2, C=4, D=6, new={"A": 1, "B": 6, "C": 6, "D": 2})
@@ -188,11 +188,11 @@ show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
 #
 # Now the bug of question 2.2 in *dynamic*: a token's position is its column, counted through past
 # and new slots. The longest row of a rectangle has no pads, and so the right positions. These are
-# all rectangles, a line each. A4 says that A's row has 4 tokens, its past included:
+# all rectangles, a line each. A:4 says that A's row has 4 tokens, its past included:
 
 # %%
 for p in run("dynamic", eight, max_batch=4).passes:
-    print(f"step {p.step:2}:", *(f"{name}{first + n}" for name, first, n in p.work))
+    print(f"step {p.step:2}:", *(f"{name}:{first + n}" for name, first, n in p.work))
 ask("2.4: Which of the eight requests pass the check with this bug?", guess=...)
 
 # %%
@@ -232,7 +232,8 @@ counts(run_all(("unbatched", "naive", "dynamic"), eight, max_batch=4), slots="sl
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# [docs/sources.md](../docs/sources.md) lists them. H7 and H8 hold. R1 is *wrong as published* in
-# one place: linear layers compute 60 slots for 40 tokens, 1.5 times as many, not "2×".</details>
+# *Wrong as published:* linear layers do twice the work for 10 tokens beside 30. They compute 60
+# slots for 40 tokens, 1.5 times as many (R1 of [docs/sources.md](../docs/sources.md)). H7 and H8
+# hold.</details>
 #
 # **Next:** [03_chunks_and_fusion](03_chunks_and_fusion.ipynb) cuts the long prompts into pieces.

@@ -54,9 +54,9 @@ source(Scheduler.share_budget)
 
 # %%
 def plans(requests, **knobs):
-    """What each step computes: ["A3 B2 C3", ...]."""
+    """What each step computes: ["A:3 B:2 C:3", ...], three tokens of A and so on."""
     passes = run("interleaved", requests, **knobs).passes
-    return [" ".join(f"{name}{n}" for name, _, n in p.work) for p in passes]
+    return [" ".join(f"{name}:{n}" for name, _, n in p.work) for p in passes]
 
 ask("3.1: How many tokens of C do steps 0, 1 and 2 compute? (a list of three numbers)", guess=...)
 
@@ -67,7 +67,7 @@ ask("3.2: The same with a budget of 4: in which step (0, 1, 2, ...) is the last 
 # %%
 with folded():
     for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=4)[:7]):
-        print(f"step {step}: {plan}")   # A3: three tokens of A
+        print(f"step {step}: {plan}")
 
 # %% [markdown]
 # ### What if prompts go first?
@@ -217,8 +217,7 @@ with broken("pads written to the cache"):
 #
 # ## What the fused rectangle wastes
 #
-# A prompt of n tokens arrives, and B − 1 requests decode. How many pads does the step compute? (In
-# the table below, *padded keys* are those that attention reads beside the requests' own.)
+# A prompt of n tokens arrives, and B − 1 requests decode. How many pads does the step compute?
 
 # %%
 def pads(n, B):
@@ -240,9 +239,12 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
                token_budget=16), slots="slots", padding="pad_slots", padded_keys="padded_keys")
 
 # %% [markdown]
-# The fused pass reads the weights once a step instead of twice, and pays with padding. On a CPU,
-# where arithmetic is scarce, it is often *slower* than the two passes of *chunked*. One pass is
-# right; the rectangle is not. Notebook 4 keeps the pass and drops the rectangle.
+# (*Padded keys* are those that attention reads beside the requests' own.)
+#
+# The fused pass reads the weights once a step instead of twice, and pays with padding. So it is
+# often *slower* than the two passes of *chunked*, on a CPU, and beside a long chunk on a GPU as
+# well (notebook 6). One pass is right; the rectangle is not. Notebook 4 keeps the pass and drops
+# the rectangle.
 #
 # **Turn this knob.** Take a `token_budget` of 4 in the last cell, and then of 64. Predict first:
 # which of the counts of *interleaved* becomes larger, and which smaller?
@@ -254,8 +256,8 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# [docs/sources.md](../docs/sources.md) lists them. H12 and I3 to I6 hold. *Wrong as published:* I8
-# (all new slots are marked valid), H9 (pads are linear in n and in B, not quadratic) and I1 (the
-# newest of 22 tokens is at position 21, not 22).</details>
+# *Wrong as published:* all new slots are marked valid (I8 of
+# [docs/sources.md](../docs/sources.md)); pads grow quadratically (H9; they are linear in n and in
+# B); the newest of 22 tokens is at position 22 (I1; at 21). H12 and I3 to I6 hold.</details>
 #
 # **Next:** [04_no_rows](04_no_rows.ipynb).

@@ -30,7 +30,7 @@ from request import prepare
 source(first_fit_decreasing)
 
 # %%
-ask("4.1: How many rows of 9 slots do prompts of 8, 7, 5, 4, 3, 2 and 1 tokens need, at least?",
+ask("4.1: How many rows of 9 slots do prompts of 6, 5, 5, 5 and 2 tokens need, at least?",
     guess=...)
 
 # %%
@@ -111,28 +111,29 @@ print(f"masked {masked.score_entries:,}, skipped {skipped.score_entries:,}, "
       f"useful by the causal rule {masked.useful_scores:,}")
 
 # %%
-three = letters(A=10, B=30, C=20)
-ask("4.3: C, a prompt of 20 tokens, joins A and B. How many scores does the mask compute now?",
-    guess=...)
-
-# %%
-ask("4.4: And how many does varlen compute?", guess=...)
-
-# %%
-def scores(*lengths, cached=0):
-    """(masked, skipped): scores for requests of these lengths, of which so much is cached."""
-    requests = prepare(letters(**{f"r{i}": n for i, n in enumerate(lengths)}), GPTConfig())
-    for request in requests:
+def scores(*lengths):
+    """(masked, skipped): scores for requests of these lengths, each (tokens, cached ones)."""
+    requests = prepare(letters(**{f"r{i}": n for i, (n, _) in enumerate(lengths)}), GPTConfig())
+    for request, (_, cached) in zip(requests, lengths):
         request.computed = cached
     flat = Flat([(request, request.todo) for request in requests], attention="mask")
     return flat.mask.numel(), sum(n * end for (_, n), end in zip(flat.plan, flat.ends))
 
+ask("4.3: C, a prompt of 20 tokens, joins A and B. How many scores does the mask compute now?",
+    guess=...)
+
+# %%
+ask("4.4: A chunk of 20 of B's 30 tokens has been computed before. How many scores does varlen "
+    "compute for A's 10 tokens, the rest of B, and C's 20?", guess=...)
+
+# %%
 ask("4.5: Thirty-two requests decode, each with 299 cached tokens and its new one. How many scores "
     "does varlen compute?", guess=...)
 
 # %%
 with folded():
-    print("masked {:,}, skipped {:,}".format(*scores(*[300] * 32, cached=299)))
+    for lengths in [(10, 0), (30, 0), (20, 0)], [(10, 0), (30, 20), (20, 0)], [(300, 299)] * 32:
+        print("masked {:,}, skipped {:,}".format(*scores(*lengths)))
 
 # %% [markdown]
 # ### Your turn: the varlen loop
@@ -182,7 +183,7 @@ counts(run_all(("interleaved", "prepacked", "ragged, mask", "ragged, varlen"), e
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# [docs/sources.md](../docs/sources.md) lists them. P1 to P5, H11, R3, R4 and R6 hold; P10 (packing
-# a dataset beats sorting it) does *not always*.</details>
+# *Not always true:* packing a dataset beats sorting it by length (P10 of
+# [docs/sources.md](../docs/sources.md)). P1 to P5, H11, R3, R4 and R6 hold.</details>
 #
 # **Next:** [05_memory](05_memory.ipynb).

@@ -22,8 +22,7 @@ from lab.views.report import latencies, mean
 # ## Reserving
 #
 # *Chunked*, *interleaved* and *ragged* admit a request when its prompt *and its longest answer* fit
-# beside what the others have reserved. (`kv_tokens` is both, less 1: the last token of an answer is
-# given out and never computed, so it needs no room.)
+# beside what the others have reserved. (`kv_tokens` is both, less the last token: notebook 2.)
 
 # %%
 source(Scheduler.grant_room)
@@ -101,12 +100,11 @@ storm["pages"] = run("paged", crowd, pages=16, page_size=8)
 timelines([storm["pages"]], columns=1);
 
 # %% [markdown]
-# Pink tokens are computed again; a cell that is partly green computes a new one as well. The pool
-# has 16 pages of 8 tokens, and all eight begin at once. At step 11 each has 17 tokens, and its two
-# pages hold 16: F, G and H are preempted, so that the others get a third, and E follows at step 19.
-# They return when pages are free; *computed again* is what it costs. TTFT, the time to the first
-# token, is counted in steps here; a token of step 0 takes one step.
-
+# Pink tokens are computed again (their last one is new: a thin green edge). The pool has 16 pages
+# of 8 tokens, and all eight begin at once. At step 11 each has 17 tokens, and its two pages hold
+# 16: F, G and H are preempted, so that the others get a third, and E follows at step 19. They
+# return when pages are free; *computed again* is what it costs. TTFT, the time to the first token,
+# is counted in steps here; a token of step 0 takes one step.
 # %%
 print("                preemptions  steps  mean TTFT (steps)  computed again")
 for name, trace in storm.items():
@@ -116,8 +114,8 @@ for name, trace in storm.items():
           f"{sum(p.recomputed for p in trace.passes) / slots:15.0%}")
 
 # %% [markdown]
-# Which request is preempted? The one that arrived last. Any order would do that stays the same: its
-# first request is never preempted, so it finishes, and the next one is first. (One larger than the
+# Which request is preempted? The one that arrived last. Any fixed order would do: the first request
+# in it is never preempted, and so it finishes; then the next one is the first. (One larger than the
 # pool is refused.) Victims at random could take pages from each other forever.
 #
 # **Turn this knob.** In the run above, give the pool 12 pages, and then 24. Predict first: how many
@@ -156,7 +154,7 @@ with folded():
               f"{len(trace.passes)} passes, {trace.counts['shared_pages']} pages found")
 
 # %% [markdown]
-# No request ever writes into a page that another one reads, so nothing is copied.
+# Only full pages are shared, so no request ever writes into a page that another one reads.
 #
 # How is a page found again? By a *hash*, a short number that is calculated from contents: the same
 # for the same, and (of sha256, in practice) another for others. A full page's hash is made of its
@@ -234,6 +232,12 @@ def free(table, ref_count, free_queue):
 pool(filling_pool(model));
 
 # %% [markdown]
+# A has ended at step 14. Why does G take its pages 24 and 19 then, and H its pages 6 and 5 later?
+# <details><summary>Answer</summary>
+#
+# A's table ends with 5, 6, 9, 19 and 24, and its last page is freed first, so 24 is the first of
+# them in the queue, and 5 the last: it is the one that continues the common beginning.</details>
+#
 # A preempted request may find its own pages again, too, if no other request has taken them.
 #
 # What it costs to read through a block table is in [docs/memory.md](../docs/memory.md).
@@ -249,7 +253,7 @@ pool(filling_pool(model));
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# [docs/sources.md](../docs/sources.md) lists them. I7 holds: full pages of a prompt are reused. We
-# cache pages of generated tokens, too.</details>
+# Full pages of a prompt are reused: I7 of [docs/sources.md](../docs/sources.md) holds. We cache
+# pages of generated tokens, too.</details>
 #
 # **Next:** [06_cost](06_cost.ipynb) turns the counts into time.

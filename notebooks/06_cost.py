@@ -63,15 +63,15 @@ ask("6.2: 32 requests decode, each with 1,000 cached tokens. How many GB (10⁹ 
 # What it knows of an A100, in the order in which you need it:
 #
 # 1. *Reading.* A GPU reaches 0.85 of the bandwidth in its data sheet. So the weights alone take
-#    2 · 6.6 · 10⁹ bytes / (0.85 · 2,039 · 10⁹ bytes a second) = 7.6 ms.
+#    2 · 6.6 · 10⁹ bytes / (0.85 · 2,039 · 10⁹ bytes a second) = 7.616 ms.
 # 2. *Arithmetic.* It reaches 0.71 of its peak. And it multiplies whole blocks of rows, of which the
 #    last is rarely full: a pass costs as if it had 85 rows more (fitted). So one row takes
-#    2 · (1 + 85) · 6.6 · 10⁹ operations / (0.71 · 312 · 10¹² a second) = 5.1 ms.
+#    2 · (1 + 85) · 6.6 · 10⁹ operations / (0.71 · 312 · 10¹² a second) = 5.125 ms.
 # 3. *Both at once.* If they overlapped perfectly, the step would take the longer of the two, 7.6
 #    ms; one after the other, their sum, 12.7 ms. What is measured lies between, near √(arithmetic²
-#    + reading²): √(5.1² + 7.6²) = 9.2 ms. Where one is much longer, it is nearly that one alone.
+#    + reading²): √(5.125² + 7.616²) = 9.180 ms. Where one is much longer, it is nearly that alone.
 # 4. *The engine.* Between two passes 0.75 ms go by, and 25 µs for each token that is sampled: in a
-#    decode step, one for each row. So one row, with nothing cached, takes 9.955 ms.
+#    decode step, one for each row. So one row, with nothing cached, takes 9.180 + 0.775 = 9.955 ms.
 #
 # Write this for decode steps: `rows` requests of one new token each, which read `kv_tokens` cached
 # tokens in all, 512 KiB for each. (The operations of attention are few. Leave them out.)
@@ -83,6 +83,9 @@ def step_time(rows, kv_tokens):
     ...
 
 # %% [markdown]
+# (So the 153 rows of question 6.1 are the data sheet's. With 85 rows more, at 0.71 of the peak and
+# 0.85 of the bandwidth, some 43 rows take as long to multiply as the weights to read.)
+#
 # ## Which budget?
 #
 # 32 requests decode. At step 40 a prompt of 2,000 tokens arrives, and is cut into chunks by the
@@ -120,9 +123,6 @@ with folded():
 #   same for all rows. And the prompt gets 32 tokens of a step instead of 96, as the decodes come
 #   first. So the TTFT more than doubles.
 #
-# (The 153 of question 6.1 is the data sheet's. With 85 rows more, at 0.71 of the peak and 0.85 of
-# the bandwidth, some 43 rows take as long to multiply as the weights to read.)
-#
 # **Turn this knob.** Let 60 requests decode instead of 32: `waits(64, decoding=60)`. What happens
 # to the newcomer's TTFT with a budget of 64, and with 512?
 # <details><summary>Answer</summary>
@@ -136,7 +136,7 @@ with folded():
 # p50 is the median, p99 the value that 99% do not exceed. 32 requests come at step 0; prompts of 8
 # to 512 tokens, answers of 8 to 128, at most 512 tokens a step. On a CPU, naive batching makes less
 # than twice as many tokens a second as one request at a time, because padding costs so much
-# ([measured](../docs/measurements.md)). How many times as many here? Guess, then unfold.
+# ([measured](../docs/measurements.md)). And here, naive beside unbatched? Guess, then unfold.
 
 # %%
 dice = random.Random(0)
@@ -158,8 +158,8 @@ with folded():
 #   waits until all before it are done.
 # - *Dynamic* computes fewer slots than *naive*, and is slower: in each step it copies all pasts
 #   into a new rectangle, as do *chunked* and *interleaved*. *Ragged* reads caches in place.
-# - *Interleaved* is slower than *chunked*: beside a chunk of hundreds of tokens, each decode's row
-#   is padded to that width.
+# - *Interleaved* is slower than *chunked*, with the worst p99 and a worse TTFT than *naive*: beside
+#   a chunk of hundreds of tokens, each decode's row is padded to that width.
 # - Chunks are there to lower the ITL, and here they raise its p99. All requests come at once.
 #   *Dynamic* computes all prompts in its first step, before any request has a first token. So no
 #   gap between two tokens contains a prompt. With *chunked*, the first requests already decode
@@ -201,9 +201,8 @@ ask("6.4: In float32, how much is 1e8 + (-1e8 + 1)?", guess=...)
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# [docs/sources.md](../docs/sources.md) lists them. R7 holds. P6 to P9 speak of costs that this
-# notebook does not show, those of packing ([docs/prepacking.md](../docs/prepacking.md)). H10, that
-# `torch.compile` wants static shapes, is *wrong as published*: one compile serves all numbers of
-# rows.</details>
+# *Wrong as published:* `torch.compile` wants static shapes (H10 of
+# [docs/sources.md](../docs/sources.md)). One compile serves all numbers of rows. R7 holds. P6 to P9
+# speak of the costs of packing ([docs/prepacking.md](../docs/prepacking.md)).</details>
 #
 # **Next:** [07_how_much_fits](07_how_much_fits.ipynb) asks how many requests fit at once.
