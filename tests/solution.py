@@ -185,8 +185,13 @@ WRONG = [   # step, old, new, what the judge says
      "layer, request.computed, k[:, a:b], v[:, a:b]) if layer == 0 or a == 0 else "
      "request.kv.write(layer, 0, k[:, a:b], v[:, a:b])", "empty key slot"),
     (2, "due.append(i)", "due.append(request)", "due: [Request("),
-    (2, "request.computed += n", "request.computed += 1", ": [4, 3, 1], expected [4, 5, 5]"),
-    (2, "return finished", "return []", "the result: [], expected ['A']"),
+    (2, "request.computed += n", "request.computed += 1", ": [4, 4, 3, 1], expected [4, 4, 5, 5]"),
+    (2, "    finished = [request for request in running if request.finished]\n"
+     "    for request in finished:\n        running.remove(request)\n",
+     "    finished = [request for request in running if request.finished]\n"
+     "    for request in running:\n        request.finished and running.remove(request)\n",
+     "running: ['D', 'B', 'C'], expected ['B', 'C']"),
+    (2, "return finished", "return []", "the result: [], expected ['A', 'D']"),
     (2, "    return torch.cat(out, dim=1)", """\
     read = (r.kv.read(layer, r.computed + n) for r, n in plan)
     keys, values = (torch.cat(t, dim=1) for t in zip(*read))
@@ -202,11 +207,11 @@ WRONG = [   # step, old, new, what the judge says
     (3, "need > len(", "need >= len(", "(False, None, 3), expected (True, [0, 1, 2], 0)"),
     (3, "* memory.size < len(request.tokens)", "* memory.size <= len(request.tokens)",
      "has 3 pages for 8 tokens, 4 to a page: not 2"),
-    (3, "running.pop()", "running.pop(running.index(request))", "those that run, those that wait"),
-    (3, "waiting.appendleft(last)", "waiting.append(last)", "\"request 'C'\", \"request 'B'\""),
-    (3, "                last.computed = 0\n", "", "3, 1), expected"),
+    (3, "running.pop()", "running.pop(running.index(request))", "grow: running B; waiting A, C"),
+    (3, "waiting.appendleft(last)", "waiting.append(last)", "waiting C, B; B has"),
+    (3, "                last.computed = 0\n", "", "B has 3 computed and 1 generated, expected"),
     (3, "                free(memory, last)\n", "",
-     "([], [\"request 'A'\", \"request 'B'\", \"request 'C'\"], 0, 1)"),
+     "running none; waiting A, B, C"),
     (3, "    memory.free.extend(request.block_table)",
      "    memory.free.extend(request.block_table[:2])", "is lost: it is neither free nor in"),
     (3, "                last = running.pop()\n", """\
@@ -217,6 +222,7 @@ WRONG = [   # step, old, new, what the judge says
                 last = running.pop()\n""", "forward passes, and 27 would do"),
     (3, "    request.block_table = None", "    pass", "[0, 1]), expected (2, None)"),
     (3, "while request in running and", "if", "line 16, if len(request.block_table)"),
+    (3, "while request in running and", "while", "preempted in this loop has no block table"),
     (4, "request.tokens[:(i", "request.tokens[i * memory.size:(i", "what grant returns"),
     (4, "size < len(request", "size <= len(request", "its last one has to be computed"),
     (4, "if need > len(", "if len(request.tokens) > 20 or need > len(", "nothing goes on"),
@@ -234,6 +240,12 @@ WRONG = [   # step, old, new, what the judge says
         memory.ref_count[page] += 1
 """, "must not be taken for its other tokens"),
     (4, "tuple(", "(lambda t: (len(t), *t[-4:]))(", "after another beginning"),
+    (4, "tuple(", "(lambda t: tuple(t[-8:]))(", "after another beginning"),
+    (4, "tuple(", "(lambda t: (t[0], len(t), *t[-4:]))(", "after another beginning"),
+    (4, "tuple(", "(lambda t: tuple(sorted(t)))(", "in another order"),
+    (4, "size < len(request.tokens):", "size <= min(len(request.tokens) - 1, len(request.prompt)):",
+     "was preempted, and returns"),
+    (4, " - sum(page in memory.free for page in found)", "", "no longer free"),
     (4, """\
     while (len(found) + 1) * size < len(request.tokens):
         page = memory.cached.get(tuple(request.tokens[:(len(found) + 1) * size]))
@@ -246,7 +258,7 @@ WRONG = [   # step, old, new, what the judge says
     found = [page for page in pages if page is not None]
 """, "the first and the second can no longer be found"),
     (4, "(request.computed + n) // memory.size):",
-     "min(request.computed + n, len(request.prompt)) // memory.size):", "fills page 1: whether"),
+     "min(request.computed + n, len(request.prompt)) // memory.size):", "fill pages 1 and 2: "),
     (4, "    request.computed = len(found) * size\n", "", "(True, 0, [])"),
     (4, "reversed(request.block_table)", "request.block_table", "[0, 1, 2], expected [2, 1, 0]"),
     (4, "memory.cached.setdefault(key, request.block_table[i])",

@@ -27,6 +27,7 @@ from model import sample
 from request import advance, indices_due, prepare
 from toolbox.trace import Trace
 
+FOUND = "Found pages that are free are no longer free"
 MANY = 1000   # steps that no workload here needs
 
 
@@ -214,15 +215,16 @@ def streams(yours, model):
             mine = torch.as_tensor(mine).tolist()
         yield from expect("For a decode of A, 3 of 5 tokens of B, and the prompt of C, lay_out's "
                           + what, mine, right)
-    running = [A, B, C]
-    left = yours.after_pass(plan, [0, 2], [6, 7], running)
+    [D] = prepare(letters(3, D=2), model.config)
+    D.computed, D.generated, running = 3, [9, 8], [A, D, B, C]
+    left = yours.after_pass([plan[0], (D, 1), *plan[1:]], [0, 1, 3], [6, 5, 7], running)
     for what, mine, right in (
-            ("computed", [r.computed for r in (A, B, C)], [4, 5, 5]),
-            ("generated", [r.generated for r in (A, B, C)], [[9, 8, 6], [], [7]]),
+            ("computed", [r.computed for r in (A, D, B, C)], [4, 4, 5, 5]),
+            ("generated", [r.generated for r in (A, D, B, C)], [[9, 8, 6], [9, 8, 5], [], [7]]),
             ("running", [r.name for r in running], ["B", "C"]),
-            ("the result", [r.name for r in left], ["A"])):
-        yield from expect(f"After a pass in which A gets its last token, and C its first, {what}",
-                          mine, right)
+            ("the result", sorted(r.name for r in left), ["A", "D"])):
+        yield from expect("After a pass in which A and D get their last tokens, and C its first, "
+                          + what, mine, right)
     A.computed, B.computed = 9, 4
     q, k, v = (torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
     plan = [(A, 3), (B, 6)]
@@ -268,12 +270,13 @@ def memories(yours, model):
     waiting, [A, B], B.generated = deque(prepare(letters(3, C=2), model.config)), running, [7]
     for request in running:
         request.block_table, request.computed = [memory.take()], 3
-    yours.grow(memory, running, waiting)
+    with advised(TypeError, "A request that was preempted in this loop has no block table"):
+        yours.grow(memory, running, waiting)
+    got = "running {}; waiting {}; B has {} computed and {} generated".format(
+        *(", ".join(request.name for request in each) or "none" for each in (running, waiting)),
+        B.computed, len(B.generated))
     yield from expect("A needs a second page, B came after it, C waits, and none is free. After "
-                      "grow, those that run, those that wait, and how many tokens of B are "
-                      "computed, and generated", ([*map(str, running)], [*map(str, waiting)],
-                                                  B.computed, len(B.generated)),
-                      (["request 'A'"], ["request 'B'", "request 'C'"], 0, 1))
+                      "grow", got, "running A; waiting B, C; B has 0 computed and 1 generated")
     for requests, pages in ((letters(14, A=6, B=6, C=6, D=6), 11),
                             (letters(9, {"C": 4}, A=9, B=5, C=7, D=3, E=6), 7)):
         yield from runs(yours, model, requests, generate_paged.generate, pages=pages, page_size=4)
@@ -292,7 +295,8 @@ def prefixes(yours, model):
         yours.free(memory, A)
         yield from expect("When A has freed its pages [0, 1, 2], the free queue", [*memory.free],
                           [*range(3, number), 2, 1, 0])
-        answer = bool(yours.grant(memory, B))
+        with advised(IndexError, FOUND):
+            answer = bool(yours.grant(memory, B))
         yield from expect(f"B has 16 tokens; A, which begins alike, has computed {n} of 9 and freed"
                           f" its pages. In a pool of {number} pages of 4: what grant returns, B's "
                           "computed tokens, and the free queue",
@@ -320,11 +324,12 @@ def by_hand(yours, model):
             request.computed = len(request.tokens)
 
     def granted(memory, request, pages, computed):
-        yours.grant(memory, request)
+        with advised(IndexError, FOUND):
+            yours.grant(memory, request)
         got, right = (request.block_table, request.computed), (pages, computed)
         yield from expect("the block table and the computed tokens of " + str(request), got, right)
 
-    P, Q, R, S = ([n] * 4 for n in (1, 2, 3, 4))
+    P, Q, R, S = [1, 2, 3, 4], [2] * 4, [3] * 4, [1, 3, 2, 4]   # S: P in another order
     memory, A, B = pool(9, P + Q, P + Q)
     compute(memory, A)
     for fault in granted(memory, B, [0, 2], 4):
@@ -341,12 +346,13 @@ def by_hand(yours, model):
     for fault in granted(memory, C, [6, 7, 8, 9], 0):
         yield ("C begins as B does. B's page 5 is still known, as the third of such a beginning, "
                "but the first and the second can no longer be found"), fault
-    memory, A, B, C = pool(12, P + Q + [9], R + [9], R + Q + [9])
+    memory, A, B, C = pool(12, P + Q + R + [9], S + Q + [9], S + Q + R + [9])
     compute(memory, A)
     compute(memory, B)
-    for fault in granted(memory, C, [3, 5, 6], 4):
-        yield ("C's first page has the tokens of B's first, its second those of A's second, which "
-               "come after another beginning"), fault
+    for fault in granted(memory, C, [4, 5, 7, 8], 8):
+        yield ("C begins with the 8 tokens of B's first two pages. Its third has the tokens of "
+               "A's third, which come after another beginning: A's first page has those of B's in "
+               "another order"), fault
     memory, A, B = pool(5, P + Q + [9], P + Q + R + S)
     compute(memory, A)
     yours.free(memory, A)
@@ -354,12 +360,17 @@ def by_hand(yours, model):
     for fault in granted(memory, B, [0, 1, 2, 4], 8):
         yield ("B finds pages 0 and 1, which are free, and at the front of the queue [0, 1, 2, 4, "
                "3]. They must not be taken for its other tokens"), fault
-    memory, [A] = pool(3, P + Q[:3])[0], prepare(letters(3, A=7), model.config)
+    memory, A = pool(4, P + Q[:3])
     compute(memory, A)
-    A.generated, A.computed = [5], 7
-    yours.keep(memory, [(A, 1)])
-    for fault in expect("whether it can be found", 1 in memory.cached.values(), True):
-        yield "A's first generated token is computed, and fills page 1", fault
+    A.generated, A.computed = [5] * 6, 7
+    A.block_table += [memory.take(), memory.take()]
+    yours.keep(memory, [(A, 6)])
+    for fault in expect("which of them can be found", sorted({*memory.cached.values()}), [0, 1, 2]):
+        yield "A's six generated tokens are computed, and fill pages 1 and 2", fault
+    yours.free(memory, A)
+    A.computed = 0
+    for fault in granted(memory, A, [0, 1, 2, 3], 12):
+        yield "A, with a prompt of 7 tokens and 6 generated ones, was preempted, and returns", fault
 
 
 def alike(common, own, *arrivals):
@@ -397,6 +408,16 @@ def runs(yours, model, requests, ours, **knobs):
         yield from map("at the end, ".__add__, faults_of_pages(memory, {}, 1))
     right = ours(model, [*map(replace, requests)], max_batch=4, token_budget=8, **knobs)
     yield from waste(traces[0], right)
+
+
+@contextmanager
+def advised(kind, advice):
+    """Adds advice to an error of this kind."""
+    try:
+        yield
+    except kind as error:
+        error.add_note(advice + ".")
+        raise
 
 
 @contextmanager
