@@ -105,6 +105,7 @@ timelines([storm["pages"]], columns=1);
 # 16: F, G and H are preempted, so that the others get a third, and E follows at step 19. They
 # return when pages are free; *computed again* is what it costs. TTFT, the time to the first token,
 # is counted in steps here; a token of step 0 takes one step.
+
 # %%
 print("                preemptions  steps  mean TTFT (steps)  computed again")
 for name, trace in storm.items():
