@@ -9,7 +9,7 @@
 
 # %%
 from lesson import ask, broken, check, cost_of_rows, counts, eight_requests, folded, letters, lines
-from lesson import look, run, run_all, show, sizes, source, texts, timelines, tokenizer
+from lesson import look, run, run_all, show, sizes, texts, timelines, tokenizer
 
 # %% [markdown]
 # ## Six requests, one batch

@@ -6,8 +6,8 @@ The reader of answers: what a person has typed, as a value. A question says whic
     series   [3, 6, 3]    3, then 6, then 3    step 0: 3, step 1: 6, step 2: 3
     truth    yes    No, longer    not shorter
 
-A word that may turn what is meant makes it Unreadable: "not 13" and "13 or 14" are not 13. Among
-names, and behind a number, every word must be understood.
+A word that may change what is meant makes it Unreadable: "not 13" and "13 or 14" are not 13. Other
+unknown words are ignored, but not among names, and not behind a number: "13 bananas".
 """
 import ast
 import math
@@ -95,12 +95,12 @@ def number(text, it):
     In the question's unit, in each reading: "4,900" and "4.900" have two. Where another unit is
     converted, a sentence says so.
     """
-    found, text = [], re.split(
-        r"->|\bso\b|\b(?:rounded|total)\b(?!.* (?:up|down)$).*?(?=\d)", text)[-1]
+    *_, text = re.split(   # what is concluded: 11.8, so 11
+        r"->|\bso\b|\b(?:rounded|total)\b(?!.* (?:up|down)$).*?(?=\d)", text)
     text = re.sub(r"(?<!/)\b(\d+)(?: ([a-z]+))? (?:out )?of (?:the |all |its )*(\d+)(?: [a-z]+)?",
                   lambda of: share(*of.groups(), it), text)
-    whole = re.search(r"\b(?:rounded |math\.)?(floor|ceil|down|up)\b *(?=[\d(]|$)", text)
-    text = text.replace(whole[0], "") if whole else text
+    rounding = re.search(r"\b(?:rounded |math\.)?(floor|ceil|down|up)\b *(?=[\d(]|$)", text)
+    text, found = text.replace(rounding[0], "") if rounding else text, []
     for mark in ",_' ", ".":   # between thousands
         way = re.sub(rf"(?<=\d)(?<!\b0)[{mark}](?=\d{{3}}(?!\d))", "", text)
         parts = re.split("[=:;]", re.sub(r"(?<=\d),(?=\d)", ".", way))
@@ -110,24 +110,32 @@ def number(text, it):
             if all(each == sides[-1] or math.isclose(each, sides[-1], rel_tol=0.05) or
                    sides[-1] in (math.floor(each), math.ceil(each)) for each in sides):
                 found += [sides[-1], sides[0]]
-    if whole:
-        found = [math.floor(each) if whole[1] in ("floor", "down") else math.ceil(each)
-                 for each in found]
+    if rounding:
+        to_whole = math.floor if rounding[1] in ("floor", "down") else math.ceil
+        found = [float(to_whole(each)) for each in found]
     unit = it.get("unit", "")
     if unit in TALK["sizes"][0] and re.search(rf"\d *(?!{unit})[kmgt]?i?b\b", text):
-        found += [f"That is {each:,.3g} {unit.upper().replace('I', 'i')}." if each < 1000 else
-                  f"That is {each:,.0f} {unit.upper().replace('I', 'i')}."
-                  for each in found[:1] if isinstance(each, float)]
+        written = unit.upper().replace("I", "i")   # KiB
+        found += [f"That is {each:,.0f} {written}." if each >= 1000 else
+                  f"That is {each:.3g} {written}." for each in found[:1] if isinstance(each, float)]
     if found and re.search("%(?! [*])|percent", text):
         found.append("No percentage is asked for.")
-    return [float(each) if isinstance(each, int) else each for each in found] or 1 / 0
+    return found or 1 / 0
 
 
-def share(part, unit, all, it):
+def share(part, unit, whole, it):
     """4 of 8 requests are 4, 3 rows of 15 slots are 45."""
     if unit and UNIT_OF.get(unit) not in (None, *it.get("unit", "").split()):
-        return f"{part} * {all}"
-    return f"{part} {unit or ''}" if int(part) < int(all) else "?"
+        return f"{part} * {whole}"
+    return f"{part} {unit or ''}" if int(part) < int(whole) else "?"
+
+
+def in_bytes(text):
+    """24.7 GB / 512 KiB, as a ratio of bytes."""
+    def amount(found):   # a number with its unit, or the unit behind a bracket
+        times = f"*{TALK['sizes'][0][found[2]]:.0f}"
+        return f"({found[1]}{times})" if found[1] else times
+    return re.sub(rf"(?:({NUMBER})|(?<=\))) *([kmgt]?i?b)\b", amount, text)
 
 
 def calculated(text, it):
@@ -136,21 +144,19 @@ def calculated(text, it):
     product = re.search(r"\*| [-+] |\b(x|times|by)\b", text)   # or a sum
     sizes = next((each for each in TALK["sizes"] if wanted[0] in each), {})
     if not sizes and "/" in text and len(re.findall(r"\b[kmgt]?i?b\b", text)) > 1:   # GB / KiB
-        text = re.sub(rf"(?:({NUMBER})|(?<=\))) *([kmgt]?i?b)\b", lambda found: "{}*{:.0f}".format(
-            f"({found[1]}" if found[1] else "", TALK["sizes"][0][found[2]])
-            + ")" * bool(found[1]), text)
+        text = in_bytes(text)
     known = FILLERS | TALK["signs"] | dict.fromkeys(it.get("fillers", "").split(), "")
-    code, units, loose, digits = "", [], False, ""
-    for number, word in re.findall(
+    code, units, loose, before = "", [], False, ""   # before: the number just before, if any
+    for digits, word in re.findall(
             rf"({NUMBER})|([a-z]{{2,}}\(|[a-z]+(?:-reduces?)?|\*\*|//|\S)", text):
         if (unit := UNIT_OF.get(word)) and word not in TALK["signs"] and (sizes or word[1:]):
             code = code.removesuffix("/")   # GB/s
             units += [] if loose else [(unit, word)]
-        elif number or word in known or word[1:].isalpha() and word not in TURNS and not digits:
-            code += f" {float(number)} " if number else known.get(word, "")
+        elif digits or word in known or word[1:].isalpha() and word not in TURNS and not before:
+            code += f" {float(digits)} " if digits else known.get(word, "")
         else:
             raise KeyError   # 13 bananas, n - 1, f(13)
-        digits = number
+        before = digits
         if code and word in ("of", "for", "in", "per")[:3 if sizes else 4]:
             loose = True   # slots of finished rows, scores per head: not asked for, but no fault
     if not re.search(r"\d", code):
@@ -201,8 +207,8 @@ def names(text, it):
     other = "E" if order[0].isdigit() else ""   # what a number is that is no name
     for words, kind in zip(TALK["asks"][it["asks"]], "VW"):
         kinds |= dict.fromkeys(words.split(), kind)
-    classes, said = "", []
     kinds |= {";": ";"}   # ends a claim
+    classes, said = "", []
     for word, colon in re.findall(r"(\d+|[a-z]+|[^\w\s,.:&/+!?()'-])(?: *(:))?", text):
         for each in [word] if word in kinds or not {*word} <= {*order} else word:   # AC
             kind = kinds.get(each, other) if each.isdigit() else kinds[each]

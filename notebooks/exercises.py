@@ -64,7 +64,7 @@ def fault_of(function, calls, code, mistakes, run=None, view="lambda result, *gi
     def results(function):   # for each call, what it returns, and its arguments afterwards
         return [[view(function(*given), *given), *given] for given in copy.deepcopy(calls)]
 
-    def known(theirs):   # what to say of a usual mistake, [sentence] or []
+    def explained(theirs):   # what to say of the first usual mistake with these results: [sentence]
         for old, new, why in mistakes:
             try:
                 other = results(defined(name, code.replace(old, new)))
@@ -77,13 +77,14 @@ def fault_of(function, calls, code, mistakes, run=None, view="lambda result, *gi
     try:
         theirs = results(function)
     except Exception as error:
-        error.__notes__ = known(str(error))
+        for why in explained(str(error)):
+            error.add_note(why)
         raise
     fault, alike = difference(function, calls, theirs, results(defined(name, code)))
     if run and alike:
         fault = fault_in_run(function, **run) or fault
     if fault:
-        return " ".join([fault, *known(theirs)])
+        return " ".join([fault, *explained(theirs)])
     if "head" in inspect.signature(function).parameters:
         mine, ours = (operations(each, *copy.deepcopy(calls[0])) for each in
                       (function, defined(name, code)))

@@ -149,7 +149,7 @@ def run_all(stages, requests, **knobs):
 
 def cost_of_rows():
     """
-    {who: [(rows, ms), ...]} of a forward pass: ours on this machine now, GPT-2 as measured on two
+    {model: [(rows, ms), ...]} of a forward pass: ours on this machine now, GPT-2 as measured on two
     cores, and Llama 2 7B on an A100 as notebook 6 calculates it.
     """
     here = measure_rows(Namespace(model="builtin", quick=False), model.device, torch.float32)
@@ -257,14 +257,17 @@ def as_typed(lines):
 def calculates(expression, text, it):
     """Whether Python should compute an answer: it calls what is known, or is no readable text."""
     parts = [*ast.walk(expression)]
-    known = {**vars(builtins), **get_ipython().user_ns, **{
-        part.id: None for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)}}
-    for part in parts:   # Python's `or` keeps one of two; 4 (rows) calls a number
-        if isinstance(part, (ast.BoolOp, ast.Not)) or (isinstance(part, ast.Name) and
-                part.id not in known) or isinstance(part, ast.Call) and not (isinstance(
-                part.func, ast.Attribute) or callable(known.get(getattr(part.func, "id", None)))):
-            return False
     kinds = {type(part) for part in parts}
+    known = {**vars(builtins), **get_ipython().user_ns}
+    known |= {part.id: None for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)}
+    called = [part.func for part in parts if isinstance(part, ast.Call)]
+    if kinds & {ast.BoolOp, ast.Not}:   # Python's `or` keeps one of two
+        return False
+    if any(part.id not in known for part in parts if isinstance(part, ast.Name)):
+        return False
+    if not all(isinstance(each, ast.Attribute) or isinstance(each, ast.Name)
+               and callable(known[each.id]) for each in called):   # 4 (rows)
+        return False
     if kinds & {ast.Call, ast.Subscript, ast.Mod}:
         return True
     try:

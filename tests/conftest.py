@@ -37,8 +37,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--thorough"):
         for item in items:
-            looks = "chrome" in item.fixturenames and item.path.name != "test_twin.py"
-            if looks or item.get_closest_marker("thorough"):
+            if item.get_closest_marker("thorough") or "chrome" in item.fixturenames:
                 item.add_marker(pytest.mark.skip(reason="runs with --thorough"))
 
 
@@ -48,7 +47,8 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session")
-def chrome():
+def javascript():
+    """A browser that runs a script."""
     try:
         browser = open_browser()
     except Exception as why:   # one of them is missing, or they differ in version
@@ -58,3 +58,9 @@ def chrome():
     browser.set_page_load_timeout(600)
     yield browser
     browser.quit()
+
+
+@pytest.fixture(scope="session")
+def chrome(javascript):
+    """The same, for a test that looks at a page. It runs with --thorough only."""
+    return javascript

@@ -245,7 +245,7 @@ WRONG = [   # step, old, new, what the judge says
     (4, "tuple(", "(lambda t: tuple(sorted(t)))(", "in another order"),
     (4, "size < len(request.tokens):", "size <= min(len(request.tokens) - 1, len(request.prompt)):",
      "was preempted, and returns"),
-    (4, " - sum(page in memory.free for page in found)", "", "no longer free"),
+    (4, " - sum(page in memory.free for page in found)", "", "is free no longer"),
     (4, """\
     while (len(found) + 1) * size < len(request.tokens):
         page = memory.cached.get(tuple(request.tokens[:(len(found) + 1) * size]))

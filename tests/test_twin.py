@@ -111,9 +111,9 @@ def assert_same(twin, python):
 
 
 @pytest.mark.parametrize("stage", SCRIPTS)
-def test_the_twin_makes_pythons_plans(stage, chrome):
+def test_the_twin_makes_pythons_plans(stage, javascript):
     for seed in range(1000 if THOROUGH else 60):
-        run = chrome.execute_script(
+        run = javascript.execute_script(
             TWIN + "return JSON.stringify(simulate(...arguments))", stage, *load(seed),
             page.gpu_data())
         assert_same(json.loads(run), python(stage, *load(seed)))   # `seed` is in the report

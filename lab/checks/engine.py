@@ -27,7 +27,6 @@ from model import sample
 from request import advance, indices_due, prepare
 from toolbox.trace import Trace
 
-FOUND = "Found pages that are free are no longer free"
 MANY = 1000   # steps that no workload here needs
 
 
@@ -152,7 +151,7 @@ def schedules(yours, model):
     """Step 1, its functions without a model: by hand, then runs of six workloads."""
     old, young, last = prepare(letters(3, A=20, B=4, C=12), model.config)
     young.computed = 3
-    for more, running in (("B decodes", [old, young]), ("C with 12", [old, last])):
+    for more, running in (("B decodes", [old, young]), ("C has 12", [old, last])):
         for fault in plan_faults(yours.share_budget(running, 8), running, [], 8, 8):
             yield f"If A runs with 20 tokens to do, and {more}, with a budget of 8: {fault}"
     mixed = letters(6, A=3, B=2, C=12, D=1, E=9)
@@ -282,6 +281,9 @@ def memories(yours, model):
         yield from runs(yours, model, requests, generate_paged.generate, pages=pages, page_size=4)
 
 
+FOUND = "A page that is free, and is found, is free no longer"   # where none is left to take
+
+
 def prefixes(yours, model):
     """Step 4: pages that are found again; by hand, then with and without enough memory."""
     A, B = prepare(letters(3, A=9, B=16), model.config)
@@ -301,18 +303,17 @@ def prefixes(yours, model):
                           f" its pages. In a pool of {number} pages of 4: what grant returns, B's "
                           "computed tokens, and the free queue",
                           (answer, B.computed, [*memory.free]), right)
-    for what, fault in by_hand(yours, model):
-        yield f"{what}: {fault}"
+    yield from rare_cases(yours, model)
     for requests, pages in ((letters(3, {"B": 4}, A=8, B=8), 12), (alike(20, 5, 0, 0, 0, 3, 9), 40),
                             (alike(16, 0, 0, 0, 0, 12), 40), (alike(20, 5, *range(7)), 17)):
         yield from runs(yours, model, requests, generate_prefix.generate, pages=pages, page_size=4)
 
 
-def by_hand(yours, model):
-    """What a cache of pages does in rare cases. (what happens, what is wrong then)."""
-    def pool(number, *tokens):
-        requests = prepare(letters(3, **dict(zip("ABCD", map(len, tokens)))), model.config)
-        for request, prompt in zip(requests, tokens):
+def rare_cases(yours, model):
+    """What a cache of pages has to do where it is easily wrong, by hand."""
+    def pool(number, *prompts):
+        requests = prepare(letters(3, **dict(zip("ABC", map(len, prompts)))), model.config)
+        for request, prompt in zip(requests, prompts):
             request.prompt = prompt
         return Memory(number, 4), *requests
 
@@ -323,54 +324,52 @@ def by_hand(yours, model):
         for request in requests:
             request.computed = len(request.tokens)
 
-    def granted(memory, request, pages, computed):
+    def granted(what, memory, request, pages, computed):
         with advised(IndexError, FOUND):
             yours.grant(memory, request)
-        got, right = (request.block_table, request.computed), (pages, computed)
-        yield from expect("the block table and the computed tokens of " + str(request), got, right)
+        yield from expect(f"{what}: the block table and the computed tokens of {request}",
+                          (request.block_table, request.computed), (pages, computed))
 
     P, Q, R, S = [1, 2, 3, 4], [2] * 4, [3] * 4, [1, 3, 2, 4]   # S: P in another order
     memory, A, B = pool(9, P + Q, P + Q)
     compute(memory, A)
-    for fault in granted(memory, B, [0, 2], 4):
-        yield "B has A's 8 tokens, in pages of 4, and its last one has to be computed", fault
+    yield from granted("B has A's 8 tokens, in pages of 4, and its last one has to be computed",
+                       memory, B, [0, 2], 4)
     memory, A, B, C = pool(12, P + Q + R, P + Q + S, P + Q + S + [9])
     compute(memory, A, B)
-    cached = sorted({*memory.cached.values()})
-    for fault in expect("the pages in memory.cached", cached, [0, 1, 2, 5]):
-        yield ("A and B compute 12 tokens in the same pass, of which the first 8 are alike. With "
-               f"pages {A.block_table} and {B.block_table}"), fault
+    yield from expect("A and B compute 12 tokens in the same pass, of which the first 8 are alike. "
+                      f"With pages {A.block_table} and {B.block_table}: the pages in memory.cached",
+                      sorted({*memory.cached.values()}), [0, 1, 2, 5])
     yours.free(memory, A)
-    others = [memory.take() for _ in range(9)]   # A's are taken
+    others = [memory.take() for _ in range(9)]   # also those of A
     memory.free.extend(sorted(others)[3:])
-    for fault in granted(memory, C, [6, 7, 8, 9], 0):
-        yield ("C begins as B does. B's page 5 is still known, as the third of such a beginning, "
-               "but the first and the second can no longer be found"), fault
+    yield from granted("C begins as B does. B's page 5 is still known, as the third of such a "
+                       "beginning, but the first and the second can no longer be found",
+                       memory, C, [6, 7, 8, 9], 0)
     memory, A, B, C = pool(12, P + Q + R + [9], S + Q + [9], S + Q + R + [9])
     compute(memory, A)
     compute(memory, B)
-    for fault in granted(memory, C, [4, 5, 7, 8], 8):
-        yield ("C begins with the 8 tokens of B's first two pages. Its third has the tokens of "
-               "A's third, which come after another beginning: A's first page has those of B's in "
-               "another order"), fault
+    yield from granted("C begins with the 8 tokens of B's first two pages. Its third has the "
+                       "tokens of A's third, which come after another beginning: A's first page "
+                       "has those of B's in another order", memory, C, [4, 5, 7, 8], 8)
     memory, A, B = pool(5, P + Q + [9], P + Q + R + S)
     compute(memory, A)
     yours.free(memory, A)
     memory.free.reverse()
-    for fault in granted(memory, B, [0, 1, 2, 4], 8):
-        yield ("B finds pages 0 and 1, which are free, and at the front of the queue [0, 1, 2, 4, "
-               "3]. They must not be taken for its other tokens"), fault
+    yield from granted("B finds pages 0 and 1, which are free, and at the front of the queue [0, "
+                       "1, 2, 4, 3]. They must not be taken for its other tokens",
+                       memory, B, [0, 1, 2, 4], 8)
     memory, A = pool(4, P + Q[:3])
     compute(memory, A)
     A.generated, A.computed = [5] * 6, 7
     A.block_table += [memory.take(), memory.take()]
     yours.keep(memory, [(A, 6)])
-    for fault in expect("which of them can be found", sorted({*memory.cached.values()}), [0, 1, 2]):
-        yield "A's six generated tokens are computed, and fill pages 1 and 2", fault
+    yield from expect("A's six generated tokens are computed, and fill pages 1 and 2: which of its "
+                      "pages can be found", sorted({*memory.cached.values()}), [0, 1, 2])
     yours.free(memory, A)
     A.computed = 0
-    for fault in granted(memory, A, [0, 1, 2, 3], 12):
-        yield "A, with a prompt of 7 tokens and 6 generated ones, was preempted, and returns", fault
+    yield from granted("A, with a prompt of 7 tokens and 6 generated ones, was preempted, and "
+                       "returns", memory, A, [0, 1, 2, 3], 12)
 
 
 def alike(common, own, *arrivals):
