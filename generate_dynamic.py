@@ -49,15 +49,16 @@ class Rectangle:
     def lay_out(self, device):
         """Sets tokens and positions (B, T), mask (B, 1, 1, P + T), P, and which logits to take."""
         B, T, P = len(self.plan), max(n for _, n in self.plan), max(self.starts)
-        tokens = torch.zeros(B, T, dtype=torch.long)
-        positions = torch.zeros(B, T, dtype=torch.long)
+        tokens, positions = [], []
         mask = torch.zeros(B, 1, 1, P + T, dtype=torch.bool)        # for all heads and queries
         for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
-            tokens[b, T - n:] = torch.tensor(request.slice(start, start + n))
-            positions[b, T - n:] = torch.arange(start, start + n)   # in its own sequence
+            tokens.append([request.pad] * (T - n) + request.slice(start, start + n))
+            positions.append([0] * (T - n) + [*range(start, start + n)])   # in its own sequence
             mask[b, ..., P - start:P] = True                        # its past
             mask[b, ..., P + T - n:] = True                         # its new tokens, not their pads
-        self.tokens, self.positions, self.mask = (t.to(device) for t in (tokens, positions, mask))
+        self.tokens = torch.tensor(tokens, device=device)           # (B, T)
+        self.positions = torch.tensor(positions, device=device)     # (B, T)
+        self.mask = mask.to(device)
         self.P = P
 
         # Here all rows are due. In chunked, one with a part of its todo is not.

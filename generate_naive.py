@@ -33,7 +33,10 @@ class StaticBatch:
     def __init__(self, requests, kv, device=None):
         T = max(len(request.prompt) for request in requests)
         self.pads = torch.tensor([T - len(request.prompt) for request in requests], device=device)
-        self.requests, self.kv, self.device, self.end = requests, kv, device, 0
+        self.requests = requests
+        self.kv = kv
+        self.device = device
+        self.end = 0
         self.add_columns(T)
 
     def add_columns(self, number=1):
@@ -46,11 +49,11 @@ class StaticBatch:
 
     def lay_out(self, device):
         """Sets tokens and positions (B, T), mask (B, 1, 1, S), and which logits to take."""
-        B, T = len(self.plan), self.end - self.start
-        tokens = torch.zeros(B, T, dtype=torch.long)
-        for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
-            tokens[b, T - n:] = torch.tensor(request.slice(start, start + n))   # n = 0: nothing
-        self.tokens = tokens.to(device)                             # (B, T)
+        T = self.end - self.start
+        tokens = []
+        for (request, n), start in zip(self.plan, self.starts):
+            tokens.append([request.pad] * (T - n) + request.slice(start, start + n))
+        self.tokens = torch.tensor(tokens, device=device)           # (B, T)
         columns = torch.arange(self.end, device=device)             # (S,)
         self.positions = columns[self.start:] - self.pads[:, None]  # counted from its first token
         self.positions.clamp_(0, self.requests[0].context_length - 1)   # pads, finished: any valid

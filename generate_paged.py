@@ -1,72 +1,103 @@
 """
 Stage 6: paged memory. Keys and values live in a pool of pages, wherever there is room.
 
-The batch stays ragged's flat stream. What changes is where the keys are. A request's block table
-lists its pages (paging.py), and a *slot mapping* says which slot of the pool takes each new token's
-keys and values. (A *cache slot*; elsewhere a slot is a place in a tensor of tokens.)
+The batch stays ragged's flat stream. What changes is where the keys are. Four tensors say so, and a
+kernel is given no more. Here A decodes its 10th token, and B computes a prompt of 3:
 
-    block table of A = [0, 2, 3], page_size 4
+    query_start_loc   0, 1, 4          A's token is number 0 of the stream, B's are 1, 2 and 3
+    seq_lens          10, 3            how many keys each has after this pass
+    block_table       0  2  3          A's pages (paging.py), of 4 tokens each
+                      1  .  .          B's
+    slot_mapping      13, 4, 5, 6      the *cache slot* that takes each new token's key and value
 
-    position        0  1  2  3    4  5  6  7     8  9
-    cache slot      0  1  2  3    8  9 10 11    12 13          slot = table[p // 4] * 4 + p % 4
+    A's positions     0  1  2  3    4  5  6  7     8  9
+    A's cache slots   0  1  2  3    8  9 10 11    12 13          slot = table[p // 4] * 4 + p % 4
 
-Attention must look up every key in that table. vLLM's kernels do so on a GPU, ours on a CPU with
---optimize. Here a request's keys and values are first gathered into a copy.
+These are vLLM's names. (Elsewhere a slot is a place in a tensor of tokens.) Its kernel reads each
+page where it lies, and so does ours on a CPU, with --optimize. Here a request's pages are first
+gathered into a copy.
 
 Better than ragged: more requests fit into the same memory, because none reserves room for an answer
 that may never come.
 Wasted: the work of a request that is preempted when memory runs out; the gathered copies; and equal
 prompts are computed and kept once for each request.
-Next: prefix caching finds what has been computed before. (This is vLLM's PagedAttention, which
-calls a page a block.)
+Next: prefix caching finds what has been computed before. (This is vLLM's PagedAttention.)
 """
+from itertools import pairwise
+
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from cache import KV
 from generate_ragged import Flat
-from model import sample
+from model import head, sample
 from paging import PagedScheduler
 from request import prepare
 from toolbox.trace import Trace
 from toolbox.validate import check_pool
 
 
+def paged_attention(q, k_pages, v_pages, query_start_loc, seq_lens, block_table):
+    """
+    What a kernel computes in one launch for all requests; the loop is what it saves.
+
+    q:                (nh, N, hs)  queries of the new tokens
+    k_pages, v_pages: (nh, pages, page_size, hs)  the pool; the new keys are in it already
+    query_start_loc:  (B + 1,)  request i owns the new tokens query_start_loc[i] to [i + 1]
+    seq_lens:         (B,)  keys of each request
+    block_table:      (B, most pages of a request)
+
+    Returns (nh, N, hs).
+    """
+    page_size = k_pages.size(2)
+    out = []
+    for i, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
+        S = int(seq_lens[i])
+        table = block_table[i, :-(-S // page_size)]             # without its padding
+        k = k_pages[:, table].flatten(1, 2)[:, :S]              # (nh, S, hs), copied
+        v = v_pages[:, table].flatten(1, 2)[:, :S]
+        out.append(head(q[..., start:end, :], k, v))            # (nh, end - start, hs)
+    return torch.cat(out, dim=-2)
+
+
 class Paged(Flat):
     """
-    Flat, but with keys and values in a pool: one KV whose "sequence" is all the pages. It replaces
-    write and read. lay_out adds where keys are in the pool; cost counts the copies.
+    Flat, but with keys and values in pages.
+
+    kv:   the tensors, one KV whose "sequence" is all the pages
+    pool: the bookkeeping, a PagePool
     """
 
-    def __init__(self, plan, pool, pages, device=None):
-        self.pool, self.pages = pool, pages   # the tensors; and the bookkeeping, see paging.py
+    def __init__(self, plan, kv, pool, device=None):
+        self.kv = kv
+        self.pool = pool
         super().__init__(plan, device)
 
     def lay_out(self, device):
+        """As Flat.lay_out; and the four tensors."""
         super().lay_out(device)
-        # All keys' slots, anew at each step. A kernel reads block tables itself, and the host only
-        # adds the new tokens' slots.
-        self.key_slots = [self.slots(request.block_table, end).to(device)       # (S_i,) each
-                          for (request, _), end in zip(self.plan, self.ends)]
-        self.slot_mapping = torch.cat([slots[start:] for slots, start in        # (N,)
-                                       zip(self.key_slots, self.starts)])
+        # A kernel takes these two on the device, too; the loop above reads them on the host.
+        self.query_start_loc = torch.tensor(self.cu_seqlens)                    # (B + 1,)
+        self.seq_lens = torch.tensor(self.ends)                                 # (B,)
+        tables = [torch.tensor(request.block_table) for request, _ in self.plan]
+        self.block_table = pad_sequence(tables, batch_first=True).to(device)    # (B, most pages)
+        page_size = self.pool.page_size
+        requests = [i for i, (_, n) in enumerate(self.plan) for _ in range(n)]  # of each new token
+        pages = self.block_table[requests, self.positions // page_size]
+        self.slot_mapping = pages * page_size + self.positions % page_size      # (N,)
 
-    def slots(self, table, end):
-        """The cache slots (end,) of the positions before `end`."""
-        p, size = torch.arange(end), self.pages.size
-        return torch.tensor(table)[p // size] * size + p % size
-
-    def write(self, layer, k, v):
-        """Puts the new keys and values (nh, N, hs) of all requests into their slots."""
-        pool_k, pool_v = self.pool.buffers(layer, k, v)                         # (nh, slots, hs)
-        pool_k[:, self.slot_mapping], pool_v[:, self.slot_mapping] = k, v
-
-    def read(self, layer, i):
-        """Keys and values (nh, S_i, hs) of the plan's i-th request, gathered into a copy."""
-        slots = self.key_slots[i]
-        return self.pool.k[layer][:, slots], self.pool.v[layer][:, slots]
+    def attend(self, layer, q, k, v):                                           # (nh, N, hs)
+        """Writes all new keys before it reads any: another request of this pass may share them."""
+        k_slots, v_slots = self.kv.buffers(layer, k, v)                         # (nh, slots, hs)
+        k_slots[:, self.slot_mapping] = k
+        v_slots[:, self.slot_mapping] = v
+        k_pages, v_pages = (slots.unflatten(1, (self.pool.number, self.pool.page_size))
+                            for slots in (k_slots, v_slots))
+        return paged_attention(q, k_pages, v_pages, self.query_start_loc, self.seq_lens,
+                               self.block_table)
 
     def cost(self):
-        return {**super().cost(), "copied_bytes": sum(self.ends) * self.pool.bytes_per_token}
+        return {**super().cost(), "copied_bytes": sum(self.ends) * self.kv.bytes_per_token}
 
 
 def pool_size(requests, max_batch, page_size, pages=None):
@@ -92,23 +123,23 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)
-    scheduler = scheduler(max_batch, token_budget, number, page_size)
-    pool = KV(number * page_size)
-    trace = Trace("paged", requests, model, scheduler.pages.counts)
+    planner = scheduler(max_batch, token_budget, number, page_size)
+    kv = KV(number * page_size)
+    trace = Trace("paged", requests, model, planner.pool.counts)
     for request in requests:
-        scheduler.add(request)
+        planner.add(request)
     step = 0
-    while scheduler.busy:
+    while planner.busy:
         # 1. which requests compute how many tokens in this step
-        step = scheduler.next_step(step)
-        plan = scheduler.schedule(step)
+        step = planner.next_step(step)
+        plan = planner.schedule(step)
         # 2. one forward pass for decodes and chunks together
-        batch = Paged(plan, pool, scheduler.pages, model.device)
+        batch = Paged(plan, kv, planner.pool, model.device)
         with trace.forward_pass(step, batch):
             logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
         # 3. one token for each request that has nothing more to compute
         tokens = sample(logits, batch.sampled)
-        scheduler.update(plan, tokens)
+        planner.update(plan, tokens)
         trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         step += 1
     return trace

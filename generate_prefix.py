@@ -1,145 +1,170 @@
 """
-Stage 7: prefix caching. What was computed for one request is found again by the next.
+Stage 7: prefix caching. A request finds what was computed for the requests before it.
 
 Chats begin with the same system prompt, and a preempted request comes back with the tokens it had.
 By the causal rule, keys and values depend on the tokens up to their own and on nothing else. So a
 full page can serve every request whose tokens are equal *up to the end of that page*:
 
-    pool         page 0   page 1   page 2   page 3   page 4
-                 S S S S  A A a .  S S S S  B b . .  free         page_size 4
+    pool          page 0   page 1   page 2   page 3   page 4
+                  S S S S  A A a .  S S S S  B b . .  free         page_size 4
 
-    A's table    0, 2, 1       S: the 8 tokens of a common system prompt, computed and kept once
-    B's table    0, 2, 3       pages 0 and 2 have ref_count 2
+    A's table     0, 2, 1     S: 8 tokens of a common system prompt, computed and kept once
+    B's table     0, 2, 3     pages 0 and 2 are in two tables: their ref_count is 2
 
-A page is known by a *hash* of its own tokens and of the hash of the page before it. Its own tokens
-alone will not do: "sat down" has other keys after "the cat" than after "a dog". Nor will the number
-of the page before: once that page is freed and filled anew, the chain would lead from the new words
-to the old ones. (vLLM chains hashes of content too, by sha256: whoever makes two beginnings
-collide has one answered from the other's cache, CVE-2025-25183. SGLang keeps a radix tree instead.)
+A page is found by its *hash*, which covers its own tokens and the hash of the page before it. Its
+own tokens alone would not do: "sat down" has other keys after "the cat" than after "a dog".
 
-Freed pages stay cached. They go to the end of the free queue, and until one is needed for something
-else it can still be found: the *least recently used* goes first, and of one request the last page
-goes before those that lead to it. Only full pages are shared, and the last token of a prompt is
-always computed, since its logits are needed. So no request writes into a shared page, and none is
-ever copied ("copy on write").
+A page can be found as soon as the pass that fills it is *planned*. In each layer, a pass writes all
+its keys before it reads any (`Paged.attend`). So equal prompts admitted in one step share pages.
 
-Better than paged: tokens that were computed once are not computed again, and equal pages are kept
-once. The layout and the loop are paged's; only the scheduler is another.
-Wasted: two equal prompts of one step are both computed and both kept.
-Next: beyond/in_batch.py lets the second one wait for the first.
+A freed page can still be found until it is taken for other tokens. Pages that nobody can find are
+taken first; then those that have not been used for longest (*least recently used*).
+
+Only full pages are shared, and the last token of a prompt is always computed, because its logits
+are needed. So no request ever writes into a shared page, and none is copied ("copy on write").
+
+Better than paged: tokens computed once are not computed again, and equal pages are kept once. The
+layout and the loop are paged's; only the scheduler is another. Its plans are those of vLLM's own.
+Next: beyond/ answers one question a file. docs/vllm.md leads from here into vLLM's files.
 """
 from array import array
 from collections import OrderedDict
 from hashlib import sha256
+from itertools import takewhile
 
 import generate_paged
-from paging import PagedScheduler, Pages
+from paging import PagedScheduler, PagePool
 
 
 def page_hash(before, tokens):
-    """The name of a full page. before: that of the page before it in the sequence; or b""."""
+    """
+    The hash of a full page. before: that of the page before it in the sequence; or b"".
+
+    A hash that an attacker can predict would not do. Who crafts a prompt whose hash equals another
+    beginning's is answered from the wrong cache (CVE-2025-25183 in vLLM, which uses sha256 since).
+    """
     return sha256(before + array("q", tokens).tobytes()).digest()
 
 
-class PrefixPages(Pages):
+class PrefixPool(PagePool):
     """
-    Pages that may be in several block tables, and that can be found by their page_hash.
+    A PagePool whose pages can be in several block tables, and can be found by their hash.
 
-    free_queue: in order, least recently used first; but a page can be taken out of the middle
-    ref_count:  how many block tables a page is in. Those with 0 are in the free queue
-    cached:     page_hash -> the full page that holds these tokens; hash_of: the reverse
+    free_queue: {page: None}, in order; a page that is found leaves it from the middle
+    ref_count:  for each page, how many block tables it is in; those with 0 are in the free queue
+    cached:     {hash: {page: None}}, all full pages with these tokens, the oldest first
+    hash_of:    {page: hash}, the reverse
     """
 
-    def __init__(self, number, size):
-        super().__init__(number, size)
-        self.free_queue, self.ref_count = OrderedDict.fromkeys(range(number)), [0] * number
-        self.cached, self.hash_of = {}, {}
+    def __init__(self, number, page_size):
+        super().__init__(number, page_size)
+        self.free_queue = OrderedDict.fromkeys(range(number))
+        self.ref_count = [0] * number
+        self.cached = {}
+        self.hash_of = {}
 
     def find(self, hashes):
-        """The cached pages of the longest possible beginning of a sequence of page hashes."""
-        found = []
-        for each in hashes:
-            if each not in self.cached:
-                break
-            found.append(self.cached[each])
-        return found
+        """The pages of the longest beginning that can be found, one for each of its hashes."""
+        known = takewhile(self.cached.__contains__, hashes)
+        return [next(iter(self.cached[each])) for each in known]
 
     def share(self, table, pages):
-        """Appends these pages to a block table. Those that were free are so no longer."""
+        """Appends these pages to a block table. They leave the free queue, if they were in it."""
         for page in pages:
             self.free_queue.pop(page, None)
             self.ref_count[page] += 1
         table += pages
 
     def allocate(self, table, number):
-        """As Pages.allocate; what these pages held cannot be found any more."""
+        """As PagePool.allocate. What these pages held cannot be found any more."""
         for _ in range(number):
-            page, _ = self.free_queue.popitem(last=False)
-            if page in self.hash_of:
-                del self.cached[self.hash_of.pop(page)]
-                self.counts["evicted_pages"] += 1
+            page = next(iter(self.free_queue))
+            self.counts["evicted_pages"] += page in self.hash_of
+            self.forget(page)
             self.share(table, [page])
 
-    def cache(self, page, name):
-        """From now on a full page can be found, unless one with the same tokens can already."""
-        if name not in self.cached:
-            self.cached[name], self.hash_of[page] = page, name
-
     def free(self, table):
-        """As Pages.free; but only pages that are in no other block table, and the last first."""
+        """Pages that are now in no table go back, the last of a table first: it is worth least."""
         for page in reversed(table):
             self.ref_count[page] -= 1
-            if not self.ref_count[page]:
-                self.free_queue[page] = None
+            if self.ref_count[page] == 0:
+                self.free_queue[page] = None   # at the end
+                if page not in self.hash_of:
+                    self.free_queue.move_to_end(page, last=False)   # to the front
+
+    def cache(self, page, name):
+        """From now on this page can be found by its hash, `name`."""
+        self.hash_of[page] = name
+        self.cached.setdefault(name, {})[page] = None
+
+    def forget(self, page):
+        """The page cannot be found any more, if it could."""
+        name = self.hash_of.pop(page, None)
+        if name is not None:
+            del self.cached[name][page]
+            if not self.cached[name]:
+                del self.cached[name]
 
 
 class PrefixScheduler(PagedScheduler):
-    """A PagedScheduler that looks for a request's beginning before it gives it new pages."""
+    """A PagedScheduler that looks for a request's first pages before it gives it new ones."""
 
     def __init__(self, max_batch, token_budget, pages, page_size):
         super().__init__(max_batch, token_budget, pages, page_size)
-        self.pages = PrefixPages(pages, page_size)
+        self.pool = PrefixPool(pages, page_size)
 
-    def hashes(self, request, end):
-        """Its page hashes, at least for its full pages before `end`; each is computed only once."""
-        known, size = request.page_hashes, self.pages.size
-        for start in range(len(known) * size, end - size + 1, size):
+    def hash_of_page(self, request, i):
+        """The hash of its i-th page, which is full. Each is computed only once."""
+        known = request.page_hashes
+        size = self.pool.page_size
+        while len(known) <= i:
+            start = len(known) * size
             before = known[-1] if known else b""
             known.append(page_hash(before, request.slice(start, start + size)))
-        return known
+        return known[i]
 
-    def grant_room(self, request):
-        """As PagedScheduler.grant_room; pages that are found need not be computed."""
-        last = request.todo - 1   # of its tokens; always computed, because its logits are needed
-        found = self.pages.find(self.hashes(request, last)[:last // self.pages.size])
-        new = self.pages.needed(request.todo) - len(found)
-        # Found pages that nobody else holds are in the free queue, and will be taken out of it.
-        if new + sum(page in self.pages.free_queue for page in found) > len(self.pages.free_queue):
+    def admit(self, request):
+        """As PagedScheduler.admit. Its table begins with the pages that are found."""
+        full = (request.todo - 1) // self.pool.page_size   # pages before its last token
+        found = self.pool.find(self.hash_of_page(request, i) for i in range(full))
+        new = self.pool.needed(request.todo) - len(found)
+        revived = sum(page in self.pool.free_queue for page in found)   # they will leave it, too
+        if new + revived > len(self.pool.free_queue):
             return False
-        request.block_table, request.computed = [], len(found) * self.pages.size
-        self.pages.share(request.block_table, found)
-        self.pages.allocate(request.block_table, new)
-        self.pages.counts.update(shared_pages=len(found), saved_tokens=request.computed)   # adds
+        request.block_table = []
+        request.computed = len(found) * self.pool.page_size
+        self.pool.share(request.block_table, found)
+        self.pool.counts.update(shared_pages=len(found), saved_tokens=request.computed)   # adds
         return True
 
-    def update(self, plan, tokens):
-        """As Scheduler.update; but first, while all still hold their pages, it caches full ones."""
-        for request, n in plan:
+    def make_room(self, request, n):
+        """As PagedScheduler.make_room. The pages that this pass fills can be found from now on."""
+        granted = super().make_room(request, n)
+        if granted:
             self.cache_filled(request, request.computed, request.computed + n)
-        super().update(plan, tokens)
+        return granted
 
     def cache_filled(self, request, start, end):
-        """Pages that the request's tokens `start` to `end` have filled can be found from now on."""
-        size, hashes = self.pages.size, self.hashes(request, end)
+        """Pages that its tokens `start` to `end` fill can be found from now on."""
+        end = min(end, request.known)   # what is assumed (beyond/) names no page
+        size = self.pool.page_size
         for i in range(start // size, end // size):
-            self.pages.cache(request.block_table[i], hashes[i])
+            self.pool.cache(request.block_table[i], self.hash_of_page(request, i))
+
+    def undo(self, plan):
+        """The pass failed and filled no page. Others may have found one of these: all restart."""
+        for request, _ in reversed(plan):   # backwards, so the queue keeps their order
+            for page in request.block_table[request.computed // self.pool.page_size:]:
+                self.pool.forget(page)
+            self.preempt(request)
 
 
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
              scheduler=PrefixScheduler, on_token=None):
     """Runs `requests` as paged does, with another scheduler. Returns the trace."""
-    trace = generate_paged.generate(model, requests, max_batch, token_budget, pages, page_size,
-                                    scheduler, on_token)
+    trace = generate_paged.generate(
+        model, requests, max_batch=max_batch, token_budget=token_budget, pages=pages,
+        page_size=page_size, scheduler=scheduler, on_token=on_token)
     trace.stage = "prefix"
     return trace
 

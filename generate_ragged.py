@@ -12,7 +12,8 @@ ways:
     cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, no pads
 
 Better than interleaved: every slot computed is a token that some request needs.
-Wasted: room in memory is reserved for answers that may never come.
+Wasted: Python calls attention once for each request and layer (on a GPU, one kernel does it); and
+room in memory is reserved for answers that may never come.
 Next: paged keeps keys and values in pages.
 """
 from itertools import accumulate, pairwise
@@ -24,6 +25,16 @@ from request import indices_due, prepare
 from scheduler import Scheduler
 from toolbox.trace import Trace
 from toolbox.validate import one_of
+
+
+def contained(k, v):
+    """
+    Keys and values of several requests, for one masked matrix. A hidden key has a weight of 0, but
+    0 times NaN is NaN. So a value that is not finite becomes zeros and its key NaN, which spoils
+    the tokens that see it and no others.
+    """
+    lost = ~v.isfinite().all(dim=-1, keepdim=True)                              # (..., S, 1)
+    return k.masked_fill(lost, torch.nan), v.masked_fill(lost, 0.0)
 
 
 class Flat:
@@ -58,9 +69,6 @@ class Flat:
         self.positions = torch.tensor(positions, device=device)                 # (N,)
         if self.attention == "mask":
             self.mask = self.block_diagonal().to(device)                        # (N, S)
-        # Kernels take boundaries as a tensor on the device: cu_seqlens_q of the new tokens (vLLM:
-        # query_start_loc), cu_seqlens_k of the keys. Here Python's loop reads them: a list does.
-
         due = indices_due(self.plan)
         self.sampled = [self.plan[i][0] for i in due]
         last = [self.cu_seqlens[i + 1] - 1 for i in due]
@@ -73,31 +81,28 @@ class Flat:
         return torch.block_diag(*see).bool()
 
     def attend(self, layer, q, k, v):                                           # (nh, N, hs)
-        """Writes the new keys and values, then attends in one of the two ways."""
-        self.write(layer, k, v)
-        caches = [self.read(layer, i) for i in range(len(self.plan))]           # (nh, S_i, hs)
-        if self.attention == "mask":                    # compute all scores, hide most of them
-            # Head adds its causal rule for the whole stream: token t sees keys 0 to t + the sum of
-            # all starts. Its own key is at t + the starts up to its own request's, which is never
-            # further: so the rule hides nothing that the mask shows.
-            keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))   # (nh, S, hs)
-            return head(q, keys, values, mask=self.mask)
-        out = []                                        # skip: compute only the diagonal blocks
-        for i, (keys, values) in enumerate(caches):
-            new = slice(self.cu_seqlens[i], self.cu_seqlens[i + 1])
-            out.append(head(q[..., new, :], keys, values))                      # (nh, n, hs)
-        return torch.cat(out, dim=-2)
-
-    # --- where keys and values live ---
-
-    def write(self, layer, k, v):
-        """Puts each request's new keys and values (nh, N, hs) into its own cache."""
-        for (request, _), start, (a, b) in zip(self.plan, self.starts, pairwise(self.cu_seqlens)):
+        """Each request's new keys and values go into its own cache; then one of the two ways."""
+        caches = []
+        for (request, _), start, end, (a, b) in zip(
+                self.plan, self.starts, self.ends, pairwise(self.cu_seqlens)):
             request.kv.write(layer, start, k[:, a:b], v[:, a:b])
+            caches.append(request.kv.read(layer, end))                          # (nh, S_i, hs)
+        return (self.hide if self.attention == "mask" else self.skip)(q, caches)
 
-    def read(self, layer, i):
-        """Keys and values (nh, S_i, hs) of the plan's i-th request: views, nothing is copied."""
-        return self.plan[i][0].kv.read(layer, self.ends[i])
+    def hide(self, q, caches):
+        """"mask": computes all N x S scores, and hides most of them."""
+        keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))       # (nh, S, hs)
+        # Head adds its causal rule for the whole stream: token t sees keys 0 to t + the sum of all
+        # starts. Its own key is at t + the starts up to its own request's, which is never further:
+        # so the rule hides nothing that the mask shows.
+        return head(q, *contained(keys, values), mask=self.mask)
+
+    def skip(self, q, caches):
+        """"varlen": computes only the diagonal blocks."""
+        out = []
+        for (keys, values), (a, b) in zip(caches, pairwise(self.cu_seqlens)):
+            out.append(head(q[..., a:b, :], keys, values))                      # (nh, n, hs)
+        return torch.cat(out, dim=-2)
 
     def cost(self):
         if self.attention == "varlen":

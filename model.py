@@ -117,10 +117,6 @@ class MultiHeadAttention(nn.Module):
 
     def forward(self, x, attend):                                  # (..., T, C)
         q, k, v = (self.split_heads(part(x)) for part in (self.query, self.key, self.value))
-        # Hidden keys get weights of 0, but 0 times NaN is NaN. So a value that is not finite (a
-        # pad's, say) becomes zeros, and its key NaN: that spoils tokens that see it, and no other.
-        lost = ~v.isfinite().all(dim=-1, keepdim=True)             # (..., nh, T, 1)
-        k, v = k.masked_fill(lost, math.nan), v.masked_fill(lost, 0.0)
         y = attend(self.layer, q, k, v)                            # tokens meet here, nowhere else
         return self.c_proj(y.transpose(-3, -2).flatten(-2))        # (..., nh, T, hs) -> (..., T, C)
 

@@ -75,13 +75,24 @@ class Request:
         return self.prompt[start:end] + answer[max(start - n, 0):max(end - n, 0)]
 
     @property
+    def pad(self):   # fills the empty slots of its row: a pad computes nothing foreign
+        return self.prompt[0]
+
+    @property
+    def known(self):   # how many tokens it has
+        return len(self.prompt) + len(self.generated)
+
+    @property
     def todo(self):
         """Tokens not computed yet; between passes, 1 or more. 1 is a decode (or a prompt's end)."""
-        return len(self.prompt) + len(self.generated) + len(self.assumed) - self.computed
+        return self.known + len(self.assumed) - self.computed
 
     @property
     def kv_tokens(self):
-        """Room for prompt and answer. The last token is never computed: 9 and 8 new need 16."""
+        """
+        Room for prompt and answer. The last generated token is never fed back, so a prompt of 9 and
+        8 new tokens need 9 + 8 - 1 = 16.
+        """
         return min(len(self.prompt) + self.max_new_tokens - 1, self.context_length)
 
     @property

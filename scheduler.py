@@ -2,15 +2,20 @@
 The Scheduler: which requests compute how many tokens in the next step.
 
 That is the first of the two questions in model.py. It is pure bookkeeping: no tensors, no clock.
-Every step has a budget of tokens, which is shared out in this order:
+Each step has a budget of tokens, and one loop hands it out:
 
-    token_budget 8     A d                1. each decode gets its one token
-                       B d
-                       C c c c c          2. prefill chunks, in order of arrival, get the rest;
-                       D c c                 D's prompt continues in the next step
+    token_budget 8     A d                1. requests that run go on, in order of arrival,
+                       B d                   each with all it needs or what is left
+                       C c c c c
+                       D c c              2. newcomers get the rest; D's prompt continues next step
 
-Finished requests leave at once. Waiting requests take their places in order of arrival, while fewer
-than `max_batch` run, the budget has something left, and their keys and values fit.
+A *decode* (d) needs one token, a prompt needs many and may get them in chunks (c). No rule puts
+decodes first, and yet none ever waits for a prompt. A newcomer is admitted only if all requests
+before it got all they need. So at most the last request that runs has a part of its prompt left,
+and every decode stands before it. (vLLM V1 schedules in the same way.)
+
+A finished request leaves at once. A waiting one is admitted while fewer than `max_batch` run, some
+of the budget is left, and there is room in memory.
 """
 import math
 from collections import deque
@@ -22,20 +27,22 @@ from toolbox.validate import at_least_1, check_order, refuse
 
 class Scheduler:
     """
-    max_batch:     requests that run at the same time
-    token_budget:  tokens computed in a step
-    max_kv_tokens: tokens that all caches together can ever hold; None: no limit. An admitted
-                   request *reserves* room for its prompt and its longest answer: it can always
-                   finish, but much of that room stays empty.
+    max_batch:     the most requests that run at the same time
+    token_budget:  the most tokens that a step computes
+    max_kv_tokens: the most tokens that all caches together can hold; None: no limit. A request
+                   *reserves* room for its prompt and its longest answer when it is admitted: it can
+                   always finish, but much of that room stays empty.
     """
 
     def __init__(self, max_batch, token_budget, max_kv_tokens=None):
         at_least_1(max_batch=max_batch, token_budget=token_budget)
         if max_kv_tokens is not None:
             at_least_1(max_kv_tokens=max_kv_tokens)
-        self.max_batch, self.token_budget = max_batch, token_budget
+        self.max_batch = max_batch
+        self.token_budget = token_budget
         self.max_kv_tokens = math.inf if max_kv_tokens is None else max_kv_tokens
-        self.waiting, self.running = deque(), []   # both in order of arrival
+        self.waiting = deque()   # in order of arrival
+        self.running = []        # in the order in which they were admitted
 
     def add(self, request):
         """Queues a prepared request. ValueError if it could never run, or arrives out of order."""
@@ -44,71 +51,73 @@ class Scheduler:
         check_order(request, self.waiting)
         self.waiting.append(request)
 
-    # --- one step: admit requests, share the budget, record what was computed ---
+    # --- one step: plan a pass, then record it ---
 
     def schedule(self, step):
         """The plan of this step, [(request, number of tokens), ...]; empty if none has arrived."""
-        self.admit(step)
-        plan = self.share_budget()
-        if not plan and (self.running or self.arrived(step)):   # it would be so for ever
+        plan = []
+        budget = self.token_budget
+        running = len(self.running)
+        # 1. Requests that run go on. `make_room` may preempt, from the end of this list.
+        for request in self.running:
+            n = min(request.todo, budget)
+            if n and self.make_room(request, n):
+                plan.append((request, n))
+                budget -= n
+        # 2. Newcomers, unless memory was so short that a request had to leave.
+        preempted = len(self.running) < running
+        while budget and not preempted and len(self.running) < self.max_batch:
+            if not self.arrived(step) or not self.admit(self.waiting[0]):
+                break   # no request overtakes the first in the queue
+            request = self.waiting.popleft()
+            self.running.append(request)
+            n = min(request.todo, budget)   # only now: `admit` may have found computed tokens
+            self.make_room(request, n)      # succeeds: `admit` has seen to it
+            plan.append((request, n))
+            budget -= n
+        if not plan and (self.running or self.arrived(step)):   # it would be so in every step
             stuck = (self.running or self.waiting)[0]
             raise RuntimeError(f"{stuck} has arrived at step {step}, but nothing can go on")
         return plan
 
-    def admit(self, step):
-        """Arrived requests take free places, in order: none overtakes the first in the queue."""
-        todo = sum(request.todo for request in self.running)
-        while len(self.running) < self.max_batch and todo < self.token_budget:
-            if not self.arrived(step) or not self.grant_room(self.waiting[0]):
-                break
-            self.running.append(self.waiting.popleft())
-            todo += self.running[-1].todo   # only now: grant_room may change it
-
-    def share_budget(self):
-        """Each decode gets its token first, whatever prompts need. The rest goes to chunks."""
-        plan = [(request, 1) for request in self.running if request.todo == 1]
-        budget = self.token_budget - len(plan)   # >= 0: at most token_budget run, see `admit`
-        for request in self.running:
-            if request.todo > 1 and budget > 0:
-                n = min(request.todo, budget)
-                plan.append((request, n))
-                budget -= n
-        return plan
-
     def update(self, plan, tokens):
-        """Records a computed pass. Never before it: a pass that fails must change nothing."""
+        """Records a computed pass: never before it, so that a pass that fails changes nothing."""
         advance(plan, tokens)
         self.release()
 
-    # --- between two steps ---
+    def release(self):
+        """Finished requests leave and free their memory."""
+        for request in [request for request in self.running if request.finished]:
+            self.running.remove(request)
+            self.free(request)
+
+    # --- the queue ---
 
     @property
     def busy(self):
         """Whether anything is left to do."""
         return bool(self.waiting or self.running)
 
+    def arrived(self, step):
+        """Whether the first request in the queue has arrived."""
+        return bool(self.waiting) and self.waiting[0].arrival <= step
+
     def next_step(self, step):
         """`step`, or the first arrival if there is nothing to do before it."""
         return step if self.running or not self.waiting else max(step, self.waiting[0].arrival)
 
-    def release(self):
-        """Finished requests leave and let go of their caches."""
-        for request in [request for request in self.running if request.finished]:
-            self.running.remove(request)
-            self.free(request)
+    # --- memory: paged and prefix replace these three ---
 
-    # --- the queue and the memory ---
-
-    def arrived(self, step):
-        """Whether the first in the queue has arrived."""
-        return bool(self.waiting) and self.waiting[0].arrival <= step
-
-    def grant_room(self, request):
-        """Gives it a cache, if there is room beside what the running ones have reserved."""
+    def admit(self, request):
+        """Whether its longest answer fits beside those of the others. If so, it gets its cache."""
         reserved = sum(other.kv_tokens for other in self.running)
         if reserved + request.kv_tokens > self.max_kv_tokens:
             return False
         request.kv = KV(request.kv_tokens)   # its tensors are made when it is first written
+        return True
+
+    def make_room(self, request, n):
+        """Whether its next n tokens have room in memory. Here it is reserved."""
         return True
 
     def free(self, request):

@@ -70,12 +70,12 @@ def plan_of(scheduler, step, flight):
         return []
 
 
-def launch(model, scheduler, pool, trace, step, flight):
+def launch(model, scheduler, kv, trace, step, flight):
     """Queues the pass after `flight`. Returns its Flight; None if there is nothing to compute."""
     holes = leave_holes(flight) if flight else {}
     try:
         plan = plan_of(scheduler, step, flight)
-        batch = Paged(plan, pool, scheduler.pages, model.device) if plan else None
+        batch = Paged(plan, kv, scheduler.pool, model.device) if plan else None
     finally:
         for request in holes:
             request.assumed = []   # nobody else sees a hole
@@ -153,18 +153,18 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)
-    scheduler = scheduler(max_batch, token_budget, number, page_size)
-    pool = KV(number * page_size)
-    trace = Trace("ahead", requests, model, scheduler.pages.counts)
+    planner = scheduler(max_batch, token_budget, number, page_size)
+    kv = KV(number * page_size)
+    trace = Trace("ahead", requests, model, planner.pool.counts)
     for request in requests:
-        scheduler.add(request)
+        planner.add(request)
     step, flight = 0, None
-    while scheduler.busy or flight:
-        step = scheduler.next_step(step)
+    while planner.busy or flight:
+        step = planner.next_step(step)
         trace.step_times.setdefault(step, time.perf_counter())
-        queued = launch(model, scheduler, pool, trace, step, flight)
+        queued = launch(model, planner, kv, trace, step, flight)
         if flight:
-            land(flight, scheduler, trace, on_token)
+            land(flight, planner, trace, on_token)
         flight, step = queued, step + 1
     return trace
 

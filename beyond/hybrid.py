@@ -82,116 +82,135 @@ class HybridScheduler(PrefixScheduler):
 
     def add(self, request):
         """ValueError if the pool is too small. A group holds a window and a step, or all tokens."""
-        full, more = self.pages.needed(request.kv_tokens), self.token_budget - 2
-        most = sum(min(full, self.pages.needed(window + more) + 1) for window in self.windows)
-        if most > self.pages.number:
-            refuse(request, f"{most} pages in all groups, there are {self.pages.number}")
+        full, more = self.pool.needed(request.kv_tokens), self.token_budget - 2
+        most = sum(min(full, self.pool.needed(window + more) + 1) for window in self.windows)
+        if most > self.pool.number:
+            refuse(request, f"{most} pages in all groups, there are {self.pool.number}")
         super().add(request)
 
-    def lengths(self, request, computed):
-        """How long its tables must be: for all its tokens; of windows, for the next pass."""
-        known = request.computed + request.todo
-        near = self.pages.needed(min(known, computed + self.token_budget))
-        return [self.pages.needed(known)] + [near] * (len(self.windows) - 1)
-
     def first(self, window, position):   # the first page to which a token looks back
-        return max(0, position - window + 1) // self.pages.size
+        return max(0, position - window + 1) // self.pool.page_size
 
     def schedule(self, step):
-        """As PrefixScheduler.schedule; but first, passed pages go, and all tables grow."""
+        """As PrefixScheduler.schedule; but first, pages that a window has passed go."""
         for request in self.running:
             for window, table in zip(self.windows, self.tables[request]):
                 self.give_back(table, self.first(window, request.computed))
-        for request in list(self.running):   # in order of arrival: the first can always go on
-            lengths = self.lengths(request, request.computed)
-            for table, length in zip(self.tables.get(request, ()), lengths):
-                while request in self.running and len(table) < length:
-                    if self.pages.free_queue:
-                        self.pages.allocate(table, 1)
-                    else:
-                        self.preempt(self.running[-1])
         return super().schedule(step)
 
     def give_back(self, table, end):
         """The window has passed the pages before `end`."""
-        passed, table[:end] = held(table[:end]), [None] * end
-        self.pages.free(passed)
+        passed = held(table[:end])
+        table[:end] = [None] * end
+        self.pool.free(passed)
         for page in passed if self.passed_first else ():
-            if page in self.pages.free_queue:   # in no other request's table
-                self.pages.free_queue.move_to_end(page, last=False)
+            if page in self.pool.free_queue:   # in no other request's table
+                self.pool.free_queue.move_to_end(page, last=False)
 
     def find(self, hashes):
         """The tables of the longest beginning of which each group has all that is needed."""
-        for n in range(len(self.pages.find([(0, each) for each in hashes])), -1, -1):
+        for n in range(len(self.pool.find([(0, each) for each in hashes])), -1, -1):
             tables = []
             for group, window in enumerate(self.windows):
-                first = self.first(window, n * self.pages.size)
+                first = self.first(window, n * self.pool.page_size)
                 names = [(group, each) for each in hashes[first:n]]
-                tables.append([None] * first + self.pages.find(names))
+                tables.append([None] * first + self.pool.find(names))
             if all(len(table) == n for table in tables):   # at the latest without any page
                 return tables
 
-    def grant_room(self, request):
-        """As PrefixScheduler.grant_room, for all tables."""
-        pages, last = self.pages, request.todo - 1
-        tables = self.find(self.hashes(request, last)[:last // pages.size])
-        found, n = held(sum(tables, [])), len(tables[0])
-        new = [length - n for length in self.lengths(request, n * pages.size)]
-        if sum(new) + sum(page in pages.free_queue for page in found) > len(pages.free_queue):
+    def admit(self, request):
+        """
+        As PrefixScheduler.admit, for all tables. The full layers need room for all its tokens, the
+        others for what the next pass computes: until the one after it, windows have passed pages.
+        """
+        pool = self.pool
+        full = (request.todo - 1) // pool.page_size   # pages before its last token
+        tables = self.find([self.hash_of_page(request, i) for i in range(full)])
+        found = held(sum(tables, []))
+        n = len(tables[0])
+        near = min(request.todo, n * pool.page_size + self.token_budget)
+        new = pool.needed(request.todo) - n + (len(tables) - 1) * (pool.needed(near) - n)
+        if new + sum(page in pool.free_queue for page in found) > len(pool.free_queue):
             return False
-        pages.share([], found)
-        for table, number in zip(tables, new):
-            pages.allocate(table, number)
-        self.tables[request], request.block_table = tables, tables[0]
-        request.computed = n * pages.size
-        pages.counts.update(shared_pages=len(found), saved_tokens=request.computed)
+        pool.share([], found)
+        self.tables[request] = tables
+        request.block_table = tables[0]
+        request.computed = n * pool.page_size
+        pool.counts.update(shared_pages=len(found), saved_tokens=request.computed)
+        return True
+
+    def make_room(self, request, n):
+        """As PrefixScheduler.make_room, for all tables."""
+        tables = self.tables[request]
+        more = [self.pool.needed(request.computed + n) - len(table) for table in tables]
+        while sum(more) > len(self.pool.free_queue):
+            victim = self.victim()
+            self.preempt(victim)
+            if victim is request:
+                return False
+        for table, number in zip(tables, more):
+            self.pool.allocate(table, number)
+        self.cache_filled(request, request.computed, request.computed + n)
         return True
 
     def cache_filled(self, request, start, end):
         """As PrefixScheduler.cache_filled; a page's name is its group, and the hash of tokens."""
-        size, hashes = self.pages.size, self.hashes(request, end)
-        for i in range(start // size, end // size):
+        for i in range(start // self.pool.page_size, end // self.pool.page_size):
             for group, table in enumerate(self.tables[request]):
-                self.pages.cache(table[i], (group, hashes[i]))
+                self.pool.cache(table[i], (group, self.hash_of_page(request, i)))
+
+    def undo(self, plan):
+        """As PrefixScheduler.undo, for all tables."""
+        for request, _ in plan:
+            for table in self.tables[request]:
+                for page in held(table[request.computed // self.pool.page_size:]):
+                    self.pool.forget(page)
+        super().undo(plan)
 
     def free(self, request):
         for table in self.tables.pop(request):
-            self.pages.free(held(table))
+            self.pool.free(held(table))
         request.block_table = None
 
 
 class HybridPaged(Paged):
     """Paged, with slots for each group. The j-th layers of all groups share the j-th buffers."""
 
-    def __init__(self, plan, pool, scheduler, model):
-        self.model, self.tables = model, scheduler.tables
-        super().__init__(plan, pool, scheduler.pages, model.device)
+    def __init__(self, plan, kv, scheduler, model):
+        self.model = model
+        self.tables = scheduler.tables
+        super().__init__(plan, kv, scheduler.pool, model.device)
 
     def lay_out(self, device):
         super().lay_out(device)
-        self.of_group = []   # (key_slots, slot_mapping): see Paged; from a window's first key on
+        # For each group: the cache slots of each request's keys, from the first that its window
+        # reaches; and those of the new tokens, the slot mapping.
+        self.of_group = []
+        page_size = self.pool.page_size
         for group, window in enumerate(self.model.windows):
             keys, new = [], []
             for (request, n), start, end in zip(self.plan, self.starts, self.ends):
-                table = [page or 0 for page in self.tables[request][group]]   # None is cut off
-                keys.append(self.slots(table, end)[max(0, start - window + 1):].to(device))
+                table = torch.tensor([page or 0 for page in self.tables[request][group]])
+                p = torch.arange(max(0, start - window + 1), end)   # None, here 0, lies before it
+                keys.append((table[p // page_size] * page_size + p % page_size).to(device))
                 new.append(keys[-1][-n:])
             self.of_group.append((keys, torch.cat(new)))
 
     def attend(self, layer, q, k, v):                                           # (nh, N, hs)
-        """As Flat.attend, in the pages of the layer's group and with its window."""
-        self.key_slots, self.slot_mapping = self.of_group[self.model.group(layer)]
-        buffers = layer // len(self.of_group)
-        self.write(buffers, k, v)
+        """As Paged.attend, in the pages of the layer's group and with its window."""
+        key_slots, slot_mapping = self.of_group[self.model.group(layer)]
+        k_slots, v_slots = self.kv.buffers(layer // len(self.of_group), k, v)   # (nh, slots, hs)
+        k_slots[:, slot_mapping] = k
+        v_slots[:, slot_mapping] = v
         out = []
-        for i, (a, b) in enumerate(pairwise(self.cu_seqlens)):
-            keys, values = self.read(buffers, i)                                # (nh, S_i, hs)
+        for slots, (a, b) in zip(key_slots, pairwise(self.cu_seqlens)):
+            keys, values = k_slots[:, slots], v_slots[:, slots]                 # (nh, S_i, hs)
             out.append(self.model.attend(layer, q[:, a:b], keys, values))       # (nh, n, hs)
         return torch.cat(out, dim=-2)
 
     def cost(self):
         keys = sum(len(slots) for key_slots, _ in self.of_group for slots in key_slots)
-        return {**super().cost(), "copied_bytes": keys * self.pool.bytes_per_token}
+        return {**super().cost(), "copied_bytes": keys * self.kv.bytes_per_token}
 
 
 @torch.inference_mode()
@@ -208,7 +227,8 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=256, page_size
     check_pool(max_batch, pages, page_size, HybridScheduler, model.config.block_size)
     scheduler = HybridScheduler(max_batch, token_budget, pages, page_size, model.windows,
                                 passed_first)
-    pool, trace = KV(pages * page_size), Trace("hybrid", requests, model, scheduler.pages.counts)
+    kv = KV(pages * page_size)
+    trace = Trace("hybrid", requests, model, scheduler.pool.counts)
     for request in requests:
         scheduler.add(request)
     step = 0
@@ -216,7 +236,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=256, page_size
         # as in paged, with another layout
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
-        batch = HybridPaged(plan, pool, scheduler, model)
+        batch = HybridPaged(plan, kv, scheduler, model)
         with trace.forward_pass(step, batch):
             logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
         tokens = sample(logits, batch.sampled)

@@ -29,6 +29,7 @@ Ragged drops the rows, for decodes too; its varlen scores no neighbours.
 import torch
 
 from generate_dynamic import Rectangle, admit, leave
+from generate_ragged import contained
 from model import head, sample
 from request import advance, prepare
 from toolbox.trace import Trace
@@ -64,7 +65,8 @@ class Packed:
         lengths = [n for _, n in self.plan]
         m = max(lengths)
         bins = first_fit_decreasing(lengths, m)
-        tokens = torch.zeros(len(bins), m, dtype=torch.long)
+        pads = [[self.plan[members[0]][0].pad] * m for members in bins]
+        tokens = torch.tensor(pads)                                 # (r, m)
         positions = torch.zeros(len(bins), m, dtype=torch.long)
         owner = torch.full((len(bins), m), -1)                      # -1: a pad slot
         self.places = [None] * len(self.plan)                       # (row, first column, end)
@@ -86,7 +88,7 @@ class Packed:
         self.wanted = (torch.tensor(rows, device=device), torch.tensor(last, device=device))
 
     def attend(self, layer, q, k, v):                               # (r, nh, m, hs)
-        out = head(q, k, v, mask=self.mask)
+        out = head(q, *contained(k, v), mask=self.mask)
         for (request, _), (row, first, end) in zip(self.plan, self.places):   # unpack
             request.kv.write(layer, 0, k[row, :, first:end], v[row, :, first:end])
         return out

@@ -84,23 +84,23 @@ class RolloutScheduler(PrefixScheduler):
     def change(self, version):
         """The next pass computes with other weights, so no page can be found any more."""
         self.models.version = version
-        self.pages.cached.clear()
-        self.pages.hash_of.clear()
+        self.pool.cached.clear()
+        self.pool.hash_of.clear()
         if self.mode == "recompute":
             for request in reversed(list(self.running)):   # the first in the queue arrived first
                 self.preempt(request)
         self.stale.update(self.running)
 
-    def grant_room(self, request):
-        """As PrefixScheduler.grant_room; but a request that has no token yet waits if `closed`."""
-        if self.closed and not request.generated or not super().grant_room(request):
+    def admit(self, request):
+        """As PrefixScheduler.admit; but a request that has no token yet waits if `closed`."""
+        if self.closed and not request.generated or not super().admit(request):
             return False
         if request.computed:   # these tokens were found, so the present weights computed them
             request.spans.append((self.models.version, 0, request.computed))
         return True
 
     def cache_filled(self, request, start, end):
-        """Notes what these weights have computed. A stale request's pages cannot be found."""
+        """Notes what these weights compute. A stale request's pages cannot be found."""
         request.spans.append((self.models.version, start, end))
         if request not in self.stale:
             super().cache_filled(request, start, end)

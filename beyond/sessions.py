@@ -11,7 +11,8 @@ which can be found again if their pages are still there:
 What becomes of a turn's pages during the pause is one number, `keep`. 0: they are free, and the
 least recently used is taken first. A number: they are *held* for so many steps. Infinity: until the
 session comes back. Held pages make newcomers wait, but nothing that runs: before a running request
-is preempted, the oldest hold ends. So it does when a request finds no room though nothing runs.
+is preempted, the oldest hold ends. A hold also ends if nothing is running and the next request
+still finds no room.
 
 Holding alone makes it worse. The session comes back, and waits behind a newcomer. The newcomer
 waits for room, which that session holds. So whose pages are held must also go first: `by_session`
@@ -99,18 +100,22 @@ class SessionScheduler(PrefixScheduler):
             self.waiting = deque(by_arrival)
 
     def schedule(self, step):
-        """As PrefixScheduler.schedule; but first, holds end that are over or in the way."""
+        """As PrefixScheduler.schedule; but first, holds end that are over."""
         self.step = step
-        grow = sum(self.pages.needed(request.computed + request.todo) - len(request.block_table)
-                   for request in self.running)
-        while self.held and (self.held[self.oldest][1] < step
-                             or len(self.pages.free_queue) < grow):
+        while self.held and self.held[self.oldest][1] < step:
             self.let_go(self.oldest)
         return super().schedule(step)
 
-    def grant_room(self, request):
-        """As PrefixScheduler.grant_room; but if nothing runs, holds end until there is room."""
-        while not super().grant_room(request):
+    def make_room(self, request, n):
+        """As PrefixScheduler.make_room; but before it preempts a request, holds end."""
+        more = self.pool.needed(request.computed + n) - len(request.block_table)
+        while self.held and more > len(self.pool.free_queue):
+            self.let_go(self.oldest)
+        return super().make_room(request, n)
+
+    def admit(self, request):
+        """As PrefixScheduler.admit; but if nothing runs, holds end until there is room."""
+        while not super().admit(request):
             if self.running or not self.held:
                 return False
             self.let_go(self.oldest)
@@ -119,10 +124,11 @@ class SessionScheduler(PrefixScheduler):
         return True
 
     def free(self, request):
-        """As PrefixScheduler.free; but when a turn ends, its pages that can be found are held."""
+        """As PrefixScheduler.free; but when a turn ends, its full pages are held."""
         if self.keep and request.finished and not request.session.over:
-            full, pages = request.computed // self.pages.size, []
-            self.pages.share(pages, self.pages.find(self.hashes(request, request.computed)[:full]))
+            pages = []
+            full = request.computed // self.pool.page_size
+            self.pool.share(pages, request.block_table[:full])
             self.held[request.session] = pages, self.step + self.keep
         super().free(request)
 
@@ -133,7 +139,7 @@ class SessionScheduler(PrefixScheduler):
     def let_go(self, session):
         """Ends a hold. The pages can be found until they are taken."""
         pages, _ = self.held.pop(session)
-        self.pages.free(pages)
+        self.pool.free(pages)
 
 
 @torch.inference_mode()
@@ -151,8 +157,8 @@ def generate(model, sessions, max_batch=8, token_budget=64, pages=64, page_size=
     for session in sessions:
         PrefixScheduler(1, 1, pages, page_size).add(*prepare(session.longest(), model.config))
     scheduler = SessionScheduler(max_batch, token_budget, pages, page_size, keep, by_session)
-    pool = KV(pages * page_size)
-    trace = Trace("sessions", list(coming), model, scheduler.pages.counts)
+    kv = KV(pages * page_size)
+    trace = Trace("sessions", list(coming), model, scheduler.pool.counts)
     step = 0
     while scheduler.busy or coming:
         # 0. turns that have arrived join the queue
@@ -162,7 +168,7 @@ def generate(model, sessions, max_batch=8, token_budget=64, pages=64, page_size=
         # 1. which requests compute how many tokens in this step
         plan = scheduler.schedule(step)
         # 2. one forward pass for decodes and chunks together
-        batch = Paged(plan, pool, scheduler.pages, model.device)
+        batch = Paged(plan, kv, scheduler.pool, model.device)
         with trace.forward_pass(step, batch):
             logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
         # 3. one token for each request that has nothing more to compute

@@ -54,7 +54,7 @@ def draft(plan, scheduler, lookups, most):
     drafts, budget = {}, scheduler.token_budget - sum(n for _, n in plan)
     for request, n in plan:
         # The last token is never computed; and a guess must fit into the pages that are held.
-        room = min(request.kv_tokens, len(request.block_table) * scheduler.pages.size)
+        room = min(request.kv_tokens, len(request.block_table) * scheduler.pool.page_size)
         room, drafts[request] = min(most, budget, room - request.computed - 1), []
         if request.todo == 1 and room > 0:
             drafts[request] = lookups.setdefault(request, Lookup()).guess(request, room)
@@ -70,8 +70,9 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)
     scheduler = PrefixScheduler(max_batch, token_budget, number, page_size)
-    pool, lookups = KV(number * page_size), {}
-    trace = Trace(f"speculative, {guesses} guesses", requests, model, scheduler.pages.counts)
+    kv = KV(number * page_size)
+    lookups = {}
+    trace = Trace(f"speculative, {guesses} guesses", requests, model, scheduler.pool.counts)
     for request in requests:
         scheduler.add(request)
     step = 0
@@ -83,8 +84,8 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
         # 2. one forward pass; while it is laid out, guesses are tokens like any others
         for request, guessed in drafts.items():
             request.assumed = guessed
-        batch = Paged([(request, n + len(drafts[request])) for request, n in plan], pool,
-                      scheduler.pages, model.device)
+        batch = Paged([(request, n + len(drafts[request])) for request, n in plan], kv,
+                      scheduler.pool, model.device)
         for request in drafts:
             request.assumed = []
         first, wanted = {}, []   # request -> its first row of the logits; their places in the batch
@@ -100,6 +101,8 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
             sampled = [plan[i][0] for i in indices_due(plan)]
             rows = logits[[first[request] + number for request in sampled]]
             tokens = sample(rows, sampled)
+            for request, n in plan:   # an accepted guess fills pages, too
+                scheduler.cache_filled(request, request.computed, request.computed + n)
             scheduler.update(plan, tokens)
             trace.record_tokens(step, sampled, tokens, rows, on_token)
             plan = [(request, 1) for request, token in zip(sampled, tokens)

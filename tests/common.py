@@ -258,14 +258,14 @@ def finish(scheduler, plan, step=0, token=lambda request: 0):
 
 
 def update(scheduler, plan, tokens):
-    """scheduler.update; asserts that the pages which the pass has filled can be found."""
+    """scheduler.update; asserts that the pages which the pass fills can be found already."""
     if not isinstance(scheduler, PrefixScheduler):
         return scheduler.update(plan, tokens)
-    size, filled = scheduler.pages.size, []
+    size, filled = scheduler.pool.page_size, []
     for request, n in plan:
         filled += page_names(request, request.computed + n, size)[request.computed // size:]
+    assert {*filled} <= {*scheduler.pool.cached}
     scheduler.update(plan, tokens)
-    assert {*filled} <= {*scheduler.pages.cached}
 
 
 def page_names(request, end, size):
@@ -315,6 +315,7 @@ def run(scheduler, requests, token=lambda request: 0, cancel=()):
 def checked(scheduler, step):
     """The plan of this step. What is asserted holds of each step of every scheduler."""
     plan, running = scheduler.schedule(step), scheduler.running
+    assert plan[:-1] == [(request, request.todo) for request, _ in plan[:-1]]   # the last is cut
     decodes = [(request, 1) for request in running if request.todo == 1]
     assert plan[:len(decodes)] == decodes                               # all decodes, and first
     left = sum(request.todo for request in running)
@@ -324,19 +325,19 @@ def checked(scheduler, step):
     if not isinstance(scheduler, PagedScheduler):
         assert sum(request.kv_tokens for request in running) <= scheduler.max_kv_tokens
         assert (not scheduler.arrived(step) or len(running) == scheduler.max_batch   # why it waits
-                or left >= scheduler.token_budget or not scheduler.grant_room(scheduler.waiting[0]))
+                or left >= scheduler.token_budget or not scheduler.admit(scheduler.waiting[0]))
         return plan
     assert_pages(scheduler)
-    for request in running:   # pages for the tokens it has; if it is due, for all it can need
+    for request, n in plan:   # pages for the tokens of this pass; if it is due, for its longest
         due = isinstance(scheduler, FairScheduler) and scheduler.is_due(request)
-        tokens = request.kv_tokens if due else len(request.tokens)
-        assert len(request.block_table) == scheduler.pages.needed(tokens)
+        tokens = request.kv_tokens if due else request.computed + n
+        assert len(request.block_table) == scheduler.pool.needed(tokens)
     return plan
 
 
 def assert_books(scheduler):
     """Each page is free, or in as many tables as its ref_count says. A cached page has one name."""
-    pages = scheduler.pages
+    pages = scheduler.pool
     tables = [pages for pages, _ in getattr(scheduler, "held", {}).values()]   # of sessions
     for request in scheduler.running:   # of layers with a window, several for each request
         tables += getattr(scheduler, "tables", {}).get(request, [request.block_table])
@@ -348,13 +349,14 @@ def assert_books(scheduler):
         assert max(held.values(), default=1) == 1
         return
     assert [held[page] for page in range(pages.number)] == pages.ref_count
-    assert {page: name for name, page in pages.cached.items()} == pages.hash_of
+    named = {page: name for name, copies in pages.cached.items() for page in copies}
+    assert named == pages.hash_of and all(pages.cached.values())
 
 
 def assert_pages(scheduler):
     """What holds of block tables, free queue, prefix cache and queue at every moment."""
     assert_books(scheduler)
-    pages, running, waiting = scheduler.pages, scheduler.running, scheduler.waiting
+    pages, running, waiting = scheduler.pool, scheduler.running, scheduler.waiting
     assert len({id(request.block_table) for request in running}) == len(running)   # none is shared
     if isinstance(scheduler, FairScheduler):
         assert list(waiting) == sorted(waiting, key=scheduler.rank.get)
@@ -363,10 +365,10 @@ def assert_pages(scheduler):
         arrivals = [request.arrival for request in [*running, *waiting]]
         assert arrivals == sorted(arrivals)
     for request in running if isinstance(scheduler, PrefixScheduler) else ():
-        names = page_names(request, len(request.tokens), pages.size)
+        names = page_names(request, len(request.tokens), pages.page_size)
         assert request.page_hashes == names[:len(request.page_hashes)]
-        for page, name in zip(request.block_table, names[:request.computed // pages.size]):
-            assert pages.hash_of.get(page, name) == name   # a copy of another page has none
+        for page, name in zip(request.block_table, names[:request.computed // pages.page_size]):
+            assert pages.hash_of[page] == name
 
 
 # --- workloads ------------------------------------------------------------------------------------

@@ -29,9 +29,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from cache import KV
+from request import Request
 from toolbox.trace import observed
 
 PAD = 0   # the id of every slot that holds no token
+
+
+class StandIn(Request):
+    """A request whose pads have an id of their own."""
+    pad = PAD
 
 
 @dataclass
@@ -81,8 +87,8 @@ class XRay:
         """The layout again, of the X-ray's ids (PAD: no token) and with the X-ray's caches."""
         twin = copy.copy(batch)
         twin.plan = [(self.stand_in(request), n) for request, n in batch.plan]
-        for name in {"kv", "pool"} & vars(batch).keys():
-            setattr(twin, name, self.own(getattr(batch, name)))
+        if hasattr(batch, "kv"):   # of a whole batch or pool; else each request has its own
+            twin.kv = self.own(batch.kv)
         twin.lay_out(batch.tokens.device)
         return twin
 
@@ -90,6 +96,7 @@ class XRay:
         """The request as the layout sees it, but tokens and cache are the X-ray's."""
         ids = [*range(self.first[request], self.first[request] + len(request.tokens))]
         twin, n = copy.copy(request), len(request.prompt)
+        twin.__class__ = StandIn
         twin.prompt, twin.generated, twin.kv = ids[:n], ids[n:], self.own(request.kv)
         return twin
 
@@ -108,7 +115,7 @@ class XRay:
         the same tokens up to it; elsewhere no request shares any.
         """
         same_as = [*range(len(self.token_of) + 1)]
-        if hasattr(getattr(batch, "pages", None), "cached"):
+        if hasattr(getattr(batch, "pool", None), "cached"):
             tokens, named = {request: request.tokens for request in self.requests}, {}
             for id, (request, position) in enumerate(self.token_of[1:], 1):
                 if position < len(tokens[request]):

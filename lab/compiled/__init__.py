@@ -152,14 +152,14 @@ class Snapshot(nn.Module):
         asked = places.flatten().tolist()
         lasts, pieces, alive, first = [], [], [], 0   # first: the request's first token
         for (request, n), start in zip(batch.plan, batch.starts):
-            kv = getattr(batch, "pool", request.kv)
+            kv = getattr(batch, "kv", request.kv)     # of a pool, or its own
             if kv is None and hasattr(batch, "kv"):   # Alone, without a cache
                 kv = KV(n)
             if type(kv) is not KV:
                 raise ValueError(f"{request}: its keys are in no KV")
             table, page, slots = [0], kv.capacity, kv.capacity   # in one piece: a single page
-            if hasattr(batch, "pages"):
-                table, page = request.block_table, batch.pages.size
+            if hasattr(batch, "pool"):
+                table, page = request.block_table, batch.pool.page_size
             if start + n > len(table) * page or not 0 <= min(table) <= max(table) < slots // page:
                 raise ValueError(f"{request}: its cache has no room for {start + n} tokens")
             count = bisect_left(asked, first + n) - bisect_left(asked, first)
