@@ -1,8 +1,8 @@
 """
-Stage 2: dynamic batching. A finished request leaves at once, and a waiting one takes its place.
+Stage 2: dynamic batching, which the field calls *continuous batching*. Who is done leaves at once.
 
-The field calls this *continuous batching* (Orca: iteration-level scheduling). What Triton calls
-dynamic batching, grouping queued requests, is static batching here. All later stages refine this.
+A finished request leaves after any step, and a waiting one takes its place (Orca: iteration-level
+scheduling). What Triton calls dynamic batching, grouping queued requests, is static batching here.
 
 The batch is rebuilt at every step, so the cache can no longer belong to the batch: each request has
 its own, and the layout `Rectangle` gathers them. Prompts and decodes differ in width, so a step has

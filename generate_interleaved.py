@@ -10,14 +10,18 @@ brings a chunk of 8:
     C   .  .  .  .  .  .  .   9
     D   0  1  2  3  4  5  6   7
 
-Trap: the pads of a decode row are *new* slots. A mask that hides only the padding of the past, like
-that of the tutorial from which this example comes, lets A attend to seven of them. Nothing raises
-an error; only the check against the request alone reveals it.
+Trap: the pads of a decode row are *new* slots. The tutorial from which this example comes hides only
+the padding of the past, so A attends to seven pads:
+
+    mask[b, ..., P + T - n:] = True      Rectangle, in generate_dynamic.py
+    mask[b, ..., P:] = True              published
+
+Nothing raises an error; only the check against the request alone reveals it.
 
 Better than chunked: one forward pass where a step with decodes and chunks took two.
 Wasted: copies, as before; and many more pads. One chunk of n among B rows makes (B - 1)(n - 1) pad
-slots: 3 x 7 = 21 above. It is the right pass in the wrong shape: pads are computed, too. On a CPU,
-and with long chunks on a GPU, that makes it slower than chunked and dynamic.
+slots: 3 x 7 = 21 above. It is the right pass in the wrong shape: pads are computed, too. With long
+prompts that makes it slower than chunked (docs/measurements.md, W1 and W2, on two CPU cores).
 Next: ragged keeps the one pass and drops the rows. (Sarathi calls this piggybacking. The tutorial
 is source I of docs/sources.md.)
 """

@@ -14,10 +14,10 @@ Wasted: all weights are read from memory to compute a single token. This is why 
 of GPT-2 reads 124 million weights once. Each row (a token) takes one multiply-add per weight:
 
                                                      read      multiply, 1 row      32 rows
-    two CPU cores    50 GB/s, 0.22 TFLOP/s, fp32    10 ms             1.1 ms         36 ms
+    two CPU cores    20 GB/s, 0.15 TFLOP/s, fp32    25 ms             1.7 ms         53 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A pass takes at least the longer of the two. So on the CPU 32 rows take 3.6 times as long as one,
+A pass takes at least the longer of the two. So on the CPU 32 rows take 2.1 times as long as one,
 for 32 times the tokens. On the GPU they take as long as one: reading takes longer up to 150 rows.
 (A bound, from speeds measured on one CPU and a GPU's data sheet. Passes: docs/measurements.md.)
 Next: static batching computes a token for many requests from one read of the weights.
