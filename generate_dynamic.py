@@ -1,7 +1,7 @@
 """
-Stage 2: dynamic batching, which the field calls *continuous batching*. Who is done leaves at once.
+Stage 2: dynamic batching. The field calls it *continuous batching*: requests come and go each step.
 
-A finished request leaves after any step, and a waiting one takes its place (Orca: iteration-level
+A finished request leaves at once, and a waiting one takes its place (Orca: iteration-level
 scheduling). What Triton calls dynamic batching, grouping queued requests, is static batching here.
 
 The batch is rebuilt at every step, so the cache can no longer belong to the batch: each request has

@@ -10,8 +10,8 @@ brings a chunk of 8:
     C   .  .  .  .  .  .  .   9
     D   0  1  2  3  4  5  6   7
 
-Trap: the pads of a decode row are *new* slots. The tutorial from which this example comes hides only
-the padding of the past, so A attends to seven pads:
+Trap: the pads of a decode row are *new* slots. The tutorial from which this example comes hides
+only the padding of the past, so A attends to seven pads:
 
     mask[b, ..., P + T - n:] = True      Rectangle, in generate_dynamic.py
     mask[b, ..., P:] = True              published
