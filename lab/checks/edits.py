@@ -4,9 +4,7 @@ Edits of code: the one machine that puts in known bugs and usual mistakes.
     edited(source, changes)                the source of a function with edits in it
     with swapped(function, changes): ...   the function itself has them, while a program runs
 
-An edit is a pair (old, new), and `old` must occur exactly once. Where it does not, the bug is not
-there, and whatever a test then sees is something else. So an EditError is none of the errors by
-which a test may see a bug.
+An edit is a pair (old, new), and `old` must occur exactly once.
 """
 import ast
 import inspect
@@ -18,7 +16,7 @@ from operator import attrgetter
 
 
 class EditError(Exception):
-    """An edit cannot be put in."""
+    """An edit cannot be put in. No test takes this error for a bug that it has seen."""
 
 
 def edited(source, changes, where="the code"):
@@ -52,13 +50,9 @@ def body_of(node):
 
 
 def function_named(name):
-    """The function of "file.py:Class.method", without its decorators."""
+    """The function of "file.py:Class.method"."""
     file, path = name.split(":")
-    try:
-        module = import_module(file.removesuffix(".py").replace("/", "."))
-        return inspect.unwrap(attrgetter(path)(module))
-    except (ImportError, AttributeError) as error:
-        raise EditError(f"there is no function {name}") from error
+    return attrgetter(path)(import_module(file.removesuffix(".py").replace("/", ".")))
 
 
 @contextmanager
