@@ -13,8 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.append(str(ROOT))
-from lab.checks.edits import EditError as EditError  # noqa: E402 (they lie in the repository)
-from lab.checks.edits import edited  # noqa: E402
+from lab.checks.edits import EditError, edited  # noqa: E402, F401 (for grade.py and make.py, too)
 from lab.checks.traps import edits_of  # noqa: E402
 
 SETS = sorted(int(path.name[3:]) for path in HERE.glob("set?"))
