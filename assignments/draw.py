@@ -1,4 +1,4 @@
-"""What cases are drawn from: rows that lab/checks/probes.py makes requests of, and pools."""
+"""What cases are drawn from: rows that probes.py makes requests of, and pools."""
 DECODE = {"prompt": 3, "generated": 1, "computed": 3}
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import source
 from compare import alike, ask, fault
-from source import KitError, drawn
+from source import EditError, KitError, drawn
 
 IGNORED = shutil.ignore_patterns(".git", ".venv", "venv", "__pycache__", "*.pyc", "*.so", "*.pyd")
 
@@ -41,9 +41,9 @@ def reference(number, rng):
     with tempfile.TemporaryDirectory() as place:
         folder = source.write(Path(place, "ours"), made)
         jobs = [(folder, cases[part]) for part in drawn(number).PARTS]
-        for i, (part, _, function, old, new) in enumerate(variants):
-            changed = source.edited(made, function, old, new)
-            jobs.append((source.write(Path(place, str(i)), changed), cases[part]))
+        for i, (part, _, edits) in enumerate(variants):
+            wrong = source.changed(made, edits)
+            jobs.append((source.write(Path(place, str(i)), wrong), cases[part]))
         answers, ended = ask(jobs, 100, 16)
     if len(answers) < sum(len(asked) for _, asked in jobs):
         raise KitError(f"set {number}: the reference {ended}")
@@ -237,7 +237,7 @@ def main(argv=None):
         p.error("--id, --result and --gradescope are for one submission")
     try:
         return grade(args)
-    except (KitError, OSError) as error:
+    except (KitError, EditError, OSError) as error:
         print(f"grade.py: {error}", file=sys.stderr)
         return 1
 

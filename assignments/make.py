@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import source
-from grade import KitError, reference
+from grade import EditError, KitError, reference
 from source import HERE, drawn
 
 PACKAGES = {False: "pytest==9.2.0\n", True: "pytest==9.2.0\nnumpy==2.4.6\ntorch==2.13.0\n"}
@@ -46,7 +46,7 @@ def template(number):
         "written.md": f"# Set {number}: written answers\n" + "".join(
             f"\n## {name}\n" for name in (*drawn(number).WRITTEN, "AI assistants")),
         "requirements.txt": PACKAGES[torch],
-        ".github/workflows/check.yml": texts["check.yml"].format(**names), "kit/__init__.py": "",
+        ".github/workflows/check.yml": texts["check.yml"].format(**names),
         **{f"kit/{name}": (HERE / name).read_text("utf-8") for name in ("child.py", "compare.py")},
         "kit/cases.json": json.dumps({
             "set": number, "seconds": seconds, "gigabytes": gigabytes, "parts": parts,
@@ -101,7 +101,7 @@ def main(argv=None):
         made = (private(args.set, args.secret, ids_of(args.ids)) if args.key
                 else template(args.set))
         source.write(args.folder, made)
-    except (KitError, OSError, ValueError, csv.Error) as error:
+    except (KitError, EditError, OSError, ValueError, csv.Error) as error:
         print(f"make.py: {error}", file=sys.stderr)
         return 1
     print(args.folder)

@@ -3,7 +3,7 @@ Everything that runs, checks, shows, measures and serves the path. The path know
 
     run.py          the command line of every stage: flags, inputs, run, check, report
     loading/        models, tokenizers and workloads by name; Llama
-    checks/         is it right? Check, near-ties, X-ray, judge, traps, toy model
+    checks/         is it right? Check, near-ties, X-ray, traps, toy model
     views/          what does it look like? Report, plots, progress
     compiled/       the compiled step: optimize(model)
     simulate/       a GPU, calculated

@@ -1,5 +1,5 @@
 """
-The last notebook's judge of steps, and its race. The engine's loop is in lab/checks/engine.py.
+The last notebook's judge of steps, and its race. The engine's loop is in assignments/engine.py.
 
 A step that is right is kept; the next ones run with it.
 """
@@ -11,8 +11,8 @@ from exercises import blank, said_by
 from lesson import STAGES, model, timelines, tokenizer
 
 from lab.checks.check import Check, summary
-from lab.checks import engine
-from lab.checks.engine import Memory, serve  # noqa: F401 (for the notebook)
+from assignments import engine
+from assignments.engine import Memory, serve  # noqa: F401 (for the notebook)
 from lab.experiments.ladder import behind_a_beginning, twelve
 from lab.views.report import latencies
 from toolbox.trace import observed

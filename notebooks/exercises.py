@@ -16,9 +16,9 @@ import torch
 from lesson import BANDWIDTH, PARAMETERS, PEAK  # noqa: F401 (our code uses them)
 from lesson import QUESTIONS, STAGES, folded, letters, model  # noqa: F401
 
-from lab.checks.judge import faults
-from lab.checks.probes import operations
-from lab.checks.traps import function_named, swapped
+from assignments.judge import faults
+from assignments.probes import operations
+from lab.checks.edits import edited, function_named, swapped
 from model import Head
 
 
@@ -66,8 +66,9 @@ def fault_of(function, calls, code, mistakes, run=None, view="lambda result, *gi
 
     def explained(theirs):   # what to say of the first usual mistake with these results: [sentence]
         for old, new, why in mistakes:
+            wrong = edited(code, [(old, new)], name)
             try:
-                other = results(defined(name, code.replace(old, new)))
+                other = results(defined(name, wrong))
             except Exception as error:
                 other = str(error)
             if same(theirs, other):

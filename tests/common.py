@@ -381,15 +381,16 @@ def mixed():
 
 
 def assert_seen(check, *drawn):
-    """With a bug that `check` puts in, it fails for some drawn workload."""
+    """With a bug that `check` puts in, it fails for some drawn workload. Returns the error."""
     @settings(max_examples=1000, phases=[Phase.generate], report_multiple_bugs=False)
     @given(st.tuples(*drawn))
     def hunt(case):
         check(*case)
 
     with pytest.raises((AssertionError, ValueError, LookupError, TypeError, AttributeError,
-                        RuntimeError)):
+                        RuntimeError)) as seen:
         hunt()
+    return seen.value
 
 
 def smallest_pool(requests, page_size, block_size=BLOCK_SIZE):

@@ -147,6 +147,12 @@ def cell(step):
     return f"{code}\njudge({step}, {names})\n".replace("_shared", "")
 
 
+def edits(old, new):
+    """What puts a mistake in. A page's key is made in two functions: both get the same one."""
+    places = ("get(", "key = ") if old == "tuple(" else ("",)
+    return [(place + old, place + new) for place in places]
+
+
 RIGHT = [   # step, old, new: the same in other styles
     (1, "return plan", "return tuple(plan[::-1])"),
     (1, "min(request.todo, left)", "np.int64(min(request.todo, left))"),

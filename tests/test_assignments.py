@@ -16,6 +16,8 @@ from functools import cache
 import pytest
 from common import ROOT, THOROUGH
 
+from lab.checks.edits import body_of
+
 KIT = ROOT / "assignments"
 sys.path.insert(0, str(KIT))
 import compare  # noqa: E402
@@ -33,7 +35,7 @@ def handed_in(folder, number, edits=()):
     files = source.files_of(number)
     for where, new in edits:
         if ":" in where:
-            files = source.edited(files, where, "", new.strip())
+            files = source.changed(files, [(where, "", new.strip())])
         else:
             files[where] = new(files.get(where, ""))
     source.write(folder, {name: text for name, text in files.items() if "kit/" not in name})
@@ -60,12 +62,14 @@ def test_each_mistake_fails_a_case_and_is_named(number):
 
 
 def test_a_mistake_that_does_not_apply_or_fails_no_case_stops_the_kit(monkeypatch):
-    first = source.mistakes_of(7)[0]
-    for old, said in ("used = 1", "occurs 0 times"), ("", "fails no case"):
-        monkeypatch.setattr(source, "mistakes_of", lambda _, old=old: [(*first[:3], old, "pass")])
-        with pytest.raises(grade.KitError, match=said):
+    part, sentence, [(function, *_)] = source.mistakes_of(7)[0]
+    for old, error, said in (("used = 1", source.EditError, "occurs 0 times"),
+                             ("", source.KitError, "fails no case")):
+        monkeypatch.setattr(source, "mistakes_of", lambda _, edit=(function, old, "pass"): [
+            (part, sentence, [edit])])
+        with pytest.raises(error, match=said):
             grade.reference(7, random.Random(0))
-    assert grade.main(["7", str(KIT), "--secret", "s"]) == 1
+        assert grade.main(["7", str(KIT), "--secret", "s"]) == 1
 
 
 @pytest.mark.parametrize("number", source.SETS)
@@ -148,7 +152,7 @@ def test_a_template_gives_no_solution_away(number, tmp_path, monkeypatch):
     made, ours = make.template(number), source.files_of(number)
     for function in source.functions_of(number):
         file, name = function.split(":")
-        lines = "\n".join(map(ast.unparse, source.body_of(source.node_of(ours[file], name))))
+        lines = "\n".join(map(ast.unparse, body_of(source.node_of(ours[file], name))))
         for line in [line.strip() for line in lines.splitlines() if len(line) > 40]:
             elsewhere = sum(text.count(line) for text in ours.values()) > 1   # in what is given
             assert elsewhere or not any(line in text for text in made.values()), line

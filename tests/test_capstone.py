@@ -11,17 +11,17 @@ import pytest
 import solution
 from common import ROOT
 
+from lab.checks.edits import edited
+
 pytest.importorskip("IPython")
 FOLDER = ROOT / "notebooks"
 sys.path.insert(0, str(FOLDER))
 import capstone  # noqa: E402 (it lies beside the notebooks)
 
 
-def handed_in(step, old="", new=""):
+def handed_in(step, *edits):
     """Runs a step's cell with the solution, edited."""
-    text = solution.cell(step)
-    assert old in text
-    run(step, text.replace(old, new) if old else text)
+    run(step, edited(solution.cell(step), edits))
 
 
 def run(step, text):
@@ -48,7 +48,7 @@ def built(capsys):
     for i, case in enumerate(solution.WRONG)])
 def test_the_judge_names_what_is_wrong(step, old, new, sentence, built, capsys):
     built(step - 1)
-    handed_in(step, old, new)
+    handed_in(step, *solution.edits(old, new))
     said = capsys.readouterr().out
     assert said.startswith(f"Step {step}: not yet. ") and sentence in said, said
 
@@ -58,7 +58,7 @@ def test_the_judge_names_what_is_wrong(step, old, new, sentence, built, capsys):
     for case in solution.RIGHT])
 def test_the_judge_accepts_another_style(step, old, new, built, capsys):
     built(step - 1)
-    handed_in(step, old, new)
+    handed_in(step, *solution.edits(old, new))
     assert capsys.readouterr().out == f"Step {step}: right.\n"
     capstone.BUILT.pop(step)
 

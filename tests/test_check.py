@@ -74,7 +74,6 @@ def stops_late(request, told):
 FAULTS = {   # name: (what is done to the request, what the check says)
     "a wrong token": (lambda r, told: put(r, told, 2, r.generated[2] ^ 1),
                       "token 2 is not what its own logits and random number give"),
-    "other logits": (lambda r, told: put(r, told, 4, factor=1.001), "logits of token 4 differ"),
     "NaN": (lambda r, told: put(r, told, 0, factor=math.nan), "logits of token 0 differ by nan"),
     "a token short": (lambda r, told: cut(r, told, "length"), "after 5 tokens with 'length'"),
     "too many": (lambda r, told: put(r, told, 6), "after 7 tokens with 'length'"),

@@ -36,7 +36,7 @@ from beyond.rollout import RolloutScheduler
 from beyond.sessions import Session, SessionScheduler
 from cache import KV
 from lab import essays
-from lab.checks.traps import swapped
+from lab.checks.edits import swapped
 from lab.views.report import totals
 from model import head, sample
 from request import Request, prepare

@@ -23,7 +23,8 @@ FLOORS = [   # from the ground up, as CONTRIBUTING.md draws them
     ["lab/explorer"],
     ["lab/run"],
     ["lab/server", "lab/experiments"],
-    ["assignments", "notebooks", "docs"]]
+    ["assignments"],
+    ["notebooks", "docs"]]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 COMMANDS = ("lab/run", "lab/essays", "lab/ranks")   # one room: the commands that scripts open
 PATH = {path.stem for path in ROOT.glob("*.py")}

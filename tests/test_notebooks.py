@@ -15,6 +15,7 @@ import pytest
 import solution
 from common import ROOT
 
+from lab.checks.edits import edited
 from lab.simulate.hardware import GPUS, MODELS
 from lab.views.plots import pyplot
 
@@ -263,8 +264,7 @@ def test_an_exercise_accepts_our_answer_and_names_the_usual_mistakes(name, capsy
     said = tried(name, head + fails, capsys)
     assert said.startswith(f"{name}: not yet. line 4, torch.nn.Linear(2, 3)(x): RuntimeError: ")
     for old, new, sentence in TAUGHT[name]["mistakes"]:
-        assert old in ours
-        said = tried(name, ours.replace(old, new), capsys)
+        said = tried(name, edited(ours, [(old, new)]), capsys)
         assert said.startswith(f"{name}: not yet. ") and said.endswith(f" {sentence}\n"), said
 
 
@@ -292,8 +292,7 @@ def test_an_exercise_accepts_our_answer_and_names_the_usual_mistakes(name, capsy
     for page in table[:1]:""", "right."),
 ])
 def test_an_exercise_says_what_goes_wrong_in_a_run(name, old, new, sentence, capsys):
-    ours = TAUGHT[name]["code"]
-    assert ours.count(old) == 1 and sentence in tried(name, ours.replace(old, new), capsys)
+    assert sentence in tried(name, edited(TAUGHT[name]["code"], [(old, new)]), capsys)
 
 
 def test_our_calculations_are_the_simulators():

@@ -2,10 +2,7 @@
 from types import SimpleNamespace
 
 import torch
-
-from cache import KV
-from generate_unbatched import Alone
-from lab.checks.probes import (
+from kit.probes import (
     attended,
     devices_of,
     fill,
@@ -15,6 +12,9 @@ from lab.checks.probes import (
     plan_of,
     requests_of,
 )
+
+from cache import KV
+from generate_unbatched import Alone
 from model import Head
 
 

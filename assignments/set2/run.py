@@ -1,7 +1,8 @@
 """Set 2: runs one function on a case, and returns what it gives and changes."""
+from kit.probes import changes_of, devices_of, facts_of, fill, layout_of, requests_of
+
 import generate_dynamic
 from generate_naive import StaticBatch
-from lab.checks.probes import changes_of, devices_of, facts_of, fill, layout_of, requests_of
 
 TENSORS = "tokens", "positions", "mask"
 

@@ -1,6 +1,7 @@
 """Set 3: runs one function on a case, and returns what it gives and changes."""
+from kit.probes import changes_of, facts_of, in_queue, plan_of
+
 import request
-from lab.checks.probes import changes_of, facts_of, in_queue, plan_of
 from scheduler import Scheduler
 
 

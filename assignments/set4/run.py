@@ -1,9 +1,6 @@
 """Set 4: runs one function on a case, and returns what it gives and changes."""
 import torch
-
-import request
-from generate_dynamic import Rectangle
-from lab.checks.probes import (
+from kit.probes import (
     attended,
     changes_of,
     devices_of,
@@ -12,6 +9,9 @@ from lab.checks.probes import (
     layout_of,
     plan_of,
 )
+
+import request
+from generate_dynamic import Rectangle
 
 
 def lay_out(show, rows):

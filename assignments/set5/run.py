@@ -2,11 +2,11 @@
 import copy
 
 import torch
+from kit.probes import attended, devices_of, fill, layout_of, operations, plan_of
 
 from beyond import prepacked
 from beyond.prepacked import Packed
 from generate_ragged import Flat
-from lab.checks.probes import attended, devices_of, fill, layout_of, operations, plan_of
 
 
 def first_fit_decreasing(lengths, size):

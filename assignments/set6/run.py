@@ -4,12 +4,12 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from kit.probes import in_queue, kind_of, numbers, requests_of
 
 import generate_prefix
 from cache import KV
 from generate_paged import Paged
 from generate_prefix import PrefixPages, PrefixScheduler
-from lab.checks.probes import in_queue, kind_of, numbers, requests_of
 from paging import PagedScheduler
 
 

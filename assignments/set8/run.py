@@ -4,10 +4,10 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from kit.probes import numbers, plan_of, requests_of, spent
 
 import generate_paged
 from beyond import speculative
-from lab.checks.probes import numbers, plan_of, requests_of, spent
 from model import GPT, GPTConfig
 
 ROOM = 10**6   # no model's limit

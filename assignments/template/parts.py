@@ -12,7 +12,7 @@ SET = json.loads((HERE / "kit/cases.json").read_text("utf-8"))
 def theirs(frame):
     """Whether a line of an error's way is in a file to write in, or in one of your own."""
     name = Path(frame[0]).as_posix()
-    given = not (HERE / name).is_file() or name.startswith(("kit/", "lab/", "toolbox/"))
+    given = not (HERE / name).is_file() or name.startswith(("kit/", "toolbox/"))
     return name in SET["theirs"] or not given
 
 

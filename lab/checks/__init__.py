@@ -1,1 +1,1 @@
-"""Is it right? The check, its ties, the X-ray, the judge, known bugs, and a loud toy."""
+"""Is it right? The check, its ties, the X-ray, known bugs, and a loud toy."""

@@ -7,14 +7,12 @@ program runs, and removes it again.
 
 A trap changes a few lines of the repository's own code, and nothing around them. So the reader sees
 exactly what is wrong. The tests put in each of them (tests/test_traps.py), and notebooks show some.
-The course kit has mistakes of its own, setN/mistakes.txt.
+The course kit names those that are usual mistakes of students, too (setN/mistakes.txt), and
+docs/sources.md says where some were met in the open.
 """
-import inspect
-import textwrap
 from contextlib import ExitStack, contextmanager
-from difflib import unified_diff
-from importlib import import_module
-from operator import attrgetter
+
+from lab.checks.edits import EditError, function_named, swapped
 
 # Functions are named, not imported, so that this table depends on none of them.
 HEAD, ATTENTION = "model.py:Head.forward", "model.py:MultiHeadAttention.forward"
@@ -173,7 +171,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
          "self.pages.share(pages, self.pages.find(self.hashes(request, request.computed)[:full]))",
          "pages += self.pages.find(self.hashes(request, request.computed)[:full])")],
     "a page of the window is given back": [
-        ("beyond/hybrid.py:HybridScheduler.first", "- window + 1", "- window + 2")],
+        ("beyond/hybrid.py:HybridScheduler.schedule", "first(window, request.computed)",
+         "first(window, request.computed + 1)")],
     "a poisoned null page": [   # stands for all passed pages: hidden, but 0 * NaN is NaN
         (WINDOWS, "page or 0", "self.pages.number if page is None else page"),
         (WINDOWS, "[max(0, start - window + 1):]", ""),
@@ -184,72 +183,21 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
          "            t[:, -self.pages.size:] = float('nan')")],
 }
 
-BIRTHS = {   # where some of them were met in the open; docs/sources.md has the links
-    "published mask": "the tutorial of source I: decode rows see their own pads",
-    "a chunk reads pages to the end of its prompt":
-        "nano-vllm #212: a chunk's key length was that of the whole sequence",
-    "slot -1 is a slot": "vLLM #43810: padding wrote into the pool's last slot",
-    "page hashes that collide":
-        "CVE-2025-25183: Python's own hash named vLLM's pages, and collisions could be made",
-    "a duplicate is freed while a table names it":
-        "mini-sglang #142: later steps read pages that had been given to others",
-    "the prefix cache outlives the weights":
-        "NeMo-RL #4018 and lmdeploy #4917: answers from keys of weights that had gone",
-    "a poisoned null page":
-        "vLLM #57156: a NaN in the page that stands for no page passed through the mask"}
-
 
 @contextmanager
 def broken(name, show=True):
     """Inserts a trap for the `with` block, and prints the lines that it changes."""
-    if name not in TRAPS:
-        raise ValueError(f"there is no trap {name!r}, only {', '.join(map(repr, TRAPS))}")
-    edits = {}   # function -> its edits, which are made together
-    for function, old, new in TRAPS[name]:
-        edits.setdefault(function_named(function), []).append((old, new))
+    changes = {}   # function -> its edits, which are made together
+    for function, old, new in edits_of(name):
+        changes.setdefault(function_named(function), []).append((old, new))
     with ExitStack() as traps:
-        for function, changes in edits.items():
-            traps.enter_context(swapped(function, changes, show))
+        for function, edits in changes.items():
+            traps.enter_context(swapped(function, edits, show))
         yield
 
 
-def function_named(name):
-    """The function of "file.py:Class.method"."""
-    file, path = name.split(":")
-    return attrgetter(path)(import_module(file.removesuffix(".py").replace("/", ".")))
-
-
-@contextmanager
-def swapped(function, changes, show=False, **names):
-    """
-    Changes a function's code for the `with` block, wherever it is called from.
-
-    changes: [(old, new), ...]: each `old` must occur exactly once in its source, or ValueError
-    show:    whether to print the lines that change
-    names:   further names that `new` uses
-    """
-    before, source = function.__code__, inspect.getsource(function)
-    lines = source.splitlines()
-    for old, new in changes:
-        if source.count(old) != 1:
-            raise ValueError(f"{function.__qualname__}: {old!r} occurs {source.count(old)} times "
-                             "instead of once; lab/checks/traps.py lists the known bugs' edits")
-        source = source.replace(old, new)
-    if show:
-        print(f"{function.__module__.replace('.', '/')}.py, {function.__qualname__}:")
-        for line in [*unified_diff(lines, source.splitlines(), n=0)][2:]:   # 2: a head for files
-            if line[0] in "-+":
-                print(f"  {line[0]} {line[1:].split('  #')[0].strip()}")
-    # The class gives super() the same meaning as in the original; it is compiled, never run.
-    module = compile("class _:\n" + textwrap.indent(textwrap.dedent(source), " "),
-                     f"<{function.__qualname__}, changed>", "exec")
-    function.__globals__.update(names)
-    body = next(filter(inspect.iscode, module.co_consts))   # of the class
-    function.__code__ = next(code for code in filter(inspect.iscode, body.co_consts)
-                             if code.co_name == function.__name__)
-    try:
-        yield
-    finally:
-        function.__code__ = before
-        for name in names:
-            del function.__globals__[name]
+def edits_of(name):
+    """A trap's edits: [(function, old, new), ...]"""
+    if name not in TRAPS:
+        raise EditError(f"there is no trap {name!r}, only {', '.join(map(repr, TRAPS))}")
+    return TRAPS[name]

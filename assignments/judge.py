@@ -12,8 +12,8 @@ from collections import Counter
 
 import torch
 
+from assignments.probes import kind_of, places_of, spent
 from lab.checks.check import Check
-from lab.checks.probes import kind_of, places_of, spent
 from lab.checks.xray import XRay
 from toolbox.trace import observed
 

@@ -19,9 +19,9 @@ import torch
 import generate_paged
 import generate_prefix
 import generate_ragged
+from assignments.judge import faults, plan_faults, waste
+from assignments.probes import operations, page_faults
 from cache import KV
-from lab.checks.judge import faults, plan_faults, waste
-from lab.checks.probes import operations, page_faults
 from lab.checks.toy import letters
 from model import sample
 from request import advance, indices_due, prepare
