@@ -15,17 +15,18 @@ from contextlib import ExitStack, contextmanager
 from lab.checks.edits import EditError, function_named, swapped
 
 # Functions are named, not imported, so that this table depends on none of them.
-HEAD, ATTENTION = "model.py:Head.forward", "model.py:MultiHeadAttention.forward"
+HEAD = "model.py:Head.forward"
 APPEND = "request.py:Request.append"
 STATIC = "generate_naive.py:StaticBatch.lay_out"
 RECTANGLE, GATHER = (f"generate_dynamic.py:Rectangle.{name}" for name in ("lay_out", "attend"))
 PACKED, UNPACK = (f"beyond/prepacked.py:Packed.{name}" for name in ("lay_out", "attend"))
-ADMIT, SHARE = (f"scheduler.py:Scheduler.{name}" for name in ("admit", "share_budget"))
+SCHEDULE, UPDATE = (f"scheduler.py:Scheduler.{name}" for name in ("schedule", "update"))
 PREEMPT = "paging.py:PagedScheduler.preempt"
-PAGED, READ = (f"generate_paged.py:Paged.{name}" for name in ("lay_out", "read"))
-FIND = "generate_prefix.py:PrefixPages.find"
-HASHES, ROOM, UPDATE, CACHE = (f"generate_prefix.py:PrefixScheduler.{name}" for name in (
-    "hashes", "grant_room", "update", "cache_filled"))
+PAGED, READ, ATTEND = (f"generate_paged.py:{name}" for name in (
+    "Paged.lay_out", "paged_attention", "Paged.attend"))
+FIND = "generate_prefix.py:PrefixPool.find"
+HASH, ADMIT, MAKE_ROOM, CACHE = (f"generate_prefix.py:PrefixScheduler.{name}" for name in (
+    "hash_of_page", "admit", "make_room", "cache_filled"))
 CHANGE = "beyond/rollout.py:RolloutScheduler.change"
 WINDOWS = "beyond/hybrid.py:HybridPaged.lay_out"
 
@@ -38,33 +39,33 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")],
     "causal rule from the top left": [(HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
     "NaN for a query without keys": [   # a pad's, which is its value in the next layer
-        (HEAD, "weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "weights"),
-        (ATTENTION, "v.masked_fill(lost, 0.0)", "v")],
+        (HEAD, "weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "weights")],
     "neighbours in a packed row": [
         (PACKED, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
          "owner[:, None, :] >= 0")],
     "a stream without boundaries": [
-        ("generate_ragged.py:Flat.attend", ", mask=self.mask)", ")")],
+        ("generate_ragged.py:Flat.hide", ", mask=self.mask)", ")")],
     "a chunk reads to the end of its prompt": [   # and there, nothing is written yet
-        ("generate_ragged.py:Flat.read", "self.ends[i]",
-         "max(self.ends[i], len(self.plan[i][0].prompt))")],
+        ("generate_ragged.py:Flat.attend", "request.kv.read(layer, end)",
+         "request.kv.read(layer, max(end, len(request.prompt)))")],
     "a chunk reads pages to the end of its prompt": [
-        (READ, "self.key_slots[i]", "self.slots(self.plan[i][0].block_table, "
-                                    "max(self.ends[i], len(self.plan[i][0].prompt)))")],
+        (PAGED, "torch.tensor(self.ends)",
+         "torch.tensor([max(end, len(self.plan[i][0].prompt))\n"
+         "                                      for i, end in enumerate(self.ends)])")],
     # positions
     "column positions": [
-        (RECTANGLE, "torch.arange(start, start + n)", "torch.arange(P + T - n, P + T)")],
+        (RECTANGLE, "[*range(start, start + n)]", "[*range(P + T - n, P + T)]")],
     "static column positions": [
         (STATIC, "columns[self.start:] - self.pads[:, None]",
-         "columns[self.start:].expand(B, T).clone()")],
+         "columns[self.start:].expand(len(self.plan), T).clone()")],
     "right padding": [   # all is right but the last column, which is sampled from
-        (STATIC, "tokens[b, T - n:]", "tokens[b, :n]"),
+        (STATIC, "[request.pad] * (T - n) + request.slice(start, start + n)",
+         "request.slice(start, start + n) + [request.pad] * (T - n)"),
         (STATIC, "- self.pads[:, None]", "- self.pads[:, None] * (self.start > 0)"),
         (STATIC, "(columns >= self.pads[:, None])",
          "((columns < W - self.pads[:, None]) | (columns >= W))"),
-        (STATIC, "B, T = len(self.plan), self.end - self.start",
-         "B, T, W = len(self.plan), self.end - self.start, "
-         "max(len(r.prompt) for r in self.requests)")],
+        (STATIC, "T = self.end - self.start",
+         "T, W = self.end - self.start, max(len(r.prompt) for r in self.requests)")],
     "positions that run on in a packed row": [
         (PACKED, "torch.arange(lengths[i])", "torch.arange(first, end)")],
     # where keys and values are kept
@@ -79,19 +80,32 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (UNPACK, "k[row, :, first:end], v[row, :, first:end]",
          "*(t[row, :, first:end] * (end - first > 1) for t in (k, v))")],
     "pages read in one piece": [
-        (READ, "self.key_slots[i]", "(self.key_slots[i][0] + torch.arange(self.ends[i])) "
-                                    "% self.pool.capacity")],
+        (READ, "block_table[i, :-(-S // page_size)]",
+         "(block_table[i, 0] + torch.arange(-(-S // page_size))) % k_pages.size(-3)")],
     "pages read in the order of the pool": [   # the causal rule minds
-        (READ, "self.key_slots[i]", "self.key_slots[i].sort().values")],
+        (READ, "block_table[i, :-(-S // page_size)]",
+         "block_table[i, :-(-S // page_size)].sort().values")],
     "new keys in the last page": [   # as if a pass never filled more than one page of a request
-        (PAGED, "slots[start:]",
-         "slots[-1] - slots[-1] % self.pages.size + slots[start:] % self.pages.size")],
+        (PAGED, "self.positions // page_size]", "(self.seq_lens[requests] - 1) // page_size]")],
+    "request by request, backwards": [   # one may have found pages that this pass still writes
+        (ATTEND, "        k_slots[:, self.slot_mapping] = k\n"
+                 "        v_slots[:, self.slot_mapping] = v\n", ""),
+        (ATTEND, "return paged_attention(q, k_pages, v_pages, self.query_start_loc, self.seq_lens,"
+                 "\n                               self.block_table)",
+         "out = []\n"
+         "        for i in reversed(range(len(self.plan))):\n"
+         "            new = slice(*self.cu_seqlens[i:i + 2])\n"
+         "            k_slots[:, self.slot_mapping[new]] = k[:, new]\n"
+         "            v_slots[:, self.slot_mapping[new]] = v[:, new]\n"
+         "            out.insert(0, paged_attention(\n"
+         "                q[..., new, :], k_pages, v_pages,\n"
+         "                self.query_start_loc[i:i + 2] - new.start,\n"
+         "                self.seq_lens[i:i + 1], self.block_table[i:i + 1]))\n"
+         "        return torch.cat(out, dim=-2)")],
     "slot -1 is a slot": [   # padding to a captured size, as engines do it: -1 means nowhere
-        ("generate_paged.py:Paged.write",
-         "pool_k[:, self.slot_mapping], pool_v[:, self.slot_mapping] = k, v",
+        (ATTEND, "k_slots[:, self.slot_mapping] = k\n",
          "slots = torch.cat([self.slot_mapping, self.slot_mapping.new_tensor([-1])])\n"
-         "        pool_k[:, slots], pool_v[:, slots] = (\n"
-         "            torch.cat([t, t[:, -1:]], dim=1) for t in (k, v))")],
+         "        k_slots[:, slots] = torch.cat([k, k[:, -1:]], dim=1)\n")],
     # tokens, and when they are sampled
     "samples from a partial prefill": [
         ("request.py:indices_due", "if n == request.todo", "if n > 0")],
@@ -112,10 +126,10 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
          "len(self.generated) == self.max_new_tokens")],
     # the scheduler
     "prompts before decodes": [
-        (SHARE, "for request in self.running if request.todo == 1]",
-         "for request in self.running if request.todo == 1\n"
-         "            and all(other.todo == 1 for other in self.running)]")],
-    "admits beyond the budget": [(ADMIT, " and todo < self.token_budget", "")],
+        (SCHEDULE, "for request in self.running:",
+         "for request in sorted(self.running, key=lambda each: -each.todo):")],
+    "admits beyond the budget": [(SCHEDULE, "while budget and", "while")],
+    "admits in a step that preempts": [(SCHEDULE, " and not preempted", "")],
     "admits what can never fit": [
         ("scheduler.py:Scheduler.add", "request.kv_tokens > self.max_kv_tokens", "False")],
     "a preempted request goes to the end": [
@@ -124,63 +138,78 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (PREEMPT, "request.computed = 0", "pass")],
     # pages that requests share
     "all of a prompt is found": [   # and no query is left
-        (ROOM, "request.todo - 1", "request.todo")],
-    "pages known by their own tokens": [(HASHES, "known[-1] if known else b\"\"", "b\"\"")],
+        (ADMIT, "(request.todo - 1) //", "request.todo //")],
+    "pages known by their own tokens": [(HASH, "known[-1] if known else b\"\"", "b\"\"")],
     "pages known by the number of the page before": [   # which another may have taken since
-        (HASHES, "known[-1] if known else b\"\"", "b\"\""),
-        (FIND, "for each in hashes:",
-         "for each in hashes:\n            each = found[-1] if found else None, each"),
-        (CACHE, "self.pages.cache(request.block_table[i], hashes[i])",
-         "found = self.pages.find(hashes[:i])\n"
-         "            before = (found + request.block_table[len(found):])[i - 1] if i else None\n"
-         "            self.pages.cache(request.block_table[i], (before, hashes[i]))")],
+        (HASH, "known[-1] if known else b\"\"", "b\"\""),
+        (FIND, "known = takewhile(self.cached.__contains__, hashes)\n"
+               "        return [next(iter(self.cached[each])) for each in known]",
+         "found = []\n"
+         "        for each in hashes:\n"
+         "            pages = self.cached.get((found[-1] if found else None, each))\n"
+         "            if not pages:\n"
+         "                break\n"
+         "            found.append(next(iter(pages)))\n"
+         "        return found"),
+        (CACHE, "self.hash_of_page(request, i))",
+         "(\n                request.block_table[i - 1] if i else None, "
+         "self.hash_of_page(request, i)))")],
     "page hashes that collide": [   # by chance here; by intent, if the hash can be predicted
         ("generate_prefix.py:page_hash", ".digest()", ".digest()[:1]")],
-    "cached a step late": [   # when they may have been freed, and taken by another
-        (UPDATE, "for request, n in plan:",
-         "last, self.late = vars(self).get('late', []), []\n"
-         "        for page, name in last:\n"
-         "            self.pages.cache(page, name)\n"
-         "        for request, n in plan:"),
-        (CACHE, "self.pages.cache(request.block_table[i], hashes[i])",
-         "self.late.append((request.block_table[i], hashes[i]))")],
-    "cached after finished requests have let go": [
-        (UPDATE, "for request, n in plan:",
-         "super().update(plan, tokens)\n"
-         "        for request, n in [pair for pair in plan if pair[0].block_table]:"),
-        (UPDATE, "request.computed, request.computed + n)\n        super().update(plan, tokens)",
-         "request.computed - n, request.computed)")],
+    "cached after finished requests have let go": [   # as if a page were found after its pass
+        (MAKE_ROOM, "self.cache_filled(request, request.computed, request.computed + n)",
+         "span = request, request.computed, request.computed + n\n"
+         "            self.late = [*vars(self).get('late', ()), span]"),
+        (UPDATE, "self.release()",
+         "self.release()\n"
+         "        for request, start, end in vars(self).pop('late', ()):\n"
+         "            if request.block_table:\n"
+         "                self.cache_filled(request, start, end)")],
+    "a failed pass leaves pages that can be found": [
+        ("generate_prefix.py:PrefixScheduler.undo", "self.pool.forget(page)", "pass")],
+    "who has found a page of a failed pass goes on": [
+        ("generate_prefix.py:PrefixScheduler.undo", "self.preempt(request)", "pass")],
+    "an assumed token names a page": [
+        (CACHE, "end = min(end, request.known)", "pass")],
     "a block table is an alias": [   # no trap before `find` keeps the lists that it hands out
-        (FIND, "return found",
-         "return vars(self).setdefault('found', {}).setdefault(tuple(found), found)"),
-        (ROOM, "self.pages.share(request.block_table, found)",
-         "self.pages.share([], found)\n        request.block_table = found")],
+        (FIND, "return [next(iter(self.cached[each])) for each in known]",
+         "found = [next(iter(self.cached[each])) for each in known]\n"
+         "        return vars(self).setdefault('found', {}).setdefault(tuple(found), found)"),
+        (ADMIT, "request.block_table = []", "request.block_table = found"),
+        (ADMIT, "self.pool.share(request.block_table, found)", "self.pool.share([], found)")],
     "a duplicate is freed while a table names it": [
-        ("generate_prefix.py:PrefixPages.cache", "if name not in self.cached:",
-         "if self.cached.get(name, page) != page:\n            self.free([page])\n"
-         "        elif name not in self.cached:")],
+        ("generate_prefix.py:PrefixPool.cache", "self.hash_of[page] = name",
+         "if page not in self.cached.get(name, [page]):\n            self.free([page])\n"
+         "        self.hash_of[page] = name")],
+    # orders other than first come, first served; guesses
+    "those that run are sorted by rank": [   # an incomplete prompt may stand before decodes
+        ("beyond/fairness.py:FairScheduler.schedule", "running = list(self.running)",
+         "self.running.sort(key=self.rank.get)\n        running = list(self.running)")],
+    "pages of accepted guesses have no name": [
+        ("beyond/speculative.py:generate",
+         "scheduler.cache_filled(request, request.computed, request.computed + n)", "pass")],
     # weights that change, sessions that pause, layers with a window
     "the prefix cache outlives the weights": [
-        (CHANGE, "self.pages.cached.clear()", "pass"),
-        (CHANGE, "self.pages.hash_of.clear()", "pass")],
+        (CHANGE, "self.pool.cached.clear()", "pass"),
+        (CHANGE, "self.pool.hash_of.clear()", "pass")],
     "pages of old keys are cached": [
         ("beyond/rollout.py:RolloutScheduler.cache_filled", "if request not in self.stale:",
          "if True:")],
     "what is held is not counted": [
         ("beyond/sessions.py:SessionScheduler.free",
-         "self.pages.share(pages, self.pages.find(self.hashes(request, request.computed)[:full]))",
-         "pages += self.pages.find(self.hashes(request, request.computed)[:full])")],
+         "self.pool.share(pages, request.block_table[:full])",
+         "pages += request.block_table[:full]")],
     "a page of the window is given back": [
         ("beyond/hybrid.py:HybridScheduler.schedule", "first(window, request.computed)",
          "first(window, request.computed + 1)")],
     "a poisoned null page": [   # stands for all passed pages: hidden, but 0 * NaN is NaN
-        (WINDOWS, "page or 0", "self.pages.number if page is None else page"),
-        (WINDOWS, "[max(0, start - window + 1):]", ""),
+        (WINDOWS, "page or 0", "self.pool.number if page is None else page"),
+        (WINDOWS, "max(0, start - window + 1)", "0"),
         ("beyond/hybrid.py:generate", "KV(pages * page_size)", "KV((pages + 1) * page_size)"),
-        ("beyond/hybrid.py:HybridPaged.attend", "self.write(buffers, k, v)",
-         "self.write(buffers, k, v)\n"
-         "        for t in self.pool.k[buffers], self.pool.v[buffers]:\n"
-         "            t[:, -self.pages.size:] = float('nan')")],
+        ("beyond/hybrid.py:HybridPaged.attend", "v_slots[:, slot_mapping] = v",
+         "v_slots[:, slot_mapping] = v\n"
+         "        for t in k_slots, v_slots:\n"
+         "            t[:, -self.pool.page_size:] = float('nan')")],
 }
 
 
