@@ -203,6 +203,18 @@ def test_real_runs_are_met_better_than_by_others():
     assert min(e2e for _, e2e, _ in found.values()) == found["lab.simulate"][1]
 
 
+def test_real_runs_are_shown_by_groups_of_several_the_largest_first():
+    """Three runs of this and two of another simulator: medians of the errors, without a sign."""
+    runs = [({"gpu": "h100", "tp": tp, "half": half}, {
+        "lab.simulate": (error, 0.1, -0.2), **({"x": (1, 2, 3)} if tp == 1 else {})})
+        for tp, half, error in ((1, "kept back", -0.2), (1, "a", 0.4), (2, "kept back", 0.1))]
+    assert [*published.real_table(runs)] == [
+        ["median errors of TTFT, E2E, between tokens", "all (3 runs)", "h100 x 1 (2 runs)",
+         "kept back (2 runs)"],
+        ["lab.simulate", "20% 10% 20%", "30% 10% 20%", "15% 10% 20%"],
+        ["x", "100% 200% 300%", "100% 200% 300%", "100% 200% 300%"]]
+
+
 # --- the commands ---------------------------------------------------------------------------------
 
 def run(line):

@@ -1,9 +1,9 @@
 """
 What others measured, beside what is calculated.
 
-    python -m lab.simulate --published    published.json: figures from papers, blogs and repositories
-    python -m lab.simulate --real         real_runs.json: runs of vLLM under random arrivals, and
-                                          what other simulators say of them
+    python -m lab.simulate --published   published.json: papers, blogs and repositories
+    python -m lab.simulate --real        real_runs.json: runs of vLLM under random arrivals, and
+                                         what other simulators say of them
 
 The files say where the runs come from, and why others were left out. A published run is there if
 its source says which model and GPU, in 16 bits, and how requests come. The constants of hardware.py
