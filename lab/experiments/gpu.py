@@ -69,11 +69,7 @@ GROUPS = (   # name, and who belongs to it
     ("one GPU", lambda row: row["tp"] == 1), ("several GPUs", lambda row: row["tp"] > 1),
     ("TensorRT-LLM", lambda row: row["engine"] == "tensorrt-llm"),
     ("vLLM of 2023 and 2024", lambda row: row["engine"] == "vllm-2024"),
-    ("other engines", lambda row: row["engine"] not in ("tensorrt-llm", "vllm-2024")),
-    ("one request", lambda row: row["requests"] == 1),
-    ("static batch", lambda row: row["kind"] == "static" and row["requests"] > 1),
-    ("all at once", lambda row: row["kind"] == "in-flight"),
-    ("clients that wait", lambda row: row["kind"] == "clients" and row["requests"] > 1))
+    ("other engines", lambda row: row["engine"] not in ("tensorrt-llm", "vllm-2024")))
 
 
 def summary(rows):
