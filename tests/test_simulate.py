@@ -1,6 +1,7 @@
 """The calculated GPU: lab/simulate, the loads in lab/loading, and what stands on them."""
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -231,6 +232,18 @@ def test_simulate_prints_figures_and_writes_them(tmp_path, capsys):
     assert "ragged, engine vllm, calculated: " in printed
     assert run("--stage naive --input 8:9 --output 3 --requests 2") == 0
     assert "useful" in capsys.readouterr().out
+
+
+def test_published_and_real_runs_are_printed(capsys, monkeypatch):
+    monkeypatch.setattr(published, "RUNS", published.RUNS[:2])
+    monkeypatch.setattr(published, "REAL", [
+        {**run, "stages": [(5, 9)]} for run in published.REAL
+        if run["id"] in ("38", "46") or run["half"] == "overloaded"])
+    assert run("--published") == 0 and run("--real") == 0
+    printed = capsys.readouterr().out
+    assert re.findall(r"^ANL\*? .* ([+-]\d+%)$", printed, re.M) == ["-2%", "-10%"]
+    assert re.findall(r"^llama-3.1-8b, .*? (a) ", printed, re.M) == ["a", "a"]
+    assert "all (2 runs)" in printed and "overloaded" not in printed
 
 
 def test_engines_memory_and_models(capsys):
