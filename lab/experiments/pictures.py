@@ -24,7 +24,6 @@ def draw(args):
     figures.slots(results.load("ladder"), FOLDER / "slots.png")
     figures.rows(results.load("rows_builtin"), results.load("rows"), path=FOLDER / "rows.png")
     figures.gaps(results.load("gaps"), FOLDER / "itl.png")
-    figures.kinds(results.load("prepacking"), FOLDER / "prepacking-kinds.png")
     figures.bench(*results.load("bench"), path=FOLDER / "bench.png")
     figures.curve(results.load("gpu"), FOLDER / "gpu-curve.png")
     for name, text in motion.pictures(motion.traces()).items():
