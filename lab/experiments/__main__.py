@@ -16,7 +16,6 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Callable, NamedTuple
 
 from lab import flags
 from lab.compiled import native
@@ -25,19 +24,13 @@ from lab.experiments import bench, gpu, ladder, memory, pictures, results, rows,
 PROG = "python -m lab.experiments"
 
 
-class Experiment(NamedTuple):
-    measure: Callable    # args, device, dtype -> figures; or yields several
-    table: Callable      # figures -> Table
-    flags: dict = {}
-
-
-EXPERIMENTS = {
-    "ladder": Experiment(ladder.measure, ladder.table),
-    "rows": Experiment(rows.measure_rows, rows.rows_table, rows.FLAGS),
-    "gaps": Experiment(rows.measure_gaps, rows.gaps_table, rows.FLAGS),
-    "memory": Experiment(memory.measure, memory.table),
-    "bench": Experiment(bench.measure, bench.table, bench.FLAGS),
-    "gpu": Experiment(gpu.measure, gpu.table)}
+EXPERIMENTS = {   # what measures: args, device, dtype -> figures, or several; their Table; flags
+    "ladder": (ladder.measure, ladder.table, {}),
+    "rows": (rows.measure_rows, rows.rows_table, rows.FLAGS),
+    "gaps": (rows.measure_gaps, rows.gaps_table, rows.FLAGS),
+    "memory": (memory.measure, memory.table, {}),
+    "bench": (bench.measure, bench.table, bench.FLAGS),
+    "gpu": (gpu.measure, gpu.table, {})}
 
 TABLES = {   # a table's name in a page: what makes it, of one Table or several; its results
     "stages": (ladder.ideas, "ladder"),
@@ -55,21 +48,21 @@ TABLES = {   # a table's name in a page: what makes it, of one Table or several;
     "gpu memory": (gpu.memory_table, "gpu")}
 
 
-def measure(experiment, args):
+def measure(work, table, args):
     """Measures, prints and keeps. Returns the exit status: 1 if a request is WRONG."""
     flags.check_path(args.json, "--json")
     device = flags.device_of(args)
     origin, taken = results.origin(device, args.dtype, args.command), []
     print(origin["where"], flush=True)
     native.keep_memory()   # else what the system clears for each temporary is in every figure
-    found = experiment.measure(args, device, flags.DTYPES[args.dtype])
+    found = work(args, device, flags.DTYPES[args.dtype])
     several = not isinstance(found, dict)
     for each in found if several else [found]:
         taken.append({**origin, **each})
         if args.json:   # one by one: an interrupted run has its results
             text = json.dumps(taken if several else taken[0], indent=1)
             Path(args.json).write_text(text + "\n", encoding="utf-8")
-        results.show(experiment.table(each))
+        results.show(table(each))
     return int(any(each.get("wrong") for each in taken))
 
 
@@ -97,9 +90,9 @@ def parser():
     p = flags.Parser(prog=PROG, description=__doc__.strip().split(":")[0] + ".")
     names = p.add_subparsers(dest="name", metavar="NAME",
                              title="experiments, and what is made of their results")
-    for name, experiment in EXPERIMENTS.items():
-        command = add(names, name, experiment.measure, experiment.flags)
-        command.set_defaults(run=partial(measure, experiment))
+    for name, (work, table, own) in EXPERIMENTS.items():
+        command = add(names, name, work, own)
+        command.set_defaults(run=partial(measure, work, table))
         command.add_argument("--quick", action="store_true",
                              help="the least that says something: fewer runs, less work")
         command.add_argument("--json", metavar="FILE.json", help="write the figures")

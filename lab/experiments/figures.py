@@ -30,10 +30,9 @@ def finished(figure, path, below="", rect=(0, 0, 1, 1), **layout):
     return save(figure, path)
 
 
-def origin(model, result):
+def origin(result):
     """The small print of a measured result."""
-    machine = result.get("measured", {}).get("machine")
-    return "; ".join(filter(None, (model, machine, result.get("where"))))
+    return f"{result['measured']['machine']}; {result['where']}"
 
 
 # --- curves and bars ------------------------------------------------------------------------------
@@ -68,7 +67,7 @@ def rows(*results, path=None):
     notes = [("two rows take twice as long as one: for a single row\nthere is another, quicker "
               "kernel", points[1], (72, 3))
              for points in gains.values() if points[1][1] < 1]
-    return lines(gains, path, log=True, below=origin("", results[-1]), notes=notes,
+    return lines(gains, path, log=True, below=origin(results[-1]), notes=notes,
                  title="Why one batches: reading weights and calling kernels costs once a pass",
                  ylabel="tokens a second, × those of one row",
                  xlabel="rows in one forward pass (tokens of different requests)")
@@ -76,21 +75,18 @@ def rows(*results, path=None):
 
 def gaps(result, path=None):
     """Time between tokens while a long prompt arrives. result: of `gaps`"""
-    curves = {f"{name}: worst {max(1e3 * gap for _, gap in points):,.0f} ms":
-              [(step, 1e3 * gap) for step, gap in points]
-              for name, points in result["points"].items()}
-    at = {name: {step: 1e3 * gap for step, gap in points}
-          for name, points in result["points"].items()}
-    chunked = measured.ARRIVAL + -(-result["prompt_tokens"] // (measured.BUDGET - 4))
-    spoken = {"dynamic": (measured.ARRIVAL + 1, "the whole prompt in one pass", (14, -8)),
-              "interleaved": (measured.ARRIVAL + 6, "each decode padded to the chunk beside it",
-                              (-60, 34)),
-              "chunked": (chunked, "the last chunk, then the\nfirst decode beside\nthe long row",
-                          (18, 40))}
-    notes = [(text, (step, at[name][step]), offset)
-             for name, (step, text, offset) in spoken.items() if step in at.get(name, {})]
-    model = measured.NAMES.get(result.get("model"), result.get("model"))
-    return lines(curves, path, below=origin(model, result), notes=notes,
+    points = {name: [(step, 1e3 * gap) for step, gap in found]
+              for name, found in result["points"].items()}
+    last_chunk = measured.ARRIVAL + -(-result["prompt_tokens"] // (measured.BUDGET - 4))
+    notes = [(text, (step, dict(points[name])[step]), offset) for name, step, text, offset in (
+        ("dynamic", measured.ARRIVAL + 1, "the whole prompt in one pass", (14, -8)),
+        ("interleaved", measured.ARRIVAL + 6, "each decode padded to the chunk beside it",
+         (-60, 34)),
+        ("chunked", last_chunk, "the last chunk, then the\nfirst decode beside\nthe long row",
+         (18, 40)))]
+    return lines({f"{name}: worst {max(ms for _, ms in found):,.0f} ms": found
+                  for name, found in points.items()}, path, notes=notes,
+                 below=f"{measured.NAMES[result['model']]}; {origin(result)}",
                  ylabel="ms since their last token",
                  title=f"Four requests decode. At step {measured.ARRIVAL} a prompt of "
                        f"{result['prompt_tokens']} tokens arrives: how long do they wait?",
@@ -152,8 +148,7 @@ def bench(*results, path=None):
         ax.locator_params(axis="x", nbins=3)
         ax.tick_params("y", labelsize=9)
     axes.flat[0].invert_yaxis()
-    weights = "random weights" * (results[0]["model"] == "GPT-2")
-    figure.supxlabel(f"tokens/s\n{origin(weights, results[0])}", fontsize=9)
+    figure.supxlabel(f"tokens/s\nrandom weights; {origin(results[0])}", fontsize=9)
     figure.legend(handles=[*(Patch(label=look, **how) for look, how in LOOKS.items()), limit],
                   loc="upper center", ncols=4, fontsize=9)
     return finished(figure, path, rect=(0, 0, 1, 1 - 0.3 / height))
