@@ -17,7 +17,7 @@ probability min(1, p/q), p being the model's own. This draft is certain, q = 1: 
 accepted with probability p. Here the request's own draw equals the guess just as often; if not, the
 draw is already the right token. No draft distribution, no second random number, one comparison.
 
-    python -m beyond.speculative [MODEL PROMPTS]    docs/guessing.md: passes saved, and their price
+    python -m beyond.speculative [MODEL PROMPTS]    docs/beyond.md: passes saved, and their price
 """
 
 import torch

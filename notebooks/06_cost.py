@@ -196,13 +196,13 @@ ask("6.4: In float32, how much is 1e8 + (-1e8 + 1)?", guess=...)
 #
 # For one: five rows take the time of one, and each right guess saves a pass. With 200 requests a
 # pass has 1,000 rows, far above 153, so it takes about five times as long
-# ([docs/guessing.md](../docs/guessing.md)). Batching uses up the idle arithmetic that guessing
-# lives on.</details>
+# ([docs/beyond.md](../docs/beyond.md#guessing-tokens)). Batching uses up the idle arithmetic that
+# guessing lives on.</details>
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
 # *Wrong as published:* `torch.compile` wants static shapes (H10 of
 # [docs/sources.md](../docs/sources.md)). One compile serves all numbers of rows. R7 holds. P6 to P9
-# speak of the costs of packing ([docs/prepacking.md](../docs/prepacking.md)).</details>
+# speak of the costs of packing ([docs/beyond.md](../docs/beyond.md#prepacking)).</details>
 #
 # **Next:** [07_how_much_fits](07_how_much_fits.ipynb) asks how many requests fit at once.

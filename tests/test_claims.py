@@ -123,7 +123,7 @@ COUNTS = [   # claim, layout, tokens in the caches of decodes, prompts; pads, sc
     *(("R3", Flat, [], [L] * R, 0, R * L**2, 0) for R, L in ((2, 5), (4, 8), (7, 3))),
     ("R6", Flat, [], [1000], 0, 10**6, 0),      # the same 1,000 tokens
     ("R6", Flat, [], [100] * 10, 0, 10**5, 0),
-    # the work grows, so a busy machine is slower; latencies: docs/prepacking.md
+    # the work grows, so a busy machine is slower; latencies: docs/beyond.md
     *(("P9", static, [], [9] * k, 0, k * 81, 0) for k in (1, 2, 16)),
     ("I1", Rectangle, [22, 15, 9], [8], 21, 4 * 8 * (22 + 8), 21 + (22 - 15) + (22 - 9) + 22),
     ("I6", Rectangle, [], [9], 0, 9 * 9, 0),        # without decodes a plain prefill,
@@ -378,7 +378,7 @@ def test_P5_the_baselines():
 def test_P6_speedup_at_k_16_and_the_same_runtime_when_r_is_k():
     """
     The paper: 1.6x to 3.5x at k = 16. Counted in slots, short, skewed kinds of prompts lie in that
-    range, and long ones below it. (docs/prepacking.md has the times.)
+    range, and long ones below it. (docs/beyond.md has the times.)
     """
     for kind in prepacking.KINDS:
         lengths = prepacking.lengths_of(kind, 64)
