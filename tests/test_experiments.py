@@ -209,7 +209,6 @@ def smaller(monkeypatch):
         replace(request, max_new_tokens=min(request.max_new_tokens, 9))
         for request in workload(*arguments)[:4]])
     monkeypatch.setattr(gpu, "MACHINES", {"a100": "W1", "a100, W3": "W3"})
-    monkeypatch.setattr(gpu, "CURVES", ("ragged, varlen", "paged"))
     monkeypatch.setattr(published, "PREDICTED", [
         {**run, "stages": [(5, 20)]} for run in published.PREDICTED])
     monkeypatch.setattr(published, "RUNS", published.RUNS[:4])

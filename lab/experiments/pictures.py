@@ -25,7 +25,6 @@ def draw(args):
     figures.rows(results.load("rows_builtin"), results.load("rows"), path=FOLDER / "rows.png")
     figures.gaps(results.load("gaps"), FOLDER / "itl.png")
     figures.bench(*results.load("bench"), path=FOLDER / "bench.png")
-    figures.curve(results.load("gpu"), FOLDER / "gpu-curve.png")
     for name, text in motion.pictures(motion.traces()).items():
         (FOLDER / name).write_text(text, encoding="utf-8", newline="\n")
     return 0
