@@ -23,8 +23,7 @@ from lab.experiments import bench, gpu, ladder, memory, pictures, results, rows,
 
 PROG = "python -m lab.experiments"
 
-
-EXPERIMENTS = {   # what measures: args, device, dtype -> figures, or several; their Table; flags
+EXPERIMENTS = {   # what measures (args, device, dtype -> figures, or several), their Table, flags
     "ladder": (ladder.measure, ladder.table, {}),
     "rows": (rows.measure_rows, rows.rows_table, rows.FLAGS),
     "gaps": (rows.measure_gaps, rows.gaps_table, rows.FLAGS),
@@ -32,7 +31,7 @@ EXPERIMENTS = {   # what measures: args, device, dtype -> figures, or several; t
     "bench": (bench.measure, bench.table, bench.FLAGS),
     "gpu": (gpu.measure, gpu.table, {})}
 
-TABLES = {   # a table's name in a page: what makes it, of one Table or several; its results
+TABLES = {   # a table's name in a page: what makes it, a Table or several, and of which results
     "stages": (ladder.ideas, "ladder"),
     "bug": (ladder.bug, "ladder"),
     "ladder": (ladder.table, "ladder"),

@@ -1,12 +1,10 @@
 """The pictures of README and docs: from live runs what is counted, from results what is timed."""
-from pathlib import Path
-
 from lab.checks.traps import broken
 from lab.experiments import figures, ladder, memory, motion, results
 from lab.loading.load import load
 from lab.views import plots, sights
 
-FOLDER = Path(__file__).parent.parent.parent / "docs" / "pictures"
+FOLDER = results.ROOT / "docs" / "pictures"
 
 
 def draw(args):
