@@ -10,6 +10,7 @@ import statistics
 from dataclasses import replace
 from unittest.mock import patch
 
+import prepacking
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +24,6 @@ from cache import KV
 from generate_dynamic import Rectangle
 from generate_naive import StaticBatch, cache_for
 from generate_ragged import Flat
-from lab.experiments import prepacking
 from model import GPT, GPTConfig, Head, causal
 from request import Request, prepare
 
