@@ -23,7 +23,7 @@ one more leading axis of q, over which keys and values are broadcast:
 
     q (g, ..., n_kv_head, T, hs)      k, v (..., n_kv_head, T, hs)
 
-    pip install tokenizers
+    pip install -r lab/loading/requirements.txt
     python generate_paged.py --model HuggingFaceTB/SmolLM2-135M-Instruct --chat --prompt "Hello"
 
 What that saves is measured in docs/llama.md.

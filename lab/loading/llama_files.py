@@ -4,7 +4,7 @@ import math
 from toolbox.validate import at_least_1, is_number, one_of
 from toolbox.weights import check_fixed
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3")   # model_type in config.json
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")   # in config.json
 # As in toolbox/weights.py: our names for sizes and theirs; settings with the values supported
 SIZES = {"block_size": "max_position_embeddings", "vocab_size": "vocab_size",
          "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size",
