@@ -27,6 +27,7 @@ from lab.checks.xray import XRay
 from lab.compiled import optimize
 from lab.loading import load as load_module
 from lab.loading import tokenizer
+from lab.loading.llama_files import CONTEXT
 from lab.loading.load import Stream, decode, load, load_model, word
 from lab.loading.workload import make_requests
 from model import GPT, GPTConfig
@@ -240,12 +241,23 @@ def test_logits_are_those_of_transformers(family, monkeypatch, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="5GB" if tied else "10KB")
     for other in "consolidated", "model-00099-of-00099":   # all in one, as Mistral has it; stale
         safetensors.save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / f"{other}.safetensors")
-    says(original_max_position_embeddings=12)(tmp_path)   # beside the scaling: no effect
     if tied:   # an old file holds the angles; one file goes before an index
         add_weight("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))(tmp_path)
         (tmp_path / INDEX).write_text("stale")
     ours = load_model(tmp_path / ".." / tmp_path.name, torch.float64)
     assert_same_logits(ours, model, 1e-10)
+
+
+@pytest.mark.parametrize("top", [12, 16, ABSENT])
+@pytest.mark.parametrize("inside", [12, 16, ABSENT])
+def test_the_context_before_scaling_may_stand_in_two_places(top, inside, tmp_path):
+    made = theirs("Llama", **LLAMA_32).float()
+    made.save_pretrained(tmp_path)
+    rope = {**LLAMA_31, CONTEXT: inside}
+    says(rope_parameters={key: value for key, value in rope.items() if value is not ABSENT},
+         **{CONTEXT: top})(tmp_path)
+    reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert_same_logits(load_model(tmp_path), reference, 1e-4)
 
 
 @pytest.mark.parametrize("name, tied, served", [   # in the config; heads in a file

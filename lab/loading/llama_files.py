@@ -13,8 +13,8 @@ FIXED = {"hidden_act": ("silu", "swish"), "attention_bias": (False, True),   # s
          "mlp_bias": (False, True), "tie_word_embeddings": (False, True),    # before it had one
          "partial_rotary_factor": (1.0,), "use_sliding_window": (False,),
          "quantization_config": (None,)}
-ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor",
-                "original_max_position_embeddings")
+CONTEXT = "original_max_position_embeddings"   # before Llama 3.1's scaling made it longer
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", CONTEXT)
 NAMES = {
     "model.embed_tokens.": "wte.", "model.layers.": "h.", "model.norm.": "ln_f.",
     "input_layernorm.": "ln_1.", "post_attention_layernorm.": "ln_2.", "self_attn.": "attn.",
@@ -79,6 +79,9 @@ def rope(theirs, given):
     if kind == "linear":
         found["rope_scaling"] = above_0(given, "factor"),
     if kind == "llama3":
+        # as in transformers: what stands at the top of the file goes before what stands inside
+        inside = given.get(CONTEXT, theirs["max_position_embeddings"])
+        given = given | {CONTEXT: theirs.get(CONTEXT, inside)}
         found["rope_scaling"] = _, low, high, _ = tuple(above_0(given, key) for key in ROPE_SCALING)
         if low >= high:
             raise ValueError(f"high_freq_factor {high} must be above low_freq_factor {low}")
