@@ -35,8 +35,10 @@ SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} |
 # Settings that change the arithmetic, with the only values supported, their default first
 FIXED = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
          "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-         "add_cross_attention": (False,), "tie_word_embeddings": (True,),
-         "quantization_config": (None,)}
+         "add_cross_attention": (False,), "tie_word_embeddings": (True,)}
+ALWAYS = {"is_causal": (True,), "per_layer_config": (None,), "quantization_config": (None,)}
+OTHER_NAMES = {"max_position_embeddings": "n_positions", "num_hidden_layers": "n_layer",
+               "num_attention_heads": "n_head", "hidden_size": "n_embd"}   # of GPT-2's sizes
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
@@ -169,7 +171,7 @@ class Uninitialised(TorchFunctionMode):
 
 def check_fixed(theirs, fixed):
     """ValueError for a setting that is not one of the values supported."""
-    for key, allowed in fixed.items():
+    for key, allowed in (ALWAYS | fixed).items():
         one_of(key, theirs.get(key, allowed[0]), *allowed)
 
 
@@ -183,7 +185,8 @@ def read_gpt2(name, make):
 def gpt2_config(theirs):
     """GPTConfig's arguments. ValueError or KeyError for what is missing or not supported."""
     at_least_1(**{key: theirs[key] for key in SIZES.values()})
-    check_fixed(theirs, FIXED | {"n_inner": (None, 4 * theirs["n_embd"])})
+    check_fixed(theirs, FIXED | {"n_inner": (None, 4 * theirs["n_embd"])} | {
+        other: (theirs[name],) for other, name in OTHER_NAMES.items()})
     sizes = {ours: theirs[key] for ours, key in SIZES.items()}
     check_config(SimpleNamespace(**sizes))
     return sizes

@@ -11,8 +11,7 @@ SIZES = {"block_size": "max_position_embeddings", "vocab_size": "vocab_size",
          "ffn": "intermediate_size"}
 FIXED = {"hidden_act": ("silu", "swish"), "attention_bias": (False, True),   # swish: SiLU's name
          "mlp_bias": (False, True), "tie_word_embeddings": (False, True),    # before it had one
-         "partial_rotary_factor": (1.0,), "use_sliding_window": (False,),
-         "quantization_config": (None,)}
+         "partial_rotary_factor": (1.0,), "use_sliding_window": (False,)}
 CONTEXT = "original_max_position_embeddings"   # before Llama 3.1's scaling made it longer
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", CONTEXT)
 NAMES = {
