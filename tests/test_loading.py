@@ -533,13 +533,16 @@ LLAMAS = [   # in a config.json, and why it is refused
     (dict(num_key_value_heads=4), "num_key_value_heads 4 must divide num_attention_heads 6"),
     (dict(head_dim=None, hidden_size=30), "head_dim 5 must be even"),   # its default
     (dict(tie_word_embeddings=False), "lm_head.weight"),
+    (dict(num_hidden_layers=10**15), "config.json says 1000000000000000 layers, the weights have "),
+    (dict(head_dim=10**9), "size mismatch for h.0.attn"),
     (dict(is_causal=False), "is_causal must be True, not False"),
     (dict(is_causal=None), "is_causal must be True, not None"),
     (dict(per_layer_config={"1": {"rms_norm_eps": 1.0}}), "per_layer_config must be None, not")]
 GPT2S = [   # the same
     (dict(model_type=["llama"]), "architecture is ['llama']"),
     (dict(vocab_size=ABSENT), "config.json: KeyError: 'vocab_size'"),
-    (dict(n_layer=5), 'Missing key(s) in state_dict: "h.4.'),
+    (dict(n_layer=5), "config.json says 5 layers, the weights have 4"),
+    (dict(n_layer=100_000), "config.json says 100000 layers, the weights have 4"),
     (dict(n_embd=64), "size mismatch for wte.weight"), (dict(n_head=3), "config.json: .. n_head 3"),
     (dict(n_positions="256"), "config.json: n_positions .. at least 1, not '256'"),
     (dict(n_inner=256), "n_inner must be None or 512, not 256"),

@@ -155,6 +155,10 @@ def read(found, dtype):
             if head is not None and not torch.equal(head, tensors.setdefault("wte.weight", head)):
                 raise ValueError("lm_head.weight is not the embedding, as config.json says by "
                                  "tie_word_embeddings")
+        layers = len({key.split(".")[1] for key in tensors if key.startswith("h.")})
+        if layers != found.config["n_layer"]:   # before anything is built: it may say 100,000
+            raise ValueError(f"config.json says {found.config['n_layer']} layers, the weights have "
+                             f"{layers}")
         # no memory and no random numbers: `assign` puts the tensors that were read in place
         with torch.device("meta"), Uninitialised():
             model = found.kind.make(found.config)
