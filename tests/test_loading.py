@@ -28,7 +28,7 @@ from lab.compiled import optimize
 from lab.loading import load as load_module
 from lab.loading import tokenizer
 from lab.loading.llama_files import CONTEXT
-from lab.loading.load import Stream, decode, load, load_model, word
+from lab.loading.load import Stream, load, load_model, word
 from lab.loading.workload import make_requests
 from model import GPT, GPTConfig
 from request import Request
@@ -99,6 +99,16 @@ def test_the_built_in_model_is_small_and_its_own():
     a, again, other = ([request.arrival for request in make_requests(
         [{"prompt": "a"}] * 9, TOKENIZER, 0.2, seed=seed)] for seed in (1, 1, 2))
     assert a == again != other
+
+
+def test_an_id_that_the_tokenizer_lacks_is_one_unknown_character():
+    """A vocabulary may be larger than its tokenizer's. A character that it parts is lost."""
+    the, (c3, a9) = TOKENIZER.encode(" the"), map(TOKENIZER.encode_single_token, (b"\xc3", b"\xa9"))
+    for tokens, text in ((*the, 1024, *the), " the\ufffd the"), ((c3, a9), "é"), ((c3, 2000, a9),
+                                                                          "\ufffd" * 3):
+        assert TOKENIZER.decode(tokens) == text
+        assert "".join(map(Stream(TOKENIZER).add, [*tokens, None])) == text
+    assert word(TOKENIZER, 1024) == "\ufffd" and word(TOKENIZER, c3) == [0xc3]
 
 
 def test_text_is_cut_where_gpt2_cuts_it():
@@ -387,7 +397,7 @@ def test_any_tokenizer_reads_and_writes_as_in_transformers(kind, tmp_path):
         texts = ["".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(3)]
         tokens = ours.encode(texts[0])
         assert tokens == ours.encode_ordinary(texts[0]) == theirs.encode(texts[0])
-        assert decode(ours, tokens) == theirs.decode(tokens, **plain)
+        assert ours.decode(tokens) == theirs.decode(tokens, **plain)
         tokens = rng.choice([tokens, rng.choices(range(ours.n_vocab), k=8)])
         stream = Stream(ours)
         assert "".join(map(stream.add, [*tokens, None])) == theirs.decode(
@@ -395,6 +405,12 @@ def test_any_tokenizer_reads_and_writes_as_in_transformers(kind, tmp_path):
         chat = [{"role": role, "content": text} for role, text in zip(("user", "odd", "x"), texts)]
         assert ours.encode_chat(chat) == theirs.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=False)
+    lacks, at = ours.n_vocab, len(ours.encode("the"))   # an id beyond its own takes nothing away
+    tokens = [*ours.encode("the Q")[:at], lacks, lacks, *ours.encode("the Q")[at:]]
+    text = "the \ufffd \ufffd q" if kind == "WordPiece" else "the\ufffd\ufffd Q"
+    assert ours.decode(tokens) == "<s>" + " " * (kind != "byte-level") + text
+    assert "".join(map(Stream(ours).add, [*tokens, None])) == text
+    assert word(ours, lacks).strip() == "\ufffd"
     if kind in ("Llama 2, legacy", "Unigram"):   # within a text, and in bytes
         assert [word(ours, token) for token in ours.encode("Q thé")][-3:] == [" th", [0xC3], [0xA9]]
 
@@ -422,16 +438,14 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
         torch.float32, 1, 5 + 256 + 3)
     text = "the thesis is été ☕\n"
     assert tokenizer.decode(tokenizer.encode_ordinary(text)) == "<s>" + text
-    assert decode(tokenizer, [299, 261, 299]) == "\ufffdth\ufffd"   # 299: beyond its own
-    assert word(tokenizer, 299) == "\ufffd"
     euro, the = tokenizer.encode("€ the")[1:4], tokenizer.encode(" th")[1:]
     assert [byte for token in euro for byte in word(tokenizer, token)] == [*"€".encode()]
     assert [word(tokenizer, token) for token in the] == [" ", "th"]
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    assert decode(tokenizer, tokenizer.encode_chat(messages)) == (
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == (
         "<s>[system] a\n[user] b\n[assistant]")
     request, = make_requests([{"prompt": "the"}], tokenizer, chat=True, seed=0)
-    assert decode(tokenizer, request.prompt) == "<s>[user] the\n[assistant]"
+    assert tokenizer.decode(request.prompt) == "<s>[user] the\n[assistant]"
     assert request.eos_token == 1
     refused(llamas, "architecture is 'llama', not one of gpt2 .. load_model", GPT.from_pretrained)
     for encode in tokenizer.encode, lambda text: tokenizer.encode_chat([{"content": text}]):
@@ -649,7 +663,7 @@ def test_real_weights_answer_as_in_transformers(tmp_path):
         assert prompts[-1] == theirs.encode(chat, add_special_tokens=False)
         answer = reference.generate(torch.tensor(prompts[-1:]), max_new_tokens=16, do_sample=False)
         answers.append(answer[0, len(prompts[-1]):].tolist())
-    assert "Paris" in decode(tokenizer, answers[0])
+    assert "Paris" in tokenizer.decode(answers[0])
     for stage in "unbatched", "naive", "interleaved", "ragged_varlen", "paged":
         requests = [Request(prompt, 16, eos_token=tokenizer.eot_token) for prompt in prompts]
         STAGES[stage](model, requests)

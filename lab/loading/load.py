@@ -15,7 +15,6 @@ A model and its tokenizer, by name. In Python a stage is a function:
 trace.passes has what each forward pass computed (toolbox/trace.py).
 """
 import os
-from itertools import groupby
 
 import torch
 
@@ -77,19 +76,8 @@ def set_threads(model, threads=None):
         torch.set_num_threads(threads)
 
 
-def decode(tokenizer, tokens):
-    """
-    Tokens as text. A model's vocabulary may be padded beyond its tokenizer's: an id that the
-    tokenizer does not have becomes U+FFFD.
-    """
-    return "".join(tokenizer.decode([*some]) if there else "\ufffd" * len([*some])
-                   for there, some in groupby(tokens, tokenizer.has))
-
-
 def word(tokenizer, token):
     """A token's text; or the list of its bytes, if these are not whole characters."""
-    if not tokenizer.has(token):
-        return "\ufffd"
     piece = tokenizer.decode_single_token_bytes(token)
     try:
         return piece.decode()
@@ -107,8 +95,8 @@ class Stream:
         """The text that is certain now. token None: the end, so all is."""
         if token is not None and token not in self.tokenizer.hidden:
             self.new.append(token)
-        before = decode(self.tokenizer, self.shown)   # a piece's text depends on those before it
-        text = decode(self.tokenizer, self.shown + self.new)[len(before):]
+        decode = self.tokenizer.decode
+        text = decode(self.shown + self.new)[len(decode(self.shown)):]   # what comes before counts
         unsure = not text or text.endswith("\ufffd") or self.new[-1] in self.tokenizer.unsure
         if unsure and token is not None:
             return ""

@@ -16,6 +16,7 @@ from toolbox.validate import is_whole, one_line
 from toolbox.weights import read_object
 
 END_OF_TEXT = "<|endoftext|>"
+UNKNOWN = "\ufffd"   # an id without a token: a model may have more ids than its tokenizer
 # GPT-2's own pattern: text is first cut into these pieces, and no token crosses a cut
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
@@ -36,8 +37,13 @@ class Encoding(tiktoken.Encoding):
     def hidden(self):
         return {*self._special_tokens.values()}
 
-    def has(self, token):
-        return token < self.n_vocab
+    def decode(self, tokens, errors="replace"):
+        return b"".join(map(self.decode_single_token_bytes, tokens)).decode(errors=errors)
+
+    def decode_single_token_bytes(self, token):
+        if token >= self.n_vocab:
+            return UNKNOWN.encode()
+        return super().decode_single_token_bytes(token)
 
 
 def from_ranks(ranks, name):
@@ -118,9 +124,6 @@ class FromFolder:
         self.hidden = {i for i, token in added.items() if token.special}
         self.unsure = {i for piece, i in pieces.items() if re.fullmatch("<0x..>", piece)}   # bytes
 
-    def has(self, token):
-        return self.inner.convert_ids_to_tokens(token) is not None
-
     def encode(self, text, begin=True, **_):
         """Token ids, also of special tokens that stand in it; with what begins every text."""
         with one_line(f"{self.name} cannot encode {text!r:.60}", Exception):   # half a character
@@ -136,13 +139,15 @@ class FromFolder:
         return self.encode(text, begin=False)
 
     def decode(self, tokens):
-        return self.inner.decode(tokens, clean_up_tokenization_spaces=False)
+        pieces = self.inner.convert_ids_to_tokens(tokens)
+        return self.inner.convert_tokens_to_string([
+            UNKNOWN if piece is None else piece for piece in pieces])
 
     def decode_single_token_bytes(self, token):
         """Of a token within a text: at its beginning, some lack their blank."""
-        text, piece = self.decode([token, token]), self.inner.convert_ids_to_tokens(token)
-        text = text.removeprefix(self.decode([token]))
+        text = self.decode([token, token]).removeprefix(self.decode([token]))
+        piece = self.inner.convert_ids_to_tokens(token) or UNKNOWN
         if token in self.unsure:
             return bytes.fromhex(piece[3:5])
-        part = "\ufffd" in text and byte_of().keys() >= {*piece}   # of a character
+        part = UNKNOWN in text and byte_of().keys() >= {*piece}   # of a character
         return bytes(byte_of()[c] for c in piece) if part else text.encode()
