@@ -29,7 +29,7 @@ from lab.loading import load as load_module
 from lab.loading import tokenizer
 from lab.loading.llama_files import CONTEXT
 from lab.loading.load import Stream, load, load_model, word
-from lab.loading.workload import make_requests
+from lab.loading.workload import make_requests, read_prompts
 from model import GPT, GPTConfig
 from request import Request
 from toolbox import weights
@@ -109,6 +109,14 @@ def test_an_id_that_the_tokenizer_lacks_is_one_unknown_character():
         assert TOKENIZER.decode(tokens) == text
         assert "".join(map(Stream(TOKENIZER).add, [*tokens, None])) == text
     assert word(TOKENIZER, 1024) == "\ufffd" and word(TOKENIZER, c3) == [0xc3]
+
+
+def test_json_lines_are_known_by_a_file_s_name_in_any_case(tmp_path):
+    for name in "a.jsonl", "X.JSONL", "b.Jsonl", "jsonl.txt":
+        (tmp_path / name).write_text('{"prompt": "a"}\n{"prompt": "b", "seed": 3}\n')
+        prompts = read_prompts(tmp_path / name)
+        assert len(prompts) == (1 if name == "jsonl.txt" else 2), name
+        assert prompts[-1].get("seed") == (None if name == "jsonl.txt" else 3)
 
 
 def test_text_is_cut_where_gpt2_cuts_it():
