@@ -43,7 +43,7 @@ MODEL, TOKENIZER = load()
 
 
 def refused(folder, said, load=load_model):
-    """Asserts that loading it ends in one line, which says this; .. is any text."""
+    """Asserts that loading it ends in one line, which says this (.. is any text)."""
     with pytest.raises(ValueError) as error:
         load(folder)
     assert all(word in str(error.value) for word in said.split(" .. ")), error.value
@@ -266,34 +266,30 @@ def test_logits_are_those_of_transformers(family, monkeypatch, tmp_path):
     assert_same_logits(ours, model, 1e-10)
 
 
-@pytest.mark.parametrize("top", [12, 16, ABSENT])
-@pytest.mark.parametrize("inside", [12, 16, ABSENT])
-def test_the_context_before_scaling_may_stand_in_two_places(top, inside, tmp_path):
-    made = theirs("Llama", **LLAMA_32).float()
-    made.save_pretrained(tmp_path)
-    rope = {**LLAMA_31, CONTEXT: inside}
-    says(rope_parameters={key: value for key, value in rope.items() if value is not ABSENT},
-         **{CONTEXT: top})(tmp_path)
-    reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    assert_same_logits(load_model(tmp_path), reference, 1e-4)
+ROPE = {key: value for key, value in LLAMA_31.items() if key != CONTEXT}
+TIED = ("none", "same")
+FILES_SAY = [   # of a tied model: what its config says, which output heads its weights may hold
+    ("GPT2", dict(tie_word_embeddings=ABSENT), TIED, "lm_head.weight is not the embedding"),
+    ("GPT2", dict(tie_word_embeddings=True), TIED, "lm_head.weight is not the embedding"),
+    ("GPT2", dict(tie_word_embeddings=False), (), "tie_word_embeddings must be True, not False"),
+    ("Llama", dict(tie_word_embeddings=ABSENT), ("same", "other"), "lm_head.weight"),
+    ("Llama", dict(tie_word_embeddings=True), TIED, "lm_head.weight is not the embedding"),
+    ("Llama", dict(tie_word_embeddings=False), ("same", "other"), "lm_head.weight"),
+    *(("Llama", {"rope_parameters": ROPE | inside} | top, TIED, "lm_head.weight")   # 3.1's context
+      for inside, top in product(({CONTEXT: 12}, {CONTEXT: 16}, {}), repeat=2))]
 
 
-@pytest.mark.parametrize("name, tied, served", [   # in the config; heads in a file
-    ("GPT2", ABSENT, ("none", "same")), ("GPT2", True, ("none", "same")), ("GPT2", False, ()),
-    ("Llama", ABSENT, ("same", "other")), ("Llama", True, ("none", "same")),
-    ("Llama", False, ("same", "other"))])
-def test_an_output_head_in_a_file_is_used_or_refused(name, tied, served, tmp_path):
-    """As transformers does with this config and these weights, where it is served."""
+@pytest.mark.parametrize("name, says_so, served, why", FILES_SAY)
+def test_what_files_say_is_done_as_in_transformers_or_refused(name, says_so, served, why, tmp_path):
     made = theirs(name, tie_word_embeddings=True).float()
     embedding = made.get_input_embeddings().weight.detach().clone()
     for which, head in ("none", None), ("same", embedding), ("other", embedding.flip(0)):
         made.save_pretrained(tmp_path)
         if head is not None:
             add_weight("lm_head.weight", head)(tmp_path)
-        says(tie_word_embeddings=tied)(tmp_path)
+        says(**says_so)(tmp_path)
         if which not in served:
-            refused(tmp_path, "lm_head.weight" if tied is not False or name != "GPT2" else
-                    "tie_word_embeddings must be True, not False")
+            refused(tmp_path, why)
         else:
             reference = type(made).from_pretrained(tmp_path).eval()
             assert_same_logits(load_model(tmp_path), reference, 1e-4)
@@ -341,11 +337,6 @@ def test_the_compiled_step_serves_what_its_own_check_does_not_have():
 
 # --- tokenizers -----------------------------------------------------------------------------------
 
-CHATML = """{{ bos_token }}{% for m in messages %}{% if m.role == 'odd' %}{% continue %}{% endif %}
-<|im_start|>{{ m.role }}
-{{ m.content | trim }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}{{ {"é": [strftime_now("%Y")]} | tojson }}"""
 SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
 WORDS = ["the ", "thesis", "été", " ☕", "😀", "日本", "\n", "e\u0301", ".", " ", "Q", "<0x41>",
          *SPECIAL, "<think>", "<|IM_END|>"]
@@ -392,27 +383,22 @@ def made(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_tokenizer_reads_and_writes_as_in_transformers(kind, tmp_path):
-    """Texts and chats to tokens, and any tokens to texts; streamed, without special tokens."""
+    """Texts to tokens, and any tokens to texts; streamed, without special tokens."""
     made(kind).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
-        "bos_token": "<s>", "eos_token": "</s>", "chat_template":
-        [{"name": "default", "template": CHATML}, {"name": "tools", "template": ""}]}))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     ours = tokenizer.FromFolder(tmp_path)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     rng, plain = random.Random(0), dict(clean_up_tokenization_spaces=False)
     assert ours.n_vocab == len(theirs) and ours.eot_token == 1
     for _ in range(examples(80)):
-        texts = ["".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(3)]
-        tokens = ours.encode(texts[0])
-        assert tokens == ours.encode_ordinary(texts[0]) == theirs.encode(texts[0])
+        text = "".join(rng.choices(WORDS, k=rng.randint(1, 6)))
+        tokens = ours.encode(text)
+        assert tokens == ours.encode_ordinary(text) == theirs.encode(text)
         assert ours.decode(tokens) == theirs.decode(tokens, **plain)
         tokens = rng.choice([tokens, rng.choices(range(ours.n_vocab), k=8)])
         stream = Stream(ours)
         assert "".join(map(stream.add, [*tokens, None])) == theirs.decode(
             tokens, skip_special_tokens=True, **plain)
-        chat = [{"role": role, "content": text} for role, text in zip(("user", "odd", "x"), texts)]
-        assert ours.encode_chat(chat) == theirs.apply_chat_template(
-            chat, add_generation_prompt=True, return_dict=False)
     lacks, at = ours.n_vocab, len(ours.encode("the"))   # an id beyond its own takes nothing away
     tokens = [*ours.encode("the Q")[:at], lacks, lacks, *ours.encode("the Q")[at:]]
     text = "the \ufffd \ufffd q" if kind == "WordPiece" else "the\ufffd\ufffd Q"
@@ -449,9 +435,11 @@ def test_a_folder_gives_model_tokenizer_and_chat(llamas):
     euro, the = tokenizer.encode("€ the")[1:4], tokenizer.encode(" th")[1:]
     assert [byte for token in euro for byte in word(tokenizer, token)] == [*"€".encode()]
     assert [word(tokenizer, token) for token in the] == [" ", "th"]
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    assert tokenizer.decode(tokenizer.encode_chat(messages)) == (
-        "<s>[system] a\n[user] b\n[assistant]")
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b</s>"}]
+    chat = tokenizer.encode_chat(messages)
+    assert tokenizer.decode(chat) == "<s>[system] a\n[user] b</s>\n[assistant]"
+    assert chat.count(1) == 1 and chat == transformers.AutoTokenizer.from_pretrained(
+        llamas).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     request, = make_requests([{"prompt": "the"}], tokenizer, chat=True, seed=0)
     assert tokenizer.decode(request.prompt) == "<s>[user] the\n[assistant]"
     assert request.eos_token == 1
@@ -467,40 +455,33 @@ def test_the_two_files_of_gpt2_s_tokenizer(folder):
     """Not GPT-2's own tokens in their place; and what cannot be read is refused."""
     (folder / "ranks.tiktoken").unlink()
     made("byte-level").model.save(str(folder))
-    (folder / "added_tokens.json").write_text('{"<|end|>": %d}' % (5 + 256 + 2))
-    ours, theirs = load(folder)[1], transformers.GPT2Tokenizer.from_pretrained(folder)
-    for text in "the thesis ☕ <|end|>", " the\n  été":
-        assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == text
+    text = "the thesis ☕\n  été"
+    reads = transformers.GPT2Tokenizer.from_pretrained(folder).encode(text)
+    assert load(folder)[1].encode(text) == reads
     (folder / "merges.txt").unlink()
     refused(folder, "tokenizer .. transformers cannot read it: ", load)
     (folder / "vocab.json").rename(folder / "vocab.txt")
     refused(folder, "tokenizer .. no vocabulary in its files", load)
 
 
-@pytest.mark.parametrize("generation, config", [   # which tokens of an answer they name as its ends
-    ([7, 5], [2]), ([5], [2]), ("no file", [6, 2]), ("no file", [6]), ("no file", []), ([], [6])])
+@pytest.mark.parametrize("generation, config", [
+    ([7, 5], [2]), (5, [2]), (ABSENT, [6, 2]), (ABSENT, 6), (ABSENT, None), (None, 6)])
 def test_an_answer_ends_where_transformers_ends_it(generation, config, llamas):
     """
     But for two cases: transformers has no end if the first file says null, nor one from the
     tokenizer.
     """
-    model, prompt = load_model(llamas), [1, 2, 3]
-    STAGES["unbatched"](model, whole := Request(prompt, 9))
-    for file, places in ("generation_config.json", generation), ("config.json", config):
-        if places == "no file":
-            (llamas / file).unlink()
-            continue
-        ends = [whole.generated[i] for i in places] or [None]
-        says(file, eos_token_id=ends if len(ends) > 1 else ends[0])(llamas)
-    reference = transformers.LlamaForCausalLM.from_pretrained(llamas)
-    asked, = make_requests([{"prompt": ""}], load(llamas)[1], seed=0)
-    if not generation or not config:
-        assert asked.ends == (ends[0] or 1,) and not reference.generation_config.eos_token_id
-        reference.generation_config.eos_token_id = [*asked.ends]
-    STAGES["paged"](model, request := Request(prompt, 9, eos_token=asked.eos_token))
-    answer = reference.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
-    first = min(config if generation in ("no file", []) else generation, default=8)
-    assert request.generated == answer[0, 3:].tolist() == whole.generated[:1 + first]
+    says("generation_config.json", eos_token_id=generation)(llamas)
+    if generation is ABSENT:
+        (llamas / "generation_config.json").unlink()
+    says(eos_token_id=config)(llamas)
+    reference = transformers.LlamaForCausalLM.from_pretrained(llamas).generation_config
+    ends = make_requests([{"prompt": ""}], load(llamas)[1], seed=0)[0].ends
+    if generation is None or config is None:
+        assert reference.eos_token_id is None and ends == (config or 1,)
+        return
+    named = reference.eos_token_id
+    assert ends == (tuple(named) if isinstance(named, list) else (named,))
 
 
 # --- folders that are broken: one line, which names the file --------------------------------------
@@ -511,26 +492,13 @@ def shards(tmp_path):
     return tmp_path
 
 
-DAMAGE = {"lost": lambda old: None, "empty": lambda old: b"", "no JSON": lambda old: b"{",
-          "half": lambda old: old[:len(old) // 2], "deep": lambda old: b"[" * 100_000,
-          "a list": lambda old: b"[1]"}
-FILES = [("folder", "config.json"), ("folder", "model.safetensors"), ("folder", "ranks.tiktoken"),
-         ("shards", INDEX), ("shards", "model-00002*"), ("llamas", "tokenizer.json"),
-         ("llamas", "tokenizer_config.json")]
-FINE = {("ranks.tiktoken", "lost"),   # GPT-2's own, which is downloaded
-        ("tokenizer_config.json", "lost")}   # half of one is no JSON
-
-
-@pytest.mark.parametrize("kind, file", FILES)
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_named_in_one_line(kind, file, damage, request):
-    if (file, damage) in FINE:
-        return
-    folder = request.getfixturevalue(kind)
-    path, = folder.glob(file)
-    edit(file, DAMAGE[damage])(folder)
-    named = f"tokenizer '{folder}'" if kind == "llamas" else path.name
-    refused(folder, f"model '{folder}': .. {named}", load_model if kind == "shards" else load)
+FILES = [   # each is cut and overwritten, and named
+    ("folder", "config.json", "config.json: "), ("folder", "ranks.tiktoken", "ranks.tiktoken'"),
+    ("folder", "model.safetensors", "model.safetensors: SafetensorError"),
+    ("shards", INDEX, f"{INDEX}: "), ("shards", "model-00002*", "model-00002-of-"),
+    ("llamas", "tokenizer.json", "tokenizer '"), ("llamas", "tokenizer_config.json", "tokenizer '")]
+DAMAGE = (lambda old: b"", lambda old: b"{", lambda old: b"[1]", lambda old: b"[" * 100_000,
+          lambda old: old[:len(old) // 2])
 
 
 def second_in(place):
@@ -574,9 +542,14 @@ GPT2S = [   # the same
     (dict(num_attention_heads=2), "num_attention_heads must be 4, not 2")]   # n_head's other name
 
 
-@pytest.mark.parametrize("kind, break_it, said", [   # all can be read, and are wrong
+@pytest.mark.parametrize("kind, break_it, said", [
+    *((kind, edit(file, damage), said) for kind, file, said in FILES for damage in DAMAGE),
     *(("folder", says(**change), said) for change, said in GPT2S),
     *(("llamas", says(**change), said) for change, said in LLAMAS),
+    ("folder", becomes("config.json", None), "config.json: No such file"),
+    ("shards", becomes("model-00002*", None), "index.json names 'model-00002-of-0000"),
+    ("shards", becomes(INDEX, None), "does not hold model.safetensors, or "),
+    ("llamas", becomes("tokenizer.json", None), "tokenizer .. transformers cannot read it"),
     ("folder", lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
      "does not hold model.safetensors, or .. to convert a pytorch_model.bin: .. save_pretrained("),
     ("folder", add_weight("odd", torch.zeros(1)), '"odd"'),
@@ -595,10 +568,10 @@ GPT2S = [   # the same
     ("llamas", becomes("tokenizer_config.json", b'{"chat_template": [{"name": 1}]}'),
      "tokenizer .. transformers cannot read it"),
     ("llamas", says(vocab_size=263), "vocabulary of 263 is smaller than its tokenizer's 264")])
-def test_a_folder_that_contradicts_itself_is_refused_in_one_line(kind, break_it, said, request):
+def test_a_broken_folder_is_refused_in_one_line(kind, break_it, said, request):
     folder = request.getfixturevalue(kind)
     break_it(folder)
-    refused(folder, said, load_model if kind == "shards" else load)
+    refused(folder, f"model '{folder}': .. {said}", load_model if kind == "shards" else load)
 
 
 def test_a_name_a_tokenizer_or_a_package_that_is_missing_is_one_line(shards, monkeypatch):
