@@ -26,8 +26,8 @@ from toolbox.validate import at_least_1, check_config, one_line, one_of
 BUILTIN = Path(__file__).parent / "builtin"   # the built-in model
 NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# What is downloaded: weights in this format alone, configs and tokenizers
-FILES = ("model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+# Weights in this format alone, configs and tokenizers
+DOWNLOADED = ("model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 
 # Our names for a model's sizes and theirs
 SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {
@@ -36,9 +36,11 @@ SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} |
 FIXED = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
          "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
          "add_cross_attention": (False,), "tie_word_embeddings": (True,)}
+# The same for each model_type
 ALWAYS = {"is_causal": (True,), "per_layer_config": (None,), "quantization_config": (None,)}
+# Other names of GPT-2's sizes, which transformers would prefer: they must say the same
 OTHER_NAMES = {"max_position_embeddings": "n_positions", "num_hidden_layers": "n_layer",
-               "num_attention_heads": "n_head", "hidden_size": "n_embd"}   # of GPT-2's sizes
+               "num_attention_heads": "n_head", "hidden_size": "n_embd"}
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
@@ -95,7 +97,8 @@ def files_in(folder):
     shard_of = read_object(folder / INDEX).get("weight_map")
     if not isinstance(shard_of, dict) or {*map(type, shard_of.values())} != {str}:
         raise ValueError(f"{INDEX}: weight_map must be an object, the shard of each weight")
-    for shard in (shards := sorted({*shard_of.values()})):
+    shards = sorted({*shard_of.values()})
+    for shard in shards:
         if not (folder / shard).is_file() or Path(shard).name != shard:
             raise ValueError(f"{INDEX} names {shard!r:.99}, which is no file in this folder")
     return [folder / shard for shard in shards]
@@ -110,7 +113,7 @@ def download(repository, kinds):
         config = Path(hf_hub_download(repository, "config.json"))
     read_config(config, kinds)   # refused before its weights are here
     with one_line(failed, Exception):
-        return Path(snapshot_download(repository, allow_patterns=[*FILES]))
+        return Path(snapshot_download(repository, allow_patterns=[*DOWNLOADED]))
 
 
 def read_object(path):

@@ -38,6 +38,7 @@ class Encoding(tiktoken.Encoding):
         return {*self._special_tokens.values()}
 
     def decode(self, tokens, errors="replace"):
+        """As tiktoken's, but an id that there is not becomes UNKNOWN."""
         return b"".join(map(self.decode_single_token_bytes, tokens)).decode(errors=errors)
 
     def decode_single_token_bytes(self, token):
