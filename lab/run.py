@@ -13,7 +13,7 @@ import torch
 
 from lab import flags
 from lab.checks.check import Check, summary
-from lab.loading.load import decode, load, set_threads
+from lab.loading.load import load, set_threads
 from lab.loading.workload import KEYS, PROMPTS, make_requests, read_prompts
 from lab.views import plots
 from lab.views.progress import progress
@@ -101,7 +101,7 @@ def print_texts(requests, tokenizer):
     for request in requests:
         print(f"--- {request.name}: {len(request.prompt)} prompt tokens, "
               f"{len(request.generated)} generated, {request.finish_reason}")
-        print(decode(tokenizer, request.prompt) + "▸" + decode(tokenizer, request.generated))
+        print(tokenizer.decode(request.prompt) + "▸" + tokenizer.decode(request.generated))
 
 
 def load_inputs(args):

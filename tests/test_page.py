@@ -22,7 +22,7 @@ from beyond import speculative
 from lab.checks.traps import broken
 from lab.explorer import build, page
 from lab.explorer.recorder import record, take_times
-from lab.loading.load import decode, load
+from lab.loading.load import load
 from lab.loading.stages import SCRIPTS
 from lab.simulate.calculated import simulate
 from lab.views.report import latencies, mean, totals
@@ -424,7 +424,7 @@ def test_prompts_neither_break_nor_run(show):
     shown.run("go(ticks.length - 1)")
     shown.run("document.querySelectorAll('.request .text').forEach(text => text.click())")
     assert [text.removesuffix(" ▸ ") for text in shown.texts(".request .prompt")] == nasty
-    assert shown.texts(".request .answer") == [decode(TOKENIZER, request.generated)
+    assert shown.texts(".request .answer") == [TOKENIZER.decode(request.generated)
                                                for request in trace.requests]
     assert shown.texts(".request b") == [f"<i>{i}" for i in range(len(nasty))]
     assert not shown.run("return 'hacked' in window") and shown.texts("img, .request i") == []

@@ -18,7 +18,7 @@ from lab.experiments import motion, results
 from lab.experiments.results import Table
 from lab.flags import knobs_of
 from lab.loading.arrivals import workload
-from lab.loading.load import decode, load
+from lab.loading.load import load
 from lab.loading.stages import STAGES
 from lab.loading.workload import BEGINNING, PROMPTS, make_requests, read_prompts
 from lab.simulate.calculated import figures, simulate
@@ -100,7 +100,7 @@ def ruined(model, tokenizer, requests):
     answers = [results.run(STAGES["interleaved"], model, requests).requests]
     with broken("published mask", show=False):
         answers += [results.run(STAGES["interleaved"], model, requests).requests]
-    return {right.name: [decode(tokenizer, tokens) for tokens in (
+    return {right.name: [tokenizer.decode(tokens) for tokens in (
         right.prompt, right.generated, wrong.generated)]
         for right, wrong in zip(*answers) if right.generated != wrong.generated}
 
