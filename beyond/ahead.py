@@ -22,7 +22,7 @@ pass still uses may be freed and given away: the device runs passes in order, so
 writes later. On CUDA this overlaps little: the layouts copy from pageable memory, and such copies
 wait for the device.
 
-    python -m beyond.ahead [HOST_MS]     what it gains, calculated
+    python -m beyond.ahead     what it gains, calculated
 """
 import time
 from dataclasses import dataclass
@@ -170,5 +170,5 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
 
 
 if __name__ == "__main__":
-    from lab.essays import ahead
-    ahead()
+    from lab.essays import ahead, main
+    main(ahead, __doc__)

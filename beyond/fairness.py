@@ -24,6 +24,7 @@ This is fair to requests, not to users: one who sends a thousand gets a thousand
 with many users serves next the user with the fewest tokens so far (Virtual Token Counter, VTC:
 Sheng et al., "Fairness in Serving Large Language Models", 2024). vLLM ranks by fcfs or priority.
 
+    python -m beyond.fairness                   the example
     python generate_prefix.py --policy sjf      or generate(..., scheduler=SCHEDULERS["sjf"])
 """
 from bisect import bisect_left, insort
@@ -108,3 +109,8 @@ class FairScheduler(PrefixScheduler):
 
 SCHEDULERS = {policy: partial(FairScheduler, policy=policy) for policy in POLICIES}
 SCHEDULERS["fcfs"] = PrefixScheduler   # without a bound: nobody is overtaken
+
+
+if __name__ == "__main__":
+    from lab.essays import fairness, main
+    main(fairness, __doc__)

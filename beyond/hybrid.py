@@ -227,5 +227,5 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=256, page_size
 
 
 if __name__ == "__main__":
-    from lab.essays import hybrid
-    hybrid()
+    from lab.essays import hybrid, main
+    main(hybrid, __doc__)

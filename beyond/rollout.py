@@ -19,9 +19,9 @@ get wrong tokens, and no error is raised.* (It happened: NeMo-RL #4018, lmdeploy
 modes cost, with three changes while 48 requests get 1,584 tokens:
 
     mode         passes   tokens computed   sampled over old keys
-    keep            131             2,688     49%: KL 0.079, and 16% have another argmax
-    recompute       148             3,664      0%
-    wait            175             2,384      0%
+    keep            131             2,688              49%
+    recompute       148             3,664               0%
+    wait            175             2,384               0%
 
 What is *identical* then? Each request gets the tokens that it would get alone, if its weights
 changed at the same tokens. `request.spans` lists what was computed with which weights. If they are
@@ -138,5 +138,5 @@ def generate(models, changes, requests, mode="keep", **knobs):
 
 
 if __name__ == "__main__":
-    from lab.essays import rollout
-    rollout()
+    from lab.essays import main, rollout
+    main(rollout, __doc__)

@@ -180,5 +180,5 @@ def generate(model, sessions, max_batch=8, token_budget=64, pages=64, page_size=
 
 
 if __name__ == "__main__":
-    from lab.essays import sessions
-    sessions()
+    from lab.essays import main, sessions
+    main(sessions, __doc__)

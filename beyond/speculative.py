@@ -112,5 +112,5 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
 
 
 if __name__ == "__main__":
-    from lab.essays import speculative
-    speculative()
+    from lab.essays import main, speculative
+    main(speculative, __doc__)

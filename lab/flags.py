@@ -10,14 +10,12 @@ import math
 import os
 import re
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 
-from beyond.fairness import SCHEDULERS
 from paging import PagedScheduler
-from toolbox.validate import at_least_1, one_line
+from toolbox.validate import one_line
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 NUMBERS = {"max_batch": "the most requests that run at once (default: 8)",
@@ -25,35 +23,21 @@ NUMBERS = {"max_batch": "the most requests that run at once (default: 8)",
            "max_kv_tokens": "cache entries for all running requests (default: any)",
            "pages": "pages in the pool (default: enough for all that run)",
            "page_size": "tokens per page (default: 16)"}
-VLLM = {"max_num_seqs": "max_batch", "max_num_batched_tokens": "token_budget",
-        "block_size": "page_size", "max_tokens": "max_new_tokens"}   # its names for these
 PICTURES = (".png", ".pdf", ".svg")
 KNOBS = (*NUMBERS, "policy", "pack", "attention", "use_cache")
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    def __init__(self, prog, **settings):
-        super().__init__(prog, max_help_position=26, **settings)
-
-    def _get_help_string(self, action):
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
-
-
 class Parser(argparse.ArgumentParser):
+    """With an error of one line, and each default in the help."""
+
     def __init__(self, **settings):
-        super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+                         allow_abbrev=False, **settings)
+
+    def format_help(self):   # where nothing is the default, argparse would say so
+        return re.sub(r"\s+\(default:\s+(None|False)\)", "", super().format_help())
 
     def error(self, message):
-        """Says of a value what is allowed, and of an unknown flag which one is spelt like it."""
-        message = re.sub(r"invalid (\w+) value: (.*)", lambda found: "must be a "
-                         f"{'' if found[1] == 'float' else 'whole '}number, not {found[2]}",
-                         message)
-        if unknown := re.match(r"unrecognized arguments: -*([^\s=]+)", message):
-            name = unknown[1].replace("-", "_")
-            known = [flag for flag, action in self._option_string_actions.items()
-                     if action.help is not argparse.SUPPRESS]   # those that --help lists
-            for like in get_close_matches("--" + VLLM.get(name, name), known, 1):
-                message += f"; did you mean {like}?"
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
     def run(self, command, argv=None):
@@ -64,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 def whole(text, least=1):
     """A flag's type: whole numbers of at least `least`."""
-    if int(text) < least:
+    if not text.removeprefix("-").isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text}")
     return int(text)
 
@@ -125,9 +109,9 @@ def add_knobs(parser, generate=None, defaults={}):
     for name, text in NUMBERS.items():
         if name in defaults:
             text = f"{text.split(' (default')[0]} (default: {defaults[name]})"
-        add(f"--{name}", text, type=int, metavar="N")
+        add(f"--{name}", text, type=whole, metavar="N")
     add("--policy", "order of the queue: fcfs (default), sjf, priority", metavar="P",
-        choices=tuple(SCHEDULERS))
+        choices=("fcfs", "sjf", "priority"))
     add("--pack", "batch: pack the prompts that were admitted (default); dataset: packing decides "
         "which to admit", metavar="WHAT", choices=("batch", "dataset"))
     add("--attention", "varlen (default) or mask: how requests are kept apart", metavar="HOW",
@@ -168,10 +152,8 @@ def device_of(args):
 
 
 def given_knobs(args):
-    """{knob: value} for those that are set on the command line. ValueError for a bad number."""
-    knobs = {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
-    at_least_1(**{f"--{knob}": knobs[knob] for knob in NUMBERS if knob in knobs})
-    return knobs
+    """{knob: value} for those that are set on the command line."""
+    return {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
 
 
 def knobs_of(generate, knobs):
@@ -183,6 +165,7 @@ def knobs_of(generate, knobs):
     mine = {name: value for name, value in knobs.items() if name in has}
     others = [name for name in knobs if name not in has]
     if "policy" in others and "scheduler" in has and has["scheduler"].default != PagedScheduler:
+        from beyond.fairness import SCHEDULERS  # only then is it needed
         mine["scheduler"] = SCHEDULERS[knobs["policy"]]
         others.remove("policy")
     return mine, others
