@@ -35,7 +35,7 @@ from generate_prefix import PrefixScheduler
 from model import cdf
 from request import prepare
 from toolbox.trace import Trace
-from toolbox.validate import check_finite, check_pool
+from toolbox.validate import check, check_finite, check_pool
 
 HOLE = -1   # no token: an embedding would refuse it
 
@@ -152,6 +152,8 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     """As prefix; but while a pass is computed, the next one is planned. Returns the trace."""
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)
+    check("scheduler", scheduler, lambda kind: not isinstance(kind, type)
+          or issubclass(kind, PrefixScheduler), "a PrefixScheduler")   # whose pages can be found
     number = pool_size(requests, max_batch, page_size, pages)
     scheduler = scheduler(max_batch, token_budget, number, page_size)
     pool = KV(number * page_size)

@@ -33,6 +33,7 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 from generate_prefix import PrefixScheduler
+from toolbox.validate import check, is_number, one_of
 
 POLICIES = {
     "fcfs": lambda request: 0,                                             # first come first served
@@ -51,6 +52,8 @@ class FairScheduler(PrefixScheduler):
     """
 
     def __init__(self, max_batch, token_budget, pages, page_size, policy, bound=MAX_OVERTAKEN):
+        one_of("policy", policy, *POLICIES)
+        check("bound", bound, lambda n: is_number(n) and n >= 0, "a number of at least 0")
         super().__init__(max_batch, token_budget, pages, page_size)
         self.key, self.bound, self.added = POLICIES[policy], bound, 0
         self.new = OrderedDict()   # its keys: requests that were never admitted, by arrival

@@ -38,7 +38,7 @@ from itertools import pairwise
 
 import generate_prefix
 from generate_prefix import PrefixScheduler
-from toolbox.validate import one_of
+from toolbox.validate import check, is_whole, one_of
 
 
 class Versions:
@@ -123,8 +123,12 @@ def generate(models, changes, requests, mode="keep", **knobs):
              ended; then the weights change
     """
     one_of("mode", mode, "keep", "recompute", "wait")
-    if any(not earlier < later for earlier, later in pairwise(changes)):
-        raise ValueError(f"changes must be steps, each later than the one before, not {changes}")
+    check("models", models, lambda each: [model.config for model in each], "a list of models")
+    check("changes", changes, lambda steps: isinstance(steps, (list, tuple)) and all(
+              is_whole(step, 0) for step in steps) and all(a < b for a, b in pairwise(steps)),
+          "a list of steps, each later than the one before")
+    check("scheduler", knobs.get("scheduler"), lambda _: "scheduler" not in knobs,
+          "left out: rollout has its own")
     if len(models) != len(changes) + 1:
         raise ValueError(f"{len(changes)} changes need {len(changes) + 1} models, "
                          f"not {len(models)}")

@@ -28,7 +28,7 @@ from generate_prefix import PrefixScheduler
 from model import sample
 from request import indices_due, prepare
 from toolbox.trace import Trace
-from toolbox.validate import check_pool
+from toolbox.validate import check_pool, check_whole
 
 
 class Lookup:
@@ -66,6 +66,7 @@ def draft(plan, scheduler, lookups, most):
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16, guesses=4,
              on_token=None):
     """Runs `requests` as prefix does, with at most `guesses` for each decode. Returns the trace."""
+    check_whole("guesses", guesses, 0)
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)

@@ -29,6 +29,7 @@ import torch.nn as nn
 from cache import KV
 from generate_ragged import Flat
 from request import Request, prepare
+from toolbox.validate import check
 from toolbox.weights import Uninitialised
 
 
@@ -65,6 +66,7 @@ def shard(model):
     same model. Returns the model; `model.traffic` counts its communication. ValueError if the heads
     or the FFN features cannot be divided evenly.
     """
+    check("model", model, lambda model: model.config and model.h, "a GPT or Llama")
     rank, ranks, config = dist.get_rank(), dist.get_world_size(), model.config
     kv_heads = getattr(config, "n_kv_head", config.n_head)
     ffn = model.h[0].mlp.c_proj.in_features

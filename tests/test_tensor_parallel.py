@@ -44,6 +44,8 @@ def one_rank(rank, ranks, store, work):
 def each_has_an_equal_share():
     with pytest.raises(ValueError, match="ranks: n_head 3 is not a multiple"):
         shard(toy(n_head=3, n_embd=15))
+    with pytest.raises(ValueError, match="model must be a GPT or Llama, not None"):
+        shard(None)
     whole = toy(dtype=torch.float32, **EVEN)
     model, share = shard(copy.deepcopy(whole)), 16 // dist.get_world_size()
     for block in model.h:

@@ -27,7 +27,7 @@ def one_line(what, *expected):
 
 def check(name, value, right, allowed):
     """ValueError unless `right(value)`. A value that `right` cannot even look at is wrong, too."""
-    with suppress(TypeError, AttributeError):
+    with suppress(TypeError, AttributeError, ValueError):
         if right(value):
             return
     raise ValueError(f"{name} must be {allowed}, not {' '.join(repr(value).split()):.60}")
