@@ -24,6 +24,9 @@ wait for the device.
 
     python -m beyond.ahead     what it gains, calculated
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.ahead")
+
 import time
 from dataclasses import dataclass
 

@@ -27,6 +27,9 @@ Sheng et al., "Fairness in Serving Large Language Models", 2024). vLLM ranks by 
     python -m beyond.fairness                   the example
     python generate_prefix.py --policy sjf      or generate(..., scheduler=SCHEDULERS["sjf"])
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.fairness")
+
 from bisect import bisect_left, insort
 from collections import OrderedDict, namedtuple
 from functools import partial

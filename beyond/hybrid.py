@@ -27,6 +27,9 @@ pages first, except some at intervals: #43447, --prefix-cache-retention-interval
 
     python -m beyond.hybrid     both, counted
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.hybrid")
+
 from itertools import pairwise
 
 import torch

@@ -32,6 +32,9 @@ retracts or pauses in place. PipelineRL (arXiv 2509.19128) updates weights while
 
     python -m beyond.rollout     both, counted
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.rollout")
+
 from bisect import bisect_right
 from functools import partial
 from itertools import pairwise

@@ -30,6 +30,9 @@ found that recomputing takes 37 to 40% of the forward time. Copies in host memor
 
     python -m beyond.sessions     the table, counted
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.sessions")
+
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field, replace

@@ -19,6 +19,8 @@ draw is already the right token. No draft distribution, no second random number,
 
     python -m beyond.speculative [MODEL PROMPTS]    docs/guessing.md: passes saved, and their price
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.speculative")
 
 import torch
 

@@ -20,6 +20,10 @@ the same random numbers, so no decision has to be sent. model.py knows nothing o
 
     torchrun --nproc_per_node 2 -m beyond.tensor_parallel --stage ragged
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: "
+                     "torchrun --nproc_per_node 2 -m beyond.tensor_parallel")
+
 import time
 
 import torch

@@ -184,11 +184,11 @@ def check_path(path, flag, suffixes=None):
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
-    existed = path.exists()
     with one_line(f"{flag} {path}"):
+        existed = path.exists()
         open(path, "ab").close()
-    if not existed:
-        path.unlink()
+        if not existed:
+            path.unlink()
 
 
 def guarded(prog, work, speaks=True):

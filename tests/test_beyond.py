@@ -3,6 +3,8 @@ Speculative decoding, planning ahead, in-batch prefix caching: what each of them
 is counted. (That they keep the contract: test_essays.py)
 """
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -165,6 +167,15 @@ def test_who_waits_for_a_beginning(pool, requests, first):
 def test_the_commands_print_what_they_gain(module, said):
     _, out, _ = captured(as_program, module)
     assert all(line in out for line in said)
+
+
+@pytest.mark.parametrize("name", ["ahead", "fairness", "hybrid", "prepacked", "rollout", "sessions",
+                                  "speculative", "tensor_parallel"])
+def test_an_essay_that_is_started_as_a_file_says_how_to_start_it(name):
+    done = subprocess.run([sys.executable, f"beyond/{name}.py"], cwd=common.ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode and f" -m beyond.{name}\n" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_observers_see_each_pass_before_it_is_computed():

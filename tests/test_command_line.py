@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib
@@ -46,7 +47,7 @@ def run(stage, *argv):
 def test_each_script_with_its_defaults(stage):
     """In the quick size with shorter answers."""
     short = [] if os.environ.get("THOROUGH") else ["--max_new_tokens", "12"]
-    code, out, err = captured(as_program, stage.__file__, *short)
+    code, out, err = captured(as_program, stage.__name__, *short)
     assert code == 0, out + err
     assert re.findall("^--- (.*?):? ", out, re.M) == ["r0", "r1", "r2", "and"]   # 9 more
     *_, verdict, further = out.splitlines()
@@ -71,7 +72,7 @@ BAD = [   # what is called, and what its error says
       for number in KNOB_NUMBERS for bad in (0, "x")),
     (f"{PREFIX} --max_batch {10**20}", "max_batch must be at most 9223372036854775807"),
     (f"{PREFIX} --pages 3", "request 'r .. KV tokens, there are 48"),
-    (f"{PREFIX} --temperature nan", "--temperature .. at least 0, not nan"),
+    (f"{PREFIX} --page left.html --temperature nan", "--temperature .. at least 0, not nan"),
     (f"{PREFIX} --top_p 0", "--top_p .. above 0 and at most 1, not 0.0"),
     (f"{PREFIX} --top_p x", "--top_p: invalid float value: 'x'"),
     (f"{PREFIX} --arrival_rate 0", "--arrival_rate must be above 0"),
@@ -83,6 +84,10 @@ BAD = [   # what is called, and what its error says
     (f"{PREFIX} --page run.pdf", "--page .. .html"),
     (f"{PREFIX} --trace tests", "--trace tests: Is a directory"),
     (f"{PREFIX} --trace no/such/x.json", "--trace no/such/x.json: No such file"),
+    *((f"{PREFIX} --{name}", f"--{name}: {why}")
+      for file in ("page {}.html", "plot {}.png", "trace {}")
+      for name, why in ((file.format("x" * 300), "File name too long"),
+                        (file.format("README.md/x"), "Not a directory"))),
     (f"{PREFIX} --max_bat 3", "unrecognized arguments: --max_bat 3"),
     (f"{PREFIX} --threads two", "--threads: must be a whole number of at least 1, not two"),
     (f"{PREFIX} --threads {10**20}", "--threads: must be at most .. this machine's cores"),
@@ -109,6 +114,17 @@ def test_bad_input_is_one_line(line, said, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     out = refused(said, as_program, *shlex.split(line))
     assert "stage:" not in out   # before any work
+    assert not Path("left.html").exists()
+
+
+def test_a_folder_that_may_not_be_entered(monkeypatch):
+    def stat(*_, **settings):
+        raise PermissionError(13, "Permission denied")
+
+    args = command_line.parser("").parse_args(["--page", "secret/x.html"])
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(ValueError, match="^--page secret/x.html: Permission denied$"):
+        command_line.load_inputs(args)
 
 
 @pytest.mark.parametrize("line, said", [
