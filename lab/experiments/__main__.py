@@ -40,7 +40,7 @@ PROG = "python -m lab.experiments"
 class Experiment(NamedTuple):
     measure: Callable    # args, device, dtype -> figures; or yields several
     table: Callable      # figures -> Table
-    draw: Callable       # figures (or several), path
+    draw: Callable       # figures (or several), path; None: there is no picture
     flags: dict = {}
 
 
@@ -52,7 +52,7 @@ EXPERIMENTS = {
         memory.filling_pool(load()[0]), path)),
     "prepacking": Experiment(prepacking.measure, prepacking.table, figures.kinds),
     "bench": Experiment(bench.measure, bench.table, figures.bench, bench.FLAGS),
-    "gpu": Experiment(gpu.measure, gpu.table, figures.curve)}
+    "gpu": Experiment(gpu.measure, gpu.table, None)}
 COMMANDS = {"train": (train.train, train.FLAGS), "tables": (tables.write, tables.FLAGS),
             "pictures": (pictures.draw, {})}
 
@@ -87,11 +87,12 @@ def parser():
         one = names.add_parser(name, help=run.__doc__, description=run.__doc__)
         one.set_defaults(run=run)
         if name in EXPERIMENTS:
-            one.set_defaults(run=partial(measure, EXPERIMENTS[name]))
+            one.set_defaults(run=partial(measure, EXPERIMENTS[name]), plot=None)
             one.add_argument("--quick", action="store_true",
                              help="the least that says something: fewer runs, less work")
             one.add_argument("--json", metavar="FILE.json", help="write the figures")
-            one.add_argument("--plot", metavar="FILE.png", help="draw them")
+            if EXPERIMENTS[name].draw:
+                one.add_argument("--plot", metavar="FILE.png", help="draw them")
             flags.add_place(one)
         for flag, settings in own.items():
             one.add_argument(flag, **settings)

@@ -101,37 +101,6 @@ def gaps(result, path=None):
                  xlabel="step")
 
 
-def curve(result, path=None):
-    """
-    Latency against the rate of arrivals, calculated; a cross at the top, where latency has no end,
-    marks the rate with which a stage keeps up no longer. result: of `gpu`
-    """
-    under = {"paged": "ragged", "chunked": "dynamic"}   # nearly the same curve
-    figure, ax = pyplot().subplots(figsize=(WIDTH, 4))
-    for stage, found in result["curve"].items():
-        i = STAGES.index(stage)
-        points, served = found["points"], found["served"]
-        ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], markersize=9 - i,
-                linestyle="--" if stage in under else "-", label=f"{stage}: {served:.1f}"
-                + (f" (dashed, on {under[stage]}'s)" if stage in under else ""))
-        rate, ms = points[-1]
-        ax.annotate("", (served, 1), (rate, ms), ("data", "axes fraction"), "data", arrowprops={
-            "arrowstyle": "-", "linestyle": ":", "color": CYCLE[i]})
-        ax.plot(served, 1, "x", color=CYCLE[i], markersize=9, markeredgewidth=2, clip_on=False,
-                transform=ax.get_xaxis_transform())
-    ax.loglog(base=2)
-    for axis in ax.xaxis, ax.yaxis:
-        axis.set_major_formatter("{x:g}")
-    ax.set(xlabel="requests a second", ylabel="ms a token, arrival to end")
-    ax.set_title("Llama 2 7B on an A100 40 GB, calculated: requests of mixed lengths", pad=12)
-    ax.grid(True)
-    ax.legend(fontsize=9, title="keeps up with (✕), requests/s",
-              loc="center", bbox_to_anchor=(0.74, 0.65))
-    ax.text(0.5, 0.18, "ragged, paged: no padding, and kernels\nthat read the cache in place",
-            fontsize=9, transform=ax.transAxes)
-    return finished(figure, path)
-
-
 def bars(panels, looks, label, height, form, path, dashed="", below="", above="", sharex=False):
     """
     A panel for each {title: ({name: value}, where a dashed line stands)}, side by side. looks: for

@@ -26,7 +26,6 @@ def draw(args):
     figures.gaps(results.load("gaps"), FOLDER / "itl.png")
     figures.kinds(results.load("prepacking"), FOLDER / "prepacking-kinds.png")
     figures.bench(*results.load("bench"), path=FOLDER / "bench.png")
-    figures.curve(results.load("gpu"), FOLDER / "gpu-curve.png")
     for name, text in motion.pictures(motion.traces()).items():
         (FOLDER / name).write_text(text, encoding="utf-8", newline="\n")
     return 0

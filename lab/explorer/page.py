@@ -60,12 +60,12 @@ def filled(data):
 
 def gpu_data(shape=GPU[0], gpu=GPU[1]):
     """
-    The constants of simulate's `seconds` in plain numbers, for schedule.js. For a dense model on
-    one GPU, where all weights are hit: all are seconds, but the tile and bytes.
+    The constants of simulate's `seconds` in plain numbers, for schedule.js. For one GPU: all are
+    seconds, but the tile and bytes.
     """
     c = constants(shape, gpu)
-    return {"tile": TILE, "row": c.row + c.expert_row, "sample": c.sample, "score": c.score,
-            "weights": c.weights + c.expert, "key": c.key, "vocabulary": c.vocabulary,
+    return {"tile": TILE, "row": c.row, "sample": c.sample, "score": c.score,
+            "weights": c.weights, "key": c.key, "vocabulary": c.vocabulary,
             "kv_bytes": shape.kv_bytes, "copy": 2 * shape.kv_bytes * c.byte,
             "overhead": c.overhead, "per_request": c.per_request}
 
