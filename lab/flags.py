@@ -76,23 +76,6 @@ def bounds(text):
     return numbers[0], numbers[-1]
 
 
-def stages(text):
-    """A flag's type: [(requests/s, seconds), ...] of RATE:SECONDS,..."""
-    try:
-        return [(above_0(rate), above_0(length)) for rate, length in (
-            stage.split(":") for stage in text.split(","))]
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"{text}: use RATE:SECONDS,RATE:SECONDS, ... with "
-                                         "numbers above 0") from None
-
-
-def share(text):
-    """A flag's type: numbers above 0, at most 1."""
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text}")
-    return float(text)
-
-
 def add_knobs(parser, generate=None, defaults={}):
     """
     The flags of how to batch. The help shows those that the stage `generate` has; None: all.
