@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         return re.sub(r"\s+\(default:\s+(None|False)\)", "", super().format_help())
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (--help lists the flags)\n")
 
     def run(self, command, argv=None):
         """Parses the flags. Returns the exit status of `command(args)`."""
@@ -63,9 +64,10 @@ def threads(text):
 
 def above_0(text):
     """A flag's type: finite numbers above 0."""
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return float(text)
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
 
 
 def bounds(text):

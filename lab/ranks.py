@@ -71,6 +71,7 @@ def run_in_group(args):
     sent = model.traffic
     print(f"{dist.get_world_size()} ranks ({dist.get_backend()}), {model.config.n_layer} layers; "
           f"rank 0 in this run: {sent.all_reduces:,} all-reduces, two for each layer of a pass, "
-          f"{sent.bytes / 1e6:,.1f} MB" + (f", {sent.seconds:.2f} s" * (device.type == "cpu")))
+          f"{sent.bytes / 1e6:,.1f} MB"
+          + (f", {sent.seconds:.2f} s" if device.type == "cpu" else ""))
     dist.destroy_process_group()
     return status

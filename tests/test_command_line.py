@@ -25,6 +25,7 @@ import generate_interleaved
 import generate_prefix
 import generate_ragged
 from beyond import prepacked
+from beyond.fairness import POLICIES
 from lab import compiled, flags
 from lab import run as command_line
 from lab.compiled import native
@@ -96,7 +97,9 @@ BAD = [   # what is called, and what its error says
     ("beyond.speculative nowhere", "model 'nowhere': no such file"),
     ("beyond.sessions --keep 3", "unrecognized arguments: --keep 3"),
     ("beyond.tensor_parallel", "torchrun --nproc_per_node 2 -m beyond.tensor_parallel"),
-    ("lab/simulate/__main__.py --rate nan", "--rate: must be above 0, not nan"),
+    *((f"lab/simulate/__main__.py --rate {bad}", f"--rate: must be above 0, not {bad}")
+      for bad in ("nan", "x")),
+    ("lab/simulate/__main__.py --rate 'a\nb'", "--rate: must be above 0, not a b"),
     ("lab/simulate/__main__.py --clients 0", "--clients: must be a whole number of at least 1"),
     ("lab/simulate/__main__.py --json no/x.json", "--json no/x.json: No such file"),
     ("lab/server/__main__.py --port 99999", "--port must be 0 to 65535"),
@@ -240,6 +243,7 @@ def test_the_help_is_short_and_shows_this_stages_flags(stage, monkeypatch):
     for flag, default in vars(command_line.parser("", stage.generate).parse_args([])).items():
         if default is not None and default is not False:
             assert f"(default: {default})" in told[flag]
+    assert all(policy in told["policy"] for policy in POLICIES if "policy" in told)
 
 
 @pytest.mark.parametrize("terminal, no_color, coloured", [
