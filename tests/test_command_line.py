@@ -115,6 +115,7 @@ def test_bad_input_is_one_line(line, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(os, "_exit", sys.exit)   # of ranks
     out = refused(said, as_program, *shlex.split(line))
     assert "stage:" not in out   # before any work
     assert not Path("left.html").exists()

@@ -107,6 +107,7 @@ def test_the_script():
     (status, out, _), (other, said, _) = script(*flags.split())
     assert status == other == 0 and "12/12 requests identical to unbatched" in out
     assert out.count("--- r0:") == 1 and said == ""   # rank 0 speaks
+    assert "stage: prefix" in out and "ignored" not in out
     passes = int(re.search(r"forward passes +(\d+)", out)[1])
     assert f"2 ranks (gloo), 4 layers; rank 0 in this run: {8 * passes:,} all-reduces" in out
 
