@@ -24,14 +24,19 @@ This is fair to requests, not to users: one who sends a thousand gets a thousand
 with many users serves next the user with the fewest tokens so far (Virtual Token Counter, VTC:
 Sheng et al., "Fairness in Serving Large Language Models", 2024). vLLM ranks by fcfs or priority.
 
+    python -m beyond.fairness                   the example
     python generate_prefix.py --policy sjf      or generate(..., scheduler=SCHEDULERS["sjf"])
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.fairness")
+
 from bisect import bisect_left, insort
 from collections import OrderedDict, namedtuple
 from functools import partial
 from weakref import WeakKeyDictionary
 
 from generate_prefix import PrefixScheduler
+from toolbox.validate import check, is_number, one_of
 
 POLICIES = {
     "fcfs": lambda request: 0,                                             # first come first served
@@ -50,6 +55,8 @@ class FairScheduler(PrefixScheduler):
     """
 
     def __init__(self, max_batch, token_budget, pages, page_size, policy, bound=MAX_OVERTAKEN):
+        one_of("policy", policy, *POLICIES)
+        check("bound", bound, lambda n: is_number(n) and n >= 0, "a number of at least 0")
         super().__init__(max_batch, token_budget, pages, page_size)
         self.key, self.bound, self.added = POLICIES[policy], bound, 0
         self.new = OrderedDict()   # its keys: requests that were never admitted, by arrival
@@ -108,3 +115,8 @@ class FairScheduler(PrefixScheduler):
 
 SCHEDULERS = {policy: partial(FairScheduler, policy=policy) for policy in POLICIES}
 SCHEDULERS["fcfs"] = PrefixScheduler   # without a bound: nobody is overtaken
+
+
+if __name__ == "__main__":
+    from lab.essays import fairness, main
+    main(fairness, __doc__)

@@ -154,7 +154,7 @@ def parser(doc, generate=None):
     what.add_argument("--top_p", type=float, default=1.0, metavar="P",
                       help="and from the top P of probability")
     what.add_argument("--seed", type=int, default=0, metavar="N",
-                      help="of the first request; each further one adds 1")
+                      help="the first request's; each next one adds 1")
     what.add_argument("--arrival_rate", type=float, metavar="R",
                       help="requests that arrive per step (default: all at step 0)")
 
