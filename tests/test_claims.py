@@ -5,6 +5,7 @@ after its claim; those of a kind are lines of HELD, COUNTS and RUNS.
 import math
 import re
 import statistics
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -80,7 +81,7 @@ HELD = [   # claim, and a stage that would give other tokens and logits if it di
     ("H3", "unbatched"),      # what is cached stays right, and the last token's logits will do
     ("H6", "chunked"),        # any split gives the same
     ("H7", "naive"),          # rows end in the rightmost column, each at its own position
-    ("H11", "ragged_mask"), ("R4", "ragged_varlen"),        # requests in one stream stay apart
+    ("R4", "ragged_varlen"),  # requests in one stream stay apart
     ("R2", "ragged_varlen"),  # all else gives the same rows whatever is beside them
     ("P2", "prepacked"), ("P3", "prepacked"),               # a triangle for each prompt, from 0 on
     ("P4", "prepacked"),      # caches are unpacked as a padded batch would fill them
@@ -92,7 +93,8 @@ HELD = [   # claim, and a stage that would give other tokens and logits if it di
 @pytest.mark.parametrize("claim, stage", HELD)
 def test_held_by_the_contract(claim, stage):
     """On any workload: test_contract.py. That each of these mistakes is seen: test_traps.py."""
-    contract(stage, "float64", mixed(), dict(max_batch=4, token_budget=7))
+    together = [replace(request, arrival=0) for request in mixed()]
+    contract(stage, "float64", together, dict(max_batch=4, token_budget=7))
 
 
 # --- counts ---------------------------------------------------------------------------------------
@@ -201,6 +203,16 @@ def test_H10_static_shapes_force_padding_and_today_a_compile_need_not_be_static(
         for n in 3, 8:
             compiled(torch.randn(n, 15, dtype=torch.float64))
         assert counter.frame_count == compiles
+
+
+def test_H11_ragged_batching_has_no_padding_and_a_block_diagonal_causal_mask():
+    batch = masked(whole(ready(2, 3)))   # the same outputs: COUNTS
+    assert batch.cu_seqlens == [0, 2, 5]
+    assert batch.mask.int().tolist() == [[1, 0, 0, 0, 0],
+                                         [1, 1, 0, 0, 0],
+                                         [0, 0, 1, 0, 0],
+                                         [0, 0, 1, 1, 0],
+                                         [0, 0, 1, 1, 1]]
 
 
 def test_R5_16_all_reduces_for_8_layers_whatever_is_in_the_batch():
