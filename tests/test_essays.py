@@ -1,7 +1,7 @@
 """
 The contract of beyond/: guesses, passes queued ahead, weights that change, sessions that pause,
 layers with a window. Each request gets what it would have got alone, and known bugs are seen (more
-of them: test_traps.py; fairness: test_fairness.py; what each of them gains: test_beyond.py).
+of them: test_traps.py; fairness: test_scheduler.py; what each of them gains: test_beyond.py).
 """
 import math
 from bisect import bisect_right
