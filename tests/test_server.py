@@ -66,7 +66,7 @@ class Running:
         return connection
 
     def signal(self, drain):
-        self.server.drain = drain
+        self.server.drain, self.server.config.timeout_graceful_shutdown = drain, drain + 1
         self.server.loop.call_soon_threadsafe(self.server.handle_exit, signal.SIGTERM, None)
 
     def until(self, what):
@@ -285,7 +285,8 @@ def test_chats_and_models(monkeypatch):
         usage = chat(extra_body={"ignore_eos": True}).usage
         assert usage.total_tokens == 257   # all the room that there is
         short = chat(max_completion_tokens=1, messages=[   # as clients send an answer back
-            {"role": "user", "content": "hi"}, message.model_dump() | {"tool_calls": []}])
+            {"role": "user", "content": "hi"}, message.model_dump() | {"tool_calls": []}],
+            logprobs=False, response_format={"type": "text"})
         assert short.usage.completion_tokens == 1 and short.id != whole.id
         assert [model.id for model in client.models.list()] == ["m"]
         assert client.models.retrieve("m").max_model_len == 256
@@ -331,6 +332,7 @@ def test_routes(monkeypatch):
         assert client.get("/health/").status_code == 404   # no redirection
         config = running.server.config   # httpx uses a connection again for 5 seconds
         assert config.timeout_keep_alive > 5 and config.limit_concurrency == 1000
+        assert config.http == "h11"   # whatever else is installed
         for path in "/v1/completions", "/v1/chat/completions", "/live/ask", "/live/control":
             for method in "GET", "HEAD", "OPTIONS":
                 got = client.request(method, path)
@@ -438,9 +440,9 @@ def test_a_request_without_finite_logits_ends_alone_and_only_its_client_is_told(
     assert [len(names) for names in lost] == [1, 1] and lost[0] != lost[1]   # each hears of its own
 
 
-@pytest.mark.parametrize("drain, signals", [(0.2, 1), (600, 2)])
-def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(drain, signals):
-    with serving(LONG, pages=600) as running, running.half_sent(b"{", more=9):
+@pytest.mark.parametrize("drain, signals, more", [(0.2, 1, 9), (600, 2, 0)])
+def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(drain, signals, more):
+    with serving(LONG, pages=600) as running, running.half_sent(b"{", more):
         stream = running.client().completions.create(
             model="m", prompt="a", max_tokens=4000, stream=True, extra_body={"ignore_eos": True})
         next(iter(stream))
@@ -449,7 +451,7 @@ def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(dr
         with pytest.raises(openai.APIError, match="the server shuts down") as cut:
             list(stream)
         assert cut.value.code == "503"
-        running.thread.join(20)   # and nobody waits for the rest of a body
+        running.thread.join(20)   # and nobody waits any longer for the rest of a body
         assert not running.thread.is_alive() and not running.engine.scheduler.busy
 
 
@@ -487,35 +489,14 @@ def test_the_server_ends_if_its_engine_does(monkeypatch):
 
 # --- hostile clients ------------------------------------------------------------------------------
 
-def test_fields_without_effect_are_those_of_the_table_and_the_table_is_in_the_documentation():
-    api, rows = openai.types, {}
-    for kind, body, known in (
-            (schemas.Completion, {"prompt": "a"}, api.completion_create_params),
-            (schemas.Chat, {"messages": [{"role": "user", "content": "a"}]},
-             api.chat.completion_create_params)):
-        assert {*known.CompletionCreateParamsBase.__annotations__} <= {*kind.model_fields}
-        for values, names in schemas.NO_EFFECT:
-            text = "any text" if values is schemas.Text else ", ".join(
-                f"`{json.dumps(value)}`" for value in values) or "*only null*"
-            for name in names.split():
-                for value in [None, *(["", "x"] if values is schemas.Text else values)]:
-                    kind(**body, **{name: value})
-                with pytest.raises(ValueError, match=name):
-                    kind(**body, **{name: 7})
-                rows[name] = text
-    served = sorted(({*schemas.Completion.model_fields} | {*schemas.Chat.model_fields}) - {*rows})
-    rows |= dict.fromkeys(served, "*served*")
-    lines = [f"| {text} | {', '.join(f'`{name}`' for name in rows if rows[name] == text)} |\n"
-             for text in dict.fromkeys(rows.values())]
-    assert "".join(lines) in (ROOT / "docs/serving.md").read_text(encoding="utf-8")
-
-
 JSON = {"content-type": "application/json"}
 WRONG = [   # a body, or the fields of one beside its prompt; and what the refusal says
     (b"{", "the body is not JSON"), (b"null", "must be a JSON object"), (b"[" * 10**5, "parsing"),
-    ({"temperature": math.nan}, "'temperature': "), ({"tools": [], "x": 1}, "'x': "),
+    ({"temperature": math.nan}, "'temperature': "), ({"user": "", "x": 1}, "'x': "),
     ({"\ud800": 1}, "the body must"), ({"n": True}, "'n': "), ({"seed": -1}, "'seed': "),
-    ({"logprobs": 0}, "'logprobs': it must be false or null"), ({"top_k": -2}, "'top_k': "),
+    ({"logprobs": 0}, "'logprobs': "), ({"echo": True}, "'echo': "), ({"top_k": -2}, "'top_k': "),
+    ({"presence_penalty": 0.1}, "'presence_penalty': "), ({"min_p": False}, "'min_p': "),
+    ({"repetition_penalty": 0}, "'repetition_penalty': "), ({"min_tokens": 1}, "'min_tokens': "),
     ({"stream_options": {"x": 1}}, "_options.x'"), ({"stop": ""}, "'stop': it must be"),
     ({"best_of": 1, "n": 2}, "'best_of': it must be n, 2, not 1"), ({"best_of": 2}, "'best_of': "),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "it must be max_tokens, 5, not 6"),
@@ -544,13 +525,21 @@ def test_what_is_wrong_with_a_body_is_said_in_json():
         plain = complete(content='{"prompt": "a"}')   # no page can send JSON
         assert plain.status_code == 400 and "Content-Type: application/json" in plain.text
         assert client.get("/v1/completions").json()["error"]["code"] == 405
-        image = [{"role": "user", "content": [{"type": "image"}]}]
-        got = client.post("/v1/chat/completions", json={"messages": image})
-        assert "'messages.0.content': it must be a text" in got.json()["error"]["message"]
+        user, tool = {"role": "user", "content": "a"}, {"type": "function"}
+        for field, value in (
+                ("messages.0.content", [{"type": "image"}]), ("messages.0.tool_calls", [tool]),
+                ("messages.0.x", "a"), ("tools", [tool]), ("logprobs", True),
+                ("response_format.type", "json_object")):
+            *place, last = field.split(".")
+            asked = {"messages": [dict(user)], "response_format": {}}
+            inner = asked["messages"][0] if len(place) == 2 else asked[place[0]] if place else asked
+            inner[last] = value
+            got = client.post("/v1/chat/completions", json=asked)
+            assert got.status_code == 400 and f"'{field}': " in got.json()["error"]["message"]
         assert client.post("/live/control", json={"pace": -1}).status_code == 400
         body = {"prompt": ["a"], "max_tokens": 3, "temperature": 1, "seed": 7, "n": 2}
-        table = {name: "x" if values is schemas.Text else [*values, None][0]
-                 for values, names in schemas.NO_EFFECT for name in names.split()}
+        table = {"echo": False, "presence_penalty": 0, "frequency_penalty": 0.0, "min_p": 0,
+                 "repetition_penalty": 1.0, "min_tokens": 0, "user": "x", "logprobs": None}
         usage = {"include_usage": True, "include_obfuscation": False}
         for fine in (table, {"best_of": 2}, {"max_completion_tokens": 3}, {"top_k": 0},
                      {"max_tokens": None, "max_completion_tokens": 3}, {"top_k": -1},

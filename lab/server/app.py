@@ -58,10 +58,10 @@ class Server(uvicorn.Server):
         api.post("/live/control")(self.live.control)
         app.include_router(api)
         # Connections stay open for longer than clients wait before they use one again (httpx: 5 s):
-        # else these write into a closed one.
+        # else these write into a closed one. h11: an installed httptools changes nothing.
         super().__init__(uvicorn.Config(
-            app, log_level="warning", ws="none", limit_concurrency=1000, timeout_keep_alive=15,
-            timeout_graceful_shutdown=drain + 5))
+            app, http="h11", ws="none", log_level="warning", limit_concurrency=1000,
+            timeout_keep_alive=15, timeout_graceful_shutdown=drain + 1))
 
     # --- the engine's thread, and what comes from it ---
 
@@ -108,9 +108,6 @@ class Server(uvicorn.Server):
     def cut_all(self, why="the server shuts down"):
         for request, answer in self.answers.items():
             answer.put(Event(request, None, "shutdown", why))
-        for connection in self.server_state.connections:   # a second for these last words; but
-            half_sent = connection.cycle and connection.cycle.more_body   # nobody waits for a body
-            self.loop.call_later(0 if half_sent else 1, connection.transport.abort)
 
     # --- completions ---
 
