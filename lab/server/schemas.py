@@ -58,10 +58,11 @@ class Sampling(Strict):
     max_completion_tokens: int | None = Field(None, ge=1, description="the newer max_tokens")
     temperature: float = Field(1.0, ge=0, le=2)
     top_k: int = Field(-1, ge=-1, description="0, -1: of all tokens")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1, description="0: the most likely token only")
     n: int = Field(1, ge=1, le=128, description="answers to each prompt; the i-th has seed + i")
     best_of: int | None = Field(None, description="as many as n")
-    seed: int | None = Field(None, ge=0, lt=2**63, description="null: each answer has its own")
+    seed: int | None = Field(None, ge=-2**63, lt=2**63,
+                             description="null: each answer has its own")
     stop: Annotated[Stop | Annotated[list[Stop], Field(max_length=4)],
                     must_be("a text or at most 4 texts, of 1 to 200 characters")] = []
     ignore_eos: bool = False
@@ -80,6 +81,8 @@ class Sampling(Strict):
             found = getattr(self, one), getattr(self, other)
             if None not in found and found[0] != found[1]:
                 raise ValueError(f"'{one}': it must be {other}, {found[1]}, not {found[0]}")
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise ValueError("'stream_options': it needs \"stream\": true")
         limit, requests = self.max_tokens or self.max_completion_tokens, []
         prompts = self.prompts(tokenizer)
         for i, tokens in enumerate(prompts):
@@ -91,10 +94,12 @@ class Sampling(Strict):
                 raise ValueError(f"{which} has {len(tokens)} tokens, there is room for {room}"
                                  f"{limits}")
             eos_token = None if self.ignore_eos else tokenizer.eot_token
+            temperature = self.temperature if self.top_p else 0
             for j in range(self.n):
                 seed = random.getrandbits(63) if self.seed is None else self.seed + j
-                requests.append(Request(tokens, asked, self.temperature, max(self.top_k, 0) or None,
-                                        top_p=self.top_p, seed=seed, eos_token=eos_token))
+                seed %= 2**64   # to Python, -1 and 1 are the same seed
+                requests.append(Request(tokens, asked, temperature, max(self.top_k, 0) or None,
+                                        top_p=self.top_p or 1, seed=seed, eos_token=eos_token))
         return requests
 
 
@@ -151,7 +156,7 @@ class Chat(Sampling):
 
 def error_of(status, message):
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": str(status)}}
 
 
 def sentence(error):
