@@ -425,8 +425,6 @@ def test_metrics_count_while_requests_run_and_a_stop_string_at_the_last_token():
 def test_a_slow_reader_is_cut_off_and_holds_up_nobody(monkeypatch):
     monkeypatch.setattr(answers, "UNREAD", 16)
     with serving(LONG, pages=600, max_batch=9) as running:
-        if sys.platform == "linux":   # its connection does not last as long as it likes
-            assert running.listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         running.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)   # soon full
         body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 8}
         with httpx.stream("POST", running.url + "/v1/completions", json=body, timeout=60) as slow:
@@ -601,7 +599,7 @@ def test_only_this_machine_or_who_has_the_key():
                              ("evil.example:8000", 400), ("localhost.evil.example", 400)):
             got = httpx.get(running.url + "/health", headers={"Host": host})
             assert got.status_code == status
-            assert status == 200 or "it must be 127.0.0.1 or " in got.json()["error"]["message"]
+            assert status == 200 or "must be 127.0.0.1 or " in got.json()["error"]["message"]
     with serving(settings={"key": "secret"}) as running:
         running.engine.see, steps = lambda batch: steps.append(batch), []
         for path, key, status in (("/v1/models", "", 401), ("/v1/models", "Bearer wrong", 401),

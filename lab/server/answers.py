@@ -64,10 +64,9 @@ class Answer:
         text = self.texts[request]
         if text.stopped:   # nothing after a stop string counts
             return
-        new = ""
-        if token is not None and token not in request.ends:   # what ends an answer is not shown
-            new = text.add(token)
-        if reason and not text.stopped:   # no token follows
+        hidden = token is None or token in request.ends
+        new = "" if hidden else text.add(token)
+        if reason and not text.stopped:   # no token follows: nothing is held back
             new += text.add(None)
         if text.stopped:
             reason = "stop"
@@ -77,10 +76,7 @@ class Answer:
             self.engine.cancel(request, reason="unread")
 
     async def pieces(self):
-        """
-        (index of a request, text, finish reason or None): one for each token, but none for a token
-        whose text is held back, until it can be told. Or HTTPException.
-        """
+        """(index of a request, text, finish reason or None), as they come. Or HTTPException."""
         left = len(self.requests)
         while left:
             i, text, token, reason, error = await self.queue.get()
@@ -89,7 +85,7 @@ class Answer:
                 raise HTTPException(status, error or why)
             left -= reason is not None
             self.tokens += token is not None
-            if text or reason:
+            if text or reason:   # else a token's text is held back: it comes with a later one's
                 yield i, text, reason
 
     async def whole(self):
@@ -99,10 +95,7 @@ class Answer:
         return self.fill(choices, usage=self.usage(), role="assistant", refusal=None)
 
     async def lines(self):
-        """
-        The data of server-sent events, one for each piece: clients time tokens by them. So the role
-        comes with a choice's first piece, and the finish reason with its last.
-        """
+        """The data of server-sent events. Clients take the first for the first token, so it is."""
         options, begun = self.body.stream_options, set()
         try:
             async for piece in self.pieces():

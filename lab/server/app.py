@@ -113,25 +113,22 @@ class Server(uvicorn.Server):
     # --- who may ask ---
 
     async def gate(self, scope, receive, send):
-        """The application's guard: uvicorn and middleware would not refuse in OpenAI's form."""
-        app = self.app
-        if scope["type"] == "http":
-            try:
-                self.check(Headers(scope=scope))
-            except HTTPException as error:
-                app = await refuse(None, error)
+        refusal = scope["type"] == "http" and self.refusal(Headers(scope=scope))
+        app = await refuse(None, refusal) if refusal else self.app
         await app(scope, receive, send)
 
-    def check(self, headers):
+    def refusal(self, headers):
+        """What uvicorn and middleware would refuse in plain text. None: the application decides."""
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()   # without the port
         # A page elsewhere could make its own name point here: DNS rebinding.
         if self.key is None and host not in LOCAL:
-            raise HTTPException(400, f"host {host!r:.99}: it must be {' or '.join(LOCAL)}; with "
-                                     "--api-key it may be any")
+            return HTTPException(400, f"host {host!r:.99} must be {' or '.join(LOCAL)}; a server "
+                                      "with --api-key takes any")
         if int(headers.get("content-length", 0)) > BODY:
-            raise HTTPException(413, f"the body is larger than {BODY} bytes")
+            return HTTPException(413, f"the body is larger than {BODY} bytes")
         if len(self.server_state.connections) > CONNECTIONS:
-            raise HTTPException(503, f"there are more than {CONNECTIONS} connections")
+            return HTTPException(503, f"there are more than {CONNECTIONS} connections")
+        return None
 
     # --- completions ---
 

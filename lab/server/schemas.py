@@ -15,6 +15,7 @@ from request import Request
 # tiktoken's stack overflows at a million spaces.
 Text = Annotated[str, Field(max_length=2**17)]
 
+
 def must_be(forms):
     """For a field that may have several forms: pydantic would complain about each of them."""
     def check(value, usual):
