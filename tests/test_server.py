@@ -348,6 +348,8 @@ def test_a_token_whose_text_is_held_back_has_no_event_of_its_own():
         assert len(pieces) == 20 and all(pieces)
         stop = "".join(pieces[3:6]) + "\0"   # three tokens look like its beginning
         assert texts(stop=stop) == [*pieces[:3], "".join(pieces[3:7]), *pieces[7:]]
+        held = texts(stop=pieces[-1] + "\0")   # at the end there is nothing to wait for
+        assert "".join(held) == "".join(pieces)
 
 
 def test_answers_draw_from_seeds_of_their_own_unless_a_seed_is_given():
