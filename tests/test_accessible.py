@@ -1,7 +1,4 @@
 """Every page that is made here, as axe-core sees it: contrast, names, roles, light and dark."""
-import subprocess
-import sys
-
 import pytest
 from axe_core_python.selenium import Axe
 from browser import resize
@@ -12,8 +9,6 @@ from lab.explorer.recorder import record
 from lab.loading.load import load
 
 EXPLORER = (ROOT / "docs" / "explorer.html").as_uri()
-SITE = ("index.html", "ladder/generate_ragged.html", "docs/measurements.html",
-        "notebooks/01_one_request.html")
 LOOKS = [(theme, width) for theme in ("light", "dark") for width in (1280, 390, 320)]
 
 
@@ -33,7 +28,9 @@ def faults(chrome):
     return found
 
 
-@pytest.mark.parametrize("place", ["", "#own=24-40_60-24_220-30-0-1_232-24-0-1&memory=512"])
+@pytest.mark.parametrize("place", [
+    "", "#run=naive&beside=paged&step=30", "#stop=5&all=1", "#stop=9",
+    "#own=24-40_60-24_220-30-0-1_232-24-0-1&memory=512"])
 def test_the_explorer(chrome, place):
     chrome.get("about:blank")   # else only the hash changes
     chrome.get(EXPLORER + place)
@@ -47,16 +44,6 @@ def test_the_page_of_a_run(chrome, tmp_path):
     (path := tmp_path / "run.html").write_text(text, encoding="utf-8")
     chrome.get(path.as_uri())
     assert faults(chrome) == {}
-
-
-def test_the_site(chrome, tmp_path):
-    """An overview, a chapter with code, a document with tables, and a notebook."""
-    pytest.importorskip("mkdocs", reason="pip install -r docs/site/requirements.txt")
-    subprocess.run([sys.executable, "-m", "mkdocs", "build", "-q", "-f", "docs/site/mkdocs.yml",
-                    "-d", tmp_path], cwd=ROOT, check=True)
-    for name in SITE:
-        chrome.get((tmp_path / name).as_uri())
-        assert faults(chrome) == {}, name
 
 
 def test_the_live_page(chrome):

@@ -57,12 +57,13 @@ class Replayed(Request):
 
 def on_gpu(trace):
     """The recorded run with the times of the calculated GPU, which does the same once more."""
-    recorder, again = trace.recording, []
+    recorder, again, (shape, gpu) = trace.recording, [], page.GPU
+    shape = replace(shape, block_size=recorder.model.config.block_size)   # answers end where they did
     for request in recorder.requests:
         again.append(Replayed(request.prompt, request.max_new_tokens, name=request.name,
                               eos_token=request.eos_token, arrival=request.arrival))
         again[-1].answer = request.generated
-    return take_times(trace, simulate(*page.GPU, recorder.generate, again, **recorder.knobs))
+    return take_times(trace, simulate(shape, gpu, recorder.generate, again, **recorder.knobs))
 
 
 def data():
