@@ -326,6 +326,50 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(size, show):
     assert shown.run("return views[0].run.name") == "prefix"
 
 
+EXITS = """
+    const shown = selector => [...document.querySelectorAll(selector)].filter(
+      node => node.offsetParent);
+    const whole = () => views.length && views.every(({panels}) => Object.values(panels).every(
+      panel => panel.childElementCount)) && $("now").textContent.startsWith("step ")
+      && (state.own ? shown(".row").length === state.own.requests.length
+        : shown("#stop")[0].textContent) && $("views").childElementCount;
+    const [stop] = arguments, {ask} = DATA.walk[stop], half = [];
+    let taken = 0, error = "";
+    addEventListener("error", ({message}) => { error = message; });
+    const walk = (exits, choice, all) => {
+      const come = () => {
+        answered.clear();
+        shown("#walk button")[stop + 1].click();
+        if (choice !== undefined) shown(".choices button")[choice].click();
+        if (all) $("all").click();
+        return shown(exits);
+      };
+      for (const n of come().keys()) {
+        const exit = come()[n], {textContent} = exit;
+        exit.click();
+        taken++;
+        if (error || !whole()) half.push([choice, all, textContent, error]);
+        error = "";
+      }
+    };
+    walk("#walk button, #stop button, #all, #on, .scores button");
+    walk("#mine, #all, #on, #edit", undefined, true);
+    for (const choice of ask ? [0, 1, 2, 3] : []) {   // 3: show me
+      walk("#mine, #stop button, #all, #on", choice);
+      walk("#edit", choice, true);
+    }
+    return [taken, half];"""
+
+
+def test_every_exit_from_every_stop_leads_to_a_whole_page(show):
+    """Whatever was answered."""
+    shown = show()
+    for i, stop in enumerate(DATA["walk"]):
+        taken, half = shown.run(EXITS, i)
+        assert taken >= len(DATA["walk"]) + 5 + 20 * ("ask" in stop)
+        assert half == [], stop["title"]
+
+
 def test_back_goes_back_a_stop(show):
     from selenium.webdriver.support.wait import WebDriverWait
     shown = show()
@@ -564,15 +608,16 @@ def test_requests_are_pasted_as_lengths_and_as_json(show):
             ('{"prompt": 30, "answer": 8}\n{"prompt": 4, "answer": 9, "arrival": 5}\n4 5',
              "own=30-8_4-9-5_4-5&", "3 requests."),
             ("{", "4-5&", "line 1 is not JSON"), ("", "4-5&", "1 to 40 requests, please"),
-            ("8 9\n0 5", "4-5&", "line 2: a prompt's tokens must be a whole number from 1 to 8,192"),
+            ("8 9\n0 5", "4-5&",
+             "line 2: a prompt's tokens must be a whole number from 1 to 8,192, not 0"),
             ("8", "4-5&", "line 1: two numbers, please, not “8”"),
             ("prompt,answer", "4-5&", "line 1: a prompt's tokens must be"),
             ('{"prompt": 4}', "4-5&", "line 1: an answer's tokens must be"),
             ('{"prompt": 4, "answer": 5, "arrival": -5}', "4-5&", "line 1: an arrival in ms"),
             ('{"prompt": "a text", "answer": 5}', "4-5&", "line 1: a prompt's tokens must be"),
             ("40 120 25", "4-5&", "line 1: two numbers, please, not “40 120 25”")):
-        shown.run("if (!state.own) openOwn(); document.querySelector('textarea').value = arguments[0]",
-                  text)
+        shown.run("""if (!state.own) openOwn();
+                     document.querySelector("textarea").value = arguments[0];""", text)
         shown.click(".paste button")
         assert want in shown.address
         assert shown.texts(".paste [role=status]")[0].startswith(said)

@@ -58,7 +58,7 @@ class Replayed(Request):
 def on_gpu(trace):
     """The recorded run with the times of the calculated GPU, which does the same once more."""
     recorder, again, (shape, gpu) = trace.recording, [], page.GPU
-    shape = replace(shape, block_size=recorder.model.config.block_size)   # answers end where they did
+    shape = replace(shape, block_size=recorder.model.config.block_size)   # where answers may end
     for request in recorder.requests:
         again.append(Replayed(request.prompt, request.max_new_tokens, name=request.name,
                               eos_token=request.eos_token, arrival=request.arrival))

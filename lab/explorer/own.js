@@ -215,7 +215,8 @@ function beginOwn() {
   $("more").onclick = () => edit(({requests}) => requests.push([...requests.at(-1)]));
 }
 
-function parsed(text) {                  // requests in lines; Error with a line that says what is wrong
+// Requests in lines. Error with a line that says what is wrong.
+function parsed(text) {
   const lines = text.split("\n").map(line => line.trim()).filter(Boolean);
   if (!lines.length || lines.length > MOST) {
     throw Error(`1 to ${MOST} requests, please; there are ${lines.length} lines`);
