@@ -84,12 +84,16 @@ def test_the_committed_page_is_what_the_command_builds():
 
 
 def test_the_walk_counts_its_figures_itself():
+    gaps = {request["name"]: max(b - a for a, b in zip(request["ms"], request["ms"][1:]))
+            for request in RUN_OF["prefix"]["requests"]}
+    name = max(gaps, key=gaps.get)
+    assert f"{name} is preempted, and waits {gaps[name]:.0f} ms" in STOPS["scoreboard"][1]["text"]
     point = STOPS["the point"][1]
     for name in point["show"]["run"], point["show"]["beside"]:   # the stall, and its price
         times = [[request["arrived"], *request["ms"]] for request in RUN_OF[name]["requests"]]
         gaps = [max(b - a for a, b in zip(ms[1:], ms[2:])) for ms in times]
         for wait in max(gaps), max(ms[1] - ms[0] for ms in times):
-            assert re.search(rf" {wait:.0f}( ms|\. How)", point["text"])
+            assert re.search(rf" {wait:.0f}( ms|\.$)", point["text"])
     assert any(sum(run["passes"]["recomputed"]) for run in RUN_OF.values())
     assert all(max(RUN_OF[name]["passes"]["reserved"]) <= 26 * 16 for name in (build.SAME, *PAGED))
     assert [name for name, run in RUN_OF.items() if run["check"]["wrong"]] == [build.MASK]
@@ -558,9 +562,15 @@ def test_a_damaged_link_says_what_is_lost(show):
     for address, said in (
             ("own=24-40_x_12-60&page_size=0", "1 request (“x”), page size=0 (now 16)"),
             ("own=24-40_11", "1 request (“11”)"), ("own=", "1 request (“”)"),
-            ("own=24-40&run=pagged&memry=9", "run=pagged, memry")):
+            ("own=24-40&run=pagged&memry=9", "memry, run=pagged (paged is shown)"),
+            ("run=naive&beside=ragged&step=3", ""), ("stop=3", ""),
+            ("run=ragged, varlen&step=3", "run=ragged, varlen (unbatched is shown)"),
+            ("run=naive&beside=two", "beside=two (none is shown)"), ("stop=10", "stop=10")):
         assert shown.go_to(address).texts("#note") == [
             said and f"In this link, {said} could not be read."]
+    shown.go_to("run=nothing")
+    shown.click("#mine")
+    assert shown.texts("#note") == [""]   # it is said once
 
 
 def test_the_focus_stays_where_a_request_is_removed(show):
@@ -610,12 +620,12 @@ def test_requests_are_pasted_as_lengths_and_as_json(show):
             ("{", "4-5&", "line 1 is not JSON"), ("", "4-5&", "1 to 40 requests, please"),
             ("8 9\n0 5", "4-5&",
              "line 2: a prompt's tokens must be a whole number from 1 to 8,192, not 0"),
-            ("8", "4-5&", "line 1: two numbers, please, not “8”"),
+            ("8", "4-5&", "line 1: two numbers, not “8”"),
             ("prompt,answer", "4-5&", "line 1: a prompt's tokens must be"),
             ('{"prompt": 4}', "4-5&", "line 1: an answer's tokens must be"),
             ('{"prompt": 4, "answer": 5, "arrival": -5}', "4-5&", "line 1: an arrival in ms"),
             ('{"prompt": "a text", "answer": 5}', "4-5&", "line 1: a prompt's tokens must be"),
-            ("40 120 25", "4-5&", "line 1: two numbers, please, not “40 120 25”")):
+            ("40 120 25", "4-5&", "line 1: two numbers, not “40 120 25”")):
         shown.run("""if (!state.own) openOwn();
                      document.querySelector("textarea").value = arguments[0];""", text)
         shown.click(".paste button")
@@ -663,6 +673,36 @@ def test_the_clock_in_ms_plays_ms(show):
     steps = [b - a for a, b in zip(ticks, ticks[1:])]
     assert [delay / delays[0] for delay in delays] == pytest.approx(
         [step / steps[0] for step in steps[:len(delays)]])
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (1366, 650)])
+def test_two_timelines_fit_a_laptop_and_so_do_the_knobs(size, show):
+    shown = show()
+    resize(shown.browser, *size)
+    bottoms = "return [...document.querySelectorAll(arguments[0])].map(" \
+        "node => node.getBoundingClientRect().bottom)"
+    stop = shown.run(bottoms, ".panel")
+    assert len(stop) == 2 and max(stop) < size[1], stop   # the first one, whole
+    shown.go_to(shown.run("return PRESETS.mixed") + "&beside=ragged")
+    own = shown.run(bottoms, "#lines, #other, #knobs, #more")
+    assert shown.run("return state.own.requests.length") == 8 and len(own) == 4
+    assert max(own) < shown.run("return $('transport').getBoundingClientRect().top"), own
+    assert [name for name in shown.texts(".knob small") if name] == [
+        "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks × block_size", "block_size",
+        "max_tokens"]   # vLLM's
+
+
+def test_a_phone_begins_with_what_it_is_about_and_can_be_read(show):
+    shown = show()
+    resize(shown.browser, 390, 844)
+    for stop in range(len(DATA["walk"])):
+        for address in f"stop={stop}", OWN + "&beside=prefix":   # comes from the walk
+            sizes = shown.go_to(address).run("""
+                return [...document.querySelectorAll("body *")].filter(
+                  node => node.offsetParent && node.firstChild?.nodeType === Node.TEXT_NODE).map(
+                  node => parseFloat(getComputedStyle(node).fontSize)).filter(size => size > 0)""")
+            assert min(sizes) >= 11, address
+        assert 0 <= shown.run("return $('bench').getBoundingClientRect().top") < 150
 
 
 @pytest.mark.parametrize("width", [390, 320])

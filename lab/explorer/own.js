@@ -8,17 +8,22 @@
 const steps = (...parts) => parts.flatMap(
   ([from, to, by]) => Array.from({length: (to - from) / by + 1}, (_, i) => from + i * by));
 const LENGTHS = steps([1, 32, 1], [36, 128, 4], [144, 512, 16], [576, 2048, 64]);
-const KNOBS = {   // title, values, default, what it means
-  max_batch: ["max_batch", steps([1, 16, 1], [20, 40, 4]), 8, "requests that run at once"],
+const KNOBS = {   // title, values, default, what it means, vLLM's name for it
+  max_batch: ["max_batch", steps([1, 16, 1], [20, 40, 4]), 8, "requests that run at once",
+              "max_num_seqs"],
   token_budget: ["token budget", [8, 16, 32, 64, 128, 256, 512, 1024, 2048], 64,
-                 "tokens in a step, for the stages from chunked on"],
+                 "tokens in a step, for the stages from chunked on", "max_num_batched_tokens"],
   memory: ["memory", steps([32, 512, 32], [640, 2048, 128], [2560, 16384, 512]), 2048,
-           "tokens whose keys and values fit, for the stages from chunked on"],
-  page_size: ["page size", [1, 2, 4, 8, 16, 32, 64], 16, "tokens in a page of paged and prefix"],
+           "tokens whose keys and values fit, for the stages from chunked on",
+           "num_gpu_blocks × block_size"],
+  page_size: ["page size", [1, 2, 4, 8, 16, 32, 64], 16, "tokens in a page of paged and prefix",
+              "block_size"],
   max_new_tokens: ["max_new_tokens", [0, ...LENGTHS], 0,
                    "the limit that each request declares for its answer, or the answer's length if "
-                   + "that is longer; chunked, interleaved and ragged reserve as much"],
-  common: ["common beginning", [0, ...LENGTHS], 0, "tokens with which prompts marked ≡ begin"]};
+                   + "that is longer; chunked, interleaved and ragged reserve as much",
+                   "max_tokens"],
+  common: ["common beginning", [0, ...LENGTHS], 0, "tokens with which prompts marked ≡ begin",
+           ""]};
 const PRESETS = {   // as in an address
   "mixed": "own=24-40_60-24_12-60_120-30-40_36-16-80_200-24-120_16-48-160_48-32-200",
   "a long prompt": "own=16-60_24-60_20-60_32-60_1024-20-100_20-30-150&token_budget=128",
@@ -34,7 +39,6 @@ const planned = new Map();               // stage -> its run of state.own
 const rows = [], knobs = {};             // controls of each request; of each knob
 let mine = Object.values(PRESETS)[0];    // the address of the requests that were shown last
 let soon = null;                         // the next frame, if it shall redraw
-let damage = "";                         // what is said of an address, once
 
 const LIMITS = [["a prompt's tokens", 1, 8192], ["an answer's tokens", 1, 2048],
                 ["an arrival in ms", 0, 1e5]];
@@ -45,9 +49,11 @@ function setOwn(own) {
   planned.clear();
 }
 
-function ownFrom(parts) {                // of an address; null if it has none; one, if none is right
+// The requests of an address; null if it has none; one, if none is right. lost: what cannot be read
+// is added to it.
+function ownFrom(parts, lost) {
   if (!parts.has("own")) return null;
-  const texts = parts.get("own").split("_"), lost = [], left = [];
+  const texts = parts.get("own").split("_"), left = [];
   const own = {requests: texts.map((text, r) => {
     const [prompt, answer, arrival = 0, shares = 0] = text.split("-").map(Number);
     const one = [prompt, answer, arrival, shares ? 1 : 0];
@@ -56,9 +62,6 @@ function ownFrom(parts) {                // of an address; null if it has none; 
     return right && one;
   }).filter(Boolean)};
   if (left.length) lost.push(`${plural(left.length, "request")} (${left.slice(0, 3).join(", ")})`);
-  for (const name of ["run", "beside"]) {
-    if (parts.get(name) && !LADDER[parts.get(name)]) lost.push(`${name}=${parts.get(name)}`);
-  }
   const known = ["own", "run", "beside", "ms", "step", "theme", ...Object.keys(KNOBS)];
   lost.push(...[...parts.keys()].filter(name => !known.includes(name)));
   for (const [name, [title, values, usual]] of Object.entries(KNOBS)) {
@@ -66,7 +69,6 @@ function ownFrom(parts) {                // of an address; null if it has none; 
     own[name] = isLength(value, values[0], values.at(-1)) ? value : usual;
     if (own[name] !== value) lost.push(`${title}=${parts.get(name)} (now ${usual})`);
   }
-  damage = lost.length ? `In this link, ${lost.join(", ")} could not be read.` : "";
   return own.requests.length ? own : {...own, requests: [[24, 40, 0, 0]]};
 }
 
@@ -111,7 +113,7 @@ function ownRun(stage) {
 // --- changes -------------------------------------------------------------------------------------
 
 function edit(what) {
-  damage = "";
+  $("note").textContent = "";
   what(state.own);
   soon ??= requestAnimationFrame(redraw);
 }
@@ -204,11 +206,11 @@ function beginOwn() {
     copy.textContent = "copied";
     setTimeout(() => { copy.textContent = "copy link"; }, 1500);
   }}, "copy link");
-  $("presets").append(element("span", {}, "Begin with:"), ...Object.keys(PRESETS).map(preset), copy);
-  $("pasting").append(paste, element("span", {id: "note", className: "bad", role: "status"}));
-  for (const [name, [title, values, , meaning]] of Object.entries(KNOBS)) {
+  $("presets").append("Begin with:", ...Object.keys(PRESETS).map(preset), copy);
+  $("pasting").append(paste);
+  for (const [name, [title, values, , meaning, theirs]] of Object.entries(KNOBS)) {
     const knob = bar(`${title}: ${meaning}`, "knob", values, n => { state.own[name] = n; });
-    knob.node.prepend(element("span", {title: meaning}, title));
+    knob.node.prepend(element("span", {title: meaning}, title, element("small", {}, theirs)));
     knobs[name] = knob;
     $("knobs").append(knob.node);
   }
@@ -224,7 +226,7 @@ function parsed(text) {
   return lines.map((line, i) => {
     const one = line.startsWith("{") ? fromJSON(line, i) : line.split(/[\s,]+/).map(Number);
     if (one.length === 2) one.push(0);   // its arrival
-    else if (!line.startsWith("{")) throw Error(`line ${i + 1}: two numbers, please, not “${line}”`);
+    else if (!line.startsWith("{")) throw Error(`line ${i + 1}: two numbers, not “${line}”`);
     for (const [k, [what, least, most]] of LIMITS.entries()) {
       if (isLength(one[k], least, most)) continue;
       throw Error(`line ${i + 1}: ${what} must be a whole number from ${least} to ${number(most)}, `
@@ -245,20 +247,18 @@ function fromJSON(line, i) {
 
 // --- drawing -------------------------------------------------------------------------------------
 
-function rowHigh() {                     // of the timeline, in pixels: as the controls' rows
+function rowHigh(number) {               // of a timeline, in pixels: of the first as its controls
   const rows = state.own.requests.length;
-  return innerWidth <= 760 ? Math.max(4, Math.min(14, Math.floor(130 / rows))) : 30;
+  return innerWidth <= 760 ? Math.max(4, Math.min(14, Math.floor(130 / rows))) : number ? 11 : 24;
 }
 
-function drawOwn({run, wide}) {          // the controls show the state
+function drawOwn({wide}) {          // the controls show the state
   const {requests} = state.own;
-  $("note").textContent = damage;
   while (rows.length < requests.length) rows.push(row(rows.length));
   const there = $("rows").children;      // the others stay where they are: one may have the focus
   while (there.length > requests.length) there[there.length - 1].remove();
   while (there.length < requests.length) $("rows").append(rows[there.length].node);
   $("own").style.setProperty("--wide", wide - 2 + "px");
-  $("title").textContent = `${run.name}, ms ${DATA.clock}`;
   const end = state.held ?? largest(shown().map(endOf));
   requests.forEach((request, r) => rows[r].show(request, end));
   for (const name of Object.keys(KNOBS)) knobs[name].show(state.own[name]);

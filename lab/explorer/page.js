@@ -3,8 +3,8 @@
 
 const names = [...RUNS.keys()];
 // stop: of the walk; all: whether all panels are shown, not its scene only; own: see own.js
-const state = {run: names[0], beside: "", clock: "step", tick: 0, slot: null, stop: null, all: false,
-               own: null};
+const state = {run: names[0], beside: "", clock: "step", tick: 0, slot: null, stop: null,
+               all: false, own: null};
 let ticks = [];       // of the clock: the steps of the shown runs, or the ms at which they end
 let pointed = null;   // the slot under the mouse or the keyboard; state.slot is held
 const answered = new Map();   // stop -> the choice that was made there
@@ -43,22 +43,30 @@ function address() {
   return "#" + parts;
 }
 
-function readAddress() {                 // whatever it says: what does not exist is left out
-  const parts = new URLSearchParams(location.hash.slice(1)), stop = Number(parts.get("stop") ?? -1);
+function readAddress() {                 // and says which of it does not exist
+  const parts = new URLSearchParams(location.hash.slice(1)), lost = [], {walk} = DATA;
+  const stop = Number(parts.get("stop") ?? NaN), before = state.own;
   if (["dark", "light"].includes(parts.get("theme"))) setTheme(parts.get("theme"));
-  Object.assign(state, {stop: DATA.walk[stop] ? stop : null, all: parts.has("all"), slot: null});
-  setOwn(ownFrom(parts));
+  Object.assign(state, {stop: walk[stop] ? stop : null, all: parts.has("all"), slot: null});
+  setOwn(ownFrom(parts, lost));
   written = JSON.stringify(state.own);
-  const known = state.own ? Object.keys(LADDER) : names;   // ownFrom says what it does not know
+  const known = state.own ? Object.keys(LADDER) : names;
   const [run, beside = ""] = parts.has("run") || state.own
     ? [parts.get("run"), parts.get("beside")] : known;
   state.run = known.includes(run) ? run : state.own ? "paged" : names[0];
   state.beside = known.includes(beside) ? beside : "";
   state.clock = parts.has("ms") || (state.own && !parts.has("step")) ? "ms" : "step";
-  if (!state.own && !parts.has("run") && DATA.walk.length) return showStop(state.stop ?? 0);
+  for (const name of ["run", "beside"]) {
+    const value = parts.get(name), now = state[name] ? `${state[name]} is shown` : "none is shown";
+    if (value && value !== state[name]) lost.push(`${name}=${value} (${now})`);
+  }
+  if (parts.has("stop") && state.stop === null) lost.push(`stop=${parts.get("stop")}`);
+  $("note").textContent = lost.length ? `In this link, ${lost.join(", ")} could not be read.` : "";
+  if (!state.own && !parts.has("run") && walk.length) return showStop(state.stop ?? 0);
   setTicks(Number(parts.get(state.clock)) || 0);
   state.slot = slotNamed(parts.get("slot")) ? parts.get("slot") : null;
   build();
+  if (state.own && !before && innerWidth <= 760) $("own").scrollIntoView();
 }
 
 function go(tick) {                      // to another moment
@@ -161,13 +169,21 @@ function fill() {                        // the frames that are there, with the 
   views = shown().map((run, number) => (
     {run, number, panels: views[number].panels, rows: new Map()}));
   const {score, change} = views[0].panels;
-  if (state.own) Object.assign(views[0], {high: rowHigh(), bare: innerWidth > 760});
-  for (const view of views) if (view.panels.timeline) drawTimeline(view);
+  for (const view of views) {
+    if (state.own) Object.assign(view, {high: rowHigh(view.number)});
+    else if (views[1]) view.high = halfHigh(view.run);
+    view.bare = state.own && !view.number && innerWidth > 760;
+    if (view.panels.timeline) drawTimeline(view);
+  }
   if (state.own) drawOwn(views[0]);
   score?.replaceChildren(scoreboardNow());
   if (change) drawChange(change, sceneOf(state.stop).step);
   drawLegend(views[0].panels);
   render();
+}
+
+function halfHigh({requests}) {          // of a row, in pixels, if two timelines shall be in sight
+  return Math.max(1, Math.min(13, Math.floor((innerHeight - 440) / 2 / requests.length)));
 }
 
 function drawLegend({sees, timeline, change}) {   // of what can be seen now
@@ -352,21 +368,16 @@ function seek(event) {                   // a press or drag on the timeline
 }
 
 function begin() {
-  const {requests} = RUNS.get(names[0]);
-  const tokens = requests.reduce((sum, {prompt}) => sum + prompt.length, 0);
   const clock = DATA.calculated ? "calculated for an A100" : "measured";
-  const what = DATA.walk.length ? `a walk of ${DATA.walk.length} stops, then your own requests`
-    : `${plural(requests.length, "request")}, ${plural(tokens, "prompt token")}`;
   const {weights, vocabulary, key, row, tile, overhead} = DATA.gpu;
   $("formula").textContent = `A pass reads the weights, ${ms(1e3 * (weights + vocabulary))}, and `
     + `the keys and values in sight, ${ms(1e6 * key)} for 1,000 tokens. Its arithmetic takes `
     + `${ms(1e3 * tile * row)}, and ${ms(1e5 * row)} for 100 slots. The time is the root of the `
     + `sum of both squares, and ${ms(1e3 * overhead)} of overhead.`;
-  $("about").textContent = `how an LLM server batches requests, step by step: ${what}; `
-    + `ms are ${clock}`;
+  $("about").textContent = `how an LLM server batches requests, step by step; ms are ${clock}`;
   $("walk").querySelector("ol").append(element("li", {}, element(
     "button", {id: "mine", onclick: openOwn}, "try your own requests")),
-    ...DATA.walk.length ? [element("li", {className: "soft"}, "or begin with the walk:")] : [],
+    ...DATA.walk.length ? [element("li", {className: "soft"}, "or the walk:")] : [],
     ...DATA.walk.map(({title}, i) => element(
       "li", {}, element("button", {onclick: () => visit(i)}, title))));
   beginOwn();

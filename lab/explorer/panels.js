@@ -43,7 +43,7 @@ function verdicts({idea, knobs, place, check, xray}) {
 
 // The timeline: a row for each request and a column for each step, as in the repository's pictures.
 
-const BAND = 36, AXIS = 16;              // pixels: the slots of each step, and the numbers below
+const BAND = 30, AXIS = 16;              // pixels: the slots of each step, and the numbers below
 
 const INKS = ["prefill", "decode", "recomputed", "finished", "blank", "stripe", "ink", "soft",
               "waiting", "alarm"];
@@ -468,7 +468,8 @@ function sentence(run, slot, keys) {
     return element("p", {}, bold(what), sees);
   }
   const text = word(run, owner, position);
-  const who = `${run.requests[owner].name}, position ${position}, “${text}” (${DATA.names[kind]})`;
+  const {name} = run.requests[owner];
+  const who = `${name}, position ${position}, “${text}” (${DATA.names[kind]})`;
   const [past, fresh, wrong, missing] = ["past", "new", "wrong", "missing"].map(
     mark => count(mark, false));
   const pads = count("wrong", true), faults = [
@@ -696,8 +697,8 @@ function drawBill({run, now, states, panels: {bill}}) {
     ["ITL, mean", gaps ? ms(sum / gaps) : "–", slowed],
     ["ITL, longest", gaps ? ms(longest) : "–", slowed]];
   const lines = rows.map(([name, value, note = ""]) => element(
-    "tr", {}, element("th", {scope: "row", title: BILL[name] ?? ""}, name), element("td", {}, value),
-    element("td", {className: "soft"}, note)));
+    "tr", {}, element("th", {scope: "row", title: BILL[name] ?? ""}, name),
+    element("td", {}, value), element("td", {className: "soft"}, note)));
   bill.replaceChildren(element("table", {}, ...lines));
 }
 

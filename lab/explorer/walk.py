@@ -150,7 +150,9 @@ def sharing(traces):
 def scoreboard(traces):
     same, paged, prefix = (round(totals(traces[name])["tokens_per_second"])
                            for name in (SAME, "paged", "prefix"))
+    gap, _, name = max(waits(traces["prefix"]))
     return dict(step=traces["ragged"].passes[-1].step, same=same, paged=paged, prefix=prefix,
+                gap=gap, name=name,
                 flat=max(frame["reserved"] for frame in traces["ragged"].recording.frames),
                 limit=traces[SAME].recording.knobs["max_kv_tokens"])
 
