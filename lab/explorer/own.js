@@ -252,7 +252,7 @@ function rowHigh(number) {               // of a timeline, in pixels: of the fir
   return innerWidth <= 760 ? Math.max(4, Math.min(14, Math.floor(130 / rows))) : number ? 11 : 24;
 }
 
-function drawOwn({wide}) {          // the controls show the state
+function drawOwn({wide}) {               // the controls show the state
   const {requests} = state.own;
   while (rows.length < requests.length) rows.push(row(rows.length));
   const there = $("rows").children;      // the others stay where they are: one may have the focus
