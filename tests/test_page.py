@@ -205,6 +205,9 @@ def test_every_number_is_the_traces(stage, show):
             who, n = title.split(" token")[0].split(": ")
             planned[who] += int(n)   # a request may have two kinds
         assert planned == Counter({who: n for _, p in passes for who, _, n in p.work})
+        if stage != "no_cache":   # where whatever runs is computed again
+            again = any("computed again" in text for text in shown.texts(".request .state"))
+            assert again == any(p.recomputed for _, p in passes)
         for request, waits in zip(trace.requests, shown.texts(".request .waits"), strict=True):
             n = sum(at <= step for at in request.token_steps)
             first = request.token_steps[0] - request.arrival + 1
