@@ -131,7 +131,7 @@ function build() {                       // everything anew: other panels, anoth
   $("own").hidden = !state.own;          // first: hidden, it has no width
   $("other").hidden = views.length < 2;
   main.className = [views.length === 2 ? "two" : "one", stop || state.own ? "scene" : "",
-                    state.own ? "mine" : "", asking() ? "asking" : ""].join(" ");
+                    asking() ? "asking" : ""].join(" ");
   main.replaceChildren();
   for (const name of scene) {
     for (const view of ONCE.includes(name) ? [views[0]] : views) {
@@ -170,7 +170,7 @@ function fill() {                        // the frames that are there, with the 
     {run, number, panels: views[number].panels, rows: new Map()}));
   const {score, change} = views[0].panels;
   for (const view of views) {
-    if (state.own) Object.assign(view, {high: rowHigh(view.number)});
+    if (state.own) view.high = rowHigh(view.number);
     else if (views[1]) view.high = halfHigh(view.run);
     view.bare = state.own && !view.number && innerWidth > 760;
     if (view.panels.timeline) drawTimeline(view);
@@ -407,7 +407,7 @@ function begin() {
   });
   main.addEventListener("click", event => nearest(event) && hold(nearest(event)));
   for (const type of ["pointerdown", "pointermove"]) {
-    for (const node of [main, $("lines")]) node.addEventListener(type, seek);
+    for (const node of [main, $("bench")]) node.addEventListener(type, seek);
   }
   let wide = innerWidth;
   addEventListener("resize", () => {
