@@ -644,6 +644,8 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
              "prefill of B (16). C D wait for memory: C needs 3 pages, 1 free."),
             ("ragged", 1, "prefill of B (16). C D wait for memory: C would reserve 48 tokens "
              "(the last one of its answer needs none), 16 free."),
+            ("ragged&max_new_tokens=20", 0, "A (40). B C D wait for memory: B would reserve 59 "
+             "tokens (the last one of its answer needs none), 53 free."),
             ("prefix", 1, "C D wait for memory: C needs at most 3 pages, 1 free."),
             ("chunked&max_batch=2", 1, "prefill of B (16). C D wait for a place."),
             ("dynamic&max_batch=3", 1, "3 decodes. D waits for a place."),
