@@ -1,7 +1,7 @@
 """
 One short file for each question that comes after the last stage. *: it has a command.
 
-    fairness            who goes first?
+    fairness *          who goes first?
     prepacked *         several prompts in one row
     tensor_parallel *   weights on several devices
     speculative *       guess several tokens, check them in one pass

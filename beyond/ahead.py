@@ -22,8 +22,11 @@ pass still uses may be freed and given away: the device runs passes in order, so
 writes later. On CUDA this overlaps little: the layouts copy from pageable memory, and such copies
 wait for the device.
 
-    python -m beyond.ahead [HOST_MS]     what it gains, calculated
+    python -m beyond.ahead     what it gains, calculated
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.ahead")
+
 import time
 from dataclasses import dataclass
 
@@ -35,7 +38,7 @@ from generate_prefix import PrefixScheduler
 from model import cdf
 from request import prepare
 from toolbox.trace import Trace
-from toolbox.validate import check_finite, check_pool
+from toolbox.validate import check, check_finite, check_pool
 
 HOLE = -1   # no token: an embedding would refuse it
 
@@ -152,6 +155,8 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     """As prefix; but while a pass is computed, the next one is planned. Returns the trace."""
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)
+    check("scheduler", scheduler, lambda kind: not isinstance(kind, type)
+          or issubclass(kind, PrefixScheduler), "a PrefixScheduler")   # whose pages can be found
     number = pool_size(requests, max_batch, page_size, pages)
     planner = scheduler(max_batch, token_budget, number, page_size)
     kv = KV(number * page_size)
@@ -170,5 +175,5 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
 
 
 if __name__ == "__main__":
-    from lab.essays import ahead
-    ahead()
+    from lab.essays import ahead, main
+    main(ahead, __doc__)

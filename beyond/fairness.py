@@ -29,14 +29,19 @@ with many users serves next the user with the fewest tokens so far (Virtual Toke
 Sheng et al., "Fairness in Serving Large Language Models", 2024). vLLM ranks by fcfs or priority;
 without a bound, the plans of `priority` here are those of vLLM's own.
 
+    python -m beyond.fairness                   the example
     python generate_prefix.py --policy sjf      or generate(..., scheduler=SCHEDULERS["sjf"])
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.fairness")
+
 from bisect import bisect_left, insort
 from collections import OrderedDict, namedtuple
 from functools import partial
 from weakref import WeakKeyDictionary
 
 from generate_prefix import PrefixScheduler
+from toolbox.validate import check, is_number, one_of
 
 POLICIES = {
     "fcfs": lambda request: 0,                                             # first come first served
@@ -55,6 +60,8 @@ class FairScheduler(PrefixScheduler):
     """
 
     def __init__(self, max_batch, token_budget, pages, page_size, policy, bound=MAX_OVERTAKEN):
+        one_of("policy", policy, *POLICIES)
+        check("bound", bound, lambda n: is_number(n) and n >= 0, "a number of at least 0")
         super().__init__(max_batch, token_budget, pages, page_size)
         self.key = POLICIES[policy]
         self.bound = bound
@@ -147,3 +154,8 @@ class FairScheduler(PrefixScheduler):
 
 SCHEDULERS = {policy: partial(FairScheduler, policy=policy) for policy in POLICIES}
 SCHEDULERS["fcfs"] = PrefixScheduler   # without a bound: nobody is overtaken
+
+
+if __name__ == "__main__":
+    from lab.essays import fairness, main
+    main(fairness, __doc__)

@@ -27,6 +27,9 @@ pages first, except some at intervals: #43447, --prefix-cache-retention-interval
 
     python -m beyond.hybrid     both, counted
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.hybrid")
+
 from itertools import pairwise
 
 import torch
@@ -37,7 +40,7 @@ from generate_prefix import PrefixScheduler
 from model import GPT, head, sample
 from request import prepare
 from toolbox.trace import Trace
-from toolbox.validate import at_least_1, check_pool, refuse
+from toolbox.validate import at_least_1, check, check_pool, is_whole, one_of, refuse
 
 
 class Hybrid(GPT):
@@ -46,9 +49,8 @@ class Hybrid(GPT):
     def __init__(self, config, window=32, period=4):
         super().__init__(config)
         at_least_1(window=window)
-        if period < 2 or config.n_layer % period:
-            raise ValueError(f"period must be at least 2 and divide n_layer {config.n_layer}, "
-                             f"not {period}")
+        check("period", period, lambda n: is_whole(n, 2) and config.n_layer % n == 0,
+              f"a whole number of at least 2 that divides n_layer {config.n_layer}")
         self.windows = [config.block_size] + [window] * (period - 1)   # of each group of layers
 
     def group(self, layer):   # 0: the full layers; 1: the first of each period, and so on
@@ -224,7 +226,9 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=256, page_size
     if not isinstance(model, Hybrid):
         raise ValueError(f"model must be a Hybrid, not {type(model).__name__}")
     requests = prepare(requests, model.config)
+    at_least_1(pages=pages)
     check_pool(max_batch, pages, page_size, HybridScheduler, model.config.block_size)
+    one_of("passed_first", passed_first, False, True)
     scheduler = HybridScheduler(max_batch, token_budget, pages, page_size, model.windows,
                                 passed_first)
     kv = KV(pages * page_size)
@@ -247,5 +251,5 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=256, page_size
 
 
 if __name__ == "__main__":
-    from lab.essays import hybrid
-    hybrid()
+    from lab.essays import hybrid, main
+    main(hybrid, __doc__)

@@ -26,6 +26,9 @@ Ragged drops the rows, for decodes too; its varlen scores no neighbours.
 
     python -m beyond.prepacked [--pack dataset]      the same flags and the same check as a stage
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.prepacked")
+
 import torch
 
 from generate_dynamic import Rectangle, admit, leave

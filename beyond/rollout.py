@@ -19,9 +19,9 @@ get wrong tokens, and no error is raised.* (It happened: NeMo-RL #4018, lmdeploy
 modes cost, with three changes while 48 requests get 1,584 tokens:
 
     mode         passes   tokens computed   sampled over old keys
-    keep            131             2,688     49%: KL 0.079, and 16% have another argmax
-    recompute       148             3,664      0%
-    wait            175             2,384      0%
+    keep            131             2,688              49%
+    recompute       148             3,664               0%
+    wait            175             2,384               0%
 
 What is *identical* then? Each request gets the tokens that it would get alone, if its weights
 changed at the same tokens. `request.spans` lists what was computed with which weights. If they are
@@ -32,13 +32,16 @@ retracts or pauses in place. PipelineRL (arXiv 2509.19128) updates weights while
 
     python -m beyond.rollout     both, counted
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.rollout")
+
 from bisect import bisect_right
 from functools import partial
 from itertools import pairwise
 
 import generate_prefix
 from generate_prefix import PrefixScheduler
-from toolbox.validate import one_of
+from toolbox.validate import check, is_whole, one_of
 
 
 class Versions:
@@ -123,8 +126,12 @@ def generate(models, changes, requests, mode="keep", **knobs):
              ended; then the weights change
     """
     one_of("mode", mode, "keep", "recompute", "wait")
-    if any(not earlier < later for earlier, later in pairwise(changes)):
-        raise ValueError(f"changes must be steps, each later than the one before, not {changes}")
+    check("models", models, lambda each: [model.config for model in each], "a list of models")
+    check("changes", changes, lambda steps: isinstance(steps, (list, tuple)) and all(
+              is_whole(step, 0) for step in steps) and all(a < b for a, b in pairwise(steps)),
+          "a list of steps, each later than the one before")
+    check("scheduler", knobs.get("scheduler"), lambda _: "scheduler" not in knobs,
+          "left out: rollout has its own")
     if len(models) != len(changes) + 1:
         raise ValueError(f"{len(changes)} changes need {len(changes) + 1} models, "
                          f"not {len(models)}")
@@ -138,5 +145,5 @@ def generate(models, changes, requests, mode="keep", **knobs):
 
 
 if __name__ == "__main__":
-    from lab.essays import rollout
-    rollout()
+    from lab.essays import main, rollout
+    main(rollout, __doc__)

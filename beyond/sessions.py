@@ -31,9 +31,13 @@ found that recomputing takes 37 to 40% of the forward time. Copies in host memor
 
     python -m beyond.sessions     the table, counted
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.sessions")
+
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field, replace
+from operator import index
 
 import torch
 
@@ -43,7 +47,7 @@ from generate_prefix import PrefixScheduler
 from model import sample
 from request import Request, prepare
 from toolbox.trace import Trace
-from toolbox.validate import check_pool
+from toolbox.validate import as_list, check, check_pool, is_number, is_whole, one_of, plain
 
 
 @dataclass(eq=False)
@@ -58,6 +62,7 @@ class Session:
     turns: list = field(default_factory=list, init=False)
 
     def __post_init__(self):
+        check("first", self.first, lambda first: isinstance(first, Request), "a Request")
         self.turns.append(self.first)
         self.first.session = self
 
@@ -80,6 +85,12 @@ class Session:
         for _, result, following in self.then:
             prompt, new = prompt + [0] * new + result, following
         return Request(prompt, new, name=f"{self.first.name}, turn {len(self.then) + 1}")
+
+
+def are_turns(then):
+    return isinstance(then, (list, tuple)) and all(
+        is_whole(plain(pause), 0) and is_whole(plain(new), 1) and isinstance(result, list)
+        and all(index(token) >= 0 for token in result) for pause, result, new in then)
 
 
 class SessionScheduler(PrefixScheduler):
@@ -152,7 +163,13 @@ def generate(model, sessions, max_batch=8, token_budget=64, pages=64, page_size=
     keep:       for how many steps a turn's pages are held after its end; math.inf: until the next
     by_session: the queue is in the order of the sessions' arrivals, not of their turns'
     """
+    sessions = as_list(sessions, Session, "sessions")
     check_pool(max_batch, pages, page_size, SessionScheduler, model.config.block_size)
+    check("keep", keep, lambda n: is_number(n) and n >= 0, "a number of steps, at least 0")
+    one_of("by_session", by_session, False, True)
+    for session in sessions:
+        check(f"{session.first}: then", session.then, are_turns,
+              "a list of (pause in steps, list of tokens, max_new_tokens)")
     coming = prepare([session.first for session in sessions], model.config)   # by arrival
     for session in sessions:
         PrefixScheduler(1, 1, pages, page_size).add(*prepare(session.longest(), model.config))
@@ -186,5 +203,5 @@ def generate(model, sessions, max_batch=8, token_budget=64, pages=64, page_size=
 
 
 if __name__ == "__main__":
-    from lab.essays import sessions
-    sessions()
+    from lab.essays import main, sessions
+    main(sessions, __doc__)

@@ -19,6 +19,8 @@ draw is already the right token. No draft distribution, no second random number,
 
     python -m beyond.speculative [MODEL PROMPTS]    docs/beyond.md: passes saved, and their price
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: python -m beyond.speculative")
 
 import torch
 
@@ -28,7 +30,7 @@ from generate_prefix import PrefixScheduler
 from model import sample
 from request import indices_due, prepare
 from toolbox.trace import Trace
-from toolbox.validate import check_pool
+from toolbox.validate import check_pool, check_whole
 
 
 class Lookup:
@@ -66,6 +68,7 @@ def draft(plan, scheduler, lookups, most):
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16, guesses=4,
              on_token=None):
     """Runs `requests` as prefix does, with at most `guesses` for each decode. Returns the trace."""
+    check_whole("guesses", guesses, 0)
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)
@@ -115,5 +118,5 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
 
 
 if __name__ == "__main__":
-    from lab.essays import speculative
-    speculative()
+    from lab.essays import main, speculative
+    main(speculative, __doc__)

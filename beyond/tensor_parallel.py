@@ -20,6 +20,10 @@ the same random numbers, so no decision has to be sent. model.py knows nothing o
 
     torchrun --nproc_per_node 2 -m beyond.tensor_parallel --stage ragged
 """
+if __spec__ is None:
+    raise SystemExit("start it in the folder above: "
+                     "torchrun --nproc_per_node 2 -m beyond.tensor_parallel")
+
 import time
 
 import torch
@@ -29,6 +33,7 @@ import torch.nn as nn
 from cache import KV
 from generate_ragged import Flat
 from request import Request, prepare
+from toolbox.validate import check
 from toolbox.weights import Uninitialised
 
 
@@ -65,6 +70,7 @@ def shard(model):
     same model. Returns the model; `model.traffic` counts its communication. ValueError if the heads
     or the FFN features cannot be divided evenly.
     """
+    check("model", model, lambda model: model.config and model.h, "a GPT or Llama")
     rank, ranks, config = dist.get_rank(), dist.get_world_size(), model.config
     kv_heads = getattr(config, "n_kv_head", config.n_head)
     ffn = model.h[0].mlp.c_proj.in_features

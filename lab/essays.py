@@ -1,18 +1,21 @@
-"""What the commands of essays in beyond/ print: what an idea gains, counted or calculated."""
+"""What the commands of beyond/ print: what an idea gains, counted or calculated."""
 import math
 import random
 import sys
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import torch
 
+import generate_prefix
 import generate_unbatched
 from beyond import hybrid as windows
 from beyond import rollout as rollouts
 from beyond import sessions as agents
-from beyond.speculative import generate
+from beyond import speculative as guessing
+from beyond.fairness import FairScheduler
 from lab import flags
 from lab.checks.traps import broken
 from lab.loading.load import load, set_threads
@@ -24,44 +27,51 @@ from request import Request
 from toolbox.trace import observed
 
 
-def ahead(argv=None):
-    p = flags.Parser(prog="python -m beyond.ahead", description="What planning ahead gains.")
-    p.add_argument("host_ms", nargs="?", type=flags.above_0, default=2.0, help="for each pass")
-    sys.exit(p.run(busy_devices, argv))
+def main(essay, doc, argv=None):
+    """Calls `essay`, one of the functions below, and exits. doc: its help's first paragraph"""
+    name = f"beyond.{essay.__name__}"
+    p = flags.Parser(prog=f"python -m {name}", description=doc.strip().split("\n\n")[0])
+    if essay is speculative:
+        p.add_argument("model", nargs="?", default="builtin", help="as for the stages")
+        p.add_argument("prompts", nargs="?", default=PROMPTS, help="a file of them")
+    sys.exit(p.run(essay, argv) or 0)
 
 
-def busy_devices(args):
-    host, gpu = args.host_ms, gpu_of("h100")
+def ahead(args):
+    host, gpu = 2.0, gpu_of("h100")   # ms between two passes
     for name in "qwen3-8b", "qwen3-0.6b":   # 512 passes of 16 decodes with 1,024 keys each
         shape = shape_of(name)
         device = 1e3 * shape.seconds(gpu, 16, 16, 16 * 1024, 16 * 1024)
         turns, ahead = host + device, max(host, device)   # ms; x 0.512: 512 passes, in s
         print(f"{name}, H100, {host:g} ms of host, calculated: in turns {0.512 * turns:.2f} s, "
               f"busy {device / turns:.0%}; ahead {0.512 * ahead:.2f} s, busy {device / ahead:.0%}")
-    return 0
 
 
-def speculative(argv=None):
-    p = flags.Parser(prog="python -m beyond.speculative", description="What guessing gains.")
-    p.add_argument("model", nargs="?", default="builtin", help="as for the stages")
-    p.add_argument("prompts", nargs="?", default=PROMPTS, help="a file of them")
-    sys.exit(p.run(passes_saved, argv))
+def fairness(args):
+    """Who is admitted when: the example of its docstring."""
+    model = GPT(GPTConfig(block_size=64, vocab_size=2, n_layer=1, n_head=1, n_embd=2))
+    print("L is long, a to d are short; all arrive together, L first, and one runs at a time")
+    for text, policy, bound in ("first come, first served", "fcfs", 16), ("sjf", "sjf", 16), (
+            "sjf, 3 may overtake", "sjf", 3):
+        requests = [Request([1] * (20 if name == "L" else 1), 1, name=name) for name in "Labcd"]
+        trace = generate_prefix.generate(model, requests, max_batch=1, scheduler=partial(
+            FairScheduler, policy=policy, bound=bound))
+        print(f"{text:26}", *(name for each in trace.passes for name, _, _ in each.work))
 
 
-def passes_saved(args):
+def speculative(args):
     model, tokenizer = load(args.model)
     set_threads(model)
     prompts = read_prompts(args.prompts)
     for batch, t, k in product((8, 1), (0.0, 0.7), (0, 2, 4, 8)):
         requests = make_requests(prompts, tokenizer, max_new_tokens=64, temperature=t, seed=0)
-        trace = generate(model, requests, batch, guesses=k)
+        trace = guessing.generate(model, requests, batch, guesses=k)
         print(f"batch {batch}, temperature {t}, K = {k}: {len(trace.passes)} passes")
     gpu, shape = gpu_of("a100"), shape_of("llama-2-7b")
     for n in 1, 8, 32, 64, 256:   # requests with 512 keys; at least one token of each is sampled
         one, five = [shape.seconds(gpu, r, r, 512 * r, 512 * n) - (r - n) * Engine().per_request
                      for r in (n, 5 * n)]
         print(f"Llama 2 7B, A100, calculated: batch {n}, K = 4: a pass x {five / one:.2f}")
-    return 0
 
 
 # --- rollout --------------------------------------------------------------------------------------
@@ -69,27 +79,19 @@ def passes_saved(args):
 CHANGES = [20, 40, 60]   # steps
 
 
-def rollout(argv=None):
-    p = flags.Parser(prog="python -m beyond.rollout", description="What new weights cost.")
-    sys.exit(p.run(modes, argv))
-
-
-def modes(args):
+def rollout(args):
     model, tokenizer = load(dtype=torch.float64)   # training magnifies rounding
     set_threads(model)
     prompts = make_requests(read_prompts(PROMPTS)[:6], tokenizer, seed=0)
     models = [model]
     while len(models) <= len(CHANGES):
         models.append(trained(models[-1], prompts))
-    rows = [("mode", "passes", "tokens computed", "over old keys", "KL", "another argmax")]
+    rows = [("mode", "passes", "tokens computed", "over old keys")]
     for mode in "keep", "recompute", "wait":
-        requests, logits = answers(prompts), {}
-        trace = rollouts.generate(
-            models, CHANGES, requests, mode, max_batch=16,
-            on_token=lambda request, _, row: logits.setdefault(request, []).append(row))
-        t = totals(trace)
-        rows.append((mode, t["forward_passes"], t["slots"],
-                     *over_old_keys(models, requests, logits, t["generated"])))
+        requests = answers(prompts)
+        t = totals(rollouts.generate(models, CHANGES, requests, mode, max_batch=16))
+        old = sum(map(over_old_keys, requests)) / t["generated"]
+        rows.append((mode, t["forward_passes"], t["slots"], f"{old:.0%}"))
     print(f"{len(requests)} answers to {len(prompts)} prompts, {t['generated']:,} tokens; new "
           f"weights at steps {CHANGES}\n{aligned(rows)}")
     requests = answers(prompts)
@@ -99,7 +101,6 @@ def modes(args):
     wrong = sum(request.generated != alone(models, request) for request in began)
     print(f"{wrong} of {len(began)} requests that began after a change get wrong tokens, and "
           "nothing raises an error")
-    return 0
 
 
 def trained(model, requests):
@@ -120,28 +121,15 @@ def answers(prompts):
             for j in range(8) for i, request in enumerate(prompts)]
 
 
-def over_old_keys(models, requests, logits, number):
-    """
-    Of `number` tokens, those that were sampled over keys of older weights, in percent; and against
-    the same weights with keys of their own, the KL divergence, and another argmax in percent.
-    """
-    kl, other = [], 0
-    for request in requests:
-        versions, n, fresh = [], len(request.prompt), {}
-        for version, first, end in request.spans:
-            versions[first:] = [version] * (end - first)
-            if end < n:   # of a prompt, or computed again
-                continue
-            if min(versions) < version:
-                if version not in fresh:
-                    fresh[version] = models[version](torch.tensor(request.tokens))
-                p = fresh[version][n - 1].log_softmax(dim=-1)
-                q = logits[request][n - len(request.prompt)].log_softmax(dim=-1)
-                kl.append(float((p.exp() * (p - q)).sum()))
-                other += int(p.argmax() != q.argmax())
+def over_old_keys(request):
+    """How many of its tokens were sampled over keys of older weights."""
+    old, n, versions = 0, len(request.prompt), []   # n: tokens so far; versions: of their keys
+    for version, first, end in request.spans:
+        versions[first:] = [version] * (end - first)
+        if end == n:   # the next token is sampled; else part of a prompt, or computed again
+            old += min(versions) < version
             n += 1
-    stale = max(len(kl), 1)
-    return f"{len(kl) / number:.0%}", f"{sum(kl) / stale:.3f}", f"{other / stale:.0%}"
+    return old
 
 
 def alone(models, request):
@@ -153,12 +141,7 @@ def alone(models, request):
 
 # --- sessions -------------------------------------------------------------------------------------
 
-def sessions(argv=None):
-    p = flags.Parser(prog="python -m beyond.sessions", description="What holding pages gains.")
-    sys.exit(p.run(holds, argv))
-
-
-def holds(args):
+def sessions(args):
     model = GPT(GPTConfig(block_size=512, vocab_size=2, n_layer=1, n_head=1, n_embd=2))
     torch.set_num_threads(1)
     rows = [("pages", "keep", "by_session", "steps", "computed again")]
@@ -173,7 +156,6 @@ def holds(args):
         rows.append((pages, keep, first, trace.passes[-1].step + 1, f"{again:.0%}"))
     print(f"{len(asked)} sessions, {len(trace.requests)} turns; computed again: of what earlier "
           f"turns had computed\n{aligned(rows)}")
-    return 0
 
 
 def agents_at_work():
@@ -192,12 +174,7 @@ def agents_at_work():
 
 # --- hybrid ---------------------------------------------------------------------------------------
 
-def hybrid(argv=None):
-    p = flags.Parser(prog="python -m beyond.hybrid", description="What windows save, and cost.")
-    sys.exit(p.run(pages_of_windows, argv))
-
-
-def pages_of_windows(args):
+def hybrid(args):
     torch.set_num_threads(1)
     config = GPTConfig(block_size=512, vocab_size=4, n_layer=4, n_head=1, n_embd=4)
     stream = random.Random(0)
@@ -231,4 +208,3 @@ def pages_of_windows(args):
                      f"{sum(n for n, _ in mine) / sum(n for _, n in mine):.0%}",
                      f"{sum(newcomers) / (64 * 11):.0%}"))
     print(f"12 sessions in turn, 5 times, in 350 pages\n{aligned(rows)}")
-    return 0

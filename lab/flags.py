@@ -10,14 +10,13 @@ import math
 import os
 import re
 import sys
-from difflib import get_close_matches
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from beyond.fairness import SCHEDULERS
 from paging import PagedScheduler
-from toolbox.validate import at_least_1, one_line
+from toolbox.validate import one_line
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 NUMBERS = {"max_batch": "the most requests that run at once (default: 8)",
@@ -25,36 +24,22 @@ NUMBERS = {"max_batch": "the most requests that run at once (default: 8)",
            "max_kv_tokens": "cache entries for all running requests (default: any)",
            "pages": "pages in the pool (default: enough for all that run)",
            "page_size": "tokens per page (default: 16)"}
-VLLM = {"max_num_seqs": "max_batch", "max_num_batched_tokens": "token_budget",
-        "block_size": "page_size", "max_tokens": "max_new_tokens"}   # its names for these
 PICTURES = (".png", ".pdf", ".svg")
 KNOBS = (*NUMBERS, "policy", "pack", "attention", "use_cache")
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    def __init__(self, prog, **settings):
-        super().__init__(prog, max_help_position=26, **settings)
-
-    def _get_help_string(self, action):
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
-
-
 class Parser(argparse.ArgumentParser):
+    """With an error of one line, and each default in the help."""
+
     def __init__(self, **settings):
-        super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+                         allow_abbrev=False, **settings)
+
+    def format_help(self):   # where nothing is the default, argparse would say so
+        return re.sub(r"\s+\(default:\s+(None|False)\)", "", super().format_help())
 
     def error(self, message):
-        """Says of a value what is allowed, and of an unknown flag which one is spelt like it."""
-        message = re.sub(r"invalid (\w+) value: (.*)", lambda found: "must be a "
-                         f"{'' if found[1] == 'float' else 'whole '}number, not {found[2]}",
-                         message)
-        if unknown := re.match(r"unrecognized arguments: -*([^\s=]+)", message):
-            name = unknown[1].replace("-", "_")
-            known = [flag for flag, action in self._option_string_actions.items()
-                     if action.help is not argparse.SUPPRESS]   # those that --help lists
-            for like in get_close_matches("--" + VLLM.get(name, name), known, 1):
-                message += f"; did you mean {like}?"
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} (--help lists the flags)\n")
 
     def run(self, command, argv=None):
         """Parses the flags. Returns the exit status of `command(args)`."""
@@ -64,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 def whole(text, least=1):
     """A flag's type: whole numbers of at least `least`."""
-    if int(text) < least:
+    if not text.removeprefix("-").isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text}")
     return int(text)
 
@@ -79,9 +64,10 @@ def threads(text):
 
 def above_0(text):
     """A flag's type: finite numbers above 0."""
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return float(text)
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
 
 
 def bounds(text):
@@ -90,23 +76,6 @@ def bounds(text):
     if len(numbers) > 2 or not 0 < numbers[0] <= numbers[-1]:
         raise argparse.ArgumentTypeError(f"{text}: use N or LOW:HIGH, whole numbers of at least 1")
     return numbers[0], numbers[-1]
-
-
-def stages(text):
-    """A flag's type: [(requests/s, seconds), ...] of RATE:SECONDS,..."""
-    try:
-        return [(above_0(rate), above_0(length)) for rate, length in (
-            stage.split(":") for stage in text.split(","))]
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"{text}: use RATE:SECONDS,RATE:SECONDS, ... with "
-                                         "numbers above 0") from None
-
-
-def share(text):
-    """A flag's type: numbers above 0, at most 1."""
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text}")
-    return float(text)
 
 
 def add_knobs(parser, generate=None, defaults={}):
@@ -125,9 +94,9 @@ def add_knobs(parser, generate=None, defaults={}):
     for name, text in NUMBERS.items():
         if name in defaults:
             text = f"{text.split(' (default')[0]} (default: {defaults[name]})"
-        add(f"--{name}", text, type=int, metavar="N")
+        add(f"--{name}", text, type=whole, metavar="N")
     add("--policy", "order of the queue: fcfs (default), sjf, priority", metavar="P",
-        choices=tuple(SCHEDULERS))
+        choices=("fcfs", "sjf", "priority"))
     add("--pack", "batch: pack the prompts that were admitted (default); dataset: packing decides "
         "which to admit", metavar="WHAT", choices=("batch", "dataset"))
     add("--attention", "varlen (default) or mask: how requests are kept apart", metavar="HOW",
@@ -168,10 +137,8 @@ def device_of(args):
 
 
 def given_knobs(args):
-    """{knob: value} for those that are set on the command line. ValueError for a bad number."""
-    knobs = {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
-    at_least_1(**{f"--{knob}": knobs[knob] for knob in NUMBERS if knob in knobs})
-    return knobs
+    """{knob: value} for those that are set on the command line."""
+    return {knob: getattr(args, knob) for knob in KNOBS if getattr(args, knob) is not None}
 
 
 def knobs_of(generate, knobs):
@@ -183,6 +150,7 @@ def knobs_of(generate, knobs):
     mine = {name: value for name, value in knobs.items() if name in has}
     others = [name for name in knobs if name not in has]
     if "policy" in others and "scheduler" in has and has["scheduler"].default != PagedScheduler:
+        from beyond.fairness import SCHEDULERS  # only then is it needed
         mine["scheduler"] = SCHEDULERS[knobs["policy"]]
         others.remove("policy")
     return mine, others
@@ -201,11 +169,11 @@ def check_path(path, flag, suffixes=None):
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{flag} {path}: the name must end in {', '.join(suffixes)}")
-    existed = path.exists()
     with one_line(f"{flag} {path}"):
+        existed = path.exists()
         open(path, "ab").close()
-    if not existed:
-        path.unlink()
+        if not existed:
+            path.unlink()
 
 
 def guarded(prog, work, speaks=True):

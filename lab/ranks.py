@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from beyond.tensor_parallel import all_reduces, shard
+from beyond.tensor_parallel import shard
 from lab import flags
 from lab.loading.stages import SCRIPTS
 from lab.run import parser, run_stage
@@ -44,7 +44,10 @@ def main(doc, argv=None):
 
 
 def run_in_group(args):
-    """Joins the other ranks, runs the stage and leaves. ValueError if the ranks cannot join."""
+    """
+    Joins the other ranks, runs the stage with a sharded model, and prints what was sent. Returns
+    the exit status. ValueError if the ranks cannot join.
+    """
     device = flags.device_of(args)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -57,29 +60,18 @@ def run_in_group(args):
     except (RuntimeError, ValueError) as error:
         raise ValueError("the ranks did not find each other: "
                          f"{str(error).splitlines()[0]:.150}") from None
-    status = run_sharded(args)
-    dist.destroy_process_group()
-    return status
+    model = None
 
-
-def run_sharded(args):
-    """Runs the stage with a sharded model, and prints what was sent. Returns the exit status."""
-    model = counts = None
-
-    def shard_and_count(whole):   # before the run: after it, rank 0 checks while the others leave
-        nonlocal model, counts
+    def sharded(whole):
+        nonlocal model
         model = shard(whole)
-        size = min(model.config.block_size, 256)   # Llama's contexts are long
-        counts = ", ".join(f"{all_reduces(model, tokens, number)} for {tokens:,} tokens of "
-                           f"{number} request{'s' * (number > 1)}"
-                           for tokens, number in ((10, 1), (size, 1), (10, 5), (20 * size, 50)))
-        model.traffic.reset()
         return model
 
-    status = run_stage(SCRIPTS[args.stage], args, shard=shard_and_count)
+    status = run_stage(SCRIPTS[args.stage], args, sharded)
     sent = model.traffic
-    print(f"{dist.get_world_size()} ranks ({dist.get_backend()}), {model.config.n_layer} layers, "
-          f"all-reduces of a forward pass: {counts}\n"
-          f"rank 0 in this run: {sent.all_reduces:,} all-reduces, {sent.bytes / 1e6:,.1f} MB"
-          + (f", {sent.seconds:.2f} s" if model.device.type == "cpu" else ""))
+    print(f"{dist.get_world_size()} ranks ({dist.get_backend()}), {model.config.n_layer} layers; "
+          f"rank 0 in this run: {sent.all_reduces:,} all-reduces, two for each layer of a pass, "
+          f"{sent.bytes / 1e6:,.1f} MB"
+          + (f", {sent.seconds:.2f} s" if device.type == "cpu" else ""))
+    dist.destroy_process_group()
     return status

@@ -13,7 +13,7 @@ import torch
 
 from lab import flags
 from lab.checks.check import Check, summary
-from lab.loading.load import decode, load, set_threads
+from lab.loading.load import load, set_threads
 from lab.loading.workload import KEYS, PROMPTS, make_requests, read_prompts
 from lab.views import plots
 from lab.views.progress import progress
@@ -101,7 +101,7 @@ def print_texts(requests, tokenizer):
     for request in requests:
         print(f"--- {request.name}: {len(request.prompt)} prompt tokens, "
               f"{len(request.generated)} generated, {request.finish_reason}")
-        print(decode(tokenizer, request.prompt) + "▸" + decode(tokenizer, request.generated))
+        print(tokenizer.decode(request.prompt) + "▸" + tokenizer.decode(request.generated))
 
 
 def load_inputs(args):
@@ -154,7 +154,7 @@ def parser(doc, generate=None):
     what.add_argument("--top_p", type=float, default=1.0, metavar="P",
                       help="and from the top P of probability")
     what.add_argument("--seed", type=int, default=0, metavar="N",
-                      help="of the first request; each further one adds 1")
+                      help="the first request's; each next one adds 1")
     what.add_argument("--arrival_rate", type=float, metavar="R",
                       help="requests that arrive per step (default: all at step 0)")
 

@@ -11,7 +11,8 @@ def open_browser():
     options = webdriver.ChromeOptions()
     options.binary_location = program
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                 "--window-size=1400,1000", "--hide-scrollbars", "--disable-background-networking"):
+                 "--window-size=1400,1000", "--hide-scrollbars", "--disable-background-networking",
+                 "--disable-ipc-flooding-protection"):   # many addresses in a second
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     return webdriver.Chrome(options, webdriver.ChromeService(driver))

@@ -287,14 +287,16 @@ def cancel_now(scheduler, request):
 
 def run(scheduler, requests, token=lambda request: 0, cancel=()):
     """
-    Serves requests, or a dict {name: (prompt or its length, new tokens)}, checking every plan.
-    Returns the plans, like ["A4 B1", ...].
+    Serves requests, checking every plan. Returns the plans, like ["A4 B1", ...].
 
-    cancel: (step, n) pairs: before that step is scheduled, the n-th request is cancelled
+    requests: or a dict {name: (prompt, new tokens, priority, arrival)}, the last two perhaps left
+              out; a prompt that is a number has so many tokens that no other prompt has
+    cancel:   (step, n) pairs: before that step is scheduled, the n-th request is cancelled
     """
     if isinstance(requests, dict):
-        requests = [Request([0] * prompt if isinstance(prompt, int) else prompt, new, name=name)
-                    for name, (prompt, new) in requests.items()]
+        requests = [Request([i] * prompt if isinstance(prompt, int) else prompt, new, 0.0, None, 0,
+                            None, name, *more)
+                    for i, (name, (prompt, new, *more)) in enumerate(requests.items())]
     mine, plans, step = queue(scheduler, requests), [], 0
     while True:
         for when, n in cancel:

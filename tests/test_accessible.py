@@ -28,7 +28,9 @@ def faults(chrome):
     return found
 
 
-@pytest.mark.parametrize("place", ["", "#own=24-40_60-24_220-30-0-1_232-24-0-1&memory=512"])
+@pytest.mark.parametrize("place", [
+    "", "#run=naive&beside=paged&step=30", "#stop=5&all=1", "#stop=9",
+    "#own=24-40_60-24_220-30-0-1_232-24-0-1&memory=512"])
 def test_the_explorer(chrome, place):
     chrome.get("about:blank")   # else only the hash changes
     chrome.get(EXPLORER + place)

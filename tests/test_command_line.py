@@ -11,13 +11,13 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
-import common
 import matplotlib
 import pytest
 import torch
-from common import ROOT, as_program, captured, examples
+from common import ROOT, as_program, captured, examples, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +25,7 @@ import generate_interleaved
 import generate_prefix
 import generate_ragged
 from beyond import prepacked
+from beyond.fairness import POLICIES
 from lab import compiled, flags
 from lab import run as command_line
 from lab.compiled import native
@@ -43,17 +44,11 @@ def run(stage, *argv):
     return captured(command_line.main, stage.generate, stage.__doc__, [*map(str, argv)])
 
 
-def refused(named, stage, *argv):
-    """Before any work, by a line that names the flag, file or request, and what is allowed."""
-    assert "stage:" not in common.refused(named, command_line.main, stage.generate, stage.__doc__,
-                                          [*map(str, argv)])
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_script_with_its_defaults(stage):
     """In the quick size with shorter answers."""
     short = [] if os.environ.get("THOROUGH") else ["--max_new_tokens", "12"]
-    code, out, err = captured(as_program, stage.__file__, *short)
+    code, out, err = captured(as_program, stage.__name__, *short)
     assert code == 0, out + err
     assert re.findall("^--- (.*?):? ", out, re.M) == ["r0", "r1", "r2", "and"]   # 9 more
     *_, verdict, further = out.splitlines()
@@ -63,43 +58,95 @@ def test_each_script_with_its_defaults(stage):
     assert sorted(done) == sorted(f"r{i}" for i in range(12))
 
 
-# --- bad flags and files --------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("argv, named", [
-    ("--model gpt3", "model 'gpt3' .. builtin"),
-    ("--prompts missing.txt", "--prompts missing.txt: No such file"),
-    ("--prompt a --prompts b", "--prompt and --prompts"),
-    (f"--max_batch {10**20}", "--max_batch must be at most 9223372036854775807"),
-    ("--prompt ''", "request 'r0': the prompt is empty"),
-    (f"--prompt '{'word ' * 400}'", "request 'r0': .. 800 tokens .. block_size 256"),
-    *((f"--{number} 0", f"--{number} .. at least 1, not 0")
-      for number in ("max_new_tokens", "top_k", *KNOB_NUMBERS)),
-    ("--pages 3", "request 'r .. KV tokens, there are 48"),
-    ("--temperature nan", "--temperature .. at least 0, not nan"),
-    ("--top_p 0", "--top_p .. above 0 and at most 1, not 0.0"),
-    ("--arrival_rate 0", "--arrival_rate must be above 0"),
-    ("--policy lifo", "--policy .. 'lifo'"), ("--chat", "--chat: this model has no chat template"),
-    ("--device cuda", "--device cuda .. use cpu"),
-    ("--device mps --dtype float64", "--device mps .. float64; use cpu"),
-    ("--plot x.docx", "--plot x.docx .. .png, .pdf, .svg"), ("--page run.pdf", "--page .. .html"),
-    ("--trace tests", "--trace tests: Is a directory"),
-    ("--trace no/such/x.json", "--trace no/such/x.json: No such file"),
-    ("--max_bat 3", "unrecognized arguments: --max_bat 3"),
-    ("--max-tokens 3", "unrecognized arguments: --max-tokens 3; did you mean --max_new_tokens?"),
-    ("--max_num_seqs 4", "did you mean --max_batch?"),
-    ("--max_bach 3", "unrecognized arguments: --max_bach 3; did you mean --max_batch?"),
-    ("--max_batch x", "--max_batch: must be a whole number, not 'x'"),
-    ("--top_p x", "--top_p: must be a number, not 'x'"),
-    ("--threads 0", "--threads: .. at least 1, not 0"),
-    ("--threads two", "--threads: must be a whole number, not 'two'"),
-    (f"--threads {10**20}", "--threads: must be at most .. this machine's cores"),
-])
-def test_bad_flags(argv, named, monkeypatch):
+PREFIX = "generate_prefix.py --device cpu"
+BAD = [   # what is called, and what its error says
+    (f"{PREFIX} --model gpt3", "model 'gpt3' .. builtin"),
+    (f"{PREFIX} --prompts missing.txt", "--prompts missing.txt: No such file"),
+    (f"{PREFIX} --prompt a --prompts b", "--prompt and --prompts"),
+    (f"{PREFIX} --prompt ''", "request 'r0': the prompt is empty"),
+    (f"{PREFIX} --prompt '{'word ' * 400}'", "request 'r0': .. 800 tokens .. block_size 256"),
+    *((f"{PREFIX} --{number} 0", f"--{number} .. at least 1, not 0")
+      for number in ("max_new_tokens", "top_k", "threads")),
+    *((f"{PREFIX} --{number} {bad}", f"--{number}: must be a whole number of at least 1, not {bad}")
+      for number in KNOB_NUMBERS for bad in (0, "x")),
+    (f"{PREFIX} --max_batch {10**20}", "max_batch must be at most 9223372036854775807"),
+    (f"{PREFIX} --pages 3", "request 'r .. KV tokens, there are 48"),
+    (f"{PREFIX} --page left.html --temperature nan", "--temperature .. at least 0, not nan"),
+    (f"{PREFIX} --top_p 0", "--top_p .. above 0 and at most 1, not 0.0"),
+    (f"{PREFIX} --top_p x", "--top_p: invalid float value: 'x'"),
+    (f"{PREFIX} --arrival_rate 0", "--arrival_rate must be above 0"),
+    (f"{PREFIX} --policy lifo", "--policy .. 'lifo'"),
+    (f"{PREFIX} --chat", "--chat: this model has no chat template"),
+    (f"{PREFIX} --device cuda", "--device cuda .. use cpu"),
+    (f"{PREFIX} --device mps --dtype float64", "--device mps .. float64; use cpu"),
+    (f"{PREFIX} --plot x.docx", "--plot x.docx .. .png, .pdf, .svg"),
+    (f"{PREFIX} --page run.pdf", "--page .. .html"),
+    (f"{PREFIX} --trace tests", "--trace tests: Is a directory"),
+    (f"{PREFIX} --trace no/such/x.json", "--trace no/such/x.json: No such file"),
+    *((f"{PREFIX} --{name}", f"--{name}: {why}")
+      for file in ("page {}.html", "plot {}.png", "trace {}")
+      for name, why in ((file.format("x" * 300), "File name too long"),
+                        (file.format("README.md/x"), "Not a directory"))),
+    (f"{PREFIX} --max_bat 3", "unrecognized arguments: --max_bat 3"),
+    (f"{PREFIX} --threads two", "--threads: must be a whole number of at least 1, not two"),
+    (f"{PREFIX} --threads {10**20}", "--threads: must be at most .. this machine's cores"),
+    ("generate_naive.py --max_batch 0", "--max_batch: must be a whole number of at least 1"),
+    ("beyond.prepacked --pack rows", "--pack: invalid choice: 'rows' (choose from .. dataset"),
+    ("beyond.speculative nowhere", "model 'nowhere': no such file"),
+    ("beyond.sessions --keep 3", "unrecognized arguments: --keep 3"),
+    ("beyond.tensor_parallel", "torchrun --nproc_per_node 2 -m beyond.tensor_parallel"),
+    *((f"lab/simulate/__main__.py --rate {bad}", f"--rate: must be above 0, not {bad}")
+      for bad in ("nan", "x")),
+    ("lab/simulate/__main__.py --rate 'a\nb'", "--rate: must be above 0, not a b"),
+    ("lab/simulate/__main__.py --clients 0", "--clients: must be a whole number of at least 1"),
+    ("lab/simulate/__main__.py --json no/x.json", "--json no/x.json: No such file"),
+    ("lab/server/__main__.py --port 99999", "--port must be 0 to 65535"),
+    ("lab/experiments/__main__.py nix", "invalid choice: 'nix' (choose from .. bench"),
+]
+
+
+@pytest.mark.parametrize("line, said", BAD)
+def test_bad_input_is_one_line(line, said, monkeypatch):
     """On a machine with an Apple GPU, which has no float64."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    refused(named, generate_prefix, "--device", "cpu", *shlex.split(argv))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(os, "_exit", sys.exit)   # of ranks
+    out = refused(said, as_program, *shlex.split(line))
+    assert "stage:" not in out   # before any work
+    assert not Path("left.html").exists()
+
+
+def test_a_folder_that_may_not_be_entered(monkeypatch):
+    def stat(*_, **settings):
+        raise PermissionError(13, "Permission denied")
+
+    args = command_line.parser("").parse_args(["--page", "secret/x.html"])
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(ValueError, match="^--page secret/x.html: Permission denied$"):
+        command_line.load_inputs(args)
+
+
+@pytest.mark.parametrize("line, said", [
+    ("{", "not JSON"), ("[" * 100_000, "not JSON: RecursionError"),
+    ("[1]", '.. "prompt" is a string'), ('{"prompt": 3}', '.. "prompt" is a string'),
+    ('{"prompt": "a", "tempreature": 1}', '.. key "tempreature"; allowed: prompt, '),
+    ('{"prompt": "", "name": "x"}', "request 'x': the prompt is empty"),
+    ('{"prompt": "a", "arrival": -1}', "request 'r1': arrival"),
+    ('{"prompt": "a", "name": "r0"}', "request 'r0': another one has this name"),
+    (r'{"prompt": "a", "name": "b\n"}', r"request: name .. not 'b\n'"),
+    ('{"prompt": "a", "top_p": 0}', "request 'r1': top_p .. above 0"),
+    ('{"prompt": "a", "temperature": true}', "request 'r1': temperature"),
+    ('{"prompt": "a", "temperature": NaN}', "request 'r1': temperature"),
+    ('{"prompt": "%s"}' % ("word " * 400), "request 'r1': .. block_size 256")])
+def test_a_bad_line_of_a_file_is_named(line, said, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "# a", "name": "r0"}\n' + line)
+    out = refused(f"p.jsonl, line 2: {said}", as_program, "generate_prefix.py", f"--prompts={file}")
+    assert "stage:" not in out
 
 
 @pytest.mark.parametrize("here, dtype, device", [
@@ -119,29 +166,6 @@ def test_a_full_disk_is_one_line_and_costs_no_text():
 
     assert captured(flags.guarded, "x.py", work) == (
         1, "printed before\n", "x.py: [Errno 28] full\n")
-
-
-@pytest.mark.parametrize("file, line, named", [
-    ("p.jsonl", "{", "line 2: not JSON"),
-    ("p.jsonl", "[" * 100_000, "line 2: not JSON: RecursionError"),
-    ("p.jsonl", "[1]", 'line 2: .. "prompt" is a string'),
-    ("p.jsonl", '{"prompt": 3}', 'line 2: .. "prompt" is a string'),
-    ("p.jsonl", '{"prompt": "a", "tempreature": 1}', 'key "tempreature"; allowed: prompt, '),
-    ("p.jsonl", '{"prompt": "", "name": "x"}', "line 2: request 'x': the prompt is empty"),
-    ("p.jsonl", '{"prompt": "a", "arrival": -1}', "line 2: request 'r1': arrival"),
-    ("p.jsonl", '{"prompt": "a", "name": "b"}\n{"prompt": "a", "name": "b"}',
-     "line 3: request 'b': another one has this name"),
-    ("p.jsonl", r'{"prompt": "a", "name": "b\n"}', r"line 2: request: name .. not 'b\n'"),
-    ("p.jsonl", '{"prompt": "a", "top_p": 0}', "line 2: request 'r1': top_p .. above 0"),
-    ("p.jsonl", '{"prompt": "a", "temperature": true}', "line 2: request 'r1': temperature"),
-    ("p.jsonl", '{"prompt": "a", "temperature": NaN}', "line 2: request 'r1': temperature"),
-    ("p.jsonl", '{"prompt": "%s"}' % ("word " * 400), "line 2: request 'r1': .. block_size 256"),
-    ("p.txt", "\n  \n", "there is no prompt in it"),
-])
-def test_bad_files(file, line, named, tmp_path):
-    first = '{"prompt": "# a"}' if file == "p.jsonl" else ""
-    (tmp_path / file).write_text(f"{first}\n{line}\n")
-    refused(named, generate_prefix, "--prompts", tmp_path / file)
 
 
 # --- what flags and files do ----------------------------------------------------------------------
@@ -169,6 +193,9 @@ def test_text_files_of_any_kind(tmp_path):
         (tmp_path / "p.txt").write_bytes(text.encode())
         prompts = read_prompts(tmp_path / "p.txt")
         assert [each["prompt"] for each in prompts] == ["a b", "c"]
+    (tmp_path / "p.txt").write_text("\n  \n")
+    with pytest.raises(ValueError, match="p.txt: there is no prompt in it"):
+        read_prompts(tmp_path / "p.txt")
 
 
 @pytest.mark.parametrize("texts", [[], ["--texts"]])
@@ -212,6 +239,11 @@ def test_the_help_is_short_and_shows_this_stages_flags(stage, monkeypatch):
     shown = set(re.findall(r"^  --(\w+)", out, re.M))
     assert shown & {*flags.KNOBS, "no_cache"} == flags_of(stage)
     assert {"prompt", "model", "texts", "optimize"} <= shown
+    told = dict(re.findall(r"--(\w+) (.*?)(?= --|$)", " ".join(out.split())))
+    for flag, default in vars(command_line.parser("", stage.generate).parse_args([])).items():
+        if default is not None and default is not False:
+            assert f"(default: {default})" in told[flag]
+    assert all(policy in told["policy"] for policy in POLICIES if "policy" in told)
 
 
 @pytest.mark.parametrize("terminal, no_color, coloured", [

@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from inspect import signature
 from unittest.mock import patch
 
 import common
@@ -164,14 +165,27 @@ def test_which_passes_a_run_makes(stage):
     assert trace.stage.replace(", ", "_").startswith(stage)
 
 
+REFUSED = [   # knob, bad values, what the error says
+    *((name, bad, f"{name} must be a whole number of at least 1") for name, bad in (
+        ("max_batch", (1.5, 0)), ("token_budget", ("8",)), ("max_kv_tokens", (0,)),
+        ("pages", (2.5,)), ("page_size", (0,)))),
+    ("page_size", (25,), "page_size 25 exceeds block_size 24"),
+    ("pages", (1,), "request 'large': .* KV tokens, there are 16"),
+    ("scheduler", ("lifo",), "a class like PagedScheduler, .* 'lifo'"),
+    ("pack", ("rows",), "pack .* 'batch' or 'dataset'"),
+    ("attention", ("x",), "attention .* 'mask' or 'varlen'")]
+
+
 @pytest.mark.parametrize("stage", BATCHED)
-def test_bad_limits_are_refused(stage):
+def test_bad_knobs_are_refused_before_anything_ran(stage):
     """A batch of none would wait for ever."""
-    for name, value in (("max_batch", 1.5), ("max_batch", 0), ("token_budget", "8"),
-                        ("max_kv_tokens", 0), ("pages", 2.5), ("page_size", 0)):
-        if knobs := knobs_of(stage, **{name: value}):
-            with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1"):
-                STAGES[stage](MODEL, [Request([1])], **knobs)
+    requests = [Request([1, 2, 3], 1, name="small"), Request([4] * 9, 9, name="large")]
+    for name, values, said in REFUSED:
+        if name in signature(STAGES[stage]).parameters:
+            for value in values:
+                with pytest.raises(ValueError, match=said):
+                    STAGES[stage](MODEL, requests, **{name: value})
+    assert requests[0].generated == []
 
 
 # --- numbers that are not finite ------------------------------------------------------------------

@@ -1,10 +1,9 @@
 """
 The contract of beyond/: guesses, passes queued ahead, weights that change, sessions that pause,
 layers with a window. Each request gets what it would have got alone, and known bugs are seen (more
-of them: test_traps.py; fairness: test_fairness.py; what each of them gains: test_beyond.py).
+of them: test_traps.py; fairness: test_scheduler.py; what each of them gains: test_beyond.py).
 """
 import math
-import re
 from bisect import bisect_right
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ from functools import partial
 from unittest.mock import patch
 
 import common
+import numpy
 import pytest
 import torch
 from common import (
@@ -30,15 +30,17 @@ from hypothesis import strategies as st
 
 import generate_prefix
 from beyond import ahead, hybrid, rollout, sessions, speculative
+from beyond.fairness import FairScheduler
 from beyond.hybrid import Hybrid, HybridScheduler
 from beyond.in_batch import InBatchScheduler
 from beyond.rollout import RolloutScheduler
 from beyond.sessions import Session, SessionScheduler
 from cache import KV
-from lab import essays
+from generate_prefix import PrefixScheduler
 from lab.checks.edits import swapped
 from lab.views.report import totals
-from model import head, sample
+from model import GPT, head, sample
+from paging import PagedScheduler
 from request import Request, prepare
 
 # --- guesses, passes queued ahead, beginnings that are waited for ---------------------------------
@@ -117,18 +119,6 @@ def knobs_of(pressure, **more):
     return {name: pressure[name] for name in ("max_batch", "token_budget", "page_size")} | more
 
 
-def logits_of(generate, *arguments, **knobs):
-    """(trace, {request: its logits (n, V)})"""
-    rows = {}
-    trace = generate(*arguments, **knobs, on_token=lambda request, _, row: rows.setdefault(
-        request, []).append(row))
-    return trace, {request: torch.stack(found) for request, found in rows.items()}
-
-
-def assert_close(logits, reference):
-    assert (logits - reference).abs().max() <= 1e-10 * reference.abs().max()
-
-
 @torch.inference_mode()
 def replayed(request):
     """
@@ -170,10 +160,11 @@ def rollouts(draw):
 
 
 def check_rollout(requests, knobs, changes, mode):
-    requests = [*map(replace, requests)]
+    requests, logits = [*map(replace, requests)], {}
     with books(RolloutScheduler):
-        trace, logits = logits_of(
-            rollout.generate, MODELS[:len(changes) + 1], changes, requests, mode, **knobs)
+        trace = rollout.generate(
+            MODELS[:len(changes) + 1], changes, requests, mode, **knobs,
+            on_token=lambda request, _, row: logits.setdefault(request, []).append(row))
     assert_trace(trace, requests)
     begun = {}   # request -> its first step
     for p in trace.passes:
@@ -182,7 +173,8 @@ def check_rollout(requests, knobs, changes, mode):
     for request in requests:
         tokens, reference, below = replayed(request)
         assert request.generated == tokens and request.block_table is None
-        assert_close(logits[request], reference)
+        difference = (torch.stack(logits[request]) - reference).abs().max()
+        assert difference <= 1e-10 * reference.abs().max()
         due = [bisect_right(changes, step) for step in request.token_steps]
         if mode == "wait":   # one version for all, which was the newest when it began
             assert {*sum(below, [])} == {below[0][0]}
@@ -222,21 +214,19 @@ def check_sessions(asked, knobs):
         assert not scheduler.held   # each hold ends before anything that runs must go
         preempt(scheduler, request)
 
+    def generate(model, turns, **knobs):
+        trace = sessions.generate(model, asked, **knobs)
+        turns += trace.requests
+        return trace
+
     with books(SessionScheduler), patch.object(SessionScheduler, "preempt", preempt):
-        trace, logits = logits_of(sessions.generate, MODELS[0], asked, **knobs)
-    assert_trace(trace, trace.requests)
-    assert {*trace.requests} == {turn for session in asked for turn in session.turns}
+        assert_contract(MODELS[0], generate, turns := [], known=TURNS, **knobs)
+    assert {*turns} == {turn for session in asked for turn in session.turns}
     for session in asked:
         assert session.over and len(session.turns) == len(session.then) + 1
         for one, two, (pause, result, _) in zip(session.turns, session.turns[1:], session.then):
             assert two.prompt == one.tokens + result
             assert two.arrival == one.token_steps[-1] + 1 + pause
-        for turn in session.turns:
-            key = repr(replace(turn, name="", priority=0, arrival=0))
-            tokens, reference, reason = TURNS[key] = TURNS.get(key) or alone(MODELS[0], turn)
-            assert (turn.generated, turn.finish_reason) == (tokens, reason)
-            assert_close(logits[turn], reference)
-            assert turn.block_table is None
 
 
 # --- hybrid ---------------------------------------------------------------------------------------
@@ -350,11 +340,57 @@ def test_nothing_is_accepted_after_a_stop_token_that_was_guessed(prompt, stop):
 
 
 FIRST, TIGHT = Request([1], 9, name="A"), dict(token_budget=2, page_size=2)
+CALLS = {   # one of its arguments -> a run with this value
+    "guesses": lambda value: speculative.generate(MODEL, FIRST, guesses=value),
+    "models": lambda value: rollout.generate(value, [3], FIRST),
+    "changes": lambda value: rollout.generate(MODELS[:2], value, FIRST),
+    "scheduler": lambda value: rollout.generate(MODELS[:2], [3], FIRST, scheduler=value),
+    "scheduler ": lambda value: ahead.generate(MODEL, FIRST, scheduler=value),
+    "sessions": lambda value: sessions.generate(MODELS[0], value),
+    "first": lambda value: sessions.generate(MODELS[0], [Session(value)]),
+    "then": lambda value: sessions.generate(MODELS[0], [Session(replace(FIRST), value)]),
+    "keep": lambda value: sessions.generate(MODELS[0], [Session(replace(FIRST))], keep=value),
+    "by_session": lambda value: sessions.generate(
+        MODELS[0], [Session(replace(FIRST))], by_session=value),
+    "period": lambda value: Hybrid(toy(n_layer=4).config, 8, value),
+    "pages": lambda value: hybrid.generate(HYBRIDS[3, 4], FIRST, pages=value),
+    "passed_first": lambda value: hybrid.generate(HYBRIDS[3, 4], FIRST, passed_first=value),
+    "policy": lambda value: FairScheduler(8, 64, 9, 4, value),
+    "bound": lambda value: FairScheduler(8, 64, 9, 4, "sjf", value)}
+TURN = (1, [1], 1)
+
+
+@pytest.mark.parametrize("argument, wrong", [
+    ("guesses", [1.5, None, "4", [2], -1, True]),
+    ("models", [MODELS[0], [1, 2], None, "ab", []]),
+    ("changes", [["a"], None, 5, [1.0], [-1], [3, 2], [3, 3], "3"]),
+    ("scheduler", [None, 5, PrefixScheduler]), ("scheduler ", [None, "lifo", dict, PagedScheduler]),
+    ("sessions", [None, 5, "ab", [FIRST], {"a": 1}]), ("first", [None, [1], "a"]),
+    ("then", [None, 5, [5], "abc", TURN, [(1, [1])], [(1.5, [1], 1)], [("1", [1], 1)],
+              [(-1, [1], 1)], [(1, "a", 1)], [(1, (1,), 1)], [(1, [1.5], 1)], [(1, None, 1)],
+              [(1, [1], 0)], [(1, [1], 1.5), TURN], [TURN, (1.5, [1], 1)]]),
+    ("keep", ["x", None, -1, math.nan, [1], True]),
+    ("by_session", ["x", None, 2]), ("passed_first", ["x", None, 2]),
+    ("period", [2.0, "2", None, 1, 3]), ("pages", [None, 2.5, "9", 0]),
+    ("policy", ["lifo", None, [1]]), ("bound", ["x", None, -1, math.nan])])
+def test_a_value_of_a_wrong_type_is_refused_before_anything_runs(argument, wrong):
+    """In one line that names the argument."""
+    for value in wrong:
+        with patch.object(GPT, "forward", side_effect=AssertionError("it runs")):
+            with pytest.raises(ValueError, match=f"{argument.strip()} must be .*, not ") as error:
+                CALLS[argument](value)
+        assert str(error.value).isprintable()
+
+
+def test_numbers_of_any_library_make_a_session():
+    one, two, three = numpy.arange(1, 4)
+    asked = Session(replace(FIRST), [(two, [three], one)])
+    sessions.generate(MODELS[0], asked)   # one or several, as with requests
+    assert asked.over and asked.turns[1].prompt[-1] == 3
 
 
 @pytest.mark.parametrize("run, message", [
     (lambda: rollout.generate(MODELS, [3, 4], FIRST, "abort"), "mode must be 'keep' or .*'abort'"),
-    (lambda: rollout.generate(MODELS, [3, 3], FIRST), r"each later than .*, not \[3, 3\]"),
     (lambda: rollout.generate(MODELS[:2], [3, 4], FIRST), "2 changes need 3 models, not 2"),
     (lambda: rollout.generate([toy(), MODELS[0]], [3], FIRST), r"models\[1\] has another config"),
     (lambda: sessions.generate(MODELS[0], [Session(FIRST, [(1, [1] * 15, 1)])]),
@@ -365,8 +401,7 @@ FIRST, TIGHT = Request([1], 9, name="A"), dict(token_budget=2, page_size=2)
     (lambda: hybrid.generate(HYBRIDS[3, 4], Request([1] * 9, 9), pages=17, **TIGHT),
      "'r0': .* needs 18 pages in all groups, there are 17"),
     (lambda: hybrid.generate(toy(), FIRST), "model must be a Hybrid, not GPT"),
-    (lambda: Hybrid(toy().config, 8, period=2), "period must be at least 2 and divide n_layer 3"),
-    (lambda: Hybrid(toy().config, 8, period=1), "not 1"),
+    (lambda: Hybrid(toy().config, 8, period=2), "at least 2 that divides n_layer 3, not 2"),
     (lambda: Hybrid(toy().config, 0, period=3), "window must be a whole number of at least 1")])
 def test_bad_input_is_refused_before_anything_runs(run, message):
     with pytest.raises(ValueError, match=message):
@@ -394,14 +429,3 @@ def test_a_returning_turn_goes_before_newcomers(by_session, order):
     trace = sessions.generate(MODELS[0], asked, max_batch=1, by_session=by_session)
     ran = dict.fromkeys(name.replace(", turn ", "") for p in trace.passes for name, _, _ in p.work)
     assert " ".join(ran) == order
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("module", [rollout, sessions, hybrid], ids=lambda module: module.__name__)
-def test_the_docstring_s_figures_are_those_that_the_command_prints(module, capsys):
-    with pytest.raises(SystemExit, match="^0$"):
-        getattr(essays, module.__name__.split(".")[1])([])
-    printed = {*re.findall(r"[\d.]+%?", capsys.readouterr().out)}
-    rows = re.findall(r"\n    (?:keep|recompute|wait|0|inf|30 s|least|`passed).*\d.*",
-                      module.__doc__.replace(",", ""))
-    assert len(rows) > 1 and {*re.findall(r"[\d.]+%?", "".join(rows))} <= printed

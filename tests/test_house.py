@@ -139,7 +139,8 @@ def grouped(name):
 def test_pyproject_lists_what_the_requirements_list():
     base = [*listed(ROOT / "requirements.txt")]
     assert PROJECT["project"]["dependencies"] == base
-    assert sorted(grouped("server")) == sorted(listed(ROOT / "lab/server/requirements.txt"))
+    for group, room in ("folder", "loading"), ("server", "server"):
+        assert sorted(grouped(group)) == sorted(listed(ROOT / "lab" / room / "requirements.txt"))
     assert sorted([*base, *grouped("test")]) == sorted(listed(ROOT / "tests/requirements.txt"))
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from common import STAGES, VOCAB, knobs_of, mixed, toy
 
-from beyond.prepacked import generate
 from cache import KV
 from model import GPT, GPTConfig, sample
 from request import Request
@@ -59,10 +58,7 @@ def test_logits_and_tokens_are_those_of_transformers(tmp_path):
     (lambda: toy()(torch.zeros(1, 25, dtype=torch.long)), "25 tokens do not fit block_size 24"),
     (lambda: GPTConfig(n_layer=0), "n_layer .* at least 1, not 0"),
     (lambda: GPTConfig(n_head=5, n_embd=12), "n_head 5 .* n_embd 12"),
-    (lambda: KV(2).write(0, 1, *torch.zeros(2, 1, 2, 3)), "KV of 2 tokens .* take tokens 1 to 3"),
-    (lambda: generate(toy(), [Request([1])], pack="rows"), "pack .* 'batch' or 'dataset'"),
-    (lambda: STAGES["ragged_varlen"](toy(), [Request([1])], attention="x"),
-     "attention .* 'mask' or 'varlen'")])
+    (lambda: KV(2).write(0, 1, *torch.zeros(2, 1, 2, 3)), "KV of 2 tokens .* take tokens 1 to 3")])
 def test_what_is_refused(refused, named):
     with pytest.raises(ValueError, match=named):
         refused()
@@ -102,15 +98,3 @@ def test_a_run_stays_on_its_device_and_in_its_dtype(stage, monkeypatch):
     monkeypatch.setattr(sample, "__code__", (lambda logits, requests: [1] * len(requests)).__code__)
     with observed(model, lambda step, batch: batches.append(batch)):
         STAGES[stage](model, few, **knobs_of(stage, max_batch=4, token_budget=5, page_size=4))
-
-
-# --- the rows of prepacked (claims P1 to P10 say more) --------------------------------------------
-
-def test_dataset_packing_chooses_which_requests_to_admit_together():
-    """16 prompts, 8 and 1 tokens in turn: row by row, 8 at a time make full rows."""
-    lengths, slots = [*[8, 1] * 4, *[7, 1] * 4], {}
-    for pack in "batch", "dataset":
-        trace = generate(toy(), [Request([1] * n, 1) for n in lengths], max_batch=8, pack=pack)
-        assert all(p.pad_slots == p.padded_keys for p in trace.passes)
-        slots[pack] = sum(p.slots for p in trace.passes)
-    assert slots["dataset"] < slots["batch"]

@@ -1,7 +1,12 @@
-"""Paged memory: block tables, growth, preemption. Outputs never change, only waiting times."""
+"""
+Pages: in whose tables they are, what is in them, and their names. Outputs never change, only
+waiting times (test_scheduler.py).
+"""
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
+from hashlib import sha256
 from itertools import chain, repeat
 
 import pytest
@@ -16,7 +21,6 @@ from common import (
     checked,
     examples,
     queue,
-    run,
     smallest_pool,
     toy,
     update,
@@ -27,25 +31,13 @@ from hypothesis import strategies as st
 
 from cache import KV
 from generate_paged import Paged
+from generate_prefix import PrefixScheduler, page_hash
 from lab.server.engine import Engine
-from model import causal, sample
+from model import GPTConfig, causal, sample
 from paging import PagedScheduler
-from request import Request
+from request import Request, indices_due, prepare
 
 MODEL = toy()
-
-
-@pytest.mark.parametrize("stage", POOLED)
-@pytest.mark.parametrize("knobs, named", [
-    (dict(page_size=25), "page_size 25 exceeds block_size 24"),
-    (dict(scheduler="lifo"), "a class like PagedScheduler, .* 'lifo'"),
-    (dict(pages=1, page_size=16), "request 'large': .* KV tokens, there are 16"),
-])
-def test_bad_knobs_are_refused_before_anything_ran(stage, knobs, named):
-    requests = [Request([1, 2, 3], 1, name="small"), Request([4] * 9, name="large")]
-    with pytest.raises(ValueError, match=named):
-        STAGES[stage](MODEL, requests, **knobs)
-    assert requests[0].generated == []
 
 
 def test_a_context_may_be_shorter_than_a_default_page():
@@ -66,26 +58,6 @@ def test_the_size_of_the_pool(stage, max_batch, pages, made_of):
     with pytest.raises(InterruptedError) as stopped:
         STAGES[stage](MODEL, requests, max_batch, 7, pages, page_size=4, scheduler=made)
     assert stopped.value.args == ((max_batch, 7, made_of, 4),)
-
-
-@pytest.mark.parametrize("limits, pages, requests, expected, preemptions", [
-    # a holds eight pages of nine: b waits, for equal prompts are kept once for each request
-    ((2, 64), (9, 2), {"a": (15, 2), "b": (15, 2)}, ["a15", "a1", "b15", "b1"], 0),
-    ((2, 16), (4, 2), {"a": ([1, 1], 5), "b": ([2, 2], 5)},
-     ["a2 b2", "a1 b1", "a1 b1",   # two pages each, and all are full
-      "a1",                        # b makes room: for a third page, of which it leaves one free
-      "a1",                        # 7 tokens, 6 of them computed: a is done
-      "b5",                        # its prompt and the three tokens that it had
-      "b1"], 1),
-    # a takes the last page; b, which needs one too, is the last to arrive: it preempts itself
-    ((2, 16), (3, 2), {"a": (2, 3), "b": (2, 3)}, ["a2 b2", "a1", "a1", "b3", "b1"], 1),
-    # c is preempted, then b; b arrived first, and returns first; c is preempted once more
-    ((3, 16), (7, 1), {"a": (2, 6), "b": (2, 5), "c": (2, 3)},
-     ["a2 b2 c2", "a1 b1", "a1", "a1", "a1", "a1", "b4 c3", "b1", "b1", "c4"], 3)])
-def test_plans(limits, pages, requests, expected, preemptions):
-    scheduler = PagedScheduler(*limits, *pages)
-    assert run(scheduler, requests) == expected
-    assert scheduler.pages.counts == Counter(preemptions=preemptions)
 
 
 # --- everything at once, step by step -------------------------------------------------------------
@@ -176,3 +148,42 @@ def test_every_step_even_if_some_fail_and_requests_are_cancelled(case, share, ev
         assert request.finish_reason == "cancelled" or request.generated == tokens
     assert len(scheduler.pages.free_queue) == number
     assert not any(getattr(scheduler.pages, "ref_count", ()))
+
+
+# --- page hashes ----------------------------------------------------------------------------------
+
+def test_a_page_hash_is_a_chained_sha256():
+    """Not a number, which can be used again; not Python's hash, which anybody can predict."""
+    first = page_hash(b"", [1, 2])
+    assert first == sha256(b"".join(n.to_bytes(8, sys.byteorder) for n in (1, 2))).digest()
+    assert page_hash(first, [3]) == sha256(first + (3).to_bytes(8, sys.byteorder)).digest()
+
+
+class Counted(list):
+    """Counts the tokens that are read by slices."""
+    read = 0
+
+    def __getitem__(self, index):
+        self.read += index.stop - index.start
+        return super().__getitem__(index)
+
+
+def test_finding_and_caching_are_linear_in_the_prompt(monkeypatch):
+    """Each full page is hashed once, also of a request that is preempted and looks for them."""
+    hashed = []
+    monkeypatch.setattr("generate_prefix.page_hash", lambda before, tokens: (
+        hashed.append(len(tokens)) or page_hash(before, tokens)))
+    requests = prepare([Request([0], 1), Request([0], 1)], GPTConfig(block_size=10_000))
+    scheduler, steps = PrefixScheduler(1, 50, 625, 16), 0
+    for request in requests:
+        request.prompt = Counted(range(10_000))
+        scheduler.add(request)
+        while not request.finished:
+            plan = scheduler.schedule(0)
+            scheduler.update(plan, [0] * len(indices_due(plan)))
+            steps += 1
+            if steps == 100:   # it has 5,000 tokens
+                scheduler.preempt(request)
+        assert request.prompt.read == 10_000
+    assert scheduler.pages.counts["shared_pages"] == 5_000 // 16 + 624
+    assert steps == 100 + 101 + 1 and hashed == [16] * 2 * 625

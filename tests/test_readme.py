@@ -1,23 +1,31 @@
-"""The figures, pictures and links of README and docs are those that the code gives today."""
-import ast
+"""Figures, pictures, links and commands of README and docs are those of the code today."""
 import contextlib
 import inspect
 import re
 import runpy
+import shlex
+import sys
 import textwrap
+from argparse import ArgumentParser
+from importlib.util import find_spec
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from common import ROOT, THOROUGH
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
-from lab.experiments import ladder, motion, pictures, results, tables
+from lab.experiments import __main__ as runner
+from lab.experiments import bench, ladder, motion, pictures, results
 from lab.experiments.memory import storm
 from lab.loading.load import load
 from lab.loading.stages import STAGES
-from lab.views import plots
 
-PAGES = [*tables.pages(), ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("[!.]*/README.md"))]
+PAGES = [*results.PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("[!.]*/README.md"))]
 
+
+# --- figures --------------------------------------------------------------------------------------
 
 def test_the_ladder_of_counts():
     """
@@ -52,59 +60,126 @@ def test_the_table_of_stages_shows_what_each_is_for():
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_tables_are_new_links_lead_somewhere(path):
-    """If a table is old: python -m lab.experiments tables"""
+def test_tables_are_those_of_the_results(path):
+    """If one is not: python -m lab.experiments tables"""
     text = path.read_text(encoding="utf-8")
-    assert tables.renewed(text) == text
-    for name in re.findall(r"\]\(((?!http)[^)#]+)\)|src(?:set)?=\"([^\"]+)\"", text):
-        assert (path.parent / "".join(name)).exists(), name
+    assert results.renewed(text, runner.TABLES) == text
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
-def test_a_document_says_for_whom_it_is_and_what_one_can_do_after_it(path):
-    text = path.read_text(encoding="utf-8")
-    assert re.match(r"For .+\.\sAfterwards you can ", text.split("\n\n")[1], re.DOTALL)
-    places = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-              for title in re.findall(r"^#+ (.+)$", text, re.M)}
-    assert {*re.findall(r"\]\(#([^)]+)\)", text)} <= places
+def test_prose_has_the_figures_of_the_results():
+    """Those that it computes from them, however it puts them."""
+    found, rows = results.load("bench"), dict(results.load("rows")["points"])
+    stages = results.load("ladder")["stages"]
+    ragged, paged = "ragged, varlen", "paged"
+    fast, fast_paged = ragged + bench.COMPILED, paged + bench.COMPILED
+
+    def times(result, name, than):
+        return bench.speed(result, name) / bench.speed(result, than)
+
+    w1, _, w3 = found
+    twelve = stages[ragged]["tokens_per_second"] / stages[paged]["tokens_per_second"]
+    best = [min(times(result, fast, peer) for peer in result["peers"]) for result in found]
+    said = {
+        "README.md": [f"{min(best):.1f} to {max(best):.1f}"],
+        "docs/measurements.md": [
+            f"{rows[32] / rows[1]:.1f}", f"{32 * rows[1] / rows[32]:.0f}",
+            f"{times(w1, 'chunked', 'unbatched'):.1f}", f"{times(w1, ragged, 'unbatched'):.1f}",
+            f"{times(w3, 'naive', 'unbatched'):.1f}"],
+        "docs/memory.md": [f"{twelve:.1f}",
+                           f"{max(times(result, fast, fast_paged) for result in found):.1f}"]}
+    for page, figures in said.items():
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert [figure for figure in figures if f" {figure} times" not in text] == [], page
 
 
 def test_a_figure_of_the_readme_is_that_of_what_it_links_to(capsys, monkeypatch):
     """It stands in the file's text, or its command prints it."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").split("- **Go on**")[1]
-    links = re.findall(r"\]\((beyond/\w+\.py|docs/\w+\.md)\): ([^;\n]+)[;.]", text)
+    links = re.findall(r"\]\((beyond/\w+\.py|docs/\w+\.md)(?:#[\w-]+)?\): ([^;\n]+)[;.]", text)
     for path, phrase in links:
         said = (ROOT / path).read_text(encoding="utf-8")
         if path in ("beyond/ahead.py", "beyond/in_batch.py"):
             monkeypatch.setattr("sys.argv", [path])
             with contextlib.suppress(SystemExit):
-                runpy.run_path(str(ROOT / path), run_name="__main__")
+                runpy.run_module(path[:-3].replace("/", "."), run_name="__main__")
             said = capsys.readouterr().out
         for figure in re.findall(r"\d[\d,]*%?", phrase):
             assert figure in said, (path, figure)
     assert len(links) == 8, links
 
 
-# Italics that stress a word, or name a case of its own file, and are no terms.
-STRESSED = {"and", "ahead", "both", "continuous batching", "hash", "identical", "is", "new", "own",
-            "steps", "unedited", "up to the end of that page", "Which keys may each of them see?",
-            "Which tokens are in this forward pass?"}
+# --- pictures -------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """What the command draws: {name: a figure, or the text of an SVG}."""
+    made, folder = {}, tmp_path_factory.mktemp("pictures")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "FOLDER", folder)
+        patch.setattr(Figure, "savefig", lambda figure, path: made.update({path.name: figure}))
+        assert runner.main(["pictures"]) == 0
+    return made | {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
 
 
-def test_the_glossary_has_each_term_that_a_docstring_introduces():
-    """It stands there in italics."""
-    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    words = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
-    files = [path for folder in ("", "toolbox", "beyond", "lab/**")
-             for path in (ROOT / folder).glob("*.py")]
-    said = [ast.get_docstring(node) or "" for path in files
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
-    terms = {" ".join(term.split()).rstrip(".") for text in said
-             for term in re.findall(r"(?<![*\w])\*([a-zA-Z][^*]{0,40})\*(?![*\w])", text)}
-    assert len(terms) > 30
-    assert {term for term in terms - STRESSED
-            if term.lower().rstrip("s") not in words.lower()} == set()
+def words(figure):
+    return " ".join(text.get_text() for text in figure.findobj(Text))
+
+
+def test_the_command_draws_what_is_committed(drawn):
+    """If it does not: python -m lab.experiments pictures"""
+    assert {*drawn} == {path.name for path in pictures.FOLDER.iterdir()}
+    for name, picture in drawn.items():
+        if isinstance(picture, str):
+            assert picture == (pictures.FOLDER / name).read_text(encoding="utf-8")
+
+
+def test_a_picture_says_what_was_measured_and_where(drawn):
+    for name, model in (("itl.png", "GPT-2, 124M"), ("rows.png", "GPT-2, 124M"),
+                        ("bench.png", "GPT-2, W1")):
+        assert model in words(drawn[name])
+        assert results.load("bench")[0]["measured"]["machine"] in words(drawn[name])
+
+
+def test_the_preemption_storm(drawn):
+    traces = storm(load()[0])
+    assert [trace.counts.get("preemptions", 0) for trace in traces.values()] == [0, 4]
+    assert traces["pages"].passes[-1].step < traces["reserve"].passes[-1].step
+    legend, = drawn["storm.png"].legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "prefill", "decode", "computed again", "waiting"]
+
+
+def test_the_moving_picture_has_every_token():
+    traces = motion.traces()
+    shown = [traces[stage] for stage in motion.PANELS]
+    for text in motion.pictures(traces).values():
+        ElementTree.fromstring(text)   # well-formed
+        assert all(len(line) < 60 for line in re.findall('<text x="4".*?>(.+?)<', text))   # fits
+        ticks = len(re.findall(r"M[\d.]+ \d+v8", text))
+        assert ticks == sum(len(r.generated) for trace in shown for r in trace.requests)
+    for trace in shown:   # the prompt comes at the same time everywhere
+        seen = trace.step_times[trace.requests[-1].arrival]
+        assert motion.ARRIVAL <= seen < motion.ARRIVAL + max(p.seconds for p in trace.passes)
+
+
+# --- links and commands ---------------------------------------------------------------------------
+
+def places(path):
+    """The anchors of a document's titles."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path):
+    text = path.read_text(encoding="utf-8")
+    for name in re.findall(r"src(?:set)?=\"([^\"]+)\"", text):
+        assert (path.parent / name).exists(), name
+    for name, place in re.findall(r"\]\(((?!http)[^)#]*)(?:#([^)]+))?\)", text):
+        target = path.parent / name if name else path
+        assert target.exists(), name
+        if place and target.suffix == ".md":
+            assert place in places(target), (name, place)
 
 
 def test_the_python_example_runs():
@@ -114,27 +189,37 @@ def test_the_python_example_runs():
     assert all(request.finish_reason for request in scope["requests"])
 
 
-def test_the_preemption_storm():
-    traces = storm(load()[0])
-    assert [trace.counts.get("preemptions", 0) for trace in traces.values()] == [0, 4]
-    assert traces["pages"].passes[-1].step < traces["reserve"].passes[-1].step
-    legend, = plots.timelines([*traces.values()]).legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "prefill", "decode", "computed again", "waiting"]
+ROOMS = "lab", "beyond", "notebooks", "docs", "assignments"
+DOCUMENTS = [*results.PAGES, ROOT / "CONTRIBUTING.md", ROOT / "assignments" / "README.md",
+             *(path for room in ROOMS for path in sorted((ROOT / room).glob("**/*.py")))]
+SAYS = re.compile(r"(?:python3?|torchrun [-\w ]+) -m ((?:lab|beyond|toolbox)[\w.]*)"
+                  r"((?: (?! )(?:[^\s`#)\\[]|\\\n *)+)*)")
+NAMED = sorted({(module, " ".join(flags.replace("\\\n", " ").strip(";,.").split()))
+                for path in DOCUMENTS
+                for module, flags in SAYS.findall(path.read_text(encoding="utf-8"))
+                if not module.endswith("NAME")})
 
 
-def test_the_committed_picture_has_every_token_and_is_what_the_command_draws():
-    """If it has not: python -m lab.experiments pictures"""
-    traces = motion.traces()
-    shown = [traces[stage] for stage in motion.PANELS]
-    for name, text in motion.pictures(traces).items():
-        assert text == (pictures.FOLDER / name).read_text(encoding="utf-8")
-        ElementTree.fromstring(text)   # well-formed
-        assert all(len(line) < 60 for line in re.findall('<text x="4".*?>(.+?)<', text))   # fits
-        ticks = len(re.findall(r"M[\d.]+ \d+v8", text))
-        assert ticks == sum(len(r.generated) for trace in shown for r in trace.requests)
-    for trace in shown:   # the prompt comes at the same time everywhere
-        seen = trace.step_times[trace.requests[-1].arrival]
-        assert motion.ARRIVAL <= seen < motion.ARRIVAL + max(p.seconds for p in trace.passes)
-    stalled, chunked, flowing = (motion.figures(trace)[0] for trace in shown)
-    assert stalled > 3 * chunked > 6 * flowing
+def test_documents_name_commands():
+    assert ("lab.experiments", "gaps --model random --json lab/experiments/results/gaps.json"
+            ) in NAMED and ("beyond.tensor_parallel", "") in NAMED and len(NAMED) > 25
+
+
+@pytest.mark.parametrize("module, flags", NAMED)
+def test_a_command_that_a_document_names_can_be_run(module, flags, monkeypatch):
+    """There is such a module, it does something when it is run, and it knows these flags."""
+    if find_spec(module).submodule_search_locations:   # a package
+        module += ".__main__"
+    assert 'if __name__ == "__main__":' in Path(find_spec(module).origin).read_text()
+    if flags:
+        class Known(BaseException):
+            """The flags have been read; nothing runs."""
+
+        def read(parser, argv=None, parse_args=ArgumentParser.parse_args):
+            raise Known(parse_args(parser, argv))
+
+        monkeypatch.setattr(ArgumentParser, "parse_args", read)
+        monkeypatch.setattr("sys.argv", [module, *shlex.split(flags.replace("NAME", "rows"))])
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        with pytest.raises(Known):
+            runpy.run_module(module, run_name="__main__")

@@ -1,5 +1,6 @@
 """The figures of trace and report, counted by hand."""
 import json
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,34 +35,35 @@ def golden(**arguments):
     return trace
 
 
-GOLDEN_REPORT = [
-    "stage: x",
-    "  forward passes  2",
-    "  useful tokens   10  (77% of 13 slots)",
-    "  pad slots       2  (15% of 13 slots)",
-    "  finished slots  0  (0% of 13 slots)",
-    "  recomputed      1  (8% of 13 slots: computed before)",
-    "  padded keys     10  (38% of 26 keys that attention reads)",
-    "  useful scores   22  (37% of 60 query-key pairs, per head and layer)",
-    "  copied K/V      2.0 MB of keys and values, gathered for attention",
-    "  throughput      5 tokens in 7.00 s = 1 tokens/s",
-    "  TTFT            mean 2.5, p95 3.0 steps; mean 1750, p95 2425 ms to a first token",
-    "  ITL             p50 2.0, p99 3.0 steps; p50 2000.0, p99 3960.0 ms between two",
-]
+FIGURES = {   # a row of the report, and the numbers in it
+    "forward passes": [2],
+    "useful tokens": [10, 77, 13],    # of 13 slots, in percent
+    "pad slots": [2, 15, 13],
+    "finished slots": [0, 0, 13],
+    "recomputed": [1, 8, 13],
+    "padded keys": [10, 38, 26],      # of 26 keys
+    "useful scores": [22, 37, 60],    # of 60
+    "copied K/V": [2.0],              # MB
+    "throughput": [5, 7.00, 1],       # tokens, seconds, tokens/s
+    "TTFT": [2.5, 3.0, 1750, 2425],   # mean and p95, in steps and in ms
+    "ITL": [2.0, 3.0, 2000.0, 3960.0]}
+COUNTS = {"preemptions": 1234, "shared_pages": 5, "saved_tokens": 20, "evicted_pages": 2}
+
+
+def figures(trace):
+    head, *rows = report(trace).splitlines()
+    assert head == f"stage: {trace.stage}"
+    return {row[2:17].rstrip(): [float(number.replace(",", "")) for number in re.findall(
+        r"(?<![\w.])\d[\d,.]*", row[17:])] for row in rows}
 
 
 def test_report_and_written_trace(tmp_path):
-    counts = {"preemptions": 1234, "shared_pages": 5, "saved_tokens": 20, "evicted_pages": 2}
-    trace = golden(counts=counts)
-    assert report(trace).splitlines() == [
-        *GOLDEN_REPORT,
-        "  preemptions     1,234",
-        "  prefix cache    5 pages hit, 20 tokens not computed, 2 pages evicted",
-    ]
-    assert report(golden()).splitlines() == GOLDEN_REPORT
+    assert figures(golden()) == FIGURES
+    assert figures(trace := golden(counts=COUNTS)) == {
+        **FIGURES, "preemptions": [1234], "prefix cache": [5, 20, 2]}
     write_trace(trace, tmp_path / "t.json")
     written = json.loads((tmp_path / "t.json").read_text())
-    assert (written["stage"], written["counts"]) == ("x", counts)
+    assert (written["stage"], written["counts"]) == ("x", COUNTS)
     assert written["requests"][0]["token_times"] == [1.0, 3.0, 7.0]
     assert written["passes"][1]["shape"] == [7]
 

@@ -1,6 +1,13 @@
-"""Golden plans, what holds of all plans, and what a Request, a run and a Scheduler refuse."""
+"""
+A table of plans, for all schedulers; what holds of every plan; and what a Scheduler, a Request and
+a run refuse.
+"""
+import gc
 import math
+import random
+from collections import Counter
 from dataclasses import replace
+from types import FunctionType, ModuleType
 
 import numpy
 import pytest
@@ -20,35 +27,133 @@ from common import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from beyond.fairness import POLICIES, FairScheduler
+from beyond.fairness import MAX_OVERTAKEN, POLICIES, SCHEDULERS, FairScheduler
 from generate_prefix import PrefixScheduler
 from paging import PagedScheduler
 from request import Request, prepare
 from scheduler import Scheduler
 
+PLAIN, PAGED, PREFIX, FAIR = Scheduler, PagedScheduler, PrefixScheduler, FairScheduler
+FIVE = {"A": (6, 1, 2), "B": (3, 1, 1), "C": (5, 3, 0), "D": (3, 1, 1), "E": (1, 1, 0, 1)}
+L_FIRST = {"L": (20, 1), **dict.fromkeys("abcd", (1, 1))}
 
-@pytest.mark.parametrize("limits, requests, expected", [
+GOLDEN = [
+    # scheduler, its limits; {name: (prompt, or its length; new tokens; priority; arrival)};
+    # what each step computes; what is counted; (step, n): the n-th is cancelled before that step
+
     # first come, first served
-    ((8, 4), {"A": (5, 1), "B": (6, 1), "C": (2, 1)}, ["A4", "A1 B3", "B3 C1", "C1"]),
+    (PLAIN, (8, 4), {"A": (5, 1), "B": (6, 1), "C": (2, 1)}, ["A4", "A1 B3", "B3 C1", "C1"], {}),
     # none is overtaken: B does not fit beside A; C would, but it came after B
-    ((8, 8, 11), {"A": (6, 2), "B": (8, 2), "C": (2, 2)},
-     ["A6", "A1", "B8", "B1", "C2", "C1"]),
+    (PLAIN, (8, 8, 11), {"A": (6, 2), "B": (8, 2), "C": (2, 2)},
+     ["A6", "A1", "B8", "B1", "C2", "C1"], {}),
+    # the last token needs no room: both fit, and no third
+    (PLAIN, (8, 16, 14), {"A": (6, 2), "B": (6, 2), "C": (1, 1)}, ["A6 B6", "A1 B1", "C1"], {}),
     # the smallest budget, and the smallest batch
-    ((8, 1), {"A": (3, 2), "B": (1, 2)}, ["A1", "A1", "A1", "A1", "B1", "B1"]),
-    ((1, 2), {"A": (3, 2), "B": (1, 2)}, ["A2", "A1", "A1", "B1", "B1"]),
+    (PLAIN, (8, 1), {"A": (3, 2), "B": (1, 2)}, ["A1", "A1", "A1", "A1", "B1", "B1"], {}),
+    (PLAIN, (1, 2), {"A": (3, 2), "B": (1, 2)}, ["A2", "A1", "A1", "B1", "B1"], {}),
     # the last token of a prompt is handed out like a decode
-    ((8, 4), {"A": (5, 2), "B": (4, 2)}, ["A4", "A1 B3", "A1 B1", "B1"])])
-def test_plans(limits, requests, expected):
-    assert run(Scheduler(*limits), requests) == expected
+    (PLAIN, (8, 4), {"A": (5, 2), "B": (4, 2)}, ["A4", "A1 B3", "A1 B1", "B1"], {}),
 
+    # a holds eight pages of nine: b waits, for equal prompts are kept once for each request
+    (PAGED, (2, 64, 9, 2), {"a": ([0] * 15, 2), "b": ([0] * 15, 2)}, ["a15", "a1", "b15", "b1"],
+     {}),
+    (PAGED, (2, 16, 4, 2), {"a": (2, 5), "b": (2, 5)},
+     ["a2 b2", "a1 b1", "a1 b1",   # two pages each, and all are full
+      "a1",                        # b makes room: for a third page, of which it leaves one free
+      "a1",                        # 7 tokens, 6 of them computed: a is done
+      "b5",                        # its prompt and the three tokens that it had
+      "b1"], dict(preemptions=1)),
+    # a takes the last page; b, which needs one too, is the last to arrive: it preempts itself
+    (PAGED, (2, 16, 3, 2), {"a": (2, 3), "b": (2, 3)}, ["a2 b2", "a1", "a1", "b3", "b1"],
+     dict(preemptions=1)),
+    # c is preempted, then b; b arrived first, and returns first; c is preempted once more
+    (PAGED, (3, 16, 7, 1), {"a": (2, 6), "b": (2, 5), "c": (2, 3)},
+     ["a2 b2 c2", "a1 b1", "a1", "a1", "a1", "a1", "b4 c3", "b1", "b1", "c4"],
+     dict(preemptions=3)),
+
+    # in step 0 b lacks seven pages, and in that step a fills seven that b can share
+    (PREFIX, (2, 64, 9, 2), {"a": ([0] * 15, 2), "b": ([0] * 14 + [1], 2)},
+     ["a15", "a1 b1", "b1"], dict(shared_pages=7, saved_tokens=14)),
+    # generated pages are found too: a has generated two of the four tokens that b finds
+    (PREFIX, (1, 8, 8, 2), {"a": ([1, 2], 4), "b": ([1, 2, 7, 7, 7], 1)},
+     ["a2", "a1", "a1", "a1", "b1"], dict(shared_pages=2, saved_tokens=4)),
+    # all pages of a prompt are cached, and leave a query: two full pages of four hold it
+    (PREFIX, (1, 8, 8, 4), {"a": ([0] * 8, 2), "b": ([0] * 8, 2)}, ["a8", "a1", "b4", "b1"],
+     dict(shared_pages=1, saved_tokens=4)),
+    # what is found is not to be computed: so in step 1 there is budget for c
+    (PREFIX, (3, 8, 9, 4), {"a": ([0] * 9, 1), "b": ([0] * 9, 1), "c": ([1] * 3, 1)},
+     ["a8", "a1 b1 c3"], dict(shared_pages=2, saved_tokens=8)),
+    # the page that a request fills with its last pass is found when that request is gone
+    (PREFIX, (1, 8, 8, 4), {"a": ([0] * 4, 1), "b": ([0] * 6, 1)}, ["a4", "b2"],
+     dict(shared_pages=1, saved_tokens=4)),
+    # pages that are found may be the only free ones: with one for its last token, c needs three
+    (PREFIX, (2, 16, 4, 2), {"a": ([1] * 4, 1), "b": ([2, 2], 3), "c": ([1] * 5, 1)},
+     ["a4 b2", "b1", "b1", "c1"], dict(shared_pages=2, saved_tokens=4, evicted_pages=1)),
+    (PREFIX, (2, 16, 4, 2), {"a": (2, 5), "b": (2, 5)},
+     ["a2 b2", "a1 b1", "a1 b1",   # two pages each, and all are full
+      "a1",                        # b makes room; its second page is taken at once
+      "a1",                        # 7 tokens, 6 of them computed: a is done
+      "b3",                        # 5 tokens, of which b finds the first page again
+      "b1"], dict(preemptions=1, shared_pages=1, saved_tokens=2, evicted_pages=3)),
+    # "sat down" has other keys after "the cat" (1 1 5 5) than after "a dog" (8 8 5 5). a's "the
+    # cat" can be found, in page 0, and b's copy cannot; then c takes page 0 for "a dog". Of "a dog
+    # sat down", d finds "a dog" only, although b's "sat down" is cached
+    (PREFIX, (2, 16, 4, 2), {"a": ([1, 1], 1), "b": ([1, 1, 5, 5, 6], 2), "c": ([8, 8], 1),
+                             "d": ([8, 8, 5, 5, 0], 1)},
+     ["a2 b5", "b1 c2", "d3"], dict(shared_pages=1, saved_tokens=2, evicted_pages=3)),
+    # the least recently used page is taken first, and of one request the last. d finds page "1"
+    # and takes "1 2"; e takes "3", which h misses; f finds "4", takes "1 9", and g still finds "1"
+    (PREFIX, (1, 8, 4, 1), {"a": ([1, 2], 1), "b": ([3], 1), "c": ([4], 1), "d": ([1, 9], 1),
+                            "e": ([5], 1), "f": ([4, 6], 1), "g": ([1, 9, 7], 1),
+                            "h": ([3, 8], 1)},
+     ["a2", "b1", "c1", "d1", "e1", "f1", "g2", "h2"],
+     dict(shared_pages=3, saved_tokens=3, evicted_pages=7)),
+
+    # policies are sort keys
+    (FAIR, (1, 64, 64, 1, "fcfs"), FIVE, ["A6", "B3", "C5", "C1", "C1", "D3", "E1"], {}),
+    (FAIR, (1, 64, 64, 1, "sjf"), FIVE, ["B3", "E1", "D3", "A6", "C5", "C1", "C1"], {}),
+    (FAIR, (1, 64, 64, 1, "priority"), FIVE, ["C5", "C1", "C1", "E1", "B3", "D3", "A6"], {}),
+    # a grows, and c makes room; then b, which is urgent, though the last to arrive; and a does
+    (FAIR, (8, 64, 3, 4, "priority"), {"a": (3, 9, 1), "c": (3, 9, 1), "b": (3, 9, 0, 1)},
+     ["a3 c3", "a1 c1 b3", "b1 a1", *["b1"] * 7, "a6", *["a1"] * 5, "c5", *["c1"] * 6],
+     dict(preemptions=2, evicted_pages=6)),
+    # a grows, and makes room itself
+    (FAIR, (2, 64, 3, 2, "priority"), {"a": (2, 3, 1), "b": (3, 3, 0)},
+     ["b3 a2", "b1", "b1", "a3", "a1"], dict(preemptions=1, evicted_pages=2)),
+    # a job's rank does not change: J, by then a short one, makes room for K, and waits behind L
+    (FAIR, (8, 64, 10, 1, "sjf"), {"J": (2, 9), "K": (2, 7, 0, 3), "L": (4, 6, 0, 5)},
+     ["J2", "J1", "J1", "J1 K2", "K1 J1", "K1 L4", "K1 L1", "K1", "K1", "K1", "L4", "L1", "L1",
+      "L1", "J7", "J1", "J1", "J1"],
+     dict(preemptions=2, shared_pages=2, saved_tokens=2, evicted_pages=26)),
+    # the example of the docstring
+    (FAIR, (1, 64, 64, 16, "sjf", 3), L_FIRST, ["a1", "b1", "c1", "L20", "d1"], {}),
+    # a request that was cancelled while it waited has overtaken no other, and is never due
+    (FAIR, (1, 64, 64, 16, "sjf", 3), L_FIRST | {"e": (1, 1)}, ["a1", "b1", "c1", "L20"], {},
+     (0, 4), (0, 5)),
+    (FAIR, (1, 64, 64, 16, "sjf", 1), L_FIRST, ["a1", "b1", "c1", "d1"], {}, (0, 0)),
+    # no stream of short prompts stops a longer one in the middle: each takes what L leaves
+    (FAIR, (3, 4, 64, 4, "sjf"),
+     {"a": (2, 2), "L": (4, 9), "s": (3, 2, 0, 1), "t": (3, 2, 0, 2)},
+     ["a2 L2", "a1 L2 s1", "L1 s2 t1", "s1 L1 t2", "t1 L1", *["L1"] * 5], {})]
+
+
+@pytest.mark.parametrize("kind, limits, requests, plans, counts, cancel",
+                         [(*row[:5], row[5:]) for row in GOLDEN])
+def test_golden_plans(kind, limits, requests, plans, counts, cancel):
+    scheduler = kind(*limits)
+    assert run(scheduler, requests, lambda request: 7, cancel) == plans
+    assert kind is PLAIN or +scheduler.pages.counts == counts
+
+
+# --- what holds of all plans (`run` asserts the limits) -------------------------------------------
 
 CANCELS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=3)
 
 
 def plans_are_right(case, cancel):
     """
-    `run` asserts the limits. With pages enough, paged plans as ragged does; with pages that are
-    never full, prefix plans as paged does; and a fair scheduler that is not bound, as prefix.
+    With pages enough, paged plans as ragged does; with pages that are never full, prefix plans as
+    paged does; and a fair scheduler that is not bound, as prefix.
     """
     requests, pressure = case
     limits, size = (pressure["max_batch"], pressure["token_budget"]), pressure["page_size"]
@@ -75,13 +180,117 @@ def test_plans_keep_the_limits_and_those_of_several_schedulers_are_equal(case, c
     plans_are_right(case, cancel)
 
 
+@settings(max_examples=examples(400))
+@given(case=workloads(), bound=st.sampled_from([0, 1, 2, MAX_OVERTAKEN]), cancel=CANCELS,
+       policy=st.sampled_from(list(POLICIES)), more=st.integers(0, 20))
+def test_no_request_starves(case, bound, policy, more, cancel):
+    """
+    None is overtaken or preempted more often than the bound says, from the smallest pool up, and
+    all are done within as many steps as that allows. (Every step computes something: see `run`.)
+    What makes room is the last in rank, by the rank with which it was admitted.
+    """
+    requests, pressure = case
+    size, admitted, preempted, rank = pressure["page_size"], [], Counter(), {}
+
+    class Noting(FairScheduler):
+        def preempt(self, request):
+            assert self.rank[request] == max(rank[other.name] for other in self.running)
+            preempted[request.name] += 1
+            super().preempt(request)
+
+        def grant_room(self, request):
+            rank[request.name], n = self.rank[request], number[request.name]
+            granted = super().grant_room(request)
+            if granted and request.name not in admitted:
+                assert sum(number[other] > n for other in admitted) <= bound
+                assert len(admitted) <= n + bound
+                admitted.append(request.name)
+            return granted
+
+        def release(self):
+            assert all(self.rank[request] == rank[request.name] for request in self.running)
+            super().release()
+
+    pages = smallest_pool(requests, size) + more
+    scheduler = Noting(pressure["max_batch"], pressure["token_budget"], pages, size, policy, bound)
+    number = {r.name: n for n, r in enumerate(sorted(requests, key=lambda r: r.arrival))}
+    plans = run(scheduler, [*map(replace, requests)], lambda request: len(request.generated) % 2,
+                cancel)
+    assert len(plans) <= (bound + 1) * sum(len(r.prompt) + r.max_new_tokens for r in requests)
+    assert max(preempted.values(), default=0) <= bound
+    assert len(scheduler.pages.free_queue) == pages
+    left = {*scheduler.rank, *scheduler.times_preempted, *scheduler.new}
+    assert all(r.finish_reason == "cancelled" and r in scheduler.new for r in left)
+
+
+class Watched(Request):
+    """Counts how often an attribute of a request is read."""
+    reads = 0
+
+    def __getattribute__(self, name):
+        Watched.reads += 1
+        return super().__getattribute__(name)
+
+
+def reads_per_step(scheduler, waiting):
+    """Of so many waiting requests, while others run and finish; B is overtaken, and becomes due."""
+    queue(scheduler, [Request([0] * 4, 3, name="A"), Watched([0] * 9, 3, name="B", priority=1),
+                      *(Watched([0] * 4, 3) for _ in range(waiting))])
+    reads = []
+    for step in range(9):
+        Watched.reads = 0
+        finish(scheduler, scheduler.schedule(scheduler.next_step(step)))
+        reads.append(Watched.reads)
+    return reads[isinstance(scheduler, FairScheduler):]   # it ranks all that arrive, in step 0
+
+
+@pytest.mark.parametrize("kind, limits, more", [   # more: a sorted queue may look at a few
+    (PLAIN, (40,), 0), (PAGED, (20, 2), 0), (PREFIX, (20, 2), 0),
+    *((FAIR, (20, 2, policy, 2), 40) for policy in POLICIES)])
+def test_a_step_does_not_look_at_every_waiting_request(kind, limits, more):
+    few, many = (reads_per_step(kind(2, 8, *limits), waiting) for waiting in (10, 1000))
+    assert all(b <= a + more for a, b in zip(few, many)) and any(many)
+
+
+def reachable(thing):
+    """The number of objects that it holds, however deep."""
+    seen, found = {}, [thing]
+    while found:
+        each = found.pop()
+        if id(each) not in seen and not isinstance(each, (type, ModuleType, FunctionType)):
+            seen[id(each)] = each
+            found += gc.get_referents(each)
+    return len(seen)
+
+
+@pytest.mark.parametrize("policy", [None, "fcfs", "sjf"])
+def test_what_has_finished_leaves_nothing_behind(policy):
+    """Of 50 requests, and of 200; but the pages that can be found may be others."""
+    kind, rng, counts = SCHEDULERS.get(policy, PagedScheduler), random.Random(0), []
+    scheduler = kind(16, 96, 24, 6)
+    stems = [[rng.randrange(10) for _ in range(n)] for n in (0, 0, 6, 14)]
+    for number in 50, 150:   # some share a prefix, some are cancelled
+        requests = [Request(rng.choice(stems) + [rng.randrange(10) for _ in range(
+            rng.randint(1, 9))], rng.randint(1, 12)) for _ in range(number)]
+        cancel = [(rng.randrange(number // 3), n) for n in range(0, number, 9)]
+        run(scheduler, requests, lambda request: rng.randrange(10), cancel)
+        del requests
+        gc.collect()
+        counts.append(reachable(scheduler))
+    assert counts[1] <= counts[0] + 24   # a hash for each page
+    assert scheduler.pages.counts["preemptions"]
+    assert policy is None or scheduler.pages.counts["evicted_pages"] > 50
+
+
+# --- what a Scheduler, a Request and a run refuse -------------------------------------------------
+
 def test_what_can_never_fit_is_refused_by_name_with_the_numbers():
     requests = {"A": (3, 3), "B": (9, 8)}   # the last token is never computed: 16 places
-    for new, need, size in [
-            (lambda n: Scheduler(4, 8, n), 16, 1),
-            *((lambda n, kind=kind, size=size: kind(4, 8, n, size), need, size)
-              for kind in (PagedScheduler, PrefixScheduler)
-              for size, need in ((1, 16), (5, 4), (2, 8)))]:
+    for kind, size, need in ((PLAIN, 1, 16), *((kind, size, need) for kind in (PAGED, PREFIX)
+                                               for size, need in ((1, 16), (5, 4), (2, 8)))):
+        def new(n):
+            return kind(4, 8, n) if kind is PLAIN else kind(4, 8, n, size)
+
         there = (f"'B'.* 9 .* 8, less the last token, needs 16 KV tokens, "
                  f"there are {(need - 1) * size}")
         with pytest.raises(ValueError, match=there):
@@ -109,39 +318,6 @@ def test_if_nothing_can_go_on_it_raises_and_names_who_is_stuck():
             scheduler.schedule(3)
         assert len(scheduler.running) == 2 * running
 
-
-class Watched(Request):
-    """Counts how often an attribute of a request is read."""
-    reads = 0
-
-    def __getattribute__(self, name):
-        Watched.reads += 1
-        return super().__getattribute__(name)
-
-
-def reads_per_step(scheduler, waiting):
-    """Of so many waiting requests, while others run and finish; B is overtaken, and becomes due."""
-    queue(scheduler, [Request([0] * 4, 3, name="A"), Watched([0] * 9, 3, name="B", priority=1),
-                      *(Watched([0] * 4, 3) for _ in range(waiting))])
-    reads = []
-    for step in range(9):
-        Watched.reads = 0
-        finish(scheduler, scheduler.schedule(scheduler.next_step(step)))
-        reads.append(Watched.reads)
-    return reads[isinstance(scheduler, FairScheduler):]   # it ranks all that arrive, in step 0
-
-
-@pytest.mark.parametrize("new, more", [   # more: a sorted queue may look at a few
-    (lambda: Scheduler(2, 8, 40), 0), (lambda: PagedScheduler(2, 8, 20, 2), 0),
-    (lambda: PrefixScheduler(2, 8, 20, 2), 0),
-    *((lambda policy=policy: FairScheduler(2, 8, 20, 2, policy, bound=2), 40)
-      for policy in POLICIES)], ids=["reserving", "paged", "prefix", *POLICIES])
-def test_a_step_does_not_look_at_every_waiting_request(new, more):
-    few, many = (reads_per_step(new(), waiting) for waiting in (10, 1000))
-    assert all(b <= a + more for a, b in zip(few, many)) and any(many)
-
-
-# --- what a Request, a run and a Scheduler refuse -------------------------------------------------
 
 @pytest.mark.parametrize("message, name, values", [
     ("the prompt is empty", "prompt", [[]]), ("token ids", "prompt", [[1.5], None, "a"]),

@@ -4,7 +4,7 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 
 
@@ -25,51 +25,78 @@ def one_line(what, *expected):
         raise ValueError(f"{what}: {' '.join(said.split()):.300}") from None
 
 
+def check(name, value, right, allowed):
+    """ValueError unless `right(value)`. A value that `right` cannot even look at is wrong, too."""
+    with suppress(TypeError, AttributeError, ValueError):
+        if right(value):
+            return
+    raise ValueError(f"{name} must be {allowed}, not {' '.join(repr(value).split()):.60}")
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_whole(value, least):
+    return isinstance(value, int) and is_number(value) and value >= least
+
+
+def check_whole(name, value, least):
+    check(name, value, lambda n: is_whole(n, least), f"a whole number of at least {least}")
+
+
+def at_least_1(**knobs):
+    """ValueError for a knob that is not a whole number of at least 1."""
+    for name, value in knobs.items():
+        check_whole(name, value, 1)
+        check(name, value, lambda n: n <= sys.maxsize, f"at most {sys.maxsize}")
+
+
+def one_of(name, value, *allowed):
+    check(name, value, lambda each: each in allowed, " or ".join(map(repr, allowed)))
+
+
 def plain(value):
-    """One number of numpy's or torch's as Python's own; anything else as it is."""
-    return value.item() if getattr(value, "shape", None) == () else value
+    """Numbers of numpy's or torch's as Python's own; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_request(request):
     """ValueError for values that no model can run; other libraries' numbers become Python's."""
-    if not isinstance(request.name, str) or not request.name.isprintable():
-        name, request.name = request.name, ""
-        raise ValueError(f"{request}: name must be a string of printable characters, not {name!r}")
-    try:
-        request.prompt = [operator.index(token) for token in request.prompt]   # any library's ints
-    except TypeError:
-        raise ValueError(f"{request}: prompt must be a list of token ids, not "
-                         f"{' '.join(repr(request.prompt).split()):.60}") from None
+    def check_field(field, right, allowed):
+        check(f"{request}: {field}", getattr(request, field), right, allowed)
+
+    name, request.name = request.name, ""   # an error must not print it
+    check("request: name", name, str.isprintable, "a string of printable characters")
+    request.name = name
+    for field, value in vars(request).items():
+        setattr(request, field, plain(value))
+    if isinstance(request.eos_token, Iterable):
+        request.eos_token = tuple(map(plain, request.eos_token))
+    with suppress(TypeError):
+        request.prompt = [operator.index(token) for token in request.prompt]
+    check_field("prompt", lambda prompt: all(isinstance(token, int) for token in prompt),
+                "a list of token ids")
     if not request.prompt:
         raise ValueError(f"{request}: the prompt is empty, it needs at least one token")
-    least = dict(max_new_tokens=1, top_k=1, seed=0, priority=0, arrival=0)
-    for name, minimum in least.items():
-        value = plain(getattr(request, name))
-        setattr(request, name, value)
-        if not is_whole(value, minimum) and not (value is None and name == "top_k"):
-            raise ValueError(f"{request}: {name} must be a whole number of at least {minimum}, "
-                             f"not {value!r}")
-    eos = plain(request.eos_token)
-    request.eos_token = tuple(map(plain, eos)) if isinstance(eos, Iterable) else eos
-    if not all(is_whole(token, 0) for token in request.ends):
-        raise ValueError(f"{request}: eos_token must be a whole number of at least 0, or several "
-                         f"of them, not {eos!r}")
-    t, request.top_p = plain(request.temperature), (p := plain(request.top_p))
-    if not is_number(t) or not 0 <= t <= sys.float_info.max:
-        raise ValueError(f"{request}: temperature must be a number of at least 0, not {t!r}")
-    request.temperature = float(t)   # torch has no large ints
-    if not is_number(p) or not 0 < p <= 1:
-        raise ValueError(f"{request}: top_p must be a number above 0 and at most 1, not {p!r}")
+    for field, least in dict(max_new_tokens=1, seed=0, priority=0, arrival=0).items():
+        check_whole(f"{request}: {field}", getattr(request, field), least)
+    check_field("top_k", lambda k: k is None or is_whole(k, 1), "a whole number of at least 1")
+    check_field("eos_token", lambda _: all(is_whole(token, 0) for token in request.ends),
+                "a whole number of at least 0, or several of them")
+    check_field("temperature", lambda t: is_number(t) and 0 <= t <= sys.float_info.max,
+                "a number of at least 0")
+    request.temperature = float(request.temperature)   # torch has no large ints
+    check_field("top_p", lambda p: is_number(p) and 0 < p <= 1, "a number above 0 and at most 1")
 
 
-def as_list(requests, kind):
-    """One request or several, in any iterable, as a list. ValueError for anything else."""
-    several = isinstance(requests, Iterable) and not isinstance(requests, dict)
-    requests = list(requests) if several else [requests]
-    for request in requests:
-        if not isinstance(request, kind):
-            raise ValueError(f"requests must be Requests, not {request!r:.60}")
-    return requests
+def as_list(values, kind, name="requests"):
+    """One `kind` or several, in any iterable, as a list. ValueError for anything else."""
+    several = isinstance(values, Iterable) and not isinstance(values, dict)
+    values = list(values) if several else [values]
+    for value in values:
+        check(name, value, lambda each: isinstance(each, kind), f"{kind.__name__}s")
+    return values
 
 
 def check_run(requests, config):
@@ -123,36 +150,13 @@ def check_order(request, waiting):
         raise ValueError(f"{request} arrives before {waiting[-1]}: add it first")
 
 
-def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_whole(value, least):
-    return isinstance(value, int) and is_number(value) and value >= least
-
-
-def at_least_1(**knobs):
-    """ValueError for a knob that is not a whole number of at least 1."""
-    for name, value in knobs.items():
-        if not is_whole(value, 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if value > sys.maxsize:
-            raise ValueError(f"{name} must be at most {sys.maxsize}")
-
-
-def one_of(name, value, *allowed):
-    if value not in allowed:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, not {value!r}")
-
-
 def check_pool(max_batch, pages, page_size, scheduler, context_length):
     """ValueError for a pool of pages that cannot be. pages: None if it is chosen later."""
     at_least_1(max_batch=max_batch, page_size=page_size, pages=1 if pages is None else pages)
     if page_size > max(16, context_length):   # 16, the default, may be more than a tiny context
         raise ValueError(f"page_size {page_size} exceeds block_size {context_length}")
-    if not callable(scheduler):
-        raise ValueError("scheduler must be a class like PagedScheduler, or one of "
-                         f"beyond.fairness.SCHEDULERS, not {scheduler!r}")
+    check("scheduler", scheduler, callable,
+          "a class like PagedScheduler, or one of beyond.fairness.SCHEDULERS")
 
 
 def refuse(request, need):

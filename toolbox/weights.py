@@ -11,6 +11,7 @@ GPT-2's layout differs from model.py in two ways:
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -25,9 +26,8 @@ from toolbox.validate import at_least_1, check_config, one_line, one_of
 BUILTIN = Path(__file__).parent / "builtin"   # the built-in model
 NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-FILES = (WEIGHTS, INDEX, "model-*.safetensors", "config.json", "generation_config.json",
-         "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-         "vocab.json", "merges.txt", "chat_template.jinja")
+# Weights in this format alone, configs and tokenizers
+DOWNLOADED = ("model*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 
 # Our names for a model's sizes and theirs
 SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} | {
@@ -35,9 +35,20 @@ SIZES = {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")} |
 # Settings that change the arithmetic, with the only values supported, their default first
 FIXED = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,),
          "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-         "add_cross_attention": (False,), "tie_word_embeddings": (True,),
-         "quantization_config": (None,)}
+         "add_cross_attention": (False,), "tie_word_embeddings": (True,)}
+# The same for each model_type
+ALWAYS = {"is_causal": (True,), "per_layer_config": (None,), "quantization_config": (None,)}
+# Other names of GPT-2's sizes, which transformers would prefer: they must say the same
+OTHER_NAMES = {"max_position_embeddings": "n_positions", "num_hidden_layers": "n_layer",
+               "num_attention_heads": "n_head", "hidden_size": "n_embd"}
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+class Kind(NamedTuple):
+    """How the files of a model_type become a model of ours."""
+    config: Callable   # what its config.json says -> the arguments of our config
+    names: Callable    # a tensor of its files, (key, tensor) -> the same under our names, a dict
+    make: Callable     # the arguments of our config -> the model
 
 
 class Found(NamedTuple):
@@ -45,7 +56,7 @@ class Found(NamedTuple):
     name: str
     folder: Path
     files: list    # paths of its weights
-    kind: str      # model_type
+    kind: Kind
     config: dict   # arguments of GPTConfig or LlamaConfig
 
 
@@ -55,45 +66,42 @@ def find(name, kinds):
 
     name:  "builtin", one of NAMES, a local folder or weights file (its config.json beside it), or
            "owner/name" on huggingface.co
-    kinds: {model_type: function of what a config.json says -> the arguments of a config}
+    kinds: {model_type: Kind}
 
     ValueError with one line that says what is missing or not supported.
     """
     with one_line(f"model '{name}'"):
-        file = None
+        repository = f"openai-community/{name}" if name in NAMES else str(name)
         if name == "builtin":
-            folder = BUILTIN
-        elif name in NAMES:
-            folder = download(f"openai-community/{name}", kinds)
-        elif os.path.isdir(name):   # unlike Path's, for a name that no file can have, too
-            folder = Path(name)
-        elif os.path.isfile(name):
-            file, folder = Path(name), Path(name).parent
-        elif re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
-            folder = download(str(name), kinds)
+            path = BUILTIN
+        elif name not in NAMES and os.path.exists(name):
+            path = Path(name)
+        elif re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repository):
+            path = download(repository, kinds)
         else:
             raise ValueError(f"no such file or folder, and none of the names builtin, "
                              f"{', '.join(NAMES)}, or owner/name on huggingface.co")
-        config = read_config(folder / "config.json", kinds)
-        return Found(name, folder, [file] if file else files_in(folder), *config)
+        folder = path.parent if path.is_file() else path
+        known = read_config(folder / "config.json", kinds)
+        return Found(name, folder, [path] if path.is_file() else files_in(path), *known)
 
 
 def files_in(folder):
-    """The weights files of a folder: those that its index names; without one, WEIGHTS."""
+    """The weights files of a folder: WEIGHTS, or the shards that its index names."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
-        if (folder / WEIGHTS).is_file():
-            return [folder / WEIGHTS]
         raise ValueError(f"the folder does not hold {WEIGHTS}, or {INDEX} with its shards; to "
                          "convert a pytorch_model.bin: transformers.AutoModelForCausalLM."
                          "from_pretrained(folder).save_pretrained(folder)")
     shard_of = read_object(folder / INDEX).get("weight_map")
     if not isinstance(shard_of, dict) or {*map(type, shard_of.values())} != {str}:
         raise ValueError(f"{INDEX}: weight_map must be an object, the shard of each weight")
-    files = {shard: folder / shard for shard in sorted({*shard_of.values()})}
-    for shard, file in files.items():
-        if not file.is_file() or Path(shard).is_absolute() or ".." in Path(shard).parts:
+    shards = sorted({*shard_of.values()})
+    for shard in shards:
+        if not (folder / shard).is_file() or Path(shard).name != shard:
             raise ValueError(f"{INDEX} names {shard!r:.99}, which is no file in this folder")
-    return [*files.values()]
+    return [folder / shard for shard in shards]
 
 
 def download(repository, kinds):
@@ -105,7 +113,7 @@ def download(repository, kinds):
         config = Path(hf_hub_download(repository, "config.json"))
     read_config(config, kinds)   # refused before its weights are here
     with one_line(failed, Exception):
-        return Path(snapshot_download(repository, allow_patterns=[*FILES]))
+        return Path(snapshot_download(repository, allow_patterns=[*DOWNLOADED]))
 
 
 def read_object(path):
@@ -118,25 +126,22 @@ def read_object(path):
 
 
 def read_config(path, kinds):
-    """(model_type, arguments of a config) as a config.json has them."""
+    """(its model_type's Kind, the arguments of our config) as a config.json has them."""
     theirs = read_object(path)
     with one_line(path.name, KeyError):   # a key is missing
-        kind = theirs.setdefault("model_type", "gpt2")
-        if not isinstance(kind, str) or kind not in kinds:
+        model_type = theirs.setdefault("model_type", "gpt2")
+        if not isinstance(model_type, str) or model_type not in kinds:
             also = "" if len(kinds) > 1 else " (lab.loading.load.load_model reads others)"
-            raise ValueError(f"its architecture is {kind!r:.60}, not one of "
+            raise ValueError(f"its architecture is {model_type!r:.60}, not one of "
                              f"{', '.join(kinds)}{also}")
-        return kind, kinds[kind](theirs)
+        return kinds[model_type], kinds[model_type].config(theirs)
 
 
-def read(found, make, names, dtype):
+def read(found, dtype):
     """
-    The model make(found.config), on the CPU, with the weights of found.files in `dtype`. Where a
-    file has that dtype, its tensors are the memory-mapped file.
-
-    names: function of a file's (key, tensor) -> the same under our names, {key: tensor, ...}
-
-    ValueError with one line that says what is missing or wrong.
+    The model that was found, on the CPU, with its weights in `dtype`. Where a file has that dtype,
+    its tensors are the memory-mapped file. ValueError with one line that says what is missing or
+    wrong.
     """
     with one_line(f"model '{found.name}'", RuntimeError):   # torch's, where names or shapes differ
         tensors = {}
@@ -144,7 +149,7 @@ def read(found, make, names, dtype):
             with one_line(path.name, SafetensorError):
                 theirs = load_file(path)
             for key, tensor in theirs.items():
-                new = names(key, tensor.to(dtype))
+                new = found.kind.names(key, tensor.to(dtype))
                 if not new.keys().isdisjoint(tensors):
                     raise ValueError(f"{path.name}: the weight {key!r} is there twice")
                 tensors |= new
@@ -153,9 +158,13 @@ def read(found, make, names, dtype):
             if head is not None and not torch.equal(head, tensors.setdefault("wte.weight", head)):
                 raise ValueError("lm_head.weight is not the embedding, as config.json says by "
                                  "tie_word_embeddings")
+        layers = len({key.split(".")[1] for key in tensors if key.startswith("h.")})
+        if layers != found.config["n_layer"]:   # before anything is built: it may say 100,000
+            raise ValueError(f"config.json says {found.config['n_layer']} layers, the weights have "
+                             f"{layers}")
         # no memory and no random numbers: `assign` puts the tensors that were read in place
         with torch.device("meta"), Uninitialised():
-            model = make(found.config)
+            model = found.kind.make(found.config)
         model.load_state_dict(tensors, assign=True)
     return model
 
@@ -169,7 +178,7 @@ class Uninitialised(TorchFunctionMode):
 
 def check_fixed(theirs, fixed):
     """ValueError for a setting that is not one of the values supported."""
-    for key, allowed in fixed.items():
+    for key, allowed in (ALWAYS | fixed).items():
         one_of(key, theirs.get(key, allowed[0]), *allowed)
 
 
@@ -177,13 +186,14 @@ def check_fixed(theirs, fixed):
 
 def read_gpt2(name, make):
     """The model `name`, made by `make` of GPTConfig's arguments, in float32. Or ValueError."""
-    return read(find(name, {"gpt2": gpt2_config}), make, gpt2_names, torch.float32)
+    return read(find(name, {"gpt2": Kind(gpt2_config, gpt2_names, make)}), torch.float32)
 
 
 def gpt2_config(theirs):
     """GPTConfig's arguments. ValueError or KeyError for what is missing or not supported."""
     at_least_1(**{key: theirs[key] for key in SIZES.values()})
-    check_fixed(theirs, FIXED | {"n_inner": (None, 4 * theirs["n_embd"])})
+    check_fixed(theirs, FIXED | {"n_inner": (None, 4 * theirs["n_embd"])} | {
+        other: (theirs[name],) for other, name in OTHER_NAMES.items()})
     sizes = {ours: theirs[key] for ours, key in SIZES.items()}
     check_config(SimpleNamespace(**sizes))
     return sizes

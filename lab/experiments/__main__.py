@@ -3,98 +3,102 @@ Measures, and writes down what was measured:
 
     python -m lab.experiments                                    lists the experiments
     python -m lab.experiments rows --quick                       the least that says something
-    python -m lab.experiments rows --json FILE --plot FILE       its figures and its picture
+    python -m lab.experiments rows --json FILE                   keeps its figures
     python -m lab.experiments tables                             tables of README and docs
     python -m lab.experiments pictures                           their pictures
 
-An experiment is a function of the flags that returns its figures as plain data; beside it stand
-functions that make a table and a picture of them. results/ holds the committed figures.
+An experiment is a function of the flags that returns its figures as plain data; beside it stands a
+function that makes a table of them. results/ holds the committed figures, of which all tables and
+pictures of README and docs are made.
 """
 import json
 import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Callable, NamedTuple
 
 from lab import flags
 from lab.compiled import native
-from lab.experiments import (
-    bench,
-    figures,
-    gpu,
-    ladder,
-    memory,
-    pictures,
-    prepacking,
-    results,
-    rows,
-    tables,
-    train,
-)
-from lab.loading.load import load
+from lab.experiments import bench, gpu, ladder, memory, pictures, results, rows, train
 
 PROG = "python -m lab.experiments"
 
+EXPERIMENTS = {   # what measures (args, device, dtype -> figures, or several), their Table, flags
+    "ladder": (ladder.measure, ladder.table, {}),
+    "rows": (rows.measure_rows, rows.rows_table, rows.FLAGS),
+    "gaps": (rows.measure_gaps, rows.gaps_table, rows.FLAGS),
+    "memory": (memory.measure, memory.table, {}),
+    "bench": (bench.measure, bench.table, bench.FLAGS),
+    "gpu": (gpu.measure, gpu.table, {})}
 
-class Experiment(NamedTuple):
-    measure: Callable    # args, device, dtype -> figures; or yields several
-    table: Callable      # figures -> Table
-    draw: Callable       # figures (or several), path
-    flags: dict = {}
+TABLES = {   # a table's name in a page: what makes it, a Table or several, and of which results
+    "stages": (ladder.ideas, "ladder"),
+    "bug": (ladder.bug, "ladder"),
+    "ladder": (ladder.table, "ladder"),
+    "rows": (rows.rows_table, "rows_builtin", "rows"),
+    "gaps": (rows.gaps_table, "gaps"),
+    "sharing": (memory.table, "memory"),
+    "speed": (bench.speed_table, "bench"),
+    "peers": (bench.peers_table, "peers"),
+    "bench": (lambda *found: [*map(bench.table, found)], "bench"),
+    "gpu ladder": (gpu.table, "gpu"),
+    "gpu real": (gpu.real_table, "gpu"),
+    "gpu published": (gpu.published_table, "gpu"),
+    "gpu memory": (gpu.memory_table, "gpu")}
 
 
-EXPERIMENTS = {
-    "ladder": Experiment(ladder.measure, ladder.table, figures.slots),
-    "rows": Experiment(rows.measure_rows, rows.rows_table, figures.rows, rows.FLAGS),
-    "gaps": Experiment(rows.measure_gaps, rows.gaps_table, figures.gaps, rows.FLAGS),
-    "memory": Experiment(memory.measure, memory.table, lambda _, path: figures.pool(
-        memory.filling_pool(load()[0]), path)),
-    "prepacking": Experiment(prepacking.measure, prepacking.table, figures.kinds),
-    "bench": Experiment(bench.measure, bench.table, figures.bench, bench.FLAGS),
-    "gpu": Experiment(gpu.measure, gpu.table, figures.curve)}
-COMMANDS = {"train": (train.train, train.FLAGS), "tables": (tables.write, tables.FLAGS),
-            "pictures": (pictures.draw, {})}
-
-
-def measure(experiment, args):
+def measure(work, table, args):
     """Measures, prints and keeps. Returns the exit status: 1 if a request is WRONG."""
     flags.check_path(args.json, "--json")
-    flags.check_path(args.plot, "--plot", flags.PICTURES)
     device = flags.device_of(args)
     origin, taken = results.origin(device, args.dtype, args.command), []
     print(origin["where"], flush=True)
     native.keep_memory()   # else what the system clears for each temporary is in every figure
-    found = experiment.measure(args, device, flags.DTYPES[args.dtype])
+    found = work(args, device, flags.DTYPES[args.dtype])
     several = not isinstance(found, dict)
     for each in found if several else [found]:
         taken.append({**origin, **each})
         if args.json:   # one by one: an interrupted run has its results
             text = json.dumps(taken if several else taken[0], indent=1)
             Path(args.json).write_text(text + "\n", encoding="utf-8")
-        tables.show(experiment.table(each))
-    if args.plot:
-        experiment.draw(*taken, path=args.plot)
-        print("drawn in", args.plot)
+        results.show(table(each))
     return int(any(each.get("wrong") for each in taken))
+
+
+def write_tables(args):
+    """Writes the tables of README and docs anew, from the committed results."""
+    for path in results.PAGES:
+        text = path.read_text(encoding="utf-8")
+        new = results.renewed(text, TABLES)
+        if new != text:
+            path.write_text(new, encoding="utf-8")
+            print("renewed", path.relative_to(results.ROOT).as_posix())
+    return 0
+
+
+def add(names, name, run, own={}):
+    """A command: a function of the flags, whose docstring is its help, and flags of its own."""
+    command = names.add_parser(name, help=run.__doc__, description=run.__doc__)
+    command.set_defaults(run=run)
+    for flag, settings in own.items():
+        command.add_argument(flag, **settings)
+    return command
 
 
 def parser():
     p = flags.Parser(prog=PROG, description=__doc__.strip().split(":")[0] + ".")
     names = p.add_subparsers(dest="name", metavar="NAME",
                              title="experiments, and what is made of their results")
-    for name, (run, *_, own) in {**EXPERIMENTS, **COMMANDS}.items():
-        one = names.add_parser(name, help=run.__doc__, description=run.__doc__)
-        one.set_defaults(run=run)
-        if name in EXPERIMENTS:
-            one.set_defaults(run=partial(measure, EXPERIMENTS[name]))
-            one.add_argument("--quick", action="store_true",
+    for name, (work, table, own) in EXPERIMENTS.items():
+        command = add(names, name, work, own)
+        command.set_defaults(run=partial(measure, work, table))
+        command.add_argument("--quick", action="store_true",
                              help="the least that says something: fewer runs, less work")
-            one.add_argument("--json", metavar="FILE.json", help="write the figures")
-            one.add_argument("--plot", metavar="FILE.png", help="draw them")
-            flags.add_place(one)
-        for flag, settings in own.items():
-            one.add_argument(flag, **settings)
+        command.add_argument("--json", metavar="FILE.json", help="write the figures")
+        flags.add_place(command)
+    add(names, "train", train.train, train.FLAGS)
+    add(names, "tables", write_tables)
+    add(names, "pictures", pictures.draw)
     return p
 
 

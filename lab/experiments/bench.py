@@ -17,7 +17,7 @@ import torch
 from lab.compiled import native, optimize
 from lab.experiments import results
 from lab.experiments.peers import PEERS, Engine
-from lab.experiments.results import WORKLOADS, Table
+from lab.experiments.results import Table
 from lab.experiments.roofline import machine_peaks, roofline
 from lab.loading.load import load_model
 from lab.loading.stages import STAGES
@@ -33,6 +33,10 @@ OURS = {   # a system's name: (stage, compiled?). Where nothing is shared, prefi
     **{name: (name, False) for name in ("unbatched", "naive", "dynamic", "chunked", "interleaved",
                                         "ragged, varlen", "paged")},
     **{name + COMPILED: (name, True) for name in ("unbatched", "ragged, varlen", "paged")}}
+WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
+SIZES = {   # in tokens, as `workload` draws them
+    "W1": ("prompts 8 to 512,", "answers 8 to 128"), "W2": ("prompts 1 to 512,", "no answers"),
+    "W3": ("prompts of 16,", "answers 32 to 256")}
 FLAGS = {
     "--model": dict(metavar="FOLDER", help="with config.json and model.safetensors (default: 124M "
                     "random parameters, GPT-2's size; with --quick, 6 layers, 384 wide)"),
@@ -42,11 +46,6 @@ FLAGS = {
                       metavar="NAME", help="only these"),
     **{f"--{engine}": dict(metavar="PYTHON", default=sys.executable, help=f"that has {name}")
        for name, engine in PEERS.items()}}
-
-
-SIZES = {   # in tokens, as `workload` draws them
-    "W1": ("prompts 8 to 512,", "answers 8 to 128"), "W2": ("prompts 1 to 512,", "no answers"),
-    "W3": ("prompts of 16,", "answers 32 to 256")}
 
 
 def workload(name, vocab_size, quick=False):

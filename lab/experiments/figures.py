@@ -2,15 +2,11 @@
 The pictures of the docs, drawn from traces, X-rays and measured results, in the visual language
 of lab/views/plots.py. Without a path, a function returns its figure for a notebook to show.
 """
-import statistics
-
 import numpy as np
 from matplotlib.patches import Patch
 
 from lab.experiments import bench as benchmark
-from lab.experiments import prepacking
 from lab.experiments import rows as measured
-from lab.experiments.results import WORKLOADS
 from lab.views import sights
 from lab.views.plots import COLORS, COUNTED, NAMES, WIDTH, box, pyplot, save, style
 
@@ -34,10 +30,9 @@ def finished(figure, path, below="", rect=(0, 0, 1, 1), **layout):
     return save(figure, path)
 
 
-def origin(model, result):
+def origin(result):
     """The small print of a measured result."""
-    machine = result.get("measured", {}).get("machine")
-    return "; ".join(filter(None, (model, machine, result.get("where"))))
+    return f"{result['measured']['machine']}; {result['where']}"
 
 
 # --- curves and bars ------------------------------------------------------------------------------
@@ -72,7 +67,7 @@ def rows(*results, path=None):
     notes = [("two rows take twice as long as one: for a single row\nthere is another, quicker "
               "kernel", points[1], (72, 3))
              for points in gains.values() if points[1][1] < 1]
-    return lines(gains, path, log=True, below=origin("", results[-1]), notes=notes,
+    return lines(gains, path, log=True, below=origin(results[-1]), notes=notes,
                  title="Why one batches: reading weights and calling kernels costs once a pass",
                  ylabel="tokens a second, × those of one row",
                  xlabel="rows in one forward pass (tokens of different requests)")
@@ -80,118 +75,52 @@ def rows(*results, path=None):
 
 def gaps(result, path=None):
     """Time between tokens while a long prompt arrives. result: of `gaps`"""
-    curves = {f"{name}: worst {max(1e3 * gap for _, gap in points):,.0f} ms":
-              [(step, 1e3 * gap) for step, gap in points]
-              for name, points in result["points"].items()}
-    at = {name: {step: 1e3 * gap for step, gap in points}
-          for name, points in result["points"].items()}
-    chunked = measured.ARRIVAL + -(-result["prompt_tokens"] // (measured.BUDGET - 4))
-    spoken = {"dynamic": (measured.ARRIVAL + 1, "the whole prompt in one pass", (14, -8)),
-              "interleaved": (measured.ARRIVAL + 6, "each decode padded to the chunk beside it",
-                              (-60, 34)),
-              "chunked": (chunked, "the last chunk, then the\nfirst decode beside\nthe long row",
-                          (18, 40))}
-    notes = [(text, (step, at[name][step]), offset)
-             for name, (step, text, offset) in spoken.items() if step in at.get(name, {})]
-    model = measured.NAMES.get(result.get("model"), result.get("model"))
-    return lines(curves, path, below=origin(model, result), notes=notes,
+    points = {name: [(step, 1e3 * gap) for step, gap in found]
+              for name, found in result["points"].items()}
+    last_chunk = measured.ARRIVAL + -(-result["prompt_tokens"] // (measured.BUDGET - 4))
+    notes = [(text, (step, dict(points[name])[step]), offset) for name, step, text, offset in (
+        ("dynamic", measured.ARRIVAL + 1, "the whole prompt in one pass", (14, -8)),
+        ("interleaved", measured.ARRIVAL + 6, "each decode padded to the chunk beside it",
+         (-60, 34)),
+        ("chunked", last_chunk, "the last chunk, then the\nfirst decode beside\nthe long row",
+         (18, 40)))]
+    return lines({f"{name}: worst {max(ms for _, ms in found):,.0f} ms": found
+                  for name, found in points.items()}, path, notes=notes,
+                 below=f"{measured.NAMES[result['model']]}; {origin(result)}",
                  ylabel="ms since their last token",
                  title=f"Four requests decode. At step {measured.ARRIVAL} a prompt of "
                        f"{result['prompt_tokens']} tokens arrives: how long do they wait?",
                  xlabel="step")
 
 
-def curve(result, path=None):
-    """
-    Latency against the rate of arrivals, calculated; a cross at the top, where latency has no end,
-    marks the rate with which a stage keeps up no longer. result: of `gpu`
-    """
-    under = {"paged": "ragged", "chunked": "dynamic"}   # nearly the same curve
-    figure, ax = pyplot().subplots(figsize=(WIDTH, 4))
-    for stage, found in result["curve"].items():
-        i = STAGES.index(stage)
-        points, served = found["points"], found["served"]
-        ax.plot(*zip(*points), color=CYCLE[i], marker="os^DvX."[i], markersize=9 - i,
-                linestyle="--" if stage in under else "-", label=f"{stage}: {served:.1f}"
-                + (f" (dashed, on {under[stage]}'s)" if stage in under else ""))
-        rate, ms = points[-1]
-        ax.annotate("", (served, 1), (rate, ms), ("data", "axes fraction"), "data", arrowprops={
-            "arrowstyle": "-", "linestyle": ":", "color": CYCLE[i]})
-        ax.plot(served, 1, "x", color=CYCLE[i], markersize=9, markeredgewidth=2, clip_on=False,
-                transform=ax.get_xaxis_transform())
-    ax.loglog(base=2)
-    for axis in ax.xaxis, ax.yaxis:
-        axis.set_major_formatter("{x:g}")
-    ax.set(xlabel="requests a second", ylabel="ms a token, arrival to end")
-    ax.set_title("Llama 2 7B on an A100 40 GB, calculated: requests of mixed lengths", pad=12)
-    ax.grid(True)
-    ax.legend(fontsize=9, title="keeps up with (✕), requests/s",
-              loc="center", bbox_to_anchor=(0.74, 0.65))
-    ax.text(0.5, 0.18, "ragged, paged: no padding, and kernels\nthat read the cache in place",
-            fontsize=9, transform=ax.transAxes)
-    return finished(figure, path)
-
-
-def bars(panels, looks, label, height, form, path, dashed="", below="", above="", sharex=False):
-    """
-    A panel for each {title: ({name: value}, where a dashed line stands)}, side by side. looks: for
-    each name one of LOOKS; a legend names those that differ, and the dashed line.
-    """
-    figure, axes = pyplot().subplots(1, len(panels), figsize=(WIDTH, height), sharex=sharex,
-                                     sharey=True, squeeze=False)
-    for ax, (title, (values, mark)) in zip(axes.flat, panels.items()):
-        drawn = ax.barh([*values], [*values.values()], height=0.75)
-        for bar, name in zip(drawn, values):
-            bar.set(**LOOKS[looks[name]])
-        ax.bar_label(drawn, fmt=form, padding=2, fontsize=8,
+def bench(*results, path=None):
+    """Useful tokens per second of all systems, and the roofline: a panel for each result."""
+    systems = [*results[0]["systems"]]
+    height = 0.25 * len(systems) + 1.7
+    figure, axes = pyplot().subplots(1, len(results), figsize=(WIDTH, height), sharey=True,
+                                     squeeze=False)
+    for ax, result in zip(axes.flat, results):
+        bars = ax.barh(systems, [benchmark.speed(result, name) for name in systems], height=0.75)
+        for bar, name in zip(bars, systems):
+            bar.set(**LOOKS[benchmark.kind_of(name)])
+        ax.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=8,
                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})
-        limit = ax.axvline(mark, color="black", linestyle="--", linewidth=1, label=dashed)
-        if dashed:
-            ax.text(mark, 1, f"{mark:,.0f}", fontsize=8, ha="center", va="bottom",
-                    transform=ax.get_xaxis_transform())
-        ax.set(title=title)
-        ax.margins(x=0.25 if sharex else 0.1)
+        most = result["tokens"] / result["roofline"]
+        limit = ax.axvline(most, color="black", linestyle="--", linewidth=1,
+                           label="roofline: all that memory and arithmetic allow")
+        ax.text(most, 1, f"{most:,.0f}", fontsize=8, ha="center", va="bottom",
+                transform=ax.get_xaxis_transform())
+        name = result["workload"]
+        ax.set(title="\n".join([f"{result['model']}, {name} {benchmark.WORKLOADS[name]}",
+                                *benchmark.SIZES[name]]))
+        ax.margins(x=0.1)
         ax.locator_params(axis="x", nbins=3)
         ax.tick_params("y", labelsize=9)
     axes.flat[0].invert_yaxis()
-    figure.supxlabel(f"{label}\n{below}", fontsize=9)
-    named = [Patch(label=look, **LOOKS[look]) for look in dict.fromkeys(looks.values())]
-    if len(named) > 1:
-        figure.legend(handles=[*named, limit], loc="upper center", ncols=4, fontsize=9)
-    figure.suptitle(above, fontsize=10)
-    return finished(figure, path, rect=(0, 0, 1, 1 - 0.3 / height * (len(named) > 1)))
-
-
-def bench(*results, path=None):
-    """Useful tokens per second of all systems, and the roofline: a panel for each result."""
-    def title(result):
-        name = result["workload"]
-        return f"{result['model']}, {name} {WORKLOADS[name]}\n" + "\n".join(benchmark.SIZES[name])
-
-    panels = {title(r): ({name: benchmark.speed(r, name) for name in r["systems"]},
-                         r["tokens"] / r["roofline"]) for r in results}
-    looks = {name: benchmark.kind_of(name) for name in results[0]["systems"]}
-    return bars(panels, looks, "tokens/s", 0.25 * len(results[0]["systems"]) + 1.7, "{:,.0f}", path,
-                "roofline: all that memory and arithmetic allow",
-                origin("random weights" * (results[0]["model"] == "GPT-2"), results[0]))
-
-
-def kinds(result, path=None):
-    """Speedups by kind of prompts: a panel for each. result: of `prepacking`"""
-    how = {"length-ordered": "padded, sorted first", "prepacking, batch": "packed, 16 at a time",
-           "prepacking, dataset": "packed, all at once", "ragged": "ragged: no rows"}
-
-    def title(kind):
-        lengths = result["lengths"][kind]
-        return f"{kind}\nmean {statistics.mean(lengths):.0f}\nlongest {max(lengths)}"
-
-    panels = {title(kind): ({how[method]: times for method, times in found.items()}, 1)
-              for kind, found in prepacking.speedups(result).items()}
-    return bars(panels, dict.fromkeys(how.values(), "plain PyTorch"),
-                "times as fast as padding 16 prompts to the longest of them (dashed: 1)", 2.7,
-                "{:.2f}", path, below=origin(prepacking.MODEL, result), sharex=True,
-                above="Prefill without pads: how much faster, for five kinds of prompts "
-                      "(lengths in tokens)")
+    figure.supxlabel(f"tokens/s\nrandom weights; {origin(results[0])}", fontsize=9)
+    figure.legend(handles=[*(Patch(label=look, **how) for look, how in LOOKS.items()), limit],
+                  loc="upper center", ncols=4, fontsize=9)
+    return finished(figure, path, rect=(0, 0, 1, 1 - 0.3 / height))
 
 
 def slots(result, path=None):

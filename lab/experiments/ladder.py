@@ -18,7 +18,7 @@ from lab.experiments import motion, results
 from lab.experiments.results import Table
 from lab.flags import knobs_of
 from lab.loading.arrivals import workload
-from lab.loading.load import decode, load
+from lab.loading.load import load
 from lab.loading.stages import STAGES
 from lab.loading.workload import BEGINNING, PROMPTS, make_requests, read_prompts
 from lab.simulate.calculated import figures, simulate
@@ -100,7 +100,7 @@ def ruined(model, tokenizer, requests):
     answers = [results.run(STAGES["interleaved"], model, requests).requests]
     with broken("published mask", show=False):
         answers += [results.run(STAGES["interleaved"], model, requests).requests]
-    return {right.name: [decode(tokenizer, tokens) for tokens in (
+    return {right.name: [tokenizer.decode(tokens) for tokens in (
         right.prompt, right.generated, wrong.generated)]
         for right, wrong in zip(*answers) if right.generated != wrong.generated}
 
@@ -143,19 +143,13 @@ def measure(args, device, dtype):
             "useful_scores": stages["naive"]["useful_scores"]}
 
 
-def timed(row):
-    """What is measured of a stage; it may have been counted only."""
-    speed, ttft, itl = (row[name] for name in ("tokens_per_second", "ttft_mean", "itl_p99"))
-    return ["–"] * 3 if speed is None else [
-        f"{speed:,.0f}", f"{ttft * 1e3:,.0f} ms", f"{itl * 1e3:.1f} ms"]
-
-
 def table(result):
     head = ["stage", "passes", "slots", "useful", f"scores ({result['useful_scores']:,} useful)",
             "K/V copied", "tokens/s", "TTFT mean", "ITL p99"]
     rows = [[name, f"{row['forward_passes']:,}", f"{row['slots']:,}",
              f"{row['useful'] / row['slots']:.0%}", f"{row['score_entries']:,}",
-             f"{row['copied_bytes'] / 1e6:,.0f} MB", *timed(row)]
+             f"{row['copied_bytes'] / 1e6:,.0f} MB", f"{row['tokens_per_second']:,.0f}",
+             f"{row['ttft_mean'] * 1e3:,.0f} ms", f"{row['itl_p99'] * 1e3:.1f} ms"]
             for name, row in result["stages"].items()]
     how = (f"{result['requests']} prompts ({result['prompt_tokens']} prompt tokens, "
            f"{result['generated']} generated), medians of {result['repeats']} runs")

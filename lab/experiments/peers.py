@@ -15,8 +15,7 @@ import sys
 import tempfile
 import time
 
-PEERS = {   # a peer's name: the function below that runs it
-    "vLLM": "vllm", "vLLM with zentorch": "zentorch", "OpenVINO GenAI": "openvino"}
+PEERS = {"vLLM": "vllm", "OpenVINO GenAI": "openvino"}   # a name: the function that runs it
 
 
 class Engine:
@@ -82,14 +81,6 @@ def vllm(folder, max_batch, token_budget, threads):
             yield [(int(out.request_id), list(out.outputs[0].token_ids)) for out in engine.step()]
 
     return f"vLLM {vllm.__version__}, {type(current_platform).__name__}, compiled", generate
-
-
-def zentorch(*arguments):
-    """vLLM with AMD's kernels, which it uses by itself where they are installed and fit."""
-    settings, generate = vllm(*arguments)
-    if "Zen" not in settings:
-        raise RuntimeError("vLLM does not use zentorch on this processor")
-    return settings, generate
 
 
 def openvino(folder, max_batch, token_budget, threads):

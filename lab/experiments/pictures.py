@@ -1,12 +1,10 @@
 """The pictures of README and docs: from live runs what is counted, from results what is timed."""
-from pathlib import Path
-
 from lab.checks.traps import broken
 from lab.experiments import figures, ladder, memory, motion, results
 from lab.loading.load import load
 from lab.views import plots, sights
 
-FOLDER = Path(__file__).parent.parent.parent / "docs" / "pictures"
+FOLDER = results.ROOT / "docs" / "pictures"
 
 
 def draw(args):
@@ -24,9 +22,7 @@ def draw(args):
     figures.slots(results.load("ladder"), FOLDER / "slots.png")
     figures.rows(results.load("rows_builtin"), results.load("rows"), path=FOLDER / "rows.png")
     figures.gaps(results.load("gaps"), FOLDER / "itl.png")
-    figures.kinds(results.load("prepacking"), FOLDER / "prepacking-kinds.png")
     figures.bench(*results.load("bench"), path=FOLDER / "bench.png")
-    figures.curve(results.load("gpu"), FOLDER / "gpu-curve.png")
     for name, text in motion.pictures(motion.traces()).items():
         (FOLDER / name).write_text(text, encoding="utf-8", newline="\n")
     return 0

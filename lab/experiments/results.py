@@ -1,8 +1,9 @@
 """
-How measurements are taken, and kept as results/NAME.json.
+How measurements are taken, kept as results/NAME.json, and shown as tables.
 
-Every file says where and when: the machine, the versions, the date and the command. The marked
-tables of README and docs, and the seconds in the pictures, are made from these files.
+Every file says where and when: the machine, the versions, the date and the command. The tables of
+README and docs, and the seconds in the pictures, are made from these files. A page's table stands
+between <!-- table: NAME --> and <!-- end -->. Do not edit it by hand.
 """
 import datetime
 import json
@@ -21,21 +22,16 @@ from typing import NamedTuple
 import torch
 
 from lab.flags import knobs_of
-from lab.views.report import latencies, mean, percentile, totals
+from lab.views.report import aligned, latencies, mean, percentile, totals
 from toolbox.trace import synchronize
 
 FOLDER = Path(__file__).parent / "results"
-WORKLOADS = {"W1": "mixed", "W2": "prefill", "W3": "decode"}
+ROOT = FOLDER.parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)
 
 
-class Table(NamedTuple):
-    """What an experiment says of its figures, to be printed or to stand in a document."""
-    head: list
-    rows: list
-    how: str = ""     # it was measured
-    words: int = 1    # columns of words, before those of numbers
-    small_print: str = "{machine}; {where}; {date}; {how}; {commands}"   # below it, in documents
-
+# --- to measure -----------------------------------------------------------------------------------
 
 def run(generate, model, requests, knobs={}):
     """The trace of a stage on copies of these requests, with those of the knobs that it has."""
@@ -78,6 +74,8 @@ def row_of(trace):
             "itl_p99": percentile(waits["itl_seconds"], 99) if waits["itl_seconds"] else None}
 
 
+# --- to keep --------------------------------------------------------------------------------------
+
 def load(name):
     """The contents of results/NAME.json: figures, or a list of them, one for each workload."""
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
@@ -96,3 +94,44 @@ def origin(device, dtype, command):
                      f"Python {platform.python_version()}",
             "measured": {"machine": f"{cores} cores of {cpu}",
                          "date": datetime.date.today().isoformat(), "command": command}}
+
+
+# --- to show --------------------------------------------------------------------------------------
+
+class Table(NamedTuple):
+    """What an experiment says of its figures, to be printed or to stand in a document."""
+    head: list
+    rows: list
+    how: str = ""     # it was measured
+    words: int = 1    # columns of words, before those of numbers
+    small_print: str = "{machine}; {where}; {date}; {how}; {commands}"   # below it, in documents
+
+
+def show(table):
+    """Prints a table."""
+    print(f"\n{table.how}\n{aligned([table.head, *table.rows])}", flush=True)
+
+
+def markdown(table):
+    kinds = ["---"] * table.words + ["---:"] * (len(table.head) - table.words)
+    return "".join("| " + " | ".join(map(str, line)) + " |\n"
+                   for line in (table.head, kinds, *table.rows))
+
+
+def text_of(make, *files):
+    """Tables of these results; in small print where, when and how the last were measured."""
+    found = []
+    for file in files:
+        figures = load(file)
+        found += figures if isinstance(figures, list) else [figures]
+    made = make(*found)
+    made = [made] if isinstance(made, Table) else made
+    commands = dict.fromkeys(f"`{result['measured']['command']}`" for result in found)
+    below = made[0].small_print.format(where=found[-1]["where"], how=made[0].how,
+                                       commands=", ".join(commands), **found[-1]["measured"])
+    return "\n".join(map(markdown, made)) + f"\n<sub>{below}</sub>\n"
+
+
+def renewed(text, tables):
+    """A page's text with its tables made anew. tables: {name: (what makes it, its results)}"""
+    return MARKED.sub(lambda found: found[1] + text_of(*tables[found[2]]) + found[3], text)

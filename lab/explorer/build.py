@@ -1,5 +1,5 @@
 """
-Builds docs/explorer.html: all stages on requests.jsonl, for the guided walk.
+Builds docs/explorer.html: the ladder's stages on requests.jsonl, for the guided walk.
 
 Every stage runs on the built-in model, under the X-ray and the check. All times are those of a
 calculated GPU (lab/simulate/), so the page is the same on every machine. A visitor's own requests
@@ -11,23 +11,23 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from beyond import speculative
 from lab.checks.traps import broken
 from lab.explorer import page
-from lab.explorer.recorder import record
-from lab.explorer.walk import FLAT, GUESS, MASK, SAME, TWO, walk
+from lab.explorer.recorder import record, take_times
+from lab.explorer.walk import MASK, SAME, TWO, walk
 from lab.flags import knobs_of
 from lab.loading.load import load
-from lab.loading.stages import STAGES
+from lab.loading.stages import SCRIPTS
 from lab.loading.workload import make_requests, read_prompts
+from lab.simulate.calculated import simulate
+from request import Request
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "explorer.html"
 KNOBS = dict(max_batch=8, token_budget=32, pages=26, page_size=16)
 RUNS = {   # name: (stage, further knobs)
-    **{name: (generate, {}) for name, generate in STAGES.items()},
-    SAME: (STAGES[FLAT], {"max_kv_tokens": KNOBS["pages"] * KNOBS["page_size"]}),
-    MASK: (STAGES["interleaved"], {}), GUESS: (speculative.generate, {"pages": None}),
-    TWO: (STAGES["dynamic"], {})}
+    **{name: (generate, {}) for name, generate in SCRIPTS.items()},
+    SAME: (SCRIPTS["ragged"], {"max_kv_tokens": KNOBS["pages"] * KNOBS["page_size"]}),
+    MASK: (SCRIPTS["interleaved"], {}), TWO: (SCRIPTS["dynamic"], {})}
 
 
 def workload(tokenizer):
@@ -48,24 +48,22 @@ def runs(model, requests):
     return traces
 
 
+class Replayed(Request):
+    """Gets the tokens of `answer`, whatever a model says, and so it ends as they do."""
+
+    def append(self, token):
+        super().append(self.answer[len(self.generated)])
+
+
 def on_gpu(trace):
-    """The recorded run with the times of the calculated GPU, from what its passes counted."""
-    (shape, gpu), config = page.GPU, trace.recording.model.config
-    kv_bytes = 8 * config.n_layer * config.n_embd   # of a token of the model that ran
-    trace.started, trace.step_times, now, ends = 0.0, {}, 0.0, {}
-    steps = {request.name: request.token_steps for request in trace.requests}
-    for p in trace.passes:
-        sampled = [name for name, _, _ in p.work if p.step in steps[name]]
-        keys = p.padded_keys + sum(first + n for _, first, n in p.work)
-        # On a GPU attention reads through the block table, and copies no pages.
-        copied = 0 if trace.recording.pool else p.copied_bytes // kv_bytes * shape.kv_bytes
-        p.seconds = shape.seconds(gpu, p.slots, len(sampled), p.score_entries, keys, copied)
-        trace.step_times.setdefault(p.step, now)
-        now += p.seconds
-        ends.update({(name, p.step): now for name in sampled})
-    for request in trace.requests:
-        request.token_times = [ends[request.name, step] for step in request.token_steps]
-    return trace
+    """The recorded run with the times of the calculated GPU, which does the same once more."""
+    recorder, again, (shape, gpu) = trace.recording, [], page.GPU
+    shape = replace(shape, block_size=recorder.model.config.block_size)   # where answers may end
+    for request in recorder.requests:
+        again.append(Replayed(request.prompt, request.max_new_tokens, name=request.name,
+                              eos_token=request.eos_token, arrival=request.arrival))
+        again[-1].answer = request.generated
+    return take_times(trace, simulate(shape, gpu, recorder.generate, again, **recorder.knobs))
 
 
 def data():

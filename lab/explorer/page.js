@@ -3,8 +3,8 @@
 
 const names = [...RUNS.keys()];
 // stop: of the walk; all: whether all panels are shown, not its scene only; own: see own.js
-const state = {run: names[0], beside: "", clock: "step", tick: 0, slot: null, cells: "token",
-               stop: null, all: false, own: null};
+const state = {run: names[0], beside: "", clock: "step", tick: 0, slot: null, stop: null,
+               all: false, own: null};
 let ticks = [];       // of the clock: the steps of the shown runs, or the ms at which they end
 let pointed = null;   // the slot under the mouse or the keyboard; state.slot is held
 const answered = new Map();   // stop -> the choice that was made there
@@ -29,7 +29,7 @@ function setTicks(value) {
 }
 
 function address() {
-  const parts = new URLSearchParams(state.own ? ownParts() : {});
+  const parts = new URLSearchParams(state.own ? ownParts(state.own) : {});
   const {theme} = document.documentElement.dataset, value = ticks[state.tick] ?? 0;
   parts.set("run", state.run);
   if (state.beside) parts.set("beside", state.beside);
@@ -39,27 +39,34 @@ function address() {
   if (state.slot) parts.set("slot", state.slot);
   if (state.stop !== null && !state.own) parts.set("stop", state.stop);
   if (state.stop !== null && !state.own && state.all) parts.set("all", 1);
-  if (state.cells !== "token") parts.set("cells", state.cells);
   if (theme) parts.set("theme", theme);
   return "#" + parts;
 }
 
-function readAddress() {                 // whatever it says: what does not exist is left out
-  const parts = new URLSearchParams(location.hash.slice(1)), stop = Number(parts.get("stop") ?? -1);
+function readAddress() {                 // and says which of it does not exist
+  const parts = new URLSearchParams(location.hash.slice(1)), lost = [], {walk} = DATA;
+  const stop = Number(parts.get("stop") ?? NaN), before = state.own;
   if (["dark", "light"].includes(parts.get("theme"))) setTheme(parts.get("theme"));
-  Object.assign(state, {stop: DATA.walk[stop] ? stop : null, all: parts.has("all"), slot: null});
-  state.cells = ["position", "wide"].includes(parts.get("cells")) ? parts.get("cells") : "token";
-  setOwn(ownFrom(parts));
-  const known = state.own ? Object.keys(LADDER) : names;   // ownFrom says what it does not know
+  Object.assign(state, {stop: walk[stop] ? stop : null, all: parts.has("all"), slot: null});
+  setOwn(ownFrom(parts, lost));
+  written = JSON.stringify(state.own);
+  const known = state.own ? Object.keys(LADDER) : names;
   const [run, beside = ""] = parts.has("run") || state.own
     ? [parts.get("run"), parts.get("beside")] : known;
   state.run = known.includes(run) ? run : state.own ? "paged" : names[0];
   state.beside = known.includes(beside) ? beside : "";
   state.clock = parts.has("ms") || (state.own && !parts.has("step")) ? "ms" : "step";
-  if (!state.own && !parts.has("run") && DATA.walk.length) return visit(state.stop ?? 0, false);
+  for (const name of ["run", "beside"]) {
+    const value = parts.get(name), now = state[name] ? `${state[name]} is shown` : "none is shown";
+    if (value && value !== state[name]) lost.push(`${name}=${value} (${now})`);
+  }
+  if (parts.has("stop") && state.stop === null) lost.push(`stop=${parts.get("stop")}`);
+  $("note").textContent = lost.length ? `In this link, ${lost.join(", ")} could not be read.` : "";
+  if (!state.own && !parts.has("run") && walk.length) return showStop(state.stop ?? 0);
   setTicks(Number(parts.get(state.clock)) || 0);
   state.slot = slotNamed(parts.get("slot")) ? parts.get("slot") : null;
   build();
+  if (state.own && !before && innerWidth <= 760) $("own").scrollIntoView();
 }
 
 function go(tick) {                      // to another moment
@@ -68,19 +75,6 @@ function go(tick) {                      // to another moment
   Object.assign(state, {tick, value: ticks[tick], slot: null});
   pointed = null;
   render();
-}
-
-function kindsAt(run, tick) {            // of its requests' states; before the first tick: -1
-  const now = momentOf(run, state.clock, ticks[tick] ?? -1);
-  return run.requests.map(request => stateOf(run, request, now).kind);
-}
-
-function nextEvent() {                   // to where a request of a shown run gets another state
-  const states = tick => views.map(({run}) => kindsAt(run, tick)).join();
-  const here = states(state.tick);
-  let tick = state.tick + 1;
-  while (tick < ticks.length && states(tick) === here) tick++;
-  go(tick);
 }
 
 function change(what) {                  // other runs, or another clock, at the same moment
@@ -93,26 +87,21 @@ function change(what) {                  // other runs, or another clock, at the
   build();
 }
 
-function visit(i, news = true) {         // a stop of the walk; Back leads to where one was before
-  if (news) leave();
+function showStop(i) {                   // of the walk
   const {run, beside, clock, step, slot = null} = sceneOf(i);
   setOwn(null);
-  Object.assign(state, {run, beside, clock, slot, stop: i, all: false, tab: 0});
+  Object.assign(state, {run, beside, clock, slot, stop: i, all: false});
   pointed = null;
   setTicks(valueOf(shown()[0].stepOf.get(step)));
   build();
   if (scrollY > $("walk").offsetTop) scrollTo(0, $("walk").offsetTop);
 }
 
-function strayed() {                     // whether another moment or run than the stop's is shown
-  const {run, beside, clock, step, slot = null} = sceneOf(state.stop);
-  return state.run !== run || state.beside !== beside || state.clock !== clock
-    || state.slot !== slot || views[0].now.step !== step;
-}
+const visit = i => navigate(`stop=${i}`), openOwn = () => navigate(mine);
 
 function answer(choice) {
   answered.set(state.stop, choice);
-  visit(state.stop, false);
+  showStop(state.stop);
 }
 
 // A slot's name is "view.pass.row.column". Its four numbers, if there is such a slot.
@@ -129,7 +118,7 @@ const PANELS = {timeline: "Timeline", plan: "Plan of this step", tensor: "Tensor
                 sees: "Who sees whom", bill: "Bill so far", memory: "Memory", requests: "Requests",
                 score: "Scoreboard", change: "Change of shape: from rows to a stream"};
 const ONCE = ["score", "change"];        // for all runs together
-const OWN = ["score", "timeline", "plan", "tensor", "memory", "bill"];
+const OWN = ["score", "timeline", "tensor", "memory"];
 const ALL = ["timeline", "plan", "tensor", "sees", "bill", "memory", "requests", "score"];
 const DRAW = {timeline: moveCursor, plan: drawPlan, tensor: drawTensor, bill: drawBill,
               requests: drawRequests, memory: drawMemory};
@@ -142,7 +131,7 @@ function build() {                       // everything anew: other panels, anoth
   $("own").hidden = !state.own;          // first: hidden, it has no width
   $("other").hidden = views.length < 2;
   main.className = [views.length === 2 ? "two" : "one", stop || state.own ? "scene" : "",
-                    state.own ? "mine" : "", asking() ? "asking" : ""].join(" ");
+                    asking() ? "asking" : ""].join(" ");
   main.replaceChildren();
   for (const name of scene) {
     for (const view of ONCE.includes(name) ? [views[0]] : views) {
@@ -161,7 +150,6 @@ function build() {                       // everything anew: other panels, anoth
     $(id).replaceChildren(...[...none, ...state.own ? Object.keys(LADDER) : names].map(
       value => element("option", {value}, value || "nothing")));
   }
-  drawTabs(scene);
   fill();
   const list = $("walk").firstChild, marked = list.querySelector("[aria-current]");
   if (marked) list.scrollLeft = marked.offsetLeft - 60;   // on a phone it scrolls sideways
@@ -177,42 +165,32 @@ function framed(name, run, panel) {      // a panel's frame and title
                  element("h2", {}, title, element("small", {}, " · " + note)), panel);
 }
 
-function drawTabs(scene) {               // a phone shows one panel at a time, a slot with its keys
-  const tabs = scene.filter(name => name !== "sees" && document.querySelector(`main .${name}`));
-  const open = tab => {
-    state.tab = tab;
-    for (const panel of $("views").children) {
-      const name = panel.classList[1] === "sees" ? "tensor" : panel.classList[1];
-      panel.classList.toggle("behind", name !== tabs[tab]);
-    }
-    for (const [i, button] of [...$("tabs").children].entries()) {
-      button.ariaPressed = String(i === tab);
-    }
-  };
-  $("tabs").replaceChildren(...tabs.map((name, i) => element(
-    "button", {onclick: () => { open(i); fill(); }}, PANELS[name].split(" ")[0])));
-  open(Math.min(state.tab ?? 0, tabs.length - 1));
-}
-
 function fill() {                        // the frames that are there, with the runs as they are now
   views = shown().map((run, number) => (
     {run, number, panels: views[number].panels, rows: new Map()}));
   const {score, change} = views[0].panels;
-  if (state.own) Object.assign(views[0], {high: rowHigh(), bare: innerWidth > 760});
-  for (const view of views) if (view.panels.timeline) drawTimeline(view);
+  for (const view of views) {
+    if (state.own) view.high = rowHigh(view.number);
+    else if (views[1]) view.high = halfHigh(view.run);
+    view.bare = state.own && !view.number && innerWidth > 760;
+    if (view.panels.timeline) drawTimeline(view);
+  }
   if (state.own) drawOwn(views[0]);
   score?.replaceChildren(scoreboardNow());
-  if (change) drawChange(change, DATA.walk[state.stop]);
+  if (change) drawChange(change, sceneOf(state.stop).step);
   drawLegend(views[0].panels);
   render();
 }
 
+function halfHigh({requests}) {          // of a row, in pixels, if two timelines shall be in sight
+  return Math.max(1, Math.min(13, Math.floor((innerHeight - 440) / 2 / requests.length)));
+}
+
 function drawLegend({sees, timeline, change}) {   // of what can be seen now
   const has = name => shown().some(run => run.totals[name].at(-1) > 0);
-  const guesses = shown().some(({knobs}) => knobs.guesses);
   const kinds = {
     prefill: true, decode: true, recomputed: has("recomputed"), pad: has("pad_slots") || change,
-    finished: has("finished_slots"), accepted: guesses, rejected: guesses, waiting: timeline,
+    finished: has("finished_slots"), waiting: timeline,
     past: sees, new: sees, wrong: sees && shown().some(({xray}) => xray.wrong)};
   const words = {...DATA.names, past: "seen: key in the cache", new: "seen: key of this pass",
                  wrong: "seen, and must not be"};
@@ -235,24 +213,32 @@ function render() {                      // what depends on the moment
 function scoreboardNow() {
   if (state.own) return ownScoreboard();
   if (!inScene()) return scoreboard(views[0].run.would ??= wouldHave(views[0].run));
-  const pick = run => { leave(); state.all = true; change({run, beside: "", clock: "ms"}); };
+  const pick = run => navigate(
+    String(new URLSearchParams({run, ms: ticks[state.tick], stop: state.stop, all: 1})));
   const scores = DATA.walk[state.stop].rows.map(name => [name, figuresOf(recorded(name))]);
   return scoreboard(Object.fromEntries(scores), pick);
 }
 
-let later = null;
+let later = null, written = "";          // a timer; state.own, as the address has it
 
 function writeAddress() {                // not at every step: browsers refuse 100 in 30 seconds
   clearTimeout(later);
-  later = setTimeout(() => history.replaceState(null, "", address()), 400);
+  later = setTimeout(saveAddress, 400);
 }
 
-function leave() {                       // what is shown keeps its place in the browser's history
-  play(false);
+function saveAddress() {                 // a change of requests is an entry: Back takes it back
   clearTimeout(later);
-  if (!views.length) return;
-  history.replaceState(null, "", address());
-  history.pushState(null, "", address());
+  const own = JSON.stringify(state.own), news = own !== written;
+  history[news ? "pushState" : "replaceState"](null, "", address());
+  written = own;
+}
+
+function navigate(to) {                  // to what an address says; Back leads to where one was
+  play(false);
+  saveAddress();
+  if (state.own) mine = address().slice(1);
+  history.pushState(null, "", "#" + to);
+  readAddress();
 }
 
 // --- controls ------------------------------------------------------------------------------------
@@ -261,24 +247,21 @@ let timer = null;                        // while it plays
 
 function drawControls() {
   const value = ticks[state.tick] ?? 0, end = ticks.at(-1) ?? 0, {stop} = state, {walk} = DATA;
-  for (const id of ["run", "beside", "clock", "cells"]) $(id).value = state[id];
+  for (const id of ["run", "beside", "clock"]) $(id).value = state[id];
   $("now").textContent = state.clock === "step" ? `step ${value} of ${end}`
     : `step ${views[0].now.step}: ${ms(value).slice(0, -3)} of ${ms(end)}`;
   const [own, ...stops] = $("walk").querySelectorAll("button");
   const here = state.own ? own : stops[stop];
   for (const button of [own, ...stops]) button.ariaCurrent = button === here ? "step" : null;
-  const on = state.own ? null : walk[stop], away = Boolean(on && strayed());
+  const on = state.own ? null : walk[stop];
   $("stop").hidden = !walk.length || Boolean(state.own);
   drawStop(on);
   $("controls").hidden = inScene();
-  $("cells").parentNode.hidden = Boolean(state.own);
   $("stages").hidden = names.length === 1 && !state.own;
   $("edit").hidden = Boolean(state.own);
   $("all").hidden = !on;
   $("all").textContent = state.all ? "this scene only" : "all panels";
-  $("return").hidden = !away;
-  $("return").textContent = `back to ${on?.title}`;
-  $("on").hidden = away || Boolean(state.own) || !walk.length;
+  $("on").hidden = Boolean(state.own) || !walk.length;
   $("on").textContent = !on ? "guided walk" : walk[stop + 1] ? "next stop" : "your own requests";
 }
 
@@ -292,7 +275,7 @@ function drawStop(on) {                  // its question, or its text
     : choice === right ? "Right. " : `No, not “${choices[choice]}”. `;
   const again = element("button", {className: "again", onclick: () => {
     answered.delete(state.stop);
-    visit(state.stop, false);
+    showStop(state.stop);
   }}, "ask again");
   const buttons = (choices ?? []).map((text, i) => element(
     "button", {onclick: () => answer(i)}, text));
@@ -332,28 +315,17 @@ function turnTheme() {
   build();
 }
 
-function faster(by) {
-  const {options, selectedIndex} = $("speed");
-  $("speed").selectedIndex = Math.max(0, Math.min(options.length - 1, selectedIndex + by));
-  if (timer) play(true);
-}
-
 const hold = name => { state.slot = name && state.slot !== name ? name : null; render(); };
 const KEYS = {
   ArrowLeft: far => go(state.tick - far), ArrowRight: far => go(state.tick + far),
-  Home: () => go(0), End: () => go(ticks.length - 1), n: nextEvent,
-  "+": () => faster(1), "-": () => faster(-1),
+  Home: () => go(0), End: () => go(ticks.length - 1),
   " ": () => play(!timer), Escape: () => { pointed = null; hold(null); }};
 const MOVES = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]};
 
 function onKey(event) {
   const {target, key} = event, grid = target.closest(".grid"), {activeElement} = document;
-  const control = event.ctrlKey || event.metaKey;
-  if (state.own && control && ["z", "Z", "y"].includes(key) && !target.closest("textarea")) {
-    event.preventDefault();
-    return key === "z" ? undo() : redo();
-  }
-  if (target.closest("select, input, textarea") || control || event.altKey) return;
+  const control = event.ctrlKey || event.metaKey || event.altKey;
+  if (control || target.closest("select, input, textarea")) return;
   if (key === " " && target.closest("button, summary")) return;
   if (grid && MOVES[key]) {
     const here = slotNamed(pointed ?? state.slot);
@@ -377,22 +349,6 @@ function onKey(event) {
   event.preventDefault();
 }
 
-let touched = null;                      // where a swipe has begun
-
-function swipe(event) {                  // sideways, to the next stop or back
-  const {clientX, clientY} = event.changedTouches[0], {target} = event;
-  const slides = target.closest(".box, input, select") || [target.closest(".scroll")].some(
-    box => box && box.scrollWidth > box.clientWidth + 1);
-  if (event.type === "touchstart") {
-    touched = slides || state.stop === null || state.own ? null : [clientX, clientY];
-    return;
-  }
-  if (!touched) return;
-  const [right, down] = [clientX - touched[0], clientY - touched[1]];
-  const i = state.stop + (right < 0 ? 1 : -1);
-  if (Math.abs(right) > 60 && Math.abs(right) > 2 * Math.abs(down) && DATA.walk[i]) visit(i);
-}
-
 function nearest(event) {                // the slot that is meant: between two, or on a narrow one
   const grid = event.target.closest(".grid");
   if (!grid || event.target.dataset.slot) return event.target.dataset.slot ?? null;
@@ -404,56 +360,31 @@ function nearest(event) {                // the slot that is meant: between two,
     (a, b) => far(b) < far(a) ? b : a).dataset.slot;
 }
 
-function seek(event) {                   // a press or drag on the timeline; else it says what it is
+function seek(event) {                   // a press or drag on the timeline
   const view = views.find(view => view.box?.contains(event.target));
-  for (const {tip} of views) tip?.remove();
-  if (!view) return;
-  const {left, top, width} = view.box.getBoundingClientRect(), across = event.clientX - left;
-  const value = view.valueAt(across), request = view.rowAt(event.clientY - top);
-  if (event.type !== "pointermove" || event.buttons) {
-    return go(atMost(ticks, value) - (state.clock === "step"));
-  }
-  if (value < 0) return;
-  const byStep = state.clock === "step", {run} = view;
-  const now = momentOf(run, state.clock, byStep ? Math.floor(value) : value);
-  const step = run.steps[now.k];
-  const {active, kind, words} = request ? stateOf(run, request, now) : {};
-  const is = active || ["absent", "waiting", "done"].includes(kind) ? words : "waits";
-  const text = `step ${now.step}`
-    + (step && now.passes.length ? `, ${ms(step.end - step.start)}` : "")
-    + (request ? `: ${request.name} ${is}`
-      : `: ${plural(step ? inStep(run, "slots", step) : 0, "slot")}`);
-  view.tip = div("tip", text);
-  view.box.append(view.tip);
-  view.tip.style.left = Math.max(0, Math.min(across + 12, width - view.tip.offsetWidth)) + "px";
-  view.tip.style.top = event.clientY - top + 14 + "px";
+  if (!view || (event.type === "pointermove" && !event.buttons)) return;
+  const value = view.valueAt(event.clientX - view.box.getBoundingClientRect().left);
+  go(atMost(ticks, value) - (state.clock === "step"));
 }
 
 function begin() {
-  const {requests} = RUNS.get(names[0]);
-  const tokens = requests.reduce((sum, {prompt}) => sum + prompt.length, 0);
   const clock = DATA.calculated ? "calculated for an A100" : "measured";
-  const what = DATA.walk.length ? `a walk of ${DATA.walk.length} stops, then your own requests`
-    : `${plural(requests.length, "request")}, ${plural(tokens, "prompt token")}`;
   const {weights, vocabulary, key, row, tile, overhead} = DATA.gpu;
   $("formula").textContent = `A pass reads the weights, ${ms(1e3 * (weights + vocabulary))}, and `
     + `the keys and values in sight, ${ms(1e6 * key)} for 1,000 tokens. Its arithmetic takes `
     + `${ms(1e3 * tile * row)}, and ${ms(1e5 * row)} for 100 slots. The time is the root of the `
     + `sum of both squares, and ${ms(1e3 * overhead)} of overhead.`;
-  $("about").textContent = `how an LLM server batches requests, step by step: ${what}; `
-    + `ms are ${clock}`;
+  $("about").textContent = `how an LLM server batches requests, step by step; ms are ${clock}`;
   $("walk").querySelector("ol").append(element("li", {}, element(
-    "button", {id: "mine", onclick: () => openOwn()}, "try your own requests")),
-    ...DATA.walk.length ? [element("li", {className: "soft"}, "or begin with the walk:")] : [],
+    "button", {id: "mine", onclick: openOwn}, "try your own requests")),
+    ...DATA.walk.length ? [element("li", {className: "soft"}, "or the walk:")] : [],
     ...DATA.walk.map(({title}, i) => element(
       "li", {}, element("button", {onclick: () => visit(i)}, title))));
   beginOwn();
   for (const id of ["run", "beside", "clock"]) $(id).onchange = () => change({[id]: $(id).value});
-  $("cells").onchange = () => { state.cells = $("cells").value; render(); };
   $("speed").onchange = () => timer && play(true);
   $("theme").onclick = turnTheme;
-  const keys = {first: "Home", back: "ArrowLeft", play: " ", next: "ArrowRight", last: "End",
-                event: "n"};
+  const keys = {first: "Home", back: "ArrowLeft", play: " ", next: "ArrowRight", last: "End"};
   for (const [id, key] of Object.entries(keys)) $(id).onclick = () => KEYS[key](1);
   $("on").onclick = () => {
     const next = (state.stop ?? -1) + 1;
@@ -461,12 +392,8 @@ function begin() {
     openOwn();
     $("mine").focus();
   };
-  $("return").onclick = () => visit(state.stop);
   $("all").onclick = () => { state.all = !state.all; build(); };
-  $("edit").onclick = () => openOwn(ownOf(views[0].run));
-  for (const type of ["touchstart", "touchend"]) {
-    document.addEventListener(type, swipe, {passive: true});
-  }
+  $("edit").onclick = () => navigate(ownOf(views[0].run, state.beside));
   document.addEventListener("keydown", onKey);
 
   const main = $("views"), slotOf = event => event.target.dataset.slot ?? null;
@@ -479,8 +406,8 @@ function begin() {
     if (slotOf(event)) event.preventDefault();
   });
   main.addEventListener("click", event => nearest(event) && hold(nearest(event)));
-  for (const type of ["pointerdown", "pointermove", "pointerleave"]) {
-    for (const node of [main, $("lines")]) node.addEventListener(type, seek);
+  for (const type of ["pointerdown", "pointermove"]) {
+    for (const node of [main, $("bench")]) node.addEventListener(type, seek);
   }
   let wide = innerWidth;
   addEventListener("resize", () => {

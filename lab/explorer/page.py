@@ -23,13 +23,11 @@ from lab.views.plots import COLORS, KEYS, NAMES
 FOLDER = Path(__file__).parent
 CLOCK, GPU = "calculated for Llama 2 7B on an A100", (MODELS["llama-2-7b"], GPUS["a100"])
 SCRIPTS = "runs.js", "panels.js", "own.js", "page.js"
-COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "rejected", "padded_keys",
-          "score_entries", "useful_scores", "copied_bytes")   # of a ForwardPass
-FRAME = ("owner", "position", "past", "sees", "shift", "guesses", "room", "at_once", "reserved",
-         "cached", "columns")
-GUESSES = {"accepted": "#56B4E9", "rejected": "#8C2D04"}   # colours of guessed tokens
-KINDS = {**NAMES, "accepted": "guess, accepted", "rejected": "guess, rejected"}
-STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS, **GUESSES}.items())
+COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", "score_entries",
+          "useful_scores", "copied_bytes")   # of a ForwardPass
+FRAME = ("owner", "position", "past", "sees", "shift", "room", "at_once", "reserved", "cached",
+         "columns")
+STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS}.items())
 
 
 def write(path, data):
@@ -60,12 +58,12 @@ def filled(data):
 
 def gpu_data(shape=GPU[0], gpu=GPU[1]):
     """
-    The constants of simulate's `seconds` in plain numbers, for schedule.js. For a dense model on
-    one GPU, where all weights are hit: all are seconds, but the tile and bytes.
+    The constants of simulate's `seconds` in plain numbers, for schedule.js. For one GPU: all are
+    seconds, but the tile and bytes.
     """
     c = constants(shape, gpu)
-    return {"tile": TILE, "row": c.row + c.expert_row, "sample": c.sample, "score": c.score,
-            "weights": c.weights + c.expert, "key": c.key, "vocabulary": c.vocabulary,
+    return {"tile": TILE, "row": c.row, "sample": c.sample, "score": c.score,
+            "weights": c.weights, "key": c.key, "vocabulary": c.vocabulary,
             "kv_bytes": shape.kv_bytes, "copy": 2 * shape.kv_bytes * c.byte,
             "overhead": c.overhead, "per_request": c.per_request}
 
@@ -78,7 +76,7 @@ def data_of(traces, tokenizer, calculated=""):
     start. calculated: of which GPU, if they are; then they are the same on every machine
     """
     return {"runs": [run_data(name, trace, calculated) for name, trace in traces.items()],
-            "names": KINDS, "calculated": calculated, "walk": [], "clock": CLOCK,
+            "names": NAMES, "calculated": calculated, "walk": [], "clock": CLOCK,
             "gpu": gpu_data(), "vocabulary": vocabulary(traces, tokenizer)}
 
 
@@ -140,6 +138,4 @@ def place(model):
 def vocabulary(traces, tokenizer):
     """{token id: its text}; a token that is not whole characters is a list of its bytes."""
     used = {token for trace in traces.values() for r in trace.requests for token in r.tokens}
-    used |= {token for trace in traces.values() for frame in trace.recording.frames
-             for token in frame["guesses"].values()}
     return {token: word(tokenizer, token) for token in sorted(used)}

@@ -43,10 +43,10 @@ function verdicts({idea, knobs, place, check, xray}) {
 
 // The timeline: a row for each request and a column for each step, as in the repository's pictures.
 
-const BAND = 36, AXIS = 16;              // pixels: the slots of each step, and the numbers below
+const BAND = 30, AXIS = 16;              // pixels: the slots of each step, and the numbers below
 
-const INKS = ["prefill", "decode", "recomputed", "accepted", "rejected", "finished", "blank",
-              "stripe", "ink", "soft", "waiting", "alarm"];
+const INKS = ["prefill", "decode", "recomputed", "finished", "blank", "stripe", "ink", "soft",
+              "waiting", "alarm"];
 
 function inks(canvas) {                  // colours of page.css, as the theme resolves them
   return Object.fromEntries(INKS.map(name => {
@@ -71,8 +71,7 @@ function hatching(pen, color, ...directions) {
 function painter(pen, ink) {             // paint(kind, x, y, width, height)
   const fills = {
     prefill: [ink.prefill], decode: [ink.decode], recomputed: [ink.recomputed],
-    accepted: [ink.accepted], pad: [ink.blank, hatching(pen, ink.stripe, true)],
-    rejected: [ink.rejected, hatching(pen, "#ffffff90", false)],
+    pad: [ink.blank, hatching(pen, ink.stripe, true)],
     finished: [ink.finished, hatching(pen, "#ffffffb0", true, false)]};
   return (kind, x, y, width, height) => {
     for (const fill of fills[kind]) {
@@ -105,7 +104,7 @@ function drawTimeline(view) {
     className: longest > shaded ? "longest" : ""}, text, ms(longest), longest > shaded ? mark : "");
   timeline.replaceChildren(
     view.box,
-    ...onTime && run.waits.length ? [element("p", {}, ...inShort(run),
+    ...onTime && run.waits.length ? [element("p", {},
                          say(first, "Longest wait for a first token: ", " (red line)"),
                          say(next, "; for a next one: ", " (red frames)"), ".")] : [],
     ...run.check ? [div("verdicts", ...verdicts(run))] : []);
@@ -126,7 +125,6 @@ function drawTimeline(view) {
   const ink = inks(canvas), {passes} = run;
   Object.assign(view, {
     end, wide, valueAt: pixels => end * (pixels - labels) / (wide - labels - 2),
-    rowAt: pixels => requests[Math.floor(pixels / high)],
     across: step => onTime ? span(step.start, step.end) : span(step.step, step.step + 1)});
   const place = {
     pen, paint: painter(pen, ink), ink, x, high, thick: high > 4 ? high - 1 : high, labels, floor,
@@ -136,12 +134,6 @@ function drawTimeline(view) {
   requests.forEach((request, r) => drawRow(view, place, request, r));
   drawBand(view, place);
   drawAxis(place, end, wide, run.base);
-}
-
-function inShort(run) {                  // of one's own requests: where the scoreboard is far away
-  const score = state.own && figuresOf(run);
-  return score ? [bold(run.name), `: ${rounded(score.speed)} tokens/s, ${score.at_once} at once. `]
-    : [];
 }
 
 // How far the axis goes: steps, or milliseconds.
@@ -206,7 +198,7 @@ function drawBand({run, across}, {paint, high, thick, floor, acrossPass}) {   //
     other => other.steps.map(step => inStep(other, "slots", step))));
   for (const step of run.steps) {
     const [left, width] = across(step);
-    const count = {decode: 0, accepted: 0, prefill: 0, recomputed: 0, rejected: 0,
+    const count = {decode: 0, prefill: 0, recomputed: 0,
                    pad: inStep(run, "pad_slots", step),
                    finished: inStep(run, "finished_slots", step)};
     for (const pass of step.passes) {
@@ -268,8 +260,7 @@ function sayPlan({run, now}, parts) {
   };
   const decodes = parts.filter(([, kind]) => kind === "decode").length;
   const items = [decodes && plural(decodes, "decode"), list("prefill", "prefill of "),
-                 list("recomputed", "", " computed again"), list("accepted", "right guesses of "),
-                 list("rejected", "wrong guesses of ")].filter(Boolean);
+                 list("recomputed", "", " computed again")].filter(Boolean);
   return `${of}: ${items.join(", then ")}.${padsSay(run, now)}`;
 }
 
@@ -301,8 +292,7 @@ function drawTensor(view) {
   view.slots = new Map();                // a slot's name -> its element
   const parts = now.passes.map((pass, k) => {
     const counts = [["useful", "useful"], ["recomputed", "computed again"], ["pad_slots", "pads"],
-                    ["finished_slots", "finished"], ["rejected", "wrong guesses"]].filter(
-      ([name]) => p[name] && p[name][pass]);
+                    ["finished_slots", "finished"]].filter(([name]) => p[name][pass]);
     const which = now.passes.length > 1 ? `, pass ${k + 1} of ${now.passes.length}` : "";
     const clock = DATA.calculated || run.computed ? ", calculated" : "";
     const text = `${which}: ${plural(p.slots[pass], "slot")}, ` + counts.map(
@@ -318,10 +308,6 @@ function drawTensor(view) {
     + (p.shape[pass].length === 1 ? 45 : p.shape[pass][0] * (highOf(p, pass) + 1)), 0)));
   tensor.style.minHeight = Math.min(run.tallest, 420) + "px";
   tensor.replaceChildren(...parts.length ? parts : [soft(nothing(now))]);
-  const silent = ![...view.slots.values()].some(({textContent}) => textContent);
-  if (state.cells === "position" && silent && !run.computed) {
-    tensor.append(soft("Too narrow for text: choose “tokens, wide”, or point at a slot."));
-  }
   for (const box of tensor.querySelectorAll(".scroll")) box.scrollLeft = box.scrollWidth;
 }
 
@@ -348,8 +334,7 @@ function gridOf({run, number, slots, panels}, pass) {
   const labels = flat ? 0 : 4 + 8 * largest(rows.map(row => Math.min(8, nameOf(row).length)));
   // As wide as fits, so that no slot is out of sight; under 5 pixels, without gaps between them.
   const fits = (panels.tensor.clientWidth - 6 - labels) / width, gap = fits < 5 ? 0 : 1;
-  const cell = state.cells === "wide" ? 64
-    : Math.max(1, Math.min(64, gap ? Math.floor(fits) - 1 : fits));
+  const cell = Math.max(1, Math.min(64, gap ? Math.floor(fits) - 1 : fits));
   const grid = element("div", {
     className: "grid", tabIndex: 0, data: {pass, view: number},
     ariaLabel: "Slots; the arrow keys move from one to the next",
@@ -369,8 +354,7 @@ function gridOf({run, number, slots, panels}, pass) {
       const slot = [number, pass, b, column].join("."), at = position[b][column];
       const edge = owner >= 0 && row[column - 1] >= 0 && owner !== row[column - 1] ? " edge" : "";
       const className = "slot " + kindOf(run, pass, owner, at) + edge;
-      const textContent = owner >= 0 && cell > 16
-        ? word(run, owner, at, state.cells, guessAt(run, pass, column)) : "";
+      const textContent = owner >= 0 && cell > 16 ? word(run, owner, at) : "";
       slots.set(slot, element("i", {className, textContent, data: {slot}}));
       grid.append(slots.get(slot));
     });
@@ -382,8 +366,8 @@ function gridOf({run, number, slots, panels}, pass) {
 
 const SHAPES = ["two passes", "one rectangle", "without the pads", "one stream"];
 
-function drawChange(panel, {show: {step}, change: {runs, shapes: [from, to]}}) {
-  const [passes, rectangle, stream] = runs.map(recorded).map(
+function drawChange(panel, step) {
+  const [passes, rectangle, stream] = ["chunked", "interleaved", "ragged"].map(recorded).map(
     run => ({run, passes: run.stepOf.get(step).passes}));
   const width = Math.max(rectangle.run.passes.shape[rectangle.passes[0]][1],
                          stream.run.passes.slots[stream.passes[0]]);
@@ -433,18 +417,18 @@ function drawChange(panel, {show: {step}, change: {runs, shapes: [from, to]}}) {
     }
     said.textContent = facts[shape];
     for (const [i, button] of [...buttons.children].entries()) {
-      button.ariaPressed = String(from + i === shape);
+      button.ariaPressed = String(i === shape);
     }
   };
-  const buttons = div("shapes", ...SHAPES.slice(from, to + 1).map((name, i) => element(
-    "button", {onclick: () => { clearTimeout(later); show(from + i); }}, name)));
+  const buttons = div("shapes", ...SHAPES.map((name, i) => element(
+    "button", {onclick: () => { clearTimeout(later); show(i); }}, name)));
   let later = null;
   const on = shape => {
     show(shape);
-    if (shape < to) later = setTimeout(() => box.isConnected && on(shape + 1), 1400);
+    if (shape < 3) later = setTimeout(() => box.isConnected && on(shape + 1), 1400);
   };
   panel.replaceChildren(buttons, box, said);
-  on(matchMedia("(prefers-reduced-motion: reduce)").matches ? to : from);
+  on(matchMedia("(prefers-reduced-motion: reduce)").matches ? 3 : 0);
 }
 
 // Who sees whom: the keys of the slot that is pointed at, or held, and where they are.
@@ -454,19 +438,16 @@ function drawPointed() {
   for (const view of views) {
     for (const node of view.lit ?? []) node.classList.remove("lit", "picked", "wrong");
     view.lit = [];
-    view.panels.tensor?.querySelector(".lens")?.remove();
     const {run, number, panels: {sees = div()}} = view, [owner, pass, row] = picked ?? [];
     if (!view.slots) continue;
     if (run.xray.left_out) {
       sees.replaceChildren(soft(`Not measured in this run: ${run.xray.left_out}.`));
     } else if (owner === number && view.now.passes.includes(pass)) {
       const slot = slotAt(run, ...picked.slice(1)), keys = markedKeys(run, pass, row, slot);
-      const said = sentence(run, slot, keys, guessAt(run, pass, picked[3]));
-      sees.replaceChildren(said, strip(run, pass, slot, keys));
+      sees.replaceChildren(sentence(run, slot, keys), strip(run, pass, slot, keys));
       const first = sees.querySelector(".wrong")?.offsetTop ?? 0;
       sees.lastChild.scrollTop = first - sees.lastChild.offsetTop;
       lightUp(view, name, picked, keys);
-      if (innerWidth <= 760 && view.slots.get(name).clientWidth < 30) magnify(view, picked);
     } else {
       sees.replaceChildren(soft("Point at a slot of the tensor to see which keys it sees. "
                                 + "A click or a tap holds it."));
@@ -474,7 +455,7 @@ function drawPointed() {
   }
 }
 
-function sentence(run, slot, keys, guess) {
+function sentence(run, slot, keys) {
   const {owner, position, kind, shift} = slot;
   const count = (mark, pad) => keys.filter(
     key => key.mark === mark && (key.owner < 0) === pad).length;
@@ -486,8 +467,9 @@ function sentence(run, slot, keys, guess) {
       : " here sees no key. It is computed all the same, and never read.";
     return element("p", {}, bold(what), sees);
   }
-  const text = word(run, owner, position, "token", guess);
-  const who = `${run.requests[owner].name}, position ${position}, “${text}” (${DATA.names[kind]})`;
+  const text = word(run, owner, position);
+  const {name} = run.requests[owner];
+  const who = `${name}, position ${position}, “${text}” (${DATA.names[kind]})`;
   const [past, fresh, wrong, missing] = ["past", "new", "wrong", "missing"].map(
     mark => count(mark, false));
   const pads = count("wrong", true), faults = [
@@ -509,25 +491,10 @@ function strip(run, pass, slot, keys) {  // all keys of its row, in order
     const who = key.owner < 0 ? "pad" : `${run.requests[key.owner].name}, position ${key.position}`;
     if (where !== before) node.append(bold(where));
     before = where;
-    const guess = key.past ? undefined : guessAt(run, pass, key.column);
-    const textContent = key.owner < 0 ? "·"
-      : word(run, key.owner, key.position, state.cells, guess);
+    const textContent = key.owner < 0 ? "·" : word(run, key.owner, key.position);
     node.append(element("i", {className: key.mark, title: `${who}: ${key.mark}`, textContent}));
   }
   return node;
-}
-
-// On a phone: a slot and its neighbours, large.
-function magnify({slots, panels: {tensor}}, [number, pass, row, column]) {
-  const {run} = views[number], columns = [-4, -3, -2, -1, 0, 1, 2, 3, 4].map(k => column + k);
-  const nameOf = at => [number, pass, row, at].join(".");
-  tensor.append(div("lens", ...columns.filter(at => slots.has(nameOf(at))).map(at => {
-    const {owner, position, kind} = slotAt(run, pass, row, at);
-    const textContent = owner < 0 ? "·"
-      : word(run, owner, position, "token", guessAt(run, pass, at));
-    const className = `slot ${kind}${at === column ? " picked" : ""}`;
-    return element("i", {className, data: {slot: nameOf(at)}, textContent});
-  })));
 }
 
 function lightUp(view, name, [number, pass, row], keys) {
@@ -719,7 +686,6 @@ function drawBill({run, now, states, panels: {bill}}) {
     ["pads", ...ofSlots("pad_slots")],
     ["finished", ...ofSlots("finished_slots")],
     ["computed again", ...ofSlots("recomputed")],
-    ...run.knobs.guesses ? [["wrong guesses", ...ofSlots("rejected")]] : [],
     ["scores, a head and layer", number(total("score_entries"))],
     ["useful scores", number(total("useful_scores")),
      percent(total("useful_scores"), total("score_entries"), "scores")],
@@ -731,8 +697,8 @@ function drawBill({run, now, states, panels: {bill}}) {
     ["ITL, mean", gaps ? ms(sum / gaps) : "–", slowed],
     ["ITL, longest", gaps ? ms(longest) : "–", slowed]];
   const lines = rows.map(([name, value, note = ""]) => element(
-    "tr", {}, element("th", {scope: "row", title: BILL[name] ?? ""}, name), element("td", {}, value),
-    element("td", {className: "soft"}, note)));
+    "tr", {}, element("th", {scope: "row", title: BILL[name] ?? ""}, name),
+    element("td", {}, value), element("td", {className: "soft"}, note)));
   bill.replaceChildren(element("table", {}, ...lines));
 }
 

@@ -15,10 +15,8 @@ and, by the number of the slot in the tensor, for those tokens of which it is no
     sees       [[request, position, request, position, ...], pads, blanks]: the keys that it sees,
                and numbers of pad keys and of keys to which nothing was written
     shift      position given to the model, minus the token's own
-    guesses    token that was guessed for a position whose token is not known yet
 """
 import inspect
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -43,8 +41,7 @@ class Recorder(XRay):
         super().__init__(model, requests)
         self.check = check
         self.number = {request: i for i, request in enumerate(self.requests)}
-        self.length = Counter(request for request, _ in self.token_of[1:])   # ids that it has
-        tokens = self.length.total()
+        tokens = len(self.token_of) - 1
         self.left_out = "" if tokens <= MOST_TOKENS else (
             f"prompts and longest answers have {tokens:,} tokens, more than {MOST_TOKENS:,}")
         self.frames = []                           # one dict for each forward pass
@@ -72,13 +69,6 @@ class Recorder(XRay):
         self.wrong += wrong
         self.frames.append(frame)
 
-    def stand_in(self, request):
-        """With ids for guesses, too, which are laid out before any is known to be right."""
-        twin, known = super().stand_in(request), len(request.tokens)
-        first = self.first[request]
-        twin.generated += range(first + known, first + self.length[request])
-        return twin
-
     def place_of(self, id):
         """(number of the request, position) of the token that an id names; of a pad (-1, 0)."""
         if id == PAD:
@@ -103,22 +93,17 @@ class Recorder(XRay):
         return found
 
     def slots(self, batch, ids):
-        """Owner and position of each slot, shifts and guesses."""
-        width, shift, guesses = ids.size(-1), {}, {}
+        """Owner and position of each slot, and shifts."""
+        width, given = ids.size(-1), batch.positions.flatten().tolist()
         owner, position = map(list, zip(*map(self.place_of, ids.flatten().tolist())))
         for row, (request, n) in enumerate(batch.plan):
             if not n:   # of a static batch; its request has finished
                 owner[row * width:(row + 1) * width] = [-2 - self.number[request]] * width
-        given, tokens = (t.flatten().tolist() for t in (batch.positions, batch.tokens))
-        slots = zip(owner, position, given, tokens)
-        for slot, (i, own, told, token) in enumerate(slots):
-            if i >= 0 and told != own:
-                shift[slot] = told - own
-            if i >= 0 and own >= len(self.requests[i].tokens):
-                guesses[slot] = token
+        shift = {slot: told - own for slot, (i, own, told) in enumerate(zip(owner, position, given))
+                 if i >= 0 and told != own}
         rows = range(0, len(owner), width)
-        return {"owner": [owner[i:i + width] for i in rows], "shift": shift,
-                "position": [position[i:i + width] for i in rows], "guesses": guesses}
+        return {"owner": [owner[i:i + width] for i in rows],
+                "position": [position[i:i + width] for i in rows], "shift": shift}
 
     def caches(self, batch):
         """

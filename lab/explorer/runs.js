@@ -3,8 +3,8 @@
 // the data hold, and recorder.py what a frame is. `now` is a moment, as momentOf returns it.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
-const SUMS = ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "rejected",
-              "padded_keys", "score_entries", "useful_scores", "copied_bytes", "ms"];
+const SUMS = ["slots", "useful", "recomputed", "pad_slots", "finished_slots", "padded_keys",
+              "score_entries", "useful_scores", "copied_bytes", "ms"];
 const RUNS = new Map(DATA.runs.map(run => [run.name, run]));
 const recorded = name => prepare(RUNS.get(name));
 
@@ -56,19 +56,15 @@ function prepare(run) {
   return run;
 }
 
-// What a request computes in a pass: tokens `first` to first + n. Those before `end` are right, and
-// no wrong guesses; those before `reached` had been computed before. parts: [[kind, n], ...] of
-// them, in order.
-function workOf({requests, knobs, passes}, pass, owner, first, n) {
-  const {prompt, steps, work} = requests[owner], before = work.at(-1);
+// What a request computes in a pass: tokens `first` to `end`. Those before `reached` had been
+// computed before. parts: [[kind, n], ...] of them, in order.
+function workOf({requests}, pass, owner, first, n) {
+  const {prompt, work} = requests[owner], before = work.at(-1), end = first + n;
   const reached = before ? Math.max(before.reached, before.end) : 0;
-  const guessed = knobs.guesses && n > 1 && first >= prompt.length;
-  const rejected = guessed ? n - steps.filter(step => step === passes.step[pass]).length : 0;
-  const recomputed = Math.max(0, Math.min(reached, first + n) - first);
-  const prefill = Math.max(0, Math.min(prompt.length, first + n) - first - recomputed);
-  const rest = n - recomputed - prefill - rejected, accepted = guessed ? rest - 1 : 0;
-  const counts = {recomputed, prefill, decode: rest - accepted, accepted, rejected};
-  return {pass, owner, first, n, reached, end: first + n - rejected,
+  const recomputed = Math.max(0, Math.min(reached, end) - first);
+  const prefill = Math.max(0, Math.min(prompt.length, end) - first - recomputed);
+  const counts = {recomputed, prefill, decode: n - recomputed - prefill};
+  return {pass, owner, first, n, reached, end,
           parts: Object.entries(counts).filter(([, count]) => count)};
 }
 
@@ -186,15 +182,11 @@ function textOf(tokens) {
   return new TextDecoder().decode(Uint8Array.from(bytes));
 }
 
-// A token, in a word. guess: the token that was guessed for this position
-function word(run, owner, position, what = "token", guess = undefined) {
-  if (what === "position" || run.computed) return String(position);
-  const piece = DATA.vocabulary[guess ?? run.requests[owner].tokens[position]];
+function word(run, owner, position) {    // a token, in a word
+  const piece = DATA.vocabulary[run.requests[owner].tokens[position]];
   if (typeof piece !== "string") return piece.map(byte => byte.toString(16)).join(" ");
   return piece.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ /, "␣");
 }
-
-const guessAt = (run, pass, column) => run.passes.guesses?.[pass]?.[column];   // in a stream
 
 // --- a moment ------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """
-The guided walk of the explorer, up the ladder. Each stop is a sentence or two, in walk.toml, and a
-scene: a step of one or two runs, and the panels that show what the sentence speaks of. Some ask
-first.
+The guided walk of the explorer: the point of it all, a stop for each stage of the ladder, and the
+scoreboard. Each stop is a sentence or two, in walk.toml, and a scene: a step of one or two runs,
+and the panels that show what the sentence speaks of. Some ask first.
 
 Each stop finds its step in the runs themselves, and counts its figures there. Milliseconds are
 those of a calculated GPU.
@@ -14,21 +14,21 @@ from lab.views.report import totals
 
 WORDS = Path(__file__).with_suffix(".toml")
 MASK = "interleaved, published mask"   # a run of interleaved under the trap of that name
-FLAT, SAME = "ragged, varlen", "ragged, 416 tokens"   # SAME: in as much memory as paged has
-GUESS, TWO = "speculative", "two requests"
+SAME = "ragged, 416 tokens"            # in as much memory as paged has
+TWO = "two requests"
 
 
 def walk(traces):
     """The stops for runs {name: trace}, as the page takes them."""
     words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
-    scenes = the_point, one_request, padding, finished_rows, stall, chunk, fused_rectangle, \
-        published_mask, flat_stream, pages, sharing, preemption, guessing, scoreboard
+    scenes = (the_point, one_request, padding, stall, chunk, fused_rectangle, flat_stream, pages,
+              sharing, scoreboard)
     found = {scene.__name__: scene(traces) for scene in scenes}
     return [stop(name.replace("_", " "), figures, **words[name]) for name, figures in found.items()]
 
 
-def stop(title, figures, text, panels, runs, clock="step", look=0, change=None, question=None,
-         choices=(), right=None, rows=None, asks=0):
+def stop(title, figures, text, panels, runs, clock="step", look=0, question=None, choices=(),
+         right=None, rows=None, asks=0):
     """
     figures: what the words count; and of the scene its step, the slot to point at in the run to
     look at, (pass, row, column), and (step, slot) while it asks, if they differ. The rest is said
@@ -42,18 +42,16 @@ def stop(title, figures, text, panels, runs, clock="step", look=0, change=None, 
     found = {"title": title, "text": text.format(**figures), "panels": panels, "look": look,
              "show": scene(runs, step, slot)}
     if question:   # nothing that is shown then gives the answer away
-        asked = figures.get("before") or (step, None if change else slot)
+        asked = figures.get("before") or (step, None if "change" in panels else slot)
         found["ask"] = {"question": question.format(**figures), "show": scene([runs[asks]], *asked),
                         "choices": [text.format(**figures) for text in choices], "right": right}
     if rows:
         found["rows"] = rows
-    if change:
-        found["change"] = {"runs": ["chunked", "interleaved", FLAT], "shapes": change}
     return found
 
 
 def the_point(traces):
-    found, both = stall(traces), [traces[run] for run in ("dynamic", FLAT)]
+    found, both = stall(traces), [traces[run] for run in ("dynamic", "ragged")]
     return dict(step=found["step"], tokens=found["tokens"], number=len(both[0].requests),
                 waits=[worst_wait(trace)[0] for trace in both],
                 first=[max(1e3 * (request.token_times[0] - trace.arrived(request))
@@ -74,13 +72,6 @@ def padding(traces):
     row, (name, _, n) = min(enumerate(p.work), key=lambda entry: entry[1][2])
     return dict(step=p.step, slot=(i, row, 0), slots=p.slots, useful=p.useful,
                 quarter=p.slots // 4, pads=p.pad_slots, name=name, n=n, wide=p.shape[1])
-
-
-def finished_rows(traces):
-    _, p = most(traces["naive"], lambda p: p.finished_slots * any(
-        request.arrival <= p.step < request.token_steps[0]
-        for request in traces["naive"].requests))
-    return dict(step=p.step, finished=p.finished_slots, rows=p.shape[0])
 
 
 def stall(traces):
@@ -105,14 +96,6 @@ def chunk(traces):
 
 
 def fused_rectangle(traces):
-    _, step = worst_wait(traces["dynamic"])
-    i, p = most(traces["interleaved"], lambda p: p.step == step)
-    row = next(row for row, (_, _, n) in enumerate(p.work) if n == 1)
-    return dict(step=step, slot=(i, row, 0), tokens=p.useful + p.recomputed, slots=p.slots,
-                ms=[milliseconds(traces[run], step) for run in ("chunked", "interleaved")])
-
-
-def published_mask(traces):
     recorder, found = traces[MASK].recording, []
     for i, (p, frame) in enumerate(zip(traces[MASK].passes, recorder.frames)):
         for slot, (_, pads, _) in frame["sees"].items():
@@ -124,15 +107,16 @@ def published_mask(traces):
     other = sum(alone[request.name] != request.generated for request in recorder.requests)
     p = traces[MASK].passes[i]
     return dict(step=p.step, slot=(i, row, p.shape[1] - 1), name=p.work[row][0], pads=pads,
-                other=other, all=len(recorder.requests))
+                other=other, all=len(recorder.requests),
+                ms=[milliseconds(traces[run], p.step) for run in ("chunked", "interleaved")])
 
 
 def flat_stream(traces):
     _, step = worst_wait(traces["dynamic"])
     wide, = passes_of(traces["interleaved"], step)
-    i, p = most(traces[FLAT], lambda p: p.step == step)
+    i, p = most(traces["ragged"], lambda p: p.step == step)
     return dict(step=step, slot=(i, 0, 0), wide=wide.slots, half=wide.slots // 2, slots=p.slots,
-                ms=[milliseconds(traces[run], step) for run in ("interleaved", FLAT)])
+                ms=[milliseconds(traces[run], step) for run in ("interleaved", "ragged")])
 
 
 def pages(traces):
@@ -163,40 +147,13 @@ def sharing(traces):
                     for run in ("paged", "prefix")])
 
 
-def preemption(traces):
-    """Of the longest wait, whose frame the timeline shows."""
-    trace = traces["prefix"]
-    wait, end, name = max(waits(trace))
-    steps = request_of(trace, name).token_steps
-    start = steps[steps.index(end) - 1]
-    inside = [i for i, p in enumerate(trace.passes) if start < p.step <= end]
-    lost = next(i for i in inside if name not in tables(trace, i))
-    again, p = next((n, p) for p in trace.passes[lost:] for who, _, n in p.work if who == name)
-    return dict(step=p.step, pages=trace.recording.pool["pages"], lost=trace.passes[lost].step,
-                name=name, wait=wait, again=again)
-
-
-def guessing(traces):
-    trace, found = traces[GUESS], []
-    for i, p in enumerate(trace.passes):
-        kept = [request_of(trace, name).token_steps.count(p.step) for name, _, _ in p.work]
-        found.append((sum(max(n - 1, 0) for n in kept), p.rejected, i))
-    right, wrong, i = max(found, key=lambda entry: (min(entry[:2]), entry))
-    p = trace.passes[i]
-    work = next(k for k, (name, _, _) in enumerate(p.work)
-                if request_of(trace, name).token_steps.count(p.step) > 1)
-    hits = sum(right for right, _, _ in found)
-    return dict(step=p.step, slot=(i, 0, sum(n for _, _, n in p.work[:work]) + 1), right=right,
-                wrong=wrong, hits=hits, passes=len(trace.passes),
-                guesses=hits + sum(wrong for _, wrong, _ in found),
-                without=len(traces[FLAT].passes))
-
-
 def scoreboard(traces):
     same, paged, prefix = (round(totals(traces[name])["tokens_per_second"])
                            for name in (SAME, "paged", "prefix"))
-    return dict(step=traces[FLAT].passes[-1].step, same=same, paged=paged, prefix=prefix,
-                flat=max(frame["reserved"] for frame in traces[FLAT].recording.frames),
+    gap, _, name = max(waits(traces["prefix"]))
+    return dict(step=traces["ragged"].passes[-1].step, same=same, paged=paged, prefix=prefix,
+                gap=gap, name=name,
+                flat=max(frame["reserved"] for frame in traces["ragged"].recording.frames),
                 limit=traces[SAME].recording.knobs["max_kv_tokens"])
 
 

@@ -41,11 +41,11 @@ class Source:
         return self.due[0] if self.due and self.request else math.inf
 
     def pop(self):
-        """(time, request) of the next one."""
-        time, request = heapq.heappop(self.due), self.request
-        request.arrived, self.request = time - self.delay, next(self.requests, None)
+        """The next request."""
+        request, self.request = self.request, next(self.requests, None)
+        request.arrived = heapq.heappop(self.due) - self.delay
         self.due += [] if self.clients else islice(self.times, 1)
-        return time, request
+        return request
 
     def answered(self, time):
         """A client has its answer, and sends its next request."""
@@ -66,33 +66,23 @@ def workload(lengths):
             for i, (prompt, answer) in enumerate(lengths)]
 
 
-def drawn(number, seed, prompt, answer, prompts=None, prefix=0, groups=1):
+def drawn(number, seed, prompt, answer, prompts=None, prefix=0):
     """
     So many requests, one after another; lengths are drawn between two bounds.
 
-    prompts: only so many differ, and come in turn; prefix: tokens with which all of a group begin
+    prompts: only so many differ, and come in turn; prefix: tokens with which all begin
     """
     stream = random.Random(seed)
     lengths = [stream.randint(*prompt) for _ in range(prompts or 0)]
     for i in range(number):
-        begin = made_up(stream.randrange(groups), prefix) if prefix else []
         length = lengths[i % prompts] if prompts else stream.randint(*prompt)
-        yield Request(begin + made_up(i % (prompts or number), length), stream.randint(*answer),
-                      name=f"r{i}")
+        yield Request([0] * prefix + made_up(i % (prompts or number), length),
+                      stream.randint(*answer), name=f"r{i}")
 
 
-def traced(rows):
-    """The requests of a trace (lab/loading/traces.py), one after another."""
-    numbers = {}
-    for i, (_, length, answer, blocks) in enumerate(rows):
-        prompt = [token for name, size in blocks or [(i, length)]   # like no other
-                  for token in made_up(numbers.setdefault(name, len(numbers)), size)]
-        yield Request((prompt + [0] * length)[:length], answer, name=f"r{i}")
-
-
-def check_lengths(prompt, answer, shape, flags="--input and --output: "):
+def check_lengths(prompt, answer, shape):
     """ValueError if they do not fit: before a list of so many tokens is made."""
     need = prompt + answer - 1   # the last token is never computed
     if need > shape.block_size:
-        raise ValueError(f"{flags}a prompt of {prompt} tokens and an answer of "
+        raise ValueError(f"--input and --output: a prompt of {prompt} tokens and an answer of "
                          f"{answer} need {need} positions, block_size is {shape.block_size}")

@@ -23,13 +23,14 @@ one more leading axis of q, over which keys and values are broadcast:
 
     q (g, ..., n_kv_head, T, hs)      k, v (..., n_kv_head, T, hs)
 
-    pip install tokenizers
+    pip install -r lab/loading/requirements.txt
     python generate_paged.py --model HuggingFaceTB/SmolLM2-135M-Instruct --chat --prompt "Hello"
 
 What that saves is measured in docs/llama.md.
 """
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn as nn
@@ -126,7 +127,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config, self.frequencies = config, tuple(frequencies(config))
+        self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.h = nn.ModuleList([Block(config, layer) for layer in range(config.n_layer)])
         self.ln_f = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
@@ -170,6 +171,10 @@ class Llama(nn.Module):
         turns = torch.tensor(self.frequencies, dtype=exact, device=positions.device)
         angles = (positions[..., None].to(exact) * turns).unsqueeze(-3)
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    @cached_property
+    def frequencies(self):   # not before the weights are there: a config may ask for any number
+        return tuple(frequencies(self.config))
 
     @property
     def device(self):

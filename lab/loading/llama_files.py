@@ -4,17 +4,16 @@ import math
 from toolbox.validate import at_least_1, is_number, one_of
 from toolbox.weights import check_fixed
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3")   # model_type in config.json
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")   # in config.json
 # As in toolbox/weights.py: our names for sizes and theirs; settings with the values supported
 SIZES = {"block_size": "max_position_embeddings", "vocab_size": "vocab_size",
          "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size",
          "ffn": "intermediate_size"}
 FIXED = {"hidden_act": ("silu", "swish"), "attention_bias": (False, True),   # swish: SiLU's name
          "mlp_bias": (False, True), "tie_word_embeddings": (False, True),    # before it had one
-         "partial_rotary_factor": (1.0,), "use_sliding_window": (False,),
-         "quantization_config": (None,)}
-ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor",
-                "original_max_position_embeddings")
+         "partial_rotary_factor": (1.0,), "use_sliding_window": (False,)}
+CONTEXT = "original_max_position_embeddings"   # before Llama 3.1's scaling made it longer
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", CONTEXT)
 NAMES = {
     "model.embed_tokens.": "wte.", "model.layers.": "h.", "model.norm.": "ln_f.",
     "input_layernorm.": "ln_1.", "post_attention_layernorm.": "ln_2.", "self_attn.": "attn.",
@@ -79,6 +78,9 @@ def rope(theirs, given):
     if kind == "linear":
         found["rope_scaling"] = above_0(given, "factor"),
     if kind == "llama3":
+        # as in transformers: what stands at the top of the file goes before what stands inside
+        inside = given.get(CONTEXT, theirs["max_position_embeddings"])
+        given = given | {CONTEXT: theirs.get(CONTEXT, inside)}
         found["rope_scaling"] = _, low, high, _ = tuple(above_0(given, key) for key in ROPE_SCALING)
         if low >= high:
             raise ValueError(f"high_freq_factor {high} must be above low_freq_factor {low}")

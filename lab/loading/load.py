@@ -15,18 +15,19 @@ A model and its tokenizer, by name. In Python a stage is a function:
 trace.passes has what each forward pass computed (toolbox/trace.py).
 """
 import os
-from itertools import groupby
 
 import torch
 
-from lab.loading import llama_files
 from lab.loading.llama import Llama, LlamaConfig
+from lab.loading.llama_files import MODEL_TYPES, llama_config, llama_names
 from lab.loading.tokenizer import FILES, FromFolder, end_of, from_ranks_file, gpt2
 from model import GPT, GPTConfig
-from toolbox import weights
 from toolbox.validate import one_line
+from toolbox.weights import NAMES, Kind, find, gpt2_config, gpt2_names, read
 
-KINDS = {"gpt2": weights.gpt2_config, **dict.fromkeys(llama_files.KINDS, llama_files.llama_config)}
+GPT2 = Kind(gpt2_config, gpt2_names, lambda config: GPT(GPTConfig(**config)))
+LLAMA = Kind(llama_config, llama_names, lambda config: Llama(LlamaConfig(**config)))
+KINDS = {"gpt2": GPT2, **dict.fromkeys(MODEL_TYPES, LLAMA)}
 SMALL = 30_000_000   # parameters; below that, threads wait for each other longer than they compute
 
 
@@ -36,40 +37,31 @@ def load_model(name="builtin", dtype=torch.float32):
     a GPT-2 name, a local folder or weights file in Hugging Face's layout, or "owner/name" on
     huggingface.co, downloaded once. ValueError with one line that says what is wrong.
     """
-    return read(weights.find(name, KINDS), dtype)
+    return read(find(name, KINDS), dtype)
 
 
 def load(name="builtin", dtype=torch.float32):
     """
     (model, tokenizer) as load_model; the tokenizer has the methods of a tiktoken.Encoding.
 
-    A folder's tokenizer is its ranks.tiktoken, or what the package tokenizers makes of its files.
-    A GPT-2 without has GPT-2's. Its `eot_token`, one or several, is what ends an answer.
+    A folder's tokenizer is its ranks.tiktoken, or what transformers makes of its files. A GPT-2
+    without has GPT-2's. Its `eot_token`, one or several, is what ends an answer.
     """
-    found = weights.find(name, KINDS)
-    model, folder = read(found, dtype), found.folder
-    if (folder / "ranks.tiktoken").is_file():
-        tokenizer = from_ranks_file(folder / "ranks.tiktoken")
-    elif name in weights.NAMES or found.kind == "gpt2" and not any(
-            (folder / file).is_file() for file in FILES):
-        tokenizer = gpt2()
-    else:
-        tokenizer = FromFolder(folder, found.kind)
+    found = find(name, KINDS)
+    ranks, files = found.folder / "ranks.tiktoken", [found.folder / file for file in FILES]
     with one_line(f"model '{name}'"):
-        tokenizer.eot_token = end_of(folder, tokenizer.eot_token)
-        if tokenizer.n_vocab > model.config.vocab_size:
-            raise ValueError(f"its vocabulary of {model.config.vocab_size} is smaller than its "
-                             f"tokenizer's {tokenizer.n_vocab}")
-    return model, tokenizer
-
-
-def read(found, dtype):
-    """The model whose files were found."""
-    if found.kind == "gpt2":
-        return weights.read(found, lambda config: GPT(GPTConfig(**config)),
-                            weights.gpt2_names, dtype)
-    return weights.read(found, lambda config: Llama(LlamaConfig(**config)),
-                        llama_files.llama_names, dtype)
+        if ranks.is_file():
+            tokenizer = from_ranks_file(ranks)
+        elif name in NAMES or found.kind is GPT2 and not any(file.is_file() for file in files):
+            tokenizer = gpt2()
+        else:
+            tokenizer = FromFolder(found.folder)
+        tokenizer.eot_token = end_of(found.folder, tokenizer.eot_token)
+        vocabulary = found.config["vocab_size"]
+        if tokenizer.n_vocab > vocabulary:
+            raise ValueError(f"its vocabulary of {vocabulary} is smaller than its tokenizer's "
+                             f"{tokenizer.n_vocab}")
+    return read(found, dtype), tokenizer
 
 
 def set_threads(model, threads=None):
@@ -84,19 +76,8 @@ def set_threads(model, threads=None):
         torch.set_num_threads(threads)
 
 
-def decode(tokenizer, tokens):
-    """
-    Tokens as text. A model's vocabulary may be padded beyond its tokenizer's: an id that the
-    tokenizer does not have becomes U+FFFD.
-    """
-    return "".join(tokenizer.decode([*some]) if there else "\ufffd" * len([*some])
-                   for there, some in groupby(tokens, tokenizer.has))
-
-
 def word(tokenizer, token):
     """A token's text; or the list of its bytes, if these are not whole characters."""
-    if not tokenizer.has(token):
-        return "\ufffd"
     piece = tokenizer.decode_single_token_bytes(token)
     try:
         return piece.decode()
@@ -114,8 +95,8 @@ class Stream:
         """The text that is certain now. token None: the end, so all is."""
         if token is not None and token not in self.tokenizer.hidden:
             self.new.append(token)
-        before = decode(self.tokenizer, self.shown)   # a piece's text depends on those before it
-        text = decode(self.tokenizer, self.shown + self.new)[len(before):]
+        decode = self.tokenizer.decode
+        text = decode(self.shown + self.new)[len(decode(self.shown)):]   # what comes before counts
         unsure = not text or text.endswith("\ufffd") or self.new[-1] in self.tokenizer.unsure
         if unsure and token is not None:
             return ""

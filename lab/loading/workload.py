@@ -24,12 +24,12 @@ KEYS = ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "pr
 def read_prompts(path):
     """
     A list of dicts: "prompt", "where" it stands, and possibly other KEYS. A text file holds prompts
-    separated by blank lines; in a file whose name ends in .jsonl, each line is a JSON object.
+    separated by blank lines; where its name ends in .jsonl or .JSONL, each line is a JSON object.
     """
     where = f"--prompts {path}"
     with one_line(where):
         text = Path(path).read_text(encoding="utf-8-sig")   # -sig drops a byte order mark
-    if str(path).endswith(".jsonl"):
+    if str(path).lower().endswith(".jsonl"):
         prompts = [parse_line(line, f"{where}, line {i}")
                    for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     else:

@@ -76,10 +76,8 @@ def listen(host, port):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with one_line(f"--host {host} --port {port}"):
         listener = socket.create_server((host, port), family=family, backlog=2048)
-    # What a client leaves unread waits here, too. Who reads nothing for 30 s loses the connection.
+    # What a client leaves unread waits here, too.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):   # Linux
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
     return listener
 
 

@@ -64,8 +64,10 @@ class Answer:
         text = self.texts[request]
         if text.stopped:   # nothing after a stop string counts
             return
-        hidden = reason in FAILED or token in request.ends
+        hidden = token is None or token in request.ends
         new = "" if hidden else text.add(token)
+        if reason and not text.stopped:   # no token follows: nothing is held back
+            new += text.add(None)
         if text.stopped:
             reason = "stop"
             self.engine.cancel(request, reason=reason)
@@ -83,24 +85,24 @@ class Answer:
                 raise HTTPException(status, error or why)
             left -= reason is not None
             self.tokens += token is not None
-            yield i, text, reason
+            if text or reason:   # else a token's text is held back: it comes with a later one's
+                yield i, text, reason
 
     async def whole(self):
         choices = [[i, "", None] for i in range(len(self.requests))]
         async for i, text, reason in self.pieces():
             choices[i] = i, choices[i][1] + text, reason
-        return self.fill(choices, usage=self.usage(), role="assistant")
+        return self.fill(choices, usage=self.usage(), role="assistant", refusal=None)
 
     async def lines(self):
-        """The data of server-sent events, one for each token."""
-        options = self.body.stream_options
+        """The data of server-sent events. Clients take the first for the first token, so it is."""
+        options, begun = self.body.stream_options, set()
         try:
-            if self.place == "delta":
-                start = [(i, "", None) for i in range(len(self.requests))]
-                yield json.dumps(self.fill(start, role="assistant"))
             async for piece in self.pieces():
                 so_far = self.usage() if options.continuous_usage_stats else None
-                yield json.dumps(self.fill([piece], usage=so_far))
+                role = {} if piece[0] in begun else {"role": "assistant"}
+                begun.add(piece[0])
+                yield json.dumps(self.fill([piece], usage=so_far, **role))
         except HTTPException as error:
             yield json.dumps(error_of(error.status_code, error.detail))
             return
@@ -108,11 +110,11 @@ class Answer:
             yield json.dumps(self.fill([], usage=self.usage()))
         yield "[DONE]"
 
-    def fill(self, choices, usage=None, **role):
-        """The JSON of choices, [(index, text, finish reason), ...]."""
+    def fill(self, choices, usage=None, **more):
+        """The JSON of choices, [(index, text, finish reason), ...]. more: of a chat's message"""
         return {**self.same, "usage": usage, "choices": [
             {"index": i, "finish_reason": reason, "logprobs": None,
-             self.place: text if self.place == "text" else {**role, "content": text}}
+             self.place: text if self.place == "text" else {**more, "content": text}}
             for i, text, reason in choices]}
 
     def usage(self):

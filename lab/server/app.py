@@ -6,16 +6,17 @@ All clients share one thread of asyncio; the engine has another.
 import asyncio
 import contextlib
 import hmac
+import re
 import time
 
 import prometheus_client as prometheus
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sse_starlette.sse import AppStatus, EventSourceResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from lab.server.answers import Answer
@@ -24,6 +25,7 @@ from lab.server.live import FILES, Live
 from lab.server.schemas import Chat, Completion, error_of, sentence
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
+BODY, CONNECTIONS = 2**20, 1000   # the most bytes of a body; the most that are open, busy or not
 AppStatus.disable_automatic_graceful_drain()   # SIGTERM ends no stream: `Server.cut_all` does
 
 
@@ -38,12 +40,10 @@ class Server(uvicorn.Server):
         self.live, self.created = Live(self), int(time.time())
         self.measure(engine.scheduler, engine.pages)
         app = FastAPI(
-            title="nanoBatch", lifespan=self.lifespan, max_body_size=2**20,
+            title="nanoBatch", lifespan=self.lifespan, max_body_size=BODY,
             redirect_slashes=False,   # where to: the client's Host would say it
             exception_handlers={RequestValidationError: refuse, HTTPException: refuse,
                                 Exception: refuse})
-        if key is None:   # else a page elsewhere could make its own name point here: DNS rebinding
-            app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL, www_redirect=False)
         api = APIRouter(dependencies=[] if key is None else [Depends(self.check_key)])
         for router, path, answer in (
                 *((app, path, self.file) for path in FILES), (app, "/health", self.health),
@@ -57,11 +57,12 @@ class Server(uvicorn.Server):
         api.post("/live/ask")(self.ask)
         api.post("/live/control")(self.live.control)
         app.include_router(api)
+        self.app = app
         # Connections stay open for longer than clients wait before they use one again (httpx: 5 s):
-        # else these write into a closed one.
+        # else these write into a closed one. h11: an installed httptools changes nothing.
         super().__init__(uvicorn.Config(
-            app, log_level="warning", ws="none", limit_concurrency=1000, timeout_keep_alive=15,
-            timeout_graceful_shutdown=drain + 5))
+            self.gate, interface="asgi3", http="h11", ws="none", log_level="warning",
+            timeout_keep_alive=15, timeout_graceful_shutdown=drain + 1))
 
     # --- the engine's thread, and what comes from it ---
 
@@ -91,10 +92,10 @@ class Server(uvicorn.Server):
 
     def hand_out(self, events):
         for event in events:
-            request, token, reason, _ = event
+            request, _, reason, _ = event
             if answer := self.answers.get(request):   # None: the live page's
                 answer.put(event)
-            if token is None:
+            if reason:
                 self.answers.pop(request, None)
                 stopped = answer and answer.texts[request].stopped   # perhaps at its last token
                 self.ends.labels("stop" if stopped else reason).inc()
@@ -108,9 +109,26 @@ class Server(uvicorn.Server):
     def cut_all(self, why="the server shuts down"):
         for request, answer in self.answers.items():
             answer.put(Event(request, None, "shutdown", why))
-        for connection in self.server_state.connections:   # a second for these last words; but
-            half_sent = connection.cycle and connection.cycle.more_body   # nobody waits for a body
-            self.loop.call_later(0 if half_sent else 1, connection.transport.abort)
+
+    # --- who may ask ---
+
+    async def gate(self, scope, receive, send):
+        refusal = scope["type"] == "http" and self.refusal(Headers(scope=scope))
+        app = await refuse(None, refusal) if refusal else self.app
+        await app(scope, receive, send)
+
+    def refusal(self, headers):
+        """What uvicorn and middleware would refuse in plain text. None: the application decides."""
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()   # without the port
+        # A page elsewhere could make its own name point here: DNS rebinding.
+        if self.key is None and host not in LOCAL:
+            return HTTPException(400, f"host {host!r:.99} must be {' or '.join(LOCAL)}; a server "
+                                      "with --api-key takes any")
+        if int(headers.get("content-length", 0)) > BODY:
+            return HTTPException(413, f"the body is larger than {BODY} bytes")
+        if len(self.server_state.connections) > CONNECTIONS:
+            return HTTPException(503, f"there are more than {CONNECTIONS} connections")
+        return None
 
     # --- completions ---
 

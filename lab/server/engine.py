@@ -40,7 +40,7 @@ class Full(Exception):
 
 
 class Event(NamedTuple):
-    """A request's next token; or, if token is None, its end."""
+    """A request's next token; with a reason, its last one. Or, if token is None, its end."""
     request: Request
     token: int | None
     reason: str | None = None   # of the end: "stop", "length", "error", or what `cancel` was given
@@ -136,8 +136,9 @@ class Engine:
             else:
                 self.scheduler.update(plan, tokens)
                 self.trace.record_tokens(self.number, batch.sampled, tokens, logits)
-                events += map(Event, batch.sampled, tokens)
-                events += self.end([each for each in batch.sampled if each.finished])
+                self.end([each for each in batch.sampled if each.finished])
+                events += [Event(each, token, each.finish_reason)
+                           for each, token in zip(batch.sampled, tokens)]
             self.number += 1
         self.see(batch)
         return events

@@ -2,10 +2,9 @@
 What a body may hold, in OpenAI's names, and which requests it asks for. FastAPI checks each body,
 and makes /docs from this.
 """
-import json
 import random
 from math import inf
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pydantic
 from pydantic import BaseModel, Field
@@ -15,38 +14,6 @@ from request import Request
 # With a limit pydantic looks at the characters: JSON can say half of one, a lone surrogate. And
 # tiktoken's stack overflows at a million spaces.
 Text = Annotated[str, Field(max_length=2**17)]
-
-# Fields of OpenAI's and vLLM's bodies that are not served, and values that ask for what is done in
-# any case: with these they have no effect. Any other value is refused. (Text: any.)
-NO_EFFECT = [
-    ([False], "echo logprobs store use_beam_search include_stop_str_in_output return_token_ids "
-              "return_tokens_as_token_ids continue_final_message"),
-    ([True], "skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
-    ([False, True], "parallel_tool_calls include_reasoning"),
-    ([0], "presence_penalty frequency_penalty top_logprobs min_p min_tokens priority"),
-    ([1], "repetition_penalty length_penalty"), ([""], "suffix"),
-    ([[]], "tools functions stop_token_ids bad_words"),
-    ([{}], "logit_bias metadata prompt_cache_options chat_template_kwargs"),
-    (["none", "auto"], "tool_choice function_call"), (["auto", "default"], "service_tier"),
-    (["none"], "reasoning_effort"), (["medium"], "verbosity"), ([["text"]], "modalities"),
-    (["in_memory"], "prompt_cache_retention"), ([{"type": "text"}], "response_format"),
-    (Text, "user safety_identifier prompt_cache_key"),
-    ([], "audio moderation prediction web_search_options")]
-
-
-def unserved(rows):
-    """The class of a body in which these fields may have these values, or null."""
-    return pydantic.create_model("Unserved", __base__=Strict, **{
-        name: (Text | None if values is Text else only(values), None)
-        for values, names in rows for name in names.split()})
-
-
-def only(values):
-    def check(value):   # by value and type: True is not 1
-        if not any(value == each and isinstance(value, bool) == isinstance(each, bool)
-                   for each in values):
-            raise ValueError(f"it must be {' or '.join(map(json.dumps, [*values, None]))}")
-    return Annotated[Any, pydantic.BeforeValidator(check), Field(examples=values)]
 
 
 def must_be(forms):
@@ -63,6 +30,10 @@ Words = Annotated[str, Field(min_length=1, max_length=2**17)]
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
+# Of a field that is not served: the value that asks for what is done anyway. Any other is refused.
+Off, Empty = Literal[False], Annotated[list, Field(max_length=0)]
+Zero, One = Annotated[float, Field(ge=0, le=0)], Annotated[float, Field(ge=1, le=1)]
+
 
 class Strict(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """Unknown fields and other types are refused; null is as good as nothing."""
@@ -75,27 +46,35 @@ class Strict(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-class StreamOptions(unserved([([False], "include_obfuscation")])):
+class StreamOptions(Strict):
     include_usage: bool = False            # a whole answer always has it
     continuous_usage_stats: bool = False   # so far, in each piece
+    include_obfuscation: Off = False
 
 
-class Sampling(unserved(NO_EFFECT)):
+class Sampling(Strict):
     """Of completions and chats."""
     model: Text | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="the newer max_tokens")
     temperature: float = Field(1.0, ge=0, le=2)
     top_k: int = Field(-1, ge=-1, description="0, -1: of all tokens")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1, description="0: the most likely token only")
     n: int = Field(1, ge=1, le=128, description="answers to each prompt; the i-th has seed + i")
     best_of: int | None = Field(None, description="as many as n")
-    seed: int | None = Field(None, ge=0, lt=2**63, description="null: each answer has its own")
+    seed: int | None = Field(None, ge=-2**63, lt=2**63,
+                             description="null: each answer has its own")
     stop: Annotated[Stop | Annotated[list[Stop], Field(max_length=4)],
                     must_be("a text or at most 4 texts, of 1 to 200 characters")] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    user: Text = ""   # not served, like the next ones
+    presence_penalty: Zero = 0
+    frequency_penalty: Zero = 0
+    repetition_penalty: One = 1
+    min_p: Zero = 0
+    min_tokens: Zero = 0
 
     def requests(self, tokenizer, room):
         """n for each prompt. ValueError for fields that contradict each other, or lack of room."""
@@ -103,6 +82,8 @@ class Sampling(unserved(NO_EFFECT)):
             found = getattr(self, one), getattr(self, other)
             if None not in found and found[0] != found[1]:
                 raise ValueError(f"'{one}': it must be {other}, {found[1]}, not {found[0]}")
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise ValueError("'stream_options': it needs \"stream\": true")
         limit, requests = self.max_tokens or self.max_completion_tokens, []
         prompts = self.prompts(tokenizer)
         for i, tokens in enumerate(prompts):
@@ -114,10 +95,12 @@ class Sampling(unserved(NO_EFFECT)):
                 raise ValueError(f"{which} has {len(tokens)} tokens, there is room for {room}"
                                  f"{limits}")
             eos_token = None if self.ignore_eos else tokenizer.eot_token
+            temperature = self.temperature if self.top_p else 0
             for j in range(self.n):
                 seed = random.getrandbits(63) if self.seed is None else self.seed + j
-                requests.append(Request(tokens, asked, self.temperature, max(self.top_k, 0) or None,
-                                        top_p=self.top_p, seed=seed, eos_token=eos_token))
+                seed %= 2**64   # to Python, -1 and 1 are the same seed
+                requests.append(Request(tokens, asked, temperature, max(self.top_k, 0) or None,
+                                        top_p=self.top_p or 1, seed=seed, eos_token=eos_token))
         return requests
 
 
@@ -128,6 +111,7 @@ class Completion(Sampling):
     prompt: Annotated[
         Words | Tokens | Annotated[list[Words] | list[Tokens], Field(min_length=1)],
         must_be("a text of 1 to 131072 characters, a list of token ids, or several of these")]
+    echo: Off = False
 
     def prompts(self, tokenizer):
         """The tokens of each."""
@@ -142,21 +126,26 @@ class Part(Strict):
     text: Text
 
 
-class Message(unserved([([[]], "tool_calls annotations"),
-                        ([], "audio function_call refusal reasoning reasoning_content")])):
+class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[Text | list[Part], must_be('a text, or [{"type": "text", ...}]')]
     name: Text | None = None
+    tool_calls: Empty = []    # as clients send an answer back
+    annotations: Empty = []
 
 
 class Chat(Sampling):
     usual: ClassVar = inf
     forms: ClassVar = ("message", "chat.completion"), ("delta", "chat.completion.chunk")
     messages: list[Message] = Field(min_length=1)
+    tools: Empty = []
+    logprobs: Off = False
+    response_format: dict[Literal["type"], Literal["text"]] = {}
 
     def prompts(self, tokenizer):
         """One, as the tokenizer's chat template has it; without one, a line a message."""
-        messages = [message.model_dump(exclude_none=True) for message in self.messages]
+        messages = [message.model_dump(include={"role", "content", "name"}, exclude_none=True)
+                    for message in self.messages]
         for message in messages:
             if isinstance(message["content"], list):
                 message["content"] = "".join(part["text"] for part in message["content"])
@@ -168,7 +157,7 @@ class Chat(Sampling):
 
 def error_of(status, message):
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": str(status)}}
 
 
 def sentence(error):

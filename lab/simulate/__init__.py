@@ -1,1 +1,1 @@
-"""A GPU, calculated: how long a pass takes, a whole run, and what a load needs."""
+"""A GPU, calculated: how long a pass takes, and a whole run."""

@@ -13,13 +13,11 @@ A stage is bookkeeping, and its layouts count what each pass computes, reads and
 of such a pass, and returns logits of zero. A stage expects arrivals in steps. So each request is
 to arrive LATE, until the clock has reached its time: then it arrives at the next step.
 
-The passes of stages without pads need no layout: `runner` has them planned in loop.py. The command
+The passes of stages without pads need no layout: `log_of` has them planned in loop.py. The command
 is `python -m lab.simulate`, and docs/gpu.md says how far to trust it.
 """
 import math
-from collections import Counter
-from itertools import chain, repeat
-from types import SimpleNamespace
+from itertools import repeat
 
 import torch
 
@@ -29,17 +27,15 @@ import generate_ragged
 from generate_prefix import PrefixScheduler
 from lab.flags import knobs_of
 from lab.loading.arrivals import Source
-from lab.simulate.counted import Counted, Short
 from lab.simulate.hardware import Engine, GiB, constants, seconds
-from lab.simulate.loop import Planned, Server, serve
+from lab.simulate.loop import serve
 from lab.views.report import figures as figures  # others import it from here
-from lab.views.report import useful
 from paging import PagedScheduler
 from scheduler import Scheduler
 
 LATE = 10**12   # a step that no run reaches
 DEFAULTS = {"max_batch": 256, "token_budget": 2048}   # as engines have them
-FLAT = generate_ragged.generate, generate_paged.generate, generate_prefix.generate
+POOLS = {generate_paged.generate: PagedScheduler, generate_prefix.generate: PrefixScheduler}
 
 
 class CalculatedModel:
@@ -76,7 +72,7 @@ class CalculatedModel:
     def let_in(self, time):
         """What has come until then arrives at the next step."""
         while self.source.time <= time:
-            self.source.pop()[1].arrival = self.step + 1
+            self.source.pop().arrival = self.step + 1
             self.load += 1
 
     def on_token(self, request, token, logits):
@@ -134,67 +130,43 @@ def simulate(shape, gpu, generate, requests, times=None, clients=0, engine=Engin
 
 # --- any load on any stage ------------------------------------------------------------------------
 
-def runner(shape, gpu, generate, engine=Engine(), servers=1, route=None, **knobs):
+def log_of(shape, gpu, generate, requests, times=None, clients=0, engine=Engine(), **knobs):
     """
-    A function: run(requests, times, clients) serves what the function `requests` makes; without
-    times or clients, all at once. It returns what Servers record: requests, passes and counts.
+    What `figures` takes: a stage serves requests that come at `times`, from clients, or all at
+    once. Without pads, its scheduler's plans say all that a pass counts, and no layout is made.
     """
-    def run(requests, times=None, clients=0):
-        times = times or repeat(0.0)
-        for make in planners(generate, **knobs):   # the fastest first
-            here = [Server(make(), constants(shape, gpu, engine), shape, engine.ahead)
-                    for _ in range(servers)]
-            try:
-                serve(Source(requests(), times, clients, engine.front_end), here, route)
-            except Short:
-                continue
-            return SimpleNamespace(
-                requests=[*chain(*(server.requests for server in here))],
-                passes=[*chain(*(server.passes for server in here))],
-                counts=(counts := sum((Counter(each.planner.counts) for each in here), Counter())),
-                useful=None if counts["preemptions"] else 1.0)   # there are no pads
-        t = simulate(shape, gpu, generate, [*requests()], times, clients, engine, **knobs)
-        return SimpleNamespace(
-            requests=t.requests, counts=t.counts, useful=useful(t),
-            passes=[(start, start + took, counts[0], len(p.work), counts[3])
-                    for p, (start, took, counts) in zip(t.passes, t.clock.passes)])
-
-    return run
+    times = times or repeat(0.0)
+    if scheduler := scheduler_of(generate, **knobs):
+        return serve(scheduler, Source(requests, times, clients, engine.front_end), shape, gpu,
+                     engine)
+    return simulate(shape, gpu, generate, [*requests], times, clients, engine, **knobs)
 
 
-def planners(generate, max_batch=8, token_budget=64, max_kv_tokens=None, pages=None, page_size=16,
-             scheduler=None, attention="varlen", **_):
-    """What makes a planner for a stage without pads; nothing for other stages."""
-    limits, memory = (max_batch, token_budget), (pages, page_size)
-    if generate == FLAT[0] and attention == "varlen":
-        yield lambda: Counted(*limits, max_kv_tokens or math.inf)
-        yield lambda: Planned(Scheduler(*limits, max_kv_tokens))
-    elif generate in FLAT[1:]:
-        prefix = generate == FLAT[2]
-        if not scheduler:
-            yield lambda: Counted(*limits, *memory, prefix)
-        kind = scheduler or (PrefixScheduler if prefix else PagedScheduler)
-        yield lambda: Planned(kind(*limits, *memory))
+def scheduler_of(generate, max_batch=8, token_budget=64, max_kv_tokens=None, pages=None,
+                 page_size=16, scheduler=None, attention="varlen", **_):
+    """That of a stage without pads; None for the others."""
+    if generate == generate_ragged.generate and attention == "varlen":
+        return Scheduler(max_batch, token_budget, max_kv_tokens)
+    if generate in POOLS:
+        return (scheduler or POOLS[generate])(max_batch, token_budget, pages, page_size)
+    return None
 
 
-def with_memory(shape, gpu, generate, longest, knobs, share=0.9, most=None):
+def with_memory(shape, gpu, generate, longest, knobs):
     """
     (the stage's knobs, by default with as much memory as there is; names of those that it does not
     have). ValueError if the stage may come to hold more than there is room for.
 
     longest: tokens of the longest prompt and answer, of which a stage without limits on memory may
-             hold one in each row; share: of the GPU's memory; most: tokens of it that may be used
+             hold one in each row
     """
-    there = shape.room(gpu, share)
-    room = min(most or there, there)
+    room = shape.room(gpu)
     fit = {"pages": room // knobs.get("page_size", 16), "max_kv_tokens": room,
            "max_batch": room // longest}
     limit = next(iter(knobs_of(generate, fit)[0]), "max_batch")   # unbatched has one row
-    asked = {"max_kv": (most or 1, there), limit: (knobs.get(limit, 1), fit[limit])}
-    for name, (number, largest) in asked.items():
-        if number > largest:
-            raise ValueError(f"the GPU's {gpu.memory / GiB:g} GiB have room for {room:,} tokens: "
-                             f"--{name} must be at most {largest:,}, not {number:,}")
+    if knobs.get(limit, 1) > fit[limit]:
+        raise ValueError(f"the GPU's {gpu.memory / GiB:g} GiB have room for {room:,} tokens: "
+                         f"--{limit} must be at most {fit[limit]:,}, not {knobs.get(limit, 1):,}")
     defaults = DEFAULTS | {limit: min(fit[limit], DEFAULTS.get(limit, room))}
     mine, ignored = knobs_of(generate, defaults | knobs)
     return mine, [name for name in ignored if name in knobs]

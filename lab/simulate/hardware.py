@@ -12,7 +12,7 @@ pass over few rows computes most of a tile in vain: of its peak it reaches share
 0.71 for the others. An engine has its time between two passes, for each token that it samples and
 for each all-reduce; and its attention may read keys more slowly than matrices.
 
-Constants were chosen on one half of the runs that others published, and tested on the other.
+docs/gpu.md says where the constants come from.
 """
 import json
 import math
@@ -50,10 +50,11 @@ class Engine:
     keys: float = 0.85           # share of the bandwidth at which keys are read before Hopper
 
 
+ENGINES = {"plain": Engine(),   # vllm: since 0.14
+           "vllm": Engine(all_reduce=7e-6, front_end=7e-3, ahead=True, keys=0.5)}
 # peaks of dense matrices with 32-bit accumulation; sheets.json has the memory in GiB
 GPUS = {name: GPU(**{**sheet, "memory": sheet["memory"] * GiB})
         for name, sheet in SHEETS["gpus"].items()}
-ENGINES = {name: Engine(**times) for name, times in SHEETS["engines"].items()}
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,7 @@ class Shape:
     """
     What a model's time and memory depend on, in the order of sheets.json. ffn_matrices: 2, or 3 if
     gated. `tp` tensor parallel ranks split heads and FFN, as beyond/tensor_parallel.py does, and
-    each holds the vocabulary. A mixture of experts has `experts` such FFNs in a layer, of which a
-    token passes through `active`.
+    each holds the vocabulary.
     """
     n_layer: int
     n_embd: int
@@ -74,8 +74,6 @@ class Shape:
     vocab_size: int
     block_size: int
     tied: bool = False
-    experts: int = 1
-    active: int = 1
     size: int = 2   # bytes per number
     tp: int = 1
 
@@ -84,15 +82,13 @@ class Shape:
             if getattr(self, name) % self.tp:
                 raise ValueError(f"--tp {self.tp} does not divide {name} {getattr(self, name)}")
 
-    # weights of one rank: of attention, of one FFN of each layer, of the last projection, and all
+    # weights of one rank: of all blocks, of the last projection, and all
 
+    blocks = property(lambda self: self.n_layer * self.n_embd * (
+        2 * self.head_size * (self.n_head + self.n_kv_head)
+        + self.ffn_matrices * self.ffn) // self.tp)
     vocabulary = property(lambda self: self.n_embd * self.vocab_size)
-    expert = property(lambda self: (
-        self.n_layer * self.ffn_matrices * self.n_embd * self.ffn // self.tp))
-    attention = property(lambda self: 2 * self.n_layer * self.n_embd * self.head_size * (
-        self.n_head + self.n_kv_head) // self.tp)
-    weights = property(lambda self: (
-        self.attention + self.experts * self.expert + self.vocabulary * (2 - self.tied)))
+    weights = property(lambda self: self.blocks + self.vocabulary * (2 - self.tied))
     kv_bytes = property(lambda self: (   # keys and values of a token
         2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp))
 
@@ -114,37 +110,29 @@ MODELS = {name: Shape(*sizes) for name, sizes in SHEETS["models"].items()}
 
 @lru_cache
 def constants(shape, gpu, engine=Engine()):
-    """Plain numbers for `seconds`: all are seconds, but for `experts` and `active`."""
+    """Plain numbers for `seconds`: all are seconds."""
     flop = 1 / (SHARES[gpu.hopper] * (gpu.peak if shape.size == 2 else gpu.peak32))
     byte = 1 / (BANDWIDTH_SHARE * gpu.bandwidth)
     reduces = 2 * shape.n_layer * (shape.tp > 1)
     sent = 2 * (shape.tp - 1) / shape.tp * shape.n_embd * shape.size   # of a slot, by a ring
     return SimpleNamespace(
-        row=2 * shape.attention * flop, expert_row=2 * shape.expert * flop,   # arithmetic
-        sample=2 * shape.vocabulary * flop,
+        row=2 * shape.blocks * flop, sample=2 * shape.vocabulary * flop,   # arithmetic
         score=4 * shape.n_layer * shape.n_head * shape.head_size // shape.tp * flop,
-        weights=shape.attention * shape.size * byte, expert=shape.expert * shape.size * byte,
-        vocabulary=shape.vocabulary * shape.size * byte,   # reading
+        weights=shape.blocks * shape.size * byte,                          # reading
+        vocabulary=shape.vocabulary * shape.size * byte,
         key=shape.kv_bytes * (byte if gpu.hopper else 1 / (engine.keys * gpu.bandwidth)),
         byte=byte, slot=reduces * sent / (LINK_SHARE * gpu.link), per_request=engine.per_request,
-        overhead=engine.overhead + reduces * engine.all_reduce,
-        experts=shape.experts, active=shape.active)
+        overhead=engine.overhead + reduces * engine.all_reduce)
 
 
 def seconds(c, slots, sampled, scores, keys, copied=0):
     """
     Of a pass over `slots` places, after which the engine samples so many tokens. Scores, keys and
     copied bytes: what a layout counts. A copy is a read and a write. c: see `constants`.
-
-    Of E experts a token passes through k, and which is chance. So n tokens miss one with
-    probability (1 - k / E)^n; the others are hit. Each of these is read, and computes its part of
-    n k rows and a tile of its own. A dense model's FFN is one expert of one.
     """
-    hit = c.experts * (1 - (1 - c.active / c.experts) ** slots)
-    arithmetic = ((slots + TILE) * c.row + (slots * c.active + TILE * hit) * c.expert_row
-                  + sampled * c.sample + scores * c.score)
-    reading = (c.weights + hit * c.expert + (c.vocabulary if sampled else 0)
-               + (keys + slots) * c.key + 2 * copied * c.byte)
+    arithmetic = (slots + TILE) * c.row + sampled * c.sample + scores * c.score
+    reading = (c.weights + (c.vocabulary if sampled else 0) + (keys + slots) * c.key
+               + 2 * copied * c.byte)
     return (math.hypot(arithmetic, reading) + c.overhead + c.per_request * sampled
             + c.slot * slots)
 

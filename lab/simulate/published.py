@@ -1,14 +1,13 @@
 """
 What others measured, beside what is calculated.
 
-    python -m lab.simulate.published    published.json: figures from papers, blogs and repositories
-    python -m lab.simulate --real       real_runs.json: runs of vLLM under random arrivals, and what
-                                        other simulators say of them
+    python -m lab.simulate --published   published.json: papers, blogs and repositories
+    python -m lab.simulate --real        real_runs.json: runs of vLLM under random arrivals, and
+                                         what other simulators say of them
 
 The files say where the runs come from, and why others were left out. A published run is there if
 its source says which model and GPU, in 16 bits, and how requests come. The constants of hardware.py
-were chosen on the runs marked "chosen"; all others test them. Of those of --engine vllm, three were
-fitted on the real runs (docs/gpu.md): on either half, and judged on the other.
+were chosen on the runs marked "chosen"; all others test them.
 """
 import json
 import random
@@ -20,7 +19,7 @@ from pathlib import Path
 from generate_prefix import generate
 from lab.loading.arrivals import drawn, poisson, staged, workload
 from lab.loading.stages import STAGES
-from lab.simulate.calculated import runner
+from lab.simulate.calculated import log_of
 from lab.simulate.hardware import ENGINES, GPUS, MODELS
 from lab.views.report import aligned, figures
 
@@ -33,7 +32,7 @@ def read(name):
 
 (ABOUT, RUNS), (ABOUT_REAL, REAL) = read("published.json"), read("real_runs.json")
 PREDICTED = [run for run in REAL if run["others"]]
-FRONT_END = 3e-3   # of vLLM 0.8.5 and a Triton server; today's vLLM: sheets.json
+FRONT_END = 3e-3   # of vLLM 0.8.5 and a Triton server; today's vLLM: hardware.py
 OVER_HTTP = ("rahman", "IOG", "TensorRT-LLM 0.14")
 BUDGETS = {"LMDeploy": 8192, "nano-vllm": 16384}
 
@@ -55,10 +54,10 @@ def rahman():
 
 
 def calculate(run):
-    """{figure: value} of a published run."""
+    """{figure: value} of a published run. Whichever engine it was, "plain" stands for it."""
     # some ran beyond the context that the model was trained on
     shape = replace(MODELS[run["model"]], tp=run["tp"], block_size=10**6)
-    gpu, engine = GPUS[run["gpu"]], ENGINES[run["engine"]]
+    gpu, engine = GPUS[run["gpu"]], ENGINES["plain"]
     kind, number, prompt, answer = (run[name] for name in ("kind", "requests", "input", "output"))
     if run["source"] in OVER_HTTP:
         engine = replace(engine, front_end=FRONT_END)
@@ -76,8 +75,7 @@ def calculate(run):
         stage, make, knobs = "ragged, varlen", by_length, dict(
             max_batch=2048 if kind == "in-flight" else number, token_budget=8192,
             max_kv_tokens=10**9 if fits else room)
-    f = figures(runner(shape, gpu, STAGES[stage], engine, **knobs)(
-        lambda: make(lengths), times, clients))
+    f = figures(log_of(shape, gpu, STAGES[stage], make(lengths), times, clients, engine, **knobs))
     return {"tokens_per_s": f["tokens_per_s"], "itl_ms": f["itl_ms"]["p50"],
             "ttft_ms": f["ttft_ms"]["mean"]}
 
@@ -96,15 +94,18 @@ def compare(sources):
     return [{**row, "error": row["calculated"] / row["published"] - 1} for row in rows]
 
 
-def cells(rows):
-    """The table of `compare`: its head, then a line for each row."""
-    yield ["source", "run", "GPU", "model", "figure", "published", "calculated", "error"]
-    for r in rows:
+def show_published():
+    """The table of all published runs."""
+    def line(r):
         size = f"{r['input']:,} in, {r['output']:,} out" if r["output"] else "mixed"
-        yield [r["source"] + "*" * (r["half"] == "chosen"),
-               f"{r['kind']} {r['requests']:,}, {size}",
-               f"{r['tp']} x {r['gpu']}", r["model"], r["figure"], f"{r['published']:,.1f}",
-               f"{r['calculated']:,.1f}", f"{r['error']:+.0%}".replace("-0%", "+0%")]
+        return [r["source"] + "*" * (r["half"] == "chosen"),
+                f"{r['kind']} {r['requests']:,}, {size}", f"{r['tp']} x {r['gpu']}", r["model"],
+                r["figure"], f"{r['published']:,.1f}", f"{r['calculated']:,.1f}",
+                f"{r['error']:+.0%}".replace("-0%", "+0%")]
+
+    head = ["source", "run", "GPU", "model", "figure", "published", "calculated", "error"]
+    rows = aligned([head, *map(line, compare(ABOUT["sources"]))])
+    return f"{rows}\n\n* the constants were chosen on these"
 
 
 # --- real runs, and other simulators --------------------------------------------------------------
@@ -116,10 +117,10 @@ def calculate_real(run):
     """[mean TTFT, E2E, time between tokens] of a real run, in ms."""
     shape, gpu = replace(MODELS[run["model"]], tp=run["tp"]), GPUS[run["gpu"]]
     times = [*staged(run["stages"], seed=0)]
-    log = runner(shape, gpu, generate, ENGINES["vllm"], max_batch=ABOUT_REAL["max_batch"],
-                 token_budget=run["token_budget"], pages=shape.room(gpu, run["memory"]) // 16)(
-        lambda: drawn(len(times), 0, [run["prompt"]] * 2, [run["output"]] * 2, 100), times)
-    f = figures(log)
+    requests = drawn(len(times), 0, [run["prompt"]] * 2, [run["output"]] * 2, prompts=100)
+    f = figures(log_of(shape, gpu, generate, requests, times, engine=ENGINES["vllm"],
+                       max_batch=ABOUT_REAL["max_batch"], token_budget=run["token_budget"],
+                       pages=shape.room(gpu, run["memory"]) // 16))
     return [f[name]["mean"] for name in ("ttft_ms", "e2e_ms", "tpot_ms")]
 
 
@@ -131,31 +132,29 @@ def compare_real(runs):
 
 
 def real_table(rows):
-    """A head, and a line for each simulator: median errors by GPU and tensor parallel ranks."""
-    found = defaultdict(lambda: defaultdict(list))
+    """A head, and a line for each simulator: median errors of all runs and of groups of several."""
+    found = defaultdict(lambda: defaultdict(list))   # group -> simulator -> [errors, ...]
     for run, errors in rows:
-        for who, values in errors.items():
-            for group in "all", f"{run['gpu']} x {run['tp']}":
-                found[who][group].append([*map(abs, values)])
-    groups = sorted(found[HERE])
+        kept_back = ["kept back"] * (run["half"] == "kept back")
+        for group in ("all", f"{run['gpu']} x {run['tp']}", *kept_back):
+            for who, values in errors.items():
+                found[group][who].append([*map(abs, values)])
+    groups = sorted((group for group in found if len(found[group][HERE]) > 1),
+                    key=lambda group: -len(found[group][HERE]))
     yield ["median errors of TTFT, E2E, between tokens"] + [
-        f"{group} ({len(found[HERE][group])} runs)" for group in groups]
-    for who, of in found.items():
-        yield [who, *(" ".join(f"{statistics.median(column):.0%}" for column in zip(*of[group]))
-                      if of[group] else "–" for group in groups)]
+        f"{group} ({len(found[group][HERE])} runs)" for group in groups]
+    for who in found["all"]:
+        yield [who, *(" ".join(f"{statistics.median(column):.0%}" for column in zip(*errors))
+                      if (errors := found[group].get(who)) else "–" for group in groups)]
 
 
 def show_real():
-    """Prints every real run that was not overloaded, and the table."""
+    """Every real run that was not overloaded, and the table of those that others predicted."""
     rows = compare_real([run for run in REAL if run["half"] != "overloaded"])
-    print(aligned([["run", "", "", "requests/s", *FIGURES], *(
+    runs = [["run", "", "", "requests/s", *FIGURES], *(
         [f"{run['model']}, {run['prompt']} + {run['output']}", f"{run['tp']} x {run['gpu']}",
          run["half"], "/".join(f"{rate:g}" for rate, _ in run["stages"]),
          *(f"{run[name]:,.1f} {error:+.0%}" for name, error in zip(FIGURES, errors[HERE]))]
-        for run, errors in rows)]), "", aligned([*real_table(rows)]), sep="\n")
-    return 0
-
-
-if __name__ == "__main__":
-    print(aligned([*cells(compare(ABOUT["sources"]))]), "* the constants were chosen on these",
-          sep="\n\n")
+        for run, errors in rows)]
+    table = real_table((run, errors) for run, errors in rows if run["others"])
+    return f"{aligned(runs)}\n\n{aligned([*table])}"

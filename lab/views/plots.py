@@ -8,8 +8,6 @@ What every script can draw with --plot, in one visual language:
 Colour-blind readers can tell the colours apart (Okabe and Ito's palette, with Tol's red); hatching
 repeats the distinction. The docs' figures, in lab/experiments/figures.py, use the same language.
 """
-import bisect
-
 COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4",
           "finished": "#CC3311", "waiting": "#999999"}
 KEYS = {"past": "#5E4FA2", "new": "#E69F00"}   # what a token sees: cached keys, this pass's
@@ -125,40 +123,3 @@ def save(figure, path):
     figure.savefig(path)
     pyplot().close(figure)
     return path
-
-
-def load(requests, passes, room, title, path=None):
-    """
-    A run over time, in seconds: waits of its requests, how many run and wait, and tokens of memory.
-
-    requests: with `arrived` and token_times; passes: (start, end, slots, running, tokens held) of
-    one server; room: tokens that fit, or None
-    """
-    figure, (waits, number, memory) = pyplot().subplots(3, 1, figsize=(WIDTH, 6.2), sharex=True)
-    requests = sorted(requests, key=lambda request: request.arrived)
-    arrived = [request.arrived for request in requests]
-    for name, color, wait in (("end to end", COLORS["waiting"], -1),
-                              ("first token", COLORS["prefill"], 0)):
-        waits.plot(arrived, [request.token_times[wait] - request.arrived for request in requests],
-                   ".", markersize=3, color=color, label=name)
-    waits.set(ylabel="seconds", yscale="log", title=f"{title}: waits of the requests that arrive")
-    starts, running = [p[0] for p in passes], [p[3] for p in passes]
-    ended, here = sorted(request.token_times[-1] for request in requests), []
-    for start, n in zip(starts, running):
-        here.append(max(0, bisect.bisect(arrived, start) - bisect.bisect(ended, start) - n))
-    number.fill_between(starts, running, step="post", label="running", **style("decode"))
-    number.plot(starts, here, drawstyle="steps-post", color=COLORS["finished"], label="waiting")
-    number.set(ylabel="requests", title="in the engine")
-    memory.plot(starts, [p[4] for p in passes], drawstyle="steps-post", color=KEYS["past"],
-                label="held")
-    if room:
-        memory.axhline(room, color="black", linestyle="--", linewidth=1, label="all there is")
-    memory.set(xlabel="seconds", ylabel="tokens", title="keys and values", ylim=(0, None))
-    for ax in (waits, number, memory):
-        if ax != waits:
-            ax.yaxis.set_major_formatter("{x:,.0f}")
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
-        ax.grid(axis="y")
-        ax.set_axisbelow(True)
-    figure.tight_layout()
-    return save(figure, path)
