@@ -186,7 +186,7 @@ def hybrid(args):
     for window in 32, config.block_size:
         model, most = windows.Hybrid(config, window), []
         with observed(model, lambda step, batch: most.append(
-                batch.pages.number - len(batch.pages.free_queue))):
+                batch.pool.number - len(batch.pool.free_queue))):
             windows.generate(model, [Request(prompt, 32) for prompt in prompts], pages=500)
         held.append(max(most))
     print(f"8 requests of 192 + 32 tokens, 4 layers: with 3 windows of 32, {held[0]} pages held at "

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import common
 import pytest
+from beyond.in_batch import InBatchScheduler, serve
 from common import alone, as_program, cancel_now, captured, smallest_pool, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from test_essays import MODEL, STAGES, run
 
 import generate_prefix
 from beyond import ahead
-from beyond.in_batch import InBatchScheduler, serve
 from beyond.speculative import Lookup
 from lab.views.report import report, totals
 from request import Request, prepare

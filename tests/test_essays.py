@@ -14,6 +14,7 @@ import common
 import numpy
 import pytest
 import torch
+from beyond.in_batch import InBatchScheduler
 from common import (
     BLOCK_SIZE,
     alone,
@@ -32,7 +33,6 @@ import generate_prefix
 from beyond import ahead, hybrid, rollout, sessions, speculative
 from beyond.fairness import FairScheduler
 from beyond.hybrid import Hybrid, HybridScheduler
-from beyond.in_batch import InBatchScheduler
 from beyond.rollout import RolloutScheduler
 from beyond.sessions import Session, SessionScheduler
 from cache import KV

@@ -17,10 +17,10 @@ from threading import Event, Thread, Timer
 
 import pytest
 import torch
+from beyond.in_batch import InBatchScheduler
 from common import ROOT, alone, mixed, refused, toy
 
 import generate_prefix
-from beyond.in_batch import InBatchScheduler
 from lab.loading.load import load
 from request import Request
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lab import flags
 from lab.compiled import native
-from lab.experiments import bench, gpu, ladder, memory, pictures, results, rows, train
+from lab.experiments import bench, gpu, ladder, memory, pictures, plans, results, rows, train
 
 PROG = "python -m lab.experiments"
 
@@ -96,6 +96,7 @@ def parser():
                              help="the least that says something: fewer runs, less work")
         command.add_argument("--json", metavar="FILE.json", help="write the figures")
         flags.add_place(command)
+    add(names, "plans", plans.compare, plans.FLAGS)
     add(names, "train", train.train, train.FLAGS)
     add(names, "tables", write_tables)
     add(names, "pictures", pictures.draw)

@@ -47,11 +47,11 @@ def watch(model):
     seen = []
 
     def look(step, batch):
-        cached = getattr(batch.pages, "hash_of", {})   # of paged: none can be found again
+        cached = getattr(batch.pool, "hash_of", {})   # of paged: none can be found again
         seen.append({"tables": {request.name: list(request.block_table)
                                 for request, _ in batch.plan},
-                     "cached": cached.keys() & {*batch.pages.free_queue},
-                     "number": batch.pages.number})
+                     "cached": cached.keys() & {*batch.pool.free_queue},
+                     "number": batch.pool.number})
 
     with observed(model, look):
         yield seen

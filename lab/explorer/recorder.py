@@ -123,14 +123,14 @@ class Recorder(XRay):
             now = getattr(kv, "capacity", None) if table is None else list(table)
             if now != self.memory.get(i):
                 room[i] = self.memory[i] = now
-        pages = getattr(batch, "pages", None)
-        self.pool = pages and {"pages": pages.number, "page_size": pages.size}
+        pool = getattr(batch, "pool", None)
+        self.pool = pool and {"pages": pool.number, "page_size": pool.page_size}
         held = [now for now in self.memory.values() if now]
-        reserved = pages.size * len(set().union(*held)) if pages else sum(held)
+        reserved = pool.page_size * len(set().union(*held)) if pool else sum(held)
         return {"room": room, "at_once": len(held), "reserved": reserved,
                 "columns": batch.end if rows else 0,
-                "cached": [page for page in pages.free_queue
-                           if page in getattr(pages, "hash_of", ())] if pages else []}
+                "cached": [page for page in pool.free_queue
+                           if page in getattr(pool, "hash_of", ())] if pool else []}
 
 
 def record(generate, model, requests, reference=None, **knobs):

@@ -34,11 +34,11 @@ class Server(uvicorn.Server):
 
     def __init__(self, engine, tokenizer, name, key=None, drain=30):
         self.engine, self.tokenizer, self.name, self.key = engine, tokenizer, name, key
-        self.room = min(engine.model.config.block_size, engine.pages.number * engine.pages.size)
+        self.room = min(engine.model.config.block_size, engine.pool.number * engine.pool.page_size)
         self.drain, self.died = drain, None
         self.answers = {}   # request -> its Answer, until it ends
         self.live, self.created = Live(self), int(time.time())
-        self.measure(engine.scheduler, engine.pages)
+        self.measure(engine.scheduler, engine.pool)
         app = FastAPI(
             title="nanoBatch", lifespan=self.lifespan, max_body_size=BODY,
             redirect_slashes=False,   # where to: the client's Host would say it
@@ -184,7 +184,7 @@ class Server(uvicorn.Server):
     async def file(self, http: Request):
         return FileResponse(FILES[http.scope["path"]])
 
-    def measure(self, scheduler, pages):
+    def measure(self, scheduler, pool):
         self.registry = prometheus.CollectorRegistry()
         new = {"namespace": "nanobatch", "registry": self.registry}
         self.ttft = prometheus.Histogram("ttft_seconds", "to a first token", **new)
@@ -194,8 +194,8 @@ class Server(uvicorn.Server):
         for name, text, figure in (
                 ("requests_running", "in the batch", lambda: len(scheduler.running)),
                 ("requests_waiting", "in the queue", lambda: self.engine.waiting),
-                ("pages_free", "in the free queue", lambda: len(pages.free_queue)),
-                ("preemptions", "since the start", lambda: pages.counts["preemptions"])):
+                ("pages_free", "in the free queue", lambda: len(pool.free_queue)),
+                ("preemptions", "since the start", lambda: pool.counts["preemptions"])):
             prometheus.Gauge(name, text, **new).set_function(figure)
 
     async def metrics(self):

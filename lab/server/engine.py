@@ -14,9 +14,8 @@ change the inbox only, and set `stopping`; so only the inbox has a lock. They le
 request from its events. What they read besides are counts, which may be one step old, and a
 request's name.
 
-The scheduler is that of beyond/in_batch.py: several answers to one prompt are asked for together,
-and share its pages from the first step on. `while engine.busy: engine.step()` makes the same passes
-as the prefix stage's `generate` with the scheduler InBatchScheduler.
+`while engine.busy: engine.step()` makes the same passes as the prefix stage's `generate`. One thing
+is new: a pass may fail, by one request's fault. What its plan made findable is taken back (`undo`).
 """
 import time
 from collections import deque
@@ -26,9 +25,9 @@ from typing import NamedTuple
 
 import torch
 
-from beyond.in_batch import InBatchScheduler
 from cache import KV
 from generate_paged import Paged
+from generate_prefix import PrefixScheduler
 from model import sample
 from request import Request, prepare
 from toolbox.trace import Trace
@@ -56,11 +55,11 @@ class Engine:
     def __init__(self, model, pages=256, page_size=16, max_batch=8, token_budget=64,
                  max_waiting=256):
         self.model, self.max_waiting = model, max_waiting
-        check_pool(max_batch, pages, page_size, InBatchScheduler, model.config.block_size)
-        self.scheduler = InBatchScheduler(max_batch, token_budget, pages, page_size)
-        self.pages, self.pool = self.scheduler.pages, KV(pages * page_size)
+        check_pool(max_batch, pages, page_size, PrefixScheduler, model.config.block_size)
+        self.scheduler = PrefixScheduler(max_batch, token_budget, pages, page_size)
+        self.pool, self.kv = self.scheduler.pool, KV(pages * page_size)
         # An endless run must not remember all that happened: of the passes, only the last.
-        self.trace = Trace("prefix", [], model, self.pages.counts, deque(maxlen=1))
+        self.trace = Trace("prefix", [], model, self.pool.counts, deque(maxlen=1))
         self.number, self.names = 0, count()   # the next step; the next request
         # An observer's. Before each step: seconds until its pass may run. And after it: the Paged
         # that was computed; None if nothing was.
@@ -83,7 +82,7 @@ class Engine:
     def add(self, *requests):
         """Hands in requests, all or none. ValueError for one that could never run, or Full."""
         prepare(requests, self.model.config)
-        trial = InBatchScheduler(len(requests), 1, self.pages.number, self.pages.size)
+        trial = PrefixScheduler(len(requests), 1, self.pool.number, self.pool.page_size)
         for request in requests:
             trial.add(request)   # refuses what never fits
         with self.changed:
@@ -123,12 +122,13 @@ class Engine:
             self.trace.step_times.clear()
             try:
                 # 2. one forward pass for decodes and chunks together
-                batch = Paged(plan, self.pool, self.pages, self.model.device)
+                batch = Paged(plan, self.kv, self.pool, self.model.device)
                 with self.trace.forward_pass(self.number, batch):
                     logits = self.model(batch.tokens, batch.positions, batch.attend, batch.wanted)
                 # 3. one token for each request that has nothing more to compute
                 tokens = sample(logits, batch.sampled)
-            except Exception as failure:   # it has changed nothing: others are computed again
+            except Exception as failure:   # the others are computed again
+                self.scheduler.undo(plan)
                 batch, error = None, f"{type(failure).__name__}: {failure}"
                 named = getattr(failure, "request", None)   # whose fault it is, if that is known
                 lost = [request for request, _ in plan if named in (None, request)]

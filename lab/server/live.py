@@ -79,8 +79,8 @@ class Live:
                       for token in range(engine.model.config.vocab_size)],
             "knobs": {"max_batch": engine.scheduler.max_batch,
                       "token_budget": engine.scheduler.token_budget,
-                      "page_size": engine.pages.size},
-            "pool": {"pages": engine.pages.number, "page_size": engine.pages.size},
+                      "page_size": engine.pool.page_size},
+            "pool": {"pages": engine.pool.number, "page_size": engine.pool.page_size},
             "place": page.place(engine.model),
             "kept": KEPT, "dozen": {"prompt": dozen(), "most": server.room + 1 - longest}}
         engine.hold, engine.see = self.hold, self.see
@@ -115,7 +115,7 @@ class Live:
 
     def note(self, batch):
         """What is told of a step to all pages. batch: its Paged; None: no pass."""
-        scheduler, trace, pool = self.engine.scheduler, self.engine.trace, self.engine.pages
+        scheduler, trace, pool = self.engine.scheduler, self.engine.trace, self.engine.pool
         note = {"new": [], "tokens": [], "ended": {}, "pass": None,
                 "cached": [page for page in pool.free_queue if page in pool.hash_of],
                 "waiting": [request.name for request in scheduler.waiting],

@@ -54,6 +54,6 @@ def serve(scheduler, source, shape, gpu, engine):
             if request.finished:
                 source.answered(now)
                 ended.append(request)
-    counts = scheduler.pages.counts if hasattr(scheduler, "pages") else {}
+    counts = scheduler.pool.counts if hasattr(scheduler, "pool") else {}
     return SimpleNamespace(requests=ended, passes=passes, counts=counts,
                            useful=None if counts.get("preemptions") else 1.0)
