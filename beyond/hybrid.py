@@ -1,8 +1,8 @@
 """
 Hybrid models: most layers look back over a window only, and free the pages that it has passed.
 
-Gemma, Mistral's models and gpt-oss mix two kinds of layers. A *full* layer sees all keys. A
-*window* layer sees the last `window` keys, a token's own included, and never an older one again:
+Gemma 3 and gpt-oss mix two kinds of layers. A *full* layer sees all keys. A *window* layer sees the
+last `window` keys, a token's own included, and never an older one again:
 
     position                      0 1   2 3   4 5   6 7   8 .       window 4, page_size 2
     table of the full layers       5     2     0     7     8        token 8 is the next:

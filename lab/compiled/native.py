@@ -1,6 +1,6 @@
 """
-Builds native.cpp and packs weights for it. g++ is called once, for two seconds, and what it builds
-stays in build/. The library has no threads of its own but uses those of torch's OpenMP: two sets
+Builds native.cpp and packs weights for it. The first process needs two seconds of g++ for that, and
+what it builds stays in build/; later ones ask g++ only what the processor is. The library has no threads of its own but uses those of torch's OpenMP: two sets
 of threads on the same cores would slow each other down.
 """
 import ctypes
@@ -128,7 +128,7 @@ class Weights:
     def __init__(self, model):
         named, self.alive = dict(model.named_parameters(remove_duplicate=False)), []
 
-        def keep(tensor):   # of the shape that its config says: see why_not
+        def keep(tensor):   # of the shape that its config says: see refuse_others in __init__.py
             self.alive.append(tensor)
             return address(tensor, torch.float32, tensor.shape)
 
