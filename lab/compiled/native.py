@@ -1,7 +1,8 @@
 """
 Builds native.cpp and packs weights for it. The first process needs two seconds of g++ for that, and
-what it builds stays in build/; later ones ask g++ only what the processor is. The library has no threads of its own but uses those of torch's OpenMP: two sets
-of threads on the same cores would slow each other down.
+what it builds stays in build/; later ones ask g++ only what the processor is. The library has no
+threads of its own but uses those of torch's OpenMP: two sets of threads on the same cores would
+slow each other down.
 """
 import ctypes
 import hashlib
