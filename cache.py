@@ -1,16 +1,15 @@
-r"""
+"""
 The KV cache: keys and values that are kept, because a later token never changes them.
 
 By the causal rule the last token changes nothing that earlier tokens computed. So their keys and
 values stay as they are, and a new token computes one key, one value and one row of scores instead
-of all of them: O(n) a token instead of O(n^2).
+of all of them: O(n) per token instead of O(n^2).
 
     layer 0   k  | k0 k1 k2 k3 .  .  .  . |      capacity 8, in tokens
               v  | v0 v1 v2 v3 .  .  .  . |      write: in place, at `start`
-    layer 1   ...  \_________/                   read: a view of the first `end` tokens
+    layer 1   ...                                read: a view of the first `end` tokens
 
-One token costs 2 x n_layer x n_embd numbers: 18,432 for the smallest GPT-2, 72 KiB in float32. The
-weights serve all requests of a batch; keys and values serve one (or, with prefix caching, several).
+One token costs 2 x n_layer x n_embd numbers: 18,432 for the smallest GPT-2, 72 KiB in float32.
 """
 
 
@@ -19,7 +18,7 @@ class KV:
     Keys and values of one sequence; or of all rows of a batch, or of all pages of a pool.
 
     Each layer has two buffers (..., capacity, hs), made when it is first written. They take leading
-    axes, dtype and device of what is written: (nh,) for one request, (B, nh) for a batch.
+    axes, dtype and device of what is written: (nh,) for one request, (B, nh) for a rectangle.
     """
 
     def __init__(self, capacity):

@@ -2,8 +2,8 @@
 Stage 3: chunked prefill. No step computes more than `token_budget` tokens, and decodes come first.
 
 A prompt need not be prefilled in one piece: its keys and values are in the cache, so the next piece
-continues where the last one stopped, with the same logits. The Scheduler shares out a budget of
-tokens at each step: one for each decode, and the rest for prompts, in chunks.
+continues where the last one stopped, with the same logits (Sarathi's idea). At each step the
+Scheduler shares out a budget of tokens: one for each decode, and the rest for prompts, in chunks.
 
     token_budget 4, A and B decode, C brings a prompt of 7:
 
@@ -13,10 +13,10 @@ tokens at each step: one for each decode, and the rest for prompts, in chunks.
     C         c0 c1  c2 c3  c4 c5  c6     d        no token for C before step 3: a partial
                                                    prefill yields none
 
-Better than dynamic: a long prompt slows several steps a little, instead of stalling one for long.
+Better than dynamic: a long prompt slows several steps a little instead of stalling one step.
 Wasted: padding and copies, as before; and two forward passes in a step with decodes and chunks, so
 the weights are read twice.
-Next: interleaved makes one pass of the two. (Both ideas are Sarathi's.)
+Next: interleaved makes one pass of the two.
 """
 import torch
 

@@ -2,7 +2,7 @@
 Stage 2: dynamic batching. The field calls it *continuous batching*: requests come and go each step.
 
 A finished request leaves at once, and a waiting one takes its place (Orca: iteration-level
-scheduling). What Triton calls dynamic batching, grouping queued requests, is static batching here.
+scheduling). (Triton's "dynamic batching" groups queued requests: static batching here.)
 
 The batch is rebuilt at every step, so the cache can no longer belong to the batch: each request has
 its own, and the layout `Rectangle` gathers them. Prompts and decodes differ in width, so a step has
@@ -33,8 +33,8 @@ class Rectangle:
     """
     Left-padded (B, T): one row per request, as wide as the one with the most new tokens. Each
     request keeps its own cache. The pasts differ in length too, so they are gathered into a second
-    rectangle in front of the new tokens, as wide as the longest past P. In each layer a row of keys
-    is, for p past and n new tokens,
+    rectangle in front of the new tokens, as wide as the longest past P. In each layer, a request
+    with p past and n new tokens has this row of keys,
 
         | . . . past past past | . . new new |
           P - p pads, p past     T - n pads, n new      S = P + T keys
@@ -61,7 +61,7 @@ class Rectangle:
         self.mask = mask.to(device)
         self.P = P
 
-        # Here all rows are due. In chunked, one with a part of its todo is not.
+        # In this stage all rows are due; from chunked on, an incomplete prompt is not.
         due = indices_due(self.plan)
         self.sampled = [self.plan[b][0] for b in due]
         # The last column of these rows. dtype: without it, an empty list makes floats.

@@ -2,16 +2,16 @@
 Stage 4: prefill and decode interleaved. One forward pass a step, for decodes and chunks together.
 
 The model does not care whether a row decodes or prefills: it sees tokens and positions. So both go
-into the same left-padded rectangle, and the weights are read once a step. A, B and C decode, D
-brings a chunk of 8:
+into the same left-padded rectangle, and the weights are read once a step. (In Sarathi's words, the
+decodes piggyback on a chunk.) A, B and C decode, D brings a chunk of 8:
 
     A   .  .  .  .  .  .  .  22         positions
     B   .  .  .  .  .  .  .  15         11 tokens, 21 pad slots
     C   .  .  .  .  .  .  .   9
     D   0  1  2  3  4  5  6   7
 
-Trap: the pads of a decode row are *new* slots. The tutorial from which this example comes hides
-only the padding of the past, so A attends to seven pads:
+Trap: the pads of a decode row are *new* slots. The tutorial this example comes from (source I in
+docs/sources.md) hides only the padding of the past, so A attends to seven pads:
 
     mask[b, ..., P + T - n:] = True      Rectangle, in generate_dynamic.py
     mask[b, ..., P:] = True              published
@@ -20,10 +20,9 @@ Nothing raises an error; only the check against the request alone reveals it.
 
 Better than chunked: one forward pass where a step with decodes and chunks took two.
 Wasted: copies, as before; and many more pads. One chunk of n among B rows makes (B - 1)(n - 1) pad
-slots: 3 x 7 = 21 above. It is the right pass in the wrong shape: pads are computed, too. With long
-prompts that makes it slower than chunked (docs/measurements.md, W1 and W2, on two CPU cores).
-Next: ragged keeps the one pass and drops the rows. (Sarathi calls this piggybacking. The tutorial
-is source I of docs/sources.md.)
+slots: 3 x 7 = 21 above. Pads are computed, too: with long prompts beside decodes, interleaved is
+slower than chunked (W1 in docs/measurements.md, on two CPU cores).
+Next: ragged keeps the one pass and drops the rows.
 """
 import torch
 

@@ -11,7 +11,7 @@ computes is never read.
     o  p  q  r  s  |  -  -  -         (the rows' last tokens, e, m and t, are never computed)
 
 Better than one request at a time: one read of the weights serves all rows.
-Wasted: padding; finished rows keep running; no new request gets in before the last one is done.
+Wasted: padding; finished rows keep running; no request joins before the longest one is finished.
 Next: dynamic batching rebuilds the batch at every step.
 """
 import torch
@@ -26,8 +26,7 @@ from toolbox.validate import at_least_1
 class StaticBatch:
     """
     Left-padded (B, T): first the prompts, then one column at a time. One cache belongs to the whole
-    batch, (B, nh, capacity, hs), pads and finished rows included. Its first S = end columns are in
-    use.
+    batch, pads and finished rows included. Its first S = end columns are in use.
     """
 
     def __init__(self, requests, kv, device=None):
@@ -74,7 +73,7 @@ class StaticBatch:
 
 
 def cache_for(requests):
-    """One KV for all rows: columns for the longest prompt, and then for the longest answer."""
+    """One KV for all rows: columns for the longest prompt, then for the longest answer."""
     return KV(max(len(request.prompt) for request in requests)
               + max(request.kv_tokens - len(request.prompt) for request in requests))
 

@@ -1,28 +1,29 @@
 """
 Stage 6: paged memory. Keys and values live in a pool of pages, wherever there is room.
 
-The batch stays ragged's flat stream. What changes is where the keys are. Four tensors say so, and a
-kernel is given no more. Here A decodes its 10th token, and B computes a prompt of 3:
+This is vLLM's PagedAttention. The batch is still ragged's flat stream; only the place of the keys
+changes. Four tensors describe it to a kernel. Here A decodes its 10th token, and B computes a
+prompt of 3:
 
     query_start_loc   0, 1, 4          A's token is number 0 of the stream, B's are 1, 2 and 3
     seq_lens          10, 3            how many keys each has after this pass
-    block_table       0  2  3          A's pages (paging.py), of 4 tokens each
+    block_table       0  2  3          A's pages, of 4 tokens each
                       1  .  .          B's
     slot_mapping      13, 4, 5, 6      the *cache slot* that takes each new token's key and value
 
     A's positions     0  1  2  3    4  5  6  7     8  9
     A's cache slots   0  1  2  3    8  9 10 11    12 13          slot = table[p // 4] * 4 + p % 4
 
-These are vLLM's names. (Elsewhere a slot is a place in a tensor of tokens.) Its kernel reads each
-page where it lies, and so does ours on a CPU, with --optimize. Here a request's pages are first
-gathered into a copy.
+The names are vLLM's. (Elsewhere in this repository, a slot is a place in a tensor of tokens.) A
+kernel reads each page where it lies; the code below first gathers a request's pages into a copy.
 
 Better than ragged: more requests fit into the same memory, because none reserves room for an answer
 that may never come.
 Wasted: the work of a request that is preempted when memory runs out; the gathered copies; and equal
 prompts are computed and kept once for each request.
-Next: prefix caching finds what has been computed before. (This is vLLM's PagedAttention.)
+Next: prefix caching finds what has been computed before.
 """
+import math
 from itertools import pairwise
 
 import torch
@@ -39,21 +40,19 @@ from toolbox.validate import check_pool
 
 def paged_attention(q, k_pages, v_pages, query_start_loc, seq_lens, block_table):
     """
-    What a kernel computes in one launch for all requests; the loop is what it saves.
+    What a kernel computes for all requests in one launch, without this loop. Returns (nh, N, hs).
 
     q:                (nh, N, hs)  queries of the new tokens
     k_pages, v_pages: (nh, pages, page_size, hs)  the pool; the new keys are in it already
     query_start_loc:  (B + 1,)  request i owns the new tokens query_start_loc[i] to [i + 1]
     seq_lens:         (B,)  keys of each request
     block_table:      (B, most pages of a request)
-
-    Returns (nh, N, hs).
     """
     page_size = k_pages.size(2)
     out = []
     for i, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
         S = int(seq_lens[i])
-        table = block_table[i, :-(-S // page_size)]             # without its padding
+        table = block_table[i, :math.ceil(S / page_size)]       # without its padding
         k = k_pages[:, table].flatten(1, 2)[:, :S]              # (nh, S, hs), copied
         v = v_pages[:, table].flatten(1, 2)[:, :S]
         out.append(head(q[..., start:end, :], k, v))            # (nh, end - start, hs)
@@ -82,8 +81,8 @@ class Paged(Flat):
         tables = [torch.tensor(request.block_table) for request, _ in self.plan]
         self.block_table = pad_sequence(tables, batch_first=True).to(device)    # (B, most pages)
         page_size = self.pool.page_size
-        requests = [i for i, (_, n) in enumerate(self.plan) for _ in range(n)]  # of each new token
-        pages = self.block_table[requests, self.positions // page_size]
+        row = [i for i, (_, n) in enumerate(self.plan) for _ in range(n)]       # of each new token
+        pages = self.block_table[row, self.positions // page_size]              # (N,)
         self.slot_mapping = pages * page_size + self.positions % page_size      # (N,)
 
     def attend(self, layer, q, k, v):                                           # (nh, N, hs)
@@ -103,7 +102,7 @@ class Paged(Flat):
 def pool_size(requests, max_batch, page_size, pages=None):
     """
     `pages`, but no more than all requests together can fill. None: enough for the max_batch largest
-    requests at once; then no request is ever preempted.
+    requests at once, so that none is ever preempted.
     """
     needed = sorted(-(-request.kv_tokens // page_size) for request in requests)
     return sum(needed[-max_batch:]) if pages is None else min(pages, sum(needed))
@@ -113,12 +112,8 @@ def pool_size(requests, max_batch, page_size, pages=None):
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
              scheduler=PagedScheduler, on_token=None):
     """
-    Runs `requests` as ragged does, with another limit on memory. Returns the trace.
-
-    pages:     how many pages the pool has, at most as many as all requests can fill; None: enough
-               for the max_batch largest requests
-    page_size: tokens in a page
-    scheduler: a class like PagedScheduler
+    Runs `requests` as ragged does, in a pool of `pages` pages (see pool_size) of page_size tokens.
+    Returns the trace. scheduler: a class like PagedScheduler
     """
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)

@@ -11,8 +11,8 @@ full page can serve every request whose tokens are equal *up to the end of that 
     A's table     0, 2, 1     S: 8 tokens of a common system prompt, computed and kept once
     B's table     0, 2, 3     pages 0 and 2 are in two tables: their ref_count is 2
 
-A page is found by its *hash*, which covers its own tokens and the hash of the page before it. Its
-own tokens alone would not do: "sat down" has other keys after "the cat" than after "a dog".
+A page is found by its *hash*, which covers its tokens and the hash of the previous page. Its tokens
+alone would not do: the keys of "sat down" differ after "the cat" and after "a dog".
 
 A page can be found as soon as the pass that fills it is *planned*. In each layer, a pass writes all
 its keys before it reads any (`Paged.attend`). So equal prompts admitted in one step share pages.
@@ -20,12 +20,12 @@ its keys before it reads any (`Paged.attend`). So equal prompts admitted in one 
 A freed page can still be found until it is taken for other tokens. Pages that nobody can find are
 taken first; then those that have not been used for longest (*least recently used*).
 
-Only full pages are shared, and the last token of a prompt is always computed, because its logits
-are needed. So no request ever writes into a shared page, and none is copied ("copy on write").
+Only full pages are shared, and the last token of a request is always computed, because its logits
+are needed. So a request writes only into pages it allocated, and no page is copied on write.
 
-Better than paged: tokens computed once are not computed again, and equal pages are kept once. The
-layout and the loop are paged's; only the scheduler is another. Its plans are those of vLLM's own.
-Next: beyond/ answers one question a file. docs/vllm.md leads from here into vLLM's files.
+Better than paged: tokens whose keys are still in a page are not computed again. Layout and loop are
+paged's; only the scheduler differs. It makes the same plans as vLLM's own.
+Next: each file in beyond/ answers one question. docs/vllm.md leads from here into vLLM's files.
 """
 from array import array
 from collections import OrderedDict
@@ -40,8 +40,8 @@ def page_hash(before, tokens):
     """
     The hash of a full page. before: that of the page before it in the sequence; or b"".
 
-    A hash that an attacker can predict would not do. Who crafts a prompt whose hash equals another
-    beginning's is answered from the wrong cache (CVE-2025-25183 in vLLM, which uses sha256 since).
+    It must resist collisions: whoever finds other tokens with the same hash makes requests read the
+    wrong keys. (CVE-2025-25183: vLLM used Python's own hash. Its default is now sha256.)
     """
     return sha256(before + array("q", tokens).tobytes()).digest()
 
@@ -52,7 +52,8 @@ class PrefixPool(PagePool):
 
     free_queue: {page: None}, in order; a page that is found leaves it from the middle
     ref_count:  for each page, how many block tables it is in; those with 0 are in the free queue
-    cached:     {hash: {page: None}}, all full pages with these tokens, the oldest first
+    cached:     {hash: {page: None}}, the pages with this hash, the oldest first. More than one if
+                requests with equal tokens computed that page side by side
     hash_of:    {page: hash}, the reverse
     """
 
@@ -84,7 +85,10 @@ class PrefixPool(PagePool):
             self.share(table, [page])
 
     def free(self, table):
-        """Pages that are now in no table go back, the last of a table first: it is worth least."""
+        """
+        Pages that are now in no table go back, the last of a table first: a page is found only
+        through those before it.
+        """
         for page in reversed(table):
             self.ref_count[page] -= 1
             if self.ref_count[page] == 0:
@@ -98,7 +102,6 @@ class PrefixPool(PagePool):
         self.cached.setdefault(name, {})[page] = None
 
     def forget(self, page):
-        """The page cannot be found any more, if it could."""
         name = self.hash_of.pop(page, None)
         if name is not None:
             del self.cached[name][page]
@@ -108,10 +111,7 @@ class PrefixPool(PagePool):
 
 class PrefixScheduler(PagedScheduler):
     """A PagedScheduler that looks for a request's first pages before it gives it new ones."""
-
-    def __init__(self, max_batch, token_budget, pages, page_size):
-        super().__init__(max_batch, token_budget, pages, page_size)
-        self.pool = PrefixPool(pages, page_size)
+    pool_class = PrefixPool
 
     def hash_of_page(self, request, i):
         """The hash of its i-th page, which is full. Each is computed only once."""

@@ -6,7 +6,7 @@ All padding comes from the batch axis, so that axis goes. The tokens of all requ
 token-wise layer takes a stream as it is. Only attention must know the boundaries, in one of two
 ways:
 
-    "mask":    all N tokens against all S keys, and a block-diagonal mask: N x S scores
+    "mask":    all N tokens against all keys, S in all, and a block-diagonal mask: N x S scores
     "varlen":  each request's n tokens against its own S_i keys, no others: the sum of n x S_i
 
     cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, no pads
@@ -29,9 +29,9 @@ from toolbox.validate import one_of
 
 def contained(k, v):
     """
-    Keys and values of several requests, for one masked matrix. A hidden key has a weight of 0, but
-    0 times NaN is NaN. So a value that is not finite becomes zeros and its key NaN, which spoils
-    the tokens that see it and no others.
+    Keys and values, changed so that one request's NaN stays its own. A hidden key has weight 0, but
+    0 times NaN is NaN. So a value that is not finite becomes zeros, and its key NaN: that reaches
+    the tokens which see the key, and no others.
     """
     lost = ~v.isfinite().all(dim=-1, keepdim=True)                              # (..., S, 1)
     return k.masked_fill(lost, torch.nan), v.masked_fill(lost, 0.0)
@@ -90,15 +90,15 @@ class Flat:
         return (self.hide if self.attention == "mask" else self.skip)(q, caches)
 
     def hide(self, q, caches):
-        """"mask": computes all N x S scores, and hides most of them."""
+        """The way of "mask": computes all N x S scores, and hides most of them."""
         keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))       # (nh, S, hs)
-        # Head adds its causal rule for the whole stream: token t sees keys 0 to t + the sum of all
-        # starts. Its own key is at t + the starts up to its own request's, which is never further:
-        # so the rule hides nothing that the mask shows.
+        # Head's causal rule lets token t of the stream see keys 0 to t + the sum of all starts. Its
+        # own key is at t + the starts up to its own request's: the rule hides nothing that the mask
+        # shows.
         return head(q, *contained(keys, values), mask=self.mask)
 
     def skip(self, q, caches):
-        """"varlen": computes only the diagonal blocks."""
+        """The way of "varlen": computes only the diagonal blocks."""
         out = []
         for (keys, values), (a, b) in zip(caches, pairwise(self.cu_seqlens)):
             out.append(head(q[..., a:b, :], keys, values))                      # (nh, n, hs)
@@ -114,11 +114,7 @@ class Flat:
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None,
              attention="varlen", on_token=None):
-    """
-    Runs `requests` as interleaved does, with the same limits. Returns the trace.
-
-    attention: "varlen" skips the keys of other requests, "mask" computes and hides them
-    """
+    """Runs `requests` as interleaved does; attention: "varlen" or "mask". Returns the trace."""
     requests = prepare(requests, model.config)
     scheduler = Scheduler(max_batch, token_budget, max_kv_tokens)
     trace = Trace(f"ragged, {attention}", requests, model)

@@ -10,16 +10,16 @@ Without a cache, each new token runs the whole sequence through the model again.
     # # # .                        columns: keys (. computed, then masked)
     # # # #        # # # #
 
-Wasted: all weights are read from memory to compute a single token. This is why one batches. A step
-of GPT-2 reads 124 million weights once. Each row (a token) takes one multiply-add per weight:
+Wasted: all weights are read from memory to compute a single token. This is why engines batch. A
+step of GPT-2 reads 124 million weights once. Each row (a token) takes one multiply-add per weight:
 
                                                      read      multiply, 1 row      32 rows
     two CPU cores    20 GB/s, 0.15 TFLOP/s, fp32    25 ms             1.7 ms         53 ms
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
-A pass takes at least the longer of the two. So on the CPU 32 rows take 2.1 times as long as one,
-for 32 times the tokens. On the GPU they take as long as one: reading takes longer up to 150 rows.
-(A bound, from speeds measured on one CPU and a GPU's data sheet. Passes: docs/measurements.md.)
+A pass takes at least the longer of the two. By this bound 32 rows take 2.1 times as long as one on
+the CPU, and no longer than one on the GPU, where reading dominates up to 150 rows. (Measured on the
+CPU: 3.4 times, docs/measurements.md.)
 Next: static batching computes a token for many requests from one read of the weights.
 
 Every script's check makes one forward pass, without a cache, over each prompt and its answer
@@ -30,7 +30,7 @@ import torch
 
 from cache import KV
 from model import head, sample
-from request import advance, indices_due, prepare
+from request import advance, prepare
 from toolbox.trace import Trace
 
 
@@ -44,8 +44,7 @@ class Alone:
     tokens, positions  for the model: ids and places, in the shape of this layout
     wanted             for the model: an index, the tokens whose logits are wanted
     sampled            for `sample`: the requests that those logits belong to, in the same order
-    lay_out            sets tokens, positions, wanted, sampled from the plan. A method of its own,
-                       because some layouts call it again, or add to it
+    lay_out            sets tokens, positions, wanted and sampled from the plan
     attend             for the model, once in each layer: which keys a token sees, from which cache
     cost               for the trace, after the pass: what attention computed and copied
 
@@ -64,7 +63,7 @@ class Alone:
         tokens, positions = request.slice(self.start, self.end), range(self.start, self.end)
         self.tokens = torch.tensor([tokens], device=device)         # (1, T)
         self.positions = torch.tensor([positions], device=device)   # (1, T)
-        self.sampled = [self.plan[i][0] for i in indices_due(self.plan)]
+        self.sampled = [request]                                    # all its todo: it is due
         self.wanted = (slice(None), -1)                             # the last token's logits
 
     def attend(self, layer, q, k, v):                               # (1, nh, T, hs)
@@ -97,7 +96,7 @@ def generate(model, requests, use_cache=True, on_token=None):
             # 2. one forward pass
             with trace.forward_pass(step, batch):
                 logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (1, V)
-            # 3. one token; without a cache, all is computed again
+            # 3. one token; without a cache, the next step computes all tokens again
             tokens = sample(logits, batch.sampled)
             advance(batch.plan, tokens)
             if not use_cache:

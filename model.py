@@ -20,11 +20,11 @@ one call, `attend`:
     ln_f -> logits                               token-wise, and only for the tokens `wanted`
 
 So the model knows nothing about requests, padding or caches. It leaves two questions open. *Which
-tokens are in this forward pass?* The stage decides, most of them with a Scheduler. *Which keys
-may each of them see?* The *layout* of the batch decides: it supplies `attend`. The layouts are in
-the stages, generate_*.py.
+tokens are in this forward pass?* The stage decides; from chunked on, with a Scheduler. *Which keys
+may each of them see?* The *layout* of the batch decides: it supplies `attend`. Stages and layouts
+are in generate_*.py.
 
-Small parts come first, as in nanoGPT: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
+Small parts come first: Head -> MultiHeadAttention -> MLP -> Block -> GPT -> sample.
 The letters: B rows, T new tokens per row, P past keys, S = P + T keys, N tokens of a flat stream,
 R tokens whose logits are wanted, C = n_embd, nh heads of hs = C / nh features each, V tokens in the
 vocabulary.
@@ -55,11 +55,10 @@ class Head(nn.Module):
     """
     Scaled dot-product attention: softmax(q k^T / sqrt(hs)) v, with or without a past.
 
-    It is *stateless*: no cache, no weights, no global, no dropout. So one object, `head`,
-    serves all layers and all stages. It is written for one head, but any leading axes `...` will
-    do: (B, nh) for all heads of all rows of a rectangle at once, (nh,) for a flat stream. The head
-    axis is just one more batch axis. (Production code calls torch's scaled_dot_product_attention
-    or a kernel such as FlashAttention here, which never store the T x S scores.)
+    It is *stateless*: no weights, no cache, no dropout. So one object, `head`, serves all layers
+    and all stages. Any leading axes `...` will do: (B, nh) for all heads and rows of a rectangle,
+    (nh,) for those of a flat stream. (Production code calls a fused kernel here, such as
+    FlashAttention, which never stores the T x S scores.)
     """
 
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
@@ -67,8 +66,8 @@ class Head(nn.Module):
         q:              (..., T, hs)  queries of the T new tokens
         k, v:           (..., T, hs)  their keys and values; or (..., S, hs), if the cache has put
                                       the past in front already
-        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, for Head to put in front,
-                                      of a layout that pads pasts to P columns; or None
+        past_k, past_v: (..., P, hs)  keys and values of earlier tokens, which Head puts in front;
+                                      None if there are none, or k and v hold them already
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
                         over past *and* new keys is (B, 1, 1, S). ANDed with the causal rule.
 
@@ -89,7 +88,7 @@ class Head(nn.Module):
         # q is divided first: in float16, q k^T may overflow where its quotient would not.
         scores = q / math.sqrt(q.size(-1)) @ k.transpose(-2, -1)   # (..., T, S)
         weights = scores.masked_fill(~see, -math.inf).softmax(dim=-1)
-        # A row of only -inf (a query that sees no key) has a softmax of NaN: its weights are zeros.
+        # The softmax of a row of only -inf (a query that sees no key) is NaN: 0 instead.
         weights = weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)
         return weights @ v                                         # (..., T, hs)
 
@@ -169,14 +168,14 @@ class GPT(nn.Module):
                    None: every row is one whole sequence that starts at 0.
         attend:    attend(layer, q, k, v) -> output, all (..., nh, T, hs); supplied by the layout
         wanted:    an index into the leading axes, x[wanted]: the tokens whose logits are wanted;
-                   None: all. The vocabulary projection, the widest layer, is computed for no other.
+                   None: all. The vocabulary projection, the widest layer, skips the others.
 
         Returns logits (..., vocab_size), one row per token wanted.
         """
         if positions is None:
-            T, most = tokens.size(-1), self.config.block_size
-            if T > most:
-                raise ValueError(f"{T} tokens do not fit block_size {most}")
+            T, limit = tokens.size(-1), self.config.block_size
+            if T > limit:
+                raise ValueError(f"{T} tokens do not fit block_size {limit}")
             positions = torch.arange(T, device=tokens.device)
         x = self.wte(tokens) + self.wpe(positions)                  # (..., T, C)
         for block in self.h:
@@ -194,8 +193,8 @@ class GPT(nn.Module):
         """
         Trained weights, in float32 on the CPU. name: "builtin", this repository's small model;
         "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" or "owner/name" on huggingface.co, downloaded
-        once; or a local folder or file in Hugging Face's layout. ValueError for other names and
-        for what is no GPT-2.
+        once; or a local folder or file in Hugging Face's layout. ValueError for any other name
+        or architecture.
         """
         from toolbox.weights import read_gpt2  # file formats are not the lesson
         return read_gpt2(name, lambda config: cls(GPTConfig(**config)))
@@ -203,8 +202,8 @@ class GPT(nn.Module):
 
 def cut(logits, temperature, top_k=None, top_p=1.0):
     """
-    Logits (V,) in float64, with -inf for the tokens that may not be sampled. top_k keeps the k
-    largest; of these, top_p keeps the most likely until their probabilities add up to top_p.
+    The logits (V,), with -inf for the tokens that may not be sampled. top_k keeps the k largest; of
+    these, top_p keeps the most likely until their probabilities add up to top_p.
     """
     if top_k is not None and top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
@@ -219,8 +218,8 @@ def cut(logits, temperature, top_k=None, top_p=1.0):
 def cdf(logits, temperature, top_k=None, top_p=1.0):
     """Cumulative distribution over the vocabulary for logits (V,) in float64; ends in exactly 1."""
     logits = cut(logits, temperature, top_k, top_p)
-    total = ((logits - logits.max()) / temperature).softmax(dim=-1).cumsum(dim=-1)
-    return total / total[-1]   # the sum may miss 1 by a rounding, and no draw may be beyond
+    sums = ((logits - logits.max()) / temperature).softmax(dim=-1).cumsum(dim=-1)
+    return sums / sums[-1]   # rounding may leave the last sum below 1, and a draw above it
 
 
 def sample(logits, requests):
@@ -236,15 +235,15 @@ def sample(logits, requests):
                           ^ u = 0.31  ->  "the"
 
     Raises ValueError for a row whose largest logit is NaN or infinite; the error's `request` says
-    whose. No request has drawn then, so the others can be computed again without it.
+    whose. No request has drawn yet, so the others can be computed again without it.
     """
     tokens = logits.argmax(dim=-1).tolist()
     check_finite(requests, logits.amax(dim=-1).tolist())
     for i, request in enumerate(requests):
         if request.temperature > 0:
-            # In float64 on the CPU: equal logits, one token. Row by row is slow on a GPU, where
-            # engines sample all rows at once, and draws may depend on the batch.
-            x, t = logits[i].cpu().double(), request.temperature
-            edges = cdf(x, t, request.top_k, request.top_p)                                # (V,)
+            # In float64 on the CPU, equal logits give equal tokens. Engines sample all rows at once
+            # on the GPU, which is faster, but a draw may then depend on the batch.
+            row = logits[i].cpu().double()                                                 # (V,)
+            edges = cdf(row, request.temperature, request.top_k, request.top_p)            # (V,)
             tokens[i] = int(torch.searchsorted(edges, request.draw(), right=True))
     return tokens

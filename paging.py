@@ -27,18 +27,13 @@ from scheduler import Scheduler
 
 
 class PagePool:
-    """
-    number:     of pages; they are called 0, 1, 2, ...
-    page_size:  tokens in a page
-    free_queue: the pages in no block table; the first is taken next
-    counts:     of preemptions and the like, for the report
-    """
+    """`number` pages of `page_size` tokens each; they are called 0, 1, 2, ..."""
 
     def __init__(self, number, page_size):
         self.number = number
         self.page_size = page_size
-        self.free_queue = deque(range(number))
-        self.counts = Counter()
+        self.free_queue = deque(range(number))   # the pages in no block table, the next one first
+        self.counts = Counter()                  # of preemptions and the like, for the report
 
     def needed(self, tokens):
         """How many pages hold so many tokens, rounded up."""
@@ -55,15 +50,12 @@ class PagePool:
 
 
 class PagedScheduler(Scheduler):
-    """
-    A Scheduler whose requests hold pages of a pool: a block table, not a KV of their own.
-
-    pages, page_size: of the pool. `add` refuses a request that would not fit into all of it alone
-    """
+    """A Scheduler whose requests hold pages of a pool: a block table, not a KV of their own."""
+    pool_class = PagePool
 
     def __init__(self, max_batch, token_budget, pages, page_size):
         super().__init__(max_batch, token_budget, pages * page_size)
-        self.pool = PagePool(pages, page_size)
+        self.pool = self.pool_class(pages, page_size)
 
     def admit(self, request):
         """Whether the free pages can hold all tokens that it has. It begins with an empty table."""

@@ -8,9 +8,9 @@ and values are in its cache. The others are still *to do*:
               -- -- -- --                             -- -- -- -- -- -- --
               computed 4   todo 2                     computed 7          todo 1
 
-Serving goes in *steps* of one or two forward passes. A *plan*, [(request, n), ...], says how many
-tokens of which requests a step computes, or one pass of it. A request gets a token only if n covers
-all its todo.
+Serving proceeds in *steps* of one or two forward passes. A *plan*, [(request, n), ...], says how
+many tokens of which requests a step or a pass computes. A request gets its next token only if n
+covers all its todo.
 """
 import math
 import random
@@ -28,10 +28,9 @@ class Request:
     max_new_tokens: at least 1
     temperature:    0 takes the most likely token, above 0 samples
     top_k:          sample from the k largest logits only (more if the k-th is tied); None: from all
-    top_p:          of these, from the most likely, until they add up to it (or tie); 1: from all
+    top_p:          of these, from the most likely whose probabilities reach top_p; 1: from all
     seed:           starts this request's own random stream
-    eos_token:      ends the request when generated (it is kept as the last token); or several of
-                    which each does; None: never
+    eos_token:      a token, or a tuple of tokens, that ends the request; it is kept as the last one
     name:           for messages and plots; if empty, `prepare` chooses one
     priority:       0 is the most urgent; only a policy of beyond/fairness.py looks at it
     arrival:        the step at which it arrives
@@ -54,8 +53,8 @@ class Request:
     computed: int = field(default=0, init=False)                 # tokens in the cache
     kv: object = field(default=None, init=False, repr=False)     # its cache, a KV (cache.py)
     block_table: list | None = field(default=None, init=False)   # or its pages, see paging.py
-    page_hashes: list = field(default_factory=list, init=False)  # names of its full pages
-    assumed: list = field(default_factory=list, init=False)      # beyond/: guesses, or a hole
+    page_hashes: list = field(default_factory=list, init=False)  # hashes of its full pages
+    assumed: list = field(default_factory=list, init=False)      # of beyond/ only: guesses
     context_length: float = field(default=math.inf, init=False)  # the model's; set by `prepare`
 
     def __post_init__(self):
@@ -71,11 +70,11 @@ class Request:
 
     def slice(self, start, end):   # of prompt, generated and assumed, without copying the rest
         n = len(self.prompt)
-        answer = self.generated + self.assumed if self.assumed else self.generated
+        answer = (self.generated + self.assumed) if self.assumed else self.generated
         return self.prompt[start:end] + answer[max(start - n, 0):max(end - n, 0)]
 
     @property
-    def pad(self):   # fills the empty slots of its row: a pad computes nothing foreign
+    def pad(self):   # fills its row: of its own tokens, so no other's NaN gets in
         return self.prompt[0]
 
     @property
@@ -110,8 +109,8 @@ class Request:
 
     def is_last(self, number):
         """
-        Whether its number-th generated token is its last. To get another, the model would have to
-        compute this one, and there is no room: no position is left, or max_new_tokens is reached.
+        Whether its number-th generated token is its last: max_new_tokens is reached, or no position
+        is left at which the model could compute it to get another.
         """
         return len(self.prompt) + number > self.kv_tokens
 

@@ -2,16 +2,16 @@
 The Scheduler: which requests compute how many tokens in the next step.
 
 That is the first of the two questions in model.py. It is pure bookkeeping: no tensors, no clock.
-Each step has a budget of tokens, and one loop hands it out:
+Each step has a budget of tokens, given out in this order:
 
     token_budget 8     A d                1. requests that run go on, in order of arrival,
                        B d                   each with all it needs or what is left
                        C c c c c
                        D c c              2. newcomers get the rest; D's prompt continues next step
 
-A *decode* (d) needs one token, a prompt needs many and may get them in chunks (c). No rule puts
-decodes first, and yet none ever waits for a prompt. A newcomer is admitted only if all requests
-before it got all they need. So at most the last request that runs has a part of its prompt left,
+A *decode* (d) needs one token; a prompt needs many, and may get them in chunks (c). No rule puts
+decodes first, yet no decode ever waits for a prompt. A prompt that is cut into a chunk has used up
+the budget, so no request is admitted after it until it is complete. It is the last in `running`,
 and every decode stands before it. (vLLM V1 schedules in the same way.)
 
 A finished request leaves at once. A waiting one is admitted while fewer than `max_batch` run, some
@@ -51,13 +51,11 @@ class Scheduler:
         check_order(request, self.waiting)
         self.waiting.append(request)
 
-    # --- one step: plan a pass, then record it ---
-
     def schedule(self, step):
         """The plan of this step, [(request, number of tokens), ...]; empty if none has arrived."""
         plan = []
         budget = self.token_budget
-        running = len(self.running)
+        before = len(self.running)
         # 1. Requests that run go on. `make_room` may preempt, from the end of this list.
         for request in self.running:
             n = min(request.todo, budget)
@@ -65,7 +63,7 @@ class Scheduler:
                 plan.append((request, n))
                 budget -= n
         # 2. Newcomers, unless memory was so short that a request had to leave.
-        preempted = len(self.running) < running
+        preempted = len(self.running) < before
         while budget and not preempted and len(self.running) < self.max_batch:
             if not self.arrived(step) or not self.admit(self.waiting[0]):
                 break   # no request overtakes the first in the queue
@@ -75,13 +73,13 @@ class Scheduler:
             self.make_room(request, n)      # succeeds: `admit` has seen to it
             plan.append((request, n))
             budget -= n
-        if not plan and (self.running or self.arrived(step)):   # it would be so in every step
+        if not plan and (self.running or self.arrived(step)):   # nor would a later step differ
             stuck = (self.running or self.waiting)[0]
             raise RuntimeError(f"{stuck} has arrived at step {step}, but nothing can go on")
         return plan
 
     def update(self, plan, tokens):
-        """Records a computed pass: never before it, so that a pass that fails changes nothing."""
+        """Records a pass that was computed. If it failed, its requests have not advanced."""
         advance(plan, tokens)
         self.release()
 
@@ -91,11 +89,8 @@ class Scheduler:
             self.running.remove(request)
             self.free(request)
 
-    # --- the queue ---
-
     @property
     def busy(self):
-        """Whether anything is left to do."""
         return bool(self.waiting or self.running)
 
     def arrived(self, step):
@@ -106,10 +101,10 @@ class Scheduler:
         """`step`, or the first arrival if there is nothing to do before it."""
         return step if self.running or not self.waiting else max(step, self.waiting[0].arrival)
 
-    # --- memory: paged and prefix replace these three ---
+    # --- memory: PagedScheduler replaces these three ---
 
     def admit(self, request):
-        """Whether its longest answer fits beside those of the others. If so, it gets its cache."""
+        """Whether prompt and longest answer fit beside the others'. If so, it gets its cache."""
         reserved = sum(other.kv_tokens for other in self.running)
         if reserved + request.kv_tokens > self.max_kv_tokens:
             return False

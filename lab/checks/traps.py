@@ -80,13 +80,13 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (UNPACK, "k[row, :, first:end], v[row, :, first:end]",
          "*(t[row, :, first:end] * (end - first > 1) for t in (k, v))")],
     "pages read in one piece": [
-        (READ, "block_table[i, :-(-S // page_size)]",
+        (READ, "block_table[i, :math.ceil(S / page_size)]",
          "(block_table[i, 0] + torch.arange(-(-S // page_size))) % k_pages.size(-3)")],
     "pages read in the order of the pool": [   # the causal rule minds
-        (READ, "block_table[i, :-(-S // page_size)]",
-         "block_table[i, :-(-S // page_size)].sort().values")],
+        (READ, "block_table[i, :math.ceil(S / page_size)]",
+         "block_table[i, :math.ceil(S / page_size)].sort().values")],
     "new keys in the last page": [   # as if a pass never filled more than one page of a request
-        (PAGED, "self.positions // page_size]", "(self.seq_lens[requests] - 1) // page_size]")],
+        (PAGED, "self.positions // page_size]", "(self.seq_lens[row] - 1) // page_size]")],
     "request by request, backwards": [   # one may have found pages that this pass still writes
         (ATTEND, "        k_slots[:, self.slot_mapping] = k\n"
                  "        v_slots[:, self.slot_mapping] = v\n", ""),

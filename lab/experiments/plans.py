@@ -284,10 +284,10 @@ def plans_for(work):
 
 def excuse(work):
     """Why the plans of a workload may differ from vLLM's: in a sentence; None if they may not."""
-    if work["discarded"]:
-        return "it throws away a token in flight when it preempts its request; ours is kept"
+    if work["in_flight"]:
+        return "a request is preempted while a token of it is in flight: vLLM lets others pass it"
     if [step for step, plan in work["plans"] if not plan]:
-        return "its victim was the first request of the plan, and it computes nothing in that step"
+        return "the victim was the first request of the plan: vLLM computes nothing in that step"
     return None
 
 

@@ -70,13 +70,13 @@ def as_request(number, asked, page_size):
 def plans_of(work, model):
     """
     plans:     [[step, {request: number of tokens}], ...]
-    discarded: how many tokens in flight were thrown away, because their request was preempted
+    in_flight: how many tokens were in flight when their request was preempted
     """
     scheduler = make(work, model)
     coming = sorted(work["requests"], key=lambda each: each["arrival"])
     answers = {each["name"]: each["answer"] for each in coming}
     ahead = work["policy"] == "ahead"
-    plans, flights, discarded, number, step = [], [], 0, 0, 0
+    plans, flights, in_flight, number, step = [], [], 0, 0, 0
     while coming[number:] or scheduler.has_unfinished_requests() or flights:
         while coming[number:] and coming[number]["arrival"] <= step:
             scheduler.add_request(as_request(number, coming[number], work["page_size"]))
@@ -89,7 +89,7 @@ def plans_of(work, model):
         if plan or not ahead:
             plans.append([step, plan])
         for _, _, full in flights:
-            discarded += len({*full} & {*(output.preempted_req_ids or ())})
+            in_flight += len({*full} & {*(output.preempted_req_ids or ())})
         # schedule() has advanced num_computed_tokens
         full = [name for name in plan if scheduler.requests[name].num_computed_tokens
                 >= scheduler.requests[name].num_tokens]
@@ -101,7 +101,7 @@ def plans_of(work, model):
         step += 1
         if step > TOO_MANY:
             raise SystemExit("the scheduler does not come to an end")
-    return {"plans": plans, "discarded": discarded}
+    return {"plans": plans, "in_flight": in_flight}
 
 
 def land(scheduler, answers, output, names, full):
