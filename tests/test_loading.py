@@ -484,6 +484,14 @@ def test_an_answer_ends_where_transformers_ends_it(generation, config, llamas):
     assert ends == (tuple(named) if isinstance(named, list) else (named,))
 
 
+def test_an_answer_ends_at_any_of_several_tokens():
+    STAGES["unbatched"](LLAMA, whole := Request([1, 2, 3], 9, temperature=1.5))
+    assert len({*whole.generated}) > 4
+    for ends in product(whole.generated, repeat=2):
+        STAGES["paged"](LLAMA, request := Request([1, 2, 3], 9, 1.5, eos_token=ends))
+        assert request.generated == whole.generated[:1 + min(map(whole.generated.index, ends))]
+
+
 # --- folders that are broken: one line, which names the file --------------------------------------
 
 @pytest.fixture
