@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from fnmatch import fnmatch
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,10 @@ def refused(folder, said, by=load):
         by(folder)
     assert all(word in str(error.value) for word in said.split(" .. ")), error.value
     assert "\n" not in str(error.value), error.value
+
+
+def streamed(tokenizer, tokens):
+    return "".join(map(Stream(tokenizer).add, [*tokens, None]))
 
 
 # --- what may be done to a file -------------------------------------------------------------------
@@ -102,19 +107,17 @@ def test_the_built_in_model_is_small_and_its_own():
 def test_an_id_that_the_tokenizer_lacks_is_one_unknown_character():
     """A vocabulary may be larger than its tokenizer's. A character that it parts is lost."""
     the, (c3, a9) = TOKENIZER.encode(" the"), map(TOKENIZER.encode_single_token, (b"\xc3", b"\xa9"))
-    for tokens, text in ((*the, 1024, *the), " the\ufffd the"), ((c3, a9), "é"), ((c3, 2000, a9),
-                                                                          "\ufffd" * 3):
-        assert TOKENIZER.decode(tokens) == text
-        assert "".join(map(Stream(TOKENIZER).add, [*tokens, None])) == text
+    for tokens, text in (([*the, 1024, *the], " the\ufffd the"), ([c3, a9], "é"),
+                         ([c3, 2000, a9], "\ufffd\ufffd\ufffd")):
+        assert TOKENIZER.decode(tokens) == streamed(TOKENIZER, tokens) == text
     assert word(TOKENIZER, 1024) == "\ufffd" and word(TOKENIZER, c3) == [0xc3]
 
 
 def test_json_lines_are_known_by_a_file_s_name_in_any_case(tmp_path):
-    for name in "a.jsonl", "X.JSONL", "b.Jsonl", "jsonl.txt":
+    for name, seeds in (("a.jsonl", [None, 3]), ("X.JSONL", [None, 3]), ("b.Jsonl", [None, 3]),
+                        ("jsonl.txt", [None])):
         (tmp_path / name).write_text('{"prompt": "a"}\n{"prompt": "b", "seed": 3}\n')
-        prompts = read_prompts(tmp_path / name)
-        assert len(prompts) == (1 if name == "jsonl.txt" else 2), name
-        assert prompts[-1].get("seed") == (None if name == "jsonl.txt" else 3)
+        assert [entry.get("seed") for entry in read_prompts(tmp_path / name)] == seeds, name
 
 
 def test_text_is_cut_where_gpt2_cuts_it():
@@ -147,18 +150,13 @@ def test_a_mistake_of_ours_is_not_taken_for_a_broken_file(module, name, mistake,
 
 def test_loading_reads_a_file_once_into_its_own_memory_without_random_numbers(folder, monkeypatch):
     """Into the file's own memory where it has the dtype that is asked for."""
-    read, before, original = [], torch.random.get_rng_state(), weights.load_file
-
-    def load_file(path):
-        read.append(original(path))
-        return dict(read[-1])
-
+    before, load_file = torch.random.get_rng_state(), cache(weights.load_file)
     monkeypatch.setattr(weights, "load_file", load_file)
     for dtype in torch.float16, torch.float32:
-        embedding, (theirs,) = load(folder, dtype)[0].wte.weight, read
-        same = embedding.data_ptr() == theirs["transformer.wte.weight"].data_ptr()
-        assert same == (dtype == torch.float16)
-        read.clear()
+        embedding = load(folder, dtype)[0].wte.weight
+        theirs = load_file(folder / WEIGHTS)["transformer.wte.weight"]
+        assert (embedding.data_ptr() == theirs.data_ptr()) == (dtype == torch.float16)
+    assert sum(load_file.cache_info()[:2]) == 4   # hits and misses: two are of this test
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -382,14 +380,13 @@ def test_any_tokenizer_reads_and_writes_as_in_transformers(kind, tmp_path):
         assert tokens == ours.encode_ordinary(text) == theirs.encode(text)
         assert ours.decode(tokens) == theirs.decode(tokens, **plain)
         tokens = rng.choice([tokens, rng.choices(range(ours.n_vocab), k=8)])
-        stream = Stream(ours)
-        assert "".join(map(stream.add, [*tokens, None])) == theirs.decode(
-            tokens, skip_special_tokens=True, **plain)
+        shown = theirs.decode(tokens, skip_special_tokens=True, **plain)
+        assert streamed(ours, tokens) == shown
     lacks, at = ours.n_vocab, len(ours.encode("the"))   # an id beyond its own takes nothing away
     tokens = [*ours.encode("the Q")[:at], lacks, lacks, *ours.encode("the Q")[at:]]
     text = "the \ufffd \ufffd q" if kind == "WordPiece" else "the\ufffd\ufffd Q"
     assert ours.decode(tokens) == "<s>" + " " * (kind != "byte-level") + text
-    assert "".join(map(Stream(ours).add, [*tokens, None])) == text
+    assert streamed(ours, tokens) == text
     assert word(ours, lacks).strip() == "\ufffd"
     if kind in ("Llama 2, legacy", "Unigram"):   # within a text, and in bytes
         assert [word(ours, token) for token in ours.encode("Q thé")][-3:] == [" th", [0xC3], [0xA9]]
@@ -479,40 +476,43 @@ def test_an_answer_ends_at_any_of_several_tokens():
 
 # --- folders that are broken: one line, which names the file --------------------------------------
 
-CONFIGS = {   # what a config.json says, and why it is refused
-    "folder": [
-        (dict(model_type=["llama"]), "architecture is ['llama']"),
-        (dict(vocab_size=ABSENT), "config.json: KeyError: 'vocab_size'"),
-        (dict(n_layer=5), "config.json says 5 layers, the weights have 4"),
-        (dict(n_embd=64), "size mismatch for wte.weight"),
-        (dict(n_head=3), "config.json: .. n_head 3"),
-        (dict(n_positions="256"), "config.json: n_positions .. at least 1, not '256'"),
-        (dict(n_inner=256), "n_inner must be None or 512, not 256"),
-        (dict(eos_token_id=[5, None]), "model .. config.json: eos_token_id .. not [5, None]"),
-        (dict(layer_norm_epsilon=1e-2), "layer_norm_epsilon must be 1e-05, not 0.01"),
-        (dict(scale_attn_weights=False), "scale_attn_weights must be True, not False"),
-        (dict(is_causal=False), "is_causal must be True, not False"),
-        (dict(num_attention_heads=2), "num_attention_heads must be 4, not 2")],   # another name
-    "llamas": [
-        (dict(model_type="gemma2"), "'gemma2', not one of gpt2, llama, mistral"),
-        (dict(model_type="mistral"), "sliding_window must be None, not 4096"),   # its default
-        (dict(model_type="qwen2", layer_types=["sliding_attention"]), "not 'sliding_attention'"),
-        (dict(rope_scaling=dict(type="dynamic", factor=2)), "not 'dynamic'"),   # by its old name
-        (dict(rope_scaling=dict(type="linear", factor="2")), "factor must be .. above 0, not '2'"),
-        (dict(rope_scaling=LLAMA_31 | {"high_freq_factor": 1.0}), "high_freq_factor 1.0 must be"),
-        (dict(rope_parameters={"full_attention": {"rope_theta": 5.0}}), "rope_parameters must be"),
-        (dict(rope_scaling=[]), "rope_scaling must be .. not []"),
-        (dict(rope_parameters=dict(rope_type="llama3")), "config.json: KeyError: 'factor'"),
-        (dict(hidden_act="gelu"), "hidden_act must be 'silu' or 'swish', not 'gelu'"),
-        (dict(model_type="qwen2"), "Missing key(s) in state_dict"),
-        (dict(num_key_value_heads=1), "size mismatch for h.0.attn.key.weight"),
-        (dict(num_key_value_heads=4), "num_key_value_heads 4 must divide num_attention_heads 6"),
-        (dict(head_dim=None, hidden_size=30), "head_dim 5 must be even"),   # its default
-        (dict(num_hidden_layers=10**15), "says 1000000000000000 layers, the weights have 2"),
-        (dict(head_dim=10**9), "size mismatch for h.0.attn"),
-        (dict(is_causal=None), "is_causal must be True, not None"),
-        (dict(per_layer_config={"1": {"rms_norm_eps": 1.0}}), "per_layer_config must be None, not"),
-        (dict(vocab_size=263), "vocabulary of 263 is smaller than its tokenizer's 264")]}
+NOT_DONE = {   # settings that change the arithmetic: refused by name
+    "folder": dict(
+        activation_function="relu", layer_norm_epsilon=1e-2, scale_attn_weights=False,
+        scale_attn_by_inverse_layer_idx=True, add_cross_attention=True, is_causal=False,
+        per_layer_config={"1": {}}, quantization_config={"bits": 4},
+        # sizes by their other names
+        num_attention_heads=2, num_hidden_layers=2, hidden_size=64, max_position_embeddings=64),
+    "llamas": dict(
+        partial_rotary_factor=0.5, use_sliding_window=True, sliding_window=8, is_causal=None,
+        per_layer_config={"1": {}}, quantization_config={"bits": 4}, rope_scaling=[],
+        rope_parameters={"full_attention": {"rope_theta": 5.0}})}
+LINEAR, DYNAMIC = dict(type="linear", factor="2"), dict(type="dynamic")   # by its old name
+EMPTY_BAND = LLAMA_31 | dict(high_freq_factor=1.0)
+CONFIGS = [   # what else a config.json says, and why it is refused
+    ("folder", dict(model_type=["llama"]), "architecture is ['llama']"),
+    ("folder", dict(vocab_size=ABSENT), "config.json: KeyError: 'vocab_size'"),
+    ("folder", dict(n_layer=5), "config.json says 5 layers, the weights have 4"),
+    ("folder", dict(n_embd=64), "size mismatch for wte.weight"),
+    ("folder", dict(n_head=3), "config.json: .. n_head 3"),
+    ("folder", dict(n_inner=256), "n_inner must be None or 512, not 256"),
+    ("folder", dict(n_positions="256"), "config.json: n_positions .. at least 1, not '256'"),
+    ("folder", dict(eos_token_id=[5, None]), "config.json: eos_token_id .. not [5, None]"),
+    ("llamas", dict(model_type="gemma2"), "'gemma2', not one of gpt2, llama, mistral"),
+    ("llamas", dict(model_type="mistral"), "sliding_window must be None, not 4096"),   # its default
+    ("llamas", dict(hidden_act="gelu"), "hidden_act must be 'silu' or 'swish', not 'gelu'"),
+    ("llamas", dict(model_type="qwen2"), "Missing key(s) in state_dict"),
+    ("llamas", dict(layer_types=[None, "sliding_attention"]), "not 'sliding_attention'"),
+    ("llamas", dict(rope_scaling=DYNAMIC), "rope_type must be .. not 'dynamic'"),
+    ("llamas", dict(rope_scaling=LINEAR), "factor must be a number above 0, not '2'"),
+    ("llamas", dict(rope_scaling=EMPTY_BAND), "high_freq_factor 1.0 must be above low_freq_factor"),
+    ("llamas", dict(rope_parameters=dict(rope_type="llama3")), "config.json: KeyError: 'factor'"),
+    ("llamas", dict(num_key_value_heads=1), "size mismatch for h.0.attn.key.weight"),
+    ("llamas", dict(num_key_value_heads=4), "heads 4 must divide num_attention_heads 6"),
+    ("llamas", dict(head_dim=None, hidden_size=30), "head_dim 5 must be even"),   # its default
+    ("llamas", dict(head_dim=10**9), "size mismatch for h.0.attn"),
+    ("llamas", dict(num_hidden_layers=10**15), "says 1000000000000000 layers, the weights have 2"),
+    ("llamas", dict(vocab_size=263), "vocabulary of 263 is smaller than its tokenizer's 264")]
 BROKEN = [   # each is emptied, overwritten and cut, and named
     ("folder", "config.json", "config.json: "), ("folder", "ranks.tiktoken", "ranks.tiktoken'"),
     ("folder", WEIGHTS, f"{WEIGHTS}: SafetensorError"), ("llamas", INDEX, f"{INDEX}: "),
@@ -529,14 +529,15 @@ def names(shard):
 
 DAMAGES = [   # in which folder a file becomes what, and what is said
     *((kind, file, damage, said) for kind, file, said in BROKEN for damage in DAMAGE),
-    *((kind, "config.json", says(**keys), said)
-      for kind, rows in CONFIGS.items() for keys, said in rows),
+    *((kind, "config.json", says(**keys), said) for kind, keys, said in CONFIGS),
+    *((kind, "config.json", says(**{key: value}), f"{key} must be .. not {value!r:.60}")
+      for kind, settings in NOT_DONE.items() for key, value in settings.items()),
     ("folder", "config.json", None, "config.json: No such file"),
     ("folder", WEIGHTS, None, f"does not hold {WEIGHTS}, or {INDEX} with its shards; to convert a "
      "pytorch_model.bin: .. save_pretrained("),
     ("folder", WEIGHTS, holds("odd", torch.zeros(1)), '"odd"'),
-    ("folder", WEIGHTS, holds("wpe.weight", torch.zeros(1)), "'transformer.wpe.weight' is there tw"),
-    ("folder", WEIGHTS, holds("h.0.attn.c_attn.weight", torch.zeros(())), "RuntimeError: chunk exp"),
+    ("folder", WEIGHTS, holds("wpe.weight", torch.zeros(1)), "'transformer.wpe.weight' is there"),
+    ("folder", WEIGHTS, holds("h.0.attn.c_attn.weight", torch.zeros(())), "RuntimeError: chunk"),
     ("folder", "ranks.tiktoken", b"hello world\n", "not a ranks file"),
     ("folder", "ranks.tiktoken", b"YQ== 0 1", "not a ranks file"),
     ("folder", "ranks.tiktoken", b"YQ== 0\n", "not a ranks file .. byte 0 has no"),
@@ -551,7 +552,7 @@ DAMAGES = [   # in which folder a file becomes what, and what is said
     ("llamas", INDEX, names(ELSEWHERE), ", which is no file in this folder"),
     ("llamas", INDEX, names("../" * 30 + ELSEWHERE[1:]), ", which is no file in this folder"),
     ("llamas", "model-00002*", None, "index.json names 'model-00002-of-0000"),
-    ("llamas", "model-00002*", holds("model.embed_tokens.weight", torch.zeros(1)), "is there twice"),
+    ("llamas", "model-00002*", holds("model.norm.weight", torch.zeros(1)), "is there twice"),
     ("llamas", "tokenizer.json", None, "tokenizer .. transformers cannot read it"),
     ("llamas", "tokenizer_config.json", b'{"chat_template": [{"name": 1}]}',
      "tokenizer .. transformers cannot read it")]
@@ -583,7 +584,6 @@ ODD = (None, True, False, -1, 0, 2, 1.5, 10**30, float("nan"), float("inf"), "x"
 @pytest.mark.parametrize("kind", ["folder", "llamas"])
 def test_a_model_with_any_value_in_its_config_is_transformers_or_refused(kind, request):
     folder, refusals, same = request.getfixturevalue(kind), 0, 0
-    tokens = torch.randint(VOCAB, (3, BLOCK_SIZE))
     config = json.loads((folder / "config.json").read_text())
     keys = {*config, "head_dim", "rope_scaling", "rope_theta", CONTEXT, "is_causal", "layer_types",
             "num_attention_heads", "num_hidden_layers", "sliding_window"}
@@ -597,11 +597,12 @@ def test_a_model_with_any_value_in_its_config_is_transformers_or_refused(kind, r
             refusals += 1
             assert str(error).startswith(f"model '{folder}': ") and "\n" not in str(error)
             continue
+        tokens = torch.randint(VOCAB, (3, min(BLOCK_SIZE, ours.config.block_size)))
         with torch.inference_mode():
-            logits = ours(tokens[:, :ours.config.block_size])
+            logits = ours(tokens)
             try:
                 reference = transformers.AutoModelForCausalLM.from_pretrained(folder).float()
-                expected = reference(tokens[:, :ours.config.block_size]).logits
+                expected = reference(tokens).logits
             except Exception:   # it looks at the types of what has no effect, too
                 continue
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max(), (key, value)
@@ -630,12 +631,12 @@ def test_real_weights_answer_as_in_transformers(tmp_path):
     model, tokenizer = load(tmp_path)
     prompts, answers = [], []
     for text in "What is the capital of France?", "What color is a clear sky?":
-        chat = theirs.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
-                                          add_generation_prompt=True)
-        prompts.append(tokenizer.encode_chat([{"role": "user", "content": text}]))
-        assert prompts[-1] == theirs.encode(chat, add_special_tokens=False)
-        answer = reference.generate(torch.tensor(prompts[-1:]), max_new_tokens=16, do_sample=False)
-        answers.append(answer[0, len(prompts[-1]):].tolist())
+        chat = [{"role": "user", "content": text}]
+        prompts.append(prompt := tokenizer.encode_chat(chat))
+        assert prompt == theirs.apply_chat_template(chat, add_generation_prompt=True,
+                                                    return_dict=False)
+        answer = reference.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)
+        answers.append(answer[0, len(prompt):].tolist())
     assert "Paris" in tokenizer.decode(answers[0])
     for stage in "unbatched", "naive", "interleaved", "ragged_varlen", "paged":
         requests = [Request(prompt, 16, eos_token=tokenizer.eot_token) for prompt in prompts]
