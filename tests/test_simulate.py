@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from common import THOROUGH, examples, refused
+from common import THOROUGH, captured, examples, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -205,48 +205,44 @@ def test_real_runs_are_shown_by_groups_of_several_the_largest_first():
 
 # --- the commands ---------------------------------------------------------------------------------
 
-def run(line):
-    return simulate.main(line.split())
+def printed(line):
+    code, out, err = captured(simulate.main, line.split())
+    assert code == 0, err
+    return out
 
 
-def test_simulate_prints_figures_and_writes_them(tmp_path, capsys):
-    assert run("--input 100 --output 1 --requests 20 --clients 4 --stage ragged --ttft 1 "
-               f"--json {tmp_path}/a.json") == 0
-    printed = capsys.readouterr().out
+def test_simulate_prints_figures_and_writes_them(tmp_path):
+    assert "ragged, engine vllm, calculated: " in printed(
+        "--input 100 --output 1 --requests 20 --clients 4 --stage ragged --ttft 1 "
+        f"--json {tmp_path}/a.json")
     found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
     assert found["calculated"] and {"tokens_per_s", "passes", "e2e_ms"} <= set(found)
     assert found["itl_ms"]["p50"] is None and found["goodput"] == 0   # none within 1 ms
-    assert "ragged, engine vllm, calculated: " in printed
-    assert run("--stage naive --input 8:9 --output 3 --requests 2") == 0
-    assert "useful" in capsys.readouterr().out
+    assert "useful" in printed("--stage naive --input 8:9 --output 3 --requests 2")
 
 
-def test_published_and_real_runs_are_printed(capsys, monkeypatch):
+def test_published_and_real_runs_are_printed(monkeypatch):
     monkeypatch.setattr(published, "RUNS", published.RUNS[:2])
     monkeypatch.setattr(published, "REAL", [
         {**run, "stages": [(5, 9)]} for run in published.REAL
         if run["id"] in ("38", "46") or run["half"] == "overloaded"])
-    assert run("--published") == 0 and run("--real") == 0
-    printed = capsys.readouterr().out
-    assert re.findall(r"^ANL\*? .* ([+-]\d+%)$", printed, re.M) == ["-2%", "-10%"]
-    assert re.findall(r"^llama-3.1-8b, .*? (a) ", printed, re.M) == ["a", "a"]
-    assert "all (2 runs)" in printed and "overloaded" not in printed
+    assert re.findall(r"^ANL\*? .* ([+-]\d+%)$", printed("--published"), re.M) == ["-2%", "-10%"]
+    real = printed("--real")
+    assert re.findall(r"^llama-3.1-8b, .*? (a) ", real, re.M) == ["a", "a"]
+    assert "all (2 runs)" in real and "overloaded" not in real
 
 
-def test_engines_memory_and_models(capsys):
-    said = {}
-    for line in (*(f"--engine {name} --tp 2" for name in hardware.ENGINES), "--pages 200", "--prefix 400",
-                 "--gpu l40s --model yi-34b --tp 2"):
-        assert run(f"--input 500 --output 20 --requests 40 --clients 9 {line}") == 0
-        said[line] = capsys.readouterr().out.partition(": ")[2]
+def test_engines_memory_and_models():
+    lines = [*(f"--engine {name} --tp 2" for name in hardware.ENGINES), "--pages 200",
+             "--prefix 400", "--gpu l40s --model yi-34b --tp 2"]
+    load = "--input 500 --output 20 --requests 40 --clients 9"
+    said = {line: printed(f"{load} {line}").partition(": ")[2] for line in lines}
     assert len({*said.values()}) == len(said)
     assert "14,800 saved tokens" in said["--prefix 400"]   # of all but three, which come at once
 
 
-def test_help_says_the_defaults_that_are_used(capsys):
-    with pytest.raises(SystemExit):
-        run("--help")
-    said = " ".join(capsys.readouterr().out.split())
+def test_help_says_the_defaults_that_are_used():
+    said = " ".join(captured(simulate.main, ["--help"])[1].split())
     assert "run at once (default: 256)" in said and "in a step (default: 2048)" in said
 
 
@@ -271,7 +267,7 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
     (f"{SMALL} --stage ragged --max_kv_tokens 9999", "--max_kv_tokens .. at most 6,519, not 9"),
     (f"{SMALL} --stage dynamic --max_batch 12", "--max_batch must be at most 3, not 12")])
 def test_bad_input_gets_one_line(line, said):
-    refused(said, run, line)
+    refused(said, simulate.main, line.split())
 
 
 def test_a_rectangle_is_as_large_as_its_longest_prompt_and_answer():
