@@ -87,8 +87,8 @@ def holds(name, tensor):
 
 @pytest.fixture
 def folder(tmp_path):
-    for file in "config.json", "model.safetensors", "ranks.tiktoken":
-        shutil.copy(BUILTIN / file, tmp_path / file)
+    for file in "config.json", WEIGHTS, "ranks.tiktoken":
+        shutil.copy(BUILTIN / file, tmp_path)
     return tmp_path
 
 
@@ -127,9 +127,9 @@ def test_text_is_cut_where_gpt2_cuts_it():
 
 
 def test_a_local_folder_and_a_file_in_it(folder, tmp_path):
-    for name in folder, folder / WEIGHTS, str(folder):
-        model, tokenizer = load(name)
-        assert torch.equal(model.wte.weight, MODEL.wte.weight) and tokenizer.n_vocab == 1024
+    for model, encoding in (load(folder), load(str(folder)),
+                            load((folder / WEIGHTS).rename(folder / "any.safetensors"))):
+        assert torch.equal(model.wte.weight, MODEL.wte.weight) and encoding.n_vocab == 1024
     write_gpt2(MODEL, tmp_path / "written")
     again = load_model(tmp_path / "written", torch.float64).state_dict()
     assert all(torch.equal(again[key], w.double()) for key, w in MODEL.state_dict().items())
@@ -205,32 +205,30 @@ GPT2 = dict(vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=4, n_positions=BLOCK_
 LLAMA_31 = dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0,
                 high_freq_factor=4.0, original_max_position_embeddings=32)
 LLAMA_32 = dict(head_dim=16, rope_parameters=LLAMA_31)
-TIED, UNTIED = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)
+# What a config.json says of the output head; what the weights may then hold: none, the embedding
+# once more, or another; and what is said of the others
+TIED = dict(tie_word_embeddings=True), ("none", "same"), "lm_head.weight is not the embedding"
+UNTIED = dict(tie_word_embeddings=False), ("same", "other"), "lm_head.weight"
 BY_DEFAULT = dict(tie_word_embeddings=ABSENT)
-# Output heads that the weights may hold: none, the embedding once more, or another. And what is
-# said of the others
-EMBEDDING = ("none", "same"), "lm_head.weight is not the embedding"
-OWN = ("same", "other"), "lm_head.weight"
-NO_HEAD = (), "tie_word_embeddings must be True, not False"
-MODELS = {   # transformers' model, its settings, what else its config.json says, and the heads
-    "GPT-2": ("GPT2", {}, TIED, *EMBEDDING),
-    "GPT-2 by default": ("GPT2", {}, BY_DEFAULT, *EMBEDDING),
-    "GPT-2, untied": ("GPT2", {}, UNTIED, *NO_HEAD),
-    "Llama 2": ("Llama", dict(num_key_value_heads=6), UNTIED, *OWN),
-    "Llama by default": ("Llama", {}, BY_DEFAULT, *OWN),
-    "Llama 3.2": ("Llama", LLAMA_32, TIED, *EMBEDDING),
-    "Mistral": ("Mistral", dict(head_dim=8, sliding_window=None, rms_norm_eps=1e-5), UNTIED, *OWN),
-    "Qwen2.5": ("Qwen2", {}, TIED, *EMBEDDING),
-    "Qwen3": ("Qwen3", dict(head_dim=8), UNTIED, *OWN),
+MODELS = {   # transformers' model, its settings, and all that
+    "GPT-2": ("GPT2", {}, *TIED),
+    "GPT-2 by default": ("GPT2", {}, BY_DEFAULT, *TIED[1:]),
+    "GPT-2, untied": ("GPT2", {}, UNTIED[0], (), "tie_word_embeddings must be True, not False"),
+    "Llama 2": ("Llama", dict(num_key_value_heads=6), *UNTIED),
+    "Llama by default": ("Llama", {}, BY_DEFAULT, *UNTIED[1:]),
+    "Llama 3.2": ("Llama", LLAMA_32, *TIED),
+    "Mistral": ("Mistral", dict(head_dim=8, sliding_window=None, rms_norm_eps=1e-5), *UNTIED),
+    "Qwen2.5": ("Qwen2", {}, *TIED),
+    "Qwen3": ("Qwen3", dict(head_dim=8), *UNTIED),
     "biases": ("Llama", dict(attention_bias=True, mlp_bias=True, hidden_act="swish",
-                             rope_parameters=dict(rope_type="linear", factor=2.5)), UNTIED, *OWN),
-    "biases of Qwen3": ("Qwen3", dict(head_dim=8, attention_bias=True), UNTIED, *OWN),
+                             rope_parameters=dict(rope_type="linear", factor=2.5)), *UNTIED),
+    "biases of Qwen3": ("Qwen3", dict(head_dim=8, attention_bias=True), *UNTIED),
     "no effect": ("Mistral", dict(sliding_window=None, attention_bias=True, mlp_bias=True),
-                  UNTIED, *OWN)}
+                  *UNTIED)}
 ROPE = {key: value for key, value in LLAMA_31.items() if key != CONTEXT}
 for inside, top in product(({CONTEXT: 12}, {CONTEXT: 16}, {}), repeat=2):   # Llama 3.1's context
     MODELS[f"inside {inside}, at the top {top}"] = (
-        "Llama", {}, TIED | {"rope_parameters": ROPE | inside} | top, *EMBEDDING)
+        "Llama", {}, TIED[0] | {"rope_parameters": ROPE | inside} | top, *TIED[1:])
 FLOAT64 = SimpleNamespace(**vars(torch) | dict(float32=torch.float64, float=torch.float64))
 
 
@@ -251,19 +249,19 @@ def test_logits_are_those_of_transformers_or_a_folder_is_refused(model, monkeypa
     Through a folder in one file or, with an output head of its own, in shards. transformers
     computes norms and angles in float32 for a float64 model too; not here.
     """
-    name, settings, also, served, why = MODELS[model]
+    name, settings, config, served, why = MODELS[model]
     for module in f"models.{name.lower()}.modeling_{name.lower()}", "modeling_rope_utils":
         monkeypatch.setattr(importlib.import_module(f"transformers.{module}"), "torch", FLOAT64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    made, tokens = theirs(name, tie_word_embeddings=True, **settings), torch.randint(VOCAB, (3, 24))
-    embedding = made.get_input_embeddings().weight
-    old = "transformer.h.0.attn.bias" if name == "GPT2" else "model.layers.0.rotary_emb.inv_freq"
+    made = theirs(name, tie_word_embeddings=True, **settings)
+    tokens, embedding = torch.randint(VOCAB, (3, BLOCK_SIZE)), made.get_input_embeddings().weight
+    old = {"GPT2": "h.0.attn.bias"}.get(name, "model.layers.0.self_attn.rotary_emb.inv_freq")
     for which, head in (("none", embedding), ("same", torch.nn.Parameter(embedding.clone())),
                         ("other", torch.nn.Parameter(embedding.flip(0)))):
         folder, in_shards = tmp_path / which, which == "other"
         made.lm_head.weight, made.config.tie_word_embeddings = head, head is embedding
         made.save_pretrained(folder, max_shard_size="10KB" if in_shards else "5GB")
-        edit(folder, "config.json", says(**also))
+        edit(folder, "config.json", says(**config))
         for stale in "consolidated", "model-00099-of-00099":   # all in one, as Mistral has it
             safetensors.save_file({"lm_head.weight": torch.zeros(1)},
                                   folder / f"{stale}.safetensors")
@@ -374,14 +372,14 @@ def test_any_tokenizer_reads_and_writes_as_in_transformers(kind, tmp_path):
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     rng, plain = random.Random(0), dict(clean_up_tokenization_spaces=False)
     assert ours.n_vocab == len(theirs) and ours.eot_token == 1
-    for _ in range(examples(80)):
-        text = "".join(rng.choices(WORDS, k=rng.randint(1, 6)))
+    texts = ["".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(examples(80))]
+    for text in ["".join(WORDS), *texts]:
         tokens = ours.encode(text)
         assert tokens == ours.encode_ordinary(text) == theirs.encode(text)
         assert ours.decode(tokens) == theirs.decode(tokens, **plain)
-        tokens = rng.choice([tokens, rng.choices(range(ours.n_vocab), k=8)])
-        shown = theirs.decode(tokens, skip_special_tokens=True, **plain)
-        assert streamed(ours, tokens) == shown
+        for tokens in tokens, rng.choices(range(ours.n_vocab), k=8):
+            assert streamed(ours, tokens) == theirs.decode(tokens, skip_special_tokens=True,
+                                                           **plain)
     lacks, at = ours.n_vocab, len(ours.encode("the"))   # an id beyond its own takes nothing away
     tokens = [*ours.encode("the Q")[:at], lacks, lacks, *ours.encode("the Q")[at:]]
     text = "the \ufffd \ufffd q" if kind == "WordPiece" else "the\ufffd\ufffd Q"
