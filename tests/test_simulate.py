@@ -153,6 +153,7 @@ def test_stages_come_one_after_another_and_prompts_again():
     requests = [*drawn(250, 0, (50, 80), (5, 9), prompts=100)]
     assert all(requests[i].prompt == requests[i % 100].prompt for i in range(250))
     assert len({tuple(r.prompt[:16]) for r in requests}) == 100
+    assert len({len(r.prompt) for r in requests}) > 20
     assert len({tuple(r.prompt) for r in workload([(5, 1)] * 5000)}) == 5000
 
 
