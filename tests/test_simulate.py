@@ -3,6 +3,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from common import THOROUGH, captured, examples, refused
@@ -79,14 +80,15 @@ def test_plans_and_counts_are_those_of_the_real_generate(stage, lengths, rate_an
 # --- the loop -------------------------------------------------------------------------------------
 
 def test_ahead_a_newcomer_waits_for_the_pass_after_the_next():
-    """Passes of one second; A runs alone, and B comes in its second pass."""
-    gpu = GPU(1e30, 1e30, 1e30, 1e30)
-    for ahead, first in (False, 3), (True, 4):
-        source = Source(workload([(2, 9), (2, 2), (2, 1)]), [0, 1.5, 50.25])
-        log = serve(Scheduler(4, 64), source, TINY, gpu, Engine(1, 0, 0, ahead=ahead))
-        times = times_of(log)
+    """Passes of one second; A runs alone, and B comes in its second pass. D comes in C's pass."""
+    gpu, lengths = GPU(1e30, 1e30, 1e30, 1e30), [(2, 9), (2, 2), (2, 1), (2, 1)]
+    for (ahead, first), run in product([(False, 3), (True, 4)],
+                                       [calculated.simulate, calculated.log_of]):
+        times = times_of(run(TINY, gpu, STAGES["ragged, varlen"], workload(lengths),
+                             [0, 1.5, 50.25, 51], engine=Engine(1, 0, 0, ahead=ahead)))
         assert times["r1"] == pytest.approx([1.5, first, first + 1])
         assert times["r2"] == pytest.approx([50.25, 51.25])   # it was idle
+        assert times["r3"] == pytest.approx([51, 52.25])
 
 
 def test_a_client_waits_for_its_answer_and_the_front_end_for_each_request():
