@@ -3,9 +3,10 @@ import json
 import math
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
-from common import THOROUGH, examples, refused
+from common import THOROUGH, captured, examples, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,20 +16,8 @@ from lab.flags import knobs_of
 from lab.loading.arrivals import Source, drawn, poisson, staged, workload
 from lab.loading.stages import STAGES
 from lab.simulate import __main__ as simulate
-from lab.simulate import calculated as s
-from lab.simulate import published
-from lab.simulate.hardware import (
-    ENGINES,
-    GPU,
-    GPUS,
-    LINK_SHARE,
-    MODELS,
-    Engine,
-    Shape,
-    constants,
-    gpu_of,
-    seconds,
-)
+from lab.simulate import calculated, hardware, published
+from lab.simulate.hardware import GPU, GPUS, MODELS, Engine, Shape
 from lab.simulate.loop import serve
 from lab.views.report import totals
 from model import GPT, GPTConfig
@@ -43,11 +32,10 @@ AHEAD = Engine(front_end=0.01, ahead=True)
 KNOBS = dict(max_batch=3, token_budget=8, max_kv_tokens=90, pages=24, page_size=4)
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=8)
 LOADS = st.sampled_from([(None, 0), (None, 1), (None, 3), (20.0, 0), (200.0, 0)])
-FLAT = "ragged, varlen", "paged", "prefix"
 
 
-def came(log):
-    return sorted((r.name, r.arrived, *r.token_times) for r in log.requests)
+def times_of(run):
+    return {r.name: [r.arrived, *r.token_times] for r in run.requests}
 
 
 # --- the stages' own loops ------------------------------------------------------------------------
@@ -61,51 +49,52 @@ def test_plans_and_counts_are_those_of_the_real_generate(stage, lengths, rate_an
     that its passes count is priced, but for copies where a kernel reads pages. And for stages
     without pads the loop of loop.py gives the same tokens at the same time.
     """
-    rate, clients = rate_and_clients
+    (rate, clients), generate = rate_and_clients, STAGES[stage]
     times = rate and [*poisson(len(lengths), rate, 0)]
-    mine, _ = knobs_of(STAGES[stage], KNOBS)
-    calculated = s.simulate(TINY, SLOW, STAGES[stage], workload(lengths), times, clients, engine,
-                            **mine)
-    seen = {request.name: request.arrival for request in calculated.requests}
-    requests = [replace(request, arrival=seen[request.name]) for request in workload(lengths)]
-    real_run = STAGES[stage](MODEL, requests, **mine)
-    reads_pages = stage in FLAT[1:]
+    knobs, _ = knobs_of(generate, KNOBS)
+    copies = stage not in ("paged", "prefix")
+
+    def any_gpu(run):
+        return run(TINY, SLOW, generate, workload(lengths), times, clients, engine, **knobs)
 
     def counts_of(trace):
-        return [replace(p, seconds=0, copied_bytes=0 if reads_pages else p.copied_bytes)
-                for p in trace.passes]
+        return [replace(p, seconds=0, copied_bytes=copies * p.copied_bytes) for p in trace.passes]
 
-    assert counts_of(real_run) == counts_of(calculated)
-    for p, (*_, counts) in zip(calculated.passes, calculated.clock.passes):
+    run = any_gpu(calculated.simulate)
+    seen = {request.name: request.arrival for request in run.requests}
+    real = generate(MODEL, [replace(request, arrival=seen[request.name])
+                            for request in workload(lengths)], **knobs)
+    assert counts_of(real) == counts_of(run)
+    for p, (*_, counts) in zip(run.passes, run.clock.passes):
         keys = sum(first + n for _, first, n in p.work) + p.padded_keys
-        copied = 0 if reads_pages else p.copied_bytes
-        assert counts == (p.slots, counts[1], p.score_entries, keys, copied)
-    assert totals(real_run)["generated"] == sum(c[1] for *_, c in calculated.clock.passes)
-    assert (s.scheduler_of(STAGES[stage], **mine) is not None) == (stage in FLAT)
-    if stage in FLAT and (rate or clients):
-        log = s.log_of(TINY, SLOW, STAGES[stage], workload(lengths), times, clients, engine, **mine)
-        assert len(log.passes) == len(calculated.passes) and log.counts == calculated.counts
-        assert [(r[0], *map(float, r[1:])) for r in came(log)] == \
-            [(r[0], *map(pytest.approx, r[1:])) for r in came(calculated)]
+        assert counts == (p.slots, counts[1], p.score_entries, keys, copies * p.copied_bytes)
+    assert totals(real)["generated"] == sum(counts[1] for *_, counts in run.clock.passes)
+    flat = stage in ("ragged, varlen", "paged", "prefix")
+    assert (calculated.scheduler_of(generate, **knobs) is not None) == flat
+    if flat and (rate or clients):
+        log = any_gpu(calculated.log_of)
+        assert len(log.passes) == len(run.passes) and log.counts == run.counts
+        assert times_of(log) == {name: pytest.approx(at) for name, at in times_of(run).items()}
 
 
 # --- the loop -------------------------------------------------------------------------------------
 
 def test_ahead_a_newcomer_waits_for_the_pass_after_the_next():
-    """Passes of one second; A runs alone, and B comes in its second pass."""
-    gpu = GPU(1e30, 1e30, 1e30, 1e30)
-    for ahead, first in (False, 3), (True, 4):
-        source = Source(workload([(2, 9), (2, 2), (2, 1)]), [0, 1.5, 50.25])
-        log = serve(Scheduler(4, 64), source, TINY, gpu, Engine(1, 0, 0, ahead=ahead))
-        times = {r.name: r.token_times for r in log.requests}
-        assert times["r1"] == pytest.approx([first, first + 1])
-        assert times["r2"] == pytest.approx([51.25])   # it was idle
+    """Passes of one second; A runs alone, and B comes in its second pass. D comes in C's pass."""
+    gpu, lengths = GPU(1e30, 1e30, 1e30, 1e30), [(2, 9), (2, 2), (2, 1), (2, 1)]
+    for (ahead, first), run in product([(False, 3), (True, 4)],
+                                       [calculated.simulate, calculated.log_of]):
+        times = times_of(run(TINY, gpu, STAGES["ragged, varlen"], workload(lengths),
+                             [0, 1.5, 50.25, 51], engine=Engine(1, 0, 0, ahead=ahead)))
+        assert times["r1"] == pytest.approx([1.5, first, first + 1])
+        assert times["r2"] == pytest.approx([50.25, 51.25])   # it was idle
+        assert times["r3"] == pytest.approx([51, 52.25])
 
 
 def test_a_client_waits_for_its_answer_and_the_front_end_for_each_request():
     source = Source(workload([(2, 2)] * 3), clients=1, delay=AHEAD.front_end)
     log = serve(Scheduler(4, 64), source, TINY, SLOW, AHEAD)
-    (_, first, *a), (_, second, *b), (_, third, *_) = came(log)
+    (first, *a), (second, *b), (third, *_) = times_of(log).values()
     assert (first, second, third) == pytest.approx((0, a[-1], b[-1])) and a[0] > AHEAD.front_end
     assert b[0] - second == pytest.approx(a[0])
 
@@ -120,8 +109,8 @@ def test_four_steps_by_hand():
     engine = Engine(overhead=1.0, per_request=0.25, keys=0.425)   # keys: half as fast
     # so 1000 operations and 100 bytes a second. Weights: 4 x 2 x 2 for attention, 2 x 2 x 4 for the
     # MLP, 2 x 10 for the vocabulary. Keys and values of a token: 2 x 2 numbers
-    trace = s.simulate(shape, gpu, STAGES["ragged, varlen"], workload([(3, 3)]), engine=engine,
-                       token_budget=2)
+    trace = calculated.simulate(shape, gpu, STAGES["ragged, varlen"], workload([(3, 3)]),
+                                engine=engine, token_budget=2)
 
     def step(slots, keys, scores, sampled=1, copied=0, size=2, speed=1000):
         # 85 rows of a tile are computed in vain
@@ -133,8 +122,8 @@ def test_four_steps_by_hand():
     assert [p.seconds for p in trace.passes] == pytest.approx(expected, rel=1e-12)
     assert trace.requests[0].token_times == pytest.approx(
         [sum(expected[:n]) for n in (2, 3, 4)], rel=1e-12)
-    wide = constants(replace(shape, size=4), gpu, engine)
-    assert seconds(wide, 1, 1, scores=3, keys=3, copied=700) == pytest.approx(
+    wide = hardware.constants(replace(shape, size=4), gpu, engine)
+    assert hardware.seconds(wide, 1, 1, scores=3, keys=3, copied=700) == pytest.approx(
         step(1, 3, 3, copied=700, size=4, speed=250), rel=1e-12)
 
 
@@ -143,7 +132,7 @@ def test_tensor_parallel_splits_the_work_and_pays_for_the_link():
     assert four.blocks * 4 == one.blocks and four.kv_bytes * 4 == one.kv_bytes
     counts = 8, 8, 800, 800
     alone = replace(one, n_layer=8).seconds(a100, *counts)   # a fourth of the weights and features
-    ring = 2 * 32 * (30e-6 + 2 * 3 / 4 * 8 * 4096 * 2 / (LINK_SHARE * a100.link))
+    ring = 2 * 32 * (30e-6 + 2 * 3 / 4 * 8 * 4096 * 2 / (hardware.LINK_SHARE * a100.link))
     assert four.seconds(a100, *counts) == pytest.approx(alone + ring)
 
 
@@ -166,6 +155,7 @@ def test_stages_come_one_after_another_and_prompts_again():
     requests = [*drawn(250, 0, (50, 80), (5, 9), prompts=100)]
     assert all(requests[i].prompt == requests[i % 100].prompt for i in range(250))
     assert len({tuple(r.prompt[:16]) for r in requests}) == 100
+    assert len({len(r.prompt) for r in requests}) > 20
     assert len({tuple(r.prompt) for r in workload([(5, 1)] * 5000)}) == 5000
 
 
@@ -218,48 +208,44 @@ def test_real_runs_are_shown_by_groups_of_several_the_largest_first():
 
 # --- the commands ---------------------------------------------------------------------------------
 
-def run(line):
-    return simulate.main(line.split())
+def printed(line):
+    code, out, err = captured(simulate.main, line.split())
+    assert code == 0, err
+    return out
 
 
-def test_simulate_prints_figures_and_writes_them(tmp_path, capsys):
-    assert run("--input 100 --output 1 --requests 20 --clients 4 --stage ragged --ttft 1 "
-               f"--json {tmp_path}/a.json") == 0
-    printed = capsys.readouterr().out
+def test_simulate_prints_figures_and_writes_them(tmp_path):
+    assert "ragged, engine vllm, calculated: " in printed(
+        "--input 100 --output 1 --requests 20 --clients 4 --stage ragged --ttft 1 "
+        f"--json {tmp_path}/a.json")
     found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
     assert found["calculated"] and {"tokens_per_s", "passes", "e2e_ms"} <= set(found)
     assert found["itl_ms"]["p50"] is None and found["goodput"] == 0   # none within 1 ms
-    assert "ragged, engine vllm, calculated: " in printed
-    assert run("--stage naive --input 8:9 --output 3 --requests 2") == 0
-    assert "useful" in capsys.readouterr().out
+    assert "useful" in printed("--stage naive --input 8:9 --output 3 --requests 2")
 
 
-def test_published_and_real_runs_are_printed(capsys, monkeypatch):
+def test_published_and_real_runs_are_printed(monkeypatch):
     monkeypatch.setattr(published, "RUNS", published.RUNS[:2])
     monkeypatch.setattr(published, "REAL", [
         {**run, "stages": [(5, 9)]} for run in published.REAL
         if run["id"] in ("38", "46") or run["half"] == "overloaded"])
-    assert run("--published") == 0 and run("--real") == 0
-    printed = capsys.readouterr().out
-    assert re.findall(r"^ANL\*? .* ([+-]\d+%)$", printed, re.M) == ["-2%", "-10%"]
-    assert re.findall(r"^llama-3.1-8b, .*? (a) ", printed, re.M) == ["a", "a"]
-    assert "all (2 runs)" in printed and "overloaded" not in printed
+    assert re.findall(r"^ANL\*? .* ([+-]\d+%)$", printed("--published"), re.M) == ["-2%", "-10%"]
+    real = printed("--real")
+    assert re.findall(r"^llama-3.1-8b, .*? (a) ", real, re.M) == ["a", "a"]
+    assert "all (2 runs)" in real and "overloaded" not in real
 
 
-def test_engines_memory_and_models(capsys):
-    said = {}
-    for line in (*(f"--engine {name} --tp 2" for name in ENGINES), "--pages 200", "--prefix 400",
-                 "--gpu l40s --model yi-34b --tp 2"):
-        assert run(f"--input 500 --output 20 --requests 40 --clients 9 {line}") == 0
-        said[line] = capsys.readouterr().out.partition(": ")[2]
+def test_engines_memory_and_models():
+    lines = [*(f"--engine {name} --tp 2" for name in hardware.ENGINES), "--pages 200",
+             "--prefix 400", "--gpu l40s --model yi-34b --tp 2"]
+    load = "--input 500 --output 20 --requests 40 --clients 9"
+    said = {line: printed(f"{load} {line}").partition(": ")[2] for line in lines}
     assert len({*said.values()}) == len(said)
     assert "14,800 saved tokens" in said["--prefix 400"]   # of all but three, which come at once
 
 
-def test_help_says_the_defaults_that_are_used(capsys):
-    with pytest.raises(SystemExit):
-        run("--help")
-    said = " ".join(capsys.readouterr().out.split())
+def test_help_says_the_defaults_that_are_used():
+    said = " ".join(captured(simulate.main, ["--help"])[1].split())
     assert "run at once (default: 256)" in said and "in a step (default: 2048)" in said
 
 
@@ -284,14 +270,15 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
     (f"{SMALL} --stage ragged --max_kv_tokens 9999", "--max_kv_tokens .. at most 6,519, not 9"),
     (f"{SMALL} --stage dynamic --max_batch 12", "--max_batch must be at most 3, not 12")])
 def test_bad_input_gets_one_line(line, said):
-    refused(said, run, line)
+    refused(said, simulate.main, line.split())
 
 
 def test_a_rectangle_is_as_large_as_its_longest_prompt_and_answer():
-    shape, gpu = MODELS["llama-2-7b"], gpu_of("312,2039,18")
+    shape, gpu = MODELS["llama-2-7b"], hardware.gpu_of("312,2039,18")
     wide = workload([(3000, 1), (1, 3000)])   # together in a batch: too wide a rectangle
     assert 2 * cache_for(prepare(wide, shape)).capacity == 11_998
     with pytest.raises(ValueError, match="room for 6,519 tokens: --max_batch must be at most 1"):
-        s.with_memory(shape, gpu, STAGES["naive"], 5999, {"max_batch": 2})
+        calculated.with_memory(shape, gpu, STAGES["naive"], 5999, {"max_batch": 2})
     for longest, rows in (5999, 1), (8, 256):   # 8 tokens: more would fit
-        assert s.with_memory(shape, gpu, STAGES["naive"], longest, {})[0] == {"max_batch": rows}
+        knobs, _ = calculated.with_memory(shape, gpu, STAGES["naive"], longest, {})
+        assert knobs == {"max_batch": rows}

@@ -23,7 +23,7 @@ NAMES = {
 
 
 def llama_names(key, tensor):
-    """A tensor of a file under our name. None for the angles in old files: they are computed."""
+    """A tensor of a file under our name; no angles of old files, as they are computed."""
     if key.endswith(".inv_freq"):
         return {}
     for theirs, ours in NAMES.items():
