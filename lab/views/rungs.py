@@ -53,7 +53,7 @@ def counted(generate, requests, config, given):
     A row: passes; slots; steps to a first token, on average; the most slots that are computed
     between two tokens of a request; and the most requests in a step.
     """
-    knobs, _ = limited(generate, given, config.block_size)
+    knobs = limited(generate, given, config.block_size)
     trace = generate(NoModel(config), [*map(known, requests)], **knobs)
     running = {}   # step -> the requests that it computes
     after = {}     # (request, step) -> slots computed until its token of this step
