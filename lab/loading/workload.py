@@ -45,7 +45,7 @@ def read_prompts(path):
 
 
 def builtin_prompts():
-    """What a script answers by default: twelve prompts that begin alike, as after a system prompt."""
+    """A script's own prompts: twelve that begin alike, as after a system prompt."""
     return [entry | {"prompt": START + entry["prompt"]} for entry in read_prompts(PROMPTS)]
 
 
