@@ -13,7 +13,7 @@ from lab.checks.xray import sights_at
 from lab.experiments import results
 from lab.experiments.results import Table
 from lab.flags import limited
-from lab.loading.load import load
+from lab.loading.load import load, set_threads
 from lab.loading.stages import STAGES
 from lab.loading.workload import builtin_prompts, make_requests
 from lab.views import rungs
@@ -78,6 +78,7 @@ def measure(args, device, dtype):
     """Runs all stages on the same prompts, and checks each against the unbatched run."""
     model, tokenizer = load()
     model, requests = model.to(device, dtype), twelve(tokenizer)
+    set_threads(model)   # as a script does
 
     def run(name):
         copies = [replace(request) for request in requests]
@@ -130,12 +131,14 @@ def ideas(result):
 
 def bug(result):
     """What the published mask does to answers: the README's example."""
-    def line(text, most=72):
-        text = " ".join(text.removesuffix("<|endoftext|>").split())
-        return f"{text[:most]}{'…' * (len(text) > most)}"
+    def line(text):
+        return " ".join(text.removesuffix("<|endoftext|>").split())
 
-    rows = [[f"…{line(prompt)[-29:]}", line(right), line(wrong)] for prompt, right, wrong in (
-        result["ruined"][name] for name in ("r2", "r8"))]
+    def beginning(text, most=72):
+        return f"{line(text)[:most]}{'…' * (len(line(text)) > most)}"
+
+    rows = [[f"…{line(prompt)[-36:]}", beginning(right), beginning(wrong)]
+            for prompt, right, wrong in (result["ruined"][name] for name in ("r2", "r8"))]
     how = (f"In *interleaved* the mask changes {len(result['ruined'])} of {result['requests']} "
            "answers. Here are two, from the same random numbers. Right is what the request gets "
            "alone, character by character: that it is nonsense, too, does not matter.")
