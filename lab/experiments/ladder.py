@@ -93,9 +93,9 @@ def measure(args, device, dtype):
         wrong += [f"WRONG: {name}: request '{v.name}': {v.detail}"
                   for v in taken[0][1]() if v.verdict == "WRONG"]
     print(*wrong or [f"{len(requests)} requests in {len(stages)} stages: none is WRONG"], sep="\n")
-    answered = runs["unbatched"][0][0].requests
+    (trace, _), *_ = next(iter(runs.values()))   # all have the same answers
     return {"repeats": repeats, "stages": stages, "wrong": wrong, "requests": len(requests),
-            "rungs": rungs.rows(answered, model.config),
+            "rungs": rungs.rows(trace.requests, model.config),
             "ruined": ruined(model, tokenizer, requests),
             "prompt_tokens": sum(len(request.prompt) for request in requests),
             "generated": stages["naive"]["generated"],

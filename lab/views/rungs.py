@@ -78,7 +78,8 @@ def rungs(here, requests, config, given):
     """The table, and what the stage `here` buys and costs against the one before it."""
     all_rows = rows(requests, config, given)
     names = [*all_rows]
-    lines = aligned([[f"  {len(requests)} requests", *WORDS], *(
+    asked = f"{len(requests)} request{'s' * (len(requests) > 1)}"
+    lines = aligned([[f"  {asked}", *WORDS], *(
         [f"{'>' if name == here else ' '} {i} {name}", *(f"{n:,}" for n in row)]
         for i, (name, row) in enumerate(all_rows.items()))])
     before = (all_rows[names[names.index(here) - 1]] if here != names[0] else
