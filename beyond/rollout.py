@@ -14,14 +14,14 @@ come while some answers are half done. Three modes say what becomes of those:
 
 In any mode the prefix cache must be emptied. Pages are found by their tokens, and tokens do not say
 which weights computed the keys. For the same reason a request that holds old keys, a *stale* one,
-must not cache its pages. *Where the reset is forgotten, 24 of 29 requests that began after a change
+must not cache its pages. *Where the reset is forgotten, 19 of 28 requests that began after a change
 get wrong tokens, and no error is raised.* (It happened: NeMo-RL #4018, lmdeploy #4917.) What the
 modes cost, with three changes while 48 requests get 1,584 tokens:
 
     mode         passes   tokens computed   sampled over old keys
-    keep            131             2,688              49%
-    recompute       148             3,664               0%
-    wait            175             2,384               0%
+    keep            130             2,424              51%
+    recompute       145             3,443               0%
+    wait            171             2,296               0%
 
 What is *identical* then? Each request gets the tokens that it would get alone, if its weights
 changed at the same tokens. `request.spans` lists what was computed with which weights. If they are

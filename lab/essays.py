@@ -19,7 +19,7 @@ from beyond.fairness import FairScheduler
 from lab import flags
 from lab.checks.traps import broken
 from lab.loading.load import load, set_threads
-from lab.loading.workload import PROMPTS, make_requests, read_prompts
+from lab.loading.workload import PROMPTS, builtin_prompts, make_requests, read_prompts
 from lab.simulate.hardware import Engine, gpu_of, shape_of
 from lab.views.report import aligned, totals
 from model import GPT, GPTConfig
@@ -33,7 +33,7 @@ def main(essay, doc, argv=None):
     p = flags.Parser(prog=f"python -m {name}", description=doc.strip().split("\n\n")[0])
     if essay is speculative:
         p.add_argument("model", nargs="?", default="builtin", help="as for the stages")
-        p.add_argument("prompts", nargs="?", default=PROMPTS, help="a file of them")
+        p.add_argument("prompts", nargs="?", help="a file of them (default: the built-in ones)")
     sys.exit(p.run(essay, argv) or 0)
 
 
@@ -62,7 +62,7 @@ def fairness(args):
 def speculative(args):
     model, tokenizer = load(args.model)
     set_threads(model)
-    prompts = read_prompts(args.prompts)
+    prompts = builtin_prompts() if args.prompts is None else read_prompts(args.prompts)
     for batch, t, k in product((8, 1), (0.0, 0.7), (0, 2, 4, 8)):
         requests = make_requests(prompts, tokenizer, max_new_tokens=64, temperature=t, seed=0)
         trace = guessing.generate(model, requests, batch, guesses=k)

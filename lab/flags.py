@@ -24,6 +24,8 @@ NUMBERS = {"max_batch": "the most requests that run at once (default: 8)",
            "max_kv_tokens": "cache entries for all running requests (default: any)",
            "pages": "pages in the pool (default: enough for all that run)",
            "page_size": "tokens per page (default: 16)"}
+ROOM = 4   # a script's memory, unless a flag says otherwise: so many whole contexts
+LIMITS = {"max_batch": 12, "token_budget": 64, "page_size": 16}   # and its other limits
 PICTURES = (".png", ".pdf", ".svg")
 KNOBS = (*NUMBERS, "policy", "pack", "attention", "use_cache")
 
@@ -154,6 +156,29 @@ def knobs_of(generate, knobs):
         mine["scheduler"] = SCHEDULERS[knobs["policy"]]
         others.remove("policy")
     return mine, others
+
+
+def limited(generate, given, context):
+    """
+    The knobs that a script gives to its stage: those that are `given`, and limits for the others.
+    All stages get the same memory, ROOM whole contexts. One that cannot limit its memory runs as
+    many requests as surely fit.
+    """
+    size = given.get("page_size", LIMITS["page_size"])
+    room = given.get("max_kv_tokens") or size * given.get("pages", 0) or ROOM * context
+    memory = {"max_kv_tokens": room, "pages": -(-room // size)}
+    limits = LIMITS | memory
+    if not knobs_of(generate, memory)[0]:
+        limits["max_batch"] = min(limits["max_batch"], max(room // context, 1))
+    return knobs_of(generate, limits)[0] | knobs_of(generate, given)[0]
+
+
+def script_defaults(generate=None):
+    """What the help of a script says of these limits. None: of all stages together."""
+    whole = f"for {ROOM} whole contexts"
+    bounded = generate is None or knobs_of(generate, {"max_kv_tokens": 1, "pages": 1})[0]
+    return LIMITS | {"max_kv_tokens": whole, "pages": whole,
+                     "max_batch": LIMITS["max_batch"] if bounded else ROOM}
 
 
 def say_ignored(args, names, where):

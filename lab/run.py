@@ -7,17 +7,18 @@ import copy
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 
 from lab import flags
 from lab.checks.check import Check, summary
 from lab.loading.load import load, set_threads
-from lab.loading.workload import KEYS, PROMPTS, make_requests, read_prompts
+from lab.loading.stages import SCRIPTS
+from lab.loading.workload import KEYS, builtin_prompts, make_requests, read_prompts
 from lab.views import plots
 from lab.views.progress import progress
 from lab.views.report import report, write_trace
+from lab.views.rungs import rungs
 
 SHOWN = 3   # texts, unless all are asked for
 
@@ -33,8 +34,11 @@ def run_stage(generate, args, shard=None):
 
     shard: called with the model before it runs; the check still uses the whole model
     """
-    knobs, ignored = flags.knobs_of(generate, flags.given_knobs(args))
+    given = flags.given_knobs(args)
+    _, ignored = flags.knobs_of(generate, given)
+    given = {name: value for name, value in given.items() if name not in ignored}
     plain, tokenizer, requests = load_inputs(args)
+    knobs = flags.limited(generate, given, plain.config.block_size)
     model = plain
     if shard:
         model = shard(plain if args.no_check else copy.deepcopy(plain))
@@ -64,11 +68,12 @@ def run_stage(generate, args, shard=None):
             print(f"--- and {more} more: --texts prints them")
         print()
     print(report(trace))
+    print(f"  {'limits':15} {limits(knobs)}")
     if hasattr(model, "uses"):   # a snapshot
         print(model.uses())
-    if trace.stage == "unbatched":
-        without = generate(model, [replace(request) for request in requests], use_cache=False)
-        print("\nfor comparison,", report(without), end="\n\n")
+    stage = trace.stage.split(",")[0]   # "ragged, mask" is of the script ragged
+    if stage in SCRIPTS and not shard and not args.quiet:
+        print("\n" + rungs(stage, requests, plain.config, given), end="\n\n")
     if args.trace:
         write_trace(trace, args.trace)
     if args.plot:
@@ -87,6 +92,12 @@ def run_stage(generate, args, shard=None):
         print("Next: --page run.html steps through this run, --plot run.png draws it, --help lists "
               "the rest; no batching knob changes a token")
     return int(any(v.verdict == "WRONG" for v in verdicts))
+
+
+def limits(knobs):
+    """The limits of a run, as a line of its report."""
+    numbers = [f"{name} {knobs[name]:,}" for name in flags.NUMBERS if name in knobs]
+    return ", ".join(numbers) or "one request at a time"
 
 
 def coloured(text):
@@ -115,7 +126,7 @@ def load_inputs(args):
     if args.prompt and args.prompts:
         raise ValueError("--prompt and --prompts: give one of the two")
     prompts = ([{"prompt": text} for text in args.prompt] if args.prompt
-               else read_prompts(PROMPTS if args.prompts is None else args.prompts))
+               else builtin_prompts() if args.prompts is None else read_prompts(args.prompts))
     model, tokenizer = load(args.model, flags.DTYPES[args.dtype])
     requests = make_requests(
         prompts, tokenizer, args.arrival_rate, args.chat, model.config,
@@ -140,7 +151,7 @@ def parser(doc, generate=None):
     what.add_argument("--prompts", metavar="FILE",
                       help=".txt: prompts with blank lines between them; .jsonl: a line for each, "
                            f"with {', '.join(KEYS)}")
-    what.add_argument("--max_new_tokens", type=int, default=64, metavar="N",
+    what.add_argument("--max_new_tokens", type=int, default=128, metavar="N",
                       help="the most tokens to generate for a prompt")
     what.add_argument("--temperature", type=float, default=0.7, metavar="T",
                       help="0: the most likely token; above: sampled")
@@ -158,7 +169,7 @@ def parser(doc, generate=None):
     what.add_argument("--arrival_rate", type=float, metavar="R",
                       help="requests that arrive per step (default: all at step 0)")
 
-    flags.add_knobs(p, generate)
+    flags.add_knobs(p, generate, flags.script_defaults(generate))
 
     out = p.add_argument_group("what to show")
     out.add_argument("--texts", action="store_true", help=f"all texts, not only {SHOWN}")

@@ -13,7 +13,7 @@ from lesson import STAGES, model, timelines, tokenizer
 from lab.checks.check import Check, summary
 from assignments import engine
 from assignments.engine import Memory, serve  # noqa: F401 (for the notebook)
-from lab.experiments.ladder import behind_a_beginning, twelve
+from lab.experiments.ladder import twelve
 from lab.views.report import latencies
 from toolbox.trace import observed
 
@@ -49,7 +49,7 @@ def race(max_batch=12, token_budget=64, pages=40, page_size=16):
     if missing := [step for step in TRIALS if step not in BUILT]:
         return print(f"The race needs step {missing[0]}.")
     yours = SimpleNamespace(**{k: f for step in sorted(BUILT) for k, f in BUILT[step].items()})
-    requests, knobs = behind_a_beginning(twelve(tokenizer), tokenizer), dict(
+    requests, knobs = twelve(tokenizer), dict(
         max_batch=max_batch, token_budget=token_budget, pages=pages, page_size=page_size)
     traces = []
     print(f"{'':8} tokens computed   passes   worst gap, steps   pages held   preemptions")

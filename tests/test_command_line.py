@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generate_interleaved
+import generate_paged
 import generate_prefix
 import generate_ragged
 from beyond import prepacked
@@ -53,6 +54,8 @@ def test_each_script_with_its_defaults(stage):
     assert re.findall("^--- (.*?):? ", out, re.M) == ["r0", "r1", "r2", "and"]   # 9 more
     *_, verdict, further = out.splitlines()
     assert verdict.startswith("12/12 requests identical to unbatched")
+    assert re.search(r"^  limits  +(max_batch (4|12)|one request)", out, re.M)
+    assert out.count("\n  buys ") == out.count("\n> ") == (stage is not prepacked)
     assert "throughput" in out and further.startswith("Next: ") and "no batching knob" in further
     done = [line.split(":")[0] for line in err.splitlines()]   # plain progress
     assert sorted(done) == sorted(f"r{i}" for i in range(12))
@@ -220,6 +223,7 @@ def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
         *(f"--{knob}={value}" for knob, value in knobs.items()), "--no_cache", "--quiet",
         "--plot", tmp_path / "x.png", "--trace", tmp_path / "x.json", "--page", tmp_path / "x.html")
     assert code == 0 and "▸" not in out and err == ""
+    assert "buys" not in out
     ignored = re.findall(r"^--(\w+) has no meaning for this stage: ignored$", out, re.M)
     assert {*ignored} == {*knobs, "no_cache"} - flags_of(stage)
     pixels = matplotlib.image.imread(tmp_path / "x.png")
@@ -229,6 +233,12 @@ def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
     assert first_line in page and f'"name":"{name}"' in page
     assert ('"policy":"sjf"' in page) == (stage is generate_prefix)
+
+
+def test_a_flag_that_is_ignored_does_not_change_the_table():
+    table = [run(generate_ragged, "--max_new_tokens", 9, "--no_check", *flags)[1].split("\n\n")[-2]
+             for flags in ([], ["--pages", 2, "--no_cache"], ["--max_kv_tokens", 200])]
+    assert table[0] == table[1] != table[2] and table[0].startswith("  12 requests ")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -311,6 +321,9 @@ def test_what_optimize_changes_does_not_check_itself(monkeypatch):
     code, out, _ = run(generate_ragged, *argv)
     assert code == 0 and "1/1 requests identical to unbatched, bit for bit\n" in out
     assert "\ncompiled step: yes" in out
+    copies = [re.search(r"copied K/V +([\d.]+) MB", run(generate_paged, *more)[1])[1]
+              for more in (argv, argv[1:])]
+    assert copies[0] == "0.0" != copies[1]
     pack = native.pack
     monkeypatch.setattr(native, "pack", lambda weight: pack(weight) * 1.5)
     code, out, err = run(generate_ragged, *argv)

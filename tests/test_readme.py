@@ -21,6 +21,7 @@ from lab.experiments import bench, ladder, motion, pictures, results
 from lab.experiments.memory import storm
 from lab.loading.load import load
 from lab.loading.stages import STAGES
+from lab.views import rungs
 
 PAGES = [*results.PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("[!.]*/README.md"))]
 
@@ -34,29 +35,22 @@ def test_the_ladder_of_counts():
     """
     said, (model, tokenizer) = results.load("ladder"), load()
     some = STAGES if THOROUGH else ("ragged, varlen", "prefix")
-    requests = ladder.behind_a_beginning(ladder.twelve(tokenizer), tokenizer)
     for name in some:
-        trace = results.run(STAGES[name], model, ladder.twelve(tokenizer))
+        trace = results.run(STAGES[name], model, ladder.twelve(tokenizer),
+                            ladder.limits(name, model))
         assert said["generated"] == sum(len(request.generated) for request in trace.requests)
         row, counted = results.row_of(trace), said["stages"][name]
         assert all(row[what] == n for what, n in counted.items() if isinstance(n, int))
-        common = results.run(STAGES[name], model, requests, ladder.knobs_for_room(name, requests))
-        assert ladder.held_and_computed(common) == said["common"][name]
-    for name, figures in ladder.calculated(trace.requests).items():
-        for what in "passes", "useful", "tokens_per_s":
-            assert said["calculated"][name][what] == pytest.approx(figures[what]), (name, what)
+    assert said["rungs"] == rungs.rows(trace.requests, model.config)
     assert said["ruined"] == ladder.ruined(model, tokenizer, ladder.twelve(tokenizer)) != {}
-    for name, gap in said["gap_ms"].items():
-        assert gap == pytest.approx(motion.figures(motion.run(name))[0]), name
 
 
-def test_the_table_of_stages_shows_what_each_is_for():
+def test_the_table_of_stages_is_that_of_the_runs():
+    """Made from lengths alone, it has the passes and slots of the stages that were measured."""
     said = results.load("ladder")
-    gap, common = said["gap_ms"], said["common"]
-    assert gap["dynamic"] > 3 * gap["chunked"] > 6 * gap["ragged, varlen"]
-    at_once = [common[name]["at_once"] for name in ("ragged, varlen", "paged", "prefix")]
-    assert at_once == sorted({*at_once})
-    assert common["paged"]["computed"] > 2 * common["prefix"]["computed"]
+    for name, (passes, slots, *_) in said["rungs"].items():
+        row = said["stages"]["ragged, varlen" if name == "ragged" else name]
+        assert (row["forward_passes"], row["slots"]) == (passes, slots)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -69,7 +63,6 @@ def test_tables_are_those_of_the_results(path):
 def test_prose_has_the_figures_of_the_results():
     """Those that it computes from them, however it puts them."""
     found, rows = results.load("bench"), dict(results.load("rows")["points"])
-    stages = results.load("ladder")["stages"]
     ragged, paged = "ragged, varlen", "paged"
     fast, fast_paged = ragged + bench.COMPILED, paged + bench.COMPILED
 
@@ -77,7 +70,6 @@ def test_prose_has_the_figures_of_the_results():
         return bench.speed(result, name) / bench.speed(result, than)
 
     w1, _, w3 = found
-    twelve = stages[ragged]["tokens_per_second"] / stages[paged]["tokens_per_second"]
     best = [min(times(result, fast, peer) for peer in result["peers"]) for result in found]
     said = {
         "README.md": [f"{min(best):.1f} to {max(best):.1f}"],
@@ -85,8 +77,8 @@ def test_prose_has_the_figures_of_the_results():
             f"{rows[32] / rows[1]:.1f}", f"{32 * rows[1] / rows[32]:.0f}",
             f"{times(w1, 'chunked', 'unbatched'):.1f}", f"{times(w1, ragged, 'unbatched'):.1f}",
             f"{times(w3, 'naive', 'unbatched'):.1f}"],
-        "docs/memory.md": [f"{twelve:.1f}",
-                           f"{max(times(result, fast, fast_paged) for result in found):.1f}"]}
+        "docs/memory.md": [f"{max(times(result, *pair) for result in found):.1f}"
+                           for pair in ((ragged, paged), (fast, fast_paged))]}
     for page, figures in said.items():
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
         assert [figure for figure in figures if f" {figure} times" not in text] == [], page
@@ -98,14 +90,14 @@ def test_a_figure_of_the_readme_is_that_of_what_it_links_to(capsys, monkeypatch)
     links = re.findall(r"\]\((beyond/\w+\.py|docs/\w+\.md)(?:#[\w-]+)?\): ([^;\n]+)[;.]", text)
     for path, phrase in links:
         said = (ROOT / path).read_text(encoding="utf-8")
-        if path in ("beyond/ahead.py", "beyond/in_batch.py"):
+        if path == "beyond/ahead.py":
             monkeypatch.setattr("sys.argv", [path])
             with contextlib.suppress(SystemExit):
                 runpy.run_module(path[:-3].replace("/", "."), run_name="__main__")
             said = capsys.readouterr().out
         for figure in re.findall(r"\d[\d,]*%?", phrase):
             assert figure in said, (path, figure)
-    assert len(links) == 8, links
+    assert len(links) == 7, links
 
 
 # --- pictures -------------------------------------------------------------------------------------
@@ -157,6 +149,8 @@ def test_the_moving_picture_has_every_token():
         assert all(len(line) < 60 for line in re.findall('<text x="4".*?>(.+?)<', text))   # fits
         ticks = len(re.findall(r"M[\d.]+ \d+v8", text))
         assert ticks == sum(len(r.generated) for trace in shown for r in trace.requests)
+    gap = {stage: motion.figures(traces[stage])[0] for stage in motion.PANELS}
+    assert gap["dynamic"] > 3 * gap["chunked"] > 6 * gap["ragged, varlen"]
     for trace in shown:   # the prompt comes at the same time everywhere
         seen = trace.step_times[trace.requests[-1].arrival]
         assert motion.ARRIVAL <= seen < motion.ARRIVAL + max(p.seconds for p in trace.passes)

@@ -51,16 +51,16 @@ def measure(work, table, args):
     """Measures, prints and keeps. Returns the exit status: 1 if a request is WRONG."""
     flags.check_path(args.json, "--json")
     device = flags.device_of(args)
-    origin, taken = results.origin(device, args.dtype, args.command), []
-    print(origin["where"], flush=True)
+    taken = []
     native.keep_memory()   # else what the system clears for each temporary is in every figure
     found = work(args, device, flags.DTYPES[args.dtype])
     several = not isinstance(found, dict)
     for each in found if several else [found]:
-        taken.append({**origin, **each})
+        taken.append({**results.origin(device, args.dtype, args.command), **each})
         if args.json:   # one by one: an interrupted run has its results
             text = json.dumps(taken if several else taken[0], indent=1)
             Path(args.json).write_text(text + "\n", encoding="utf-8")
+        print("\n" + taken[-1]["where"], end="")
         results.show(table(each))
     return int(any(each.get("wrong") for each in taken))
 

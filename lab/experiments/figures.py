@@ -137,7 +137,7 @@ def slots(result, path=None):
     for i, (row, total) in enumerate(zip(stages.values(), left)):
         ax.text(total, i, f"  {row['useful'] / total:.0%} useful, {row['forward_passes']} passes",
                 va="center", fontsize=9)
-    ax.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, left.max() * 1.32),
+    ax.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, left.max() * 1.36),
            title=f"What each stage computes for the same {result['requests']} requests "
                  "(slots, not seconds)",
            xlabel="slots computed: places in all tensors")

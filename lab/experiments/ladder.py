@@ -1,12 +1,8 @@
 """
-All stages on the same workloads: the ladder's tables. And the small workloads of the pictures.
+All stages on the twelve built-in prompts: the ladder's tables. And the small workloads of the
+pictures.
 
-    twelve     the built-in prompts: passes, slots and speed
-    gap        six requests decode when a long prompt arrives, as in motion.py: the worst wait
-    common     the twelve behind a common beginning, in little memory: how many run at once, and
-               how many tokens are computed
-
-Counts are the same on every machine, and so is what is calculated. Measured seconds are not.
+Counts are the same on every machine. Seconds are not.
 """
 import statistics
 from dataclasses import replace
@@ -14,15 +10,13 @@ from dataclasses import replace
 from lab.checks.check import Check
 from lab.checks.traps import broken
 from lab.checks.xray import sights_at
-from lab.experiments import motion, results
+from lab.experiments import results
 from lab.experiments.results import Table
-from lab.flags import knobs_of
-from lab.loading.arrivals import workload
-from lab.loading.load import load
+from lab.flags import limited
+from lab.loading.load import load, set_threads
 from lab.loading.stages import STAGES
-from lab.loading.workload import BEGINNING, PROMPTS, make_requests, read_prompts
-from lab.simulate.calculated import figures, simulate
-from lab.simulate.hardware import GPUS, MODELS
+from lab.loading.workload import builtin_prompts, make_requests
+from lab.views import rungs
 from request import Request
 
 IDEAS = {   # of the README's table
@@ -31,51 +25,20 @@ IDEAS = {   # of the README's table
     "dynamic": "a new batch every step (*continuous batching*)",
     "chunked": "a token budget: decodes first, prompts in chunks",
     "interleaved": "decodes and chunks in one pass",
-    "ragged, varlen": "no rows: a stream of tokens",
+    "ragged": "no rows: a stream of tokens",
     "paged": "memory in pages, as answers grow",
     "prefix": "equal beginnings are computed and kept once"}
-COMMON, ROOM = 96, 1024   # tokens of it that are used; and in the memory of all keys and values
 
 
 def twelve(tokenizer):
     """The built-in prompts, as a stage's script has them."""
-    return make_requests(read_prompts(PROMPTS), tokenizer, max_new_tokens=64, temperature=0.7,
+    return make_requests(builtin_prompts(), tokenizer, max_new_tokens=128, temperature=0.7,
                          top_k=None, seed=0)
 
 
-def calculated(requests):
-    """{stage: figures} of requests as long as these on an A100 with Llama 2 7B."""
-    lengths = [(len(r.prompt), len(r.generated)) for r in requests]
-    return {name: figures(simulate(MODELS["llama-2-7b"], GPUS["a100"], generate, workload(lengths)))
-            for name, generate in STAGES.items()}
-
-
-def behind_a_beginning(requests, tokenizer):
-    """The requests' prompts behind a common beginning, as behind one system prompt."""
-    beginning = tokenizer.encode(BEGINNING)[:COMMON]
-    return [replace(request, prompt=beginning + request.prompt) for request in requests]
-
-
-def knobs_for_room(name, requests):
-    """
-    The stage's knobs for memory of ROOM tokens. A stage without a limit on memory gets one on its
-    batch: as many requests as fit if each had the longest prompt and the longest answer.
-    """
-    longest = (max(len(request.prompt) for request in requests)
-               + max(request.max_new_tokens for request in requests) - 1)
-    limits = {"max_kv_tokens": ROOM, "pages": ROOM // 16, "page_size": 16}
-    if mine := knobs_of(STAGES[name], limits)[0]:
-        return {"max_batch": len(requests), **mine}
-    return knobs_of(STAGES[name], {"max_batch": max(ROOM // longest, 1)})[0]
-
-
-def held_and_computed(trace):
-    """The most requests that are in one step, and how many tokens are computed in all."""
-    steps = {}
-    for p in trace.passes:
-        steps.setdefault(p.step, set()).update(name for name, _, _ in p.work)
-    return {"at_once": max(map(len, steps.values())),
-            "computed": sum(n for p in trace.passes for _, _, n in p.work)}
+def limits(name, model):
+    """The limits of a stage, as its script has them."""
+    return limited(STAGES[name], {}, model.config.block_size)
 
 
 # --- workloads small enough for a picture ---------------------------------------------------------
@@ -97,12 +60,16 @@ def some_prompts(model):
 
 def ruined(model, tokenizer, requests):
     """{name: [prompt, answer, answer under the published mask]} of requests that get another."""
-    answers = [results.run(STAGES["interleaved"], model, requests).requests]
+    def answers():
+        knobs = limits("interleaved", model)
+        return results.run(STAGES["interleaved"], model, requests, knobs).requests
+
+    right = answers()
     with broken("published mask", show=False):
-        answers += [results.run(STAGES["interleaved"], model, requests).requests]
-    return {right.name: [tokenizer.decode(tokens) for tokens in (
-        right.prompt, right.generated, wrong.generated)]
-        for right, wrong in zip(*answers) if right.generated != wrong.generated}
+        wrong = answers()
+    return {mine.name: [tokenizer.decode(tokens) for tokens in (
+        mine.prompt, mine.generated, theirs.generated)]
+        for mine, theirs in zip(right, wrong) if mine.generated != theirs.generated}
 
 
 # --- the experiment -------------------------------------------------------------------------------
@@ -111,33 +78,25 @@ def measure(args, device, dtype):
     """Runs all stages on the same prompts, and checks each against the unbatched run."""
     model, tokenizer = load()
     model, requests = model.to(device, dtype), twelve(tokenizer)
+    set_threads(model)   # as a script does
 
-    def run(name, requests=requests, knobs={}):
+    def run(name):
         copies = [replace(request) for request in requests]
         check = Check(model, copies)
-        return STAGES[name](model, copies, on_token=check.on_token, **knobs), check
+        return STAGES[name](model, copies, on_token=check.on_token, **limits(name, model)), check
 
-    def wrong_in(name, check):
-        return [f"WRONG: {name}: request '{v.name}': {v.detail}"
-                for v in check() if v.verdict == "WRONG"]
-
-    repeats, stages, common, wrong = 1 if args.quick else 3, {}, {}, []
+    repeats, stages, wrong = 1 if args.quick else 3, {}, []
     runs = results.in_turn(STAGES, run, repeats)
     for name, taken in runs.items():
         rows = [results.row_of(trace) for trace, _ in taken]   # counts are the same in all
         stages[name] = {what: statistics.median_low(row[what] for row in rows) for what in rows[0]}
-        wrong += wrong_in(name, taken[0][1])
-    begun = behind_a_beginning(requests, tokenizer)
-    for name in STAGES:
-        trace, check = run(name, begun, knobs_for_room(name, begun))
-        common[name] = held_and_computed(trace)
-        wrong += wrong_in(name, check)
+        wrong += [f"WRONG: {name}: request '{v.name}': {v.detail}"
+                  for v in taken[0][1]() if v.verdict == "WRONG"]
     print(*wrong or [f"{len(requests)} requests in {len(stages)} stages: none is WRONG"], sep="\n")
+    (trace, _), *_ = next(iter(runs.values()))   # all have the same answers
     return {"repeats": repeats, "stages": stages, "wrong": wrong, "requests": len(requests),
-            "calculated": calculated(runs["naive"][0][0].requests),
-            "gap_ms": {name: motion.figures(motion.run(name))[0] for name in IDEAS},
-            "ruined": ruined(model, tokenizer, requests), "common": common,
-            "beginning": COMMON, "room": ROOM,
+            "rungs": rungs.rows(trace.requests, model.config),
+            "ruined": ruined(model, tokenizer, requests),
             "prompt_tokens": sum(len(request.prompt) for request in requests),
             "generated": stages["naive"]["generated"],
             "useful_scores": stages["naive"]["useful_scores"]}
@@ -157,39 +116,29 @@ def table(result):
 
 
 def ideas(result):
-    """The README's ladder: figures that show what each stage is for."""
+    """The README's ladder: what each stage is for, as its script's last table says it."""
     rows = []
     for number, (name, idea) in enumerate(IDEAS.items()):
-        here, common = result["stages"][name], result["common"][name]
-        script = name.split(",")[0]
-        rows.append([f"{number} [{script}](generate_{script}.py)", idea,
-                     f"{here['useful'] / here['slots']:.0%}",
-                     f"{result['calculated'][name]['tokens_per_s']:,.0f}",
-                     f"{result['gap_ms'][name]:,.0f} ms", f"{common['at_once']}",
-                     f"{common['computed']:,}"])
-    n, begun, prompts = result["requests"], result["beginning"], result["prompt_tokens"]
-    computed = result["common"]["unbatched"]["computed"]
-    head = ["stage", "the idea", f"{n} prompts: useful", f"{n} prompts: tokens/s *",
-            "long prompt: gap *", "same start: at once", "same start: tokens"]
-    how = (f"{n} prompts: eight at a time. Long prompt: {motion.PROMPT:,} tokens arrive while "
-           "six requests decode; the gap is the longest time between two of their tokens. Same "
-           f"start: {begun} common tokens before each of the {n} prompts, and memory for "
-           f"{result['room']:,}: requests that run at once, and tokens computed. "
-           "Naive and dynamic then run as many as fit if each were the "
-           f"longest. {computed:,} is {n} × {begun} and {prompts} of the prompts and "
-           f"{computed - n * begun - prompts} of the answers. * Calculated for Llama 2 7B on an "
-           "A100, where reading weights takes the time.")
-    return Table(head, rows, how, words=2, small_print="{how}")
+        passes, slots, _, gap, at_once = result["rungs"][name]
+        rows.append([f"{number} [{name}](generate_{name}.py)", idea, f"{passes:,}", f"{slots:,}",
+                     f"{gap:,}", f"{at_once:,}"])
+    how = (f"Each script runs the same {result['requests']} prompts in the same memory, and prints "
+           "this table at its end. Worst gap: the most slots computed between two tokens of a "
+           "request. At once: the most requests in a step.")
+    return Table(["stage", "the idea", "passes", "slots", "worst gap", "at once"], rows, how,
+                 words=2, small_print="{how}")
 
 
 def bug(result):
     """What the published mask does to answers: the README's example."""
-    def line(text, most=72):
-        text = " ".join(text.removesuffix("<|endoftext|>").split())
-        return f"{text[:most]}{'…' * (len(text) > most)}"
+    def line(text):
+        return " ".join(text.removesuffix("<|endoftext|>").split())
 
-    rows = [[f"…{line(prompt)[-29:]}", line(right), line(wrong)] for prompt, right, wrong in (
-        result["ruined"][name] for name in ("r5", "r6"))]
+    def beginning(text, most=72):
+        return f"{line(text)[:most]}{'…' * (len(line(text)) > most)}"
+
+    rows = [[f"…{line(prompt)[-36:]}", beginning(right), beginning(wrong)]
+            for prompt, right, wrong in (result["ruined"][name] for name in ("r2", "r8"))]
     how = (f"In *interleaved* the mask changes {len(result['ruined'])} of {result['requests']} "
            "answers. Here are two, from the same random numbers. Right is what the request gets "
            "alone, character by character: that it is nonsense, too, does not matter.")

@@ -12,7 +12,7 @@ from dataclasses import replace
 import generate_prefix
 from lab.experiments import results
 from lab.experiments.results import Table
-from lab.loading.load import load
+from lab.loading.load import load, set_threads
 from lab.loading.stages import STAGES
 from lab.views.report import totals
 from request import Request
@@ -70,6 +70,7 @@ def filling_pool(model):
 def measure(args, device, dtype):
     """What prefix caching saves: sixteen prompts that begin alike."""
     model, repeats = load()[0].to(device, dtype), 1 if args.quick else 5
+    set_threads(model)   # as a script does
 
     def run(name):
         with watch(model) as seen:

@@ -83,8 +83,9 @@ def load(name):
 
 def origin(device, dtype, command):
     """Where figures come from, as it stands in their file."""
+    threads = torch.get_num_threads()
     place = (torch.cuda.get_device_name(device) if device.type == "cuda"
-             else f"{device}, {torch.get_num_threads()} threads")
+             else f"{device}, {threads} thread{'s' * (threads > 1)}")
     try:
         cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[1]
     except (OSError, TypeError):   # not Linux, or it does not say

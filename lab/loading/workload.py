@@ -16,6 +16,10 @@ BEGINNING = """You write the documentation of a library. Say in one or two sente
 function returns, which arguments it takes, and which exceptions it raises. Do not repeat the name
 of the function. If a value is optional, say what happens without it. Use the words of the standard
 library. Write plain text. """
+# before each of the built-in prompts: 48 tokens, three pages of 16
+START = """You write the documentation of a library. Say in one or two sentences what each
+function returns, which arguments it takes, and which exceptions it raises.
+"""
 # the keys that a line of a .jsonl file may have
 KEYS = ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "priority", "arrival",
         "name")
@@ -38,6 +42,11 @@ def read_prompts(path):
     if not prompts:
         raise ValueError(f"{where}: there is no prompt in it")
     return prompts
+
+
+def builtin_prompts():
+    """A script's own prompts: twelve that begin alike, as after a system prompt."""
+    return [entry | {"prompt": START + entry["prompt"]} for entry in read_prompts(PROMPTS)]
 
 
 def parse_line(line, where):

@@ -40,9 +40,10 @@ def dozen():
     Prompts for a first visit: some begin alike. The seventh is long: its chunks are computed while
     the six before it decode.
     """
-    *short, last = [entry["prompt"] for entry in read_prompts(PROMPTS)]
-    prompts = [prompt if i % 3 else BEGINNING + prompt for i, prompt in enumerate(short)]
-    return prompts[:6] + ["\n".join([*short[:2], last])] + prompts[6:]
+    texts = [entry["prompt"] for entry in read_prompts(PROMPTS)]
+    prompts = [BEGINNING + text if i % 3 == 1 else text for i, text in enumerate(texts)]
+    prompts[6] = "\n".join([texts[1], max(texts, key=len)])
+    return prompts
 
 
 def shown(requests):

@@ -53,7 +53,7 @@ def counted(generate, requests, config, given):
     A row: passes; slots; steps to a first token, on average; the most slots that are computed
     between two tokens of a request; and the most requests in a step.
     """
-    knobs, _ = limited(generate, given, config.block_size)
+    knobs = limited(generate, given, config.block_size)
     trace = generate(NoModel(config), [*map(known, requests)], **knobs)
     running = {}   # step -> the requests that it computes
     after = {}     # (request, step) -> slots computed until its token of this step
@@ -64,7 +64,7 @@ def counted(generate, requests, config, given):
     firsts = [each.token_steps[0] - each.arrival + 1 for each in trace.requests]
     gaps = [after[each.name, late] - after[each.name, early]
             for each in trace.requests for early, late in pairwise(each.token_steps)]
-    return [len(trace.passes), slots, round(sum(firsts) / len(firsts)), max(gaps, default=1),
+    return [len(trace.passes), slots, round(sum(firsts) / len(firsts)), max(gaps, default=0),
             max(map(len, running.values()))]
 
 
@@ -78,13 +78,16 @@ def rungs(here, requests, config, given):
     """The table, and what the stage `here` buys and costs against the one before it."""
     all_rows = rows(requests, config, given)
     names = [*all_rows]
-    lines = aligned([[f"  {len(requests)} requests", *WORDS], *(
+    asked = f"{len(requests)} request{'s' * (len(requests) > 1)}"
+    lines = aligned([[f"  {asked}", *WORDS], *(
         [f"{'>' if name == here else ' '} {i} {name}", *(f"{n:,}" for n in row)]
         for i, (name, row) in enumerate(all_rows.items()))])
     before = (all_rows[names[names.index(here) - 1]] if here != names[0] else
               counted(partial(SCRIPTS[here], use_cache=False), requests, config, given))
-    changes = [(b / a if name == "at once" else a / b, words.format(f"{a:,} -> {b:,}"))
-               for (name, words), a, b in zip(WORDS.items(), before, all_rows[here])]
+    changes = []   # (how many times better, in words)
+    for (name, words), a, b in zip(WORDS.items(), before, all_rows[here]):
+        better = b / a if name == "at once" else max(a, 1) / max(b, 1)
+        changes.append((better, words.format(f"{a:,} -> {b:,}")))
     buys = [text for better, text in changes if better >= WORTH]
     costs = [text for better, text in changes if 1 / better >= WORTH]
     for word, texts in ("buys", buys), ("costs", costs):
