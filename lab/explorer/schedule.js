@@ -16,8 +16,9 @@ const largest = values => values.reduce((a, b) => Math.max(a, b), 0);
 class Request {
   // prompt, answer: numbers of tokens; limit: of the longest answer that it may get
   // equal: for each request before it, with how many of that one's tokens it begins
-  constructor({prompt, answer, limit = answer, arrival = 0, equal = []}, number) {
-    Object.assign(this, {number, prompt, answer, limit, arrival, equal, refused: ""});
+  // refused: why it can never run; "": it can
+  constructor({prompt, answer, limit = answer, arrival = 0, equal = [], refused = ""}, number) {
+    Object.assign(this, {number, prompt, answer, limit, arrival, equal, refused});
     Object.assign(this, {computed: 0, generated: 0, block_table: null, page_hashes: []});
     Object.assign(this, {token_steps: [], token_times: []});
     Object.assign(this, {reached: 0, room: null, room_pages: undefined});   // for the record
@@ -330,8 +331,8 @@ const STAGES = {   // unbatched is dynamic with one request at a time
 // Requests that could never run have a reason in `refused`.
 export function simulate(stage, load, knobs, gpu) {
   const requests = load.map((lengths, number) => new Request(lengths, number));
-  const queue = [...requests].sort((a, b) => a.arrival - b.arrival), clock = new Clock(knobs.in_ms);
-  const passes = [];
+  const clock = new Clock(knobs.in_ms), passes = [];
+  const queue = requests.filter(({refused}) => !refused).sort((a, b) => a.arrival - b.arrival);
   let pool = null;
   for (const batch of STAGES[stage](queue, knobs, clock)) {
     const {step, plan} = batch, due = requests_due(plan), before = passes.at(-1);
