@@ -34,8 +34,8 @@ const PRESETS = {   // as in an address
   "little memory": "own=40-30_60-40_52-36_44-50_60-24_48-44_56-30_40-36&memory=512"
     + "&max_new_tokens=128&run=paged&beside=ragged"};
 const MOST = 40;                         // requests
-const ONLY_HERE = "This page is a file on your computer, so a link to it leads nowhere else. What was "
-  + "copied belongs behind the address of another copy, or into its “paste requests”: ";
+const OF_A_FILE = "This page is a file on your computer, so only what follows its address is "
+  + "copied. Others put it behind the address of their copy, or into its “paste requests”: ";
 
 // --- the state -----------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ function beginOwn() {
     const ofFile = location.protocol === "file:", page = location.href.split("#")[0];
     const link = ofFile ? address() : page + address();
     await navigator.clipboard?.writeText(link).catch(() => {});
-    if (ofFile) note(ONLY_HERE + link, "soft");
+    if (ofFile) note(OF_A_FILE + link, "soft");
     copy.textContent = "copied";
     setTimeout(() => { copy.textContent = "copy link"; }, 1500);
   }}, "copy link");

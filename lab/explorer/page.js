@@ -275,6 +275,7 @@ function drawControls() {
   document.title = [state.own ? state.own.title || "your own requests" : on?.title ?? state.run,
                     "nanoBatch explorer"].join(" · ");
   $("about").textContent = state.own?.title || about;
+  $("about").className = state.own?.title ? "title" : "";
   $("on").textContent = !on ? "guided walk" : walk[stop + 1] ? "next stop" : "your own requests";
 }
 
