@@ -768,7 +768,7 @@ def test_a_limit_that_was_set_binds_all_stages_on_the_page_of_a_run(show):
     shown.click("#edit")
     assert shown.run("return state.own.memory") == 32
     many = [Request([i % 13] * 50, 5) for i in range(40)]   # 54 tokens, or 4 pages
-    shown = show(traces={"ragged, varlen": record(SCRIPTS["ragged"], MODEL, many, max_batch=40)})
+    shown = show(traces={"ragged, varlen": record(SCRIPTS["ragged"], BUILTIN, many, max_batch=40)})
     assert marked(shown) == ["ragged recorded"]
     shown.click("#edit")   # where a memory is always set: then to one that is enough
     assert shown.run("return [state.run, state.own.memory]") == ["ragged", 40 * 4 * 16]
