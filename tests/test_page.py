@@ -467,21 +467,22 @@ def test_the_scoreboard_is_that_of_pythons_stages(show):
     requests = [{"prompt": prompt, "answer": answer, "limit": answer, "arrival": arrival,
                  "shared": shared} for prompt, answer, arrival, shared in (
         (24, 40, 0, 0), (70, 5, 0, 40), (60, 24, 10, 0), (120, 9, 30, 40))]
+    fit = {"naive": 512 // (120 + 40 - 1), "dynamic": 512 // (120 + 9 - 1)}   # surely, at once
     shown = show(OWN.replace("memory=128", "memory=512"))
     for stage, row in zip(SCRIPTS, shown.run(
             "return [...$('views').querySelectorAll('.scores tr')].slice(1).map("
             "row => [...row.querySelectorAll('td')].map(cell => cell.textContent))"), strict=True):
-        run = python(stage, requests, {"max_batch": 8, "token_budget": 64, "page_size": 8,
-                                       "pages": 64, "max_kv_tokens": 512, "in_ms": True})
+        run = python(stage, requests, {"max_batch": fit.get(stage, 8), "token_budget": 64,
+                                       "page_size": 8, "pages": 64, "max_kv_tokens": 512,
+                                       "in_ms": True})
         passes, times = run["passes"], run["token_times"]
         useful = sum(p["useful"] for p in passes) / sum(p["slots"] for p in passes)
         gap = max(b - a for some in times for a, b in zip(some, some[1:]))
         first = max(some[0] - r["arrival"] for some, r in zip(times, requests))
         speed = 1e3 * sum(map(len, times)) / max(some[-1] for some in times)
         held, at_once = (max(p[name] for p in passes) for name in ("reserved", "at_once"))
-        limit = "no limit" if stage in ("unbatched", "naive", "dynamic") else "of 512"
         assert row == [f"{len(passes):,}", f"{useful:.0%}", f"{speed:,.0f}", f"{first:,.0f}",
-                       f"{gap:,.0f}", f"{at_once}", f"{held} {limit}"]
+                       f"{gap:,.0f}", f"{at_once}", f"{held} of 512"]
     shown.click(".scores button", 5)
     assert "run=ragged" in shown.address
     shown = show(OWN + "&run=paged&beside=ragged")
@@ -494,11 +495,11 @@ def test_a_request_that_can_never_fit_says_so(show):
     for memory, refused in (128, [""] * 4), (
             64, ["", *(f"{n} KV tokens, there are 64" for n in (83, 128, 74))]):
         shown.run("state.own.memory = arguments[0]; redraw()", memory)
-        assert shown.run("return views.map(({run}) => run.requests.map(r => r.refused))") == (
-            [refused] * 2)
+        assert shown.run("return Object.keys(LADDER).map(stage => ownRun(stage).requests.map("
+                         "r => r.refused))") == [refused] * len(SCRIPTS)
     assert shown.run("return views[0].run.requests[0].ms.length") == 40   # the others run
     shown.run("state.own.memory = 16; redraw()")
-    assert shown.texts(".scores .soft") == ["no request fits into its memory"] * 5
+    assert shown.texts(".scores .soft") == ["no request fits into its memory"] * len(SCRIPTS)
     assert re.search("step 0: nothing runs. A can never run: 63 KV .*; nor can B C D",
                      shown.texts("#said")[0])
 
@@ -521,14 +522,15 @@ def test_each_control_changes_the_link_and_back_takes_it_back(show):
     for number, key, want in ((0, Keys.ARROW_RIGHT, "own=25-40_60"), (2, Keys.ARROW_LEFT, "24-36_"),
                               (4, Keys.ARROW_RIGHT, "24-40-1_"), (9, Keys.ARROW_RIGHT, "60-24-11_"),
                               (20, Keys.ARROW_LEFT, "max_batch=7")):
-        shown.run("document.querySelectorAll('#own input')[arguments[0]].focus()", number)
+        shown.run("document.querySelectorAll('.row input, .knob input')[arguments[0]].focus()",
+                  number)
         shown.press(key)
         changed(want)
-    shown.run("document.querySelector('#own input').focus()")
+    shown.run("document.querySelector('.row input').focus()")
     shown.press(*[Keys.ARROW_RIGHT] * 3)   # in quick succession: one change
     changed("own=27-40_")
     for typed, want in ("157", "157-40_"), ("9999", "own=999-40_"):   # the last one that fits
-        shown.run("const [, exact] = document.querySelectorAll('#own input'); exact.select()")
+        shown.run("const [, exact] = document.querySelectorAll('.row input'); exact.select()")
         shown.press(typed)
         changed(want)
     for selector, number, want in (
@@ -648,10 +650,11 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
              "tokens (the last one of its answer needs none), 53 free."),
             ("prefix", 1, "C D wait for memory: C needs at most 3 pages, 1 free."),
             ("chunked&max_batch=2", 1, "prefill of B (16). C D wait for a place."),
-            ("dynamic&max_batch=3", 1, "3 decodes. D waits for a place."),
-            ("dynamic", 0, "prefill of A (40), B (40), C (40), D (9). 31 of its 160 slots are "
-             "pads."),
-            ("naive&max_batch=3", 1, "3 decodes. D waits for the batch."),
+            ("dynamic", 1, "2 decodes. C D wait for a place: more than 2 at once might not fit "
+             "into the memory."),
+            ("dynamic&max_batch=1", 1, "1 decode. B C D wait for a place."),
+            ("dynamic", 9, "prefill of C (40), D (9). 31 of its 80 slots are pads."),
+            ("naive&max_batch=1", 1, "1 decode. B C D wait for the batch."),
             ("unbatched", 1, "1 decode. B C D wait for a turn.")):
         shown.go_to(f"{own}&run={stage}").run("go(arguments[0])", step)
         assert shown.texts("#said")[0].endswith(said)
@@ -659,6 +662,8 @@ def test_a_line_says_the_plan_and_what_waits_for_what(show):
         $("said").textContent, $("other").firstElementChild.textContent]; })"""
     shown.go_to("own=30-40_30-40_30-40&memory=128&run=paged&beside=ragged")
     first, second = zip(*shown.run(sentences))
+    assert any("C (preempted) waits for the next step: none is admitted in a step that preempts."
+               in text for text in first)
     for said, sentence in (
             (first, "paged, step .* C .preempted. waits for memory: C needs 3 pages, [02] free"),
             (second, "ragged, step .* B C wait for memory: B would reserve 69 tokens .the last one "
@@ -742,9 +747,68 @@ def test_recorded_runs_follow_from_their_lengths(show):
 def test_a_runs_lengths_become_own_requests(show):
     shown = show(traces={stage: recorded(stage) for stage in ("dynamic", "prefix")})
     assert len(shown.texts(".scores tr")) == 1 + len(SCRIPTS)   # the same lengths on every stage
+    assert marked(shown) == ["dynamic recorded"] and {*shown.texts(".scores td small")} == {
+        " no limit"}   # none was set
     shown.click("#edit")
     assert shown.run("return state.own.requests.length") == len(mixed())
     assert shown.run("return [state.run, state.beside]") == ["dynamic", "prefix"]   # as before
+
+
+def marked(shown):
+    """The rows of the scoreboard that say more than their stage's name."""
+    return [text for text in shown.texts(".scores th[scope=row]") if " " in text]
+
+
+def test_a_limit_that_was_set_binds_all_stages_on_the_page_of_a_run(show):
+    trace = recorded("prefix", pages=8, page_size=4, token_budget=16)
+    trace.recording.knobs["policy"] = "sjf"   # as --page says it
+    shown = show(traces={"prefix": trace})
+    assert marked(shown) == ["prefix recorded under sjf, here fcfs"]
+    assert {*shown.texts(".scores td small")} == {" of 32"}
+    shown.click("#edit")
+    assert shown.run("return state.own.memory") == 32
+    many = [Request([i % 13] * 50, 5) for i in range(40)]   # 54 tokens, or 4 pages
+    shown = show(traces={"ragged, varlen": record(SCRIPTS["ragged"], BUILTIN, many, max_batch=40)})
+    assert marked(shown) == ["ragged recorded"]
+    shown.click("#edit")   # where a memory is always set: then to one that is enough
+    assert shown.run("return [state.run, state.own.memory]") == ["ragged", 40 * 4 * 16]
+
+
+def test_with_little_memory_no_stage_takes_more(show):
+    shown = show()
+    scores = shown.run("navigate(PRESETS['little memory']); return ownScores()")
+    assert all(score["memory"][0] <= score["memory"][1] == 512 for score in scores.values())
+    assert {*sorted(scores, key=lambda stage: scores[stage]["speed"])[-2:]} == {*PAGED}
+
+
+def test_a_link_has_a_title_and_a_step(show):
+    shown = show(OWN)
+    assert shown.run("return document.title") == "your own requests · nanoBatch explorer"
+    shown.run("$('title').focus()")
+    shown.press("Why <b>pages</b>?")
+    shown.run("go(7)")
+    step, address = shown.now, shown.address
+    assert "title=Why+%3Cb%3Epages%3C%2Fb%3E%3F&own=" in address
+    shown = show(address[1:])
+    assert shown.now == step and shown.address == address
+    assert shown.texts("#about") == ["Why <b>pages</b>?"] == shown.texts("#title", "value")
+    assert shown.run("return document.title") == "Why <b>pages</b>? · nanoBatch explorer"
+    shown.click("#walk li:nth-child(4) button")
+    assert shown.run("return document.title") == "one request · nanoBatch explorer"
+    assert shown.texts("#about")[0].startswith("how an LLM server")
+
+
+def test_what_is_copied_from_a_file_can_be_pasted(show):
+    shown = show(OWN + "&title=two&ms=200")
+    step, address = shown.now, shown.address
+    shown.click("#copy")
+    said, = shown.texts("#note")
+    assert said.startswith("This page is a file on your computer") and said.endswith(address)
+    for link in address, "https://example.org/explorer.html" + address:
+        shown.go_to("own=4-5")
+        shown.run("document.querySelector('textarea').value = arguments[0]", link)
+        shown.click(".paste button")
+        assert (shown.now, shown.address) == (step, address)
 
 
 def test_kinds_differ_without_colour(show):

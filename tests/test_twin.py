@@ -11,7 +11,8 @@ import pytest
 from common import THOROUGH
 
 from lab import flags
-from lab.explorer import page
+from lab.experiments import plans
+from lab.explorer import build, page
 from lab.explorer.recorder import Recorder
 from lab.loading.stages import SCRIPTS
 from lab.simulate.calculated import simulate
@@ -117,3 +118,34 @@ def test_the_twin_makes_pythons_plans(stage, javascript):
             TWIN + "return JSON.stringify(simulate(...arguments))", stage, *load(seed),
             page.gpu_data())
         assert_same(json.loads(run), python(stage, *load(seed)))   # `seed` is in the report
+
+
+def alike(a, b):
+    """With how many equal tokens two lists begin."""
+    return next((i for i, (one, other) in enumerate(zip(a, b)) if one != other),
+                min(len(a), len(b)))
+
+
+def test_the_twin_makes_vllms_plans(javascript):
+    """Those that were recorded: the page says so, and of how many."""
+    version, works = plans.recorded()
+    works = [work for work in works if work["policy"] == "fcfs"]
+    loads = []
+    for work in works:
+        whole = [each["prompt"] + each["answer"] for each in work["requests"]]
+        loads.append([{"prompt": len(each["prompt"]), "answer": len(each["answer"]),
+                       "arrival": each["arrival"],
+                       "equal": [alike(tokens, other) for other in whole[:i]]}
+                      for i, (each, tokens) in enumerate(zip(work["requests"], whole))])
+    knobs = [{name: work[name] for name in ("max_batch", "token_budget", "pages", "page_size")}
+             for work in works]
+    made = javascript.execute_script(TWIN + """
+        const [loads, knobs, gpu] = arguments;
+        return JSON.stringify(loads.map((load, i) => simulate("prefix", load, knobs[i], gpu)
+          .passes.map(({step, work}) => [step, work])))""", loads, knobs, page.gpu_data())
+    for work, mine in zip(works, json.loads(made), strict=True):
+        assert [[step, {f"r{owner}": n for owner, n in zip(flat[::3], flat[2::3])}]
+                for step, flat in mine] == work["plans"]
+    said = f"{len(works)} of {len(works)} recorded workloads (vLLM {version})"
+    for text in page.read("page.html"), build.PAGE.read_text(encoding="utf-8"):
+        assert said in " ".join(text.split())

@@ -1,7 +1,8 @@
 // The visitor's own requests: what stands in the address, the controls, and the stages' runs of
 // them, which schedule.js computes anew after each change. The one state is `state.own`:
 //
-//     {requests: [[prompt, answer, arrival in ms, 1 if it begins like the others], ...], knobs}
+//     {requests: [[prompt, answer, arrival in ms, 1 if it begins like the others], ...], title,
+//      knobs}
 //
 // In an address, "24-40_180-12-50" are two requests; what is 0 at the end, or default, is left out.
 
@@ -24,6 +25,7 @@ const KNOBS = {   // title, values, default, what it means, vLLM's name for it
                    "max_tokens"],
   common: ["common beginning", [0, ...LENGTHS], 0, "tokens with which prompts marked ≡ begin",
            ""]};
+const TITLE = 80;                        // letters
 const PRESETS = {   // as in an address
   "mixed": "own=24-40_60-24_12-60_120-30-40_36-16-80_200-24-120_16-48-160_48-32-200",
   "a long prompt": "own=16-60_24-60_20-60_32-60_1024-20-100_20-30-150&token_budget=128",
@@ -32,6 +34,8 @@ const PRESETS = {   // as in an address
   "little memory": "own=40-30_60-40_52-36_44-50_60-24_48-44_56-30_40-36&memory=512"
     + "&max_new_tokens=128&run=paged&beside=ragged"};
 const MOST = 40;                         // requests
+const OF_A_FILE = "This page is a file on your computer, so only what follows its address is "
+  + "copied. Others put it behind the address of their copy, or into its “paste requests”: ";
 
 // --- the state -----------------------------------------------------------------------------------
 
@@ -62,7 +66,8 @@ function ownFrom(parts, lost) {
     return right && one;
   }).filter(Boolean)};
   if (left.length) lost.push(`${plural(left.length, "request")} (${left.slice(0, 3).join(", ")})`);
-  const known = ["own", "run", "beside", "ms", "step", "theme", ...Object.keys(KNOBS)];
+  own.title = (parts.get("title") ?? "").slice(0, TITLE);
+  const known = ["own", "title", "run", "beside", "ms", "step", "theme", ...Object.keys(KNOBS)];
   lost.push(...[...parts.keys()].filter(name => !known.includes(name)));
   for (const [name, [title, values, usual]] of Object.entries(KNOBS)) {
     const value = Number(parts.get(name) ?? usual);
@@ -72,9 +77,9 @@ function ownFrom(parts, lost) {
   return own.requests.length ? own : {...own, requests: [[24, 40, 0, 0]]};
 }
 
-function ownParts({requests, ...others}) {   // for an address
+function ownParts({requests, title, ...others}) {   // for an address
   const list = requests.map(request => request.join("-").replace(/(-0)+$/, "")).join("_");
-  return {own: list, ...Object.fromEntries(
+  return {...title ? {title} : {}, own: list, ...Object.fromEntries(
     Object.entries(others).filter(([name, value]) => value !== KNOBS[name][2]))};
 }
 
@@ -85,20 +90,24 @@ function ownOf(run, beside) {
   const prompts = requests.map(({prompt}) => prompt), shared = prompts.map(
     prompt => largest(prompts.map(other => other === prompt ? 0 : alike(prompt, other))));
   const common = largest(shared) > page_size ? largest(shared) : 0;
-  const memory = run.pool ? run.pool.pages * page_size : run.knobs.max_kv_tokens;
+  const rooms = requests.map(({prompt, limit}) => (
+    page_size * Math.ceil((prompt.length + limit - 1) / page_size)));
+  const memory = limitOf(run.knobs) ?? Math.max(KNOBS.memory[2],   // else enough for whoever runs
+    rooms.sort((a, b) => b - a).slice(0, max_batch).reduce((a, b) => a + b));
   const list = requests.map(({prompt, generated}, r) => [
     prompt.length, generated.length, Math.round(when[r].arrived),
     common && shared[r] === common ? 1 : 0]);
   const own = {requests: list.slice(0, MOST), max_batch, token_budget, page_size, common,
-               ...memory ? {memory} : {}};
-  const stages = {run: run.name, beside}, known = Object.entries(stages).filter(
+               memory: Math.min(memory, KNOBS.memory[1].at(-1))};
+  const stages = {run: run.stage, beside: RUNS.get(beside)?.stage};
+  const known = Object.entries(stages).filter(
     ([, name]) => LADDER[name]);
   return String(new URLSearchParams({...ownParts(own), ...Object.fromEntries(known)}));
 }
 
 function ownRun(stage) {
   if (!planned.has(stage)) {
-    const {requests, memory, max_new_tokens, common, ...limits} = state.own;
+    const {requests, title, memory, max_new_tokens, common, ...limits} = state.own;
     const load = requests.map(([prompt, answer, arrival, shares], r) => ({
       prompt, answer, arrival, limit: Math.max(answer, max_new_tokens),
       equal: requests.slice(0, r).map(
@@ -113,7 +122,7 @@ function ownRun(stage) {
 // --- changes -------------------------------------------------------------------------------------
 
 function edit(what) {
-  $("note").textContent = "";
+  note("");
   what(state.own);
   soon ??= requestAnimationFrame(redraw);
 }
@@ -190,8 +199,11 @@ function beginOwn() {
   const said = element("span", {className: "soft", role: "status"});
   const paste = element("details", {className: "paste"}, element("summary", {}, "paste requests"),
     soft("A line for each request: the lengths of its prompt and its answer, in tokens, or JSON, "
-         + "with its arrival in ms."), box,
+         + "with its arrival in ms. Or a link, or the part of one from # on."), box,
     element("button", {onclick: () => {
+      const [, link] = /^[^\s#]*#(\S+)$/.exec(box.value.trim()) ?? [];
+      said.textContent = "";
+      if (link) return navigate(link);
       try {
         const requests = parsed(box.value);
         edit(own => Object.assign(own, {requests}));
@@ -200,13 +212,18 @@ function beginOwn() {
         said.textContent = error.message;
       }
     }}, "use these"), said);
+  const title = element("input", {
+    id: "title", maxLength: TITLE, placeholder: "title of the link", ariaLabel: "title of the link",
+    oninput: () => edit(own => { own.title = title.value; })});
   const copy = element("button", {id: "copy", onclick: async () => {
-    const link = location.href.split("#")[0] + address();
+    const ofFile = location.protocol === "file:", page = location.href.split("#")[0];
+    const link = ofFile ? address() : page + address();
     await navigator.clipboard?.writeText(link).catch(() => {});
+    if (ofFile) note(OF_A_FILE + link, "soft");
     copy.textContent = "copied";
     setTimeout(() => { copy.textContent = "copy link"; }, 1500);
   }}, "copy link");
-  $("presets").append("Begin with:", ...Object.keys(PRESETS).map(preset), copy);
+  $("presets").append("Begin with:", ...Object.keys(PRESETS).map(preset), title, copy);
   $("pasting").append(paste);
   for (const [name, [title, values, , meaning, theirs]] of Object.entries(KNOBS)) {
     const knob = bar(`${title}: ${meaning}`, "knob", values, n => { state.own[name] = n; });
@@ -263,6 +280,7 @@ function drawOwn({wide}) {               // the controls show the state
   requests.forEach((request, r) => rows[r].show(request, end));
   for (const name of Object.keys(KNOBS)) knobs[name].show(state.own[name]);
   $("more").disabled = requests.length === MOST;
+  if (document.activeElement !== $("title")) $("title").value = state.own.title ?? "";
 }
 
 function ownScores() {                   // {stage: its figures}
@@ -301,7 +319,10 @@ const FIRST = {unbatched: "a turn", naive: "the batch", dynamic: "a place"};
 
 function waitsFor(run, now, {name, prompt, limit, steps}) {   // the first in the queue
   const {knobs, passes, pool} = run, [first] = now.passes, reserved = passes.reserved[first];
-  if (FIRST[run.name]) return FIRST[run.name];
+  const set = state.own.max_batch, more = knobs.max_batch < set
+    ? `: more than ${knobs.max_batch} at once might not fit into the memory` : "";
+  if (FIRST[run.name]) return FIRST[run.name] + more;
+  if (preempts(run, now)) return "the next step: none is admitted in a step that preempts";
   if (passes.at_once[first] === knobs.max_batch) return "a place";
   if (tokensIn(run, now) === knobs.token_budget) return "the token budget";
   const known = prompt.length + atMost(steps, now.step);   // when it is admitted, and preempted
@@ -311,4 +332,9 @@ function waitsFor(run, now, {name, prompt, limit, steps}) {   // the first in th
   const does = run.name === "prefix" ? "needs at most" : pool ? "needs" : "would reserve";
   const less = pool ? "" : " (the last one of its answer needs none)";
   return `memory: ${name} ${does} ${plural(need, unit)}${less}, ${number(free)} free`;
+}
+
+function preempts({passes, requests}, {step, passes: [first]}) {   // whoever is done leaves, too
+  return Object.entries(passes.room[first]).some(([r, room]) => room === null
+    && atMost(requests[r].steps, step - 1) < requests[r].generated.length);
 }

@@ -61,12 +61,16 @@ function readAddress() {                 // and says which of it does not exist
     if (value && value !== state[name]) lost.push(`${name}=${value} (${now})`);
   }
   if (parts.has("stop") && state.stop === null) lost.push(`stop=${parts.get("stop")}`);
-  $("note").textContent = lost.length ? `In this link, ${lost.join(", ")} could not be read.` : "";
+  note(lost.length ? `In this link, ${lost.join(", ")} could not be read.` : "");
   if (!state.own && !parts.has("run") && walk.length) return showStop(state.stop ?? 0);
   setTicks(Number(parts.get(state.clock)) || 0);
   state.slot = slotNamed(parts.get("slot")) ? parts.get("slot") : null;
   build();
   if (state.own && !before && innerWidth <= 760) $("own").scrollIntoView();
+}
+
+function note(text, className = "bad") {
+  Object.assign($("note"), {textContent: text, className});
 }
 
 function go(tick) {                      // to another moment
@@ -212,7 +216,11 @@ function render() {                      // what depends on the moment
 
 function scoreboardNow() {
   if (state.own) return ownScoreboard();
-  if (!inScene()) return scoreboard(views[0].run.would ??= wouldHave(views[0].run));
+  const [{run}] = views, {policy = "fcfs"} = run.knobs;
+  if (!inScene()) {
+    return scoreboard(run.would ??= wouldHave(run), null, {
+      [run.stage]: policy === "fcfs" ? "recorded" : `recorded under ${policy}, here fcfs`});
+  }
   const pick = run => navigate(
     String(new URLSearchParams({run, ms: ticks[state.tick], stop: state.stop, all: 1})));
   const scores = DATA.walk[state.stop].rows.map(name => [name, figuresOf(recorded(name))]);
@@ -244,6 +252,8 @@ function navigate(to) {                  // to what an address says; Back leads 
 // --- controls ------------------------------------------------------------------------------------
 
 let timer = null;                        // while it plays
+const about = "how an LLM server batches requests, step by step; ms are "
+  + (DATA.calculated ? "calculated for an A100" : "measured");
 
 function drawControls() {
   const value = ticks[state.tick] ?? 0, end = ticks.at(-1) ?? 0, {stop} = state, {walk} = DATA;
@@ -262,6 +272,10 @@ function drawControls() {
   $("all").hidden = !on;
   $("all").textContent = state.all ? "this scene only" : "all panels";
   $("on").hidden = Boolean(state.own) || !walk.length;
+  document.title = [state.own ? state.own.title || "your own requests" : on?.title ?? state.run,
+                    "nanoBatch explorer"].join(" · ");
+  $("about").textContent = state.own?.title || about;
+  $("about").className = state.own?.title ? "title" : "";
   $("on").textContent = !on ? "guided walk" : walk[stop + 1] ? "next stop" : "your own requests";
 }
 
@@ -368,13 +382,11 @@ function seek(event) {                   // a press or drag on the timeline
 }
 
 function begin() {
-  const clock = DATA.calculated ? "calculated for an A100" : "measured";
   const {weights, vocabulary, key, row, tile, overhead} = DATA.gpu;
   $("formula").textContent = `A pass reads the weights, ${ms(1e3 * (weights + vocabulary))}, and `
     + `the keys and values in sight, ${ms(1e6 * key)} for 1,000 tokens. Its arithmetic takes `
     + `${ms(1e3 * tile * row)}, and ${ms(1e5 * row)} for 100 slots. The time is the root of the `
     + `sum of both squares, and ${ms(1e3 * overhead)} of overhead.`;
-  $("about").textContent = `how an LLM server batches requests, step by step; ms are ${clock}`;
   $("walk").querySelector("ol").append(element("li", {}, element(
     "button", {id: "mine", onclick: openOwn}, "try your own requests")),
     ...DATA.walk.length ? [element("li", {className: "soft"}, "or the walk:")] : [],

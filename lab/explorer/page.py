@@ -96,7 +96,8 @@ def run_data(name, trace, calculated):
         "start": [ms(trace.step_times[p.step] - trace.started) for p in trace.passes],
         **{count: [getattr(p, count) for p in trace.passes] for count in COUNTS},
         **{column: [frame[column] for frame in recorder.frames] for column in FRAME}}
-    return {"name": name, "idea": idea(recorder.generate), "knobs": recorder.knobs,
+    return {"name": name, "stage": trace.stage.removesuffix(", varlen"),   # as in schedule.js
+            "idea": idea(recorder.generate), "knobs": recorder.knobs,
             "place": calculated or place(recorder.model), "pool": recorder.pool,
             "check": check_data(recorder, calculated),
             "xray": {name: getattr(recorder, name) for name in ("left_out", "wrong", "sentences")},

@@ -75,9 +75,25 @@ const POOLS = ["max_batch", "token_budget", "pages", "page_size"];
 const LADDER = {   // the stages, and the knobs that they have
   unbatched: [], naive: ["max_batch"], dynamic: ["max_batch"], chunked: RESERVES,
   interleaved: RESERVES, ragged: RESERVES, paged: POOLS, prefix: POOLS};
+const limitsMemory = stage => ["max_kv_tokens", "pages"].some(knob => LADDER[stage].includes(knob));
+
+// [load, knobs] for a stage that cannot limit its memory, where there is a limit: as many requests
+// at once as surely fit, and without those that never do.
+function asManyAsFit(stage, load, {max_kv_tokens: memory, ...knobs}) {
+  const room = ({prompt, limit}) => prompt + limit - 1;
+  const all = load.map(one => room(one) <= memory ? one
+    : {...one, refused: `${room(one)} KV tokens, there are ${memory}`});
+  const fit = all.filter(({refused}) => !refused);
+  const most = stage !== "naive" ? largest(fit.map(room))   // naive: a row of its rectangle
+    : largest(fit.map(({prompt}) => prompt)) + largest(fit.map(({limit}) => limit)) - 1;
+  const max_batch = Math.max(1, Math.min(knobs.max_batch, Math.floor(memory / most)));
+  return [all, {...knobs, max_batch}];
+}
 
 // A stage's run of a load, in the form of a recorded run; its tokens have no text.
 function computed(stage, load, knobs) {
+  const memory = knobs.max_kv_tokens, bounded = Boolean(memory) && !limitsMemory(stage);
+  if (bounded) [load, knobs] = asManyAsFit(stage, load, knobs);
   const {requests, passes, pool} = simulate(stage, load, knobs, DATA.gpu), p = {};
   const columns = ["step", "start", "shape", "work", "room", ...Object.keys(passes[0] ?? {})];
   for (const name of columns) p[name] = passes.map(pass => pass[name]);
@@ -89,7 +105,8 @@ function computed(stage, load, knobs) {
             steps: request.token_steps, ms: request.token_times};
   });
   const has = Object.fromEntries(LADDER[stage].map(name => [name, knobs[name]]));
-  return {name: stage, knobs: has, pool, check: null, requests: list, passes: p,
+  if (bounded) has.max_kv_tokens = memory;
+  return {name: stage, stage, knobs: has, pool, check: null, requests: list, passes: p,
           computed: true, xray: {left_out: "it is computed, without a model"}};
 }
 
@@ -116,18 +133,21 @@ function nameOf(r) {                     // A to Z, AA, AB, ...
 // tokens that it had room for, and its limit.
 const figuresOf = run => run.figures ??= countFigures(run);
 
-function countFigures({passes: p, requests, check, knobs, pool}) {
+function countFigures({passes: p, requests, check, knobs}) {
   const sum = values => values.reduce((a, b) => a + b, 0);
   const ran = requests.filter(({ms}) => ms.length);
   if (!ran.length) return null;
-  const limit = knobs.pages ? knobs.pages * knobs.page_size
-    : pool ? pool.pages * pool.page_size : knobs.max_kv_tokens;
   const tokens = sum(ran.map(({ms}) => ms.length)), end = largest(ran.map(({ms}) => ms.at(-1)));
   return {passes: p.step.length, useful: sum(p.useful) / sum(p.slots), speed: 1e3 * tokens / end,
           first: largest(ran.map(({ms, arrived}) => ms[0] - arrived)),
           next: largest(ran.flatMap(({ms}) => gapsOf(ms))),
-          at_once: Math.max(1, largest(p.at_once)), memory: [largest(p.reserved), limit ?? null],
+          at_once: Math.max(1, largest(p.at_once)), memory: [largest(p.reserved), limitOf(knobs)],
           wrong: Object.keys(check?.wrong ?? {}).length};
+}
+
+// Of its memory, in tokens; null if none was set.
+function limitOf({pages, page_size, max_kv_tokens}) {
+  return pages ? pages * page_size : max_kv_tokens ?? null;
 }
 
 function gapsOf(ms) {                    // milliseconds between a request's tokens
@@ -135,9 +155,8 @@ function gapsOf(ms) {                    // milliseconds between a request's tok
 }
 
 // What every stage would have done with the lengths of a run, in as much memory if it has a limit.
-function wouldHave({requests, knobs, pool}) {
-  const {max_batch = 8, token_budget = 64, page_size = 16} = knobs;
-  const memory = pool ? pool.pages * pool.page_size : knobs.max_kv_tokens;
+function wouldHave({requests, knobs}) {
+  const {max_batch = 8, token_budget = 64, page_size = 16} = knobs, memory = limitOf(knobs);
   const load = lengthsOf(requests.filter(({generated}) => generated.length));
   const limits = {max_batch, token_budget, page_size, max_kv_tokens: memory,
                   pages: memory ? Math.floor(memory / page_size) : null};

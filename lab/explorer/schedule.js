@@ -16,8 +16,9 @@ const largest = values => values.reduce((a, b) => Math.max(a, b), 0);
 class Request {
   // prompt, answer: numbers of tokens; limit: of the longest answer that it may get
   // equal: for each request before it, with how many of that one's tokens it begins
-  constructor({prompt, answer, limit = answer, arrival = 0, equal = []}, number) {
-    Object.assign(this, {number, prompt, answer, limit, arrival, equal, refused: ""});
+  // refused: why it can never run; "": it can
+  constructor({prompt, answer, limit = answer, arrival = 0, equal = [], refused = ""}, number) {
+    Object.assign(this, {number, prompt, answer, limit, arrival, equal, refused});
     Object.assign(this, {computed: 0, generated: 0, block_table: null, page_hashes: []});
     Object.assign(this, {token_steps: [], token_times: []});
     Object.assign(this, {reached: 0, room: null, room_pages: undefined});   // for the record
@@ -60,29 +61,25 @@ class Scheduler {
     else request.refused = `${request.kv_tokens} KV tokens, there are ${this.max_kv_tokens}`;
   }
   schedule(step) {
-    this.admit(step);
-    const plan = this.share_budget();
+    const plan = [], running = this.running.length;
+    let budget = this.token_budget;
+    for (const request of this.running) {   // `make_room` may take others from the list's end
+      const n = Math.min(request.todo, budget);
+      if (!n || !this.make_room(request, n)) continue;
+      plan.push([request, n]);
+      budget -= n;
+    }
+    const preempted = this.running.length < running;
+    while (budget && !preempted && this.running.length < this.max_batch) {
+      if (!this.arrived(step) || !this.admit(this.waiting[0])) break;
+      const request = this.waiting.shift();
+      this.running.push(request);
+      const n = Math.min(request.todo, budget);
+      this.make_room(request, n);
+      plan.push([request, n]);
+      budget -= n;
+    }
     if (!plan.length) throw Error(`step ${step}: nothing can go on`);
-    return plan;
-  }
-  admit(step) {
-    let todo = sum(this.running.map(request => request.todo));
-    while (this.running.length < this.max_batch && todo < this.token_budget) {
-      if (!this.arrived(step) || !this.grant_room(this.waiting[0])) break;
-      this.running.push(this.waiting.shift());
-      todo += this.running.at(-1).todo;
-    }
-  }
-  share_budget() {
-    const plan = this.running.filter(request => request.todo === 1).map(request => [request, 1]);
-    let budget = this.token_budget - plan.length;
-    for (const request of this.running) {
-      if (request.todo > 1 && budget > 0) {
-        const n = Math.min(request.todo, budget);
-        plan.push([request, n]);
-        budget -= n;
-      }
-    }
     return plan;
   }
   update(plan) {
@@ -95,31 +92,25 @@ class Scheduler {
     return this.running.length ? step : this.clock.next_step(step, this.waiting[0]);
   }
   arrived(step) { return this.waiting.length > 0 && this.clock.arrived(this.waiting[0], step); }
-  grant_room(request) {
+  admit(request) {
     const reserved = sum(this.running.map(other => other.kv_tokens));
     return reserved + request.kv_tokens <= this.max_kv_tokens;
   }
+  make_room() { return true; }
   free() {}
 }
 
 // --- paging.py, generate_paged.py ----------------------------------------------------------------
 
-class Pages {
-  constructor(number, size) {            // a Set keeps the order
-    Object.assign(this, {number, size, free_queue: new Set(Array(number).keys())});
+class PagePool {
+  constructor(number, page_size) {
+    Object.assign(this, {number, page_size, free_queue: Array.from(Array(number).keys())});
   }
-  needed(tokens) { return Math.ceil(tokens / this.size); }
-  take() {                               // Python: popleft, popitem
-    const [page] = this.free_queue;
-    this.free_queue.delete(page);
-    return page;
-  }
-  allocate(table, number) {
-    for (let i = 0; i < number; i++) table.push(this.take());
-  }
-  free(table) {
-    for (const page of table) this.free_queue.add(page);
-  }
+  get free_pages() { return this.free_queue.length; }
+  get cached_and_free() { return []; }
+  needed(tokens) { return Math.ceil(tokens / this.page_size); }
+  allocate(table, number) { table.push(...this.free_queue.splice(0, number)); }
+  free(table) { this.free_queue.push(...table); }
 }
 
 function pool_size(requests, {max_batch, page_size, pages = null}) {
@@ -132,17 +123,22 @@ class PagedScheduler extends Scheduler {
   constructor(requests, knobs, clock) {
     const number = pool_size(requests, knobs), {page_size} = knobs;
     super(requests, {...knobs, max_kv_tokens: number * page_size}, clock);
-    this.pages = new Pages(number, page_size);
+    this.pool = new PagePool(number, page_size);
   }
-  schedule(step) {
-    for (const request of [...this.running]) {
-      const need = this.pages.needed(request.computed + request.todo);
-      while (this.running.includes(request) && request.block_table.length < need) {
-        if (this.pages.free_queue.size) this.pages.allocate(request.block_table, 1);
-        else this.preempt(this.running.at(-1));
-      }
+  admit(request) {
+    if (this.pool.needed(request.todo) > this.pool.free_pages) return false;
+    request.block_table = [];
+    return true;
+  }
+  make_room(request, n) {
+    const more = this.pool.needed(request.computed + n) - request.block_table.length;
+    while (more > this.pool.free_pages) {
+      const victim = this.running.at(-1);
+      this.preempt(victim);
+      if (victim === request) return false;
     }
-    return super.schedule(step);
+    this.pool.allocate(request.block_table, more);
+    return true;
   }
   preempt(request) {
     this.running.pop();
@@ -150,15 +146,8 @@ class PagedScheduler extends Scheduler {
     request.computed = 0;
     this.waiting.unshift(request);
   }
-  grant_room(request) {
-    const need = this.pages.needed(request.todo);
-    if (need > this.pages.free_queue.size) return false;
-    request.block_table = [];
-    this.pages.allocate(request.block_table, need);
-    return true;
-  }
   free(request) {
-    this.pages.free(request.block_table);
+    this.pool.free(request.block_table);
     request.block_table = null;
   }
 }
@@ -171,16 +160,19 @@ function page_hash({number, equal}, end) {
   return `${first < 0 ? number : first} ${end}`;
 }
 
-class PrefixPages extends Pages {
-  constructor(number, size) {
-    super(number, size);
+// Python's free queue in two parts, so that nothing is moved: `blank`, its front, has the pages that
+// nobody can find, the next to be taken last; `free_queue`, behind it, those that can be found.
+class PrefixPool extends PagePool {
+  constructor(number, page_size) {
+    super(number, page_size);
+    Object.assign(this, {blank: this.free_queue.reverse(), free_queue: new Set()});
     Object.assign(this, {ref_count: Array(number).fill(0), cached: new Map(), hash_of: new Map()});
   }
-  get cached_and_free() { return [...this.free_queue].filter(page => this.hash_of.has(page)); }
-  find(hashes) {
-    const missing = hashes.findIndex(hash => !this.cached.has(hash));
-    return hashes.slice(0, missing < 0 ? hashes.length : missing).map(
-      hash => this.cached.get(hash));
+  get free_pages() { return this.blank.length + this.free_queue.size; }
+  get cached_and_free() { return [...this.free_queue]; }
+  find(hash) {                           // the oldest page that has it
+    const [page] = this.cached.get(hash) ?? [];
+    return page;
   }
   share(table, pages) {
     for (const page of pages) {
@@ -190,59 +182,62 @@ class PrefixPages extends Pages {
     }
   }
   allocate(table, number) {
-    for (let i = 0; i < number; i++) {
-      const page = this.take();
-      this.cached.delete(this.hash_of.get(page));
-      this.hash_of.delete(page);
-      this.share(table, [page]);
-    }
+    for (let i = 0; i < number; i++) this.share(table, [this.blank.pop() ?? this.evict()]);
   }
-  cache(page, hash) {
-    if (this.cached.has(hash)) return;
-    this.cached.set(hash, page);
-    this.hash_of.set(page, hash);
+  evict() {
+    const [page] = this.free_queue, hash = this.hash_of.get(page), pages = this.cached.get(hash);
+    this.hash_of.delete(page);
+    pages.delete(page);
+    if (!pages.size) this.cached.delete(hash);
+    return page;                         // `share` takes it out of the queue
   }
   free(table) {
     for (const page of [...table].reverse()) {
       this.ref_count[page] -= 1;
-      if (!this.ref_count[page]) this.free_queue.add(page);
+      if (this.ref_count[page]) continue;
+      if (this.hash_of.has(page)) this.free_queue.add(page); else this.blank.push(page);
     }
+  }
+  cache(page, hash) {
+    this.hash_of.set(page, hash);
+    if (!this.cached.has(hash)) this.cached.set(hash, new Set());
+    this.cached.get(hash).add(page);
   }
 }
 
 class PrefixScheduler extends PagedScheduler {
   constructor(...load) {
     super(...load);
-    this.pages = new PrefixPages(this.pages.number, this.pages.size);
+    this.pool = new PrefixPool(this.pool.number, this.pool.page_size);
   }
-  hashes(request, end) {
-    const known = request.page_hashes, {size} = this.pages;
-    while ((known.length + 1) * size <= end) {
-      known.push(page_hash(request, (known.length + 1) * size));
+  hash_of_page(request, i) {
+    const known = request.page_hashes, {page_size} = this.pool;
+    while (known.length <= i) known.push(page_hash(request, (known.length + 1) * page_size));
+    return known[i];
+  }
+  admit(request) {
+    const {pool} = this, full = Math.floor((request.todo - 1) / pool.page_size), found = [];
+    for (let i = 0, page; i < full; i++) {
+      page = pool.find(this.hash_of_page(request, i));
+      if (page === undefined) break;
+      found.push(page);
     }
-    return known;
-  }
-  grant_room(request) {
-    const {pages} = this, last = request.todo - 1;
-    const found = pages.find(this.hashes(request, last).slice(0, Math.floor(last / pages.size)));
-    const more = pages.needed(request.todo) - found.length;
-    const free = found.filter(page => pages.free_queue.has(page)).length;
-    if (more + free > pages.free_queue.size) return false;
-    Object.assign(request, {block_table: [], computed: found.length * pages.size});
-    pages.share(request.block_table, found);
-    pages.allocate(request.block_table, more);
+    const more = pool.needed(request.todo) - found.length;
+    const revived = found.filter(page => pool.free_queue.has(page)).length;
+    if (more + revived > pool.free_pages) return false;
+    Object.assign(request, {block_table: [], computed: found.length * pool.page_size});
+    pool.share(request.block_table, found);
     return true;
   }
-  update(plan) {
-    for (const [request, n] of plan) {
-      this.cache_filled(request, request.computed, request.computed + n);
-    }
-    super.update(plan);
+  make_room(request, n) {
+    const granted = super.make_room(request, n);
+    if (granted) this.cache_filled(request, request.computed, request.computed + n);
+    return granted;
   }
   cache_filled(request, start, end) {
-    const {size} = this.pages, hashes = this.hashes(request, end);
-    for (let i = Math.floor(start / size); i < Math.floor(end / size); i++) {
-      this.pages.cache(request.block_table[i], hashes[i]);
+    const {page_size} = this.pool;
+    for (let i = Math.floor(start / page_size); i < Math.floor(end / page_size); i++) {
+      this.pool.cache(request.block_table[i], this.hash_of_page(request, i));
     }
   }
 }
@@ -310,7 +305,7 @@ function* scheduled(scheduler, layout, passes_of = plan => [plan]) {
   for (let step = 0; scheduler.busy; step++) {
     step = scheduler.next_step(step);
     for (const plan of passes_of(scheduler.schedule(step)).filter(part => part.length)) {
-      yield {step, plan, running: scheduler.running, pages: scheduler.pages, cost: layout(plan)};
+      yield {step, plan, running: scheduler.running, pool: scheduler.pool, cost: layout(plan)};
       scheduler.update(plan);
     }
   }
@@ -336,11 +331,11 @@ const STAGES = {   // unbatched is dynamic with one request at a time
 // Requests that could never run have a reason in `refused`.
 export function simulate(stage, load, knobs, gpu) {
   const requests = load.map((lengths, number) => new Request(lengths, number));
-  const queue = [...requests].sort((a, b) => a.arrival - b.arrival), clock = new Clock(knobs.in_ms);
-  const passes = [];
+  const clock = new Clock(knobs.in_ms), passes = [];
+  const queue = requests.filter(({refused}) => !refused).sort((a, b) => a.arrival - b.arrival);
   let pool = null;
   for (const batch of STAGES[stage](queue, knobs, clock)) {
-    const {step, plan, pages} = batch, due = requests_due(plan), before = passes.at(-1);
+    const {step, plan} = batch, due = requests_due(plan), before = passes.at(-1);
     const pass = record_pass(batch, gpu, due.length);
     pass.start = before?.step === step ? before.start : clock.now;   // of the step
     pass.room = room_changes(requests, batch);
@@ -350,13 +345,13 @@ export function simulate(stage, load, knobs, gpu) {
       request.token_steps.push(step);
       request.token_times.push(clock.now);
     }
-    pool = pages ? {pages: pages.number, page_size: pages.size} : null;
+    pool = batch.pool ? {pages: batch.pool.number, page_size: batch.pool.page_size} : null;
   }
   return {requests, passes, pool};
 }
 
 function record_pass(batch, gpu, sampled) {   // as Trace and Recorder
-  const {step, plan, running, pages, columns = 0, capacity, cost} = batch, {shape} = cost;
+  const {step, plan, running, pool, columns = 0, capacity, cost} = batch, {shape} = cost;
   const work = [], finished = [], slots = shape.reduce((a, b) => a * b);
   let planned = 0, own = 0, useful = 0, useful_scores = 0;
   for (const [request, n] of plan) {
@@ -371,13 +366,13 @@ function record_pass(batch, gpu, sampled) {   // as Trace and Recorder
     useful_scores += fresh * (2 * end - fresh + 1) / 2;   // the sum of end - fresh + 1 .. end
     request.reached = Math.max(request.reached, end);
   }
-  const reserved = pages ? (pages.number - pages.free_queue.size) * pages.size
+  const reserved = pool ? (pool.number - pool.free_pages) * pool.page_size
     : capacity ? capacity * plan.length : sum(running.map(request => request.kv_tokens));
   return {step, ms: milliseconds(gpu, slots, cost, sampled), shape, slots, work, finished, useful,
           recomputed: planned - useful, pad_slots: slots - planned - finished.length,
           finished_slots: finished.length, score_entries: cost.scores, useful_scores,
           padded_keys: cost.keys - own, copied_bytes: cost.copied * gpu.kv_bytes, columns,
-          at_once: running.length, reserved, cached: pages?.cached_and_free ?? []};
+          at_once: running.length, reserved, cached: pool?.cached_and_free ?? []};
 }
 
 // {request: its capacity, block table or null}, where it differs from the last pass.

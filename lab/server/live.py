@@ -80,7 +80,7 @@ class Live:
                       for token in range(engine.model.config.vocab_size)],
             "knobs": {"max_batch": engine.scheduler.max_batch,
                       "token_budget": engine.scheduler.token_budget,
-                      "page_size": engine.pool.page_size},
+                      "pages": engine.pool.number, "page_size": engine.pool.page_size},
             "pool": {"pages": engine.pool.number, "page_size": engine.pool.page_size},
             "place": page.place(engine.model),
             "kept": KEPT, "dozen": {"prompt": dozen(), "most": server.room + 1 - longest}}
