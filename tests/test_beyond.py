@@ -115,8 +115,8 @@ def test_what_is_in_flight_cannot_be_found_yet():
     first, _ = common.queue(scheduler, [Request([5] * 16, 4), Request([5] * 16, 4)])
     common.finish(scheduler, scheduler.schedule(0))
     scheduler.preempt(first)
-    scheduler.pages.allocate(all_pages := [], 12)   # what it has left cannot be found any more
-    scheduler.pages.free(all_pages)
+    scheduler.pool.allocate(all_pages := [], 12)   # what it has left cannot be found any more
+    scheduler.pool.free(all_pages)
     assert scheduler.schedule(1) == [(first, 17)]   # the other waits for it again
 
 

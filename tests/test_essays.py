@@ -107,7 +107,7 @@ def books(kind):
         update(self, plan, tokens)
         assert_books(self)
         for request in getattr(self, "stale", ()):   # its pages cannot be found
-            assert request in self.running and not {*request.block_table} & {*self.pages.hash_of}
+            assert request in self.running and not {*request.block_table} & {*self.pool.hash_of}
         for session, (_, last) in getattr(self, "held", {}).items():
             assert last >= self.step and session.turns[-1] not in self.running
 
@@ -298,7 +298,7 @@ G, D = speculative.generate.__wrapped__, speculative.draft   # G: without its de
 R, S, H, HP = RolloutScheduler, SessionScheduler, HybridScheduler, hybrid.HybridPaged
 FAULTS = {   # name: (function, code as it stands, code with the fault); more in lab/checks/traps.py
     "a wrong guess is accepted": (G, "== [token]]", "!= []]"),
-    "a guess beyond the pages held": (D, "scheduler.pages.size)", "99)"),
+    "a guess beyond the pages held": (D, "scheduler.pool.page_size)", "99)"),
     "a stale hole": (ahead.fill_holes, "= flight.tokens[places]",
                      "= flight.batch.tokens[flight.batch.wanted[places]]"),
     "pages freed under a queued pass are cached": (
@@ -415,7 +415,7 @@ def test_a_missing_window_page_shortens_what_is_found():
     for request in one, two:
         scheduler.add(request)
     scheduler.update(scheduler.schedule(0), [1])
-    pages = scheduler.pages
+    pages = scheduler.pool
     del pages.hash_of[pages.cached.pop((1, one.page_hashes[5]))]
     assert scheduler.schedule(1) == [(two, 3)]   # of 12 tokens that could be found, 10 are
     assert [page is None for page in scheduler.tables[two][1]] == [True] * 3 + [False] * 4

@@ -99,7 +99,7 @@ def serving(model=MODEL, pages=128, settings=None, **knobs):
         yield running
         if running.thread.is_alive():   # whatever the clients did, nothing of it is left
             running.until(lambda: not (running.engine.busy or running.server.answers))
-            assert len(running.engine.pages.free_queue) == pages
+            assert len(running.engine.pool.free_queue) == pages
             trace = running.engine.trace
             assert not trace.reached and len(trace.step_times) < 2 and len(trace.passes) < 2
     finally:
@@ -185,7 +185,7 @@ def test_the_loop_of_prefix_is_the_same_one_closed():
         events += engine.step()
     assert [r.generated for r in opened] == [r.generated for r in closed]
     assert [r.token_steps for r in opened] == [r.token_steps for r in closed]
-    assert dict(engine.scheduler.pages.counts) == dict(trace.counts)
+    assert dict(engine.scheduler.pool.counts) == dict(trace.counts)
     for request in opened:   # each token left, and the end with the last
         mine = [event for event in events if event.request is request]
         assert [event.token for event in mine] == request.generated
