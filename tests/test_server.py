@@ -17,10 +17,10 @@ from threading import Event, Thread, Timer
 
 import pytest
 import torch
-from beyond.in_batch import InBatchScheduler
 from common import ROOT, alone, mixed, refused, toy
 
 import generate_prefix
+from generate_prefix import PrefixScheduler
 from lab.loading.load import load
 from request import Request
 
@@ -177,7 +177,7 @@ def test_the_loop_of_prefix_is_the_same_one_closed():
     model, requests = toy(), sorted(mixed(), key=lambda request: request.arrival)
     closed, opened = ([replace(request) for request in requests] for _ in range(2))
     knobs = dict(pages=20, page_size=3, max_batch=3, token_budget=7)
-    trace = generate_prefix.generate(model, closed, scheduler=InBatchScheduler, **knobs)
+    trace = generate_prefix.generate(model, closed, **knobs)
     engine, todo, events = Engine(model, **knobs), opened[:], []
     while todo or engine.busy:
         while todo and todo[0].arrival <= engine.number:
@@ -526,7 +526,7 @@ def test_the_program_finishes_its_streams_after_sigterm(monkeypatch):
 
 
 def test_the_server_ends_if_its_engine_does(monkeypatch):
-    monkeypatch.setattr(InBatchScheduler, "schedule", lambda *_: 1 / 0)
+    monkeypatch.setattr(PrefixScheduler, "schedule", lambda *_: 1 / 0)
     with serving() as running:
         assert "the engine has stopped: division by zero" in running.post(prompt="a").text
         running.thread.join(20)
