@@ -21,7 +21,7 @@ modes cost, with three changes while 48 requests get 1,584 tokens:
     mode         passes   tokens computed   sampled over old keys
     keep            131             2,688              49%
     recompute       148             3,664               0%
-    wait            175             2,384               0%
+    wait            175             2,368               0%
 
 What is *identical* then? Each request gets the tokens that it would get alone, if its weights
 changed at the same tokens. `request.spans` lists what was computed with which weights. If they are
