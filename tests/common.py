@@ -318,12 +318,13 @@ def run(scheduler, requests, token=lambda request: 0, cancel=()):
 
 def checked(scheduler, step):
     """The plan of this step. What is asserted holds of each step of every scheduler."""
-    before = list(scheduler.running)
+    before, times = list(scheduler.running), times_preempted(scheduler)
     plan, running = scheduler.schedule(step), scheduler.running
+    preempted = times_preempted(scheduler) - times
     # those that ran go on, in their order; then newcomers, but in no step that preempts
     went_on = [request for request in before if request in running]
-    preempted = len(went_on) < len(before)
-    assert running == went_on if preempted else running[:len(went_on)] == went_on
+    assert len(went_on) == len(before) - preempted and running[:len(went_on)] == went_on
+    assert not preempted or running == went_on
     chosen = [request for request, _ in plan]   # all; by rank, after a preemption, perhaps fewer
     assert chosen == running[:len(chosen) if preempted and isinstance(scheduler, FairScheduler)
                              else None]
@@ -343,6 +344,10 @@ def checked(scheduler, step):
         tokens = request.kv_tokens if due else request.computed + n
         assert len(request.block_table) == scheduler.pool.needed(tokens)
     return plan
+
+
+def times_preempted(scheduler):
+    return scheduler.pool.counts["preemptions"] if isinstance(scheduler, PagedScheduler) else 0
 
 
 def assert_books(scheduler):
@@ -378,7 +383,7 @@ def assert_pages(scheduler):
         names = page_names(request, len(request.tokens), pages.page_size)
         assert request.page_hashes == names[:len(request.page_hashes)]
         for page, name in zip(request.block_table, names[:request.computed // pages.page_size]):
-            assert pages.hash_of[page] == name
+            assert pages.hash_of.get(page) == name
 
 
 # --- workloads ------------------------------------------------------------------------------------

@@ -106,12 +106,18 @@ def assert_held(batch, running):
 NONE = st.none()
 
 
+EVENTS = st.lists(max_size=30, elements=st.tuples(
+    st.one_of(NONE, NONE, st.integers(0, 3)), st.one_of(NONE, NONE, st.integers(0, 6))))
+
+
 @settings(max_examples=examples(400))
-@given(case=workloads(), share=st.sampled_from([True, True, False]),
-       events=st.lists(max_size=30, elements=st.tuples(
-           st.one_of(NONE, NONE, st.integers(0, 3)), st.one_of(NONE, NONE, st.integers(0, 6)))))
+@given(case=workloads(), share=st.sampled_from([True, True, False]), events=EVENTS)
 @torch.inference_mode()
 def test_every_step_even_if_some_fail_and_requests_are_cancelled(case, share, events):
+    every_step(case, share, events)
+
+
+def every_step(case, share, events):
     """
     The loop of paged and prefix. What holds of the pages holds at every step, and each request gets
     what it would have got alone, as far as it comes.

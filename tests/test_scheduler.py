@@ -37,7 +37,13 @@ PLAIN, PAGED, PREFIX, FAIR = Scheduler, PagedScheduler, PrefixScheduler, FairSch
 FIVE = {"A": (6, 1, 2), "B": (3, 1, 1), "C": (5, 3, 0), "D": (3, 1, 1), "E": (1, 1, 0, 1)}
 L_FIRST = {"L": (20, 1), **dict.fromkeys("abcd", (1, 1))}
 
+# b makes room, and must not come back in the same step, although a's pages would be found
+TWINS = (PREFIX, (2, 16, 4, 2), {"a": ([1, 1], 5), "b": ([1, 1], 5)},
+         ["a2 b2", "a1 b1", "a1 b1", "a1", "a1 b1", "b1"],
+         dict(preemptions=1, shared_pages=2, saved_tokens=4, evicted_pages=2))
+
 GOLDEN = [
+    TWINS,
     # scheduler, its limits; {name: (prompt, or its length; new tokens; priority; arrival)};
     # what each step computes; what is counted; (step, n): the n-th is cancelled before that step
 
