@@ -68,6 +68,9 @@ def run(stage, requests, model=MODEL, **knobs):
     nothing_is_assumed()
     for p in trace.passes:
         assert p.slots <= knobs.get("token_budget", 64) and p.pad_slots == p.finished_slots == 0
+    for request in requests:   # neither a guess nor a hole has given a page its name
+        names = common.page_names(request, len(request.tokens), knobs.get("page_size", 16))
+        assert request.page_hashes == names[:len(request.page_hashes)]
     if stage not in GUESSES and not any(request.finish_reason == "stop" for request in requests):
         assert totals(trace)["rejected"] == 0   # an end by length costs no row
     return trace

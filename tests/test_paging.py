@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 
 import pytest
 import torch
@@ -28,13 +28,15 @@ from common import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from cache import KV
-from generate_paged import Paged
+from generate_paged import Paged, paged_attention
 from generate_prefix import PrefixScheduler, page_hash
 from lab.server.engine import Engine
 from model import GPTConfig, causal, sample
-from paging import PagedScheduler
+from paging import PagedScheduler, PagePool
 from request import Request, indices_due, prepare
 
 MODEL = toy()
@@ -58,6 +60,48 @@ def test_the_size_of_the_pool(stage, max_batch, pages, made_of):
     with pytest.raises(InterruptedError) as stopped:
         STAGES[stage](MODEL, requests, max_batch, 7, pages, page_size=4, scheduler=made)
     assert stopped.value.args == ((max_batch, 7, made_of, 4),)
+
+
+def test_eight_answers_to_one_prompt_compute_it_once():
+    """But for its last page, because the last token is always computed; in the first step, too."""
+    for stage, slots in ("paged", 8 * 88 + 8 * 31), ("prefix", 88 + 7 * 8 + 8 * 31):
+        requests = [Request([1] * 88, 32, 0.9, seed=i) for i in range(8)]
+        trace = STAGES[stage](toy(block_size=128), requests, token_budget=1024)
+        assert sum(p.slots for p in trace.passes) == slots
+        assert {request.token_steps[0] for request in requests} == {0}
+
+
+# --- what a kernel is given -----------------------------------------------------------------------
+
+def test_the_four_tensors_of_the_docstring():
+    A, B = Request([1] * 9, 5), Request([2] * 3)
+    A.generated, A.computed, A.block_table, B.block_table = [3], 9, [0, 2, 3], [1]
+    batch = Paged([(A, 1), (B, 3)], KV(20), PagePool(5, 4))
+    assert batch.query_start_loc.tolist() == [0, 1, 4] and batch.seq_lens.tolist() == [10, 3]
+    assert batch.block_table.tolist() == [[0, 2, 3], [1, 0, 0]]
+    assert batch.slot_mapping.tolist() == [13, 4, 5, 6]
+
+
+@settings(max_examples=examples(400))
+@given(requests=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=5),
+       page_size=st.integers(1, 5), seed=st.integers(0, 99),
+       group=st.sampled_from([(), (1,), (3,)]))
+def test_paged_attention_is_attention_over_each_requests_own_keys(requests, page_size, group, seed):
+    """requests: (keys of its past, new tokens). group: Llama's queries have one more axis."""
+    random = torch.Generator().manual_seed(seed)
+    new, seq_lens = [n for _, n in requests], [past + n for past, n in requests]
+    needed = [-(-S // page_size) for S in seq_lens]
+    pages = torch.randperm(sum(needed) + 2, generator=random)
+    tables = pages[:sum(needed)].split(needed)   # scattered, and padded with any page
+    q, k, v = (torch.randn(*shape, 4, generator=random, dtype=torch.float64) for shape in (
+        (*group, 2, sum(new)), *[(2, len(pages), page_size)] * 2))
+    out = paged_attention(q, k, v, torch.tensor([0, *accumulate(new)]), torch.tensor(seq_lens),
+                          pad_sequence(tables, batch_first=True, padding_value=int(pages[-1])))
+    for mine, part, table, n, S in zip(out.split(new, -2), q.split(new, -2), tables, new, seq_lens):
+        keys, values = (t[:, table].flatten(1, 2)[:, :S].expand(*group, -1, -1, -1) for t in (k, v))
+        causal = torch.ones(n, S, dtype=torch.bool).tril(S - n)
+        expected = F.scaled_dot_product_attention(part, keys, values, causal)
+        assert (mine - expected).abs().max() < 1e-12
 
 
 # --- everything at once, step by step -------------------------------------------------------------

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from threading import Event, Thread, Timer
 
 import pytest
 import torch
-from common import ROOT, alone, mixed, refused, toy
+from common import ROOT, alone, assert_books, mixed, refused, toy
 
 import generate_prefix
 from generate_prefix import PrefixScheduler
@@ -210,6 +210,73 @@ def test_who_leaves_frees_its_pages_before_the_next_pass():
     assert second.generated == alone(engine.model, second)[0]
 
 
+@pytest.mark.parametrize("named, cancels", [(False, False), (True, False), (True, True)])
+def test_nobody_uses_pages_of_a_pass_that_failed(named, cancels):
+    """
+    The second and the third have found the first one's pages, which nobody fills now. If only the
+    first is to blame, they compute them; the third may be cancelled between plan and pass.
+    """
+    engine = Engine(toy(), pages=8, page_size=2)
+    first, second, third, fourth = requests = [Request([1, 2, 3, 4, i], 2) for i in range(4)]
+    engine.add(first, second, third)
+
+    def fail(*_):
+        assert engine.scheduler.pool.counts["shared_pages"] == 4
+        if cancels:
+            engine.cancel(third)
+        failure = RuntimeError("it failed")
+        failure.request = first if named else None
+        raise failure
+
+    with engine.model.h[1].register_forward_pre_hook(fail):
+        assert {event.error for event in engine.step()} == {"RuntimeError: it failed"}
+    assert not engine.pool.hash_of and len(engine.pool.free_queue) == 8
+    engine.add(fourth)
+    while engine.busy:
+        engine.step()
+    kept = [second, *[third] * (not cancels)] * named + [fourth]
+    for request in requests:
+        if request in kept:
+            assert request.generated == alone(engine.model, request)[0]
+        assert request.finish_reason == (
+            "length" if request in kept else "cancelled" if cancels and request is third
+            else "error")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_pass_may_fail(seed):
+    """By the fault of one that runs, or of nobody; some are preempted. The others lose nothing."""
+    rng, model, asked = random.Random(seed), toy(), []
+    engine = Engine(model, pages=8, page_size=rng.choice([2, 3]), max_batch=rng.randint(2, 5),
+                    token_budget=rng.choice([3, 8, 64]))
+    stem = [rng.randrange(5) for _ in range(9)]
+
+    def fail(*_):
+        failure = RuntimeError()
+        failure.request = rng.choice([None, *engine.scheduler.running])
+        raise failure
+
+    while engine.busy or engine.number < 60:
+        if engine.number < 60 and rng.random() < 0.4 or not engine.busy:
+            asked.append(Request(stem[:rng.randint(1, 9)] + [rng.randrange(5)], rng.randint(1, 6),
+                                 rng.choice([0, 1]), seed=rng.randrange(9)))
+            engine.add(asked[-1])
+        block = rng.choice([*model.h, model.ln_f])
+        if engine.number < 60 and rng.random() < 0.2:
+            with block.register_forward_pre_hook(fail):
+                engine.step()
+        else:
+            engine.step()
+        assert_books(engine.scheduler)
+    assert engine.pool.counts["preemptions"] and engine.pool.counts["shared_pages"]
+    reasons = Counter(request.finish_reason for request in asked)
+    assert reasons["error"] and reasons["length"]
+    for request in asked:
+        tokens = alone(model, request)[0]
+        assert request.generated == tokens[:len(request.generated)]
+        assert request.finish_reason == "error" or request.generated == tokens
+
+
 def test_several_are_taken_all_or_none():
     engine = Engine(toy(), pages=11, page_size=2)
     with pytest.raises(ValueError, match="needs 24 KV tokens, there are 22"):
@@ -364,6 +431,18 @@ def test_answers_draw_from_seeds_of_their_own_unless_a_seed_is_given():
         assert texts(seed=-1)[1] == texts(seed=0)[0]
         assert below not in texts(seed=1) and texts(seed=-2)[1] == below
         assert texts(top_p=0) == texts(temperature=0)
+
+
+def test_answers_to_one_prompt_share_its_pages():
+    """Each computes its last token; also in the step that computes the prompt."""
+    body = {"prompt": ["# list.append\nAppend"], "n": 4, "max_tokens": 9, "temperature": 1,
+            "seed": 3}
+    with serving(page_size=2) as running:
+        running.hold(4)
+        choices = running.post(**body).json()["choices"]
+        saved = running.engine.pool.counts["saved_tokens"]
+    assert [(each["text"], each["finish_reason"]) for each in choices] == expected(body)
+    assert saved == 3 * ((len(TOKENIZER.encode_ordinary(body["prompt"][0])) - 1) // 2 * 2) > 9
 
 
 def test_routes(monkeypatch):
