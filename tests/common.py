@@ -257,15 +257,14 @@ def finish(scheduler, plan, step=0, token=lambda request: 0):
         request.token_steps.append(step)
 
 
-def update(scheduler, plan, tokens):
+def update(scheduler, plan, tokens, update=None):
     """scheduler.update; asserts that the pages which the pass fills can be found already."""
-    if not isinstance(scheduler, PrefixScheduler):
-        return scheduler.update(plan, tokens)
-    size, filled = scheduler.pool.page_size, []
-    for request, n in plan:
-        filled += page_names(request, request.computed + n, size)[request.computed // size:]
-    assert {*filled} <= {*scheduler.pool.cached}
-    scheduler.update(plan, tokens)
+    if isinstance(scheduler, PrefixScheduler):
+        size, filled = scheduler.pool.page_size, []
+        for request, n in plan:
+            filled += page_names(request, request.computed + n, size)[request.computed // size:]
+        assert {*filled} <= {*scheduler.pool.cached}
+    (update or type(scheduler).update)(scheduler, plan, tokens)
 
 
 def page_names(request, end, size):

@@ -61,8 +61,10 @@ def run(stage, requests, model=MODEL, **knobs):
         assert not any(request.assumed for request in requests)
 
     handle = model.register_forward_pre_hook(nothing_is_assumed)
+    update = partial(common.update, update=PrefixScheduler.update)   # also of accepted guesses
     try:
-        trace = assert_contract(model, generate, requests, known=KNOWN[model], **more, **knobs)
+        with patch.object(PrefixScheduler, "update", lambda *arguments: update(*arguments)):
+            trace = assert_contract(model, generate, requests, known=KNOWN[model], **more, **knobs)
     finally:
         handle.remove()
     nothing_is_assumed()
