@@ -126,7 +126,9 @@ class FairScheduler(PrefixScheduler):
             self.make_room(request, n)
             self.plan[request] = n
             self.rank_overtaken()
-        return [*self.plan.items()]
+        plan = [*self.plan.items()]
+        self.plan.clear()   # what will have ended leaves nothing behind
+        return plan
 
     @property
     def budget(self):   # what the plan leaves of it

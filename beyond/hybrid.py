@@ -10,7 +10,7 @@ last `window` keys, a token's own included, and never an older one again:
 
 So each *group* of equally many layers has a block table, and one free queue serves all groups (as
 in vLLM's hybrid KV cache manager). With 4 layers, 3 of which have a window of 32, 8 requests of 192
-+ 32 tokens hold at most 189 pages; without windows they would hold 436.
++ 32 tokens hold at most 185 pages; without windows they would hold 436.
 
 A beginning can be shared if all its full pages are found, and of each window group those to which
 the next token looks back; if not, a shorter one may be. But what is saved while requests run is not

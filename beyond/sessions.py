@@ -20,10 +20,10 @@ queues turns in the order in which their sessions arrived. 24 sessions of 6 turn
 
     keep                   steps   computed again     of what earlier turns had computed
     0 (LRU)                  677             100%
-    0, by_session            563              56%
-    infinity               2,229              95%     three times slower
+    0, by_session            527              57%
+    infinity               2,241              95%     three times slower
     infinity, by_session     612               8%
-    30 steps, by_session     541               9%
+    30 steps, by_session     539               9%
 
 With pages for all of them nothing is computed again, and `keep` changes nothing: find out first in
 which regime you are. (Proposed for vLLM: #57103 and #52113. Continuum: arXiv 2511.02230. InferCept

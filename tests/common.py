@@ -257,15 +257,14 @@ def finish(scheduler, plan, step=0, token=lambda request: 0):
         request.token_steps.append(step)
 
 
-def update(scheduler, plan, tokens):
+def update(scheduler, plan, tokens, update=None):
     """scheduler.update; asserts that the pages which the pass fills can be found already."""
-    if not isinstance(scheduler, PrefixScheduler):
-        return scheduler.update(plan, tokens)
-    size, filled = scheduler.pool.page_size, []
-    for request, n in plan:
-        filled += page_names(request, request.computed + n, size)[request.computed // size:]
-    assert {*filled} <= {*scheduler.pool.cached}
-    scheduler.update(plan, tokens)
+    if isinstance(scheduler, PrefixScheduler):
+        size, filled = scheduler.pool.page_size, []
+        for request, n in plan:
+            filled += page_names(request, request.computed + n, size)[request.computed // size:]
+        assert {*filled} <= {*scheduler.pool.cached}
+    (update or type(scheduler).update)(scheduler, plan, tokens)
 
 
 def page_names(request, end, size):
@@ -309,6 +308,8 @@ def run(scheduler, requests, token=lambda request: 0, cancel=()):
         assert plan and len(plans) < 10_000, "no end"
         plans.append(" ".join(f"{request.name}{n}" for request, n in plan))
         finish(scheduler, plan, step, token)
+        # only the last that runs has a part of its prompt left
+        assert all(request.todo == 1 for request in scheduler.running[:-1])
         if isinstance(scheduler, PagedScheduler):
             assert_pages(scheduler)
         step += 1
@@ -316,18 +317,25 @@ def run(scheduler, requests, token=lambda request: 0, cancel=()):
 
 def checked(scheduler, step):
     """The plan of this step. What is asserted holds of each step of every scheduler."""
+    before, times = list(scheduler.running), times_preempted(scheduler)
     plan, running = scheduler.schedule(step), scheduler.running
-    assert plan[:-1] == [(request, request.todo) for request, _ in plan[:-1]]   # the last is cut
-    decodes = [(request, 1) for request in running if request.todo == 1]
-    assert plan[:len(decodes)] == decodes                               # all decodes, and first
-    left = sum(request.todo for request in running)
+    preempted = times_preempted(scheduler) - times
+    # those that ran go on, in their order; then newcomers, but in no step that preempts
+    went_on = [request for request in before if request in running]
+    assert len(went_on) == len(before) - preempted and running[:len(went_on)] == went_on
+    assert not preempted or running == went_on
+    chosen = [request for request, _ in plan]   # all; by rank, after a preemption, perhaps fewer
+    assert chosen == running[:len(chosen) if preempted and isinstance(scheduler, FairScheduler)
+                             else None]
+    # each gets all it needs but the last: so no decode waits for a prompt
+    assert plan[:-1] == [(request, request.todo) for request in chosen[:-1]]
+    left = sum(request.todo for request in chosen)
     assert sum(n for _, n in plan) == min(scheduler.token_budget, left)   # as much as there is
-    assert {request for request, _ in plan} == {*running}               # all of them go on
     assert len(running) <= scheduler.max_batch and not any(r.finished for r in running)
+    assert (preempted or not scheduler.arrived(step) or len(running) == scheduler.max_batch
+            or left >= scheduler.token_budget or not scheduler.admit(scheduler.waiting[0]))
     if not isinstance(scheduler, PagedScheduler):
         assert sum(request.kv_tokens for request in running) <= scheduler.max_kv_tokens
-        assert (not scheduler.arrived(step) or len(running) == scheduler.max_batch   # why it waits
-                or left >= scheduler.token_budget or not scheduler.admit(scheduler.waiting[0]))
         return plan
     assert_pages(scheduler)
     for request, n in plan:   # pages for the tokens of this pass; if it is due, for its longest
@@ -335,6 +343,10 @@ def checked(scheduler, step):
         tokens = request.kv_tokens if due else request.computed + n
         assert len(request.block_table) == scheduler.pool.needed(tokens)
     return plan
+
+
+def times_preempted(scheduler):
+    return scheduler.pool.counts["preemptions"] if isinstance(scheduler, PagedScheduler) else 0
 
 
 def assert_books(scheduler):
@@ -370,7 +382,7 @@ def assert_pages(scheduler):
         names = page_names(request, len(request.tokens), pages.page_size)
         assert request.page_hashes == names[:len(request.page_hashes)]
         for page, name in zip(request.block_table, names[:request.computed // pages.page_size]):
-            assert pages.hash_of[page] == name
+            assert pages.hash_of.get(page) == name
 
 
 # --- workloads ------------------------------------------------------------------------------------

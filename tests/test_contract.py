@@ -33,6 +33,7 @@ from lab.checks.toy import toy
 from lab.checks.xray import XRay
 from model import Head
 from request import Request
+from toolbox.trace import observed
 
 MODEL, WATCHED = common.backend("float64").model, toy()   # equal; hooks only on the second
 COMPILED = ("unbatched", "ragged_varlen", *common.POOLED)   # what the compiled step serves
@@ -193,7 +194,7 @@ def test_bad_knobs_are_refused_before_anything_ran(stage):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("number, dtype", [(math.nan, torch.float64), (6e4, torch.float16)])
 def test_a_pad_may_hold_anything(stage, number, dtype):
-    """NaN; or, with weights that are large for float16, what overflows. The id of pads is 0."""
+    """NaN; or, with weights that are large for float16, what overflows. No pad may be a token 0."""
     model = common.looks_up(0, number, toy(dtype=dtype))
     for block in model.h if dtype == torch.float16 else ():
         block.attn.c_proj.weight *= 6000
@@ -204,6 +205,38 @@ def test_a_pad_may_hold_anything(stage, number, dtype):
     STAGES[stage](model, requests, on_token=check.on_token,
                   **knobs_of(stage, max_batch=3, token_budget=6, page_size=3))
     assert {verdict.verdict for verdict in check()} <= {"identical", "near-tie"}
+
+
+@pytest.mark.parametrize("stage", ["naive", "dynamic", "chunked", "interleaved", "prepacked",
+                                   "prepacked_dataset"])
+def test_a_pad_is_the_first_token_of_its_own_row(stage):
+    """So it computes nothing that its request would not."""
+    model, pads = toy(), []
+
+    def look(step, batch):
+        if batch.tokens.dim() == 2:
+            for row, (request, places) in enumerate(rows_of(batch)):
+                pads.extend((request.pad, token) for i, token in enumerate(
+                    batch.tokens[row].tolist()) if i not in places)
+
+    requests = [Request([i, *range(6, 6 + n)], 4, arrival=i // 4)
+                for i, n in enumerate([0, 3, 5, 1, 6, 2])]
+    with observed(model, look):
+        STAGES[stage](model, requests, **knobs_of(stage, max_batch=4, token_budget=6))
+    assert len({*pads}) > 1 and all(pad == token for pad, token in pads)
+
+
+def rows_of(batch):
+    """[(the first request of a row, the columns of its tokens), ...]"""
+    T = batch.tokens.size(1)
+    rows = [(request, {*range(T - n, T)}) for request, n in batch.plan]
+    if hasattr(batch, "places"):   # several prompts in a row
+        rows = {}
+        for (request, _), (row, first, end) in sorted(
+                zip(batch.plan, batch.places), key=lambda pair: pair[1]):
+            rows.setdefault(row, (request, set()))[1].update(range(first, end))
+        rows = [*rows.values()]
+    return rows
 
 
 def test_what_overflows():

@@ -14,7 +14,6 @@ import common
 import numpy
 import pytest
 import torch
-from beyond.in_batch import InBatchScheduler
 from common import (
     BLOCK_SIZE,
     alone,
@@ -29,7 +28,6 @@ from common import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import generate_prefix
 from beyond import ahead, hybrid, rollout, sessions, speculative
 from beyond.fairness import FairScheduler
 from beyond.hybrid import Hybrid, HybridScheduler
@@ -43,16 +41,14 @@ from model import GPT, head, sample
 from paging import PagedScheduler
 from request import Request, prepare
 
-# --- guesses, passes queued ahead, beginnings that are waited for ---------------------------------
+# --- guesses, passes queued ahead -----------------------------------------------------------------
 
 MODEL, QUIET = toy(), toy(loud=False)   # which repeats itself: most guesses are right
 KNOWN = {MODEL: {}, QUIET: {}}   # what requests get alone
 STAGES = {   # name: (generate, what a run of it may do that others do not)
     **{f"{k} guesses": (partial(speculative.generate, guesses=k), dict(per_pass=1 + k))
        for k in (0, 1, 4, 6)},
-    "ahead": (ahead.generate, dict(late=1)),
-    "ahead, in batch": (partial(ahead.generate, scheduler=InBatchScheduler), dict(late=1)),
-    "in batch": (partial(generate_prefix.generate, scheduler=InBatchScheduler), {})}
+    "ahead": (ahead.generate, dict(late=1))}
 GUESSES = [stage for stage in STAGES if "guesses" in stage]
 
 
@@ -65,13 +61,18 @@ def run(stage, requests, model=MODEL, **knobs):
         assert not any(request.assumed for request in requests)
 
     handle = model.register_forward_pre_hook(nothing_is_assumed)
+    update = partial(common.update, update=PrefixScheduler.update)   # also of accepted guesses
     try:
-        trace = assert_contract(model, generate, requests, known=KNOWN[model], **more, **knobs)
+        with patch.object(PrefixScheduler, "update", lambda *arguments: update(*arguments)):
+            trace = assert_contract(model, generate, requests, known=KNOWN[model], **more, **knobs)
     finally:
         handle.remove()
     nothing_is_assumed()
     for p in trace.passes:
         assert p.slots <= knobs.get("token_budget", 64) and p.pad_slots == p.finished_slots == 0
+    for request in requests:   # neither a guess nor a hole has given a page its name
+        names = common.page_names(request, len(request.tokens), knobs.get("page_size", 16))
+        assert request.page_hashes == names[:len(request.page_hashes)]
     if stage not in GUESSES and not any(request.finish_reason == "stop" for request in requests):
         assert totals(trace)["rejected"] == 0   # an end by length costs no row
     return trace
@@ -107,7 +108,7 @@ def books(kind):
         update(self, plan, tokens)
         assert_books(self)
         for request in getattr(self, "stale", ()):   # its pages cannot be found
-            assert request in self.running and not {*request.block_table} & {*self.pages.hash_of}
+            assert request in self.running and not {*request.block_table} & {*self.pool.hash_of}
         for session, (_, last) in getattr(self, "held", {}).items():
             assert last >= self.step and session.turns[-1] not in self.running
 
@@ -240,6 +241,7 @@ def with_windows(window, period):
 HYBRIDS = {(window, period): with_windows(window, period)
            for window in (1, 2, 3, 5, 8, BLOCK_SIZE) for period in (2, 4)}
 KNOWN_OF = {key: {} for key in HYBRIDS}
+FAILS = st.one_of(st.none(), st.lists(st.sampled_from([None, None, 0, 1, 2, 3]), max_size=12))
 
 
 @st.composite
@@ -251,34 +253,60 @@ def hybrids(draw):
     all_pages = smallest_pool(requests, size)   # a window and a step may begin within a page
     near = min(all_pages, 1 + -(-(window + step - 1) // size))
     pages = all_pages + (period - 1) * near + draw(st.integers(0, 12))
-    return requests, (window, period), knobs_of(pressure, pages=pages,
-                                                passed_first=draw(st.booleans()))
+    knobs = knobs_of(pressure, pages=pages, passed_first=draw(st.booleans()))
+    return requests, (window, period), knobs, draw(FAILS)
 
 
-def check_hybrid(requests, key, knobs):
+def check_hybrid(requests, key, knobs, fails):
     window, size = key[0], knobs["page_size"]
 
     def windows(scheduler, step, schedule=HybridScheduler.schedule):
         plan = schedule(scheduler, step)
-        for request in scheduler.running:   # each window table has what the next pass may touch
-            known, start = len(request.tokens), request.computed
-            end = -(-min(known, start + scheduler.token_budget) // size)
-            first = max(0, start - window + 1) // size
+        for request, n in plan:   # each table has what the pass touches
+            end = -(-(request.computed + n) // size)
+            first = max(0, request.computed - window + 1) // size
             for table in scheduler.tables[request][1:]:
-                assert len(table) == end
                 assert [i for i, page in enumerate(table) if page is None] == [*range(first)]
-            assert len(request.block_table) == -(-known // size)
+            assert {*map(len, scheduler.tables[request])} == {end}
         return plan
 
+    requests, model = [*map(replace, requests)], HYBRIDS[key]
     with books(HybridScheduler), patch.object(HybridScheduler, "schedule", windows):
-        assert_contract(HYBRIDS[key], hybrid.generate, [*map(replace, requests)],
-                        known=KNOWN_OF[key], **knobs)
+        if fails:
+            serve_though_some_fail(model, requests, knobs, fails)
+        else:
+            assert_contract(model, hybrid.generate, requests, known=KNOWN_OF[key], **knobs)
+
+
+@torch.inference_mode()
+def serve_though_some_fail(model, requests, knobs, fails):
+    """fails: for each of the first passes, the block before which it fails, or None."""
+    limits = [knobs[name] for name in ("max_batch", "token_budget", "pages", "page_size")]
+    scheduler = HybridScheduler(*limits, model.windows, knobs["passed_first"])
+    kv, step = KV(knobs["pages"] * knobs["page_size"]), 0
+    common.queue(scheduler, requests)
+    while scheduler.busy:
+        step = scheduler.next_step(step)
+        plan = scheduler.schedule(step)
+        batch = hybrid.HybridPaged(plan, kv, scheduler, model)
+        arguments = batch.tokens, batch.positions, batch.attend, batch.wanted
+        block, *fails = fails or [None]
+        if block is None:
+            scheduler.update(plan, sample(model(*arguments), batch.sampled))
+        else:
+            with (model.h[block].register_forward_pre_hook(lambda *_: 1 / 0),
+                  pytest.raises(ZeroDivisionError)):
+                model(*arguments)
+            scheduler.undo(plan)
+            assert_books(scheduler)
+        step += 1
+    for request in requests:
+        assert request.generated == alone(model, request)[0]
 
 
 ESSAYS = {   # also for test_traps.py
     "beyond/speculative.py": (crowds(GUESSES), check_run),
-    "beyond/ahead.py": (crowds(["ahead", "ahead, in batch"]), check_run),
-    "beyond/in_batch.py": (crowds(["in batch"]), check_run),
+    "beyond/ahead.py": (crowds(["ahead"]), check_run),
     "beyond/rollout.py": (rollouts(), check_rollout),
     "beyond/sessions.py": (agents(), check_sessions),
     "beyond/hybrid.py": (hybrids(), check_hybrid)}
@@ -298,7 +326,7 @@ G, D = speculative.generate.__wrapped__, speculative.draft   # G: without its de
 R, S, H, HP = RolloutScheduler, SessionScheduler, HybridScheduler, hybrid.HybridPaged
 FAULTS = {   # name: (function, code as it stands, code with the fault); more in lab/checks/traps.py
     "a wrong guess is accepted": (G, "== [token]]", "!= []]"),
-    "a guess beyond the pages held": (D, "scheduler.pages.size)", "99)"),
+    "a guess beyond the pages held": (D, "scheduler.pool.page_size)", "99)"),
     "a stale hole": (ahead.fill_holes, "= flight.tokens[places]",
                      "= flight.batch.tokens[flight.batch.wanted[places]]"),
     "pages freed under a queued pass are cached": (
@@ -308,10 +336,12 @@ FAULTS = {   # name: (function, code as it stands, code with the fault); more in
     "a preempted request that ended waits on": (
         ahead.land, "if request.finished and request in scheduler.waiting", "if False"),
     "recompute preempts nothing": (R.change, '== "recompute"', '== ""'),
-    "wait admits newcomers": (R.grant_room, "self.closed and", "False and"),
+    "wait admits newcomers": (R.admit, "self.closed and", "False and"),
     "a turn without the answer before": (Session.next, "last.tokens", "last.prompt"),
     "a hold never ends": (S.schedule, "self.held[self.oldest][1] < step", "False"),
-    "running requests go before holds": (S.schedule, "len(self.pages.free_queue) < grow", "False"),
+    "running requests go before holds": (S.make_room, "more > len(self.pool.free_queue)", "False"),
+    "a failed pass leaves pages of windows": (
+        H.undo, "in self.tables[request]:", "in self.tables[request][:1]:"),
     "found without its window": (H.find, "all(len(table) == n for table in tables)", "True"),
     "a chunk sees beyond its window": (HP.attend, "self.model.attend(layer, ", "head(")}
 
@@ -415,8 +445,9 @@ def test_a_missing_window_page_shortens_what_is_found():
     for request in one, two:
         scheduler.add(request)
     scheduler.update(scheduler.schedule(0), [1])
-    pages = scheduler.pages
-    del pages.hash_of[pages.cached.pop((1, one.page_hashes[5]))]
+    pages = scheduler.pool
+    for page in pages.cached.pop((1, one.page_hashes[5])):
+        del pages.hash_of[page]
     assert scheduler.schedule(1) == [(two, 3)]   # of 12 tokens that could be found, 10 are
     assert [page is None for page in scheduler.tables[two][1]] == [True] * 3 + [False] * 4
 

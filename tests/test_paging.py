@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 
 import pytest
 import torch
@@ -28,13 +28,15 @@ from common import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from cache import KV
-from generate_paged import Paged
+from generate_paged import Paged, paged_attention
 from generate_prefix import PrefixScheduler, page_hash
 from lab.server.engine import Engine
 from model import GPTConfig, causal, sample
-from paging import PagedScheduler
+from paging import PagedScheduler, PagePool
 from request import Request, indices_due, prepare
 
 MODEL = toy()
@@ -42,7 +44,7 @@ MODEL = toy()
 
 def test_a_context_may_be_shorter_than_a_default_page():
     assert_contract(model := toy(block_size=8), STAGES["paged"], [Request([1, 2], 2), Request([3])])
-    assert Engine(model).pages.size == 16
+    assert Engine(model).pool.page_size == 16
 
 
 @pytest.mark.parametrize("stage", POOLED)
@@ -58,6 +60,48 @@ def test_the_size_of_the_pool(stage, max_batch, pages, made_of):
     with pytest.raises(InterruptedError) as stopped:
         STAGES[stage](MODEL, requests, max_batch, 7, pages, page_size=4, scheduler=made)
     assert stopped.value.args == ((max_batch, 7, made_of, 4),)
+
+
+def test_eight_answers_to_one_prompt_compute_it_once():
+    """But for its last page, because the last token is always computed; in the first step, too."""
+    for stage, slots in ("paged", 8 * 88 + 8 * 31), ("prefix", 88 + 7 * 8 + 8 * 31):
+        requests = [Request([1] * 88, 32, 0.9, seed=i) for i in range(8)]
+        trace = STAGES[stage](toy(block_size=128), requests, token_budget=1024)
+        assert sum(p.slots for p in trace.passes) == slots
+        assert {request.token_steps[0] for request in requests} == {0}
+
+
+# --- what a kernel is given -----------------------------------------------------------------------
+
+def test_the_four_tensors_of_the_docstring():
+    A, B = Request([1] * 9, 5), Request([2] * 3)
+    A.generated, A.computed, A.block_table, B.block_table = [3], 9, [0, 2, 3], [1]
+    batch = Paged([(A, 1), (B, 3)], KV(20), PagePool(5, 4))
+    assert batch.query_start_loc.tolist() == [0, 1, 4] and batch.seq_lens.tolist() == [10, 3]
+    assert batch.block_table.tolist() == [[0, 2, 3], [1, 0, 0]]
+    assert batch.slot_mapping.tolist() == [13, 4, 5, 6]
+
+
+@settings(max_examples=examples(400))
+@given(requests=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=5),
+       page_size=st.integers(1, 5), seed=st.integers(0, 99),
+       group=st.sampled_from([(), (1,), (3,)]))
+def test_paged_attention_is_attention_over_each_requests_own_keys(requests, page_size, group, seed):
+    """requests: (keys of its past, new tokens). group: Llama's queries have one more axis."""
+    random = torch.Generator().manual_seed(seed)
+    new, seq_lens = [n for _, n in requests], [past + n for past, n in requests]
+    needed = [-(-S // page_size) for S in seq_lens]
+    pages = torch.randperm(sum(needed) + 2, generator=random)
+    tables = pages[:sum(needed)].split(needed)   # scattered, and padded with any page
+    q, k, v = (torch.randn(*shape, 4, generator=random, dtype=torch.float64) for shape in (
+        (*group, 2, sum(new)), *[(2, len(pages), page_size)] * 2))
+    out = paged_attention(q, k, v, torch.tensor([0, *accumulate(new)]), torch.tensor(seq_lens),
+                          pad_sequence(tables, batch_first=True, padding_value=int(pages[-1])))
+    for mine, part, table, n, S in zip(out.split(new, -2), q.split(new, -2), tables, new, seq_lens):
+        keys, values = (t[:, table].flatten(1, 2)[:, :S].expand(*group, -1, -1, -1) for t in (k, v))
+        causal = torch.ones(n, S, dtype=torch.bool).tril(S - n)
+        expected = F.scaled_dot_product_attention(part, keys, values, causal)
+        assert (mine - expected).abs().max() < 1e-12
 
 
 # --- everything at once, step by step -------------------------------------------------------------
@@ -76,24 +120,29 @@ def keys_and_values(prefix):
 
 
 def assert_writes(batch, running):
-    """The pass writes each new token to its own slot, in pages that no other request can read."""
-    size = batch.pages.size
+    """
+    The pass writes each new token to its own slot. The pages that it fills can be found, and no
+    other page that it writes to is in another table.
+    """
+    size = batch.pool.page_size
     slots = [request.block_table[p // size] * size + p % size for request, n in batch.plan
              for p in range(request.computed, request.computed + n)]
     assert batch.slot_mapping.tolist() == slots and len(set(slots)) == len(slots)
     tables = Counter(page for request in running for page in request.block_table)
     for page in {slot // size for slot in slots}:
-        assert tables[page] == 1 and page not in getattr(batch.pages, "hash_of", {})
+        filled = (page + 1) * size - 1 in slots
+        assert tables[page] == 1 or filled
+        assert not hasattr(batch.pool, "hash_of") or (page in batch.pool.hash_of) == filled
 
 
 def assert_held(batch, running):
     """The pages of a request hold the keys and values of the tokens that it has computed."""
-    pool, size = batch.pool, batch.pages.size
+    kv, size = batch.kv, batch.pool.page_size
     for request in running:
         if n := request.computed:
             slots = [request.block_table[p // size] * size + p % size for p in range(n)]
             kept = torch.cat([b[:, slots] for layer in range(3)
-                              for b in (pool.k[layer], pool.v[layer])])
+                              for b in (kv.k[layer], kv.v[layer])])
             expected = keys_and_values(tuple(request.slice(0, n)))
             assert (kept - expected).abs().max() <= 1e-10 * expected.abs().max()
 
@@ -101,12 +150,18 @@ def assert_held(batch, running):
 NONE = st.none()
 
 
+EVENTS = st.lists(max_size=30, elements=st.tuples(
+    st.one_of(NONE, NONE, st.integers(0, 3)), st.one_of(NONE, NONE, st.integers(0, 6))))
+
+
 @settings(max_examples=examples(400))
-@given(case=workloads(), share=st.sampled_from([True, True, False]),
-       events=st.lists(max_size=30, elements=st.tuples(
-           st.one_of(NONE, NONE, st.integers(0, 3)), st.one_of(NONE, NONE, st.integers(0, 6)))))
+@given(case=workloads(), share=st.sampled_from([True, True, False]), events=EVENTS)
 @torch.inference_mode()
 def test_every_step_even_if_some_fail_and_requests_are_cancelled(case, share, events):
+    every_step(case, share, events)
+
+
+def every_step(case, share, events):
     """
     The loop of paged and prefix. What holds of the pages holds at every step, and each request gets
     what it would have got alone, as far as it comes.
@@ -119,13 +174,13 @@ def test_every_step_even_if_some_fail_and_requests_are_cancelled(case, share, ev
     number = pressure["pages"] or smallest_pool(requests, size) + 3
     kind = pressure["scheduler"] if share else PagedScheduler
     scheduler = kind(pressure["max_batch"], pressure["token_budget"], number, size)
-    pool, requests = KV(number * size), queue(scheduler, [*map(replace, requests)])
+    kv, requests = KV(number * size), queue(scheduler, [*map(replace, requests)])
     for fails_at, cancelled in chain(events, repeat((None, None))):
         if not scheduler.busy:
             break
         step = scheduler.next_step(step)
         plan = checked(scheduler, step)
-        batch = Paged(plan, pool, scheduler.pages)
+        batch = Paged(plan, kv, scheduler.pool)
         assert_writes(batch, scheduler.running)
         arguments = batch.tokens, batch.positions, batch.attend, batch.wanted
         if fails_at is None:
@@ -135,6 +190,8 @@ def test_every_step_even_if_some_fail_and_requests_are_cancelled(case, share, ev
             with (block.register_forward_pre_hook(lambda *_: 1 / 0),
                   pytest.raises(ZeroDivisionError)):
                 MODEL(*arguments)
+            if share:
+                scheduler.undo(plan)
         for request in requests[cancelled:cancelled + 1] if cancelled is not None else ():
             cancel_now(scheduler, request)
         assert_pages(scheduler)
@@ -146,8 +203,8 @@ def test_every_step_even_if_some_fail_and_requests_are_cancelled(case, share, ev
         assert request.generated == tokens[:len(request.generated)]
         assert request.finish_reason in (reason, "cancelled")
         assert request.finish_reason == "cancelled" or request.generated == tokens
-    assert len(scheduler.pages.free_queue) == number
-    assert not any(getattr(scheduler.pages, "ref_count", ()))
+    assert len(scheduler.pool.free_queue) == number
+    assert not any(getattr(scheduler.pool, "ref_count", ()))
 
 
 # --- page hashes ----------------------------------------------------------------------------------
@@ -185,5 +242,5 @@ def test_finding_and_caching_are_linear_in_the_prompt(monkeypatch):
             if steps == 100:   # it has 5,000 tokens
                 scheduler.preempt(request)
         assert request.prompt.read == 10_000
-    assert scheduler.pages.counts["shared_pages"] == 5_000 // 16 + 624
+    assert scheduler.pool.counts["shared_pages"] == 5_000 // 16 + 624
     assert steps == 100 + 101 + 1 and hashed == [16] * 2 * 625

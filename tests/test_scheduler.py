@@ -37,7 +37,13 @@ PLAIN, PAGED, PREFIX, FAIR = Scheduler, PagedScheduler, PrefixScheduler, FairSch
 FIVE = {"A": (6, 1, 2), "B": (3, 1, 1), "C": (5, 3, 0), "D": (3, 1, 1), "E": (1, 1, 0, 1)}
 L_FIRST = {"L": (20, 1), **dict.fromkeys("abcd", (1, 1))}
 
+# b makes room, and must not come back in the same step, although a's pages would be found
+TWINS = (PREFIX, (2, 16, 4, 2), {"a": ([1, 1], 5), "b": ([1, 1], 5)},
+         ["a2 b2", "a1 b1", "a1 b1", "a1", "a1 b1", "b1"],
+         dict(preemptions=1, shared_pages=2, saved_tokens=4, evicted_pages=2))
+
 GOLDEN = [
+    TWINS,
     # scheduler, its limits; {name: (prompt, or its length; new tokens; priority; arrival)};
     # what each step computes; what is counted; (step, n): the n-th is cancelled before that step
 
@@ -71,9 +77,19 @@ GOLDEN = [
      ["a2 b2 c2", "a1 b1", "a1", "a1", "a1", "a1", "b4 c3", "b1", "b1", "c4"],
      dict(preemptions=3)),
 
-    # in step 0 b lacks seven pages, and in that step a fills seven that b can share
+    # there are no pages for both; but in the same step b shares the seven that a fills
     (PREFIX, (2, 64, 9, 2), {"a": ([0] * 15, 2), "b": ([0] * 14 + [1], 2)},
-     ["a15", "a1 b1", "b1"], dict(shared_pages=7, saved_tokens=14)),
+     ["a15 b1", "a1 b1"], dict(shared_pages=7, saved_tokens=14)),
+    # eight answers to one prompt: it is computed once, and each computes its last token
+    (PREFIX, (8, 64, 64, 4), {name: ([0] * 9, 2) for name in "abcdefgh"},
+     ["a9 b1 c1 d1 e1 f1 g1 h1", "a1 b1 c1 d1 e1 f1 g1 h1"],
+     dict(shared_pages=14, saved_tokens=56)),
+    # of a chunk, b shares the full pages; the rest of the prompt both compute
+    (PREFIX, (2, 5, 9, 2), {"a": ([0] * 7, 1), "b": ([0] * 7, 1)}, ["a5", "a2 b1"],
+     dict(shared_pages=3, saved_tokens=6)),
+    # a newcomer needs room for its whole prompt, but takes pages chunk by chunk: so b, which has
+    # come as far as the page that is still free, is not the one that must go
+    (PAGED, (2, 4, 5, 2), {"a": (2, 3), "b": (6, 1)}, ["a2 b2", "a1 b3", "a1 b1"], {}),
     # generated pages are found too: a has generated two of the four tokens that b finds
     (PREFIX, (1, 8, 8, 2), {"a": ([1, 2], 4), "b": ([1, 2, 7, 7, 7], 1)},
      ["a2", "a1", "a1", "a1", "b1"], dict(shared_pages=2, saved_tokens=4)),
@@ -95,12 +111,11 @@ GOLDEN = [
       "a1",                        # 7 tokens, 6 of them computed: a is done
       "b3",                        # 5 tokens, of which b finds the first page again
       "b1"], dict(preemptions=1, shared_pages=1, saved_tokens=2, evicted_pages=3)),
-    # "sat down" has other keys after "the cat" (1 1 5 5) than after "a dog" (8 8 5 5). a's "the
-    # cat" can be found, in page 0, and b's copy cannot; then c takes page 0 for "a dog". Of "a dog
-    # sat down", d finds "a dog" only, although b's "sat down" is cached
+    # "sat down" has other keys after "the cat" (1 1 5 5) than after "a dog" (8 8 5 5). Of "a dog
+    # sat down", d finds c's "a dog" only, although b's "sat down" can be found
     (PREFIX, (2, 16, 4, 2), {"a": ([1, 1], 1), "b": ([1, 1, 5, 5, 6], 2), "c": ([8, 8], 1),
                              "d": ([8, 8, 5, 5, 0], 1)},
-     ["a2 b5", "b1 c2", "d3"], dict(shared_pages=1, saved_tokens=2, evicted_pages=3)),
+     ["a2 b3", "b1 c2", "d3"], dict(shared_pages=2, saved_tokens=4, evicted_pages=2)),
     # the least recently used page is taken first, and of one request the last. d finds page "1"
     # and takes "1 2"; e takes "3", which h misses; f finds "4", takes "1 9", and g still finds "1"
     (PREFIX, (1, 8, 4, 1), {"a": ([1, 2], 1), "b": ([3], 1), "c": ([4], 1), "d": ([1, 9], 1),
@@ -113,17 +128,18 @@ GOLDEN = [
     (FAIR, (1, 64, 64, 1, "fcfs"), FIVE, ["A6", "B3", "C5", "C1", "C1", "D3", "E1"], {}),
     (FAIR, (1, 64, 64, 1, "sjf"), FIVE, ["B3", "E1", "D3", "A6", "C5", "C1", "C1"], {}),
     (FAIR, (1, 64, 64, 1, "priority"), FIVE, ["C5", "C1", "C1", "E1", "B3", "D3", "A6"], {}),
-    # a grows, and c makes room; then b, which is urgent, though the last to arrive; and a does
+    # a grows, and c makes room; then b, which is urgent, though the last to arrive, and a does: it
+    # was planned already, and gives its token back
     (FAIR, (8, 64, 3, 4, "priority"), {"a": (3, 9, 1), "c": (3, 9, 1), "b": (3, 9, 0, 1)},
-     ["a3 c3", "a1 c1 b3", "b1 a1", *["b1"] * 7, "a6", *["a1"] * 5, "c5", *["c1"] * 6],
+     ["a3 c3", "a1 c1 b3", "a1 b1", *["b1"] * 7, "a6", *["a1"] * 5, "c5", *["c1"] * 6],
      dict(preemptions=2, evicted_pages=6)),
     # a grows, and makes room itself
     (FAIR, (2, 64, 3, 2, "priority"), {"a": (2, 3, 1), "b": (3, 3, 0)},
      ["b3 a2", "b1", "b1", "a3", "a1"], dict(preemptions=1, evicted_pages=2)),
     # a job's rank does not change: J, by then a short one, makes room for K, and waits behind L
     (FAIR, (8, 64, 10, 1, "sjf"), {"J": (2, 9), "K": (2, 7, 0, 3), "L": (4, 6, 0, 5)},
-     ["J2", "J1", "J1", "J1 K2", "K1 J1", "K1 L4", "K1 L1", "K1", "K1", "K1", "L4", "L1", "L1",
-      "L1", "J7", "J1", "J1", "J1"],
+     ["J2", "J1", "J1", "J1 K2", "J1 K1", "K1", "K1 L4", "K1", "K1", "K1", "L3", "L1", "L1",
+      "L1", "L1", "J7", "J1", "J1", "J1"],
      dict(preemptions=2, shared_pages=2, saved_tokens=2, evicted_pages=26)),
     # the example of the docstring
     (FAIR, (1, 64, 64, 16, "sjf", 3), L_FIRST, ["a1", "b1", "c1", "L20", "d1"], {}),
@@ -134,7 +150,7 @@ GOLDEN = [
     # no stream of short prompts stops a longer one in the middle: each takes what L leaves
     (FAIR, (3, 4, 64, 4, "sjf"),
      {"a": (2, 2), "L": (4, 9), "s": (3, 2, 0, 1), "t": (3, 2, 0, 2)},
-     ["a2 L2", "a1 L2 s1", "L1 s2 t1", "s1 L1 t2", "t1 L1", *["L1"] * 5], {})]
+     ["a2 L2", "a1 L2 s1", "L1 s2 t1", "L1 s1 t2", "L1 t1", *["L1"] * 5], {})]
 
 
 @pytest.mark.parametrize("kind, limits, requests, plans, counts, cancel",
@@ -142,7 +158,7 @@ GOLDEN = [
 def test_golden_plans(kind, limits, requests, plans, counts, cancel):
     scheduler = kind(*limits)
     assert run(scheduler, requests, lambda request: 7, cancel) == plans
-    assert kind is PLAIN or +scheduler.pages.counts == counts
+    assert kind is PLAIN or +scheduler.pool.counts == counts
 
 
 # --- what holds of all plans (`run` asserts the limits) -------------------------------------------
@@ -169,9 +185,10 @@ def plans_are_right(case, cancel):
     plans(PagedScheduler(*limits, few, size))
     for number in 1, 3:
         paged, prefix = (kind(*limits, number, large) for kind in (PagedScheduler, PrefixScheduler))
-        assert plans(paged) == plans(prefix) and not prefix.pages.cached
+        assert plans(paged) == plans(prefix) and not prefix.pool.cached
     fair = FairScheduler(*limits, few, size, "fcfs", bound=10**9)
     assert plans(PrefixScheduler(*limits, few, size)) == plans(fair)
+    plans(pressure["scheduler"](*limits, few, size))
 
 
 @settings(max_examples=examples(400))
@@ -198,14 +215,14 @@ def test_no_request_starves(case, bound, policy, more, cancel):
             preempted[request.name] += 1
             super().preempt(request)
 
-        def grant_room(self, request):
+        def admit(self, request):
             rank[request.name], n = self.rank[request], number[request.name]
-            granted = super().grant_room(request)
-            if granted and request.name not in admitted:
+            admits = super().admit(request)
+            if admits and request.name not in admitted:
                 assert sum(number[other] > n for other in admitted) <= bound
                 assert len(admitted) <= n + bound
                 admitted.append(request.name)
-            return granted
+            return admits
 
         def release(self):
             assert all(self.rank[request] == rank[request.name] for request in self.running)
@@ -218,7 +235,7 @@ def test_no_request_starves(case, bound, policy, more, cancel):
                 cancel)
     assert len(plans) <= (bound + 1) * sum(len(r.prompt) + r.max_new_tokens for r in requests)
     assert max(preempted.values(), default=0) <= bound
-    assert len(scheduler.pages.free_queue) == pages
+    assert len(scheduler.pool.free_queue) == pages
     left = {*scheduler.rank, *scheduler.times_preempted, *scheduler.new}
     assert all(r.finish_reason == "cancelled" and r in scheduler.new for r in left)
 
@@ -278,8 +295,8 @@ def test_what_has_finished_leaves_nothing_behind(policy):
         gc.collect()
         counts.append(reachable(scheduler))
     assert counts[1] <= counts[0] + 24   # a hash for each page
-    assert scheduler.pages.counts["preemptions"]
-    assert policy is None or scheduler.pages.counts["evicted_pages"] > 50
+    assert scheduler.pool.counts["preemptions"]
+    assert policy is None or scheduler.pool.counts["evicted_pages"] > 50
 
 
 # --- what a Scheduler, a Request and a run refuse -------------------------------------------------
@@ -309,14 +326,16 @@ def test_requests_are_added_in_order_of_arrival():
 
 def test_if_nothing_can_go_on_it_raises_and_names_who_is_stuck():
     """Whether one of them runs or not; it does not wait for ever."""
-    for method, value, running in (("grant_room", False, 0), ("share_budget", [], 1)):
+    for method, running in (("admit", 0), ("make_room", 2)):
         scheduler = Scheduler(2, 8)
         queue(scheduler, [Request([0] * 3, 2, name="A", arrival=3), Request([0], arrival=3)])
-        setattr(scheduler, method, lambda *_: value)
         assert scheduler.schedule(2) == []   # nothing has arrived
-        with pytest.raises(RuntimeError, match="'A' has arrived at step 3, but nothing can go on"):
-            scheduler.schedule(3)
-        assert len(scheduler.running) == 2 * running
+        if running:
+            finish(scheduler, scheduler.schedule(3))
+        setattr(scheduler, method, lambda *_: False)
+        with pytest.raises(RuntimeError, match="'A' has arrived at step 4, but nothing can go on"):
+            scheduler.schedule(4)
+        assert len(scheduler.running) == running
 
 
 @pytest.mark.parametrize("message, name, values", [

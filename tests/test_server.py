@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,10 +17,10 @@ from threading import Event, Thread, Timer
 
 import pytest
 import torch
-from beyond.in_batch import InBatchScheduler
-from common import ROOT, alone, mixed, refused, toy
+from common import ROOT, alone, assert_books, mixed, refused, toy
 
 import generate_prefix
+from generate_prefix import PrefixScheduler
 from lab.loading.load import load
 from request import Request
 
@@ -99,7 +99,7 @@ def serving(model=MODEL, pages=128, settings=None, **knobs):
         yield running
         if running.thread.is_alive():   # whatever the clients did, nothing of it is left
             running.until(lambda: not (running.engine.busy or running.server.answers))
-            assert len(running.engine.pages.free_queue) == pages
+            assert len(running.engine.pool.free_queue) == pages
             trace = running.engine.trace
             assert not trace.reached and len(trace.step_times) < 2 and len(trace.passes) < 2
     finally:
@@ -177,7 +177,7 @@ def test_the_loop_of_prefix_is_the_same_one_closed():
     model, requests = toy(), sorted(mixed(), key=lambda request: request.arrival)
     closed, opened = ([replace(request) for request in requests] for _ in range(2))
     knobs = dict(pages=20, page_size=3, max_batch=3, token_budget=7)
-    trace = generate_prefix.generate(model, closed, scheduler=InBatchScheduler, **knobs)
+    trace = generate_prefix.generate(model, closed, **knobs)
     engine, todo, events = Engine(model, **knobs), opened[:], []
     while todo or engine.busy:
         while todo and todo[0].arrival <= engine.number:
@@ -185,7 +185,7 @@ def test_the_loop_of_prefix_is_the_same_one_closed():
         events += engine.step()
     assert [r.generated for r in opened] == [r.generated for r in closed]
     assert [r.token_steps for r in opened] == [r.token_steps for r in closed]
-    assert dict(engine.scheduler.pages.counts) == dict(trace.counts)
+    assert dict(engine.scheduler.pool.counts) == dict(trace.counts)
     for request in opened:   # each token left, and the end with the last
         mine = [event for event in events if event.request is request]
         assert [event.token for event in mine] == request.generated
@@ -208,6 +208,73 @@ def test_who_leaves_frees_its_pages_before_the_next_pass():
         engine.step()
     assert [r.finish_reason for r in requests] == ["cancelled", "length", "stop"]
     assert second.generated == alone(engine.model, second)[0]
+
+
+@pytest.mark.parametrize("named, cancels", [(False, False), (True, False), (True, True)])
+def test_nobody_uses_pages_of_a_pass_that_failed(named, cancels):
+    """
+    The second and the third have found the first one's pages, which nobody fills now. If only the
+    first is to blame, they compute them; the third may be cancelled between plan and pass.
+    """
+    engine = Engine(toy(), pages=8, page_size=2)
+    first, second, third, fourth = requests = [Request([1, 2, 3, 4, i], 2) for i in range(4)]
+    engine.add(first, second, third)
+
+    def fail(*_):
+        assert engine.scheduler.pool.counts["shared_pages"] == 4
+        if cancels:
+            engine.cancel(third)
+        failure = RuntimeError("it failed")
+        failure.request = first if named else None
+        raise failure
+
+    with engine.model.h[1].register_forward_pre_hook(fail):
+        assert {event.error for event in engine.step()} == {"RuntimeError: it failed"}
+    assert not engine.pool.hash_of and len(engine.pool.free_queue) == 8
+    engine.add(fourth)
+    while engine.busy:
+        engine.step()
+    kept = [second, *[third] * (not cancels)] * named + [fourth]
+    for request in requests:
+        if request in kept:
+            assert request.generated == alone(engine.model, request)[0]
+        assert request.finish_reason == (
+            "length" if request in kept else "cancelled" if cancels and request is third
+            else "error")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_pass_may_fail(seed):
+    """By the fault of one that runs, or of nobody; some are preempted. The others lose nothing."""
+    rng, model, asked = random.Random(seed), toy(), []
+    engine = Engine(model, pages=8, page_size=rng.choice([2, 3]), max_batch=rng.randint(2, 5),
+                    token_budget=rng.choice([3, 8, 64]))
+    stem = [rng.randrange(5) for _ in range(9)]
+
+    def fail(*_):
+        failure = RuntimeError()
+        failure.request = rng.choice([None, *engine.scheduler.running])
+        raise failure
+
+    while engine.busy or engine.number < 60:
+        if engine.number < 60 and rng.random() < 0.4 or not engine.busy:
+            asked.append(Request(stem[:rng.randint(1, 9)] + [rng.randrange(5)], rng.randint(1, 6),
+                                 rng.choice([0, 1]), seed=rng.randrange(9)))
+            engine.add(asked[-1])
+        block = rng.choice([*model.h, model.ln_f])
+        if engine.number < 60 and rng.random() < 0.2:
+            with block.register_forward_pre_hook(fail):
+                engine.step()
+        else:
+            engine.step()
+        assert_books(engine.scheduler)
+    assert engine.pool.counts["preemptions"] and engine.pool.counts["shared_pages"]
+    reasons = Counter(request.finish_reason for request in asked)
+    assert reasons["error"] and reasons["length"]
+    for request in asked:
+        tokens = alone(model, request)[0]
+        assert request.generated == tokens[:len(request.generated)]
+        assert request.finish_reason == "error" or request.generated == tokens
 
 
 def test_several_are_taken_all_or_none():
@@ -364,6 +431,18 @@ def test_answers_draw_from_seeds_of_their_own_unless_a_seed_is_given():
         assert texts(seed=-1)[1] == texts(seed=0)[0]
         assert below not in texts(seed=1) and texts(seed=-2)[1] == below
         assert texts(top_p=0) == texts(temperature=0)
+
+
+def test_answers_to_one_prompt_share_its_pages():
+    """Each computes its last token; also in the step that computes the prompt."""
+    body = {"prompt": ["# list.append\nAppend"], "n": 4, "max_tokens": 9, "temperature": 1,
+            "seed": 3}
+    with serving(page_size=2) as running:
+        running.hold(4)
+        choices = running.post(**body).json()["choices"]
+        saved = running.engine.pool.counts["saved_tokens"]
+    assert [(each["text"], each["finish_reason"]) for each in choices] == expected(body)
+    assert saved == 3 * ((len(TOKENIZER.encode_ordinary(body["prompt"][0])) - 1) // 2 * 2) > 9
 
 
 def test_routes(monkeypatch):
@@ -526,7 +605,7 @@ def test_the_program_finishes_its_streams_after_sigterm(monkeypatch):
 
 
 def test_the_server_ends_if_its_engine_does(monkeypatch):
-    monkeypatch.setattr(InBatchScheduler, "schedule", lambda *_: 1 / 0)
+    monkeypatch.setattr(PrefixScheduler, "schedule", lambda *_: 1 / 0)
     with serving() as running:
         assert "the engine has stopped: division by zero" in running.post(prompt="a").text
         running.thread.join(20)

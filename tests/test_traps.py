@@ -8,9 +8,11 @@ import re
 from dataclasses import replace
 
 import pytest
+import test_paging
 import test_scheduler
 import torch
 from common import (
+    POOLED,
     RAGGED,
     ROOT,
     STAGES,
@@ -37,8 +39,12 @@ STAGE = {   # a file, or a function: the stages in which its bugs are looked for
     "model.py": ("interleaved",), "request.py": ("interleaved",), "generate_naive.py": ("naive",),
     "generate_dynamic.py": ("dynamic", "chunked", "interleaved"),
     "beyond/prepacked.py": ("prepacked",), "generate_ragged.py": RAGGED,
-    "generate_ragged.py:Flat.read": ("ragged_varlen",),   # to "mask", it is a mask too small
-    "generate_paged.py": ("paged",), "generate_prefix.py:page_hash": ("prefix",)}
+    "generate_ragged.py:Flat.hide": ("ragged_mask",),
+    "generate_ragged.py:Flat.attend": ("ragged_varlen",),   # to "mask", it is a mask too small
+    "generate_paged.py": ("paged",), "generate_paged.py:Paged.attend": POOLED,
+    "generate_prefix.py:page_hash": ("prefix",)}
+LOOKED_FOR_IN = {"an assumed token names a page": "beyond/ahead.py"}
+UNDO = "generate_prefix.py:PrefixScheduler.undo"
 ERRORS = {   # those that an error may show before any comparison does, and what it says
     "NaN for a query without keys": "the model's logits are not finite",
     "pads of the past are not zeros": "the model's logits are not finite",
@@ -53,7 +59,7 @@ ERRORS = {   # those that an error may show before any comparison does, and what
 @pytest.mark.parametrize("name", TRAPS)
 def test_a_known_bug_is_seen(name):
     function = TRAPS[name][0][0]
-    file = function.split(":")[0]
+    file = LOOKED_FOR_IN.get(name, function.split(":")[0])
     stages = STAGE.get(function) or STAGE.get(file)
 
     def contract(case):
@@ -70,6 +76,11 @@ def test_a_known_bug_is_seen(name):
         with broken(name, show=False):
             test_scheduler.plans_are_right(case, cancel)
             test_scheduler.test_what_can_never_fit_is_refused_by_name_with_the_numbers()
+            test_scheduler.test_golden_plans(*test_scheduler.TWINS, ())
+
+    def failed_passes(case, events):
+        with broken(name, show=False):
+            test_paging.every_step(case, True, events)
 
     def essay(case):
         with broken(name, show=False):
@@ -77,6 +88,8 @@ def test_a_known_bug_is_seen(name):
 
     if file in ESSAYS:
         error = assert_seen(essay, ESSAYS[file][0])
+    elif function == UNDO:
+        error = assert_seen(failed_passes, workloads(), test_paging.EVENTS)
     elif stages:
         error = assert_seen(contract, workloads())
     else:
