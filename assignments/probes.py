@@ -180,7 +180,7 @@ def seen_of(batch):
 def layout_of(batch, *names, context_length=24):
     """
     What lay_out has set, token by token. names: which of "tokens", "positions", "mask", "wanted"
-    and of further attributes. The slots of pads: tokens 0; positions that the model has.
+    and of further attributes. Pads: which tokens a row has there; positions that the model has.
     """
     found = {f"shape and dtype of {name}": kind_of(getattr(batch, name, None))
              for name in names if name in ("tokens", "positions")}
@@ -201,7 +201,9 @@ def layout_of(batch, *names, context_length=24):
             found[f"{request.name}'s new token {t} sees the keys"] = [
                 int(key) - first for key in see[slot].nonzero().flatten()]
     if "tokens" in names:
-        found["tokens in other slots"] = sorted({*tokens[sorted(pads)].tolist()})
+        T = batch.tokens.size(-1)
+        for row in sorted({slot // T for slot in pads}):
+            found[f"the pads of row {row}"] = sorted({int(tokens[p]) for p in pads if p // T == row})
     if "positions" in names:
         found["all positions are the model's"] = bool(
             positions.min() >= 0 and positions.max() < context_length)
