@@ -11,26 +11,27 @@ import torch
 
 from model import head
 
-STEPS = {1: ("admit", "share_budget"), 2: ("lay_out", "attend", "after_pass"),
-         3: ("slots", "grant", "grow", "free"), 4: ("grant_shared", "keep", "free_shared")}
+STEPS = {1: ("schedule",), 2: ("lay_out", "attend", "after_pass"),
+         3: ("slots", "admit", "make_room", "free"), 4: ("admit_shared", "keep", "free_shared")}
 
 
-def admit(waiting, running, step, max_batch, token_budget, grant):
-    todo = sum(request.todo for request in running)
-    while waiting and waiting[0].arrival <= step and len(running) < max_batch:
-        if todo >= token_budget or not grant(waiting[0]):
-            break
-        running.append(waiting.popleft())
-        todo += running[-1].todo
-
-
-def share_budget(running, token_budget):
-    plan = [(request, 1) for request in running if request.todo == 1]
-    left = token_budget - len(plan)
+def schedule(waiting, running, step, max_batch, token_budget, admit, make_room):
+    plan, left, before = [], token_budget, len(running)
     for request in running:
-        if request.todo > 1 and left > 0:
-            plan.append((request, min(request.todo, left)))
-            left -= plan[-1][1]
+        n = min(request.todo, left)
+        if n and make_room(request, n):
+            plan.append((request, n))
+            left -= n
+    preempted = len(running) < before
+    while left and len(running) < max_batch and not preempted:
+        if not waiting or waiting[0].arrival > step or not admit(waiting[0]):
+            break
+        request = waiting.popleft()
+        running.append(request)
+        n = min(request.todo, left)
+        make_room(request, n)
+        plan.append((request, n))
+        left -= n
     return plan
 
 
@@ -47,12 +48,12 @@ def lay_out(plan):
 
 
 def attend(plan, cu_seqlens, layer, q, k, v):
+    for (request, n), a, b in zip(plan, cu_seqlens, cu_seqlens[1:]):
+        request.kv.write(layer, request.computed, k[:, a:b], v[:, a:b])
     out = []
     for i, (request, n) in enumerate(plan):
-        a, b = cu_seqlens[i], cu_seqlens[i + 1]
-        request.kv.write(layer, request.computed, k[:, a:b], v[:, a:b])
         keys, values = request.kv.read(layer, request.computed + n)
-        out.append(head(q[:, a:b], keys, values))
+        out.append(head(q[:, cu_seqlens[i]:cu_seqlens[i + 1]], keys, values))
     return torch.cat(out, dim=1)
 
 
@@ -72,24 +73,25 @@ def slots(memory, request, start, end):
     return [request.block_table[p // size] * size + p % size for p in range(start, end)]
 
 
-def grant(memory, request):
-    need = -(-request.todo // memory.size)
-    if need > len(memory.free):
+def admit(memory, request):
+    if -(-request.todo // memory.size) > len(memory.free):
         return False
-    request.block_table = [memory.take() for _ in range(need)]
+    request.block_table = []
     return True
 
 
-def grow(memory, running, waiting):
-    for request in list(running):
-        while request in running and len(request.block_table) * memory.size < len(request.tokens):
-            if memory.free:
-                request.block_table.append(memory.take())
-            else:
-                last = running.pop()
-                free(memory, last)
-                last.computed = 0
-                waiting.appendleft(last)
+def make_room(memory, running, waiting, request, n):
+    need = -(-(request.computed + n) // memory.size)
+    while need - len(request.block_table) > len(memory.free):
+        last = running.pop()
+        free(memory, last)
+        last.computed = 0
+        waiting.appendleft(last)
+        if last is request:
+            return False
+    while len(request.block_table) < need:
+        request.block_table.append(memory.take())
+    return True
 
 
 def free(memory, request):
@@ -99,10 +101,10 @@ def free(memory, request):
 
 # --- step 4: these take the places of the two above ---
 
-def grant_shared(memory, request):
+def admit_shared(memory, request):
     size, found = memory.size, []
     while (len(found) + 1) * size < len(request.tokens):
-        page = memory.cached.get(tuple(request.tokens[:(len(found) + 1) * size]))
+        page = memory.find(tuple(request.tokens[:(len(found) + 1) * size]))
         if page is None:
             break
         found.append(page)
@@ -113,23 +115,24 @@ def grant_shared(memory, request):
         if memory.ref_count[page] == 0:
             memory.free.remove(page)
         memory.ref_count[page] += 1
-    request.block_table = found + [memory.take() for _ in range(need)]
+    request.block_table = found
     request.computed = len(found) * size
     return True
 
 
-def keep(memory, plan):
-    for request, n in plan:
-        for i in range(request.computed // memory.size, (request.computed + n) // memory.size):
-            key = tuple(request.tokens[:(i + 1) * memory.size])
-            memory.cached.setdefault(key, request.block_table[i])
+def keep(memory, request, n):
+    for i in range(request.computed // memory.size, (request.computed + n) // memory.size):
+        key = tuple(request.tokens[:(i + 1) * memory.size])
+        memory.cached[request.block_table[i]] = key
 
 
 def free_shared(memory, request):
     for page in reversed(request.block_table):
         memory.ref_count[page] -= 1
-        if memory.ref_count[page] == 0:
+        if memory.ref_count[page] == 0 and page in memory.cached:
             memory.free.append(page)
+        elif memory.ref_count[page] == 0:
+            memory.free.appendleft(page)
     request.block_table = None
 
 
@@ -149,7 +152,7 @@ def cell(step):
 
 def edits(old, new):
     """What puts a mistake in. A page's key is made in two functions: both get the same one."""
-    places = ("get(", "key = ") if old == "tuple(" else ("",)
+    places = ("find(", "key = ") if old == "tuple(" else ("",)
     return [(place + old, place + new) for place in places]
 
 
