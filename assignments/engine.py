@@ -276,8 +276,8 @@ def streams(yours, model):
                    f"tokens {a} to {b - 1} of the stream from position {request.computed} on")
     does = [what for what, _ in log if what in ("writes", "reads")]
     if "reads" in does and "writes" in does[does.index("reads"):]:
-        yield ("attend reads a cache before all new keys and values are stored. In step 4 a request "
-               "may read what another one stores in the same pass: so store all of them first")
+        yield ("attend reads a cache before all new keys and values are stored. In step 4 a "
+               "request may read what another stores in the same pass: so store all of them first")
     mixed = letters(6, A=4, B=2, C=1, D=11, E=3)
     mixed[1:3] = [replace(request, temperature=0.7) for request in mixed[1:3]]
     yield from runs(yours, model, mixed, generate_ragged.generate)

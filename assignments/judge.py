@@ -110,9 +110,9 @@ def wrong_samples(records, xray):
 
 def plan_faults(plan, running, waiting, new, max_batch, token_budget):
     """
-    What is wrong with one step of a scheduler: at most `token_budget` tokens, each request all that
-    it has to do or what is left, in order. Sentences. plan: [(request, n), ...]; running: the
-    requests that have been admitted; waiting: those that might have been; new: admitted in this step
+    What is wrong with one step of a scheduler: at most `token_budget` tokens; each request gets all
+    that it has to do, or what is left, in order. Sentences. plan: [(request, n), ...]; running: the
+    requests that have been admitted; waiting: those that might have been; new: who was, just now
     """
     entries, left = Counter(request for request, _ in plan), token_budget
     if len(running) > max_batch:
@@ -120,6 +120,11 @@ def plan_faults(plan, running, waiting, new, max_batch, token_budget):
     for request, times in entries.items():
         if request not in running or times > 1:
             yield f"{request} is in the plan {times} times, and runs {running.count(request)} times"
+    todo = 0   # of those before it
+    for request in running:
+        if request in new and todo >= token_budget:
+            yield f"{request} is admitted, although nothing is left of the budget"
+        todo += request.todo
     for request, n in plan:
         if not 1 <= n <= request.todo:
             yield f"{request} is to compute {n} tokens, and has {request.todo} to do"
@@ -127,8 +132,6 @@ def plan_faults(plan, running, waiting, new, max_batch, token_budget):
         yield f"the plan has {total} tokens, the budget is {token_budget}"
     given = dict(plan)
     for request in running:
-        if request in new and not left:
-            yield f"{request} is admitted, although nothing is left of the budget"
         n = min(request.todo, left)
         left -= n
         if given.get(request, 0) != n:

@@ -201,9 +201,10 @@ def layout_of(batch, *names, context_length=24):
             found[f"{request.name}'s new token {t} sees the keys"] = [
                 int(key) - first for key in see[slot].nonzero().flatten()]
     if "tokens" in names:
-        T = batch.tokens.size(-1)
-        for row in sorted({slot // T for slot in pads}):
-            found[f"the pads of row {row}"] = sorted({int(tokens[p]) for p in pads if p // T == row})
+        T, padded = batch.tokens.size(-1), {}
+        for slot in sorted(pads):
+            padded.setdefault(f"the pads of row {slot // T}", set()).add(int(tokens[slot]))
+        found |= padded
     if "positions" in names:
         found["all positions are the model's"] = bool(
             positions.min() >= 0 and positions.max() < context_length)
