@@ -158,7 +158,8 @@ def edits(old, new):
 
 RIGHT = [   # step, old, new: the same in other styles
     (1, "return plan", "return tuple(plan[::-1])"),
-    (1, "n = min(request.todo, left)\n        if", "n = np.int64(min(request.todo, left))\n        if"),
+    (1, "n = min(request.todo, left)\n        if",
+     "n = np.int64(min(request.todo, left))\n        if"),
     (1, "for request in running:\n        n", "for request in [*running]:\n"
      "        if request not in running:\n            continue\n        n"),
     (2, "return tokens,", "tokens = torch.tensor(tokens)\n    return tokens,"),
