@@ -39,8 +39,9 @@ def pool_of_pages(rng, number, moves):
     tables, free, names = [], list(range(number)), {}
     for move in range(moves):
         if tables and rng.random() < 0.4:
-            table = tables.pop(rng.randrange(len(tables)))
-            free += [page for page in reversed(table) if not any(page in each for each in tables)]
+            for page in reversed(tables.pop(rng.randrange(len(tables)))):
+                if not any(page in each for each in tables):
+                    free.insert(len(free) if page in names else 0, page)
             continue
         shared = [page for page in names if rng.random() < 0.4][:2]
         free = [page for page in free if page not in shared]
@@ -48,11 +49,14 @@ def pool_of_pages(rng, number, moves):
         taken, free = free[:many], free[many:]
         names = {page: name for page, name in names.items() if page not in taken}
         tables.append(shared + taken)
-        names |= {page: f"h{move}.{page}" for page in taken if rng.random() < 0.7}
+        for page in taken:
+            if rng.random() < 0.7:   # equal pages have one name
+                names[page] = rng.choice([f"h{move}.{page}"] * 3 + [*names.values()][:1])
     tables = [table for table in tables if table]
     return {"tables": tables, "free_queue": free, "ref_count": [
         sum(page in table for table in tables) for page in range(number)],
-        "cached": [[name, page] for page, name in names.items()],
+        "cached": [[name, [page for page in names if names[page] == name]]
+                   for name in dict.fromkeys(names.values())],
         "hash_of": [[page, name] for page, name in names.items()]}
 
 

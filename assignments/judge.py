@@ -108,11 +108,11 @@ def wrong_samples(records, xray):
                        f"{request}; its last token is elsewhere")
 
 
-def plan_faults(plan, running, waiting, max_batch, token_budget):
+def plan_faults(plan, running, waiting, new, max_batch, token_budget):
     """
-    What is wrong with one step of a scheduler: at most `token_budget` tokens, decodes first, then
-    prompts in order of arrival. Sentences. plan: [(request, n), ...]; running: the requests that
-    have been admitted; waiting: those that have arrived, and have not.
+    What is wrong with one step of a scheduler: at most `token_budget` tokens; each request gets all
+    that it has to do, or what is left, in order. Sentences. plan: [(request, n), ...]; running: the
+    requests that have been admitted; waiting: those that might have been; new: who was, just now
     """
     entries, left = Counter(request for request, _ in plan), token_budget
     if len(running) > max_batch:
@@ -120,21 +120,26 @@ def plan_faults(plan, running, waiting, max_batch, token_budget):
     for request, times in entries.items():
         if request not in running or times > 1:
             yield f"{request} is in the plan {times} times, and runs {running.count(request)} times"
+    todo = 0   # of those before it
+    for request in running:
+        if request in new and todo >= token_budget:
+            yield f"{request} is admitted, although nothing is left of the budget"
+        todo += request.todo
     for request, n in plan:
         if not 1 <= n <= request.todo:
             yield f"{request} is to compute {n} tokens, and has {request.todo} to do"
     if (total := sum(n for _, n in plan)) > token_budget:
         yield f"the plan has {total} tokens, the budget is {token_budget}"
-    given, todo = dict(plan), sum(request.todo for request in running)
-    for request in sorted(running, key=lambda request: request.todo > 1):   # stable: decodes first
+    given = dict(plan)
+    for request in running:
         n = min(request.todo, left)
         left -= n
         if given.get(request, 0) != n:
             kind = "decodes" if request.todo == 1 else f"has {request.todo} tokens to do"
             yield f"{request} {kind} and gets {given.get(request, 0)} tokens of the budget, not {n}"
-    if waiting and len(running) < max_batch and todo < token_budget:
-        yield (f"{waiting[0]} waits, although {len(running)} of {max_batch} requests run, with "
-               f"{todo} tokens to do and a budget of {token_budget}")
+    if waiting and len(running) < max_batch and left:
+        yield (f"{waiting[0]} waits, although {len(running)} of {max_batch} requests run, and "
+               f"{left} tokens of the budget are left")
 
 
 def waste(trace, ours):

@@ -84,19 +84,20 @@ def in_queue(queue, running, waiting, call):
     requests = requests_of([*running, *waiting])
     queue.running, queue.waiting = requests[:len(running)], deque(requests[len(running):])
     for request, row in zip(queue.running, running):
-        if hasattr(queue, "pages"):
+        if hasattr(queue, "pool"):
             request.block_table = []
-            queue.pages.allocate(request.block_table, row["pages"])
+            queue.pool.allocate(request.block_table, row["pages"])
         else:
             request.kv = KV(request.kv_tokens)
     before = facts_of(requests)
     found = {"it returns": call(requests), "running": queue.running, "waiting": queue.waiting,
              "waiting is a": type(queue.waiting).__name__, **changes_of(requests, before)}
-    if hasattr(queue, "pages"):
-        tables = {each: each.block_table for each in requests if each.block_table is not None}
-        found["preemptions"] = queue.pages.counts["preemptions"]
-        found["the pool"] = [*page_faults(tables, [*queue.pages.free_queue], queue.pages.number,
-                                          queue.pages.size)]
+    if hasattr(queue, "pool"):
+        found["preemptions"] = queue.pool.counts["preemptions"]
+        found["free pages"] = len(queue.pool.free_queue)
+        found["the pool"] = [*page_faults(
+            {each: each.block_table for each in requests if each.block_table is not None},
+            [*queue.pool.free_queue], queue.pool.number)]
     return found
 
 
@@ -104,7 +105,7 @@ def cache_of(request):
     return getattr(request.kv, "capacity", "none" if request.kv is None else "no KV")
 
 
-def page_faults(tables, free, number, size, ref_count=None):
+def page_faults(tables, free, number, ref_count=None):
     """
     What is wrong with a pool of pages before a pass. Sentences. tables: {request: its block table},
     of those that run; free: the free pages, in order. ref_count: None where no page may be shared.
@@ -122,10 +123,16 @@ def page_faults(tables, free, number, size, ref_count=None):
             yield f"page {page} is in the block tables of {where}"
         if ref_count is not None and ref_count[page] != len(names):
             yield f"ref_count of page {page} is {ref_count[page]}, and {len(names)} tables hold it"
+
+
+def room_faults(tables, plan, size):
+    """Who has another number of pages than its keys need after the pass of this plan. Sentences."""
+    given = dict(plan)
     for request, table in tables.items():
-        if len(table) != (needed := -(-len(request.tokens) // size)):
-            yield (f"{request} has {len(table)} pages for {len(request.tokens)} tokens, "
-                   f"{size} to a page: not {needed}")
+        tokens = request.computed + given.get(request, 0)
+        if len(table) != (needed := -(-tokens // size)):
+            yield (f"{request} has {len(table)} pages; after the pass {tokens} of its tokens have "
+                   f"keys, {size} to a page: it needs {needed}")
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -173,7 +180,7 @@ def seen_of(batch):
 def layout_of(batch, *names, context_length=24):
     """
     What lay_out has set, token by token. names: which of "tokens", "positions", "mask", "wanted"
-    and of further attributes. The slots of pads: tokens 0; positions that the model has.
+    and of further attributes. Pads: which tokens a row has there; positions that the model has.
     """
     found = {f"shape and dtype of {name}": kind_of(getattr(batch, name, None))
              for name in names if name in ("tokens", "positions")}
@@ -194,7 +201,10 @@ def layout_of(batch, *names, context_length=24):
             found[f"{request.name}'s new token {t} sees the keys"] = [
                 int(key) - first for key in see[slot].nonzero().flatten()]
     if "tokens" in names:
-        found["tokens in other slots"] = sorted({*tokens[sorted(pads)].tolist()})
+        T, padded = batch.tokens.size(-1), {}
+        for slot in sorted(pads):
+            padded.setdefault(f"the pads of row {slot // T}", set()).add(int(tokens[slot]))
+        found |= padded
     if "positions" in names:
         found["all positions are the model's"] = bool(
             positions.min() >= 0 and positions.max() < context_length)

@@ -91,11 +91,11 @@ timelines([traces[name] for name in shown[:-2]]);
 # |---|---|---|
 # | naive | prompts padded to one length, until the last answer is done | red: finished rows |
 # | dynamic | finished requests leave, waiting ones enter | step 6: all wait for F's 40 tokens |
-# | chunked | at most 16 tokens a step: decodes, then pieces of prompts | up to two passes a step |
+# | chunked | at most 16 tokens a step, so long prompts come in pieces | up to two passes a step |
 # | interleaved | both in one pass: a *rectangle*, a row for each request | grey: mostly padding |
 # | ragged | no rows: all tokens in one stream | memory is kept for answers that may never come |
 # | paged | memory in pages, as answers grow | equal prompts are computed once for each request |
-# | prefix | equal beginnings are computed and kept once | equal prompts that arrive in one step |
+# | prefix | equal beginnings are computed and kept once | what is equal, but fills no whole page |
 #
 # The limit of 16 is the *token budget*. (The eighth stage, *unbatched*, runs one request at a
 # time.) The same in numbers:

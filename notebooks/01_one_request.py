@@ -32,8 +32,7 @@ print(n, "tokens:", [word(request, i) for i in range(n)])
 # ## Where tokens meet
 #
 # A model's layers are the same code four times. This is one of them. (In the comments B is a batch,
-# here of 1, T the tokens, C the 128 features, nh the heads, and hs the features of each. Skip the
-# four lines above the one that calls `attend`: they guard against values that are not finite.)
+# here of 1, T the tokens, C the 128 features, nh the heads, and hs the features of each.)
 
 # %%
 source(Block.forward)

@@ -22,12 +22,13 @@ for request in requests:
 #
 # A tensor has one width, so the shorter prompts are filled up with *pads*: slots that hold no
 # token. The stage *naive*, `generate_naive.py`, puts them on the left. This is the tensor of its
-# first forward pass, where a dot is a pad:
+# first forward pass, where a dot is a pad. (Its number is that of the row's own first token: so a
+# pad computes nothing that its request would not.)
 
 # %%
 prefill = look("naive", requests, step=0)
-for row in prefill.batch.tokens.tolist():
-    words = ("·" if token == 0 else tokenizer.decode([token]).strip() for token in row)
+for pads, row in zip(prefill.batch.pads.tolist(), prefill.batch.tokens.tolist()):
+    words = ["·"] * pads + [tokenizer.decode([token]).strip() for token in row[pads:]]
     print("".join(f"{word:10}" for word in words))
 
 # %% [markdown]

@@ -37,16 +37,21 @@ gaps(results("gaps"));
 # *ITL* is the time between one token and the next. The picture shows the ITL of the four; the
 # newcomer feels its TTFT.
 #
-# In our Scheduler this takes two functions. `admit` lets requests in while there is a place, and
-# while those that run leave something of the budget. `share_budget` makes the plan of the step.
-# `todo` is how many of a request's known tokens are not computed yet. A decode has 1. So has a
-# prompt of which only the last token is left, and the Scheduler treats it in the same way.
+# In our Scheduler this takes one function, which makes the plan of a step. `todo` is how many of a
+# request's known tokens are not computed yet. A decode has 1. So has a prompt of which only the
+# last token is left, and the Scheduler treats it in the same way. Those that run get what they
+# need, in the order in which they came, as far as the budget goes. Newcomers get the rest, while
+# there is a place. (`admit` and `make_room` ask whether there is memory: notebook 5. Here there is
+# enough.)
 
 # %%
-source(Scheduler.admit)
-source(Scheduler.share_budget)
+source(Scheduler.schedule)
 
 # %% [markdown]
+# No line says that decodes come first. And yet no decode ever waits for a prompt: a newcomer is
+# admitted only if all requests before it got all they need. So at most the *last* one that runs has
+# a part of its prompt left, and all decodes stand before it.
+#
 # ## By hand
 #
 # Three requests, at most 8 tokens a step. A's prompt has 3 tokens, B's 2, C's 12. All are there at
@@ -72,7 +77,8 @@ with folded():
 # %% [markdown]
 # ### What if prompts go first?
 #
-# Decodes then wait until no prompt is left to compute. What does that change?
+# Suppose that requests were sorted, those with the most to do first. Decodes then wait until no
+# prompt is left to compute. What does that change?
 
 # %%
 three = letters(A=3, B=2, C=30, new=12)

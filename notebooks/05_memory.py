@@ -12,9 +12,9 @@ from lesson import texts, timelines, word
 from exercises import exercise
 import torch
 from lab.experiments.memory import alike
-from generate_paged import Paged
-from generate_prefix import PrefixPages, page_hash
-from paging import Pages, PagedScheduler
+from generate_paged import Paged, paged_attention
+from generate_prefix import PrefixPool, PrefixScheduler, page_hash
+from paging import PagedScheduler
 from scheduler import Scheduler
 from lab.views.report import latencies, mean
 
@@ -25,7 +25,7 @@ from lab.views.report import latencies, mean
 # beside what the others have reserved. (`kv_tokens` is both, less the last token: notebook 2.)
 
 # %%
-source(Scheduler.grant_room)
+source(Scheduler.admit)
 
 # %% [markdown]
 # Eight requests with prompts of 6 tokens may generate up to 26 tokens each. There is memory for the
@@ -64,17 +64,25 @@ for p in storm["reserve"].passes[:26:5]:
 #
 # (vLLM calls a page a *block*, hence the name of the table.) The pool's slots are numbered from
 # page to page: slots 0 to 3 are page 0, slots 4 to 7 page 1, and so on. Which slot is a position's?
+# The layout calculates it for each new token of the stream. (`requests` says to which request of
+# the plan each new token belongs, `ends` how many keys each request has after this pass.)
 
 # %%
-source(Paged.slots)
+source(Paged.lay_out)
 
 # %%
 ask("5.2: B's block table is [3, 0, 5], 4 tokens to a page. Which slot of the pool is position 10?",
     guess=...)
 
 # %% [markdown]
-# Our layout looks up the slot of every key in the block table. Suppose that it read on from the
-# first page, as if a request's pages were always neighbours:
+# These four tensors are all that the kernel of an engine is given, and these are vLLM's names for
+# them. What it computes in one launch, ours computes request by request:
+
+# %%
+source(paged_attention)
+
+# %% [markdown]
+# Suppose that it read on from the first page, as if a request's pages were always neighbours:
 
 # %%
 eight = letters(A=9, B=5, C=7, D=3, E=6, F=8, G=4, H=5, new=12)
@@ -88,13 +96,16 @@ with broken("pages read in one piece"):
 #
 # ## Preemption
 #
-# A request gets pages for its prompt when it is admitted, and one more whenever its pages are full.
-# So they may run out in the middle of an answer. Then one request frees its pages and returns to
-# the front of the queue, with the tokens that it has. Later it computes its prompt and those tokens
-# again.
+# A request is admitted if the free pages can hold all tokens that it has. It takes them chunk by
+# chunk, as its prompt is computed, and one more whenever its pages are full: `schedule` asks
+# `make_room` before it plans n tokens. So pages may run out in the middle of an answer. Then one
+# request frees its pages and returns to the front of the queue, with the tokens that it has. Later
+# it computes its prompt and those tokens again. (In that step nobody is admitted: else the request
+# that has just lost its pages might take them back.)
 
 # %%
-source(PagedScheduler.schedule)
+source(PagedScheduler.admit)
+source(PagedScheduler.make_room)
 source(PagedScheduler.preempt)
 storm["pages"] = run("paged", crowd, pages=16, page_size=8)
 timelines([storm["pages"]], columns=1);
@@ -134,9 +145,8 @@ for name, trace in storm.items():
 # the same. So the keys and values are the same, and may be computed and kept once. That is *prefix
 # caching*: the stage *prefix*, `generate_prefix.py`, which is *paged* with another scheduler.
 #
-# All sixteen arrive at step 0. But a step computes at most 64 tokens, so the later ones begin when
-# the first has computed the common part. Only *full* pages are shared, and the last token of a
-# prompt is always computed, because its logits are needed.
+# Only *full* pages are shared, and the last token of a prompt is always computed, because its
+# logits are needed. All sixteen arrive at step 0, and a step computes at most 64 tokens.
 
 # %%
 def served(stage):
@@ -163,11 +173,25 @@ with folded():
 
 # %%
 source(page_hash)
-source(PrefixPages.find)
+source(PrefixPool.find)
 
 # %% [markdown]
-# `cached` finds a page by its hash, and so after the right beginning only. Would the page's own
-# tokens not be enough?
+# `cached` says which pages have a hash: one, or several with equal tokens.
+#
+# From when on can a page be found? As soon as the pass that fills it is *planned*, before a number
+# of it is computed. For in each layer a pass writes all its keys before it reads any. So equal
+# prompts that come in one step share their pages at once:
+
+# %%
+source(PrefixScheduler.make_room)
+twins = letters(A=24, B=24, new=2)
+twins[1].prompt = twins[0].prompt
+for p in run("prefix", twins, page_size=4).passes:
+    print(f"step {p.step}:", *(f"{name} computes {n} after {first}" for name, first, n in p.work))
+
+# %% [markdown]
+# A page is found by its hash, and so after the right beginning only. Would its own tokens not be
+# enough?
 
 # %%
 first, later = texts("Return the value of this function if", " of this function is")
@@ -185,27 +209,32 @@ with broken("pages known by their own tokens"):
 # ### Which pages are still needed?
 #
 # Two requests, 4 tokens to a page. B's prompt begins as A's does, so their tables are [0, 1, 2] and
-# [0, 1, 3]: `ref_count` says how many tables each page is in. Then A finishes.
+# [0, 1, 3]: `ref_count` says how many tables each page is in. All four pages are full, and can be
+# found. Then A finishes.
 
 # %%
-pages, A, B = PrefixPages(6, 4), [], []   # six pages of 4 tokens
-pages.allocate(A, 3)
-pages.share(B, A[:2])
-pages.allocate(B, 1)
-print("A:", A, " B:", B, " ref_count:", pages.ref_count, " free queue:", [*pages.free_queue])
-pages.free(A)
+six, A, B = PrefixPool(6, 4), [], []   # six pages of 4 tokens
+six.allocate(A, 3)
+six.share(B, A[:2])
+six.allocate(B, 1)
+for page in range(4):
+    six.cache(page, f"hash of page {page}")
+print("A:", A, " B:", B, " ref_count:", six.ref_count, " free queue:", [*six.free_queue])
+six.free(A)
 ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
     guess=...)
 
 # %% [markdown]
 # A free page keeps its contents until it is taken, so the next request with the same beginning may
-# still find it. A request that needs a page takes the one that has been free the longest. What was
-# in it can no longer be found: it is *evicted*. So the order in which pages come back matters. A
-# second page is found only after the first, whose hash is part of its own: without the first it is
-# worth nothing. Hence `free` gives back a table's *last* page first.
+# still find it. A request that needs a page takes the first of the free queue. What was in it can
+# no longer be found: it is *evicted*. So the order of that queue matters. What comes back goes to
+# its end, so the page that has been free the longest is taken. A second page is found only after
+# the first, whose hash is part of its own: without the first it is worth nothing. Hence `free`
+# gives back a table's *last* page first. And a page that nobody can find, as it is not full, is
+# worth nothing at all: it goes to the *front* of the queue.
 
 # %%
-pages.free(B)
+six.free(B)
 ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a list)", guess=...)
 
 # %% [markdown]
@@ -213,11 +242,11 @@ ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a li
 #
 # A request is done with its block table. `ref_count[page]` is the number of tables that a page is
 # in, and `free_queue`, a deque, has the free pages in the order in which they will be taken. Change
-# both, and leave `table` as it is.
+# both, and leave `table` as it is. `hash_of`, a dict, has the pages that can be found.
 
 # %% tags=["exercise"]
 @exercise
-def free(table, ref_count, free_queue):
+def free(table, ref_count, free_queue, hash_of):
     """Takes the pages of a table out of use; returns nothing."""
     ...
 

@@ -7,6 +7,7 @@
 # serves twelve prompts, beside ours.
 
 # %%
+from collections import deque
 from lesson import letters, source
 from capstone import Memory, judge, race, serve
 import torch
@@ -46,37 +47,43 @@ source(serve)
 # ## Step 1: which request computes how much?
 #
 # `waiting` is a deque of requests, the next one on the left; `running` is a list. Both are in order
-# of arrival. `admit` moves requests from one to the other, and `share_budget` makes the plan.
+# of arrival. `schedule` makes the plan of a step, and moves those that may start from `waiting` to
+# `running`. It hands out `token_budget` tokens, in order.
 #
-# Admit the first of the queue as long as
+# 1. Each request in `running` gets its `todo`, or what is left of the budget. Before that, ask
+#    `make_room(request, n)`, which returns whether its next n tokens have room in memory. Until
+#    step 3 that is always so. Then memory may be short: requests are taken from the *end* of
+#    `running`, and put back into `waiting`. It returns False if this request is one of them.
+# 2. Then newcomers get the rest: the first of `waiting` starts as long as
+#    - some of the budget is left, and fewer than `max_batch` requests run;
+#    - it has arrived;
+#    - `admit(request)` returns True. That gives it memory, so ask last: then it must start. It may
+#      also change its `todo`, in step 4.
 #
-# - it has arrived, and fewer than `max_batch` requests run;
-# - those that run leave it some of the budget: the sum of their `todo` is below `token_budget`;
-# - `grant(request)` returns True. That gives it memory: ask last, and then you must admit it.
+#    It gets its `todo`, or what is left. Ask `make_room` for it, too: that succeeds.
+# 3. None overtakes the first in the queue. And in a step that took a request from `running`, nobody
+#    is admitted: it would find its pages, and come back at once.
 #
-# None overtakes the first in the queue. The plan: say that A and B decode, C's prompt has 12
-# tokens, and the budget is 8. Then it is `[(A, 1), (B, 1), (C, 6)]`. A request that gets nothing is
-# not in it.
+# Say that A and B decode, C's prompt has 12 tokens, and the budget is 8. Then the plan is `[(A, 1),
+# (B, 1), (C, 6)]`. A request that gets nothing is not in it.
 
 # %% tags=["exercise"]
-def admit(waiting, running, step, max_batch, token_budget, grant):
-    """Moves requests that may start from `waiting` to `running`; returns nothing."""
+def schedule(waiting, running, step, max_batch, token_budget, admit, make_room):
+    """Returns the plan, [(request, n), ...]; moves those that start to `running`."""
     ...
 
-def share_budget(running, token_budget):
-    """Returns the plan, [(request, n), ...]: each decode its token, then chunks, in order."""
-    ...
-
-# To try it, with prompts of 1 and 12 tokens, and 3 to generate:
-# print([(r.name, n) for r, n in share_budget(letters(3, A=1, C=12), 8)])
-judge(1, admit, share_budget)
+# To try it, with prompts of 1 and 12 tokens, 3 to generate, and enough memory:
+# plan = schedule(deque(letters(3, A=1, C=12)), [], 0, 4, 8, lambda r: True, lambda r, n: True)
+# print([(request.name, n) for request, n in plan])
+judge(1, schedule)
 
 # %% [markdown]
 # <details><summary>A hint</summary>
 #
-# Admission: a `while` with four conditions, and a `break` or a last condition for `grant`. The sum
-# of `todo` over `running` grows with each request that you admit. Plan: two loops over `running`,
-# one for `todo == 1`, one for the others, and what is left of the budget between them.</details>
+# A `for` over `running`, and a `while` over `waiting`, with a `break` or a last condition for
+# `admit`. One variable says what is left of the budget. A `for` over a list may go on while its end
+# is cut off: that is what `make_room` does. How does one see afterwards that somebody has left?
+# </details>
 #
 # ## Step 2: one stream
 #
@@ -87,7 +94,8 @@ judge(1, admit, share_budget)
 # 2, 3, 4]`, cu_seqlens `[0, 1, 4]`, due `[0]`.
 #
 # `attend` is called once in each layer, with queries, keys and values `(heads, N, features)` of the
-# stream. Store the new keys and values, and let each request's queries see that request's cache.
+# stream. First store all new keys and values, of all requests: in step 4 a request reads what
+# another one stores in the same pass. Then let each request's queries see that request's cache.
 # `head(q, k, v)` computes attention; if k is longer than q, the queries belong to the last keys.
 #
 # After the pass: add n to each entry's `computed`, hand out the tokens (a list, one for each entry
@@ -111,9 +119,10 @@ judge(2, lay_out, attend, after_pass)
 # %% [markdown]
 # <details><summary>A hint</summary>
 #
-# Notebook 4 has the loop. During a pass `request.computed` is still what it was before: a request's
-# new keys start there, and its cache ends at `request.computed + n`. `torch.cat(..., dim=1)` joins
-# the parts. In `after_pass`, first add n to `computed` for every entry of the plan.</details>
+# Notebook 4 has the second loop. During a pass `request.computed` is still what it was before: a
+# request's new keys start there, and its cache ends at `request.computed + n`. `torch.cat(...,
+# dim=1)` joins the parts. In `after_pass`, first add n to `computed` for every entry of the
+# plan.</details>
 #
 # Your engine serves. It reserves memory for the longest answer, as *ragged* does.
 #
@@ -127,12 +136,13 @@ source(Memory)
 # %% [markdown]
 # - `slots` translates positions into slots of the pool; page p has the slots from `p * memory.size`
 #   on. `[7, 2]` with 4 tokens to a page: position 5 is in slot 9.
-# - `grant` gives a request that is admitted pages for all tokens it has, by `memory.take()`. If
-#   there are too few it returns False, and takes none. (`cached`, `ref_count` are for step 4.)
-# - `grow` is called before each step: each request that runs needs room for all its tokens, so for
-#   the newest one, too. When no page is free, the *last* request in `running` is preempted, perhaps
-#   the one that needs the page: it gives back its pages (by your `free`) and goes to the front of
-#   `waiting`; its `computed` becomes 0, and its tokens stay.
+# - `admit` returns whether the free pages can hold *all* tokens that a request has. If so, its
+#   `block_table` becomes an empty list: it takes no page yet. (`cached` and `find` are for step 4.)
+# - `make_room` is asked before n tokens of a request are planned. It gives it the pages that it
+#   needs for them, and no more, by `memory.take()`. While too few are free, the *last* request in
+#   `running` is preempted, perhaps the one that needs the pages: it gives back its own (by your
+#   `free`) and goes to the front of `waiting`; its `computed` becomes 0, and its tokens stay. It
+#   returns True; or False, if the request itself was preempted.
 # - `free` puts a request's pages back, at the end of `memory.free`; its `block_table` becomes None.
 
 # %% tags=["exercise"]
@@ -140,70 +150,73 @@ def slots(memory, request, start, end):
     """Returns the slots of positions start to end - 1, a list."""
     ...
 
-def grant(memory, request):
-    """Sets request.block_table, and returns True; or False."""
+def admit(memory, request):
+    """Sets request.block_table to an empty list, and returns True; or False."""
     ...
 
-def grow(memory, running, waiting):
-    """Gives each request in `running` the pages that its tokens need; returns nothing."""
+def make_room(memory, running, waiting, request, n):
+    """Gives it pages for its next n tokens, and returns True; or False."""
     ...
 
 def free(memory, request):
     """Puts its pages back; returns nothing."""
     ...
 
-judge(3, slots, grant, grow, free)
+judge(3, slots, admit, make_room, free)
 
 # %% [markdown]
 # <details><summary>A hint</summary>
 #
-# `-(-a // b)` rounds up. In `grow`, go over a copy of `running`, since preemption changes it; while
-# a request is still running and has fewer pages than it needs, take a page, or preempt
-# `running.pop()`. It may be the request itself.</details>
+# `-(-a // b)` rounds up. How many pages do `computed + n` tokens need? The token that the pass
+# samples is not one of them: it gets its key in the next pass. While more are missing than are
+# free, preempt `running.pop()`: it may be the request itself.</details>
 #
 # ## Step 4: prefixes
 #
-# New versions of `grant` and `free`, and one new function; `slots` and `grow` stay.
+# New versions of `admit` and `free`, and one new function; `slots` and `make_room` stay.
 #
-# - `keep` is called after each pass, before `after_pass`: the plan's tokens are computed now, and
-#   `request.computed` is still as it was before. Every page that became full by them goes into
-#   `memory.cached`, under a key of your choice, unless that key is there already.
-# - `grant`, in this order:
-#   1. It looks for the request's full pages from the beginning on, until one is not found. The last
-#      token is always computed, so its page is never taken from the cache.
+# - `keep` is called when n tokens of a request are planned, and it has its pages; `computed` is
+#   still as it was before. Every page that becomes full by these tokens can be found from now on,
+#   under a key of your choice: `memory.cached[page] = key`. So a request that is admitted in the
+#   same step finds it already. That is right because your `attend` stores all keys before it reads
+#   any.
+# - `admit`, in this order:
+#   1. It looks for the request's full pages from the beginning on, `memory.find(key)`, until one is
+#      not found. The last token is always computed, so its page is never taken from the cache.
 #   2. If there are not enough free pages for the rest, it returns False and changes nothing. A
 #      found page that is free is no longer free: with 3 free pages, 2 of them found, and 2 more
 #      needed, it returns False.
-#   3. Found pages go into the table: their `ref_count` grows by 1, and those that were free leave
-#      `memory.free`. The other pages then come from `memory.take()`.
+#   3. The table begins with the found pages: their `ref_count` grows by 1, and those that were free
+#      leave `memory.free`. The others it gets later, from `make_room`.
 #   4. `computed` says how many tokens were found.
-# - `free` counts down, the last page first; a page whose `ref_count` is 0 goes to the end of
-#   `memory.free`. It stays in `cached` until it is taken.
+# - `free` counts down, the last page first. A page whose `ref_count` is 0 goes to the end of
+#   `memory.free`, and stays in `cached` until it is taken. But one that is not in `cached`, which
+#   nobody can find, goes to the front.
 #
 # What must a key say, so that a page is never found after the wrong beginning? (Notebook 5.) It can
 # be anything that a dict accepts, also a long tuple.
 
 # %% tags=["exercise"]
-def grant(memory, request):
-    """As before; but pages that are found need not be computed."""
+def admit(memory, request):
+    """As before; but its table begins with the pages that are found."""
     ...
 
-def keep(memory, plan):
-    """From now on the pages that this pass has filled can be found; returns nothing."""
+def keep(memory, request, n):
+    """From now on the pages that its next n tokens fill can be found; returns nothing."""
     ...
 
 def free(memory, request):
     """As before; but a page may be in another block table."""
     ...
 
-judge(4, grant, keep, free)
+judge(4, admit, keep, free)
 
 # %% [markdown]
 # <details><summary>A hint</summary>
 #
 # Key of page i: `tuple(request.tokens[:(i + 1) * memory.size])`, all tokens up to its end. (Engines
-# hash them.) A pass that computes tokens `c` to `c + n - 1` has filled the pages in
-# `range(c // size, (c + n) // size)`. In `grant`, page i may be found only if `(i + 1) * size` is
+# hash them.) A pass that computes tokens `c` to `c + n - 1` fills the pages in
+# `range(c // size, (c + n) // size)`. In `admit`, page i may be found only if `(i + 1) * size` is
 # less than the number of tokens.</details>
 #
 # ## The race
@@ -215,13 +228,13 @@ judge(4, grant, keep, free)
 race()
 
 # %% [markdown]
-# If your line equals ours, you have written the stage *prefix*, the last of this repository: the
-# core of vLLM's loop, as plain as it can be.
+# If your line equals ours, you have written the stage *prefix*, the last of this repository. It
+# plans as vLLM's own scheduler plans, pass by pass ([docs/vllm.md](../docs/vllm.md)).
 #
 # **Turn this knob:** `race(pages=64)`, and `race(token_budget=16)`. Which columns change?
 # <details><summary>Answer</summary>
 #
-# With 64 pages no request is preempted: 1,079 tokens are computed instead of 1,250, in 73 passes
+# With 64 pages no request is preempted: 1,079 tokens are computed instead of 1,234, in 73 passes
 # instead of 98, and no request waits longer than a step. With 16 tokens a step, prompts take more
 # passes; the tokens that a request gets stay the same.</details>
 #
@@ -231,10 +244,8 @@ race()
 #   more tests, and for new ones: on the fused rectangle, on auditing a pool, on guessing tokens.
 # - [`beyond/`](../beyond) goes on where the stages end: a request guesses its next tokens
 #   (`speculative.py`), a step is planned while the last one is computed (`ahead.py`), and more.
-# - [docs/next.md](../docs/next.md) says what vLLM has besides, and under which name. Pages are
-#   *blocks* there, `token_budget` is `max_num_batched_tokens`, `max_batch` is `max_num_seqs`. Its
-#   scheduler has no rule "decodes first": running requests take from the budget in their order. As
-#   most of them decode, the effect is the same.
+# - [docs/vllm.md](../docs/vllm.md) leads from here into vLLM's files. Pages are *blocks* there,
+#   `token_budget` is `max_num_batched_tokens`, `max_batch` is `max_num_seqs`.
 #
 # ## Two questions
 #
@@ -247,5 +258,8 @@ race()
 # **2.** Two requests with the same prompt arrive in the same step. What does your prefix cache do?
 # <details><summary>Answer</summary>
 #
-# Nothing: when the second one is admitted, no page of the first has been computed. Both compute
-# everything. `beyond/in_batch.py` lets the second wait for the first.</details>
+# The first one is planned, and `keep` names the pages that this pass will fill. So the second,
+# which is admitted after it, finds them, and computes only what is behind its last full page. In
+# the pass, each layer stores the keys of both before the second reads those of the first. (If the
+# pass fails, nothing was filled, and the names must be taken back: `undo` in
+# `generate_prefix.py`.)</details>

@@ -6,6 +6,9 @@ from contextlib import redirect_stdout
 import capstone
 import lesson
 
+from generate_paged import Paged
+from paging import PagePool
+
 
 def survivors(trap, stage, requests, **knobs):
     """The names of the requests that pass the check in spite of a bug: "A, C"."""
@@ -22,6 +25,13 @@ def total(trace, what):
 def first_token(trace, name):
     """The step of a request's first token."""
     return next(r.token_steps[0] for r in trace.requests if r.name == name)
+
+
+def slot_of(position, table, page_size):
+    """Where the layout puts a token of that position."""
+    [request] = lesson.letters(R=position + 1)
+    request.computed, request.block_table = position, table
+    return Paged([(request, 1)], None, PagePool(max(table) + 1, page_size)).slot_mapping.item()
 
 
 def steps(trace):

@@ -26,7 +26,7 @@ import make  # noqa: E402
 import source  # noqa: E402
 
 SETS = source.SETS if THOROUGH else [3, 7]   # these two need no torch
-SHARE = "scheduler.py:Scheduler.share_budget"
+SCHEDULE = "scheduler.py:Scheduler.schedule"
 reference = cache(lambda number: grade.reference(number, random.Random("s")))
 
 
@@ -87,34 +87,54 @@ def test_handouts_are_short_and_their_points_add_up(number):
 
 # --- what is handed in ----------------------------------------------------------------------------
 
+NEWCOMERS = """
+while left and not gone and len(self.running) < self.max_batch and self.arrived(step):
+    if not self.admit(self.waiting[0]):
+        break
+    self.running.append(self.waiting.popleft())
+    plan.append((self.running[-1], min(self.running[-1].todo, left)))
+    self.make_room(*plan[-1])
+    left -= plan[-1][1]
+if not plan and (self.running or self.arrived(step)):
+    raise RuntimeError(f"{[*self.running, *self.waiting][0]} cannot go on")
+return plan"""
 RIGHT = {
-    "recursion, and a print": ("a", [(SHARE, """
+    "recursion, and a print": ("a", [(SCHEDULE, """
 def shares(rest, left):
-    return [] if not rest or not left else [(rest[0], min(rest[0].todo, left))] + shares(
-        rest[1:], left - min(rest[0].todo, left))
+    if not rest or not left:
+        return []
+    n = min(rest[0].todo, left)
+    granted = rest[0] in self.running and self.make_room(rest[0], n)
+    return [(rest[0], n)] * granted + shares(rest[1:], left - n * granted)
 print("a line")
-return shares(sorted(self.running, key=lambda r: r.todo > 1), self.token_budget)""")]),
+before = list(self.running)
+plan = shares(before, self.token_budget)
+gone, left = before != self.running, self.token_budget - sum(n for _, n in plan)
+""" + NEWCOMERS)]),
     "a helper called queue, a data file": ("a", [
         ("one.txt", lambda _: "1"), ("queue.py", lambda _: "ONE = int(open('one.txt').read())\n"
-                                     "def rank(request):\n    return request.todo > ONE\n"), (
-            SHARE, """from queue import rank
-left, plan = self.token_budget, []
-for request in sorted(self.running, key=rank):
-    plan += [(request, min(request.todo, left))] * (left > 0)
-    left -= request.todo
-return plan""")]),
+                                     "def share(request, left):\n"
+                                     "    return min(request.todo, left) * ONE\n"), (
+            SCHEDULE, """from queue import share
+left, plan, many = self.token_budget, [], len(self.running)
+for request in self.running:
+    if self.make_room(request, share(request, left)):
+        plan.append((request, share(request, left)))
+        left -= plan[-1][1]
+gone = len(self.running) < many
+""" + NEWCOMERS)]),
     "tabs": ("b", [("scheduler.py", lambda text: text.replace("    ", "\t"))]),
     "another file that cannot be read": ("a", [("request.py", lambda _: "def broken(:\n")]),
     "another file that raises, and another part": ("a", [
         ("request.py", lambda text: text + "broken()\n"),
-        ("scheduler.py", lambda text: text.replace("def admit(self", "def admits(self"))])}
-WRONG = {   # the body of share_budget: what is said
+        ("scheduler.py", lambda text: text.replace("def release(self", "def releases(self"))])}
+WRONG = {   # the body of schedule: what is said
     "import pytest; pytest.skip('later')": "raises Skipped: later",
     "import os; os._exit(0)": "ends the process (status 0)",
     "return open('/proc/self/environ').read()": "is not a file of this folder",
     "return type('L', (list,), {'__eq__': lambda *_: True})()": "it returns: [], expected A1",
     "return": "it returns: None, expected []: is a `return` missing?",
-    "self = self\nreturn 1 / 0": "(scheduler.py, line 70: return 1 / 0)",
+    "self = self\nreturn 1 / 0": "(scheduler.py, line 59: return 1 / 0)",
     "while True: pass": "takes more than 10 seconds of CPU time",
     "x = [0] * 10**12": "raises MemoryError",
     "import os; os.fork(); return []": "os.fork is not allowed here",
@@ -131,7 +151,7 @@ def test_right_code_in_any_style_gets_full_marks(name, tmp_path):
 
 @pytest.mark.parametrize("body", WRONG if THOROUGH else [*WRONG][:6])
 def test_what_is_no_solution_gets_nothing_and_costs_no_other_part(body, tmp_path):
-    folder = handed_in(tmp_path, 3, [(SHARE, body)])
+    folder = handed_in(tmp_path, 3, [(SCHEDULE, body)])
     said = grade.tried(3, reference(3)["a"], folder)
     assert said and WRONG[body] in said and "\n" not in said, said
     assert grade.tried(3, reference(3)["b"], folder) is None
@@ -169,7 +189,7 @@ def test_an_instructors_first_ten_minutes(tmp_path):
         os.symlink(ROOT / name, tmp_path / name)
     commands = "\n".join((KIT / "README.md").read_text().split("```")[1::2])
     ran = run(tmp_path, "bash", "-ec", commands.replace("python ", f"{sys.executable} "))
-    assert ran.returncode == 0 and "share_budget is not written yet" in ran.stdout, ran.stderr
+    assert ran.returncode == 0 and "schedule is not written yet" in ran.stdout, ran.stderr
     rows = [*csv.DictReader(open(tmp_path / "3.csv"))]
     assert [(row["id"], row["points"], row["of"]) for row in rows] == [
         ("ada", "6", "15"), ("bob", "0", "15"), ("eve", "0", "15")]
@@ -185,7 +205,7 @@ def test_tables_keep_written_points_and_results_have_their_shapes(tmp_path, monk
     assert grade.main([*flags, "--result", str(tmp_path / "r.json"), "--due", "2020-01-01"]) == 0
     result, text = json.loads((tmp_path / "r.json").read_text()), (tmp_path / "3.csv").read_text()
     assert [result[name] for name in ("score", "max-score")] == [9, 9] and len(result["tests"]) == 3
-    (tmp_path / "3.csv").write_text(text.replace("ada,3,3,3,,,,9,15", "ada,3,3,3,1.5,,2,9,15"))
+    (tmp_path / "3.csv").write_text(text.replace("ada,4,2,3,,,,9,15", "ada,4,2,3,1.5,,2,9,15"))
     assert grade.main([*flags, "--gradescope", str(tmp_path / "g.json")]) == 0
     row, = csv.DictReader(open(tmp_path / "3.csv"))
     assert (row["1"], row["3"], row["points"]) == ("1.5", "2", "12.5")

@@ -3,8 +3,8 @@ from draw import DECODE, lists, todo
 
 FILES = "request.py cache.py scheduler.py"
 PARTS = {   # points, what it is about, the functions
-    "a": (3, "sharing the budget", "scheduler.py:Scheduler.share_budget"),
-    "b": (3, "admission", "scheduler.py:Scheduler.admit", "scheduler.py:Scheduler.grant_room"),
+    "a": (4, "one step", "scheduler.py:Scheduler.schedule"),
+    "b": (2, "reserving memory", "scheduler.py:Scheduler.admit"),
     "c": (3, "after a step", "request.py:advance", "scheduler.py:Scheduler.release")}
 WRITTEN = {"1": 2, "2": 2, "3": 2}
 PARAMETERS = {"budget": range(5, 12), "decodes": range(2, 5), "c": range(20, 61),
@@ -14,41 +14,45 @@ VALUES = {"steps of C's prompt": "-(-c // (budget - decodes))",
           "the most decodes beside C in max_kv_tokens 100": "(100 - room) // 12"}
 
 
-def shares(rng):
-    """As `admit` leaves it, and every later step: all but the last have less to do than fits."""
-    kinds = DECODE, {"prompt": 4, "computed": 3}, {"prompt": 5, "computed": 3}, {"prompt": 5}
-    for running in sorted(lists(rng, kinds), key=lambda rows: sum(map(todo, rows))):
-        budget = sum(map(todo, running[:-1])) + rng.randint(1, 6)
-        yield {"call": "share_budget", "token_budget": budget, "running": running}
-    yield {"call": "share_budget", "token_budget": 8, "running": [
-        DECODE, {"prompt": 5}, DECODE, {"prompt": 4}]}
-
-
 def queue(rng, most):
-    """A random state of a queue."""
-    running = [rng.choice([DECODE, {"prompt": rng.randint(1, most), "new": rng.randint(1, most)}])
-               for _ in range(rng.randint(0, most))]
+    """A random state of a queue: all but the last that runs have less to do than the budget."""
+    kinds = DECODE, {"prompt": 4, "computed": 3}, {"prompt": 5, "computed": 3}, {"prompt": 5}
+    running = [rng.choice(kinds) for _ in range(rng.randint(0, most))]
     arrivals = sorted(rng.choice([0, 0, 1, 2]) for _ in range(rng.randint(0, most)))
     waiting = [{"prompt": rng.randint(1, most + 2), "new": rng.randint(1, 4),
                 **({"arrival": arrival} if arrival else {})} for arrival in arrivals]
+    held = sum(row.get("new", 9) + row["prompt"] for row in running)
     return {"step": rng.randint(0, 2), "running": running, "waiting": waiting,
-            "max_batch": max(len(running), rng.randint(1, most + 1)),
-            "token_budget": max(len(running), rng.randint(1, 3 * most)),
-            "max_kv_tokens": rng.choice([None, rng.randint(8, 12 * most)])}
+            "max_batch": max(len(running), 1) + rng.randint(0, 2),
+            "token_budget": sum(map(todo, running[:-1])) + rng.randint(1, 3 * most),
+            "max_kv_tokens": rng.choice([None, held + rng.randint(1, 9 * most)])}
+
+
+def schedules(rng):
+    states = [queue(rng, most) for most in (1, 2, 3) for _ in range(60)]
+    states += [queue(rng, 12) for _ in range(8)]
+    for state in [*states]:
+        if len(state["running"]) > 1:   # with too little memory
+            first = min(todo(state["running"][0]), state["token_budget"])
+            states.append({**state, "max_kv_tokens": None, "room": first + rng.randint(0, 4)})
+    for state in sorted(states, key=lambda state: len(state["running"]) + len(state["waiting"])):
+        yield {"call": "schedule", **state}
+    b, d = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}, {"prompt": 1, "new": 2}
+    yield {"call": "schedule", "step": 2, "running": [b], "waiting": [{"prompt": 4, "new": 4}, d],
+           "max_batch": 3, "token_budget": 6, "max_kv_tokens": 16}
+    yield {"call": "schedule", "step": 0, "running": [], "waiting": [{"prompt": 3, "new": 2}, {
+        "prompt": 8, "new": 3}, {"prompt": 4, "new": 4}], "max_batch": 3, "token_budget": 6,
+        "max_kv_tokens": 16}
 
 
 def admissions(rng):
     for prompts in lists(rng, (2, 3)):
         most = sum(prompt + 1 for prompt in prompts) + 7 + rng.randint(-1, 1)
-        yield {"call": "grant_room", "max_kv_tokens": most, "newcomer": {"prompt": 4, "new": 4},
+        yield {"call": "admit", "max_kv_tokens": most, "newcomer": {"prompt": 4, "new": 4},
                "running": [{"prompt": prompt, "new": 2} for prompt in prompts]}
-    states = [queue(rng, 3) for _ in range(170)] + [queue(rng, 12) for _ in range(8)]
-    for state in sorted(states, key=lambda state: len(state["running"]) + len(state["waiting"])):
-        yield {"call": "admit", **state}
-    b, d = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}, {"prompt": 1, "new": 2}
-    yield {"call": "grant_room", "max_kv_tokens": 16, "running": [b], "newcomer": d}
-    yield {"call": "admit", "step": 2, "running": [b], "waiting": [{"prompt": 4, "new": 4}, d],
-           "max_batch": 3, "token_budget": 6, "max_kv_tokens": 16}
+    b = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}
+    yield {"call": "admit", "max_kv_tokens": 16, "running": [b], "newcomer": {
+        "prompt": 1, "new": 2}}
 
 
 def steps(rng):
@@ -63,4 +67,4 @@ def steps(rng):
 
 
 def cases(rng):
-    return {"a": [*shares(rng)], "b": [*admissions(rng)], "c": [*steps(rng)]}
+    return {"a": [*schedules(rng)], "b": [*admissions(rng)], "c": [*steps(rng)]}

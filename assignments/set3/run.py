@@ -5,19 +5,45 @@ import request
 from scheduler import Scheduler
 
 
-def share_budget(token_budget, running):
-    queue = Scheduler(40, token_budget)
-    return in_queue(queue, running, [], lambda _: queue.share_budget())
+class Short(Scheduler):
+    """Its memory has room for so many new tokens in a step. None: for all."""
+    room, given = None, ()
+
+    def make_room(self, request, n):
+        if n > 0:   # who asks for nothing gets it
+            self.given = [*self.given, [request.name, n]]
+        while self.room is not None and n > self.room:
+            victim = self.running[-1]
+            self.running.remove(victim)
+            self.waiting.appendleft(victim)
+            self.room += 2   # of what it had
+            if victim is request:
+                return False
+        if self.room is not None:
+            self.room -= n
+        return True
 
 
-def admit(step, running, waiting, **limits):
-    queue = Scheduler(**limits)
-    return in_queue(queue, running, waiting, lambda _: queue.admit(step))
+def schedule(step, running, waiting, room=None, **limits):
+    queue = Short(**limits)
+    queue.room = room
+
+    def call(requests):
+        try:
+            return queue.schedule(step)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:   # NotImplementedError is one, too
+                raise
+            return "a RuntimeError that names " + (" and ".join(
+                each.name for each in requests if str(each) in str(error)) or "nobody")
+
+    found = in_queue(queue, running, waiting, call)
+    return {**found, "make_room is called for": [*queue.given]}
 
 
-def grant_room(max_kv_tokens, running, newcomer):
+def admit(max_kv_tokens, running, newcomer):
     queue = Scheduler(40, 64, max_kv_tokens)
-    return in_queue(queue, running, [newcomer], lambda all: queue.grant_room(all[-1]))
+    return in_queue(queue, running, [newcomer], lambda all: queue.admit(all[-1]))
 
 
 def release(running):

@@ -8,7 +8,8 @@ PARTS = {   # points, what it is about, the functions
     "b": (4, "packed rows", "beyond/prepacked.py:Packed.lay_out"),
     "c": (3, "the stream and its mask", "generate_ragged.py:Flat.lay_out",
           "generate_ragged.py:Flat.block_diagonal"),
-    "d": (3, "the varlen loop", "generate_ragged.py:Flat.attend")}
+    "d": (3, "attention", *(f"generate_ragged.py:Flat.{name}" for name in (
+        "attend", "hide", "skip")))}
 WRITTEN = {"1": 3, "2": 3, "3": 2}
 PARAMETERS = {name: range(5, 20) for name in "abc"}
 VALUES = {"scores of mask": "(a + b + c) ** 2", "scores of varlen": "a * a + b * b + c * c",

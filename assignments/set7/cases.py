@@ -28,24 +28,27 @@ def corrupted(rng, state, part):
         yield put("tables", rng.randint(0, len(tables)))
         yield put("tables", len(tables), [page])
         return
-    yield put("cached", len(cached), ["new", page])
+    yield put("cached", len(cached), ["new", [page]])
+    yield put("cached", len(cached), ["empty", []])
     yield put("hash_of", len(hash_of), [page, "new"])
     if cached:
-        at = rng.randrange(len(cached))
-        page, name = hash_of[at]
+        at, other = rng.randrange(len(cached)), rng.randrange(len(hash_of))
+        (name, pages), (page, _) = cached[at], hash_of[other]
         names = [name for _, name in hash_of]
         yield put("cached", at)
-        yield put("hash_of", at)
-        yield put("hash_of", at, [page, "other"])
-        yield put("cached", len(cached), ["second", page])
-        yield put("cached", at, [name, hash_of[at - 1][0]])
+        yield put("cached", at, [name, pages[:-1]])
+        yield put("cached", at, [name, [*pages, page]])
+        yield put("cached", at, [name, [*pages[:-1], page]])
+        yield put("cached", len(cached), ["second", [page]])
+        yield put("hash_of", other)
+        yield put("hash_of", other, [page, "other"])
         yield {**state, "hash_of": [[page, name] for (page, _), name in zip(
             hash_of, names[1:] + names[:1])]}
 
 
 def audits(rng, part):
     example = {"tables": [[0, 2]], "free_queue": [1], "ref_count": [1, 0, 1],
-               "cached": [["x", 0], ["y", 1]], "hash_of": [[0, "x"], [1, "y"]]}
+               "cached": [["x", [0]], ["y", [1]]], "hash_of": [[0, "x"], [1, "y"]]}
     for state in [*pools_of_pages(rng), example]:
         yield {"call": "audit", **state}
         for changed in corrupted(rng, state, part):

@@ -7,11 +7,12 @@ from audit import audit as written
 
 
 def audit(tables, free_queue, ref_count, cached, hash_of):
-    pages = SimpleNamespace(
-        number=len(ref_count), size=2, ref_count=ref_count, cached=dict(cached),
-        hash_of={page: name for page, name in hash_of}, free_queue=OrderedDict.fromkeys(free_queue))
-    before = copy.deepcopy((vars(pages), tables))
-    said = written(pages, tables)
-    if said is None or before != (vars(pages), tables):
-        return said if said is None else "it changes the pages or the tables"
+    pool = SimpleNamespace(
+        number=len(ref_count), page_size=2, ref_count=ref_count,
+        cached={name: dict.fromkeys(pages) for name, pages in cached},
+        hash_of=dict(hash_of), free_queue=OrderedDict.fromkeys(free_queue))
+    before = copy.deepcopy((vars(pool), tables))
+    said = written(pool, tables)
+    if said is None or before != (vars(pool), tables):
+        return said if said is None else "it changes the pool or the tables"
     return "something is wrong" if list(said) else "all is right"

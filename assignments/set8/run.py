@@ -54,7 +54,8 @@ def draft(plan, token_budget, most, page_size, has=9):
     pairs = plan_of(plan)
     for (request, _), row in zip(pairs, plan):
         request.block_table = list(range(row.get("pages", 9)))
-    scheduler = SimpleNamespace(token_budget=token_budget, pages=SimpleNamespace(size=page_size))
+    pool = SimpleNamespace(page_size=page_size)
+    scheduler = SimpleNamespace(token_budget=token_budget, pool=pool)
     with patch.object(speculative, "Lookup", Lookup):
         found = [speculative.draft(pairs, scheduler, lookups, most) for _ in range(2)]
     return {"it returns": found[0], "it returns, called again": found[1],
