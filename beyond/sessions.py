@@ -25,7 +25,7 @@ queues turns in the order in which their sessions arrived. 24 sessions of 6 turn
     infinity, by_session     612               8%
     30 steps, by_session     539               9%
 
-With pages for all of them nothing is computed again, and `keep` changes nothing: find out first in
+With pages for all of them 3% is computed again, and `keep` changes nothing: find out first in
 which regime you are. (Proposed for vLLM: #57103 and #52113. Continuum: arXiv 2511.02230. InferCept
 found that recomputing takes 37 to 40% of the forward time. Copies in host memory: docs/memory.md.)
 

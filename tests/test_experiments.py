@@ -183,8 +183,6 @@ def test_like_is_compared_with_like():
         "unbatched": ["1.00", "–", "4%"], "ragged, varlen": ["3.00", "–", "12%"],
         "ragged, varlen, compiled": ["–", "2.00", "50%"], "vLLM": ["–", "1.00", "25%"],
         "OpenVINO GenAI": ["–", "0.67", "17%"]}
-    assert [(row[0], row[2]) for row in bench.speed_table(result).rows] == [
-        ("ragged", "3"), ("ragged", "12"), ("vLLM", "6"), ("OpenVINO GenAI", "4")]
 
 
 # --- the runner -----------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
 """Figures, pictures, links and commands of README and docs are those of the code today."""
-import contextlib
 import inspect
 import re
 import runpy
@@ -17,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from lab.experiments import __main__ as runner
-from lab.experiments import bench, ladder, motion, pictures, results
+from lab.experiments import bench, ladder, motion, pictures, plans, results
 from lab.experiments.memory import storm
 from lab.loading.load import load
 from lab.loading.stages import STAGES
@@ -84,20 +83,32 @@ def test_prose_has_the_figures_of_the_results():
         assert [figure for figure in figures if f" {figure} times" not in text] == [], page
 
 
-def test_a_figure_of_the_readme_is_that_of_what_it_links_to(capsys, monkeypatch):
-    """It stands in the file's text, or its command prints it."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split("- **Go on**")[1]
-    links = re.findall(r"\]\((beyond/\w+\.py|docs/\w+\.md)(?:#[\w-]+)?\): ([^;\n]+)[;.]", text)
-    for path, phrase in links:
+def test_a_figure_of_an_essay_stands_in_the_essay():
+    text = (ROOT / "docs" / "beyond.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[`\w+`\]\(\.\./(beyond/\w+\.py)\) \|.*\| (.*) \|$", text, re.M)
+    assert {path for path, _ in rows} == {
+        f"beyond/{path.name}" for path in (ROOT / "beyond").glob("[!_]*.py")}
+    for path, phrase in rows:
         said = (ROOT / path).read_text(encoding="utf-8")
-        if path == "beyond/ahead.py":
-            monkeypatch.setattr("sys.argv", [path])
-            with contextlib.suppress(SystemExit):
-                runpy.run_module(path[:-3].replace("/", "."), run_name="__main__")
-            said = capsys.readouterr().out
         for figure in re.findall(r"\d[\d,]*%?", phrase):
             assert figure in said, (path, figure)
-    assert len(links) == 7, links
+
+
+def test_sizes_and_workloads_are_counted():
+    """Of the path in README; of the recorded plans in README and docs/vllm.md."""
+    path = [*ROOT.glob("*.py")]
+    lines = {file.name: len(file.read_text(encoding="utf-8").splitlines()) for file in path}
+    _, works = plans.recorded()
+    passes = [len(work["plans"]) for work in works if work["policy"] == "fcfs"]
+    readme, vllm = ((ROOT / page).read_text(encoding="utf-8")
+                    for page in ("README.md", "docs/vllm.md"))
+    assert f"{len(path)} files, {sum(lines.values()):,} lines" in readme
+    assert readme.count(f"| {sum(lines.values()):,} |") == 1
+    last = sum(lines[name] for name in ("scheduler.py", "paging.py", "generate_prefix.py"))
+    assert f"{round(last, -2)} lines" in readme and f"{round(last, -2)} lines" in vllm
+    for page in readme, vllm:
+        assert f"{len(passes)} of {len(passes)}" in " ".join(page.split())
+    assert f"recorded workloads, {sum(passes):,} passes" in " ".join(vllm.split())
 
 
 # --- pictures -------------------------------------------------------------------------------------

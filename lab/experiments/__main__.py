@@ -38,7 +38,6 @@ TABLES = {   # a table's name in a page: what makes it, a Table or several, and 
     "rows": (rows.rows_table, "rows_builtin", "rows"),
     "gaps": (rows.gaps_table, "gaps"),
     "sharing": (memory.table, "memory"),
-    "speed": (bench.speed_table, "bench"),
     "peers": (bench.peers_table, "peers"),
     "bench": (lambda *found: [*map(bench.table, found)], "bench"),
     "gpu ladder": (gpu.table, "gpu"),

@@ -200,25 +200,6 @@ def table(result):
                   "TTFT mean", "ITL p99", "equal"], rows, HOW, words=2)
 
 
-SHOWN = ("ragged, varlen", "ragged, varlen" + COMPILED)
-
-
-def speed_table(*found):
-    """The README's rows: the stages' best, plain and compiled, and the peers."""
-    w1, workloads = found[0], [f"{r['workload']} {WORKLOADS[r['workload']]}" for r in found]
-    rows = []
-    for name in (*SHOWN, *w1["peers"]):
-        f = w1["systems"][name]
-        rows.append([name.split(",")[0], what_runs(name, w1),
-                     *(f"{speed(result, name):,.0f}" for result in found),
-                     f"{f['ttft_mean']:.1f} s", f"{f['itl_p99'] * 1e3:,.0f} ms"])
-    peaks, bandwidths = ([result[name] / 1e9 for result in found] for name in ("peak", "bandwidth"))
-    how = (f"measured peak {max(peaks):,.0f} GFLOP/s, {min(bandwidths):,.0f} to "
-           f"{max(bandwidths):,.0f} GB/s; GPT-2's size, random weights; {ROUNDS}")
-    return Table(["tokens per second", "what runs", *workloads, "TTFT mean, W1", "ITL p99, W1"],
-                 rows, how, words=2, small_print="{machine}; {where}; {date}; {how}")
-
-
 def peers_table(*found):
     """Another model's workloads: tokens/s of the ladder's top and of its peers."""
     return Table(["tokens/s", "what runs", *(f"{r['model']}, {r['workload']}" for r in found)],
