@@ -109,16 +109,16 @@ def test_known_answers_make_the_passes_of_the_real_run(stage, policy):
 
 def test_the_figures_of_a_run_by_hand():
     """
-    Chunks of 4: A's prompt of 5 takes two steps, and B's of 3 waits for what A leaves of the
-    second. Between A's first two tokens, the step computes A's 1 and B's last token.
+    A's prompt of 5 takes steps 0 and 1. At step 3 B arrives: 3 of its 4 tokens are computed beside
+    A's last, in chunked by a pass of their own, which comes after that of the decode.
     """
-    answered = [Request([1] * 5, 3, name="A"), Request([2] * 4, 1, name="B", arrival=1)]
+    answered = [Request([1] * 5, 3, name="A"), Request([2] * 4, 1, name="B", arrival=3)]
     for request, answer in zip(answered, ([7, 7, 7], [8])):
         request.generated = answer
     config = toy().config
     limits = {"token_budget": 4}
-    # step 0: A 4;  1: A 1, B 3;  2: A 1, B 1;  3: A 1
-    assert rungs.counted(SCRIPTS["ragged"], answered, config, limits) == [4, 11, 2, 2, 2]
+    assert rungs.counted(SCRIPTS["ragged"], answered, config, limits) == [5, 11, 2, 4, 2]
+    assert rungs.counted(SCRIPTS["chunked"], answered, config, limits) == [6, 11, 2, 1, 2]
     one = [Request([1], 1)]
     one[0].generated = [3]
     assert rungs.counted(SCRIPTS["unbatched"], one, config, {}) == [1, 1, 1, 0, 1]
