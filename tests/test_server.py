@@ -231,6 +231,7 @@ def test_nobody_uses_pages_of_a_pass_that_failed(named, cancels):
     with engine.model.h[1].register_forward_pre_hook(fail):
         assert {event.error for event in engine.step()} == {"RuntimeError: it failed"}
     assert not engine.pool.hash_of and len(engine.pool.free_queue) == 8
+    assert [*engine.scheduler.waiting] == [second, third] * named   # in the order of arrival
     engine.add(fourth)
     while engine.busy:
         engine.step()
