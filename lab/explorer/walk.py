@@ -10,7 +10,6 @@ import statistics
 import tomllib
 from pathlib import Path
 
-from lab.experiments import plans
 from lab.views.report import totals
 
 WORDS = Path(__file__).with_suffix(".toml")
@@ -152,7 +151,7 @@ def scoreboard(traces):
     same, paged, prefix = (round(totals(traces[name])["tokens_per_second"])
                            for name in (SAME, "paged", "prefix"))
     gap, _, name = max(waits(traces["prefix"]))
-    version, works = plans.recorded()   # tests hold ours equal to all of them
+    version, works = recorded()   # tests hold ours equal to all of them
     return dict(step=traces["ragged"].passes[-1].step, same=same, paged=paged, prefix=prefix,
                 gap=gap, name=name, version=version,
                 equal=sum(work["policy"] == "fcfs" for work in works),
