@@ -10,6 +10,7 @@ import statistics
 import tomllib
 from pathlib import Path
 
+from lab.loading.recorded import recorded
 from lab.views.report import totals
 
 WORDS = Path(__file__).with_suffix(".toml")

@@ -9,7 +9,7 @@ stay as they are. What changes is how requests get in and how tokens get out:
     add(request)    --> inbox --> schedule -> forward pass -> sample --> events: tokens, ends
     cancel(request) --'        `----------- one step() -----------'
 
-One thread owns scheduler, pages, pool and model, and all requests that it has taken in. The others
+One thread owns scheduler, pool, KV and model, and all requests that it has taken in. The others
 change the inbox only, and set `stopping`; so only the inbox has a lock. They learn what became of a
 request from its events. What they read besides are counts, which may be one step old, and a
 request's name.
