@@ -37,6 +37,10 @@ def schedules(rng):
             states.append({**state, "max_kv_tokens": None, "room": first + rng.randint(0, 4)})
     for state in sorted(states, key=lambda state: len(state["running"]) + len(state["waiting"])):
         yield {"call": "schedule", **state}
+    for arrival in 0, 1:   # it never fits; nobody has arrived
+        yield {"call": "schedule", "step": 0, "running": [], "waiting": [
+            {"prompt": 9, "new": 9, "arrival": arrival}], "max_batch": 2, "token_budget": 8,
+            "max_kv_tokens": 8}
     b, d = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}, {"prompt": 1, "new": 2}
     yield {"call": "schedule", "step": 2, "running": [b], "waiting": [{"prompt": 4, "new": 4}, d],
            "max_batch": 3, "token_budget": 6, "max_kv_tokens": 16}

@@ -67,6 +67,11 @@ def states(rng):
     made.sort(key=lambda state: (len(state["running"]), state["pages"]))
     abc = {"prompt": 3, "generated": 2, "computed": 4, "pages": 2}
     made.append({"pages": 6, "page_size": 2, "running": [abc] * 3, "waiting": [{"prompt": 3}]})
+    few = [{"prompt": 5, "computed": 2, "pages": 1}, *[
+        {"prompt": 2, "generated": 1, "computed": 2, "pages": 1}] * 2]
+    for i, n, pages in (0, 3, 3), (0, 2, 6), (1, 1, 3), (2, 1, 3):
+        yield {"call": "make_room", "of": i, "n": n, "pages": pages, "page_size": 2,
+               "running": few, "waiting": []}
     for number, state in enumerate(made):
         i = rng.randrange(len(state["running"])) if state is not made[-1] else 0
         row = state["running"][i]
