@@ -221,7 +221,7 @@ judge(4, admit, keep, free)
 #
 # ## The race
 #
-# Twelve prompts behind a common beginning of 96 tokens, 64 tokens a step, and a pool of 40 pages:
+# Twelve prompts behind a common beginning of 48 tokens, 64 tokens a step, and a pool of 40 pages:
 # too few, so both engines preempt. *Worst gap* is the longest wait between two tokens of a request.
 
 # %%
@@ -234,9 +234,10 @@ race()
 # **Turn this knob:** `race(pages=64)`, and `race(token_budget=16)`. Which columns change?
 # <details><summary>Answer</summary>
 #
-# With 64 pages no request is preempted: 1,079 tokens are computed instead of 1,234, in 73 passes
-# instead of 98, and no request waits longer than a step. With 16 tokens a step, prompts take more
-# passes; the tokens that a request gets stay the same.</details>
+# With 64 pages no request is preempted: 922 tokens are computed instead of 978, in 71 passes
+# instead of 82, and no request waits longer than a step. With 16 tokens a step, prompts take more
+# passes, so fewer requests run at once and none is preempted; the tokens that a request gets stay
+# the same.</details>
 #
 # ## Where to go from here
 #

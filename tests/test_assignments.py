@@ -134,7 +134,7 @@ WRONG = {   # the body of schedule: what is said
     "return open('/proc/self/environ').read()": "is not a file of this folder",
     "return type('L', (list,), {'__eq__': lambda *_: True})()": "it returns: [], expected A1",
     "return": "it returns: None, expected []: is a `return` missing?",
-    "self = self\nreturn 1 / 0": "(scheduler.py, line 59: return 1 / 0)",
+    "self = self\nreturn 1 / 0": "(scheduler.py, line 57: return 1 / 0)",
     "while True: pass": "takes more than 10 seconds of CPU time",
     "x = [0] * 10**12": "raises MemoryError",
     "import os; os.fork(); return []": "os.fork is not allowed here",

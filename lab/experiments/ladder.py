@@ -23,7 +23,7 @@ IDEAS = {   # of the README's table
     "unbatched": "one request, with a KV cache",
     "naive": "static batching: prompts padded to one length",
     "dynamic": "a new batch every step (*continuous batching*)",
-    "chunked": "a token budget: decodes first, prompts in chunks",
+    "chunked": "a token budget: long prompts come in chunks",
     "interleaved": "decodes and chunks in one pass",
     "ragged": "no rows: a stream of tokens",
     "paged": "memory in pages, as answers grow",
