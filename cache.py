@@ -18,7 +18,8 @@ class KV:
     Keys and values of one sequence; or of all rows of a batch, or of all pages of a pool.
 
     Each layer has two buffers (..., capacity, hs), made when it is first written. They take leading
-    axes, dtype and device of what is written: (nh,) for one request, (B, nh) for a rectangle.
+    axes, dtype and device of what is written: (B, nh) for a static batch, (1, nh) in unbatched,
+    (nh,) where each request or the pool has its own KV.
     """
 
     def __init__(self, capacity):

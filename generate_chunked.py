@@ -1,5 +1,5 @@
 """
-Stage 3: chunked prefill. No step computes more than `token_budget` tokens, and decodes come first.
+Stage 3: chunked prefill. No step computes more than `token_budget` tokens; no decode waits.
 
 A prompt need not be prefilled in one piece: its keys and values are in the cache, so the next piece
 continues where the last one stopped, with the same logits (Sarathi's idea). At each step the

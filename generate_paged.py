@@ -113,7 +113,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
              scheduler=PagedScheduler, on_token=None):
     """
     Runs `requests` as ragged does, in a pool of `pages` pages (see pool_size) of page_size tokens.
-    Returns the trace. scheduler: a class like PagedScheduler
+    scheduler: a class like PagedScheduler. Returns the trace.
     """
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)

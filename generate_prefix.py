@@ -40,8 +40,8 @@ def page_hash(before, tokens):
     """
     The hash of a full page. before: that of the page before it in the sequence; or b"".
 
-    It must resist collisions: whoever finds other tokens with the same hash makes requests read the
-    wrong keys. (CVE-2025-25183: vLLM used Python's own hash. Its default is now sha256.)
+    It must resist collisions: if other tokens had the same hash, a request would read the wrong
+    keys. (CVE-2025-25183: vLLM used Python's own hash. Its default is now sha256.)
     """
     return sha256(before + array("q", tokens).tobytes()).digest()
 

@@ -27,16 +27,6 @@ from toolbox.trace import Trace
 from toolbox.validate import one_of
 
 
-def contained(k, v):
-    """
-    Keys and values, changed so that one request's NaN stays its own. A hidden key has weight 0, but
-    0 times NaN is NaN. So a value that is not finite becomes zeros, and its key NaN: that reaches
-    the tokens which see the key, and no others.
-    """
-    lost = ~v.isfinite().all(dim=-1, keepdim=True)                              # (..., S, 1)
-    return k.masked_fill(lost, torch.nan), v.masked_fill(lost, 0.0)
-
-
 class Flat:
     """
     Ragged (N,): all new tokens of all requests in one stream, with no batch axis and so no padding.
@@ -109,6 +99,16 @@ class Flat:
             return {"score_entries": sum(n * end for (_, n), end in zip(self.plan, self.ends))}
         copied = sum(self.ends) * self.plan[0][0].kv.bytes_per_token   # all keys are concatenated
         return {"score_entries": self.mask.numel(), "copied_bytes": copied}
+
+
+def contained(k, v):
+    """
+    Keys and values, changed so that one request's NaN stays its own. A hidden key has weight 0, but
+    0 times NaN is NaN. So a value that is not finite becomes zeros, and its key NaN: that reaches
+    the tokens which see the key, and no others.
+    """
+    lost = ~v.isfinite().all(dim=-1, keepdim=True)                              # (..., S, 1)
+    return k.masked_fill(lost, torch.nan), v.masked_fill(lost, 0.0)
 
 
 @torch.inference_mode()

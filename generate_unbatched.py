@@ -7,7 +7,7 @@ Without a cache, each new token runs the whole sequence through the model again.
     without        with
     # . . .
     # # . .                        rows: tokens computed in this step
-    # # # .                        columns: keys (. computed, then masked)
+    # # # .                        columns: keys (# seen; . computed, then masked)
     # # # #        # # # #
 
 Wasted: all weights are read from memory to compute a single token. This is why engines batch. A

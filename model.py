@@ -241,8 +241,8 @@ def sample(logits, requests):
     check_finite(requests, logits.amax(dim=-1).tolist())
     for i, request in enumerate(requests):
         if request.temperature > 0:
-            # In float64 on the CPU, equal logits give equal tokens. Engines sample all rows at once
-            # on the GPU, which is faster, but a draw may then depend on the batch.
+            # In float64, since sums over the vocabulary would round too much; on the CPU, so that a
+            # draw does not depend on the batch. Engines sample all rows at once on the GPU: faster.
             row = logits[i].cpu().double()                                                 # (V,)
             edges = cdf(row, request.temperature, request.top_k, request.top_p)            # (V,)
             tokens[i] = int(torch.searchsorted(edges, request.draw(), right=True))

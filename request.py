@@ -74,7 +74,7 @@ class Request:
         return self.prompt[start:end] + answer[max(start - n, 0):max(end - n, 0)]
 
     @property
-    def pad(self):   # fills its row: of its own tokens, so no other's NaN gets in
+    def pad(self):   # fills its row's pads. Its own: another's could bring in another's NaN
         return self.prompt[0]
 
     @property

@@ -4,7 +4,7 @@ The Scheduler: which requests compute how many tokens in the next step.
 That is the first of the two questions in model.py. It is pure bookkeeping: no tensors, no clock.
 Each step has a budget of tokens, given out in this order:
 
-    token_budget 8     A d                1. requests that run go on, in order of arrival,
+    token_budget 8     A d                1. requests that run go on, in their order,
                        B d                   each with all it needs or what is left
                        C c c c c
                        D c c              2. newcomers get the rest; D's prompt continues next step
@@ -73,13 +73,13 @@ class Scheduler:
             self.make_room(request, n)      # succeeds: `admit` has seen to it
             plan.append((request, n))
             budget -= n
-        if not plan and (self.running or self.arrived(step)):   # nor would a later step differ
+        if not plan and (self.running or self.arrived(step)):   # later steps are no better
             stuck = (self.running or self.waiting)[0]
             raise RuntimeError(f"{stuck} has arrived at step {step}, but nothing can go on")
         return plan
 
     def update(self, plan, tokens):
-        """Records a pass that was computed. If it failed, its requests have not advanced."""
+        """Records a computed pass. After a failed pass it is not called: no request advances."""
         advance(plan, tokens)
         self.release()
 
