@@ -15,6 +15,8 @@ from common import ROOT, THOROUGH
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+import generate_prefix
+import scheduler
 from lab.experiments import __main__ as runner
 from lab.experiments import bench, ladder, motion, pictures, plans, results
 from lab.experiments.memory import storm
@@ -106,7 +108,7 @@ def test_sizes_and_workloads_are_counted():
     assert readme.count(f"| {sum(lines.values()):,} |") == 1
     last = sum(lines[name] for name in ("scheduler.py", "paging.py", "generate_prefix.py"))
     assert f"{round(last, -2)} lines" in readme and f"{round(last, -2)} lines" in vllm
-    for page in readme, vllm:
+    for page in readme, vllm, scheduler.__doc__, generate_prefix.__doc__:
         assert f"{len(passes)} of {len(passes)}" in " ".join(page.split())
     assert f"recorded workloads, {sum(passes):,} passes" in " ".join(vllm.split())
 
