@@ -85,12 +85,17 @@ def run_stage(generate, args, shard=None):
         if "scheduler" in knobs:   # the page names the policy
             recorded.recording.knobs["policy"] = args.policy
         page.write(args.page, page.data_of({trace.stage: take_times(recorded, trace)}, tokenizer))
+    for path, how in (args.trace, "JSON"), (args.plot, "a picture"), (args.page, "for a browser"):
+        if path:
+            print(f"wrote {path}, {how}")
     flags.say_ignored(args, ignored, "for this stage")   # where it is seen
     if check:
         print(coloured(summary(verdicts)))
     if not args.quiet:
-        print("Next: --page run.html steps through this run, --plot run.png draws it, --help lists "
-              "the rest; no batching knob changes a token")
+        offers = [] if args.page else ["--page run.html steps through this run"]
+        offers += [] if args.plot else ["--plot run.png draws it"]
+        offers += ["--help lists the rest"]
+        print(f"Next: {', '.join(offers)}; no batching knob changes a token")
     return int(any(v.verdict == "WRONG" for v in verdicts))
 
 

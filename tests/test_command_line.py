@@ -233,6 +233,16 @@ def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
     assert first_line in page and f'"name":"{name}"' in page
     assert ('"policy":"sjf"' in page) == (stage is generate_prefix)
+    for path, how in ("x.json", "JSON"), ("x.png", "a picture"), ("x.html", "for a browser"):
+        assert f"wrote {tmp_path / path}, {how}\n" in out
+
+
+def test_next_does_not_offer_what_was_just_done(tmp_path):
+    short = "--prompt", "a", "--max_new_tokens", 2
+    for flag, name in ("--plot", "x.png"), ("--page", "x.html"):
+        last = run(generate_ragged, *short, flag, tmp_path / name)[1].splitlines()[-1]
+        assert last.startswith("Next: ") and flag not in last
+        assert {"--plot", "--page"} - {flag} < {*last.split()}
 
 
 def test_a_flag_that_is_ignored_does_not_change_the_table():
