@@ -35,7 +35,9 @@ def library():
     try:
         loaded = ctypes.CDLL(str(build()))
     except FileNotFoundError:
-        raise ValueError(f"there is no {COMPILER} (apt install g++)") from None
+        how = {"darwin": "brew install gcc, then set CXX=g++-15", "win32": "use WSL"}
+        raise ValueError(f"there is no {COMPILER} "
+                         f"({how.get(sys.platform, 'apt install g++')})") from None
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         message = " ".join(str(error).split())
         raise ValueError(f"{COMPILER} cannot build native.cpp: {message}") from None
