@@ -7,12 +7,17 @@ from common import BLOCK_SIZE, toy
 from torch import nn
 
 import generate_unbatched
-from beyond.hybrid import HybridScheduler
+from beyond import hybrid
+from beyond.hybrid import Hybrid, HybridScheduler
+from beyond.sessions import Session, SessionScheduler
 from beyond.speculative import draft
 from beyond.tensor_parallel import RowParallel, column_parallel
+from cache import KV
 from generate_naive import cache_for
+from generate_prefix import PrefixPool, PrefixScheduler
 from generate_unbatched import Alone
 from lab.compiled import optimize
+from paging import PagePool
 from request import Request, prepare
 
 
@@ -85,3 +90,105 @@ def test_passed_pages_are_taken_first_in_a_whole_run(passed_first):
         scheduler.update(plan, [step % 5] * sum(n == each.todo for each, n in plan))
         step += 1
     assert len(given_back) > 10
+
+# --- pages: which are taken, which can be found ---------------------------------------------------
+
+def test_a_pool_takes_the_first_pages_and_gets_them_back_at_the_end():
+    pool, table = PagePool(4, 2), []
+    pool.allocate(table, 2)
+    pool.free(table)
+    assert table == [0, 1] and [*pool.free_queue] == [2, 3, 0, 1]
+
+
+def test_pages_that_nobody_can_find_are_taken_first():
+    """A's last page is not full, so it has no name; the others wait behind pages never used."""
+    scheduler = PrefixScheduler(1, 64, 6, 2)
+    request, = prepare([Request([1] * 5, 1)], toy().config)
+    scheduler.add(request)
+    scheduler.update(scheduler.schedule(0), [0])
+    assert [*scheduler.pool.free_queue] == [2, 3, 4, 5, 1, 0]
+
+
+def test_of_equal_pages_the_oldest_is_found():
+    pool = PrefixPool(4, 2)
+    for page in 2, 1, 3:
+        pool.cache(page, b"x")
+    assert pool.find([b"x"]) == [2]
+
+
+def test_a_failed_pass_leaves_the_pages_of_the_passes_before_it():
+    scheduler = PrefixScheduler(1, 4, 6, 2)
+    request, = prepare([Request([1, 2, 3, 4, 5, 6, 7], 1)], toy().config)
+    scheduler.add(request)
+    scheduler.update(scheduler.schedule(0), [])
+    scheduler.undo(scheduler.schedule(1))
+    assert scheduler.schedule(2) == [(request, 3)]   # four tokens are found
+
+# --- sessions: which holds end, and what is held --------------------------------------------------
+
+def holding(keep=9):
+    """Two sessions whose first turn has ended: A's, then B's, of 5 tokens each, are held."""
+    scheduler = SessionScheduler(2, 64, 8, 2, keep)
+    turns = prepare([Request([i] * 5, 1, name=name) for i, name in enumerate("AB")], toy().config)
+    for turn in turns:
+        Session(turn, [(9, [1], 1)])
+        scheduler.add(turn)
+    scheduler.update(scheduler.schedule(0), [0, 0])
+    return scheduler, [turn.session for turn in turns]
+
+
+def test_only_full_pages_are_held_for_so_many_steps():
+    scheduler, (a, b) = holding()
+    assert scheduler.held == {a: ([0, 1], 9), b: ([3, 4], 9)}
+    scheduler.schedule(9)
+    assert scheduler.held
+    scheduler.schedule(10)
+    assert not scheduler.held
+
+
+def test_nothing_is_held_after_a_last_turn():
+    scheduler = SessionScheduler(2, 64, 8, 2, keep=9)
+    turn, = prepare([Request([1] * 5, 1)], toy().config)
+    Session(turn)
+    scheduler.add(turn)
+    scheduler.update(scheduler.schedule(0), [0])
+    assert not scheduler.held
+
+
+@pytest.mark.parametrize("prompt, new, left", [(9, 1, "B"), (8, 3, "B"), (8, 1, "AB")])
+def test_the_oldest_hold_ends_and_no_more_than_must(prompt, new, left):
+    """Four of eight pages are held. C needs five at once, or when it runs; or four."""
+    scheduler, _ = holding()
+    c, = prepare([Request([2] * prompt, new, name="C")], toy().config)
+    Session(c)
+    scheduler.add(c)
+    while not c.finished:
+        scheduler.update(scheduler.schedule(1), [2])
+    assert "".join(session.first.name for session in scheduler.held) == left
+
+
+def test_after_a_hold_its_pages_can_be_found():
+    scheduler, (a, _) = holding()
+    scheduler.let_go(a)
+    hashes = [scheduler.hash_of_page(a.first, i) for i in range(2)]
+    assert scheduler.pool.find(hashes) == [0, 1]
+
+
+def test_holds_make_a_newcomer_wait_while_others_run():
+    scheduler, _ = holding()
+    c, d = prepare([Request([2] * 7, 2, name="C"), Request([3], 1, name="D")], toy().config)
+    for turn in c, d:
+        Session(turn)
+        scheduler.add(turn)
+    assert scheduler.schedule(1) == [(c, 7)] and len(scheduler.held) == 2
+
+
+# --- hybrid: what is kept once --------------------------------------------------------------------
+
+def test_the_layers_of_all_groups_share_buffers(monkeypatch):
+    """The last of each period is full. Two periods of four layers need two pairs of buffers."""
+    model, made = Hybrid(toy(n_layer=8).config, 4, 4).double(), []
+    assert [model.group(layer) for layer in range(8)] == [1, 2, 3, 0] * 2
+    monkeypatch.setattr("beyond.hybrid.KV", lambda n: made.append(KV(n)) or made[-1])
+    hybrid.generate(model, Request([1] * 5, 2))
+    assert [sorted(kv.k) for kv in made] == [[0, 1]]
