@@ -37,7 +37,7 @@ def test_a_guess_is_looked_up_in_the_requests_own_tokens():
     drafts = draft([(a, 1), (b, 1)], scheduler, {}, 4)
     assert drafts == {a: [9], b: []}
     a.computed = 0   # a prompt, no decode
-    assert draft([(a, 5)], scheduler, {}, 4) == {a: []}
+    assert draft([(a, 5)], scheduler, {}, 9) == {a: []}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
