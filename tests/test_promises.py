@@ -3,16 +3,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import BLOCK_SIZE, toy
+from common import BLOCK_SIZE, queue, toy
 from torch import nn
 
 import generate_unbatched
-from beyond.hybrid import HybridScheduler
+from beyond import hybrid
+from beyond.hybrid import Hybrid, HybridScheduler
+from beyond.rollout import RolloutScheduler
+from beyond.sessions import Session, SessionScheduler
 from beyond.speculative import draft
 from beyond.tensor_parallel import RowParallel, column_parallel
+from cache import KV
 from generate_naive import cache_for
+from generate_prefix import PrefixScheduler
 from generate_unbatched import Alone
 from lab.compiled import optimize
+from paging import PagePool
 from request import Request, prepare
 
 
@@ -30,6 +36,8 @@ def test_a_guess_is_looked_up_in_the_requests_own_tokens():
         request.computed, request.block_table = request.todo - 1, [0]
     drafts = draft([(a, 1), (b, 1)], scheduler, {}, 4)
     assert drafts == {a: [9], b: []}
+    a.computed = 0   # a prompt, no decode
+    assert draft([(a, 5)], scheduler, {}, 9) == {a: []}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -85,3 +93,97 @@ def test_passed_pages_are_taken_first_in_a_whole_run(passed_first):
         scheduler.update(plan, [step % 5] * sum(n == each.todo for each, n in plan))
         step += 1
     assert len(given_back) > 10
+
+
+# --- pages: which are taken, which can be found ---------------------------------------------------
+
+def test_a_pool_takes_the_first_pages_and_gets_them_back_at_the_end():
+    pool, table = PagePool(4, 2), []
+    pool.allocate(table, 2)
+    pool.free(table)
+    assert table == [0, 1] and [*pool.free_queue] == [2, 3, 0, 1]
+
+
+def test_pages_that_nobody_can_find_are_taken_first():
+    """A's last page is not full, so it has no name; the others wait behind pages never used."""
+    scheduler = PrefixScheduler(1, 64, 6, 2)
+    queue(scheduler, [Request([1] * 5, 1)])
+    scheduler.update(scheduler.schedule(0), [0])
+    assert [*scheduler.pool.free_queue] == [2, 3, 4, 5, 1, 0]
+
+
+def test_a_failed_pass_leaves_the_pages_of_the_passes_before_it():
+    scheduler = PrefixScheduler(1, 4, 6, 2)
+    request, = queue(scheduler, [Request([1, 2, 3, 4, 5, 6, 7], 1)])
+    scheduler.update(scheduler.schedule(0), [])
+    scheduler.undo(scheduler.schedule(1))
+    assert scheduler.schedule(2) == [(request, 3)]   # four tokens are found
+
+
+# --- sessions: which holds end, and what is held --------------------------------------------------
+
+NEXT = 9, [1], 1   # a turn
+
+
+def holding(*then):
+    """Two sessions whose first turn has ended: A's, then B's, of 5 tokens each."""
+    scheduler = SessionScheduler(2, 64, 8, 2, keep=9)
+    turns = queue(scheduler, [Request([1] * 5, 1, name="A"), Request([2] * 5, 1, name="B")])
+    for turn in turns:
+        Session(turn, [*then])
+    scheduler.update(scheduler.schedule(0), [0, 0])
+    return scheduler, [turn.session for turn in turns]
+
+
+def test_full_pages_are_held_for_so_many_steps_and_can_still_be_found():
+    scheduler, (a, b) = holding(NEXT)
+    assert scheduler.held == {a: ([0, 1], 9), b: ([3, 4], 9)}
+    scheduler.schedule(9)
+    assert scheduler.held
+    scheduler.schedule(10)
+    assert not scheduler.held and scheduler.pool.find(a.first.page_hashes) == [0, 1]
+    assert not holding()[0].held   # a last turn's
+
+
+@pytest.mark.parametrize("prompt, new, left", [(9, 1, "B"), (8, 3, "B"), (8, 1, "AB")])
+def test_the_oldest_hold_ends_and_no_more_than_must(prompt, new, left):
+    """Four of eight pages are held. C needs five at once, or when it runs; or four."""
+    scheduler, _ = holding(NEXT)
+    c, = queue(scheduler, [Request([3] * prompt, new)])
+    Session(c)
+    while not c.finished:
+        scheduler.update(scheduler.schedule(1), [2])
+    assert "".join(session.first.name for session in scheduler.held) == left
+
+
+def test_holds_make_a_newcomer_wait_while_others_run():
+    scheduler, _ = holding(NEXT)
+    c, _ = map(Session, queue(scheduler, [Request([3] * 7, 2), Request([4], 1)]))
+    assert scheduler.schedule(1) == [(c.first, 7)] and len(scheduler.held) == 2
+
+
+# --- rollout, hybrid ------------------------------------------------------------------------------
+
+def test_requests_that_are_computed_again_keep_their_order():
+    models = SimpleNamespace(version=0)
+    scheduler = RolloutScheduler(2, 64, 9, 2, models, [1], "recompute")
+    a, b = queue(scheduler, [Request([1], 2), Request([2], 2)])
+    scheduler.update(scheduler.schedule(0), [3, 3])
+    assert scheduler.schedule(1) == [(a, 2), (b, 2)]
+
+
+@pytest.mark.parametrize("pages, b_too", [(7, False), (8, True)])
+def test_full_layers_need_room_for_all_tokens_and_windows_for_the_next_pass(pages, b_too):
+    """A holds two pages. B needs four, and two for the four tokens that a pass may compute."""
+    scheduler = HybridScheduler(2, 4, pages, 2, [BLOCK_SIZE, 2], passed_first=True)
+    a, b = queue(scheduler, [Request([1] * 2, 3), Request([2] * 8, 1)])
+    assert scheduler.schedule(0) == [(a, 2), (b, 2)][:1 + b_too]
+
+
+def test_the_layers_of_all_groups_share_buffers(monkeypatch):
+    """The last of each period is full. Two periods of four layers need two pairs of buffers."""
+    model, made = Hybrid(toy(n_layer=8).config, 4, 4).double(), []
+    assert [model.group(layer) for layer in range(8)] == [1, 2, 3, 0] * 2
+    monkeypatch.setattr("beyond.hybrid.KV", lambda n: made.append(KV(n)) or made[-1])
+    hybrid.generate(model, Request([1] * 5, 2))
+    assert [sorted(kv.k) for kv in made] == [[0, 1]]
